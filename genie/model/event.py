@@ -1,0 +1,34 @@
+"""Events: things that happened and that someone may want to react to."""
+
+from __future__ import annotations
+
+import enum
+
+import msgspec
+
+
+class EventType(enum.StrEnum):
+    INIT_PHASE = "init_phase"
+    NODE_JOINED = "node_joined"
+    NODE_SUSPECT = "node_suspect"
+    NODE_LOST = "node_lost"
+    NODE_RECOVERED = "node_recovered"
+    HEALTH_CHANGED = "health_changed"
+    GPU_AVAILABLE = "gpu_available"
+    GPU_UNAVAILABLE = "gpu_unavailable"
+    GPU_OVERHEATED = "gpu_overheated"
+    BACKEND_FALLBACK = "backend_fallback"
+    CONNECTION_LOST = "connection_lost"
+    CONNECTION_RESTORED = "connection_restored"
+    MONITOR_ERROR = "monitor_error"
+    SHUTDOWN = "shutdown"
+
+
+class ClusterEvent(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One thing that happened: where, when, and why, in words that a log line can quote."""
+
+    type: EventType
+    node_id: str
+    at: float
+    reason: str
+    facts: dict[str, str | int | float | bool | None] = {}

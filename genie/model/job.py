@@ -1,0 +1,138 @@
+"""Jobs: what is asked for, where it stands, and every step it took with the reason.
+
+The life cycle is the table at the bottom; nothing else may move a job. Not for: who decides
+(scheduler/) and who carries it out (controller/, agent/).
+"""
+
+from __future__ import annotations
+
+import enum
+
+import msgspec
+
+
+class JobState(enum.StrEnum):
+    QUEUED = "queued"
+    PLACING = "placing"
+    RUNNING = "running"
+    SUCCEEDED = "succeeded"
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+    LOST = "lost"
+
+    @property
+    def is_final(self) -> bool:
+        return self in FINAL_STATES
+
+
+class JobKind(enum.StrEnum):
+    """A command runs once and ends; a session is an executor that a client holds open."""
+
+    COMMAND = "command"
+    SESSION = "session"
+
+
+class Accelerator(enum.StrEnum):
+    """Which accelerators count. AUTO is GPUs where the cluster has any, and CPUs otherwise."""
+
+    AUTO = "auto"
+    GPU = "gpu"
+    CPU = "cpu"
+
+
+class Resources(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What one job holds while it runs: `gpus` accelerators on one node, `gpu_milli` of each."""
+
+    gpus: int = 0
+    gpu_milli: int = 1000
+    cpus: float = 0.0
+    memory_bytes: int = 0
+    accelerator: Accelerator = Accelerator.AUTO
+
+
+class Workdir(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A directory sent along, named by the SHA-256 of its packed form."""
+
+    digest: str
+    size_bytes: int
+
+
+class JobSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What a person asked for. `command` is an argument vector; no shell is ever involved."""
+
+    name: str
+    command: tuple[str, ...]
+    kind: JobKind = JobKind.COMMAND
+    resources: Resources = Resources()
+    env: dict[str, str] = {}
+    workdir: Workdir | None = None
+    node_id: str = ""
+    """Only on this node; empty for anywhere."""
+    gpu_ids: tuple[int, ...] = ()
+    """Only on these accelerators of that node; empty for any."""
+
+
+class Transition(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    state: JobState
+    at: float
+    reason: str
+
+
+class Placement(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Where a job runs. `epoch` is the store revision of the decision: higher is newer, everywhere."""
+
+    node_id: str
+    incarnation: int
+    gpu_ids: tuple[int, ...]
+    epoch: int
+
+
+class Job(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One job as the store has it."""
+
+    job_id: str
+    tenant: str
+    owner: str
+    """Id of the token that submitted it."""
+    spec: JobSpec
+    state: JobState
+    reason: str
+    """Why it is in this state, or what it is waiting for."""
+    submitted_at: float
+    sequence: int
+    """Order of arrival."""
+    placement: Placement | None = None
+    exit_code: int | None = None
+    started_at: float | None = None
+    ended_at: float | None = None
+    history: tuple[Transition, ...] = ()
+
+
+FINAL_STATES = frozenset({JobState.SUCCEEDED, JobState.FAILED, JobState.CANCELLED, JobState.LOST})
+
+ALLOWED_MOVES: dict[JobState, frozenset[JobState]] = {
+    JobState.QUEUED: frozenset({JobState.PLACING, JobState.CANCELLED, JobState.FAILED}),
+    JobState.PLACING: frozenset(
+        {JobState.QUEUED, JobState.RUNNING, JobState.FAILED, JobState.CANCELLED, JobState.LOST}
+    ),
+    JobState.RUNNING: frozenset({JobState.SUCCEEDED, JobState.FAILED, JobState.CANCELLED, JobState.LOST}),
+    JobState.SUCCEEDED: frozenset(),
+    JobState.FAILED: frozenset(),
+    JobState.CANCELLED: frozenset(),
+    JobState.LOST: frozenset(),
+}
+
+
+def moved(job: Job, state: JobState, *, reason: str, at: float) -> Job:
+    """The job after one step of its life cycle; a step that the table does not allow is a bug."""
+    assert state in ALLOWED_MOVES[job.state], f"{job.job_id}: {job.state} -> {state} is not a step"
+    step = Transition(state=state, at=at, reason=reason)
+    return msgspec.structs.replace(
+        job,
+        state=state,
+        reason=reason,
+        history=(*job.history, step),
+        started_at=at if state is JobState.RUNNING else job.started_at,
+        ended_at=at if state.is_final else job.ended_at,
+        placement=None if state is JobState.QUEUED else job.placement,
+    )

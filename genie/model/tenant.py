@@ -1,0 +1,41 @@
+"""Tenants and their tokens, as the store keeps them: the secret's hash, never the secret."""
+
+from __future__ import annotations
+
+import enum
+
+import msgspec
+
+DEFAULT_TENANT = "default"
+
+
+class TokenKind(enum.StrEnum):
+    """OWNER may do everything; USER works in one tenant; JOIN admits one node once; NODE is a node's own."""
+
+    OWNER = "owner"
+    USER = "user"
+    JOIN = "join"
+    NODE = "node"
+
+
+class TokenRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    token_id: str
+    kind: TokenKind
+    secret_sha256: str
+    tenant: str = DEFAULT_TENANT
+    name: str = ""
+    """A label for people; for NODE the node id that the server gave."""
+    created_at: float
+    expires_at: float | None = None
+    used_at: float | None = None
+    """JOIN only: set by the one use it has."""
+    revoked_at: float | None = None
+
+
+class Identity(msgspec.Struct, frozen=True, kw_only=True):
+    """Who is asking, as the server established it. Never taken from what the asker says of itself."""
+
+    token_id: str
+    kind: TokenKind
+    tenant: str
+    name: str = ""

@@ -1,0 +1,1 @@
+"""Carries bytes: the wire, connections, certificates, and what the network between two nodes can do."""

@@ -1,0 +1,262 @@
+"""Connections, as an argument: the protocol that controller and agent are written against, and TCP.
+
+A `Channel` carries whole frames. `TcpNetwork` is the real thing, with TLS; genie/sim has one in
+memory. Not for: what the frames mean (rpc.py).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import logging
+import ssl
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from genie.errors import (
+    AddressInUseError,
+    ConfigError,
+    ConnectionLostError,
+    DeadlineError,
+    GenieError,
+    ProtocolError,
+    TlsError,
+    TransportError,
+    UnreachableError,
+)
+from genie.runtime import wire
+
+_log = logging.getLogger(__name__)
+
+PREFACE_TIMEOUT_S = 10.0
+CONNECTIONS_MAX = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class ClientTls:
+    """How to check the server: the context trusts one CA, and the certificate must carry `server_name`."""
+
+    context: ssl.SSLContext
+    server_name: str
+
+
+class Channel(Protocol):
+    """One connection. Frames arrive whole and in order, or ConnectionLostError says that it ended."""
+
+    peer: str
+    """host:port of the other side, for messages."""
+    certificate_name: str
+    """Name in the client certificate that TLS has verified; empty without one."""
+    cap_bytes: int
+    """Largest payload that is accepted."""
+
+    async def send(self, frame: bytes) -> None: ...
+
+    async def receive(self) -> wire.Frame: ...
+
+    def close(self) -> None:
+        """At once; idempotent. What was sent before may or may not arrive."""
+        ...
+
+
+Accept = Callable[[Channel], Awaitable[None]]
+
+
+class Network(Protocol):
+    async def connect(self, host: str, port: int, *, tls: ClientTls | None, timeout_s: float) -> Channel: ...
+
+    async def serve(
+        self,
+        host: str,
+        port: int,
+        accept: Accept,
+        *,
+        tls: ssl.SSLContext | None,
+        on_listening: Callable[[int], None],
+    ) -> None:
+        """Listens until cancelled; `on_listening` gets the port. Leaving closes every connection."""
+        ...
+
+
+class TcpChannel:
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, *, cap_bytes: int) -> None:
+        host, port, *_ = writer.get_extra_info("peername") or ("unknown", 0)
+        self.peer = f"{host}:{port}"
+        self.certificate_name = _certificate_name(writer.get_extra_info("peercert"))
+        self.cap_bytes = cap_bytes
+        self._reader = reader
+        self._writer = writer
+
+    async def send(self, frame: bytes) -> None:
+        try:
+            self._writer.write(frame)
+            await self._writer.drain()
+        except (OSError, RuntimeError) as error:
+            raise ConnectionLostError(f"the connection to {self.peer} was lost: {error}") from error
+
+    async def receive(self) -> wire.Frame:
+        try:
+            header = await self._reader.readexactly(wire.HEADER_BYTES)
+            length, kind, call_id = wire.unpack_header(header, cap_bytes=self.cap_bytes, peer=self.peer)
+            return wire.Frame(kind, call_id, await self._reader.readexactly(length))
+        except asyncio.IncompleteReadError as error:
+            cut = " in the middle of a frame" if error.partial else ""
+            raise ConnectionLostError(f"{self.peer} closed the connection{cut}") from None
+        except OSError as error:
+            raise ConnectionLostError(f"the connection to {self.peer} was lost: {error}") from error
+
+    async def exchange_prefaces(self) -> None:
+        await self.send(wire.preface())
+        try:
+            async with asyncio.timeout(PREFACE_TIMEOUT_S):
+                data = await self._reader.readexactly(wire.PREFACE_BYTES)
+        except asyncio.IncompleteReadError:
+            raise ProtocolError(
+                f"{self.peer} closed the connection without a greeting",
+                hint="it is not Genie, or one side uses TLS and the other does not",
+            ) from None
+        except OSError as error:
+            raise ConnectionLostError(f"the connection to {self.peer} was lost: {error}") from error
+        except TimeoutError:
+            raise ProtocolError(
+                f"{self.peer} sent no greeting within {PREFACE_TIMEOUT_S:g} s",
+                hint="it is not Genie, or one side uses TLS and the other does not",
+            ) from None
+        wire.check_preface(data, peer=self.peer)
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class TcpNetwork:
+    """TCP with TLS 1.3 where a context is given."""
+
+    async def connect(self, host: str, port: int, *, tls: ClientTls | None, timeout_s: float) -> Channel:
+        where = f"{host}:{port}"
+        try:
+            async with asyncio.timeout(timeout_s):
+                reader, writer = await asyncio.open_connection(
+                    host,
+                    port,
+                    ssl=tls.context if tls else None,
+                    server_hostname=tls.server_name if tls else None,
+                )
+                channel = TcpChannel(reader, writer, cap_bytes=wire.FRAME_BYTES_MAX)
+                try:
+                    await channel.exchange_prefaces()
+                except BaseException:
+                    channel.close()
+                    raise
+                return channel
+        except TimeoutError:
+            raise DeadlineError(
+                f"{where} did not answer within {timeout_s:g} s", hint="check the address and any firewall"
+            ) from None
+        except (OSError, ssl.SSLError, UnicodeError) as error:
+            raise explain_connect_failure(error, where) from error
+
+    async def serve(
+        self,
+        host: str,
+        port: int,
+        accept: Accept,
+        *,
+        tls: ssl.SSLContext | None,
+        on_listening: Callable[[int], None],
+    ) -> None:
+        async with asyncio.TaskGroup() as connections:
+            open_now: set[asyncio.Task[None]] = set()
+
+            def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+                if len(open_now) >= CONNECTIONS_MAX:
+                    _log.warning("refused a connection: %d are open, the most allowed", len(open_now))
+                    writer.close()
+                    return
+                task = connections.create_task(_serve_one(reader, writer, accept))
+                open_now.add(task)
+                task.add_done_callback(open_now.discard)
+
+            server = await _listen(host, port, connected, tls)
+            try:
+                on_listening(server.sockets[0].getsockname()[1])
+                await asyncio.get_running_loop().create_future()
+            finally:
+                server.close()
+                for task in open_now:
+                    task.cancel()
+
+
+async def _listen(
+    host: str,
+    port: int,
+    connected: Callable[[asyncio.StreamReader, asyncio.StreamWriter], None],
+    tls: ssl.SSLContext | None,
+) -> asyncio.Server:
+    try:
+        return await asyncio.start_server(
+            connected,
+            host,
+            port,
+            ssl=tls,
+            backlog=512,
+            ssl_handshake_timeout=PREFACE_TIMEOUT_S if tls else None,
+        )
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            raise AddressInUseError(
+                f"port {port} on {host} is in use",
+                hint="stop what listens there ('genie down' if it is Genie) or choose another --port",
+            ) from error
+        raise ConfigError(
+            f"cannot listen on {host}:{port}: {error}", hint="check --bind and --port"
+        ) from error
+
+
+async def _serve_one(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, accept: Accept) -> None:
+    """The boundary of one connection: whatever goes wrong on it stays on it."""
+    channel = TcpChannel(reader, writer, cap_bytes=wire.FRAME_BYTES_MAX_STRANGER)
+    try:
+        await channel.exchange_prefaces()
+        await accept(channel)
+    except TransportError as error:
+        _log.info("connection from %s ended: %s", channel.peer, error)
+    except Exception:
+        _log.exception("connection from %s failed", channel.peer)
+    finally:
+        channel.close()
+
+
+def explain_connect_failure(error: OSError | UnicodeError, where: str) -> GenieError:
+    """What a failed connect means, in words. Shared with whoever connects without this class."""
+    if isinstance(error, ssl.SSLCertVerificationError):
+        return TlsError(
+            f"{where} showed a certificate that is not of this cluster: {error.verify_message}",
+            hint="the token is of another cluster, or another program listens there",
+        )
+    if isinstance(error, ssl.SSLError):
+        return TlsError(
+            f"TLS with {where} failed: {error.reason or error}",
+            hint="one side may use TLS and the other not; compare controller.tls on the server",
+        )
+    if isinstance(error, ConnectionRefusedError):
+        return UnreachableError(
+            f"{where} refused the connection: nothing listens there",
+            hint="start the cluster with 'genie up', or correct the address and port",
+        )
+    if isinstance(error, ConnectionError):
+        return ConnectionLostError(
+            f"{where} closed the connection during the greeting: {error}",
+            hint="it is not Genie, or one side uses TLS and the other does not",
+        )
+    return UnreachableError(f"{where} cannot be reached: {error}", hint="check the address and the network")
+
+
+def _certificate_name(certificate: object) -> str:
+    """The one DNS name that our CA has put into a client certificate."""
+    if not isinstance(certificate, dict):
+        return ""
+    for kind, name in certificate.get("subjectAltName", ()):
+        if kind == "DNS":
+            return str(name)
+    return ""

@@ -1,0 +1,163 @@
+"""Calls over a channel: either side asks, the other answers, many at once on one connection.
+
+`Peer.run()` must be running (in a TaskGroup of the owner) while calls are made; `dial` does
+that for clients. Both sides may handle requests: the controller sends orders to agents over
+the connection that the agent opened. Not for: who may ask what (the handler decides).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+from typing import TypeVar
+
+from genie.errors import ConnectionLostError, DeadlineError, GenieError, ProtocolError, TransportError
+from genie.model.messages import Message, Request, reply_type
+from genie.runtime import wire
+from genie.runtime.network import Channel, ClientTls, Network
+
+_log = logging.getLogger(__name__)
+_Reply = TypeVar("_Reply", bound=Message)
+
+IN_FLIGHT_MAX = 256
+"""Requests that one peer may have under way here; beyond that its connection is not read."""
+
+Handler = Callable[["Peer", Message], Awaitable[Message]]
+
+
+class Peer:
+    """The other end of one connection."""
+
+    def __init__(
+        self, channel: Channel, *, requests: Sequence[type[Message]] = (), handler: Handler | None = None
+    ) -> None:
+        assert bool(requests) == (handler is not None)
+        self.channel = channel
+        self._decoder = wire.RequestDecoder(requests) if requests else None
+        self._handler = handler
+        self._waiting: dict[int, asyncio.Future[wire.Frame]] = {}
+        self._next_call = 0
+        self._slots = asyncio.Semaphore(IN_FLIGHT_MAX)
+        self._closed = asyncio.Event()
+
+    @property
+    def name(self) -> str:
+        return self.channel.peer
+
+    @property
+    def is_closed(self) -> bool:
+        return self._closed.is_set()
+
+    async def wait_closed(self) -> None:
+        await self._closed.wait()
+
+    async def call(self, request: Request[_Reply], *, timeout_s: float) -> _Reply:
+        """The peer's answer, or the GenieError it answered with; DeadlineError past `timeout_s`."""
+        if self.is_closed:
+            raise ConnectionLostError(f"the connection to {self.name} is closed")
+        call_id = self._next_call = (self._next_call + 1) % (1 << 32)
+        future: asyncio.Future[wire.Frame] = asyncio.get_running_loop().create_future()
+        self._waiting[call_id] = future
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self.channel.send(wire.pack(wire.Kind.REQUEST, call_id, wire.encode(request)))
+                frame = await future
+        except TimeoutError:
+            raise DeadlineError(
+                f"{self.name} did not answer {type(request).__name__} within {timeout_s:g} s"
+            ) from None
+        finally:
+            self._waiting.pop(call_id, None)
+        if frame.kind is wire.Kind.ERROR:
+            raise wire.decode_error(frame.payload, peer=self.name)
+        return wire.decode_reply(reply_type(type(request)), frame.payload, peer=self.name)
+
+    async def run(self) -> None:
+        """Reads until the connection ends; returns then. Requests under way are cancelled."""
+        lost: TransportError = ConnectionLostError(f"the connection to {self.name} is closed")
+        try:
+            async with asyncio.TaskGroup() as answers:
+                await self._read(answers)
+        except* TransportError as group:
+            lost = _first(group)
+        finally:
+            self._closed.set()
+            self.channel.close()
+            for future in self._waiting.values():
+                if not future.done():
+                    future.set_exception(lost)
+                    future.exception()
+
+    def close(self) -> None:
+        self._closed.set()
+        self.channel.close()
+
+    async def _read(self, answers: asyncio.TaskGroup) -> None:
+        while True:
+            frame = await self.channel.receive()
+            if frame.kind is wire.Kind.REQUEST:
+                await self._slots.acquire()
+                answers.create_task(self._answer(frame))
+            elif (future := self._waiting.get(frame.call_id)) is not None and not future.done():
+                future.set_result(frame)
+
+    async def _answer(self, frame: wire.Frame) -> None:
+        try:
+            kind, payload = await self._outcome(frame)
+            await self.channel.send(wire.pack(kind, frame.call_id, payload))
+        finally:
+            self._slots.release()
+
+    async def _outcome(self, frame: wire.Frame) -> tuple[wire.Kind, bytes]:
+        try:
+            if self._decoder is None or self._handler is None:
+                raise ProtocolError("this side answers no requests")
+            request = self._decoder.decode(frame.payload, peer=self.name)
+            payload = wire.encode(await self._handler(self, request))
+            if len(payload) > wire.FRAME_BYTES_MAX:
+                raise ProtocolError(f"the answer to {type(request).__name__} is over the frame cap")
+        except GenieError as error:
+            return wire.Kind.ERROR, wire.encode_error(error)
+        except Exception:
+            _log.exception("a request from %s failed", self.name)
+            internal = GenieError("internal error", hint="the log of the other side has the details")
+            return wire.Kind.ERROR, wire.encode_error(internal)
+        return wire.Kind.REPLY, payload
+
+
+@asynccontextmanager
+async def dial(
+    network: Network,
+    host: str,
+    port: int,
+    *,
+    tls: ClientTls | None,
+    timeout_s: float,
+    requests: Sequence[type[Message]] = (),
+    handler: Handler | None = None,
+) -> AsyncIterator[Peer]:
+    """A connected peer for the length of the block. Errors in the block come out as they are."""
+    channel = await network.connect(host, port, tls=tls, timeout_s=timeout_s)
+    peer = Peer(channel, requests=requests, handler=handler)
+    failure: BaseException | None = None
+    async with asyncio.TaskGroup() as group:
+        group.create_task(peer.run())
+        try:
+            yield peer
+        except (Exception, asyncio.CancelledError) as error:
+            # Raised again below: inside the group it would come out wrapped in an ExceptionGroup.
+            failure = error
+        finally:
+            peer.close()
+    if failure is not None:
+        raise failure
+
+
+def _first(group: BaseExceptionGroup[TransportError]) -> TransportError:
+    error: BaseException = group
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    assert isinstance(error, TransportError)
+    return error

@@ -1,0 +1,138 @@
+"""The wire between controller, agents and clients: a preface, then capped frames. No sockets here.
+
+A connection starts with eight bytes each way: b"GENIE", a zero, and the version. A frame is a
+header (payload length, kind, call id; big endian) and a payload, which is one msgpack struct of
+a known type. A length over the cap is an error before any memory is taken. There is no pickle
+and no free-form value anywhere.
+
+Not for: the executor's stream of ops (opwire.py) and connections (network.py, rpc.py).
+"""
+
+from __future__ import annotations
+
+import enum
+import functools
+import operator
+import struct
+from collections.abc import Sequence
+from typing import Any, NamedTuple, TypeVar
+
+import msgspec
+
+from genie.errors import FrameTooLargeError, GenieError, ProtocolError, VersionError, from_code
+from genie.model.messages import Message
+
+VERSION = 1
+PREFACE_BYTES = 8
+FRAME_BYTES_MAX = 1024 * 1024
+FRAME_BYTES_MAX_STRANGER = 16 * 1024
+"""Cap before the peer has shown a token."""
+
+_PREFACE = struct.Struct(">5sBH")
+_HEADER = struct.Struct(">IBI")
+HEADER_BYTES = _HEADER.size
+
+_Reply = TypeVar("_Reply", bound=Message)
+
+
+class Kind(enum.IntEnum):
+    REQUEST = 1
+    REPLY = 2
+    ERROR = 3
+
+
+class Frame(NamedTuple):
+    kind: Kind
+    call_id: int
+    payload: bytes
+
+
+class ErrorBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    code: str
+    message: str
+    hint: str = ""
+
+
+_encoder = msgspec.msgpack.Encoder()
+_error_decoder = msgspec.msgpack.Decoder(ErrorBody)
+
+
+def preface(version: int = VERSION) -> bytes:
+    return _PREFACE.pack(b"GENIE", 0, version)
+
+
+def check_preface(data: bytes, *, peer: str) -> None:
+    """VersionError for another version of Genie, ProtocolError for anything that is not Genie."""
+    magic, zero, version = _PREFACE.unpack(data)
+    if magic != b"GENIE" or zero != 0:
+        raise ProtocolError(
+            f"{peer} does not speak Genie: it began with {data!r}",
+            hint="check the address and the port; another program may be listening there",
+        )
+    if version != VERSION:
+        raise VersionError(
+            f"{peer} speaks wire version {version}, this side speaks {VERSION}",
+            hint="install the same release of Genie on both sides",
+        )
+
+
+def pack(kind: Kind, call_id: int, payload: bytes) -> bytes:
+    if len(payload) > FRAME_BYTES_MAX:
+        raise FrameTooLargeError(
+            f"a message of {len(payload)} bytes is over the cap of {FRAME_BYTES_MAX}",
+            hint="send less at once",
+        )
+    return _HEADER.pack(len(payload), kind, call_id) + payload
+
+
+def unpack_header(header: bytes, *, cap_bytes: int, peer: str) -> tuple[int, Kind, int]:
+    """Length, kind and call id. Checked before a byte of the payload is read."""
+    length, kind, call_id = _HEADER.unpack(header)
+    if length > cap_bytes:
+        raise FrameTooLargeError(
+            f"{peer} announced a frame of {length} bytes; the cap is {cap_bytes}",
+            hint="the peer is broken or is not Genie",
+        )
+    try:
+        return length, Kind(kind), call_id
+    except ValueError:
+        raise ProtocolError(f"{peer} sent a frame of unknown kind {kind}") from None
+
+
+def encode(message: Message) -> bytes:
+    return _encoder.encode(message)
+
+
+class RequestDecoder:
+    """Decodes exactly one of the given request types."""
+
+    def __init__(self, types: Sequence[type[Message]]) -> None:
+        union: Any = functools.reduce(operator.or_, types)  # Any: a union made at run time
+        self._decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(union)
+
+    def decode(self, payload: bytes, *, peer: str) -> Message:
+        return _decoded(self._decoder, payload, peer)
+
+
+def decode_reply(kind: type[_Reply], payload: bytes, *, peer: str) -> _Reply:
+    return _decoded(msgspec.msgpack.Decoder(kind), payload, peer)
+
+
+def encode_error(error: GenieError) -> bytes:
+    body = ErrorBody(code=error.code, message=error.message[:4000], hint=error.hint[:4000])
+    return _encoder.encode(body)
+
+
+def decode_error(payload: bytes, *, peer: str) -> GenieError:
+    body = _decoded(_error_decoder, payload, peer)
+    return from_code(body.code, body.message, hint=body.hint)
+
+
+_Value = TypeVar("_Value")
+
+
+def _decoded(decoder: msgspec.msgpack.Decoder[_Value], payload: bytes, peer: str) -> _Value:
+    try:
+        return decoder.decode(payload)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise ProtocolError(f"{peer} sent a message that cannot be read: {error}") from None
