@@ -9,6 +9,7 @@ GenieError
 │   └── AlreadyInitializedError a second init() with other arguments
 ├── TransportError              bytes did not get through
 │   ├── UnreachableError        nothing answers at that address
+│   │   └── NothingListensError the machine answers that nobody listens on that port
 │   ├── ConnectionLostError     the peer went away in the middle
 │   ├── DeadlineError           no answer in time
 │   ├── ProtocolError           the peer sent something that is not our wire
@@ -111,6 +112,10 @@ class UnreachableError(TransportError):
     code = "transport.unreachable"
 
 
+class NothingListensError(UnreachableError):
+    code = "transport.unreachable.nothing_listens"
+
+
 class ConnectionLostError(TransportError):
     code = "transport.lost"
 
@@ -125,11 +130,11 @@ class ProtocolError(TransportError):
 
 
 class FrameTooLargeError(ProtocolError):
-    code = "transport.frame_too_large"
+    code = "transport.protocol.frame_too_large"
 
 
 class VersionError(ProtocolError):
-    code = "transport.version"
+    code = "transport.protocol.version"
 
 
 class AddressInUseError(TransportError):
@@ -241,7 +246,7 @@ class HardwareError(GenieError):
     code = "hardware"
 
 
-class DeviceError(GenieError):
+class DeviceError(GenieError, RuntimeError):  # torch's own errors are RuntimeErrors; programs catch that
     code = "device"
 
 

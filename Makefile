@@ -1,0 +1,92 @@
+# Everything a person types in this folder. `make help` lists it.
+# Nothing here needs root; everything that is installed goes to .venv.
+
+SHELL := /bin/bash
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input
+# Extra arguments for the tool that a target runs: make test ARGS="-k wire -x"
+ARGS ?=
+UV_VERSION := 0.13.7
+
+.DEFAULT_GOAL := help
+.PHONY: help run test coverage lint format lock bench clean
+
+help: ## list the targets
+	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):[^#]*## (.*)/  make \1\t\2/' | expand -t 18
+
+run: $(VENV)/.genie ## start a cluster on this machine, use it from another process, stop it
+	@$(BIN)/python examples/tour.py $(ARGS)
+
+test: $(VENV)/.genie ## run the tests; what is skipped is listed at the end
+	@$(BIN)/python -m pytest --ignore=tests/gpu $(ARGS)
+
+coverage: $(VENV)/.genie ## run the tests and show the lines that none of them reached
+	@$(BIN)/python -m pytest --ignore=tests/gpu --cov --cov-report=term $(ARGS)
+
+lint: $(VENV)/.genie ## check style, types and layers
+	@status=0; for tool in "ruff check ." "ruff format --check ." mypy "lint-imports --no-logo"; do \
+	  echo "$$tool"; $(BIN)/$$tool || status=1; done; exit $$status
+
+format: $(VENV)/.genie ## put the code into shape
+	@$(BIN)/ruff check --fix .
+	@$(BIN)/ruff format .
+
+bench: $(VENV)/.genie ## run every benchmark; ARGS=--json for machines
+	@set -e; for file in benchmarks/bench_*.py; do echo "$$file"; $(BIN)/python "$$file" $(ARGS); done
+
+# Keeps the versions that are locked already. To move to the newest: make lock ARGS=--upgrade
+lock: build/lock/bin/uv ## write requirements/dev.txt anew
+	@build/lock/bin/uv pip compile --quiet --universal --python-version 3.11 --fork-strategy fewest \
+	  --generate-hashes --no-header --no-emit-index-url --no-emit-find-links $(ARGS) \
+	  --extra etcd --extra dev pyproject.toml requirements/dev.in -o requirements/dev.txt
+	@echo "requirements/dev.txt: $$(grep -c == requirements/dev.txt) packages"
+
+clean: ## remove caches and build results; the environment stays (rm -rf .venv)
+	@rm -rf build dist htmlcov .coverage .coverage.* .pytest_cache .mypy_cache .ruff_cache .hypothesis \
+	  .import_linter_cache *.egg-info
+	@find . -name __pycache__ -type d -not -path './$(VENV)/*' -prune -exec rm -rf {} +
+
+# --- the environment, in three steps, each redone only when its own input changes -------------
+
+$(VENV)/.genie: pyproject.toml $(VENV)/.torch
+	@echo "installing genie from this folder"
+	@$(PIP) install --quiet --no-build-isolation --no-deps --editable .
+	@touch $@
+
+$(VENV)/.torch: requirements/torch.txt $(VENV)/.locked
+	@$(call install,--requirement requirements/torch.txt,PyTorch (large),0)
+	@touch $@
+
+$(VENV)/.locked: requirements/dev.txt $(BIN)/python
+	@$(call install,--require-hashes --requirement requirements/dev.txt,the locked packages,$$(grep -c == requirements/dev.txt))
+	@touch $@
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
+	  echo "Genie needs Python 3.11 or newer, and '$(PYTHON)' is $$($(PYTHON) --version 2>&1 || true)." >&2; \
+	  echo "Name another one: make PYTHON=/path/to/python3.12 ..." >&2; exit 1; }
+	@echo "making $(VENV) with $$($(PYTHON) --version)"
+	@$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); \
+	  echo "'$(PYTHON) -m venv' failed; on Debian and Ubuntu: apt install python3-venv" >&2; exit 1; }
+
+build/lock/bin/uv: Makefile
+	@echo "making build/lock with uv $(UV_VERSION)"
+	@$(PYTHON) -m venv build/lock
+	@build/lock/bin/python -m pip --disable-pip-version-check install --quiet uv==$(UV_VERSION)
+	@touch $@
+
+# $(call install,pip arguments,what it is,how many packages): one line of progress instead of pip's
+# hundreds; all of them are in .venv/install.log, and its end is shown when pip fails.
+define install
+set -o pipefail; echo "installing $(2)"; \
+$(PIP) install --progress-bar off $(1) 2>&1 | tee $(VENV)/install.log | awk -v total=$(3) ' \
+  function say(text) { if (tty) printf "\r\033[K  %s", text; else print "  " text; fflush() } \
+  BEGIN { tty = system("test -t 1") == 0 } \
+  /^(Collecting|Processing|Requirement already)/ { n++; if (tty || n % 20 == 0) say(n (total ? " of " total : "") " packages") } \
+  /^ *Downloading .*(MB|GB)/ { say("downloading " $$2 " " $$3 " " $$4) } \
+  /^Installing collected/ { say("unpacking") } \
+  END { if (tty) printf "\r\033[K" }' \
+|| { tail -n 15 $(VENV)/install.log >&2; echo "installing $(2) failed; the whole log is $(VENV)/install.log" >&2; exit 1; }
+endef

@@ -1,0 +1,239 @@
+"""A whole cluster on simulated time: the real controllers and the real agents, and a seeded saboteur.
+
+Addresses are in 127/8, because without TLS nothing else is allowed. One seed, one run. Not for:
+speed or placement studies (that is the scheduler's simulator).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TypeVar
+
+from genie.agent.agent import Agent
+from genie.agent.identity import read_identity
+from genie.agent.joining import join
+from genie.config import AgentConfig, ControllerConfig
+from genie.controller.controller import Controller
+from genie.errors import GenieError
+from genie.hardware.host import HostFacts
+from genie.model.job import Job, JobSpec, Resources
+from genie.model.messages import CreateToken, ListJobs, ListNodes, Message, NodeView, Request, SubmitJob
+from genie.model.node import GPUInfo, Vendor
+from genie.model.tenant import TokenKind
+from genie.runtime.credentials import OWNER_TOKEN_FILE, Access, greet
+from genie.sim.processes import DURATION_VARIABLE, Machines, SimLauncher
+from genie.sim.store import MemoryStore
+from genie.sim.world import SimClock, SimNetwork, World
+from genie.tenancy.access import parse_token
+
+_Reply = TypeVar("_Reply", bound=Message)
+
+PORT = 5555
+_CLIENT = "127.0.9.9"
+_CALL_S = 5.0
+
+
+class _FixedAccelerators:
+    def __init__(self, count: int) -> None:
+        self._gpus = tuple(
+            GPUInfo(gpu_id=index, name="simulated", vendor=Vendor.CPU, memory_total_bytes=1 << 30)
+            for index in range(count)
+        )
+
+    async def read_async(self) -> tuple[GPUInfo, ...]:
+        return self._gpus
+
+
+@dataclass
+class _Running:
+    """One life of one actor."""
+
+    task: asyncio.Task[None]
+    launcher: SimLauncher | None = None
+
+
+@dataclass
+class SimCluster:
+    """Start inside `async with asyncio.TaskGroup()`; `stop` ends every actor."""
+
+    seed: int
+    directory: Path
+    group: asyncio.TaskGroup
+    nodes: int = 3
+    gpus: int = 2
+    controllers: int = 1
+    world: World = field(init=False)
+    machines: Machines = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.world = World(self.seed)
+        self.machines = Machines(self.world)
+        self._lives: dict[str, _Running] = {}
+        self._stores: dict[str, MemoryStore] = {}
+        self._dying: dict[str, list[asyncio.Task[None]]] = {}
+        self._requests = 0
+
+    @property
+    def controller_hosts(self) -> list[str]:
+        return [f"127.0.1.{index + 1}" for index in range(self.controllers)]
+
+    @property
+    def node_hosts(self) -> list[str]:
+        return [f"127.0.2.{index + 1}" for index in range(self.nodes)]
+
+    def is_up(self, host: str) -> bool:
+        return host in self._lives
+
+    async def start(self) -> None:
+        self._memory = await MemoryStore.open(clock=SimClock(self.world, "store"))
+        self._lives["machines"] = _Running(self.group.create_task(self.machines.run()))
+        for host in self.controller_hosts:
+            self.start_controller(host)
+        await self._until_leading()
+        for host in self.node_hosts:
+            await self._join(host)
+            self.start_agent(host)
+
+    async def stop(self) -> None:
+        for host in list(self._lives):
+            self.crash(host)
+        await asyncio.sleep(2.0)
+        for store in self._stores.values():
+            await store.close()
+        await self._memory.close()
+
+    # --- lives ------------------------------------------------------------------------------
+
+    def start_controller(self, host: str) -> None:
+        self._stores[host] = self._memory.connect()
+
+        async def live() -> None:
+            await self._gone(host)
+            controller = Controller(
+                ControllerConfig(bind=host, port=PORT, tls="off"),
+                state_dir=self.directory / host,
+                store=self._stores[host],
+                network=SimNetwork(self.world, host),
+                clock=SimClock(self.world, host),
+                name=host,
+                random_bytes=self.world.random.randbytes,
+            )
+            await controller.run()
+
+        self._lives[host] = _Running(self.group.create_task(live()))
+
+    def start_agent(self, host: str) -> None:
+        launcher = SimLauncher(self.world, self.machines, host)
+
+        async def live() -> None:
+            await self._gone(host)
+            node_dir = next((self.directory / host / "agents").iterdir())
+            agent = Agent(
+                AgentConfig(),
+                node_dir=node_dir,
+                access=read_identity(node_dir),
+                network=SimNetwork(self.world, host),
+                clock=SimClock(self.world, host),
+                rng=random.Random(self.world.random.random()),
+                inventory=_FixedAccelerators(self.gpus),
+                launcher=launcher,
+                facts=lambda: HostFacts(
+                    cpus=8.0, memory_total_bytes=1 << 34, memory_used_bytes=0, hostname=host
+                ),
+            )
+            await agent.run()
+
+        self._lives[host] = _Running(self.group.create_task(live()), launcher)
+
+    def crash(self, host: str, *, power: bool = False) -> None:
+        """kill -9 of the actor, or of its whole machine with `power`."""
+        life = self._lives.pop(host, None)
+        if life is None:
+            return
+        if life.launcher is not None:
+            life.launcher.dead = True
+        if power:
+            self.machines.lose_host(host)
+        if host in self._stores:
+            # The dead write nothing: not even the resignation that cancelling would bring about.
+            self._stores[host].set_available(False)
+        self.world.crash(host, silent=power)
+        life.task.cancel()
+        self._dying.setdefault(host, []).append(life.task)
+
+    async def _gone(self, host: str) -> None:
+        """A killed actor's tasks take a few turns of the loop to end; its next life starts after that."""
+        if dying := [task for task in self._dying.get(host, ()) if not task.done()]:
+            await asyncio.wait(dying)
+
+    def restart(self, host: str) -> None:
+        if host not in self._lives:
+            (self.start_controller if host in self.controller_hosts else self.start_agent)(host)
+
+    def set_store(self, host: str, *, available: bool) -> None:
+        self._stores[host].set_available(available)
+
+    # --- as a client ------------------------------------------------------------------------
+
+    async def submit(self, *, gpus: int, seconds: float) -> str:
+        """The job's id, once it is taken. Asked as often as needed: the request id makes that safe."""
+        self._requests += 1
+        spec = JobSpec(
+            name=f"sim-{self._requests}",
+            command=("simulated",),
+            resources=Resources(gpus=gpus),
+            env={DURATION_VARIABLE: str(seconds)},
+        )
+        request = SubmitJob(spec=spec, request_id=f"request-{self.seed}-{self._requests}")
+        return (await self._ask_leader(request)).job.job_id
+
+    async def jobs(self) -> dict[str, Job]:
+        answer = await self._ask_leader(ListJobs(limit=1000))
+        return {job.job_id: job for job in answer.jobs}
+
+    async def node_views(self) -> tuple[NodeView, ...]:
+        return (await self._ask_leader(ListNodes())).nodes
+
+    async def _ask_leader(self, request: Request[_Reply]) -> _Reply:
+        while True:
+            for host in self.controller_hosts:
+                try:
+                    async with greet(self._network, self._access(host), timeout_s=_CALL_S, program="sim") as (
+                        peer,
+                        welcome,
+                    ):
+                        if welcome.leading:
+                            return await peer.call(request, timeout_s=_CALL_S)
+                except GenieError as error:
+                    if not error.retryable:
+                        raise
+            await asyncio.sleep(0.5)
+
+    @property
+    def _network(self) -> SimNetwork:
+        return SimNetwork(self.world, _CLIENT)
+
+    def _access(self, host: str) -> Access:
+        paths = [self.directory / each / OWNER_TOKEN_FILE for each in self.controller_hosts]
+        text = next(path for path in paths if path.exists()).read_text("utf-8")
+        return Access(host=host, port=PORT, token=parse_token(text), tls=None)
+
+    async def _until_leading(self) -> None:
+        paths = [self.directory / host / OWNER_TOKEN_FILE for host in self.controller_hosts]
+        while not any(path.exists() for path in paths):
+            await asyncio.sleep(0.1)
+
+    async def _join(self, host: str) -> None:
+        created = await self._ask_leader(CreateToken(kind=TokenKind.JOIN))
+        leader = next(each for each in self.controller_hosts if self.is_up(each))
+        await join(
+            leader,
+            PORT,
+            created.token,
+            state_dir=self.directory / host,
+            node_id_wish=host.replace(".", "-"),
+            network=SimNetwork(self.world, host),
+        )

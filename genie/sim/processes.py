@@ -1,0 +1,158 @@
+"""Processes without processes: what runs on which accelerator is known exactly, and checked at every start.
+
+`Machines` is the truth that no actor can see: two processes on one accelerator, or one job twice,
+is a ViolationError with the time and the names. `SimLauncher` is what an agent gets; a process under
+it ends by its plan, by order, or because its dead-man timer was not refreshed, and leaves its exit
+record on disk as the real shim does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from genie.agent.launcher import LaunchPlan
+from genie.model.messages import ExitReport
+from genie.runtime import files
+from genie.sim.world import EPOCH_S, SimClock, World
+
+DURATION_VARIABLE = "SIM_SECONDS"
+
+
+class ViolationError(AssertionError):
+    """The simulated cluster did what it must never do."""
+
+
+@dataclass
+class SimProcess:
+    node_id: str
+    gpu_ids: frozenset[int]
+    job_id: str
+    epoch: int
+    directory: Path
+    ends_at_s: float
+    until_s: float
+    """Dead-man limit by the node's own clock."""
+    doomed: str = ""
+    """Why it is being ended; empty while it may go on."""
+    exit_code: int | None = None
+    alive: bool = True
+
+
+class Machines:
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self.processes: list[SimProcess] = []
+        self.finished: dict[str, int] = {}
+        """How often each job ran to its own end."""
+
+    def alive(self, node_id: str = "") -> list[SimProcess]:
+        return [one for one in self.processes if one.alive and node_id in ("", one.node_id)]
+
+    def spawn(self, process: SimProcess) -> None:
+        for other in self.alive():
+            if other.node_id == process.node_id and other.gpu_ids & process.gpu_ids:
+                raise ViolationError(f"{self._world.now_s:.2f}: {process} meets {other} on one accelerator")
+            if other.job_id == process.job_id:
+                raise ViolationError(f"{self._world.now_s:.2f}: {process} runs twice, also as {other}")
+        self.processes.append(process)
+
+    def lose_host(self, node_id: str) -> None:
+        """A power cut: everything on the node is gone and nothing was written down."""
+        for process in self.alive(node_id):
+            process.alive = False
+
+    async def run(self) -> None:
+        """Lets processes end in their time. Runs beside the actors, as the kernel does."""
+        while True:
+            await asyncio.sleep(0.05)
+            for process in self.alive():
+                self._let_end(process)
+
+    def _let_end(self, process: SimProcess) -> None:
+        clock = SimClock(self._world, process.node_id)
+        if process.doomed or clock.monotonic_s() >= process.until_s:
+            process.doomed = process.doomed or "ended by Genie: the dead-man timer ran out"
+        elif self._world.now_s >= process.ends_at_s:
+            process.exit_code = 0
+            self.finished[process.job_id] = self.finished.get(process.job_id, 0) + 1
+        else:
+            return
+        process.alive = False
+        report = report_of(process, now_s=self._world.now_s)
+        body = msgspec.to_builtins(report)
+        files.write_private(process.directory / "exit.json", msgspec.json.encode(body))
+
+
+def report_of(process: SimProcess, *, now_s: float) -> ExitReport:
+    return ExitReport(
+        job_id=process.job_id,
+        epoch=process.epoch,
+        exit_code=process.exit_code,
+        reason=process.doomed or "exit code 0",
+        ended_at=EPOCH_S + now_s,
+    )
+
+
+class SimLauncher:
+    """One agent's hand on its node's processes. `dead` when that agent was killed: then it moves nothing."""
+
+    def __init__(self, world: World, machines: Machines, host: str) -> None:
+        self._world = world
+        self._machines = machines
+        self._host = host
+        self._mine: dict[str, SimProcess] = {}
+        self.dead = False
+
+    def end_leftovers(self, jobs_dir: Path) -> int:
+        left = self._machines.alive(self._host)
+        for process in left:
+            process.alive = False
+        return len(left)
+
+    def start(self, plan: LaunchPlan, *, until_s: float) -> None:
+        if self.dead:
+            return
+        seconds = float(plan.env.get(DURATION_VARIABLE, "1"))
+        gpus = plan.env.get("GENIE_JOB_GPUS", "")
+        process = SimProcess(
+            node_id=self._host,
+            gpu_ids=frozenset(int(gpu) for gpu in gpus.split(",") if gpu),
+            job_id=plan.job_id,
+            epoch=plan.epoch,
+            directory=plan.directory,
+            ends_at_s=self._world.now_s + seconds,
+            until_s=until_s,
+        )
+        self._machines.spawn(process)
+        self._mine[plan.job_id] = process
+
+    def refresh(self, until_s: float) -> None:
+        if not self.dead:
+            for process in self._mine.values():
+                process.until_s = until_s
+
+    def kill(self, job_id: str, *, reason: str) -> None:
+        process = self._mine.get(job_id)
+        if process is not None and not self.dead:
+            process.doomed = process.doomed or reason
+
+    def running(self) -> frozenset[str]:
+        return frozenset(self._mine)
+
+    def exits(self) -> list[ExitReport]:
+        ended = [process for process in self._mine.values() if not process.alive]
+        for process in ended:
+            del self._mine[process.job_id]
+        return [report_of(process, now_s=self._world.now_s) for process in ended]
+
+    async def wait_exit(self) -> None:
+        while self.dead or all(process.alive for process in self._mine.values()):
+            await asyncio.sleep(0.05)
+        await self._world.wait_unpaused(self._host)
+
+    def close(self) -> None:
+        self._mine.clear()

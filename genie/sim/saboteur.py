@@ -1,0 +1,70 @@
+"""Seeded faults on a simulated cluster: cut links, stopped and killed actors, lost power, a lost store.
+
+Every fault ends by itself; `rampage` leaves the world healed and everyone running. Which kinds
+are allowed is an argument, so that a test can ask what a milder world guarantees.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+from genie.sim.cluster import SimCluster
+
+_log = logging.getLogger(__name__)
+
+CONTROLLER_FAULTS = ("restart_controller",)
+ALL_FAULTS = (
+    "cut_node",
+    "pause_node",
+    "crash_node",
+    "power_node",
+    "drift",
+    "restart_controller",
+    "pause_controller",
+    "lose_store",
+)
+
+
+async def rampage(cluster: SimCluster, *, seconds: float, every_s: float, kinds: tuple[str, ...]) -> None:
+    """Faults for that long, then peace."""
+    world = cluster.world
+    end_s = world.now_s + seconds
+    async with asyncio.TaskGroup() as faults:
+        while world.now_s < end_s:
+            await asyncio.sleep(world.random.expovariate(1 / every_s))
+            kind = world.random.choice(kinds)
+            node = world.random.choice(cluster.node_hosts)
+            controller = world.random.choice(cluster.controller_hosts)
+            lasts_s = world.random.uniform(0.2, 25.0)
+            _log.info("%.2f fault %s %s %s for %.1f s", world.now_s, kind, node, controller, lasts_s)
+            faults.create_task(_commit(cluster, kind, node, controller, lasts_s))
+    world.heal_all()
+    world.rates.clear()
+    for host in (*cluster.controller_hosts, *cluster.node_hosts):
+        cluster.restart(host)
+
+
+async def _commit(cluster: SimCluster, kind: str, node: str, controller: str, lasts_s: float) -> None:
+    world = cluster.world
+    match kind:
+        case "cut_node":
+            world.cut(node, controller)
+            await asyncio.sleep(lasts_s)
+            world.heal(node, controller)
+        case "pause_node":
+            world.pause(node, lasts_s)
+        case "pause_controller":
+            world.pause(controller, lasts_s)
+        case "drift":
+            world.rates[node] = world.random.choice((0.9, 1.0, 1.1))
+        case "lose_store":
+            cluster.set_store(controller, available=False)
+            await asyncio.sleep(lasts_s)
+            if cluster.is_up(controller):
+                cluster.set_store(controller, available=True)
+        case "crash_node" | "power_node" | "restart_controller":
+            host = controller if kind == "restart_controller" else node
+            cluster.crash(host, power=kind == "power_node")
+            await asyncio.sleep(lasts_s)
+            cluster.restart(host)

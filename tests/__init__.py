@@ -1,0 +1,1 @@
+"""The tests mirror genie/; house/ holds the rules of the house itself."""

@@ -1,0 +1,1 @@
+"""Tests of the house itself: layers, errors, exports, settings page, file shape, docs."""

@@ -1,0 +1,119 @@
+"""The pages are true: links lead somewhere, commands exist, and every example runs in a test."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+import re
+from pathlib import Path
+
+import pytest
+import typer.main
+
+from tests.house.sources import ROOT, pages, python_files, shown
+
+NAMED_PAGES = (
+    "README.md",
+    "CHANGELOG.md",
+    "CONTRIBUTING.md",
+    "SECURITY.md",
+    "LICENSE",
+    "docs/USER_GUIDE.md",
+    "docs/ENVIRONMENT_VARIABLES.md",
+    "docs/CLUSTER_INITIALIZATION.md",
+)
+NAMED_EXAMPLES = ("examples/tour.py", "examples/basic_client.py", "examples/gpu_server.py")
+
+_LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)[^)]*\)")
+_FENCE = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
+# `genie word word` where a command can stand: a code span, or the start of a line in a block of code.
+_COMMAND = re.compile(
+    r"(?:`|^\s*(?:\$ )?|&& |\| )genie ((?:--?[\w-]+ )*)([a-z][a-z-]*)(?: ([a-z][a-z-]*))?", re.MULTILINE
+)
+
+
+def links(page: Path) -> list[str]:
+    text = _FENCE.sub("", page.read_text("utf-8"))
+    return [target for target in _LINK.findall(text) if not re.match(r"[a-z]+:", target)]
+
+
+def anchors(page: Path) -> set[str]:
+    headings = re.findall(r"^#+ (.+)$", _FENCE.sub("", page.read_text("utf-8")), re.MULTILINE)
+    plain = [re.sub(r"[^\w\- ]", "", heading.lower()) for heading in headings]
+    return {text.strip().replace(" ", "-") for text in plain}
+
+
+def commands_in(page: Path) -> set[tuple[str, str]]:
+    text = page.read_text("utf-8")
+    blocks = _FENCE.findall(text)
+    spans = re.findall(r"`genie [^`]*`", _FENCE.sub("", text))
+    return {(first, second) for _, first, second in _COMMAND.findall("\n".join(blocks + spans))}
+
+
+def command_tree() -> dict[str, dict[str, object]]:
+    """Every command of the command line, with its subcommands."""
+    import genie.cli
+    from genie.cli.app import app
+
+    for module in pkgutil.iter_modules(genie.cli.__path__, "genie.cli."):
+        importlib.import_module(module.name)  # importing a module registers its commands
+    top = getattr(typer.main.get_command(app), "commands")  # noqa: B009 - typer has no public type for it
+    return {name: getattr(command, "commands", {}) for name, command in top.items()}
+
+
+@pytest.mark.parametrize("name", [*NAMED_PAGES, *NAMED_EXAMPLES])
+def test_a_named_file_exists(name: str) -> None:
+    assert (ROOT / name).is_file()
+
+
+@pytest.mark.parametrize("page", pages(), ids=shown)
+def test_links_lead_to_files(page: Path) -> None:
+    broken = []
+    for target in links(page):
+        name, _, anchor = target.partition("#")
+        file = (page.parent / name).resolve() if name else page
+        if not file.exists() or (anchor and file.suffix == ".md" and anchor not in anchors(file)):
+            broken.append(target)
+    assert broken == []
+
+
+@pytest.mark.parametrize("page", pages(), ids=shown)
+def test_commands_on_a_page_exist(page: Path) -> None:
+    named = commands_in(page)
+    if not named:
+        return
+    tree = command_tree()
+    unknown = {f"genie {first}" for first, _ in named if first not in tree}
+    for first, second in named:
+        if tree.get(first) and second and second not in tree[first]:
+            unknown.add(f"genie {first} {second}")
+    assert unknown == set()
+
+
+@pytest.mark.parametrize("example", sorted((ROOT / "examples").glob("*.py")), ids=shown)
+def test_an_example_is_run_by_a_test(example: Path) -> None:
+    tests = [
+        path for path in python_files("tests") if path.name.startswith("test_") and path != Path(__file__)
+    ]
+    assert any(example.name in path.read_text("utf-8") for path in tests), "no test names it"
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("```\n$ genie nodes --json\n```", {("nodes", "")}),
+        ("run `genie token create` once", {("token", "create")}),
+        ("```\ncd x && genie --debug status\n```", {("status", "")}),
+        ("the genie is out of the bottle", set()),
+    ],
+)
+def test_commands_are_found_on_a_page(text: str, found: set[tuple[str, str]], tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text(text)
+    assert commands_in(page) == found
+
+
+def test_a_broken_link_is_seen(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("[there](no-such.md) and [away](https://example.org)")
+    assert links(page) == ["no-such.md"]

@@ -1,0 +1,87 @@
+"""The real controller and agents under seeded faults: nothing runs twice, nothing is held for ever.
+
+A failure names its seed in the test id; the seed then stays as a test of its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from genie.model.job import Job, JobState
+from genie.sim import loop, saboteur
+from genie.sim.cluster import SimCluster
+
+JOBS = 12
+SETTLE_S = 240.0
+
+
+async def _settled(cluster: SimCluster) -> dict[str, Job]:
+    """The jobs once all have ended, in a healed world; failing that, what is still open."""
+    end_s = cluster.world.now_s + SETTLE_S
+    while True:
+        jobs = await cluster.jobs()
+        held = [hold.job_id for view in await cluster.node_views() for hold in view.ledger.holds]
+        open_now = [job.job_id for job in jobs.values() if not job.state.is_final]
+        if not held and not open_now:
+            return jobs
+        assert cluster.world.now_s < end_s, f"still open {open_now}, still held {held}"
+        await asyncio.sleep(1.0)
+
+
+async def _scenario(
+    seed: int, directory: Path, *, kinds: tuple[str, ...], controllers: int
+) -> dict[str, Job]:
+    async with asyncio.TaskGroup() as group:
+        cluster = SimCluster(seed, directory, group, controllers=controllers)
+        await cluster.start()
+        world = cluster.world
+
+        async def submit_all() -> list[str]:
+            ids = []
+            for _ in range(JOBS):
+                await asyncio.sleep(world.random.uniform(0.1, 8.0))
+                ids.append(
+                    await cluster.submit(
+                        gpus=world.random.choice((1, 1, 2)), seconds=world.random.uniform(1, 30)
+                    )
+                )
+            return ids
+
+        submitting = group.create_task(submit_all())
+        await saboteur.rampage(cluster, seconds=80.0, every_s=4.0, kinds=kinds)
+        ids = await submitting
+        jobs = await _settled(cluster)
+        assert set(jobs) == set(ids), "every request made exactly one job"
+        assert not cluster.machines.alive(), "nothing runs that no job stands for"
+        for job in jobs.values():
+            if job.state is JobState.SUCCEEDED:
+                assert cluster.machines.finished.get(job.job_id) == 1, f"{job.job_id} did not run to its end"
+        await cluster.stop()
+    return jobs
+
+
+@pytest.mark.parametrize("seed", range(25))
+def test_no_accelerator_and_no_job_is_ever_doubled_and_nothing_stays_held(seed: int, tmp_path: Path) -> None:
+    loop.run(_scenario(seed, tmp_path, kinds=saboteur.ALL_FAULTS, controllers=1))
+
+
+@pytest.mark.parametrize("seed", range(100, 115))
+def test_two_controllers_never_double_anything_either(seed: int, tmp_path: Path) -> None:
+    loop.run(_scenario(seed, tmp_path, kinds=saboteur.ALL_FAULTS, controllers=2))
+
+
+@pytest.mark.parametrize("seed", range(200, 210))
+def test_a_controller_that_dies_and_returns_disturbs_no_running_job(seed: int, tmp_path: Path) -> None:
+    jobs = loop.run(_scenario(seed, tmp_path, kinds=saboteur.CONTROLLER_FAULTS, controllers=1))
+    assert {job.state for job in jobs.values()} == {JobState.SUCCEEDED}
+
+
+def test_the_same_seed_gives_the_same_run(tmp_path: Path) -> None:
+    def summary(where: str) -> list[tuple[str, str, str, float | None]]:
+        jobs = loop.run(_scenario(7, tmp_path / where, kinds=saboteur.ALL_FAULTS, controllers=1))
+        return [(job.job_id, job.state, job.reason, job.ended_at) for job in jobs.values()]
+
+    assert summary("one") == summary("two")
