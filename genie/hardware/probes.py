@@ -1,0 +1,110 @@
+"""What each kind of accelerator needs on this machine, and what of it is there, for `genie doctor`.
+
+Looks, and changes nothing. AMD and Intel GPUs are recognised by the files that their drivers
+make; reading them is not built yet, and the probe says so instead of hiding them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from genie.errors import HardwareError
+from genie.hardware.host import cpu_model, host_facts
+from genie.hardware.nvidia import NvidiaReader
+from genie.model.node import Vendor
+
+_PCI_VENDORS = {Vendor.AMD: "0x1002", Vendor.INTEL: "0x8086"}
+_NAMES = {Vendor.AMD: "AMD", Vendor.INTEL: "Intel"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProbeResult:
+    """`reason` says what was found or what is missing; `fix` what can be done, empty when nothing need be."""
+
+    vendor: Vendor
+    usable: bool
+    reason: str
+    fix: str = ""
+
+
+def probe(*, root: Path = Path("/")) -> list[ProbeResult]:
+    """One result for each vendor. `root` is where /sys, /dev and /proc are looked for. Blocks."""
+    return [_nvidia(), _amd(root), _intel(root), _cpu(root)]
+
+
+def _nvidia() -> ProbeResult:
+    try:
+        reader = NvidiaReader()
+    except HardwareError as error:
+        return ProbeResult(vendor=Vendor.NVIDIA, usable=False, reason=error.message, fix=error.hint)
+    gpus = reader.read()
+    reader.close()
+    if not gpus:
+        return ProbeResult(
+            vendor=Vendor.NVIDIA,
+            usable=False,
+            reason="NVML opens but lists no GPU",
+            fix="see 'nvidia-smi -L', and whether this container was given a GPU",
+        )
+    lost = [f"GPU {gpu.gpu_id}: {gpu.reason}" for gpu in gpus if not gpu.available]
+    return ProbeResult(
+        vendor=Vendor.NVIDIA,
+        usable=len(lost) < len(gpus),
+        reason="; ".join([", ".join(gpu.name for gpu in gpus), *lost]),
+        fix="see 'nvidia-smi' and the kernel log; a lost GPU needs a reset or a restart" if lost else "",
+    )
+
+
+def _amd(root: Path) -> ProbeResult:
+    cards = _cards(root, Vendor.AMD)
+    if (root / "dev/kfd").exists():
+        found = f"/dev/kfd is there, with {_counted(cards)}"
+        return ProbeResult(vendor=Vendor.AMD, usable=False, reason=f"{found}; {_not_built(Vendor.AMD)}")
+    return _no_driver(Vendor.AMD, cards, driver="amdgpu with ROCm (/dev/kfd)")
+
+
+def _intel(root: Path) -> ProbeResult:
+    cards = _cards(root, Vendor.INTEL)
+    nodes = sorted(path.name for path in (root / "dev/dri").glob("renderD*"))
+    if cards and nodes:
+        found = f"{_counted(cards)} with {', '.join(nodes)}"
+        return ProbeResult(vendor=Vendor.INTEL, usable=False, reason=f"{found}; {_not_built(Vendor.INTEL)}")
+    return _no_driver(Vendor.INTEL, cards, driver="i915 or xe (/dev/dri/renderD*)")
+
+
+def _no_driver(vendor: Vendor, cards: list[str], *, driver: str) -> ProbeResult:
+    if not cards:
+        return ProbeResult(vendor=vendor, usable=False, reason=f"no {_NAMES[vendor]} GPU in /sys/class/drm")
+    reason = f"{_counted(cards)}, but its compute driver is not loaded; {_not_built(vendor)}"
+    return ProbeResult(vendor=vendor, usable=False, reason=reason, fix=f"load {driver}")
+
+
+def _cpu(root: Path) -> ProbeResult:
+    facts = host_facts(root=root)
+    memory_gib = facts.memory_total_bytes / 1024**3
+    return ProbeResult(
+        vendor=Vendor.CPU,
+        usable=True,
+        reason=f"{cpu_model(root=root)}: {facts.cpus:g} processors, {memory_gib:.1f} GiB",
+    )
+
+
+def _cards(root: Path, vendor: Vendor) -> list[str]:
+    """Names such as card0. Outputs (card0-DP-1) have no vendor file of their own."""
+    found: list[str] = []
+    for path in sorted((root / "sys/class/drm").glob("card[0-9]*")):
+        try:
+            if (path / "device/vendor").read_text("ascii").strip() == _PCI_VENDORS[vendor]:
+                found.append(path.name)
+        except (OSError, UnicodeDecodeError):
+            continue
+    return found
+
+
+def _counted(cards: list[str]) -> str:
+    return f"{len(cards)} GPU(s) in /sys/class/drm" + (f" ({', '.join(cards)})" if cards else "")
+
+
+def _not_built(vendor: Vendor) -> str:
+    return f"this version of Genie does not use {_NAMES[vendor]} GPUs"

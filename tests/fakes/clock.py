@@ -1,0 +1,48 @@
+"""A clock that stands still until a test moves it; every sleeper on the way wakes in order."""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+import itertools
+
+
+class FakeClock:
+    """A `Clock`. Wall time and monotonic time move together."""
+
+    def __init__(self, *, wall_s: float = 1_700_000_000.0) -> None:
+        self._began_s = wall_s
+        self._now_s = 1000.0
+        self._numbers = itertools.count()
+        self._sleepers: list[tuple[float, int, asyncio.Future[None]]] = []
+
+    def monotonic_s(self) -> float:
+        return self._now_s
+
+    def wall_s(self) -> float:
+        return self._began_s + self._now_s - 1000.0
+
+    async def sleep(self, seconds: float) -> None:
+        if seconds <= 0:
+            await asyncio.sleep(0)
+            return
+        woken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        heapq.heappush(self._sleepers, (self._now_s + seconds, next(self._numbers), woken))
+        await woken
+
+    async def advance(self, seconds: float) -> None:
+        """Moves on in steps of one sleeper at a time; what wakes up gets a few turns before the next."""
+        end_s = self._now_s + seconds
+        while self._sleepers and self._sleepers[0][0] <= end_s:
+            due_s, _, woken = heapq.heappop(self._sleepers)
+            self._now_s = max(self._now_s, due_s)
+            if not woken.done():
+                woken.set_result(None)
+                await _turns()
+        self._now_s = end_s
+        await _turns()
+
+
+async def _turns() -> None:
+    for _ in range(10):
+        await asyncio.sleep(0)

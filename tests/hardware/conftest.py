@@ -1,0 +1,23 @@
+"""The fake NVML as fixtures."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.fakes.nvml.fake import FakeNvml, build
+from tests.needs import require_program
+
+
+@pytest.fixture(scope="session")
+def nvml_library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build(require_program("cc", package="gcc"), tmp_path_factory.mktemp("nvml"))
+
+
+@pytest.fixture
+def fake_nvml(nvml_library: Path, tmp_path: Path) -> Iterator[FakeNvml]:
+    fake = FakeNvml(nvml_library, tmp_path)
+    yield fake
+    fake.close()

@@ -1,0 +1,114 @@
+"""Blocking calls off the loop: named, bounded in time, never piling up."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from genie.errors import HardwareError
+from genie.hardware.call_thread import CallThread
+from tests.waiting import until
+
+
+@pytest.fixture
+def thread() -> Iterator[CallThread]:
+    made = CallThread("genie-test")
+    yield made
+    made.close()
+
+
+async def test_work_runs_on_one_thread_with_the_given_name(thread: CallThread) -> None:
+    names = {
+        await thread.call(lambda: threading.current_thread().name, what="x", timeout_s=5) for _ in range(3)
+    }
+    assert names == {"genie-test_0"}
+
+
+async def test_what_the_work_raises_goes_through(thread: CallThread) -> None:
+    with pytest.raises(ZeroDivisionError):
+        await thread.call(lambda: 1 / 0, what="x", timeout_s=5)
+
+
+async def test_a_timeout_of_the_work_itself_is_not_taken_for_ours(thread: CallThread) -> None:
+    def work() -> None:
+        raise TimeoutError("its own")
+
+    with pytest.raises(TimeoutError, match="its own"):
+        await thread.call(work, what="x", timeout_s=5)
+
+
+async def test_a_stuck_call_fails_at_its_deadline_and_later_calls_at_once_until_it_returns(
+    thread: CallThread,
+) -> None:
+    gate = threading.Event()
+    with pytest.raises(HardwareError, match=r"reading: no answer within 0.01 s"):
+        await thread.call(gate.wait, what="reading", timeout_s=0.01)
+    with pytest.raises(HardwareError, match="an earlier call has not come back"):
+        await thread.call(lambda: 1, what="reading", timeout_s=60)
+    gate.set()
+
+    async def answers() -> bool:
+        try:
+            return await thread.call(lambda: 1, what="reading", timeout_s=5) == 1
+        except HardwareError:
+            return False
+
+    await until(answers)
+
+
+async def test_closing_joins_the_thread_and_may_be_repeated(thread: CallThread) -> None:
+    await thread.call(lambda: None, what="x", timeout_s=5)
+    thread.close()
+    thread.close()
+    assert not [one for one in threading.enumerate() if one.name.startswith("genie-test")]
+
+
+async def test_closing_does_not_wait_for_a_call_that_is_stuck(
+    thread: CallThread, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("genie.hardware.call_thread.CLOSE_TIMEOUT_S", 0.01)
+    gate = threading.Event()
+    with pytest.raises(HardwareError):
+        await thread.call(gate.wait, what="x", timeout_s=0.01)
+    thread.close()
+    gate.set()
+    await until(lambda: not [one for one in threading.enumerate() if one.name.startswith("genie-test")])
+
+
+async def test_a_cancelled_caller_does_not_keep_the_thread_from_closing(thread: CallThread) -> None:
+    gate = threading.Event()
+    started = threading.Event()
+
+    def work() -> None:
+        started.set()
+        gate.wait(10)
+
+    async with asyncio.TaskGroup() as group:
+        task = group.create_task(thread.call(work, what="x", timeout_s=5))
+        await until(started.is_set)
+        task.cancel()
+    gate.set()
+    thread.close()
+    assert not [one for one in threading.enumerate() if one.name.startswith("genie-test")]
+
+
+@pytest.mark.parametrize("turns", range(6))
+async def test_cancelling_together_with_the_answer_is_not_lost(thread: CallThread, turns: int) -> None:
+    """A loop that reads and sleeps would otherwise never end."""
+    answered = threading.Event()
+
+    async def reads_forever() -> None:
+        await thread.call(answered.set, what="x", timeout_s=5)
+        await asyncio.Event().wait()
+
+    async with asyncio.timeout(10), asyncio.TaskGroup() as group:
+        task = group.create_task(reads_forever())
+        await asyncio.sleep(0)
+        assert answered.wait(10), "blocks the loop on purpose: the answer now waits there for its turn"
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        task.cancel()
+    assert task.cancelled()

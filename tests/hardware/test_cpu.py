@@ -1,0 +1,40 @@
+"""CPU accelerators."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+from genie.hardware import host_facts
+from genie.hardware.cpu import CpuReader
+from genie.model.node import GPUInfo, Vendor
+from tests.waiting import wait_until
+
+
+def test_each_accelerator_has_an_equal_share_of_the_memory(tmp_path: Path) -> None:
+    (tmp_path / "proc").mkdir()
+    (tmp_path / "proc/cpuinfo").write_text("model name : Some CPU\n")
+    gpus = CpuReader(4, root=tmp_path).read()
+    assert [gpu.gpu_id for gpu in gpus] == [0, 1, 2, 3]
+    assert {gpu.name for gpu in gpus} == {"Some CPU"}
+    assert {gpu.vendor for gpu in gpus} == {Vendor.CPU}
+    assert {gpu.memory_total_bytes for gpu in gpus} == {host_facts(root=tmp_path).memory_total_bytes // 4}
+    assert all(gpu.available for gpu in gpus)
+
+
+def test_none_is_a_number_too() -> None:
+    assert CpuReader(0).read() == ()
+
+
+def test_utilisation_is_unknown_at_first_and_a_percentage_afterwards() -> None:
+    reader = CpuReader(1)
+    assert reader.read()[0].utilization_pct is None
+
+    def busy_reading() -> GPUInfo | None:
+        hashlib.sha256(bytes(1_000_000)).digest()  # the counters tick every 10 ms: give them work to show
+        (gpu,) = reader.read()
+        return gpu if gpu.utilization_pct else None
+
+    utilization_pct = wait_until(busy_reading).utilization_pct
+    assert utilization_pct is not None
+    assert 0 < utilization_pct <= 100

@@ -1,0 +1,157 @@
+"""NVIDIA GPUs: the real pynvml over a scripted NVML library."""
+
+from __future__ import annotations
+
+from genie.model.node import Vendor
+from tests.fakes.nvml.fake import FakeNvml
+from tests.hardware.inventory_contract import check_nvidia_inventory
+
+GIB = 1024**3
+
+
+def test_the_fake_keeps_the_inventory_contract(fake_nvml: FakeNvml) -> None:
+    fake_nvml.script("count=3")
+    check_nvidia_inventory(fake_nvml.read)
+
+
+def test_every_reading_arrives_in_the_right_field_and_unit(fake_nvml: FakeNvml) -> None:
+    fake_nvml.script(
+        "count=2",
+        "0.name=NVIDIA H200",
+        "0.uuid=GPU-0000000a-0000-0000-0000-00000000000a",
+        f"0.memory_total={141 * GIB}",
+        f"0.memory_used={20 * GIB}",
+        "0.utilization=37",
+        "0.temperature=61",
+        "0.power=412500",
+    )
+    gpu = fake_nvml.read()[0]
+    assert (gpu.name, gpu.vendor) == ("NVIDIA H200", Vendor.NVIDIA)
+    assert gpu.uuid == "GPU-0000000a-0000-0000-0000-00000000000a"
+    assert (gpu.memory_total_bytes, gpu.memory_used_bytes) == (141 * GIB, 20 * GIB)
+    assert (gpu.utilization_pct, gpu.temperature_c, gpu.power_w) == (37.0, 61.0, 412.5)
+    assert (gpu.available, gpu.reason) == (True, "")
+
+
+def test_readings_are_fresh_while_the_handles_stay_open(fake_nvml: FakeNvml) -> None:
+    fake_nvml.script("count=1", "0.temperature=50")
+    assert fake_nvml.read()[0].temperature_c == 50.0
+    fake_nvml.script("count=1", "0.temperature=70")
+    assert fake_nvml.read()[0].temperature_c == 70.0
+
+
+def test_a_reading_that_is_not_supported_is_none_and_the_gpu_stays_available(fake_nvml: FakeNvml) -> None:
+    """As with MIG: no utilisation; without permission: no power."""
+    fake_nvml.script("count=1", "0.utilization=!3", "0.power=!4", "0.temperature=!3", "0.memory_total=!3")
+    gpu = fake_nvml.read()[0]
+    assert (gpu.utilization_pct, gpu.power_w, gpu.temperature_c) == (None, None, None)
+    assert gpu.memory_total_bytes == 0
+    assert gpu.available
+
+
+def test_an_older_driver_gives_its_temperature_through_the_older_call(fake_nvml: FakeNvml) -> None:
+    fake_nvml.script("count=1", "0.temperature=55", "0.temperature_v=!13")
+    assert fake_nvml.read()[0].temperature_c == 55.0
+
+
+def test_a_lost_gpu_stays_listed_as_not_available_and_the_others_are_read(fake_nvml: FakeNvml) -> None:
+    fake_nvml.script("count=2", "0.temperature=50")
+    before = fake_nvml.read()
+    fake_nvml.script("count=2", "0.lost=15", "1.temperature=51")
+    lost, well = fake_nvml.read()
+    assert (lost.gpu_id, lost.uuid, lost.name) == (0, before[0].uuid, before[0].name)
+    assert not lost.available
+    assert "lost" in lost.reason
+    assert (lost.temperature_c, lost.memory_used_bytes) == (None, 0)
+    assert (well.available, well.temperature_c) == (True, 51.0)
+
+
+def test_a_lost_gpu_that_comes_back_is_available_again(fake_nvml: FakeNvml) -> None:
+    fake_nvml.script("count=1", "0.lost=15")
+    assert not fake_nvml.read()[0].available
+    fake_nvml.script("count=1")
+    gpu = fake_nvml.read()[0]
+    assert (gpu.available, gpu.reason) == (True, "")
+    assert gpu.name == "NVIDIA Fake 80GB"
+
+
+def test_a_gpu_without_a_handle_is_listed_with_the_reason(fake_nvml: FakeNvml) -> None:
+    fake_nvml.script("count=2", "0.handle=!15")
+    dead, well = fake_nvml.read()
+    assert (dead.gpu_id, dead.available) == (0, False)
+    assert "lost" in dead.reason
+    assert (well.gpu_id, well.available) == (1, True)
+
+
+def test_a_gpu_above_ninety_percent_is_not_available_and_at_ninety_it_is(fake_nvml: FakeNvml) -> None:
+    fake_nvml.script("count=2", "0.utilization=91", "1.utilization=90")
+    busy, free = fake_nvml.read()
+    assert (busy.available, busy.reason) == (False, "utilisation 91% is above 90%")
+    assert busy.utilization_pct == 91.0
+    assert free.available
+
+
+def test_a_driver_that_goes_away_leaves_every_gpu_listed_as_not_available(fake_nvml: FakeNvml) -> None:
+    fake_nvml.script("count=2")
+    uuids = [gpu.uuid for gpu in fake_nvml.read()]
+    fake_nvml.script("count=2", "0.lost=1", "init=!9")
+    for _ in range(2):
+        gone = fake_nvml.read()
+        assert [gpu.uuid for gpu in gone] == uuids
+        assert not any(gpu.available for gpu in gone)
+    assert "Driver Not Loaded" in gone[0].reason
+
+
+def test_after_a_driver_reload_in_another_order_each_gpu_keeps_its_number(fake_nvml: FakeNvml) -> None:
+    a, b, c = (f"GPU-0000000{letter}-0000-0000-0000-000000000000" for letter in "abc")
+    fake_nvml.script("count=2", f"0.uuid={a}", f"1.uuid={b}")
+    fake_nvml.read()
+    fake_nvml.script("count=2", "0.lost=1")
+    fake_nvml.read()
+    fake_nvml.script("count=3", f"0.uuid={c}", f"1.uuid={a}", "2.handle=!15")
+    gpus = fake_nvml.read()
+    assert [(gpu.gpu_id, gpu.uuid, gpu.available) for gpu in gpus] == [
+        (0, a, True),
+        (1, b, False),
+        (2, c, True),
+    ]
+    assert gpus[1].reason == "the driver no longer lists this GPU"
+
+
+def test_a_driver_that_is_not_loaded_leaves_the_cpu_with_the_reason(fake_nvml: FakeNvml) -> None:
+    fake_nvml.script("count=2", "init=!9")
+    (cpu,) = fake_nvml.read()
+    assert cpu.vendor is Vendor.CPU
+    assert "Driver Not Loaded" in fake_nvml.absent_reason()
+
+
+def test_gpus_that_appear_later_do_not_replace_the_cpu_under_the_same_number(fake_nvml: FakeNvml) -> None:
+    fake_nvml.script("count=0")
+    assert fake_nvml.read()[0].vendor is Vendor.CPU
+    assert fake_nvml.absent_reason() == "NVML lists no GPU"
+    fake_nvml.script("count=1")
+    assert fake_nvml.read()[0].vendor is Vendor.CPU
+
+
+def test_a_count_that_fails_is_a_reason_and_not_an_exception(fake_nvml: FakeNvml) -> None:
+    fake_nvml.script("count=!999")
+    assert fake_nvml.read()[0].vendor is Vendor.CPU
+    assert "NVML" in fake_nvml.absent_reason()
+
+
+def test_the_probe_names_the_gpus_and_the_one_that_is_lost(fake_nvml: FakeNvml) -> None:
+    fake_nvml.script("count=2", "0.name=NVIDIA H200", "1.lost=15")
+    nvidia = fake_nvml.probe()[0]
+    assert (nvidia.vendor, nvidia.usable) == (Vendor.NVIDIA, True)
+    assert "NVIDIA H200" in nvidia.reason
+    assert "GPU 1" in nvidia.reason
+    assert "lost" in nvidia.reason
+    assert nvidia.fix
+
+
+def test_the_probe_says_what_to_do_about_a_driver_that_is_not_loaded(fake_nvml: FakeNvml) -> None:
+    fake_nvml.script("init=!9")
+    nvidia = fake_nvml.probe()[0]
+    assert not nvidia.usable
+    assert "Driver Not Loaded" in nvidia.reason
+    assert "modprobe" in nvidia.fix
