@@ -1,0 +1,78 @@
+"""Makes the accelerator ready: threads, memory limits, and the facts that the client is told.
+
+Imports torch, so it is imported after the executor listens. Not for: finding accelerators (hardware/).
+"""
+
+from __future__ import annotations
+
+import logging
+import platform
+import resource
+from pathlib import Path
+
+import psutil
+import torch
+
+from genie.agent.executor.config import ExecutorConfig
+from genie.errors import HardwareError
+from genie.runtime import opwire
+
+_log = logging.getLogger(__name__)
+
+# Stacks, kernels' scratch space and torch's own needs beside the client's tensors.
+_SLACK_BYTES = 512 * 1024**2
+
+
+def prepare(config: ExecutorConfig) -> opwire.Opened:
+    """HardwareError when torch cannot use the accelerator."""
+    if config.threads:
+        torch.set_num_threads(config.threads)
+    device = torch.device(config.device)
+    name, memory_bytes = _describe_cpu() if device.type == "cpu" else _describe_gpu(device)
+    if config.memory_bytes_max:
+        _limit_memory(device, config.memory_bytes_max, memory_bytes)
+    return opwire.Opened(
+        kind=device.type,
+        name=name,
+        memory_bytes=min(memory_bytes, config.memory_bytes_max or memory_bytes),
+        job_id=config.job_id,
+        torch_version=str(torch.__version__),
+    )
+
+
+def _describe_cpu() -> tuple[str, int]:
+    return platform.processor() or platform.machine(), psutil.virtual_memory().total
+
+
+def _describe_gpu(device: torch.device) -> tuple[str, int]:
+    module = torch.get_device_module(device)
+    count = module.device_count() if module.is_available() else 0
+    if device.index >= count:
+        raise HardwareError(
+            f"torch {torch.__version__} sees {count} {device.type} devices here; {device} is not among them",
+            hint="check the driver, and that this torch is built for it",
+        )
+    module.set_device(device)
+    properties = module.get_device_properties(device)
+    return str(properties.name), int(properties.total_memory)
+
+
+def _limit_memory(device: torch.device, limit_bytes: int, memory_bytes: int) -> None:
+    """A backstop for memory that ops take on the way: the table counts only what they leave behind."""
+    if device.type == "cuda":
+        torch.cuda.set_per_process_memory_fraction(min(1.0, limit_bytes / memory_bytes), device)
+    elif device.type == "cpu":
+        _, hard = resource.getrlimit(resource.RLIMIT_DATA)
+        soft = _data_bytes() + limit_bytes + _SLACK_BYTES
+        resource.setrlimit(resource.RLIMIT_DATA, (soft if hard < 0 else min(soft, hard), hard))
+    else:
+        _log.warning("%s has no limit on what ops take on the way; only tensors are counted", device.type)
+
+
+def _data_bytes() -> int:
+    """What counts towards RLIMIT_DATA now. Elsewhere than on Linux the limit has no effect anyway."""
+    status = Path("/proc/self/status")
+    if not status.exists():
+        return psutil.Process().memory_info().vms
+    line = next(line for line in status.read_text().splitlines() if line.startswith("VmData:"))
+    return int(line.split()[1]) * 1024

@@ -1,0 +1,248 @@
+"""Which ops may run, and with which arguments. Runs them through torch's own dispatcher.
+
+Allowed are the ops of the aten namespace that the dispatcher itself knows (TorchScript's helpers,
+which can open files, are not among them), unless they are denied below or take something that is
+not data. Every argument is held against the type that the op declares, so that no number can pass
+for a dtype. Not for: keeping the results (tensors.py).
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from genie.agent.executor.tensors import DTYPES, TensorTable, from_inline
+from genie.errors import OpRefusedError
+from genie.runtime import opwire
+
+# Files, pinned and shared memory, prints and checks that end the process, tests of torch itself.
+_DENIED_OUTSIDE = (
+    r"from_file|_?pin_memory|is_pinned|record_stream|_print|_test_.*|_lazy_clone|_propagate_xla_data"
+)
+# Autograd lives on the client; here its bookkeeping has no meaning.
+_DENIED_AUTOGRAD = (
+    r"_backward|_fw_primal.*|_make_dual.*|_unpack_dual|_version|data|is_leaf|output_nr|requires_grad_"
+    r"|retain_grad|retains_grad|set_data|_autocast_to_.*"
+)
+# Other devices, and process-wide settings.
+_DENIED_DEVICES = r"_to_cpu|_copy_from.*|_cufft_.*|.*_mps|_mps_.*|is_vulkan_available|_nnpack_available"
+# Layouts and packed weights whose kernels trust what is inside them.
+_DENIED_LAYOUTS = (
+    r"_?sparse_.*|.*_sparse(_.*)?|_?nested_.*|.*_jagged.*|_jagged_.*|to_mkldnn.*|mkldnn_.*|_mkldnn_.*"
+    r"|fbgemm_.*|quantized_.*|_?quantize_.*|_empty_.*quantized|empty_quantized|_make_per_.*_quantized_tensor"
+    r"|_cslt_.*|_wrapped_.*|_validate_.*|.*_(csr|csc|bsr|bsc|coo)(_.*)?|_dyn_quant_.*|.*int[48]pack.*"
+)
+_DENIED = re.compile(rf"^({_DENIED_OUTSIDE}|{_DENIED_AUTOGRAD}|{_DENIED_DEVICES}|{_DENIED_LAYOUTS})$")
+
+_NUMBER = (bool, int, float, complex)
+# What may stand where an op declares this type. A generator cannot be sent: only None may stand there.
+_ACCEPTED: dict[str, tuple[type, ...]] = {
+    "Tensor": (torch.Tensor, *_NUMBER),
+    "number": _NUMBER,
+    "int": (int,),
+    "bool": (bool,),
+    "float": (float, int),
+    "str": (str,),
+    "ScalarType": (torch.dtype,),
+    "Layout": (torch.layout,),
+    "MemoryFormat": (torch.memory_format,),
+    "Device": (torch.device,),
+    "Generator": (),
+}
+_RETURNED = re.compile(r"^(List\[)?(Tensor|int|bool|float|number)\]?$")
+
+
+@dataclass(frozen=True)
+class AllowedOp:
+    """An op that may run. `call` is torch's own overload."""
+
+    name: str
+    call: Callable[..., Any]  # Any: what aten returns depends on the op
+    arguments: dict[str, tuple[str, bool]]
+    """Name -> (declared type without wrapping, may be a list), in order."""
+    written: frozenset[str]
+    single: bool
+    """One return value, as against none or several."""
+    sized: bool
+    """Takes memory for an argument named `size`."""
+
+
+@dataclass
+class OpRunner:
+    """Turns a RunOp into a call and its outcome into a Result."""
+
+    tensors: TensorTable
+    device: torch.device
+    count: int = 0
+    latest: list[int] = field(default_factory=list)
+    """What the last op made."""
+    _known: dict[str, AllowedOp] = field(default_factory=dict)
+
+    def run(self, request: opwire.RunOp) -> opwire.Result:
+        self.count += 1
+        op = self._known.get(request.op)
+        if op is None:
+            op = self._known[request.op] = allowed(request.op)
+        given: dict[int, int] = {}
+        args = [self._decoded(value, given) for value in request.args]
+        kwargs = {name: self._decoded(value, given) for name, value in request.kwargs.items()}
+        named = _check_arguments(op, args, kwargs)
+        if op.sized:
+            self.tensors.check_room(_announced_bytes(named))
+        before = self._shapes_of_written(op, named)
+        out = op.call(*args, **kwargs)
+        changed = self._changed(before, given)
+        outs = [out] if op.single else list(out or ())
+        numbers = self._numbered(outs, given)
+        values = [self._encoded(value, numbers) for value in outs]
+        self.latest = [number for number in numbers.values() if number not in given.values()]
+        return opwire.Result(values=values, changed=changed)
+
+    def forget_latest(self) -> None:
+        """Frees what the last op made, when the client cannot be told of it."""
+        self.tensors.free(self.latest)
+        self.latest = []
+
+    def _decoded(self, value: opwire.Value, given: dict[int, int]) -> object:
+        match value:
+            case opwire.Handle():
+                tensor = self.tensors.get(value.number)
+                given.setdefault(id(tensor), value.number)
+                return tensor
+            case list():
+                return [self._decoded(item, given) for item in value]
+            case opwire.DType():
+                return DTYPES[value.name]
+            case opwire.OwnDevice():
+                return self.device
+            case opwire.Inline():
+                return from_inline(value, self.device)
+            case opwire.Complex():
+                return complex(value.real, value.imag)
+            case opwire.MemoryFormat():
+                return getattr(torch, value.name)
+            case opwire.Layout():
+                return torch.strided
+        return value
+
+    def _shapes_of_written(self, op: AllowedOp, named: dict[str, object]) -> list[_Before]:
+        found: list[_Before] = []
+        for name in op.written:
+            value = named.get(name)
+            for tensor in value if isinstance(value, list) else [value]:
+                if isinstance(tensor, torch.Tensor):
+                    found.append(_Before(tensor, _look(tensor), tensor.untyped_storage()._cdata))
+        return found
+
+    def _changed(self, before: list[_Before], given: dict[int, int]) -> list[opwire.TensorMeta]:
+        changed: list[opwire.TensorMeta] = []
+        for old in before:
+            number = given.get(id(old.tensor))
+            if number is not None and _look(old.tensor) != old.look:
+                self.tensors.recount(old.tensor, old.storage)
+                changed.append(self.tensors.describe(number))
+        return changed
+
+    def _numbered(self, outs: list[object], given: dict[int, int]) -> dict[int, int]:
+        """Every tensor among the results by its identity; one that was given keeps its number."""
+        flat = [item for out in outs for item in (out if isinstance(out, list | tuple) else [out])]
+        if len(flat) > opwire.LIST_ITEMS_MAX:
+            raise OpRefusedError(f"the op gives {len(flat)} results, too many to be sent")
+        fresh = {id(t): t for t in flat if isinstance(t, torch.Tensor) and id(t) not in given}
+        return dict(zip(fresh, self.tensors.add_all(fresh.values()), strict=True)) | given
+
+    def _encoded(self, out: object, numbers: dict[int, int]) -> opwire.ResultValue:
+        if isinstance(out, list | tuple):
+            return [self._encoded_item(item, numbers) for item in out]
+        return self._encoded_item(out, numbers)
+
+    def _encoded_item(self, item: object, numbers: dict[int, int]) -> opwire.ResultItem:
+        if isinstance(item, torch.Tensor):
+            return self.tensors.describe(numbers[id(item)])
+        if isinstance(item, complex):
+            return opwire.Complex(item.real, item.imag)
+        if item is None or isinstance(item, bool | int | float):
+            return item
+        raise OpRefusedError(f"the result is a {type(item).__name__}, which the wire does not carry")
+
+
+@dataclass(frozen=True)
+class _Before:
+    tensor: torch.Tensor
+    look: tuple[object, ...]
+    storage: int
+
+
+def allowed(name: str) -> AllowedOp:
+    """OpRefusedError, with the reason, when it may not run."""
+    packet, _, overload = name.removeprefix("aten::").partition(".")
+    if _DENIED.match(packet):
+        raise OpRefusedError(f"{name} is not allowed on an executor")
+    # Without a schema in the dispatcher it is unknown, or one of TorchScript's helpers.
+    if not name.startswith("aten::") or not torch._C._dispatch_has_kernel(name):
+        raise OpRefusedError(f"{name} is not an op of torch {torch.__version__}")
+    call = getattr(getattr(torch.ops.aten, packet), overload or "default")
+    arguments: dict[str, tuple[str, bool]] = {}
+    for argument in call._schema.arguments:
+        base, is_list = _unwrapped(str(argument.real_type))
+        if base not in _ACCEPTED:
+            raise OpRefusedError(f"{name} takes a {argument.real_type}, which the wire does not carry")
+        arguments[argument.name] = (base, is_list)
+    returns = call._schema.returns
+    for returned in returns:
+        if not _RETURNED.match(str(returned.type)):
+            raise OpRefusedError(f"{name} returns a {returned.type}, which the wire does not carry")
+    is_view = any(r.alias_info is not None and not r.alias_info.is_write for r in returns)
+    return AllowedOp(
+        name=name,
+        call=call,
+        arguments=arguments,
+        written=frozenset(
+            a.name for a in call._schema.arguments if a.alias_info is not None and a.alias_info.is_write
+        ),
+        single=len(returns) == 1,
+        sized=arguments.get("size") == ("int", True) and not is_view,
+    )
+
+
+def _unwrapped(declared: str) -> tuple[str, bool]:
+    is_list = "List[" in declared
+    return declared.replace("Optional[", "").replace("List[", "").rstrip("]"), is_list
+
+
+def _check_arguments(op: AllowedOp, args: Sequence[object], kwargs: dict[str, object]) -> dict[str, object]:
+    """Every argument by its name, once its type is what the op declares."""
+    if len(args) > len(op.arguments):
+        raise OpRefusedError(f"{op.name} takes {len(op.arguments)} arguments, not {len(args)}")
+    named = dict(zip(op.arguments, args, strict=False))
+    for name, value in kwargs.items():
+        if name in named or name not in op.arguments:
+            raise OpRefusedError(f"{op.name} has no argument {name!r}, or was given it twice")
+        named[name] = value
+    for name, value in named.items():
+        base, is_list = op.arguments[name]
+        items = value if isinstance(value, list) and is_list else [value]
+        for item in items:
+            if item is not None and not isinstance(item, _ACCEPTED[base]):
+                raise OpRefusedError(
+                    f"{op.name}: argument {name!r} is a {base}; a {type(item).__name__} cannot stand there"
+                )
+    return named
+
+
+def _announced_bytes(named: dict[str, object]) -> int:
+    size, dtype, source = named.get("size"), named.get("dtype"), named.get("self")
+    if not isinstance(size, list) or not all(isinstance(item, int) for item in size):
+        return 0
+    if not isinstance(dtype, torch.dtype):
+        dtype = source.dtype if isinstance(source, torch.Tensor) else torch.get_default_dtype()
+    return max(0, math.prod(size)) * dtype.itemsize
+
+
+def _look(tensor: torch.Tensor) -> tuple[object, ...]:
+    return (tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset())

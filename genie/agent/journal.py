@@ -1,0 +1,216 @@
+"""What the agent must still know after a crash: its incarnation, the leader token, its jobs, their ends.
+
+One directory per node; each file is replaced whole and durably. A job's directory holds
+`job.json` (what was accepted), `exit.json` (how it ended, until the controller has it for good,
+then `settled.json`), `log/`, `work/` and `tmp/`. Not for: processes (processes.py, launcher.py).
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import logging
+import os
+import shutil
+from collections.abc import Collection
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+
+from genie.errors import AgentRunningError, FencedError, StoreCorruptError
+from genie.model.messages import ExitReport
+from genie.model.names import checked_name
+from genie.runtime import files
+
+_log = logging.getLogger(__name__)
+_Struct = TypeVar("_Struct")
+
+REASON_CHARS_MAX = 300
+FENCE_FILE = "fence.json"
+
+
+class JobRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """A launch that was accepted, whether or not it ever started."""
+
+    job_id: str
+    epoch: int
+    incarnation: int
+    accepted_at: float
+
+
+class _ExitRecord(msgspec.Struct, frozen=True, kw_only=True):
+    job_id: str
+    epoch: int
+    exit_code: int | None
+    reason: str
+    ended_at: float
+    started: bool = True
+    log_bytes_lost: int = 0
+
+
+class _Fence(msgspec.Struct, frozen=True, kw_only=True):
+    leader_token: int = 0
+
+
+class Journal:
+    """The files of one node. `open` locks the directory; the lock ends with the process or with `close`."""
+
+    def __init__(self, node_dir: Path) -> None:
+        self.node_dir = node_dir
+        self.jobs_dir = node_dir / "jobs"
+        self._lock = -1
+        self._fence = _Fence()
+        self.incarnation = 0
+
+    def open(self) -> None:
+        """AgentRunningError when another agent has it; StoreCorruptError when a file is not ours."""
+        files.make_private_directory(self.jobs_dir)
+        self._lock = _locked(self.node_dir / "agent.lock")
+        self._fence = _read(self.node_dir / FENCE_FILE, _Fence) or _Fence()
+        self.incarnation = _read(self.node_dir / "incarnation", int) or 0
+
+    def close(self) -> None:
+        """Idempotent."""
+        if self._lock >= 0:
+            os.close(self._lock)
+            self._lock = -1
+
+    def begin_incarnation(self) -> int:
+        """One more than ever before, on disk before it is returned."""
+        self.incarnation += 1
+        files.write_private(self.node_dir / "incarnation", str(self.incarnation).encode())
+        return self.incarnation
+
+    @property
+    def leader_token(self) -> int:
+        return self._fence.leader_token
+
+    def obey(self, leader_token: int, *, what: str) -> None:
+        """Remembers the highest token; FencedError for an order by a leader that has been replaced."""
+        if leader_token < self._fence.leader_token:
+            raise FencedError(
+                f"{what} refused: it carries leader token {leader_token}, "
+                f"and this node has heard from a leader with {self._fence.leader_token}"
+            )
+        if leader_token > self._fence.leader_token:
+            self._fence = _Fence(leader_token=leader_token)
+            files.write_private(self.node_dir / FENCE_FILE, msgspec.json.encode(self._fence))
+
+    # --- jobs -------------------------------------------------------------------------------
+
+    def job_dir(self, job_id: str) -> Path:
+        """Where a job's files are; NameInvalidError for an id that could lead elsewhere."""
+        return self.jobs_dir / checked_name(job_id, what="job id")
+
+    def record(self, job_id: str) -> JobRecord | None:
+        try:
+            return _read(self.job_dir(job_id) / "job.json", JobRecord)
+        except StoreCorruptError as error:
+            _log.warning("%s", error)
+            return None
+
+    def accept(self, record: JobRecord) -> Path:
+        """A fresh directory for a job; what an earlier attempt left there is removed."""
+        directory = self.job_dir(record.job_id)
+        if directory.exists():
+            shutil.rmtree(directory)
+        for name in ("log", "work", "tmp"):
+            files.make_private_directory(directory / name)
+        files.write_private(directory / "job.json", msgspec.json.encode(record))
+        files.sync_directory(self.jobs_dir)
+        return directory
+
+    def write_exit(self, report: ExitReport) -> None:
+        """For jobs that never got as far as a shim, or whose shim could not write it."""
+        body = msgspec.json.encode(_ExitRecord(**msgspec.structs.asdict(report)))
+        files.write_private(self.job_dir(report.job_id) / "exit.json", body)
+
+    def exit_report(self, job_id: str) -> ExitReport | None:
+        try:
+            return _as_report(_read(self.job_dir(job_id) / "exit.json", _ExitRecord))
+        except StoreCorruptError as error:
+            _log.warning("%s", error)
+            return None
+
+    def pending_exits(self) -> dict[str, ExitReport]:
+        """Every end that the controller has not confirmed yet."""
+        found = {job_id: self.exit_report(job_id) for job_id in self.job_ids()}
+        return {job_id: report for job_id, report in found.items() if report is not None}
+
+    def settle(self, job_id: str) -> None:
+        """The controller has the end for good. The directory stays until it is pruned."""
+        directory = self.job_dir(job_id)
+        try:
+            (directory / "exit.json").replace(directory / "settled.json")
+            files.sync_directory(directory)
+        except FileNotFoundError:
+            pass
+
+    def job_ids(self) -> list[str]:
+        return sorted(path.name for path in self.jobs_dir.iterdir() if (path / "job.json").is_file())
+
+    def prunable(self, *, kept: int, live: Collection[str]) -> list[Path]:
+        """Directories of finished and settled jobs beyond the newest `kept`."""
+        done = [
+            directory
+            for directory in self.jobs_dir.iterdir()
+            if directory.name not in live and not (directory / "exit.json").exists()
+        ]
+        done.sort(key=_age_mark, reverse=True)
+        return done[kept:]
+
+
+def parse_exit(line: bytes) -> ExitReport:
+    """The record as a shim says it; msgspec.DecodeError when it is not one."""
+    return _as_report_of(msgspec.json.decode(line, type=_ExitRecord))
+
+
+def _as_report(record: _ExitRecord | None) -> ExitReport | None:
+    return None if record is None else _as_report_of(record)
+
+
+def _as_report_of(record: _ExitRecord) -> ExitReport:
+    reason = record.reason[:REASON_CHARS_MAX]
+    if record.log_bytes_lost:
+        reason += f"; {record.log_bytes_lost} bytes of its output could not be written"
+    return ExitReport(
+        job_id=record.job_id,
+        epoch=record.epoch,
+        exit_code=record.exit_code,
+        reason=reason,
+        ended_at=record.ended_at,
+        started=record.started,
+    )
+
+
+def _age_mark(directory: Path) -> float:
+    try:
+        return directory.stat().st_mtime
+    except FileNotFoundError:
+        return 0.0
+
+
+def _locked(path: Path) -> int:
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(fd)
+        raise AgentRunningError(
+            f"another agent already runs on {path.parent}",
+            hint="stop it ('genie down'), or give this one another --node-id",
+        ) from None
+    return fd
+
+
+def _read(path: Path, kind: type[_Struct]) -> _Struct | None:
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=kind)
+    except FileNotFoundError:
+        return None
+    except (OSError, msgspec.DecodeError, json.JSONDecodeError) as error:
+        raise StoreCorruptError(
+            f"{path} cannot be read: {error}",
+            hint="restore it, or remove the node's directory and join again",
+        ) from error

@@ -1,0 +1,167 @@
+"""What a job needs before it starts: its directory's contents, its environment, its command line.
+
+Sessions get the command of an executor with a key, a certificate and a file that tells it
+what to do. Not for: whether it may start (jobs.py) and starting it (launcher.py).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import sys
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Protocol, TypeVar
+
+from genie.agent.executor import config as executor_config
+from genie.agent.processes import JOB_DIR_VARIABLE
+from genie.errors import LaunchError, WorkdirError
+from genie.hardware import visible_devices_env
+from genie.model.job import JobKind, Workdir
+from genie.model.messages import GetBlob, Launch, Message, Request, SignExecutor
+from genie.model.node import GPUInfo, NodeInfo, Vendor
+from genie.runtime import files, tls, workdir
+
+_Reply = TypeVar("_Reply", bound=Message)
+
+ENDPOINT_FILE = "endpoint.json"
+EXECUTOR_IDLE_S = 60.0
+_EXECUTOR_KEY = "executor.key"
+_EXECUTOR_CONFIG = "executor.json"
+
+Offload = Callable[[Callable[[], None]], Awaitable[None]]
+"""Runs file work that takes long off the event loop."""
+
+
+class Call(Protocol):
+    """One request to the controller, repeated while that can help."""
+
+    async def __call__(self, request: Request[_Reply]) -> _Reply: ...
+
+
+def job_environment(
+    launch: Launch, *, base: Mapping[str, str], node: NodeInfo, directory: Path
+) -> dict[str, str]:
+    """The job's whole environment. What the node says about itself and its GPUs cannot be overridden."""
+    env = dict(base)
+    env["PATH"] = _path_with_interpreter(base.get("PATH", ""))
+    env["TMPDIR"] = str(directory / "tmp")
+    env |= launch.spec.env
+    env |= _visible(launch, node.gpus)
+    env["GENIE_JOB_ID"] = launch.job_id
+    env["GENIE_JOB_NODE"] = node.node_id
+    env["GENIE_JOB_GPUS"] = ",".join(str(gpu_id) for gpu_id in launch.placement.gpu_ids)
+    env[JOB_DIR_VARIABLE] = str(directory)
+    return env
+
+
+async def fetch_workdir(call: Call, wanted: Workdir, directory: Path, *, offload: Offload) -> None:
+    """Brings the blob here, checks it against its digest, and unpacks it."""
+    packed = directory / "workdir.tar"
+    hasher = hashlib.sha256()
+    got = 0
+    with packed.open("wb") as file:
+        while got < wanted.size_bytes:
+            chunk = await call(GetBlob(digest=wanted.digest, offset=got))
+            if not chunk.data or got + len(chunk.data) > wanted.size_bytes:
+                raise WorkdirError(f"the directory that was sent along is not {wanted.size_bytes} bytes long")
+            file.write(chunk.data)
+            hasher.update(chunk.data)
+            got += len(chunk.data)
+    if hasher.hexdigest() != wanted.digest:
+        raise WorkdirError("the directory that was sent along is damaged: its digest is another")
+    try:
+        await offload(lambda: workdir.unpack(packed, directory / "work"))
+    finally:
+        packed.unlink(missing_ok=True)
+
+
+def command_of(launch: Launch) -> tuple[str, ...]:
+    assert launch.spec.kind is JobKind.COMMAND
+    if not launch.spec.command or any("\x00" in word for word in launch.spec.command):
+        raise LaunchError(f"{launch.job_id} has no command that could be started")
+    return launch.spec.command
+
+
+async def prepare_executor(
+    call: Call | None,
+    launch: Launch,
+    *,
+    directory: Path,
+    listen_host: str,
+    memory_bytes_max: int,
+    node: NodeInfo,
+) -> tuple[str, ...]:
+    """Writes what an executor needs and returns its command. `call` is None where TLS is off."""
+    certificate_path, key_path = directory / "executor.pem", directory / _EXECUTOR_KEY
+    if call is not None:
+        key_pem, csr_pem = tls.new_key_and_csr()
+        order = SignExecutor(job_id=launch.job_id, epoch=launch.placement.epoch, csr_pem=csr_pem)
+        signed = await call(order)
+        files.write_private(key_path, key_pem)
+        files.write_private(certificate_path, signed.certificate_pem.encode())
+    gpus = [gpu for gpu in node.gpus if gpu.gpu_id in launch.placement.gpu_ids]
+    vendor = gpus[0].vendor if gpus else Vendor.CPU
+    path = directory / _EXECUTOR_CONFIG
+    executor_config.write(
+        path,
+        executor_config.ExecutorConfig(
+            job_id=launch.job_id,
+            endpoint_path=str(directory / ENDPOINT_FILE),
+            ticket_sha256=launch.ticket_sha256,
+            listen_host=listen_host,
+            server_name=tls.executor_name(launch.job_id),
+            certificate_path=str(certificate_path) if call is not None else "",
+            key_path=str(key_path) if call is not None else "",
+            vendor=vendor.value,
+            device_index=0,  # the first that it sees; its environment hides the others
+            memory_bytes_max=memory_bytes_max,
+            idle_s=EXECUTOR_IDLE_S,
+            threads=_threads(launch, node, vendor),
+        ),
+    )
+    return (sys.executable, "-m", "genie.agent.executor", "--config", str(path))
+
+
+def read_endpoint(directory: Path) -> int | None:
+    """The port on which the executor listens, once it does."""
+    try:
+        port = json.loads((directory / ENDPOINT_FILE).read_text("utf-8"))["port"]
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise LaunchError(f"the executor's endpoint file cannot be read: {error}") from error
+    if not isinstance(port, int) or not 0 < port < 65536:
+        raise LaunchError(f"the executor names the port {port!r}")
+    return port
+
+
+def forget_secrets(directory: Path) -> None:
+    """What an ended executor leaves that nobody needs any more."""
+    for name in (_EXECUTOR_KEY, _EXECUTOR_CONFIG):
+        (directory / name).unlink(missing_ok=True)
+
+
+def _visible(launch: Launch, infos: Sequence[GPUInfo]) -> dict[str, str]:
+    held = [gpu for gpu in infos if gpu.gpu_id in launch.placement.gpu_ids]
+    vendors = {gpu.vendor for gpu in held} or {Vendor.CPU}
+    if len(held) != len(launch.placement.gpu_ids) or len(vendors) != 1:
+        raise LaunchError(
+            f"{launch.job_id} was given the accelerators {list(launch.placement.gpu_ids)}, "
+            f"and this node has {[gpu.gpu_id for gpu in infos]}"
+        )
+    return visible_devices_env(vendors.pop(), launch.placement.gpu_ids, infos)
+
+
+def _threads(launch: Launch, node: NodeInfo, vendor: Vendor) -> int:
+    if launch.spec.resources.cpus >= 1:
+        return int(launch.spec.resources.cpus)
+    return max(1, int(node.cpus) // max(1, node.gpu_count)) if vendor is Vendor.CPU else 4
+
+
+def _path_with_interpreter(path: str) -> str:
+    """`python` in a job is the agent's own environment first: that is where torch and Genie are."""
+    own = str(Path(sys.executable).parent)
+    rest = [part for part in (path or os.defpath).split(os.pathsep) if part and part != own]
+    return os.pathsep.join([own, *rest])

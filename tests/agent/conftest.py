@@ -1,0 +1,183 @@
+"""What the agent's tests share: a scripted controller, a node's directory, an agent here or in a process."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import random
+import signal
+import sys
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+
+from genie.agent.agent import Agent
+from genie.agent.identity import write_identity
+from genie.agent.launcher import LaunchPlan, ShimLauncher
+from genie.agent.processes import ProcessMark
+from genie.config import AgentConfig, inherited_by_jobs
+from genie.model.node import GPUInfo, Vendor
+from genie.model.tenant import TokenKind
+from genie.runtime.clock import SystemClock
+from genie.runtime.credentials import Access
+from genie.runtime.network import TcpNetwork
+from tests.fakes.controller import HOST, FakeController
+from tests.waiting import until
+
+FAST = AgentConfig(heartbeat_s=0.05, stop_grace_s=0.5)
+NODE_ID = "n1"
+# A job that says who it is and then stays until it is ended.
+STAY = ("/bin/sh", "-c", "echo $$ > pid.new; mv pid.new pid; echo here; exec sleep 300")
+
+
+class TwoGpus:
+    """Two GPUs that are always well."""
+
+    async def read_async(self) -> tuple[GPUInfo, ...]:
+        return tuple(
+            GPUInfo(gpu_id=index, name="fake", vendor=Vendor.NVIDIA, uuid=f"GPU-{index}") for index in (0, 1)
+        )
+
+
+@pytest.fixture
+async def controller(tmp_path: Path) -> AsyncIterator[FakeController]:
+    async with FakeController(tmp_path / "controller").listening() as fake:
+        yield fake
+
+
+@pytest.fixture
+def node_dir(tmp_path: Path, controller: FakeController) -> Path:
+    return make_node(tmp_path / "state", controller)
+
+
+def make_node(state_dir: Path, controller: FakeController) -> Path:
+    """A node that has joined a cluster without TLS."""
+    directory = state_dir / "agents" / NODE_ID
+    write_identity(
+        directory,
+        token=str(controller.token(TokenKind.NODE)),
+        certificate_pem="",
+        key_pem=b"",
+        ca_pem="",
+        controller=(HOST, controller.port),
+    )
+    return directory
+
+
+RunAgent = Callable[..., AbstractAsyncContextManager[Agent]]
+
+
+@pytest.fixture
+def run_agent(controller: FakeController, node_dir: Path) -> RunAgent:
+    """An agent in this process for the length of a block; it is stopped in order at the end."""
+
+    @contextlib.asynccontextmanager
+    async def run(**changes: object) -> AsyncIterator[Agent]:
+        token = controller.token(TokenKind.NODE)
+        agent = Agent(
+            replace(FAST, **changes),  # type: ignore[arg-type]
+            node_dir=node_dir,
+            access=Access(host=HOST, port=controller.port, token=token, tls=None),
+            network=TcpNetwork(),
+            clock=SystemClock(),
+            rng=random.Random(1),
+            inventory=TwoGpus(),
+            launcher=ShimLauncher(),
+            base_env=inherited_by_jobs(),
+        )
+        async with asyncio.TaskGroup() as group:
+            group.create_task(agent.run())
+            try:
+                yield agent
+            finally:
+                agent.stop()
+
+    return run
+
+
+@dataclass
+class AgentProcess:
+    """An agent as people run it. `output` is its standard error."""
+
+    process: asyncio.subprocess.Process
+    output: Path
+
+    def send_signal(self, number: int) -> None:
+        self.process.send_signal(number)
+
+    async def wait(self, *, timeout_s: float = 15.0) -> int:
+        async with asyncio.timeout(timeout_s):
+            return await self.process.wait()
+
+
+StartAgent = Callable[..., AbstractAsyncContextManager[AgentProcess]]
+
+
+@pytest.fixture
+def start_agent(tmp_path: Path, controller: FakeController) -> StartAgent:
+    """`python -m genie.agent` for the length of a block; killed at the end if it still runs."""
+
+    @contextlib.asynccontextmanager
+    async def start(*arguments: str, **env: str) -> AsyncIterator[AgentProcess]:
+        output = tmp_path / f"agent-{random.randrange(1 << 30)}.log"
+        with output.open("wb") as file:
+            process = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-m", "genie.agent", "--state-dir", str(tmp_path / "state"), *arguments),
+                env=os.environ | {"GENIE_AGENT_HEARTBEAT_S": "0.1", "GENIE_AGENT_STOP_GRACE_S": "0.5"} | env,
+                stdin=asyncio.subprocess.DEVNULL,
+                stderr=file,
+            )
+        try:
+            yield AgentProcess(process, output)
+        finally:
+            if process.returncode is None:
+                process.send_signal(signal.SIGKILL)
+                await process.wait()
+
+    return start
+
+
+async def job_process(node_dir: Path, job_id: str) -> ProcessMark:
+    """The process of a job that runs STAY."""
+    path = node_dir / "jobs" / job_id / "work" / "pid"
+    await until(path.exists, what=f"{job_id} says who it is")
+    mark = ProcessMark.of(int(path.read_text()))
+    assert mark is not None
+    return mark
+
+
+@pytest.fixture
+async def launcher() -> AsyncIterator[ShimLauncher]:
+    """Real shims; what still runs at the end is killed."""
+    shims = ShimLauncher()
+    yield shims
+    for job_id in shims.running():
+        shims.kill(job_id, reason="the test is over")
+    await until(lambda: not shims.running(), what="the shims end")
+
+
+@pytest.fixture
+def make_plan(tmp_path: Path) -> Callable[..., LaunchPlan]:
+    def make(*argv: str, job_id: str = "job-1", **changes: object) -> LaunchPlan:
+        directory = tmp_path / "jobs" / job_id
+        for name in ("log", "work", "tmp"):
+            (directory / name).mkdir(parents=True)
+        plan = LaunchPlan(
+            job_id=job_id,
+            epoch=7,
+            argv=argv,
+            env={"PATH": os.environ["PATH"], "GENIE_JOB_DIR": str(directory)},
+            directory=directory,
+            work_dir=directory / "work",
+            log_bytes_max=1 << 20,
+            log_files_max=3,
+            grace_s=0.3,
+            deadman_grace_s=0.2,
+        )
+        return replace(plan, **changes)  # type: ignore[arg-type]
+
+    return make

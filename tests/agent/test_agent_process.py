@@ -1,0 +1,203 @@
+"""The agent as a process of its own: killed, stopped, restarted, joined, refused."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from genie.agent.processes import ProcessMark, read_started
+from genie.errors import TokenRefusedError
+from genie.model.tenant import TokenKind
+from tests.agent.conftest import STAY, StartAgent, job_process
+from tests.fakes.controller import FakeController
+from tests.waiting import until
+
+
+async def test_a_job_outlives_a_killed_agent_by_its_timer_only(
+    controller: FakeController, node_dir: Path, start_agent: StartAgent
+) -> None:
+    controller.ttl_s = 1.5
+    async with start_agent() as agent:
+        await controller.launch("j1", *STAY)
+        job = await job_process(node_dir, "j1")
+        shim, _ = read_started(node_dir / "jobs" / "j1" / "started.json")
+        agent.send_signal(signal.SIGKILL)
+        await until(lambda: not job.is_alive and not shim.is_alive, timeout_s=5, what="job and shim end")
+    assert "the agent is gone" in (node_dir / "jobs" / "j1" / "exit.json").read_text()
+
+
+async def test_a_stopped_agent_loses_its_job_in_time_and_says_so_later(
+    controller: FakeController, node_dir: Path, start_agent: StartAgent
+) -> None:
+    controller.ttl_s = 1.5
+    async with start_agent() as agent:
+        await controller.launch("j1", *STAY)
+        job = await job_process(node_dir, "j1")
+        agent.send_signal(signal.SIGSTOP)
+        await until(lambda: not job.is_alive, timeout_s=5, what="the job ends")
+        agent.send_signal(signal.SIGCONT)
+        assert "lost contact" in (await controller.end_of("j1")).reason
+
+
+async def test_an_end_survives_a_killed_agent_and_is_told_by_the_next(
+    controller: FakeController, node_dir: Path, start_agent: StartAgent
+) -> None:
+    async with start_agent() as agent:
+        await controller.launch("j1", "/bin/sh", "-c", "while [ ! -e go ]; do sleep 0.02; done; exit 6")
+        await until((node_dir / "jobs" / "j1" / "started.json").exists, what="the job starts")
+        agent.send_signal(signal.SIGKILL)
+        await agent.wait()
+        (node_dir / "jobs" / "j1" / "work" / "go").touch()
+        await until((node_dir / "jobs" / "j1" / "exit.json").exists, what="the exit record")
+    async with start_agent():
+        assert (await controller.end_of("j1")).exit_code == 6
+        assert [report.job_id for report in controller.registers[-1].exits] == ["j1"]
+        await until((node_dir / "jobs" / "j1" / "settled.json").exists, what="it is settled")
+
+
+async def test_what_an_earlier_agent_left_running_is_ended_before_the_next_registers(
+    controller: FakeController, node_dir: Path, start_agent: StartAgent
+) -> None:
+    controller.ttl_s = 60.0
+    async with start_agent() as agent:
+        await controller.launch("j1", *STAY)
+        job = await job_process(node_dir, "j1")
+        agent.send_signal(signal.SIGKILL)
+        await agent.wait()
+    assert job.is_alive
+    async with start_agent():
+        await until(lambda: len(controller.registers) == 2, what="the next agent registers")
+        assert not job.is_alive
+        assert controller.registers[-1].node.incarnation == 2
+        assert controller.registers[-1].exits == ()  # nobody saw it end: the controller calls it lost
+
+
+async def test_a_controller_that_is_gone_disturbs_nothing(
+    tmp_path: Path, controller: FakeController, node_dir: Path, start_agent: StartAgent
+) -> None:
+    second = FakeController(tmp_path / "second", ttl_s=1.0)
+    token = tmp_path / "token"
+    token.write_text(str(second.token(TokenKind.JOIN)))
+    async with contextlib.AsyncExitStack() as stack:
+        async with second.listening():
+            joining = start_agent("--join", second.address, "--token-file", str(token), "--node-id", "n2")
+            await stack.enter_async_context(joining)
+            await second.launch("j1", "/bin/sh", "-c", "echo $$ > pid; sleep 1.6; exit 7")
+            job = await job_process(node_dir.parent / "n2", "j1")
+        await until(lambda: not job.is_alive, timeout_s=8, what="the job ends by itself")
+        async with second.listening():
+            assert (await second.end_of("j1")).exit_code == 7
+            assert second.registers[-1].node.incarnation == 1
+
+
+async def test_sigterm_is_an_orderly_stop(
+    controller: FakeController, node_dir: Path, start_agent: StartAgent
+) -> None:
+    async with start_agent() as agent:
+        await controller.launch("j1", *STAY)
+        job = await job_process(node_dir, "j1")
+        agent.send_signal(signal.SIGTERM)
+        assert await agent.wait() == 0
+    assert not job.is_alive
+    assert controller.exits["j1"].reason == "ended by Genie: the agent was stopped"
+
+
+async def test_a_second_agent_on_the_same_node_says_why_it_does_not_start(
+    controller: FakeController, node_dir: Path, start_agent: StartAgent
+) -> None:
+    async with start_agent():
+        await controller.peer()
+        async with start_agent() as second:
+            assert await second.wait() == 1
+        said = second.output.read_text()
+    assert "another agent already runs on" in said
+    assert "Traceback" not in said
+
+
+async def test_a_node_joins_with_tls_and_shows_its_certificate(
+    tmp_path: Path, start_agent: StartAgent
+) -> None:
+    async with FakeController(tmp_path / "tls", use_tls=True).listening() as secure:
+        token = str(secure.token(TokenKind.JOIN))
+        async with start_agent("--join", secure.address, "--node-id", "n5", GENIE_TOKEN=token):
+            await secure.launch("j1", "/usr/bin/env")
+            assert token not in await secure.whole_log("j1")
+    assert secure.certificates == ["n5.node.genie.internal"]
+    node_dir = tmp_path / "state" / "agents" / "n5"
+    assert {path.stat().st_mode & 0o077 for path in (node_dir, *node_dir.iterdir())} == {0}
+
+
+async def test_a_certificate_is_renewed_at_half_of_its_life(tmp_path: Path, start_agent: StartAgent) -> None:
+    day_s = 86400.0
+    fake = FakeController(tmp_path / "tls", use_tls=True, certificate_days=3.0 / day_s)
+    async with fake.listening() as secure:
+        token = str(secure.token(TokenKind.JOIN))
+        async with start_agent("--join", secure.address, "--node-id", "n5", GENIE_TOKEN=token):
+            await secure.peer()
+            path = tmp_path / "state" / "agents" / "n5" / "node.pem"
+            first = path.read_text()
+            await until(lambda: path.read_text() != first, what="another certificate")
+            (await secure.peer()).close()
+            await until(lambda: len(secure.registers) == 2, what="a connection with the new certificate")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "words"),
+    [
+        (("--node-id", "nowhere"), 1, "has no node's token"),
+        (("--join", "127.0.0.1:1:1"), 2, "cannot be read"),
+        (("--join", "127.0.0.1:1"), 1, "joining needs a token"),
+        (("--join", "127.0.0.1:1", "--token", "nonsense"), 1, "not a Genie token"),
+        (("--controller", "nowhere"), 2, "cannot be read"),
+    ],
+)
+async def test_bad_input_is_said_in_words_with_a_documented_exit_code(
+    start_agent: StartAgent, arguments: tuple[str, ...], code: int, words: str
+) -> None:
+    async with start_agent(*arguments) as agent:
+        assert await agent.wait() == code
+    said = agent.output.read_text()
+    assert words in said
+    assert "Traceback" not in said
+
+
+async def test_a_join_that_is_refused_leaves_no_node(
+    tmp_path: Path, controller: FakeController, start_agent: StartAgent
+) -> None:
+    controller.join_error = TokenRefusedError("token abcd has expired")
+    token = str(controller.token(TokenKind.JOIN))
+    async with start_agent("--join", controller.address, "--node-id", "n7", GENIE_TOKEN=token) as agent:
+        assert await agent.wait() == 1
+    assert "has expired" in agent.output.read_text()
+    assert not (tmp_path / "state" / "agents" / "n7").exists()
+
+
+async def test_a_job_of_an_agent_that_dies_at_the_start_is_found_by_its_environment(
+    node_dir: Path, controller: FakeController, start_agent: StartAgent
+) -> None:
+    directory = node_dir / "jobs" / "j1"
+    directory.mkdir(parents=True)
+    stray = await asyncio.create_subprocess_exec(
+        "sleep", "300", env=os.environ | {"GENIE_JOB_DIR": str(directory)}, start_new_session=True
+    )
+    other = await asyncio.create_subprocess_exec(
+        "sleep", "300", env=os.environ | {"GENIE_JOB_DIR": f"{node_dir}/jobs2/j1"}
+    )
+    try:
+        mark = ProcessMark.of(other.pid)
+        async with start_agent():
+            await until(lambda: controller.registers, what="the agent registers")
+            assert await asyncio.wait_for(stray.wait(), 5) == -signal.SIGKILL
+            assert mark is not None
+            assert mark.is_alive
+    finally:
+        other.kill()
+        await other.wait()
+        if stray.returncode is None:
+            stray.kill()
+            await stray.wait()

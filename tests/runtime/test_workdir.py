@@ -1,0 +1,301 @@
+"""Directories that go along with jobs: what is packed, what is refused, and that nothing escapes."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import os
+import socket
+import tarfile
+import tempfile
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from genie.errors import WorkdirError
+from genie.runtime.workdir import PackedWorkdir, pack, unpack
+
+MIB = 1024 * 1024
+
+
+def packed(directory: Path, *, bytes_max: int = MIB, files_max: int = 100) -> PackedWorkdir:
+    return pack(directory, bytes_max=bytes_max, files_max=files_max)
+
+
+def names(directory: Path, **given: int) -> list[str]:
+    with packed(directory, **given) as made, tarfile.open(fileobj=made.file) as archive:
+        return archive.getnames()
+
+
+def write(root: Path, **contents: str) -> Path:
+    """Keywords are paths with __ for a slash and DOT for a dot."""
+    for name, content in contents.items():
+        path = root / name.replace("__", "/").replace("DOT", ".")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(content)
+    return root
+
+
+def tree_of(root: Path) -> dict[str, object]:
+    found: dict[str, object] = {}
+    for path in sorted(root.rglob("*")):
+        name = str(path.relative_to(root))
+        if path.is_symlink():
+            found[name] = ("link", os.readlink(path))  # noqa: PTH115
+        elif path.is_dir():
+            found[name] = "directory"
+        else:
+            found[name] = (path.read_bytes(), bool(path.stat().st_mode & 0o100))
+    return found
+
+
+# --- packing ----------------------------------------------------------------------------------
+
+
+def test_equal_contents_have_an_equal_digest_whatever_their_times(tmp_path: Path) -> None:
+    digests = []
+    for number, order in enumerate((("a", "b"), ("b", "a"))):
+        root = tmp_path / str(number)
+        root.mkdir()
+        for name in order:
+            (root / name).write_text(name)
+            os.utime(root / name, (number, number))
+        with packed(root) as made:
+            digests.append(made.digest)
+    assert digests[0] == digests[1]
+
+
+@pytest.mark.parametrize("change", ["content", "name", "mode"])
+def test_other_contents_have_another_digest(tmp_path: Path, change: str) -> None:
+    file = write(tmp_path, a="one") / "a"
+    with packed(tmp_path) as before:
+        if change == "content":
+            file.write_text("two")
+        elif change == "name":
+            file.rename(tmp_path / "b")
+        else:
+            file.chmod(0o755)
+    with packed(tmp_path) as after:
+        assert after.digest != before.digest
+
+
+def test_the_digest_is_of_the_packed_file(tmp_path: Path) -> None:
+    write(tmp_path, a="one")
+    with packed(tmp_path) as made:
+        data = made.file.read()
+        assert (made.digest, made.size_bytes) == (hashlib.sha256(data).hexdigest(), len(data))
+        assert (made.workdir.digest, made.workdir.size_bytes) == (made.digest, made.size_bytes)
+
+
+def test_gitignore_is_honoured_at_every_level(tmp_path: Path) -> None:
+    write(
+        tmp_path,
+        DOTgitignore="*.log\n/build/\n!keep.log\n",
+        a="",
+        x="",
+        sub__DOTgitignore="x\n!y.log\n",
+    )
+    for name in ("a.log", "keep.log", "build/out", "sub/x", "sub/y.log", "sub/z.log", "sub/build/kept"):
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+    assert names(tmp_path) == [
+        ".gitignore",
+        "a",
+        "keep.log",
+        "sub",
+        "sub/.gitignore",
+        "sub/build",
+        "sub/build/kept",
+        "sub/y.log",
+        "x",
+    ]
+
+
+def test_what_is_inside_an_ignored_directory_stays_out(tmp_path: Path) -> None:
+    write(tmp_path, DOTgitignore="data/\n", data__DOTgitignore="!*\n", data__big="")
+    assert names(tmp_path) == [".gitignore"]
+
+
+def test_git_itself_is_always_left_out(tmp_path: Path) -> None:
+    write(tmp_path, DOTgit__config="", sub__DOTgit="gitdir: ..", a="")
+    assert names(tmp_path) == ["a", "sub"]
+
+
+def test_links_inside_are_kept_and_links_outside_are_left_out_with_a_note(tmp_path: Path) -> None:
+    root = write(tmp_path / "root", a="one", sub__b="two")
+    (root / "sub" / "up").symlink_to("../a")
+    (root / "loop").symlink_to("loop")
+    (root / "missing").symlink_to("nowhere")
+    (root / "absolute").symlink_to("/etc/passwd")
+    (root / "outside").symlink_to("../../other")
+    (root / "sub" / "top").symlink_to("..")
+    (root / "tricky").symlink_to("sub/top/../x")  # by its text inside, followed outside
+    with packed(root) as made, tarfile.open(fileobj=made.file) as archive:
+        assert archive.getnames() == ["a", "loop", "missing", "sub", "sub/b", "sub/top", "sub/up"]
+    assert [note.split()[0] for note in made.notes] == ["absolute", "outside", "tricky"]
+
+
+def test_a_special_file_is_refused_by_name(tmp_path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as server:
+        place = Path(tempfile.mkdtemp(dir=tmp_path))
+        with_dir = os.open(place, os.O_RDONLY)
+        try:
+            server.bind(f"/proc/self/fd/{with_dir}/door")
+        finally:
+            os.close(with_dir)
+    with pytest.raises(WorkdirError, match=r"door is a device, pipe or socket"):
+        packed(place)
+    write(place, DOTgitignore="door\n")
+    assert names(place) == [".gitignore"]
+
+
+def test_too_many_bytes_name_the_largest_and_the_setting(tmp_path: Path) -> None:
+    write(tmp_path, small="x", large="y" * 2000, medium="z" * 500)
+    with pytest.raises(WorkdirError) as caught:
+        packed(tmp_path, bytes_max=1000)
+    assert "2501 bytes, and 1000 may be sent; the largest are large (2000 bytes), medium" in str(caught.value)
+    assert "GENIE_WORKDIR_BYTES_MAX" in str(caught.value)
+
+
+def test_too_many_files_name_the_fullest_folder_and_the_setting(tmp_path: Path) -> None:
+    for number in range(9):
+        (tmp_path / "many").mkdir(exist_ok=True)
+        (tmp_path / "many" / str(number)).touch()
+    with pytest.raises(
+        WorkdirError, match=r"10 files, and 5 may be sent; most are in many \(9 files\)"
+    ) as caught:
+        packed(tmp_path, files_max=5)
+    assert "GENIE_WORKDIR_FILES_MAX" in str(caught.value)
+
+
+def test_the_search_for_files_ends_even_in_an_endless_directory(tmp_path: Path) -> None:
+    for number in range(30):
+        (tmp_path / str(number)).touch()
+    with pytest.raises(WorkdirError, match="more than 20 files"):
+        packed(tmp_path, files_max=2)
+
+
+@pytest.mark.parametrize("name", ["missing", "file"])
+def test_what_is_not_a_directory_is_refused(tmp_path: Path, name: str) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(WorkdirError, match="is not a directory"):
+        packed(tmp_path / name)
+
+
+def test_progress_is_told_up_to_the_whole(tmp_path: Path) -> None:
+    write(tmp_path, a="x" * 10, b="y" * 20)
+    told: list[tuple[int, int]] = []
+    with pack(tmp_path, bytes_max=MIB, files_max=9, progress=lambda done, total: told.append((done, total))):
+        assert told == [(10, 30), (30, 30)]
+
+
+# --- there and back ---------------------------------------------------------------------------
+
+_names = st.text(alphabet="abcé .-", min_size=1, max_size=8).filter(lambda name: name.strip(". ") != "")
+_trees = st.dictionaries(
+    st.lists(_names, min_size=1, max_size=3).map("/".join), st.tuples(st.binary(max_size=2000), st.booleans())
+)
+
+
+@settings(max_examples=30)
+@given(tree=_trees)
+def test_what_is_unpacked_is_what_was_packed(tree: dict[str, tuple[bytes, bool]]) -> None:
+    with tempfile.TemporaryDirectory() as place:
+        source, target, file = Path(place, "source"), Path(place, "target"), Path(place, "file")
+        source.mkdir()
+        target.mkdir()
+        for name, (content, executable) in tree.items():
+            path = source / name
+            try:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_bytes(content)
+            except (FileExistsError, NotADirectoryError, IsADirectoryError):
+                continue  # a file and a directory of the same name
+            path.chmod(0o755 if executable else 0o644)
+        with packed(source) as made:
+            file.write_bytes(made.file.read())
+        unpack(file, target)
+        assert tree_of(target) == tree_of(source)
+        with packed(target) as again:
+            assert again.digest == made.digest
+
+
+def test_links_survive_the_way(tmp_path: Path) -> None:
+    root = write(tmp_path / "root", a="one", sub__b="two")
+    (root / "sub" / "up").symlink_to("../a")
+    with packed(root) as made:
+        (tmp_path / "file").write_bytes(made.file.read())
+    unpack(tmp_path / "file", tmp_path / "target")
+    assert tree_of(tmp_path / "target") == tree_of(root)
+
+
+# --- unpacking what somebody else has packed --------------------------------------------------
+
+
+def member(
+    name: str, kind: bytes = tarfile.REGTYPE, *, link: str = "", data: bytes = b""
+) -> tuple[tarfile.TarInfo, bytes]:
+    info = tarfile.TarInfo(name)
+    info.type, info.linkname, info.size = kind, link, len(data)
+    return info, data
+
+
+@pytest.mark.parametrize(
+    ("members", "words"),
+    [
+        ([member("/etc/x", data=b"1")], "could lead out"),
+        ([member("../x", data=b"1")], "could lead out"),
+        ([member("a/../../x", data=b"1")], "could lead out"),
+        ([member("x", tarfile.SYMTYPE, link="/etc")], "leads out"),
+        ([member("x", tarfile.SYMTYPE, link="../y")], "leads out"),
+        ([member("x", tarfile.SYMTYPE, link="y"), member("x/z", data=b"1")], "through a link"),
+        ([member("x", tarfile.LNKTYPE, link="y")], "neither a file"),
+        ([member("x", tarfile.CHRTYPE)], "neither a file"),
+        ([member("x", tarfile.FIFOTYPE)], "neither a file"),
+        ([member("x", tarfile.GNUTYPE_SPARSE)], "."),
+        ([member("x"), member("x")], "twice"),
+    ],
+)
+def test_an_archive_that_could_do_harm_is_refused(
+    tmp_path: Path, members: list[tuple[tarfile.TarInfo, bytes]], words: str
+) -> None:
+    target = tmp_path / "in" / "target"
+    target.mkdir(parents=True)
+    with tarfile.open(tmp_path / "file", "w:") as archive:
+        for info, data in members:
+            archive.addfile(info, io.BytesIO(data))
+    with pytest.raises(WorkdirError, match=words):
+        unpack(tmp_path / "file", target)
+    assert [path.name for path in (tmp_path / "in").iterdir()] == ["target"]
+
+
+@pytest.mark.parametrize("mode", ["w:gz", "w:xz"])
+def test_a_compressed_archive_is_refused(tmp_path: Path, mode: str) -> None:
+    with tarfile.open(tmp_path / "file", mode) as archive:  # type: ignore[call-overload]
+        archive.addfile(tarfile.TarInfo("x"))
+    with pytest.raises(WorkdirError, match="cannot be unpacked"):
+        unpack(tmp_path / "file", tmp_path / "target")
+
+
+def test_garbage_and_a_cut_archive_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(os.urandom(2048))
+    with pytest.raises(WorkdirError, match="cannot be unpacked"):
+        unpack(tmp_path / "file", tmp_path / "target")
+    write(tmp_path / "root", a="x" * 5000)
+    with packed(tmp_path / "root") as made:
+        (tmp_path / "file").write_bytes(made.file.read()[:3000])
+    with pytest.raises(WorkdirError, match="cannot be unpacked"):
+        unpack(tmp_path / "file", tmp_path / "target")
+
+
+def test_modes_do_not_travel_beyond_the_executable_bit(tmp_path: Path) -> None:
+    (tmp_path / "target").mkdir()
+    with tarfile.open(tmp_path / "file", "w:") as archive:
+        info = tarfile.TarInfo("x")
+        info.mode = 0o6777
+        archive.addfile(info)
+    unpack(tmp_path / "file", tmp_path / "target")
+    assert (tmp_path / "target" / "x").stat().st_mode & 0o7022 == 0
