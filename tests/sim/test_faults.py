@@ -14,7 +14,7 @@ from genie.model.job import Job, JobState
 from genie.sim import loop, saboteur
 from genie.sim.cluster import SimCluster
 
-JOBS = 12
+JOBS = 30
 SETTLE_S = 240.0
 
 
@@ -35,17 +35,17 @@ async def _scenario(
     seed: int, directory: Path, *, kinds: tuple[str, ...], controllers: int
 ) -> dict[str, Job]:
     async with asyncio.TaskGroup() as group:
-        cluster = SimCluster(seed, directory, group, controllers=controllers)
+        cluster = SimCluster(seed, directory, group, nodes=2, controllers=controllers)
         await cluster.start()
         world = cluster.world
 
         async def submit_all() -> list[str]:
             ids = []
             for _ in range(JOBS):
-                await asyncio.sleep(world.random.uniform(0.1, 8.0))
+                await asyncio.sleep(world.random.uniform(0.1, 3.0))
                 ids.append(
                     await cluster.submit(
-                        gpus=world.random.choice((1, 1, 2)), seconds=world.random.uniform(1, 30)
+                        gpus=world.random.choice((1, 1, 2)), seconds=world.random.uniform(1, 20)
                     )
                 )
             return ids
@@ -55,6 +55,7 @@ async def _scenario(
         ids = await submitting
         jobs = await _settled(cluster)
         assert set(jobs) == set(ids), "every request made exactly one job"
+        assert not cluster.machines.violations, cluster.machines.violations
         assert not cluster.machines.alive(), "nothing runs that no job stands for"
         for job in jobs.values():
             if job.state is JobState.SUCCEEDED:

@@ -1,0 +1,286 @@
+"""A store in memory for seeded simulation: one loop, no threads, the same order every time.
+
+Several controllers can share one memory, each through its own `MemoryStore`, and each can be
+cut off by itself. Every call gives other tasks a turn before and after it takes effect, as a
+network would. Held to the same contract test as the real engines. Not for: keeping anything.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from bisect import bisect_left, insort
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+
+from genie.controller.store import Compare, Delete, KeyValue, Put, RangeResult, TxnResult, WatchEvent
+from genie.controller.store.background import Background
+from genie.controller.store.leases import LeaseTimers
+from genie.controller.store.limits import (
+    check_after_revision,
+    check_range_limit,
+    check_transaction,
+    check_ttl,
+    encode_key,
+    key_span,
+)
+from genie.controller.store.protocol import RANGE_BYTES_MAX
+from genie.errors import CompactedError, LeaseLostError, StoreUnavailableError, UsageError
+from genie.runtime.clock import Clock
+
+
+class MemoryStore:
+    """A `Store`. `open` makes the memory; `connect` gives another client of the same memory."""
+
+    def __init__(self, memory: _Memory) -> None:
+        self._memory = memory
+        self._available = True
+        self._lose_answers = 0
+        self._closed = False
+        memory.clients += 1
+
+    @classmethod
+    async def open(cls, *, clock: Clock, history_revisions: int = 10_000) -> MemoryStore:
+        background = await Background.open("memory store")
+        return cls(_Memory(clock=clock, background=background, history_revisions=history_revisions))
+
+    def connect(self) -> MemoryStore:
+        return MemoryStore(self._memory)
+
+    def set_available(self, available: bool) -> None:
+        """False: this client's calls and watches raise StoreUnavailableError until True. Leases run on."""
+        self._available = available
+        self._memory.wake()
+
+    def lose_next_answer(self) -> None:
+        """The next commit takes effect, and its caller gets StoreUnavailableError all the same."""
+        self._lose_answers += 1
+
+    async def range(
+        self, prefix: str, *, start_after: str = "", limit: int = 1000, timeout_s: float = 5.0
+    ) -> RangeResult:
+        check_range_limit(limit)
+        first, end = key_span(prefix, start_after=start_after)
+        await self._travel()
+        result = self._memory.range(first, end, limit)
+        await self._travel()
+        return result
+
+    async def get(self, key: str, *, timeout_s: float = 5.0) -> KeyValue | None:
+        key_bytes = encode_key(key)
+        await self._travel()
+        found = self._memory.items.get(key_bytes)
+        await self._travel()
+        return found
+
+    async def commit(
+        self, compares: Sequence[Compare], operations: Sequence[Put | Delete], *, timeout_s: float = 5.0
+    ) -> TxnResult:
+        check_transaction(compares, operations)
+        await self._travel()
+        result = self._memory.commit(compares, operations)
+        await self._travel()
+        if self._lose_answers:
+            self._lose_answers -= 1
+            raise StoreUnavailableError("the memory store lost the answer, as it was told to")
+        return result
+
+    async def grant_lease(self, ttl_s: float, *, timeout_s: float = 5.0) -> int:
+        check_ttl(ttl_s)
+        await self._travel()
+        lease_id = self._memory.grant_lease(ttl_s)
+        await self._travel()
+        return lease_id
+
+    async def keep_alive(self, lease_id: int, *, timeout_s: float = 5.0) -> None:
+        await self._travel()
+        self._memory.leases.renew(lease_id)
+        await self._travel()
+
+    async def revoke_lease(self, lease_id: int, *, timeout_s: float = 5.0) -> None:
+        await self._travel()
+        self._memory.leases.stop(lease_id)
+        self._memory.delete_keys_of(lease_id)
+        await self._travel()
+
+    async def compact(self, revision: int, *, timeout_s: float = 5.0) -> None:
+        await self._travel()
+        self._memory.compact(revision)
+        await self._travel()
+
+    @asynccontextmanager
+    async def watch(self, prefix: str, *, after_revision: int) -> AsyncIterator[AsyncIterator[WatchEvent]]:
+        check_after_revision(after_revision)
+        span = key_span(prefix)
+        await self._travel()
+        yield self._follow(span, after_revision)
+
+    async def close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        self._memory.wake()
+        self._memory.clients -= 1
+        if self._memory.clients == 0:
+            await self._memory.background.close()
+
+    def check_reachable(self) -> None:
+        if self._closed:
+            raise StoreUnavailableError("the memory store is closed")
+        if not self._available:
+            raise StoreUnavailableError("the memory store was made unavailable")
+
+    async def _travel(self) -> None:
+        self.check_reachable()
+        await asyncio.sleep(0)
+        self.check_reachable()
+
+    def _follow(self, span: tuple[bytes, bytes], after_revision: int) -> _MemoryWatch:
+        return _MemoryWatch(self, self._memory, span, after_revision)
+
+
+class _Memory:
+    """What all clients share. Plain calls that take effect at once."""
+
+    def __init__(self, *, clock: Clock, background: Background, history_revisions: int) -> None:
+        self.background = background
+        self.leases = LeaseTimers(clock=clock, background=background, expire=self._expire)
+        self.items: dict[bytes, KeyValue] = {}
+        self.history: list[tuple[bytes, WatchEvent]] = []
+        self.dropped = 0
+        self.compacted = 0
+        self.clients = 0
+        self._history_revisions = history_revisions
+        self._keys: list[bytes] = []
+        self._revision = 1
+        self._last_lease_id = 0
+        self._changed = asyncio.Event()
+
+    def range(self, first: bytes, end: bytes, limit: int) -> RangeResult:
+        items: list[KeyValue] = []
+        left_bytes = RANGE_BYTES_MAX
+        keys = self._keys[bisect_left(self._keys, first) : bisect_left(self._keys, end)]
+        for key in keys:
+            if len(items) == limit or left_bytes <= 0:
+                break
+            items.append(self.items[key])
+            left_bytes -= len(self.items[key].value)
+        return RangeResult(tuple(items), self._revision, more=len(items) < len(keys))
+
+    def commit(self, compares: Sequence[Compare], operations: Sequence[Put | Delete]) -> TxnResult:
+        if not all(self._holds(compare) for compare in compares):
+            return TxnResult(succeeded=False, revision=self._revision)
+        for operation in operations:
+            if isinstance(operation, Put) and operation.lease_id and self.leases.is_lost(operation.lease_id):
+                raise LeaseLostError(f"lease {operation.lease_id} has expired or was revoked")
+        before = len(self.history) + self.dropped
+        for operation in operations:
+            self._apply(operation)
+        if len(self.history) + self.dropped > before:
+            self._advance()
+        return TxnResult(succeeded=True, revision=self._revision)
+
+    def grant_lease(self, ttl_s: float) -> int:
+        self.leases.check_room()
+        self._last_lease_id += 1
+        self.leases.start(self._last_lease_id, ttl_s=ttl_s)
+        return self._last_lease_id
+
+    def delete_keys_of(self, lease_id: int) -> None:
+        keys = [item.key for item in self.items.values() if item.lease_id == lease_id != 0]
+        for key in sorted(keys):
+            self._apply(Delete(key))
+        if keys:
+            self._advance()
+
+    def compact(self, revision: int) -> None:
+        if revision > self._revision:
+            raise UsageError(f"cannot compact to revision {revision}; the store is at {self._revision}")
+        if revision <= self.compacted:
+            return
+        self.compacted = revision
+        kept = [entry for entry in self.history if entry[1].revision > revision]
+        self.dropped += len(self.history) - len(kept)
+        self.history = kept
+
+    def wake(self) -> None:
+        changed, self._changed = self._changed, asyncio.Event()
+        changed.set()
+
+    async def wait_for_change(self) -> None:
+        await self._changed.wait()
+
+    async def _expire(self, lease_id: int) -> None:
+        self.delete_keys_of(lease_id)
+
+    def _holds(self, compare: Compare) -> bool:
+        item = self.items.get(encode_key(compare.key))
+        if item is None:
+            return compare.revision == 0
+        return compare.revision == (item.create_revision if compare.field == "create" else item.mod_revision)
+
+    def _apply(self, operation: Put | Delete) -> None:
+        key, revision = encode_key(operation.key), self._revision + 1
+        old = self.items.get(key)
+        if isinstance(operation, Put):
+            if old is None:
+                insort(self._keys, key)
+            created = revision if old is None else old.create_revision
+            self.items[key] = KeyValue(operation.key, operation.value, created, revision, operation.lease_id)
+            self.history.append((key, WatchEvent(operation.key, operation.value, revision)))
+        elif old is not None:
+            del self.items[key]
+            del self._keys[bisect_left(self._keys, key)]
+            self.history.append((key, WatchEvent(operation.key, None, revision)))
+
+    def _advance(self) -> None:
+        self._revision += 1
+        slack = max(1, self._history_revisions // 10)
+        if self._revision - self.compacted > self._history_revisions + slack:
+            self.compact(self._revision - self._history_revisions)
+        self.wake()
+
+
+class _MemoryWatch:
+    """Reads on in the shared history. `_position` counts entries since the memory was made."""
+
+    def __init__(
+        self, store: MemoryStore, memory: _Memory, span: tuple[bytes, bytes], after_revision: int
+    ) -> None:
+        self._store = store
+        self._memory = memory
+        self._span = span
+        self._after_revision = after_revision
+        self._position: int | None = None
+
+    def __aiter__(self) -> AsyncIterator[WatchEvent]:
+        return self
+
+    async def __anext__(self) -> WatchEvent:
+        while True:
+            self._store.check_reachable()
+            event = self._try_next()
+            if event is not None:
+                return event
+            await self._memory.wait_for_change()
+
+    def _try_next(self) -> WatchEvent | None:
+        memory = self._memory
+        if self._position is None:
+            if self._after_revision < memory.compacted:
+                raise self._gone()
+            self._position = memory.dropped
+        if self._position < memory.dropped:
+            raise self._gone()
+        first, end = self._span
+        while self._position - memory.dropped < len(memory.history):
+            key, event = memory.history[self._position - memory.dropped]
+            self._position += 1
+            if first <= key < end and event.revision > self._after_revision:
+                return event
+        return None
+
+    def _gone(self) -> CompactedError:
+        return CompactedError(
+            f"changes up to revision {self._memory.compacted} are no longer kept",
+            hint="range again and watch from the revision it gives",
+        )
