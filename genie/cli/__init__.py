@@ -1,0 +1,22 @@
+"""The command line: `genie`. `main` is the door; one file per noun stands behind it.
+
+The command modules import what they need inside their functions. That is on purpose, and only
+here: `genie --help` and shell completion must answer at once, and the client, the network and the
+tables cost several times what the parser does.
+
+Not for: anything that a library user needs (genie/__init__.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command and returns its exit code: 0 ok, 1 failed, 2 usage, 255 transport, 130 interrupted."""
+    from genie.cli.app import run
+
+    return run(argv)
+
+
+__all__ = ["main"]

@@ -1,0 +1,256 @@
+"""The parser: the list of commands, the options that all of them share, and the boundary for errors.
+
+`command` registers a function; the shared options may stand before the command's name or behind
+it. Whatever a command raises becomes one line on standard error and an exit code here. Not for:
+what commands do.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import importlib
+import inspect
+import logging
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+
+import typer
+from typer.main import get_command
+
+import genie
+from genie.cli import output
+from genie.config import Settings, load
+from genie.errors import GenieError, TokenMissingError, UsageError
+from genie.model.names import parse_address
+from genie.telemetry import log
+
+_log = logging.getLogger(__name__)
+_Function = TypeVar("_Function", bound=Callable[..., None])
+
+INTERRUPTED = 130
+_TOKEN_BYTES_MAX = 4096
+_COMMAND_MODULES = (
+    "cluster_commands",
+    "view_commands",
+    "job_commands",
+    "token_commands",
+    "config_commands",
+    "doctor",
+)
+
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
+
+_PANEL = "Options of every command"
+_Debug = Annotated[
+    bool, typer.Option("--debug", help="Show tracebacks and debug logs.", rich_help_panel=_PANEL)
+]
+_LogLevel = Annotated[
+    str | None,
+    typer.Option(
+        "--log-level", metavar="LEVEL", help="DEBUG, INFO, WARNING or ERROR.", rich_help_panel=_PANEL
+    ),
+]
+_Address = Annotated[
+    str | None,
+    typer.Option(
+        "--address",
+        metavar="HOST[:PORT]",
+        help="The cluster to use (or GENIE_MASTER_ADDR); without it, the one on this machine.",
+        rich_help_panel=_PANEL,
+    ),
+]
+_TokenFile = Annotated[
+    str | None,
+    typer.Option(
+        "--token-file",
+        metavar="FILE",
+        help="File with the access token, '-' for standard input (or GENIE_TOKEN).",
+        rich_help_panel=_PANEL,
+    ),
+]
+_SHARED = {
+    "debug": (_Debug, False),
+    "log_level": (_LogLevel, None),
+    "address": (_Address, None),
+    "token_file": (_TokenFile, None),
+}
+
+
+@dataclass
+class Invocation:
+    """What the shared options said, before and behind the command's name together."""
+
+    debug: bool = False
+    log_level: str | None = None
+    address: str | None = None
+    token_file: str | None = None
+    _token: str | None = None
+
+    def add(self, given: Mapping[str, Any]) -> None:
+        for name, (_, default) in _SHARED.items():
+            if given[name] != default:
+                setattr(self, name, given[name])
+
+    def load_settings(
+        self, arguments: Mapping[str, object] | None = None, *, keep_logs: bool = False
+    ) -> Settings:
+        """The settings for this command, with its own arguments on top; starts logging.
+
+        Log lines of a short command would only be in the way: without `keep_logs` they are
+        shown from WARNING on, unless someone asked for a level.
+        """
+        settings = load({**self._arguments(), **(arguments or {})})
+        asked = keep_logs or settings.sources["log.level"] != "default"
+        log.configure(settings.log if asked else dataclasses.replace(settings.log, level="WARNING"))
+        return settings
+
+    def read_token(self) -> str | None:
+        """The text in --token-file, if that was given. Read once: it may be standard input."""
+        if self.token_file is not None and self._token is None:
+            self._token = read_token_file(self.token_file, what="--token-file")
+        return self._token
+
+    def _arguments(self) -> dict[str, object]:
+        host, port = (None, None)
+        if self.address is not None:
+            host, port = parse_address(self.address, what="--address")
+        return {
+            "cluster.master_addr": host,
+            "cluster.master_port": port,
+            "cluster.token": self.read_token(),
+            "log.level": "DEBUG" if self.debug else (self.log_level.upper() if self.log_level else None),
+        }
+
+
+app = typer.Typer(
+    name="genie",
+    help="GPUs on other machines: a cluster, its jobs, and a PyTorch device.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+    context_settings={"help_option_names": ["--help", "-h"], "max_content_width": 100},
+)
+
+
+def run(argv: Sequence[str] | None = None) -> int:
+    """Parses, runs, reports. The exit code is what the process should end with."""
+    _register()
+    invocation = Invocation()
+    try:
+        get_command(app).main(args=argv, prog_name="genie", obj=invocation)
+    except SystemExit as end:
+        return _checked_flush(end.code if isinstance(end.code, int) else int(bool(end.code)))
+    except GenieError as error:
+        output.show_error(error, debug=invocation.debug)
+        return error.exit_code
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except BrokenPipeError:
+        return _checked_flush(1)
+    except Exception as error:
+        _log.debug("the command failed", exc_info=True)
+        output.show_error(error, debug=invocation.debug)
+        return 1
+    return 0
+
+
+def command(
+    group: typer.Typer, name: str, *, example: str, context_settings: dict[str, Any] | None = None
+) -> Callable[[_Function], _Function]:
+    """Registers a function that takes the Invocation first and its own options by keyword."""
+
+    def register(function: _Function) -> _Function:
+        own = inspect.signature(function, eval_str=True)
+        _, *parameters = own.parameters.values()
+
+        @functools.wraps(function)
+        def call(context: typer.Context, **given: Any) -> None:
+            invocation = context.find_object(Invocation)
+            assert invocation is not None
+            invocation.add({shared: given.pop(shared) for shared in _SHARED})
+            function(invocation, **given)
+
+        # The parser reads the signature: the function's own parameters, then the shared ones.
+        first = inspect.Parameter("context", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context)
+        merged = [first, *(p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in parameters), *_shared()]
+        call.__signature__ = own.replace(parameters=merged)  # type: ignore[attr-defined]
+        call.__annotations__ = {parameter.name: parameter.annotation for parameter in merged}
+        group.command(name, epilog=f"Example: [bold]{example}[/bold]", context_settings=context_settings)(
+            call
+        )
+        return function
+
+    return register
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        output.write_line(f"genie {genie.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    context: typer.Context,
+    debug: _Debug = False,
+    log_level: _LogLevel = None,
+    address: _Address = None,
+    token_file: _TokenFile = None,
+    _version: Annotated[
+        bool,
+        typer.Option("--version", help="Print the version and end.", is_eager=True, callback=_show_version),
+    ] = False,
+) -> None:
+    invocation = context.find_object(Invocation)
+    assert invocation is not None
+    invocation.add({"debug": debug, "log_level": log_level, "address": address, "token_file": token_file})
+
+
+def read_token_file(name: str, *, what: str) -> str:
+    """The token in a file, or on standard input for '-'. Never part of an error message."""
+    try:
+        text = sys.stdin.read(_TOKEN_BYTES_MAX) if name == "-" else _head(Path(name))
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not text"
+        raise UsageError(
+            f"{what} {name!r} cannot be read: {reason}", hint="give a file that holds a token"
+        ) from None
+    if not text.strip():
+        raise TokenMissingError(f"{what} {name!r} is empty", hint="make a token with 'genie token create'")
+    return text.strip()
+
+
+def _head(path: Path) -> str:
+    with path.expanduser().open(encoding="utf-8") as file:
+        return file.read(_TOKEN_BYTES_MAX)
+
+
+def _shared() -> list[inspect.Parameter]:
+    return [
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+        for name, (annotation, default) in _SHARED.items()
+    ]
+
+
+@functools.cache
+def _register() -> None:
+    """Importing a command module registers its commands, in the order in which help shows them."""
+    for module in _COMMAND_MODULES:
+        importlib.import_module(f"genie.cli.{module}")
+
+
+def _checked_flush(code: int) -> int:
+    """Flushes now: a reader that went away must not become a message when the interpreter ends."""
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        with contextlib.suppress(OSError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return code or 1
+    return code

@@ -1,0 +1,282 @@
+"""Starting and stopping: up, join, down.
+
+In the foreground a command keeps its processes and stops them at Ctrl-C. With `--detach` it starts itself
+again in the background, waits until that one is ready, and leaves. Not for: the processes
+themselves (cluster/local.py).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import AbstractAsyncContextManager
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from genie.cli import output
+from genie.cli.app import INTERRUPTED, Invocation, app, command, read_token_file
+from genie.errors import GenieError, UsageError
+from genie.model.names import address_text, parse_address
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from genie.cluster.local import Supervisor
+    from genie.config import Settings
+    from genie.model.job import Job
+
+_LIST_S = 3.0
+
+Detach = Annotated[bool, typer.Option("--detach", "-d", help="Go on in the background, and return.")]
+
+
+@command(app, "up", example="genie up --detach")
+def up(
+    invocation: Invocation,
+    *,
+    detach: Detach = False,
+    bind: Annotated[
+        str | None, typer.Option(metavar="ADDRESS", help="Address to listen on (default: 127.0.0.1).")
+    ] = None,
+    port: Annotated[
+        int | None, typer.Option(help="Port to listen on (default: 5555; 0: a free one).")
+    ] = None,
+    store: Annotated[
+        str | None,
+        typer.Option(metavar="STORE", help="sqlite (default), sqlite:/PATH or etcd://HOST:PORT,..."),
+    ] = None,
+    tls: Annotated[
+        str | None, typer.Option(metavar="on|off", help="off is for loopback only (default: on).")
+    ] = None,
+    no_agent: Annotated[
+        bool, typer.Option("--no-agent", help="Only the controller; this machine offers nothing.")
+    ] = False,
+) -> None:
+    """Start a cluster on this machine: a controller, and an agent that offers its accelerators.
+
+    Without --detach it runs until Ctrl-C and then stops everything that it started.
+    """
+    settings = invocation.load_settings(
+        {"controller.bind": bind, "controller.port": port, "controller.store": store, "controller.tls": tls},
+        keep_logs=True,
+    )
+    from genie.controller.admission import check_bind
+
+    check_bind(settings.controller)
+    if detach:
+        from genie.cli import background
+
+        flags = {"--bind": bind, "--port": port, "--store": store, "--tls": tls}
+        arguments = [f"{name}={value}" for name, value in flags.items() if value is not None]
+        arguments += ["--no-agent"] if no_agent else []
+        background.start(["up", *arguments], settings=settings, invocation=invocation)
+        asyncio.run(_report(settings))
+        return
+    from genie.cluster import local
+
+    keeping = local.up(settings, progress=output.say, agent=not no_agent)
+    raise typer.Exit(_keep(keeping, settings))
+
+
+@command(app, "join", example="genie join 10.0.0.5 --token-file join.token --detach")
+def join(
+    invocation: Invocation,
+    *,
+    controller: Annotated[str, typer.Argument(metavar="ADDR[:PORT]", help="The cluster's controller.")],
+    token: Annotated[
+        str | None,
+        typer.Option(
+            metavar="T",
+            help="A join token ('genie token create --join'), '-' for standard input. "
+            "Others on this machine can see it in the list of processes; --token-file hides it.",
+        ),
+    ] = None,
+    node_id: Annotated[
+        str | None, typer.Option(help="Name of this node; the host name when not given.")
+    ] = None,
+    detach: Detach = False,
+) -> None:
+    """Offer this machine's accelerators to a cluster elsewhere.
+
+    The token is needed the first time only; after that this machine has an identity of its own.
+    """
+    host, port = parse_address(controller, what="ADDR")
+    if token is not None and invocation.token_file is not None:
+        raise UsageError("--token and --token-file exclude each other", hint="give one of them")
+    text = read_token_file("-", what="--token") if token == "-" else token
+    arguments = {
+        "cluster.discovery_method": "address",
+        "cluster.master_addr": host,
+        "cluster.master_port": port,
+        "cluster.node_id": node_id,
+        **({} if text is None else {"cluster.token": text}),
+    }
+    settings = invocation.load_settings(arguments, keep_logs=True)
+    _check_join_token(settings)
+    if detach:
+        from genie.cli import background
+
+        again = ["join", controller, *(() if node_id is None else (f"--node-id={node_id}",))]
+        background.start(again, settings=settings, invocation=invocation, token=settings.cluster.token)
+        where = address_text(host, settings.cluster.master_port)
+        output.write_line(f"joined {where}; 'genie nodes' there lists this machine")
+        return
+    from genie.cluster import local
+
+    keeping = local.up_agent(settings, settings.cluster, progress=output.say)
+    raise typer.Exit(_keep(keeping, settings))
+
+
+@command(app, "down", example="genie down")
+def down(invocation: Invocation) -> None:
+    """Stop what 'genie up' or 'genie join' started on this machine. Running jobs end with it."""
+    from genie.cluster import local
+
+    settings = invocation.load_settings()
+    found = local.find_running(settings.paths.state_dir)
+    if found is None:
+        output.write_line("nothing to stop: no cluster and no agent runs here")
+        return
+    if found.cluster is not None:
+        _say_jobs_that_end(settings)
+    asyncio.run(
+        local.stop_running(
+            settings.paths.state_dir, progress=output.say, agent_grace_s=settings.agent.stop_grace_s
+        )
+    )
+    output.write_line("stopped")
+
+
+def _check_join_token(settings: Settings) -> None:
+    """A token that cannot be one is an error now, and not in the log of the agent."""
+    from genie.model.names import checked_node_id
+    from genie.tenancy.access import parse_token
+
+    if settings.cluster.node_id is not None:
+        checked_node_id(settings.cluster.node_id, what="--node-id")
+    if settings.cluster.token is not None:
+        parse_token(settings.cluster.token)
+
+
+def _keep(keeping: AbstractAsyncContextManager[Supervisor], settings: Settings) -> int:
+    return asyncio.run(_keep_until_stopped(keeping, settings))
+
+
+async def _keep_until_stopped(keeping: AbstractAsyncContextManager[Supervisor], settings: Settings) -> int:
+    """Starts, reports, and waits for Ctrl-C, SIGTERM or the end of the children. Stops all in order."""
+    ready = False
+    with _stop_signals() as stopped:
+        try:
+            async with keeping as supervisor:
+                with _recorded(settings.paths.state_dir):
+                    ready = True
+                    if supervisor.cluster is not None:
+                        await _report(settings)
+                    output.say("running; press Ctrl-C to stop")
+                    await supervisor.wait()
+                    output.say("it was stopped from outside")
+        except asyncio.CancelledError:
+            if not stopped:
+                raise
+    return 0 if ready else INTERRUPTED
+
+
+@contextlib.contextmanager
+def _stop_signals() -> Iterator[list[int]]:
+    """The first Ctrl-C or SIGTERM cancels the task inside; more of them change nothing: it is stopping."""
+    loop = asyncio.get_running_loop()
+    task = asyncio.current_task()
+    assert task is not None
+    seen: list[int] = []
+
+    def stop(number: int) -> None:
+        seen.append(number)
+        if len(seen) == 1:
+            output.say("stopping")
+            task.cancel()
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, stop, number)
+    try:
+        yield seen
+    finally:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.remove_signal_handler(number)
+
+
+@contextlib.contextmanager
+def _recorded(state_dir: Path) -> Iterator[None]:
+    """Lets 'genie down' and `--detach` find this process, as the one that keeps the others."""
+    from genie.cluster import local, processes
+
+    processes.record_process(state_dir, local.KEEPER, os.getpid(), ready=True)
+    try:
+        yield
+    finally:
+        processes.forget_record(state_dir, local.KEEPER)
+
+
+async def _report(settings: Settings) -> None:
+    """What a person needs to know of a cluster that has just started."""
+    from genie.cli.view_commands import write_nodes
+    from genie.cluster.client import open_client
+    from genie.cluster.local import owner_access
+    from genie.runtime.credentials import OWNER_TOKEN_FILE, LocalCluster, is_loopback
+
+    state_dir = settings.paths.state_dir
+    found = LocalCluster.read(state_dir)
+    assert found is not None, "the controller writes this before it answers"
+    access = owner_access(state_dir, found)
+    async with open_client(dataclasses.replace(settings, cluster=access)) as client:
+        views = await client.nodes()
+    if views:
+        write_nodes(views)
+        output.write_line("")
+    where = address_text(found.host, found.port)
+    there = f'"{found.host}", master_port={found.port}' if found.port != 5555 else f'"{found.host}"'
+    output.write_facts(
+        [
+            ("address", where),
+            ("token", f"{state_dir / OWNER_TOKEN_FILE} (commands on this machine find it by themselves)"),
+            ("python", f"await genie.init(master_addr={there})"),
+            ("job", "genie submit --wait -- echo hello"),
+            (
+                "join",
+                "genie up --bind ADDRESS lets other machines in"
+                if is_loopback(found.host)
+                else f"genie token create --join; there: genie join {where} --token TOKEN",
+            ),
+            ("stop", "genie down"),
+        ]
+    )
+
+
+def _say_jobs_that_end(settings: Settings) -> None:
+    try:
+        jobs = asyncio.run(_running_jobs(settings))
+    except (GenieError, TimeoutError) as error:
+        output.say(f"which jobs run is not known: {output.one_line(str(error)) or 'no answer'}")
+        return
+    for job in jobs:
+        output.say(f"job {job.job_id} ({job.spec.name}) is {job.state} and will end")
+
+
+async def _running_jobs(settings: Settings) -> list[Job]:
+    from genie.cluster.client import open_client
+    from genie.cluster.local import owner_access
+    from genie.model.job import JobState
+    from genie.runtime.credentials import LocalCluster
+
+    state_dir = settings.paths.state_dir
+    found = LocalCluster.read(state_dir)
+    if found is None:
+        return []
+    ours = dataclasses.replace(settings, cluster=owner_access(state_dir, found))
+    async with asyncio.timeout(_LIST_S), open_client(ours, timeout_s=_LIST_S) as client:
+        jobs, _more = await client.list_jobs(states=(JobState.PLACING, JobState.RUNNING))
+        return jobs

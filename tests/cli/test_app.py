@@ -1,0 +1,206 @@
+"""The parser and the boundary: help, exit codes, where errors go and what they look like."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+import typer.main
+
+from genie.cli import app as app_module
+from genie.cli import job_commands, main
+from genie.cli.app import app
+from tests.house.sources import ROOT
+
+
+def commands() -> list[tuple[str, ...]]:
+    """Every command as a person types it, read from the parser itself."""
+    app_module._register()
+    return list(_below(typer.main.get_command(app), ()))
+
+
+def _below(group: object, path: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
+    for name, found in group.commands.items():  # type: ignore[attr-defined]
+        if hasattr(found, "commands"):
+            yield from _below(found, (*path, name))
+        else:
+            yield (*path, name)
+
+
+@pytest.mark.parametrize("path", commands(), ids=" ".join)
+def test_help_of_every_command_has_an_example_that_names_it(path, genie) -> None:
+    ran = genie(*path, "--help")
+    assert ran.code == 0
+    assert f"Example: genie {' '.join(path)}" in ran.out
+
+
+def test_the_page_of_commands_lists_exactly_the_commands() -> None:
+    page = (ROOT / "docs" / "CLI.md").read_text("utf-8")
+    listed = re.findall(r"^\| `genie ([a-z ]+)`", page, re.MULTILINE)
+    assert sorted(listed) == sorted(" ".join(path) for path in commands())
+
+
+def test_the_page_of_commands_knows_which_have_json(genie) -> None:
+    page = (ROOT / "docs" / "CLI.md").read_text("utf-8")
+    rows = re.findall(r"^\| `genie ([a-z ]+)` .*\| (yes)? ?\|$", page, re.MULTILINE)
+    has = {" ".join(path) for path in commands() if "--json" in genie(*path, "--help").out}
+    assert {name for name, yes in rows if yes} == has
+
+
+def test_help_lists_the_commands_and_ends_well(genie) -> None:
+    ran = genie("--help")
+    assert ran.code == 0
+    assert "submit" in ran.out and "doctor" in ran.out
+
+
+def test_no_arguments_show_the_help(genie) -> None:
+    assert "Usage: genie" in "".join(genie()[1:])
+
+
+def test_the_version_is_told(genie) -> None:
+    import genie as package
+
+    assert genie("--version") == (0, f"genie {package.__version__}\n", "")
+
+
+def test_python_dash_m_runs_the_same_program() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "genie", "--version"], capture_output=True, text=True, timeout=60
+    )
+    assert (done.returncode, done.stdout[:6]) == (0, "genie ")
+
+
+@pytest.mark.parametrize(
+    ("argv", "named"),
+    [
+        (["statsu"], "status"),
+        (["submit", "--gpu", "1", "--", "x"], "--gpus"),
+        (["submit", "--gpus", "many", "--", "x"], "--gpus"),
+        (["submit", "--cpus", "x", "--", "x"], "--cpus"),
+        (["up", "--port", "http"], "--port"),
+        (["logs"], "JOB"),
+        (["cancel"], "JOB"),
+        (["token", "revoke"], "ID"),
+        (["jobs", "--limit", "0"], "--limit"),
+    ],
+)
+def test_a_command_that_is_wrong_ends_with_2_and_names_what(argv, named, genie) -> None:
+    ran = genie(*argv)
+    assert ran.code == 2
+    assert named in ran.err
+    assert ran.out == ""
+    assert "Traceback" not in ran.err
+
+
+def test_an_error_is_two_lines_and_no_traceback(genie) -> None:
+    ran = genie("status")
+    assert ran.code == 2
+    assert re.fullmatch(r"genie: no cluster.*\nhint: .*genie up.*\n", ran.err)
+
+
+@pytest.mark.parametrize("argv", [["--debug", "status"], ["status", "--debug"]])
+def test_debug_shows_the_traceback_wherever_it_stands(argv, genie) -> None:
+    ran = genie(*argv)
+    assert "Traceback (most recent call last)" in ran.err
+    assert "genie: no cluster" in ran.err
+
+
+def test_a_bug_is_one_line_and_asks_for_debug(genie, monkeypatch) -> None:
+    def broken(*_args: object, **_kwargs: object) -> None:
+        raise ZeroDivisionError("oops\x1b[2J")
+
+    monkeypatch.setattr(job_commands, "job_spec", broken)
+    ran = genie("submit", "--", "x")
+    assert ran.code == 1
+    assert ran.err.startswith("genie: internal error: ZeroDivisionError: oops [2J\n")
+    assert "--debug" in ran.err and "Traceback" not in ran.err
+
+
+def test_an_interrupt_ends_with_130_and_says_nothing(genie, monkeypatch) -> None:
+    def interrupted(*_args: object, **_kwargs: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(job_commands, "job_spec", interrupted)
+    assert genie("submit", "--", "x") == (130, "", "")
+
+
+def test_a_reader_that_goes_away_is_no_error_message() -> None:
+    program = "import sys; from genie.cli import main; sys.exit(main(['config', 'show', '--markdown']))"
+    process = subprocess.Popen(
+        [sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    process.stdout.close()
+    _, err = process.communicate(timeout=60)
+    assert err == ""
+    assert process.returncode in (0, 1)
+
+
+def test_output_without_a_terminal_has_no_escape_sequences(genie) -> None:
+    for argv in (["config", "show"], ["--help"], ["statsu"]):
+        ran = genie(*argv)
+        assert "\x1b" not in ran.out + ran.err
+
+
+def test_no_color_is_honoured_on_a_terminal(monkeypatch) -> None:
+    out = _on_a_terminal(["config", "show"], {"NO_COLOR": "1"})
+    assert not re.search(r"\x1b\[[0-9;]*3[0-7]", out)
+    assert "cluster.master_port" in out
+
+
+def _on_a_terminal(argv: list[str], environ: dict[str, str]) -> str:
+    import os
+    import pty
+
+    parent, child = pty.openpty()
+    try:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "genie", *argv], stdout=child, stderr=child, env={**os.environ, **environ}
+        )
+        os.close(child)
+        seen = b""
+        while True:
+            try:
+                data = os.read(parent, 65536)
+            except OSError:  # Linux says so when the other side is closed
+                break
+            if not data:
+                break
+            seen += data
+        process.wait(60)
+    finally:
+        os.close(parent)
+    return seen.decode()
+
+
+@pytest.mark.parametrize("level", ["LOUD", "1"])
+def test_a_log_level_that_is_none_names_the_allowed_ones(level, genie) -> None:
+    ran = genie("config", "check", "--log-level", level)
+    assert ran.code == 2
+    assert "log.level" in ran.err and "WARNING" in ran.err
+
+
+def test_completion_can_be_shown(genie, monkeypatch) -> None:
+    monkeypatch.setenv("SHELL", "/bin/bash")
+    monkeypatch.setattr("shellingham.detect_shell", lambda *_args: ("bash", "/bin/bash"))
+    ran = genie("--show-completion")
+    assert ran.code == 0
+    assert "_GENIE_COMPLETE" in ran.out
+
+
+def test_importing_the_parser_pulls_in_no_heavy_module() -> None:
+    heavy = "torch numpy grpc msgspec cryptography psutil genie.cluster.client"
+    program = (
+        "import sys; from genie.cli import app; app._register();"
+        f"print([name for name in '{heavy}'.split() if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert done.stdout == "[]\n", done.stderr
+
+
+def test_main_is_the_program_of_the_package() -> None:
+    assert 'genie = "genie.cli:main"' in (ROOT / "pyproject.toml").read_text("utf-8")
+    assert main(["--version"]) == 0

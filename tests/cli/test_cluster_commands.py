@@ -1,0 +1,238 @@
+"""up, join and down: what they refuse, and what they do with real processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import stat
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from genie.cluster.local import find_running
+from tests.waiting import wait_until
+
+JUNK_TOKEN = f"genie.join.abcd.{'s' * 43}.{'p' * 43}"
+
+
+# --- what is refused --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("detach", [[], ["--detach"]])
+def test_an_open_address_without_tls_is_refused(genie, state_dir, detach) -> None:
+    ran = genie("up", "--bind", "0.0.0.0", "--tls", "off", *detach)
+    assert (ran.code, ran.out) == (1, "")
+    assert "tls is off" in ran.err and "hint: " in ran.err
+    assert find_running(state_dir) is None
+
+
+@pytest.mark.parametrize("detach", [[], ["--detach"]])
+def test_a_port_that_is_taken_is_named(genie, state_dir, detach) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        ran = genie("up", "--port", str(port), *detach)
+    assert ran.code == 1
+    assert f"port {port} on 127.0.0.1 is in use" in ran.err and "hint: " in ran.err
+    assert find_running(state_dir) is None
+
+
+@pytest.mark.parametrize(
+    ("argv", "named"),
+    [
+        (["--port", "70000"], "controller.port"),
+        (["--port", "-1"], "controller.port"),
+        (["--tls", "maybe"], "controller.tls"),
+        (["--store", "mysql://x"], "mysql"),
+        (["--store", "etcd://"], "etcd"),
+    ],
+)
+def test_a_bad_option_is_named(genie, argv, named) -> None:
+    ran = genie("up", "--port", "0", *argv)
+    assert ran.code in (1, 2)
+    assert named in ran.err
+    assert "Traceback" not in ran.err
+
+
+@pytest.mark.parametrize(
+    ("argv", "code", "named"),
+    [
+        (["10.0.0.5:http", "--token", JUNK_TOKEN], 2, "ADDR"),
+        (["10.0.0.5", "--token", "hunter2"], 1, "not a Genie token"),
+        (["10.0.0.5", "--token", JUNK_TOKEN, "--node-id", "Box_1"], 2, "--node-id"),
+        (["10.0.0.5", "--token", JUNK_TOKEN, "--token-file", "x"], 2, "exclude each other"),
+        (["10.0.0.5", "--token-file", "/nowhere/token"], 2, "/nowhere/token"),
+        (["127.0.0.1:1"], 1, "token"),
+    ],
+)
+def test_a_join_that_cannot_be_is_refused_at_once(genie, argv, code, named) -> None:
+    ran = genie("join", *argv)
+    assert (ran.code, ran.out) == (code, "")
+    assert named in ran.err
+    assert "hunter2" not in ran.err
+
+
+def test_a_join_to_nobody_is_a_transport_failure(genie, state_dir) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    ran = genie("join", f"127.0.0.1:{port}", "--token", JUNK_TOKEN)
+    assert ran.code == 255
+    assert "nothing listens there" in ran.err
+    assert find_running(state_dir) is None
+
+
+def test_down_with_nothing_running_says_so(genie) -> None:
+    ran = genie("down")
+    assert ran.code == 0
+    assert "nothing to stop" in ran.out
+
+
+# --- real processes ---------------------------------------------------------------------------
+
+
+class Commands:
+    """Runs commands as processes of their own, on one state directory."""
+
+    def __init__(self, state_dir: Path) -> None:
+        self.state_dir = state_dir
+        self.environ = {**os.environ, "GENIE_STATE_DIR": str(state_dir), "GENIE_AGENT_STOP_GRACE_S": "1"}
+
+    def __call__(self, *argv: str, **environ: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, "-m", "genie", *argv],
+            env={**self.environ, **environ},
+            capture_output=True,
+            text=True,
+            stdin=subprocess.DEVNULL,
+            timeout=60,
+        )
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Commands]:
+    commands = Commands(tmp_path_factory.mktemp("cli") / "state")
+    started = commands("up", "--detach", "--port", "0")
+    assert started.returncode == 0, started.stderr
+    yield commands
+    assert commands("down").returncode == 0
+
+
+def test_up_leaves_a_private_state_directory(cluster) -> None:
+    assert stat.S_IMODE(cluster.state_dir.stat().st_mode) == 0o700
+    assert stat.S_IMODE((cluster.state_dir / "owner.token").stat().st_mode) == 0o600
+
+
+def test_a_second_up_says_that_one_is_running(cluster) -> None:
+    for detach in ([], ["--detach"]):
+        ran = cluster("up", "--port", "0", *detach)
+        assert ran.returncode == 1
+        assert "already running" in ran.stderr and "genie down" in ran.stderr
+
+
+def test_the_cluster_has_a_node_with_an_accelerator(cluster) -> None:
+    (view,) = json.loads(cluster("nodes", "--json").stdout)["nodes"]
+    assert view["info"]["status"] == "healthy"
+    assert view["info"]["gpus"]
+
+
+def test_a_job_runs_with_its_directory_and_its_exit_code_comes_back(cluster, tmp_path) -> None:
+    (tmp_path / "hello.py").write_text("import os; print('hello', os.environ['WHO']); raise SystemExit(7)")
+    argv = ["submit", "--wait", "--gpus", "1", "--env", "WHO=you", "--workdir", str(tmp_path)]
+    ran = cluster(*argv, "--", sys.executable, "hello.py")
+    assert (ran.returncode, ran.stdout) == (7, "hello you\n")
+    assert "exit code 7" in ran.stderr
+
+
+def test_more_than_there_ever_is_is_refused_and_more_than_now_is_queued(cluster) -> None:
+    refused = cluster("submit", "--gpus", "64", "--", "true")
+    assert (refused.returncode, refused.stdout) == (1, "")
+    assert "can never run here" in refused.stderr
+    holder = cluster("submit", "--gpus", "1", "--", "sleep", "600").stdout.strip()
+    waiting = cluster("submit", "--gpus", "1", "--", "true")
+    assert waiting.returncode == 0
+    assert "queued: " in waiting.stderr
+    assert cluster("cancel", holder, waiting.stdout.strip()).returncode == 0
+
+
+def test_a_revoked_token_opens_nothing(cluster) -> None:
+    token = cluster("token", "create", "--name", "guest").stdout.strip()
+    assert cluster("status", GENIE_TOKEN=token).returncode == 0
+    assert cluster("token", "list", GENIE_TOKEN=token).returncode == 1, "only the owner may"
+    assert cluster("token", "revoke", token.split(".")[2]).returncode == 0
+    ran = cluster("status", GENIE_TOKEN=token)
+    assert ran.returncode == 1
+    assert "was revoked" in ran.stderr
+
+
+def test_another_machine_joins_once_with_a_token(cluster, tmp_path) -> None:
+    other = Commands(tmp_path / "other")
+    address = json.loads(cluster("status", "--json").stdout)["address"]
+    token = cluster("token", "create", "--join").stdout.strip()
+    (tmp_path / "token").write_text(token)
+    argv = ["join", address, "--node-id", "second", "--detach"]
+    try:
+        joined = other(*argv, "--token-file", str(tmp_path / "token"))
+        assert joined.returncode == 0, joined.stderr
+        wait_until(lambda: "second" in cluster("nodes", "--json").stdout, timeout_s=20)
+        assert other("down").returncode == 0
+        again = other(*argv)
+        assert again.returncode == 0, "it has an identity of its own now: " + again.stderr
+    finally:
+        other("down")
+    third = Commands(tmp_path / "third")("join", address, "--node-id", "third", "--token", token)
+    assert third.returncode == 1
+    assert "was used already" in third.stderr
+
+
+def test_ctrl_c_stops_a_cluster_in_the_foreground(tmp_path) -> None:
+    commands = Commands(tmp_path / "state")
+    log = tmp_path / "log"
+    with log.open("wb") as file:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "genie", "up", "--port", "0"],
+            env=commands.environ,
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=file,
+            start_new_session=True,
+        )
+    try:
+        wait_until(lambda: "press Ctrl-C" in log.read_text() or process.poll(), timeout_s=40)
+        job = commands("submit", "--", "sleep", "600").stdout.strip()
+        wait_until(lambda: "running" in commands("jobs").stdout, timeout_s=20)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(30) == 0, log.read_text()
+    finally:
+        process.kill()
+        process.wait()
+    assert job
+    assert find_running(commands.state_dir) is None
+    assert "Traceback" not in log.read_text()
+
+
+def test_down_names_the_jobs_that_it_ends(tmp_path) -> None:
+    commands = Commands(tmp_path / "state")
+    assert commands("up", "--detach", "--port", "0").returncode == 0
+    try:
+        job = commands("submit", "--name", "train", "--", "sleep", "600").stdout.strip()
+        wait_until(lambda: "running" in commands("jobs").stdout, timeout_s=20)
+    finally:
+        ran = commands("down")
+    assert (ran.returncode, ran.stdout) == (0, "stopped\n")
+    assert f"job {job} (train) is running and will end" in ran.stderr
+    assert find_running(commands.state_dir) is None
+
+
+def test_a_controller_alone_offers_nothing(tmp_path) -> None:
+    commands = Commands(tmp_path / "state")
+    assert commands("up", "--detach", "--port", "0", "--no-agent").returncode == 0
+    try:
+        assert json.loads(commands("nodes", "--json").stdout) == {"nodes": []}
+        ran = commands("submit", "--gpus", "1", "--", "true")
+        assert ran.returncode == 0 or "can never run here" in ran.stderr
+    finally:
+        assert commands("down").returncode == 0

@@ -1,0 +1,165 @@
+"""doctor: what it finds, what it recommends, and when it ends with 1."""
+
+from __future__ import annotations
+
+import json
+import socket
+import stat
+import time
+
+import pytest
+
+from genie.cli import checks, doctor
+from genie.cli.checks import Check, Verdict
+from genie.config import load
+from genie.model.messages import GetStatus
+from genie.runtime.tls import CertificateAuthority, new_key_and_csr
+from tests.cli.nouns import status
+
+
+def by_name(found) -> dict[str, Check]:
+    return {check.name: check for check in found}
+
+
+def test_a_machine_without_a_cluster_is_fine(genie, monkeypatch) -> None:
+    monkeypatch.setenv("GENIE_CONTROLLER_PORT", str(_free_port()))
+    ran = genie("doctor")
+    assert ran.code == 0
+    assert "accelerator cpu" in ran.out and "network rdma" in ran.out
+    assert "start one: genie up" in ran.out
+
+
+def test_doctor_gives_json(genie, monkeypatch) -> None:
+    monkeypatch.setenv("GENIE_CONTROLLER_PORT", str(_free_port()))
+    document = json.loads(genie("doctor", "--json").out)
+    assert document["ok"] is True
+    assert {"name", "verdict", "found", "fix"} == set(document["checks"][0])
+    names = {check["name"] for check in document["checks"]}
+    assert {"python", "torch", "uvloop", "grpcio", "c++ compiler", "etcd", "disk space", "clock"} <= names
+
+
+def test_a_cluster_that_answers_is_ok_and_the_port_is_its_own(genie, controller, monkeypatch) -> None:
+    monkeypatch.setenv("GENIE_CONTROLLER_PORT", str(controller.port))
+    controller.answers[GetStatus] = status()
+    found = {check["name"]: check for check in json.loads(genie("doctor", "--json").out)["checks"]}
+    assert found["cluster"]["verdict"] == "ok"
+    assert found[f"port {controller.port}"]["found"] == "used by this cluster"
+
+
+def test_a_cluster_that_is_named_and_does_not_answer_fails(genie, monkeypatch) -> None:
+    monkeypatch.setenv("GENIE_MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("GENIE_MASTER_PORT", str(_free_port()))
+    monkeypatch.setenv("GENIE_TOKEN", f"genie.user.abcd.{'s' * 43}.-")
+    ran = genie("doctor", "--json")
+    assert ran.code == 1
+    document = json.loads(ran.out)
+    assert document["ok"] is False
+    assert [c["name"] for c in document["checks"] if c["verdict"] == "failed"] == ["cluster"]
+
+
+def test_a_port_of_another_program_is_a_warning(monkeypatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        found = by_name(checks.cluster(load({"controller.port": port})))
+    assert found[f"port {port}"].verdict is Verdict.WARNING
+    assert "--port" in found[f"port {port}"].fix
+
+
+def test_a_check_that_breaks_is_a_finding_and_the_others_run(monkeypatch) -> None:
+    def broken():
+        raise ZeroDivisionError("oops")
+
+    monkeypatch.setattr(checks, "accelerators", broken)
+    found = by_name(doctor.run_checks(load({"controller.port": _free_port()})))
+    assert found["accelerators"].verdict is Verdict.WARNING
+    assert "ZeroDivisionError" in found["accelerators"].found
+    assert "clock" in found
+
+
+@pytest.mark.parametrize(
+    ("version", "verdict"),
+    [
+        (None, Verdict.ABSENT),
+        ("2.10.1", Verdict.WARNING),
+        ("2.11.0+cu130", Verdict.OK),
+        ("2.13.1", Verdict.OK),
+        ("2.14.0", Verdict.WARNING),
+    ],
+)
+def test_torch_is_looked_at_without_importing_it(monkeypatch, version, verdict) -> None:
+    monkeypatch.setattr(checks, "_version", lambda name: version if name == "torch" else "1.0")
+    assert by_name(checks.packages())["torch"].verdict is verdict
+
+
+@pytest.mark.parametrize(
+    ("line", "verdict"),
+    [("etcd Version: 3.4.23", Verdict.OK), ("etcd Version: 3.5.1", Verdict.WARNING), ("", Verdict.WARNING)],
+)
+def test_an_etcd_that_can_lose_data_is_refused(monkeypatch, line, verdict) -> None:
+    monkeypatch.setattr(checks.shutil, "which", lambda name: f"/usr/bin/{name}")
+    monkeypatch.setattr(checks, "_first_line", lambda argv: line)
+    assert by_name(checks.tools())["etcd"].verdict is verdict
+
+
+def test_a_machine_without_tools_says_what_they_are_for(monkeypatch) -> None:
+    monkeypatch.setattr(checks.shutil, "which", lambda name: None)
+    found = by_name(checks.tools())
+    assert {check.verdict for check in found.values()} == {Verdict.ABSENT}
+    assert all(check.fix for check in found.values())
+
+
+def test_a_state_directory_that_others_can_read_is_a_warning(state_dir) -> None:
+    state_dir.mkdir(mode=0o755)
+    state_dir.chmod(0o755)
+    check = by_name(checks.state_directory(load()))["state directory"]
+    assert check.verdict is Verdict.WARNING
+    assert "chmod 700" in check.fix
+    assert stat.S_IMODE(state_dir.stat().st_mode) == 0o755, "doctor changes nothing"
+
+
+def test_a_state_directory_that_cannot_be_written_fails(monkeypatch) -> None:
+    monkeypatch.setattr(checks.os, "access", lambda *_args: False)
+    assert by_name(checks.state_directory(load()))["state directory"].verdict is Verdict.FAILED
+
+
+@pytest.mark.parametrize(
+    ("free", "verdict"), [(1, Verdict.FAILED), (500 * 1024**2, Verdict.WARNING), (1 << 40, Verdict.OK)]
+)
+def test_little_disk_space_is_told(monkeypatch, free, verdict) -> None:
+    class Usage:
+        pass
+
+    Usage.free = free
+    monkeypatch.setattr(checks.shutil, "disk_usage", lambda _path: Usage)
+    assert by_name(checks.state_directory(load()))["disk space"].verdict is verdict
+
+
+def test_a_clock_before_the_installation_fails(monkeypatch) -> None:
+    monkeypatch.setattr(checks.time, "time", lambda: 1e9)
+    (check,) = checks.clock()
+    assert check.verdict is Verdict.FAILED
+
+
+@pytest.mark.parametrize(
+    ("age_days", "verdict"), [(0, Verdict.OK), (6.99, Verdict.WARNING), (8, Verdict.WARNING)]
+)
+def test_certificates_are_looked_at(state_dir, age_days, verdict) -> None:
+    now = time.time()
+    authority = CertificateAuthority.create(now=now)
+    _, csr = new_key_and_csr()
+    pem = authority.issue(csr, name="box.node.genie.internal", days=7, now=now - age_days * 86400)
+    folder = state_dir / "agents" / "box"
+    folder.mkdir(parents=True)
+    (folder / "node.pem").write_text(pem)
+    assert by_name(checks.certificates(load()))["certificate box"].verdict is verdict
+
+
+def test_a_certificate_that_cannot_be_read_fails(state_dir) -> None:
+    (state_dir / "controller").mkdir(parents=True)
+    (state_dir / "controller" / "ca.pem").write_text("junk")
+    assert by_name(checks.certificates(load()))["certificate ca.pem"].verdict is Verdict.FAILED
+
+
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return server.getsockname()[1]

@@ -1,0 +1,78 @@
+"""Sizes, durations and addresses as people write them."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from genie.cli.quantities import (
+    duration_text,
+    parse_duration,
+    parse_size,
+    size_text,
+)
+from genie.errors import UsageError
+from genie.model.names import address_text, parse_address
+
+
+@pytest.mark.parametrize(
+    ("text", "size_bytes"),
+    [
+        ("0", 0),
+        ("4096", 4096),
+        ("512MiB", 512 * 1024**2),
+        ("4G", 4 * 1024**3),
+        ("4g", 4 * 1024**3),
+        ("1.5GiB", 3 * 1024**3 // 2),
+        ("2GB", 2 * 10**9),
+        ("1 TiB", 1024**4),
+        ("10B", 10),
+    ],
+)
+def test_a_size_is_read(text: str, size_bytes: int) -> None:
+    assert parse_size(text, what="--memory") == size_bytes
+
+
+@pytest.mark.parametrize("text", ["", "-1", "4X", "GiB", "1e9", "4 G i B", "nan", "inf", "9999999PiB", "٤"])
+def test_a_size_that_is_none_names_the_option(text: str) -> None:
+    with pytest.raises(UsageError, match="--memory"):
+        parse_size(text, what="--memory")
+
+
+@given(st.integers(0, 1 << 60))
+def test_every_number_of_bytes_is_read_as_itself(size_bytes: int) -> None:
+    assert abs(parse_size(str(size_bytes), what="x") - size_bytes) <= size_bytes // 2**50
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"), [("90", 90), ("90s", 90), ("15m", 900), ("1.5h", 5400), ("7d", 604800)]
+)
+def test_a_duration_is_read(text: str, seconds: float) -> None:
+    assert parse_duration(text, what="--ttl") == seconds
+
+
+@pytest.mark.parametrize("text", ["", "0", "-5", "1w", "h", "99999d"])
+def test_a_duration_that_is_none_names_the_option(text: str) -> None:
+    with pytest.raises(UsageError, match="--ttl"):
+        parse_duration(text, what="--ttl")
+
+
+@given(st.sampled_from(["box", "10.0.0.5", "::1"]), st.integers(1, 65535))
+def test_an_address_is_written_as_it_is_read(host: str, port: int) -> None:
+    assert parse_address(address_text(host, port), what="x") == (host, port)
+
+
+@pytest.mark.parametrize(
+    ("size_bytes", "text"),
+    [(0, "0 B"), (1023, "1023 B"), (1536, "1.5 KiB"), (200 * 1024**2, "200 MiB"), (5 * 1024**5, "5120 TiB")],
+)
+def test_a_size_is_shown_in_the_nearest_unit(size_bytes: int, text: str) -> None:
+    assert size_text(size_bytes) == text
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(-3, "0 s"), (119.9, "119 s"), (120, "2 min"), (7200, "2 h"), (172800, "2 d")]
+)
+def test_a_duration_is_shown_short(seconds: float, text: str) -> None:
+    assert duration_text(seconds) == text

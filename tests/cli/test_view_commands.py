@@ -1,0 +1,66 @@
+"""status and nodes."""
+
+from __future__ import annotations
+
+import json
+
+import msgspec
+
+from genie.model.messages import GetStatus, ListNodes, NodesReply
+from tests.cli.nouns import node, status
+
+
+def test_status_is_a_few_lines(genie, controller) -> None:
+    controller.answers[GetStatus] = status()
+    ran = genie("status")
+    lines = dict(line.split(None, 1) for line in ran.out.splitlines() if not line.startswith("up for"))
+    assert ran.code == 0
+    assert lines["address"] == f"127.0.0.1:{controller.port}"
+    assert lines["accelerators"] == "3 free of 4"
+    assert lines["jobs"] == "2 running"
+    assert lines["nodes"] == "1 healthy"
+
+
+def test_status_says_that_the_store_does_not_answer(genie, controller) -> None:
+    controller.answers[GetStatus] = msgspec.structs.replace(status(), store_ok=False, leading=False)
+    ran = genie("status")
+    assert "sqlite (does not answer)" in ran.out
+    assert "(another controller)" in ran.out
+
+
+def test_status_gives_json_with_the_names_of_the_model(genie, controller) -> None:
+    controller.answers[GetStatus] = status()
+    document = json.loads(genie("status", "--json").out)
+    assert set(document) == {"address", *status().__struct_fields__}
+    assert document["nodes"] == {"healthy": 1}
+
+
+def test_nodes_shows_machines_accelerators_and_holders(genie, controller) -> None:
+    controller.answers[ListNodes] = NodesReply(nodes=(node(),))
+    ran = genie("nodes")
+    assert ran.code == 0
+    nodes, gpus = ran.out.split("\n\n")
+    assert "10.0.0.7" in nodes and "healthy" in nodes
+    assert "Test GPU" in gpus and "j7 (100%)" in gpus
+
+
+def test_an_accelerator_that_is_not_available_says_why(genie, controller) -> None:
+    view = node()
+    lost = msgspec.structs.replace(view.info.gpus[0], available=False, reason="it fell off the bus")
+    info = msgspec.structs.replace(view.info, gpus=(lost,))
+    controller.answers[ListNodes] = NodesReply(nodes=(msgspec.structs.replace(view, info=info),))
+    assert "not available: it fell off the bus" in genie("nodes").out
+
+
+def test_nodes_gives_json_with_the_names_of_the_model(genie, controller) -> None:
+    controller.answers[ListNodes] = NodesReply(nodes=(node(),))
+    (document,) = json.loads(genie("nodes", "--json").out)["nodes"]
+    assert document["info"]["gpus"][0]["name"] == "Test GPU"
+    assert document["ledger"]["holds"][0]["job_id"] == "j7"
+
+
+def test_a_cluster_without_nodes_says_how_to_add_one(genie, controller) -> None:
+    controller.answers[ListNodes] = NodesReply(nodes=())
+    ran = genie("nodes")
+    assert (ran.code, ran.out) == (0, "")
+    assert "genie join" in ran.err
