@@ -7,6 +7,7 @@ neither torch nor a network. Not for: anything else; the rooms behind these name
 from __future__ import annotations
 
 import importlib
+import logging
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -32,6 +33,9 @@ __all__ = [
     "session",
     "shutdown",
 ]
+
+# A library is silent until someone listens.
+logging.getLogger(__name__).addHandler(logging.NullHandler())
 
 _HOMES = {
     "ClusterConfig": "genie.config",

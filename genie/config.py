@@ -178,7 +178,25 @@ OTHER_VARIABLES = {
     "GENIE_CONFIG": "Path of the settings file (default: ~/.config/genie/config.toml, if it is there).",
     "GENIE_TEST_SERVER": "Address of a running cluster that the integration tests use instead of their own.",
     "GENIE_TEST_REQUIRE_ALL": "With 1, a test that would be skipped fails.",
+    "GENIE_JOB_ID": "Set for a running job: its id.",
+    "GENIE_JOB_NODE": "Set for a running job: the id of the node that it runs on.",
+    "GENIE_JOB_GPUS": "Set for a running job: numbers of the accelerators that it holds, with commas.",
+    "GENIE_JOB_DIR": "Set for a running job: the directory that the node keeps for it, log included.",
 }
+
+# What a job gets of the agent's own environment. Everything else (tokens above all) stays behind.
+INHERITED_BY_JOBS = (
+    "PATH",
+    "HOME",
+    "USER",
+    "LOGNAME",
+    "SHELL",
+    "LANG",
+    "LC_ALL",
+    "LC_CTYPE",
+    "TZ",
+    "LD_LIBRARY_PATH",
+)
 
 
 @dataclass(frozen=True)
@@ -233,6 +251,12 @@ def load(
             sources[key] = source
     built = {name: _build(name, cls, values, sources) for name, cls in SECTIONS.items()}
     return Settings(**built, sources=types.MappingProxyType(sources))
+
+
+def inherited_by_jobs(environ: Mapping[str, str] | None = None) -> dict[str, str]:
+    """The part of this process's environment that a job may see."""
+    environ = os.environ if environ is None else environ
+    return {name: environ[name] for name in INHERITED_BY_JOBS if name in environ}
 
 
 def cluster_arguments(given: Mapping[str, object]) -> dict[str, object]:

@@ -106,7 +106,17 @@ class Job(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     started_at: float | None = None
     ended_at: float | None = None
     history: tuple[Transition, ...] = ()
+    """Every step; of very many the oldest and the newest."""
+    request_id: str = ""
+    """What its submitter called the request, so that asking twice makes one job."""
+    cancel_requested: bool = False
+    session: str = ""
+    """Sessions only: node id of the client that holds it open."""
+    ticket_sha256: str = ""
+    """Sessions only: hash of what the client shows to the executor."""
 
+
+HISTORY_MAX = 64
 
 FINAL_STATES = frozenset({JobState.SUCCEEDED, JobState.FAILED, JobState.CANCELLED, JobState.LOST})
 
@@ -131,8 +141,14 @@ def moved(job: Job, state: JobState, *, reason: str, at: float) -> Job:
         job,
         state=state,
         reason=reason,
-        history=(*job.history, step),
+        history=_trimmed((*job.history, step)),
         started_at=at if state is JobState.RUNNING else job.started_at,
         ended_at=at if state.is_final else job.ended_at,
         placement=None if state is JobState.QUEUED else job.placement,
     )
+
+
+def _trimmed(history: tuple[Transition, ...]) -> tuple[Transition, ...]:
+    if len(history) <= HISTORY_MAX:
+        return history
+    return (*history[: HISTORY_MAX // 2], *history[-HISTORY_MAX // 2 :])

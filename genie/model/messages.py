@@ -1,6 +1,6 @@
 """What controller, agents and clients say to each other. One struct per request, one per reply.
 
-Each request names its reply type: `class Hello(Request[Welcome])`. Requests are decoded as one tagged union per
+Each request names its reply type: `class Hello(Request[Welcome])`. They are decoded as one tagged union per
 server (`CONTROLLER_REQUESTS`, `AGENT_REQUESTS`), so that nothing but these shapes ever comes
 off the wire. Long waits are bounded polls (`wait_s`). Not for: framing (runtime/wire.py).
 """
@@ -46,6 +46,8 @@ class Welcome(Message, frozen=True, kw_only=True):
     tenant: str
     kind: TokenKind
     leading: bool
+    controllers: tuple[str, ...] = ()
+    """host:port of every controller that this one knows of, itself included."""
 
 
 class Hello(Request[Welcome], frozen=True, kw_only=True):
@@ -124,6 +126,7 @@ class ExitReport(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     exit_code: int | None
     reason: str
     ended_at: float
+    started: bool = True
 
 
 class Registered(Message, frozen=True, kw_only=True):
@@ -297,11 +300,16 @@ class NodeView(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 class NodesReply(Message, frozen=True, kw_only=True):
+    """In order of their ids. `more` when the next ones did not fit into one frame."""
+
     nodes: tuple[NodeView, ...]
+    more: bool = False
 
 
 class ListNodes(Request[NodesReply], frozen=True, kw_only=True):
-    """Takes nothing."""
+    """Nodes whose id comes after `after`."""
+
+    after: str = ""
 
 
 class StatusReply(Message, frozen=True, kw_only=True):

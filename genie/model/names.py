@@ -1,10 +1,11 @@
-"""Names and ids: which characters are allowed, and the error that says so. Pure."""
+"""Names, ids and addresses: what is allowed, and the error that says so. Pure."""
 
 from __future__ import annotations
 
+import ipaddress
 import re
 
-from genie.errors import NameInvalidError
+from genie.errors import NameInvalidError, UsageError
 
 _NAME = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9._-]{0,61}[A-Za-z0-9])?")
 _NODE_ID = re.compile(r"[a-z0-9](?:[a-z0-9-]{0,61}[a-z0-9])?")
@@ -12,6 +13,9 @@ _ENV_KEY = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,127}")
 
 NAME_RULE = "1 to 63 letters, digits, '.', '_' or '-', with a letter or digit at both ends"
 NODE_ID_RULE = "1 to 63 lower-case letters, digits or '-', with a letter or digit at both ends"
+_HOST = re.compile(r"([A-Za-z0-9._-]+)(?::([0-9]{1,5}))?")
+_BRACKETED = re.compile(r"\[([0-9A-Fa-f:.]+(?:%[A-Za-z0-9._-]+)?)\](?::([0-9]{1,5}))?")
+
 ENV_KEY_RULE = "letters, digits and '_', not starting with a digit, at most 128"
 
 
@@ -35,8 +39,45 @@ def node_id_from(text: str) -> str:
     return kept or "node"
 
 
+def parse_address(text: str, *, what: str = "the address") -> tuple[str, int | None]:
+    """Host and port of HOST, HOST:PORT, [IPV6]:PORT or a bare IPV6; the port is None where none is given."""
+    if _is_ipv6(text):
+        return text, None
+    match = _HOST.fullmatch(text) or _BRACKETED.fullmatch(text)
+    if match is None or (":" in match[1] and not _is_ipv6(match[1])):
+        raise UsageError(f"{what} {_shown(text)} cannot be read", hint="write HOST, HOST:PORT or [IPV6]:PORT")
+    port = None if match[2] is None else int(match[2])
+    if port is not None and not 1 <= port <= 65535:
+        raise UsageError(f"{what} {_shown(text)}: there is no port {port}", hint="ports go from 1 to 65535")
+    return match[1], port
+
+
+def parse_endpoint(text: str, *, what: str = "the address", port: int | None = None) -> tuple[str, int]:
+    """Like parse_address, with `port` where the text has none; UsageError without either."""
+    host, given = parse_address(text, what=what)
+    found = port if given is None else given
+    if found is None:
+        raise UsageError(f"{what} {_shown(text)} has no port", hint="write HOST:PORT or [IPV6]:PORT")
+    return host, found
+
+
+def address_text(host: str, port: int) -> str:
+    """What parse_endpoint reads."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
 def _checked(pattern: re.Pattern[str], value: str, *, what: str, rule: str) -> str:
     if not pattern.fullmatch(value):
-        shown = value if len(value) <= 80 else value[:77] + "..."
-        raise NameInvalidError(f"{what} {shown!r} is not allowed", hint=f"use {rule}")
+        raise NameInvalidError(f"{what} {_shown(value)} is not allowed", hint=f"use {rule}")
     return value
+
+
+def _is_ipv6(text: str) -> bool:
+    try:
+        return ipaddress.ip_address(text).version == 6
+    except ValueError:
+        return False
+
+
+def _shown(text: str) -> str:
+    return repr(text if len(text) <= 80 else text[:77] + "...")

@@ -9,9 +9,10 @@ from genie.errors import StoreFullError, UsageError
 
 
 def make_private_directory(path: Path) -> Path:
-    """The directory, readable by its owner only; parents are made as needed."""
+    """The directory and what is missing above it, readable by the owner only."""
     try:
-        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        for missing in reversed([one for one in (path, *path.parents) if not one.exists()]):
+            missing.mkdir(mode=0o700, exist_ok=True)
     except OSError as error:
         raise UsageError(
             f"cannot make the directory {path}: {error}", hint="set GENIE_STATE_DIR to a place you can write"

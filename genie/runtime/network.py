@@ -20,6 +20,7 @@ from genie.errors import (
     ConnectionLostError,
     DeadlineError,
     GenieError,
+    NothingListensError,
     ProtocolError,
     TlsError,
     TransportError,
@@ -80,11 +81,22 @@ class Network(Protocol):
 
 
 class TcpChannel:
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, *, cap_bytes: int) -> None:
+    """`lingers`: what was sent last is still delivered after close(). A server's refusal needs that. A
+    client has its answers by then, and must not wait for the farewell of a peer that no longer answers."""
+
+    def __init__(
+        self,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+        *,
+        cap_bytes: int,
+        lingers: bool = True,
+    ) -> None:
         host, port, *_ = writer.get_extra_info("peername") or ("unknown", 0)
         self.peer = f"{host}:{port}"
         self.certificate_name = _certificate_name(writer.get_extra_info("peercert"))
         self.cap_bytes = cap_bytes
+        self._lingers = lingers
         self._reader = reader
         self._writer = writer
 
@@ -126,7 +138,10 @@ class TcpChannel:
         wire.check_preface(data, peer=self.peer)
 
     def close(self) -> None:
-        self._writer.close()
+        if self._lingers:
+            self._writer.close()
+        else:
+            self._writer.transport.abort()
 
 
 class TcpNetwork:
@@ -142,7 +157,7 @@ class TcpNetwork:
                     ssl=tls.context if tls else None,
                     server_hostname=tls.server_name if tls else None,
                 )
-                channel = TcpChannel(reader, writer, cap_bytes=wire.FRAME_BYTES_MAX)
+                channel = TcpChannel(reader, writer, cap_bytes=wire.FRAME_BYTES_MAX, lingers=False)
                 try:
                     await channel.exchange_prefaces()
                 except BaseException:
@@ -165,6 +180,7 @@ class TcpNetwork:
         tls: ssl.SSLContext | None,
         on_listening: Callable[[int], None],
     ) -> None:
+        failure: GenieError | None = None
         async with asyncio.TaskGroup() as connections:
             open_now: set[asyncio.Task[None]] = set()
 
@@ -177,14 +193,21 @@ class TcpNetwork:
                 open_now.add(task)
                 task.add_done_callback(open_now.discard)
 
-            server = await _listen(host, port, connected, tls)
             try:
-                on_listening(server.sockets[0].getsockname()[1])
-                await asyncio.get_running_loop().create_future()
-            finally:
-                server.close()
-                for task in open_now:
-                    task.cancel()
+                server = await _listen(host, port, connected, tls)
+            except GenieError as error:
+                # Raised below: inside the group it would come out wrapped in an ExceptionGroup.
+                failure = error
+            else:
+                try:
+                    on_listening(server.sockets[0].getsockname()[1])
+                    await asyncio.get_running_loop().create_future()
+                finally:
+                    server.close()
+                    for task in open_now:
+                        task.cancel()
+        if failure is not None:
+            raise failure
 
 
 async def _listen(
@@ -239,8 +262,8 @@ def explain_connect_failure(error: OSError | UnicodeError, where: str) -> GenieE
             f"TLS with {where} failed: {error.reason or error}",
             hint="one side may use TLS and the other not; compare controller.tls on the server",
         )
-    if isinstance(error, ConnectionRefusedError):
-        return UnreachableError(
+    if _refused_everywhere(error):
+        return NothingListensError(
             f"{where} refused the connection: nothing listens there",
             hint="start the cluster with 'genie up', or correct the address and port",
         )
@@ -250,6 +273,15 @@ def explain_connect_failure(error: OSError | UnicodeError, where: str) -> GenieE
             hint="it is not Genie, or one side uses TLS and the other does not",
         )
     return UnreachableError(f"{where} cannot be reached: {error}", hint="check the address and the network")
+
+
+def _refused_everywhere(error: OSError | UnicodeError) -> bool:
+    """asyncio joins the failures of a name with several addresses into one OSError of their texts."""
+    if isinstance(error, ConnectionRefusedError):
+        return True
+    text = str(error)
+    refusals = text.count(f"[Errno {errno.ECONNREFUSED}]")
+    return text.startswith("Multiple exceptions:") and refusals == text.count("[Errno ") > 0
 
 
 def _certificate_name(certificate: object) -> str:
