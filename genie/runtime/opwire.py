@@ -124,14 +124,16 @@ class Complex(_Value, frozen=True, tag="c"):
     imag: float
 
 
-class TensorMeta(_Value, frozen=True, tag="o"):
-    """What an op gave back: where it lives and how it looks."""
+class TensorMeta(_Value, frozen=True, tag="o", omit_defaults=True):
+    """What an op gave back: where it lives and how it looks. `conj` and `neg` are torch's lazy bits."""
 
     handle: Number
     dtype: DTypeName
     shape: Shape
     strides: Shape
     offset: Size
+    conj: bool = False
+    neg: bool = False
 
 
 _Text = Annotated[str, Meta(max_length=TEXT_CHARACTERS_MAX)]

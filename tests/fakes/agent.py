@@ -125,7 +125,9 @@ class FakeAgent:
         await self.confirm(launch)
         return launch
 
-    def end(self, launch: Launch, exit_code: int | None = 0, *, reason: str = "") -> ExitReport:
+    def end(
+        self, launch: Launch, exit_code: int | None = 0, *, reason: str = "", started: bool = True
+    ) -> ExitReport:
         """The process is over; the next heartbeat says so."""
         self.running.pop(launch.job_id, None)
         report = ExitReport(
@@ -134,6 +136,7 @@ class FakeAgent:
             exit_code=exit_code,
             reason=reason,
             ended_at=0.0,
+            started=started,
         )
         self.exits[launch.job_id] = report
         return report

@@ -5,13 +5,13 @@ Imports no torch, so that the agent can use it. Not for: GENIE_* settings (genie
 
 from __future__ import annotations
 
-import ipaddress
 from pathlib import Path
 
 import msgspec
 
 from genie.errors import ConfigError, TlsError
 from genie.runtime import files
+from genie.runtime.credentials import is_loopback
 
 VENDOR_DEVICES = {"cpu": "cpu", "nvidia": "cuda", "amd": "cuda", "intel": "xpu"}
 """torch's name for a vendor's devices; ROCm answers to cuda."""
@@ -78,14 +78,7 @@ def _check(config: ExecutorConfig, path: Path) -> None:
             raise ConfigError(f"{path}: {name} is {getattr(config, name)}; it cannot be negative")
     if bool(config.certificate_path) != bool(config.key_path):
         raise TlsError(f"{path}: certificate_path and key_path are given together or not at all")
-    if not config.tls and not _is_loopback(config.listen_host):
+    if not config.tls and not is_loopback(config.listen_host):
         raise TlsError(
             f"{path}: an executor on {config.listen_host} needs TLS", hint="give a certificate and a key"
         )
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"

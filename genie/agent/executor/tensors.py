@@ -92,6 +92,8 @@ class TensorTable:
             shape=tuple(tensor.shape),
             strides=tensor.stride(),
             offset=int(tensor.storage_offset()),
+            conj=tensor.is_conj(),
+            neg=tensor.is_neg(),
         )
 
     def clear(self) -> None:

@@ -1,0 +1,171 @@
+"""Which accelerators the indices of `remote_accelerator` stand for, and opening an executor on one.
+
+The list is made once per session and does not change, so that an index means the same accelerator
+all along. Opening is asked for by user code on its own thread and blocks there. Not for: tensors
+(genie/device), and choosing an accelerator for a job (scheduler/).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import logging
+import secrets
+from collections.abc import Callable, Coroutine, Iterable, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from genie.cluster.link import Link
+from genie.device import ExecutorAddress, RemoteDevice, attach, detach
+from genie.errors import DeviceUnavailableError, GenieError
+from genie.model.job import Job
+from genie.model.messages import CancelJob, DeviceReply, OpenDevice, WaitDevice
+from genie.model.node import GPUInfo, NodeInfo, NodeStatus, Vendor
+
+_log = logging.getLogger(__name__)
+
+_POLL_S = 5.0
+_STEP_S = 0.02
+_CALL_S = 10.0
+_CANCEL_S = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class AcceleratorRef:
+    """One accelerator of the cluster, as an index stands for it."""
+
+    node_id: str
+    gpu: GPUInfo
+
+    def __str__(self) -> str:
+        return f"accelerator {self.gpu.gpu_id} of node {self.node_id} ({self.gpu.name})"
+
+
+def accelerators(nodes: Iterable[NodeInfo]) -> tuple[AcceleratorRef, ...]:
+    """By node id, then by the node's own number. CPU accelerators count only where there is no GPU."""
+    found = [
+        AcceleratorRef(node.node_id, gpu)
+        for node in sorted(nodes, key=lambda node: node.node_id)
+        if node.status is not NodeStatus.DISCONNECTED
+        for gpu in sorted(node.gpus, key=lambda gpu: gpu.gpu_id)
+    ]
+    gpus = tuple(ref for ref in found if ref.gpu.vendor is not Vendor.CPU)
+    return gpus or tuple(found)
+
+
+Submit = Callable[[Callable[[], Coroutine[Any, Any, ExecutorAddress]]], Future[ExecutorAddress]]
+"""Runs something on the session's loop."""
+
+
+class DeviceBroker:
+    """Between user threads, which open devices, and the session's loop, which talks to the controller."""
+
+    def __init__(
+        self,
+        refs: tuple[AcceleratorRef, ...],
+        *,
+        link: Link,
+        session_node_id: str,
+        submit: Submit,
+        timeout_s: float,
+    ) -> None:
+        self.refs = refs
+        self.opened = 0
+        """Executors opened so far in this session."""
+        self._link = link
+        self._session_node_id = session_node_id
+        self._submit = submit
+        self._timeout_s = timeout_s
+
+    def open(self, index: int) -> ExecutorAddress:
+        """An executor on the accelerator of this index. Blocks; never call it on the session's loop.
+
+        DeviceUnavailableError says what it waited for, or why the executor ended.
+        """
+        return self._submit(lambda: self._open(self.refs[index])).result()
+
+    async def _open(self, ref: AcceleratorRef) -> ExecutorAddress:
+        job: Job | None = None
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                reply = await self._ask(ref)
+                job = reply.job
+                while reply.endpoint is None:
+                    _check_on_its_way(ref, reply.job)
+                    job = reply.job
+                    request = WaitDevice(job_id=job.job_id, wait_s=_POLL_S)
+                    reply = await self._link.call(request, timeout_s=_POLL_S + _CALL_S)
+                    await asyncio.sleep(0 if reply.endpoint else _STEP_S)
+        except TimeoutError:
+            await self._give_back(job)
+            raise _too_late(ref, job, self._timeout_s) from None
+        except asyncio.CancelledError:
+            await self._give_back(job)
+            raise
+        self.opened += 1
+        trusted = self._link.access.tls
+        return ExecutorAddress(
+            host=reply.endpoint.host,
+            port=reply.endpoint.port,
+            server_name=reply.endpoint.server_name,
+            ticket=reply.ticket,
+            ssl_context=trusted.context if trusted else None,
+        )
+
+    async def _ask(self, ref: AcceleratorRef) -> DeviceReply:
+        request = OpenDevice(
+            session_node_id=self._session_node_id,
+            node_id=ref.node_id,
+            gpu_id=ref.gpu.gpu_id,
+            request_id=secrets.token_hex(16),
+        )
+        return await self._link.call(request, timeout_s=self._timeout_s)
+
+    async def _give_back(self, job: Job | None) -> None:
+        """Nobody waits for it any more, so it must not take the accelerator later."""
+        if job is None:
+            return
+        try:
+            await self._link.call(CancelJob(job_id=job.job_id), timeout_s=_CANCEL_S)
+        except GenieError as error:
+            _log.warning("could not take back the request for %s: %s", job.job_id, error)
+
+
+@contextmanager
+def attached(broker: DeviceBroker) -> Iterator[None]:
+    """The torch device, for the length of the session. torch itself is imported when user code does."""
+    attach(
+        [
+            RemoteDevice(
+                node_id=ref.node_id,
+                gpu_id=str(ref.gpu.gpu_id),
+                name=ref.gpu.name,
+                memory_bytes=ref.gpu.memory_total_bytes,
+                vendor=ref.gpu.vendor,
+                open=functools.partial(broker.open, index),
+            )
+            for index, ref in enumerate(broker.refs)
+        ]
+    )
+    try:
+        yield
+    finally:
+        detach()
+
+
+def _check_on_its_way(ref: AcceleratorRef, job: Job) -> None:
+    if job.state.is_final:
+        raise DeviceUnavailableError(
+            f"the executor on {ref} ended before it could be used: {job.reason}",
+            hint=f"'genie logs {job.job_id}' has what it said",
+        )
+
+
+def _too_late(ref: AcceleratorRef, job: Job | None, timeout_s: float) -> DeviceUnavailableError:
+    what = "the controller did not answer" if job is None else f"it is {job.state}: {job.reason}"
+    return DeviceUnavailableError(
+        f"no executor on {ref} within {timeout_s:g} s; {what}",
+        hint="'genie jobs' shows who holds it; try later, or use another index",
+    )

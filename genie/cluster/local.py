@@ -1,0 +1,383 @@
+"""The processes of a cluster on this machine: controller and agent as children, kept up, stopped in order.
+
+    async with up(settings, progress=print) as cluster:
+        await cluster.wait()
+
+The children live in sessions of their own and survive the death of this process; what they are is
+written down in the state directory, so that `stop_running` ends exactly those. Not for: what
+they do, and for agents on other machines (agent/).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import logging
+import os
+import re
+import socket
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from genie.agent import joining
+from genie.agent.identity import AGENTS_DIR
+from genie.cluster import processes
+from genie.cluster.children import Child
+from genie.cluster.client import ClusterClient, open_client
+from genie.config import ClusterConfig, Settings
+from genie.controller.admission import check_bind
+from genie.errors import (
+    AddressInUseError,
+    AgentRunningError,
+    DeadlineError,
+    TokenMissingError,
+)
+from genie.model.names import checked_node_id, node_id_from
+from genie.model.node import NodeInfo, NodeStatus
+from genie.model.tenant import TokenKind
+from genie.runtime import files
+from genie.runtime.credentials import LOCAL_CLUSTER_FILE, OWNER_TOKEN_FILE, LocalCluster
+from genie.runtime.network import TcpNetwork
+from genie.tenancy.access import parse_token
+
+_log = logging.getLogger(__name__)
+
+START_S = 30.0
+_STEP_S = 0.02
+_CONTROLLER_GRACE_S = 10.0
+_AGENT_SLACK_S = 5.0
+_LOCK_FILE = "up.lock"
+CONTROLLER, AGENT, KEEPER = "controller", "agent", "up"
+
+Progress = Callable[[str], None]
+_NOT_REGISTERED = (NodeStatus.INITIALIZING, NodeStatus.DISCONNECTED)
+
+
+@dataclass(frozen=True, slots=True)
+class RunningCluster:
+    """What runs on this machine for one state directory. `cluster` is None for an agent alone."""
+
+    cluster: LocalCluster | None
+    pids: dict[str, int]
+    """By name: up, controller, agent."""
+
+    def __str__(self) -> str:
+        where = f"at {self.cluster.host}:{self.cluster.port} " if self.cluster else ""
+        return f"{where}({', '.join(f'{name}: process {pid}' for name, pid in self.pids.items())})"
+
+
+class Supervisor:
+    """Starts the children, keeps them running, stops them. Made by `up` and `up_agent`."""
+
+    def __init__(self, settings: Settings, *, progress: Progress) -> None:
+        self.node_id = local_node_id(settings)
+        self.cluster: LocalCluster | None = None
+        """Where the controller listens, once it does."""
+        self._settings = settings
+        self._state_dir = settings.paths.state_dir.absolute()
+        self._progress = progress
+        self._controller = Child(CONTROLLER, module="genie.controller", state_dir=self._state_dir)
+        self._agent = Child(AGENT, module="genie.agent", state_dir=self._state_dir)
+        self._watches: list[asyncio.Task[None]] = []
+
+    @property
+    def pids(self) -> dict[str, int]:
+        """The children's, by name."""
+        found = {child.name: child.pid for child in (self._controller, self._agent)}
+        return {name: pid for name, pid in found.items() if pid is not None}
+
+    async def wait(self) -> None:
+        """Returns when every child was stopped by someone else; a crashed one is started again meanwhile."""
+        await asyncio.gather(*(asyncio.shield(task) for task in self._watches))
+
+    async def start_controller(self) -> LocalCluster:
+        """Returns when it listens."""
+        config = self._settings.controller
+        check_bind(config)
+        _check_port_free(config.bind, config.port)
+        (self._state_dir / LOCAL_CLUSTER_FILE).unlink(missing_ok=True)
+        self._progress(f"starting the controller on {config.bind}")
+        self._controller.start(self._controller_arguments(config.port))
+        while (found := self._announced()) is None:
+            self._controller.check_alive()
+            await asyncio.sleep(_STEP_S)
+        self.cluster = found
+        # A port that the system chose must stay the same after a crash: agents know it.
+        self._controller.restart_with(self._controller_arguments(found.port))
+        self._progress(f"the controller listens on {found.host}:{found.port}")
+        return found
+
+    async def start_agent(self, access: ClusterConfig) -> NodeInfo | None:
+        """Returns when the controller has heard from it; with a join token alone, which cannot ask for
+        nodes, as soon as it runs, and without its description."""
+        node_dir = self._known_node(access) or await self._join(access)
+        self.node_id = node_dir.name
+        self._progress(f"starting the agent of node {self.node_id}")
+        started_at = time.time()
+        self._agent.start(
+            [
+                *("--state-dir", str(self._state_dir)),
+                *("--node-id", self.node_id),
+                *("--controller", _address(access)),
+            ]
+        )
+        node = None
+        if _may_ask(access):
+            node = await self._wait_registered(access, since=started_at)
+        self._progress(
+            f"node {self.node_id} is in the cluster" + (f" with {_gpus_text(node)}" if node else "")
+        )
+        return node
+
+    def watch(self, group: asyncio.TaskGroup) -> None:
+        for child in (self._controller, self._agent):
+            if child.pid is not None:
+                self._watches.append(group.create_task(child.watch(self._crashed)))
+
+    async def stop(self) -> None:
+        """Agent first, so that its last reports arrive; then the controller."""
+        for task in self._watches:
+            task.cancel()
+        if self._agent.pid is not None:
+            self._progress("stopping the agent")
+            await self._agent.stop(grace_s=self._settings.agent.stop_grace_s + _AGENT_SLACK_S)
+        if self._controller.pid is not None:
+            self._progress("stopping the controller")
+            await self._controller.stop(grace_s=_CONTROLLER_GRACE_S)
+
+    def _announced(self) -> LocalCluster | None:
+        """Where the controller listens, once others can find it and have a token for it."""
+        if not (self._state_dir / OWNER_TOKEN_FILE).exists():
+            return None
+        return LocalCluster.read(self._state_dir)
+
+    def _controller_arguments(self, port: int) -> list[str]:
+        config = self._settings.controller
+        return [
+            *("--bind", config.bind),
+            *("--port", str(port)),
+            *("--store", config.store),
+            *("--tls", config.tls),
+            *("--state-dir", str(self._state_dir)),
+        ]
+
+    def _known_node(self, access: ClusterConfig) -> Path | None:
+        """The directory of a node that has joined this cluster from here before."""
+        pin = None if access.token is None else parse_token(access.token).pin
+        # Where the name was taken, the controller has put a number behind it.
+        given = re.compile(re.escape(self.node_id) + r"(-\d+)?")
+        for path in sorted((self._state_dir / AGENTS_DIR).glob("*/node.token")):
+            fits = given.fullmatch(path.parent.name) is not None
+            if fits and pin in (None, parse_token(path.read_text("utf-8")).pin):
+                return path.parent
+        return None
+
+    async def _join(self, access: ClusterConfig) -> Path:
+        """A new node, admitted with a join token: the given one, or one that the owner's token asks for."""
+        if access.token is None or access.master_addr is None:
+            raise TokenMissingError(
+                f"joining {access.master_addr} needs a token",
+                hint="make one with 'genie token create --join' on the cluster's machine",
+            )
+        text = access.token
+        if _may_ask(access):
+            async with self._client(access) as client:
+                text = (await client.create_token(TokenKind.JOIN, name=self.node_id)).token
+        self._progress(f"joining the cluster as {self.node_id}")
+        return await joining.join(
+            access.master_addr,
+            access.master_port,
+            text,
+            state_dir=self._state_dir,
+            node_id_wish=self.node_id,
+            network=TcpNetwork(),
+        )
+
+    async def _wait_registered(self, access: ClusterConfig, *, since: float) -> NodeInfo:
+        async with self._client(access) as client:
+            while True:
+                self._agent.check_alive()
+                for view in await client.nodes():
+                    node = view.info
+                    known = node.node_id == self.node_id and node.last_heartbeat >= since
+                    if known and node.status not in _NOT_REGISTERED:
+                        return node
+                await asyncio.sleep(_STEP_S)
+
+    @asynccontextmanager
+    async def _client(self, access: ClusterConfig) -> AsyncIterator[ClusterClient]:
+        async with open_client(replace(self._settings, cluster=access), program="genie up") as client:
+            yield client
+
+    def _crashed(self, what: str) -> None:
+        _log.error("%s", what)
+        self._progress(what)
+
+
+@asynccontextmanager
+async def up(
+    settings: Settings, *, progress: Progress, timeout_s: float = START_S, agent: bool = True
+) -> AsyncIterator[Supervisor]:
+    """A cluster on this machine for the length of the block: controller and agent, both known to work.
+    Without `agent` only the controller.
+
+    AgentRunningError when this state directory has one already; AddressInUseError when the port is
+    taken; LaunchError with the end of its log when a child does not come up.
+    """
+    async with _supervised(settings, progress) as (supervisor, group):
+        async with _in_time(timeout_s, "the cluster"):
+            found = await supervisor.start_controller()
+            if agent:
+                await supervisor.start_agent(owner_access(settings.paths.state_dir, found))
+        supervisor.watch(group)
+        yield supervisor
+
+
+@asynccontextmanager
+async def up_agent(
+    settings: Settings, access: ClusterConfig, *, progress: Progress, timeout_s: float = START_S
+) -> AsyncIterator[Supervisor]:
+    """Only an agent, in the cluster that `access` names, for the length of the block."""
+    async with _supervised(settings, progress) as (supervisor, group):
+        async with _in_time(timeout_s, "the agent"):
+            await supervisor.start_agent(access)
+        supervisor.watch(group)
+        yield supervisor
+
+
+@asynccontextmanager
+async def _supervised(
+    settings: Settings, progress: Progress
+) -> AsyncIterator[tuple[Supervisor, asyncio.TaskGroup]]:
+    state_dir = files.make_private_directory(settings.paths.state_dir)
+    supervisor = Supervisor(settings, progress=progress)
+    failure: BaseException | None = None
+    with _lock(state_dir):
+        if (found := find_running(state_dir)) is not None:
+            raise _already(state_dir, found)
+        async with asyncio.TaskGroup() as group:
+            try:
+                yield supervisor, group
+            except (Exception, asyncio.CancelledError) as error:
+                # Raised again below: inside the group it would come out wrapped in an ExceptionGroup.
+                failure = error
+            finally:
+                await supervisor.stop()
+    if failure is not None:
+        raise failure
+
+
+def find_running(state_dir: Path) -> RunningCluster | None:
+    """What is alive of what was started for this state directory."""
+    records = [processes.read_record(state_dir, name) for name in (KEEPER, CONTROLLER, AGENT)]
+    pids = {record.name: record.pid for record in records if record is not None}
+    if not pids:
+        return None
+    return RunningCluster(LocalCluster.read(state_dir) if CONTROLLER in pids else None, pids)
+
+
+async def stop_running(
+    state_dir: Path, *, progress: Progress = lambda _line: None, agent_grace_s: float = 5.0
+) -> RunningCluster | None:
+    """Ends what `find_running` finds, in order, and says what it was; None when there was nothing."""
+    found = find_running(state_dir)
+    agent_s = agent_grace_s + _AGENT_SLACK_S
+    # The keeper first: it stops the other two in order, and would start them again otherwise.
+    graces = {KEEPER: agent_s + _CONTROLLER_GRACE_S + _AGENT_SLACK_S, AGENT: agent_s}
+    for name in (KEEPER, AGENT, CONTROLLER):
+        record = processes.read_record(state_dir, name)
+        if record is not None:
+            progress(f"stopping {'the cluster' if name == KEEPER else f'the {name}'} (process {record.pid})")
+            await processes.end_process(record, grace_s=graces.get(name, _CONTROLLER_GRACE_S))
+        processes.forget_record(state_dir, name)
+    return found
+
+
+def local_node_id(settings: Settings) -> str:
+    """The name of this machine's node: the one that was set, or one made of the host name."""
+    wish = settings.cluster.node_id
+    return checked_node_id(wish) if wish is not None else node_id_from(socket.gethostname())
+
+
+def owner_access(state_dir: Path, cluster: LocalCluster) -> ClusterConfig:
+    """Access to the cluster that this machine hosts, with its owner's token."""
+    try:
+        token = (state_dir / OWNER_TOKEN_FILE).read_text("utf-8").strip()
+    except OSError as error:
+        raise TokenMissingError(f"the owner's token cannot be read: {error}") from error
+    return ClusterConfig(
+        discovery_method="address", master_addr=cluster.host, master_port=cluster.port, token=token
+    )
+
+
+@contextmanager
+def _lock(state_dir: Path) -> Iterator[None]:
+    """Held by the process that starts and keeps children here; the system frees it when that one dies."""
+    import fcntl  # not on every laptop, and only needed to host
+
+    folder = files.make_private_directory(state_dir / processes.RUN_FOLDER)
+    descriptor = os.open(folder / _LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise _already(state_dir, find_running(state_dir)) from None
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _already(state_dir: Path, found: RunningCluster | None) -> AgentRunningError:
+    what = f"already running {found}" if found else f"another process is starting a cluster in {state_dir}"
+    return AgentRunningError(
+        what, hint=f"'genie down' stops it; GENIE_STATE_DIR names another directory than {state_dir}"
+    )
+
+
+@asynccontextmanager
+async def _in_time(timeout_s: float, what: str) -> AsyncIterator[None]:
+    try:
+        async with asyncio.timeout(timeout_s):
+            yield
+    except TimeoutError:
+        raise DeadlineError(
+            f"{what} did not come up within {timeout_s:g} s",
+            hint="the logs are in the folder 'logs' of the state directory",
+        ) from None
+
+
+def _check_port_free(host: str, port: int) -> None:
+    """Fails early and by name. The controller would say the same, but only in its log."""
+    if port == 0:
+        return
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE:
+                raise AddressInUseError(
+                    f"port {port} on {host} is in use",
+                    hint="stop what listens there ('genie down' if it is Genie) or choose another port",
+                ) from error
+
+
+def _may_ask(access: ClusterConfig) -> bool:
+    """A join token opens the door for a node, and nothing else."""
+    return access.token is not None and parse_token(access.token).kind is not TokenKind.JOIN
+
+
+def _address(access: ClusterConfig) -> str:
+    host = access.master_addr or ""
+    return f"[{host}]:{access.master_port}" if ":" in host else f"{host}:{access.master_port}"
+
+
+def _gpus_text(node: NodeInfo) -> str:
+    names = [gpu.name for gpu in node.gpus]
+    return f"{len(names)} accelerator{'' if len(names) == 1 else 's'}" + (
+        f": {', '.join(names)}" if names else ""
+    )

@@ -1,0 +1,247 @@
+"""Watching this machine's accelerators: a reading every few seconds, and an event when one changes.
+
+Whoever has a TaskGroup runs `run()` in it. For everyone else there are `start()` and `stop()`, with
+the background task held by the monitor itself. Not for: judging health (health.py), or telling the
+controller (the heartbeat does).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Protocol
+
+import msgspec
+
+from genie.cluster.events import EventBus
+from genie.errors import GenieError
+from genie.hardware import (
+    TEMPERATURE_C_MAX,
+    HostFacts,
+    Inventory,
+    host_facts,
+    is_overheated,
+)
+from genie.model.event import EventType
+from genie.model.node import GPUInfo, NodeInfo, Vendor
+from genie.runtime.clock import Clock, SystemClock
+
+_log = logging.getLogger(__name__)
+
+INTERVAL_S = 5.0
+READ_TIMEOUT_S = 10.0
+HISTORY_MAX = 720
+"""An hour at the default interval."""
+
+
+class GpuSource(Protocol):
+    """Where readings come from; genie.hardware.Inventory is one. Usable again after close()."""
+
+    async def read_async(self, *, timeout_s: float) -> tuple[GPUInfo, ...]: ...
+
+    def close(self) -> None: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Snapshot:
+    """One successful reading."""
+
+    at: float
+    gpus: tuple[GPUInfo, ...]
+    host: HostFacts
+
+
+@dataclass(frozen=True, kw_only=True)
+class GpuChange:
+    """A difference between two readings that someone should hear of."""
+
+    type: EventType
+    gpu: GPUInfo
+    reason: str
+
+
+def create_resource_monitor(
+    local_node: NodeInfo,
+    *,
+    interval_s: float = INTERVAL_S,
+    events: EventBus | None = None,
+    clock: Clock | None = None,
+    source: GpuSource | None = None,
+    host: Callable[[], HostFacts] = host_facts,
+    history_max: int = HISTORY_MAX,
+) -> ResourceMonitor:
+    """A monitor of the machine that `local_node` describes; its GPUs there are what changes are against.
+
+    Without a `source` it reads the hardware itself, and closes it when it stops; a given one stays
+    its owner's.
+    """
+    cpu_accelerators = sum(gpu.vendor is Vendor.CPU for gpu in local_node.gpus)
+    return ResourceMonitor(
+        local_node,
+        source=Inventory(cpu_accelerators) if source is None else source,
+        owns_source=source is None,
+        host=host,
+        interval_s=interval_s,
+        events=events,
+        clock=clock or SystemClock(),
+        history_max=history_max,
+    )
+
+
+class ResourceMonitor:
+    """Made by create_resource_monitor(). Lives on one event loop; what it has read may be asked from any."""
+
+    def __init__(
+        self,
+        local_node: NodeInfo,
+        *,
+        source: GpuSource,
+        owns_source: bool,
+        host: Callable[[], HostFacts],
+        interval_s: float,
+        events: EventBus | None,
+        clock: Clock,
+        history_max: int,
+    ) -> None:
+        self._node = local_node
+        self._source = source
+        self._owns_source = owns_source
+        self._host = host
+        self._interval_s = interval_s
+        self._events = events
+        self._clock = clock
+        self._history: deque[Snapshot] = deque(maxlen=history_max)
+        self._last: tuple[GPUInfo, ...] | None = local_node.gpus or None
+        self._trouble = ""
+        self._task: asyncio.Task[None] | None = None
+        self._polled = asyncio.Event()
+
+    @property
+    def local_node(self) -> NodeInfo:
+        """The node with its newest readings."""
+        return self._node
+
+    @property
+    def trouble(self) -> str:
+        """Why the last reading failed; empty when it did not."""
+        return self._trouble
+
+    def snapshot(self) -> Snapshot | None:
+        """The newest reading; None before the first."""
+        return self._history[-1] if self._history else None
+
+    def history(self, limit: int | None = None) -> list[Snapshot]:
+        """Past readings, oldest first; at most `limit` of them."""
+        kept = list(self._history)
+        return kept if limit is None else kept[max(0, len(kept) - limit) :]
+
+    async def run(self) -> None:
+        """Reads until cancelled. For an owner with a TaskGroup."""
+        try:
+            while True:
+                await self.poll()
+                self._polled.set()
+                await self._clock.sleep(self._interval_s)
+        finally:
+            self._polled.set()  # nobody waits for a reading that will not come
+            if self._owns_source:
+                self._source.close()
+
+    async def start(self) -> None:
+        """Reads in the background from now on; returns after the first reading. Idempotent."""
+        if self._task is None or self._task.done():
+            self._polled = asyncio.Event()
+            # The one task without a group: the monitor owns it, and stop() waits for its end.
+            self._task = asyncio.create_task(self.run(), name="genie-monitor")
+        await self._polled.wait()
+
+    async def stop(self) -> None:
+        """Returns when the background task is gone. Idempotent; start() may follow."""
+        task, self._task = self._task, None
+        if task is None:
+            return
+        task.cancel()
+        await asyncio.wait([task])
+        if not task.cancelled():
+            task.result()
+
+    async def __aenter__(self) -> ResourceMonitor:
+        await self.start()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.stop()
+
+    async def poll(self) -> Snapshot | None:
+        """One reading now. None, and an event with the reason, when it fails."""
+        try:
+            gpus = await self._source.read_async(timeout_s=READ_TIMEOUT_S)
+            snapshot = Snapshot(at=self._clock.wall_s(), gpus=gpus, host=self._host())
+        except Exception as error:  # whatever a driver or a system does, watching goes on
+            _log.warning("a reading failed: %s", error, exc_info=not isinstance(error, GenieError))
+            self._failed(str(error) or type(error).__name__)
+            return None
+        self._trouble = ""
+        self._take(snapshot)
+        return snapshot
+
+    def _take(self, snapshot: Snapshot) -> None:
+        changes = gpu_changes(self._last, snapshot.gpus)
+        self._last = snapshot.gpus
+        self._history.append(snapshot)
+        self._node = msgspec.structs.replace(
+            self._node,
+            gpus=snapshot.gpus,
+            memory_total_bytes=snapshot.host.memory_total_bytes,
+            memory_used_bytes=snapshot.host.memory_used_bytes,
+        )
+        for change in changes:
+            self._tell(change)
+
+    def _tell(self, change: GpuChange) -> None:
+        _log.info("%s: %s", change.type, change.reason)
+        if self._events is not None:
+            facts = {
+                "gpu_id": change.gpu.gpu_id,
+                "utilization_pct": change.gpu.utilization_pct,
+                "temperature_c": change.gpu.temperature_c,
+            }
+            self._events.publish(change.type, node_id=self._node.node_id, reason=change.reason, facts=facts)
+
+    def _failed(self, reason: str) -> None:
+        """One event for each new reason, not one for each attempt."""
+        known, self._trouble = self._trouble, reason
+        if reason != known and self._events is not None:
+            self._events.publish(EventType.MONITOR_ERROR, node_id=self._node.node_id, reason=reason)
+
+
+def gpu_changes(before: Sequence[GPUInfo] | None, after: Sequence[GPUInfo]) -> list[GpuChange]:
+    """What is different. Without a `before`, only what is wrong counts as one. Pure."""
+    known = {gpu.gpu_id: gpu for gpu in before or ()}
+    changes: list[GpuChange] = []
+    for gpu in after:
+        old = known.pop(gpu.gpu_id, None)
+        was_available = before is None if old is None else old.available
+        name = f"GPU {gpu.gpu_id} ({gpu.name})"
+        if gpu.available and not was_available:
+            reason = f"{name} is available" + (" again" if old else "")
+            changes.append(GpuChange(type=EventType.GPU_AVAILABLE, gpu=gpu, reason=reason))
+        if not gpu.available and (was_available or old is None):
+            reason = f"{name}: {gpu.reason}"
+            changes.append(GpuChange(type=EventType.GPU_UNAVAILABLE, gpu=gpu, reason=reason))
+        if is_overheated(gpu) and not (old is not None and is_overheated(old)):
+            reason = f"{name}: {gpu.temperature_c:.0f} C is above {TEMPERATURE_C_MAX:.0f} C"
+            changes.append(GpuChange(type=EventType.GPU_OVERHEATED, gpu=gpu, reason=reason))
+    gone = [gpu for gpu in known.values() if gpu.available]
+    return changes + [
+        GpuChange(
+            type=EventType.GPU_UNAVAILABLE, gpu=gpu, reason=f"GPU {gpu.gpu_id} ({gpu.name}): no longer listed"
+        )
+        for gpu in gone
+    ]

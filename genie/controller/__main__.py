@@ -1,0 +1,178 @@
+"""`python -m genie.controller`: one controller as a process, until SIGTERM or SIGINT.
+
+Says what it does in the log on standard error and nothing on standard output. A failure that
+Genie knows ends it with one line and that error's exit code. Not for: starting it in the
+background (cluster/local.py).
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import fcntl
+import json
+import logging
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from genie import config
+from genie.controller.admission import check_bind
+from genie.controller.controller import DIRECTORY, Controller
+from genie.controller.store.open import open_store
+from genie.errors import GenieError, LeadershipError
+from genie.runtime import files
+from genie.runtime.clock import SystemClock
+from genie.runtime.network import TcpNetwork
+
+_log = logging.getLogger(__name__)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """The exit code."""
+    try:
+        settings = config.load(_parsed(arguments))
+        _set_up_logging(settings.log)
+        with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+            runner.run(_run(settings))
+    except GenieError as error:
+        sys.stderr.write(f"error: {error.message}\n" + (f"hint: {error.hint}\n" if error.hint else ""))
+        return error.exit_code
+    except KeyboardInterrupt:
+        return 130
+    return 0
+
+
+async def _run(settings: config.Settings) -> None:
+    check_bind(settings.controller)
+    clock = SystemClock()
+    directory = files.make_private_directory(settings.paths.state_dir / DIRECTORY)
+    with _only_one(directory), _file_thread() as offload:
+        store = await open_store(settings.controller.store, state_dir=directory, clock=clock)
+        try:
+            controller = Controller(
+                settings.controller,
+                state_dir=settings.paths.state_dir,
+                store=store,
+                network=TcpNetwork(),
+                clock=clock,
+                name=_own_name(directory),
+                offload=offload,
+            )
+            await _until_signal(controller)
+        finally:
+            await store.close()
+
+
+async def _until_signal(controller: Controller) -> None:
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    failure: GenieError | None = None
+    async with asyncio.TaskGroup() as group:
+
+        async def serve() -> None:
+            nonlocal failure
+            try:
+                await controller.run()
+            except GenieError as error:
+                failure = error
+                stop.set()
+
+        serving = group.create_task(serve())
+        await stop.wait()
+        _log.info("stopping")
+        serving.cancel()
+    if failure is not None:
+        raise failure
+
+
+@contextmanager
+def _only_one(directory: Path) -> Iterator[None]:
+    """Two controllers on one state directory would share a name, a CA and a store."""
+    descriptor = os.open(directory / "controller.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(descriptor)
+        raise LeadershipError(
+            f"another controller runs on {directory}",
+            hint="stop it with 'genie down', or set GENIE_STATE_DIR to another place",
+        ) from None
+    try:
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _own_name(directory: Path) -> str:
+    """The same in every life of the controller that owns this directory."""
+    path = directory / "name"
+    if not path.exists():
+        files.write_private(path, os.urandom(8).hex().encode())
+    return path.read_text("utf-8").strip()
+
+
+@contextmanager
+def _file_thread() -> Iterator[Callable[[Callable[[], Any]], Any]]:
+    with ThreadPoolExecutor(1, thread_name_prefix="genie-blobs") as thread:
+
+        async def offload(work: Callable[[], Any]) -> Any:  # Any: see users.Offload
+            return await asyncio.get_running_loop().run_in_executor(thread, work)
+
+        yield offload
+
+
+def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
+    try:
+        import uvloop
+    except ImportError:
+        return None
+    factory: Callable[[], asyncio.AbstractEventLoop] = uvloop.new_event_loop
+    return factory
+
+
+def _parsed(arguments: list[str] | None) -> dict[str, object]:
+    parser = argparse.ArgumentParser(
+        prog="python -m genie.controller", description=(__doc__ or "").split("\n")[0]
+    )
+    parser.add_argument("--bind", help="address to listen on")
+    parser.add_argument("--port", help="port to listen on; 0 takes a free one")
+    parser.add_argument("--store", help="sqlite, sqlite:/PATH, etcd://... or etcds://...")
+    parser.add_argument("--state-dir", help="where keys, tokens and the embedded store are")
+    parser.add_argument("--tls", choices=("on", "off"), help="off is allowed on loopback only")
+    given = vars(parser.parse_args(arguments))
+    state_dir = given.pop("state_dir")
+    return {f"controller.{key}": value for key, value in given.items()} | {"paths.state_dir": state_dir}
+
+
+def _set_up_logging(settings: config.LogConfig) -> None:
+    handler = logging.StreamHandler(sys.stderr)
+    if settings.format == "json":
+        handler.setFormatter(_JsonLines())
+    else:
+        handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    logging.basicConfig(level=settings.level, handlers=[handler])
+
+
+class _JsonLines(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        body = {
+            "at": record.created,
+            "level": record.levelname,
+            "where": record.name,
+            "what": record.getMessage(),
+        }
+        if record.exc_info:
+            body["traceback"] = self.formatException(record.exc_info)
+        return json.dumps(body)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,361 @@
+"""What agents say and are told: registration, heartbeats, launches, kills.
+
+Every heartbeat compares what the agent runs with what the ledger says it holds, and either side
+yields: a process without a hold is killed, a hold without a process is released. Not for: the
+failure detector (membership.py) and the steps of a job (jobs.py).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+
+import msgspec
+
+from genie.config import ControllerConfig
+from genie.controller.checks import check_endpoint, check_node, checked_wait_s
+from genie.controller.connection import Connection, Handlers
+from genie.controller.election import Election
+from genie.controller.jobs import Jobs, is_at, stop_reason
+from genie.controller.ledger import Ledger, NodeRecord, Transaction
+from genie.controller.membership import Membership
+from genie.controller.orders import Orders
+from genie.controller.sessions import Sessions
+from genie.errors import (
+    FencedError,
+    GenieError,
+    LeadershipError,
+    StoreError,
+    TransportError,
+    UnreachableError,
+)
+from genie.model.allocation import NodeLedger
+from genie.model.job import Job, JobKind, JobState
+from genie.model.messages import (
+    ConfirmLaunch,
+    Done,
+    ExecutorReady,
+    ExitReport,
+    Heartbeat,
+    HeartbeatAck,
+    JobOrder,
+    Kill,
+    Launch,
+    LogChunk,
+    ReadLog,
+    Register,
+    Registered,
+    RunningJob,
+)
+from genie.runtime.clock import Clock
+
+_log = logging.getLogger(__name__)
+
+ORDER_TIMEOUT_S = 5.0
+# One heartbeat may have been on its way while the launch was confirmed; two cannot.
+_MISSED_HEARTBEATS = 2
+_SETTLE_SHARE = 0.1
+
+
+class Agents:
+    """`controllers` gives host:port of every controller; the first is this one."""
+
+    def __init__(
+        self,
+        *,
+        ledger: Ledger,
+        jobs: Jobs,
+        sessions: Sessions,
+        membership: Membership,
+        election: Election,
+        orders: Orders,
+        config: ControllerConfig,
+        clock: Clock,
+        controllers: Callable[[], tuple[str, ...]],
+        refresh_controllers: Callable[[], Awaitable[None]],
+        wake: Callable[[], None],
+    ) -> None:
+        self._ledger = ledger
+        self._jobs = jobs
+        self._sessions = sessions
+        self._membership = membership
+        self._election = election
+        self._orders = orders
+        self._clock = clock
+        self._controllers = controllers
+        self._refresh_controllers = refresh_controllers
+        self._wake = wake
+        self._ttl_s = config.node_ttl_s
+        self._confirm_s = config.node_ttl_s + config.reclaim_grace_s
+        self._confirm_by_s: dict[str, float] = {}
+        self._missing: dict[str, dict[tuple[str, int], int]] = {}
+
+    def handlers(self) -> Handlers:
+        return {
+            Register: self.register,
+            Heartbeat: self.heartbeat,
+            ConfirmLaunch: self.confirm_launch,
+            ExecutorReady: self.executor_ready,
+        }
+
+    # -- what agents say ----------------------------------------------------------------------
+
+    async def register(self, connection: Connection, request: Register) -> Registered:
+        node = request.node
+        node_id = connection.check_is(node.node_id)
+        check_node(node)
+        self._election.require_token()
+        self._check_incarnation(node_id, node.incarnation)
+        await self._end_earlier_lives(node_id, node.incarnation, request.exits)
+        await self._refresh_controllers()
+        # What it is told now it may never read; that it asks proves that it has read the answer to Hello.
+        record = NodeRecord(info=node, controllers=connection.told)
+
+        def build(txn: Transaction) -> None:
+            self._check_incarnation(node_id, node.incarnation)
+            txn.put(self._ledger.nodes, node_id, record)
+            if node_id not in self._ledger.holds:
+                txn.put(self._ledger.holds, node_id, NodeLedger(node_id=node_id))
+
+        await self._ledger.write(build)
+        replaced = self._membership.attach(
+            node, connection.peer, now_s=self._clock.monotonic_s(), now_at=self._clock.wall_s()
+        )
+        self._missing.pop(node_id, None)
+        if replaced is not None:
+            replaced.close()
+        _log.info("node %s registered, incarnation %d", node_id, node.incarnation)
+        self._wake()
+        return Registered(
+            leader_token=self._election.token, ttl_s=self._ttl_s, controllers=self._controllers()
+        )
+
+    async def heartbeat(self, connection: Connection, request: Heartbeat) -> HeartbeatAck:
+        node_id = connection.check_is(request.node_id)
+        check_node(request.node)
+        member = self._membership.get(node_id)
+        registered = member is not None and member.peer is connection.peer
+        first = member is not None and not member.has_beaten
+        if registered:
+            self._check_incarnation(node_id, request.incarnation, exactly=True)
+            info = msgspec.structs.replace(request.node, node_id=node_id, incarnation=request.incarnation)
+            self._membership.heard(info, now_s=self._clock.monotonic_s(), now_at=self._clock.wall_s())
+        if not self._election.is_leading or not self._ledger.is_loaded:
+            return HeartbeatAck(leading=False, leader_token=self._election.token)
+        if not registered:
+            raise FencedError(f"node {node_id} is not registered on this connection", hint="register first")
+        settled, kill = await self._reconcile(node_id, request)
+        if first:
+            self._wake()
+        leading = self._election.is_leading
+        return HeartbeatAck(
+            leading=leading, leader_token=self._election.token, kill=tuple(kill), settled=tuple(settled)
+        )
+
+    async def confirm_launch(self, connection: Connection, request: ConfirmLaunch) -> Done:
+        await self._jobs.confirm(
+            connection.identity.name, request.job_id, epoch=request.epoch, incarnation=request.incarnation
+        )
+        self._confirm_by_s.pop(request.job_id, None)
+        return Done()
+
+    async def executor_ready(self, connection: Connection, request: ExecutorReady) -> Done:
+        check_endpoint(request.endpoint)
+        job = self._jobs.get(request.job_id)
+        if job is None or not is_at(job, connection.identity.name, request.epoch):
+            raise FencedError(f"launch {request.epoch} of job {request.job_id[:80]} is void")
+        self._sessions.ready(job, request.epoch, request.endpoint)
+        return Done()
+
+    # -- what agents are told -----------------------------------------------------------------
+
+    def launch(self, job: Job) -> None:
+        """Sends a job that was just placed on its way."""
+        self._confirm_by_s[job.job_id] = self._clock.monotonic_s() + self._confirm_s
+        self._orders.send(self._deliver(job), name=f"launch of {job.job_id}")
+
+    def kill(self, job: Job) -> None:
+        """Asks the agent to end it now. Heartbeats ask again until it is gone."""
+        if job.placement is not None and self._orders.has_room:
+            self._orders.send(self._kill(job), name=f"kill of {job.job_id}")
+
+    async def read_log(self, job: Job, request: ReadLog) -> LogChunk:
+        """From the agent that has it."""
+        assert job.placement is not None
+        peer = self._membership.connection(job.placement.node_id)
+        if peer is None:
+            raise UnreachableError(
+                f"the log of {job.job_id} is on node {job.placement.node_id}, which is not connected",
+                hint="try again when the node is back",
+            )
+        wait_s = checked_wait_s(request.wait_s)
+        ask = msgspec.structs.replace(request, job_id=job.job_id, wait_s=wait_s)
+        return await peer.call(ask, timeout_s=wait_s + ORDER_TIMEOUT_S)
+
+    def preparing(self, node_id: str, digest: str) -> bool:
+        """Whether an unfinished job on this node needs that blob; its time to confirm starts anew."""
+        held = self._ledger.holds.get(node_id)
+        jobs = [self._jobs.get(hold.job_id) for hold in held.holds] if held else []
+        mine = [job for job in jobs if job and job.spec.workdir and job.spec.workdir.digest == digest]
+        for job in mine:
+            self._extend(job)
+        return bool(mine)
+
+    # -- what the clock asks for --------------------------------------------------------------
+
+    async def begin_term(self) -> None:
+        """Launches of an earlier term that were not confirmed are void: nothing of them has started."""
+        now_s = self._clock.monotonic_s()
+        self._membership.begin_term(now_s)
+        self._sessions.begin_term(now_s)
+        self._missing.clear()
+        self._confirm_by_s.clear()
+        for job in self._jobs.in_states(JobState.PLACING):
+            assert job.placement is not None
+            await self._jobs.requeue(
+                job.job_id,
+                epoch=job.placement.epoch,
+                reason="the controller was replaced before the launch was confirmed",
+            )
+
+    async def requeue_unconfirmed(self) -> None:
+        now_s = self._clock.monotonic_s()
+        for job in self._jobs.in_states(JobState.PLACING):
+            assert job.placement is not None
+            if now_s >= self._confirm_by_s.setdefault(job.job_id, now_s + self._confirm_s):
+                reason = f"node {job.placement.node_id} did not confirm the launch in time"
+                await self._jobs.requeue(job.job_id, epoch=job.placement.epoch, reason=reason)
+        placing = {job.job_id for job in self._jobs.in_states(JobState.PLACING)}
+        self._confirm_by_s = {key: by_s for key, by_s in self._confirm_by_s.items() if key in placing}
+
+    async def reclaim(self) -> None:
+        """Ends what silent nodes hold, after their own dead-man timers have ended it for certain."""
+        now_s = self._clock.monotonic_s()
+        this_one = self._controllers()[0]
+        for node_id, held in list(self._ledger.holds.items()):
+            if not held.holds or not self._membership.is_reclaimable(node_id, now_s):
+                continue
+            record = self._ledger.nodes.get(node_id)
+            if record is None or this_one not in record.controllers:
+                # Its agent does not ask us whether we lead, so it may rightly believe that nobody does.
+                _log.debug("node %s is not reclaimed: it does not know %s", node_id, this_one)
+                continue
+            silence_s = self._membership.silence_s(node_id, now_s)
+            for hold in held.holds:
+                reason = f"node {node_id} was silent for {silence_s:.0f} s"
+                await self._jobs.lose(hold.job_id, epoch=hold.epoch, reason=reason)
+                _log.warning("reclaimed job %s: %s", hold.job_id, reason)
+
+    def hang_up_uninformed(self) -> None:
+        """Nodes that were told of other controllers than there are register anew, and so learn of them."""
+        controllers = self._controllers()
+        for member in self._membership.members():
+            record = self._ledger.nodes.get(member.info.node_id)
+            if record is not None and set(record.controllers) != set(controllers):
+                member.peer.close()
+
+    # -- parts --------------------------------------------------------------------------------
+
+    def _check_incarnation(self, node_id: str, incarnation: int, *, exactly: bool = False) -> None:
+        record = self._ledger.nodes.get(node_id) if self._ledger.is_loaded else None
+        known = record.info.incarnation if record is not None else incarnation
+        if incarnation < known or (exactly and incarnation != known):
+            raise FencedError(
+                f"incarnation {incarnation} of node {node_id} was replaced by {known}",
+                hint="another agent runs with this node's identity",
+            )
+
+    async def _end_earlier_lives(self, node_id: str, incarnation: int, exits: Sequence[ExitReport]) -> None:
+        for report in exits:
+            await self._jobs.exited(node_id, report)
+        held = self._ledger.holds.get(node_id)
+        for hold in held.holds if held else ():
+            if hold.incarnation < incarnation:
+                await self._jobs.lose(hold.job_id, epoch=hold.epoch, reason=f"node {node_id} restarted")
+
+    async def _reconcile(self, node_id: str, request: Heartbeat) -> tuple[list[JobOrder], list[JobOrder]]:
+        """What is settled and what is to be killed. A store that fails settles nothing: it comes again."""
+        settled: list[JobOrder] = []
+        try:
+            # The answer must not wait for a slow store: the node's jobs live by it.
+            async with asyncio.timeout(self._ttl_s * _SETTLE_SHARE):
+                for report in request.exits:
+                    await self._jobs.exited(node_id, report)
+                    settled.append(JobOrder(job_id=report.job_id, epoch=report.epoch))
+                await self._release_missing(node_id, request)
+        except TimeoutError:
+            _log.warning("heartbeat of %s: the store is slow", node_id)
+        except (StoreError, LeadershipError) as error:
+            _log.warning("heartbeat of %s: %s", node_id, error)
+        return settled, self._to_kill(node_id, request.running)
+
+    async def _release_missing(self, node_id: str, request: Heartbeat) -> None:
+        there = {(job.job_id, job.epoch) for job in request.running}
+        there |= {(report.job_id, report.epoch) for report in request.exits}
+        held = self._ledger.holds.get(node_id) or NodeLedger(node_id=node_id)
+        before = self._missing.get(node_id, {})
+        missing: dict[tuple[str, int], int] = {}
+        for hold in held.holds:
+            key, job = (hold.job_id, hold.epoch), self._jobs.get(hold.job_id)
+            if key not in there and job is not None and job.state is JobState.RUNNING:
+                missing[key] = before.get(key, 0) + 1
+        self._missing[node_id] = missing
+        for (job_id, epoch), times in missing.items():
+            if times >= _MISSED_HEARTBEATS:
+                reason = f"the agent of node {node_id} no longer has it"
+                await self._jobs.lose(job_id, epoch=epoch, reason=reason)
+
+    def _to_kill(self, node_id: str, running: Sequence[RunningJob]) -> list[JobOrder]:
+        orders = []
+        for item in running:
+            job = self._jobs.get(item.job_id)
+            if job is None or not is_at(job, node_id, item.epoch):
+                orders.append(JobOrder(job_id=item.job_id, epoch=item.epoch, reason="not in the ledger"))
+            elif job.cancel_requested:
+                orders.append(JobOrder(job_id=item.job_id, epoch=item.epoch, reason=stop_reason(job)))
+            elif job.state is JobState.PLACING:
+                self._extend(job)
+            elif item.endpoint is not None and job.spec.kind is JobKind.SESSION:
+                self._sessions.ready(job, item.epoch, item.endpoint)
+        return orders
+
+    def _extend(self, job: Job) -> None:
+        if job.state is JobState.PLACING:
+            self._confirm_by_s[job.job_id] = self._clock.monotonic_s() + self._confirm_s
+
+    async def _deliver(self, job: Job) -> None:
+        assert job.placement is not None
+        node_id, epoch = job.placement.node_id, job.placement.epoch
+        order = Launch(
+            job_id=job.job_id,
+            tenant=job.tenant,
+            spec=job.spec,
+            placement=job.placement,
+            leader_token=self._election.require_token(),
+            ticket_sha256=job.ticket_sha256,
+        )
+        peer = self._membership.connection(node_id)
+        try:
+            if peer is None:
+                raise UnreachableError(f"node {node_id} is not connected")
+            await peer.call(order, timeout_s=ORDER_TIMEOUT_S)
+        except TransportError as error:
+            reason = f"the launch on node {node_id} could not be delivered: {error}"
+            await self._jobs.requeue(job.job_id, epoch=epoch, reason=reason)
+        except GenieError as error:
+            if isinstance(error, FencedError):
+                await self._election.check()
+            reason = f"node {node_id} refused the launch: {error}"
+            await self._jobs.requeue(job.job_id, epoch=epoch, reason=reason, refused=True)
+
+    async def _kill(self, job: Job) -> None:
+        assert job.placement is not None
+        peer = self._membership.connection(job.placement.node_id)
+        if peer is None:
+            return
+        token = self._election.require_token()
+        order = Kill(
+            job_id=job.job_id, epoch=job.placement.epoch, leader_token=token, reason=stop_reason(job)
+        )
+        await peer.call(order, timeout_s=ORDER_TIMEOUT_S)

@@ -1,0 +1,363 @@
+"""The master: puts the parts together and keeps them going.
+
+One TaskGroup holds everything: the server, the ledger's writer, orders to agents, and the loop that
+campaigns, leads a term, and campaigns again. While it leads, a pass over the cluster runs at every
+change and at every tick: reclaim, queue again, drop silent clients, schedule. Losing the store
+ends the term: nothing is decided, reads are answered from memory, running work is left alone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from genie.config import ControllerConfig
+from genie.controller.admission import Admission, Certificates
+from genie.controller.agents import Agents
+from genie.controller.blobs import Blobs
+from genie.controller.election import Election, StoreHealth
+from genie.controller.jobs import Jobs
+from genie.controller.ledger import ClusterRecord, Ledger, Transaction
+from genie.controller.membership import Membership
+from genie.controller.orders import Orders
+from genie.controller.service import Service
+from genie.controller.sessions import Sessions
+from genie.controller.store import Put, Store
+from genie.controller.tokens import Tokens
+from genie.controller.users import Cluster, Offload, Users
+from genie.controller.waiting import Bell, wait_event
+from genie.errors import GenieError, LeadershipError, StoreError, TlsError
+from genie.model.node import NodeStatus
+from genie.runtime import files
+from genie.runtime.clock import Clock
+from genie.runtime.credentials import LocalCluster, keep_trust
+from genie.runtime.network import Network
+from genie.scheduler import FifoScheduler, Place, Scheduler
+
+_log = logging.getLogger(__name__)
+
+CONTROLLERS_PREFIX = "controller/"
+DIRECTORY = "controller"
+_TICK_S = 0.5
+_HOUSEKEEPING_S = 5.0
+_RETRY_S = 1.0
+# Addresses that mean all of this machine's, and how this machine itself gets there.
+_WILDCARDS = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # noqa: S104 - compared with, not bound to
+
+
+async def run_inline(work: Callable[[], Any]) -> Any:
+    """Runs file work on the loop; for simulation. The real controller uses a thread."""
+    return work()
+
+
+class Controller:
+    """One controller. `name` is its own across restarts; two that run at once must not share it.
+
+    The caller opens and closes `store`. `offload` runs blocking file work, one at a time.
+    """
+
+    def __init__(
+        self,
+        config: ControllerConfig,
+        *,
+        state_dir: Path,
+        store: Store,
+        network: Network,
+        clock: Clock,
+        name: str,
+        random_bytes: Callable[[int], bytes] = os.urandom,
+        scheduler: Scheduler | None = None,
+        offload: Offload = run_inline,
+    ) -> None:
+        self._config = config
+        self._state_dir = state_dir
+        self._store = store
+        self._network = network
+        self._clock = clock
+        self._name = name
+        self._random_bytes = random_bytes
+        self._scheduler = scheduler or FifoScheduler()
+        self._directory = files.make_private_directory(state_dir / DIRECTORY)
+        self._wake = asyncio.Event()
+        self._ready = asyncio.Event()
+        self._is_announced = False
+        self._controllers: tuple[str, ...] = ()
+        self._statuses: dict[str, NodeStatus] = {}
+        self._next_housekeeping_s = 0.0
+        self.port = 0
+        self._build_deciders()
+        self._build_doors(offload)
+
+    def _build_deciders(self) -> None:
+        config, clock, random_bytes, store = self._config, self._clock, self._random_bytes, self._store
+        self._certificates = Certificates.open(self._directory, config, clock=clock)
+        self._health = StoreHealth()
+        self._election = Election(
+            store, clock=clock, name=self._name, ttl_s=config.leader_ttl_s, health=self._health
+        )
+        self._ledger = ledger = Ledger(store, self._election, self._health)
+        wake = self._wake.set
+        self._jobs = jobs = Jobs(
+            ledger, config=config, clock=clock, random_bytes=random_bytes, bell=Bell(clock), wake=wake
+        )
+        self._tokens = Tokens(
+            ledger,
+            store,
+            config=config,
+            clock=clock,
+            random_bytes=random_bytes,
+            pin=self._certificates.pin,
+        )
+        self._sessions = Sessions(ledger, jobs, clock=clock, random_bytes=random_bytes)
+        self._membership = Membership(config)
+        self._orders = Orders()
+        self._agents = Agents(
+            ledger=ledger,
+            jobs=jobs,
+            sessions=self._sessions,
+            membership=self._membership,
+            election=self._election,
+            orders=self._orders,
+            config=config,
+            clock=clock,
+            controllers=lambda: self._controllers,
+            refresh_controllers=self._read_controllers,
+            wake=wake,
+        )
+
+    def _build_doors(self, offload: Offload) -> None:
+        config, clock = self._config, self._clock
+        self._cluster = Cluster(
+            ledger=self._ledger,
+            jobs=self._jobs,
+            agents=self._agents,
+            sessions=self._sessions,
+            tokens=self._tokens,
+            blobs=Blobs(self._directory / "blobs", bytes_max=config.blobs_bytes_max),
+            membership=self._membership,
+            election=self._election,
+            health=self._health,
+            clock=clock,
+            offload=offload,
+            store_name=config.store.partition(":")[0],
+            started_at=clock.wall_s(),
+        )
+        self._service = Service(
+            ledger=self._ledger,
+            election=self._election,
+            tokens=self._tokens,
+            admission=Admission(self._ledger, self._tokens, self._certificates, self._jobs, clock=clock),
+            certificates=self._certificates,
+            clock=clock,
+            ready=self._ready,
+            controllers=lambda: self._controllers,
+        )
+        self._service.add(self._agents.handlers())
+        self._service.add(Users(self._cluster, hang_up=self._service.hang_up).handlers())
+
+    @property
+    def address(self) -> str:
+        """host:port under which others reach this controller."""
+        host = self._advertised()
+        return f"[{host}]:{self.port}" if ":" in host else f"{host}:{self.port}"
+
+    @property
+    def is_leading(self) -> bool:
+        return self._election.is_leading
+
+    async def wait_ready(self) -> None:
+        """Until it listens and knows whether it leads."""
+        await self._ready.wait()
+
+    async def run(self) -> None:
+        """Serves until cancelled. A GenieError of any part comes out as it is."""
+        try:
+            async with asyncio.TaskGroup() as group:
+                listening = asyncio.Event()
+                group.create_task(self._serve(listening, group), name="serve")
+                group.create_task(self._ledger.run(), name="ledger")
+                group.create_task(self._orders.run(), name="orders")
+                await listening.wait()
+                group.create_task(self._lead_forever(), name="lead")
+        except* GenieError as errors:
+            raise _first(errors) from None
+        finally:
+            await self._election.resign()
+
+    async def _serve(self, listening: asyncio.Event, group: asyncio.TaskGroup) -> None:
+        context = self._certificates.server_context(self._directory)
+        if context is not None:
+            fresh = self._certificates.keep_fresh(context, self._directory)
+            group.create_task(fresh, name="certificate")
+
+        def on_listening(port: int) -> None:
+            self.port = port
+            self._controllers = (self.address,)
+            _log.info("listening on %s:%d, TLS %s", self._config.bind, port, self._config.tls)
+            listening.set()
+
+        await self._network.serve(
+            self._config.bind,
+            self._config.port,
+            self._service.accept,
+            tls=context,
+            on_listening=on_listening,
+        )
+
+    # -- terms --------------------------------------------------------------------------------
+
+    async def _lead_forever(self) -> None:
+        while True:
+            if await self._try_begin_term():
+                self._announce()
+                self._ready.set()
+                await self._lead()
+                continue
+            other = self._election.leader
+            if self._health.ok and other is not None and other.name != self._name:
+                self._ledger.forget()
+                self._announce()
+            self._ready.set()
+            await self._clock.sleep(min(_RETRY_S, self._config.leader_ttl_s / 4))
+
+    async def _try_begin_term(self) -> bool:
+        try:
+            await self._register_controller()
+            if not await self._election.try_win(self.address):
+                return False
+            await self._ledger.load()
+            await self._check_cluster()
+            await self._tokens.ensure_owner(self._state_dir)
+            await self._agents.begin_term()
+        except (StoreError, LeadershipError) as error:
+            if isinstance(error, StoreError):
+                self._health.bad(error)
+            _log.warning("cannot lead: %s", error)
+            await self._election.resign()
+            return False
+        _log.info("leading, token %d", self._election.token)
+        return True
+
+    async def _register_controller(self) -> None:
+        """Before it may lead: agents must know every address at which a leader could be."""
+        key, value = CONTROLLERS_PREFIX + self._name, self.address.encode()
+        standing = await self._store.get(key)
+        if standing is None or standing.value != value:
+            await self._store.commit([], [Put(key, value)])
+        await self._read_controllers()
+
+    async def _read_controllers(self) -> None:
+        found = await self._store.range(CONTROLLERS_PREFIX)
+        others = sorted({item.value.decode() for item in found.items} - {self.address})
+        self._controllers = (self.address, *others)
+
+    async def _check_cluster(self) -> None:
+        """The cluster's own name, made once; and that this controller has the cluster's CA."""
+        pin = self._certificates.pin
+        record = self._ledger.cluster.get("")
+        if record is None:
+            record = ClusterRecord(cluster_id=self._random_bytes(8).hex(), ca_pin=pin)
+        elif self._certificates.are_on and record.ca_pin not in (pin, "-"):
+            raise TlsError(
+                "this controller has another CA than the cluster in its store",
+                hint=f"copy ca.pem and ca.key of a running controller to {self._directory}",
+            )
+        elif record.ca_pin == pin:
+            return
+        record = ClusterRecord(cluster_id=record.cluster_id, ca_pin=pin)
+
+        def build(txn: Transaction) -> None:
+            txn.put(self._ledger.cluster, "", record)
+
+        await self._ledger.write(build)
+
+    def _announce(self) -> None:
+        """Lets commands on this machine find the cluster, once there is something to find."""
+        if self._is_announced:
+            return
+        record = self._ledger.cluster.get("")
+        host = _WILDCARDS.get(self._config.bind, self._config.bind)
+        local = LocalCluster(host=host, port=self.port, cluster_id=record.cluster_id if record else "")
+        if self._certificates.are_on:
+            keep_trust(self._certificates.ca_pem, state_dir=self._state_dir)
+        local.write(self._state_dir)
+        self._is_announced = True
+
+    async def _lead(self) -> None:
+        async with asyncio.TaskGroup() as group:
+            passes = group.create_task(self._pass_forever(), name="passes")
+            await self._election.hold()
+            passes.cancel()
+
+    # -- passes -------------------------------------------------------------------------------
+
+    async def _pass_forever(self) -> None:
+        tick_s = min(_TICK_S, self._config.node_suspect_s / 4)
+        while True:
+            self._wake.clear()
+            try:
+                await self._pass()
+            except (StoreError, LeadershipError) as error:
+                _log.warning("nothing is decided now: %s", error)
+                await self._clock.sleep(tick_s)
+            except Exception:  # a task boundary: one bad pass must not end the controller
+                _log.exception("a pass failed")
+                await self._clock.sleep(_RETRY_S)
+            await wait_event(self._wake, clock=self._clock, timeout_s=tick_s)
+
+    async def _pass(self) -> None:
+        await self._agents.reclaim()
+        await self._agents.requeue_unconfirmed()
+        for job in await self._sessions.drop_silent():
+            self._agents.kill(job)
+        await self._schedule()
+        if self._clock.monotonic_s() >= self._next_housekeeping_s:
+            self._next_housekeeping_s = self._clock.monotonic_s() + _HOUSEKEEPING_S
+            await self._keep_house()
+
+    async def _schedule(self) -> None:
+        view = self._cluster.view()
+        for node in view.nodes.values():
+            self._note_status(node.node_id, node.info.status, node.info.status_reason)
+        queue = self._jobs.queue(self._clock.monotonic_s())
+        if not queue:
+            return
+        decisions = self._scheduler.decide(queue, view, self._clock.wall_s())
+        for decision in decisions:
+            if not isinstance(decision, Place):
+                self._jobs.explain(decision.job_id, decision.reason)
+        for decision in decisions:
+            if isinstance(decision, Place) and self._orders.has_room:
+                job = await self._jobs.place(decision)
+                if job is not None:
+                    _log.info("job %s: %s", job.job_id, job.reason)
+                    self._agents.launch(job)
+
+    async def _keep_house(self) -> None:
+        await self._jobs.drop_old()
+        await self._tokens.drop_old()
+        await self._read_controllers()
+        self._agents.hang_up_uninformed()
+
+    def _note_status(self, node_id: str, status: NodeStatus, reason: str) -> None:
+        if self._statuses.get(node_id) != status:
+            self._statuses[node_id] = status
+            _log.info("node %s is %s%s", node_id, status, f": {reason}" if reason else "")
+
+    def _advertised(self) -> str:
+        if self._config.advertise:
+            return self._config.advertise
+        return socket.gethostname() if self._config.bind in _WILDCARDS else self._config.bind
+
+
+def _first(group: BaseExceptionGroup[GenieError]) -> GenieError:
+    error: BaseException = group
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    assert isinstance(error, GenieError)
+    return error

@@ -1,0 +1,152 @@
+"""Where an etcd cluster is and how to talk to it, from one URL.
+
+    etcd://HOST[:PORT][,HOST[:PORT]…]        plain, for loopback and closed networks
+    etcds://HOST[:PORT][,…]?ca=FILE&cert=FILE&key=FILE
+
+Query parameters: `ca`, `cert`, `key` (PEM files), `user` with `password_file`, `namespace`.
+Not for: opening connections (etcd_channels.py).
+"""
+
+from __future__ import annotations
+
+import ipaddress
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import parse_qsl, urlsplit
+
+from genie.errors import ConfigError
+
+DEFAULT_PORT = 2379
+DEFAULT_NAMESPACE = "/genie/"
+NAMESPACE_BYTES_MAX = 128
+_PARAMETERS = ("ca", "cert", "key", "user", "password_file", "namespace")
+_TLS_PARAMETERS = ("ca", "cert", "key")
+
+
+@dataclass(frozen=True, slots=True)
+class EtcdAddress:
+    """`endpoints` are host:port. Without `ca` a TLS server is checked against the system's authorities."""
+
+    endpoints: tuple[str, ...]
+    tls: bool = False
+    ca: Path | None = None
+    cert: Path | None = None
+    key: Path | None = None
+    user: str = ""
+    password_file: Path | None = None
+    namespace: str = DEFAULT_NAMESPACE
+
+    def __str__(self) -> str:
+        return f"{'etcds' if self.tls else 'etcd'}://{','.join(self.endpoints)}"
+
+
+def parse_etcd_url(url: str) -> EtcdAddress:
+    """ConfigError names the part that is wrong and what is allowed."""
+    parts = urlsplit(url)
+    if parts.scheme not in ("etcd", "etcds"):
+        raise ConfigError(f"store {url!r} is not an etcd URL", hint="etcd://HOST:PORT or etcds://HOST:PORT")
+    if "@" in parts.netloc:
+        raise ConfigError(
+            "the store URL carries a user name or password before the host",
+            hint="use ?user=NAME&password_file=FILE, so that the password stays out of command lines",
+        )
+    if parts.path.strip("/") or parts.fragment:
+        raise ConfigError(
+            f"store {url!r} has a path, which etcd has no use for",
+            hint="for a key prefix give ?namespace=/NAME/",
+        )
+    tls = parts.scheme == "etcds"
+    endpoints = tuple(_endpoint(text, url) for text in parts.netloc.split(","))
+    given = _parameters(parts.query, url)
+    _check_tls(given, tls=tls, url=url)
+    _check_user(given, tls=tls, endpoints=endpoints, url=url)
+    return EtcdAddress(
+        endpoints=endpoints,
+        tls=tls,
+        ca=_path(given, "ca"),
+        cert=_path(given, "cert"),
+        key=_path(given, "key"),
+        user=given.get("user", ""),
+        password_file=_path(given, "password_file"),
+        namespace=_namespace(given.get("namespace", DEFAULT_NAMESPACE)),
+    )
+
+
+def read_file(path: Path, *, parameter: str) -> bytes:
+    """The bytes of a file that the URL names; ConfigError says which parameter named it."""
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise ConfigError(
+            f"the file that the store URL names with ?{parameter}= cannot be read: {path}: {error.strerror}"
+        ) from error
+
+
+def _endpoint(text: str, url: str) -> str:
+    try:
+        parts = urlsplit(f"//{text}")
+        host, port = parts.hostname or "", parts.port
+    except ValueError as error:
+        raise ConfigError(f"store {url!r}: {text!r} is not HOST:PORT: {error}") from None
+    if not host or port == 0:
+        raise ConfigError(
+            f"store {url!r}: {text!r} is not HOST:PORT", hint=f"the port may be left out: {DEFAULT_PORT}"
+        )
+    return f"{f'[{host}]' if ':' in host else host}:{port or DEFAULT_PORT}"
+
+
+def _parameters(query: str, url: str) -> dict[str, str]:
+    try:
+        pairs = parse_qsl(query, keep_blank_values=True, strict_parsing=bool(query))
+    except ValueError as error:
+        raise ConfigError(f"store {url!r}: the part after ? cannot be read: {error}") from None
+    for name, value in pairs:
+        if name not in _PARAMETERS:
+            raise ConfigError(
+                f"store {url!r}: unknown parameter {name!r}", hint=f"known: {', '.join(_PARAMETERS)}"
+            )
+        if not value:
+            raise ConfigError(f"store {url!r}: parameter {name!r} is empty")
+    if len({name for name, _ in pairs}) != len(pairs):
+        raise ConfigError(f"store {url!r}: a parameter is given twice")
+    return dict(pairs)
+
+
+def _check_tls(given: dict[str, str], *, tls: bool, url: str) -> None:
+    named = [name for name in _TLS_PARAMETERS if name in given]
+    if named and not tls:
+        raise ConfigError(
+            f"store {url!r}: {', '.join(named)} needs TLS", hint="write etcds:// instead of etcd://"
+        )
+    if ("cert" in given) != ("key" in given):
+        raise ConfigError(f"store {url!r}: cert and key go together", hint="give both or neither")
+
+
+def _check_user(given: dict[str, str], *, tls: bool, endpoints: tuple[str, ...], url: str) -> None:
+    if ("user" in given) != ("password_file" in given):
+        raise ConfigError(f"store {url!r}: user and password_file go together", hint="give both or neither")
+    if "user" in given and not tls and not all(_is_loopback(endpoint) for endpoint in endpoints):
+        raise ConfigError(
+            f"store {url!r} would send a password over a network without TLS", hint="write etcds:// instead"
+        )
+
+
+def _is_loopback(endpoint: str) -> bool:
+    host = endpoint.rpartition(":")[0].strip("[]")
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _path(given: dict[str, str], name: str) -> Path | None:
+    return Path(given[name]) if name in given else None
+
+
+def _namespace(text: str) -> str:
+    if not text.startswith("/") or not text.endswith("/") or len(text.encode()) > NAMESPACE_BYTES_MAX:
+        raise ConfigError(
+            f"etcd namespace {text!r} is not allowed",
+            hint=f"it starts and ends with / and has at most {NAMESPACE_BYTES_MAX} bytes",
+        )
+    return text

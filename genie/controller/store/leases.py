@@ -1,0 +1,68 @@
+"""When leases end, for the engines that keep leases in this process (sqlite, and sim's memory).
+
+One timer task a lease. Not for: the keys that hang on a lease; the engine deletes them when
+told to, and etcd does all of this by itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+
+from genie.controller.store.background import Background
+from genie.errors import LeaseLostError, UsageError
+from genie.runtime.clock import Clock
+
+LEASES_MAX = 10_000
+
+
+@dataclass(slots=True)
+class _Lease:
+    ttl_s: float
+    deadline_s: float
+    timer: asyncio.Task[None] | None = None
+
+
+class LeaseTimers:
+    """Live leases and their deadlines. `expire` is awaited once for each lease that runs out."""
+
+    def __init__(
+        self, *, clock: Clock, background: Background, expire: Callable[[int], Awaitable[None]]
+    ) -> None:
+        self._clock = clock
+        self._background = background
+        self._expire = expire
+        self._leases: dict[int, _Lease] = {}
+
+    def check_room(self) -> None:
+        if len(self._leases) >= LEASES_MAX:
+            raise UsageError(f"there are {LEASES_MAX} leases already", hint="revoke those no longer needed")
+
+    def start(self, lease_id: int, *, ttl_s: float) -> None:
+        lease = _Lease(ttl_s, self._clock.monotonic_s() + ttl_s)
+        self._leases[lease_id] = lease
+        lease.timer = self._background.start(self._watch_over(lease_id, lease), name=f"lease-{lease_id}")
+
+    def renew(self, lease_id: int) -> None:
+        """LeaseLostError when the lease is gone, or its time is over and the timer has yet to run."""
+        if self.is_lost(lease_id):
+            raise LeaseLostError(f"lease {lease_id} has expired or was revoked", hint="grant a new one")
+        lease = self._leases[lease_id]
+        lease.deadline_s = self._clock.monotonic_s() + lease.ttl_s
+
+    def is_lost(self, lease_id: int) -> bool:
+        lease = self._leases.get(lease_id)
+        return lease is None or self._clock.monotonic_s() >= lease.deadline_s
+
+    def stop(self, lease_id: int) -> None:
+        """Forgets the lease without expiring it. A lease that is gone is fine."""
+        lease = self._leases.pop(lease_id, None)
+        if lease is not None and lease.timer is not None:
+            lease.timer.cancel()
+
+    async def _watch_over(self, lease_id: int, lease: _Lease) -> None:
+        while (left_s := lease.deadline_s - self._clock.monotonic_s()) > 0:
+            await self._clock.sleep(left_s)
+        self._leases.pop(lease_id, None)
+        await self._expire(lease_id)

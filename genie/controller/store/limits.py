@@ -1,0 +1,100 @@
+"""Checks on arguments that every engine makes before it does anything, so that all refuse alike.
+
+The figures are in protocol.py. Not for: what an engine finds out only while doing the work.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from genie.controller.store.protocol import (
+    KEY_BYTES_MAX,
+    LEASE_TTL_S_MAX,
+    RANGE_LIMIT_MAX,
+    TXN_BYTES_MAX,
+    TXN_OPS_MAX,
+    VALUE_BYTES_MAX,
+    Compare,
+    Delete,
+    Put,
+)
+from genie.errors import UsageError
+
+# UTF-8 has no byte 0xff, so prefix + 0xff sorts after every key that starts with the prefix.
+_AFTER_ALL = b"\xff"
+
+
+def encode_key(key: str) -> bytes:
+    """The key as the engines store it; UsageError when it is empty, too long or not UTF-8."""
+    if not key:
+        raise UsageError("a store key is empty", hint="give it at least one character")
+    return _encode(key, what="store key")
+
+
+def key_span(prefix: str, *, start_after: str = "") -> tuple[bytes, bytes]:
+    """(first, end) in byte order: the keys under `prefix` after `start_after` are first <= key < end."""
+    prefix_bytes = _encode(prefix, what="prefix")
+    after = _encode(start_after, what="start_after")
+    first = max(prefix_bytes, after + b"\0") if after else prefix_bytes
+    return first, prefix_bytes + _AFTER_ALL
+
+
+def check_range_limit(limit: int) -> None:
+    if not 1 <= limit <= RANGE_LIMIT_MAX:
+        raise UsageError(f"range limit {limit} is not from 1 to {RANGE_LIMIT_MAX}")
+
+
+def check_after_revision(after_revision: int) -> None:
+    if after_revision < 0:
+        raise UsageError(f"a watch cannot start after revision {after_revision}; the least is 0")
+
+
+def check_ttl(ttl_s: float) -> None:
+    # Written so that NaN is refused too.
+    if not 0 < ttl_s <= LEASE_TTL_S_MAX:
+        raise UsageError(f"lease time {ttl_s} s is not above 0 and at most {LEASE_TTL_S_MAX:.0f} s")
+
+
+def check_transaction(compares: Sequence[Compare], operations: Sequence[Put | Delete]) -> int:
+    """The transaction's size in bytes as it is counted against TXN_BYTES_MAX."""
+    if len(compares) > TXN_OPS_MAX or len(operations) > TXN_OPS_MAX:
+        raise UsageError(
+            f"a transaction of {len(compares)} compares and {len(operations)} operations is too long",
+            hint=f"at most {TXN_OPS_MAX} of each; split it",
+        )
+    size_bytes = sum(_compare_bytes(compare) for compare in compares)
+    size_bytes += sum(_operation_bytes(operation) for operation in operations)
+    if size_bytes > TXN_BYTES_MAX:
+        raise UsageError(f"a transaction of {size_bytes} bytes is over {TXN_BYTES_MAX}", hint="split it")
+    if len({operation.key for operation in operations}) != len(operations):
+        raise UsageError("a key occurs twice among the operations of one transaction")
+    return size_bytes
+
+
+def _compare_bytes(compare: Compare) -> int:
+    if compare.revision < 0:
+        raise UsageError(f"compare of {compare.key!r} with revision {compare.revision}; the least is 0")
+    return len(encode_key(compare.key))
+
+
+def _operation_bytes(operation: Put | Delete) -> int:
+    key_bytes = len(encode_key(operation.key))
+    if isinstance(operation, Delete):
+        return key_bytes
+    if len(operation.value) > VALUE_BYTES_MAX:
+        raise UsageError(
+            f"the value of {operation.key!r} has {len(operation.value)} bytes, over {VALUE_BYTES_MAX}"
+        )
+    if operation.lease_id < 0:
+        raise UsageError(f"put of {operation.key!r} names lease {operation.lease_id}; ids are above 0")
+    return key_bytes + len(operation.value)
+
+
+def _encode(text: str, *, what: str) -> bytes:
+    try:
+        encoded = text.encode()
+    except UnicodeEncodeError as error:
+        raise UsageError(f"{what} {text[:40]!r} is not valid UTF-8: {error.reason}") from None
+    if len(encoded) > KEY_BYTES_MAX:
+        raise UsageError(f"{what} {text[:40]!r}... has {len(encoded)} bytes, over {KEY_BYTES_MAX}")
+    return encoded

@@ -1,0 +1,50 @@
+"""From the `store` setting to an open store. Not for: what the engines do."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from genie.controller.store.protocol import Store
+from genie.errors import ConfigError
+from genie.runtime.clock import Clock
+
+FILE_NAME = "store.sqlite3"
+
+
+async def open_store(url: str, *, state_dir: Path, clock: Clock) -> Store:
+    """`sqlite` (in `state_dir`), `sqlite:/PATH`, `etcd://…` or `etcds://…`; ConfigError for all else.
+
+    Raises what the engine's `open` raises. The caller closes what is returned.
+    """
+    # Late imports: an embedded store needs no gRPC, and an etcd client no file locks.
+    scheme, _, rest = url.partition(":")
+    if scheme == "sqlite":
+        from genie.controller.store.sqlite import SqliteStore
+
+        return await SqliteStore.open(_sqlite_path(url, rest, state_dir), clock=clock)
+    if scheme in ("etcd", "etcds") and rest.startswith("//"):
+        try:
+            from genie.controller.store.etcd import EtcdStore
+        except ImportError as error:
+            raise ConfigError(
+                f"store {url!r} needs the packages of the etcd extra: {error}",
+                hint="pip install 'genie-gpu[etcd]'",
+            ) from error
+
+        return await EtcdStore.open(url, clock=clock)
+    raise _not_allowed(url)
+
+
+def _sqlite_path(url: str, rest: str, state_dir: Path) -> Path:
+    if url == "sqlite":
+        return state_dir / FILE_NAME
+    if not rest.startswith("/") or rest.startswith("//") or rest.endswith("/"):
+        raise _not_allowed(url)
+    return Path(rest)
+
+
+def _not_allowed(url: str) -> ConfigError:
+    return ConfigError(
+        f"store {url!r} is not a store",
+        hint="allowed: sqlite, sqlite:/PATH/TO/FILE, etcd://HOST:PORT[,HOST:PORT], etcds://HOST:PORT?ca=FILE",
+    )

@@ -1,0 +1,363 @@
+"""What people and their programs ask: jobs, logs, directories, nodes, status, tokens, devices.
+
+A user sees its own tenant's jobs and nothing of another's; the owner sees all. Answers stay under
+the frame cap. Not for: deciding anything; each request is one call of the part that does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Iterable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeVar
+
+import msgspec
+
+import genie
+from genie.controller.agents import Agents
+from genie.controller.blobs import Blobs
+from genie.controller.checks import check_job, check_node, checked_wait_s
+from genie.controller.connection import Connection, Handlers
+from genie.controller.election import Election, StoreHealth
+from genie.controller.jobs import Jobs, sees
+from genie.controller.ledger import Ledger
+from genie.controller.membership import Membership
+from genie.controller.sessions import Sessions
+from genie.controller.tokens import Tokens
+from genie.errors import JobRefusedError, NotLeaderError, PermissionError_, UsageError, WorkdirError
+from genie.model.allocation import Hold, NodeLedger
+from genie.model.job import Job, JobSpec, JobState
+from genie.model.messages import (
+    CHUNK_BYTES_MAX,
+    LIST_MAX,
+    BlobChunk,
+    BlobStatus,
+    CancelJob,
+    CreateToken,
+    DeviceReply,
+    Done,
+    GetBlob,
+    GetJob,
+    GetStatus,
+    JobReply,
+    JobsReply,
+    ListJobs,
+    ListNodes,
+    ListTokens,
+    LogChunk,
+    NodesReply,
+    NodeView,
+    OpenDevice,
+    PutBlob,
+    ReadLog,
+    RevokeToken,
+    SessionEnd,
+    SessionHeartbeat,
+    StatBlob,
+    StatusReply,
+    SubmitJob,
+    TokenCreated,
+    TokensReply,
+    WaitDevice,
+)
+from genie.model.node import NodeStatus
+from genie.model.tenant import Identity, TokenKind
+from genie.runtime.clock import Clock
+from genie.runtime.wire import FRAME_BYTES_MAX
+from genie.scheduler import ClusterView, NodeState, check_possible
+
+# Any: what runs off the loop has any type of result, and comes back as such.
+Offload = Callable[[Callable[[], Any]], Awaitable[Any]]
+
+_REPLY_BYTES_MAX = FRAME_BYTES_MAX - 64 * 1024
+_DECISION_WAIT_S = 0.25
+_Item = TypeVar("_Item", bound=msgspec.Struct)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cluster:
+    """The parts that answers are made of."""
+
+    ledger: Ledger
+    jobs: Jobs
+    agents: Agents
+    sessions: Sessions
+    tokens: Tokens
+    blobs: Blobs
+    membership: Membership
+    election: Election
+    health: StoreHealth
+    clock: Clock
+    offload: Offload
+    store_name: str
+    started_at: float
+
+    def view(self) -> ClusterView:
+        """Every registered node, as the scheduler is given it."""
+        now_s = self.clock.monotonic_s()
+        states = []
+        for node_id, record in self.ledger.nodes.items():
+            info = self.membership.described(record.info, now_s)
+            ledger = self.ledger.holds.get(node_id) or NodeLedger(node_id=node_id)
+            states.append(NodeState(info, ledger, closed=self.membership.closed(info)))
+        return ClusterView.of(states)
+
+    def check_readable(self) -> None:
+        """NotLeaderError where the memory is another controller's to answer from."""
+        if not self.ledger.is_loaded:
+            self.election.require_token()
+            raise NotLeaderError("this controller is about to lead", hint="try again in a moment")
+
+
+class Users:
+    def __init__(self, cluster: Cluster, *, hang_up: Callable[[str], None]) -> None:
+        self._cluster = cluster
+        self._hang_up = hang_up
+
+    def handlers(self) -> Handlers:
+        return {
+            SubmitJob: self.submit_job,
+            GetJob: self.get_job,
+            ListJobs: self.list_jobs,
+            CancelJob: self.cancel_job,
+            ReadLog: self.read_log,
+            StatBlob: self.stat_blob,
+            PutBlob: self.put_blob,
+            GetBlob: self.get_blob,
+            ListNodes: self.list_nodes,
+            GetStatus: self.get_status,
+            SessionHeartbeat: self.session_heartbeat,
+            SessionEnd: self.session_end,
+            OpenDevice: self.open_device,
+            WaitDevice: self.wait_device,
+            ListTokens: self.list_tokens,
+            CreateToken: self.create_token,
+            RevokeToken: self.revoke_token,
+        }
+
+    # -- jobs ---------------------------------------------------------------------------------
+
+    async def submit_job(self, connection: Connection, request: SubmitJob) -> JobReply:
+        """Durable when answered, and with what it waits for if it has to."""
+        jobs, identity = self._cluster.jobs, connection.identity
+        check_job(request.spec)
+        self._cluster.election.require_token()
+        if jobs.requested(identity.tenant, request.request_id) is None:
+            await self._check_can_run(request.spec, identity)
+        job = await jobs.submit(request.spec, identity, request.request_id)
+
+        def undecided(job: Job) -> bool:
+            return job.state is JobState.QUEUED and jobs.shown(job) is job
+
+        await jobs.wait_while(job.job_id, undecided, timeout_s=_DECISION_WAIT_S)
+        return JobReply(job=jobs.shown(jobs.get(job.job_id) or job))
+
+    async def _check_can_run(self, spec: JobSpec, identity: Identity) -> None:
+        reason = check_possible(spec, self._cluster.view())
+        if reason is not None:
+            raise JobRefusedError(f"job {spec.name!r} can never run here: {reason}", hint="ask for less")
+        if spec.workdir is None:
+            return
+        status = await self._cluster.offload(
+            partial(self._cluster.blobs.stat, spec.workdir.digest, tenant=identity.tenant)
+        )
+        if not status.complete or status.received_bytes != spec.workdir.size_bytes:
+            raise WorkdirError(
+                f"the directory {spec.workdir.digest[:12]} of job {spec.name!r} is not here",
+                hint="send it first",
+            )
+
+    async def get_job(self, connection: Connection, request: GetJob) -> JobReply:
+        self._cluster.check_readable()
+        jobs = self._cluster.jobs
+        job = jobs.find(request.job_id, connection.identity)
+        if request.while_state is not None:
+            await jobs.wait_while(
+                job.job_id,
+                lambda now: now.state is request.while_state,
+                timeout_s=checked_wait_s(request.wait_s),
+            )
+        return JobReply(job=jobs.shown(jobs.find(job.job_id, connection.identity)))
+
+    async def list_jobs(self, connection: Connection, request: ListJobs) -> JobsReply:
+        self._cluster.check_readable()
+        limit = min(max(request.limit, 1), LIST_MAX)
+        jobs = self._cluster.jobs
+        found = [
+            jobs.shown(job)
+            for job in jobs.newest_first(request.states, request.before_sequence)
+            if sees(connection.identity, job)
+        ]
+        fitting, more = _fitting(found[:limit])
+        return JobsReply(jobs=fitting, more=more or len(found) > limit)
+
+    async def cancel_job(self, connection: Connection, request: CancelJob) -> JobReply:
+        self._cluster.election.require_token()
+        job = self._cluster.jobs.find(request.job_id, connection.identity)
+        reason = f"asked for with token {connection.identity.token_id}"
+        was_placed = job.placement is not None and not job.state.is_final
+        after = await self._cluster.jobs.cancel(job.job_id, reason)
+        if was_placed:
+            self._cluster.agents.kill(after)
+        return JobReply(job=after)
+
+    async def read_log(self, connection: Connection, request: ReadLog) -> LogChunk:
+        self._cluster.check_readable()
+        jobs = self._cluster.jobs
+        job = jobs.find(request.job_id, connection.identity)
+        if request.offset < 0 or not 1 <= request.bytes_max <= CHUNK_BYTES_MAX:
+            raise UsageError(f"offset must be 0 or more and bytes_max from 1 to {CHUNK_BYTES_MAX}")
+        if job.started_at is None and not job.state.is_final:
+            await jobs.wait_while(
+                job.job_id,
+                lambda now: now.started_at is None and not now.state.is_final,
+                timeout_s=checked_wait_s(request.wait_s),
+            )
+            job = jobs.find(job.job_id, connection.identity)
+        if job.started_at is None or job.placement is None:
+            return LogChunk(
+                data=b"", start=request.offset, next_offset=request.offset, eof=job.state.is_final
+            )
+        return await self._cluster.agents.read_log(job, request)
+
+    # -- directories that are sent along ------------------------------------------------------
+
+    async def stat_blob(self, connection: Connection, request: StatBlob) -> BlobStatus:
+        stat = partial(self._cluster.blobs.stat, request.digest, tenant=connection.identity.tenant)
+        status: BlobStatus = await self._cluster.offload(stat)
+        return status
+
+    async def put_blob(self, connection: Connection, request: PutBlob) -> BlobStatus:
+        self._cluster.election.require_token()
+        put = partial(
+            self._cluster.blobs.put,
+            request.digest,
+            tenant=connection.identity.tenant,
+            offset=request.offset,
+            data=request.data,
+            last=request.last,
+            needed=self._cluster.jobs.needed_blobs(),
+        )
+        status: BlobStatus = await self._cluster.offload(put)
+        return status
+
+    async def get_blob(self, connection: Connection, request: GetBlob) -> BlobChunk:
+        """For a node: only what a job that it holds needs."""
+        node_id = connection.identity.name
+        if not self._cluster.agents.preparing(node_id, request.digest):
+            raise PermissionError_(f"no job on node {node_id} needs {request.digest[:12]}")
+        read = partial(self._cluster.blobs.read, request.digest, request.offset)
+        chunk: BlobChunk = await self._cluster.offload(read)
+        return chunk
+
+    # -- the cluster --------------------------------------------------------------------------
+
+    async def list_nodes(self, connection: Connection, request: ListNodes) -> NodesReply:
+        self._cluster.check_readable()
+        return self._nodes(connection.identity, after=request.after)
+
+    async def get_status(self, connection: Connection, request: GetStatus) -> StatusReply:
+        cluster = self._cluster
+        nodes = list(cluster.view().nodes.values())
+        up = [node for node in nodes if node.info.status is not NodeStatus.DISCONNECTED]
+        record = cluster.ledger.cluster.get("")
+        return StatusReply(
+            cluster_id=record.cluster_id if record else "",
+            version=genie.__version__,
+            leading=cluster.election.is_leading,
+            leader=cluster.election.leader.address if cluster.election.leader else "",
+            store=cluster.store_name,
+            store_ok=cluster.health.ok,
+            started_at=cluster.started_at,
+            nodes=_counted(str(node.info.status) for node in nodes),
+            jobs={state: count for state, count in cluster.jobs.counts().items() if count},
+            gpus_total=sum(len(node.info.gpus) for node in up),
+            gpus_free=sum(_free_gpus(node) for node in up if not node.closed),
+            clients=len(cluster.sessions),
+        )
+
+    # -- devices ------------------------------------------------------------------------------
+
+    async def session_heartbeat(self, connection: Connection, request: SessionHeartbeat) -> NodesReply:
+        check_node(request.node)
+        self._cluster.sessions.heard(connection.identity, request.node.node_id, request.node)
+        self._cluster.check_readable()
+        return self._nodes(connection.identity, after="")
+
+    async def session_end(self, connection: Connection, request: SessionEnd) -> Done:
+        ended = await self._cluster.sessions.end(connection.identity, request.node_id)
+        for job in ended:
+            self._cluster.agents.kill(job)
+        return Done()
+
+    async def open_device(self, connection: Connection, request: OpenDevice) -> DeviceReply:
+        self._cluster.election.require_token()
+        return await self._cluster.sessions.open_device(request, connection.identity)
+
+    async def wait_device(self, connection: Connection, request: WaitDevice) -> DeviceReply:
+        self._cluster.check_readable()
+        wait_s = checked_wait_s(request.wait_s)
+        return await self._cluster.sessions.wait_device(request.job_id, connection.identity, wait_s=wait_s)
+
+    # -- tokens -------------------------------------------------------------------------------
+
+    async def list_tokens(self, connection: Connection, request: ListTokens) -> TokensReply:
+        self._cluster.check_readable()
+        return TokensReply(tokens=self._cluster.tokens.listed())
+
+    async def create_token(self, connection: Connection, request: CreateToken) -> TokenCreated:
+        token, record = await self._cluster.tokens.create(
+            request.kind, tenant=request.tenant, name=request.name, ttl_s=request.ttl_s
+        )
+        return TokenCreated(token=str(token), record=msgspec.structs.replace(record, secret_sha256=""))
+
+    async def revoke_token(self, connection: Connection, request: RevokeToken) -> Done:
+        await self._cluster.tokens.revoke(request.token_id)
+        self._hang_up(request.token_id)
+        return Done()
+
+    # -- parts --------------------------------------------------------------------------------
+
+    def _nodes(self, identity: Identity, *, after: str) -> NodesReply:
+        nodes = sorted(self._cluster.view().nodes.items())
+        views = [
+            NodeView(info=node.info, ledger=_masked(node.ledger, identity))
+            for node_id, node in nodes
+            if node_id > after
+        ]
+        fitting, more = _fitting(views)
+        return NodesReply(nodes=fitting, more=more)
+
+
+def _fitting(items: list[_Item]) -> tuple[tuple[_Item, ...], bool]:
+    """As many as one frame takes, and whether some were left out."""
+    size_bytes = 0
+    for count, item in enumerate(items):
+        size_bytes += len(msgspec.msgpack.encode(item))
+        if size_bytes > _REPLY_BYTES_MAX:
+            return tuple(items[: max(count, 1)]), True
+    return tuple(items), False
+
+
+def _masked(ledger: NodeLedger, identity: Identity) -> NodeLedger:
+    """A user sees how much others hold, not who and what."""
+    if identity.kind is TokenKind.OWNER:
+        return ledger
+    holds = [hold if hold.tenant == identity.tenant else _anonymous(hold) for hold in ledger.holds]
+    return msgspec.structs.replace(ledger, holds=tuple(holds))
+
+
+def _anonymous(hold: Hold) -> Hold:
+    return msgspec.structs.replace(hold, job_id="", tenant="", epoch=0)
+
+
+def _counted(words: Iterable[str]) -> dict[str, int]:
+    counts: dict[str, int] = {}
+    for word in words:
+        counts[word] = counts.get(word, 0) + 1
+    return counts
+
+
+def _free_gpus(node: NodeState) -> int:
+    gpus = node.info.gpus
+    return sum(1 for gpu in gpus if gpu.available and node.ledger.gpu_used_milli(gpu.gpu_id) == 0)

@@ -1,0 +1,166 @@
+"""`torch.remote_accelerator`: what torch and users expect of a device's module, like torch.cuda.
+
+A device is an index, "remote_accelerator:1" or a torch.device; None is the current one, which each
+thread chooses for itself. Not for: tensors and ops.
+"""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass
+from types import TracebackType
+from typing import TypeAlias
+
+import torch
+
+from genie.device import roster
+from genie.device.connection import ExecutorConnection
+from genie.errors import UsageError
+
+Device: TypeAlias = int | str | torch.device | None
+
+
+@dataclass(frozen=True)
+class DeviceProperties:
+    name: str
+    total_memory: int
+    """Bytes."""
+    vendor: str
+    node_id: str
+    gpu_id: str
+
+
+def device_count() -> int:
+    return len(roster.slots())
+
+
+def is_available() -> bool:
+    return device_count() > 0
+
+
+def is_initialized() -> bool:
+    return is_available()
+
+
+def current_device() -> int:
+    return getattr(_chosen, "index", 0)
+
+
+def set_device(device: Device) -> None:
+    """For this thread: where a tensor is made with device="remote_accelerator" and no index.
+
+    Copies, `tensor.to("remote_accelerator")`, go to index 0 all the same: torch asks nobody there.
+    """
+    _chosen.index = roster.slot(_index(device)).index
+
+
+class device:  # noqa: N801 - torch.cuda.device has this name
+    """Within the block, another device is the current one of this thread."""
+
+    def __init__(self, device: Device) -> None:
+        self._inside = _index(device)
+        self._outside = 0
+
+    def __enter__(self) -> None:
+        self._outside = current_device()
+        set_device(self._inside)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        _chosen.index = self._outside
+
+
+def synchronize(device: Device = None) -> None:
+    """Returns when everything asked of the device has been done."""
+    _connection(device).synchronize()
+
+
+def manual_seed(seed: int) -> None:
+    roster.slot(current_device()).seed(seed % 2**64)
+
+
+def manual_seed_all(seed: int) -> None:
+    """torch.manual_seed calls this."""
+    for slot in roster.slots():
+        slot.seed(seed % 2**64)
+
+
+def get_rng_state(device: Device = None) -> torch.Tensor:
+    return torch.frombuffer(bytearray(_connection(device).rng_state()), dtype=torch.uint8)
+
+
+def set_rng_state(new_state: torch.Tensor, device: Device = None) -> None:
+    if new_state.dtype is not torch.uint8:
+        raise UsageError(f"a state of random numbers is a uint8 tensor, not {new_state.dtype}")
+    _connection(device).set_rng_state(bytes(new_state.cpu().tolist()))
+
+
+def get_device_name(device: Device = None) -> str:
+    return get_device_properties(device).name
+
+
+def get_device_properties(device: Device = None) -> DeviceProperties:
+    """As the cluster reports them; opens no connection."""
+    found = roster.slot(_index(device)).device
+    return DeviceProperties(
+        name=found.name,
+        total_memory=found.memory_bytes,
+        vendor=found.vendor,
+        node_id=found.node_id,
+        gpu_id=found.gpu_id,
+    )
+
+
+def memory_stats(device: Device = None) -> dict[str, int]:
+    """What the executor counts for this session: bytes of storages, tensors, ops, quota (0 for none)."""
+    counters = _connection(device).stats()
+    return {
+        "allocated_bytes.current": counters.bytes_allocated,
+        "allocated_bytes.peak": counters.bytes_allocated_peak,
+        "allocated_bytes.limit": counters.bytes_max,
+        "tensors": counters.tensors,
+        "ops": counters.ops,
+    }
+
+
+def memory_allocated(device: Device = None) -> int:
+    return memory_stats(device)["allocated_bytes.current"]
+
+
+def max_memory_allocated(device: Device = None) -> int:
+    return memory_stats(device)["allocated_bytes.peak"]
+
+
+def empty_cache() -> None:
+    """Sends the frees that are due, on every device that is in use."""
+    for slot in roster.slots():
+        slot.synchronize_if_open()
+
+
+def get_amp_supported_dtype() -> list[torch.dtype]:
+    """None: torch.autocast then warns and does nothing. Cast the module instead, with .bfloat16()."""
+    return []
+
+
+def _is_in_bad_fork() -> bool:
+    return False
+
+
+_chosen = threading.local()
+
+
+def _index(device: Device) -> int:
+    if isinstance(device, int):
+        return device
+    if device is None:
+        return current_device()
+    parsed = torch.device(device)
+    if parsed.type != roster.DEVICE_TYPE:
+        raise UsageError(f"{parsed} is not a {roster.DEVICE_TYPE}")
+    index: int | None = parsed.index
+    return current_device() if index is None else index
+
+
+def _connection(device: Device) -> ExecutorConnection:
+    return roster.slot(_index(device)).connection(first_seed=torch.initial_seed())

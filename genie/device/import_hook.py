@@ -1,0 +1,62 @@
+"""Calls a function once, right after torch has been imported. Not for: any other module."""
+
+from __future__ import annotations
+
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from types import ModuleType
+
+_NAME = "torch"
+
+
+def install(after_import: Callable[[], None]) -> None:
+    """Does nothing when installed before. Where torch is imported already, nothing more will happen."""
+    with _lock:
+        if not any(isinstance(finder, _TorchFinder) for finder in sys.meta_path):
+            sys.meta_path.insert(0, _TorchFinder(after_import))
+
+
+_lock = threading.Lock()
+
+
+class _TorchFinder(importlib.abc.MetaPathFinder):
+    """Finds torch with the other finders, and wraps its loader."""
+
+    def __init__(self, after_import: Callable[[], None]) -> None:
+        self._after_import = after_import
+        self._searching = threading.local()
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if fullname != _NAME or getattr(self._searching, "now", False):
+            return None
+        self._searching.now = True
+        try:
+            spec = importlib.util.find_spec(fullname)
+        finally:
+            self._searching.now = False
+        if spec is not None and spec.loader is not None:
+            spec.loader = _Loader(spec.loader, self._after_import)
+        return spec
+
+
+class _Loader(importlib.abc.Loader):
+    def __init__(self, real: importlib.abc.Loader, after_import: Callable[[], None]) -> None:
+        self._real = real
+        self._after_import = after_import
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
+        return self._real.create_module(spec)
+
+    def exec_module(self, module: ModuleType) -> None:
+        # Put back first: inspect and importlib.resources ask the module for its real loader.
+        module.__loader__ = self._real
+        if module.__spec__ is not None:
+            module.__spec__.loader = self._real
+        self._real.exec_module(module)
+        self._after_import()

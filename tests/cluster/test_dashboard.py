@@ -1,0 +1,120 @@
+"""The dashboard and its example: what is drawn from which values."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import os
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from rich.console import Console, RenderableType
+
+from genie.cluster.dashboard import render, show
+from genie.model.node import GPUInfo, NodeInfo, NodeRole, NodeStatus, Vendor
+from tests.fakes.step_clock import StepClock
+from tests.waiting import until
+
+GIB = 1024**3
+ROOT = Path(__file__).parents[2]
+
+
+def node(name: str, *gpus: GPUInfo, status: NodeStatus = NodeStatus.HEALTHY, reason: str = "") -> NodeInfo:
+    return NodeInfo(
+        node_id=name,
+        hostname=name,
+        role=NodeRole.WORKER,
+        host="10.0.0.1",
+        control_port=5555,
+        gpus=gpus,
+        cpus=16.0,
+        memory_total_bytes=64 * GIB,
+        memory_used_bytes=8 * GIB,
+        status=status,
+        status_reason=reason,
+        last_heartbeat=990.0,
+    )
+
+
+def console() -> Console:
+    return Console(file=io.StringIO(), width=200, force_terminal=False, color_system=None)
+
+
+def drawn(what: RenderableType) -> str:
+    target = console()
+    target.print(what)
+    assert isinstance(target.file, io.StringIO)
+    return target.file.getvalue()
+
+
+def test_nodes_are_drawn_with_state_age_and_size() -> None:
+    text = drawn(render([node("box", status=NodeStatus.SUSPECT, reason="silent")], now=1000.0))
+    for part in ("box", "worker", "10.0.0.1:5555", "suspect: silent", "10 s ago", "16", "8.0 / 64.0 GiB"):
+        assert part in text
+
+
+def test_accelerators_are_drawn_with_readings_and_a_dash_for_what_is_not_known() -> None:
+    full = GPUInfo(
+        gpu_id=0,
+        name="NVIDIA H200",
+        vendor=Vendor.NVIDIA,
+        memory_total_bytes=141 * GIB,
+        memory_used_bytes=2 * GIB,
+        utilization_pct=37.4,
+        temperature_c=61.0,
+        power_w=412.6,
+    )
+    lost = GPUInfo(gpu_id=1, name="gone", vendor=Vendor.NVIDIA, available=False, reason="GPU is lost")
+    lines = drawn(render([node("box", full, lost)], now=0.0)).splitlines()
+    (full_line,) = [line for line in lines if "NVIDIA H200" in line]
+    for part in ("2.0 / 141.0 GiB", "37%", "61 C", "413 W", "available"):
+        assert part in full_line
+    (lost_line,) = [line for line in lines if "gone" in line]
+    assert "GPU is lost" in lost_line
+    assert lost_line.count(" - ") == 4
+
+
+def test_names_from_the_network_are_text_and_not_markup() -> None:
+    assert "[bold]x[/bold]" in drawn(render([node("[bold]x[/bold]")], now=0.0))
+
+
+def test_nodes_are_sorted_by_name() -> None:
+    text = drawn(render([node("bbb"), node("aaa")], now=0.0))
+    assert text.index("aaa") < text.index("bbb")
+
+
+@dataclass
+class State:
+    local_node: NodeInfo
+    nodes: dict[str, NodeInfo] = field(default_factory=dict)
+
+
+async def test_show_reads_the_state_again_at_every_refresh_and_includes_the_local_node() -> None:
+    clock, target = StepClock(), Console(file=io.StringIO(), width=200, force_terminal=True)
+    assert isinstance(target.file, io.StringIO)
+    state = State(node("local"))
+    async with asyncio.TaskGroup() as group:
+        group.create_task(show(state, 3.0, console=target, clock=clock, rounds=2))
+        await until(lambda: clock.slept_s == [3.0])
+        assert "local" in target.file.getvalue()
+        assert "newcomer" not in target.file.getvalue()
+        state.nodes = {"newcomer": node("newcomer")}
+        clock.step()
+    assert "newcomer" in target.file.getvalue()
+
+
+def test_the_example_draws_this_machine_without_a_cluster() -> None:
+    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    done = subprocess.run(
+        [sys.executable, "examples/monitoring_dashboard.py", "--rounds", "2", "--refresh", "0.05"],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": path, "COLUMNS": "200"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "Nodes" in done.stdout
+    assert "Accelerators" in done.stdout

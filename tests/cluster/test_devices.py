@@ -1,0 +1,109 @@
+"""Which accelerator an index stands for, and what opening one gives or says."""
+
+from __future__ import annotations
+
+import threading
+
+import msgspec
+import pytest
+
+import genie
+from genie.cluster.devices import DeviceBroker, accelerators
+from genie.cluster.init import shutdown_blocking
+from genie.errors import DeviceUnavailableError, NotInitializedError
+from genie.model.job import JobState
+from genie.model.messages import CancelJob, DeviceReply, OpenDevice, WaitDevice
+from genie.model.node import NodeStatus, Vendor
+from tests.cluster.small_controller import SmallController, gpu, node, session_job
+from tests.waiting import wait_until
+
+QUIET = {"enable_gpu_monitoring": False, "enable_health_checks": False}
+
+
+def names(*nodes: genie.NodeInfo) -> list[tuple[str, int]]:
+    return [(ref.node_id, ref.gpu.gpu_id) for ref in accelerators(nodes)]
+
+
+def broker() -> DeviceBroker:
+    found = genie.get_cluster_state().transport_coordinator
+    assert found is not None
+    return found
+
+
+def test_the_order_is_by_node_and_then_by_number_whatever_the_list_says() -> None:
+    nvidia = [gpu(number, vendor=Vendor.NVIDIA) for number in (1, 0)]
+    listed = [node("b", *nvidia), node("a", *nvidia)]
+    assert names(*listed) == names(*reversed(listed)) == [("a", 0), ("a", 1), ("b", 0), ("b", 1)]
+
+
+def test_cpus_count_only_where_there_is_no_gpu() -> None:
+    cpu, nvidia = node("a", gpu(0)), node("b", gpu(0, vendor=Vendor.NVIDIA))
+    assert names(cpu, nvidia) == [("b", 0)]
+    assert names(cpu) == [("a", 0)]
+
+
+def test_a_node_that_is_gone_has_no_index() -> None:
+    assert names(node("a", gpu(0), status=NodeStatus.DISCONNECTED), node("b", gpu(0))) == [("b", 0)]
+
+
+def test_opening_asks_for_the_accelerator_of_the_index_and_gives_its_address(
+    controller: SmallController,
+) -> None:
+    controller.nodes = (node("n1", gpu(0), gpu(1)),)
+    state = genie.connect(**QUIET)
+    address = broker().open(1)
+    (asked,) = [request for request in controller.asked if isinstance(request, OpenDevice)]
+    assert (asked.node_id, asked.gpu_id, asked.session_node_id) == ("n1", 1, state.local_node.node_id)
+    assert (address.port, address.ticket, address.ssl_context) == (1, "the-ticket", None)
+    assert address.server_name == "j-1.executor.genie.internal"
+
+
+def test_opening_waits_until_the_executor_listens(controller: SmallController) -> None:
+    genie.connect(**QUIET)
+    ready = controller.device
+    controller.device = DeviceReply(job=session_job("j-1", JobState.PLACING), endpoint=None)
+    got: list[str] = []
+    waiting = threading.Thread(target=lambda: got.append(broker().open(0).ticket))
+    waiting.start()
+    wait_until(lambda: controller.count(WaitDevice) >= 1)
+    controller.device = ready
+    waiting.join(10)
+    assert got == ["the-ticket"]
+
+
+def test_a_busy_accelerator_is_an_error_that_says_what_it_waits_for(controller: SmallController) -> None:
+    genie.connect(timeout=0.5, **QUIET)
+    job = session_job("j-9", JobState.QUEUED, reason="accelerator 0 of n1 is held by job j-3")
+    controller.device = DeviceReply(job=job, endpoint=None)
+    with pytest.raises(DeviceUnavailableError, match=r"within 0\.5 s; it is queued: .* held by job j-3"):
+        broker().open(0)
+    assert controller.count(CancelJob) == 1, "what nobody waits for must not take the accelerator later"
+
+
+def test_an_executor_that_ends_at_once_is_an_error_with_its_reason(controller: SmallController) -> None:
+    genie.connect(**QUIET)
+    job = session_job("j-9", JobState.FAILED, reason="exit code 3")
+    controller.device = DeviceReply(job=job, endpoint=None)
+    with pytest.raises(DeviceUnavailableError, match=r"exit code 3.*genie logs j-9"):
+        broker().open(0)
+
+
+def test_opening_fails_at_once_when_the_session_ends_meanwhile(controller: SmallController) -> None:
+    genie.connect(**QUIET)
+    controller.device = msgspec.structs.replace(
+        controller.device, job=session_job("j-1", JobState.PLACING), endpoint=None
+    )
+    errors: list[BaseException] = []
+    holder = broker()
+    waiting = threading.Thread(target=lambda: errors.append(_error_of_opening(holder)))
+    waiting.start()
+    wait_until(lambda: controller.count(WaitDevice) >= 1)
+    shutdown_blocking()
+    waiting.join(10)
+    assert [type(error) for error in errors] == [NotInitializedError]
+
+
+def _error_of_opening(holder: DeviceBroker) -> BaseException:
+    with pytest.raises(NotInitializedError) as caught:
+        holder.open(0)
+    return caught.value

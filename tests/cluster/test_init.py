@@ -1,0 +1,494 @@
+"""genie.init() and genie.shutdown(): one session for each process, and nothing left of a failed one."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import os
+import socket
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+import genie
+from genie.cluster import heartbeats
+from genie.cluster import init as init_module
+from genie.cluster.events import ClusterEvent, EventType
+from genie.cluster.phases import PHASES
+from genie.errors import (
+    AlreadyInitializedError,
+    ConfigError,
+    DeadlineError,
+    NotInitializedError,
+    ProtocolError,
+    SessionError,
+    TokenMissingError,
+    TokenRefusedError,
+    UnreachableError,
+)
+from genie.model.messages import ListNodes, SessionEnd, SessionHeartbeat
+from genie.model.node import NodeStatus, Vendor
+from tests.cluster.small_controller import TOKEN, SmallController, gpu, node
+from tests.waiting import until, wait_until
+
+QUIET = {"enable_gpu_monitoring": False, "enable_health_checks": False}
+
+
+def session_threads() -> list[str]:
+    return [t.name for t in threading.enumerate() if t.name.startswith("genie-session")]
+
+
+def assert_nothing_is_left() -> None:
+    assert not genie.is_initialized()
+    assert session_threads() == []
+
+
+# --- what init() gives ------------------------------------------------------------------------
+
+
+async def test_init_gives_the_state_of_the_cluster(controller: SmallController) -> None:
+    controller.nodes = (node("n2", gpu(0), gpu(1)), node("n1", gpu(0)))
+    state = await genie.init("127.0.0.1", controller.port)
+    assert isinstance(state, genie.ClusterState)
+    assert state.initialized
+    assert genie.is_initialized()
+    assert genie.get_cluster_state() is state
+    assert set(state.nodes) == {"n1", "n2"}
+    assert state.nodes["n2"].gpu_count == 2
+    assert (state.cluster_id, state.tenant, state.backend) == ("c1", "default", "tcp")
+    assert state.config.master_port == controller.port
+    assert state.local_node.role is genie.NodeRole.CLIENT
+    assert len(state.monitor_tasks) == 3
+    assert state.transport_coordinator is not None
+    assert len(state.transport_coordinator.refs) == 3
+    await genie.shutdown()
+    assert not state.initialized
+    assert state.nodes, "the last values stay readable"
+
+
+async def test_the_five_phases_are_events_in_order_with_their_times(controller: SmallController) -> None:
+    state = await genie.init(**QUIET)
+    told = [event for event in state.events.history() if event.type is EventType.INIT_PHASE]
+    assert [(e.facts["phase"], e.facts["name"], e.facts["state"]) for e in told] == [
+        (number, name, step) for number, name in enumerate(PHASES, 1) for step in ("started", "done")
+    ]
+    assert all(float(e.facts["duration_s"] or 0) >= 0 for e in told)
+    assert state.stats["init_s"] > 0
+    assert {f"phase_{number}_s" for number in range(1, 6)} <= set(state.stats)
+
+
+async def test_the_phases_are_in_the_log(
+    controller: SmallController, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level("INFO", logger="genie"):
+        await genie.init(**QUIET)
+    assert [name for name in PHASES if f"{name} done" in caplog.text] == list(PHASES)
+
+
+@pytest.mark.parametrize(("level", "heard"), [("", False), ("WARNING", False), ("INFO", True)])
+def test_genie_is_silent_in_a_users_program_unless_asked_to_speak(
+    controller: SmallController, monkeypatch: pytest.MonkeyPatch, level: str, heard: bool
+) -> None:
+    monkeypatch.setenv("GENIE_LOG_LEVEL", level)
+    code = f"import genie; genie.connect('127.0.0.1', {controller.port})"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30)
+    assert done.stdout == ""
+    assert ("init 5/5: monitoring done" in done.stderr) is heard
+    assert heard or done.stderr == ""
+
+
+async def test_health_and_readings_reach_the_local_node(controller: SmallController) -> None:
+    state = await genie.init()
+    await until(lambda: state.local_node.status is not NodeStatus.INITIALIZING)
+    assert state.local_node.memory_total_bytes > 0
+
+
+def test_init_shows_the_documented_signature() -> None:
+    shown = inspect.signature(genie.init)
+    assert str(shown) == (
+        "(master_addr: 'str', master_port: 'int' = 5555, backend: 'str' = 'auto', "
+        "node_id: 'str | None' = None, node_role: 'str' = 'client', timeout: 'float' = 30.0, "
+        "**kwargs: 'Any') -> 'ClusterState'"
+    )
+    assert inspect.iscoroutinefunction(genie.init)
+
+
+# --- settings ---------------------------------------------------------------------------------
+
+
+async def test_an_argument_wins_over_the_environment_and_that_over_the_file(
+    controller: SmallController, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    file = tmp_path / "genie.toml"
+    file.write_text("[cluster]\nheartbeat_interval = 7\ngpu_poll_interval = 7\nheartbeat_timeout = 70\n")
+    monkeypatch.setenv("GENIE_CONFIG", str(file))
+    monkeypatch.setenv("GENIE_HEARTBEAT_INTERVAL", "8")
+    monkeypatch.setenv("GENIE_GPU_POLL_INTERVAL", "8")
+    state = await genie.init(heartbeat_interval=9.0)
+    config = state.config
+    assert (config.heartbeat_interval, config.gpu_poll_interval, config.heartbeat_timeout) == (9, 8, 70)
+
+
+async def test_an_argument_that_is_left_out_gives_way_to_the_environment(
+    controller: SmallController, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GENIE_MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("GENIE_MASTER_PORT", str(controller.port))
+    monkeypatch.setenv("GENIE_NODE_ID", "my-laptop")
+    state = await genie.init()
+    assert state.config.master_port == controller.port
+    assert state.local_node.node_id == "my-laptop"
+
+
+async def test_the_spellings_of_the_visual_guide_are_taken(controller: SmallController) -> None:
+    state = await genie.init(enable_gpu_monitor=False, health_interval=3.5)
+    assert not state.config.enable_gpu_monitoring
+    assert state.config.health_check_interval == 3.5
+    assert state.monitor is None
+
+
+async def test_a_misspelt_argument_is_named_with_the_nearest_right_one() -> None:
+    with pytest.raises(ConfigError, match=r"heartbeet_interval.*did you mean heartbeat_interval"):
+        await genie.init("127.0.0.1", heartbeet_interval=3)
+    assert_nothing_is_left()
+
+
+async def test_a_value_out_of_range_names_the_argument() -> None:
+    with pytest.raises(ConfigError, match=r"cluster\.master_port.*argument master_port.*1 to 65535"):
+        await genie.init("127.0.0.1", master_port=70000)
+
+
+# --- one session for each process -------------------------------------------------------------
+
+
+async def test_a_second_init_with_the_same_arguments_gives_the_same_state(
+    controller: SmallController,
+) -> None:
+    first = await genie.init("127.0.0.1", controller.port)
+    assert await genie.init(master_addr="127.0.0.1", master_port=controller.port) is first
+
+
+async def test_a_second_init_with_other_arguments_names_what_differs(controller: SmallController) -> None:
+    await genie.init("127.0.0.1", controller.port)
+    with pytest.raises(AlreadyInitializedError, match=r"heartbeat_interval is 3\.0 and was 10\.0"):
+        await genie.init("127.0.0.1", controller.port, heartbeat_interval=3.0)
+    assert genie.is_initialized()
+
+
+async def test_another_token_is_a_difference_that_is_not_shown(controller: SmallController) -> None:
+    await genie.init("127.0.0.1", controller.port)
+    with pytest.raises(AlreadyInitializedError, match="token is another") as caught:
+        await genie.init("127.0.0.1", controller.port, token=str(TOKEN))
+    assert TOKEN.secret not in str(caught.value)
+
+
+async def test_concurrent_inits_share_one_session(controller: SmallController) -> None:
+    states = await asyncio.gather(*(genie.init(**QUIET) for _ in range(5)))
+    assert len({id(state) for state in states}) == 1
+    assert controller.count(SessionHeartbeat) == 1
+
+
+def test_inits_on_several_threads_share_one_session(controller: SmallController) -> None:
+    states: list[genie.ClusterState] = []
+    threads = [
+        threading.Thread(target=lambda: states.append(asyncio.run(genie.init(**QUIET)))) for _ in range(4)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(states) == 4
+    assert len({id(state) for state in states}) == 1
+
+
+async def test_init_works_again_after_shutdown(controller: SmallController) -> None:
+    first = await genie.init(**QUIET)
+    await genie.shutdown()
+    second = await genie.init(**QUIET)
+    assert second is not first
+    assert second.initialized
+
+
+async def test_an_init_during_a_shutdown_waits_for_it(controller: SmallController) -> None:
+    first = await genie.init(**QUIET)
+    _, second = await asyncio.gather(genie.shutdown(), genie.init(heartbeat_interval=5.0, **QUIET))
+    assert second is not first
+    assert second.config.heartbeat_interval == 5.0
+
+
+async def test_without_a_session_there_is_no_state() -> None:
+    assert not genie.is_initialized()
+    with pytest.raises(NotInitializedError, match=r"genie\.init"):
+        genie.get_cluster_state()
+
+
+# --- the end ----------------------------------------------------------------------------------
+
+
+async def test_shutdown_tells_the_controller_and_leaves_nothing(controller: SmallController) -> None:
+    state = await genie.init()
+    await genie.shutdown()
+    assert [r.node_id for r in controller.asked if isinstance(r, SessionEnd)] == [state.local_node.node_id]
+    assert state.events.history()[-1].type is EventType.SHUTDOWN
+    assert_nothing_is_left()
+
+
+async def test_shutdown_may_be_called_at_any_time_and_by_several(controller: SmallController) -> None:
+    await genie.shutdown()
+    await genie.init(**QUIET)
+    await asyncio.gather(genie.shutdown(), genie.shutdown())
+    await genie.shutdown()
+    assert controller.count(SessionEnd) == 1
+    assert_nothing_is_left()
+
+
+async def test_shutdown_while_init_is_under_way_ends_both(controller: SmallController) -> None:
+    controller.answers_hello = False
+    async with asyncio.TaskGroup() as group:
+        starting = group.create_task(_error_of(genie.init(**QUIET)))
+        await until(lambda: len(controller.asked) > 0)
+        await genie.shutdown()
+    assert isinstance(starting.result(), SessionError)
+    assert_nothing_is_left()
+
+
+async def test_a_cancelled_init_leaves_nothing(controller: SmallController) -> None:
+    controller.answers_hello = False
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.3):
+            await genie.init(**QUIET)
+    assert_nothing_is_left()
+
+
+async def test_one_of_two_waiting_inits_may_be_cancelled(controller: SmallController) -> None:
+    controller.answers_hello = False
+    async with asyncio.TaskGroup() as group:
+        stays = group.create_task(_error_of(genie.init(timeout=2.0, **QUIET)))
+        goes = group.create_task(genie.init(timeout=2.0, **QUIET))
+        await until(lambda: len(controller.asked) > 0)
+        goes.cancel()
+    assert isinstance(stays.result(), DeadlineError), "it went on waiting until its own deadline"
+
+
+def test_the_child_of_a_fork_has_no_session(controller: SmallController) -> None:
+    genie.connect(**QUIET)
+    pid = os.fork()
+    if pid == 0:
+        os._exit(17 if not genie.is_initialized() else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 17
+    assert genie.is_initialized()
+
+
+@pytest.mark.parametrize("leave", ["", "raise SystemExit(3)", "1 / 0"])
+def test_a_session_that_is_left_open_ends_with_the_interpreter_without_a_word(
+    controller: SmallController, leave: str
+) -> None:
+    code = f"""
+        import asyncio, genie
+        state = asyncio.run(genie.init("127.0.0.1", {controller.port}))
+        {leave}
+    """
+    done = subprocess.run(
+        [sys.executable, "-X", "dev", "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=30
+    )
+    expected = {"": 0, "raise SystemExit(3)": 3, "1 / 0": 1}[leave]
+    assert done.returncode == expected
+    assert done.stdout == ""
+    assert [line for line in done.stderr.splitlines() if "genie" in line or "Warning" in line] == []
+    assert controller.count(SessionEnd) == 1
+
+
+# --- what goes wrong --------------------------------------------------------------------------
+
+
+async def _error_of(work: object) -> BaseException:
+    with pytest.raises(BaseException) as caught:  # noqa: PT011 - the caller looks at it
+        await work  # type: ignore[misc]
+    return caught.value
+
+
+async def test_nothing_listening_is_an_error_that_names_the_address(
+    controller: SmallController, unused_tcp_port: int
+) -> None:
+    with pytest.raises(UnreachableError, match=f"127.0.0.1:{unused_tcp_port}.*refused"):
+        await genie.init("127.0.0.1", unused_tcp_port)
+    assert_nothing_is_left()
+
+
+async def test_a_failed_phase_is_the_last_event(controller: SmallController, unused_tcp_port: int) -> None:
+    seen: list[ClusterEvent] = []
+    run, _ = init_module.claim(
+        init_module.load_settings(("127.0.0.1", unused_tcp_port), QUIET), began_s=time.monotonic()
+    )
+    run._events.subscribe(EventType.INIT_PHASE, seen.append)
+    with pytest.raises(UnreachableError):
+        await asyncio.wrap_future(run.ready)
+    last = run._events.history()[-1]
+    assert (last.facts["phase"], last.facts["state"]) == (3, "failed")
+
+
+async def test_a_cluster_that_is_nowhere_is_a_configuration_error() -> None:
+    with pytest.raises(ConfigError, match=r"no cluster.*GENIE_MASTER_ADDR"):
+        await genie.init()
+    assert_nothing_is_left()
+
+
+async def test_no_token_is_an_error_that_says_where_to_get_one(controller: SmallController) -> None:
+    (Path(os.environ["GENIE_STATE_DIR"]) / "owner.token").unlink()
+    with pytest.raises(TokenMissingError, match="genie token create"):
+        await genie.init("127.0.0.1", controller.port)
+    assert_nothing_is_left()
+
+
+async def test_a_wrong_token_is_refused_and_not_repeated(controller: SmallController) -> None:
+    wrong = str(TOKEN).replace(TOKEN.secret, TOKEN.secret[::-1])
+    with pytest.raises(TokenRefusedError) as caught:
+        await genie.init("127.0.0.1", controller.port, token=wrong)
+    assert TOKEN.secret[::-1] not in str(caught.value)
+    assert_nothing_is_left()
+
+
+async def test_another_protocol_is_named_as_such(controller: SmallController) -> None:
+    async with await asyncio.start_server(_speak_http, "127.0.0.1", 0) as server:
+        port = server.sockets[0].getsockname()[1]
+        with pytest.raises(ProtocolError, match="does not speak Genie"):
+            await genie.init("127.0.0.1", port)
+    assert_nothing_is_left()
+
+
+async def _speak_http(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    writer.write(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+    writer.close()
+
+
+async def test_one_deadline_covers_all_phases_and_names_the_one_that_took_too_long(
+    controller: SmallController,
+) -> None:
+    controller.answers_hello = False
+    with pytest.raises(DeadlineError, match=r"within 0\.5 s.*phase 4 of 5, backend"):
+        await genie.init(timeout=0.5)
+    assert_nothing_is_left()
+
+
+async def test_a_server_that_accepts_and_stays_silent_is_a_deadline(controller: SmallController) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent, pytest.raises(DeadlineError, match="phase 4 of 5"):
+        await genie.init("127.0.0.1", silent.getsockname()[1], timeout=0.5)
+    assert_nothing_is_left()
+
+
+async def test_a_backend_that_is_not_here_is_refused_with_the_reason(controller: SmallController) -> None:
+    with pytest.raises(ConfigError, match="backend 'rdma'"):
+        await genie.init(backend="rdma")
+    assert_nothing_is_left()
+
+
+# --- heartbeats and the connection ------------------------------------------------------------
+
+
+async def test_heartbeats_go_on_while_user_code_blocks_its_own_loop(controller: SmallController) -> None:
+    await genie.init(heartbeat_interval=0.05, **QUIET)
+    before = controller.count(SessionHeartbeat)
+    wait_until(lambda: controller.count(SessionHeartbeat) >= before + 5)  # blocks this loop
+
+
+async def test_heartbeats_refresh_the_nodes_and_tell_of_changes(controller: SmallController) -> None:
+    state = await genie.init(heartbeat_interval=0.05, **QUIET)
+    controller.nodes = (node("n1", gpu(), status=NodeStatus.DISCONNECTED), node("n2", gpu()))
+    await until(lambda: set(state.nodes) == {"n1", "n2"})
+    assert state.nodes["n1"].status is NodeStatus.DISCONNECTED
+    told = {(event.type, event.node_id) for event in state.events.history()}
+    assert {(EventType.NODE_LOST, "n1"), (EventType.NODE_JOINED, "n2")} <= told
+
+
+async def test_a_peer_that_is_not_heard_any_more_counts_as_disconnected(
+    controller: SmallController,
+) -> None:
+    state = await genie.init(heartbeat_interval=0.05, heartbeat_timeout=0.3, **QUIET)
+    await until(lambda: state.nodes["n1"].status is NodeStatus.DISCONNECTED)
+    lost = [event for event in state.events.history() if event.type is EventType.NODE_LOST]
+    assert [event.node_id for event in lost] == ["n1"]
+
+
+async def test_without_heartbeats_the_nodes_are_looked_up_once(
+    controller: SmallController, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rounds: list[float] = []
+
+    async def next_round(self: heartbeats.Heartbeats, interval_s: float) -> None:
+        rounds.append(interval_s)
+        await asyncio.sleep(0)
+
+    monkeypatch.setattr(heartbeats.Heartbeats, "_wait_interval", next_round)
+    state = await genie.init(enable_heartbeat=False, **QUIET)
+    assert set(state.nodes) == {"n1"}
+    await until(lambda: len(rounds) > 5)
+    assert (controller.count(SessionHeartbeat), controller.count(ListNodes)) == (0, 1)
+
+
+async def test_a_session_that_holds_an_executor_is_heard_even_without_heartbeats(
+    controller: SmallController, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(heartbeats, "HOLDING_S_MAX", 0.02)
+    state = await genie.init(enable_heartbeat=False, **QUIET)
+    assert state.transport_coordinator is not None
+    await asyncio.to_thread(state.transport_coordinator.open, 0)
+    await until(lambda: controller.count(SessionHeartbeat) >= 2)
+
+
+async def test_a_lost_connection_is_made_again_and_both_are_told(controller: SmallController) -> None:
+    state = await genie.init(heartbeat_interval=0.1, **QUIET)
+    controller.stop()
+    await until(lambda: _has(state, EventType.CONNECTION_LOST))
+    assert genie.is_initialized()
+    controller.asked.clear()
+    controller.start()
+    await until(lambda: _has(state, EventType.CONNECTION_RESTORED))
+    await until(lambda: controller.count(SessionHeartbeat) > 0)
+    assert state.stats["reconnects"] == 1
+
+
+async def test_a_session_ends_in_order_while_the_controller_is_away(controller: SmallController) -> None:
+    state = await genie.init(heartbeat_interval=0.1, **QUIET)
+    controller.stop()
+    await until(lambda: _has(state, EventType.CONNECTION_LOST))
+    await genie.shutdown()
+    assert_nothing_is_left()
+
+
+def _has(state: genie.ClusterState, kind: EventType) -> bool:
+    return any(event.type is kind for event in state.events.history())
+
+
+# --- the device -------------------------------------------------------------------------------
+
+
+async def test_init_attaches_the_device_without_importing_torch(controller: SmallController) -> None:
+    code = f"""
+        import asyncio, sys, genie
+        from genie.device import roster
+        asyncio.run(genie.init("127.0.0.1", {controller.port}))
+        print(len(roster.slots()), "torch" in sys.modules, "rich" in sys.modules, "typer" in sys.modules)
+    """
+    done = await asyncio.to_thread(
+        subprocess.run,
+        [sys.executable, "-c", textwrap.dedent(code)],
+        capture_output=True,
+        text=True,
+        timeout=30,
+    )
+    assert done.stdout.split() == ["1", "False", "False", "False"], done.stderr
+
+
+async def test_the_device_is_detached_at_the_end(controller: SmallController) -> None:
+    from genie.device import roster
+
+    controller.nodes = (node("n1", gpu(0, vendor=Vendor.NVIDIA), gpu(1, vendor=Vendor.NVIDIA)),)
+    await genie.init(**QUIET)
+    assert [slot.device.gpu_id for slot in roster.slots()] == ["0", "1"]
+    await genie.shutdown()
+    assert roster.slots() == ()

@@ -1,0 +1,72 @@
+"""This process as a node."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import genie
+from genie.cluster import node_info
+from genie.cluster.node_info import create_local_node, detect_local_gpus, local_node_id
+from genie.config import ClusterConfig
+from genie.errors import NameInvalidError
+from genie.hardware import HostFacts
+from genie.model import node as model
+from genie.model.names import checked_node_id
+from genie.model.node import GPUInfo, NodeRole, NodeStatus, Vendor
+
+FACTS = HostFacts(cpus=4.0, memory_total_bytes=100, memory_used_bytes=40, hostname="Box.Example")
+
+
+@pytest.mark.parametrize("name", ["NodeInfo", "GPUInfo", "NodeStatus", "NodeRole"])
+def test_the_documented_names_are_those_of_the_model(name: str) -> None:
+    assert getattr(node_info, name) is getattr(model, name)
+
+
+def test_a_node_carries_what_configuration_and_host_say() -> None:
+    gpu = GPUInfo(gpu_id=0, name="x", vendor=Vendor.CPU)
+    config = ClusterConfig(node_role="worker")
+    node = create_local_node(config, suffix="abc", host="10.0.0.1", gpus=(gpu,), facts=FACTS, now=7.0)
+    assert (node.node_id, node.hostname, node.host) == ("box-example-abc", "Box.Example", "10.0.0.1")
+    assert (node.role, node.status) == (NodeRole.WORKER, NodeStatus.INITIALIZING)
+    assert (node.cpus, node.memory_total_bytes, node.memory_used_bytes) == (4.0, 100, 40)
+    assert (node.gpus, node.gpu_count) == ((gpu,), 1)
+    assert (node.last_heartbeat, node.version) == (7.0, genie.__version__)
+    assert (node.network_backend, node.control_port) == ("tcp", 0)
+
+
+def test_a_server_has_its_port_and_an_explicit_backend_is_kept() -> None:
+    config = ClusterConfig(node_role="server", master_port=6000, backend="rdma")
+    node = create_local_node(config, suffix="a", gpus=(), facts=FACTS)
+    assert (node.control_port, node.network_backend) == (6000, "rdma")
+
+
+def test_a_configured_id_is_taken_as_it_is() -> None:
+    config = ClusterConfig(node_id="my-node")
+    assert create_local_node(config, suffix="abc", gpus=(), facts=FACTS).node_id == "my-node"
+
+
+def test_a_configured_id_with_odd_characters_is_refused() -> None:
+    with pytest.raises(NameInvalidError, match="My Node"):
+        create_local_node(ClusterConfig(node_id="My Node"), suffix="abc", gpus=(), facts=FACTS)
+
+
+@given(st.text(max_size=80), st.text("0123456789abcdef", min_size=1, max_size=32))
+def test_every_host_name_gives_an_allowed_id_that_keeps_the_suffix(hostname: str, suffix: str) -> None:
+    node_id = local_node_id(ClusterConfig(), hostname=hostname, suffix=suffix)
+    assert checked_node_id(node_id) == node_id
+    assert node_id.endswith(f"-{suffix}")
+
+
+def test_without_readings_given_the_machine_is_read() -> None:
+    node = create_local_node(ClusterConfig(), suffix="abc")
+    assert node.memory_total_bytes > 0
+    assert node.cpus > 0
+
+
+def test_cpu_accelerators_are_detected_only_when_asked_for_and_without_gpus() -> None:
+    found = detect_local_gpus(cpu_accelerators=2)
+    vendors = {gpu.vendor for gpu in found}
+    assert vendors in ({Vendor.CPU}, {Vendor.NVIDIA})
+    assert all(gpu.vendor is not Vendor.CPU for gpu in detect_local_gpus())

@@ -1,0 +1,3 @@
+"""Tests of the store engines. A package, so that one etcd can serve the whole folder (see conftest.py)."""
+
+from __future__ import annotations

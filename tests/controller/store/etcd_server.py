@@ -1,0 +1,103 @@
+"""A real etcd for tests: loopback, free ports, its own folder, gone when the test process is gone."""
+
+from __future__ import annotations
+
+import itertools
+import shutil
+import signal
+import socket
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+
+from tests.needs import require_program
+from tests.waiting import wait_until
+
+_STARTS_MAX = 3
+
+
+class EtcdServer:
+    """`kill` and `start` again on the same data and ports. Output goes to a file: a pipe would hang us."""
+
+    def __init__(self, folder: Path, *, scheme: str = "http", options: Sequence[str] = ()) -> None:
+        self._program = require_program("etcd", package="etcd-server")
+        self.folder = folder
+        self._scheme = scheme
+        self._options = tuple(options)
+        self._process: subprocess.Popen[bytes] | None = None
+        self._log_numbers = itertools.count()
+        self._choose_ports()
+
+    @property
+    def endpoint(self) -> str:
+        return f"127.0.0.1:{self._client_port}"
+
+    @property
+    def url(self) -> str:
+        return f"{'etcds' if self._scheme == 'https' else 'etcd'}://{self.endpoint}"
+
+    def start(self) -> None:
+        fresh = not (self.folder / "data").exists()
+        for attempt in range(_STARTS_MAX):
+            log = self.folder / f"etcd-{next(self._log_numbers)}.log"
+            self._launch(log)
+            wait_until(lambda log=log: self._is_decided(log), timeout_s=30, what="etcd to be ready")
+            if self._process is not None and self._process.poll() is None:
+                return
+            self._process = None
+            # Somebody took a port between our choice and etcd's bind. Only a new server may move.
+            if not fresh or attempt == _STARTS_MAX - 1:
+                raise AssertionError(f"etcd did not start:\n{log.read_text()[-3000:]}")
+            shutil.rmtree(self.folder / "data", ignore_errors=True)
+            self._choose_ports()
+
+    def kill(self) -> None:
+        """SIGKILL, as a crash would."""
+        self._end(signal.SIGKILL)
+
+    def stop(self) -> None:
+        """Idempotent."""
+        self._end(signal.SIGTERM)
+
+    def _end(self, how: signal.Signals) -> None:
+        if self._process is None:
+            return
+        self._process.send_signal(how)
+        try:
+            self._process.wait(timeout=10)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait(timeout=10)
+        self._process = None
+
+    def _launch(self, log: Path) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        client, peer = f"{self._scheme}://{self.endpoint}", f"http://127.0.0.1:{self._peer_port}"
+        command = [
+            *(["setpriv", "--pdeathsig", "KILL"] if shutil.which("setpriv") else []),
+            *(self._program, "--name", "one", "--data-dir", str(self.folder / "data")),
+            *("--listen-client-urls", client, "--advertise-client-urls", client),
+            *("--listen-peer-urls", peer, "--initial-advertise-peer-urls", peer),
+            *("--initial-cluster", f"one={peer}"),
+            *self._options,
+        ]
+        with log.open("wb") as output:
+            self._process = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env={"PATH": "/usr/bin:/bin"}
+            )
+
+    def _is_decided(self, log: Path) -> bool:
+        assert self._process is not None
+        return self._process.poll() is not None or b"ready to serve client requests" in log.read_bytes()
+
+    def _choose_ports(self) -> None:
+        self._client_port, self._peer_port = free_ports(2)
+
+
+def free_ports(count: int) -> list[int]:
+    held = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+    try:
+        return [listener.getsockname()[1] for listener in held]
+    finally:
+        for listener in held:
+            listener.close()

@@ -1,0 +1,270 @@
+"""The contract of every engine: keys, ranges, transactions, limits."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from genie.controller.store import Compare, Delete, KeyValue, Put, Store
+from genie.controller.store.protocol import KEY_BYTES_MAX, TXN_BYTES_MAX, TXN_OPS_MAX, VALUE_BYTES_MAX
+from genie.errors import LeaseLostError, StoreUnavailableError, UsageError
+from tests.controller.store.conftest import ContractStore
+
+
+async def put(store: Store, key: str, value: bytes = b"") -> int:
+    return (await store.commit([], [Put(key, value)])).revision
+
+
+async def keys_under(store: Store, prefix: str) -> list[str]:
+    return [item.key for item in (await store.range(prefix)).items]
+
+
+async def test_a_put_key_is_read_back_with_its_revisions(store: ContractStore) -> None:
+    revision = await put(store, "a", b"one")
+    assert await store.get("a") == KeyValue("a", b"one", revision, revision)
+
+
+async def test_a_key_that_was_never_put_is_none(store: ContractStore) -> None:
+    assert await store.get("nothing") is None
+
+
+async def test_rewriting_moves_the_mod_revision_and_keeps_the_create_revision(store: ContractStore) -> None:
+    created = await put(store, "a", b"one")
+    rewritten = await put(store, "a", b"two")
+    assert rewritten > created
+    assert await store.get("a") == KeyValue("a", b"two", created, rewritten)
+
+
+async def test_a_key_made_again_after_a_delete_has_a_new_create_revision(store: ContractStore) -> None:
+    first = await put(store, "a")
+    await store.commit([], [Delete("a")])
+    assert await store.get("a") is None
+    again = await put(store, "a")
+    item = await store.get("a")
+    assert item is not None
+    assert item.create_revision == again > first
+
+
+async def test_deleting_what_is_not_there_succeeds_and_changes_nothing(store: ContractStore) -> None:
+    before = await put(store, "a")
+    result = await store.commit([], [Delete("b")])
+    assert (result.succeeded, result.revision) == (True, before)
+
+
+async def test_an_empty_transaction_tells_the_current_revision(store: ContractStore) -> None:
+    before = await put(store, "a")
+    result = await store.commit([], [])
+    assert (result.succeeded, result.revision) == (True, before)
+
+
+@pytest.mark.parametrize("value", [b"", b"\0", bytes(range(256))])
+async def test_values_are_bytes_of_any_kind(store: ContractStore, value: bytes) -> None:
+    await put(store, "a", value)
+    item = await store.get("a")
+    assert item is not None
+    assert item.value == value
+
+
+async def test_a_range_holds_exactly_the_keys_under_the_prefix(store: ContractStore) -> None:
+    for key in ["a", "a/", "a/1", "a/2", "a0", "b", "a/\u00ff", "a/\U0001f600", "a/\0"]:
+        await put(store, key)
+    assert await keys_under(store, "a/") == ["a/", "a/\0", "a/1", "a/2", "a/\u00ff", "a/\U0001f600"]
+    assert len(await keys_under(store, "")) == 9
+    assert await keys_under(store, "c") == []
+
+
+async def test_keys_are_ordered_by_their_utf8_bytes(store: ContractStore) -> None:
+    keys = ["\uffff", "\U00010000", "z", "a\0b", "a", "ab", "\u00e9", "A"]
+    for key in keys:
+        await put(store, key)
+    assert await keys_under(store, "") == sorted(keys, key=str.encode)
+
+
+async def test_a_range_is_cut_at_the_limit_and_goes_on_after_the_last_key(store: ContractStore) -> None:
+    for name in "abcde":
+        await put(store, f"k/{name}")
+    first = await store.range("k/", limit=2)
+    assert ([item.key for item in first.items], first.more) == (["k/a", "k/b"], True)
+    rest = await store.range("k/", start_after="k/b", limit=3)
+    assert ([item.key for item in rest.items], rest.more) == (["k/c", "k/d", "k/e"], False)
+    assert (await store.range("k/", start_after="k/e")).items == ()
+    everything = await store.range("k/", start_after="a")
+    assert len(everything.items) == 5
+
+
+async def test_a_range_tells_the_revision_it_was_read_at(store: ContractStore) -> None:
+    revision = await put(store, "a")
+    assert (await store.range("a")).revision == revision
+
+
+async def test_five_thousand_keys_come_whole_and_in_order(store: ContractStore) -> None:
+    names = [f"large/{number:05}" for number in range(5000)]
+    for start in range(0, len(names), TXN_OPS_MAX):
+        await store.commit([], [Put(name, name.encode() * 4) for name in names[start : start + TXN_OPS_MAX]])
+    at_once = await store.range("large/", limit=10_000)
+    assert [item.key for item in at_once.items] == names
+    assert all(item.value == item.key.encode() * 4 for item in at_once.items)
+    assert not at_once.more
+    paged: list[str] = []
+    page = await store.range("large/", limit=700)
+    paged += [item.key for item in page.items]
+    while page.more:
+        page = await store.range("large/", start_after=paged[-1], limit=700)
+        paged += [item.key for item in page.items]
+    assert paged == names
+
+
+async def test_a_range_ends_early_when_its_values_are_too_many_bytes(
+    store: ContractStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in ("genie.controller.store.sqlite_file", "genie.controller.store.etcd", "genie.sim.store"):
+        monkeypatch.setattr(f"{module}.RANGE_BYTES_MAX", 250)
+    for name in "abcde":
+        await put(store, f"k/{name}", b"x" * 100)
+    cut = await store.range("k/")
+    assert ([item.key for item in cut.items], cut.more) == (["k/a", "k/b", "k/c"], True)
+    rest = await store.range("k/", start_after="k/c")
+    assert ([item.key for item in rest.items], rest.more) == (["k/d", "k/e"], False)
+
+
+async def test_a_transaction_gives_all_its_keys_one_revision(store: ContractStore) -> None:
+    result = await store.commit([], [Put("a", b"1"), Put("b", b"2")])
+    items = (await store.range("")).items
+    assert [item.mod_revision for item in items] == [result.revision, result.revision]
+
+
+async def test_compares_decide_between_everything_and_nothing(store: ContractStore) -> None:
+    created = await put(store, "a", b"one")
+    rewritten = await put(store, "a", b"two")
+    good = [
+        Compare("a", rewritten),
+        Compare("a", created, "create"),
+        Compare("b", 0),
+        Compare("b", 0, "create"),
+    ]
+    for wrong in (Compare("a", created), Compare("a", rewritten, "create"), Compare("a", 0), Compare("b", 1)):
+        refused = await store.commit([*good, wrong], [Put("a", b"three"), Put("c", b"")])
+        assert (refused.succeeded, refused.revision) == (False, rewritten)
+    assert await store.get("a") == KeyValue("a", b"two", created, rewritten)
+    assert await store.get("c") is None
+    done = await store.commit(good, [Put("c", b""), Delete("a")])
+    assert done.succeeded
+    assert await keys_under(store, "") == ["c"]
+
+
+async def test_of_many_concurrent_creators_exactly_one_wins(store: ContractStore) -> None:
+    results = await asyncio.gather(
+        *(store.commit([Compare("leader", 0)], [Put("leader", b"%d" % number)]) for number in range(20))
+    )
+    winners = [number for number, result in enumerate(results) if result.succeeded]
+    assert len(winners) == 1
+    item = await store.get("leader")
+    assert item is not None
+    assert item.value == b"%d" % winners[0]
+    assert item.create_revision == results[winners[0]].revision
+
+
+async def test_concurrent_increments_by_compare_and_swap_lose_none(store: ContractStore) -> None:
+    await put(store, "count", b"0")
+
+    async def increment() -> None:
+        for _ in range(5):
+            while True:
+                item = await store.get("count")
+                assert item is not None
+                value = b"%d" % (int(item.value) + 1)
+                if (
+                    await store.commit([Compare("count", item.mod_revision)], [Put("count", value)])
+                ).succeeded:
+                    break
+
+    await asyncio.gather(*(increment() for _ in range(6)))
+    item = await store.get("count")
+    assert item is not None
+    assert item.value == b"30"
+
+
+async def test_a_transaction_that_names_a_dead_lease_changes_nothing(store: ContractStore) -> None:
+    before = await put(store, "z")
+    with pytest.raises(LeaseLostError):
+        await store.commit([], [Put("a", b""), Delete("z"), Put("b", b"", lease_id=987654321)])
+    assert await keys_under(store, "") == ["z"]
+    assert (await store.range("")).revision == before
+
+
+async def test_a_compare_that_fails_comes_before_a_dead_lease(store: ContractStore) -> None:
+    result = await store.commit([Compare("a", 5)], [Put("b", b"", lease_id=987654321)])
+    assert not result.succeeded
+
+
+@pytest.mark.parametrize(
+    "operations",
+    [
+        [Put("", b"")],
+        [Put("k" * (KEY_BYTES_MAX + 1), b"")],
+        [Put("\u00e9" * (KEY_BYTES_MAX // 2 + 1), b"")],
+        [Put("\ud800", b"")],
+        [Put("a", b"x" * (VALUE_BYTES_MAX + 1))],
+        [Put("a", b"", lease_id=-1)],
+        [Put("a", b""), Delete("a")],
+        [Put(str(number), b"") for number in range(TXN_OPS_MAX + 1)],
+        [Put("a", b"x" * VALUE_BYTES_MAX), Put("b", b"x" * (TXN_BYTES_MAX - VALUE_BYTES_MAX))],
+    ],
+    ids=["empty", "long", "long-utf8", "surrogate", "value", "lease", "twice", "many", "bytes"],
+)
+async def test_operations_over_a_limit_are_a_usage_error(
+    store: ContractStore, operations: list[Put | Delete]
+) -> None:
+    with pytest.raises(UsageError):
+        await store.commit([], operations)
+    assert await keys_under(store, "") == []
+
+
+@pytest.mark.parametrize(
+    "compares", [[Compare("", 0)], [Compare("a", -1)], [Compare("a", 0)] * (TXN_OPS_MAX + 1)]
+)
+async def test_compares_over_a_limit_are_a_usage_error(store: ContractStore, compares: list[Compare]) -> None:
+    with pytest.raises(UsageError):
+        await store.commit(compares, [Put("b", b"")])
+
+
+async def test_other_arguments_out_of_bounds_are_a_usage_error(store: ContractStore) -> None:
+    for limit in (0, -1, 10_001):
+        with pytest.raises(UsageError):
+            await store.range("a", limit=limit)
+    for ttl_s in (0.0, -1.0, float("nan"), float("inf"), 86_401.0):
+        with pytest.raises(UsageError):
+            await store.grant_lease(ttl_s)
+    with pytest.raises(UsageError):
+        await store.get("")
+    with pytest.raises(UsageError):
+        async with store.watch("", after_revision=-1):
+            pass
+
+
+async def test_what_is_just_within_the_limits_is_taken(store: ContractStore) -> None:
+    names = [f"{number:0{KEY_BYTES_MAX}}" for number in range(TXN_OPS_MAX)]
+    await store.commit([Compare(name, 0) for name in names], [Put(name, b"") for name in names])
+    assert await keys_under(store, "") == names
+    rest_bytes = TXN_BYTES_MAX - VALUE_BYTES_MAX - 2
+    await store.commit([], [Put("a", b"x" * VALUE_BYTES_MAX), Put("b", b"y" * rest_bytes)])
+    item = await store.get("a")
+    assert item is not None
+    assert len(item.value) == VALUE_BYTES_MAX
+
+
+async def test_a_closed_store_says_so_and_closes_again(store: ContractStore) -> None:
+    lease_id = await store.grant_lease(60)
+    await store.close()
+    await store.close()
+    for call in (
+        store.get("a"),
+        store.range("a"),
+        store.commit([], [Put("a", b"")]),
+        store.grant_lease(5),
+        store.keep_alive(lease_id),
+        store.revoke_lease(lease_id),
+    ):
+        with pytest.raises(StoreUnavailableError):
+            await call

@@ -1,0 +1,421 @@
+"""What only the etcd engine has: versions, endpoints, answers that get lost, broken streams, its quota."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+
+import grpc
+import pytest
+
+from genie.controller.store import Compare, Delete, Put, WatchEvent
+from genie.controller.store.etcd import EtcdStore
+from genie.controller.store.etcd_faults import check_version
+from genie.controller.store.etcd_proto import kv_pb2, rpc_pb2
+from genie.errors import (
+    CompactedError,
+    LeaseLostError,
+    StoreCorruptError,
+    StoreError,
+    StoreFullError,
+    StoreUnavailableError,
+    StoreVersionError,
+    UsageError,
+)
+from tests.controller.store.etcd_server import EtcdServer, free_ports
+from tests.controller.store.fake_etcd import FakeEtcd, TcpProxy
+from tests.waiting import until
+
+UNAVAILABLE = grpc.StatusCode.UNAVAILABLE
+
+
+@pytest.fixture
+async def fake() -> AsyncIterator[FakeEtcd]:
+    async with FakeEtcd() as fake:
+        yield fake
+
+
+@pytest.fixture
+async def fake_store(fake: FakeEtcd) -> AsyncIterator[EtcdStore]:
+    store = await EtcdStore.open(f"etcd://{fake.endpoint}")
+    yield store
+    await store.close()
+
+
+# --- versions ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "version", ["3.4.22", "3.4.23", "3.4.40", "3.5.6", "3.5.21", "3.6.0", "3.6.1+git", "4.0.0"]
+)
+def test_versions_that_keep_data_are_taken(version: str) -> None:
+    check_version(version, endpoint="here:1")
+
+
+@pytest.mark.parametrize(
+    "version",
+    ["2.3.8", "3.3.27", "3.4.0", "3.4.21", "3.5.0", "3.5.0-rc.1", "3.5.1", "3.5.5", "", "new", "3.5"],
+)
+def test_versions_that_lose_data_are_refused_with_the_reason_and_the_cure(version: str) -> None:
+    with pytest.raises(StoreVersionError, match=r"here:1.*3\.4\.22 or later of 3\.4, or 3\.5\.6"):
+        check_version(version, endpoint="here:1")
+
+
+async def test_a_server_of_a_refused_version_is_not_used(fake: FakeEtcd) -> None:
+    fake.version = "3.5.3"
+    with pytest.raises(StoreVersionError, match=r"3\.5\.3.*killed"):
+        await EtcdStore.open(f"etcd://{fake.endpoint}")
+    assert fake.calls == []
+
+
+async def test_another_endpoint_is_asked_for_its_version_before_its_first_use(fake: FakeEtcd) -> None:
+    async with FakeEtcd(version="3.4.3") as old:
+        store = await EtcdStore.open(f"etcd://{fake.endpoint},{old.endpoint}")
+        fake.fail["Range"] = [(UNAVAILABLE, "gone")]
+        with pytest.raises(StoreVersionError):
+            await store.get("a")
+        assert old.calls == []
+        await store.close()
+
+
+# --- endpoints --------------------------------------------------------------------------------
+
+
+async def test_when_no_endpoint_answers_each_is_named_with_its_reason() -> None:
+    one, two = free_ports(2)
+    with pytest.raises(StoreUnavailableError, match=rf"127\.0\.0\.1:{one}: .*127\.0\.0\.1:{two}: "):
+        await EtcdStore.open(f"etcd://127.0.0.1:{one},127.0.0.1:{two}", timeout_s=0.3)
+
+
+async def test_a_dead_endpoint_is_passed_over(etcd_server: EtcdServer) -> None:
+    (dead,) = free_ports(1)
+    store = await EtcdStore.open(f"etcd://127.0.0.1:{dead},{etcd_server.endpoint}?namespace=/dead/")
+    assert (await store.commit([], [Put("a", b"")])).succeeded
+    await store.close()
+
+
+async def test_keys_are_under_the_namespace_and_others_do_not_show(etcd_server: EtcdServer) -> None:
+    genie = await EtcdStore.open(etcd_server.url)
+    other = await EtcdStore.open(f"{etcd_server.url}?namespace=/genie2/")
+    everything = await EtcdStore.open(f"{etcd_server.url}?namespace=/")
+    await genie.commit([], [Put("spaced", b"1")])
+    await other.commit([], [Put("spaced", b"2")])
+    assert [item.value for item in (await genie.range("")).items] == [b"1"]
+    under = {item.key: item.value for item in (await everything.range("genie", limit=10)).items}
+    assert under == {"genie/spaced": b"1", "genie2/spaced": b"2"}
+    for store in (genie, other, everything):
+        await store.close()
+
+
+async def test_calls_and_watches_go_on_through_another_endpoint(etcd_server: EtcdServer) -> None:
+    async with TcpProxy(etcd_server.endpoint) as one, TcpProxy(etcd_server.endpoint) as two:
+        store = await EtcdStore.open(f"etcd://{one.endpoint},{two.endpoint}?namespace=/failover/")
+        start = (await store.commit([], [Put("k/0", b"")])).revision
+        async with store.watch("k/", after_revision=start - 1) as events:
+            assert (await anext(events)).key == "k/0"
+            waiting = asyncio.ensure_future(anext(events))
+            await until(lambda: one.connections == 1)
+            await one.cut()
+            assert await store.get("k/0") is not None
+            for number in range(1, 20):
+                await store.commit([], [Put(f"k/{number}", b"")])
+            seen = [(await waiting).key] + [(await anext(events)).key for _ in range(18)]
+            assert seen == [f"k/{number}" for number in range(1, 20)]
+        assert two.connections >= 1
+        await store.close()
+
+
+async def test_a_silent_endpoint_leaves_time_for_another(fake: FakeEtcd) -> None:
+    fake.silent = {"Range"}
+    async with FakeEtcd() as other:
+        store = await EtcdStore.open(f"etcd://{fake.endpoint},{other.endpoint}")
+        assert await store.get("a", timeout_s=1.0) is None
+        assert (fake.calls, other.calls) == (["Range"], ["Range"])
+        assert await store.get("b") is None
+        assert (fake.calls, other.calls) == (["Range"], ["Range", "Range"])
+        await store.close()
+
+
+async def test_a_member_without_a_leader_is_asked_to_say_so(fake: FakeEtcd, fake_store: EtcdStore) -> None:
+    fake.watches = [[answer(change("a", 2))]]
+    await fake_store.get("a")
+    await fake_store.commit([], [Put("a", b"")])
+    async with fake_store.watch("", after_revision=0) as events:
+        await anext(events)
+    assert [metadata.get("hasleader") for metadata in fake.metadata] == ["true"] * 3
+
+
+# --- ranges of several pages ------------------------------------------------------------------
+
+
+class BetweenPages:
+    """Does something once, after the first page of a range."""
+
+    def __init__(self, store: EtcdStore, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._todo: list[Callable[[], Awaitable[object]]] = []
+        monkeypatch.setattr("genie.controller.store.etcd.RANGE_PAGE_KEYS", 2)
+        read_page = store._range
+
+        async def read_and_do(request: rpc_pb2.RangeRequest, *, timeout_s: float) -> rpc_pb2.RangeResponse:
+            page = await read_page(request, timeout_s=timeout_s)
+            while self._todo:
+                await self._todo.pop()()
+            return page
+
+        monkeypatch.setattr(store, "_range", read_and_do)
+
+    def do(self, work: Callable[[], Awaitable[object]]) -> None:
+        self._todo.append(work)
+
+
+async def test_all_pages_of_a_range_are_of_one_revision(
+    etcd_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = await EtcdStore.open(etcd_url)
+    before = (await store.commit([], [Put(name, b"old") for name in "abcde"])).revision
+    BetweenPages(store, monkeypatch).do(lambda: store.commit([], [Put("d", b"new"), Delete("e")]))
+    found = await store.range("")
+    assert [(item.key, item.value) for item in found.items] == [(name, b"old") for name in "abcde"]
+    assert (found.revision, found.more) == (before, False)
+    await store.close()
+
+
+async def test_a_range_begins_anew_when_its_revision_is_compacted_under_it(
+    etcd_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = await EtcdStore.open(etcd_url)
+    await store.commit([], [Put(name, b"old") for name in "abcde"])
+
+    async def rewrite_and_compact() -> None:
+        await store.commit([], [Put("d", b"new")])
+        await store.compact((await store.commit([], [Delete("a")])).revision)
+
+    BetweenPages(store, monkeypatch).do(rewrite_and_compact)
+    found = await store.range("")
+    assert {item.key: item.value for item in found.items} == {
+        "b": b"old",
+        "c": b"old",
+        "d": b"new",
+        "e": b"old",
+    }
+    await store.close()
+
+
+# --- answers that get lost --------------------------------------------------------------------
+
+
+async def test_a_read_is_sent_again(fake: FakeEtcd, fake_store: EtcdStore) -> None:
+    fake.fail["Range"] = [(UNAVAILABLE, "gone"), (UNAVAILABLE, "still gone")]
+    assert await fake_store.get("a") is None
+    assert fake.calls == ["Range"] * 3
+
+
+async def test_a_commit_whose_answer_was_lost_is_not_sent_again(
+    fake: FakeEtcd, fake_store: EtcdStore
+) -> None:
+    fake.fail["Txn"] = [(UNAVAILABLE, "the connection broke")]
+    with pytest.raises(StoreUnavailableError, match="may have happened"):
+        await fake_store.commit([Compare("a", 0)], [Put("a", b"")])
+    assert fake.calls == ["Txn"]
+
+
+async def test_a_commit_that_was_refused_for_want_of_a_leader_is_sent_again(
+    fake: FakeEtcd, fake_store: EtcdStore
+) -> None:
+    fake.fail["Txn"] = [(UNAVAILABLE, "etcdserver: no leader")] * 2
+    assert (await fake_store.commit([], [Put("a", b"")])).succeeded
+    assert fake.calls == ["Txn"] * 3
+
+
+async def test_retries_end_at_the_deadline(fake: FakeEtcd, fake_store: EtcdStore) -> None:
+    fake.fail["Range"] = [(UNAVAILABLE, "gone")] * 1000
+    with pytest.raises(StoreUnavailableError, match="gone"):
+        await fake_store.get("a", timeout_s=0.3)
+
+
+@pytest.mark.parametrize(
+    ("code", "text", "expected"),
+    [
+        (grpc.StatusCode.RESOURCE_EXHAUSTED, "etcdserver: mvcc: database space exceeded", StoreFullError),
+        (grpc.StatusCode.RESOURCE_EXHAUSTED, "etcdserver: too many requests", StoreUnavailableError),
+        (grpc.StatusCode.NOT_FOUND, "etcdserver: requested lease not found", LeaseLostError),
+        (
+            grpc.StatusCode.OUT_OF_RANGE,
+            "etcdserver: mvcc: required revision has been compacted",
+            CompactedError,
+        ),
+        (grpc.StatusCode.INVALID_ARGUMENT, "etcdserver: request is too large", UsageError),
+        (grpc.StatusCode.PERMISSION_DENIED, "etcdserver: permission denied", StoreError),
+        (grpc.StatusCode.DATA_LOSS, "etcdserver: corrupt cluster", StoreCorruptError),
+        (grpc.StatusCode.UNIMPLEMENTED, "unknown service", StoreVersionError),
+        (grpc.StatusCode.UNKNOWN, "something else", StoreUnavailableError),
+    ],
+)
+async def test_what_etcd_answers_becomes_an_error_of_ours(
+    fake: FakeEtcd, fake_store: EtcdStore, code: grpc.StatusCode, text: str, expected: type[StoreError]
+) -> None:
+    fake.fail["Txn"] = [(code, text)]
+    with pytest.raises(StoreError if expected is not UsageError else UsageError) as caught:
+        await fake_store.commit([], [Put("a", b"")])
+    assert type(caught.value) is expected
+
+
+@pytest.mark.parametrize(("ttl_s", "asked"), [(0.2, 1), (1.0, 1), (1.2, 2), (30.0, 30)])
+async def test_lease_times_are_rounded_up_to_whole_seconds(
+    fake: FakeEtcd, fake_store: EtcdStore, ttl_s: float, asked: int
+) -> None:
+    await fake_store.grant_lease(ttl_s)
+    assert fake.requests == [rpc_pb2.LeaseGrantRequest(TTL=asked)]
+
+
+async def test_closing_ends_calls_under_way_without_cancelling_their_callers(
+    fake: FakeEtcd, fake_store: EtcdStore
+) -> None:
+    fake.silent = {"Range"}
+    waiting = asyncio.ensure_future(fake_store.get("a", timeout_s=30))
+    await until(lambda: fake.calls)
+    await fake_store.close()
+    with pytest.raises(StoreUnavailableError, match="closed"):
+        await waiting
+
+
+# --- watches ----------------------------------------------------------------------------------
+
+
+def change(key: str, revision: int) -> kv_pb2.Event:
+    return kv_pb2.Event(kv=kv_pb2.KeyValue(key=b"/genie/" + key.encode(), value=b"v", mod_revision=revision))
+
+
+def answer(*events: kv_pb2.Event) -> rpc_pb2.WatchResponse:
+    return rpc_pb2.WatchResponse(events=events)
+
+
+async def test_a_stream_that_breaks_within_a_transaction_is_taken_up_there(
+    fake: FakeEtcd, fake_store: EtcdStore
+) -> None:
+    transaction = [change(name, 12) for name in "abcd"]
+    fake.watches = [
+        [answer(change("old", 10), change("w", 11)), answer(*transaction[:1]), None],
+        [answer(*transaction[:3]), None],
+        [None],
+        [answer(*transaction), answer(change("x", 13))],
+    ]
+    async with fake_store.watch("", after_revision=10) as events:
+        seen = [await anext(events) for _ in range(6)]
+    assert seen == [
+        WatchEvent("w", b"v", 11),
+        *(WatchEvent(name, b"v", 12) for name in "abcd"),
+        WatchEvent("x", b"v", 13),
+    ]
+    starts = [
+        request.create_request.start_revision
+        for request in fake.requests
+        if isinstance(request, rpc_pb2.WatchRequest)
+    ]
+    assert starts == [10, 12, 12, 12]
+
+
+async def test_a_watch_from_the_beginning_does_not_mean_from_now_on(
+    fake: FakeEtcd, fake_store: EtcdStore
+) -> None:
+    fake.watches = [[answer(change("a", 2))]]
+    async with fake_store.watch("", after_revision=0) as events:
+        assert (await anext(events)).key == "a"
+    (request,) = fake.requests
+    assert isinstance(request, rpc_pb2.WatchRequest)
+    # etcd takes 0 for "from now on".
+    assert request.create_request.start_revision == 1
+    assert request.create_request.fragment
+
+
+async def test_a_watch_ended_by_the_server_is_taken_up_again(fake: FakeEtcd, fake_store: EtcdStore) -> None:
+    ended = rpc_pb2.WatchResponse(canceled=True, cancel_reason="for the test")
+    fake.watches = [[answer(change("a", 6)), ended], [answer(change("a", 6), change("b", 7))]]
+    async with fake_store.watch("", after_revision=5) as events:
+        assert [(await anext(events)).key, (await anext(events)).key] == ["a", "b"]
+
+
+async def test_a_watch_gives_up_when_etcd_stays_away(
+    fake: FakeEtcd, fake_store: EtcdStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("genie.controller.store.etcd_watch.RECONNECT_S", 0.2)
+    fake.fail["Watch"] = [(UNAVAILABLE, "etcdserver: no leader")] * 100
+    async with fake_store.watch("", after_revision=5) as events:
+        with pytest.raises(StoreUnavailableError, match="no leader"):
+            await anext(events)
+
+
+async def test_a_watch_that_comes_back_to_a_compacted_history_is_told(etcd_url: str) -> None:
+    store = await EtcdStore.open(etcd_url)
+    start = (await store.commit([], [Put("a", b"0")])).revision
+    async with store.watch("a", after_revision=start - 1) as events:
+        await anext(events)
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.02):  # grpc.aio ends the stream of a reader that is cancelled
+                await anext(events)
+        for number in range(3):
+            last = (await store.commit([], [Put("a", b"%d" % number)])).revision
+        await store.compact(last)
+        with pytest.raises(CompactedError):
+            await anext(events)
+    await store.close()
+
+
+# --- space ------------------------------------------------------------------------------------
+
+
+async def test_etcd_over_its_quota_is_full_and_can_still_be_read(tmp_path: Path) -> None:
+    server = EtcdServer(tmp_path, options=["--quota-backend-bytes", str(4 * 1024 * 1024)])
+    server.start()
+    store = await EtcdStore.open(server.url)
+    try:
+        taken = 0
+        with pytest.raises(StoreFullError, match="nothing was changed"):
+            for taken in range(20):
+                values = [Put(f"fill/{taken:02}", b"x" * 1_000_000), Put(f"twin/{taken:02}", b"")]
+                await store.commit([], values, timeout_s=30)
+        assert len((await store.range("fill/")).items) == taken > 0
+        assert len((await store.range("twin/")).items) == taken
+        assert (await store.commit([], [Delete("fill/00")])).succeeded
+    finally:
+        await store.close()
+        server.stop()
+
+
+SPACE = (grpc.StatusCode.RESOURCE_EXHAUSTED, "etcdserver: mvcc: database space exceeded")
+
+
+def stored(value: bytes, *, revision: int) -> kv_pb2.KeyValue:
+    return kv_pb2.KeyValue(key=b"/genie/a", value=value, create_revision=revision, mod_revision=revision)
+
+
+@pytest.mark.parametrize("found", [[], [stored(b"new", revision=7)], [stored(b"old", revision=7)]])
+async def test_no_space_and_no_newer_revision_means_that_nothing_changed(
+    fake: FakeEtcd, fake_store: EtcdStore, found: list[kv_pb2.KeyValue]
+) -> None:
+    fake.stored = found
+    await fake_store.get("a")
+    fake.fail["Txn"] = [SPACE]
+    with pytest.raises(StoreFullError):
+        await fake_store.commit([], [Put("a", b"new")])
+
+
+async def test_the_commit_that_went_over_the_quota_and_was_carried_out_has_succeeded(
+    fake: FakeEtcd, fake_store: EtcdStore
+) -> None:
+    await fake_store.get("a")
+    fake.stored = [stored(b"new", revision=8)]
+    fake.fail["Txn"] = [SPACE]
+    result = await fake_store.commit([], [Delete("b"), Put("a", b"new")])
+    assert (result.succeeded, result.revision) == (True, 8)
+
+
+async def test_no_space_and_another_writers_change_leave_it_open(
+    fake: FakeEtcd, fake_store: EtcdStore
+) -> None:
+    await fake_store.get("a")
+    fake.stored = [stored(b"another's", revision=8)]
+    fake.fail["Txn"] = [SPACE]
+    with pytest.raises(StoreUnavailableError, match="may have happened"):
+        await fake_store.commit([], [Put("a", b"new")])

@@ -1,0 +1,97 @@
+"""What only the store in memory has: ways to fail on purpose, and several clients of one memory."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import pytest
+
+from genie.controller.store import Compare, Put
+from genie.errors import CompactedError, StoreUnavailableError
+from genie.sim.store import MemoryStore
+from tests.controller.store.manual_clock import ManualClock
+
+
+@pytest.fixture
+def clock() -> ManualClock:
+    return ManualClock()
+
+
+@pytest.fixture
+async def store(clock: ManualClock) -> AsyncIterator[MemoryStore]:
+    store = await MemoryStore.open(clock=clock)
+    yield store
+    await store.close()
+
+
+async def test_an_unavailable_store_refuses_calls_and_ends_watches_until_it_is_back(
+    store: MemoryStore,
+) -> None:
+    start = (await store.commit([], [Put("a", b"")])).revision
+    async with store.watch("", after_revision=start) as events:
+        waiting = asyncio.ensure_future(anext(events))
+        await asyncio.sleep(0)
+        store.set_available(False)
+        with pytest.raises(StoreUnavailableError):
+            await waiting
+    with pytest.raises(StoreUnavailableError):
+        await store.commit([], [Put("b", b"")])
+    with pytest.raises(StoreUnavailableError):
+        async with store.watch("", after_revision=start):
+            pass
+    store.set_available(True)
+    assert [item.key for item in (await store.range("")).items] == ["a"]
+
+
+async def test_leases_run_out_while_their_holder_is_cut_off(store: MemoryStore, clock: ManualClock) -> None:
+    other = store.connect()
+    lease_id = await store.grant_lease(5)
+    await store.commit([], [Put("leader", b"", lease_id)])
+    store.set_available(False)
+    assert await other.get("leader") is not None
+    await clock.advance(5)
+    assert await other.get("leader") is None
+    await other.close()
+
+
+async def test_clients_share_one_memory_and_are_cut_off_one_by_one(store: MemoryStore) -> None:
+    other = store.connect()
+    await store.commit([], [Put("a", b"")])
+    assert await other.get("a") is not None
+    other.set_available(False)
+    assert await store.get("a") is not None
+    await other.close()
+    assert await store.get("a") is not None
+
+
+async def test_a_lost_answer_belongs_to_a_commit_that_happened(store: MemoryStore) -> None:
+    store.lose_next_answer()
+    with pytest.raises(StoreUnavailableError):
+        await store.commit([Compare("a", 0)], [Put("a", b"1")])
+    assert not (await store.commit([Compare("a", 0)], [Put("a", b"2")])).succeeded
+    item = await store.get("a")
+    assert item is not None
+    assert item.value == b"1"
+
+
+async def test_a_call_cut_off_on_its_way_there_does_not_happen(store: MemoryStore) -> None:
+    commit = asyncio.ensure_future(store.commit([], [Put("a", b"")]))
+    await asyncio.sleep(0)
+    store.set_available(False)
+    with pytest.raises(StoreUnavailableError):
+        await commit
+    store.set_available(True)
+    assert await store.get("a") is None
+
+
+async def test_history_keeps_no_more_than_it_was_told_to(clock: ManualClock) -> None:
+    store = await MemoryStore.open(clock=clock, history_revisions=20)
+    for number in range(60):
+        last = (await store.commit([], [Put("a", b"%d" % number)])).revision
+    with pytest.raises(CompactedError):
+        async with store.watch("a", after_revision=1) as events:
+            await anext(events)
+    async with store.watch("a", after_revision=last - 20) as events:
+        assert (await anext(events)).revision == last - 19
+    await store.close()

@@ -1,0 +1,191 @@
+"""Random sequences of calls: the embedded engine and the one in memory give the same answers to all."""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+from collections.abc import Awaitable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from genie.controller.store import Compare, Delete, Put, WatchEvent
+from genie.controller.store.sqlite import SqliteStore
+from genie.errors import GenieError
+from genie.sim.store import MemoryStore
+from tests.controller.store.conftest import ContractStore
+from tests.controller.store.manual_clock import ManualClock
+
+KEYS = st.sampled_from(["a", "a/1", "a/2", "a/\u00ff", "b", "b/1", "\U0001f600"])
+PREFIXES = st.sampled_from(["", "a", "a/", "b", "c"])
+# Indexes into what the run has seen so far, so that some compares hold and some leases live.
+PAST = st.integers(0, 8)
+
+
+@dataclass(frozen=True)
+class Commit:
+    compares: list[tuple[str, int | None, bool]]
+    puts: dict[str, tuple[bytes, int | None] | None]
+
+
+@dataclass(frozen=True)
+class Grant:
+    ttl_s: int
+
+
+@dataclass(frozen=True)
+class KeepAlive:
+    lease: int
+
+
+@dataclass(frozen=True)
+class Revoke:
+    lease: int
+
+
+@dataclass(frozen=True)
+class Range:
+    prefix: str
+    after: str
+    limit: int
+
+
+@dataclass(frozen=True)
+class Get:
+    key: str
+
+
+@dataclass(frozen=True)
+class PassTime:
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Compact:
+    back: int
+
+
+@dataclass(frozen=True)
+class Replay:
+    prefix: str
+    back: int
+
+
+Step = Commit | Grant | KeepAlive | Revoke | Range | Get | PassTime | Compact | Replay
+
+COMMITS = st.builds(
+    Commit,
+    compares=st.lists(st.tuples(KEYS, st.none() | PAST, st.booleans()), max_size=2),
+    puts=st.dictionaries(KEYS, st.none() | st.tuples(st.binary(max_size=4), st.none() | PAST), max_size=4),
+)
+STEPS = st.one_of(
+    COMMITS,
+    COMMITS,
+    COMMITS,
+    st.builds(Grant, st.integers(1, 5)),
+    st.builds(KeepAlive, PAST),
+    st.builds(Revoke, PAST),
+    st.builds(Range, PREFIXES, st.just("") | KEYS, st.integers(1, 5)),
+    st.builds(Get, KEYS),
+    st.builds(PassTime, st.sampled_from([0.5, 1.0, 2.5])),
+    st.builds(Compact, st.integers(0, 6)),
+    st.builds(Replay, PREFIXES, st.integers(0, 12)),
+)
+
+
+@dataclass
+class Run:
+    """One engine, its clock, and what it has answered."""
+
+    store: ContractStore
+    clock: ManualClock
+    leases: list[int] = field(default_factory=list)
+    revision: int = 1
+    answers: list[object] = field(default_factory=list)
+
+    async def take(self, step: Step) -> None:
+        self.answers.append(await answer_or_error(self._do(step)))
+
+    async def _do(self, step: Step) -> object:
+        match step:
+            case Commit():
+                result = await self.store.commit(self._compares(step), self._operations(step))
+                self.revision = result.revision
+                return result
+            case Grant(ttl_s):
+                self.leases.append(await self.store.grant_lease(ttl_s))
+                return None
+            case KeepAlive(lease):
+                return await self.store.keep_alive(self._lease(lease))
+            case Revoke(lease):
+                return await self.store.revoke_lease(self._lease(lease))
+            case Range(prefix, after, limit):
+                return await self.store.range(prefix, start_after=after, limit=limit)
+            case Get(key):
+                return await self.store.get(key)
+            case PassTime(seconds):
+                return await self.clock.advance(seconds)
+            case Compact(back):
+                return await self.store.compact(max(1, self.revision - back))
+            case Replay(prefix, back):
+                return await self._replay(prefix, max(0, self.revision - back))
+
+    async def _replay(self, prefix: str, after: int) -> list[WatchEvent]:
+        """All events so far: the last one is a mark that this call makes itself."""
+        mark = prefix + "~mark"
+        self.revision = (await self.store.commit([], [Put(mark, b"")])).revision
+        events: list[WatchEvent] = []
+        async with self.store.watch(prefix, after_revision=after) as watch, asyncio.timeout(10):
+            while not events or events[-1].revision < self.revision:
+                events.append(await anext(watch))
+        return events
+
+    def _compares(self, step: Commit) -> list[Compare]:
+        return [
+            Compare(key, 0 if back is None else max(0, self.revision - back), "create" if create else "mod")
+            for key, back, create in step.compares
+        ]
+
+    def _operations(self, step: Commit) -> list[Put | Delete]:
+        made: list[Put | Delete] = []
+        for key, put in step.puts.items():
+            if put is None:
+                made.append(Delete(key))
+            else:
+                value, lease = put
+                made.append(Put(key, value, 0 if lease is None else self._lease(lease)))
+        return made
+
+    def _lease(self, index: int) -> int:
+        return self.leases[index] if index < len(self.leases) else 1_000_000 + index
+
+
+async def answer_or_error(call: Awaitable[object]) -> object:
+    try:
+        return await call
+    except GenieError as error:
+        return type(error)
+
+
+async def play(steps: list[Step], folder: Path) -> None:
+    one_clock, other_clock = ManualClock(), ManualClock()
+    one = Run(await SqliteStore.open(folder / "s.db", clock=one_clock, history_revisions=15), one_clock)
+    other = Run(await MemoryStore.open(clock=other_clock, history_revisions=15), other_clock)
+    try:
+        for step in steps:
+            await one.take(step)
+            await other.take(step)
+            assert one.answers[-1] == other.answers[-1], step
+        assert (await one.store.range("")).items == (await other.store.range("")).items
+    finally:
+        await one.store.close()
+        await other.store.close()
+
+
+@settings(max_examples=60, suppress_health_check=[HealthCheck.too_slow])
+@given(steps=st.lists(STEPS, min_size=5, max_size=40))
+def test_the_embedded_engine_answers_as_the_one_in_memory(steps: list[Step]) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        asyncio.run(play(steps, Path(folder)))

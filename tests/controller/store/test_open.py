@@ -1,0 +1,56 @@
+# ruff: noqa: ASYNC240 - a test may block its own loop
+"""The `store` setting: what it may say, and which engine comes of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from genie.controller.store import Put
+from genie.controller.store.etcd import EtcdStore
+from genie.controller.store.open import open_store
+from genie.controller.store.sqlite import SqliteStore
+from genie.errors import ConfigError
+from tests.controller.store.manual_clock import ManualClock
+
+
+@pytest.mark.parametrize("where", ["state", "path"])
+async def test_sqlite_is_a_file_in_the_state_directory_or_where_it_is_told(
+    where: str, tmp_path: Path
+) -> None:
+    expected = tmp_path / "state" / "store.sqlite3" if where == "state" else tmp_path / "else where.db"
+    url = "sqlite" if where == "state" else f"sqlite:{expected}"
+    store = await open_store(url, state_dir=tmp_path / "state", clock=ManualClock())
+    assert isinstance(store, SqliteStore)
+    assert store.path == expected
+    await store.commit([], [Put("a", b"")])
+    await store.close()
+
+
+async def test_etcd_is_the_server_that_the_url_names(etcd_url: str, tmp_path: Path) -> None:
+    store = await open_store(etcd_url, state_dir=tmp_path, clock=ManualClock())
+    assert isinstance(store, EtcdStore)
+    assert await store.get("a") is None
+    await store.close()
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "",
+        "sqlit",
+        "SQLITE",
+        "sqlite:",
+        "sqlite:store.db",
+        "sqlite://x/y",
+        "sqlite:/x/",
+        "etcd",
+        "etcd:host",
+        "redis://x",
+    ],
+)
+async def test_anything_else_is_refused_with_what_is_allowed(url: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"allowed: sqlite, sqlite:/PATH"):
+        await open_store(url, state_dir=tmp_path, clock=ManualClock())
+    assert list(tmp_path.iterdir()) == []

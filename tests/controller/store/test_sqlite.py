@@ -1,0 +1,401 @@
+# ruff: noqa: ASYNC220, ASYNC240 - a test may block its own loop
+"""What only the embedded engine has: its file, its lock, its writer thread, its history."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sqlite3
+import subprocess
+import sys
+import threading
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+
+import pytest
+
+from genie.controller.store import Compare, Put, WatchEvent
+from genie.controller.store.sqlite import QUEUE_MAX, SqliteStore
+from genie.controller.store.sqlite_file import Ran, SqliteFile, Work
+from genie.errors import (
+    CompactedError,
+    LeaseLostError,
+    StoreCorruptError,
+    StoreUnavailableError,
+    StoreVersionError,
+)
+from tests.controller.store.manual_clock import ManualClock
+from tests.waiting import until
+
+_ROOT = Path(__file__).parents[3]
+_HOLD = """
+import asyncio, sys
+from pathlib import Path
+from genie.controller.store.sqlite import SqliteStore
+asyncio.run(SqliteStore.open(Path(sys.argv[1])))
+print("open", flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "state" / "store.sqlite3"
+
+
+@pytest.fixture
+async def store(path: Path) -> AsyncIterator[SqliteStore]:
+    store = await SqliteStore.open(path)
+    yield store
+    await store.close()
+
+
+async def test_what_was_committed_is_there_after_reopening_and_revisions_go_on(path: Path) -> None:
+    store = await SqliteStore.open(path)
+    revision = (await store.commit([], [Put("a", b"1")])).revision
+    await store.close()
+    store = await SqliteStore.open(path)
+    item = await store.get("a")
+    assert item is not None
+    assert (item.value, item.mod_revision) == (b"1", revision)
+    assert (await store.commit([Compare("a", revision)], [Put("a", b"2")])).revision == revision + 1
+    async with store.watch("", after_revision=revision - 1) as events:
+        assert await anext(events) == WatchEvent("a", b"1", revision)
+    await store.close()
+
+
+async def test_opening_revokes_the_leases_of_the_process_before(path: Path) -> None:
+    store = await SqliteStore.open(path)
+    lease_id = await store.grant_lease(3600)
+    revision = (await store.commit([], [Put("held", b"", lease_id), Put("kept", b"")])).revision
+    await store.close()
+    store = await SqliteStore.open(path)
+    assert [item.key for item in (await store.range("")).items] == ["kept"]
+    async with store.watch("", after_revision=revision) as events:
+        assert await anext(events) == WatchEvent("held", None, revision + 1)
+    with pytest.raises(LeaseLostError):
+        await store.keep_alive(lease_id)
+    assert await store.grant_lease(5) > lease_id
+    await store.close()
+
+
+async def test_only_the_owner_can_read_the_files(store: SqliteStore, path: Path) -> None:
+    await store.commit([], [Put("a", b"")])
+    modes = {file.name: file.stat().st_mode & 0o777 for file in path.parent.iterdir()}
+    assert modes == {"store.sqlite3": 0o600, "store.sqlite3-wal": 0o600, "store.sqlite3.lock": 0o600}
+
+
+async def test_a_file_that_others_could_read_is_made_private(path: Path) -> None:
+    path.parent.mkdir()
+    path.touch(mode=0o644)
+    store = await SqliteStore.open(path)
+    assert path.stat().st_mode & 0o777 == 0o600
+    await store.close()
+
+
+async def test_every_commit_is_synced_in_full(store: SqliteStore) -> None:
+    settings = await store._ask(
+        lambda file: [file._pragma(name) for name in ("journal_mode", "synchronous", "locking_mode")],
+        timeout_s=5,
+    )
+    assert settings == ["wal", 2, "exclusive"]
+
+
+async def test_a_second_opener_is_told_who_has_the_file(store: SqliteStore, path: Path) -> None:
+    with pytest.raises(StoreUnavailableError, match=rf"pid {os.getpid()}\b"):
+        await SqliteStore.open(path)
+    assert await store.get("a") is None
+
+
+async def test_another_process_has_the_file_until_it_is_gone(path: Path) -> None:
+    holder = subprocess.Popen(
+        [sys.executable, "-c", _HOLD, str(path)], cwd=_ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    with holder:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == b"open\n"
+        with pytest.raises(StoreUnavailableError, match=rf"pid {holder.pid}\b"):
+            await SqliteStore.open(path)
+        holder.kill()
+    store = await SqliteStore.open(path)
+    await store.close()
+
+
+async def test_a_path_that_cannot_be_opened_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("not a folder")
+    with pytest.raises(StoreUnavailableError, match=r"file/store"):
+        await SqliteStore.open(tmp_path / "file" / "store.sqlite3")
+    (tmp_path / "folder.sqlite3").mkdir()
+    with pytest.raises(StoreUnavailableError, match=r"folder\.sqlite3"):
+        await SqliteStore.open(tmp_path / "folder.sqlite3")
+
+
+async def _write_and_close(path: Path, keys: int = 400) -> None:
+    store = await SqliteStore.open(path)
+    for start in range(0, keys, 100):
+        await store.commit([], [Put(f"k/{number:04}", b"x" * 200) for number in range(start, start + 100)])
+    await store.close()
+
+
+@pytest.mark.parametrize("damage", ["header", "pages", "last page", "cut", "text"])
+async def test_a_damaged_file_is_refused_by_name_with_advice(path: Path, damage: str) -> None:
+    await _write_and_close(path)
+    content = bytearray(path.read_bytes())
+    if damage == "header":
+        content[:100] = b"\xa5" * 100
+    elif damage == "pages":
+        content[4096 * 3 : 4096 * 8] = b"\xa5" * (4096 * 5)
+    elif damage == "last page":
+        content[-4096:] = b"\xa5" * 4096
+    elif damage == "cut":
+        content = content[: len(content) // 2]
+    else:
+        content = bytearray(b"this is a text file, and long enough to be taken for a header\n" * 100)
+    path.write_bytes(content)
+    with pytest.raises(StoreCorruptError, match="backup") as caught:
+        await SqliteStore.open(path)
+    assert str(path) in str(caught.value)
+    assert path.read_bytes() == bytes(content)
+
+
+async def test_a_sqlite_file_of_another_program_is_refused_and_left_alone(path: Path) -> None:
+    path.parent.mkdir()
+    with sqlite3.connect(path) as other:
+        other.execute("CREATE TABLE theirs (x)")
+    other.close()
+    before = path.read_bytes()
+    with pytest.raises(StoreCorruptError, match="another program"):
+        await SqliteStore.open(path)
+    assert path.read_bytes() == before
+
+
+async def test_a_file_of_a_newer_format_is_refused_and_left_alone(path: Path) -> None:
+    await _write_and_close(path)
+    with sqlite3.connect(path) as db:
+        db.execute("UPDATE meta SET value = 99 WHERE name = 'format'")
+    db.close()
+    before = path.read_bytes()
+    with pytest.raises(StoreVersionError, match="format 99"):
+        await SqliteStore.open(path)
+    assert path.read_bytes() == before
+
+
+async def test_a_file_whose_making_was_interrupted_is_made_anew(path: Path) -> None:
+    path.parent.mkdir()
+    with sqlite3.connect(path) as db:
+        db.execute("PRAGMA journal_mode = WAL")
+    db.close()
+    assert path.stat().st_size > 0
+    store = await SqliteStore.open(path)
+    await store.commit([], [Put("a", b"")])
+    await store.close()
+
+
+async def test_the_lock_is_free_again_after_a_failed_open(path: Path) -> None:
+    path.parent.mkdir()
+    path.write_bytes(b"garbage" * 1000)
+    with pytest.raises(StoreCorruptError):
+        await SqliteStore.open(path)
+    path.unlink()
+    store = await SqliteStore.open(path)
+    await store.close()
+
+
+async def test_the_writer_is_one_named_thread_that_goes_with_the_store(path: Path) -> None:
+    def writers() -> list[str]:
+        return [thread.name for thread in threading.enumerate() if thread.name.startswith("genie-store")]
+
+    store = await SqliteStore.open(path)
+    await asyncio.gather(*(store.commit([], [Put(str(number), b"")]) for number in range(10)))
+    assert len(writers()) == 1
+    await store.close()
+    assert writers() == []
+
+
+async def test_concurrent_commits_share_a_sync(store: SqliteStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    groups: list[int] = []
+    run = SqliteFile.run
+
+    def counted(file: SqliteFile, works: Sequence[Work]) -> Ran:
+        groups.append(len(works))
+        return run(file, works)
+
+    monkeypatch.setattr(SqliteFile, "run", counted)
+    results = await asyncio.gather(*(store.commit([], [Put(f"{number:03}", b"")]) for number in range(100)))
+    assert sum(groups) == 100
+    assert len(groups) < 10
+    assert len({result.revision for result in results}) == 100
+
+
+class Stall:
+    """Holds the writer thread inside a read of the key "stall"."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.reached, self.go_on = threading.Event(), threading.Event()
+        get = SqliteFile.get
+
+        def stalling(file: SqliteFile, key: str) -> object:
+            if key == "stall":
+                self.reached.set()
+                assert self.go_on.wait(30)
+            return get(file, key)
+
+        monkeypatch.setattr(SqliteFile, "get", stalling)
+
+    async def begin(self, store: SqliteStore) -> asyncio.Future[object]:
+        stalled = asyncio.ensure_future(store.get("stall", timeout_s=30))
+        await until(self.reached.is_set)
+        return stalled
+
+
+async def test_a_call_past_its_deadline_says_so_and_is_not_done_later(
+    store: SqliteStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stall = Stall(monkeypatch)
+    stalled = await stall.begin(store)
+    with pytest.raises(StoreUnavailableError, match=r"0\.02 s"):
+        await store.commit([], [Put("late", b"")], timeout_s=0.02)
+    stall.go_on.set()
+    await stalled
+    assert await store.get("late") is None
+
+
+async def test_a_full_queue_makes_callers_wait_until_their_deadline(
+    store: SqliteStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stall = Stall(monkeypatch)
+    stalled = await stall.begin(store)
+    queued = [asyncio.ensure_future(store.commit([], [Put(f"q/{n:04}", b"")])) for n in range(QUEUE_MAX)]
+    await until(store._queue.full)
+    with pytest.raises(StoreUnavailableError):
+        await store.get("a", timeout_s=0.02)
+    stall.go_on.set()
+    await stalled
+    await asyncio.gather(*queued)
+    assert len((await store.range("q/")).items) == QUEUE_MAX
+
+
+async def test_a_cancelled_caller_leaves_the_store_working(
+    store: SqliteStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stall = Stall(monkeypatch)
+    stalled = await stall.begin(store)
+    cancelled = asyncio.ensure_future(store.commit([], [Put("cancelled", b"")]))
+    waiting = asyncio.ensure_future(store.commit([], [Put("waiting", b"")]))
+    await until(lambda: store._queue.qsize() == 2)
+    cancelled.cancel()
+    stall.go_on.set()
+    await asyncio.wait([stalled, cancelled, waiting])
+    assert cancelled.cancelled()
+    assert [item.key for item in (await store.range("")).items] == ["waiting"]
+
+
+async def test_closing_answers_what_is_queued(
+    store: SqliteStore, monkeypatch: pytest.MonkeyPatch, path: Path
+) -> None:
+    stall = Stall(monkeypatch)
+    stalled = await stall.begin(store)
+    queued = [asyncio.ensure_future(store.commit([], [Put(f"q/{n}", b"")])) for n in range(5)]
+    await until(lambda: store._queue.qsize() == 5)
+    closing = asyncio.ensure_future(store.close())
+    await asyncio.sleep(0)
+    with pytest.raises(StoreUnavailableError):
+        await store.get("a")
+    stall.go_on.set()
+    await asyncio.gather(stalled, closing, *queued)
+    store = await SqliteStore.open(path)
+    assert len((await store.range("q/")).items) == 5
+    await store.close()
+
+
+async def test_a_mistake_in_one_call_is_its_own_and_is_logged(
+    store: SqliteStore, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(file: SqliteFile, key: str) -> object:
+        raise ZeroDivisionError(key)
+
+    monkeypatch.setattr(SqliteFile, "get", broken)
+    put, got = await asyncio.gather(store.commit([], [Put("a", b"")]), store.get("b"), return_exceptions=True)
+    assert not isinstance(put, BaseException)
+    assert "ZeroDivisionError" in str(got)
+    assert "Traceback" in caplog.text
+    assert [item.key for item in (await store.range("")).items] == ["a"]
+
+
+async def test_history_keeps_no_more_than_it_was_told_to(path: Path) -> None:
+    store = await SqliteStore.open(path, history_revisions=20)
+    first = (await store.commit([], [Put("a", b"0")])).revision
+    for number in range(60):
+        last = (await store.commit([], [Put("a", b"%d" % number)])).revision
+    with pytest.raises(CompactedError):
+        async with store.watch("a", after_revision=first) as events:
+            await anext(events)
+    async with store.watch("a", after_revision=last - 20) as events:
+        assert (await anext(events)).revision == last - 19
+    rows = await store._ask(
+        lambda file: file._db.execute("SELECT count(*) FROM history").fetchone()[0], timeout_s=5
+    )
+    assert 20 <= rows <= 23
+    await store.close()
+
+
+async def test_history_keeps_no_more_bytes_than_its_bound(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("genie.controller.store.sqlite_file.HISTORY_BYTES_MAX", 80_000)
+    store = await SqliteStore.open(path)
+    for _ in range(40):
+        await store.commit([], [Put("a", b"x" * 10_000)])
+    kept = await store._ask(
+        lambda file: file._db.execute("SELECT sum(length(value)) FROM history").fetchone()[0], timeout_s=5
+    )
+    assert 50_000 <= kept <= 100_000
+    await store.close()
+
+
+async def test_a_reader_that_falls_behind_history_is_told(path: Path) -> None:
+    store = await SqliteStore.open(path, history_revisions=10)
+    start = (await store.commit([], [Put("a", b"")])).revision
+    async with store.watch("a", after_revision=start - 1) as events:
+        await anext(events)
+        for number in range(40):
+            await store.commit([], [Put("a", b"%d" % number)])
+        with pytest.raises(CompactedError):
+            async with asyncio.timeout(20):
+                while True:
+                    await anext(events)
+    await store.close()
+
+
+async def test_a_quiet_watch_outlives_the_history_of_other_keys(path: Path) -> None:
+    store = await SqliteStore.open(path, history_revisions=10)
+    start = (await store.commit([], [Put("quiet/1", b"")])).revision
+    async with store.watch("quiet/", after_revision=start) as events:
+        waiting = asyncio.ensure_future(anext(events))
+        for number in range(50):
+            await store.commit([], [Put("loud", b"%d" % number)])
+        await store.commit([], [Put("quiet/2", b"")])
+        assert (await waiting).key == "quiet/2"
+    await store.close()
+
+
+async def test_a_lease_that_is_over_by_the_clock_is_lost_before_its_timer_runs(path: Path) -> None:
+    clock = ManualClock()
+    store = await SqliteStore.open(path, clock=clock)
+    lease_id = await store.grant_lease(5)
+    clock._now_s += 6  # as when the process was stopped for a while: no timer has had a turn
+    with pytest.raises(LeaseLostError):
+        await store.keep_alive(lease_id)
+    with pytest.raises(LeaseLostError):
+        await store.commit([], [Put("a", b"", lease_id)])
+    await store.close()
+
+
+async def test_leases_run_out_by_the_real_clock_too(store: SqliteStore) -> None:
+    lease_id = await store.grant_lease(0.05)
+    await store.commit([], [Put("a", b"", lease_id)])
+
+    async def is_gone() -> bool:
+        return await store.get("a") is None
+
+    await until(is_gone)

@@ -1,0 +1,143 @@
+# ruff: noqa: ASYNC221 - a test may block its own loop
+"""The embedded engine with no space left: on a real full disk where one can be made, and at its own cap."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import subprocess
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from genie.controller.store import Put
+from genie.controller.store.sqlite import SIZE_BYTES_MAX, SqliteStore
+from genie.errors import LeaseLostError, StoreFullError
+from tests.controller.store.manual_clock import ManualClock
+from tests.waiting import until
+
+
+def _can_mount() -> bool:
+    if os.geteuid() != 0 or shutil.which("unshare") is None:
+        return False
+    return subprocess.run(["unshare", "--mount", "true"], capture_output=True).returncode == 0
+
+
+@dataclass
+class Disk:
+    folder: Path
+    size_bytes_max: int = SIZE_BYTES_MAX
+
+
+# A real full disk needs the right to mount. Without it the cap alone shows the same behaviour.
+@pytest.fixture(params=["cap", *(["disk"] if _can_mount() else [])])
+def disk(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Disk]:
+    if request.param == "cap":
+        yield Disk(tmp_path, size_bytes_max=1024 * 1024)
+        return
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=3m", "tmpfs", str(folder)], check=True)
+    try:
+        yield Disk(folder)
+    finally:
+        subprocess.run(["umount", "--lazy", str(folder)], check=True)
+
+
+@dataclass
+class Small:
+    store: SqliteStore
+    clock: ManualClock
+
+
+@pytest.fixture
+async def small(disk: Disk) -> AsyncIterator[Small]:
+    clock = ManualClock()
+    store = await SqliteStore.open(disk.folder / "s.db", clock=clock, size_bytes_max=disk.size_bytes_max)
+    yield Small(store, clock)
+    await store.close()
+
+
+async def fill(store: SqliteStore) -> list[str]:
+    """Puts until there is no space; the keys that were taken."""
+    taken: list[str] = []
+    for size_bytes in (200_000, 20_000, 1):
+        with pytest.raises(StoreFullError, match="nothing was changed"):
+            for number in range(3000):
+                key = f"fill/{size_bytes}/{number:04}"
+                await store.commit([], [Put(key, b"x" * size_bytes), Put(f"{key}/twin", b"")])
+                taken.append(key)
+    return taken
+
+
+async def make_space(store: SqliteStore, disk: Disk) -> None:
+    if disk.size_bytes_max < SIZE_BYTES_MAX:
+        await store.compact((await store.range("", limit=1)).revision)
+    else:
+        subprocess.run(["mount", "-o", "remount,size=12m", str(disk.folder)], check=True)
+
+
+async def test_a_full_disk_changes_nothing_and_the_store_goes_on_when_there_is_space(
+    small: Small, disk: Disk
+) -> None:
+    store = small.store
+    taken = await fill(store)
+    before = await store.range("fill/", limit=10_000)
+    assert {item.key for item in before.items} == {*taken, *(f"{key}/twin" for key in taken)}
+    with pytest.raises(StoreFullError):
+        await store.commit([], [Put("more", b"x" * 300_000)])
+    assert (await store.range("", limit=10_000)).items == before.items
+    await make_space(store, disk)
+    revision = (await store.commit([], [Put("more", b"x" * 10_000)])).revision
+    assert revision == before.revision + 1
+    async with store.watch("more", after_revision=before.revision) as events:
+        assert (await anext(events)).key == "more"
+
+
+async def test_a_lease_that_runs_out_on_a_full_disk_is_ended_when_there_is_space(
+    small: Small, disk: Disk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = small.store
+    lease_id = await store.grant_lease(5)
+    await store.commit([], [Put("held", b"", lease_id)])
+    await fill(store)
+    if disk.size_bytes_max < SIZE_BYTES_MAX:
+        # A cap leaves the log room for a delete. A full disk does not.
+        monkeypatch.setattr(
+            "genie.controller.store.sqlite_file.SqliteFile.revoke_lease", _refuse_for_want_of_space
+        )
+    await small.clock.advance(6)
+    with pytest.raises(LeaseLostError):
+        await store.keep_alive(lease_id)
+    assert await store.get("held") is not None
+    monkeypatch.undo()
+    await make_space(store, disk)
+
+    async def is_gone() -> bool:
+        await small.clock.advance(1.5)
+        return await store.get("held") is None
+
+    await until(is_gone)
+
+
+def _refuse_for_want_of_space(*_: object) -> None:
+    raise StoreFullError("no space, says the test")
+
+
+async def test_one_write_that_does_not_fit_does_not_take_others_with_it(small: Small) -> None:
+    store = small.store
+    outcomes = await asyncio.gather(
+        store.commit([], [Put("small/1", b"x")]),
+        *(store.commit([], [Put(f"large/{number}", b"x" * 900_000)]) for number in range(4)),
+        store.commit([], [Put("small/2", b"x")]),
+        return_exceptions=True,
+    )
+    full = [outcome for outcome in outcomes if isinstance(outcome, StoreFullError)]
+    assert full
+    assert not isinstance(outcomes[0], BaseException)
+    assert not isinstance(outcomes[-1], BaseException)
+    stored = len((await store.range("large/")).items)
+    assert stored == 4 - len(full)

@@ -1,0 +1,271 @@
+"""Nodes: registration and incarnations, heartbeats, silence, and what the ledger gives back."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from genie.controller.ledger import NodeRecord
+from genie.errors import FencedError, GenieError, PermissionError_, UsageError
+from genie.model.job import JobState
+from genie.model.messages import CancelJob, Heartbeat, ListNodes, RunningJob
+from genie.model.node import NodeStatus
+from tests.controller.standing import Client, Standing, launched_while, standing
+from tests.fakes.agent import FakeAgent, node_info
+from tests.fakes.clock import FakeClock
+from tests.waiting import until
+
+
+async def test_a_node_that_registers_is_listed_with_what_it_has(tmp_path: Path) -> None:
+    async with standing(tmp_path) as one, one.client() as owner, one.agent("n1", gpus=2) as agent:
+        node = await owner.node("n1")
+        assert (node.status, node.gpu_count, node.cpus) == (NodeStatus.HEALTHY, 2, 8.0)
+        told = await agent.register()
+        assert told.leader_token > 0
+        assert told.ttl_s == 10.0
+        assert told.controllers == (f"127.0.0.1:{one.port}",)
+        await agent.beat()
+        status = await owner.status()
+        assert (status.gpus_total, status.gpus_free, status.nodes) == (2, 2, {"healthy": 1})
+
+
+async def test_a_node_speaks_for_itself_only(tmp_path: Path) -> None:
+    async with standing(tmp_path) as one:
+        access = await one.join("n1")
+        async with FakeAgent(node_info("other")).connected(one.network, access) as agent:
+            with pytest.raises(PermissionError_):
+                await agent.register()
+
+
+async def test_what_a_node_says_of_itself_is_checked(tmp_path: Path) -> None:
+    async with standing(tmp_path) as one:
+        access = await one.join("n1")
+        info = node_info("n1", gpus=2)
+        twice = (info.gpus[0], info.gpus[0])
+        wrong = [
+            msgspec.structs.replace(info, cpus=float("nan")),
+            msgspec.structs.replace(info, memory_total_bytes=-1),
+            msgspec.structs.replace(info, gpus=twice),
+            msgspec.structs.replace(info, hostname="x" * 5000),
+            msgspec.structs.replace(info, last_heartbeat=float("inf")),
+        ]
+        for bad in wrong:
+            async with FakeAgent(bad).connected(one.network, access) as agent:
+                with pytest.raises(UsageError):
+                    await agent.register()
+
+
+async def test_a_new_incarnation_ends_what_the_last_one_ran(tmp_path: Path) -> None:
+    async with standing(tmp_path) as one, one.client() as owner:
+        access = await one.join("n1")
+        async with FakeAgent(node_info("n1", gpus=3)).connected(one.network, access) as agent:
+            await agent.register()
+            await agent.beat()
+            told, untold, unstarted = [await owner.submit(gpus=1) for _ in range(3)]
+            launches = {launch.job_id: launch for launch in [await agent.next_launch() for _ in range(3)]}
+            await agent.confirm(launches[told.job_id])
+            await agent.confirm(launches[untold.job_id])
+            report = agent.end(launches[told.job_id], 7)
+        reborn = agent.restarted()
+        async with reborn.connected(one.network, access):
+            await reborn.register(report)
+            await reborn.beat()
+            first, second = await owner.job(told.job_id), await owner.job(untold.job_id)
+            assert (first.state, first.exit_code) == (JobState.FAILED, 7)
+            assert (second.state, second.reason) == (JobState.LOST, "node n1 restarted")
+            again = await reborn.next_launch()
+            assert again.job_id == unstarted.job_id, "what had not started is launched anew"
+            assert again.placement.incarnation == 2
+
+
+async def test_an_older_incarnation_is_refused_and_a_newer_one_takes_the_connection(tmp_path: Path) -> None:
+    async with standing(tmp_path) as one:
+        access = await one.join("n1")
+        old = FakeAgent(node_info("n1"))
+        new = old.restarted()
+        async with old.connected(one.network, access), new.connected(one.network, access):
+            await old.register()
+            await old.beat()
+            await new.register()
+            await new.beat()
+            assert old.peer is not None
+            await until(lambda: old.peer.is_closed, what="the older connection is closed")
+            late = FakeAgent(node_info("n1"))
+            async with late.connected(one.network, access):
+                with pytest.raises(FencedError, match="incarnation 1 of node n1 was replaced by 2"):
+                    await late.register()
+            assert (await new.beat()).leading
+
+
+async def test_a_heartbeat_needs_a_registration_on_its_own_connection(tmp_path: Path) -> None:
+    async with standing(tmp_path) as one:
+        access = await one.join("n1")
+        async with FakeAgent(node_info("n1")).connected(one.network, access) as agent:
+            with pytest.raises(FencedError, match="not registered on this connection"):
+                await agent.beat()
+
+
+async def test_what_runs_without_a_hold_is_to_be_killed(tmp_path: Path) -> None:
+    async with standing(tmp_path) as one, one.client() as owner, one.agent() as agent:
+        job = await owner.submit(gpus=1)
+        launch = await agent.start_next()
+        stray = (RunningJob(job_id="j-unknown", epoch=1), RunningJob(job_id=job.job_id, epoch=99))
+        mine = RunningJob(job_id=job.job_id, epoch=launch.placement.epoch)
+        ack = await agent.beat(running=(*stray, mine))
+        assert [(order.job_id, order.epoch) for order in ack.kill] == [("j-unknown", 1), (job.job_id, 99)]
+
+
+async def test_a_job_that_its_agent_no_longer_has_is_lost_and_its_hold_released_once(tmp_path: Path) -> None:
+    async with standing(tmp_path) as one, one.client() as owner, one.agent() as agent:
+        job = await owner.submit(gpus=1)
+        launch = await agent.start_next()
+        await agent.beat(running=())
+        assert (await owner.job(job.job_id)).state is JobState.RUNNING, (
+            "one may have crossed the confirmation"
+        )
+        await agent.beat(running=())
+        lost = await owner.job(job.job_id)
+        assert (lost.state, lost.reason) == (JobState.LOST, "the agent of node n1 no longer has it")
+        other = await owner.submit(gpus=1)
+        await agent.start_next()
+        agent.end(launch)  # a late report about the lost one
+        ack = await agent.beat()
+        assert [order.job_id for order in ack.settled] == [job.job_id]
+        assert await owner.held("n1") == [other.job_id]
+        assert (await owner.job(job.job_id)).state is JobState.LOST
+
+
+async def test_silence_makes_a_node_suspect_then_disconnected_and_a_heartbeat_brings_it_back(
+    tmp_path: Path,
+) -> None:
+    clock = FakeClock()
+    async with standing(tmp_path, clock=clock) as one, one.client() as owner, one.agent() as agent:
+        await clock.advance(2.9)
+        assert (await owner.node("n1")).status is NodeStatus.HEALTHY
+        await clock.advance(0.2)
+        assert (await owner.node("n1")).status is NodeStatus.SUSPECT
+        job = await owner.submit(gpus=1)
+        assert "n1: suspect: no heartbeat for 3.1 s" in job.reason
+        await clock.advance(7.0)
+        node = await owner.node("n1")
+        assert (node.status, node.status_reason) == (NodeStatus.DISCONNECTED, "no heartbeat for 10.1 s")
+        assert (await owner.status()).gpus_total == 0
+        await agent.beat()
+        assert (await owner.node("n1")).status is NodeStatus.HEALTHY
+        assert (await launched_while(clock, agent)).job_id == job.job_id
+
+
+async def _lose_by_silence(one: Standing, clock: FakeClock, owner: Client, agent: FakeAgent) -> str:
+    job = await owner.submit(gpus=1)
+    await agent.start_next()
+    await clock.advance(12.0)
+    assert (await owner.job(job.job_id)).state is JobState.RUNNING, "not before the grace is over"
+
+    async def lost() -> bool:
+        await clock.advance(0.5)
+        return (await owner.job(job.job_id)).state is JobState.LOST
+
+    await until(lost)
+    return job.job_id
+
+
+async def test_what_a_silent_node_held_is_reclaimed_after_the_grace_and_once(tmp_path: Path) -> None:
+    clock = FakeClock()
+    async with standing(tmp_path, clock=clock) as one, one.client() as owner, one.agent() as agent:
+        lost_id = await _lose_by_silence(one, clock, owner, agent)
+        assert "was silent for 1" in (await owner.job(lost_id)).reason
+        assert await owner.held("n1") == []
+        ack = await agent.beat()
+        assert [order.job_id for order in ack.kill] == [lost_id], "it must not run on without a hold"
+        agent.running.clear()
+        await agent.beat()
+        job = await owner.submit(gpus=1)
+        launch = await launched_while(clock, agent)
+        assert launch.job_id == job.job_id
+        assert await owner.held("n1") == [job.job_id]
+
+
+async def test_a_cancelled_job_on_a_silent_node_ends_as_cancelled(tmp_path: Path) -> None:
+    clock = FakeClock()
+    async with standing(tmp_path, clock=clock) as one, one.client() as owner, one.agent() as agent:
+        job = await owner.submit(gpus=1)
+        await agent.start_next()
+        await owner.ask(CancelJob(job_id=job.job_id))
+
+        async def over() -> bool:
+            await clock.advance(1.0)
+            return (await owner.job(job.job_id)).state.is_final
+
+        await until(over)
+        assert (await owner.job(job.job_id)).state is JobState.CANCELLED
+
+
+async def test_a_node_that_does_not_know_this_controller_is_not_reclaimed(tmp_path: Path) -> None:
+    """Its agent may rightly believe that nobody leads: it asks only the controllers that it was told of."""
+    clock = FakeClock()
+    async with standing(tmp_path, clock=clock) as one, one.client() as owner, one.agent() as agent:
+        job = await owner.submit(gpus=1)
+        await agent.start_next()
+        assert one.controller is not None
+        ledger = one.controller._ledger
+        record = ledger.nodes.get("n1")
+        assert record is not None
+        elsewhere = msgspec.structs.replace(record, controllers=("elsewhere:1",))
+        await ledger.write(lambda txn: txn.put(ledger.nodes, "n1", elsewhere))
+        for _ in range(30):
+            await clock.advance(1.0)
+        assert (await owner.job(job.job_id)).state is JobState.RUNNING
+        assert (await owner.node("n1")).status is NodeStatus.DISCONNECTED
+
+
+async def test_a_slow_store_does_not_hold_up_the_answer_to_a_heartbeat(tmp_path: Path) -> None:
+    async with standing(tmp_path, node_ttl_s=1.0) as one, one.client() as owner, one.agent() as agent:
+        await owner.submit(gpus=1)
+        launch = await agent.start_next()
+        agent.end(launch)
+        free = asyncio.Event()
+        commit = one.store.commit
+
+        async def slow(*arguments: object, **settings: object) -> object:
+            await free.wait()
+            return await commit(*arguments, **settings)  # type: ignore[arg-type]
+
+        one.store.commit = slow  # type: ignore[method-assign, assignment]
+        ack = await agent.beat()
+        assert (ack.leading, ack.settled) == (True, ())
+        free.set()
+
+        async def settled() -> bool:
+            await agent.beat()
+            return not agent.exits
+
+        await until(settled)
+
+
+async def test_many_nodes_are_listed_in_pages_that_fit_a_frame(tmp_path: Path) -> None:
+    async with standing(tmp_path) as one, one.client() as owner:
+        assert one.controller is not None
+        ledger = one.controller._ledger
+        for index in range(300):
+            access_free = node_info(f"n{index:03}", gpus=32)
+            await ledger.write(
+                lambda txn, info=access_free: txn.put(ledger.nodes, info.node_id, NodeRecord(info=info))
+            )
+        found: list[str] = []
+        more = True
+        while more:
+            page = await owner.ask(ListNodes(after=found[-1] if found else ""))
+            found += [view.info.node_id for view in page.nodes]
+            more = page.more
+        assert found == [f"n{index:03}" for index in range(300)]
+
+
+async def test_a_heartbeat_for_another_node_is_refused(tmp_path: Path) -> None:
+    async with standing(tmp_path) as one, one.agent("n1") as agent:
+        assert agent.peer is not None
+        lie = Heartbeat(node_id="n2", incarnation=1, node=agent.info)
+        with pytest.raises(GenieError, match="node n1's"):
+            await agent.peer.call(lie, timeout_s=5)

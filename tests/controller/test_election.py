@@ -1,0 +1,131 @@
+"""Who leads: one at a time, by its own clock, with a token that only grows."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from genie.controller.election import LEADER_KEY, Election, StoreHealth
+from genie.controller.ledger import Counter, Ledger
+from genie.controller.store import Put
+from genie.errors import NotLeaderError, StoreCorruptError, StoreUnavailableError
+from genie.sim.store import MemoryStore
+from tests.fakes.clock import FakeClock
+from tests.waiting import until
+
+TTL_S = 6.0
+
+
+def election(store: MemoryStore, clock: FakeClock, name: str) -> Election:
+    return Election(store, clock=clock, name=name, ttl_s=TTL_S, health=StoreHealth())
+
+
+async def test_one_leads_and_the_next_has_a_higher_token() -> None:
+    clock = FakeClock()
+    store = await MemoryStore.open(clock=clock)
+    first, second = election(store, clock, "a"), election(store, clock, "b")
+    assert await first.try_win("a:1")
+    assert not await second.try_win("b:1")
+    assert second.leader is not None
+    assert second.leader.address == "a:1"
+    with pytest.raises(NotLeaderError, match="a:1"):
+        second.require_token()
+    before = first.require_token()
+    await first.resign()
+    assert not first.is_leading
+    assert await second.try_win("b:1")
+    assert second.require_token() > before
+    await second.resign()
+    await store.close()
+
+
+async def test_a_leader_that_cannot_renew_stops_by_its_own_clock() -> None:
+    clock = FakeClock()
+    store = await MemoryStore.open(clock=clock)
+    one = election(store, clock, "a")
+    assert await one.try_win("a:1")
+    async with asyncio.TaskGroup() as group:
+        held = group.create_task(one.hold())
+        for _ in range(5):
+            await clock.advance(2.0)
+        assert one.is_leading, "it was renewed"
+        store.set_available(False)
+        await clock.advance(TTL_S - 0.1)
+        await clock.advance(0.2)
+        assert not one.is_leading
+        async with asyncio.timeout(5):
+            await held
+    with pytest.raises(StoreUnavailableError):
+        one.require_token()
+    store.set_available(True)
+    await store.close()
+
+
+async def test_a_key_of_an_earlier_life_is_taken_over_at_once() -> None:
+    clock = FakeClock()
+    store = await MemoryStore.open(clock=clock)
+    before, after = election(store, clock, "same"), election(store, clock, "same")
+    assert await before.try_win("a:1")
+    assert await after.try_win("a:1")
+    assert after.token > before.token
+    await after.resign()
+    await store.close()
+
+
+async def test_a_replaced_leader_can_write_nothing_and_notices() -> None:
+    clock = FakeClock()
+    store = await MemoryStore.open(clock=clock)
+    old, new = election(store, clock, "a"), election(store, clock, "a")
+    assert await old.try_win("a:1")
+    ledger = Ledger(store, old, StoreHealth())
+    await ledger.load()
+    async with asyncio.TaskGroup() as group:
+        writer = group.create_task(ledger.run())
+        assert await ledger.write(lambda txn: txn.next_number("epoch")) == 1
+        assert await new.try_win("a:2")
+        assert old.is_leading, "by its own clock it still believes so"
+        with pytest.raises(NotLeaderError):
+            await ledger.write(lambda txn: txn.next_number("epoch"))
+        assert not old.is_leading
+        kept = ledger.counters.get("epoch")
+        assert kept == Counter(value=1), "memory shows only what is durable"
+        writer.cancel()
+    await new.resign()
+    await store.close()
+
+
+async def test_a_row_that_cannot_be_read_is_named() -> None:
+    clock = FakeClock()
+    store = await MemoryStore.open(clock=clock)
+    one = election(store, clock, "a")
+    assert await one.try_win("a:1")
+    await store.commit([], [Put("job/j-1", b"{}")])
+    with pytest.raises(StoreCorruptError, match="'job/j-1' cannot be read"):
+        await Ledger(store, one, StoreHealth()).load()
+    await one.resign()
+    await store.close()
+
+
+async def test_a_write_goes_on_when_its_caller_is_gone() -> None:
+    clock = FakeClock()
+    store = await MemoryStore.open(clock=clock)
+    one = election(store, clock, "a")
+    assert await one.try_win("a:1")
+    ledger = Ledger(store, one, StoreHealth())
+    await ledger.load()
+    async with asyncio.TaskGroup() as group:
+        writer = group.create_task(ledger.run())
+        caller = group.create_task(ledger.write(lambda txn: txn.next_number("epoch")))
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        caller.cancel()
+        await until(lambda: ledger.counters.get("epoch") == Counter(value=1))
+        with pytest.raises(ZeroDivisionError):
+            await ledger.write(lambda txn: 1 // 0)
+        assert await ledger.write(lambda txn: txn.next_number("epoch")) == 2
+        writer.cancel()
+    assert await store.get(LEADER_KEY) is not None
+    await one.resign()
+    assert await store.get(LEADER_KEY) is None
+    await store.close()

@@ -1,0 +1,62 @@
+"""Two controllers on a real etcd: one leads, and when it dies the other goes on with everything."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from genie.controller.store.etcd import EtcdStore
+from genie.errors import GenieError
+from genie.model.job import JobState
+from tests.controller.standing import standing
+from tests.controller.store.etcd_server import EtcdServer
+from tests.fakes.agent import FakeAgent, node_info
+from tests.waiting import until
+
+
+@pytest.fixture
+def etcd(tmp_path: Path) -> Iterator[EtcdServer]:
+    server = EtcdServer(tmp_path / "etcd")
+    server.start()
+    yield server
+    server.stop()
+
+
+async def test_the_second_controller_takes_over_what_the_first_began(
+    etcd: EtcdServer, tmp_path: Path
+) -> None:
+    one_store, two_store = await EtcdStore.open(etcd.url), await EtcdStore.open(etcd.url)
+    async with (
+        standing(tmp_path / "1", store=one_store, leader_ttl_s=2.0, name="one") as one,
+        standing(tmp_path / "2", store=two_store, leader_ttl_s=2.0, name="two") as two,
+    ):
+        assert one.controller is not None
+        assert two.controller is not None
+        token = (one.state_dir / "owner.token").read_text()
+        access = await one.join("n1")
+        agent = FakeAgent(node_info("n1"))
+        async with one.client() as owner, agent.connected(one.network, access):
+            before = await agent.register()
+            assert set(before.controllers) == {one.controller.address, two.controller.address}
+            await agent.beat()
+            job = await owner.submit(gpus=1)
+            launch = await agent.start_next()
+            waiting = await owner.submit(gpus=1)
+            await one_store.close()  # it can neither renew nor resign: as good as dead
+            await until(lambda: two.controller is not None and two.controller.is_leading, timeout_s=30)
+            assert not one.controller.is_leading
+            assert not (await agent.beat()).leading
+            with pytest.raises(GenieError):
+                await owner.submit()
+        elsewhere = await two.access(str(access.token))
+        async with two.client(token) as owner, agent.connected(two.network, elsewhere):
+            after = await agent.register()
+            assert after.leader_token > before.leader_token
+            assert (await agent.beat()).kill == ()
+            assert (await owner.job(job.job_id)).state is JobState.RUNNING
+            agent.end(launch)
+            await agent.beat()
+            assert (await agent.start_next()).job_id == waiting.job_id
+            assert await owner.held("n1") == [waiting.job_id]

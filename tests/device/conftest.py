@@ -1,0 +1,53 @@
+"""Two real executors on the CPU behind remote_accelerator:0 and :1, shared by the tests of this folder."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+
+import pytest
+import torch
+
+from genie import device
+from genie.device import ExecutorAddress, RemoteDevice, roster
+from tests.agent.executor.process import TICKET, start_executor
+
+D0 = "remote_accelerator:0"
+D1 = "remote_accelerator:1"
+
+
+def remote_device(number: int, open_: Callable[[], int]) -> RemoteDevice:
+    """`open_` gives the port of an executor on this machine."""
+    return RemoteDevice(
+        node_id=f"node-{number}",
+        gpu_id=f"gpu-{number}",
+        name=f"Test accelerator {number}",
+        memory_bytes=2**30 * (number + 1),
+        vendor="cpu",
+        open=lambda: ExecutorAddress(host="127.0.0.1", port=open_(), server_name="", ticket=TICKET),
+    )
+
+
+@pytest.fixture(scope="package")
+def devices(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    folder = tmp_path_factory.mktemp("device")
+    with ExitStack() as stack:
+        executors = [start_executor(folder / str(number), job_id=f"job-{number}") for number in range(2)]
+        for executor in executors:
+            stack.callback(executor.kill)
+        for executor in executors:
+            executor.wait_ready()
+        ports = [executor.port for executor in executors]
+        device.attach([remote_device(number, lambda port=port: port) for number, port in enumerate(ports)])
+        stack.callback(device.detach)
+        for name in (D0, D1):  # connected here, so that no single test is blamed for the socket
+            torch.zeros(1, device=name)
+        yield
+
+
+@pytest.fixture
+def unattached(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """For this test nothing is attached; afterwards the shared executors are again."""
+    monkeypatch.setattr(roster._roster, "slots", None)
+    yield
+    device.detach()

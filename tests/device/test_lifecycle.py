@@ -1,0 +1,389 @@
+"""Attaching and detaching, connections that are lost, and both orders of importing torch."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import textwrap
+import threading
+import warnings
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+
+from genie import device
+from genie.device import roster
+from genie.device.connection import ExecutorConnection
+from genie.errors import (
+    AlreadyInitializedError,
+    DeviceLostError,
+    DeviceUnavailableError,
+    LaunchError,
+    NotInitializedError,
+    TlsError,
+    TokenRefusedError,
+    TransportError,
+    UnreachableError,
+)
+from genie.runtime import opwire
+from tests.agent.executor.process import TICKET, start_executor
+from tests.agent.executor.thread import ThreadedExecutor, executor_on_a_thread
+from tests.device.conftest import D0, D1, remote_device
+from tests.waiting import wait_until
+
+pytestmark = pytest.mark.usefixtures("devices", "unattached")
+
+LONG_S = 10.0
+
+
+@contextmanager
+def attached(**settings: object) -> Iterator[ThreadedExecutor]:
+    """One executor of this test's own, behind remote_accelerator:0."""
+    with executor_on_a_thread(**settings) as executor:
+        device.attach([remote_device(0, lambda: executor.port)])
+        try:
+            yield executor
+        finally:
+            device.detach()
+
+
+# --- attach and detach --------------------------------------------------------------------------
+
+
+def test_without_a_session_the_error_says_what_to_call() -> None:
+    for use in (
+        lambda: torch.ones(1, device=D0),
+        lambda: torch.ones(1).to(D0),
+        torch.remote_accelerator.synchronize,
+        lambda: torch.remote_accelerator.set_device(0),
+    ):
+        with pytest.raises(NotInitializedError, match=r"genie\.init"):
+            use()
+    assert (torch.remote_accelerator.device_count(), torch.remote_accelerator.is_available()) == (0, False)
+    torch.manual_seed(0)
+
+
+def test_a_cluster_without_accelerators_says_so() -> None:
+    device.attach([])
+    with pytest.raises(DeviceUnavailableError, match="no accelerators"):
+        torch.ones(1, device=D0)
+
+
+def test_attaching_opens_nothing() -> None:
+    def must_not_be_called() -> int:
+        raise AssertionError("opened")
+
+    device.attach([remote_device(0, must_not_be_called), remote_device(1, must_not_be_called)])
+    assert torch.remote_accelerator.device_count() == 2
+    assert torch.remote_accelerator.get_device_name(1) == "Test accelerator 1"
+    torch.manual_seed(3)
+    torch.remote_accelerator.empty_cache()
+    with pytest.raises(AlreadyInitializedError):
+        device.attach([])
+
+
+def test_after_detaching_the_tensors_that_are_left_are_lost() -> None:
+    with attached():
+        left = torch.ones(3, device=D0)
+        device.detach()
+        device.detach()
+        for use in (lambda: left + 1, left.cpu, lambda: left.sum().item(), lambda: repr(left)):
+            with pytest.raises(DeviceLostError, match=r"node-0.*job-1.*shut down"):
+                use()
+        assert left.shape == (3,)
+
+
+def test_attaching_again_starts_afresh() -> None:
+    with attached():
+        old = torch.ones(3, device=D0)
+    with attached():
+        new = torch.full((3,), 2.0, device=D0)
+        with pytest.raises(DeviceLostError):
+            old + new
+        assert new.sum().item() == 6
+
+
+def test_detaching_wakes_a_thread_that_waits_for_an_answer() -> None:
+    outcome: list[BaseException] = []
+    with deaf_executor() as port:
+        device.attach([remote_device(0, lambda: port)])
+
+        def work() -> None:
+            try:
+                torch.ones(1, device=D0)
+            except DeviceLostError as error:
+                outcome.append(error)
+
+        thread = threading.Thread(target=work)
+        thread.start()
+        wait_until(roster.in_use, what="the thread to be connected")
+        device.detach()
+        thread.join(LONG_S)
+        assert len(outcome) == 1
+
+
+def test_an_executor_that_is_opened_too_late_is_not_kept() -> None:
+    with executor_on_a_thread() as executor:
+
+        def slow() -> int:
+            device.detach()
+            return executor.port
+
+        device.attach([remote_device(0, slow)])
+        with pytest.raises(NotInitializedError):
+            torch.ones(1, device=D0)
+
+
+# --- opening ------------------------------------------------------------------------------------
+
+
+def test_what_the_broker_raises_reaches_the_user() -> None:
+    def refuse() -> int:
+        raise LaunchError("the node has no room")
+
+    device.attach([remote_device(0, refuse)])
+    with pytest.raises(LaunchError, match="no room"):
+        torch.randn(2, device=D0)
+    with pytest.raises(LaunchError, match="no room"):
+        torch.nn.Linear(2, 2).to(D0)
+
+
+def test_nobody_at_the_address_is_an_error() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    device.attach([remote_device(0, lambda: port)])
+    with pytest.raises(UnreachableError, match="node-0"):
+        torch.ones(1, device=D0)
+
+
+def test_nothing_is_sent_to_another_machine_without_tls() -> None:
+    address = device.ExecutorAddress(host="192.0.2.1", port=9, server_name="", ticket=TICKET)
+    device.attach([device.RemoteDevice(**(vars(remote_device(0, int)) | {"open": lambda: address}))])
+    with pytest.raises(TlsError, match="another machine"):
+        torch.ones(1, device=D0)
+
+
+def test_a_wrong_ticket_is_an_error() -> None:
+    with executor_on_a_thread() as executor:
+        wrong = remote_device(0, lambda: executor.port)
+        address = device.ExecutorAddress(host="127.0.0.1", port=executor.port, server_name="", ticket="wrong")
+        device.attach([device.RemoteDevice(**(vars(wrong) | {"open": lambda: address}))])
+        with pytest.raises(TokenRefusedError):
+            torch.ones(1, device=D0)
+        device.detach()
+        device.attach([wrong])
+        torch.ones(1, device=D0)
+        device.detach()
+
+
+def test_a_second_client_is_refused_clearly() -> None:
+    with attached() as executor:
+        torch.ones(1, device=D0)
+        with pytest.raises(DeviceUnavailableError, match="already serves"):
+            ExecutorConnection.open(
+                host="127.0.0.1",
+                port=executor.port,
+                server_name="",
+                ticket=TICKET,
+                ssl_context=None,
+                device_name=D0,
+                node_id="node-0",
+                op_timeout_s=LONG_S,
+            )
+        assert torch.ones(2, device=D0).sum().item() == 2
+
+
+def test_the_seed_set_before_the_first_use_counts() -> None:
+    torch.manual_seed(77)
+    expected = torch.rand(4, generator=torch.Generator().manual_seed(77))
+    with attached():
+        assert torch.equal(torch.rand(4, device=D0).cpu(), expected)
+    with attached():
+        torch.manual_seed(77)
+        assert torch.equal(torch.rand(4, device=D0).cpu(), expected)
+
+
+def test_memory_beyond_the_quota_is_torchs_own_error() -> None:
+    with attached(memory_bytes_max=1_000_000):
+        with pytest.raises(torch.OutOfMemoryError, match=r"aten::empty.memory_format .* 1000000 bytes"):
+            torch.empty(2**50, device=D0)
+        kept = [torch.zeros(50_000, device=D0) for _ in range(5)]
+        with pytest.raises(torch.OutOfMemoryError):
+            torch.zeros(10, device=D0)
+        kept.pop()
+        assert torch.zeros(10, device=D0).sum().item() == 0
+        assert torch.remote_accelerator.memory_stats()["allocated_bytes.limit"] == 1_000_000
+
+
+# --- losing -------------------------------------------------------------------------------------
+
+
+def test_a_lost_executor_is_named_and_the_next_use_opens_another() -> None:
+    with ExitStack() as stack:
+        executors = [stack.enter_context(executor_on_a_thread()) for _ in range(2)]
+        ports = iter([executor.port for executor in executors])
+        device.attach([remote_device(0, lambda: next(ports))])
+        stack.callback(device.detach)
+        torch.manual_seed(5)
+        old = torch.rand(3, device=D0)
+        executors[0].hang_up()
+        for _ in range(2):
+            with pytest.raises(DeviceLostError, match=r"remote_accelerator:0.*node-0.*job-1"):
+                old + 1
+        new = torch.rand(3, device=D0)
+        assert torch.equal(new.cpu(), torch.rand(3, generator=torch.Generator().manual_seed(5)))
+        with pytest.raises(DeviceLostError):
+            old + new
+
+
+def test_an_executor_killed_in_the_middle_of_backward_raises_and_spares_the_others(tmp_path: Path) -> None:
+    with ExitStack() as stack:
+        victim = start_executor(tmp_path / "victim", job_id="job-7")
+        stack.callback(victim.kill)
+        other = stack.enter_context(executor_on_a_thread())
+        victim.wait_ready()
+        device.attach([remote_device(0, lambda: victim.port), remote_device(1, lambda: other.port)])
+        stack.callback(device.detach)
+        x = torch.ones(3, device=D0, requires_grad=True)
+        y = x * x
+        y.register_hook(lambda grad: victim.kill())
+        kept = torch.ones(2, device=D1)
+        with pytest.raises(DeviceLostError, match=r"node-0.*job-7"):
+            y.sum().backward()
+        assert (kept + 1).tolist() == [2, 2]
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        b"",
+        b"\x00",
+        b"HTTP/1.1 400 Bad Request\r\n\r\n",
+        b"\xff" * 9,
+        opwire.encode(9, opwire.Done()),
+        opwire.encode(2, opwire.Counters(1, 1, 1, 1, 1)),
+        opwire.encode(2, opwire.Result([], [])),
+        opwire.encode(2, opwire.Result([opwire.TensorMeta(1, "int8", (2,), (1, 1), 0)], [])),
+        opwire.encode(2, opwire.Error("transport.protocol", "enough of you", "", 2)),
+        opwire.data_header(2, 4) + b"data",
+    ],
+)
+def test_an_executor_that_talks_nonsense_costs_an_error_and_no_more(answer: bytes) -> None:
+    with deaf_executor(answer) as port:
+        device.attach([remote_device(0, lambda: port)])
+        with pytest.raises((DeviceLostError, TransportError)):
+            torch.ones(1, device=D0)
+
+
+def test_a_child_process_does_not_disturb_its_parents_connection() -> None:
+    with attached():
+        there = torch.ones(3, device=D0)
+        with warnings.catch_warnings():
+            # Python 3.12 warns of forks beside threads; people do it all the same, with DataLoaders.
+            warnings.simplefilter("ignore", DeprecationWarning)
+            child = os.fork()
+        if child == 0:  # pragma: no cover - another process
+            try:
+                there + 1
+            except DeviceLostError as error:
+                os._exit(17 if "forked" in str(error) else 18)
+            os._exit(19)
+        _, status = os.waitpid(child, 0)
+        assert os.waitstatus_to_exitcode(status) == 17
+        assert (there + 1).tolist() == [2, 2, 2]
+
+
+@contextmanager
+def deaf_executor(answer: bytes | None = None) -> Iterator[int]:
+    """Lets a client in and takes its seed; then answers everything with these bytes, or not at all."""
+    server = socket.create_server(("127.0.0.1", 0))
+    done = threading.Event()
+
+    def serve() -> None:
+        sock, _ = server.accept()
+        with sock:
+            channel = opwire.Channel(sock, peer="the client", trusted=True)
+            channel.exchange_prefaces(timeout_s=LONG_S)
+            channel.receive_request(timeout_s=LONG_S, wait_s=LONG_S)
+            channel.send(0, opwire.Opened("cpu", "fake", 1, "job-1", "0"), timeout_s=LONG_S)
+            channel.receive_request(timeout_s=LONG_S, wait_s=LONG_S)
+            channel.send(1, opwire.Done(), timeout_s=LONG_S)
+            channel.receive_request(timeout_s=LONG_S, wait_s=LONG_S)
+            if answer is None:
+                done.wait(LONG_S)
+            else:
+                sock.sendall(answer)
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    try:
+        yield server.getsockname()[1]
+    finally:
+        device.detach()
+        done.set()
+        thread.join(LONG_S)
+        server.close()
+        assert not thread.is_alive()
+
+
+# --- importing ----------------------------------------------------------------------------------
+
+
+def run_python(code: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)],
+        capture_output=True, text=True, timeout=60, check=False, stdin=subprocess.DEVNULL,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_attaching_before_torch_is_imported_registers_when_it_is() -> None:
+    shown = run_python(
+        """
+        import sys
+        from genie import device
+        from genie.errors import LaunchError
+
+        def refuse():
+            raise LaunchError("asked")
+
+        device.attach([device.RemoteDevice(
+            node_id="n", gpu_id="g", name="x", memory_bytes=1, vendor="cpu", open=refuse)])
+        assert "torch" not in sys.modules
+        import torch
+        assert type(torch.__loader__).__module__ != "genie.device.import_hook"
+        assert torch.remote_accelerator.device_count() == 1
+        try:
+            torch.randn(2, device="remote_accelerator:0")
+        except LaunchError as error:
+            print(error)
+        """
+    )
+    assert shown.strip() == "asked"
+
+
+def test_where_another_package_has_the_place_torch_works_and_the_log_says_why() -> None:
+    shown = run_python(
+        """
+        import logging, sys
+        logging.basicConfig(stream=sys.stdout, format="%(message)s")
+        import torch
+        torch.utils.rename_privateuse1_backend("other")
+        from genie import device
+        device.attach([])
+        """
+    )
+    assert "taken by other" in shown
+
+
+def test_importing_the_device_imports_neither_torch_nor_asyncio() -> None:
+    shown = run_python(
+        "import sys, genie.device; print([name for name in ('torch', 'asyncio') if name in sys.modules])"
+    )
+    assert shown.strip() == "[]"

@@ -1,0 +1,356 @@
+"""A remote tensor behaves as a tensor: copies, views, dtypes, printing, and the errors of mistakes."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import io
+import math
+import pickle
+
+import pytest
+import torch
+
+from genie.device.tensor import RemoteTensor
+from genie.errors import (
+    DeviceUnavailableError,
+    FrameTooLargeError,
+    OpRefusedError,
+    RemoteOpError,
+    UsageError,
+)
+from genie.runtime import opwire
+from tests.device.conftest import D0, D1
+
+pytestmark = pytest.mark.usefixtures("devices")
+
+
+def kept_there() -> dict[str, int]:
+    gc.collect()  # errors hold on to tensors through their tracebacks, also those of tests before
+    found: dict[str, int] = torch.remote_accelerator.memory_stats(D0)
+    return found
+
+
+# --- to and fro ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", opwire.DTYPE_NAMES)
+def test_every_dtype_survives_the_way_there_and_back(name: opwire.DTypeName) -> None:
+    dtype: torch.dtype = getattr(torch, name)
+    assert dtype.itemsize == opwire.size_bytes(name, ())
+    sent = torch.arange(-6, 6).reshape(3, 4).to(dtype)
+    there = sent.to(D0)
+    assert (there.dtype, there.shape, str(there.device)) == (dtype, sent.shape, D0)
+    assert torch.equal(there.cpu().view(torch.uint8), sent.view(torch.uint8))
+
+
+def test_extreme_values_survive() -> None:
+    floats = torch.tensor([math.nan, math.inf, -math.inf, -0.0, 5e-324, 1.7e308], dtype=torch.float64)
+    assert torch.equal(floats.to(D0).cpu().view(torch.int64), floats.view(torch.int64))
+    for value in (2**63 - 1, -(2**63)):
+        assert torch.full((1,), value, device=D0).item() == value
+        assert torch.tensor(value, device=D0).tolist() == value
+    assert math.isnan(torch.full((), math.nan, device=D0).item())
+    assert torch.tensor(1 - 2j, device=D0).item() == 1 - 2j
+
+
+@pytest.mark.parametrize("shape", [(), (0,), (0, 3), (2, 0, 3), (1,), (1, 1, 1)])
+def test_tensors_without_elements_or_dimensions_survive(shape: tuple[int, ...]) -> None:
+    sent = torch.randn(shape)
+    there = sent.to(D0)
+    assert there.shape == sent.shape
+    assert torch.equal((there + 1).cpu(), sent + 1)
+    assert torch.equal(torch.empty(shape, device=D0).copy_(sent).cpu(), sent)
+
+
+def test_64_mib_go_there_and_back() -> None:
+    sent = torch.arange(16 * 1024 * 1024, dtype=torch.int32)
+    there = sent.to(D0)
+    assert there[-1].item() == sent[-1].item()
+    assert torch.equal(there.cpu(), sent)
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        torch.arange(12.0).reshape(3, 4).t(),
+        torch.arange(12.0)[::3],
+        torch.arange(3.0).expand(2, 3),
+        torch.randn(2, 3, 4, 5).contiguous(memory_format=torch.channels_last),
+        torch.randn(3, dtype=torch.complex64).conj(),
+    ],
+    ids=["transposed", "strided", "expanded", "channels last", "conjugate"],
+)
+def test_an_odd_layout_arrives_as_it_does_on_other_devices(sent: torch.Tensor) -> None:
+    there = sent.to(D0)
+    assert torch.equal(there.cpu(), sent)
+    assert there.stride() == sent.clone().stride()
+    assert there.cpu().stride() == there.stride()
+
+
+def test_a_view_there_comes_back_right() -> None:
+    there = torch.arange(24.0, device=D0).reshape(2, 3, 4)
+    here = torch.arange(24.0).reshape(2, 3, 4)
+    for view in (lambda x: x[1], lambda x: x.transpose(0, 2), lambda x: x[:, ::2, 1:], lambda x: x[0, 0, 0]):
+        assert torch.equal(view(there).cpu(), view(here))
+
+
+def test_to_its_own_device_is_itself_and_elsewhere_a_copy() -> None:
+    there = torch.ones(2, device=D1)
+    assert there.to(D1) is there
+    assert there.to(D1, copy=True) is not there
+    moved = there.to(D0)
+    there.add_(1)
+    assert (str(moved.device), moved.tolist(), there.tolist()) == (D0, [1, 1], [2, 2])
+    assert moved.to(D1, torch.int32).dtype == torch.int32
+    assert there.to("cpu", torch.float64).dtype == torch.float64
+
+
+def test_copies_in_place_cross_devices() -> None:
+    here, one, other = torch.zeros(3), torch.arange(3.0, device=D0), torch.zeros(3, device=D1)
+    other.copy_(one)
+    here.copy_(other)
+    assert here.tolist() == [0, 1, 2]
+    other[1:].copy_(torch.tensor([7, 8]))
+    assert other.tolist() == [0, 7, 8]
+
+
+def test_likeness_on_another_device() -> None:
+    there = torch.ones(2, 3, device=D0)
+    assert str(torch.zeros_like(there, device="cpu").device) == "cpu"
+    other = torch.full_like(there, 4, device=D1)
+    assert (str(other.device), other.sum().item()) == (D1, 24)
+    assert str(there.new_zeros(2, device=D1).device) == D1
+
+
+# --- aliasing -----------------------------------------------------------------------------------
+
+
+def test_views_and_changes_in_place_alias_as_in_torch() -> None:
+    def play(x: torch.Tensor) -> list[torch.Tensor]:
+        flat, row, window = x.view(-1), x[1], x[:, 1:3]
+        row.add_(10)
+        flat[0] = -1
+        window.mul_(2)
+        detached = x.detach()
+        detached[2, 3] = 99
+        x.t()[3].zero_()
+        return [x, flat, row, window, detached]
+
+    here = play(torch.arange(12.0).reshape(3, 4))
+    there = play(torch.arange(12.0, device=D0).reshape(3, 4))
+    for one, other in zip(there, here, strict=True):
+        assert torch.equal(one.cpu(), other)
+
+
+def test_a_tensor_reshaped_in_place_keeps_its_views() -> None:
+    there = torch.arange(6.0, device=D0).reshape(2, 3)
+    view = there[0]
+    there.t_()
+    view.fill_(5)
+    assert there.shape == (3, 2)
+    assert there.stride() == (1, 3)
+    assert there.tolist() == [[5, 3], [5, 4], [5, 5]]
+
+
+def test_a_failed_change_in_place_changes_nothing() -> None:
+    there = torch.ones(2, 3, device=D0)
+    with pytest.raises(RemoteOpError):
+        there.add_(torch.ones(5, device=D0))
+    assert there.tolist() == [[1, 1, 1], [1, 1, 1]]
+
+
+# --- Python's own ways --------------------------------------------------------------------------
+
+
+def test_printing() -> None:
+    there = torch.arange(3, device=D0)
+    assert repr(there) == f"tensor([0, 1, 2], device='{D0}')"
+    assert (
+        str(torch.ones(1, device=D0, requires_grad=True))
+        == f"tensor([1.], device='{D0}', requires_grad=True)"
+    )
+    assert "grad_fn=<MulBackward0>" in repr(torch.ones(1, device=D0, requires_grad=True) * 2)
+    assert f"{torch.tensor(2.5, device=D0):.2f}" == "2.50"
+    assert "Parameter containing" in repr(torch.nn.Linear(1, 1).to(D0).weight)
+
+
+def test_numbers_and_truth() -> None:
+    there = torch.tensor([0.0, 2.5], device=D0)
+    assert (float(there[1]), int(there[1]), bool(there[0]), there[1].item()) == (2.5, 2, False, 2.5)
+    assert bool((there >= 0).all())
+    assert [value.item() for value in there] == there.tolist() == [0.0, 2.5]
+    assert len(there) == 2
+    assert 2.5 in there
+    assert torch.equal(there, there.clone())
+    with pytest.raises(RuntimeError, match="ambiguous"):
+        bool(there)
+    with pytest.raises(IndexError):
+        there[7]
+
+
+def test_copies_of_objects() -> None:
+    module = torch.nn.Linear(2, 2).to(D0)
+    module.weight.grad = torch.ones(2, 2, device=D0)
+    twin = copy.deepcopy(module)
+    with torch.no_grad():
+        twin.weight.zero_()
+    assert module.weight.abs().sum().item() > 0
+    assert isinstance(twin.weight, torch.nn.Parameter)
+    assert twin.weight.requires_grad
+    assert twin.weight.grad.sum().item() == 4
+    with pytest.raises(RuntimeError, match="leaves"):
+        copy.deepcopy(module.weight * 2)
+
+
+def test_a_module_changes_dtype_and_comes_home() -> None:
+    module = torch.nn.Linear(3, 2).to(D0)
+    weight = module.weight.cpu()
+    module.double()
+    assert module.weight.dtype == torch.float64
+    assert module(torch.ones(1, 3, device=D0, dtype=torch.float64)).dtype == torch.float64
+    assert torch.equal(module.float().cpu().weight, weight)
+
+
+# --- mistakes -----------------------------------------------------------------------------------
+
+
+def test_an_op_across_two_devices_names_both() -> None:
+    one, other = torch.ones(2, device=D0), torch.ones(2, device=D1)
+    for wrong in (lambda: one + other, lambda: torch.cat([one, other]), lambda: other.add_(one)):
+        with pytest.raises(OpRefusedError, match=r"remote_accelerator:[01] and remote_accelerator:[01]"):
+            wrong()
+    with pytest.raises(OpRefusedError, match=f"{D0} and cpu"):
+        one + torch.ones(2)
+    with pytest.raises(RuntimeError):  # as programs written for CUDA expect
+        one @ other
+
+
+def test_a_result_is_never_written_into_a_local_tensor_unseen() -> None:
+    here, there = torch.zeros(()), torch.ones((), device=D0)
+    with pytest.raises(OpRefusedError, match=f"{D0} and cpu"):
+        here += there
+    with pytest.raises(OpRefusedError, match=f"{D0} and cpu"):
+        torch.add(there, 1, out=here)
+    assert here.item() == 0
+    assert (here + there).item() == 1
+
+
+def test_an_op_that_fails_remotely_names_itself_its_number_and_the_place() -> None:
+    with pytest.raises(
+        RemoteOpError, match=rf"aten::mm \(op \d+\) failed on {D0}, node node-0: mat1 and mat2"
+    ):
+        torch.ones(2, 3, device=D0) @ torch.ones(2, 3, device=D0)
+    assert torch.ones(2, device=D0).sum().item() == 2
+
+
+def test_an_index_that_is_not_there_is_named_with_the_count() -> None:
+    with pytest.raises(DeviceUnavailableError, match=r"remote_accelerator:7 .* has 2, 0 to 1"):
+        torch.ones(1, device="remote_accelerator:7")
+    with pytest.raises(DeviceUnavailableError):
+        torch.ones(1).to("remote_accelerator:2")
+
+
+@pytest.mark.parametrize("save", [pickle.dumps, lambda tensor: torch.save({"a": tensor}, io.BytesIO())])
+def test_saving_is_refused_with_a_way_out(save: object) -> None:
+    with pytest.raises(OpRefusedError, match=r"tensor\.cpu\(\)"):
+        save(torch.ones(1, device=D0))  # type: ignore[operator]
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        lambda x: torch.randn(2, generator=torch.Generator(), device=D0),
+        lambda x: x.pin_memory(),
+        lambda x: torch.ones(2, device=D0, pin_memory=True),
+        lambda x: x.to_sparse(),
+        lambda x: x.to(torch.complex32),
+        lambda x: x.__dlpack__(),
+        torch.ops.prims.sin.default,
+    ],
+)
+def test_what_the_wire_does_not_carry_is_refused(wrong: object) -> None:
+    with pytest.raises(OpRefusedError):
+        wrong(torch.ones(2, device=D0))  # type: ignore[operator]
+
+
+def test_numpy_is_reached_through_the_cpu() -> None:
+    with pytest.raises(TypeError, match=r"\.cpu\(\) first"):
+        torch.ones(1, device=D0).numpy()
+
+
+def test_a_call_too_large_for_the_wire_is_refused_and_nothing_is_lost() -> None:
+    kept = torch.ones(2, device=D0)
+    before = kept_there()["tensors"]
+    dead = torch.ones(2, device=D0)
+    del dead
+    with pytest.raises(OpRefusedError, match="too long"):
+        kept.repeat([1] * 70_000)
+    with pytest.raises(FrameTooLargeError, match="cap"):
+        kept.as_strided([2**40] * 65_000, [2**40] * 65_000)
+    with pytest.raises(OpRefusedError, match="too many"):
+        torch.ones(50_000, 1, device=D0).unbind()
+    with pytest.raises(OpRefusedError, match="too many"):
+        torch.ones(70_000, 1, device=D0).unbind()
+    with pytest.raises(OpRefusedError, match="dimensions"):
+        torch.ones([1] * 65, device=D0)
+    assert kept.sum().item() == 2
+    assert kept_there()["tensors"] == before
+
+
+# --- what is kept over there --------------------------------------------------------------------
+
+
+def test_dead_tensors_are_freed_over_there() -> None:
+    before = kept_there()
+    tensors = [torch.ones(1000, device=D0) for _ in range(20)]
+    during = kept_there()
+    assert during["tensors"] - before["tensors"] == 20
+    assert during["allocated_bytes.current"] - before["allocated_bytes.current"] == 80_000
+    del tensors
+    torch.remote_accelerator.empty_cache()
+    after = kept_there()
+    assert (after["tensors"], after["allocated_bytes.current"]) == (
+        before["tensors"],
+        before["allocated_bytes.current"],
+    )
+
+
+def test_a_long_computation_keeps_nothing_behind() -> None:
+    before = kept_there()["tensors"]
+    there = torch.ones(10, 10, device=D0)
+    for _ in range(50):
+        there = (there @ there).relu()[:10].clamp(max=1.0)
+    assert isinstance(there, RemoteTensor)
+    del there
+    assert kept_there()["tensors"] == before
+
+
+# --- the device module --------------------------------------------------------------------------
+
+
+def test_the_module_tells_the_truth() -> None:
+    module = torch.remote_accelerator
+    assert (module.is_available(), module.device_count(), module.current_device()) == (True, 2, 0)
+    assert module.get_device_name(1) == "Test accelerator 1"
+    properties = module.get_device_properties(D1)
+    assert (properties.node_id, properties.gpu_id, properties.total_memory) == ("node-1", "gpu-1", 2**31)
+    assert module.max_memory_allocated(0) >= module.memory_allocated(0)
+    module.synchronize()
+
+
+def test_the_current_device_is_where_an_index_is_left_out() -> None:
+    module = torch.remote_accelerator
+    with module.device(1):
+        assert module.current_device() == 1
+        assert str(torch.ones(1, device="remote_accelerator").device) == D1
+    assert str(torch.ones(1, device="remote_accelerator").device) == D0
+    module.set_device(D1)
+    assert module.current_device() == 1
+    module.set_device(0)
+    with torch.device(D1):
+        assert str(torch.ones(1).device) == D1
+    with pytest.raises(DeviceUnavailableError):
+        module.set_device(5)
+    with pytest.raises(UsageError):
+        module.synchronize("cpu")

@@ -1,0 +1,1 @@
+"""Every script under examples/ runs here as a person would run it."""

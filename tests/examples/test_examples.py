@@ -1,0 +1,141 @@
+"""Every example does what its docstring says, and ends without a trace."""
+
+from __future__ import annotations
+
+import os
+import re
+import runpy
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from genie.cluster import local
+from tests.cluster.small_controller import SmallController
+from tests.waiting import wait_until
+
+ROOT = Path(__file__).resolve().parents[2]
+EXAMPLES = ROOT / "examples"
+RUN_HERE = {"basic_client.py", "gpu_server.py", "monitoring_dashboard.py", "tour.py"}
+
+
+def run_example(name: str, *arguments: str, timeout_s: float = 60) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, str(EXAMPLES / name), *arguments],
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+        stdin=subprocess.DEVNULL,
+    )
+
+
+@contextmanager
+def running_example(name: str, log: Path, *arguments: str) -> Iterator[subprocess.Popen[bytes]]:
+    with log.open("wb") as file:
+        process = subprocess.Popen(
+            [sys.executable, str(EXAMPLES / name), *arguments],
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+        )
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_every_example_runs_in_a_test() -> None:
+    assert {path.name for path in EXAMPLES.glob("*.py")} == RUN_HERE
+
+
+def test_a_server_serves_a_client_and_ends_at_ctrl_c_without_a_trace(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, unused_tcp_port: int
+) -> None:
+    monkeypatch.setenv("GENIE_MASTER_PORT", str(unused_tcp_port))
+    state_dir, log = Path(os.environ["GENIE_STATE_DIR"]), tmp_path / "server.log"
+    with running_example("gpu_server.py", log) as server:
+        wait_until(lambda: "clients connect" in log.read_text() or server.poll() is not None, timeout_s=60)
+        assert f"clients connect to port {unused_tcp_port}" in log.read_text()
+        done = run_example("basic_client.py", "127.0.0.1")
+        assert done.returncode == 0, done.stderr
+        assert "(1000, 1000) on remote_accelerator:0" in done.stdout
+        assert "is healthy and has 1" in done.stdout
+        server.send_signal(signal.SIGINT)
+        assert server.wait(30) == 0, log.read_text()
+    said = log.read_text()
+    assert "stopped" in said
+    assert "Traceback" not in said
+    assert local.find_running(state_dir) is None
+
+
+def test_a_server_ends_by_itself_after_its_seconds(
+    monkeypatch: pytest.MonkeyPatch, unused_tcp_port: int
+) -> None:
+    monkeypatch.setenv("GENIE_MASTER_PORT", str(unused_tcp_port))
+    done = run_example("gpu_server.py", "--seconds", "0.1")
+    assert done.returncode == 0, done.stderr
+    assert "are over" in done.stdout
+    assert local.find_running(Path(os.environ["GENIE_STATE_DIR"])) is None
+
+
+def test_the_dashboard_shows_this_machine_and_a_cluster() -> None:
+    alone = run_example("monitoring_dashboard.py", "--rounds", "1", "--refresh", "0.1")
+    assert alone.returncode == 0, alone.stderr
+    with SmallController() as controller:
+        controller.announce(Path(os.environ["GENIE_STATE_DIR"]))
+        where = ("127.0.0.1", "--port", str(controller.port))
+        shown = run_example("monitoring_dashboard.py", *where, "--rounds", "1", "--refresh", "0.1")
+    assert shown.returncode == 0, shown.stderr
+    assert "n1" in shown.stdout
+
+
+# --- the tour ---------------------------------------------------------------------------------
+
+
+def test_the_tour_runs_the_lines_of_the_readme_and_leaves_no_process() -> None:
+    done = run_example("tour.py", timeout_s=85)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stderr == ""
+    steps = ("listens on 127.0.0.1:", "torch.Size([1000, 1000])", "a job on", "no process is left")
+    assert [step for step in steps if step not in done.stdout] == []
+
+
+@pytest.fixture
+def tour(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:  # Any: the names of a script
+    for name in ("GENIE_CONFIG", "GENIE_LOG_LEVEL", "GENIE_MASTER_ADDR", "GENIE_MASTER_PORT"):
+        monkeypatch.setenv(name, "")
+    return runpy.run_path(str(EXAMPLES / "tour.py"))
+
+
+def test_the_tour_takes_the_first_python_of_the_readme(tour: dict[str, Any]) -> None:
+    lines = tour["snippet"]()
+    compile(lines, "README.md", "exec")
+    assert "await genie.init(" in lines
+    assert 'device="remote_accelerator:0"' in lines
+    assert len(lines.strip().splitlines()) <= 12
+
+
+def test_a_step_that_fails_fails_the_tour(
+    tour: dict[str, Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    main = tour["main"]
+    monkeypatch.setitem(main.__globals__, "snippet", lambda: "import sys; sys.exit('no luck')")
+    assert main() == 1
+    said = capsys.readouterr()
+    assert "no luck" in said.out
+    assert "no process is left" in said.out
+    assert re.search(r"the tour failed: .* exit code 1", said.err)
+
+
+def test_a_process_that_is_left_is_seen(tour: dict[str, Any], tmp_path: Path) -> None:
+    with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)", str(tmp_path)]) as left:
+        try:
+            wait_until(lambda: len(tour["processes_left"](tmp_path)) == 1)
+        finally:
+            left.kill()

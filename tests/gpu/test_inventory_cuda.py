@@ -1,0 +1,89 @@
+"""The inventory against the real NVML, held to the contract of the fake in tests/hardware.
+
+Only on a machine with an NVIDIA GPU; elsewhere the file has no tests, because a machine without one
+can do nothing about it and a skip counts as a failure where everything is required.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from genie.hardware import Inventory, inventory, probe, visible_devices_env
+from genie.model.node import Vendor
+from tests.hardware.inventory_contract import check_nvidia_inventory
+from tests.needs import require_module, require_program
+
+__test__ = Path("/dev/nvidiactl").exists()
+
+MIB = 1024**2
+
+
+@pytest.fixture
+def opened() -> Iterator[Inventory]:
+    with Inventory(cpu_accelerators=1) as made:
+        yield made
+
+
+def smi(fields: str) -> list[list[str]]:
+    """The same readings by another program: one row for each GPU."""
+    program = require_program("nvidia-smi", package="nvidia-smi")
+    command = [program, f"--query-gpu={fields}", "--format=csv,noheader,nounits"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    return [[cell.strip() for cell in line.split(",")] for line in done.stdout.splitlines()]
+
+
+def test_the_real_nvml_keeps_the_inventory_contract(opened: Inventory) -> None:
+    check_nvidia_inventory(opened.read)
+    assert opened.absent_reason == ""
+
+
+def test_names_ids_and_memory_are_those_that_nvidia_smi_shows(opened: Inventory) -> None:
+    rows = smi("index,name,uuid,memory.total")
+    assert [
+        [str(gpu.gpu_id), gpu.name, gpu.uuid, str(gpu.memory_total_bytes // MIB)] for gpu in opened.read()
+    ] == rows
+
+
+def test_temperature_power_and_use_are_near_those_that_nvidia_smi_shows(opened: Inventory) -> None:
+    """Near, because they move between the two readings."""
+    for gpu, row in zip(opened.read(), smi("temperature.gpu,power.draw,memory.used"), strict=True):
+        assert gpu.temperature_c == pytest.approx(float(row[0]), abs=15)
+        assert gpu.power_w == pytest.approx(float(row[1]), abs=150)
+        used_mib = gpu.memory_used_bytes / MIB
+        assert used_mib >= float(row[2]) - 64, "what the driver keeps for itself counts as used here"
+
+
+async def test_async_readings_come_from_the_named_thread(opened: Inventory) -> None:
+    gpus = await opened.read_async(timeout_s=30)
+    assert gpus[0].vendor is Vendor.NVIDIA
+    assert any(one.name.startswith("genie-hardware") for one in threading.enumerate())
+
+
+def test_closing_and_reading_again_opens_nvml_again(opened: Inventory) -> None:
+    before = [gpu.uuid for gpu in opened.read()]
+    opened.close()
+    assert [(gpu.uuid, gpu.available) for gpu in opened.read()] == [(uuid, True) for uuid in before]
+
+
+def test_the_probe_finds_the_gpu_usable() -> None:
+    nvidia = probe()[0]
+    assert (nvidia.vendor, nvidia.usable, nvidia.fix) == (Vendor.NVIDIA, True, "")
+
+
+@pytest.mark.parametrize("held", [True, False])
+def test_a_process_sees_the_gpu_that_it_holds_and_none_without(held: bool) -> None:
+    require_module("torch", package="torch")
+    gpus = inventory(0)
+    environment = visible_devices_env(Vendor.NVIDIA, [gpus[0].gpu_id] if held else [], gpus)
+    code = "import torch; print(torch.cuda.device_count())"
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=os.environ | environment, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.split() == ["1" if held else "0"]

@@ -1,0 +1,194 @@
+"""Who gets in: with TLS and without, with the right token, a wrong one, one of another cluster, or none."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import ssl
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+import genie
+from genie import config
+from genie.cluster.client import ClusterClient, open_client
+from genie.errors import (
+    AccessError,
+    PermissionError_,
+    ProtocolError,
+    TlsError,
+    TokenMissingError,
+    TokenRefusedError,
+    TransportError,
+    UnreachableError,
+)
+from genie.model.tenant import TokenKind
+from genie.runtime import wire
+from genie.runtime.credentials import LocalCluster
+from genie.tenancy.access import NO_PIN, parse_token
+from tests.integration.running import RunningCluster, StartedCluster
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_left() -> Iterator[None]:
+    yield
+    assert not genie.is_initialized()
+
+
+async def test_without_a_token_nothing_is_given_on_loopback_either(
+    cluster: RunningCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("GENIE_TOKEN")
+    with pytest.raises(TokenMissingError, match="GENIE_TOKEN"):
+        await genie.init()
+
+
+async def test_a_client_that_says_nothing_of_itself_gets_nothing(cluster: RunningCluster) -> None:
+    """Below our own client: frames by hand, with a request where Hello should be."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    reader, writer = await asyncio.open_connection(cluster.host, cluster.port, ssl=context)
+    try:
+        writer.write(wire.preface())
+        payload = b"\x81\xa4type\xa9ListNodes"
+        writer.write(wire.pack(wire.Kind.REQUEST, 1, payload))
+        await reader.readexactly(wire.PREFACE_BYTES)
+        answer = b""
+        try:
+            async with asyncio.timeout(10):
+                answer = await reader.readexactly(wire.HEADER_BYTES)
+                _, kind, _ = wire.unpack_header(answer, cap_bytes=1 << 20, peer="test")
+                assert kind is wire.Kind.ERROR
+        except asyncio.IncompleteReadError:
+            assert answer == b""
+    finally:
+        writer.transport.abort()
+        await asyncio.sleep(0)
+
+
+async def test_a_wrong_secret_is_refused(cluster: RunningCluster) -> None:
+    token = parse_token(cluster.token)
+    with pytest.raises(TokenRefusedError, match="wrong"):
+        await genie.init(token=cluster.token.replace(token.secret, token.secret[::-1]))
+
+
+async def test_a_token_that_is_none_is_refused_without_repeating_it(cluster: RunningCluster) -> None:
+    with pytest.raises(TokenRefusedError, match="not a Genie token") as caught:
+        await genie.init(token="hunter2")
+    assert "hunter2" not in str(caught.value)
+
+
+async def test_a_token_of_another_cluster_is_not_even_sent(cluster: RunningCluster) -> None:
+    token = parse_token(cluster.token)
+    with pytest.raises(TlsError, match="another fingerprint"):
+        await genie.init(token=cluster.token.replace(token.pin, token.pin[::-1]))
+
+
+async def test_a_users_token_works_until_it_is_revoked(
+    client: ClusterClient, cluster: RunningCluster
+) -> None:
+    created = await client.create_token(TokenKind.USER, tenant="team-a", name="laptop")
+    state = await genie.init(token=created.token)
+    assert state.tenant == "team-a"
+    await genie.shutdown()
+    async with open_client(cluster.settings(token=created.token)) as user:
+        with pytest.raises(PermissionError_, match="ListTokens"):
+            await user.list_tokens()
+    await client.revoke_token(created.record.token_id)
+    with pytest.raises(TokenRefusedError, match="revoked"):
+        await genie.init(token=created.token)
+    assert created.record.token_id in {record.token_id for record in await client.list_tokens()}
+
+
+async def test_a_port_where_nothing_listens_is_unreachable(
+    cluster: RunningCluster, unused_tcp_port: int
+) -> None:
+    with pytest.raises(UnreachableError, match=str(unused_tcp_port)):
+        await genie.init("127.0.0.1", unused_tcp_port)
+
+
+async def test_a_name_that_does_not_exist_is_unreachable(cluster: RunningCluster) -> None:
+    with pytest.raises(UnreachableError, match=r"no-such-host\.invalid"):
+        await genie.init("no-such-host.invalid", timeout=10)
+
+
+async def test_another_program_on_the_port_is_not_taken_for_genie(cluster: RunningCluster) -> None:
+    async def speak_http(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"HTTP/1.1 400 Bad Request\r\nContent-Length: 0\r\n\r\n")
+        writer.close()
+
+    async with await asyncio.start_server(speak_http, "127.0.0.1", 0) as server:
+        port = server.sockets[0].getsockname()[1]
+        with pytest.raises((TransportError, AccessError)) as caught:
+            await genie.init("127.0.0.1", port, timeout=10)
+    assert str(port) in str(caught.value)
+
+
+async def test_another_version_is_named(cluster: RunningCluster) -> None:
+    async def speak_newer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(wire.preface(wire.VERSION + 1))
+        await writer.drain()
+        writer.close()
+
+    token = parse_token(cluster.token)
+    plain = cluster.token.replace(token.pin, NO_PIN)
+    async with await asyncio.start_server(speak_newer, "127.0.0.1", 0) as server:
+        port = server.sockets[0].getsockname()[1]
+        with pytest.raises(ProtocolError, match=f"version {wire.VERSION + 1}"):
+            await genie.init("127.0.0.1", port, token=plain)
+
+
+async def test_garbage_does_not_disturb_the_controller(
+    cluster: RunningCluster, client: ClusterClient
+) -> None:
+    for garbage in (b"\x00" * 64, os.urandom(4096), b"GET / HTTP/1.1\r\n\r\n"):
+        with socket.create_connection((cluster.host, cluster.port), timeout=5) as sock:
+            sock.sendall(garbage)
+    assert (await client.status()).leading
+
+
+# --- TLS off ----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def plain_cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[StartedCluster]:
+    settings = config.load({"paths.state_dir": tmp_path / "c", "controller.port": 0, "controller.tls": "off"})
+    with StartedCluster(settings) as started:
+        started.running.use(monkeypatch)
+        yield started
+
+
+def test_without_tls_a_cluster_on_loopback_works_and_still_wants_a_token(
+    plain_cluster: StartedCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    running = plain_cluster.running
+    assert parse_token(running.token).pin == NO_PIN
+    with genie.session():
+        assert torch.ones(3, device="remote_accelerator:0").sum().item() == 3.0
+    monkeypatch.delenv("GENIE_TOKEN")
+    monkeypatch.setenv("GENIE_STATE_DIR", str(tmp_path / "a-stranger"))
+    with pytest.raises(TokenMissingError):
+        genie.connect()
+
+
+async def test_a_token_of_a_cluster_without_tls_is_not_sent_elsewhere(cluster: RunningCluster) -> None:
+    token = parse_token(cluster.token)
+    with pytest.raises(TlsError, match="not this machine"):
+        await genie.init("192.0.2.1", token=cluster.token.replace(token.pin, NO_PIN), timeout=5)
+
+
+def test_a_controller_beyond_loopback_without_tls_does_not_start(tmp_path: Path) -> None:
+    settings = config.load(
+        {
+            "paths.state_dir": tmp_path / "c",
+            "controller.port": 0,
+            "controller.bind": "0.0.0.0",
+            "controller.tls": "off",
+        }
+    )
+    with pytest.raises(AccessError, match="TLS"), StartedCluster(settings):
+        pass
+    assert LocalCluster.read(tmp_path / "c") is None

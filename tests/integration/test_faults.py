@@ -1,0 +1,266 @@
+"""What happens when processes are killed: nothing is lost without a word, and nothing is given out twice.
+
+Three processes, as on three machines: a controller and two agents with one accelerator each.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from genie.cluster.client import ClusterClient
+from genie.model.allocation import FULL_MILLI
+from genie.model.job import Job, JobSpec, JobState
+from tests.integration.machine import Machines, machines
+from tests.integration.running import python_job
+from tests.waiting import until
+
+LOST_WITHIN_S = 15.0
+
+
+def counting_job(file: Path, *, node_id: str = "", until_file: Path | None = None) -> JobSpec:
+    """Writes its pid once and a number again and again, until `until_file` is there."""
+    code = f"""
+        import os, pathlib, time
+        out, end = pathlib.Path({str(file)!r}), pathlib.Path({str(until_file or "/nonexistent")!r})
+        out.write_text(f"pid {{os.getpid()}}\\n")
+        number = 0
+        while not end.exists():
+            number += 1
+            with out.open("a") as file:
+                file.write(f"{{number}}\\n")
+            print(number)
+            time.sleep(0.05)
+        print("end")
+    """
+    return python_job(code, name=f"count-{file.stem}", gpus=1, node_id=node_id)
+
+
+class Count:
+    """What a counting job has written."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+
+    @property
+    def pid(self) -> int:
+        return int(self._lines()[0].split()[1])
+
+    @property
+    def number(self) -> int:
+        lines = self._lines()
+        return int(lines[-1]) if len(lines) > 1 else 0
+
+    @property
+    def pids_seen(self) -> int:
+        return sum(line.startswith("pid") for line in self._lines())
+
+    @property
+    def is_alive(self) -> bool:
+        try:
+            os.kill(self.pid, 0)
+        except ProcessLookupError:
+            return False
+        return True
+
+    async def wait_started(self) -> None:
+        await until(lambda: self.file.exists() and self.number > 0, timeout_s=30)
+
+    def _lines(self) -> list[str]:
+        # The last line may be half written.
+        return self.file.read_text().rpartition("\n")[0].split("\n") if self.file.exists() else []
+
+
+@asynccontextmanager
+async def watched_ledger(client: ClusterClient) -> AsyncIterator[set[tuple[str, tuple[str, ...]]]]:
+    """Looks at the ledger all the time: no accelerator may ever be held beyond what it has.
+
+    Gives what was seen: each node with the jobs that held its accelerator at one time.
+    """
+    seen: set[tuple[str, tuple[str, ...]]] = set()
+
+    async def look() -> None:
+        while True:
+            for view in await client.nodes():
+                for gpu in view.info.gpus:
+                    used = view.ledger.gpu_used_milli(gpu.gpu_id)
+                    assert used <= FULL_MILLI, f"{view.info.node_id}/{gpu.gpu_id} is held {used} times"
+                seen.add((view.info.node_id, tuple(hold.job_id for hold in view.ledger.holds)))
+            await asyncio.sleep(0.02)
+
+    async with asyncio.TaskGroup() as group:
+        looking = group.create_task(look())
+        yield seen
+        looking.cancel()
+
+
+@asynccontextmanager
+async def followed(client: ClusterClient, job_id: str) -> AsyncIterator[bytearray]:
+    """A job's output, growing while it is written."""
+    log = bytearray()
+
+    async def follow() -> None:
+        async for data in client.follow_log(job_id):
+            log.extend(data)
+
+    async with asyncio.TaskGroup() as group:
+        following = group.create_task(follow())
+        yield log
+        following.cancel()
+
+
+async def wait_state(client: ClusterClient, job_id: str, state: JobState, *, timeout_s: float = 30) -> Job:
+    async def reached() -> Job | None:
+        job = await client.get_job(job_id)
+        assert job.state is state or not job.state.is_final, f"{job_id} is {job.state}: {job.reason}"
+        return job if job.state is state else None
+
+    found = await until(reached, timeout_s=timeout_s, what=f"{job_id} becomes {state}")
+    assert found is not None
+    return found
+
+
+async def holds(client: ClusterClient) -> dict[str, list[tuple[str, int]]]:
+    return {
+        view.info.node_id: [(hold.job_id, hold.epoch) for hold in view.ledger.holds]
+        for view in await client.nodes()
+    }
+
+
+@pytest.mark.timeout(120)
+async def test_a_killed_agents_job_is_lost_and_its_accelerator_reclaimed_once(tmp_path: Path) -> None:
+    doomed, other, later = (Count(tmp_path / name) for name in ("doomed", "other", "later"))
+    async with machines(tmp_path, "a", "b") as cluster, cluster.client() as client:
+        job_a = await client.submit(counting_job(doomed.file, node_id="a"))
+        job_b = await client.submit(counting_job(other.file, node_id="b"))
+        await doomed.wait_started()
+        await other.wait_started()
+        # It waits for the accelerator that the doomed job holds.
+        job_c = await client.submit(counting_job(later.file, node_id="a"))
+        assert job_c.state is JobState.QUEUED
+        async with watched_ledger(client) as seen:
+            await cluster.agents["a"].kill()
+            assert (await client.get_job(job_a.job_id)).state is JobState.RUNNING
+            lost = await wait_state(client, job_a.job_id, JobState.LOST, timeout_s=LOST_WITHIN_S)
+            # Given away only after the process that used it is gone for certain.
+            assert not doomed.is_alive
+            assert (await holds(client))["a"] == []
+            assert (await client.get_job(job_c.job_id)).state is JobState.QUEUED
+            assert [step.state for step in lost.history].count(JobState.LOST) == 1
+            assert lost.reason
+            # The node comes back: what waited for it runs, and nothing of before does.
+            await cluster.start_agent("a")
+            running = await wait_state(client, job_c.job_id, JobState.RUNNING)
+            await later.wait_started()
+            assert running.placement is not None
+            assert lost.placement is not None
+            assert running.placement.epoch > lost.placement.epoch
+            assert (await client.get_job(job_b.job_id)).state is JobState.RUNNING
+        on_a = [jobs for node, jobs in seen if node == "a"]
+        assert sorted(on_a) == sorted([(), (job_a.job_id,), (job_c.job_id,)])
+        assert (other.is_alive, other.pids_seen, doomed.pids_seen) == (True, 1, 1)
+        assert (await client.get_job(job_a.job_id)).history == lost.history
+
+
+@pytest.mark.timeout(120)
+async def test_a_killed_controller_comes_back_with_everything_and_disturbs_nothing(tmp_path: Path) -> None:
+    count, end = Count(tmp_path / "count"), tmp_path / "end"
+    async with (
+        machines(tmp_path, "a", "b") as cluster,
+        cluster.client() as client,
+        AsyncExitStack() as stack,
+    ):
+        finished = await client.submit(python_job("print('done before')"))
+        await client.wait_job(finished.job_id, timeout_s=30)
+        job = await client.submit(counting_job(count.file, node_id="a", until_file=end))
+        waiting = await client.submit(counting_job(tmp_path / "next", node_id="a", until_file=end))
+        await count.wait_started()
+        before, pid = await holds(client), count.pid
+        known = await client.get_job(job.job_id)
+        log = await stack.enter_async_context(followed(client, job.job_id))
+
+        await cluster.controller.kill()
+        number = count.number
+        await until(lambda: count.number > number + 10)
+        await cluster.start_controller()
+
+        # The same client goes on asking: its connection is made again.
+        again = await client.get_job(job.job_id)
+        assert (again.state, again.placement, again.history) == (
+            JobState.RUNNING,
+            known.placement,
+            known.history,
+        )
+        assert (await client.get_job(waiting.job_id)).state is JobState.QUEUED
+        assert (await client.get_job(finished.job_id)).state is JobState.SUCCEEDED
+        assert await holds(client) == before
+        for node_id in ("a", "b"):
+            await until(lambda node_id=node_id: _is_healthy(cluster, node_id), timeout_s=30)
+
+        number = count.number
+        await until(lambda: count.number > number + 10)
+        assert (count.pid, count.pids_seen, count.is_alive) == (pid, 1, True)
+        end.touch()
+        ended = await client.wait_job(job.job_id, timeout_s=30)
+        assert (ended.state, ended.exit_code) == (JobState.SUCCEEDED, 0), ended.reason
+        after = await client.wait_job(waiting.job_id, timeout_s=30)
+        assert after.state is JobState.SUCCEEDED, after.reason
+        await until(lambda: log.endswith(b"end\n"))
+        numbers = [int(line) for line in log.split()[:-1]]
+        assert numbers == list(range(1, len(numbers) + 1)), "nothing twice, and nothing left out"
+
+
+async def _is_healthy(cluster: Machines, node_id: str) -> bool:
+    return (await cluster.node(node_id)).status == "healthy"
+
+
+@pytest.mark.timeout(120)
+async def test_a_submit_that_a_dying_controller_cuts_off_is_done_once(tmp_path: Path) -> None:
+    async with machines(tmp_path, "a") as cluster, cluster.client() as client:
+        async with asyncio.TaskGroup() as group:
+            submits = [group.create_task(client.submit(python_job("pass", name=f"j{i}"))) for i in range(20)]
+            await asyncio.sleep(0)
+            await cluster.controller.kill()
+            await cluster.start_controller()
+        accepted = {task.result().job_id for task in submits}
+        assert len(accepted) == 20
+        jobs, more = await client.list_jobs(limit=1000)
+        assert {job.job_id for job in jobs} == accepted
+        assert not more
+        for job_id in accepted:
+            assert (await client.wait_job(job_id, timeout_s=60)).state is JobState.SUCCEEDED
+
+
+@pytest.mark.timeout(120)
+async def test_an_upload_goes_on_where_a_killed_controller_left_it(tmp_path: Path) -> None:
+    directory = tmp_path / "project"
+    directory.mkdir()
+    (directory / "data").write_bytes(os.urandom(20_000_000))
+    sent: list[int] = []
+    async with machines(tmp_path, "a") as cluster, cluster.client() as client:
+
+        def progress(what: str, done: int, _total: int) -> None:
+            if what == "sending":
+                sent.append(done)
+                if done > 10_000_000 and not killed:
+                    killed.append(done)
+                    os.kill(cluster.controller.pid, signal.SIGKILL)
+
+        killed: list[int] = []
+        spec = python_job("import os; print(os.stat('data').st_size)")
+        async with asyncio.TaskGroup() as group:
+            submitting = group.create_task(client.submit(spec, workdir=directory, progress=progress))
+            await until(lambda: bool(killed), timeout_s=30)
+            await cluster.controller.kill()
+            await cluster.start_controller()
+        job = await client.wait_job(submitting.result().job_id, timeout_s=60)
+        assert job.state is JobState.SUCCEEDED, job.reason
+        log = b"".join([data async for data in client.follow_log(job.job_id)])
+        assert log == b"20000000\n"
+        assert min(sent[sent.index(killed[0]) :]) > 0, "what had arrived was not sent again"

@@ -1,0 +1,60 @@
+"""Several clients and several nodes at once."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+import genie
+from genie.cluster import init
+from genie.model.job import JobState
+from tests.integration.machine import machines
+from tests.integration.running import RunningCluster, python_job
+
+CLIENT = """
+    import genie, torch
+    with genie.session() as state:
+        x = torch.full((64, 64), {value}.0, device="remote_accelerator:0")
+        print(state.local_node.node_id, (x @ x)[0, 0].item())
+"""
+
+
+def test_several_clients_at_once_each_get_their_own_answer(cluster: RunningCluster) -> None:
+    clients = [
+        subprocess.Popen(
+            [sys.executable, "-c", textwrap.dedent(CLIENT.format(value=value))],
+            env=cluster.environ(),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for value in range(1, 3)
+    ]
+    outcomes = [client.communicate(timeout=80) for client in clients]
+    assert [client.returncode for client in clients] == [0, 0], outcomes
+    names = {out.split()[0] for out, _ in outcomes}
+    assert len(names) == 2, "each session has a name of its own"
+    assert [float(out.split()[1]) for out, _ in outcomes] == [64.0 * value * value for value in range(1, 3)]
+
+
+@pytest.mark.timeout(120)
+async def test_jobs_spread_over_nodes_and_each_node_has_its_own_index(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with machines(tmp_path, "b", "a") as cluster, cluster.client() as client:
+        jobs = [await client.submit(python_job("import time; time.sleep(0.5)", gpus=1)) for _ in range(4)]
+        ended = await asyncio.gather(*(client.wait_job(job.job_id, timeout_s=60) for job in jobs))
+        assert [job.state for job in ended] == [JobState.SUCCEEDED] * 4
+        assert {job.placement.node_id for job in ended if job.placement} == {"a", "b"}
+        config = cluster.settings().cluster
+        state = await genie.init(config.master_addr, config.master_port, token=config.token)
+        try:
+            assert state.transport_coordinator is not None
+            assert [ref.node_id for ref in state.transport_coordinator.refs] == ["a", "b"]
+        finally:
+            await asyncio.to_thread(init.shutdown_blocking)

@@ -1,0 +1,118 @@
+"""The roles server and worker: what they start, what they use, and that they stop only what they started."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+import genie
+from genie.cluster import init, local
+from genie.errors import ConfigError, TokenMissingError
+from genie.model.node import NodeRole, NodeStatus
+from genie.model.tenant import TokenKind
+from tests.integration.running import StartedCluster
+from tests.waiting import until
+
+
+@pytest.fixture(autouse=True)
+def _session_is_ended() -> Iterator[None]:
+    yield
+    init.shutdown_blocking()
+
+
+def state_dir() -> Path:
+    return Path(os.environ["GENIE_STATE_DIR"])
+
+
+async def test_a_server_hosts_a_cluster_for_as_long_as_its_session(unused_tcp_port: int) -> None:
+    state = await genie.init(node_role="server", master_port=unused_tcp_port)
+    assert state.local_node.role is NodeRole.SERVER
+    assert list(state.nodes) == [state.local_node.node_id]
+    assert state.local_node.gpu_count == state.nodes[state.local_node.node_id].gpu_count == 1
+    running = local.find_running(state_dir())
+    assert running is not None
+    assert set(running.pids) == {"controller", "agent"}
+    assert running.cluster is not None
+    assert running.cluster.port == unused_tcp_port
+    await genie.shutdown()
+    assert local.find_running(state_dir()) is None
+    assert [pid for pid in running.pids.values() if psutil.pid_exists(pid)] == []
+
+
+async def test_the_address_of_the_documents_works_and_others_can_use_the_cluster(
+    unused_tcp_port: int,
+) -> None:
+    state = await genie.init("localhost", unused_tcp_port, node_role="server", node_id="box")
+    assert state.local_node.node_id == "box"
+    from genie import config
+    from genie.cluster.client import open_client
+
+    settings = config.load({"cluster.master_addr": "127.0.0.1", "cluster.master_port": unused_tcp_port})
+    async with open_client(settings) as client:
+        assert [view.info.node_id for view in await client.nodes()] == ["box"]
+    await genie.shutdown()
+
+
+async def test_a_server_where_a_cluster_is_already_only_uses_it(own_cluster: StartedCluster) -> None:
+    before = own_cluster.pids
+    state = await genie.init(node_role="server")
+    assert set(state.nodes) == {"n1"}
+    await genie.shutdown()
+    assert own_cluster.pids == before
+    assert all(psutil.pid_exists(pid) for pid in before.values())
+
+
+async def test_a_worker_lends_this_machine_for_as_long_as_its_session(
+    own_cluster: StartedCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GENIE_STATE_DIR", str(tmp_path / "worker"))
+    state = await genie.init(node_role="worker", node_id="w1", heartbeat_interval=0.2)
+    assert set(state.nodes) == {"n1", "w1"}
+    running = local.find_running(state_dir())
+    assert running is not None
+    assert set(running.pids) == {"agent"}
+    await genie.shutdown()
+    assert local.find_running(state_dir()) is None
+    assert set(own_cluster.pids) == {"controller", "agent"}
+    # The second time it is the same node again, without a new token.
+    again = await genie.init(node_role="worker", node_id="w1")
+    assert again.nodes["w1"].incarnation == 2
+    await genie.shutdown()
+
+
+async def test_a_worker_with_a_join_token_alone_is_told_what_is_missing(
+    own_cluster: StartedCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from genie.cluster.client import open_client
+
+    async with open_client(own_cluster.running.settings()) as client:
+        token = (await client.create_token(TokenKind.JOIN)).token
+    monkeypatch.setenv("GENIE_STATE_DIR", str(tmp_path / "worker"))
+    with pytest.raises(TokenMissingError, match="genie join"):
+        await genie.init(node_role="worker", token=token)
+    assert local.find_running(tmp_path / "worker") is None
+
+
+async def test_a_server_that_fails_to_start_stops_what_it_started(
+    unused_tcp_port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(ConfigError, match="rdma"):
+        await genie.init(node_role="server", master_port=unused_tcp_port, backend="rdma")
+    assert local.find_running(state_dir()) is None
+    assert not genie.is_initialized()
+
+
+async def test_a_servers_crashed_agent_comes_back(unused_tcp_port: int) -> None:
+    state = await genie.init(node_role="server", master_port=unused_tcp_port, heartbeat_interval=0.2)
+    running = local.find_running(state_dir())
+    assert running is not None
+    os.kill(running.pids["agent"], signal.SIGKILL)
+    name = state.local_node.node_id
+    await until(lambda: state.nodes[name].incarnation == 2, timeout_s=30)
+    assert state.nodes[name].status is NodeStatus.HEALTHY
+    await genie.shutdown()

@@ -1,0 +1,95 @@
+"""Frames and messages: what comes out is what went in, and nothing else comes in."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from genie.errors import (
+    FrameTooLargeError,
+    GenieError,
+    NotLeaderError,
+    ProtocolError,
+    VersionError,
+)
+from genie.model.messages import CONTROLLER_REQUESTS, Done, GetJob, Hello, JobReply, reply_type
+from genie.runtime import wire
+
+
+def test_the_preface_of_this_version_is_accepted_and_no_other() -> None:
+    wire.check_preface(wire.preface(), peer="x")
+    with pytest.raises(VersionError, match="speaks wire version 2, this side speaks 1"):
+        wire.check_preface(wire.preface(2), peer="x")
+    for data in (b"HTTP/1.1", b"GENIE\x01\x00\x01", b"\0" * 8):
+        with pytest.raises(ProtocolError, match="does not speak Genie"):
+            wire.check_preface(data, peer="x")
+
+
+@given(
+    kind=st.sampled_from(list(wire.Kind)), call_id=st.integers(0, 2**32 - 1), payload=st.binary(max_size=99)
+)
+def test_a_frame_comes_out_as_it_went_in(kind: wire.Kind, call_id: int, payload: bytes) -> None:
+    packed = wire.pack(kind, call_id, payload)
+    header, body = packed[: wire.HEADER_BYTES], packed[wire.HEADER_BYTES :]
+    assert wire.unpack_header(header, cap_bytes=99, peer="x") == (len(payload), kind, call_id)
+    assert body == payload
+
+
+def test_a_length_over_the_cap_is_refused_before_anything_is_read() -> None:
+    header = wire.pack(wire.Kind.REQUEST, 1, b"12345")[: wire.HEADER_BYTES]
+    with pytest.raises(FrameTooLargeError, match="announced a frame of 5 bytes; the cap is 4"):
+        wire.unpack_header(header, cap_bytes=4, peer="x")
+    with pytest.raises(FrameTooLargeError):
+        wire.pack(wire.Kind.REQUEST, 1, bytes(wire.FRAME_BYTES_MAX + 1))
+
+
+@given(header=st.binary(min_size=wire.HEADER_BYTES, max_size=wire.HEADER_BYTES))
+def test_any_header_is_read_or_refused(header: bytes) -> None:
+    try:
+        length, kind, _ = wire.unpack_header(header, cap_bytes=1000, peer="x")
+    except ProtocolError:
+        return
+    assert length <= 1000
+    assert kind in wire.Kind
+
+
+@given(payload=st.binary(max_size=300))
+def test_any_payload_is_a_request_or_refused(payload: bytes) -> None:
+    decoder = wire.RequestDecoder(CONTROLLER_REQUESTS)
+    try:
+        request = decoder.decode(payload, peer="x")
+    except ProtocolError:
+        return
+    assert isinstance(request, CONTROLLER_REQUESTS)
+
+
+def test_only_the_requests_of_this_server_and_only_their_fields_are_read() -> None:
+    decoder = wire.RequestDecoder((GetJob, Hello))
+    assert decoder.decode(wire.encode(GetJob(job_id="j")), peer="x") == GetJob(job_id="j")
+    for body in (
+        wire.encode(Done()),
+        msgspec.msgpack.encode({"type": "GetJob", "job_id": "j", "more": 1}),
+        msgspec.msgpack.encode({"type": "GetJob", "job_id": 7}),
+        msgspec.msgpack.encode({"type": "GetJob"}),
+        b"\x91" * 100_000,
+    ):
+        with pytest.raises(ProtocolError, match="cannot be read"):
+            decoder.decode(body, peer="x")
+
+
+def test_every_request_names_its_reply() -> None:
+    assert reply_type(GetJob) is JobReply
+    for request in CONTROLLER_REQUESTS:
+        assert issubclass(reply_type(request), msgspec.Struct)  # type: ignore[type-var]
+
+
+def test_an_error_arrives_with_its_type_words_and_hint() -> None:
+    sent = wire.encode_error(NotLeaderError("not me", hint="ask b"))
+    received = wire.decode_error(sent, peer="x")
+    assert (type(received), received.message, received.hint) == (NotLeaderError, "not me", "ask b")
+    unknown = msgspec.msgpack.encode({"code": "of.tomorrow", "message": "m", "hint": ""})
+    assert type(wire.decode_error(unknown, peer="x")) is GenieError
+    with pytest.raises(ProtocolError):
+        wire.decode_error(b"\x00", peer="x")

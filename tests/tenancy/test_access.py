@@ -1,0 +1,108 @@
+"""Tokens: their text, whether they open a door now, and which doors they open at all."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from unittest.mock import Mock
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from genie.errors import PermissionError_, TokenRefusedError
+from genie.model.messages import (
+    BEFORE_HELLO,
+    CONTROLLER_REQUESTS,
+    FOR_NODES,
+    FOR_OWNERS,
+    FOR_USERS,
+    Heartbeat,
+    ListJobs,
+    ListTokens,
+)
+from genie.model.tenant import Identity, TokenKind
+from genie.tenancy.access import (
+    NO_PIN,
+    check_allowed,
+    new_record,
+    new_token,
+    parse_token,
+    revoked,
+    used,
+    verify,
+)
+
+TOKEN = new_token(TokenKind.USER, token_id="abcd1234", secret=bytes(range(32)), pin=NO_PIN)
+
+
+@given(
+    kind=st.sampled_from(list(TokenKind)),
+    token_id=st.from_regex(r"[a-z0-9]{4,32}", fullmatch=True),
+    secret=st.binary(min_size=32, max_size=32),
+)
+def test_a_token_survives_being_written_down(kind: TokenKind, token_id: str, secret: bytes) -> None:
+    token = new_token(kind, token_id=token_id, secret=secret, pin=NO_PIN)
+    assert parse_token(f" {token}\n") == token
+
+
+@given(text=st.text(max_size=200))
+def test_any_other_text_is_refused_without_being_repeated(text: str) -> None:
+    with pytest.raises(TokenRefusedError) as caught:
+        parse_token("genie.user.x." + text)
+    assert text not in str(caught.value) or len(text) < 40
+
+
+def test_the_secret_is_neither_shown_nor_stored() -> None:
+    record = new_record(TOKEN, now=0.0, tenant="t")
+    assert TOKEN.secret not in repr(TOKEN)
+    assert TOKEN.secret not in msgspec.json.encode(record).decode()
+
+
+def test_a_good_token_stands_for_what_the_server_recorded() -> None:
+    record = new_record(TOKEN, now=0.0, tenant="blue", name="ann")
+    assert verify(TOKEN, record, now=1.0) == Identity(
+        token_id="abcd1234", kind=TokenKind.USER, tenant="blue", name="ann"
+    )
+
+
+def test_a_token_that_is_wrong_in_any_way_opens_nothing() -> None:
+    record = new_record(TOKEN, now=0.0, tenant="t", ttl_s=10.0)
+    other = new_token(TokenKind.USER, token_id="abcd1234", secret=bytes(32), pin=NO_PIN)
+    promoted = replace(TOKEN, kind=TokenKind.OWNER)
+    for token, kept, now, words in [
+        (TOKEN, None, 1.0, "unknown here"),
+        (other, record, 1.0, "unknown here or its secret is wrong"),
+        (promoted, record, 1.0, "unknown here"),
+        (TOKEN, record, 10.0, "has expired"),
+        (TOKEN, revoked(record, now=1.0), 2.0, "was revoked"),
+        (TOKEN, used(record, now=1.0), 2.0, "was used already"),
+    ]:
+        with pytest.raises(TokenRefusedError, match=words):
+            verify(token, kept, now=now)
+
+
+def test_each_kind_may_ask_its_own_requests_and_no_others() -> None:
+    def allowed(kind: TokenKind) -> set[type]:
+        identity = Identity(token_id="x", kind=kind, tenant="t")
+        found = set()
+        for request in CONTROLLER_REQUESTS:
+            try:
+                # Only the type counts, so no fields are needed.
+                check_allowed(identity, Mock(spec=request))
+            except PermissionError_:
+                continue
+            found.add(request)
+        return found
+
+    assert allowed(TokenKind.OWNER) == {*FOR_USERS, *FOR_OWNERS}
+    assert allowed(TokenKind.USER) == set(FOR_USERS)
+    assert allowed(TokenKind.NODE) == set(FOR_NODES)
+    assert allowed(TokenKind.JOIN) == set()
+    assert not {Heartbeat, ListTokens} & allowed(TokenKind.USER)
+    assert ListJobs in allowed(TokenKind.USER)
+
+
+def test_every_request_is_in_exactly_one_list() -> None:
+    lists = (BEFORE_HELLO, FOR_NODES, FOR_USERS, FOR_OWNERS)
+    assert sum(len(group) for group in lists) == len(set(CONTROLLER_REQUESTS)) == len(CONTROLLER_REQUESTS)

@@ -1,0 +1,134 @@
+"""The settings tree: who wins, what is refused, and what the refusal says."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from genie import config
+from genie.config import cluster_arguments, declared, environment_variables, inherited_by_jobs, load
+from genie.errors import ConfigError
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "config.toml"
+    path.write_text('[cluster]\nmaster_port = 7000\nhealth_interval = 3.5\n[log]\nlevel = "ERROR"\n')
+    return path
+
+
+def test_later_wins_file_then_environment_then_arguments(file: Path) -> None:
+    assert load(environ={}).cluster.master_port == 5555
+    assert load(environ={}, file=file).cluster.master_port == 7000
+    environ = {"GENIE_MASTER_PORT": "7001"}
+    assert load(environ=environ, file=file).cluster.master_port == 7001
+    settings = load({"cluster.master_port": 7002}, environ=environ, file=file)
+    assert settings.cluster.master_port == 7002
+    assert settings.log.level == "ERROR"
+    assert settings.sources["cluster.master_port"] == "argument master_port"
+    assert settings.sources["log.level"] == f"file {file}"
+    assert settings.sources["cluster.backend"] == "default"
+
+
+def test_an_argument_that_is_none_and_a_variable_that_is_empty_count_as_not_given() -> None:
+    settings = load({"cluster.master_port": None}, environ={"GENIE_MASTER_PORT": ""})
+    assert settings.cluster.master_port == 5555
+
+
+def test_the_other_spellings_of_the_visual_guide_work(file: Path) -> None:
+    assert load(environ={}, file=file).cluster.health_check_interval == 3.5
+    given = cluster_arguments({"enable_gpu_monitor": False, "health_interval": 9})
+    settings = load(given, environ={})
+    assert settings.cluster.enable_gpu_monitoring is False
+    assert settings.cluster.health_check_interval == 9.0
+
+
+def test_the_file_is_found_by_variable_and_by_place(file: Path, tmp_path: Path) -> None:
+    assert load(environ={"GENIE_CONFIG": str(file)}).cluster.master_port == 7000
+    place = tmp_path / "xdg" / "genie"
+    place.mkdir(parents=True)
+    (place / "config.toml").write_text(file.read_text())
+    assert load(environ={"XDG_CONFIG_HOME": str(tmp_path / "xdg")}).cluster.master_port == 7000
+    with pytest.raises(ConfigError, match=r"nowhere\.toml"):
+        load(environ={"GENIE_CONFIG": str(tmp_path / "nowhere.toml")})
+
+
+def test_the_state_directory_follows_its_variables() -> None:
+    assert load(environ={"XDG_STATE_HOME": "/x"}).paths.state_dir == Path("/x/genie")
+    both = {"XDG_STATE_HOME": "/x", "GENIE_STATE_DIR": "/y"}
+    assert load(environ=both).paths.state_dir == Path("/y")
+    assert load(environ={}).paths.state_dir == Path("~/.local/state/genie").expanduser()
+
+
+@pytest.mark.parametrize(
+    ("environ", "words"),
+    [
+        ({"GENIE_MASTER_PROT": "1"}, "did you mean GENIE_MASTER_PORT"),
+        ({"GENIE_MASTER_PORT": "many"}, "cluster.master_port = 'many' .environment variable"),
+        ({"GENIE_MASTER_PORT": "0"}, "from 1 to 65535"),
+        ({"GENIE_MASTER_PORT": "1.5"}, "not a whole number"),
+        ({"GENIE_TIMEOUT": "nan"}, "cluster.timeout"),
+        ({"GENIE_TIMEOUT": "inf"}, "from 0.1 to 3600"),
+        ({"GENIE_ENABLE_HEARTBEAT": "maybe"}, "true or false"),
+        ({"GENIE_NODE_ROLE": "boss"}, "allowed: client, server, worker"),
+        ({"GENIE_LOG_LEVEL": "LOUD"}, "allowed: DEBUG, INFO, WARNING, ERROR"),
+        ({"GENIE_CONTROLLER_TLS": "perhaps"}, "allowed: on, off"),
+    ],
+)
+def test_a_bad_variable_names_itself_and_what_is_allowed(environ: dict[str, str], words: str) -> None:
+    with pytest.raises(ConfigError, match=words) as caught:
+        load(environ=environ)
+    assert next(iter(environ)) in str(caught.value) or "did you mean" in str(caught.value)
+    assert caught.value.exit_code == 2
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("[clutser]\nx = 1", "did you mean cluster"),
+        ("[cluster]\nmaster_prot = 1", "did you mean master_port"),
+        ("master_port = 1", "is not a section"),
+        ("[cluster]\nmaster_port = true", "not a whole number"),
+        ("[cluster]\nmaster_addr = 5", "not a text"),
+        ("[cluster", "config.toml"),
+        ('[cluster]\nmaster_addr = "a\\u0000b"', "not a text"),
+    ],
+)
+def test_a_bad_file_names_the_key_and_the_file(tmp_path: Path, text: str, words: str) -> None:
+    path = tmp_path / "config.toml"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=words) as caught:
+        load(environ={}, file=path)
+    assert "config.toml" in str(caught.value)
+
+
+def test_a_secret_is_not_repeated_in_an_error() -> None:
+    with pytest.raises(ConfigError) as caught:
+        load({"cluster.token": 12345}, environ={})
+    assert "12345" not in str(caught.value)
+
+
+@pytest.mark.parametrize(("text", "value"), [("1", True), ("ON", True), ("no", False), ("False", False)])
+def test_truth_is_spelled_in_several_ways(text: str, value: bool) -> None:
+    assert load(environ={"GENIE_ENABLE_HEARTBEAT": text}).cluster.enable_heartbeat is value
+
+
+def test_every_setting_has_one_variable_a_kind_and_a_help_text() -> None:
+    rows = declared()
+    assert len({row.env for row in rows}) == len(rows) == len({row.key for row in rows})
+    assert all(row.help and row.kind for row in rows)
+    names = {row.key: row.env for row in rows}
+    assert names["cluster.master_addr"] == "GENIE_MASTER_ADDR"
+    assert names["controller.port"] == "GENIE_CONTROLLER_PORT"
+    assert set(environment_variables()) == {row.env for row in rows} | set(config.OTHER_VARIABLES)
+
+
+def test_every_default_is_itself_allowed() -> None:
+    given = {row.key: row.default for row in declared() if row.default}
+    assert load(given, environ={}) is not None
+
+
+def test_a_job_inherits_no_token() -> None:
+    environ = {"PATH": "/bin", "GENIE_TOKEN": "secret", "AWS_SECRET": "x", "LANG": "C"}
+    assert inherited_by_jobs(environ) == {"PATH": "/bin", "LANG": "C"}
