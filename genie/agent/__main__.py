@@ -30,6 +30,7 @@ from genie.model.names import node_id_from, parse_endpoint
 from genie.runtime.clock import SystemClock
 from genie.runtime.credentials import Access, is_loopback
 from genie.runtime.network import TcpNetwork
+from genie.runtime.tasks import loop_factory
 from genie.telemetry import log
 
 _log = logging.getLogger("genie.agent")
@@ -41,7 +42,7 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         settings = config.load({"paths.state_dir": given.state_dir})
         log.configure(settings.log)
-        with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+        with asyncio.Runner(loop_factory=loop_factory()) as runner:
             runner.run(_run(given, settings))
     except GenieError as error:
         sys.stderr.write(f"error: {error.message}\n" + (f"hint: {error.hint}\n" if error.hint else ""))
@@ -157,15 +158,6 @@ async def _file_thread() -> AsyncIterator[Offload]:
             await asyncio.get_running_loop().run_in_executor(pool, work)
 
         yield offload
-
-
-def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
-    try:
-        import uvloop
-    except ImportError:
-        return None
-    factory: Callable[[], asyncio.AbstractEventLoop] = uvloop.new_event_loop
-    return factory
 
 
 def _parser() -> argparse.ArgumentParser:

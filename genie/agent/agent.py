@@ -55,6 +55,7 @@ from genie.runtime import rpc
 from genie.runtime.clock import Clock
 from genie.runtime.credentials import Access
 from genie.runtime.network import Network
+from genie.runtime.tasks import first_error
 
 _log = logging.getLogger(__name__)
 _Reply = TypeVar("_Reply", bound=Message)
@@ -176,7 +177,7 @@ class Agent:
         except* _StoppedError:
             pass
         except* GenieError as several:
-            fatal = _first(several)
+            fatal = first_error(several)
         if fatal is not None:
             self._jobs.kill_all(f"ended by Genie: {fatal.message}")
             await self._wait(
@@ -362,11 +363,3 @@ class _StoppedError(Exception):
 
 async def _at_once(work: Callable[[], None]) -> None:
     work()
-
-
-def _first(several: BaseExceptionGroup[GenieError]) -> GenieError:
-    error: BaseException = several
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    assert isinstance(error, GenieError)
-    return error

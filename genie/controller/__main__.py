@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import fcntl
-import json
 import logging
 import os
 import signal
@@ -29,16 +28,18 @@ from genie.errors import GenieError, LeadershipError
 from genie.runtime import files
 from genie.runtime.clock import SystemClock
 from genie.runtime.network import TcpNetwork
+from genie.runtime.tasks import loop_factory
+from genie.telemetry import log
 
-_log = logging.getLogger(__name__)
+_log = logging.getLogger("genie.controller")
 
 
 def main(arguments: list[str] | None = None) -> int:
     """The exit code."""
     try:
         settings = config.load(_parsed(arguments))
-        _set_up_logging(settings.log)
-        with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+        log.configure(settings.log)
+        with asyncio.Runner(loop_factory=loop_factory()) as runner:
             runner.run(_run(settings))
     except GenieError as error:
         sys.stderr.write(f"error: {error.message}\n" + (f"hint: {error.hint}\n" if error.hint else ""))
@@ -129,15 +130,6 @@ def _file_thread() -> Iterator[Callable[[Callable[[], Any]], Any]]:
         yield offload
 
 
-def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
-    try:
-        import uvloop
-    except ImportError:
-        return None
-    factory: Callable[[], asyncio.AbstractEventLoop] = uvloop.new_event_loop
-    return factory
-
-
 def _parsed(arguments: list[str] | None) -> dict[str, object]:
     parser = argparse.ArgumentParser(
         prog="python -m genie.controller", description=(__doc__ or "").split("\n")[0]
@@ -150,28 +142,6 @@ def _parsed(arguments: list[str] | None) -> dict[str, object]:
     given = vars(parser.parse_args(arguments))
     state_dir = given.pop("state_dir")
     return {f"controller.{key}": value for key, value in given.items()} | {"paths.state_dir": state_dir}
-
-
-def _set_up_logging(settings: config.LogConfig) -> None:
-    handler = logging.StreamHandler(sys.stderr)
-    if settings.format == "json":
-        handler.setFormatter(_JsonLines())
-    else:
-        handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
-    logging.basicConfig(level=settings.level, handlers=[handler])
-
-
-class _JsonLines(logging.Formatter):
-    def format(self, record: logging.LogRecord) -> str:
-        body = {
-            "at": record.created,
-            "level": record.levelname,
-            "where": record.name,
-            "what": record.getMessage(),
-        }
-        if record.exc_info:
-            body["traceback"] = self.formatException(record.exc_info)
-        return json.dumps(body)
 
 
 if __name__ == "__main__":

@@ -37,6 +37,7 @@ from genie.runtime import files
 from genie.runtime.clock import Clock
 from genie.runtime.credentials import LocalCluster, keep_trust
 from genie.runtime.network import Network
+from genie.runtime.tasks import first_error
 from genie.scheduler import FifoScheduler, Place, Scheduler
 
 _log = logging.getLogger(__name__)
@@ -185,7 +186,7 @@ class Controller:
                 await listening.wait()
                 group.create_task(self._lead_forever(), name="lead")
         except* GenieError as errors:
-            raise _first(errors) from None
+            raise first_error(errors) from None
         finally:
             await self._election.resign()
 
@@ -353,11 +354,3 @@ class Controller:
         if self._config.advertise:
             return self._config.advertise
         return socket.gethostname() if self._config.bind in _WILDCARDS else self._config.bind
-
-
-def _first(group: BaseExceptionGroup[GenieError]) -> GenieError:
-    error: BaseException = group
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    assert isinstance(error, GenieError)
-    return error

@@ -17,6 +17,7 @@ from genie.errors import ConnectionLostError, DeadlineError, GenieError, Protoco
 from genie.model.messages import Message, Request, reply_type
 from genie.runtime import wire
 from genie.runtime.network import Channel, ClientTls, Network
+from genie.runtime.tasks import first_error
 
 _log = logging.getLogger(__name__)
 _Reply = TypeVar("_Reply", bound=Message)
@@ -81,7 +82,7 @@ class Peer:
             async with asyncio.TaskGroup() as answers:
                 await self._read(answers)
         except* TransportError as group:
-            lost = _first(group)
+            lost = first_error(group)
         finally:
             self._closed.set()
             self.channel.close()
@@ -153,11 +154,3 @@ async def dial(
             peer.close()
     if failure is not None:
         raise failure
-
-
-def _first(group: BaseExceptionGroup[TransportError]) -> TransportError:
-    error: BaseException = group
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    assert isinstance(error, TransportError)
-    return error

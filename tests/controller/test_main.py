@@ -131,5 +131,5 @@ def test_the_log_can_be_read_by_machines(tmp_path: Path, monkeypatch: pytest.Mon
     with started(tmp_path / "s") as process:
         process.send_signal(signal.SIGTERM)
         _, log = process.communicate(timeout=20)
-    said = [json.loads(line)["what"] for line in log.splitlines()]
+    said = [json.loads(line)["message"] for line in log.splitlines()]
     assert any("listening on" in what for what in said)
