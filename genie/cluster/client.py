@@ -19,7 +19,7 @@ import msgspec
 
 from genie.cluster.link import Link, open_link
 from genie.config import Settings, WorkdirConfig
-from genie.errors import DeadlineError, WorkdirError
+from genie.errors import DeadlineError, UnreachableError, WorkdirError
 from genie.model.job import FINAL_STATES, Job, JobSpec, JobState, Workdir
 from genie.model.messages import (
     CHUNK_BYTES_MAX,
@@ -53,6 +53,9 @@ CALL_S = 20.0
 _POLL_S = 10.0
 """Length of one long poll: short enough that a dead connection is noticed."""
 _SLACK_S = 5.0
+LOG_PATIENCE_S = 30.0
+"""How long a log is asked for again while its node cannot be reached."""
+_AWAY_STEP_S = 0.2
 _BLOB_TRIES = 5
 
 Progress = Callable[[str, int, int], None]
@@ -161,8 +164,11 @@ class ClusterClient:
     async def follow_log(self, job_id: str, *, offset: int = 0, follow: bool = True) -> AsyncIterator[bytes]:
         """The output from `offset` on: up to now, or with `follow` until the job has ended.
 
-        Goes on where it was after a lost connection. What rotation has eaten is left out.
+        Goes on where it was after a lost connection, and waits a while for a node that is away: its
+        agent may be on its way back. What rotation has eaten is left out.
         """
+        loop = asyncio.get_running_loop()
+        heard_s = loop.time()
         while True:
             try:
                 chunk = await self.read_log(job_id, offset=offset, wait_s=_POLL_S if follow else 0.0)
@@ -170,6 +176,12 @@ class ClusterClient:
                 # The connection may be dead without having said so; the offset makes it safe to ask again.
                 self._link.drop()
                 continue
+            except UnreachableError:
+                if not follow or loop.time() - heard_s > LOG_PATIENCE_S:
+                    raise
+                await asyncio.sleep(_AWAY_STEP_S)
+                continue
+            heard_s = loop.time()
             if chunk.data:
                 yield chunk.data
             offset = chunk.next_offset

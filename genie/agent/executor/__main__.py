@@ -12,8 +12,10 @@ import msgspec
 from genie.agent.executor import config as executor_config
 from genie.agent.executor.config import ExecutorConfig
 from genie.agent.executor.door import Door
+from genie.config import LogConfig
 from genie.errors import GenieError
 from genie.runtime import files
+from genie.telemetry import log
 
 _log = logging.getLogger("genie.agent.executor")
 
@@ -23,7 +25,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m genie.agent.executor", description=__doc__)
     parser.add_argument("--config", type=Path, required=True, help="written by the agent")
     options = parser.parse_args(arguments)
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    log.configure(LogConfig())
     try:
         run(executor_config.read(options.config))
     except GenieError as error:
