@@ -32,8 +32,12 @@ class SimProcess:
     ends_at_s: float
     until_s: float
     """Dead-man limit by the node's own clock."""
+    grace_s: float
+    deadman_grace_s: float
     doomed: str = ""
     """Why it is being ended; empty while it may go on."""
+    killed_at_s: float = float("inf")
+    """When SIGKILL comes; until then it may linger."""
     exit_code: int | None = None
     alive: bool = True
 
@@ -62,6 +66,12 @@ class Machines:
         for process in self.alive(node_id):
             process.alive = False
 
+    def doom(self, process: SimProcess, reason: str, *, within_s: float) -> None:
+        """SIGTERM now, SIGKILL within that time. It makes use of some of it."""
+        process.doomed = process.doomed or reason
+        lingers_s = self._world.random.uniform(0.0, within_s)
+        process.killed_at_s = min(process.killed_at_s, self._world.now_s + lingers_s)
+
     async def run(self) -> None:
         """Lets processes end in their time. Runs beside the actors, as the kernel does."""
         while True:
@@ -70,13 +80,13 @@ class Machines:
                 self._let_end(process)
 
     def _let_end(self, process: SimProcess) -> None:
-        clock = SimClock(self._world, process.node_id)
-        if process.doomed or clock.monotonic_s() >= process.until_s:
-            process.doomed = process.doomed or "ended by Genie: the dead-man timer ran out"
-        elif self._world.now_s >= process.ends_at_s:
+        now_s = self._world.now_s
+        if SimClock(self._world, process.node_id).monotonic_s() >= process.until_s:
+            self.doom(process, "ended by Genie: the dead-man timer ran out", within_s=process.deadman_grace_s)
+        if now_s >= process.ends_at_s and not process.doomed:
             process.exit_code = 0
             self.finished[process.job_id] = self.finished.get(process.job_id, 0) + 1
-        else:
+        elif now_s < process.killed_at_s:
             return
         process.alive = False
         report = report_of(process, now_s=self._world.now_s)
@@ -123,6 +133,8 @@ class SimLauncher:
             directory=plan.directory,
             ends_at_s=self._world.now_s + seconds,
             until_s=until_s,
+            grace_s=plan.grace_s,
+            deadman_grace_s=plan.deadman_grace_s,
         )
         self._machines.spawn(process)
         self._mine[plan.job_id] = process
@@ -134,8 +146,8 @@ class SimLauncher:
 
     def kill(self, job_id: str, *, reason: str) -> None:
         process = self._mine.get(job_id)
-        if process is not None and not self.dead:
-            process.doomed = process.doomed or reason
+        if process is not None and not self.dead and not process.doomed:
+            self._machines.doom(process, reason, within_s=process.grace_s)
 
     def running(self) -> frozenset[str]:
         return frozenset(self._mine)
