@@ -7,10 +7,8 @@ then `settled.json`), `log/`, `work/` and `tmp/`. Not for: processes (processes.
 
 from __future__ import annotations
 
-import fcntl
 import json
 import logging
-import os
 import shutil
 from collections.abc import Collection
 from pathlib import Path
@@ -59,7 +57,7 @@ class Journal:
     def __init__(self, node_dir: Path) -> None:
         self.node_dir = node_dir
         self.jobs_dir = node_dir / "jobs"
-        self._lock = -1
+        self._lock: files.FileLock | None = None
         self._fence = _Fence()
         self.incarnation = 0
 
@@ -72,9 +70,8 @@ class Journal:
 
     def close(self) -> None:
         """Idempotent."""
-        if self._lock >= 0:
-            os.close(self._lock)
-            self._lock = -1
+        if self._lock is not None:
+            self._lock.release()
 
     def begin_incarnation(self) -> int:
         """One more than ever before, on disk before it is returned."""
@@ -191,17 +188,14 @@ def _age_mark(directory: Path) -> float:
         return 0.0
 
 
-def _locked(path: Path) -> int:
-    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(fd)
+def _locked(path: Path) -> files.FileLock:
+    lock = files.FileLock.try_take(path)
+    if lock is None:
         raise AgentRunningError(
             f"another agent already runs on {path.parent}",
             hint="stop it ('genie down'), or give this one another --node-id",
-        ) from None
-    return fd
+        )
+    return lock
 
 
 def _read(path: Path, kind: type[_Struct]) -> _Struct | None:

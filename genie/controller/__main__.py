@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import fcntl
 import logging
 import os
 import signal
@@ -97,19 +96,16 @@ async def _until_signal(controller: Controller) -> None:
 @contextmanager
 def _only_one(directory: Path) -> Iterator[None]:
     """Two controllers on one state directory would share a name, a CA and a store."""
-    descriptor = os.open(directory / "controller.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        os.close(descriptor)
+    lock = files.FileLock.try_take(directory / "controller.lock")
+    if lock is None:
         raise LeadershipError(
             f"another controller runs on {directory}",
             hint="stop it with 'genie down', or set GENIE_STATE_DIR to another place",
-        ) from None
+        )
     try:
         yield
     finally:
-        os.close(descriptor)
+        lock.release()
 
 
 def _own_name(directory: Path) -> str:

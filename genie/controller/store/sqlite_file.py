@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from genie.controller.store.file_lock import FileLock, make_private_file
+from genie.controller.store.file_lock import make_private_file, take_lock
 from genie.controller.store.limits import encode_key, key_span
 from genie.controller.store.protocol import (
     RANGE_BYTES_MAX,
@@ -44,6 +44,7 @@ from genie.errors import (
     StoreVersionError,
     UsageError,
 )
+from genie.runtime.files import FileLock
 
 log = logging.getLogger(__name__)
 
@@ -108,7 +109,7 @@ class SqliteFile:
     @classmethod
     def open(cls, path: Path, *, history_revisions: int, size_bytes_max: int) -> SqliteFile:
         """StoreUnavailableError when another process has it, StoreCorruptError, StoreVersionError."""
-        lock = FileLock.take(path.with_name(path.name + ".lock"))
+        lock = take_lock(path.with_name(path.name + ".lock"))
         try:
             make_private_file(path)
             file = cls(path, lock=lock, history_revisions=history_revisions)

@@ -16,7 +16,7 @@ from genie.controller.store.etcd import EtcdStore
 from genie.controller.store.sqlite import SqliteStore
 from genie.sim.store import MemoryStore
 from tests.controller.store.etcd_server import EtcdServer
-from tests.controller.store.manual_clock import ManualClock
+from tests.fakes.clock import FakeClock
 
 _NAMESPACES = itertools.count(1)
 
@@ -52,7 +52,7 @@ def etcd_url(etcd_server: EtcdServer) -> str:
 
 @pytest.fixture(params=["memory", "sqlite", "etcd"])
 async def engine(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Engine]:
-    clock = ManualClock()
+    clock = FakeClock()
     name: str = request.param
     made: Engine
     if name == "memory":

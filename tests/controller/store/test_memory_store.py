@@ -10,16 +10,16 @@ import pytest
 from genie.controller.store import Compare, Put
 from genie.errors import CompactedError, StoreUnavailableError
 from genie.sim.store import MemoryStore
-from tests.controller.store.manual_clock import ManualClock
+from tests.fakes.clock import FakeClock
 
 
 @pytest.fixture
-def clock() -> ManualClock:
-    return ManualClock()
+def clock() -> FakeClock:
+    return FakeClock()
 
 
 @pytest.fixture
-async def store(clock: ManualClock) -> AsyncIterator[MemoryStore]:
+async def store(clock: FakeClock) -> AsyncIterator[MemoryStore]:
     store = await MemoryStore.open(clock=clock)
     yield store
     await store.close()
@@ -44,7 +44,7 @@ async def test_an_unavailable_store_refuses_calls_and_ends_watches_until_it_is_b
     assert [item.key for item in (await store.range("")).items] == ["a"]
 
 
-async def test_leases_run_out_while_their_holder_is_cut_off(store: MemoryStore, clock: ManualClock) -> None:
+async def test_leases_run_out_while_their_holder_is_cut_off(store: MemoryStore, clock: FakeClock) -> None:
     other = store.connect()
     lease_id = await store.grant_lease(5)
     await store.commit([], [Put("leader", b"", lease_id)])
@@ -85,7 +85,7 @@ async def test_a_call_cut_off_on_its_way_there_does_not_happen(store: MemoryStor
     assert await store.get("a") is None
 
 
-async def test_history_keeps_no_more_than_it_was_told_to(clock: ManualClock) -> None:
+async def test_history_keeps_no_more_than_it_was_told_to(clock: FakeClock) -> None:
     store = await MemoryStore.open(clock=clock, history_revisions=20)
     for number in range(60):
         last = (await store.commit([], [Put("a", b"%d" % number)])).revision

@@ -16,7 +16,7 @@ from genie.controller.store.sqlite import SqliteStore
 from genie.errors import GenieError
 from genie.sim.store import MemoryStore
 from tests.controller.store.conftest import ContractStore
-from tests.controller.store.manual_clock import ManualClock
+from tests.fakes.clock import FakeClock
 
 KEYS = st.sampled_from(["a", "a/1", "a/2", "a/\u00ff", "b", "b/1", "\U0001f600"])
 PREFIXES = st.sampled_from(["", "a", "a/", "b", "c"])
@@ -100,7 +100,7 @@ class Run:
     """One engine, its clock, and what it has answered."""
 
     store: ContractStore
-    clock: ManualClock
+    clock: FakeClock
     leases: list[int] = field(default_factory=list)
     revision: int = 1
     answers: list[object] = field(default_factory=list)
@@ -170,7 +170,7 @@ async def answer_or_error(call: Awaitable[object]) -> object:
 
 
 async def play(steps: list[Step], folder: Path) -> None:
-    one_clock, other_clock = ManualClock(), ManualClock()
+    one_clock, other_clock = FakeClock(), FakeClock()
     one = Run(await SqliteStore.open(folder / "s.db", clock=one_clock, history_revisions=15), one_clock)
     other = Run(await MemoryStore.open(clock=other_clock, history_revisions=15), other_clock)
     try:

@@ -12,7 +12,7 @@ from genie.controller.store.etcd import EtcdStore
 from genie.controller.store.open import open_store
 from genie.controller.store.sqlite import SqliteStore
 from genie.errors import ConfigError
-from tests.controller.store.manual_clock import ManualClock
+from tests.fakes.clock import FakeClock
 
 
 @pytest.mark.parametrize("where", ["state", "path"])
@@ -21,7 +21,7 @@ async def test_sqlite_is_a_file_in_the_state_directory_or_where_it_is_told(
 ) -> None:
     expected = tmp_path / "state" / "store.sqlite3" if where == "state" else tmp_path / "else where.db"
     url = "sqlite" if where == "state" else f"sqlite:{expected}"
-    store = await open_store(url, state_dir=tmp_path / "state", clock=ManualClock())
+    store = await open_store(url, state_dir=tmp_path / "state", clock=FakeClock())
     assert isinstance(store, SqliteStore)
     assert store.path == expected
     await store.commit([], [Put("a", b"")])
@@ -29,7 +29,7 @@ async def test_sqlite_is_a_file_in_the_state_directory_or_where_it_is_told(
 
 
 async def test_etcd_is_the_server_that_the_url_names(etcd_url: str, tmp_path: Path) -> None:
-    store = await open_store(etcd_url, state_dir=tmp_path, clock=ManualClock())
+    store = await open_store(etcd_url, state_dir=tmp_path, clock=FakeClock())
     assert isinstance(store, EtcdStore)
     assert await store.get("a") is None
     await store.close()
@@ -52,5 +52,5 @@ async def test_etcd_is_the_server_that_the_url_names(etcd_url: str, tmp_path: Pa
 )
 async def test_anything_else_is_refused_with_what_is_allowed(url: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"allowed: sqlite, sqlite:/PATH"):
-        await open_store(url, state_dir=tmp_path, clock=ManualClock())
+        await open_store(url, state_dir=tmp_path, clock=FakeClock())
     assert list(tmp_path.iterdir()) == []

@@ -24,7 +24,7 @@ from genie.errors import (
     StoreUnavailableError,
     StoreVersionError,
 )
-from tests.controller.store.manual_clock import ManualClock
+from tests.fakes.clock import FakeClock
 from tests.waiting import until
 
 _ROOT = Path(__file__).parents[3]
@@ -380,7 +380,7 @@ async def test_a_quiet_watch_outlives_the_history_of_other_keys(path: Path) -> N
 
 
 async def test_a_lease_that_is_over_by_the_clock_is_lost_before_its_timer_runs(path: Path) -> None:
-    clock = ManualClock()
+    clock = FakeClock()
     store = await SqliteStore.open(path, clock=clock)
     lease_id = await store.grant_lease(5)
     clock._now_s += 6  # as when the process was stopped for a while: no timer has had a turn
@@ -399,3 +399,31 @@ async def test_leases_run_out_by_the_real_clock_too(store: SqliteStore) -> None:
         return await store.get("a") is None
 
     await until(is_gone)
+
+
+async def test_a_commit_queued_behind_its_leases_end_finds_the_lease_gone(store: SqliteStore) -> None:
+    lease_id = await store.grant_lease(60)
+    _, late = await asyncio.gather(
+        store.revoke_lease(lease_id), store.commit([], [Put("a", b"", lease_id)]), return_exceptions=True
+    )
+    assert isinstance(late, LeaseLostError)
+    assert await store.get("a") is None
+
+
+class BrokenClock(FakeClock):
+    async def sleep(self, seconds: float) -> None:
+        raise ZeroDivisionError("the clock is broken")
+
+
+async def test_a_store_whose_background_failed_refuses_calls_and_can_be_closed(
+    path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = await SqliteStore.open(path, clock=BrokenClock())
+    await store.grant_lease(5)
+    await until(store._writer.done)
+    with pytest.raises(StoreUnavailableError, match="has stopped"):
+        await store.get("a")
+    assert "the clock is broken" in caplog.text
+    await store.close()
+    store = await SqliteStore.open(path)
+    await store.close()

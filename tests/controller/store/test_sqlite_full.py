@@ -16,7 +16,7 @@ import pytest
 from genie.controller.store import Put
 from genie.controller.store.sqlite import SIZE_BYTES_MAX, SqliteStore
 from genie.errors import LeaseLostError, StoreFullError
-from tests.controller.store.manual_clock import ManualClock
+from tests.fakes.clock import FakeClock
 from tests.waiting import until
 
 
@@ -50,12 +50,12 @@ def disk(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Disk]:
 @dataclass
 class Small:
     store: SqliteStore
-    clock: ManualClock
+    clock: FakeClock
 
 
 @pytest.fixture
 async def small(disk: Disk) -> AsyncIterator[Small]:
-    clock = ManualClock()
+    clock = FakeClock()
     store = await SqliteStore.open(disk.folder / "s.db", clock=clock, size_bytes_max=disk.size_bytes_max)
     yield Small(store, clock)
     await store.close()
