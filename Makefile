@@ -19,11 +19,11 @@ help: ## list the targets
 run: $(VENV)/.genie ## start a cluster on this machine, use it from another process, stop it
 	@$(BIN)/python examples/tour.py $(ARGS)
 
-test: $(VENV)/.genie ## run the tests; what is skipped is listed at the end
-	@$(BIN)/python -m pytest --ignore=tests/gpu $(ARGS)
+test: $(VENV)/.genie ## run every test; what is left out is listed at the end
+	@$(BIN)/python -m pytest $(ARGS)
 
 coverage: $(VENV)/.genie ## run the tests and show the lines that none of them reached
-	@$(BIN)/python -m pytest --ignore=tests/gpu --cov --cov-report=term $(ARGS)
+	@$(BIN)/python -m pytest --cov --cov-report=term $(ARGS)
 
 lint: $(VENV)/.genie ## check style, types and layers
 	@status=0; for tool in "ruff check ." "ruff format --check ." mypy "lint-imports --no-logo"; do \

@@ -440,8 +440,14 @@ def _allowed_text(field: dataclasses.Field[Any], kind: type) -> str:
     if meta["allowed"]:
         return f"allowed: {', '.join(meta['allowed'])}"
     if meta["low"] is not None:
-        return f"allowed: {_KIND_WORDS[kind]} from {meta['low']:g} to {meta['high']:g}"
+        low, high = (_number_text(meta[bound]) for bound in ("low", "high"))
+        return f"allowed: {_KIND_WORDS[kind]} from {low} to {high}"
     return f"give {_KIND_WORDS[kind]}"
+
+
+def _number_text(number: float) -> str:
+    """Whole numbers in full: a limit in bytes would come out as 1.09951e+12 otherwise."""
+    return str(int(number)) if number == int(number) else f"{number:g}"
 
 
 def _env_name(section: str, field: dataclasses.Field[Any]) -> str:

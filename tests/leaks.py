@@ -24,6 +24,8 @@ _LINUX = sys.platform == "linux"
 _SETTLE_S = 2.0
 # Python's own helper for shared memory lives as long as the process, by design.
 _KEPT_BY_PYTHON = "multiprocessing.resource_tracker"
+# Daemon threads of others may stay (torch and grpc keep some); Genie's own carry this name and may not.
+_OWN_THREADS = "genie-"
 
 
 class LeakCheck:
@@ -68,7 +70,7 @@ class LeakCheck:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """The things of this process that have to be given back. Daemon threads are not among them."""
+    """The things of this process that have to be given back. Other people's daemon threads are not."""
 
     threads: frozenset[threading.Thread] = frozenset()
     sockets: frozenset[str] = frozenset()
@@ -104,7 +106,11 @@ class LeakWatch:
     _not_ours: set[int] = field(default_factory=set)
 
     def snapshot(self) -> Snapshot:
-        threads = frozenset(thread for thread in threading.enumerate() if not thread.daemon)
+        threads = frozenset(
+            thread
+            for thread in threading.enumerate()
+            if not thread.daemon or thread.name.startswith(_OWN_THREADS)
+        )
         return Snapshot(threads, _open_sockets(), self._children())
 
     def allow_since(self, before: Snapshot) -> None:

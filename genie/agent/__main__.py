@@ -64,6 +64,7 @@ async def _run(given: argparse.Namespace, settings: Settings) -> None:
             state_dir=state_dir,
             node_id_wish=given.node_id or node_id_from(socket.gethostname()),
             network=TcpNetwork(),
+            exact=given.node_id is not None,
         )
         _log.info("joined %s:%d as %s", host, port, node_dir.name)
     else:

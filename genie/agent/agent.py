@@ -44,6 +44,7 @@ from genie.model.messages import (
     Heartbeat,
     Kill,
     Launch,
+    Leave,
     Message,
     ReadLog,
     Register,
@@ -191,6 +192,7 @@ class Agent:
         """One connection to a leader, until it says that it no longer leads."""
         exits = tuple(self._jobs.ended.values())[:EXITS_TOLD_MAX]
         self._take_registered(await peer.call(Register(node=self._node, exits=exits), timeout_s=CALL_S))
+        self._journal.note_registered(peer.name, at=self._clock.wall_s())
         _log.info(
             "registered with %s as %s, incarnation %d", peer.name, self._node.node_id, self._node.incarnation
         )
@@ -348,7 +350,18 @@ class Agent:
         await self._wait(lambda: not self._jobs.live, self._config.stop_grace_s + END_BEYOND_GRACE_S)
         self._wake.set()
         await self._wait(lambda: not (self._jobs.ended and self._link.is_up), LAST_WORDS_S)
+        await self._leave()
         raise _StoppedError
+
+    async def _leave(self) -> None:
+        """Says goodbye if someone listens; without it the node is listed as silent until it is removed."""
+        if not self._link.is_up:
+            return
+        goodbye = Leave(node_id=self._node.node_id, incarnation=self._node.incarnation)
+        try:
+            await self._link.call(goodbye, timeout_s=LAST_WORDS_S)
+        except GenieError as error:
+            _log.warning("could not leave in good order: %s", error)
 
     async def _wait(self, true: Callable[[], bool], timeout_s: float) -> None:
         """Until it is so, or until the time is over."""

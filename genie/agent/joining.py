@@ -28,9 +28,13 @@ async def join(
     state_dir: Path,
     node_id_wish: str,
     network: Network,
+    exact: bool = False,
     timeout_s: float = JOIN_S,
 ) -> Path:
-    """The new node's directory. The token goes only to a server that has proved to be of its cluster."""
+    """The new node's directory. With `exact`, a node id that is taken is an error.
+
+    The token goes only to a server that has proved to be of its cluster.
+    """
     token = parse_token(token_text)
     if token.kind is not TokenKind.JOIN:
         raise TokenRefusedError(
@@ -40,7 +44,7 @@ async def join(
     trusted = await trust(network, host, port, pin=token.pin, state_dir=state_dir, timeout_s=timeout_s)
     key_pem, csr_pem = tls.new_key_and_csr()
     async with rpc.dial(network, host, port, tls=trusted, timeout_s=timeout_s) as peer:
-        request = Join(token=str(token), node_id_wish=wish, csr_pem=csr_pem)
+        request = Join(token=str(token), node_id_wish=wish, csr_pem=csr_pem, exact=exact)
         joined = await peer.call(request, timeout_s=timeout_s)
     node_id = checked_node_id(joined.node_id, what="the node id that the controller gave,")
     if token.pin != NO_PIN and tls.fingerprint(joined.ca_pem) != token.pin:

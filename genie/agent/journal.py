@@ -26,6 +26,7 @@ _Struct = TypeVar("_Struct")
 
 REASON_CHARS_MAX = 300
 FENCE_FILE = "fence.json"
+REGISTERED_FILE = "registered.json"
 
 
 class JobRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -78,6 +79,11 @@ class Journal:
         self.incarnation += 1
         files.write_private(self.node_dir / "incarnation", str(self.incarnation).encode())
         return self.incarnation
+
+    def note_registered(self, controller: str, *, at: float) -> None:
+        """Lets whoever started this agent see that it has arrived."""
+        body = {"incarnation": self.incarnation, "controller": controller, "at": at}
+        files.write_private(self.node_dir / REGISTERED_FILE, json.dumps(body).encode())
 
     @property
     def leader_token(self) -> int:

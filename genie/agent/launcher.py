@@ -177,18 +177,16 @@ class ShimLauncher:
 
     def _hear(self, job_id: str) -> None:
         held = self._shims[job_id]
-        try:
-            data = held.control.recv(RECORD_BYTES_MAX)
-        except BlockingIOError:
+        # To the end each time: when the shim left one of our lines unread, the system reports that as an
+        # error, which uvloop tells once and then watches no more.
+        while data := _received(held.control):
+            held.heard = (held.heard + data)[:RECORD_BYTES_MAX]
+        if data is None:
             return
-        except OSError:
-            data = b""
-        held.heard = (held.heard + data)[:RECORD_BYTES_MAX]
-        if not data:
-            del self._shims[job_id]
-            self._release(held, wait_s=1.0)
-            self._ended.append(self._end_of(held))
-            self._has_ended.set()
+        del self._shims[job_id]
+        self._release(held, wait_s=1.0)
+        self._ended.append(self._end_of(held))
+        self._has_ended.set()
 
     def _end_of(self, held: _Shim) -> ExitReport:
         """What the shim said, else what it wrote; without either it died and its job is ended here."""
@@ -225,6 +223,21 @@ def log_files(directory: Path) -> Iterator[tuple[int, Path]]:
     for path in sorted((directory / "log").glob("*.log")):
         if path.stem.isdigit():
             yield int(path.stem), path
+
+
+def _received(control: socket.socket) -> bytes | None:
+    """What has come; empty at the end; None when nothing is there yet."""
+    try:
+        return control.recv(RECORD_BYTES_MAX)
+    except BlockingIOError:
+        return None
+    except ConnectionResetError:
+        # Once: what the shim said before it left is still there to be read.
+        with contextlib.suppress(OSError):
+            return control.recv(RECORD_BYTES_MAX)
+    except OSError:
+        pass
+    return b""
 
 
 def _spawn(plan: LaunchPlan, control_fd: int, until_s: float) -> subprocess.Popen[bytes]:

@@ -37,6 +37,7 @@ from genie.model.messages import (
     NodeView,
     PutBlob,
     ReadLog,
+    RemoveNode,
     RevokeToken,
     StatBlob,
     StatusReply,
@@ -205,6 +206,10 @@ class ClusterClient:
         """The token's text is in the answer and nowhere else. Sent once: a lost answer is an error."""
         request = CreateToken(kind=kind, tenant=tenant, name=name, ttl_s=ttl_s)
         return await self._link.call(request, timeout_s=CALL_S, again=False)
+
+    async def forget_node(self, node_id: str) -> None:
+        """Takes a node that is gone out of the cluster for good."""
+        await self._link.call(RemoveNode(node_id=node_id), timeout_s=CALL_S)
 
     async def revoke_token(self, token_id: str) -> None:
         await self._link.call(RevokeToken(token_id=token_id), timeout_s=CALL_S)

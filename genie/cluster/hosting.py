@@ -15,6 +15,7 @@ from dataclasses import replace
 from genie.cluster import local
 from genie.config import ClusterConfig, Settings
 from genie.errors import TokenMissingError
+from genie.model.names import parse_endpoint
 from genie.model.tenant import TokenKind
 from genie.runtime.credentials import OWNER_TOKEN_FILE, LocalCluster, is_loopback
 from genie.tenancy.access import parse_token
@@ -37,10 +38,10 @@ async def host_cluster(settings: Settings, stack: AsyncExitStack, *, timeout_s: 
     The children are on the stack: they end with the session.
     """
     config = settings.cluster
-    host = config.master_addr or _LOOPBACK
-    if not is_loopback(host) or await _listens(host, config.master_port):
+    host, port = parse_endpoint(config.master_addr or _LOOPBACK, what="master_addr", port=config.master_port)
+    if not is_loopback(host) or await _listens(host, port):
         return None
-    controller = replace(settings.controller, port=config.master_port)
+    controller = replace(settings.controller, port=port)
     if settings.sources["controller.bind"] == "default":
         controller = replace(controller, bind=_LOOPBACK if host == "localhost" else host)
     hosted = replace(settings, controller=controller)

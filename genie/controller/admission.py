@@ -8,13 +8,22 @@ from __future__ import annotations
 
 import logging
 import ssl
+from collections.abc import Callable
 from pathlib import Path
 
 from genie.config import ControllerConfig
 from genie.controller.jobs import Jobs, is_at
 from genie.controller.ledger import Ledger, Transaction
 from genie.controller.tokens import Tokens
-from genie.errors import FencedError, PermissionError_, TlsError, TokenRefusedError
+from genie.errors import (
+    FencedError,
+    NodeError,
+    NodeNotFoundError,
+    PermissionError_,
+    TlsError,
+    TokenRefusedError,
+    UsageError,
+)
 from genie.model.job import JobKind
 from genie.model.messages import Certificate, Join, Joined, SignExecutor
 from genie.model.names import checked_node_id
@@ -22,7 +31,7 @@ from genie.model.tenant import TokenKind
 from genie.runtime import files, tls
 from genie.runtime.clock import Clock
 from genie.runtime.credentials import is_loopback
-from genie.tenancy.access import NO_PIN, parse_token, used, verify
+from genie.tenancy.access import NO_PIN, parse_token, revoked, used, verify
 
 _log = logging.getLogger(__name__)
 _RETRY_S = 60.0
@@ -134,6 +143,8 @@ class Admission:
             verify(token, record, now=now)
             assert record is not None
             node_id = self._free_id(wish)
+            if request.exact and node_id != wish:
+                raise UsageError(f"node id {wish!r} is taken", hint=f"choose another, such as {node_id!r}")
             # Signed before anything is staged: a bad request must not use the token up.
             certificate = self._certificates.issue(request.csr_pem, name=tls.node_name(node_id))
             txn.put(self._ledger.tokens, record.token_id, used(record, now=now))
@@ -148,6 +159,33 @@ class Admission:
         joined = await self._ledger.write(build)
         _log.info("node %s joined", joined.node_id)
         return joined
+
+    async def remove(self, node_id: str, *, silent_enough: Callable[[], bool]) -> list[str]:
+        """Forgets a node that is gone and revokes its tokens; which were those. What it held must be free."""
+
+        def build(txn: Transaction) -> list[str]:
+            tokens = [
+                row
+                for row in self._ledger.tokens.values()
+                if row.kind is TokenKind.NODE and row.name == node_id
+            ]
+            if node_id not in self._ledger.nodes and not tokens:
+                raise NodeNotFoundError(f"there is no node {node_id[:80]!r}", hint="see 'genie nodes'")
+            held = self._ledger.holds.get(node_id)
+            if not silent_enough() or (held is not None and held.holds):
+                raise NodeError(
+                    f"node {node_id} is connected, or was until a moment ago",
+                    hint="stop its agent with 'genie down' there, then try again",
+                )
+            txn.delete(self._ledger.nodes, node_id)
+            txn.delete(self._ledger.holds, node_id)
+            for row in tokens:
+                txn.put(self._ledger.tokens, row.token_id, revoked(row, now=self._clock.wall_s()))
+            return [row.token_id for row in tokens]
+
+        ids = await self._ledger.write(build)
+        _log.info("node %s was removed", node_id)
+        return ids
 
     def check_certificate(self, node_id: str, shown_name: str) -> None:
         """With TLS, a node's token counts only together with that node's certificate."""

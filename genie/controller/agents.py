@@ -26,6 +26,7 @@ from genie.errors import (
     FencedError,
     GenieError,
     LeadershipError,
+    NodeError,
     StoreError,
     TransportError,
     UnreachableError,
@@ -42,6 +43,7 @@ from genie.model.messages import (
     JobOrder,
     Kill,
     Launch,
+    Leave,
     LogChunk,
     ReadLog,
     Register,
@@ -95,6 +97,7 @@ class Agents:
         return {
             Register: self.register,
             Heartbeat: self.heartbeat,
+            Leave: self.leave,
             ConfirmLaunch: self.confirm_launch,
             ExecutorReady: self.executor_ready,
         }
@@ -152,6 +155,24 @@ class Agents:
         return HeartbeatAck(
             leading=leading, leader_token=self._election.token, kill=tuple(kill), settled=tuple(settled)
         )
+
+    async def leave(self, connection: Connection, request: Leave) -> Done:
+        node_id = connection.check_is(request.node_id)
+
+        def build(txn: Transaction) -> None:
+            self._check_incarnation(node_id, request.incarnation, exactly=True)
+            held = self._ledger.holds.get(node_id)
+            if held is not None and held.holds:
+                raise NodeError(f"node {node_id} still holds {len(held.holds)} jobs")
+            txn.delete(self._ledger.nodes, node_id)
+            txn.delete(self._ledger.holds, node_id)
+
+        await self._ledger.write(build)
+        self._membership.detach(node_id)
+        self._missing.pop(node_id, None)
+        _log.info("node %s has left", node_id)
+        self._wake()
+        return Done()
 
     async def confirm_launch(self, connection: Connection, request: ConfirmLaunch) -> Done:
         await self._jobs.confirm(

@@ -157,6 +157,7 @@ class Controller:
             clock=clock,
             ready=self._ready,
             controllers=lambda: self._controllers,
+            membership=self._membership,
         )
         self._service.add(self._agents.handlers())
         self._service.add(Users(self._cluster, hang_up=self._service.hang_up).handlers())
@@ -228,6 +229,7 @@ class Controller:
 
     async def _try_begin_term(self) -> bool:
         try:
+            await self._check_ca()
             await self._register_controller()
             if not await self._election.try_win(self.address):
                 return False
@@ -257,17 +259,28 @@ class Controller:
         others = sorted({item.value.decode() for item in found.items} - {self.address})
         self._controllers = (self.address, *others)
 
+    async def _check_ca(self) -> None:
+        """A controller with a CA of its own could never serve this cluster's nodes: it stops at once."""
+        table = self._ledger.cluster
+        standing = await self._store.get(table.prefix)
+        record = table.decoded("", standing.value) if standing is not None else None
+        if (
+            record is not None
+            and self._certificates.are_on
+            and record.ca_pin not in (self._certificates.pin, "-")
+        ):
+            raise TlsError(
+                "this controller has another CA than the cluster in its store",
+                hint=f"copy controller/ca.pem and ca.key, and owner.token, of the first controller's state "
+                f"directory to {self._state_dir}",
+            )
+
     async def _check_cluster(self) -> None:
-        """The cluster's own name, made once; and that this controller has the cluster's CA."""
+        """The cluster's own name, made once."""
         pin = self._certificates.pin
         record = self._ledger.cluster.get("")
         if record is None:
             record = ClusterRecord(cluster_id=self._random_bytes(8).hex(), ca_pin=pin)
-        elif self._certificates.are_on and record.ca_pin not in (pin, "-"):
-            raise TlsError(
-                "this controller has another CA than the cluster in its store",
-                hint=f"copy ca.pem and ca.key of a running controller to {self._directory}",
-            )
         elif record.ca_pin == pin:
             return
         record = ClusterRecord(cluster_id=record.cluster_id, ca_pin=pin)

@@ -56,6 +56,10 @@ class Membership:
         self._members[info.node_id] = Member(_well(info), peer, now_s, now_at)
         return before.peer if before is not None and before.peer is not peer else None
 
+    def detach(self, node_id: str) -> None:
+        """It has left in good order."""
+        self._members.pop(node_id, None)
+
     def heard(self, info: NodeInfo, *, now_s: float, now_at: float) -> None:
         member = self._members[info.node_id]
         member.info, member.heard_s, member.heard_at = _well(info), now_s, now_at

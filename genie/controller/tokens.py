@@ -109,7 +109,7 @@ class Tokens:
         def build(txn: Transaction) -> None:
             record = self._ledger.tokens.get(token_id)
             if record is None:
-                raise UsageError(f"there is no token {token_id[:80]!r}", hint="see 'genie token list'")
+                raise TokenRefusedError(f"there is no token {token_id[:80]!r}", hint="see 'genie token list'")
             if record.revoked_at is not None:
                 return
             owners = [row for row in self._ledger.tokens.values() if _is_good_owner(row)]

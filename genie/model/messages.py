@@ -83,6 +83,8 @@ class Join(Request[Joined], frozen=True, kw_only=True):
     token: str
     node_id_wish: str
     csr_pem: str
+    exact: bool = False
+    """Refuse when that id is taken, instead of choosing one like it."""
 
 
 class Certificate(Message, frozen=True, kw_only=True):
@@ -143,6 +145,13 @@ class Register(Request[Registered], frozen=True, kw_only=True):
 
     node: NodeInfo
     exits: tuple[ExitReport, ...] = ()
+
+
+class Leave(Request[Done], frozen=True, kw_only=True):
+    """An agent that stops in good order takes its node out. Refused while the node holds anything."""
+
+    node_id: str
+    incarnation: int
 
 
 class JobOrder(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -312,6 +321,12 @@ class ListNodes(Request[NodesReply], frozen=True, kw_only=True):
     after: str = ""
 
 
+class RemoveNode(Request[Done], frozen=True, kw_only=True):
+    """Takes a node out for good: its token and its certificate open nothing any more."""
+
+    node_id: str
+
+
 class StatusReply(Message, frozen=True, kw_only=True):
     cluster_id: str
     version: str
@@ -403,7 +418,16 @@ def reply_type(request: type[Request[_Reply]]) -> type[_Reply]:
 
 
 BEFORE_HELLO = (Hello, FetchTrust, Join)
-FOR_NODES = (Register, Heartbeat, ConfirmLaunch, ExecutorReady, RenewCertificate, SignExecutor, GetBlob)
+FOR_NODES = (
+    Register,
+    Heartbeat,
+    Leave,
+    ConfirmLaunch,
+    ExecutorReady,
+    RenewCertificate,
+    SignExecutor,
+    GetBlob,
+)
 FOR_USERS = (
     SubmitJob,
     GetJob,
@@ -419,7 +443,7 @@ FOR_USERS = (
     OpenDevice,
     WaitDevice,
 )
-FOR_OWNERS = (ListTokens, CreateToken, RevokeToken)
+FOR_OWNERS = (ListTokens, CreateToken, RevokeToken, RemoveNode)
 
 CONTROLLER_REQUESTS = (*BEFORE_HELLO, *FOR_NODES, *FOR_USERS, *FOR_OWNERS)
 AGENT_REQUESTS = (Launch, Kill, ReadLog)

@@ -19,6 +19,7 @@ import genie
 from genie.config import ClusterConfig
 from genie.errors import ConfigError, TlsError, TokenMissingError
 from genie.model.messages import FetchTrust, Hello, Message, Welcome
+from genie.model.names import parse_endpoint
 from genie.runtime import files, rpc, tls
 from genie.runtime.network import ClientTls, Network
 from genie.tenancy.access import NO_PIN, Token, parse_token
@@ -147,7 +148,7 @@ def is_loopback(host: str) -> bool:
 
 def _find_address(config: ClusterConfig, state_dir: Path) -> tuple[str, int]:
     if config.master_addr is not None and config.discovery_method != "local":
-        return config.master_addr, config.master_port
+        return parse_endpoint(config.master_addr, what="master_addr", port=config.master_port)
     local = LocalCluster.read(state_dir) if config.discovery_method != "address" else None
     if local is None:
         raise ConfigError(

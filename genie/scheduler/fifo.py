@@ -13,7 +13,7 @@ from dataclasses import replace
 from genie.model.job import Job
 from genie.model.node import NodeInfo
 from genie.scheduler.decision import ClusterView, Decision, NodeState, Place, Wait
-from genie.scheduler.fit import Fit, accelerator_word, find_fit, hold_of
+from genie.scheduler.fit import Fit, find_fit, hold_of, wish_texts
 
 _NODES_NAMED = 3
 
@@ -45,21 +45,15 @@ def _decide_one(job: Job, nodes: dict[str, NodeState], cluster: ClusterView) -> 
     if not fits:
         return Wait(job.job_id, _why_nowhere(job, answers, cluster))
     _, node, fit = min(fits, key=lambda item: item[0])
-    where = f"node {node.node_id}" + (f", accelerator {_listed(fit.gpu_ids)}" if fit.gpu_ids else "")
+    where = f"node {node.node_id}" + _accelerators(fit.gpu_ids)
     return Place(job.job_id, node.node_id, fit.gpu_ids, f"best fit of {len(fits)}: {where}")
 
 
 def _why_nowhere(job: Job, answers: list[tuple[NodeInfo, Fit | str]], cluster: ClusterView) -> str:
-    wish = job.spec.resources
-    asked = []
-    if wish.gpus:
-        asked.append(f"{wish.gpus} {accelerator_word(job.spec, cluster)}")
-    if wish.cpus:
-        asked.append(f"{wish.cpus:g} CPUs")
-    if wish.memory_bytes:
-        asked.append(f"{wish.memory_bytes / 1024**3:.1f} GiB of memory")
+    asked = wish_texts(job.spec, cluster)
     named = [f"{node.node_id}: {why}" for node, why in answers[:_NODES_NAMED]]
-    more = f"; and {len(answers) - _NODES_NAMED} more nodes" if len(answers) > _NODES_NAMED else ""
+    left = len(answers) - _NODES_NAMED
+    more = f"; and {left} more node{'' if left == 1 else 's'}" if left > 0 else ""
     wanted = f"needs {', '.join(asked)} on one node; " if asked else ""
     return f"{wanted}{'; '.join(named)}{more}"
 
@@ -69,5 +63,7 @@ def _with_hold(node: NodeState, job: Job, decision: Place) -> NodeState:
     return replace(node, ledger=node.ledger.with_hold(hold))
 
 
-def _listed(gpu_ids: tuple[int, ...]) -> str:
-    return ", ".join(str(gpu_id) for gpu_id in gpu_ids)
+def _accelerators(gpu_ids: tuple[int, ...]) -> str:
+    if not gpu_ids:
+        return ""
+    return f", accelerator{'' if len(gpu_ids) == 1 else 's'} {', '.join(map(str, gpu_ids))}"

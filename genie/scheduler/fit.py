@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from genie.model.allocation import FULL_MILLI, Hold
@@ -32,10 +32,10 @@ def find_fit(job: Job, node: NodeState, cluster: ClusterView) -> Fit | str:
         return node.closed
     free_cpus = node.info.cpus - node.ledger.cpus_used
     if wish.cpus > 0 and wish.cpus > free_cpus + _CPU_SLACK:
-        return f"{max(free_cpus, 0.0):g} CPUs free of {node.info.cpus:g}"
+        return f"{cpus_text(max(free_cpus, 0.0))} free of {node.info.cpus:g}"
     free_bytes = node.info.memory_total_bytes - node.ledger.memory_used_bytes
     if wish.memory_bytes > 0 and wish.memory_bytes > free_bytes:
-        return f"{max(free_bytes, 0) / _GIB:.1f} GiB of memory free"
+        return f"{memory_text(max(free_bytes, 0))} free"
     chosen = _choose_gpus(job, node, cluster)
     if isinstance(chosen, str):
         return chosen
@@ -56,29 +56,40 @@ def check_possible(spec: JobSpec, cluster: ClusterView) -> str | None:
     nodes = [cluster.nodes[spec.node_id]] if spec.node_id else list(cluster.nodes.values())
     if any(_could_hold(spec, node, cluster) for node in nodes):
         return None
-    wish = spec.resources
     if spec.gpu_ids and (missing := set(spec.gpu_ids) - {gpu.gpu_id for gpu in nodes[0].info.gpus}):
         return f"node {spec.node_id} has no accelerator {min(missing)}"
-    parts = []
-    if wish.gpus:
-        kind = accelerator_word(spec, cluster)
-        best = max(nodes, key=lambda node: len(_of_kind(spec, node, cluster)))
-        parts.append((f"{wish.gpus} {kind}", best.node_id, f"{len(_of_kind(spec, best, cluster))} {kind}"))
-    if wish.cpus:
-        best = max(nodes, key=lambda node: node.info.cpus)
-        parts.append((f"{wish.cpus:g} CPUs", best.node_id, f"{best.info.cpus:g} CPUs"))
-    if wish.memory_bytes:
-        best = max(nodes, key=lambda node: node.info.memory_total_bytes)
-        has = f"{best.info.memory_total_bytes / _GIB:.1f} GiB"
-        parts.append((f"{wish.memory_bytes / _GIB:.1f} GiB of memory", best.node_id, has))
-    asked = ", ".join(part[0] for part in parts)
-    largest = "; ".join(f"the largest node for that, {node_id}, has {has}" for _, node_id, has in parts)
+    short = _too_much(spec, nodes, cluster)
+    if not short:
+        asked = ", ".join(wish_texts(spec, cluster))
+        return f"it asks for {asked} on one node; there is enough of each, but no node has all of it"
+    asked = ", ".join(part for part, _ in short)
+    largest = "; ".join(has for _, has in short)
     return f"it asks for {asked} on one node; {largest}"
 
 
-def accelerator_word(spec: JobSpec, cluster: ClusterView) -> str:
-    """What the accelerators that count for this job are called."""
-    return "GPUs" if _wants_gpu(spec, cluster) else "CPU accelerators"
+def wish_texts(spec: JobSpec, cluster: ClusterView) -> list[str]:
+    """What the job asks for, in words: `1 GPU`, `2 CPUs`, `4.0 GiB of memory`."""
+    wish = spec.resources
+    texts = [
+        accelerators_text(wish.gpus, spec, cluster) if wish.gpus else "",
+        cpus_text(wish.cpus) if wish.cpus else "",
+        memory_text(wish.memory_bytes) if wish.memory_bytes else "",
+    ]
+    return [text for text in texts if text]
+
+
+def accelerators_text(count: int, spec: JobSpec, cluster: ClusterView) -> str:
+    """So many of the accelerators that count for this job, by what they are called."""
+    word = "GPU" if _wants_gpu(spec, cluster) else "CPU accelerator"
+    return f"{count} {word}{'' if count == 1 else 's'}"
+
+
+def cpus_text(cpus: float) -> str:
+    return f"{cpus:g} CPU{'' if cpus == 1 else 's'}"
+
+
+def memory_text(size_bytes: int) -> str:
+    return f"{size_bytes / _GIB:.1f} GiB of memory"
 
 
 def hold_of(job: Job, gpu_ids: tuple[int, ...], *, epoch: int, incarnation: int) -> Hold:
@@ -106,7 +117,7 @@ def _choose_gpus(job: Job, node: NodeState, cluster: ClusterView) -> tuple[int, 
     free = [gpu for gpu in candidates if _is_free(gpu, job, node)]
     if len(free) < wish.gpus:
         share = "" if wish.gpu_milli == FULL_MILLI else f" (share {wish.gpu_milli / FULL_MILLI:g})"
-        return f"{len(free)} {accelerator_word(job.spec, cluster)}{share} free of {len(candidates)}"
+        return f"{accelerators_text(len(free), job.spec, cluster)}{share} free of {len(candidates)}"
     # The fullest that still has room: whole ones stay whole.
     free.sort(key=lambda gpu: (-node.ledger.gpu_used_milli(gpu.gpu_id), gpu.gpu_id))
     return tuple(sorted(gpu.gpu_id for gpu in free[: wish.gpus]))
@@ -132,6 +143,31 @@ def _could_hold(spec: JobSpec, node: NodeState, cluster: ClusterView) -> bool:
         and wish.cpus <= node.info.cpus + _CPU_SLACK
         and wish.memory_bytes <= node.info.memory_total_bytes
     )
+
+
+def _too_much(spec: JobSpec, nodes: list[NodeState], cluster: ClusterView) -> list[tuple[str, str]]:
+    """Each thing that no node has enough of: what is asked for, and what the node with the most has."""
+    wish = spec.resources
+    found = []
+
+    def compare(asked: float, amount: Callable[[NodeState], float], text: Callable[[float], str]) -> None:
+        best = max(nodes, key=amount)
+        if asked > amount(best) + _CPU_SLACK:
+            which = f"node {best.node_id}" if spec.node_id else f"the largest node for that, {best.node_id},"
+            found.append((text(asked), f"{which} has {text(amount(best))}"))
+
+    compare(
+        wish.gpus,
+        lambda node: len(_of_kind(spec, node, cluster)),
+        lambda count: accelerators_text(int(count), spec, cluster),
+    )
+    compare(wish.cpus, lambda node: node.info.cpus, cpus_text)
+    compare(
+        wish.memory_bytes,
+        lambda node: node.info.memory_total_bytes,
+        lambda size_bytes: memory_text(int(size_bytes)),
+    )
+    return found
 
 
 def _of_kind(spec: JobSpec, node: NodeState, cluster: ClusterView) -> list[GPUInfo]:

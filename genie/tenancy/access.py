@@ -32,6 +32,12 @@ _ALLOWED: dict[TokenKind, tuple[type[Message], ...]] = {
     TokenKind.NODE: FOR_NODES,
     TokenKind.JOIN: (),
 }
+_NOT_ORDERS = {
+    "Heartbeat": "send heartbeats of a node",
+    "ExecutorReady": "report executors",
+    "SessionHeartbeat": "hold a session",
+    "SessionEnd": "end a session",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +108,7 @@ def check_allowed(identity: Identity, request: Message) -> None:
     """PermissionError_ when this kind of identity may not ask this."""
     if not isinstance(request, _ALLOWED[identity.kind]):
         raise PermissionError_(
-            f"a {identity.kind} token may not ask {type(request).__name__}",
+            f"{_a(identity.kind)} token may not {_words(type(request).__name__)}",
             hint="use the owner's token, or ask the owner of the cluster",
         )
 
@@ -127,3 +133,12 @@ def encoded(raw: bytes) -> str:
 def _another(kind: TokenKind) -> str:
     command = "genie token create --join" if kind is TokenKind.JOIN else "genie token create"
     return f"ask for another: '{command}'"
+
+
+def _a(kind: TokenKind) -> str:
+    return f"an {kind}" if kind is TokenKind.OWNER else f"a {kind}"
+
+
+def _words(request_name: str) -> str:
+    """`ListTokens` as people say it: list tokens. Most requests are named as orders, so that this reads well."""
+    return _NOT_ORDERS.get(request_name) or re.sub(r"(?<!^)(?=[A-Z])", " ", request_name).lower()

@@ -18,6 +18,7 @@ from genie.model.messages import (
     HeartbeatAck,
     Kill,
     Launch,
+    Leave,
     LogChunk,
     Message,
     ReadLog,
@@ -89,6 +90,10 @@ class FakeAgent:
 
     async def register(self, *exits: ExitReport) -> Registered:
         return await self._peer.call(Register(node=self.info, exits=exits), timeout_s=CALL_S)
+
+    async def leave(self) -> None:
+        goodbye = Leave(node_id=self.info.node_id, incarnation=self.info.incarnation)
+        await self._peer.call(goodbye, timeout_s=CALL_S)
 
     async def beat(self, **changes: object) -> HeartbeatAck:
         """One heartbeat; what the controller has settled is forgotten."""

@@ -9,9 +9,6 @@ from contextlib import ExitStack
 import pytest
 import torch
 
-if not torch.cuda.is_available():
-    pytest.skip("needs an NVIDIA GPU and a torch built for it", allow_module_level=True)
-
 from genie import device
 from genie.errors import DeviceLostError, RemoteOpError
 from tests.agent.executor.process import start_executor
@@ -25,6 +22,8 @@ NOT_ON_CUDA = {"histc": "sums in another order", "view dtype": "bits depend on r
 
 @pytest.fixture(scope="module", autouse=True)
 def cuda_executor(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    if not torch.cuda.is_available():
+        pytest.skip("needs a torch that can use the NVIDIA GPU")
     with ExitStack() as stack:
         executor = start_executor(
             tmp_path_factory.mktemp("cuda") / "executor", vendor="nvidia", memory_bytes_max=4 * GIB

@@ -32,6 +32,12 @@ def test_thread():
     held.append(stop)
     threading.Thread(target=stop.wait, args=(30,), name="left-thread").start()
 
+def test_own_daemon():
+    threading.Thread(target=held[0].wait, args=(30,), name="genie-left", daemon=True).start()
+
+def test_daemon_of_others():
+    threading.Thread(target=held[0].wait, args=(30,), name="their-daemon", daemon=True).start()
+
 async def test_task():
     held.append(asyncio.create_task(asyncio.Event().wait(), name="left-task"))
 
@@ -64,11 +70,14 @@ def wide():
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     server = socket.create_server(("127.0.0.1", 0))
     stop = threading.Event()
-    thread = threading.Thread(target=stop.wait)
-    thread.start()
+    threads = [threading.Thread(target=stop.wait), threading.Thread(target=stop.wait, daemon=True)]
+    threads[1].name = "genie-shared"
+    for thread in threads:
+        thread.start()
     yield server
     stop.set()
-    thread.join()
+    for thread in threads:
+        thread.join()
     server.close()
     child.communicate(b"\\\\n")
 
@@ -115,6 +124,14 @@ def test_here():
     assert require_module("json", package="-").dumps
 """
 
+MANY_SKIPS = """
+import pytest
+
+@pytest.mark.parametrize("number", range(4))
+def test_on_the_moon(number):
+    pytest.skip("needs a moon")
+"""
+
 LATE = """
 import subprocess, sys
 
@@ -151,8 +168,9 @@ class Outcome:
         return after.partition("\n__")[0].partition("\n==")[0]
 
 
-def run_suite(folder: Path, code: str, **environ: str) -> Outcome:
-    file = folder / "test_scenario.py"
+def run_suite(folder: Path, code: str, *, name: str = "test_scenario.py", **environ: str) -> Outcome:
+    file = folder / name
+    file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(code)
     clean = {
         name: value
@@ -186,6 +204,7 @@ def leaking(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
     ("test", "named"),
     [
         ("test_thread", "thread 'left-thread'"),
+        ("test_own_daemon", "thread 'genie-left'"),
         ("test_task", "task 'left-task'"),
         ("test_socket", "socket addr(ip='127.0.0.1'"),
         ("test_child", "left-child"),
@@ -199,7 +218,7 @@ def test_a_leak_fails_the_test_that_leaked_and_is_named(leaking: Outcome, test: 
 
 def test_a_leak_does_not_fail_the_tests_after_it(leaking: Outcome) -> None:
     assert leaking.status == 1
-    assert "7 passed, 6 errors" in leaking.text
+    assert "9 passed, 7 errors" in leaking.text
 
 
 def test_what_wider_fixtures_hold_is_not_blamed_on_a_test(tmp_path: Path) -> None:
@@ -237,6 +256,19 @@ def test_a_skipped_file_is_listed_too(tmp_path: Path) -> None:
     outcome = run_suite(tmp_path, code, GENIE_TEST_REQUIRE_ALL="1")
     assert outcome.status == 1
     assert outcome.part("left out").startswith("test_scenario.py: needs another machine")
+
+
+def test_many_skips_of_one_file_share_a_line(tmp_path: Path) -> None:
+    outcome = run_suite(tmp_path, MANY_SKIPS)
+    assert outcome.part("left out").splitlines() == ["test_scenario.py (4 tests): needs a moon"]
+
+
+def test_only_tests_of_gpus_may_be_left_out_when_everything_is_required(tmp_path: Path) -> None:
+    excused = run_suite(tmp_path, MANY_SKIPS, name="tests/gpu/test_moon.py", GENIE_TEST_REQUIRE_ALL="1")
+    assert excused.part("left out").splitlines() == ["tests/gpu/test_moon.py (4 tests): needs a moon"]
+    assert excused.status == 0, excused.text
+    other = run_suite(tmp_path, MANY_SKIPS, name="tests/other/test_moon.py", GENIE_TEST_REQUIRE_ALL="1")
+    assert other.status == 1
 
 
 def test_a_detached_process_is_named_ended_and_fails_the_run(tmp_path: Path) -> None:

@@ -100,13 +100,13 @@ def test_shares_fill_an_accelerator_before_they_break_a_whole_one() -> None:
 def test_tenants_do_not_share_an_accelerator() -> None:
     begun = node("n", gpus=1, holds=(hold("x", 0, tenant="other", milli=100),))
     (decision,) = decide([job("a", gpus=1, gpu_milli=100)], begun)
-    assert decision == Wait("a", "needs 1 GPUs on one node; n: 0 GPUs (share 0.1) free of 1")
+    assert decision == Wait("a", "needs 1 GPU on one node; n: 0 GPUs (share 0.1) free of 1")
 
 
 def test_a_job_that_waits_holds_back_those_that_came_after_it() -> None:
     queue = [job("big", gpus=2), job("late", gpus=1)]
     first, second = decide(queue, node("n", gpus=2, holds=(hold("x", 0),)))
-    assert first == Wait("big", "needs 2 GPUs on one node; n: 1 GPUs free of 2")
+    assert first == Wait("big", "needs 2 GPUs on one node; n: 1 GPU free of 2")
     assert second == Wait("late", "behind big, which came first and waits")
 
 
@@ -118,7 +118,7 @@ def test_a_job_pinned_to_a_busy_accelerator_holds_nobody_back() -> None:
 def test_cpus_and_memory_are_counted() -> None:
     begun = node("n", cpus=4, holds=(hold("x", cpus=3),))
     assert placed([job("a", cpus=1)], begun) == {"a": ("n", ())}
-    assert "1 CPUs free of 4" in decide([job("a", cpus=1.5)], begun)[0].reason
+    assert "1 CPU free of 4" in decide([job("a", cpus=1.5)], begun)[0].reason
     assert "of memory free" in decide([job("a", memory_bytes=1 << 35)], begun)[0].reason
 
 
