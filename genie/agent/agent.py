@@ -41,6 +41,7 @@ from genie.errors import (
 from genie.hardware import HostFacts, host_facts
 from genie.model.messages import (
     Done,
+    ExitReport,
     Heartbeat,
     Kill,
     Launch,
@@ -52,7 +53,7 @@ from genie.model.messages import (
     Request,
 )
 from genie.model.node import GPUInfo, NodeInfo, NodeRole, NodeStatus
-from genie.runtime import rpc
+from genie.runtime import rpc, wire
 from genie.runtime.clock import Clock
 from genie.runtime.credentials import Access
 from genie.runtime.network import Network
@@ -65,7 +66,9 @@ CALL_S = 5.0
 INVENTORY_S_MIN = 1.0
 RENEWAL_LOOK_S = 600.0
 RENEWAL_AGAIN_S = 30.0
-EXITS_TOLD_MAX = 2000
+EXITS_TOLD_BYTES_MAX = wire.FRAME_BYTES_MAX // 2
+HEARTBEAT_SHARE = 0.2
+"""Of the time to live, at most, between two heartbeats, whatever the setting says."""
 END_BEYOND_GRACE_S = 5.0
 LAST_WORDS_S = 2.0
 _POLL_S = 0.02
@@ -190,8 +193,8 @@ class Agent:
 
     async def _attend(self, peer: rpc.Peer) -> None:
         """One connection to a leader, until it says that it no longer leads."""
-        exits = tuple(self._jobs.ended.values())[:EXITS_TOLD_MAX]
-        self._take_registered(await peer.call(Register(node=self._node, exits=exits), timeout_s=CALL_S))
+        register = Register(node=self._node, exits=self._exits_to_tell())
+        self._take_registered(await peer.call(register, timeout_s=CALL_S))
         self._journal.note_registered(peer.name, at=self._clock.wall_s())
         _log.info(
             "registered with %s as %s, incarnation %d", peer.name, self._node.node_id, self._node.incarnation
@@ -222,7 +225,7 @@ class Agent:
             incarnation=self._node.incarnation,
             node=self._node,
             running=self._jobs.running(),
-            exits=tuple(self._jobs.ended.values())[:EXITS_TOLD_MAX],
+            exits=self._exits_to_tell(),
         )
         self._jobs.reported.clear()
         try:
@@ -289,9 +292,25 @@ class Agent:
 
     # --- the tasks beside the link ----------------------------------------------------------
 
+    def _exits_to_tell(self) -> tuple[ExitReport, ...]:
+        """As many as fit into one message beside the rest; the others follow when these are settled."""
+        told: list[ExitReport] = []
+        size_bytes = 0
+        for report in self._jobs.ended.values():
+            size_bytes += len(msgspec.msgpack.encode(report))
+            if size_bytes > EXITS_TOLD_BYTES_MAX:
+                break
+            told.append(report)
+        return tuple(told)
+
+    def _heartbeat_s(self) -> float:
+        if self._lease.ttl_s <= 0:
+            return self._config.heartbeat_s
+        return min(self._config.heartbeat_s, HEARTBEAT_SHARE * self._lease.ttl_s)
+
     async def _tick(self) -> None:
         while True:
-            await self._clock.sleep(self._config.heartbeat_s)
+            await self._clock.sleep(self._heartbeat_s())
             self._wake.set()
             if self._jobs.live and not self._lease.is_good(self._clock.monotonic_s()):
                 self._jobs.kill_all(CONTACT_LOST)

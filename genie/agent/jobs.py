@@ -21,6 +21,7 @@ from genie.agent.launcher import Launcher, LaunchPlan
 from genie.agent.lease import Lease
 from genie.config import AgentConfig
 from genie.errors import FencedError, GenieError, LaunchError
+from genie.model.allocation import FULL_MILLI
 from genie.model.job import JobKind
 from genie.model.messages import (
     ConfirmLaunch,
@@ -155,8 +156,25 @@ class Jobs:
             raise LaunchError(f"{what} is refused: {self.closed}")
         if not self._lease.is_good(self._clock.monotonic_s()):
             raise LaunchError(f"{what} is refused: this node has not been acknowledged lately")
+        if crowded := self._crowded(launch):
+            raise LaunchError(f"{what} is refused: {crowded}")
         if len(self.live) >= LIVE_MAX:
             raise LaunchError(f"{what} is refused: {LIVE_MAX} jobs are here already")
+
+    def _crowded(self, launch: Launch) -> str:
+        """Why its accelerators cannot take it yet; empty if they can.
+
+        The ledger may know them as free while a process that it has given up still takes its time to
+        end here: after a freeze of the whole machine nothing else stands between the two.
+        """
+        wish = launch.spec.resources.gpu_milli
+        for gpu_id in launch.placement.gpu_ids:
+            there = [job.launch for job in self.live.values() if gpu_id in job.launch.placement.gpu_ids]
+            if any(other.tenant != launch.tenant for other in there):
+                return f"a job of another tenant has not ended on accelerator {gpu_id} yet"
+            if sum(other.spec.resources.gpu_milli for other in there) + wish > FULL_MILLI:
+                return f"{there[0].job_id} has not ended on accelerator {gpu_id} yet"
+        return ""
 
     def kill(self, job_id: str, *, epoch: int, reason: str) -> None:
         """Takes effect at once or, for a job that is being prepared, at its next step."""

@@ -97,8 +97,9 @@ class Journal:
                 f"and this node has heard from a leader with {self._fence.leader_token}"
             )
         if leader_token > self._fence.leader_token:
-            self._fence = _Fence(leader_token=leader_token)
-            files.write_private(self.node_dir / FENCE_FILE, msgspec.json.encode(self._fence))
+            fence = _Fence(leader_token=leader_token)
+            files.write_private(self.node_dir / FENCE_FILE, msgspec.json.encode(fence))
+            self._fence = fence
 
     # --- jobs -------------------------------------------------------------------------------
 

@@ -14,6 +14,7 @@ import importlib
 import inspect
 import logging
 import os
+import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -26,7 +27,7 @@ from typer.main import get_command
 import genie
 from genie.cli import output
 from genie.config import Settings, load
-from genie.errors import GenieError, TokenMissingError, UsageError
+from genie.errors import ConfigError, GenieError, TokenMissingError, UsageError
 from genie.model.names import parse_address
 from genie.telemetry import log
 
@@ -48,7 +49,8 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document.")
 
 _PANEL = "Options of every command"
 _Debug = Annotated[
-    bool, typer.Option("--debug", help="Show tracebacks and debug logs.", rich_help_panel=_PANEL)
+    bool,
+    typer.Option("--debug", help="Show tracebacks and debug logs of this command.", rich_help_panel=_PANEL),
 ]
 _LogLevel = Annotated[
     str | None,
@@ -74,6 +76,9 @@ _TokenFile = Annotated[
         rich_help_panel=_PANEL,
     ),
 ]
+_ARGUMENT = re.compile(r"[a-z_.]+ = (?P<value>.*) \(argument (?P<name>[a-z_]+)\)", re.DOTALL)
+_OPTIONS = {"level": "--log-level", "token": "--token-file", "master_addr": "--address"}
+"""Options that are not spelled like the setting that they give a value to."""
 _SHARED = {
     "debug": (_Debug, False),
     "log_level": (_LogLevel, None),
@@ -105,7 +110,10 @@ class Invocation:
         Log lines of a short command would only be in the way: without `keep_logs` they are
         shown from WARNING on, unless someone asked for a level.
         """
-        settings = load({**self._arguments(), **(arguments or {})})
+        try:
+            settings = load({**self._arguments(), **(arguments or {})})
+        except ConfigError as error:
+            raise _in_options(error) from error
         asked = keep_logs or settings.sources["log.level"] != "default"
         log.configure(settings.log if asked else dataclasses.replace(settings.log, level="WARNING"))
         return settings
@@ -229,6 +237,16 @@ def read_token_file(name: str, *, what: str) -> str:
 def _head(path: Path) -> str:
     with path.expanduser().open(encoding="utf-8") as file:
         return file.read(_TOKEN_BYTES_MAX)
+
+
+def _in_options(error: ConfigError) -> ConfigError:
+    """The same complaint, about the option that was typed instead of the setting behind it."""
+
+    def option(found: re.Match[str]) -> str:
+        name = _OPTIONS.get(found["name"], f"--{found['name'].replace('_', '-')}")
+        return f"{name} {found['value']}"
+
+    return ConfigError(_ARGUMENT.sub(option, error.message, count=1), hint=error.hint)
 
 
 def _shared() -> list[inspect.Parameter]:

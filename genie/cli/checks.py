@@ -24,10 +24,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import genie
-from genie.cli.quantities import duration_text, size_text
+from genie.cli.quantities import count_text, duration_text, size_text
 from genie.config import Settings
-from genie.errors import ConfigError, GenieError, TokenMissingError, UnreachableError
-from genie.model.names import address_text
+from genie.errors import ConfigError, GenieError, UnreachableError
+from genie.model.names import address_text, parse_endpoint
 
 _COMMAND_S = 10.0
 _CONNECT_S = 5.0
@@ -52,6 +52,8 @@ class Check:
     verdict: Verdict
     found: str
     fix: str = ""
+    detail: str = ""
+    """More about it, for --debug and --json."""
 
 
 def python() -> Iterator[Check]:
@@ -173,13 +175,15 @@ def network(settings: Settings) -> Iterator[Check]:
         if name == "tcp":
             continue
         probe = backend_probe(name, result.probes)
-        note = "" if info.implemented else "; this version of Genie has no transport for it"
-        usable = probe.available and info.implemented
+        if not info.implemented:
+            found = "this version of Genie has no transport for it"
+            yield Check(name=f"network {name}", verdict=Verdict.ABSENT, found=found, detail=probe.reason)
+            continue
         yield Check(
             name=f"network {name}",
-            verdict=Verdict.OK if usable else Verdict.ABSENT,
-            found=f"{probe.reason}{note}",
-            fix=probe.fix if info.implemented else "",
+            verdict=Verdict.OK if probe.available else Verdict.ABSENT,
+            found=probe.reason,
+            fix=probe.fix,
         )
 
 
@@ -313,19 +317,19 @@ async def _ask_cluster(settings: Settings) -> tuple[bool, str, str]:
             error.message,
             "start it with 'genie up', or remove a stale local.json with 'genie down'",
         )
-    except (ConfigError, TokenMissingError) as error:
-        return False, error.message, error.hint
     except GenieError as error:
         return False, error.message, error.hint
-    count = sum(status.nodes.values())
-    return True, f"{client.where} answers: version {status.version}, {count} node(s)", ""
+    nodes = count_text(sum(status.nodes.values()), "node")
+    return True, f"{client.where} answers: version {status.version}, {nodes}", ""
 
 
 def _cluster_address(settings: Settings) -> tuple[str, int] | None:
     from genie.runtime.credentials import LocalCluster
 
     if settings.cluster.master_addr is not None:
-        return settings.cluster.master_addr, settings.cluster.master_port
+        return parse_endpoint(
+            settings.cluster.master_addr, what="GENIE_MASTER_ADDR", port=settings.cluster.master_port
+        )
     try:
         local = LocalCluster.read(settings.paths.state_dir)
     except ConfigError:

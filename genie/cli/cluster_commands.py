@@ -1,4 +1,4 @@
-"""Starting and stopping: up, join, down.
+"""Starting and stopping: up, join, down; and forgetting a node that is gone.
 
 In the foreground a command keeps its processes and stops them at Ctrl-C. With `--detach` it starts itself
 again in the background, waits until that one is ready, and leaves. Not for: the processes
@@ -12,7 +12,7 @@ import contextlib
 import dataclasses
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractAsyncContextManager
 from typing import TYPE_CHECKING, Annotated
 
@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     from genie.model.job import Job
 
 _LIST_S = 3.0
+_NODE_FILE = "run/node"
+"""Under the state directory: the id of the node whose agent runs here."""
 
 Detach = Annotated[bool, typer.Option("--detach", "-d", help="Go on in the background, and return.")]
 
@@ -44,7 +46,7 @@ def up(
         str | None, typer.Option(metavar="ADDRESS", help="Address to listen on (default: 127.0.0.1).")
     ] = None,
     port: Annotated[
-        int | None, typer.Option(help="Port to listen on (default: 5555; 0: a free one).")
+        str | None, typer.Option(metavar="N", help="Port to listen on (default: 5555; 0: a free one).")
     ] = None,
     store: Annotated[
         str | None,
@@ -123,8 +125,7 @@ def join(
 
         again = ["join", controller, *(() if node_id is None else (f"--node-id={node_id}",))]
         background.start(again, settings=settings, invocation=invocation, token=settings.cluster.token)
-        where = address_text(host, settings.cluster.master_port)
-        output.write_line(f"joined {where}; 'genie nodes' there lists this machine")
+        output.write_line(_joined_text(settings, node_of(settings.paths.state_dir)))
         return
     from genie.cluster import local
 
@@ -142,14 +143,50 @@ def down(invocation: Invocation) -> None:
     if found is None:
         output.write_line("nothing to stop: no cluster and no agent runs here")
         return
-    if found.cluster is not None:
+    state_dir = settings.paths.state_dir
+    progress: Callable[[str], None] = output.say
+    if local.CONTROLLER in found.pids:
         _say_jobs_that_end(settings)
-    asyncio.run(
-        local.stop_running(
-            settings.paths.state_dir, progress=output.say, agent_grace_s=settings.agent.stop_grace_s
-        )
-    )
+    else:
+        progress = _nothing_said
+        output.say(f"stopping the agent of node {node_of(state_dir)}")
+    asyncio.run(local.stop_running(state_dir, progress=progress, agent_grace_s=settings.agent.stop_grace_s))
+    (state_dir / _NODE_FILE).unlink(missing_ok=True)
     output.write_line("stopped")
+
+
+@command(app, "forget", example="genie forget gpu-box-3")
+def forget(
+    invocation: Invocation,
+    *,
+    node_id: Annotated[
+        str, typer.Argument(metavar="NODE", help="Id of the node, as 'genie nodes' shows it.")
+    ],
+) -> None:
+    """Remove a node that is gone for good from the cluster. Its identity opens nothing from now on.
+
+    Refused while the node is connected. To come back, the machine joins again with a new token.
+    """
+    from genie.model.names import checked_node_id
+
+    checked_node_id(node_id, what="NODE")
+    asyncio.run(_forget(invocation.load_settings(), node_id))
+    output.write_line(f"{node_id}  forgotten")
+
+
+def node_of(state_dir: Path) -> str:
+    """The id of the node whose agent was last started here; a dash when none was."""
+    try:
+        return (state_dir / _NODE_FILE).read_text("utf-8").strip() or "-"
+    except FileNotFoundError:
+        return "-"
+
+
+async def _forget(settings: Settings, node_id: str) -> None:
+    from genie.cluster.client import open_client
+
+    async with open_client(settings) as client:
+        await client.forget_node(node_id)
 
 
 def _check_join_token(settings: Settings) -> None:
@@ -173,10 +210,12 @@ async def _keep_until_stopped(keeping: AbstractAsyncContextManager[Supervisor], 
     with _stop_signals() as stopped:
         try:
             async with keeping as supervisor:
-                with _recorded(settings.paths.state_dir):
+                with _recorded(settings.paths.state_dir, node_id=supervisor.node_id):
                     ready = True
                     if supervisor.cluster is not None:
                         await _report(settings)
+                    else:
+                        output.write_line(_joined_text(settings, supervisor.node_id))
                     output.say("running; press Ctrl-C to stop")
                     await supervisor.wait()
                     output.say("it was stopped from outside")
@@ -210,10 +249,13 @@ def _stop_signals() -> Iterator[list[int]]:
 
 
 @contextlib.contextmanager
-def _recorded(state_dir: Path) -> Iterator[None]:
-    """Lets 'genie down' and `--detach` find this process, as the one that keeps the others."""
+def _recorded(state_dir: Path, *, node_id: str) -> Iterator[None]:
+    """Lets 'genie down' and `--detach` find this process, as the one that keeps the others, and the
+    name that the controller gave to this machine's node."""
     from genie.cluster import local, processes
+    from genie.runtime import files
 
+    files.write_private(state_dir / _NODE_FILE, node_id.encode())
     processes.record_process(state_dir, local.KEEPER, os.getpid(), ready=True)
     try:
         yield
@@ -223,7 +265,7 @@ def _recorded(state_dir: Path) -> Iterator[None]:
 
 async def _report(settings: Settings) -> None:
     """What a person needs to know of a cluster that has just started."""
-    from genie.cli.view_commands import write_nodes
+    from genie.cli.view_commands import standby_text, write_nodes
     from genie.cluster.client import open_client
     from genie.cluster.local import owner_access
     from genie.runtime.credentials import OWNER_TOKEN_FILE, LocalCluster, is_loopback
@@ -232,12 +274,16 @@ async def _report(settings: Settings) -> None:
     found = LocalCluster.read(state_dir)
     assert found is not None, "the controller writes this before it answers"
     access = owner_access(state_dir, found)
+    where = address_text(found.host, found.port)
     async with open_client(dataclasses.replace(settings, cluster=access)) as client:
+        status = await client.status()
+        if not status.leading:
+            output.write_facts([("address", where), ("leader", standby_text(status)), ("stop", "genie down")])
+            return
         views = await client.nodes()
     if views:
         write_nodes(views)
         output.write_line("")
-    where = address_text(found.host, found.port)
     there = f'"{found.host}", master_port={found.port}' if found.port != 5555 else f'"{found.host}"'
     output.write_facts(
         [
@@ -245,15 +291,26 @@ async def _report(settings: Settings) -> None:
             ("token", f"{state_dir / OWNER_TOKEN_FILE} (commands on this machine find it by themselves)"),
             ("python", f"await genie.init(master_addr={there})"),
             ("job", "genie submit --wait -- echo hello"),
-            (
-                "join",
-                "genie up --bind ADDRESS lets other machines in"
-                if is_loopback(found.host)
-                else f"genie token create --join; there: genie join {where} --token TOKEN",
-            ),
+            ("join", _join_text(where, loopback=is_loopback(found.host))),
             ("stop", "genie down"),
         ]
     )
+
+
+def _join_text(where: str, *, loopback: bool) -> str:
+    if loopback:
+        return "this cluster listens on loopback only; genie up --bind ADDRESS lets other machines in"
+    made = "(umask 077; genie token create --join > join.token)"
+    return f"{made}; there: genie join {where} --token-file join.token"
+
+
+def _joined_text(settings: Settings, node_id: str) -> str:
+    where = address_text(settings.cluster.master_addr or "", settings.cluster.master_port)
+    return f"joined {where} as {node_id}"
+
+
+def _nothing_said(_line: str) -> None:
+    """For progress that would speak of a cluster where there is only an agent."""
 
 
 def _say_jobs_that_end(settings: Settings) -> None:

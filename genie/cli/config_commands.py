@@ -14,7 +14,7 @@ import typer
 from genie.cli import output
 from genie.cli.app import AsJson, Invocation, app, command
 from genie.config import OTHER_VARIABLES, SECTIONS, Setting, Settings, declared, load
-from genie.errors import UsageError
+from genie.errors import ConfigError, UsageError
 
 settings_app = typer.Typer(
     name="config", help="Show and check settings.", no_args_is_help=True, rich_markup_mode="rich"
@@ -96,7 +96,11 @@ def check(
         return
     if not file.is_file():
         raise UsageError(f"there is no file {str(file)!r}", hint="give the path of a TOML file")
-    load(environ={}, file=file)
+    try:
+        load(environ={}, file=file)
+    except ConfigError as error:
+        # The hint is for a file that the environment names; this one was named by hand.
+        raise ConfigError(error.message, hint=error.hint.removesuffix(" or unset GENIE_CONFIG")) from error
     output.write_line(f"{file} is right")
 
 

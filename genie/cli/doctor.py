@@ -29,7 +29,8 @@ def doctor(invocation: Invocation, *, as_json: AsJson = False) -> None:
     if as_json:
         output.write_json({"ok": not failed, "checks": [dataclasses.asdict(check) for check in found]})
     else:
-        output.write_table(("part", "verdict", "found"), [(c.name, c.verdict.value, c.found) for c in found])
+        rows = [(c.name, c.verdict.value, _found(c, debug=invocation.debug)) for c in found]
+        output.write_table(("part", "verdict", "found"), rows)
         _write_fixes(found)
     if failed:
         raise typer.Exit(1)
@@ -60,6 +61,10 @@ def _guarded(name: str, part: Callable[[], Iterable[Check]]) -> list[Check]:
         return [
             Check(name=name, verdict=Verdict.WARNING, found=found, fix="run it with --debug and report it")
         ]
+
+
+def _found(check: Check, *, debug: bool) -> str:
+    return f"{check.found} ({check.detail})" if debug and check.detail else check.found
 
 
 def _write_fixes(found: list[Check]) -> None:

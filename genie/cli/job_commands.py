@@ -19,7 +19,7 @@ import typer
 
 from genie.cli import output
 from genie.cli.app import INTERRUPTED, AsJson, Invocation, app, command
-from genie.cli.quantities import duration_text, parse_size
+from genie.cli.quantities import duration_text, parse_amount, parse_size, parse_whole
 from genie.errors import GenieError, UsageError
 
 if TYPE_CHECKING:
@@ -29,7 +29,10 @@ if TYPE_CHECKING:
 
 _JOB_COLUMNS = ("job", "name", "state", "gpus", "node", "age", "exit", "reason")
 _STATES = ("queued", "placing", "running", "succeeded", "failed", "cancelled", "lost")
+_JOB_SPARE = ("age", "gpus", "exit")
 _GPUS_MAX = 1024
+_CPUS_MAX = 1_000_000
+_LIMIT_MAX = 1000
 _NAME_CHARACTERS_MAX = 63
 
 
@@ -49,15 +52,18 @@ def submit(
     name: Annotated[
         str | None, typer.Option(help="Name of the job; the program's name when not given.")
     ] = None,
-    gpus: Annotated[int, typer.Option(help="Accelerators on one node.")] = 0,
-    cpus: Annotated[float, typer.Option(help="Processors.")] = 0.0,
+    gpus: Annotated[str, typer.Option(metavar="N", help="Accelerators on one node.")] = "0",
+    cpus: Annotated[str, typer.Option(metavar="X", help="Processors, such as 0.5.")] = "0",
     memory: Annotated[str | None, typer.Option(metavar="SIZE", help="Memory, such as 4GiB.")] = None,
     env: Annotated[
         list[str] | None, typer.Option(metavar="K=V", help="Variable for the job; may be repeated.")
     ] = None,
     workdir: Annotated[
         Path | None,
-        typer.Option(help="Directory to send along; the job starts in it. .gitignore is honoured."),
+        typer.Option(
+            help="Directory to send along; the job starts in a copy of it, and without it in an empty "
+            "directory of its own. .gitignore is honoured."
+        ),
     ] = None,
     wait: Annotated[
         bool, typer.Option("--wait", help="Show its output, and end with its exit code.")
@@ -94,13 +100,14 @@ def jobs(
     state: Annotated[
         list[str] | None, typer.Option(metavar="STATE", help="Only these states; may be repeated.")
     ] = None,
-    limit: Annotated[int, typer.Option(min=1, max=1000, help="Newest jobs to show.")] = 100,
+    limit: Annotated[str, typer.Option(metavar="N", help="Newest jobs to show.")] = "100",
     as_json: AsJson = False,
 ) -> None:
     """List jobs, newest first: those that wait or run, unless told otherwise."""
     wanted = _checked_states(state or [])
+    most = parse_whole(limit, what="--limit", low=1, high=_LIMIT_MAX)
     settings = invocation.load_settings()
-    found, more = asyncio.run(_list(settings, wanted=wanted, everything=everything, limit=limit))
+    found, more = asyncio.run(_list(settings, wanted=wanted, everything=everything, limit=most))
     if as_json:
         output.write_json({"jobs": [output.as_object(job) for job in found], "more": more})
         return
@@ -109,12 +116,12 @@ def jobs(
         output.say(f"no jobs{hint}")
         return
     now = time.time()
-    output.write_table(_JOB_COLUMNS, [_row(job, now=now) for job in found])
+    output.write_table(_JOB_COLUMNS, [_row(job, now=now) for job in found], spare=_JOB_SPARE)
     if more:
-        output.say(f"older jobs are left out; --limit shows more than {limit}")
+        output.say(f"older jobs are left out; --limit shows more than {most}")
 
 
-@command(app, "logs", example="genie logs -f 7k2m9x")
+@command(app, "logs", example="genie logs -f j-7k2m4xab")
 def logs(
     invocation: Invocation,
     *,
@@ -127,11 +134,13 @@ def logs(
     asyncio.run(_show_log(invocation.load_settings(), job_id, follow=follow))
 
 
-@command(app, "cancel", example="genie cancel 7k2m9x")
+@command(app, "cancel", example="genie cancel j-7k2m4xab")
 def cancel(
     invocation: Invocation,
     *,
-    job_ids: Annotated[list[str], typer.Argument(metavar="JOB...", help="Ids of the jobs.")],
+    job_ids: Annotated[
+        list[str], typer.Argument(metavar="JOB...", help="Ids of jobs, or names where only one job has it.")
+    ],
     as_json: AsJson = False,
 ) -> None:
     """Cancel jobs. One that waits is gone at once; one that runs gets SIGTERM, later SIGKILL."""
@@ -148,7 +157,7 @@ def cancel(
 
 
 def job_spec(
-    *, argv: list[str], name: str | None, gpus: int, cpus: float, memory: str | None, env: list[str]
+    *, argv: list[str], name: str | None, gpus: str, cpus: str, memory: str | None, env: list[str]
 ) -> JobSpec:
     """What the options ask for, or a UsageError that names the one that is wrong."""
     from genie.model.job import JobSpec, Resources
@@ -160,15 +169,13 @@ def job_spec(
         )
     if any("\x00" in part for part in argv):
         raise UsageError("the command has a NUL character in it", hint="no program can be given one")
-    if not 0 <= gpus <= _GPUS_MAX:
-        raise UsageError(f"--gpus {gpus} is not allowed", hint=f"give a whole number from 0 to {_GPUS_MAX}")
-    if not 0 <= cpus <= 1_000_000:
-        raise UsageError(f"--cpus {cpus:g} is not allowed", hint="give a number that is not negative")
     return JobSpec(
         name=checked_name(name, what="--name") if name is not None else _name_from(argv[0]),
         command=tuple(argv),
         resources=Resources(
-            gpus=gpus, cpus=cpus, memory_bytes=0 if memory is None else parse_size(memory, what="--memory")
+            gpus=parse_whole(gpus, what="--gpus", low=0, high=_GPUS_MAX),
+            cpus=parse_amount(cpus, what="--cpus", high=_CPUS_MAX),
+            memory_bytes=0 if memory is None else parse_size(memory, what="--memory"),
         ),
         env=_environment(env),
     )

@@ -7,6 +7,7 @@ where the output is not a terminal; NO_COLOR is honoured (rich does that). Error
 
 from __future__ import annotations
 
+import shutil
 import sys
 import traceback
 from collections.abc import Sequence
@@ -16,6 +17,17 @@ from genie.errors import GenieError
 
 if TYPE_CHECKING:
     from msgspec import Struct
+    from rich.console import OverflowMethod
+
+_GAP = 2
+_LAST_MIN = 24
+_SHORT_MIN = 6
+# What the library says in the words of genie.init(), in those of the command line.
+_WORDS = (
+    ("master_addr is not given", "no address is given"),
+    ("pass master_addr,", "give --address HOST[:PORT],"),
+    ("ttl_s = ", "--ttl in seconds: "),
+)
 
 
 def write_json(value: object) -> None:
@@ -53,18 +65,28 @@ def say(text: str) -> None:
     sys.stderr.flush()
 
 
-def write_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Columns under headings. A terminal folds long cells; a pipe gets each row on one line."""
+def write_table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, spare: Sequence[str] = ()) -> None:
+    """Columns under headings. A pipe gets each row on one line.
+
+    On a terminal the last column is wrapped between words. Where that is not enough, the columns in
+    `spare` are left out, in that order, and then the widest ones are shortened.
+    """
     cells = [[one_line(cell) for cell in row] for row in rows]
-    heads = [column.upper() for column in columns]
-    if sys.stdout.isatty():
-        _write_folded(heads, cells)
+    lines = [[column.upper() for column in columns], *cells]
+    width = terminal_width()
+    if width is not None:
+        _write_fitted(lines, spare=[columns.index(name) for name in spare], width=width)
         return
-    widths = [max(len(row[index]) for row in [heads, *cells]) for index in range(len(heads))]
-    for row in [heads, *cells]:
-        padded = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    for line in lines:
+        padded = (cell.ljust(width) for cell, width in zip(line, widths, strict=True))
         sys.stdout.write("  ".join(padded).rstrip() + "\n")
     sys.stdout.flush()
+
+
+def terminal_width() -> int | None:
+    """None where standard output is not a terminal."""
+    return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
 
 
 def write_facts(facts: Sequence[tuple[str, str]]) -> None:
@@ -102,10 +124,10 @@ def show_error(error: BaseException, *, debug: bool) -> None:
     if debug:
         sys.stderr.write(redacted("".join(traceback.format_exception(error))))
     if isinstance(error, GenieError):
-        first, *more = redacted(error.message).splitlines() or [""]
+        first, *more = _in_words(redacted(error.message)).splitlines() or [""]
         say("\n  ".join(["genie: " + one_line(first), *map(one_line, more)]))
         if error.hint:
-            say(f"hint: {one_line(redacted(error.hint))}")
+            say(f"hint: {one_line(_in_words(redacted(error.hint)))}")
     else:
         say(f"genie: internal error: {type(error).__name__}: {one_line(redacted(str(error)))}")
         say("hint: run it again with --debug and report what it prints")
@@ -116,15 +138,48 @@ def one_line(text: str) -> str:
     return "".join(char if char.isprintable() else " " for char in text).strip()
 
 
-def _write_folded(heads: list[str], cells: list[list[str]]) -> None:
-    from rich import box
+def _in_words(text: str) -> str:
+    for library, command in _WORDS:
+        text = text.replace(library, command)
+    return text
+
+
+def _write_fitted(lines: list[list[str]], *, spare: Sequence[int], width: int) -> None:
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
-    for head in heads:
-        table.add_column(head, overflow="fold")
-    for row in cells:
-        table.add_row(*map(Text, row))
-    Console().print(table)
+    kept, widths = _fitted(lines, spare=spare, width=width)
+    table = Table(box=None, pad_edge=False, padding=(0, _GAP, 0, 0))
+    for column, column_width in zip(kept, widths, strict=True):
+        last = column == kept[-1]
+        overflow: OverflowMethod = "fold" if last else "ellipsis"
+        table.add_column(lines[0][column], width=column_width, no_wrap=not last, overflow=overflow)
+    for line in lines[1:]:
+        table.add_row(*(Text(line[column]) for column in kept))
+    Console(width=width).print(table)
+
+
+def _fitted(lines: list[list[str]], *, spare: Sequence[int], width: int) -> tuple[list[int], list[int]]:
+    """Which columns are shown, and how wide each of them is."""
+    from rich.cells import cell_len
+
+    widths = [max(map(cell_len, column)) for column in zip(*lines, strict=True)]
+    last = len(widths) - 1
+    kept = list(range(len(widths)))
+    widths[last], wish = min(widths[last], _LAST_MIN), widths[last]
+
+    def room() -> int:
+        return width - sum(widths[column] for column in kept) - _GAP * (len(kept) - 1)
+
+    for column in spare:
+        if room() < 0:
+            kept.remove(column)
+    while (
+        room() < 0 and (widest := max(kept[:-1], key=lambda column: widths[column], default=None)) is not None
+    ):
+        if widths[widest] <= _SHORT_MIN:
+            break
+        widths[widest] -= 1
+    widths[last] = min(wish, widths[last] + max(room(), 0))
+    return kept, [widths[column] for column in kept]

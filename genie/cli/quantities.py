@@ -1,4 +1,4 @@
-"""Quantities as people write and read them: sizes and durations. Bytes and seconds inside.
+"""Quantities as people write and read them: numbers, sizes and durations. Bytes and seconds inside.
 
 Pure. A text that is not understood is a UsageError that names the option it came from.
 """
@@ -11,10 +11,36 @@ from genie.errors import UsageError
 
 _SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*(?:([KMGTP])(iB|B|)|B?)", re.IGNORECASE)
 _DURATION = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*(s|m|h|d|)")
+_WHOLE = re.compile(r"[+-]?[0-9]{1,18}")
+_AMOUNT = re.compile(r"[+-]?[0-9]{1,18}(?:\.[0-9]{1,18})?|\.[0-9]{1,18}")
 _STEPS = {letter: power for power, letter in enumerate("KMGTP", start=1)}
 _SECONDS = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+_UNITS = (("d", 86400.0), ("h", 3600.0), ("min", 60.0))
+_NEAR = 0.025
 _SIZE_BYTES_MAX = 1 << 60
 _SECONDS_MAX = 10 * 365 * 86400.0
+
+
+def parse_whole(text: str, *, what: str, low: int, high: int) -> int:
+    """A whole number from `low` to `high`."""
+    number = int(text) if _WHOLE.fullmatch(text.strip()) else None
+    if number is None or not low <= number <= high:
+        raise UsageError(
+            f"{what} {_quoted(text)} is not {'allowed' if number is not None else 'a whole number'}",
+            hint=f"give a whole number from {low} to {high}",
+        )
+    return number
+
+
+def parse_amount(text: str, *, what: str, high: float) -> float:
+    """A number from none to `high`, whole or not."""
+    number = float(text) if _AMOUNT.fullmatch(text.strip()) else None
+    if number is None or not 0 <= number <= high:
+        raise UsageError(
+            f"{what} {_quoted(text)} is not {'allowed' if number is not None else 'a number'}",
+            hint=f"give a number from 0 to {high:.0f}",
+        )
+    return number
 
 
 def parse_size(text: str, *, what: str) -> int:
@@ -53,12 +79,21 @@ def size_text(size_bytes: int) -> str:
 
 
 def duration_text(seconds: float) -> str:
-    """Short and rounded down: 12 s, 3 min, 2 h, 5 d."""
+    """Short, and rounded to the nearest: 12 s, 3 min, 1 h, 30 d.
+
+    A unit is taken from two of it on, and for one where that is nearly exact: 95 s stay 95 s.
+    """
     seconds = max(seconds, 0.0)
-    for limit_s, unit_s, unit in ((120.0, 1.0, "s"), (7200.0, 60.0, "min"), (172800.0, 3600.0, "h")):
-        if seconds < limit_s:
-            return f"{int(seconds / unit_s)} {unit}"
-    return f"{int(seconds / 86400)} d"
+    for unit, unit_s in _UNITS:
+        units = seconds / unit_s
+        if units >= 2 - _NEAR or abs(units - 1) <= _NEAR:
+            return f"{units:.0f} {unit}"
+    return f"{seconds:.0f} s"
+
+
+def count_text(count: int, word: str) -> str:
+    """`1 node`, `4 nodes`."""
+    return f"{count} {word}{'' if count == 1 else 's'}"
 
 
 def _quoted(text: str) -> str:

@@ -28,6 +28,7 @@ tokens = typer.Typer(
 )
 app.add_typer(tokens)
 
+_SPARE = ("age",)
 _COLUMNS = ("token", "kind", "tenant", "name", "age", "state")
 _HIDDEN = ("secret_sha256",)
 
@@ -85,10 +86,10 @@ def list_tokens(invocation: Invocation, *, as_json: AsJson = False) -> None:
         )
         for record in found
     ]
-    output.write_table(_COLUMNS, rows)
+    output.write_table(_COLUMNS, rows, spare=_SPARE)
 
 
-@command(tokens, "revoke", example="genie token revoke 4f7a2c9d")
+@command(tokens, "revoke", example="genie token revoke 4f7a2c9d01be")
 def revoke(
     invocation: Invocation,
     *,
@@ -145,9 +146,10 @@ def _say_how_to_use(created: TokenCreated, *, where: str) -> None:
 
     host, _port = parse_address(where, what="the controller's address")
     if created.record.kind is TokenKind.JOIN:
-        output.say(f"on the other machine: genie join {where} --token TOKEN")
+        output.say("keep it in a file of your own: (umask 077; genie token create --join > join.token)")
+        output.say(f"on the other machine: genie join {where} --token-file join.token")
     else:
-        output.say(f"its holder sets GENIE_TOKEN to it, and GENIE_MASTER_ADDR to {host}")
+        output.say(f"its holder sets GENIE_TOKEN to it, and GENIE_MASTER_ADDR={where}")
     if is_loopback(host):
         output.say(f"note: {where} is this machine only; for others: genie up --bind ADDRESS")
 

@@ -19,8 +19,10 @@ if TYPE_CHECKING:
     from genie.model.messages import NodeView, StatusReply
     from genie.model.node import GPUInfo
 
-_NODE_COLUMNS = ("node", "status", "address", "cpus", "memory", "heard", "reason")
+_NODE_COLUMNS = ("node", "status", "address", "cpus held", "reserved", "heard", "reason")
+_NODE_SPARE = ("address", "heard", "cpus held")
 _GPU_COLUMNS = ("node", "gpu", "accelerator", "memory", "used", "load", "temp", "held by")
+_GPU_SPARE = ("temp", "load")
 
 
 @command(app, "status", example="genie status --json")
@@ -30,20 +32,29 @@ def status(invocation: Invocation, *, as_json: AsJson = False) -> None:
     if as_json:
         output.write_json({"address": where} | output.as_object(reply))
         return
-    output.write_facts(
-        [
-            ("address", where),
-            ("cluster", reply.cluster_id),
-            ("version", reply.version),
-            ("leader", f"{reply.leader or 'none'}{'' if reply.leading else ' (another controller)'}"),
-            ("store", f"{reply.store}{'' if reply.store_ok else ' (does not answer)'}"),
-            ("up for", duration_text(time.time() - reply.started_at)),
+    facts = [
+        ("address", where),
+        ("cluster", reply.cluster_id or "-"),
+        ("version", reply.version),
+        ("leader", reply.leader if reply.leading else standby_text(reply)),
+        ("store", f"{reply.store}{'' if reply.store_ok else ' (does not answer)'}"),
+        ("up for", duration_text(time.time() - reply.started_at)),
+    ]
+    if reply.leading:  # a standby does not know the rest
+        facts += [
             ("nodes", _counted(reply.nodes)),
             ("accelerators", f"{reply.gpus_free} free of {reply.gpus_total}"),
             ("jobs", _counted(reply.jobs)),
             ("clients", str(reply.clients)),
         ]
-    )
+    output.write_facts(facts)
+
+
+def standby_text(reply: StatusReply) -> str:
+    """What a controller that does not lead is, and where to go instead."""
+    if not reply.leader:
+        return "none at present; this controller is a standby"
+    return f"{reply.leader}; this controller is a standby, so ask there: --address {reply.leader}"
 
 
 @command(app, "nodes", example="genie nodes")
@@ -62,11 +73,11 @@ def write_nodes(views: tuple[NodeView, ...]) -> None:
         output.say("no nodes; add one with 'genie join'")
         return
     now = time.time()
-    output.write_table(_NODE_COLUMNS, [_node_row(view, now=now) for view in views])
+    output.write_table(_NODE_COLUMNS, [_node_row(view, now=now) for view in views], spare=_NODE_SPARE)
     rows = [_gpu_row(view, gpu) for view in views for gpu in view.info.gpus]
     if rows:
         output.write_line("")
-        output.write_table(_GPU_COLUMNS, rows)
+        output.write_table(_GPU_COLUMNS, rows, spare=_GPU_SPARE)
 
 
 async def _fetch_status(settings: Settings) -> tuple[StatusReply, str]:

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import threading
 from collections.abc import Callable, Coroutine
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from typing import Any, TypeVar
 
 from genie.errors import NotInitializedError
+from genie.hardware.call_thread import DaemonPool
 
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
@@ -41,6 +43,8 @@ class LoopThread:
         self._handed_in: set[Future[Any]] = set()
         self._lock = threading.Lock()
         self._open = True
+        self._is_cancelled = False
+        self._process_id = os.getpid()
 
     def start(self, main: Callable[[], Coroutine[Any, Any, None]]) -> None:
         assert self._main is None, "a loop thread is started once"
@@ -48,8 +52,12 @@ class LoopThread:
         self._thread.start()
 
     def submit(self, work: Callable[[], Coroutine[Any, Any, _T]]) -> Future[_T]:
-        """Runs `work()` on the loop. The future always gets a result: an error when the loop has ended."""
+        """Runs `work()` on the loop. The future always gets a result: an error when the loop has ended, or
+        belongs to the process that this one was forked from."""
         future: Future[_T] = Future()
+        if not self._is_here:
+            future.set_exception(_forked())
+            return future
         with self._lock:
             if not self._open:
                 future.set_exception(_ended())
@@ -60,13 +68,15 @@ class LoopThread:
 
     def call_soon(self, function: Callable[[], object]) -> None:
         """Runs `function` on the loop; does nothing when the loop has ended."""
+        if not self._is_here:
+            return
         with self._lock:
             if self._open:
                 self._loop.call_soon_threadsafe(function)
 
     def cancel(self) -> None:
-        """Cancels the main coroutine. Returns at once."""
-        self.call_soon(lambda: self._task.cancel() if self._task else None)
+        """Cancels the main coroutine, once: a second time would cut its cleaning up short. Returns at once."""
+        self.call_soon(self._cancel_once)
 
     def join(self, *, timeout_s: float) -> bool:
         """Whether the thread has ended. True at once on the thread itself, which cannot wait for itself."""
@@ -75,8 +85,18 @@ class LoopThread:
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
+    @property
+    def _is_here(self) -> bool:
+        """A forked child has a copy of the loop and of the lock, but not the thread."""
+        return os.getpid() == self._process_id
+
+    def _cancel_once(self) -> None:
+        if self._task is not None and not self._is_cancelled:
+            self._is_cancelled = True
+            self._task.cancel()
+
     def _run(self) -> None:
-        executor = ThreadPoolExecutor(_BLOCKING_THREADS, thread_name_prefix=f"{self._name}-blocking")
+        executor = DaemonPool(_BLOCKING_THREADS, name=f"{self._name}-blocking")
         self._loop.set_default_executor(executor)
         try:
             self._loop.run_until_complete(self._everything())
@@ -89,7 +109,7 @@ class LoopThread:
                 self._open = False
             self._loop.run_until_complete(self._loop.shutdown_asyncgens())
             self._loop.close()
-            _close_executor(executor)
+            executor.close(timeout_s=_EXECUTOR_CLOSE_S)
             for future in list(self._handed_in):
                 if not future.done():
                     future.set_exception(_ended())
@@ -133,11 +153,11 @@ class LoopThread:
             future.set_exception(error)
 
 
-def _close_executor(executor: ThreadPoolExecutor) -> None:
-    closer = threading.Thread(target=executor.shutdown, kwargs={"cancel_futures": True}, daemon=True)
-    closer.start()
-    closer.join(_EXECUTOR_CLOSE_S)
-
-
 def _ended() -> NotInitializedError:
     return NotInitializedError("the session has ended", hint="call genie.init() again")
+
+
+def _forked() -> NotInitializedError:
+    return NotInitializedError(
+        "the session belongs to the process that this one was forked from", hint="call genie.init() here"
+    )

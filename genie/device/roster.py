@@ -104,8 +104,10 @@ class Slot:
             self._connection.close("the session was shut down")
 
     def forget_after_fork(self) -> None:
-        """In the child: the connection belongs to the parent."""
+        """In the child: the connection belongs to the parent, and so does whoever could open another."""
         self._lock = threading.Lock()
+        self._closed = threading.Event()
+        self._closed.set()
         if self._connection is not None:
             self._connection.abandon("it was opened before this process was forked")
 
@@ -198,7 +200,10 @@ def _register() -> None:
 
 
 def _after_fork_in_child() -> None:
-    for each in slots():
+    """The child starts without devices, and may attach its own. Another thread may have held the lock."""
+    _roster.lock = threading.Lock()
+    left, _roster.slots = slots(), None
+    for each in left:
         each.forget_after_fork()
 
 

@@ -79,7 +79,7 @@ class Transition(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 
 class Placement(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Where a job runs. `epoch` is the store revision of the decision: higher is newer, everywhere."""
+    """Where a job runs. `epoch` counts the cluster's decisions: higher is newer, everywhere."""
 
     node_id: str
     incarnation: int
@@ -121,7 +121,7 @@ HISTORY_MAX = 64
 FINAL_STATES = frozenset({JobState.SUCCEEDED, JobState.FAILED, JobState.CANCELLED, JobState.LOST})
 
 ALLOWED_MOVES: dict[JobState, frozenset[JobState]] = {
-    JobState.QUEUED: frozenset({JobState.PLACING, JobState.CANCELLED, JobState.FAILED}),
+    JobState.QUEUED: frozenset({JobState.PLACING, JobState.CANCELLED}),
     JobState.PLACING: frozenset(
         {JobState.QUEUED, JobState.RUNNING, JobState.FAILED, JobState.CANCELLED, JobState.LOST}
     ),

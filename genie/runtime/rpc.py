@@ -25,6 +25,9 @@ _Reply = TypeVar("_Reply", bound=Message)
 IN_FLIGHT_MAX = 256
 """Requests that one peer may have under way here; beyond that its connection is not read."""
 
+ANSWER_S_MAX = 30.0
+"""How long a peer may take to read an answer before its connection is closed."""
+
 Handler = Callable[["Peer", Message], Awaitable[Message]]
 
 
@@ -107,7 +110,11 @@ class Peer:
     async def _answer(self, frame: wire.Frame) -> None:
         try:
             kind, payload = await self._outcome(frame)
-            await self.channel.send(wire.pack(kind, frame.call_id, payload))
+            async with asyncio.timeout(ANSWER_S_MAX):
+                await self.channel.send(wire.pack(kind, frame.call_id, payload))
+        except TimeoutError:
+            _log.info("%s does not read its answers", self.name)
+            self.close()
         finally:
             self._slots.release()
 

@@ -140,5 +140,5 @@ def _a(kind: TokenKind) -> str:
 
 
 def _words(request_name: str) -> str:
-    """`ListTokens` as people say it: list tokens. Most requests are named as orders, so that this reads well."""
+    """`ListTokens` as people say it: list tokens. Most requests are named as orders, so this reads well."""
     return _NOT_ORDERS.get(request_name) or re.sub(r"(?<!^)(?=[A-Z])", " ", request_name).lower()

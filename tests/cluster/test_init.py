@@ -284,6 +284,32 @@ def test_the_child_of_a_fork_has_no_session(controller: SmallController) -> None
     assert genie.is_initialized()
 
 
+def test_the_child_of_a_fork_may_start_a_session_of_its_own(controller: SmallController) -> None:
+    code = f"""
+        import os, genie
+        from genie.errors import NotInitializedError
+        genie.connect("127.0.0.1", {controller.port})
+        parents = genie.get_cluster_state().transport_coordinator
+        pid = os.fork()
+        if pid == 0:
+            import torch
+            told = []
+            for use in (lambda: torch.ones(2, device="remote_accelerator:0"), lambda: parents.open(0)):
+                try:
+                    use()
+                except NotInitializedError:
+                    told.append("no session")
+            genie.connect("127.0.0.1", {controller.port})
+            print(*told, genie.is_initialized(), flush=True)
+            os._exit(17)
+        print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), genie.is_initialized())
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=60
+    )
+    assert done.stdout.splitlines() == ["no session no session True", "17 True"], done.stderr
+
+
 @pytest.mark.parametrize("leave", ["", "raise SystemExit(3)", "1 / 0"])
 def test_a_session_that_is_left_open_ends_with_the_interpreter_without_a_word(
     controller: SmallController, leave: str

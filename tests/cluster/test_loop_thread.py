@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
+import sys
+import textwrap
 import threading
 from collections.abc import Iterator
 
@@ -125,3 +128,47 @@ def test_threads_of_blocking_calls_are_gone_with_the_loop(thread: LoopThread) ->
     thread.cancel()
     thread.finished.result(5)
     assert name not in [other.name for other in threading.enumerate()]
+
+
+def test_a_call_that_is_stuck_does_not_keep_the_interpreter_from_ending() -> None:
+    code = """
+        import asyncio, threading
+        from genie.cluster.loop_thread import LoopThread
+
+        async def main():
+            await asyncio.to_thread(threading.Event().wait)
+
+        LoopThread(name="stuck").start(main)
+        print("over")
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=30
+    )
+    assert (done.returncode, done.stdout) == (0, "over\n"), done.stderr
+
+
+def test_cancelling_again_does_not_cut_the_cleaning_up_short() -> None:
+    steps: list[str] = []
+    cleaning = threading.Event()
+
+    async def main() -> None:
+        try:
+            await asyncio.get_running_loop().create_future()
+        finally:
+            cleaning.set()
+            await asyncio.to_thread(cancelled_again.wait, 5)
+            steps.append("clean")
+
+    cancelled_again = threading.Event()
+    thread = LoopThread(name="test-loop")
+    thread.start(main)
+    begun = threading.Event()
+    thread.call_soon(begun.set)
+    assert begun.wait(5)
+    thread.cancel()
+    assert cleaning.wait(5)
+    thread.cancel()
+    thread.call_soon(cancelled_again.set)
+    thread.finished.result(5)
+    assert thread.join(timeout_s=5)
+    assert steps == ["clean"]

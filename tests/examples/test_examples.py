@@ -84,12 +84,23 @@ def test_a_server_ends_by_itself_after_its_seconds(
     assert local.find_running(Path(os.environ["GENIE_STATE_DIR"])) is None
 
 
-def test_the_dashboard_shows_this_machine_and_a_cluster() -> None:
-    alone = run_example("monitoring_dashboard.py", "--rounds", "1", "--refresh", "0.1")
-    assert alone.returncode == 0, alone.stderr
+def test_the_dashboard_shows_how_this_machine_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    done = run_example("monitoring_dashboard.py", "--rounds", "1", "--refresh", "0.1")
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"(healthy|degraded|unhealthy|critical): ", done.stdout), done.stdout
+    assert done.stdout.endswith("\n")
+
+
+@pytest.mark.parametrize("given", ["as an argument", "in the environment"])
+def test_the_dashboard_shows_a_cluster(given: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with SmallController() as controller:
         controller.announce(Path(os.environ["GENIE_STATE_DIR"]))
-        where = ("127.0.0.1", "--port", str(controller.port))
+        where = ["127.0.0.1"]
+        if given == "as an argument":
+            where += ["--port", str(controller.port)]
+        else:
+            monkeypatch.setenv("GENIE_MASTER_PORT", str(controller.port))
         shown = run_example("monitoring_dashboard.py", *where, "--rounds", "1", "--refresh", "0.1")
     assert shown.returncode == 0, shown.stderr
     assert "n1" in shown.stdout

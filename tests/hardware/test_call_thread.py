@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
+import sys
+import textwrap
 import threading
 from collections.abc import Iterator
 
 import pytest
 
 from genie.errors import HardwareError
-from genie.hardware.call_thread import CallThread
+from genie.hardware.call_thread import CallThread, DaemonPool
 from tests.waiting import until
 
 
@@ -112,3 +115,40 @@ async def test_cancelling_together_with_the_answer_is_not_lost(thread: CallThrea
             await asyncio.sleep(0)
         task.cancel()
     assert task.cancelled()
+
+
+def test_a_call_that_is_stuck_does_not_keep_the_interpreter_from_ending() -> None:
+    code = """
+        import asyncio, threading
+        from genie.errors import HardwareError
+        from genie.hardware.call_thread import CallThread
+
+        async def main():
+            try:
+                await CallThread("stuck").call(threading.Event().wait, what="x", timeout_s=0.01)
+            except HardwareError as error:
+                print(error)
+
+        asyncio.run(main())
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=30
+    )
+    assert (done.returncode, done.stdout) == (0, "x: no answer within 0.01 s\n"), done.stderr
+
+
+def test_a_pool_has_as_many_threads_as_it_needs_and_no_more_than_it_may() -> None:
+    pool = DaemonPool(2, name="genie-test")
+    together = threading.Barrier(2)
+    both = [pool.submit(together.wait, 5) for _ in range(2)]
+    assert sorted(future.result(5) for future in both) == [0, 1]
+    names = {future.result(5) for future in [pool.submit(_own_name) for _ in range(8)]}
+    assert names <= {"genie-test_0", "genie-test_1"}
+    pool.close(timeout_s=5)
+    pool.close(timeout_s=5)
+    with pytest.raises(RuntimeError, match="closed"):
+        pool.submit(_own_name)
+
+
+def _own_name() -> str:
+    return threading.current_thread().name

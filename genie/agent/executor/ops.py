@@ -1,9 +1,9 @@
 """Which ops may run, and with which arguments. Runs them through torch's own dispatcher.
 
-Allowed are the ops of the aten namespace that the dispatcher itself knows (TorchScript's helpers,
-which can open files, are not among them), unless they are denied below or take something that is
-not data. Every argument is held against the type that the op declares, so that no number can pass
-for a dtype. Not for: keeping the results (tensors.py).
+Allowed are the ops of the aten namespace that allowed_ops.txt names, as far as they take and return
+nothing but data. An op that a later torch adds is refused until someone has looked at it. Every
+argument is held against the type that the op declares, so that no number can pass for a dtype. Not
+for: keeping the results (tensors.py).
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import math
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,24 +21,11 @@ from genie.agent.executor.tensors import DTYPES, TensorTable, from_inline
 from genie.errors import OpRefusedError
 from genie.runtime import opwire
 
-# Files, pinned and shared memory, prints and checks that end the process, tests of torch itself.
-_DENIED_OUTSIDE = (
-    r"from_file|_?pin_memory|is_pinned|record_stream|_print|_test_.*|_lazy_clone|_propagate_xla_data"
-)
-# Autograd lives on the client; here its bookkeeping has no meaning.
-_DENIED_AUTOGRAD = (
-    r"_backward|_fw_primal.*|_make_dual.*|_unpack_dual|_version|data|is_leaf|output_nr|requires_grad_"
-    r"|retain_grad|retains_grad|set_data|_autocast_to_.*"
-)
-# Other devices, and process-wide settings.
-_DENIED_DEVICES = r"_to_cpu|_copy_from.*|_cufft_.*|.*_mps|_mps_.*|is_vulkan_available|_nnpack_available"
-# Layouts and packed weights whose kernels trust what is inside them.
-_DENIED_LAYOUTS = (
-    r"_?sparse_.*|.*_sparse(_.*)?|_?nested_.*|.*_jagged.*|_jagged_.*|to_mkldnn.*|mkldnn_.*|_mkldnn_.*"
-    r"|fbgemm_.*|quantized_.*|_?quantize_.*|_empty_.*quantized|empty_quantized|_make_per_.*_quantized_tensor"
-    r"|_cslt_.*|_wrapped_.*|_validate_.*|.*_(csr|csc|bsr|bsc|coo)(_.*)?|_dyn_quant_.*|.*int[48]pack.*"
-)
-_DENIED = re.compile(rf"^({_DENIED_OUTSIDE}|{_DENIED_AUTOGRAD}|{_DENIED_DEVICES}|{_DENIED_LAYOUTS})$")
+# One name a line, without overloads. Left out on purpose: files, pinned and shared memory, other devices,
+# autograd's bookkeeping, sparse, nested and quantized layouts, and indexing that trusts its indices.
+ALLOWED_OPS = frozenset(Path(__file__).with_name("allowed_ops.txt").read_text("ascii").split())
+# It takes a flag that leaves its indices unchecked; autograd sets it, and here it is never heeded.
+_UNCHECKED_FLAG = {"_index_put_impl_": "unsafe", "_index_put_impl": "unsafe"}
 
 _NUMBER = (bool, int, float, complex)
 # What may stand where an op declares this type. A generator cannot be sent: only None may stand there.
@@ -70,6 +58,8 @@ class AllowedOp:
     """One return value, as against none or several."""
     sized: bool
     """Takes memory for an argument named `size`."""
+    unchecked_flag: str = ""
+    """An argument that must stay false."""
 
 
 @dataclass
@@ -92,6 +82,12 @@ class OpRunner:
         args = [self._decoded(value, given) for value in request.args]
         kwargs = {name: self._decoded(value, given) for name, value in request.kwargs.items()}
         named = _check_arguments(op, args, kwargs)
+        if op.unchecked_flag in named:
+            named[op.unchecked_flag] = False
+            args, kwargs = (
+                [named[name] for name in list(op.arguments)[: len(args)]],
+                {name: named[name] for name in kwargs},
+            )
         if op.sized:
             self.tensors.check_room(_announced_bytes(named))
         before = self._shapes_of_written(op, named)
@@ -181,7 +177,7 @@ class _Before:
 def allowed(name: str) -> AllowedOp:
     """OpRefusedError, with the reason, when it may not run."""
     packet, _, overload = name.removeprefix("aten::").partition(".")
-    if _DENIED.match(packet):
+    if packet not in ALLOWED_OPS:
         raise OpRefusedError(f"{name} is not allowed on an executor")
     # Without a schema in the dispatcher it is unknown, or one of TorchScript's helpers.
     if not name.startswith("aten::") or not torch._C._dispatch_has_kernel(name):
@@ -207,6 +203,7 @@ def allowed(name: str) -> AllowedOp:
         ),
         single=len(returns) == 1,
         sized=arguments.get("size") == ("int", True) and not is_view,
+        unchecked_flag=_UNCHECKED_FLAG.get(packet, ""),
     )
 
 

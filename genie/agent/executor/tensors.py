@@ -106,6 +106,8 @@ class TensorTable:
             raise OpRefusedError(
                 f"the result is a {tensor.layout} tensor of {tensor.dtype}, which the wire does not carry"
             )
+        if _extent(tensor) * tensor.element_size() > tensor.untyped_storage().nbytes():
+            raise OpRefusedError("the result reaches beyond the memory that it stands on")
         if tensor.dim() > opwire.DIMENSIONS_MAX:
             raise OpRefusedError(f"the result has {tensor.dim()} dimensions; the wire carries at most 64")
         if tensor.device != self._device:
@@ -133,6 +135,14 @@ class TensorTable:
             self.bytes_allocated -= old[1]
             del self._storages[before]
         self._storages.setdefault(storage._cdata, [0, 0])[0] += 1
+
+
+def _extent(tensor: torch.Tensor) -> int:
+    """Elements from the start of its storage up to and including its last one; 0 when it has none."""
+    if tensor.numel() == 0:
+        return 0
+    steps = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return int(tensor.storage_offset()) + steps + 1
 
 
 def from_inline(value: opwire.Inline, device: torch.device) -> torch.Tensor:
