@@ -34,7 +34,8 @@ format: $(VENV)/.genie ## put the code into shape
 	@$(BIN)/ruff format .
 
 bench: $(VENV)/.genie ## run every benchmark; ARGS=--json for machines
-	@set -e; for file in benchmarks/bench_*.py; do echo "$$file"; $(BIN)/python "$$file" $(ARGS); done
+	@status=0; for file in benchmarks/bench_*.py; do \
+	  echo "$$file" >&2; $(BIN)/python "$$file" $(ARGS) || status=1; done; exit $$status
 
 # Keeps the versions that are locked already. To move to the newest: make lock ARGS=--upgrade
 lock: build/lock/bin/uv ## write requirements/dev.txt anew
@@ -51,7 +52,7 @@ clean: ## remove caches and build results; the environment stays (rm -rf .venv)
 # --- the environment, in three steps, each redone only when its own input changes -------------
 
 $(VENV)/.genie: pyproject.toml $(VENV)/.torch
-	@echo "installing genie from this folder"
+	@echo "installing genie from this folder" >&2
 	@$(PIP) install --quiet --no-build-isolation --no-deps --editable .
 	@touch $@
 
@@ -67,7 +68,7 @@ $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
 	  echo "Genie needs Python 3.11 or newer, and '$(PYTHON)' is $$($(PYTHON) --version 2>&1 || true)." >&2; \
 	  echo "Name another one: make PYTHON=/path/to/python3.12 ..." >&2; exit 1; }
-	@echo "making $(VENV) with $$($(PYTHON) --version)"
+	@echo "making $(VENV) with $$($(PYTHON) --version)" >&2
 	@$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); \
 	  echo "'$(PYTHON) -m venv' failed; on Debian and Ubuntu: apt install python3-venv" >&2; exit 1; }
 
@@ -78,15 +79,16 @@ build/lock/bin/uv: Makefile
 	@touch $@
 
 # $(call install,pip arguments,what it is,how many packages): one line of progress instead of pip's
-# hundreds; all of them are in .venv/install.log, and its end is shown when pip fails.
+# hundreds; all of them are in .venv/install.log, and its end is shown when pip fails. On standard error:
+# standard output is the target's own (make bench ARGS=--json).
 define install
-set -o pipefail; echo "installing $(2)"; \
+set -o pipefail; echo "installing $(2)" >&2; \
 $(PIP) install --progress-bar off $(1) 2>&1 | tee $(VENV)/install.log | awk -v total=$(3) ' \
   function say(text) { if (tty) printf "\r\033[K  %s", text; else print "  " text; fflush() } \
-  BEGIN { tty = system("test -t 1") == 0 } \
+  BEGIN { tty = system("test -t 2") == 0 } \
   /^(Collecting|Processing|Requirement already)/ { n++; if (tty || n % 20 == 0) say(n (total ? " of " total : "") " packages") } \
   /^ *Downloading .*(MB|GB)/ { say("downloading " $$2 " " $$3 " " $$4) } \
   /^Installing collected/ { say("unpacking") } \
-  END { if (tty) printf "\r\033[K" }' \
+  END { if (tty) printf "\r\033[K" }' >&2 \
 || { tail -n 15 $(VENV)/install.log >&2; echo "installing $(2) failed; the whole log is $(VENV)/install.log" >&2; exit 1; }
 endef

@@ -10,20 +10,17 @@ busy machine is busy for both. Ends with 1 when a goal is missed.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
-import json
 import logging
-import os
-import platform
 import ssl
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
+
+import report
 
 import genie
 from genie import config
@@ -31,9 +28,9 @@ from genie.cluster import local
 from genie.runtime import tls
 from genie.runtime.credentials import LocalCluster
 
-INIT_P50_MS = 150.0
-INIT_P99_MS = 5000.0
-IMPORT_MS = 150.0
+INIT_P50 = report.value_at_most(150.0)
+INIT_P99 = report.value_at_most(5000.0)
+IMPORT = report.value_at_most(150.0)
 IMPORT_ROUNDS_MAX = 20
 FIRST_ROUNDS_MAX = 10
 
@@ -43,26 +40,6 @@ began = time.perf_counter()
 asyncio.run(genie.init())
 print((time.perf_counter() - began) * 1000)
 """
-
-
-def line(
-    name: str, value: float, *, unit: str = "ms", baseline: float | None, goal: float | None
-) -> dict[str, object]:
-    return {
-        "name": name,
-        "value": round(value, 3),
-        "unit": unit,
-        "baseline": None if baseline is None else round(baseline, 3),
-        "ratio": round(value / baseline, 2) if baseline else None,
-        "goal": goal,
-        "ok": goal is None or value <= goal,
-    }
-
-
-def percentile(values: list[float], share: float) -> float:
-    """The nearest value from above: with 50 rounds, the 99th is the worst."""
-    ordered = sorted(values)
-    return ordered[min(len(ordered) - 1, int(len(ordered) * share))]
 
 
 async def timed_ms(work: Callable[[], Awaitable[object]]) -> float:
@@ -79,7 +56,7 @@ async def bare_tls(cluster: LocalCluster, context: ssl.SSLContext) -> None:
     await asyncio.sleep(0)
 
 
-async def measure_sessions(rounds: int, state_dir: Path) -> list[dict[str, object]]:
+async def measure_sessions(rounds: int, state_dir: Path) -> list[report.Figure]:
     settings = config.load({"controller.port": 0})
     inits: list[float] = []
     ends: list[float] = []
@@ -97,12 +74,15 @@ async def measure_sessions(rounds: int, state_dir: Path) -> list[dict[str, objec
                 inits.append(init)
                 ends.append(end)
         first = [first_in_a_process() for _ in range(min(rounds, FIRST_ROUNDS_MAX))]
-    bare = statistics.median(bares)
+    bare, bare_p99 = statistics.median(bares), report.percentile(bares, 0.99)
+    median = statistics.median
     return [
-        line("init_p50", statistics.median(inits), baseline=bare, goal=INIT_P50_MS),
-        line("init_p99", percentile(inits, 0.99), baseline=percentile(bares, 0.99), goal=INIT_P99_MS),
-        line("init_first_in_process_p50", statistics.median(first), baseline=bare, goal=None),
-        line("shutdown_p50", statistics.median(ends), baseline=bare, goal=None),
+        report.figure("init_p50", median(inits), samples=inits, baseline=bare, goal=INIT_P50),
+        report.figure(
+            "init_p99", report.percentile(inits, 0.99), samples=inits, baseline=bare_p99, goal=INIT_P99
+        ),
+        report.figure("init_first_in_process_p50", median(first), samples=first, baseline=bare),
+        report.figure("shutdown_p50", median(ends), samples=ends, baseline=bare),
     ]
 
 
@@ -118,7 +98,7 @@ def process_ms(code: str) -> float:
     return (time.perf_counter() - began) * 1000
 
 
-def measure_imports(rounds: int) -> list[dict[str, object]]:
+def measure_imports(rounds: int) -> list[report.Figure]:
     loaded = "import sys, genie; sys.exit('torch' in sys.modules)"
     ready = "import sys, genie; genie.init; sys.exit('torch' in sys.modules)"
     times: dict[str, list[float]] = {code: [] for code in ("pass", loaded, ready)}
@@ -127,38 +107,21 @@ def measure_imports(rounds: int) -> list[dict[str, object]]:
             ms = process_ms(code)
             if number > 0:  # the first one fills the file cache
                 taken.append(ms)
-    bare, plain, whole = (statistics.median(taken) for taken in times.values())
-    return [
-        line("import_genie", max(plain - bare, 0.0), baseline=bare, goal=IMPORT_MS),
-        line("import_genie_and_init", max(whole - bare, 0.0), baseline=bare, goal=None),
-    ]
-
-
-def show(lines: list[dict[str, object]], *, as_json: bool) -> None:
-    for item in lines:
-        if as_json:
-            print(json.dumps(item))
-            continue
-        goal = "" if item["goal"] is None else f"  goal {item['goal']} {'ok' if item['ok'] else 'MISSED'}"
-        print(f"{item['name']:<28}{item['value']:>10} {item['unit']}  baseline {item['baseline']}{goal}")
+    bares = times["pass"]
+    bare = statistics.median(bares)
+    figures = []
+    for name, code, goal in (("import_genie", loaded, IMPORT), ("import_genie_and_init", ready, None)):
+        costs = [max(taken - without, 0.0) for taken, without in zip(times[code], bares, strict=True)]
+        figures.append(report.figure(name, statistics.median(costs), samples=costs, baseline=bare, goal=goal))
+    return figures
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--json", action="store_true", help="one JSON object a line")
-    parser.add_argument("--rounds", type=int, default=50)
-    given = parser.parse_args()
+    given = report.options((__doc__ or "").splitlines()[0], rounds=50).parse_args()
     logging.disable(logging.WARNING)
-    print(
-        f"{platform.platform()}, {os.cpu_count()} cores, Python {platform.python_version()}", file=sys.stderr
-    )
-    with tempfile.TemporaryDirectory(prefix="genie-bench-") as folder:
-        for name in [name for name in os.environ if name.startswith("GENIE_")]:
-            del os.environ[name]
-        os.environ["GENIE_STATE_DIR"] = folder
-        lines = measure_imports(given.rounds) + asyncio.run(measure_sessions(given.rounds, Path(folder)))
-    show(lines, as_json=given.json)
-    return 0 if all(item["ok"] for item in lines) else 1
+    with report.own_place() as folder:
+        figures = measure_imports(given.rounds) + asyncio.run(measure_sessions(given.rounds, folder))
+    return report.conclude(figures, as_json=given.json)
 
 
 if __name__ == "__main__":

@@ -7,54 +7,42 @@ for sqlite plain `sqlite3` commits (log, full sync, one row) in the same directo
 time; for etcd the generated calls on a bare channel, as many in flight. Both servers' files
 are in DIR, a temporary directory unless given: it decides what a sync costs.
 
-A line for each figure: name, value, unit, baseline, ratio (value / baseline), spread (lowest
-and highest round), goal, ok. Not for: comparing machines.
+Ends with 1 when a goal is missed. Not for: comparing machines.
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
-import json
 import shutil
+import socket
 import sqlite3
 import statistics
+import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Awaitable, Callable
-from dataclasses import asdict, dataclass, field
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
+import report
 
 IN_FLIGHT = 32
+ETCD_START_S = 30.0
 VALUE = b"x" * 512
 
 PutOne = Callable[[int], Awaitable[object]]
-
-
-@dataclass(frozen=True)
-class Line:
-    name: str
-    value: float
-    unit: str
-    baseline: float
-    ratio: float
-    spread: tuple[float, float]
-    goal: str
-    ok: bool
 
 
 @dataclass
 class Samples:
     """One side's rounds: latencies of puts one at a time, and rates with many in flight."""
 
-    latencies_ms: list[list[float]] = field(default_factory=list)
+    latencies_ms: list[float] = field(default_factory=list)
     rates_per_s: list[float] = field(default_factory=list)
 
     def p50_ms(self) -> float:
-        return statistics.median(latency for latencies in self.latencies_ms for latency in latencies)
+        return statistics.median(self.latencies_ms)
 
     def rate_per_s(self) -> float:
         return statistics.median(self.rates_per_s)
@@ -89,40 +77,34 @@ async def compare(put: PutOne, baseline_put: PutOne, *, rounds: int, count: int)
         await one_at_a_time(one, 20)
     for _ in range(rounds):
         for samples, one in ((ours, put), (baseline, baseline_put)):
-            samples.latencies_ms.append(await one_at_a_time(one, count))
+            samples.latencies_ms.extend(await one_at_a_time(one, count))
             samples.rates_per_s.append(await many_at_once(one, count * 4))
     return ours, baseline
 
 
-def lines(name: str, ours: Samples, baseline: Samples, *, slower_max: float, rate_min: float) -> list[Line]:
-    medians_ms = [statistics.median(latencies) for latencies in ours.latencies_ms]
-    slower = ours.p50_ms() / baseline.p50_ms()
-    faster = ours.rate_per_s() / baseline.rate_per_s()
+def figures(
+    name: str, ours: Samples, baseline: Samples, *, slower_max: float, rate_min: float
+) -> list[report.Figure]:
     return [
-        Line(
-            name=f"{name}_put_p50",
-            value=round(ours.p50_ms(), 3),
-            unit="ms",
-            baseline=round(baseline.p50_ms(), 3),
-            ratio=round(slower, 2),
-            spread=(round(min(medians_ms), 3), round(max(medians_ms), 3)),
-            goal=f"ratio <= {slower_max}",
-            ok=slower <= slower_max,
+        report.figure(
+            f"{name}_put_p50",
+            ours.p50_ms(),
+            samples=ours.latencies_ms,
+            baseline=baseline.p50_ms(),
+            goal=report.ratio_at_most(slower_max),
         ),
-        Line(
-            name=f"{name}_put_rate_{IN_FLIGHT}_in_flight",
-            value=round(ours.rate_per_s()),
+        report.figure(
+            f"{name}_put_rate_{IN_FLIGHT}_in_flight",
+            ours.rate_per_s(),
             unit="1/s",
-            baseline=round(baseline.rate_per_s()),
-            ratio=round(faster, 2),
-            spread=(round(min(ours.rates_per_s)), round(max(ours.rates_per_s))),
-            goal=f"ratio >= {rate_min}",
-            ok=faster >= rate_min,
+            samples=ours.rates_per_s,
+            baseline=baseline.rate_per_s(),
+            goal=report.ratio_at_least(rate_min),
         ),
     ]
 
 
-async def bench_sqlite(folder: Path, rounds: int) -> list[Line]:
+async def bench_sqlite(folder: Path, rounds: int) -> list[report.Figure]:
     from genie.controller.store import Put
     from genie.controller.store.sqlite import SqliteStore
 
@@ -145,21 +127,40 @@ async def bench_sqlite(folder: Path, rounds: int) -> list[Line]:
         plain.close()
     # A hop to the writer thread and back, and the history row, on top of the sync. With many in
     # flight one sync serves them all, which a plain commit for each cannot have.
-    return lines("sqlite", ours, baseline, slower_max=3.0, rate_min=3.0)
+    return figures("sqlite", ours, baseline, slower_max=3.0, rate_min=3.0)
 
 
-async def bench_etcd(folder: Path, rounds: int) -> list[Line]:
+@contextmanager
+def etcd_server(folder: Path) -> Iterator[str]:
+    """Its host and port, once it serves. Output goes to a file: a full pipe would stop it."""
+    with socket.create_server(("127.0.0.1", 0)) as one, socket.create_server(("127.0.0.1", 0)) as two:
+        endpoint, peer = (f"127.0.0.1:{held.getsockname()[1]}" for held in (one, two))
+    log = folder / "etcd.log"
+    command = ["etcd", "--name", "one", "--data-dir", str(folder / "etcd")]
+    command += ["--listen-client-urls", f"http://{endpoint}", "--advertise-client-urls", f"http://{endpoint}"]
+    command += ["--listen-peer-urls", f"http://{peer}", "--initial-advertise-peer-urls", f"http://{peer}"]
+    command += ["--initial-cluster", f"one=http://{peer}"]
+    with log.open("wb") as output, subprocess.Popen(command, stdout=output, stderr=output) as process:
+        try:
+            deadline_s = time.monotonic() + ETCD_START_S
+            while b"ready to serve client requests" not in log.read_bytes():
+                if process.poll() is not None or time.monotonic() > deadline_s:
+                    raise SystemExit(f"etcd did not start:\n{log.read_text()[-2000:]}")
+                time.sleep(0.05)
+            yield endpoint
+        finally:
+            process.terminate()
+
+
+async def bench_etcd(endpoint: str, rounds: int) -> list[report.Figure]:
     import grpc.aio
 
     from genie.controller.store import Put
     from genie.controller.store.etcd import EtcdStore
     from genie.controller.store.etcd_proto import rpc_pb2, rpc_pb2_grpc
-    from tests.controller.store.etcd_server import EtcdServer
 
-    server = EtcdServer(folder)
-    server.start()
-    store = await EtcdStore.open(server.url)
-    channel = grpc.aio.insecure_channel(server.endpoint)
+    store = await EtcdStore.open(f"etcd://{endpoint}")
+    channel = grpc.aio.insecure_channel(endpoint)
     calls = rpc_pb2_grpc.KVStub(channel)
 
     async def put(number: int) -> object:
@@ -176,34 +177,22 @@ async def bench_etcd(folder: Path, rounds: int) -> list[Line]:
     finally:
         await store.close()
         await channel.close(None)
-        server.stop()
-    return lines("etcd", ours, baseline, slower_max=1.25, rate_min=0.75)
+    return figures("etcd", ours, baseline, slower_max=1.25, rate_min=0.75)
 
 
-async def run(folder: Path, rounds: int) -> list[Line]:
-    found = await bench_sqlite(folder, rounds)
-    if shutil.which("etcd") is None:
-        print("etcd is not on PATH and was left out (Debian: etcd-server)", file=sys.stderr)
-        return found
-    return found + await bench_etcd(folder, rounds)
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description="Put latency and rate of the store engines.")
-    parser.add_argument("--json", action="store_true", help="one JSON object a line")
-    parser.add_argument("--rounds", type=int, default=7)
+def main() -> int:
+    parser = report.options((__doc__ or "").splitlines()[0], rounds=7)
     parser.add_argument("--dir", type=Path, default=None, help="where the files go; a temporary directory")
-    options = parser.parse_args()
-    with tempfile.TemporaryDirectory(dir=options.dir, prefix="bench-store-") as folder:
-        for line in asyncio.run(run(Path(folder), options.rounds)):
-            if options.json:
-                print(json.dumps(asdict(line)))
-            else:
-                print(
-                    f"{line.name:32} {line.value:10} {line.unit:4} baseline {line.baseline:10} "
-                    f"ratio {line.ratio:5}  {line.goal:14} {'ok' if line.ok else 'MISSED'}"
-                )
+    given = parser.parse_args()
+    with report.own_place(given.dir) as folder:
+        found = asyncio.run(bench_sqlite(folder, given.rounds))
+        if shutil.which("etcd") is None:
+            print("etcd is not on PATH and was left out (Debian: etcd-server)", file=sys.stderr)
+        else:
+            with etcd_server(folder) as endpoint:
+                found += asyncio.run(bench_etcd(endpoint, given.rounds))
+    return report.conclude(found, as_json=given.json)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -328,13 +328,14 @@ class Jobs:
     # --- ends -------------------------------------------------------------------------------
 
     def _fail(self, job: LocalJob, reason: str) -> None:
+        reason = reason[:REASON_CHARS_MAX]
         _log.warning("job %s: %s", job.launch.job_id, reason)
         self._end(
             ExitReport(
                 job_id=job.launch.job_id,
                 epoch=job.epoch,
                 exit_code=None,
-                reason=reason[:REASON_CHARS_MAX],
+                reason=reason,
                 ended_at=self._clock.wall_s(),
                 started=False,
             )

@@ -31,8 +31,6 @@ if TYPE_CHECKING:
     from genie.model.job import Job
 
 _LIST_S = 3.0
-_NODE_FILE = "run/node"
-"""Under the state directory: the id of the node whose agent runs here."""
 
 Detach = Annotated[bool, typer.Option("--detach", "-d", help="Go on in the background, and return.")]
 
@@ -120,15 +118,16 @@ def join(
     }
     settings = invocation.load_settings(arguments, keep_logs=True)
     _check_join_token(settings)
+    from genie.cluster import local
+
     if detach:
         from genie.cli import background
 
         again = ["join", controller, *(() if node_id is None else (f"--node-id={node_id}",))]
         background.start(again, settings=settings, invocation=invocation, token=settings.cluster.token)
-        output.write_line(_joined_text(settings, node_of(settings.paths.state_dir)))
+        running = local.find_running(settings.paths.state_dir)
+        output.write_line(_joined_text(settings, running.node_id if running else "-"))
         return
-    from genie.cluster import local
-
     keeping = local.up_agent(settings, settings.cluster, progress=output.say)
     raise typer.Exit(_keep(keeping, settings))
 
@@ -147,11 +146,10 @@ def down(invocation: Invocation) -> None:
     progress: Callable[[str], None] = output.say
     if local.CONTROLLER in found.pids:
         _say_jobs_that_end(settings)
-    else:
+    elif found.node_id:
         progress = _nothing_said
-        output.say(f"stopping the agent of node {node_of(state_dir)}")
+        output.say(f"stopping the agent of node {found.node_id}")
     asyncio.run(local.stop_running(state_dir, progress=progress, agent_grace_s=settings.agent.stop_grace_s))
-    (state_dir / _NODE_FILE).unlink(missing_ok=True)
     output.write_line("stopped")
 
 
@@ -172,14 +170,6 @@ def forget(
     checked_node_id(node_id, what="NODE")
     asyncio.run(_forget(invocation.load_settings(), node_id))
     output.write_line(f"{node_id}  forgotten")
-
-
-def node_of(state_dir: Path) -> str:
-    """The id of the node whose agent was last started here; a dash when none was."""
-    try:
-        return (state_dir / _NODE_FILE).read_text("utf-8").strip() or "-"
-    except FileNotFoundError:
-        return "-"
 
 
 async def _forget(settings: Settings, node_id: str) -> None:
@@ -210,7 +200,7 @@ async def _keep_until_stopped(keeping: AbstractAsyncContextManager[Supervisor], 
     with _stop_signals() as stopped:
         try:
             async with keeping as supervisor:
-                with _recorded(settings.paths.state_dir, node_id=supervisor.node_id):
+                with _recorded(settings.paths.state_dir):
                     ready = True
                     if supervisor.cluster is not None:
                         await _report(settings)
@@ -249,13 +239,10 @@ def _stop_signals() -> Iterator[list[int]]:
 
 
 @contextlib.contextmanager
-def _recorded(state_dir: Path, *, node_id: str) -> Iterator[None]:
-    """Lets 'genie down' and `--detach` find this process, as the one that keeps the others, and the
-    name that the controller gave to this machine's node."""
+def _recorded(state_dir: Path) -> Iterator[None]:
+    """Lets 'genie down' and `--detach` find this process, as the one that keeps the others."""
     from genie.cluster import local, processes
-    from genie.runtime import files
 
-    files.write_private(state_dir / _NODE_FILE, node_id.encode())
     processes.record_process(state_dir, local.KEEPER, os.getpid(), ready=True)
     try:
         yield
@@ -265,7 +252,7 @@ def _recorded(state_dir: Path, *, node_id: str) -> Iterator[None]:
 
 async def _report(settings: Settings) -> None:
     """What a person needs to know of a cluster that has just started."""
-    from genie.cli.view_commands import standby_text, write_nodes
+    from genie.cli.view_commands import standby_facts, write_nodes
     from genie.cluster.client import open_client
     from genie.cluster.local import owner_access
     from genie.runtime.credentials import OWNER_TOKEN_FILE, LocalCluster, is_loopback
@@ -273,12 +260,15 @@ async def _report(settings: Settings) -> None:
     state_dir = settings.paths.state_dir
     found = LocalCluster.read(state_dir)
     assert found is not None, "the controller writes this before it answers"
-    access = owner_access(state_dir, found)
     where = address_text(found.host, found.port)
+    if not (state_dir / OWNER_TOKEN_FILE).exists():  # only a standby has none: see the guide
+        output.write_facts([("address", where), ("role", "standby"), ("stop", "genie down")])
+        return
+    access = owner_access(state_dir, found)
     async with open_client(dataclasses.replace(settings, cluster=access)) as client:
         status = await client.status()
         if not status.leading:
-            output.write_facts([("address", where), ("leader", standby_text(status)), ("stop", "genie down")])
+            output.write_facts([("address", where), *standby_facts(status), ("stop", "genie down")])
             return
         views = await client.nodes()
     if views:

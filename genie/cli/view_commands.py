@@ -36,7 +36,7 @@ def status(invocation: Invocation, *, as_json: AsJson = False) -> None:
         ("address", where),
         ("cluster", reply.cluster_id or "-"),
         ("version", reply.version),
-        ("leader", reply.leader if reply.leading else standby_text(reply)),
+        *([("leader", reply.leader)] if reply.leading else standby_facts(reply)),
         ("store", f"{reply.store}{'' if reply.store_ok else ' (does not answer)'}"),
         ("up for", duration_text(time.time() - reply.started_at)),
     ]
@@ -50,11 +50,10 @@ def status(invocation: Invocation, *, as_json: AsJson = False) -> None:
     output.write_facts(facts)
 
 
-def standby_text(reply: StatusReply) -> str:
+def standby_facts(reply: StatusReply) -> list[tuple[str, str]]:
     """What a controller that does not lead is, and where to go instead."""
-    if not reply.leader:
-        return "none at present; this controller is a standby"
-    return f"{reply.leader}; this controller is a standby, so ask there: --address {reply.leader}"
+    there = f" (genie status --address {reply.leader})" if reply.leader else ""
+    return [("role", "standby"), ("leader", f"{reply.leader or 'none at present'}{there}")]
 
 
 @command(app, "nodes", example="genie nodes")

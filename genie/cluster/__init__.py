@@ -33,7 +33,13 @@ _HOMES = {
 }
 
 
+_ROOMS = ("dashboard", "events", "health", "monitoring", "node_info")
+"""Modules that people use under this name after `import genie.cluster` alone."""
+
+
 def __getattr__(name: str) -> object:
+    if name in _ROOMS:
+        return importlib.import_module(f"genie.cluster.{name}")
     if name not in _HOMES:
         raise AttributeError(f"module 'genie.cluster' has no attribute {name!r}")
     value: object = getattr(importlib.import_module(_HOMES[name]), name)
@@ -42,4 +48,4 @@ def __getattr__(name: str) -> object:
 
 
 def __dir__() -> list[str]:
-    return __all__
+    return [*__all__, *_ROOMS]

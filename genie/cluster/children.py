@@ -28,6 +28,7 @@ CRASHES_MAX = 5
 CRASH_WINDOW_S = 60.0
 _DELAY_S_MIN = 0.2
 _STEP_S = 0.1
+_ERROR, _HINT = "error: ", "hint: "
 
 
 def restart_delay_s(crashes: Sequence[float], *, now: float) -> float:
@@ -50,6 +51,8 @@ class Child:
         self._process: subprocess.Popen[bytes] | None = None
         self._record: processes.ProcessRecord | None = None
         self._crashes: deque[float] = deque(maxlen=CRASHES_MAX + 1)
+        self._log_bytes_before = 0
+        self._node_id = ""
 
     @property
     def log_path(self) -> Path:
@@ -59,13 +62,17 @@ class Child:
     def pid(self) -> int | None:
         return None if self._process is None else self._process.pid
 
-    def start(self, arguments: Sequence[str]) -> None:
-        """Its own session, so that Ctrl-C at the terminal reaches only the one who decides about it."""
-        self._arguments = list(arguments)
+    def start(self, arguments: Sequence[str], *, node_id: str = "") -> None:
+        """Its own session, so that Ctrl-C at the terminal reaches only the one who decides about it.
+
+        `node_id` is written down beside its pid: the node that it is, for an agent.
+        """
+        self._arguments, self._node_id = list(arguments), node_id
         files.make_private_directory(self.log_path.parent)
         bound_log(self.log_path)
         with self.log_path.open("ab") as log:
             self.log_path.chmod(0o600)
+            self._log_bytes_before = log.tell()
             self._process = subprocess.Popen(
                 # -P: what happens to lie in the current directory is not imported.
                 [sys.executable, "-P", "-m", self._module, *arguments],
@@ -74,23 +81,29 @@ class Child:
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
-        self._record = processes.record_process(self._state_dir, self.name, self._process.pid)
+        self._record = processes.record_process(
+            self._state_dir, self.name, self._process.pid, node_id=node_id
+        )
 
     def exit_code(self) -> int | None:
         """None while it runs, or when it was never started."""
         return None if self._process is None else self._process.poll()
 
+    def last_lines(self, *, count: int = 8) -> list[str]:
+        """The end of what it has said since this start; earlier lives used the same log."""
+        return processes.last_lines(self.log_path, count=count, since_bytes=self._log_bytes_before)
+
     def check_alive(self) -> None:
-        """LaunchError with the end of its log when it is gone."""
+        """LaunchError when it is gone: with its own error where it gave one, else with the end of its log."""
         code = self.exit_code()
         if code is None:
             return
-        lines = processes.last_lines(self.log_path)
-        said = "\n  " + "\n  ".join(lines) if lines else " without a word"
-        raise LaunchError(
-            f"the {self.name} ended with {_code_text(code)}; it said:{said}",
-            hint=f"the whole log is {self.log_path}",
-        )
+        lines = self.last_lines()
+        log_hint = f"the whole log is {self.log_path}"
+        if (own := _own_error(lines)) is not None:
+            raise LaunchError(own[0], hint=own[1] or log_hint)
+        said = "; it said:\n  " + "\n  ".join(lines) if lines else " without a word"
+        raise LaunchError(f"the {self.name} ended with {_code_text(code)}{said}", hint=log_hint)
 
     async def watch(self, on_crash: Callable[[str], None]) -> None:
         """Starts it again whenever it crashes. Returns when it was stopped by someone else."""
@@ -113,7 +126,7 @@ class Child:
             on_crash(f"{trouble}; starting it again in {delay_s:.1f} s")
             await asyncio.sleep(delay_s)
             try:
-                self.start(self._arguments)
+                self.start(self._arguments, node_id=self._node_id)
                 trouble = ""
             except (OSError, GenieError) as error:
                 trouble = f"the {self.name} cannot be started: {error}"
@@ -148,6 +161,15 @@ def bound_log(path: Path) -> None:
         return
     except OSError as error:
         _log.warning("cannot bound the log %s: %s", path, error)
+
+
+def _own_error(lines: Sequence[str]) -> tuple[str, str] | None:
+    """Message and hint, as Genie's programs write them last of all."""
+    starts = [at for at, line in enumerate(lines) if line.startswith(_ERROR)]
+    if not starts:
+        return None
+    message, _, hint = "\n".join(lines[starts[-1] :]).partition(f"\n{_HINT}")
+    return message.removeprefix(_ERROR), hint
 
 
 def _code_text(code: int) -> str:

@@ -173,13 +173,12 @@ class ClusterClient:
         while True:
             try:
                 chunk = await self.read_log(job_id, offset=offset, wait_s=_POLL_S if follow else 0.0)
-            except DeadlineError:
-                # The connection may be dead without having said so; the offset makes it safe to ask again.
-                self._link.drop()
-                continue
-            except UnreachableError:
+            except (DeadlineError, UnreachableError) as error:
                 if not follow or loop.time() - heard_s > LOG_PATIENCE_S:
                     raise
+                if isinstance(error, DeadlineError):
+                    # The connection may be dead without having said so; the offset makes asking again safe.
+                    self._link.drop()
                 await asyncio.sleep(_AWAY_STEP_S)
                 continue
             heard_s = loop.time()

@@ -19,7 +19,7 @@ from typing import Any
 
 from genie.cluster.link import Link
 from genie.device import ExecutorAddress, RemoteDevice, attach, detach
-from genie.errors import DeviceUnavailableError, GenieError
+from genie.errors import DeadlineError, DeviceUnavailableError, GenieError, TransportError
 from genie.model.job import Job
 from genie.model.messages import CancelJob, DeviceReply, OpenDevice, WaitDevice
 from genie.model.node import GPUInfo, NodeInfo, NodeStatus, Vendor
@@ -67,7 +67,7 @@ class DeviceBroker:
         refs: tuple[AcceleratorRef, ...],
         *,
         link: Link,
-        session_node_id: str,
+        session_id: str,
         submit: Submit,
         timeout_s: float,
     ) -> None:
@@ -75,7 +75,10 @@ class DeviceBroker:
         self.opened = 0
         """Executors opened so far in this session."""
         self._link = link
-        self._session_node_id = session_node_id
+        self._session_id = session_id
+        self._request_ids: dict[int, str] = {}
+        """By index, for requests that may have arrived although no answer came: asked again, they give the
+        same executor and not a second one."""
         self._submit = submit
         self._timeout_s = timeout_s
 
@@ -84,13 +87,14 @@ class DeviceBroker:
 
         DeviceUnavailableError says what it waited for, or why the executor ended.
         """
-        return self._submit(lambda: self._open(self.refs[index])).result()
+        return self._submit(lambda: self._open(index)).result()
 
-    async def _open(self, ref: AcceleratorRef) -> ExecutorAddress:
+    async def _open(self, index: int) -> ExecutorAddress:
+        ref = self.refs[index]
         job: Job | None = None
         try:
             async with asyncio.timeout(self._timeout_s):
-                reply = await self._ask(ref)
+                reply = await self._ask(index)
                 job = reply.job
                 while reply.endpoint is None:
                     _check_on_its_way(ref, reply.job)
@@ -101,7 +105,7 @@ class DeviceBroker:
         except TimeoutError:
             await self._give_back(job)
             raise _too_late(ref, job, self._timeout_s) from None
-        except asyncio.CancelledError:
+        except (GenieError, asyncio.CancelledError):
             await self._give_back(job)
             raise
         self.opened += 1
@@ -114,18 +118,27 @@ class DeviceBroker:
             ssl_context=trusted.context if trusted else None,
         )
 
-    async def _ask(self, ref: AcceleratorRef) -> DeviceReply:
+    async def _ask(self, index: int) -> DeviceReply:
+        ref = self.refs[index]
         request = OpenDevice(
-            session_node_id=self._session_node_id,
+            session_node_id=self._session_id,
             node_id=ref.node_id,
             gpu_id=ref.gpu.gpu_id,
-            request_id=secrets.token_hex(16),
+            request_id=self._request_ids.setdefault(index, secrets.token_hex(16)),
         )
-        return await self._link.call(request, timeout_s=self._timeout_s)
+        try:
+            reply = await self._link.call(request, timeout_s=self._timeout_s)
+        except (TransportError, DeadlineError):
+            raise
+        except GenieError:  # an answer: this request is over
+            del self._request_ids[index]
+            raise
+        del self._request_ids[index]
+        return reply
 
     async def _give_back(self, job: Job | None) -> None:
         """Nobody waits for it any more, so it must not take the accelerator later."""
-        if job is None:
+        if job is None or job.state.is_final:
             return
         try:
             await self._link.call(CancelJob(job_id=job.job_id), timeout_s=_CANCEL_S)

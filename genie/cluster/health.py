@@ -8,7 +8,7 @@ taking the readings (monitoring.py, the session), or acting on the verdict.
 |---------|---------------------------|-------------------------|----------------------|
 | gpu     | one is overheated         | one does not answer     | none answers         |
 | network | round trip over 1 s       | no connection           |                      |
-| peers   | one is silent             | more than half are      |                      |
+| peers   | one is silent             | all are                 |                      |
 | memory  | over 90% used             | over 95%                | over 98%             |
 | disk    | under 10% free            | under 5%                | under 1%             |
 
@@ -128,7 +128,7 @@ def check_peers(peers: Iterable[NodeInfo]) -> CheckResult:
     if not silent:
         reason = f"{len(known)} answer" if known else "there are none"
         return CheckResult(name="peers", status=NodeStatus.HEALTHY, reason=reason)
-    status = NodeStatus.UNHEALTHY if len(silent) * 2 > len(known) else NodeStatus.DEGRADED
+    status = NodeStatus.UNHEALTHY if len(silent) == len(known) else NodeStatus.DEGRADED
     return CheckResult(name="peers", status=status, reason=f"silent: {', '.join(sorted(silent))}")
 
 

@@ -1,7 +1,8 @@
 """A session's heartbeat: tells the controller that this process is alive, and learns who else is.
 
 One goes out every interval, and one at once after a reconnection, so that a controller that was
-restarted knows the session again before it gives its executors away. Not for: agents' heartbeats.
+restarted knows the session again before it gives its executors away. While executors are held the
+interval is HOLDING_S_MAX at most, whatever is configured. Not for: agents' heartbeats.
 """
 
 from __future__ import annotations
@@ -34,6 +35,8 @@ class Heartbeats:
         self._state = state
         self._link = link
         self._peers = PeerTable(timeout_s=state.config.heartbeat_timeout)
+        self._waited_s = 0.0
+        self._is_cap_told = False
         state.stats |= {"heartbeats_sent": 0, "heartbeats_failed": 0}
 
     async def run(self) -> None:
@@ -44,9 +47,10 @@ class Heartbeats:
         """
         config = self._state.config
         while True:
-            await self._wait_interval(self._interval_s())
-            if not (config.enable_heartbeat or self._holds_executors):
+            await self._wait_step()
+            if not self._is_due:
                 continue
+            self._waited_s = 0.0
             try:
                 await self.beat(
                     timeout_s=max(min(self._interval_s(), config.heartbeat_timeout), _ANSWER_S_MIN)
@@ -60,7 +64,11 @@ class Heartbeats:
 
     async def beat(self, *, timeout_s: float) -> None:
         """One heartbeat and what follows from its answer."""
-        reply = await self._link.call(SessionHeartbeat(node=self._state.local_node), timeout_s=timeout_s)
+        state = self._state
+        node = msgspec.structs.replace(state.local_node, node_id=state.session_id or state.node.node_id)
+        began_s = time.monotonic()
+        reply = await self._link.call(SessionHeartbeat(node=node), timeout_s=timeout_s)
+        state.rtt_ms = 1000.0 * (time.monotonic() - began_s)
         self._state.stats["heartbeats_sent"] += 1
         self._state.node = msgspec.structs.replace(self._state.node, last_heartbeat=time.time())
         self._take(reply)
@@ -75,8 +83,31 @@ class Heartbeats:
         return devices is not None and devices.opened > 0
 
     def _interval_s(self) -> float:
-        """As configured; but whoever may come to hold executors must be heard before they are taken back."""
-        return min(self._state.config.heartbeat_interval, HOLDING_S_MAX)
+        """As configured; but whoever holds executors must be heard before they are taken back."""
+        wished_s = self._state.config.heartbeat_interval
+        if wished_s <= HOLDING_S_MAX or not self._holds_executors:
+            return wished_s
+        if not self._is_cap_told:
+            self._is_cap_told = True
+            _log.info(
+                "heartbeats go out every %g s and not every %g s while executors are held",
+                HOLDING_S_MAX,
+                wished_s,
+            )
+        return HOLDING_S_MAX
+
+    @property
+    def _is_due(self) -> bool:
+        if not (self._state.config.enable_heartbeat or self._holds_executors):
+            return False
+        return self._link.reopened.is_set() or self._waited_s >= self._interval_s()
+
+    async def _wait_step(self) -> None:
+        """A part of the interval, short enough to notice in time that an executor was opened meanwhile."""
+        left_s = self._state.config.heartbeat_interval - self._waited_s
+        step_s = min(left_s, HOLDING_S_MAX) if left_s > 0 else HOLDING_S_MAX
+        await self._wait_interval(step_s)
+        self._waited_s += step_s
 
     def _take(self, reply: NodesReply) -> None:
         changes = self._peers.heard((view.info for view in reply.nodes), now_s=time.monotonic())

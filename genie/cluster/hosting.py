@@ -53,9 +53,14 @@ async def host_cluster(settings: Settings, stack: AsyncExitStack, *, timeout_s: 
 async def lend_machine(
     settings: Settings, access: ClusterConfig, stack: AsyncExitStack, *, timeout_s: float
 ) -> None:
-    """Starts an agent that joins the cluster of `access`; not where this machine has one already."""
-    running = local.find_running(settings.paths.state_dir)
+    """Starts an agent that joins the cluster of `access`; not where this machine has one already.
+
+    AgentRunningError where this machine has an agent of another cluster.
+    """
+    state_dir = settings.paths.state_dir
+    running = local.find_running(state_dir)
     if running is not None and local.AGENT in running.pids:
+        local.check_agent_is_of(running, access, state_dir=state_dir)
         _log.info("this machine is in the cluster already: %s", running)
         return
     await stack.enter_async_context(local.up_agent(settings, access, progress=_progress, timeout_s=timeout_s))

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import atexit
+import contextlib
 import dataclasses
 import inspect
 import os
@@ -22,10 +23,11 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, ParamSpec, TypeVar
 
+from genie.cluster.events import Handler
 from genie.cluster.session_run import SessionRun
 from genie.cluster.state import ClusterState
 from genie.config import ClusterConfig, Settings, cluster_arguments, load
-from genie.errors import AlreadyInitializedError, NotInitializedError
+from genie.errors import AlreadyInitializedError, DeadlineError, NotInitializedError, SessionError
 from genie.model.node import GPUInfo, NodeInfo, NodeRole, NodeStatus
 
 __all__ = [
@@ -77,15 +79,21 @@ async def init(*args: Any, **kwargs: Any) -> ClusterState:
 
     Settings come from the arguments, then GENIE_* variables, then the settings file, then defaults.
     Without master_addr the cluster that this machine hosts is taken. `**kwargs` are the other fields
-    of ClusterConfig. `timeout` seconds cover all five phases; past them it is a DeadlineError.
-    Whatever goes wrong, nothing is left running.
+    of ClusterConfig, and `progress`: called with each INIT_PHASE event as it happens, the one of a
+    failure included. `timeout` seconds cover all five phases, and the end of an earlier session before
+    them; past them it is a DeadlineError. Whatever goes wrong, nothing is left running.
     """
     began_s = time.monotonic()
+    progress = kwargs.pop("progress", None)
     settings = load_settings(args, kwargs)
     while True:
-        run, _ = claim(settings, began_s=began_s)
+        run, _ = claim(settings, began_s=began_s, progress=progress)
         if run.is_stopping:
-            await _until(run.finished)
+            try:
+                async with asyncio.timeout(left_s(settings, began_s)):
+                    await _until(run.finished)
+            except TimeoutError:
+                raise still_ending(settings) from None
             continue
         try:
             return run.taken(await _until(run.ready))
@@ -148,17 +156,34 @@ def load_settings(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Settings:
     return load(cluster_arguments({**given, **others}))
 
 
-def claim(settings: Settings, *, began_s: float) -> tuple[SessionRun, bool]:
+def left_s(settings: Settings, began_s: float) -> float:
+    """Of the time that a call which began then has."""
+    return max(began_s + settings.cluster.timeout - time.monotonic(), 0.0)
+
+
+def still_ending(settings: Settings) -> DeadlineError:
+    return DeadlineError(
+        f"the session before this one has not ended within {settings.cluster.timeout:g} s",
+        hint="wait for its jobs to end, or pass a larger timeout",
+    )
+
+
+def claim(settings: Settings, *, began_s: float, progress: Handler | None = None) -> tuple[SessionRun, bool]:
     """The session of this process, and whether it was started just now. It may be on its way out."""
     with _place.lock:
         run = _place.run
         if run is not None:
             if not run.is_stopping:
                 _check_same(run.settings, settings)
+                if progress is not None and not run.ready.done():
+                    with contextlib.suppress(SessionError):  # it fails just now
+                        run.follow(progress)
                 run.join_waiters()
             return run, False
         _watch_exit()
         run = SessionRun(settings, began_s=began_s, on_end=_forget)
+        if progress is not None:
+            run.follow(progress)
         run.start()
         _place.run = run  # its end waits for the lock, so this comes first
         return run, True

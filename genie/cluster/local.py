@@ -12,18 +12,20 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import json
 import logging
 import os
 import re
 import socket
-import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from genie.agent import joining
 from genie.agent.identity import AGENTS_DIR
+from genie.agent.journal import REGISTERED_FILE
 from genie.cluster import processes
 from genie.cluster.children import Child
 from genie.cluster.client import ClusterClient, open_client
@@ -32,16 +34,19 @@ from genie.controller.admission import check_bind
 from genie.errors import (
     AddressInUseError,
     AgentRunningError,
+    ConfigError,
     DeadlineError,
+    GenieError,
     TokenMissingError,
+    UnreachableError,
 )
-from genie.model.names import checked_node_id, node_id_from
+from genie.model.names import address_text, checked_node_id, node_id_from, parse_endpoint
 from genie.model.node import NodeInfo, NodeStatus
 from genie.model.tenant import TokenKind
 from genie.runtime import files
-from genie.runtime.credentials import LOCAL_CLUSTER_FILE, OWNER_TOKEN_FILE, LocalCluster
+from genie.runtime.credentials import LOCAL_CLUSTER_FILE, OWNER_TOKEN_FILE, LocalCluster, is_loopback
 from genie.runtime.network import TcpNetwork
-from genie.tenancy.access import parse_token
+from genie.tenancy.access import NO_PIN, parse_token
 
 _log = logging.getLogger(__name__)
 
@@ -49,7 +54,10 @@ START_S = 30.0
 _STEP_S = 0.02
 _CONTROLLER_GRACE_S = 10.0
 _AGENT_SLACK_S = 5.0
+_QUIET_S = 2.0
+"""After this long a wait is told of."""
 _LOCK_FILE = "up.lock"
+_CONTROLLERS_FILE = "controllers.json"
 CONTROLLER, AGENT, KEEPER = "controller", "agent", "up"
 
 Progress = Callable[[str], None]
@@ -63,6 +71,8 @@ class RunningCluster:
     cluster: LocalCluster | None
     pids: dict[str, int]
     """By name: up, controller, agent."""
+    node_id: str = ""
+    """The node that the agent is."""
 
     def __str__(self) -> str:
         where = f"at {self.cluster.host}:{self.cluster.port} " if self.cluster else ""
@@ -82,6 +92,8 @@ class Supervisor:
         self._controller = Child(CONTROLLER, module="genie.controller", state_dir=self._state_dir)
         self._agent = Child(AGENT, module="genie.agent", state_dir=self._state_dir)
         self._watches: list[asyncio.Task[None]] = []
+        self._joining = ""
+        """Address of the cluster that has not taken the agent in yet."""
 
     @property
     def pids(self) -> dict[str, int]:
@@ -94,14 +106,14 @@ class Supervisor:
         await asyncio.gather(*(asyncio.shield(task) for task in self._watches))
 
     async def start_controller(self) -> LocalCluster:
-        """Returns when it listens."""
+        """Returns when it listens and knows whether it leads."""
         config = self._settings.controller
         check_bind(config)
         _check_port_free(config.bind, config.port)
         (self._state_dir / LOCAL_CLUSTER_FILE).unlink(missing_ok=True)
         self._progress(f"starting the controller on {config.bind}")
         self._controller.start(self._controller_arguments(config.port))
-        while (found := self._announced()) is None:
+        while (found := LocalCluster.read(self._state_dir)) is None:
             self._controller.check_alive()
             await asyncio.sleep(_STEP_S)
         self.cluster = found
@@ -111,22 +123,24 @@ class Supervisor:
         return found
 
     async def start_agent(self, access: ClusterConfig) -> NodeInfo | None:
-        """Returns when the controller has heard from it; with a join token alone, which cannot ask for
-        nodes, as soon as it runs, and without its description."""
+        """Returns when the cluster has taken it in; with a join token alone, which cannot ask for nodes,
+        without its description."""
         node_dir = self._known_node(access) or await self._join(access)
         self.node_id = node_dir.name
         self._progress(f"starting the agent of node {self.node_id}")
-        started_at = time.time()
+        before = _number_in(node_dir / "incarnation")
+        self._joining = address_text(*_address(access))
         self._agent.start(
             [
                 *("--state-dir", str(self._state_dir)),
                 *("--node-id", self.node_id),
-                *("--controller", _address(access)),
-            ]
+                *("--controller", self._joining),
+            ],
+            node_id=self.node_id,
         )
-        node = None
-        if _may_ask(access):
-            node = await self._wait_registered(access, since=started_at)
+        await self._wait_registered(node_dir, after=before)
+        node = await self._described(access, after=before) if _may_ask(access) else None
+        self._joining = ""
         self._progress(
             f"node {self.node_id} is in the cluster" + (f" with {_gpus_text(node)}" if node else "")
         )
@@ -147,12 +161,40 @@ class Supervisor:
         if self._controller.pid is not None:
             self._progress("stopping the controller")
             await self._controller.stop(grace_s=_CONTROLLER_GRACE_S)
+            _forget_cluster(self._state_dir)
 
-    def _announced(self) -> LocalCluster | None:
-        """Where the controller listens, once others can find it and have a token for it."""
+    async def leader_of(self, found: LocalCluster) -> ClusterConfig | None:
+        """The owner's access to the controller that leads: the one here, or, where that one stands by, the
+        other. None where no owner's token is here, which only a controller that stands by has not."""
         if not (self._state_dir / OWNER_TOKEN_FILE).exists():
+            self._progress(f"standby: another controller leads; {_copy_hint(self._state_dir)}")
             return None
-        return LocalCluster.read(self._state_dir)
+        access = owner_access(self._state_dir, found)
+        async with self._client(access) as client:
+            while True:
+                status = await client.status()
+                if status.leading:
+                    return access
+                if status.leader and status.leader != client.where:
+                    break
+                await asyncio.sleep(_STEP_S)
+        self._progress(f"standby: the leader is {status.leader}")
+        host, port = parse_endpoint(status.leader)
+        return replace(access, master_addr=host, master_port=port)
+
+    def too_late(self, timeout_s: float, what: str) -> GenieError:
+        """What it is that did not happen in this time."""
+        if not self._joining:
+            return DeadlineError(
+                f"{what} did not come up within {timeout_s:g} s",
+                hint=f"the logs are in {self._agent.log_path.parent}",
+            )
+        said = self._agent.last_lines(count=1)
+        return UnreachableError(
+            f"{self._joining} did not take node {self.node_id} in within {timeout_s:g} s"
+            + (f"; the agent said last: {said[0]}" if said else ""),
+            hint=f"check the address and the network; the agent's log is {self._agent.log_path}",
+        )
 
     def _controller_arguments(self, port: int) -> list[str]:
         config = self._settings.controller
@@ -166,43 +208,54 @@ class Supervisor:
 
     def _known_node(self, access: ClusterConfig) -> Path | None:
         """The directory of a node that has joined this cluster from here before."""
-        pin = None if access.token is None else parse_token(access.token).pin
         # Where the name was taken, the controller has put a number behind it.
         given = re.compile(re.escape(self.node_id) + r"(-\d+)?")
         for path in sorted((self._state_dir / AGENTS_DIR).glob("*/node.token")):
-            fits = given.fullmatch(path.parent.name) is not None
-            if fits and pin in (None, parse_token(path.read_text("utf-8")).pin):
+            if given.fullmatch(path.parent.name) and _has_joined(path.parent, access):
                 return path.parent
         return None
 
     async def _join(self, access: ClusterConfig) -> Path:
         """A new node, admitted with a join token: the given one, or one that the owner's token asks for."""
-        if access.token is None or access.master_addr is None:
+        where = address_text(*_address(access))
+        if access.token is None:
             raise TokenMissingError(
-                f"joining {access.master_addr} needs a token",
+                f"joining {where} needs a token",
                 hint="make one with 'genie token create --join' on the cluster's machine",
             )
         text = access.token
+        host, port = _address(access)
         if _may_ask(access):
             async with self._client(access) as client:
                 text = (await client.create_token(TokenKind.JOIN, name=self.node_id)).token
         self._progress(f"joining the cluster as {self.node_id}")
         return await joining.join(
-            access.master_addr,
-            access.master_port,
+            host,
+            port,
             text,
             state_dir=self._state_dir,
             node_id_wish=self.node_id,
             network=TcpNetwork(),
         )
 
-    async def _wait_registered(self, access: ClusterConfig, *, since: float) -> NodeInfo:
+    async def _wait_registered(self, node_dir: Path, *, after: int) -> None:
+        """Until the agent has written down that the controller took it in, in a later life than `after`."""
+        loop = asyncio.get_running_loop()
+        told_s = loop.time() + _QUIET_S
+        while _registered(node_dir) <= after:
+            self._agent.check_alive()
+            if loop.time() >= told_s:
+                told_s = float("inf")
+                self._progress(f"waiting for {self._joining} to take node {self.node_id} in")
+            await asyncio.sleep(_STEP_S)
+
+    async def _described(self, access: ClusterConfig, *, after: int) -> NodeInfo:
         async with self._client(access) as client:
             while True:
                 self._agent.check_alive()
                 for view in await client.nodes():
                     node = view.info
-                    known = node.node_id == self.node_id and node.last_heartbeat >= since
+                    known = node.node_id == self.node_id and node.incarnation > after
                     if known and node.status not in _NOT_REGISTERED:
                         return node
                 await asyncio.sleep(_STEP_S)
@@ -222,16 +275,22 @@ async def up(
     settings: Settings, *, progress: Progress, timeout_s: float = START_S, agent: bool = True
 ) -> AsyncIterator[Supervisor]:
     """A cluster on this machine for the length of the block: controller and agent, both known to work.
-    Without `agent` only the controller.
+    Without `agent` only the controller. A controller that stands by is up, too; its agent joins through
+    the one that leads, which takes the owner's token of that one's state directory.
 
     AgentRunningError when this state directory has one already; AddressInUseError when the port is
     taken; LaunchError with the end of its log when a child does not come up.
     """
     async with _supervised(settings, progress) as (supervisor, group):
-        async with _in_time(timeout_s, "the cluster"):
-            found = await supervisor.start_controller()
-            if agent:
-                await supervisor.start_agent(owner_access(settings.paths.state_dir, found))
+        async with _in_time(timeout_s, supervisor, "the cluster"):
+            access = await supervisor.leader_of(await supervisor.start_controller())
+            if agent and access is None:
+                raise TokenMissingError(
+                    "the agent of a controller that stands by needs the owner's token",
+                    hint=_copy_hint(settings.paths.state_dir),
+                )
+            if agent and access is not None:
+                await supervisor.start_agent(access)
         supervisor.watch(group)
         yield supervisor
 
@@ -240,9 +299,12 @@ async def up(
 async def up_agent(
     settings: Settings, access: ClusterConfig, *, progress: Progress, timeout_s: float = START_S
 ) -> AsyncIterator[Supervisor]:
-    """Only an agent, in the cluster that `access` names, for the length of the block."""
+    """Only an agent, in the cluster that `access` names, for the length of the block.
+
+    UnreachableError when that cluster has not taken it in within `timeout_s`.
+    """
     async with _supervised(settings, progress) as (supervisor, group):
-        async with _in_time(timeout_s, "the agent"):
+        async with _in_time(timeout_s, supervisor, "the agent"):
             await supervisor.start_agent(access)
         supervisor.watch(group)
         yield supervisor
@@ -265,9 +327,27 @@ async def _supervised(
                 # Raised again below: inside the group it would come out wrapped in an ExceptionGroup.
                 failure = error
             finally:
-                await supervisor.stop()
+                try:
+                    await _to_the_end(supervisor.stop())
+                except (GenieError, asyncio.CancelledError) as error:
+                    failure = failure or error
     if failure is not None:
         raise failure
+
+
+async def _to_the_end(work: Coroutine[Any, Any, None]) -> None:
+    """Waits for work that must not be left half done, and has its own end, however often it is cancelled
+    meanwhile. That it was comes out afterwards."""
+    task = asyncio.ensure_future(work)
+    cancelled: asyncio.CancelledError | None = None
+    while not task.done():
+        try:
+            await asyncio.shield(task)
+        except asyncio.CancelledError as error:
+            cancelled = error
+    task.result()
+    if cancelled is not None:
+        raise cancelled
 
 
 def find_running(state_dir: Path) -> RunningCluster | None:
@@ -276,7 +356,8 @@ def find_running(state_dir: Path) -> RunningCluster | None:
     pids = {record.name: record.pid for record in records if record is not None}
     if not pids:
         return None
-    return RunningCluster(LocalCluster.read(state_dir) if CONTROLLER in pids else None, pids)
+    node_id = next((record.node_id for record in records if record and record.name == AGENT), "")
+    return RunningCluster(LocalCluster.read(state_dir) if CONTROLLER in pids else None, pids, node_id)
 
 
 async def stop_running(
@@ -293,7 +374,19 @@ async def stop_running(
             progress(f"stopping {'the cluster' if name == KEEPER else f'the {name}'} (process {record.pid})")
             await processes.end_process(record, grace_s=graces.get(name, _CONTROLLER_GRACE_S))
         processes.forget_record(state_dir, name)
+    if found is not None and CONTROLLER in found.pids:
+        _forget_cluster(state_dir)
     return found
+
+
+def check_agent_is_of(running: RunningCluster, access: ClusterConfig, *, state_dir: Path) -> None:
+    """AgentRunningError when the agent that runs here is of another cluster than the one of `access`."""
+    node_dir = state_dir / AGENTS_DIR / running.node_id
+    if running.node_id and not _has_joined(node_dir, access, at_address=True):
+        raise AgentRunningError(
+            f"an agent of another cluster than {address_text(*_address(access))} runs here {running}",
+            hint="'genie down' stops it; GENIE_STATE_DIR names another directory than " + str(state_dir),
+        )
 
 
 def local_node_id(settings: Settings) -> str:
@@ -338,15 +431,12 @@ def _already(state_dir: Path, found: RunningCluster | None) -> AgentRunningError
 
 
 @asynccontextmanager
-async def _in_time(timeout_s: float, what: str) -> AsyncIterator[None]:
+async def _in_time(timeout_s: float, supervisor: Supervisor, what: str) -> AsyncIterator[None]:
     try:
         async with asyncio.timeout(timeout_s):
             yield
     except TimeoutError:
-        raise DeadlineError(
-            f"{what} did not come up within {timeout_s:g} s",
-            hint="the logs are in the folder 'logs' of the state directory",
-        ) from None
+        raise supervisor.too_late(timeout_s, what) from None
 
 
 def _check_port_free(host: str, port: int) -> None:
@@ -371,9 +461,58 @@ def _may_ask(access: ClusterConfig) -> bool:
     return access.token is not None and parse_token(access.token).kind is not TokenKind.JOIN
 
 
-def _address(access: ClusterConfig) -> str:
-    host = access.master_addr or ""
-    return f"[{host}]:{access.master_port}" if ":" in host else f"{host}:{access.master_port}"
+def _address(access: ClusterConfig) -> tuple[str, int]:
+    if access.master_addr is None:
+        raise ConfigError("there is no address of a controller", hint="pass master_addr")
+    return parse_endpoint(access.master_addr, what="master_addr", port=access.master_port)
+
+
+def _has_joined(node_dir: Path, access: ClusterConfig, *, at_address: bool = False) -> bool:
+    """Whether this is a node of the cluster that `access` means.
+
+    The pin of the token tells clusters apart. Without a token, and with `at_address` in clusters without
+    TLS, which have no pins, the address has to be one that the node has kept.
+    """
+    pin = parse_token((node_dir / "node.token").read_text("utf-8")).pin
+    if access.token is not None:
+        same = parse_token(access.token).pin == pin
+        return same and (pin != NO_PIN or not at_address or _keeps(node_dir, *_address(access)))
+    return _keeps(node_dir, *_address(access))
+
+
+def _keeps(node_dir: Path, host: str, port: int) -> bool:
+    try:
+        kept = json.loads((node_dir / _CONTROLLERS_FILE).read_text("utf-8"))
+        known = [parse_endpoint(str(text)) for text in kept]
+    except (OSError, ValueError, TypeError, GenieError):
+        return False
+    return any(
+        port == at and (host == name or (is_loopback(host) and is_loopback(name))) for name, at in known
+    )
+
+
+def _registered(node_dir: Path) -> int:
+    """The last life of the node in which a controller took it in; 0 for none."""
+    try:
+        return int(json.loads((node_dir / REGISTERED_FILE).read_text("utf-8"))["incarnation"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return 0
+
+
+def _number_in(path: Path) -> int:
+    try:
+        return int(path.read_text("utf-8"))
+    except (OSError, ValueError):
+        return 0
+
+
+def _forget_cluster(state_dir: Path) -> None:
+    """Its controller was stopped: commands here shall not look for it any more."""
+    (state_dir / LOCAL_CLUSTER_FILE).unlink(missing_ok=True)
+
+
+def _copy_hint(state_dir: Path) -> str:
+    return f"copy {OWNER_TOKEN_FILE} of the first controller's state directory to {state_dir}"
 
 
 def _gpus_text(node: NodeInfo) -> str:

@@ -75,7 +75,7 @@ class LoopThread:
                 self._loop.call_soon_threadsafe(function)
 
     def cancel(self) -> None:
-        """Cancels the main coroutine, once: a second time would cut its cleaning up short. Returns at once."""
+        """Cancels the main coroutine, once: another would cut its cleaning up short. Returns at once."""
         self.call_soon(self._cancel_once)
 
     def join(self, *, timeout_s: float) -> bool:

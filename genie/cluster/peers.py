@@ -70,9 +70,8 @@ class PeerTable:
         for node_id, node in self.nodes.items():
             old = before.get(node_id)
             if old is None:
-                changes.append(
-                    PeerChange(EventType.NODE_JOINED, node_id, f"{node.hostname} is in the cluster")
-                )
+                if node.status is not NodeStatus.DISCONNECTED:
+                    changes.append(PeerChange(EventType.NODE_JOINED, node_id, f"{node_id} is in the cluster"))
             elif old.status is not node.status:
                 changes.append(PeerChange(_kind(old.status, node.status), node_id, _why(old, node)))
         return changes

@@ -23,13 +23,14 @@ from genie.cluster.health import NetworkReading, create_health_checker
 from genie.cluster.heartbeats import Heartbeats
 from genie.cluster.link import Link, open_link
 from genie.cluster.monitoring import create_resource_monitor
-from genie.cluster.node_info import create_local_node
+from genie.cluster.node_info import address_towards, create_local_node, new_session_id
 from genie.cluster.state import ClusterState
 from genie.config import ClusterConfig, Settings
 from genie.errors import DeadlineError, GenieError, UnreachableError
 from genie.hardware import Inventory, host_facts
 from genie.model.event import EventType
 from genie.model.messages import SessionEnd
+from genie.model.node import NodeStatus
 from genie.runtime.credentials import Access, find_access
 from genie.runtime.network import Network, TcpNetwork
 from genie.runtime.network_discovery import DiscoveryResult, NetworkDiscovery, select_backend
@@ -63,12 +64,13 @@ class Startup:
         self._submit = submit
         self._network = network or TcpNetwork()
         self._began_s = began_s
-        self._deadline = asyncio.get_running_loop().time() + settings.cluster.timeout
+        gone_s = time.monotonic() - began_s
+        self._deadline = asyncio.get_running_loop().time() + settings.cluster.timeout - gone_s
         self._phase = 0
         self._node_id = ""
         self._lends_machine = False
         self._join_token: str | None = None
-        self._stats: dict[str, float] = {}
+        self._stats: dict[str, float] = {"reconnects": 0}
 
     async def run(self) -> ClusterState:
         """The state of a session that is up. DeadlineError names the phase that took too long."""
@@ -141,22 +143,26 @@ class Startup:
     # --- 2: local node ------------------------------------------------------------------------
 
     async def _make_local_node(self) -> ClusterState:
-        config = self._settings.cluster
-        hosts = config.node_role != "client"
+        hosts = self._settings.cluster.node_role != "client"
         if hosts:
             await self._host()
+        config = self._settings.cluster
         inventory = Inventory(self._settings.agent.cpu_accelerators if hosts else 0)
         self._stack.callback(inventory.close)
         gpus = await inventory.read_async(timeout_s=self._left_s)
+        suffix = secrets.token_hex(3)
         node = create_local_node(
-            self._settings.cluster,
-            suffix=secrets.token_hex(3),
+            config,
+            suffix=suffix,
             gpus=gpus,
             facts=await asyncio.to_thread(host_facts),
             now=time.time(),
         )
         self._node_id = node.node_id
         state = ClusterState(config=config, node=node, events=self._events, stats=self._stats)
+        # An id that was given may be another session's, too; one that was made has the suffix in it.
+        is_given = config.node_id is not None
+        state.session_id = new_session_id(node.node_id, suffix=suffix) if is_given else node.node_id
         if config.enable_gpu_monitoring:
             state.monitor = create_resource_monitor(
                 node, interval_s=config.gpu_poll_interval, events=self._events, source=inventory
@@ -190,7 +196,7 @@ class Startup:
         found = await NetworkDiscovery().discover(access.host, access.port, timeout_s=self._left_s)
         if not found.tcp_reachable:
             raise _unreachable(found)
-        state.discovery = found
+        state.discovery, state.rtt_ms = found, found.tcp_rtt_ms
         return access
 
     # --- 4: backend ---------------------------------------------------------------------------
@@ -214,8 +220,9 @@ class Startup:
         welcome = await link.wait_first()
         state.cluster_id, state.tenant = welcome.cluster_id, welcome.tenant
         state.control_integration = link
-        state.stats["reconnects"] = 0
-        self._stack.push_async_callback(_say_goodbye, link, state.node.node_id)
+        here = await asyncio.to_thread(address_towards, access.host, access.port)
+        state.node = msgspec.structs.replace(state.node, host=here or state.node.host)
+        self._stack.push_async_callback(_say_goodbye, link, state.session_id)
         if self._lends_machine:
             await self._lend_machine(access)
         await self._find_devices(state, link)
@@ -241,7 +248,7 @@ class Startup:
         broker = DeviceBroker(
             accelerators(state.nodes.values()),
             link=link,
-            session_node_id=state.node.node_id,
+            session_id=state.session_id,
             submit=self._submit,
             timeout_s=state.config.timeout,
         )
@@ -271,6 +278,8 @@ class Startup:
                 events=self._events,
             )
             work["health checks"] = state.health.run()
+        else:
+            state.node = msgspec.structs.replace(state.node, status=NodeStatus.HEALTHY)
         state.monitor_tasks = await self._stack.enter_async_context(self._in_background(work))
 
     @asynccontextmanager
@@ -303,21 +312,19 @@ class Startup:
         self._events.publish(kind, node_id=self._node_id, reason=reason)
 
 
-async def _say_goodbye(link: Link, node_id: str) -> None:
+async def _say_goodbye(link: Link, session_id: str) -> None:
     """What this session holds is given back at once. Without an answer the controller finds out by itself."""
     if not link.is_open:
         return
     try:
-        await link.call(SessionEnd(node_id=node_id), timeout_s=_GOODBYE_S)
+        await link.call(SessionEnd(node_id=session_id), timeout_s=_GOODBYE_S)
     except GenieError as error:
         _log.info("the controller was not told of the end of this session: %s", error)
 
 
 def _network_reading(state: ClusterState, link: Link) -> NetworkReading:
-    rtt_ms = state.discovery.tcp_rtt_ms if state.discovery else None
-    return NetworkReading(
-        connected=link.is_open, rtt_ms=rtt_ms, reason="" if link.is_open else f"no connection to {link.where}"
-    )
+    reason = "" if link.is_open else f"no connection to {link.where}"
+    return NetworkReading(connected=link.is_open, rtt_ms=state.rtt_ms, reason=reason)
 
 
 def _unreachable(found: DiscoveryResult) -> UnreachableError:

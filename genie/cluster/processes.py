@@ -32,6 +32,8 @@ class ProcessRecord:
     mark: ProcessMark
     ready: bool = False
     """For the process that keeps the others: whether all of them are up."""
+    node_id: str = ""
+    """For an agent: the node that it is."""
 
     @property
     def pid(self) -> int:
@@ -42,16 +44,23 @@ class ProcessRecord:
         return self.mark.is_alive
 
     def write(self, state_dir: Path) -> None:
-        body = {"pid": self.mark.pid, "start": self.mark.start, "ready": self.ready}
+        body = {
+            "pid": self.mark.pid,
+            "start": self.mark.start,
+            "ready": self.ready,
+            "node_id": self.node_id,
+        }
         files.write_private(_path(state_dir, self.name), json.dumps(body).encode())
 
 
-def record_process(state_dir: Path, name: str, pid: int, *, ready: bool = False) -> ProcessRecord | None:
+def record_process(
+    state_dir: Path, name: str, pid: int, *, ready: bool = False, node_id: str = ""
+) -> ProcessRecord | None:
     """Writes it down; None when it is gone already."""
     mark = ProcessMark.of(pid)
     if mark is None:
         return None
-    record = ProcessRecord(name=name, mark=mark, ready=ready)
+    record = ProcessRecord(name=name, mark=mark, ready=ready, node_id=node_id)
     record.write(state_dir)
     return record
 
@@ -61,7 +70,9 @@ def read_record(state_dir: Path, name: str) -> ProcessRecord | None:
     try:
         body = json.loads(_path(state_dir, name).read_text("utf-8"))
         mark = ProcessMark(int(body["pid"]), str(body["start"]))
-        record = ProcessRecord(name=name, mark=mark, ready=bool(body["ready"]))
+        record = ProcessRecord(
+            name=name, mark=mark, ready=bool(body["ready"]), node_id=str(body.get("node_id", ""))
+        )
     except (OSError, ValueError, KeyError, TypeError):
         return None
     return record if record.is_alive else None
@@ -75,12 +86,14 @@ def log_path(state_dir: Path, name: str) -> Path:
     return state_dir / LOG_FOLDER / f"{name}.log"
 
 
-def last_lines(path: Path, *, count: int = 8, bytes_max: int = 8192) -> list[str]:
-    """The end of a log, for an error message."""
+def last_lines(path: Path, *, count: int = 8, bytes_max: int = 8192, since_bytes: int = 0) -> list[str]:
+    """The end of a log, for an error message; nothing of what its first `since_bytes` hold."""
     try:
         with path.open("rb") as file:
-            file.seek(0, os.SEEK_END)
-            file.seek(max(file.tell() - bytes_max, 0))
+            size_bytes = file.seek(0, os.SEEK_END)
+            # A log that is shorter than it was has been emptied since.
+            begin = since_bytes if since_bytes <= size_bytes else 0
+            file.seek(max(size_bytes - bytes_max, begin))
             text = file.read().decode("utf-8", "replace")
     except OSError:
         return []

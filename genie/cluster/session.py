@@ -15,13 +15,12 @@ from typing import Any
 
 from genie.cluster import init
 from genie.cluster.state import ClusterState
-from genie.config import Settings
 
 
 @init.signed_like(init.documented)
 def connect(*args: Any, **kwargs: Any) -> ClusterState:
     """genie.init() that blocks. The session ends with genie.shutdown() or with the interpreter."""
-    state, _ = _connect(init.load_settings(args, kwargs))
+    state, _ = _connect(args, kwargs)
     return state
 
 
@@ -29,7 +28,7 @@ def connect(*args: Any, **kwargs: Any) -> ClusterState:
 @contextmanager
 def session(*args: Any, **kwargs: Any) -> Iterator[ClusterState]:
     """A session for the length of the block. One that was there before with the same arguments stays."""
-    state, started_here = _connect(init.load_settings(args, kwargs))
+    state, started_here = _connect(args, kwargs)
     try:
         yield state
     finally:
@@ -37,12 +36,17 @@ def session(*args: Any, **kwargs: Any) -> Iterator[ClusterState]:
             init.shutdown_blocking()
 
 
-def _connect(settings: Settings) -> tuple[ClusterState, bool]:
+def _connect(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[ClusterState, bool]:
     began_s = time.monotonic()
+    progress = kwargs.pop("progress", None)
+    settings = init.load_settings(args, kwargs)
     while True:
-        run, started_here = init.claim(settings, began_s=began_s)
+        run, started_here = init.claim(settings, began_s=began_s, progress=progress)
         if run.is_stopping:
-            run.finished.result()
+            try:
+                run.finished.result(init.left_s(settings, began_s))
+            except TimeoutError:
+                raise init.still_ending(settings) from None
             continue
         try:
             return run.taken(run.ready.result()), started_here

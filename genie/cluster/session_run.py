@@ -14,7 +14,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import AsyncExitStack
 
-from genie.cluster.events import EventBus
+from genie.cluster.events import EventBus, Handler
 from genie.cluster.loop_thread import LoopThread
 from genie.cluster.phases import Startup
 from genie.cluster.state import ClusterState
@@ -26,6 +26,7 @@ _log = logging.getLogger(__name__)
 
 _CLOSE_S = 5.0
 _CLOSE_HOSTING_S = 30.0
+"""Beyond what the jobs of this machine are given to end."""
 
 
 class SessionRun:
@@ -61,7 +62,13 @@ class SessionRun:
     @property
     def close_s_max(self) -> float:
         """How long closing may take: a host has to wait for its jobs to end."""
-        return _CLOSE_S if self.settings.cluster.node_role == "client" else _CLOSE_HOSTING_S
+        if self.settings.cluster.node_role == "client":
+            return _CLOSE_S
+        return _CLOSE_HOSTING_S + self.settings.agent.stop_grace_s
+
+    def follow(self, progress: Handler) -> None:
+        """Tells `progress` of the phases. UsageError when it cannot be called."""
+        self._events.subscribe(EventType.INIT_PHASE, progress)
 
     def start(self) -> None:
         self.finished.add_done_callback(self._ended)

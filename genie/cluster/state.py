@@ -36,6 +36,8 @@ class ClusterState:
     initialized: bool = False
     nodes: dict[str, NodeInfo] = field(default_factory=dict)
     """The nodes that offer accelerators, by id, as the controller last listed them."""
+    session_id: str = ""
+    """This session's name at the controller: unique, unlike the node id that several may share."""
     cluster_id: str = ""
     tenant: str = ""
     discovery: DiscoveryResult | None = field(default=None, repr=False)
@@ -49,6 +51,8 @@ class ClusterState:
     health: HealthChecker | None = field(default=None, repr=False)
     monitor_tasks: list[asyncio.Task[Any]] = field(default_factory=list, repr=False)
     """Heartbeat, monitoring and health checks, on the session's own event loop."""
+    rtt_ms: float | None = field(default=None, repr=False)
+    """Round trip to the controller: of the last heartbeat, and before that of the discovery."""
     stats: dict[str, float] = field(default_factory=dict, repr=False)
     """Counters, and seconds: heartbeats_sent, heartbeats_failed, reconnects, init_s, phase_N_s."""
 

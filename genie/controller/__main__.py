@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from genie import config
-from genie.controller.admission import check_bind
+from genie.controller.admission import check_bind, check_times
 from genie.controller.controller import DIRECTORY, Controller
 from genie.controller.store.open import open_store
 from genie.errors import GenieError, LeadershipError
@@ -50,6 +50,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 async def _run(settings: config.Settings) -> None:
     check_bind(settings.controller)
+    check_times(settings.controller)
     clock = SystemClock()
     directory = files.make_private_directory(settings.paths.state_dir / DIRECTORY)
     with _only_one(directory), _file_thread() as offload:

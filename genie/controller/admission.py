@@ -16,6 +16,7 @@ from genie.controller.jobs import Jobs, is_at
 from genie.controller.ledger import Ledger, Transaction
 from genie.controller.tokens import Tokens
 from genie.errors import (
+    ConfigError,
     FencedError,
     NodeError,
     NodeNotFoundError,
@@ -110,6 +111,16 @@ def check_bind(config: ControllerConfig) -> None:
         )
 
 
+def check_times(config: ControllerConfig) -> None:
+    """ConfigError for a failure detector that could not work."""
+    if config.node_suspect_s >= config.node_ttl_s:
+        raise ConfigError(
+            f"controller.node_suspect_s = {config.node_suspect_s:g} is not below "
+            f"controller.node_ttl_s = {config.node_ttl_s:g}",
+            hint="a node is suspect before it is down",
+        )
+
+
 class Admission:
     """Lets nodes in and signs for those that are."""
 
@@ -127,6 +138,7 @@ class Admission:
         self._certificates = certificates
         self._jobs = jobs
         self._clock = clock
+        self.on_revoked: Callable[[str], None] = _nobody
 
     async def join(self, request: Join) -> Joined:
         """A node's identity for a join token, which is used up by it."""
@@ -160,32 +172,26 @@ class Admission:
         _log.info("node %s joined", joined.node_id)
         return joined
 
-    async def remove(self, node_id: str, *, silent_enough: Callable[[], bool]) -> list[str]:
-        """Forgets a node that is gone and revokes its tokens; which were those. What it held must be free."""
+    async def forget(self, node_id: str) -> None:
+        """Takes a node that holds nothing out of the books and revokes its tokens."""
 
         def build(txn: Transaction) -> list[str]:
-            tokens = [
-                row
-                for row in self._ledger.tokens.values()
-                if row.kind is TokenKind.NODE and row.name == node_id
-            ]
-            if node_id not in self._ledger.nodes and not tokens:
-                raise NodeNotFoundError(f"there is no node {node_id[:80]!r}", hint="see 'genie nodes'")
+            rows = self._ledger.tokens.values()
+            tokens = [row for row in rows if row.kind is TokenKind.NODE and row.name == node_id]
             held = self._ledger.holds.get(node_id)
-            if not silent_enough() or (held is not None and held.holds):
-                raise NodeError(
-                    f"node {node_id} is connected, or was until a moment ago",
-                    hint="stop its agent with 'genie down' there, then try again",
-                )
+            if node_id not in self._ledger.nodes and not any(row.revoked_at is None for row in tokens):
+                raise NodeNotFoundError(f"there is no node {node_id[:80]!r}", hint="see 'genie nodes'")
+            if held is not None and held.holds:
+                raise NodeError(f"node {node_id} still holds {len(held.holds)} jobs", hint="try again")
             txn.delete(self._ledger.nodes, node_id)
             txn.delete(self._ledger.holds, node_id)
             for row in tokens:
                 txn.put(self._ledger.tokens, row.token_id, revoked(row, now=self._clock.wall_s()))
             return [row.token_id for row in tokens]
 
-        ids = await self._ledger.write(build)
+        for token_id in await self._ledger.write(build):
+            self.on_revoked(token_id)
         _log.info("node %s was removed", node_id)
-        return ids
 
     def check_certificate(self, node_id: str, shown_name: str) -> None:
         """With TLS, a node's token counts only together with that node's certificate."""
@@ -217,6 +223,10 @@ class Admission:
             suffix = f"-{number}"
             candidate = wish[: 63 - len(suffix)].rstrip("-") + suffix
         return candidate
+
+
+def _nobody(token_id: str) -> None:
+    """Until someone has connections to close."""
 
 
 def _own_paths(directory: Path) -> tuple[Path, Path]:

@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable, Sequence
 import msgspec
 
 from genie.config import ControllerConfig
-from genie.controller.checks import check_endpoint, check_node, checked_wait_s
+from genie.controller.checks import check_node, checked_wait_s
 from genie.controller.connection import Connection, Handlers
 from genie.controller.election import Election
 from genie.controller.jobs import Jobs, is_at, stop_reason
@@ -48,6 +48,7 @@ from genie.model.messages import (
     ReadLog,
     Register,
     Registered,
+    RemoveNode,
     RunningJob,
 )
 from genie.runtime.clock import Clock
@@ -76,6 +77,7 @@ class Agents:
         clock: Clock,
         controllers: Callable[[], tuple[str, ...]],
         refresh_controllers: Callable[[], Awaitable[None]],
+        forget: Callable[[str], Awaitable[None]],
         wake: Callable[[], None],
     ) -> None:
         self._ledger = ledger
@@ -87,6 +89,8 @@ class Agents:
         self._clock = clock
         self._controllers = controllers
         self._refresh_controllers = refresh_controllers
+        self._forget = forget
+        self._left_alone: set[str] = set()
         self._wake = wake
         self._ttl_s = config.node_ttl_s
         self._confirm_s = config.node_ttl_s + config.reclaim_grace_s
@@ -98,6 +102,7 @@ class Agents:
             Register: self.register,
             Heartbeat: self.heartbeat,
             Leave: self.leave,
+            RemoveNode: self.remove,
             ConfirmLaunch: self.confirm_launch,
             ExecutorReady: self.executor_ready,
         }
@@ -113,7 +118,7 @@ class Agents:
         await self._end_earlier_lives(node_id, node.incarnation, request.exits)
         await self._refresh_controllers()
         # What it is told now it may never read; that it asks proves that it has read the answer to Hello.
-        record = NodeRecord(info=node, controllers=connection.told)
+        record = NodeRecord(info=node, controllers=connection.told, ttl_s=self._ttl_s)
 
         def build(txn: Transaction) -> None:
             self._check_incarnation(node_id, node.incarnation)
@@ -164,8 +169,10 @@ class Agents:
             held = self._ledger.holds.get(node_id)
             if held is not None and held.holds:
                 raise NodeError(f"node {node_id} still holds {len(held.holds)} jobs")
-            txn.delete(self._ledger.nodes, node_id)
-            txn.delete(self._ledger.holds, node_id)
+            record = self._ledger.nodes.get(node_id)
+            if record is not None:
+                # Kept: what the cluster can ever run, and which incarnation was the last, are still known.
+                txn.put(self._ledger.nodes, node_id, msgspec.structs.replace(record, left=True))
 
         await self._ledger.write(build)
         self._membership.detach(node_id)
@@ -182,7 +189,6 @@ class Agents:
         return Done()
 
     async def executor_ready(self, connection: Connection, request: ExecutorReady) -> Done:
-        check_endpoint(request.endpoint)
         job = self._jobs.get(request.job_id)
         if job is None or not is_at(job, connection.identity.name, request.epoch):
             raise FencedError(f"launch {request.epoch} of job {request.job_id[:80]} is void")
@@ -214,14 +220,14 @@ class Agents:
         ask = msgspec.structs.replace(request, job_id=job.job_id, wait_s=wait_s)
         return await peer.call(ask, timeout_s=wait_s + ORDER_TIMEOUT_S)
 
-    def preparing(self, node_id: str, digest: str) -> bool:
-        """Whether an unfinished job on this node needs that blob; its time to confirm starts anew."""
+    def preparing(self, node_id: str, digest: str) -> str | None:
+        """The tenant whose unfinished job on this node needs that blob; its time to confirm starts anew."""
         held = self._ledger.holds.get(node_id)
         jobs = [self._jobs.get(hold.job_id) for hold in held.holds] if held else []
         mine = [job for job in jobs if job and job.spec.workdir and job.spec.workdir.digest == digest]
         for job in mine:
             self._extend(job)
-        return bool(mine)
+        return mine[0].tenant if mine else None
 
     # -- what the clock asks for --------------------------------------------------------------
 
@@ -252,21 +258,54 @@ class Agents:
 
     async def reclaim(self) -> None:
         """Ends what silent nodes hold, after their own dead-man timers have ended it for certain."""
-        now_s = self._clock.monotonic_s()
         this_one = self._controllers()[0]
         for node_id, held in list(self._ledger.holds.items()):
-            if not held.holds or not self._membership.is_reclaimable(node_id, now_s):
-                continue
             record = self._ledger.nodes.get(node_id)
-            if record is None or this_one not in record.controllers:
-                # Its agent does not ask us whether we lead, so it may rightly believe that nobody does.
-                _log.debug("node %s is not reclaimed: it does not know %s", node_id, this_one)
+            if not held.holds or record is None or not self._is_reclaimable(record):
                 continue
-            silence_s = self._membership.silence_s(node_id, now_s)
-            for hold in held.holds:
-                reason = f"node {node_id} was silent for {silence_s:.0f} s"
-                await self._jobs.lose(hold.job_id, epoch=hold.epoch, reason=reason)
-                _log.warning("reclaimed job %s: %s", hold.job_id, reason)
+            if this_one not in record.controllers:
+                # Its agent does not ask us whether we lead, so it may rightly believe that nobody does.
+                if node_id not in self._left_alone:
+                    self._left_alone.add(node_id)
+                    _log.warning(
+                        "node %s is silent and keeps what it holds: it does not know the controller at %s; "
+                        "if it is gone for good, remove it with 'genie forget %s'",
+                        node_id,
+                        this_one,
+                        node_id,
+                    )
+                continue
+            await self._lose_holds(record, held)
+
+    async def remove(self, connection: Connection, request: RemoveNode) -> Done:
+        """The owner's word that a silent node is gone: its holds end, and its tokens open nothing."""
+        node_id = request.node_id
+        record, held = self._ledger.nodes.get(node_id), self._ledger.holds.get(node_id)
+        if record is not None and not record.left:
+            if self._membership.connection(node_id) is not None or not self._is_reclaimable(record):
+                raise NodeError(
+                    f"node {node_id} is connected, or was until a moment ago",
+                    hint="stop its agent with 'genie down' there, then try again",
+                )
+            if held is not None:
+                await self._lose_holds(record, held)
+        await self._forget(node_id)
+        self._membership.detach(node_id)
+        return Done()
+
+    def _is_reclaimable(self, record: NodeRecord) -> bool:
+        now_s = self._clock.monotonic_s()
+        return self._membership.is_reclaimable(record.info.node_id, now_s, granted_s=record.ttl_s)
+
+    async def _lose_holds(self, record: NodeRecord, held: NodeLedger) -> None:
+        node_id = held.node_id
+        silence_s = self._membership.silence_s(node_id, self._clock.monotonic_s())
+        for hold in held.holds:
+            reason = f"node {node_id} was silent for {silence_s:.0f} s"
+            await self._jobs.lose(
+                hold.job_id, epoch=hold.epoch, reason=reason, still=lambda: self._is_reclaimable(record)
+            )
+            _log.warning("reclaimed job %s: %s", hold.job_id, reason)
 
     def hang_up_uninformed(self) -> None:
         """Nodes that were told of other controllers than there are register anew, and so learn of them."""

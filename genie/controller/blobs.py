@@ -23,7 +23,7 @@ from genie.runtime import files
 
 _log = logging.getLogger(__name__)
 
-_PART = ".part"
+_PART = "+part"
 _READ_BYTES = 1024 * 1024
 
 
@@ -47,9 +47,10 @@ class Blobs:
 
     def stat(self, digest: str, *, tenant: str) -> BlobStatus:
         check_digest(digest)
-        if digest in self._sizes:
-            self._sizes.move_to_end(digest)
-            return BlobStatus(complete=True, received_bytes=self._sizes[digest])
+        name = blob_name(digest, tenant)
+        if name in self._sizes:
+            self._sizes.move_to_end(name)
+            return BlobStatus(complete=True, received_bytes=self._sizes[name])
         return BlobStatus(complete=False, received_bytes=self._sizes.get(_part(digest, tenant), 0))
 
     def put(
@@ -66,20 +67,21 @@ class Blobs:
         self._make_room(len(data), needed=needed, keep=name)
         upload = self._append(name, data)
         if last:
-            self._seal(name, digest, upload)
+            self._seal(name, digest, upload, into=blob_name(digest, tenant))
         return BlobStatus(complete=last, received_bytes=upload.size_bytes)
 
-    def read(self, digest: str, offset: int) -> BlobChunk:
+    def read(self, digest: str, offset: int, *, tenant: str) -> BlobChunk:
         """The bytes from `offset` on, as many as one chunk takes."""
         check_digest(digest)
-        if digest not in self._sizes:
+        name = blob_name(digest, tenant)
+        if name not in self._sizes:
             raise WorkdirError(f"the directory {digest[:12]} is not here", hint="submit the job again")
-        size_bytes = self._sizes[digest]
+        size_bytes = self._sizes[name]
         if not 0 <= offset <= size_bytes:
             raise UsageError(f"offset {offset} is not within the {size_bytes} bytes of {digest[:12]}")
-        self._sizes.move_to_end(digest)
+        self._sizes.move_to_end(name)
         try:
-            with (self._directory / digest).open("rb") as file:
+            with (self._directory / name).open("rb") as file:
                 file.seek(offset)
                 return BlobChunk(data=file.read(CHUNK_BYTES_MAX), size_bytes=size_bytes)
         except OSError as error:
@@ -115,7 +117,7 @@ class Blobs:
                     size_bytes += len(data)
         return _Upload(size_bytes, digest)
 
-    def _seal(self, name: str, digest: str, upload: _Upload) -> None:
+    def _seal(self, name: str, digest: str, upload: _Upload, *, into: str) -> None:
         path = self._directory / name
         self._uploads.pop(name, None)
         if upload.digest.hexdigest() != digest:
@@ -127,11 +129,11 @@ class Blobs:
         try:
             with path.open("rb") as file:
                 os.fsync(file.fileno())
-            path.replace(self._directory / digest)
+            path.replace(self._directory / into)
             files.sync_directory(self._directory)
         except OSError as error:
             raise StoreFullError(f"cannot keep the directory that was sent: {error}") from error
-        self._sizes[digest] = self._sizes.pop(name)
+        self._sizes[into] = self._sizes.pop(name)
 
     def _make_room(self, more_bytes: int, *, needed: AbstractSet[str], keep: str) -> None:
         total_bytes = sum(self._sizes.values()) + more_bytes
@@ -153,6 +155,10 @@ class Blobs:
         (self._directory / name).unlink(missing_ok=True)
 
 
+def blob_name(digest: str, tenant: str) -> str:
+    """By tenant: whoever knows only the digest of another's directory can neither find nor read it."""
+    return f"{digest}+{tenant}"
+
+
 def _part(digest: str, tenant: str) -> str:
-    # By tenant, so that nobody can spoil another's upload by sending wrong bytes for its digest.
-    return f"{digest}.{tenant}{_PART}"
+    return f"{digest}+{tenant}{_PART}"

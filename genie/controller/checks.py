@@ -53,6 +53,7 @@ def check_node(info: NodeInfo) -> None:
     _check_number(info.cpus, "cpus", 0.0, CPUS_MAX)
     _check_number(info.last_heartbeat, "last_heartbeat", 0.0, 1e12)
     _check_range(info.memory_total_bytes, "memory_total_bytes", 0, MEMORY_BYTES_MAX)
+    _check_range(info.memory_used_bytes, "memory_used_bytes", 0, MEMORY_BYTES_MAX)
     _check_range(info.incarnation, "incarnation", 0, 1 << 62)
     _check_range(info.control_port, "control_port", 0, 65535)
     _check_range(len(info.gpus), "number of accelerators", 0, GPUS_MAX)
@@ -61,6 +62,10 @@ def check_node(info: NodeInfo) -> None:
     labels = [info.hostname, info.host, info.network_backend, info.status_reason, info.version]
     for gpu in info.gpus:
         _check_range(gpu.gpu_id, "accelerator id", 0, 1 << 20)
+        _check_range(gpu.memory_total_bytes, "accelerator memory", 0, MEMORY_BYTES_MAX)
+        _check_range(gpu.memory_used_bytes, "accelerator memory in use", 0, MEMORY_BYTES_MAX)
+        for reading in (gpu.utilization_pct, gpu.temperature_c, gpu.power_w):
+            _check_number(reading or 0.0, "an accelerator's reading", -1e6, 1e6)
         labels += [gpu.name, gpu.uuid, gpu.reason]
     for label in labels:
         check_label(label, what=f"a text of node {info.node_id}")

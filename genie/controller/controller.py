@@ -32,6 +32,7 @@ from genie.controller.tokens import Tokens
 from genie.controller.users import Cluster, Offload, Users
 from genie.controller.waiting import Bell, wait_event
 from genie.errors import GenieError, LeadershipError, StoreError, TlsError
+from genie.model.names import address_text
 from genie.model.node import NodeStatus
 from genie.runtime import files
 from genie.runtime.clock import Clock
@@ -117,6 +118,7 @@ class Controller:
         self._sessions = Sessions(ledger, jobs, clock=clock, random_bytes=random_bytes)
         self._membership = Membership(config)
         self._orders = Orders()
+        self._admission = Admission(ledger, self._tokens, self._certificates, jobs, clock=clock)
         self._agents = Agents(
             ledger=ledger,
             jobs=jobs,
@@ -128,6 +130,7 @@ class Controller:
             clock=clock,
             controllers=lambda: self._controllers,
             refresh_controllers=self._read_controllers,
+            forget=self._admission.forget,
             wake=wake,
         )
 
@@ -152,12 +155,11 @@ class Controller:
             ledger=self._ledger,
             election=self._election,
             tokens=self._tokens,
-            admission=Admission(self._ledger, self._tokens, self._certificates, self._jobs, clock=clock),
+            admission=self._admission,
             certificates=self._certificates,
             clock=clock,
             ready=self._ready,
             controllers=lambda: self._controllers,
-            membership=self._membership,
         )
         self._service.add(self._agents.handlers())
         self._service.add(Users(self._cluster, hang_up=self._service.hang_up).handlers())
@@ -165,8 +167,7 @@ class Controller:
     @property
     def address(self) -> str:
         """host:port under which others reach this controller."""
-        host = self._advertised()
-        return f"[{host}]:{self.port}" if ":" in host else f"{host}:{self.port}"
+        return address_text(self._advertised(), self.port)
 
     @property
     def is_leading(self) -> bool:

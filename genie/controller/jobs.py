@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 
 from genie.config import ControllerConfig
+from genie.controller.blobs import blob_name
 from genie.controller.ledger import Ledger, Table, Transaction
 from genie.controller.waiting import Bell
 from genie.errors import FencedError, JobNotFoundError, JobRefusedError
@@ -106,7 +107,11 @@ class Jobs:
 
     def needed_blobs(self) -> set[str]:
         unfinished = self.in_states(JobState.QUEUED, JobState.PLACING, JobState.RUNNING)
-        return {job.spec.workdir.digest for job in unfinished if job.spec.workdir is not None}
+        return {
+            blob_name(job.spec.workdir.digest, job.tenant)
+            for job in unfinished
+            if job.spec.workdir is not None
+        }
 
     def explain(self, job_id: str, reason: str) -> None:
         """What a queued job waits for. Kept in memory: it changes often and can be found out again."""
@@ -271,11 +276,16 @@ class Jobs:
 
         await self._ledger.write(build)
 
-    async def lose(self, job_id: str, *, epoch: int, reason: str) -> None:
-        """Its node is gone or no longer has it: lost if it ran, queued again if it had not started."""
+    async def lose(
+        self, job_id: str, *, epoch: int, reason: str, still: Callable[[], bool] = lambda: True
+    ) -> None:
+        """Its node is gone or no longer has it: lost if it ran, queued again if it had not started.
+
+        `still` is asked at the last moment: a node may have come back while the write was waiting.
+        """
 
         def build(txn: Transaction) -> None:
-            job = self.get(job_id)
+            job = self.get(job_id) if still() else None
             if job is None or job.placement is None or job.placement.epoch != epoch or job.state.is_final:
                 return
             if job.state is JobState.PLACING:

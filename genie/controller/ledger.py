@@ -37,6 +37,10 @@ class NodeRecord(msgspec.Struct, frozen=True, kw_only=True):
 
     info: NodeInfo
     controllers: tuple[str, ...] = ()
+    ttl_s: float = 0.0
+    """The time to live that it was granted."""
+    left: bool = False
+    """It went in good order; it may come back."""
 
 
 class Counter(msgspec.Struct, frozen=True, kw_only=True):
@@ -68,6 +72,9 @@ class Table(Generic[_Row]):
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._rows)
+
+    def __getitem__(self, row_id: str) -> _Row:
+        return self._rows[row_id]
 
     def __contains__(self, row_id: object) -> bool:
         return row_id in self._rows
@@ -162,6 +169,8 @@ class Ledger:
         )
         self._queue: asyncio.Queue[_Write] = asyncio.Queue(WRITES_WAITING_MAX)
         self._uncertain = False
+        self._reading_or_writing = asyncio.Lock()
+        """A write that is committed while everything is read would be overwritten in memory."""
         self.is_loaded = False
         self.on_change: list[Listener] = []
         """Told of each committed row: table, id, before, after (None where there is none)."""
@@ -169,7 +178,11 @@ class Ledger:
         """Told when all tables were read anew."""
 
     async def load(self) -> None:
-        """Reads everything. Call it as leader only: then nobody else writes meanwhile."""
+        """Reads everything. Call it as leader only: then no other controller writes meanwhile."""
+        async with self._reading_or_writing:
+            await self._load()
+
+    async def _load(self) -> None:
         fresh = [await self._read(table) for table in self._tables]
         for table, rows in zip(self._tables, fresh, strict=True):
             table._replace(rows)
@@ -204,13 +217,8 @@ class Ledger:
 
     async def _carry_out(self, write: _Write) -> None:
         try:
-            token = self._election.require_token()
-            if self._uncertain:
-                await self.load()
-            transaction = Transaction(self.counters)
-            result = write.build(transaction)
-            if transaction.staged:
-                await self._commit(transaction, token)
+            async with self._reading_or_writing:
+                result = await self._done(write)
         except asyncio.CancelledError:
             if not write.answer.done():
                 write.answer.set_exception(_stopping())
@@ -224,6 +232,16 @@ class Ledger:
             return
         if not write.answer.done():
             write.answer.set_result(result)
+
+    async def _done(self, write: _Write) -> Any:  # Any: see _Write
+        token = self._election.require_token()
+        if self._uncertain:
+            await self._load()
+        transaction = Transaction(self.counters)
+        result = write.build(transaction)
+        if transaction.staged:
+            await self._commit(transaction, token)
+        return result
 
     async def _commit(self, transaction: Transaction, token: int) -> None:
         changes = list(transaction.staged.values())

@@ -37,7 +37,7 @@ class Membership:
     def __init__(self, config: ControllerConfig) -> None:
         self._suspect_s = config.node_suspect_s
         self._down_s = config.node_ttl_s
-        self._reclaim_s = config.node_ttl_s + config.reclaim_grace_s
+        self._grace_s = config.reclaim_grace_s
         self._members: dict[str, Member] = {}
         self._term_began_s = 0.0
 
@@ -75,8 +75,9 @@ class Membership:
         heard_s = self._term_began_s if member is None else max(member.heard_s, self._term_began_s)
         return now_s - heard_s
 
-    def is_reclaimable(self, node_id: str, now_s: float) -> bool:
-        return self.silence_s(node_id, now_s) >= self._reclaim_s
+    def is_reclaimable(self, node_id: str, now_s: float, *, granted_s: float = 0.0) -> bool:
+        """`granted_s` is the time to live that the node was told: an earlier controller's may be longer."""
+        return self.silence_s(node_id, now_s) >= max(self._down_s, granted_s) + self._grace_s
 
     def described(self, registered: NodeInfo, now_s: float) -> NodeInfo:
         """The node as people and the scheduler see it: latest readings, and a status by the clock."""

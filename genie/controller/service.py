@@ -17,7 +17,6 @@ from genie.controller.checks import check_label
 from genie.controller.connection import Connection, Handlers
 from genie.controller.election import Election
 from genie.controller.ledger import Ledger
-from genie.controller.membership import Membership
 from genie.controller.tokens import Tokens
 from genie.controller.waiting import wait_event
 from genie.errors import (
@@ -31,13 +30,11 @@ from genie.errors import (
 from genie.model.messages import (
     CONTROLLER_REQUESTS,
     Certificate,
-    Done,
     FetchTrust,
     Hello,
     Join,
     Joined,
     Message,
-    RemoveNode,
     RenewCertificate,
     SignExecutor,
     TrustAnchor,
@@ -71,7 +68,6 @@ class Service:
         clock: Clock,
         ready: asyncio.Event,
         controllers: Callable[[], tuple[str, ...]],
-        membership: Membership,
     ) -> None:
         self._ledger = ledger
         self._election = election
@@ -81,15 +77,14 @@ class Service:
         self._clock = clock
         self._ready = ready
         self._controllers = controllers
-        self._membership = membership
         self._connections: set[Connection] = set()
+        admission.on_revoked = self.hang_up
         self._handlers: Handlers = {
             Hello: self._hello,
             FetchTrust: self._fetch_trust,
             Join: self._join,
             RenewCertificate: self._renew,
             SignExecutor: self._sign_executor,
-            RemoveNode: self._remove_node,
         }
 
     def add(self, handlers: Handlers) -> None:
@@ -184,19 +179,6 @@ class Service:
     async def _join(self, connection: Connection, request: Join) -> Joined:
         await wait_event(self._ready, clock=self._clock, timeout_s=_READY_WITHIN_S)
         return await self._admission.join(request)
-
-    async def _remove_node(self, connection: Connection, request: RemoveNode) -> Done:
-        node_id = request.node_id
-
-        def silent_enough() -> bool:
-            now_s = self._clock.monotonic_s()
-            unconnected = self._membership.connection(node_id) is None
-            return unconnected and self._membership.is_reclaimable(node_id, now_s)
-
-        for token_id in await self._admission.remove(node_id, silent_enough=silent_enough):
-            self.hang_up(token_id)
-        self._membership.detach(node_id)
-        return Done()
 
     async def _renew(self, connection: Connection, request: RenewCertificate) -> Certificate:
         return self._admission.renew(connection.identity.name, request.csr_pem)

@@ -12,6 +12,7 @@ import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from genie.controller.checks import check_endpoint
 from genie.controller.jobs import Jobs, is_at
 from genie.controller.ledger import Ledger
 from genie.errors import DeviceUnavailableError, JobNotFoundError, NodeNotFoundError, UsageError
@@ -19,7 +20,7 @@ from genie.model.allocation import FULL_MILLI
 from genie.model.job import Accelerator, Job, JobKind, JobSpec, JobState, Resources
 from genie.model.messages import DeviceReply, Endpoint, OpenDevice
 from genie.model.names import checked_node_id
-from genie.model.node import GPUInfo, NodeInfo, Vendor
+from genie.model.node import GPUInfo, Vendor
 from genie.model.tenant import Identity
 from genie.runtime.clock import Clock
 from genie.tenancy.access import encoded
@@ -35,7 +36,6 @@ _HELD = (JobState.QUEUED, JobState.PLACING, JobState.RUNNING)
 @dataclass(slots=True)
 class _Client:
     heard_s: float
-    info: NodeInfo | None = None
 
 
 class Sessions:
@@ -58,7 +58,7 @@ class Sessions:
         now_s = self._clock.monotonic_s()
         return sum(1 for client in self._clients.values() if now_s - client.heard_s < SILENT_S)
 
-    def heard(self, identity: Identity, node_id: str, info: NodeInfo | None = None) -> None:
+    def heard(self, identity: Identity, node_id: str) -> None:
         """This client is alive. Clients of two tenants may have the same name."""
         checked_node_id(node_id)
         client = self._clients.get((identity.tenant, node_id))
@@ -68,7 +68,6 @@ class Sessions:
                 raise UsageError(f"{others} clients of tenant {identity.tenant} are here, the most allowed")
             client = self._clients[identity.tenant, node_id] = _Client(0.0)
         client.heard_s = self._clock.monotonic_s()
-        client.info = info or client.info
 
     async def open_device(self, request: OpenDevice, identity: Identity) -> DeviceReply:
         """A session job for one accelerator; asked again, the same one."""
@@ -104,6 +103,7 @@ class Sessions:
 
     def ready(self, job: Job, epoch: int, endpoint: Endpoint) -> None:
         """The executor of this launch listens."""
+        check_endpoint(endpoint)
         self._endpoints[job.job_id] = (epoch, endpoint)
         self._jobs.ring(job.job_id)
 
@@ -117,8 +117,7 @@ class Sessions:
         """Cancels what silent clients hold, and returns it. Forgets what is over."""
         cancelled = []
         now_s = self._clock.monotonic_s()
-        held = self._held()
-        for job in held:
+        for job in self._held():
             client = self._clients.get((job.tenant, job.session))
             heard_s = max(client.heard_s if client else 0.0, self._term_began_s)
             if now_s - heard_s >= SILENT_S and not job.cancel_requested:
@@ -126,7 +125,8 @@ class Sessions:
                 cancelled.append(await self._jobs.cancel(job.job_id, reason))
         for key in [key for key, client in self._clients.items() if now_s - client.heard_s >= SILENT_S]:
             del self._clients[key]
-        alive = {job.job_id for job in held}
+        # Asked anew: others may have come while the cancellations were written.
+        alive = {job.job_id for job in self._held()}
         self._tickets = {key: ticket for key, ticket in self._tickets.items() if key in alive}
         self._endpoints = {key: item for key, item in self._endpoints.items() if key in alive}
         return cancelled

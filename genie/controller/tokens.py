@@ -17,7 +17,7 @@ import msgspec
 from genie.config import ControllerConfig
 from genie.controller.ledger import Ledger, Transaction
 from genie.controller.store import Store
-from genie.errors import StoreError, TokenRefusedError, UsageError
+from genie.errors import AccessError, StoreError, TokenRefusedError, UsageError
 from genie.model.names import checked_name
 from genie.model.tenant import DEFAULT_TENANT, Identity, TokenKind, TokenRecord
 from genie.runtime import files
@@ -96,7 +96,7 @@ class Tokens:
         ttl_s: float | None = None,
     ) -> tuple[Token, TokenRecord]:
         """A new token as part of a larger change."""
-        if len(self._ledger.tokens) >= TOKENS_MAX:
+        if sum(row.revoked_at is None for row in self._ledger.tokens.values()) >= TOKENS_MAX:
             raise UsageError(f"there are {TOKENS_MAX} tokens already", hint="revoke some first")
         token = self._new(kind)
         record = new_record(token, now=self._clock.wall_s(), tenant=tenant, name=name, ttl_s=ttl_s)
@@ -109,7 +109,7 @@ class Tokens:
         def build(txn: Transaction) -> None:
             record = self._ledger.tokens.get(token_id)
             if record is None:
-                raise TokenRefusedError(f"there is no token {token_id[:80]!r}", hint="see 'genie token list'")
+                raise AccessError(f"there is no token {token_id[:80]!r}", hint="see 'genie token list'")
             if record.revoked_at is not None:
                 return
             owners = [row for row in self._ledger.tokens.values() if _is_good_owner(row)]
@@ -145,7 +145,7 @@ class Tokens:
         _log.info("wrote the owner's token to %s", path)
 
     async def drop_old(self) -> None:
-        """Forgets join tokens a day after they ran out, and revoked ones a day after that."""
+        """Forgets join tokens a day after they ran out, and any token a day after it was revoked."""
         limit = self._clock.wall_s() - _JOIN_KEPT_S
         old = [
             row.token_id

@@ -99,8 +99,14 @@ class Cluster:
         for node_id, record in self.ledger.nodes.items():
             info = self.membership.described(record.info, now_s)
             ledger = self.ledger.holds.get(node_id) or NodeLedger(node_id=node_id)
-            states.append(NodeState(info, ledger, closed=self.membership.closed(info)))
+            closed = "it has left the cluster" if record.left else self.membership.closed(info)
+            states.append(NodeState(info, ledger, closed=closed))
         return ClusterView.of(states)
+
+    def present(self) -> list[NodeState]:
+        """The nodes that people are shown: those that left in good order are not among them."""
+        nodes = self.view().nodes.values()
+        return [node for node in nodes if not self.ledger.nodes[node.node_id].left]
 
     def check_readable(self) -> None:
         """NotLeaderError where the memory is another controller's to answer from."""
@@ -244,9 +250,10 @@ class Users:
     async def get_blob(self, connection: Connection, request: GetBlob) -> BlobChunk:
         """For a node: only what a job that it holds needs."""
         node_id = connection.identity.name
-        if not self._cluster.agents.preparing(node_id, request.digest):
+        tenant = self._cluster.agents.preparing(node_id, request.digest)
+        if tenant is None:
             raise PermissionError_(f"no job on node {node_id} needs {request.digest[:12]}")
-        read = partial(self._cluster.blobs.read, request.digest, request.offset)
+        read = partial(self._cluster.blobs.read, request.digest, request.offset, tenant=tenant)
         chunk: BlobChunk = await self._cluster.offload(read)
         return chunk
 
@@ -258,7 +265,7 @@ class Users:
 
     async def get_status(self, connection: Connection, request: GetStatus) -> StatusReply:
         cluster = self._cluster
-        nodes = list(cluster.view().nodes.values())
+        nodes = cluster.present()
         up = [node for node in nodes if node.info.status is not NodeStatus.DISCONNECTED]
         record = cluster.ledger.cluster.get("")
         return StatusReply(
@@ -280,7 +287,7 @@ class Users:
 
     async def session_heartbeat(self, connection: Connection, request: SessionHeartbeat) -> NodesReply:
         check_node(request.node)
-        self._cluster.sessions.heard(connection.identity, request.node.node_id, request.node)
+        self._cluster.sessions.heard(connection.identity, request.node.node_id)
         self._cluster.check_readable()
         return self._nodes(connection.identity, after="")
 
@@ -319,11 +326,11 @@ class Users:
     # -- parts --------------------------------------------------------------------------------
 
     def _nodes(self, identity: Identity, *, after: str) -> NodesReply:
-        nodes = sorted(self._cluster.view().nodes.items())
+        nodes = sorted(self._cluster.present(), key=lambda node: node.node_id)
         views = [
             NodeView(info=node.info, ledger=_masked(node.ledger, identity))
-            for node_id, node in nodes
-            if node_id > after
+            for node in nodes
+            if node.node_id > after
         ]
         fitting, more = _fitting(views)
         return NodesReply(nodes=fitting, more=more)

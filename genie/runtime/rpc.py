@@ -44,6 +44,7 @@ class Peer:
         self._waiting: dict[int, asyncio.Future[wire.Frame]] = {}
         self._next_call = 0
         self._slots = asyncio.Semaphore(IN_FLIGHT_MAX)
+        self._sending = asyncio.Lock()
         self._closed = asyncio.Event()
 
     @property
@@ -109,30 +110,36 @@ class Peer:
 
     async def _answer(self, frame: wire.Frame) -> None:
         try:
-            kind, payload = await self._outcome(frame)
-            async with asyncio.timeout(ANSWER_S_MAX):
-                await self.channel.send(wire.pack(kind, frame.call_id, payload))
+            answer = await self._outcome(frame)
+            # One at a time, and encoded only when it is its turn: a peer that does not read its answers
+            # costs the memory of one, and after a while its connection.
+            async with asyncio.timeout(ANSWER_S_MAX), self._sending:
+                await self.channel.send(_packed(answer, frame.call_id))
         except TimeoutError:
             _log.info("%s does not read its answers", self.name)
             self.close()
         finally:
             self._slots.release()
 
-    async def _outcome(self, frame: wire.Frame) -> tuple[wire.Kind, bytes]:
+    async def _outcome(self, frame: wire.Frame) -> Message | GenieError:
         try:
             if self._decoder is None or self._handler is None:
                 raise ProtocolError("this side answers no requests")
-            request = self._decoder.decode(frame.payload, peer=self.name)
-            payload = wire.encode(await self._handler(self, request))
-            if len(payload) > wire.FRAME_BYTES_MAX:
-                raise ProtocolError(f"the answer to {type(request).__name__} is over the frame cap")
+            return await self._handler(self, self._decoder.decode(frame.payload, peer=self.name))
         except GenieError as error:
-            return wire.Kind.ERROR, wire.encode_error(error)
+            return error
         except Exception:
             _log.exception("a request from %s failed", self.name)
-            internal = GenieError("internal error", hint="the log of the other side has the details")
-            return wire.Kind.ERROR, wire.encode_error(internal)
-        return wire.Kind.REPLY, payload
+            return GenieError("internal error", hint="the log of the other side has the details")
+
+
+def _packed(answer: Message | GenieError, call_id: int) -> bytes:
+    if isinstance(answer, GenieError):
+        return wire.pack(wire.Kind.ERROR, call_id, wire.encode_error(answer))
+    payload = wire.encode(answer)
+    if len(payload) > wire.FRAME_BYTES_MAX:
+        return _packed(ProtocolError(f"the answer {type(answer).__name__} is over the frame cap"), call_id)
+    return wire.pack(wire.Kind.REPLY, call_id, payload)
 
 
 @asynccontextmanager

@@ -24,7 +24,7 @@ class FifoScheduler:
         decisions: list[Decision] = []
         head: Job | None = None
         for job in queue:
-            if head is not None:
+            if head is not None and not job.spec.node_id:
                 decisions.append(Wait(job.job_id, f"behind {head.job_id}, which came first and waits"))
                 continue
             decision = _decide_one(job, nodes, cluster)

@@ -81,6 +81,8 @@ class Machines:
 
     def _let_end(self, process: SimProcess) -> None:
         now_s = self._world.now_s
+        if self._world.is_frozen(process.node_id):
+            return
         if SimClock(self._world, process.node_id).monotonic_s() >= process.until_s:
             self.doom(process, "ended by Genie: the dead-man timer ran out", within_s=process.deadman_grace_s)
         if now_s >= process.ends_at_s and not process.doomed:

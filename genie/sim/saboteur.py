@@ -19,6 +19,7 @@ ALL_FAULTS = (
     "pause_node",
     "crash_node",
     "power_node",
+    "freeze_node",
     "drift",
     "restart_controller",
     "pause_controller",
@@ -40,7 +41,6 @@ async def rampage(cluster: SimCluster, *, seconds: float, every_s: float, kinds:
             _log.info("%.2f fault %s %s %s for %.1f s", world.now_s, kind, node, controller, lasts_s)
             faults.create_task(_commit(cluster, kind, node, controller, lasts_s))
     world.heal_all()
-    world.rates.clear()
     for host in (*cluster.controller_hosts, *cluster.node_hosts):
         cluster.restart(host)
 
@@ -57,7 +57,9 @@ async def _commit(cluster: SimCluster, kind: str, node: str, controller: str, la
         case "pause_controller":
             world.pause(controller, lasts_s)
         case "drift":
-            world.rates[node] = world.random.choice((0.9, 1.0, 1.1))
+            world.set_rate(node, world.random.choice((0.9, 1.0, 1.1)))
+        case "freeze_node":
+            world.freeze(node, lasts_s)
         case "lose_store":
             cluster.set_store(controller, available=False)
             await asyncio.sleep(lasts_s)

@@ -25,8 +25,9 @@ class World:
     def __init__(self, seed: int) -> None:
         self.random = random.Random(seed)
         self.delay_s = 0.005
-        self.rates: dict[str, float] = {}
-        """Clock rate by host; 1.0 when not set."""
+        self._rates: dict[str, tuple[float, float, float]] = {}
+        """By host: the clock's rate, since when, and what it showed then."""
+        self._frozen_until: dict[str, float] = {}
         self._paused_until: dict[str, float] = {}
         self._cut: set[frozenset[str]] = set()
         self.listeners: dict[tuple[str, int], _Listener] = {}
@@ -39,6 +40,25 @@ class World:
     def pause(self, host: str, seconds: float) -> None:
         """Like SIGSTOP: the host's code does not run, but time goes on."""
         self._paused_until[host] = self.now_s + seconds
+
+    def freeze(self, host: str, seconds: float) -> None:
+        """Like a paused virtual machine: not even the host's other processes run."""
+        self.pause(host, seconds)
+        self._frozen_until[host] = self.now_s + seconds
+
+    def is_frozen(self, host: str) -> bool:
+        return self.now_s < self._frozen_until.get(host, 0.0)
+
+    def set_rate(self, host: str, rate: float) -> None:
+        """From now on the host's clock runs this much faster. It goes on from where it is."""
+        self._rates[host] = (rate, self.now_s, self.host_s(host))
+
+    def host_s(self, host: str) -> float:
+        rate, since_s, shown_s = self._rates.get(host, (1.0, 0.0, 0.0))
+        return shown_s + (self.now_s - since_s) * rate
+
+    def rate(self, host: str) -> float:
+        return self._rates.get(host, (1.0, 0.0, 0.0))[0]
 
     def is_paused(self, host: str) -> bool:
         return self.now_s < self._paused_until.get(host, 0.0)
@@ -56,6 +76,9 @@ class World:
     def heal_all(self) -> None:
         self._cut.clear()
         self._paused_until.clear()
+        self._frozen_until.clear()
+        for host in list(self._rates):
+            self.set_rate(host, 1.0)
 
     def is_cut(self, one: str, other: str) -> bool:
         return frozenset((one, other)) in self._cut
@@ -82,18 +105,14 @@ class SimClock:
         self._host = host
 
     def monotonic_s(self) -> float:
-        return self._world.now_s * self._rate
+        return self._world.host_s(self._host)
 
     def wall_s(self) -> float:
         return EPOCH_S + self._world.now_s
 
     async def sleep(self, seconds: float) -> None:
-        await asyncio.sleep(seconds / self._rate)
+        await asyncio.sleep(seconds / self._world.rate(self._host))
         await self._world.wait_unpaused(self._host)
-
-    @property
-    def _rate(self) -> float:
-        return self._world.rates.get(self._host, 1.0)
 
 
 class _Listener:

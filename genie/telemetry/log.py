@@ -22,6 +22,9 @@ from genie.config import LogConfig
 
 LOGGER = "genie"
 HIDDEN = "***"
+TEXT_CHARS_MAX = 8192
+"""Of one message, field or traceback; the middle of a longer one is cut out."""
+_LOOKED_AT_CHARS_MAX = 8 * TEXT_CHARS_MAX
 
 # What a record has without anyone's `extra`.
 _OWN_FIELDS = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
@@ -30,6 +33,8 @@ _SECRET_NAME = re.compile(r"(?i)token|secret|password|passwd|ticket|authorizatio
 # Ids and hashes are named after what they belong to, and are meant to be read.
 _HARMLESS_NAME = re.compile(r"(?i)(_id|_ids|_kind|_sha256|_file|_path|leader_token|fencing_token)$")
 
+# Each starts at a fixed word and never runs past the next one: strangers give these texts, and looking
+# through one must take time in proportion to its length.
 _SECRET_TEXTS = (
     # A Genie token: kind and id stay readable, secret and pin do not.
     (
@@ -45,7 +50,7 @@ _SECRET_TEXTS = (
         r"\1\2***",
     ),
     # user:password@host in an address
-    (re.compile(r"(\w+://[^\s:/@]*):[^\s/@]+@"), r"\1:***@"),
+    (re.compile(r"(://[^\s:/@]*):[^\s/@]+@"), r"\1:***@"),
 )
 
 
@@ -70,11 +75,23 @@ def reset() -> None:
 
 
 def redacted(text: str) -> str:
-    """`text` without what looks like a token, a private key or a password, and as valid Unicode."""
+    """`text` without what looks like a token, a private key or a password, as valid Unicode, and cut."""
+    unseen = max(0, len(text) - _LOOKED_AT_CHARS_MAX)
+    text = text[:_LOOKED_AT_CHARS_MAX]
     text = text.encode("utf-8", "backslashreplace").decode()  # file names can hold half characters
     for pattern, instead in _SECRET_TEXTS:
         text = pattern.sub(instead, text)
-    return text
+    return _shortened(text, unseen)
+
+
+def _shortened(text: str, unseen: int) -> str:
+    """Cut only after the secrets are out: half of one might not look like one any more."""
+    if not unseen and len(text) <= TEXT_CHARS_MAX:
+        return text
+    # The end of a traceback says most. Where the end was not looked at, half a secret may stand last.
+    tail = "" if unseen else text[-TEXT_CHARS_MAX // 2 :]
+    head = text[: TEXT_CHARS_MAX - len(tail)]
+    return f"{head}[{len(text) + unseen - len(head) - len(tail)} characters cut]{tail}"
 
 
 class TextFormatter(logging.Formatter):

@@ -95,6 +95,29 @@ def test_a_command_that_is_wrong_ends_with_2_and_names_what(argv, named, genie) 
     assert "Traceback" not in ran.err
 
 
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["submit", "--gpus", "one", "--", "x"], "--gpus 'one' is not a whole number"),
+        (["submit", "--gpus", "1.5", "--", "x"], "--gpus '1.5' is not a whole number"),
+        (["submit", "--cpus", "two", "--", "x"], "--cpus 'two' is not a number"),
+        (["jobs", "--limit", "all"], "--limit 'all' is not a whole number"),
+        (["jobs", "--limit", "1001"], "--limit '1001' is not allowed"),
+        (["up", "--port", "http"], "--port 'http' is not a whole number"),
+    ],
+)
+def test_a_number_that_is_none_is_told_in_plain_words(argv, said, genie) -> None:
+    ran = genie(*argv)
+    assert (ran.code, ran.out) == (2, "")
+    assert ran.err.startswith(f"genie: {said}\nhint: ")
+
+
+def test_without_a_cluster_the_hint_speaks_of_options(genie) -> None:
+    ran = genie("status")
+    assert "--address HOST[:PORT]" in ran.err
+    assert "master_addr" not in ran.err
+
+
 def test_an_error_is_two_lines_and_no_traceback(genie) -> None:
     ran = genie("status")
     assert ran.code == 2
@@ -180,7 +203,8 @@ def _on_a_terminal(argv: list[str], environ: dict[str, str]) -> str:
 def test_a_log_level_that_is_none_names_the_allowed_ones(level, genie) -> None:
     ran = genie("config", "check", "--log-level", level)
     assert ran.code == 2
-    assert "log.level" in ran.err and "WARNING" in ran.err
+    assert f"--log-level {level!r} is not allowed" in ran.err and "WARNING" in ran.err
+    assert "log.level" not in ran.err and "argument" not in ran.err
 
 
 def test_completion_can_be_shown(genie, monkeypatch) -> None:

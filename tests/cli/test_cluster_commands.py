@@ -14,7 +14,10 @@ from pathlib import Path
 
 import pytest
 
+from genie.cli.cluster_commands import _join_text
 from genie.cluster.local import find_running
+from genie.errors import NodeError, NodeNotFoundError
+from genie.model.messages import Done, RemoveNode
 from tests.waiting import wait_until
 
 JUNK_TOKEN = f"genie.join.abcd.{'s' * 43}.{'p' * 43}"
@@ -44,9 +47,9 @@ def test_a_port_that_is_taken_is_named(genie, state_dir, detach) -> None:
 @pytest.mark.parametrize(
     ("argv", "named"),
     [
-        (["--port", "70000"], "controller.port"),
-        (["--port", "-1"], "controller.port"),
-        (["--tls", "maybe"], "controller.tls"),
+        (["--port", "70000"], "--port '70000'"),
+        (["--port", "-1"], "--port '-1'"),
+        (["--tls", "maybe"], "--tls 'maybe'"),
         (["--store", "mysql://x"], "mysql"),
         (["--store", "etcd://"], "etcd"),
     ],
@@ -89,6 +92,40 @@ def test_down_with_nothing_running_says_so(genie) -> None:
     ran = genie("down")
     assert ran.code == 0
     assert "nothing to stop" in ran.out
+
+
+def test_forget_removes_a_node(genie, controller) -> None:
+    controller.answers[RemoveNode] = Done()
+    assert genie("forget", "gpu-box-3")[:2] == (0, "gpu-box-3  forgotten\n")
+    assert controller.asked == [RemoveNode(node_id="gpu-box-3")]
+
+
+@pytest.mark.parametrize(
+    "error",
+    [NodeError("node box is connected", hint="stop it"), NodeNotFoundError("there is no node 'box'")],
+    ids=["connected", "unknown"],
+)
+def test_a_node_that_cannot_be_forgotten_says_why(genie, controller, error) -> None:
+    controller.answers[RemoveNode] = error
+    ran = genie("forget", "box")
+    assert (ran.code, ran.out) == (1, "")
+    assert error.message in ran.err
+
+
+def test_forget_takes_ids_of_nodes_only(genie, controller) -> None:
+    assert genie("forget", "../box").code == 2
+    assert controller.asked == []
+
+
+@pytest.mark.parametrize(
+    ("loopback", "said"),
+    [
+        (True, "this cluster listens on loopback only; genie up --bind ADDRESS lets other machines in"),
+        (False, "genie join 10.0.0.5:6000 --token-file join.token"),
+    ],
+)
+def test_up_says_how_others_join_only_where_they_can(loopback, said) -> None:
+    assert said in _join_text("10.0.0.5:6000", loopback=loopback)
 
 
 # --- real processes ---------------------------------------------------------------------------
@@ -158,10 +195,26 @@ def test_more_than_there_ever_is_is_refused_and_more_than_now_is_queued(cluster)
     assert cluster("cancel", holder, waiting.stdout.strip()).returncode == 0
 
 
+def test_up_told_what_to_do_next(cluster) -> None:
+    log = (cluster.state_dir / "logs" / "up.log").read_text("utf-8")
+    assert "listens on loopback only" in log and "--token TOKEN" not in log
+
+
+def test_a_connected_node_is_not_forgotten(cluster) -> None:
+    (view,) = json.loads(cluster("nodes", "--json").stdout)["nodes"]
+    ran = cluster("forget", view["info"]["node_id"])
+    assert (ran.returncode, ran.stdout) == (1, "")
+    assert "is connected" in ran.stderr
+    unknown = cluster("token", "revoke", "4f7a2c9d01be")
+    assert (unknown.returncode, unknown.stdout) == (1, "")
+
+
 def test_a_revoked_token_opens_nothing(cluster) -> None:
     token = cluster("token", "create", "--name", "guest").stdout.strip()
     assert cluster("status", GENIE_TOKEN=token).returncode == 0
-    assert cluster("token", "list", GENIE_TOKEN=token).returncode == 1, "only the owner may"
+    listed = cluster("token", "list", GENIE_TOKEN=token)
+    assert listed.returncode == 1
+    assert "a user token may not list tokens" in listed.stderr
     assert cluster("token", "revoke", token.split(".")[2]).returncode == 0
     ran = cluster("status", GENIE_TOKEN=token)
     assert ran.returncode == 1
@@ -176,9 +229,11 @@ def test_another_machine_joins_once_with_a_token(cluster, tmp_path) -> None:
     argv = ["join", address, "--node-id", "second", "--detach"]
     try:
         joined = other(*argv, "--token-file", str(tmp_path / "token"))
-        assert joined.returncode == 0, joined.stderr
+        assert (joined.returncode, joined.stdout) == (0, f"joined {address} as second\n"), joined.stderr
         wait_until(lambda: "second" in cluster("nodes", "--json").stdout, timeout_s=20)
-        assert other("down").returncode == 0
+        down = other("down")
+        assert (down.returncode, down.stdout) == (0, "stopped\n")
+        assert "stopping the agent of node second" in down.stderr and "cluster" not in down.stderr
         again = other(*argv)
         assert again.returncode == 0, "it has an identity of its own now: " + again.stderr
     finally:
@@ -186,6 +241,20 @@ def test_another_machine_joins_once_with_a_token(cluster, tmp_path) -> None:
     third = Commands(tmp_path / "third")("join", address, "--node-id", "third", "--token", token)
     assert third.returncode == 1
     assert "was used already" in third.stderr
+
+
+def test_a_node_id_that_was_asked_for_and_is_taken_is_refused(cluster, tmp_path) -> None:
+    other = Commands(tmp_path / "other")
+    address = json.loads(cluster("status", "--json").stdout)["address"]
+    token = cluster("token", "create", "--join").stdout.strip()
+    (view,) = json.loads(cluster("nodes", "--json").stdout)["nodes"]
+    taken = view["info"]["node_id"]
+    try:
+        ran = other("join", address, "--node-id", taken, "--token", token, "--detach")
+    finally:
+        other("down")
+    assert (ran.returncode, ran.stdout) == (2, "")
+    assert f"node id {taken!r} is taken" in ran.stderr
 
 
 def test_ctrl_c_stops_a_cluster_in_the_foreground(tmp_path) -> None:
@@ -236,3 +305,6 @@ def test_a_controller_alone_offers_nothing(tmp_path) -> None:
         assert ran.returncode == 0 or "can never run here" in ran.stderr
     finally:
         assert commands("down").returncode == 0
+    looked = commands("doctor", "--json", GENIE_CONTROLLER_PORT="0")
+    found = {check["name"]: check["verdict"] for check in json.loads(looked.stdout)["checks"]}
+    assert (looked.returncode, found["cluster"]) == (0, "absent"), "nothing is left of it"

@@ -84,6 +84,22 @@ def test_a_bad_file_is_named_with_what_is_wrong(genie, tmp_path, text, said) -> 
     assert said in ran.err and "c.toml" in ran.err
 
 
+def test_a_file_that_was_named_by_hand_is_not_blamed_on_the_environment(genie, tmp_path) -> None:
+    file = tmp_path / "c.toml"
+    file.write_text("[cluster\n")
+    ran = genie("config", "check", str(file))
+    assert "hint: correct it\n" in ran.err
+    assert "GENIE_CONFIG" not in ran.err
+
+
+def test_limits_are_shown_in_full(genie, monkeypatch) -> None:
+    monkeypatch.setenv("GENIE_WORKDIR_BYTES_MAX", "1")
+    assert "from 1024 to 1099511627776" in genie("config", "check").err
+    monkeypatch.delenv("GENIE_WORKDIR_BYTES_MAX")
+    monkeypatch.setenv("GENIE_HEARTBEAT_INTERVAL", "0")
+    assert "from 0.05 to 3600" in genie("config", "check").err
+
+
 def test_a_good_file_is_said_to_be_good(genie, tmp_path) -> None:
     file = tmp_path / "c.toml"
     file.write_text("[cluster]\nmaster_port = 6000\n")

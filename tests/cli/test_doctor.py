@@ -33,9 +33,24 @@ def test_doctor_gives_json(genie, monkeypatch) -> None:
     monkeypatch.setenv("GENIE_CONTROLLER_PORT", str(_free_port()))
     document = json.loads(genie("doctor", "--json").out)
     assert document["ok"] is True
-    assert {"name", "verdict", "found", "fix"} == set(document["checks"][0])
+    assert {"name", "verdict", "found", "fix", "detail"} == set(document["checks"][0])
     names = {check["name"] for check in document["checks"]}
     assert {"python", "torch", "uvloop", "grpcio", "c++ compiler", "etcd", "disk space", "clock"} <= names
+
+
+def test_a_backend_without_a_transport_says_that_and_the_rest_on_demand(genie, monkeypatch) -> None:
+    monkeypatch.setenv("GENIE_CONTROLLER_PORT", str(_free_port()))
+    document = json.loads(genie("doctor", "--json").out)
+    rdma = next(check for check in document["checks"] if check["name"] == "network rdma")
+    assert rdma["found"] == "this version of Genie has no transport for it"
+    assert rdma["detail"]
+    assert rdma["detail"] not in genie("doctor").out
+    assert rdma["detail"] in genie("doctor", "--debug").out
+
+
+def test_a_cluster_may_be_named_with_its_port(monkeypatch) -> None:
+    monkeypatch.setenv("GENIE_MASTER_ADDR", "127.0.0.1:6001")
+    assert checks._cluster_address(load()) == ("127.0.0.1", 6001)
 
 
 def test_a_cluster_that_answers_is_ok_and_the_port_is_its_own(genie, controller, monkeypatch) -> None:
@@ -43,6 +58,7 @@ def test_a_cluster_that_answers_is_ok_and_the_port_is_its_own(genie, controller,
     controller.answers[GetStatus] = status()
     found = {check["name"]: check for check in json.loads(genie("doctor", "--json").out)["checks"]}
     assert found["cluster"]["verdict"] == "ok"
+    assert found["cluster"]["found"].endswith(", 1 node")
     assert found[f"port {controller.port}"]["found"] == "used by this cluster"
 
 

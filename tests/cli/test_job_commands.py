@@ -30,7 +30,7 @@ from genie.model.messages import (
 )
 from tests.cli.nouns import job, placed
 
-PLAIN = {"argv": ["python", "train.py"], "name": None, "gpus": 0, "cpus": 0.0, "memory": None, "env": []}
+PLAIN = {"argv": ["python", "train.py"], "name": None, "gpus": "0", "cpus": "0", "memory": None, "env": []}
 
 
 def spec_with(**changes):
@@ -49,7 +49,7 @@ def log_of(data: bytes) -> LogChunk:
 
 
 def test_the_options_become_a_spec() -> None:
-    spec = spec_with(name="n1", gpus=2, cpus=1.5, memory="1GiB", env=["A=1", "B=x=y", "C="])
+    spec = spec_with(name="n1", gpus="2", cpus="1.5", memory="1GiB", env=["A=1", "B=x=y", "C="])
     assert (spec.name, spec.command) == ("n1", ("python", "train.py"))
     assert (spec.resources.gpus, spec.resources.cpus, spec.resources.memory_bytes) == (2, 1.5, 1 << 30)
     assert spec.env == {"A": "1", "B": "x=y", "C": ""}
@@ -75,11 +75,12 @@ def test_a_job_without_a_name_is_named_after_its_program(program, name) -> None:
     [
         ({"argv": []}, "command"),
         ({"argv": ["a\x00b"]}, "NUL"),
-        ({"gpus": -1}, "--gpus"),
-        ({"gpus": 10**9}, "--gpus"),
-        ({"cpus": -0.5}, "--cpus"),
-        ({"cpus": float("nan")}, "--cpus"),
-        ({"cpus": float("inf")}, "--cpus"),
+        ({"gpus": "-1"}, "--gpus"),
+        ({"gpus": "1000000000"}, "--gpus"),
+        ({"gpus": "one"}, "--gpus"),
+        ({"cpus": "-0.5"}, "--cpus"),
+        ({"cpus": "nan"}, "--cpus"),
+        ({"cpus": "inf"}, "--cpus"),
         ({"memory": "lots"}, "--memory"),
         ({"memory": "-1"}, "--memory"),
         ({"env": ["A"]}, "--env"),

@@ -72,7 +72,20 @@ def test_a_size_is_shown_in_the_nearest_unit(size_bytes: int, text: str) -> None
 
 
 @pytest.mark.parametrize(
-    ("seconds", "text"), [(-3, "0 s"), (119.9, "119 s"), (120, "2 min"), (7200, "2 h"), (172800, "2 d")]
+    ("seconds", "text"),
+    [
+        (-3, "0 s"),
+        (59.6, "1 min"),
+        (95, "95 s"),
+        (119.9, "2 min"),
+        (200, "3 min"),
+        (3599.7, "1 h"),
+        (5400, "90 min"),
+        (7200, "2 h"),
+        (86399, "1 d"),
+        (7 * 86400 - 2, "7 d"),
+        (30 * 86400 - 1, "30 d"),
+    ],
 )
-def test_a_duration_is_shown_short(seconds: float, text: str) -> None:
+def test_a_duration_is_shown_short_and_rounded_to_the_nearest(seconds: float, text: str) -> None:
     assert duration_text(seconds) == text

@@ -26,6 +26,7 @@ def test_a_new_token_is_alone_on_standard_output(genie, controller) -> None:
     ran = genie("token", "create", "--name", "alice", "--tenant", "lab", "--ttl", "30d")
     assert (ran.code, ran.out) == (0, "genie.user.tok1.secret.-\n")
     assert "GENIE_TOKEN" in ran.err and "secret" not in ran.err
+    assert f"GENIE_MASTER_ADDR=127.0.0.1:{controller.port}" in ran.err, "the port belongs to the address"
     (asked,) = controller.asked
     assert (asked.kind, asked.name, asked.tenant, asked.ttl_s) == ("user", "alice", "lab", 30 * 86400)
 
@@ -34,7 +35,8 @@ def test_a_join_token_says_what_to_type_on_the_other_machine(genie, controller) 
     controller.answers[CreateToken] = made(TokenKind.JOIN)
     ran = genie("token", "create", "--join")
     assert controller.asked[0].kind == "join"
-    assert f"genie join 127.0.0.1:{controller.port}" in ran.err
+    assert f"genie join 127.0.0.1:{controller.port} --token-file join.token" in ran.err
+    assert "(umask 077; genie token create --join > join.token)" in ran.err
     assert "--bind" in ran.err, "nobody else reaches a loopback address"
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 import msgspec
+import pytest
 
 from genie.model.messages import GetStatus, ListNodes, NodesReply
 from tests.cli.nouns import node, status
@@ -22,10 +23,21 @@ def test_status_is_a_few_lines(genie, controller) -> None:
 
 
 def test_status_says_that_the_store_does_not_answer(genie, controller) -> None:
-    controller.answers[GetStatus] = msgspec.structs.replace(status(), store_ok=False, leading=False)
+    controller.answers[GetStatus] = msgspec.structs.replace(status(), store_ok=False)
+    assert "sqlite (does not answer)" in genie("status").out
+
+
+@pytest.mark.parametrize(
+    ("leader", "said"),
+    [("10.0.0.5:5555", "10.0.0.5:5555 (genie status --address 10.0.0.5:5555)"), ("", "none at present")],
+)
+def test_status_of_a_standby_names_the_leader_and_shows_no_zeros(genie, controller, leader, said) -> None:
+    reply = msgspec.structs.replace(status(), leading=False, leader=leader, gpus_total=0, gpus_free=0)
+    controller.answers[GetStatus] = reply
     ran = genie("status")
-    assert "sqlite (does not answer)" in ran.out
-    assert "(another controller)" in ran.out
+    assert ran.code == 0
+    assert "role     standby\n" in ran.out and f"leader   {said}\n" in ran.out
+    assert "accelerators" not in ran.out and "jobs" not in ran.out
 
 
 def test_status_gives_json_with_the_names_of_the_model(genie, controller) -> None:
@@ -41,6 +53,7 @@ def test_nodes_shows_machines_accelerators_and_holders(genie, controller) -> Non
     assert ran.code == 0
     nodes, gpus = ran.out.split("\n\n")
     assert "10.0.0.7" in nodes and "healthy" in nodes
+    assert "CPUS HELD" in nodes and "RESERVED" in nodes, "these are not readings"
     assert "Test GPU" in gpus and "j7 (100%)" in gpus
 
 

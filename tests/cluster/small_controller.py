@@ -21,6 +21,7 @@ from genie.model.messages import (
     DeviceReply,
     Done,
     Endpoint,
+    GetStatus,
     Hello,
     JobReply,
     ListNodes,
@@ -30,6 +31,7 @@ from genie.model.messages import (
     OpenDevice,
     SessionEnd,
     SessionHeartbeat,
+    StatusReply,
     WaitDevice,
     Welcome,
 )
@@ -91,6 +93,8 @@ class SmallController:
         )
         self.asked: list[Message] = []
         self.answers_hello = True
+        self.leader = ""
+        """host:port of another controller, where this one only stands by."""
         self._thread: threading.Thread | None = None
         self._stop: Callable[[], object] = lambda: None
         self._listening = threading.Event()
@@ -150,8 +154,26 @@ class SmallController:
             return self.device
         if isinstance(request, CancelJob):
             return JobReply(job=self.device.job)
+        if isinstance(request, GetStatus):
+            return self._status()
         assert isinstance(request, SessionEnd), request
         return Done()
+
+    def _status(self) -> StatusReply:
+        return StatusReply(
+            cluster_id="c1",
+            version="0.0",
+            leading=not self.leader,
+            leader=self.leader,
+            store="sqlite",
+            store_ok=True,
+            started_at=1.0,
+            nodes={},
+            jobs={},
+            gpus_total=0,
+            gpus_free=0,
+            clients=0,
+        )
 
     async def _greet(self, peer: rpc.Peer, hello: Hello) -> Welcome:
         if not self.answers_hello:

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import textwrap
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -30,10 +31,14 @@ from genie.errors import (
     TlsError,
     TokenMissingError,
     TokenRefusedError,
+    UnreachableError,
 )
 from genie.model.job import JobState
 from genie.model.node import NodeStatus
 from genie.model.tenant import TokenKind
+from genie.runtime.credentials import LocalCluster
+from genie.tenancy.access import new_token
+from tests.cluster.small_controller import TOKEN, SmallController
 from tests.waiting import until, wait_until
 
 
@@ -109,7 +114,32 @@ async def test_leaving_the_block_ends_everything_and_a_second_start_is_the_same_
             assert (tmp_path / "agents" / "n1" / "incarnation").read_text().strip() == str(incarnation)
         assert [pid for pid in pids.values() if is_alive(pid)] == []
         assert local.find_running(tmp_path) is None
+        assert LocalCluster.read(tmp_path) is None, "commands must not look for it any more"
     assert sum("joining" in line for line in said.lines) == 1
+
+
+async def test_stopping_goes_on_to_its_end_when_it_is_cancelled_again(tmp_path: Path) -> None:
+    task: list[asyncio.Task[None]] = []
+    pids: list[int] = []
+
+    def cancel_twice(line: str) -> None:
+        if "listens on" in line:
+            found = local.find_running(tmp_path)
+            assert found is not None
+            pids.extend(found.pids.values())
+        if "listens on" in line or line == "stopping the controller":
+            task[0].cancel()
+
+    async def host() -> None:
+        async with local.up(settings(tmp_path), progress=cancel_twice, agent=False):
+            raise AssertionError("it was cancelled before")
+
+    async with asyncio.TaskGroup() as group:
+        task.append(group.create_task(host()))
+        await asyncio.wait(task)
+    assert task[0].cancelled()
+    assert len(pids) == 1
+    assert not is_alive(pids[0])
 
 
 async def test_a_second_cluster_in_the_same_place_is_refused_and_says_where_the_first_is(
@@ -145,9 +175,13 @@ async def test_a_controller_that_does_not_come_up_is_an_error_with_its_last_word
 ) -> None:
     (tmp_path / "controller").mkdir()
     (tmp_path / "controller" / "store.sqlite3").write_bytes(b"this is not a database" * 100)
-    with pytest.raises(LaunchError, match=r"the controller ended with exit code 1; it said:\n.*store"):
+    processes.log_path(tmp_path, local.CONTROLLER).parent.mkdir()
+    processes.log_path(tmp_path, local.CONTROLLER).write_text("error: of an earlier life\n")
+    with pytest.raises(LaunchError, match=r"^[^\n]*store[^\n]*$") as caught:
         async with local.up(settings(tmp_path), progress=said):
             pass
+    assert "error:" not in str(caught.value), "the child's error is ours now, and not a quotation"
+    assert "earlier life" not in str(caught.value)
     assert local.find_running(tmp_path) is None
 
 
@@ -234,6 +268,7 @@ async def test_children_outlive_the_one_who_started_them_and_can_be_stopped_by_a
     assert stopped.pids == orphans
     assert [line.split(" (")[0] for line in said.lines] == ["stopping the agent", "stopping the controller"]
     assert [pid for pid in orphans.values() if is_alive(pid)] == []
+    assert LocalCluster.read(tmp_path) is None
     assert await local.stop_running(tmp_path) is None
 
 
@@ -278,7 +313,8 @@ async def test_an_agent_alone_joins_with_a_join_token_and_later_without(
         first = settings(there, **(where | {"cluster__token": token, "cluster__node_id": "w1"}))
         async with local.up_agent(first, first.cluster, progress=said) as running:
             assert set(running.pids) == {"agent"}
-            await until(lambda: _is_listed(owner, "w1"), timeout_s=30)
+            assert await _is_listed(owner, "w1"), "it is up when the cluster has taken it in"
+            await _check_other_clusters_are_told_apart(there, running, first)
         with pytest.raises(TokenRefusedError, match="used already"):
             third = settings(
                 tmp_path / "third", **(where | {"cluster__token": token, "cluster__node_id": "w2"})
@@ -289,6 +325,63 @@ async def test_an_agent_alone_joins_with_a_join_token_and_later_without(
         async with local.up_agent(again, again.cluster, progress=said) as running:
             assert running.node_id == "w1"
             await until(lambda: _is_listed(owner, "w1"), timeout_s=30)
+
+
+async def _check_other_clusters_are_told_apart(
+    state_dir: Path, agent: local.Supervisor, joined: Settings
+) -> None:
+    running = local.find_running(state_dir)
+    assert running is not None
+    assert running.node_id == agent.node_id
+    local.check_agent_is_of(running, joined.cluster, state_dir=state_dir)
+    other = new_token(TokenKind.OWNER, token_id="owner9", secret=b"\x01" * 32, pin="ab" * 32)
+    elsewhere = replace(joined.cluster, token=str(other))
+    with pytest.raises(AgentRunningError, match=r"another cluster than 127\.0\.0\.1"):
+        local.check_agent_is_of(running, elsewhere, state_dir=state_dir)
+
+
+async def test_an_agent_that_is_not_taken_in_is_an_error_with_the_address_and_is_stopped(
+    tmp_path: Path, said: Said, unused_tcp_port: int
+) -> None:
+    async with local.up(settings(tmp_path), progress=said):
+        pass
+    pids: list[int] = []
+
+    def remember(line: str) -> None:
+        said(line)
+        if "waiting for" in line:
+            found = local.find_running(tmp_path)
+            assert found is not None
+            pids.append(found.pids["agent"])
+
+    token = (tmp_path / "owner.token").read_text()
+    there = settings(tmp_path, cluster__master_addr="127.0.0.1", cluster__master_port=unused_tcp_port)
+    with_token = replace(there.cluster, token=token)
+    with pytest.raises(UnreachableError, match=rf"127\.0\.0\.1:{unused_tcp_port} did not take node n1 in"):
+        async with local.up_agent(there, with_token, progress=remember, timeout_s=4.0):
+            pass
+    assert not said.has("is in the cluster with") or said.lines[-1] == "stopping the agent"
+    assert len(pids) == 1
+    assert not is_alive(pids[0])
+    with pytest.raises(TokenMissingError, match=f"joining 127.0.0.1:{unused_tcp_port} needs a token"):
+        async with local.up_agent(there, there.cluster, progress=said):
+            pass
+
+
+async def test_a_controller_that_stands_by_names_the_leader_and_its_agent_goes_there(
+    controller: SmallController, said: Said
+) -> None:
+    state_dir = Path(os.environ["GENIE_STATE_DIR"])
+    here = LocalCluster("127.0.0.1", controller.port, "c1")
+    supervisor = local.Supervisor(settings(state_dir), progress=said)
+    controller.leader = "10.0.0.7:5555"
+    access = await supervisor.leader_of(here)
+    assert access is not None
+    assert (access.master_addr, access.master_port, access.token) == ("10.0.0.7", 5555, str(TOKEN))
+    assert said.lines == ["standby: the leader is 10.0.0.7:5555"]
+    (state_dir / "owner.token").unlink()
+    assert await supervisor.leader_of(here) is None
+    assert said.has("copy owner.token of the first controller's state directory to")
 
 
 async def _is_listed(owner: Settings, node_id: str) -> bool:
@@ -317,8 +410,6 @@ async def test_an_agent_that_never_joined_needs_a_token(tmp_path: Path, said: Sa
 
 
 def test_the_owners_token_must_be_there_to_be_used(tmp_path: Path) -> None:
-    from genie.runtime.credentials import LocalCluster
-
     with pytest.raises(TokenMissingError, match="owner's token"):
         local.owner_access(tmp_path, LocalCluster("127.0.0.1", 1, "c"))
 

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from genie.controller.blobs import Blobs
+from genie.controller.blobs import Blobs, blob_name
 from genie.errors import PermissionError_, StoreFullError, UsageError, WorkdirError
 from genie.model.job import JobSpec, Workdir
-from genie.model.messages import GetBlob, PutBlob, StatBlob
+from genie.model.messages import BlobStatus, GetBlob, PutBlob, StatBlob
 from genie.model.tenant import TokenKind
 from tests.controller.standing import standing
 
@@ -35,9 +35,9 @@ def test_chunks_make_a_blob_that_reads_back(tmp_path: Path) -> None:
         part = data[offset : offset + 400]
         blobs.put(digest, tenant="t", offset=offset, data=part, last=offset == 800, needed=NOBODY)
     assert blobs.stat(digest, tenant="t").complete
-    assert blobs.read(digest, 100).data == data[100:]
-    assert blobs.read(digest, 1000).data == b""
-    assert (tmp_path / "blobs" / digest).stat().st_mode & 0o777 == 0o600
+    assert blobs.read(digest, 100, tenant="t").data == data[100:]
+    assert blobs.read(digest, 1000, tenant="t").data == b""
+    assert (tmp_path / "blobs" / blob_name(digest, "t")).stat().st_mode & 0o777 == 0o600
 
 
 def test_an_upload_goes_on_where_it_stood_in_a_later_life_too(tmp_path: Path) -> None:
@@ -50,7 +50,7 @@ def test_an_upload_goes_on_where_it_stood_in_a_later_life_too(tmp_path: Path) ->
     wrong_place = later.put(digest, tenant="t", offset=0, data=data, last=True, needed=NOBODY)
     assert (wrong_place.complete, wrong_place.received_bytes) == (False, 300)
     assert later.put(digest, tenant="t", offset=300, data=data[300:], last=True, needed=NOBODY).complete
-    assert later.read(digest, 0).data == data
+    assert later.read(digest, 0, tenant="t").data == data
 
 
 def test_bytes_with_another_digest_are_refused_and_thrown_away(tmp_path: Path) -> None:
@@ -75,7 +75,7 @@ def test_a_digest_is_64_hexadecimal_digits(tmp_path: Path, digest: str) -> None:
     blobs = Blobs(tmp_path / "blobs", bytes_max=1 << 20)
     for ask in (
         lambda: blobs.stat(digest, tenant="t"),
-        lambda: blobs.read(digest, 0),
+        lambda: blobs.read(digest, 0, tenant="t"),
         lambda: blobs.put(digest, tenant="t", offset=0, data=b"", last=True, needed=NOBODY),
     ):
         with pytest.raises(UsageError, match="64 lower-case hexadecimal digits"):
@@ -88,12 +88,12 @@ def test_the_longest_unused_goes_first_and_what_is_needed_stays(tmp_path: Path) 
     first, second, third = b"1" * 100, b"2" * 100, b"3" * 100
     for data in (first, second, third):
         _put(blobs, data)
-    blobs.read(_digest(first), 0)
-    _put(blobs, b"4" * 100, needed=frozenset({_digest(second)}))
+    blobs.read(_digest(first), 0, tenant="t")
+    _put(blobs, b"4" * 100, needed=frozenset({blob_name(_digest(second), "t")}))
     assert blobs.stat(_digest(second), tenant="t").complete, "needed, though unused for longest"
     assert not blobs.stat(_digest(third), tenant="t").complete
     assert blobs.stat(_digest(first), tenant="t").complete, "just used"
-    everything = frozenset({_digest(first), _digest(second), _digest(b"4" * 100)})
+    everything = frozenset(blob_name(_digest(data), "t") for data in (first, second, b"4" * 100))
     with pytest.raises(StoreFullError, match="blobs_bytes_max"):
         _put(blobs, b"5" * 100, needed=everything)
 
@@ -140,3 +140,12 @@ async def test_a_job_needs_its_directory_here_and_only_its_node_may_fetch_it(tmp
         async with one.client(user) as other:
             with pytest.raises(PermissionError_):
                 await other.ask(GetBlob(digest=digest, offset=0))
+
+
+def test_another_tenant_neither_finds_nor_reads_a_blob_by_its_digest(tmp_path: Path) -> None:
+    blobs = Blobs(tmp_path / "blobs", bytes_max=1000)
+    _put(blobs, b"secret")
+    assert blobs.stat(_digest(b"secret"), tenant="t").complete
+    assert blobs.stat(_digest(b"secret"), tenant="other") == BlobStatus(complete=False, received_bytes=0)
+    with pytest.raises(WorkdirError, match="is not here"):
+        blobs.read(_digest(b"secret"), 0, tenant="other")

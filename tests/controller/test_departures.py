@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
+from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import pytest
 
-from genie.errors import GenieError, NodeError, NodeNotFoundError, TokenRefusedError, UsageError
+from genie.config import ControllerConfig
+from genie.controller.admission import check_times
+from genie.errors import ConfigError, GenieError, NodeError, NodeNotFoundError, TokenRefusedError, UsageError
 from genie.model.job import JobState
 from genie.model.messages import GetStatus, Join, ListNodes, RemoveNode
+from genie.model.node import Vendor
 from genie.model.tenant import TokenKind
 from genie.runtime import rpc
-from tests.controller.standing import CALL_S, Client, standing
+from tests.controller.standing import CALL_S, Client, launched_while, standing
 from tests.fakes.agent import FakeAgent, node_info
 from tests.fakes.clock import FakeClock
 
@@ -94,3 +100,83 @@ async def test_a_node_id_that_was_asked_for_by_name_is_that_or_an_error(tmp_path
             # The refusal did not use the token up.
             free = Join(token=token, node_id_wish="other", csr_pem="", exact=True)
             assert (await peer.call(free, timeout_s=CALL_S)).node_id == "other"
+
+
+async def test_the_owner_ends_what_a_node_that_is_gone_still_holds(tmp_path: Path) -> None:
+    clock = FakeClock()
+    async with standing(tmp_path, clock=clock) as one, one.client() as owner:
+        async with one.agent("n1") as agent:
+            job = await owner.submit("work", gpus=1)
+            await launched_while(clock, agent)
+        # A controller at an address that the node was never told of may not reclaim by itself.
+        assert one.controller is not None
+        record = one.controller._ledger.nodes["n1"]
+        one.controller._ledger.nodes._rows["n1"] = msgspec.structs.replace(
+            record, controllers=("elsewhere:1",)
+        )
+        await clock.advance(30.0)
+        assert await owner.held("n1") == [job.job_id]
+        await owner.ask(RemoveNode(node_id="n1"))
+        assert await _node_ids(owner) == []
+        assert (await owner.job(job.job_id)).state in (JobState.LOST, JobState.QUEUED)
+
+
+async def test_a_gpu_job_waits_for_a_gpu_node_that_left_and_is_not_put_on_a_cpu(tmp_path: Path) -> None:
+    async with standing(tmp_path) as one, one.client() as owner:
+        async with one.agent("cpus", vendor=Vendor.CPU), one.agent("gpus") as agent:
+            await agent.leave()
+            job = await owner.submit("train", gpus=1)
+            assert job.state is JobState.QUEUED
+            assert "gpus: it has left the cluster" in job.reason
+            assert await _node_ids(owner) == ["cpus"]
+
+
+async def test_a_node_that_was_granted_a_longer_time_is_reclaimed_only_after_that(tmp_path: Path) -> None:
+    clock = FakeClock()
+    async with standing(tmp_path, clock=clock, node_ttl_s=60.0) as one, one.client() as owner:
+        async with one.agent("n1") as agent:
+            job = await owner.submit("work", gpus=1)
+            launch = await launched_while(clock, agent)
+            await agent.confirm(launch)
+        one.config = replace(one.config, node_ttl_s=10.0)
+        await one.restart()
+        async with one.client() as again:
+            await clock.advance(40.0)
+            assert (await again.job(job.job_id)).state is JobState.RUNNING
+            await clock.advance(30.0)
+            assert (await again.job(job.job_id)).state is JobState.LOST
+
+
+async def test_a_node_that_comes_back_at_the_last_moment_keeps_its_job(tmp_path: Path) -> None:
+    clock = FakeClock()
+    async with standing(tmp_path, clock=clock) as one, one.client() as owner, one.agent("n1") as agent:
+        job = await owner.submit("work", gpus=1)
+        launch = await launched_while(clock, agent)
+        await agent.confirm(launch)
+        assert one.controller is not None
+        # The decision to reclaim is taken, and the write waits behind a heartbeat.
+        await one.controller._jobs.lose(
+            job.job_id, epoch=launch.placement.epoch, reason="silent", still=lambda: False
+        )
+        assert (await owner.job(job.job_id)).state is JobState.RUNNING
+
+
+async def test_a_write_during_a_reload_is_not_forgotten(tmp_path: Path) -> None:
+    async with standing(tmp_path) as one, one.client() as owner, one.agent("n1") as agent:
+        job = await owner.submit("work", gpus=1)
+        launch = await agent.start_next()
+        assert one.controller is not None
+        ledger = one.controller._ledger
+        async with asyncio.TaskGroup() as group:
+            for _ in range(20):
+                group.create_task(ledger.load())
+            agent.end(launch)
+            group.create_task(agent.beat())
+        assert (await owner.job(job.job_id)).state is JobState.SUCCEEDED
+        assert ledger.jobs[job.job_id].state is JobState.SUCCEEDED
+        assert ledger.holds["n1"].holds == ()
+
+
+def test_times_that_cannot_work_are_refused() -> None:
+    with pytest.raises(ConfigError, match="node_suspect_s"):
+        check_times(ControllerConfig(node_suspect_s=20.0, node_ttl_s=10.0))

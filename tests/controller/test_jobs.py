@@ -77,7 +77,7 @@ async def test_what_can_never_run_is_refused_and_what_cannot_run_now_waits_with_
         launch = await agent.start_next()
         waiting = await owner.submit(gpus=1)
         assert waiting.state is JobState.QUEUED
-        assert waiting.reason == "needs 1 GPUs on one node; n1: 0 GPUs free of 2"
+        assert waiting.reason == "needs 1 GPU on one node; n1: 0 GPUs free of 2"
         agent.end(launch)
         await agent.beat()
         await agent.start_next()

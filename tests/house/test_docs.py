@@ -58,7 +58,14 @@ def commands_in(page: Path) -> set[tuple[str, str]]:
 
 def python_blocks(page: Path) -> list[str]:
     blocks = re.findall(r"^ *```python\n(.*?)^ *```", page.read_text("utf-8"), re.MULTILINE | re.DOTALL)
-    return [textwrap.dedent(block) for block in blocks]
+    return [_completed(textwrap.dedent(block)) for block in blocks]
+
+
+def _completed(block: str) -> str:
+    """A page may show a signature under its full name and without a body."""
+    if not re.match(r"(async )?def genie\.", block):
+        return block
+    return block.replace("def genie.", "def ", 1).rstrip() + ": ..."
 
 
 def genie_names(tree: ast.Module) -> set[str]:

@@ -166,3 +166,40 @@ async def test_a_peer_that_asks_too_much_at_once_is_not_read_further() -> None:
             ]
             server.release.set()
         assert all(task.result().data == b"late" for task in flood), "they wait their turn, none is lost"
+
+
+class _Unread:
+    """A channel whose other end asks again and again and reads nothing."""
+
+    peer = "deaf:0"
+    certificate_name = ""
+    cap_bytes = wire.FRAME_BYTES_MAX
+
+    def __init__(self, asks: int) -> None:
+        self.sent = 0
+        self.closed = asyncio.Event()
+        self._asks = asks
+
+    async def send(self, frame: bytes) -> None:
+        self.sent += 1
+        await self.closed.wait()
+
+    async def receive(self) -> wire.Frame:
+        if self._asks:
+            self._asks -= 1
+            return wire.Frame(wire.Kind.REQUEST, self._asks, wire.encode(FetchTrust()))
+        await self.closed.wait()
+        raise ConnectionLostError("closed")
+
+    def close(self) -> None:
+        self.closed.set()
+
+
+async def test_a_peer_that_reads_no_answers_costs_one_and_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rpc, "ANSWER_S_MAX", 0.2)
+    deaf = _Unread(asks=50)
+    peer = rpc.Peer(deaf, requests=REQUESTS, handler=Server().handle)
+    async with asyncio.timeout(10):
+        await peer.run()
+    assert peer.is_closed
+    assert deaf.sent == 1, "the others were never encoded"

@@ -299,3 +299,168 @@ def test_modes_do_not_travel_beyond_the_executable_bit(tmp_path: Path) -> None:
         archive.addfile(info)
     unpack(tmp_path / "file", tmp_path / "target")
     assert (tmp_path / "target" / "x").stat().st_mode & 0o7022 == 0
+
+
+def archive_of(path: Path, *members: tuple[tarfile.TarInfo, bytes], form: int = tarfile.PAX_FORMAT) -> Path:
+    with tarfile.open(path, "w:", format=form) as archive:
+        for info, data in members:
+            archive.addfile(info, io.BytesIO(data))
+    return path
+
+
+@pytest.mark.parametrize("form", [tarfile.GNU_FORMAT, tarfile.PAX_FORMAT])
+def test_a_very_long_name_is_refused_in_a_few_words(tmp_path: Path, form: int) -> None:
+    file = archive_of(tmp_path / "file", member("n" * 80_000), form=form)
+    with pytest.raises(WorkdirError) as caught:
+        unpack(file, tmp_path / "target")
+    assert len(str(caught.value)) < 400
+
+
+@pytest.mark.parametrize("name", ["n" * 256, "/".join("d" * 101), "/".join(["n" * 200] * 21)])
+def test_a_name_that_is_too_long_or_too_deep_is_refused_on_both_sides(tmp_path: Path, name: str) -> None:
+    with pytest.raises(WorkdirError, match="too long or too deep"):
+        unpack(archive_of(tmp_path / "file", member(name)), tmp_path / "target")
+
+
+def test_a_directory_that_is_too_deep_is_not_packed(tmp_path: Path) -> None:
+    (tmp_path / "/".join("d" * 101)).mkdir(parents=True)
+    with pytest.raises(WorkdirError, match="too deep"):
+        packed(tmp_path, files_max=1000)
+
+
+def test_what_the_system_refuses_to_write_is_said_in_a_few_words(tmp_path: Path) -> None:
+    folders = ["d" * 200]
+    while len(folders) < 20:
+        folders.append(f"{folders[-1]}/{'d' * 200}")
+    file = archive_of(tmp_path / "file", *(member(name, tarfile.DIRTYPE) for name in folders))
+    with pytest.raises(WorkdirError, match="File name too long") as caught:
+        unpack(file, tmp_path / "target")
+    assert len(str(caught.value)) < 400
+
+
+def folder(name: str) -> tuple[tarfile.TarInfo, bytes]:
+    return member(name, tarfile.DIRTYPE)
+
+
+def link(name: str, target: str) -> tuple[tarfile.TarInfo, bytes]:
+    return member(name, tarfile.SYMTYPE, link=target)
+
+
+@pytest.mark.parametrize(
+    ("members", "words"),
+    [
+        ([member("./a", data=b"1")], "could lead out"),
+        ([link("./a", "."), member("a/x", data=b"1")], "could lead out"),
+        ([member("a//b", data=b"1")], "could lead out"),
+        ([folder("d"), link("d/a", "b/../../.."), link("d/b", "c")], "leads out"),
+        ([folder("d"), link("d/up", ".."), link("x", "d/up/y")], "through another link"),
+        ([folder("d"), link("x", "d/up/y"), link("d/up", "..")], "through another link"),
+        ([link("a", "b"), folder("b"), member("a/x", data=b"1")], "through a link"),
+        ([member("a/x", data=b"1")], "in no directory"),
+        ([member("a", data=b"1"), member("a/x", data=b"1")], "in no directory"),
+        ([link("a", "b" * 5000)], "leads out"),
+    ],
+)
+def test_no_spelling_and_no_chain_of_links_leads_out(
+    tmp_path: Path, members: list[tuple[tarfile.TarInfo, bytes]], words: str
+) -> None:
+    target = tmp_path / "in" / "target"
+    with pytest.raises(WorkdirError, match=words):
+        unpack(archive_of(tmp_path / "file", *members), target)
+    assert not [path for path in target.rglob("*") if path.is_symlink()], "links are made last"
+
+
+def test_a_link_through_another_link_is_left_out_with_a_note(tmp_path: Path) -> None:
+    root = write(tmp_path / "root", real__a="one")
+    (root / "alias").symlink_to("real")
+    (root / "deep").symlink_to("alias/a")
+    (root / "round").symlink_to("real/../real/a")
+    with packed(root) as made:
+        (tmp_path / "file").write_bytes(made.file.read())
+    assert sorted(note.split()[0] for note in made.notes) == ["deep", "round"]
+    unpack(tmp_path / "file", tmp_path / "target")
+    assert sorted(path.name for path in (tmp_path / "target").iterdir()) == ["alias", "real"]
+
+
+def test_long_names_and_long_links_survive_the_way(tmp_path: Path) -> None:
+    root = tmp_path / "root"
+    deep = root / ("d" * 120) / ("é" * 100)
+    deep.mkdir(parents=True)
+    (deep / "file").write_text("one")
+    (root / "link").symlink_to(f"{'d' * 120}/{'é' * 100}/file")
+    with packed(root) as made:
+        (tmp_path / "file").write_bytes(made.file.read())
+    unpack(tmp_path / "file", tmp_path / "target")
+    assert tree_of(tmp_path / "target") == tree_of(root)
+
+
+def extended(kind: bytes, payload: bytes, size: int | None = None) -> bytes:
+    info = tarfile.TarInfo("x")
+    info.type, info.size = kind, len(payload) if size is None else size
+    return info.tobuf(tarfile.USTAR_FORMAT) + payload.ljust(-(-len(payload) // 512) * 512, b"\0")
+
+
+def line(key: str, value: str) -> bytes:
+    body = f" {key}={value}\n".encode()
+    length = len(body) + 2
+    return str(length + len(str(length)) - 2).encode() + body
+
+
+END = b"\0" * 1024
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        extended(b"x", b"a" * 70_000) + END,
+        extended(b"x", b"", size=8**11 - 1),
+        extended(b"L", b"a" * 100) * 5000 + END,
+        extended(b"x", b"11 path=a\n\n") * 5000 + END,
+        extended(b"g", line("path", "everywhere")) + END,
+        extended(b"x", line("GNU.sparse.major", "1")) + extended(b"0", b"") + END,
+        extended(b"x", line("size", "9" * 5000)) + extended(b"0", b"") + END,
+        extended(b"x", line("size", "9" * 40)) + extended(b"0", b"") + END,
+        extended(b"x", line("size", "-512")) + extended(b"0", b"") + END,
+        extended(b"x", b"99999 path=a\n") + extended(b"0", b"") + END,
+        extended(b"x", b"0 path=a\n") + extended(b"0", b"") + END,
+        extended(b"x", line("path", "a")) + END,
+        extended(b"0", b"1"),
+    ],
+)
+def test_headers_that_pack_never_writes_are_refused(tmp_path: Path, data: bytes) -> None:
+    (tmp_path / "file").write_bytes(data)
+    with pytest.raises(WorkdirError) as caught:
+        unpack(tmp_path / "file", tmp_path / "target")
+    assert len(str(caught.value)) < 400
+
+
+@settings(max_examples=100)
+@given(data=st.data())
+def test_a_damaged_archive_is_refused_or_stays_inside(data: st.DataObject) -> None:
+    with tempfile.TemporaryDirectory() as place:
+        whole = archive_of(
+            Path(place, "file"), folder("d"), member("d/f", data=b"12"), link("l", "d/f"), member("é" * 120)
+        )
+        content = bytearray(whole.read_bytes())
+        for _ in range(data.draw(st.integers(1, 3))):
+            content[data.draw(st.integers(0, 4096))] = data.draw(st.integers(0, 255))
+        whole.write_bytes(content)
+        try:
+            unpack(whole, Path(place, "in"))
+        except WorkdirError:
+            pass
+        assert {path.name for path in Path(place).iterdir()} <= {"file", "in"}
+
+
+def test_a_gitignore_that_never_ends_or_never_begins_is_not_read(tmp_path: Path) -> None:
+    ignore = tmp_path / ".gitignore"
+    os.mkfifo(ignore)
+    with pytest.raises(WorkdirError, match="is a device, pipe or socket"):
+        packed(tmp_path)
+    ignore.unlink()
+    ignore.symlink_to("/dev/zero")
+    assert names(tmp_path) == []
+    ignore.unlink()
+    ignore.write_bytes(b"#" * (MIB + 1))
+    with pytest.raises(WorkdirError, match="has more than"):
+        packed(tmp_path)

@@ -158,6 +158,31 @@ def test_what_can_never_run_is_named_with_the_largest_node() -> None:
     assert check_possible(job("a", gpus=500).spec, ClusterView.of([])) is None
 
 
+def test_only_what_does_not_fit_is_named() -> None:
+    cluster = ClusterView.of([node("n", gpus=4, cpus=8), node("m", gpus=1, cpus=16)])
+    reason = check_possible(job("a", gpus=2, cpus=100, memory_bytes=1 << 30).spec, cluster)
+    assert reason == "it asks for 100 CPUs on one node; the largest node for that, m, has 16 CPUs"
+    reason = check_possible(job("a", gpus=2, node_id="m").spec, cluster)
+    assert reason == "it asks for 2 GPUs on one node; node m has 1 GPU"
+    apart = check_possible(job("a", gpus=2, cpus=16).spec, cluster)
+    assert apart == (
+        "it asks for 2 GPUs, 16 CPUs on one node; there is enough of each, but no node has all of it"
+    )
+
+
+def test_one_of_a_thing_is_not_many() -> None:
+    one = node("n", gpus=1, vendor=Vendor.CPU, cpus=1.0)
+    reason = check_possible(job("a", gpus=2, cpus=2).spec, ClusterView.of([one]))
+    assert reason == (
+        "it asks for 2 CPU accelerators, 2 CPUs on one node; "
+        "the largest node for that, n, has 1 CPU accelerator; the largest node for that, n, has 1 CPU"
+    )
+    busy = [node(f"n{index}", gpus=1, holds=(hold("h", 0),)) for index in range(4)]
+    assert decide([job("a", gpus=1)], *busy)[0].reason.endswith("; and 1 more node")
+    (two,) = decide([job("a", gpus=2)], node("n", gpus=2))
+    assert two.reason == "best fit of 1: node n, accelerators 0, 1"
+
+
 # -- properties --------------------------------------------------------------------------------
 
 NODES = st.lists(
@@ -263,3 +288,11 @@ def test_what_can_never_run_is_never_placed_and_the_rest_could_be(
         possible = check_possible(item.spec, ClusterView.of(nodes)) is None
         if nodes:
             assert possible == isinstance(decide([item], *well)[0], Place)
+
+
+def test_a_pinned_job_does_not_wait_behind_one_that_may_go_anywhere() -> None:
+    cluster = ClusterView.of([node("a", gpus=2)])
+    big, pinned = job("big", gpus=4), job("pinned", node_id="a", gpu_ids=(0,), gpus=1)
+    waits, placed = FifoScheduler().decide([big, pinned], cluster, 0.0)
+    assert isinstance(waits, Wait)
+    assert isinstance(placed, Place)

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from genie.agent import lease
+from genie.agent.jobs import Jobs
 from genie.model.job import Job, JobState
 from genie.sim import loop, saboteur
 from genie.sim.cluster import SimCluster
@@ -109,4 +110,12 @@ def test_a_dead_man_timer_that_is_too_long_would_be_caught(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(lease, "DEADMAN_SHARE", 5.0)
+    monkeypatch.setattr(Jobs, "_crowded", lambda self, launch: "")
     assert _some_seed_is_violated(tmp_path, ("cut_node",))
+
+
+def test_an_agent_that_starts_beside_what_still_ends_would_be_caught(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Jobs, "_crowded", lambda self, launch: "")
+    assert _some_seed_is_violated(tmp_path, ("freeze_node",))

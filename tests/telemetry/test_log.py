@@ -243,3 +243,32 @@ def test_an_imported_genie_says_nothing_until_someone_listens() -> None:
     code = "import logging, genie; logging.getLogger('genie.part').warning('unasked')"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert (done.stdout, done.stderr) == ("", "")
+
+
+# --- long texts -------------------------------------------------------------------------------
+
+
+def test_a_long_text_is_cut_in_the_middle_and_says_by_how_much() -> None:
+    text = "start" + "x" * 20_000 + "end"
+    cut = log.redacted(text)
+    assert len(cut) < log.TEXT_CHARS_MAX + 50
+    assert cut.startswith("start")
+    assert cut.endswith("end")
+    assert f"[{len(text) - log.TEXT_CHARS_MAX} characters cut]" in cut
+
+
+@pytest.mark.parametrize("length", [1, 10_000, 70_000, 500_000])
+def test_a_secret_at_any_place_of_a_long_text_is_not_shown(length: int) -> None:
+    for secret in (TOKEN, f"https://ann:{SECRET}@host"):
+        assert SECRET not in log.redacted("x" * length + " " + secret + " " + "y" * length)
+        for at in (log.TEXT_CHARS_MAX, log.TEXT_CHARS_MAX // 2):
+            assert SECRET[:9] not in log.redacted("x" * (at - 30) + " " + secret + "y" * length)
+
+
+@pytest.mark.parametrize(
+    "piece", ["a", "://", "a://", "bearer ", "secret=", "-----BEGIN ", "genie.owner.", " "]
+)
+def test_looking_for_secrets_takes_few_steps_whatever_the_text(piece: str) -> None:
+    """The longest text that is looked at, as often as a busy log has lines; quadratic takes minutes."""
+    for _ in range(5):
+        log.redacted(piece * (70_000 // len(piece)))
