@@ -19,7 +19,7 @@ from typing import Any
 
 from genie.cluster.link import Link
 from genie.device import ExecutorAddress, RemoteDevice, attach, detach
-from genie.errors import DeadlineError, DeviceUnavailableError, GenieError, TransportError
+from genie.errors import DeviceUnavailableError, GenieError, TransportError
 from genie.model.job import Job
 from genie.model.messages import CancelJob, DeviceReply, OpenDevice, WaitDevice
 from genie.model.node import GPUInfo, NodeInfo, NodeStatus, Vendor
@@ -97,8 +97,8 @@ class DeviceBroker:
                 reply = await self._ask(index)
                 job = reply.job
                 while reply.endpoint is None:
-                    _check_on_its_way(ref, reply.job)
                     job = reply.job
+                    _check_on_its_way(ref, job)
                     request = WaitDevice(job_id=job.job_id, wait_s=_POLL_S)
                     reply = await self._link.call(request, timeout_s=_POLL_S + _CALL_S)
                     await asyncio.sleep(0 if reply.endpoint else _STEP_S)
@@ -128,7 +128,7 @@ class DeviceBroker:
         )
         try:
             reply = await self._link.call(request, timeout_s=self._timeout_s)
-        except (TransportError, DeadlineError):
+        except TransportError:
             raise
         except GenieError:  # an answer: this request is over
             del self._request_ids[index]

@@ -76,7 +76,7 @@ def new_session_id(node_id: str, *, suffix: str) -> str:
 
 
 def address_towards(host: str, port: int) -> str | None:
-    """Our own address on the way there; None where there is no way. Sends nothing, but may block on a name."""
+    """Our own address on the way there; None where there is none. Sends nothing; may block on a name."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind, protocol) as probe:

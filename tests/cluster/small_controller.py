@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
-from genie.errors import TokenRefusedError
+from genie.errors import GenieError, TokenRefusedError
 from genie.model.allocation import NodeLedger
 from genie.model.job import Job, JobKind, JobSpec, JobState
 from genie.model.messages import (
@@ -92,6 +92,8 @@ class SmallController:
             ticket="the-ticket",
         )
         self.asked: list[Message] = []
+        self.refusals: dict[type[Message], GenieError] = {}
+        """What is answered instead, by kind of request."""
         self.answers_hello = True
         self.leader = ""
         """host:port of another controller, where this one only stands by."""
@@ -145,6 +147,8 @@ class SmallController:
 
     async def _handle(self, peer: rpc.Peer, request: Message) -> Message:
         self.asked.append(request)
+        if type(request) in self.refusals:
+            raise self.refusals[type(request)]
         if isinstance(request, Hello):
             return await self._greet(peer, request)
         if isinstance(request, SessionHeartbeat | ListNodes):

@@ -10,7 +10,12 @@ import pytest
 import genie
 from genie.cluster.devices import DeviceBroker, accelerators
 from genie.cluster.init import shutdown_blocking
-from genie.errors import DeviceUnavailableError, NotInitializedError
+from genie.errors import (
+    DeviceUnavailableError,
+    JobNotFoundError,
+    NotInitializedError,
+    UnreachableError,
+)
 from genie.model.job import JobState
 from genie.model.messages import CancelJob, DeviceReply, OpenDevice, WaitDevice
 from genie.model.node import NodeStatus, Vendor
@@ -78,6 +83,37 @@ def test_a_busy_accelerator_is_an_error_that_says_what_it_waits_for(controller: 
     with pytest.raises(DeviceUnavailableError, match=r"within 0\.5 s; it is queued: .* held by job j-3"):
         broker().open(0)
     assert controller.count(CancelJob) == 1, "what nobody waits for must not take the accelerator later"
+
+
+def test_a_request_that_fails_while_it_waits_is_given_back(controller: SmallController) -> None:
+    genie.connect(**QUIET)
+    controller.device = DeviceReply(job=session_job("j-9", JobState.QUEUED), endpoint=None)
+    controller.refusals[WaitDevice] = JobNotFoundError("there is no job j-9")
+    with pytest.raises(JobNotFoundError):
+        broker().open(0)
+    assert controller.count(CancelJob) == 1
+
+
+def test_a_request_without_an_answer_is_made_again_as_the_same_one(controller: SmallController) -> None:
+    genie.connect(**QUIET)
+    controller.refusals[OpenDevice] = UnreachableError("the node does not answer")
+    with pytest.raises(UnreachableError):
+        broker().open(0)
+    del controller.refusals[OpenDevice]
+    broker().open(0)
+    broker().open(0)
+    ids = [request.request_id for request in controller.asked if isinstance(request, OpenDevice)]
+    assert ids[0] == ids[1] != ids[2], "the third is for another executor"
+
+
+def test_a_request_that_was_refused_is_over(controller: SmallController) -> None:
+    genie.connect(**QUIET)
+    controller.refusals[OpenDevice] = DeviceUnavailableError("not this one")
+    for _ in range(2):
+        with pytest.raises(DeviceUnavailableError):
+            broker().open(0)
+    ids = [request.request_id for request in controller.asked if isinstance(request, OpenDevice)]
+    assert ids[0] != ids[1]
 
 
 def test_an_executor_that_ends_at_once_is_an_error_with_its_reason(controller: SmallController) -> None:

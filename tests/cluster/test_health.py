@@ -91,7 +91,7 @@ def test_network(reading: NetworkReading, status: NodeStatus) -> None:
 
 @pytest.mark.parametrize(
     ("silent", "speaking", "status"),
-    [(0, 0, HEALTHY), (0, 2, HEALTHY), (1, 1, DEGRADED), (2, 1, UNHEALTHY), (1, 0, UNHEALTHY)],
+    [(0, 0, HEALTHY), (0, 2, HEALTHY), (1, 1, DEGRADED), (2, 1, DEGRADED), (1, 0, UNHEALTHY)],
 )
 def test_peers(silent: int, speaking: int, status: NodeStatus) -> None:
     gone = [peer(f"gone-{n}", NodeStatus.DISCONNECTED) for n in range(silent)]

@@ -20,6 +20,7 @@ from genie.cluster import heartbeats
 from genie.cluster import init as init_module
 from genie.cluster.events import ClusterEvent, EventType
 from genie.cluster.phases import PHASES
+from genie.cluster.session_run import SessionRun
 from genie.errors import (
     AlreadyInitializedError,
     ConfigError,
@@ -30,8 +31,9 @@ from genie.errors import (
     TokenMissingError,
     TokenRefusedError,
     UnreachableError,
+    UsageError,
 )
-from genie.model.messages import ListNodes, SessionEnd, SessionHeartbeat
+from genie.model.messages import ListNodes, OpenDevice, SessionEnd, SessionHeartbeat
 from genie.model.node import NodeStatus, Vendor
 from tests.cluster.small_controller import TOKEN, SmallController, gpu, node
 from tests.waiting import until, wait_until
@@ -238,6 +240,21 @@ async def test_shutdown_tells_the_controller_and_leaves_nothing(controller: Smal
     assert_nothing_is_left()
 
 
+async def test_sessions_with_one_node_id_do_not_end_each_other(controller: SmallController) -> None:
+    for _ in range(2):
+        state = await genie.init(node_id="box", **QUIET)
+        assert state.local_node.node_id == "box"
+        assert state.transport_coordinator is not None
+        await asyncio.to_thread(state.transport_coordinator.open, 0)
+        await genie.shutdown()
+    ended = [r.node_id for r in controller.asked if isinstance(r, SessionEnd)]
+    heard = [r.node.node_id for r in controller.asked if isinstance(r, SessionHeartbeat)]
+    opened = [r.session_node_id for r in controller.asked if isinstance(r, OpenDevice)]
+    assert ended == heard == opened
+    assert len(set(ended)) == 2
+    assert all(name.startswith("box-") for name in ended)
+
+
 async def test_shutdown_may_be_called_at_any_time_and_by_several(controller: SmallController) -> None:
     await genie.shutdown()
     await genie.init(**QUIET)
@@ -344,6 +361,64 @@ async def test_nothing_listening_is_an_error_that_names_the_address(
     with pytest.raises(UnreachableError, match=f"127.0.0.1:{unused_tcp_port}.*refused"):
         await genie.init("127.0.0.1", unused_tcp_port)
     assert_nothing_is_left()
+
+
+async def test_progress_hears_of_the_phases_and_of_the_one_that_fails(
+    controller: SmallController, unused_tcp_port: int
+) -> None:
+    seen: list[ClusterEvent] = []
+    with pytest.raises(UnreachableError):
+        await genie.init("127.0.0.1", unused_tcp_port, progress=seen.append)
+    steps = [(event.facts["phase"], event.facts["state"]) for event in seen]
+    assert steps == [(1, "started"), (1, "done"), (2, "started"), (2, "done"), (3, "started"), (3, "failed")]
+
+
+async def test_progress_is_no_argument_in_which_two_inits_differ(controller: SmallController) -> None:
+    seen: list[ClusterEvent] = []
+    first = await genie.init(progress=seen.append, **QUIET)
+    assert await genie.init(progress=print, **QUIET) is first
+    assert genie.connect(progress=print, **QUIET) is first
+    await until(lambda: len(seen) == 10)
+    await genie.shutdown()
+
+
+async def test_progress_that_cannot_be_called_is_refused(controller: SmallController) -> None:
+    with pytest.raises(UsageError, match="callable"):
+        await genie.init(progress="yes", **QUIET)
+    assert_nothing_is_left()
+
+
+async def test_waiting_for_an_earlier_session_has_the_same_deadline(
+    controller: SmallController, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate = threading.Event()
+    monkeypatch.setattr("genie.cluster.phases._say_goodbye", lambda *_: asyncio.to_thread(gate.wait, 10))
+    await genie.init(**QUIET)
+    async with asyncio.TaskGroup() as group:
+        group.create_task(genie.shutdown())
+        await until(lambda: not genie.is_initialized())
+        with pytest.raises(DeadlineError, match=r"has not ended within 0\.2 s"):
+            await genie.init(timeout=0.2, **QUIET)
+        with pytest.raises(DeadlineError, match=r"has not ended within 0\.2 s"):
+            await asyncio.to_thread(lambda: genie.connect(timeout=0.2, **QUIET))
+        gate.set()
+
+
+async def test_time_that_has_gone_before_the_phases_counts(controller: SmallController) -> None:
+    settings = init_module.load_settings((), {"timeout": 5.0, **QUIET})
+    run, _ = init_module.claim(settings, began_s=time.monotonic() - 5.0)
+    assert isinstance(await _error_of(asyncio.wrap_future(run.ready)), DeadlineError)
+    await asyncio.wrap_future(run.finished)
+
+
+async def test_a_host_that_ends_waits_as_long_as_its_jobs_may_take(
+    controller: SmallController, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GENIE_AGENT_STOP_GRACE_S", "100")
+    settings = init_module.load_settings((), {"node_role": "worker"})
+    run = SessionRun(settings, began_s=0.0, on_end=lambda _: None)
+    assert run.close_s_max > 100
+    run._thread._loop.close()
 
 
 async def test_a_failed_phase_is_the_last_event(controller: SmallController, unused_tcp_port: int) -> None:
@@ -464,6 +539,42 @@ async def test_a_session_that_holds_an_executor_is_heard_even_without_heartbeats
     assert state.transport_coordinator is not None
     await asyncio.to_thread(state.transport_coordinator.open, 0)
     await until(lambda: controller.count(SessionHeartbeat) >= 2)
+
+
+async def test_a_long_interval_is_kept_while_nothing_is_held_and_shortened_while_something_is(
+    controller: SmallController, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    steps: list[float] = []
+
+    async def next_round(self: heartbeats.Heartbeats, step_s: float) -> None:
+        steps.append(step_s)
+        await asyncio.sleep(0)
+
+    monkeypatch.setattr(heartbeats.Heartbeats, "_wait_interval", next_round)
+    caplog.set_level("INFO", logger="genie")
+    state = await genie.init(heartbeat_interval=50.0, **QUIET)
+    await until(lambda: len(steps) >= 4)
+    assert steps[:4] == [20.0, 20.0, 10.0, 20.0]
+    assert "while executors are held" not in caplog.text
+    assert state.transport_coordinator is not None
+    await asyncio.to_thread(state.transport_coordinator.open, 0)
+    await until(lambda: steps[-3:] == [20.0] * 3)
+    await genie.shutdown()
+    assert caplog.text.count("every 20 s and not every 50 s while executors are held") == 1
+
+
+async def test_the_network_check_goes_by_the_last_heartbeat(controller: SmallController) -> None:
+    state = await genie.init(heartbeat_interval=0.05, **QUIET)
+    state.rtt_ms = 5000.0
+    await until(lambda: state.rtt_ms is not None and state.rtt_ms < 5000.0)
+
+
+async def test_a_session_without_health_checks_is_healthy_and_has_the_address_of_its_connection(
+    controller: SmallController, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("genie.cluster.phases.address_towards", lambda *_: "10.0.0.9")
+    state = await genie.init(**QUIET)
+    assert (state.local_node.status, state.local_node.host) == (NodeStatus.HEALTHY, "10.0.0.9")
 
 
 async def test_a_lost_connection_is_made_again_and_both_are_told(controller: SmallController) -> None:

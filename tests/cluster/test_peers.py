@@ -12,7 +12,15 @@ def test_a_node_that_is_new_has_joined() -> None:
     table = PeerTable(timeout_s=10)
     (change,) = table.heard([node("a")], now_s=0)
     assert (change.type, change.node_id) == (EventType.NODE_JOINED, "a")
+    assert change.reason == "a is in the cluster", "not the host name, which two nodes may share"
     assert table.heard([node("a")], now_s=1) == []
+
+
+def test_a_node_that_is_away_when_it_is_first_seen_has_not_joined() -> None:
+    table = PeerTable(timeout_s=10)
+    assert table.heard([node("a", status=NodeStatus.DISCONNECTED)], now_s=0) == []
+    (back,) = table.heard([node("a", last_heartbeat=2.0)], now_s=1)
+    assert back.type is EventType.NODE_RECOVERED
 
 
 def test_a_node_that_is_no_longer_listed_is_lost_and_gone() -> None:
