@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-import shutil
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -20,6 +19,7 @@ from typing import Protocol, TypeVar
 import msgspec
 
 import genie
+from genie.agent import jobfiles
 from genie.agent.identity import keep_controllers, renew_certificate
 from genie.agent.jobs import CONTACT_LOST, Jobs, Surroundings
 from genie.agent.journal import Journal
@@ -314,10 +314,10 @@ class Agent:
             self._wake.set()
             if self._jobs.live and not self._lease.is_good(self._clock.monotonic_s()):
                 self._jobs.kill_all(CONTACT_LOST)
-            if self._prune_due:
+            if self._prune_due or self._journal.has_rubbish:
                 self._prune_due = False
                 for directory in self._jobs.prunable():
-                    await self._offload(partial(shutil.rmtree, directory, ignore_errors=True))
+                    await self._offload(partial(jobfiles.try_remove_tree, directory))
 
     async def _collect_ends(self) -> None:
         while True:

@@ -189,8 +189,9 @@ class Jobs:
             self.kill(job_id, epoch=job.epoch, reason=reason)
 
     def settle(self, job_ids: Iterable[str]) -> None:
-        for job_id in job_ids:
-            self._journal.settle(job_id)
+        settled = list(job_ids)
+        self._journal.settle(settled)
+        for job_id in settled:
             self.ended.pop(job_id, None)
 
     def collect(self) -> None:

@@ -2,21 +2,24 @@
 
 One directory per node; each file is replaced whole and durably. A job's directory holds
 `job.json` (what was accepted), `exit.json` (how it ended, until the controller has it for good,
-then `settled.json`), `log/`, `work/` and `tmp/`. Not for: processes (processes.py, launcher.py).
+then `settled.json`), `log/`, `work/` and `tmp/`. The job can spoil all of these; that costs it its
+record and nobody else anything. Directories whose names start with a dot wait to be removed. Not for:
+processes (processes.py, launcher.py).
 """
 
 from __future__ import annotations
 
 import json
 import logging
-import shutil
-from collections.abc import Collection
+import os
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import TypeVar
 
 import msgspec
 
-from genie.errors import AgentRunningError, FencedError, StoreCorruptError
+from genie.agent import jobfiles
+from genie.errors import AgentRunningError, FencedError, LaunchError, StoreCorruptError, StoreFullError
 from genie.model.messages import ExitReport
 from genie.model.names import checked_name
 from genie.runtime import files
@@ -27,6 +30,7 @@ _Struct = TypeVar("_Struct")
 REASON_CHARS_MAX = 300
 FENCE_FILE = "fence.json"
 REGISTERED_FILE = "registered.json"
+_ASIDE = "."
 
 
 class JobRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -61,6 +65,11 @@ class Journal:
         self._lock: files.FileLock | None = None
         self._fence = _Fence()
         self.incarnation = 0
+        self.has_rubbish = False
+        """Whether a directory was set aside since `prunable` was asked."""
+        self._settled: set[str] = set()
+        """Ends that are settled although their directories could not be told so."""
+        self._aside_count = 0
 
     def open(self) -> None:
         """AgentRunningError when another agent has it; StoreCorruptError when a file is not ours."""
@@ -115,10 +124,11 @@ class Journal:
             return None
 
     def accept(self, record: JobRecord) -> Path:
-        """A fresh directory for a job; what an earlier attempt left there is removed."""
+        """A fresh directory for a job; what an earlier attempt left there is set aside. LaunchError."""
         directory = self.job_dir(record.job_id)
-        if directory.exists():
-            shutil.rmtree(directory)
+        if jobfiles.exists(directory) and not self._set_aside(directory):
+            raise LaunchError(f"what an earlier attempt left at {directory} cannot be moved")
+        self._settled.discard(record.job_id)
         for name in ("log", "work", "tmp"):
             files.make_private_directory(directory / name)
         files.write_private(directory / "job.json", msgspec.json.encode(record))
@@ -126,43 +136,83 @@ class Journal:
         return directory
 
     def write_exit(self, report: ExitReport) -> None:
-        """For jobs that never got as far as a shim, or whose shim could not write it."""
+        """For jobs that never got as far as a shim, or whose shim could not write it. StoreFullError."""
         body = msgspec.json.encode(_ExitRecord(**msgspec.structs.asdict(report)))
-        files.write_private(self.job_dir(report.job_id) / "exit.json", body)
+        path = self.job_dir(report.job_id) / "exit.json"
+        try:
+            jobfiles.write(path, body)
+        except OSError as error:
+            raise StoreFullError(
+                f"cannot write {path}: {error.strerror}", hint="check free space and permissions"
+            ) from error
 
     def exit_report(self, job_id: str) -> ExitReport | None:
         try:
-            return _as_report(_read(self.job_dir(job_id) / "exit.json", _ExitRecord))
+            found = _read(self.job_dir(job_id) / "exit.json", _ExitRecord)
         except StoreCorruptError as error:
             _log.warning("%s", error)
             return None
+        if found is not None and found.job_id != job_id:
+            _log.warning("the exit record of %s names another job", job_id)
+            return None
+        return _as_report(found)
 
     def pending_exits(self) -> dict[str, ExitReport]:
         """Every end that the controller has not confirmed yet."""
-        found = {job_id: self.exit_report(job_id) for job_id in self.job_ids()}
+        found = {job_id: self.exit_report(job_id) for job_id in self.job_ids() if job_id not in self._settled}
         return {job_id: report for job_id, report in found.items() if report is not None}
 
-    def settle(self, job_id: str) -> None:
-        """The controller has the end for good. The directory stays until it is pruned."""
-        directory = self.job_dir(job_id)
-        try:
-            (directory / "exit.json").replace(directory / "settled.json")
-            files.sync_directory(directory)
-        except FileNotFoundError:
-            pass
+    def settle(self, job_ids: Iterable[str]) -> None:
+        """The controller has these ends for good. The directories stay until they are pruned."""
+        moved = False
+        for job_id in job_ids:
+            directory = self.job_dir(job_id)
+            try:
+                (directory / "exit.json").replace(directory / "settled.json")
+                moved = True
+            except FileNotFoundError:
+                pass
+            except OSError as error:
+                _log.warning("the end of %s cannot be marked as settled: %s", job_id, error.strerror)
+                if not self._set_aside(directory):
+                    self._settled.add(job_id)
+        if moved:
+            # Once for all: an end that is told again after a crash does no harm.
+            files.sync_directory(self.jobs_dir)
 
     def job_ids(self) -> list[str]:
-        return sorted(path.name for path in self.jobs_dir.iterdir() if (path / "job.json").is_file())
+        return sorted(path.name for path in self._directories() if jobfiles.exists(path / "job.json"))
 
     def prunable(self, *, kept: int, live: Collection[str]) -> list[Path]:
-        """Directories of finished and settled jobs beyond the newest `kept`."""
+        """Directories of finished and settled jobs beyond the newest `kept`, and what was set aside."""
+        self.has_rubbish = False
+        rubbish = [path for path in self.jobs_dir.iterdir() if path.name.startswith(_ASIDE)]
         done = [
             directory
-            for directory in self.jobs_dir.iterdir()
-            if directory.name not in live and not (directory / "exit.json").exists()
+            for directory in self._directories()
+            if directory.name not in live
+            and (directory.name in self._settled or not jobfiles.exists(directory / "exit.json"))
         ]
         done.sort(key=_age_mark, reverse=True)
-        return done[kept:]
+        return done[kept:] + rubbish
+
+    def _directories(self) -> list[Path]:
+        return [path for path in self.jobs_dir.iterdir() if not path.name.startswith(_ASIDE)]
+
+    def _set_aside(self, directory: Path) -> bool:
+        """Out of the way at once; whoever asks for `prunable` removes it. Whether it worked."""
+        while True:
+            self._aside_count += 1
+            name = f"{_ASIDE}{directory.name}.{self.incarnation}.{self._aside_count}"
+            if not jobfiles.exists(self.jobs_dir / name):
+                break
+        try:
+            os.rename(directory, self.jobs_dir / name)  # noqa: PTH104 - a link itself, not its target
+        except OSError as error:
+            _log.warning("%s cannot be set aside: %s", directory, error.strerror)
+            return False
+        self.has_rubbish = True
+        return True
 
 
 def parse_exit(line: bytes) -> ExitReport:
@@ -190,8 +240,8 @@ def _as_report_of(record: _ExitRecord) -> ExitReport:
 
 def _age_mark(directory: Path) -> float:
     try:
-        return directory.stat().st_mtime
-    except FileNotFoundError:
+        return directory.stat(follow_symlinks=False).st_mtime
+    except OSError:
         return 0.0
 
 
@@ -207,10 +257,10 @@ def _locked(path: Path) -> files.FileLock:
 
 def _read(path: Path, kind: type[_Struct]) -> _Struct | None:
     try:
-        return msgspec.json.decode(path.read_bytes(), type=kind)
+        return msgspec.json.decode(jobfiles.read(path), type=kind)
     except FileNotFoundError:
         return None
-    except (OSError, msgspec.DecodeError, json.JSONDecodeError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise StoreCorruptError(
             f"{path} cannot be read: {error}",
             hint="restore it, or remove the node's directory and join again",

@@ -12,6 +12,7 @@ import contextlib
 import json
 import logging
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -23,7 +24,7 @@ from typing import Protocol
 
 import msgspec
 
-from genie.agent import processes, shim
+from genie.agent import jobfiles, processes, shim
 from genie.agent.journal import parse_exit
 from genie.agent.processes import JOB_DIR_VARIABLE
 from genie.errors import LaunchError, NodeError, StoreFullError
@@ -36,6 +37,7 @@ RECORD_BYTES_MAX = 65536
 STUBBORN_S = 3.0
 """Beyond the grace, until a shim that was told to end its job is ended itself."""
 FORCE_S = 1.0
+_LOG_NAME = re.compile(r"[0-9]{1,20}\.log")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -193,7 +195,7 @@ class ShimLauncher:
         with contextlib.suppress(msgspec.DecodeError):
             return parse_exit(held.heard)
         with contextlib.suppress(OSError, msgspec.DecodeError):
-            return parse_exit((held.plan.directory / "exit.json").read_bytes())
+            return parse_exit(jobfiles.read(held.plan.directory / "exit.json"))
         _log.error("the shim of %s died without a record; ending what it left", held.plan.job_id)
         self._end_by_force(held)
         return ExitReport(
@@ -221,7 +223,7 @@ class ShimLauncher:
 def log_files(directory: Path) -> Iterator[tuple[int, Path]]:
     """A job's log files with the offset of their first byte, oldest first."""
     for path in sorted((directory / "log").glob("*.log")):
-        if path.stem.isdigit():
+        if _LOG_NAME.fullmatch(path.name):
             yield int(path.stem), path
 
 
@@ -259,7 +261,8 @@ def _spawn(plan: LaunchPlan, control_fd: int, until_s: float) -> subprocess.Pope
     }
     path = plan.directory / "shim.json"
     files.write_private(path, json.dumps(given).encode())
-    with (plan.directory / "shim.log").open("wb") as trouble:
+    trouble_fd = os.open(plan.directory / "shim.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    with os.fdopen(trouble_fd, "wb") as trouble:
         return subprocess.Popen(
             [sys.executable, "-I", "-S", shim.__file__, str(path)],
             stdin=subprocess.DEVNULL,

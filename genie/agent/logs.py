@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+from genie.agent import jobfiles
 from genie.agent.launcher import log_files
 from genie.errors import UsageError
 from genie.model.messages import CHUNK_BYTES_MAX, WAIT_S_MAX, LogChunk, ReadLog
@@ -45,11 +46,11 @@ def read_chunk(directory: Path, *, offset: int, bytes_max: int, live: bool) -> L
         if position < first:
             break  # a file was dropped while we looked; the next request starts after the gap
         try:
-            with path.open("rb") as file:
+            with jobfiles.open_plain(path) as file:
                 file.seek(position - first)
                 data += file.read(bytes_max - len(data))
-        except FileNotFoundError:
-            continue
+        except OSError:
+            continue  # dropped meanwhile, or the job has put something else there
         if len(data) >= bytes_max:
             break
     # Never at the same time data and the end: whoever reads asks once more and then knows.

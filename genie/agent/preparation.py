@@ -14,6 +14,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol, TypeVar
 
+from genie.agent import jobfiles
 from genie.agent.executor import config as executor_config
 from genie.agent.processes import JOB_DIR_VARIABLE
 from genie.errors import LaunchError, WorkdirError
@@ -127,10 +128,10 @@ async def prepare_executor(
 def read_endpoint(directory: Path) -> int | None:
     """The port on which the executor listens, once it does."""
     try:
-        port = json.loads((directory / ENDPOINT_FILE).read_text("utf-8"))["port"]
+        port = json.loads(jobfiles.read(directory / ENDPOINT_FILE))["port"]
     except FileNotFoundError:
         return None
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise LaunchError(f"the executor's endpoint file cannot be read: {error}") from error
     if not isinstance(port, int) or not 0 < port < 65536:
         raise LaunchError(f"the executor names the port {port!r}")
@@ -140,7 +141,7 @@ def read_endpoint(directory: Path) -> int | None:
 def forget_secrets(directory: Path) -> None:
     """What an ended executor leaves that nobody needs any more."""
     for name in (_EXECUTOR_KEY, _EXECUTOR_CONFIG):
-        (directory / name).unlink(missing_ok=True)
+        jobfiles.try_unlink(directory / name)
 
 
 def _visible(launch: Launch, infos: Sequence[GPUInfo]) -> dict[str, str]:

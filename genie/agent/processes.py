@@ -18,7 +18,7 @@ from pathlib import Path
 
 import psutil
 
-from genie.agent import shim
+from genie.agent import jobfiles, shim
 
 _log = logging.getLogger(__name__)
 
@@ -56,11 +56,11 @@ class ProcessMark:
 def read_started(path: Path) -> tuple[ProcessMark, ...]:
     """The shim and the command that a job's start record names; nothing when there is none."""
     try:
-        body = json.loads(path.read_text("utf-8"))
+        body = json.loads(jobfiles.read(path))
         return tuple(ProcessMark(int(pid), str(start)) for pid, start in body.values())
     except FileNotFoundError:
         return ()
-    except (OSError, ValueError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         _log.warning("%s cannot be read: %s", path, error)
         return ()
 
@@ -72,7 +72,7 @@ def end_leftovers(
 
     Blocks; looks again until nothing is found, so that what is started meanwhile is caught, too.
     """
-    known = {mark for mark in started if mark.is_alive}
+    known = {mark for mark in started if mark.pid != os.getpid() and mark.is_alive}
     seen: set[ProcessMark] = set()
     deadline = time.monotonic() + within_s
     while True:

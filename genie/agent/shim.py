@@ -30,6 +30,8 @@ RECORD_BYTES = 4096
 KILL_AGAIN_S = 0.05
 KILL_GIVE_UP_S = 10.0
 DRAIN_S = 1.0
+PROGRAM_CHARS_SHOWN = 100
+SHELL_CHARACTERS = frozenset(" \t\n|&;<>()$`*?\"'")
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 
@@ -83,11 +85,16 @@ class Log:
     def _open_next(self) -> None:
         self.close()
         path = os.path.join(self._directory, f"{self._offset:020d}.log")  # noqa: PTH118 - fast start
-        self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        # The job can put a pipe there: nothing here may wait for it.
+        careful = os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC
+        self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | careful, 0o600)
         self._room = self._file_bytes_max
         names = sorted(name for name in os.listdir(self._directory) if name.endswith(".log"))  # noqa: PTH208
         for name in names[: -(self._files_max + 1)]:
-            os.unlink(os.path.join(self._directory, name))  # noqa: PTH108, PTH118
+            try:
+                os.unlink(os.path.join(self._directory, name))  # noqa: PTH108, PTH118
+            except OSError:
+                pass  # a directory, made by the job
 
 
 class Shim:
@@ -107,17 +114,20 @@ class Shim:
         self._why_ended = ""
         self._kill_at = 0.0
         self._signals, self._signals_in = os.pipe()
+        self._record_fd = -1
+        # What the shim writes is private; the job gets the mask that the agent has.
+        self._umask = os.umask(0o077)
 
     def run(self) -> None:
         _prctl(_PR_SET_CHILD_SUBREAPER, 1)
-        _reserve(self._given["exit_path"])
+        self._record_fd = _reserve(self._given["exit_path"])
         self._watch_signals()
         self._pipe, output = os.pipe()
         os.set_blocking(self._pipe, False)
         try:
             self._command = self._start(output)
         except (OSError, ValueError, subprocess.SubprocessError) as error:
-            self._finish(None, f"cannot start {self._given['argv'][0]!r}: {_words(error)}", started=False)
+            self._finish(None, self._why_not_started(error), started=False)
             return
         finally:
             os.close(output)
@@ -139,8 +149,19 @@ class Shim:
             stdout=output,
             stderr=output,
             start_new_session=True,
+            umask=self._umask,
             preexec_fn=_die_with_parent if LINUX else None,  # noqa: PLW1509 - there is one thread
         )
+
+    def _why_not_started(self, error: Exception) -> str:
+        program = str(self._given["argv"][0])
+        words = (error.strerror or str(error)) if isinstance(error, OSError) else str(error)
+        place = os.path.join(self._given["cwd"], program)  # noqa: PTH118
+        if isinstance(error, FileNotFoundError) and not os.path.lexists(place):
+            words = "no such program on this node"
+        if SHELL_CHARACTERS.intersection(program):
+            words += "; a command with shell syntax needs sh -c '...'"
+        return f"cannot start {program[:PROGRAM_CHARS_SHOWN]!r}: {words}"
 
     def _record_start(self, pid: int) -> None:
         record = {
@@ -149,7 +170,9 @@ class Shim:
         }
         try:
             path = self._given["started_path"]
-            with open(f"{path}.new", "w", encoding="utf-8") as file:  # noqa: PTH123 - fast start
+            # The job runs already and may have put a pipe there, on which opening would wait.
+            fd = os.open(f"{path}.new", os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+            with open(fd, "w", encoding="utf-8") as file:
                 json.dump(record, file)
             os.replace(f"{path}.new", path)  # noqa: PTH105
         except OSError:
@@ -320,7 +343,7 @@ class Shim:
         }
         data = json.dumps(record).encode()
         try:
-            _seal(self._given["exit_path"], data)
+            _seal(self._record_fd, self._given["exit_path"], data)
         except OSError as error:
             sys.stderr.write(f"cannot write the exit record: {error}\n")
         if self._control >= 0:
@@ -423,21 +446,29 @@ def _since_boot(monotonic_s: float) -> float:
     return _boot_s() + (monotonic_s - time.monotonic())
 
 
-def _reserve(path: str) -> None:
-    """Takes the space of the exit record now, so that it can be written when the disk is full."""
+def _reserve(path: str) -> int:
+    """Takes the space of the exit record now, so that it can be written when the disk is full.
+
+    It stays open, so that the job cannot put something in its place that the end would wait for.
+    """
+    fd = -1
     try:
-        with open(f"{path}.new", "wb") as file:  # noqa: PTH123
-            file.write(b" " * RECORD_BYTES)
-            os.fsync(file.fileno())
+        fd = os.open(f"{path}.new", os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        os.write(fd, b" " * RECORD_BYTES)
+        os.fsync(fd)
     except OSError:
         pass
+    return fd
 
 
-def _seal(path: str, data: bytes) -> None:
-    fd = os.open(f"{path}.new", os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
+def _seal(fd: int, path: str, data: bytes) -> None:
+    if fd < 0:
+        fd = os.open(f"{path}.new", os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
-        os.write(fd, data.ljust(RECORD_BYTES))
+        os.pwrite(fd, data.ljust(RECORD_BYTES), 0)
         os.fsync(fd)
+        if not os.path.samestat(os.fstat(fd), os.lstat(f"{path}.new")):
+            raise OSError(errno.EEXIST, "something else is in its place")
     finally:
         os.close(fd)
     os.replace(f"{path}.new", path)  # noqa: PTH105
@@ -446,10 +477,6 @@ def _seal(path: str, data: bytes) -> None:
         os.fsync(directory)
     finally:
         os.close(directory)
-
-
-def _words(error: Exception) -> str:
-    return (error.strerror or str(error)) if isinstance(error, OSError) else str(error)
 
 
 def _noted(number: int, frame: object) -> None:

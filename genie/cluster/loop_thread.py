@@ -35,7 +35,7 @@ class LoopThread:
         # A daemon, so that a loop that cannot be stopped never keeps the interpreter from ending. It is
         # stopped in order before that: see genie.cluster.init.
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-        self._loop = asyncio.new_event_loop()
+        self._loop: asyncio.AbstractEventLoop
         self._main: Callable[[], Coroutine[Any, Any, None]] | None = None
         self._task: asyncio.Task[None] | None = None
         self._group: asyncio.TaskGroup | None = None
@@ -49,6 +49,7 @@ class LoopThread:
     def start(self, main: Callable[[], Coroutine[Any, Any, None]]) -> None:
         assert self._main is None, "a loop thread is started once"
         self._main = main
+        self._loop = asyncio.new_event_loop()  # here: one that is never started has nobody to close it
         self._thread.start()
 
     def submit(self, work: Callable[[], Coroutine[Any, Any, _T]]) -> Future[_T]:

@@ -168,7 +168,7 @@ class Agents:
             self._check_incarnation(node_id, request.incarnation, exactly=True)
             held = self._ledger.holds.get(node_id)
             if held is not None and held.holds:
-                raise NodeError(f"node {node_id} still holds {len(held.holds)} jobs")
+                raise NodeError(f"node {node_id} still holds jobs: {len(held.holds)}")
             record = self._ledger.nodes.get(node_id)
             if record is not None:
                 # Kept: what the cluster can ever run, and which incarnation was the last, are still known.

@@ -116,7 +116,7 @@ class Tokens:
             if owners == [record]:
                 raise UsageError(
                     f"token {token_id} is the last owner's token",
-                    hint="make another first: 'genie token create --owner'",
+                    hint="without it nobody could make tokens any more",
                 )
             txn.put(self._ledger.tokens, token_id, revoked(record, now=self._clock.wall_s()))
 

@@ -1,7 +1,8 @@
 """What people and their programs ask: jobs, logs, directories, nodes, status, tokens, devices.
 
-A user sees its own tenant's jobs and nothing of another's; the owner sees all. Answers stay under
-the frame cap. Not for: deciding anything; each request is one call of the part that does.
+A user sees its own tenant's jobs, and of others only how many there are and how much they hold; the
+owner sees all. Answers stay under the frame cap. Not for: deciding anything; each request is one
+call of the part that does.
 """
 
 from __future__ import annotations

@@ -90,8 +90,8 @@ async def trust(
         ca_pem = kept.read_text("utf-8")
         if tls.fingerprint(ca_pem) == pin:
             return ClientTls(tls.client_context(ca_pem), tls.CONTROLLER_NAME)
-    except (FileNotFoundError, TlsError):
-        pass
+    except (FileNotFoundError, TlsError, UnicodeDecodeError):
+        pass  # not there, or not a certificate: asked for again
     ca_pem = await _fetch_ca(network, host, port, pin=pin, timeout_s=timeout_s)
     files.write_private(kept, ca_pem.encode())
     return ClientTls(tls.client_context(ca_pem), tls.CONTROLLER_NAME)
@@ -168,8 +168,11 @@ def _find_token(config: ClusterConfig, state_dir: Path, *, where: str) -> Token:
             f"no token for {where}: none was given, and {state_dir / OWNER_TOKEN_FILE} is not there",
             hint="on the cluster's machine run 'genie token create'; then set GENIE_TOKEN here",
         ) from None
-    except OSError as error:
-        raise TokenMissingError(f"the token file cannot be read: {error}") from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise TokenMissingError(
+            f"the token file {state_dir / OWNER_TOKEN_FILE} cannot be read: {error}",
+            hint="remove it and run 'genie up' again, or set GENIE_TOKEN",
+        ) from error
 
 
 async def _fetch_ca(network: Network, host: str, port: int, *, pin: str, timeout_s: float) -> str:

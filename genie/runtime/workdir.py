@@ -34,7 +34,7 @@ _NAME_BYTES_MAX = 4096
 _PART_BYTES_MAX = 255
 _DEPTH_MAX = 100
 _NAME_CHARS_SHOWN = 80
-_MEMBERS_MAX = 10_000_000
+_MEMBERS_MAX = 1_000_000
 _LONG_FIELDS_BYTES_MAX = 64 * 1024
 _LENGTH_DIGITS_MAX = 8
 
@@ -67,6 +67,7 @@ def pack(
     directory: Path, *, bytes_max: int, files_max: int, progress: Progress | None = None
 ) -> PackedWorkdir:
     """WorkdirError for a directory that is too large, cannot be read, or holds what cannot be sent."""
+    files_max = min(files_max, _MEMBERS_MAX)
     root = Path(os.path.abspath(directory))  # noqa: PTH100 - a link to a directory is followed, once
     if not root.is_dir():
         raise WorkdirError(f"{directory} is not a directory", hint="give --workdir a directory")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
@@ -12,12 +13,15 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 
-from genie.cli.cluster_commands import _join_text
+from genie.cli.cluster_commands import _join_text, _report
 from genie.cluster.local import find_running
+from genie.config import load
 from genie.errors import NodeError, NodeNotFoundError
-from genie.model.messages import Done, RemoveNode
+from genie.model.messages import Done, GetStatus, RemoveNode
+from tests.cli.nouns import status
 from tests.waiting import wait_until
 
 JUNK_TOKEN = f"genie.join.abcd.{'s' * 43}.{'p' * 43}"
@@ -126,6 +130,22 @@ def test_forget_takes_ids_of_nodes_only(genie, controller) -> None:
 )
 def test_up_says_how_others_join_only_where_they_can(loopback, said) -> None:
     assert said in _join_text("10.0.0.5:6000", loopback=loopback)
+
+
+@pytest.mark.parametrize("leader", ["10.0.0.5:5555", ""])
+def test_a_controller_that_stands_by_is_reported_as_one(controller, leader, capfd) -> None:
+    reply = msgspec.structs.replace(status(), leading=False, leader=leader)
+    controller.answers[GetStatus] = reply
+    asyncio.run(_report(load()))
+    said = capfd.readouterr().out
+    assert "standby" in said and (leader or "none at present") in said
+    assert "genie submit" not in said, "nothing can be done here"
+
+
+def test_a_standby_without_the_owners_token_is_reported_too(controller, state_dir, capfd) -> None:
+    (state_dir / "owner.token").unlink()
+    asyncio.run(_report(load()))
+    assert "standby" in capfd.readouterr().out
 
 
 # --- real processes ---------------------------------------------------------------------------

@@ -418,7 +418,6 @@ async def test_a_host_that_ends_waits_as_long_as_its_jobs_may_take(
     settings = init_module.load_settings((), {"node_role": "worker"})
     run = SessionRun(settings, began_s=0.0, on_end=lambda _: None)
     assert run.close_s_max > 100
-    run._thread._loop.close()
 
 
 async def test_a_failed_phase_is_the_last_event(controller: SmallController, unused_tcp_port: int) -> None:

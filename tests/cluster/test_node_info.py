@@ -8,7 +8,13 @@ from hypothesis import strategies as st
 
 import genie
 from genie.cluster import node_info
-from genie.cluster.node_info import create_local_node, detect_local_gpus, local_node_id
+from genie.cluster.node_info import (
+    address_towards,
+    create_local_node,
+    detect_local_gpus,
+    local_node_id,
+    new_session_id,
+)
 from genie.config import ClusterConfig
 from genie.errors import NameInvalidError
 from genie.hardware import HostFacts
@@ -70,3 +76,14 @@ def test_cpu_accelerators_are_detected_only_when_asked_for_and_without_gpus() ->
     vendors = {gpu.vendor for gpu in found}
     assert vendors in ({Vendor.CPU}, {Vendor.NVIDIA})
     assert all(gpu.vendor is not Vendor.CPU for gpu in detect_local_gpus())
+
+
+def test_a_session_id_is_a_node_id_with_the_whole_suffix() -> None:
+    assert new_session_id("box", suffix="a1b2c3") == "box-a1b2c3"
+    long = new_session_id("x" * 55 + "-" + "y" * 7, suffix="a1b2c3")
+    assert checked_node_id(long).endswith("x-a1b2c3")
+
+
+def test_our_address_is_the_one_on_the_way_there() -> None:
+    assert address_towards("127.0.0.1", 5555) == "127.0.0.1"
+    assert address_towards("256.0.0.1", 5555) is None

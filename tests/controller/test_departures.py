@@ -51,7 +51,7 @@ async def test_a_node_that_holds_a_job_may_not_leave(tmp_path: Path) -> None:
     async with standing(tmp_path) as one, one.client() as owner, one.agent("n1") as agent:
         job = await owner.submit("work", gpus=1)
         await agent.start_next()
-        with pytest.raises(NodeError, match="still holds 1"):
+        with pytest.raises(NodeError, match="still holds jobs: 1"):
             await agent.leave()
         assert (await owner.job(job.job_id)).state is JobState.RUNNING
 

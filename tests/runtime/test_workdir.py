@@ -329,9 +329,9 @@ def test_a_directory_that_is_too_deep_is_not_packed(tmp_path: Path) -> None:
 
 
 def test_what_the_system_refuses_to_write_is_said_in_a_few_words(tmp_path: Path) -> None:
-    folders = ["d" * 200]
+    folders = ["d" * 203]
     while len(folders) < 20:
-        folders.append(f"{folders[-1]}/{'d' * 200}")
+        folders.append(f"{folders[-1]}/{'d' * 203}")
     file = archive_of(tmp_path / "file", *(member(name, tarfile.DIRTYPE) for name in folders))
     with pytest.raises(WorkdirError, match="File name too long") as caught:
         unpack(file, tmp_path / "target")

@@ -15,14 +15,13 @@ log = logging.getLogger(__name__)
 
 
 class Background:
-    """Children run until they end or `close`. One that fails ends them all and sets `failure`."""
+    """Children run until they end or `close`. One that fails ends them all, and the log says so."""
 
     def __init__(self, name: str) -> None:
         self._name = name
         self._group = asyncio.TaskGroup()
         self._started = asyncio.Event()
         self._root: asyncio.Task[None] | None = None
-        self.failure: BaseException | None = None
 
     @classmethod
     async def open(cls, name: str) -> Background:
@@ -47,7 +46,5 @@ class Background:
             async with self._group:
                 self._started.set()
                 await asyncio.Event().wait()
-        except BaseExceptionGroup as group:
-            # A task boundary: the engine reads `failure` and refuses further calls.
+        except BaseExceptionGroup:  # a task boundary: nobody awaits this task before close()
             log.exception("%s: a background task failed", self._name)
-            self.failure = group
