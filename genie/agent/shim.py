@@ -86,8 +86,8 @@ class Log:
         self.close()
         path = os.path.join(self._directory, f"{self._offset:020d}.log")  # noqa: PTH118 - fast start
         # The job can put a pipe there: nothing here may wait for it.
-        careful = os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC
-        self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | careful, 0o600)
+        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NONBLOCK | os.O_CLOEXEC
+        self._fd = os.open(path, flags, 0o600)
         self._room = self._file_bytes_max
         names = sorted(name for name in os.listdir(self._directory) if name.endswith(".log"))  # noqa: PTH208
         for name in names[: -(self._files_max + 1)]:
@@ -172,7 +172,7 @@ class Shim:
             path = self._given["started_path"]
             # The job runs already and may have put a pipe there, on which opening would wait.
             fd = os.open(f"{path}.new", os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-            with open(fd, "w", encoding="utf-8") as file:
+            with os.fdopen(fd, "w", encoding="utf-8") as file:
                 json.dump(record, file)
             os.replace(f"{path}.new", path)  # noqa: PTH105
         except OSError:

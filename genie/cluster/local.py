@@ -236,6 +236,8 @@ class Supervisor:
             state_dir=self._state_dir,
             node_id_wish=self.node_id,
             network=TcpNetwork(),
+            # A name that was made of the host's may get a number; one that someone chose may not.
+            exact=self._settings.sources["cluster.node_id"] != "default",
         )
 
     async def _wait_registered(self, node_dir: Path, *, after: int) -> None:
@@ -338,16 +340,24 @@ async def _supervised(
 async def _to_the_end(work: Coroutine[Any, Any, None]) -> None:
     """Waits for work that must not be left half done, and has its own end, however often it is cancelled
     meanwhile. That it was comes out afterwards."""
-    task = asyncio.ensure_future(work)
-    cancelled: asyncio.CancelledError | None = None
-    while not task.done():
+    trouble: BaseException | None = None
+
+    async def carry_out() -> None:
+        nonlocal trouble
         try:
-            await asyncio.shield(task)
-        except asyncio.CancelledError as error:
-            cancelled = error
-    task.result()
-    if cancelled is not None:
-        raise cancelled
+            await work
+        except GenieError as error:  # inside the group it would come out wrapped in an ExceptionGroup
+            trouble = error
+
+    async with asyncio.TaskGroup() as group:
+        task = group.create_task(carry_out())
+        while not task.done():
+            try:
+                await asyncio.shield(task)
+            except asyncio.CancelledError as error:
+                trouble = trouble or error
+    if trouble is not None:
+        raise trouble
 
 
 def find_running(state_dir: Path) -> RunningCluster | None:

@@ -8,7 +8,7 @@ import os
 import random
 import signal
 import sys
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,7 +18,7 @@ import pytest
 from genie.agent.agent import Agent
 from genie.agent.identity import write_identity
 from genie.agent.launcher import LaunchPlan, ShimLauncher
-from genie.agent.processes import ProcessMark
+from genie.agent.processes import ProcessMark, end_leftovers
 from genie.config import AgentConfig, inherited_by_jobs
 from genie.model.node import GPUInfo, Vendor
 from genie.model.tenant import TokenKind
@@ -41,6 +41,13 @@ class TwoGpus:
         return tuple(
             GPUInfo(gpu_id=index, name="fake", vendor=Vendor.NVIDIA, uuid=f"GPU-{index}") for index in (0, 1)
         )
+
+
+@pytest.fixture
+def nothing_left(tmp_path: Path) -> Iterator[None]:
+    """Processes of jobs do not outlive the test, however it ends: a killed shim leaves its job's children."""
+    yield
+    end_leftovers(tmp_path, ())
 
 
 @pytest.fixture
@@ -72,7 +79,7 @@ RunAgent = Callable[..., AbstractAsyncContextManager[Agent]]
 
 
 @pytest.fixture
-def run_agent(controller: FakeController, node_dir: Path) -> RunAgent:
+def run_agent(controller: FakeController, node_dir: Path, nothing_left: None) -> RunAgent:
     """An agent in this process for the length of a block; it is stopped in order at the end."""
 
     @contextlib.asynccontextmanager
@@ -118,7 +125,7 @@ StartAgent = Callable[..., AbstractAsyncContextManager[AgentProcess]]
 
 
 @pytest.fixture
-def start_agent(tmp_path: Path, controller: FakeController) -> StartAgent:
+def start_agent(tmp_path: Path, controller: FakeController, nothing_left: None) -> StartAgent:
     """`python -m genie.agent` for the length of a block; killed at the end if it still runs."""
 
     @contextlib.asynccontextmanager
@@ -161,7 +168,7 @@ async def launcher() -> AsyncIterator[ShimLauncher]:
 
 
 @pytest.fixture
-def make_plan(tmp_path: Path) -> Callable[..., LaunchPlan]:
+def make_plan(tmp_path: Path, nothing_left: None) -> Callable[..., LaunchPlan]:
     def make(*argv: str, job_id: str = "job-1", **changes: object) -> LaunchPlan:
         directory = tmp_path / "jobs" / job_id
         for name in ("log", "work", "tmp"):

@@ -454,6 +454,59 @@ async def test_logs_of_the_newest_jobs_are_kept(
         await until(lambda: {path.name for path in (node_dir / "jobs").iterdir()} == {"j2", "j3"})
 
 
+# --- jobs that spoil their own directories ------------------------------------------------------
+
+SPOILING = [
+    "mkdir $GENIE_JOB_DIR/executor.key",
+    "mkdir $GENIE_JOB_DIR/settled.json",
+    "rm -f $GENIE_JOB_DIR/exit.json.new; mkdir -p $GENIE_JOB_DIR/exit.json/x",
+    "mkfifo $GENIE_JOB_DIR/s; mv -f $GENIE_JOB_DIR/s $GENIE_JOB_DIR/started.json",
+    "rm $GENIE_JOB_DIR/job.json; mkfifo $GENIE_JOB_DIR/job.json",
+    "cd /; rm -r $GENIE_JOB_DIR; echo file > $GENIE_JOB_DIR",
+    "cd /; rm -r $GENIE_JOB_DIR; ln -s /nowhere $GENIE_JOB_DIR",
+    "ln -s /dev/zero $GENIE_JOB_DIR/log/00.log; mkdir $GENIE_JOB_DIR/log/²2.log",
+]
+
+
+@pytest.mark.parametrize("script", SPOILING)
+async def test_what_a_job_does_to_its_directory_is_its_own_trouble(
+    controller: FakeController, run_agent: RunAgent, node_dir: Path, script: str
+) -> None:
+    for life in range(2):
+        async with run_agent():
+            if life == 0:
+                await controller.launch("j1", "/bin/sh", "-c", f"{script}; exit 5")
+                assert (await controller.end_of("j1")).exit_code == 5
+                await until(lambda: not controller.heartbeats[-1].exits, what="it is settled")
+            await controller.launch(f"next-{life}", "true")
+            assert (await controller.end_of(f"next-{life}")).exit_code == 0
+    assert controller.registers[-1].exits == ()
+
+
+async def test_a_job_whose_directory_was_spoilt_can_run_again_and_nothing_stays(
+    controller: FakeController, run_agent: RunAgent, node_dir: Path
+) -> None:
+    async with run_agent():
+        await controller.launch("j1", "/bin/sh", "-c", "cd /; rm -r $GENIE_JOB_DIR; echo > $GENIE_JOB_DIR")
+        await controller.end_of("j1")
+        controller.exits.clear()
+        await controller.launch("j1", "/bin/sh", "-c", "exit 6", epoch=9)
+        assert (await controller.end_of("j1")).exit_code == 6
+        await until(lambda: {path.name for path in (node_dir / "jobs").iterdir()} == {"j1"})
+
+
+async def test_an_archive_with_an_endless_name_is_an_end_in_few_words(
+    controller: FakeController, run_agent: RunAgent, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = io.BytesIO()
+    with tarfile.open(fileobj=file, mode="w:", format=tarfile.GNU_FORMAT) as archive:
+        archive.addfile(tarfile.TarInfo("n" * 80_000))
+    async with run_agent():
+        await controller.launch("j1", "true", workdir=controller.keep_blob(file.getvalue()))
+        assert (await controller.end_of("j1")).exit_code is None
+    assert max(len(record.getMessage()) for record in caplog.records) < 1000
+
+
 # --- sessions ---------------------------------------------------------------------------------
 
 LISTENER = """

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from genie.agent import jobfiles
 from genie.agent.journal import JobRecord, Journal, parse_exit
-from genie.errors import AgentRunningError, FencedError, NameInvalidError, StoreCorruptError
+from genie.errors import AgentRunningError, FencedError, NameInvalidError, StoreCorruptError, StoreFullError
 from genie.model.messages import ExitReport
+from genie.runtime import files
 
 
 @pytest.fixture
@@ -84,9 +87,9 @@ def test_an_end_is_pending_until_it_is_settled(journal: Journal) -> None:
     journal.accept(record("j1"))
     journal.write_exit(end("j1"))
     assert reopened(journal).pending_exits() == {"j1": end("j1")}
-    journal.settle("j1")
+    journal.settle(["j1"])
     assert reopened(journal).pending_exits() == {}
-    journal.settle("j1")  # said twice
+    journal.settle(["j1"])  # said twice
 
 
 def test_a_damaged_exit_record_does_not_hide_the_others(journal: Journal) -> None:
@@ -114,3 +117,110 @@ def test_a_job_id_cannot_lead_elsewhere(journal: Journal, job_id: str) -> None:
 def test_lost_output_is_part_of_the_end() -> None:
     line = b'{"job_id":"j","epoch":1,"exit_code":0,"reason":"exit code 0","ended_at":1.0,"log_bytes_lost":9}'
     assert parse_exit(line).reason == "exit code 0; 9 bytes of its output could not be written"
+
+
+# --- directories that a job has spoilt -----------------------------------------------------------
+
+
+def ended(journal: Journal, job_id: str) -> Path:
+    directory = journal.accept(record(job_id))
+    journal.write_exit(end(job_id))
+    return directory
+
+
+def test_an_end_that_cannot_be_marked_is_settled_all_the_same(journal: Journal) -> None:
+    (ended(journal, "j1") / "settled.json").mkdir()
+    ended(journal, "j2")
+    journal.settle(["j1", "j2"])
+    assert journal.pending_exits() == {}
+    assert reopened(journal).pending_exits() == {}
+    assert journal.has_rubbish
+    assert [path.name[:4] for path in journal.prunable(kept=9, live=())] == [".j1."]
+    assert not journal.has_rubbish
+
+
+def test_an_end_that_cannot_be_moved_either_is_settled_in_this_life(
+    journal: Journal, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (ended(journal, "j1") / "settled.json").mkdir()
+
+    def refuse(*ignored: object) -> None:
+        raise OSError(1, "no")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "rename", refuse)
+        journal.settle(["j1"])
+    assert journal.pending_exits() == {}
+    assert [path.name for path in journal.prunable(kept=0, live=())] == ["j1"]
+    journal.accept(record("j1", epoch=2))
+    journal.write_exit(end("j1"))
+    assert journal.pending_exits() == {"j1": end("j1")}
+
+
+@pytest.mark.parametrize("name", ["exit.json", "job.json"])
+@pytest.mark.parametrize("kind", ["fifo", "directory", "link", "huge", "deep"])
+def test_what_is_not_a_record_is_read_as_none(journal: Journal, name: str, kind: str) -> None:
+    path = ended(journal, "j1") / name
+    path.unlink()
+    match kind:
+        case "fifo":
+            os.mkfifo(path)
+        case "directory":
+            path.mkdir()
+        case "link":
+            path.symlink_to("/dev/zero")
+        case "huge":
+            path.write_bytes(b" " * 70_000)
+        case _:
+            path.write_bytes(b"[" * 60_000)
+    ended(journal, "j2")
+    assert set(journal.pending_exits()) == ({"j2"} if name == "exit.json" else {"j1", "j2"})
+    assert (journal.record("j1") is None) == (name == "job.json")
+    journal.prunable(kept=0, live=())
+
+
+def test_an_exit_record_cannot_speak_for_another_job(journal: Journal) -> None:
+    directory = ended(journal, "j1")
+    ended(journal, "j2")
+    (journal.job_dir("j2") / "exit.json").replace(directory / "exit.json")
+    assert journal.pending_exits() == {}
+
+
+def test_a_pipe_in_the_way_does_not_hold_up_the_writing_of_an_end(journal: Journal) -> None:
+    directory = journal.accept(record("j1"))
+    os.mkfifo(directory / "exit.json")
+    os.mkfifo(directory / f".exit.json.{os.getpid()}.new")
+    journal.write_exit(end("j1"))
+    assert journal.pending_exits() == {"j1": end("j1")}
+
+
+def test_a_directory_that_became_a_file_cannot_take_the_end_and_says_so(journal: Journal) -> None:
+    directory = journal.accept(record("j1"))
+    shutil.rmtree(directory)
+    directory.touch()
+    with pytest.raises(StoreFullError):
+        journal.write_exit(end("j1"))
+    journal.settle(["j1"])
+    assert (journal.record("j1"), journal.pending_exits()) == (None, {})
+    assert journal.accept(record("j1", epoch=2)).is_dir()
+
+
+def test_a_later_attempt_does_not_wait_for_the_removal_of_an_earlier(
+    journal: Journal, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (journal.accept(record("j1")) / "work" / "left").touch()
+    journal.accept(record("j1", epoch=2))
+    (aside,) = journal.prunable(kept=9, live={"j1"})
+    assert (aside / "work" / "left").exists()
+    jobfiles.try_remove_tree(aside)
+    assert [path.name for path in journal.jobs_dir.iterdir()] == ["j1"]
+
+
+def test_many_ends_are_settled_with_one_sync(journal: Journal, monkeypatch: pytest.MonkeyPatch) -> None:
+    for number in range(5):
+        ended(journal, f"j{number}")
+    synced: list[Path] = []
+    monkeypatch.setattr(files, "sync_directory", synced.append)
+    journal.settle([f"j{number}" for number in range(5)])
+    assert len(synced) == 1
+    assert journal.pending_exits() == {}

@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 import uvloop
 
-from genie.agent import launcher
+from genie.agent import launcher, processes
 from genie.agent.launcher import LaunchPlan, ShimLauncher
+from genie.agent.logs import read_chunk
 from genie.model.messages import ExitReport
 
 RECORD = {"job_id": "j-1", "epoch": 3, "exit_code": 0, "reason": "exit code 0", "ended_at": 1.0}
@@ -58,3 +59,26 @@ def test_an_end_is_heard_though_the_shim_left_a_line_unread(
 
     with asyncio.Runner(loop_factory=factory) as runner:  # type: ignore[arg-type]
         assert [(end.job_id, end.exit_code) for end in runner.run(heard())] == [("j-1", 0)]
+
+
+def test_only_files_that_a_shim_would_name_are_a_log(tmp_path: Path) -> None:
+    (tmp_path / "log").mkdir()
+    for name in ("²", "٣", "0" * 20, "0" * 19 + "7", "x", "-1", "1 "):
+        (tmp_path / "log" / f"{name}.log").write_text(name)
+    assert [first for first, _ in launcher.log_files(tmp_path)] == [0, 7]
+    os.mkfifo(tmp_path / "log" / "00000000000000000020.log")
+    (tmp_path / "log" / "00000000000000000021.log").symlink_to("/dev/zero")
+    assert read_chunk(tmp_path, offset=0, bytes_max=100, live=False).data == b"0" * 20
+    assert read_chunk(tmp_path, offset=20, bytes_max=100, live=False).eof
+
+
+@pytest.mark.parametrize("content", ["[" * 60_000, '{"shim": [1e999, ""]}', "[1]", '{"a": 1}'])
+def test_a_start_record_that_is_not_one_names_nobody(tmp_path: Path, content: str) -> None:
+    (tmp_path / "started.json").write_text(content)
+    assert processes.read_started(tmp_path / "started.json") == ()
+
+
+def test_a_start_record_cannot_turn_the_agent_against_itself(tmp_path: Path) -> None:
+    own = processes.ProcessMark.of(os.getpid())
+    assert own is not None
+    assert processes.end_leftovers(tmp_path, [own], within_s=0.1) == (0, frozenset())

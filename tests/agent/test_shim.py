@@ -78,7 +78,61 @@ async def test_the_exit_record_is_on_disk_when_the_end_is_told(
 async def test_a_command_that_cannot_be_started_says_why(launcher: ShimLauncher, make_plan: MakePlan) -> None:
     report = await end_of(launcher, make_plan("no-such-program"))
     assert report.exit_code is None
-    assert report.reason == "cannot start 'no-such-program': No such file or directory"
+    assert report.reason == "cannot start 'no-such-program': no such program on this node"
+
+
+async def test_a_command_in_one_text_is_told_what_it_needs(
+    launcher: ShimLauncher, make_plan: MakePlan
+) -> None:
+    report = await end_of(launcher, make_plan("echo hi | cat"))
+    assert report.reason == (
+        "cannot start 'echo hi | cat': no such program on this node; "
+        "a command with shell syntax needs sh -c '...'"
+    )
+
+
+async def test_a_script_without_its_interpreter_is_not_called_missing(
+    launcher: ShimLauncher, make_plan: MakePlan
+) -> None:
+    plan = make_plan("./script")
+    (plan.work_dir / "script").write_text("#!/no/such/shell\n")
+    (plan.work_dir / "script").chmod(0o755)
+    assert (await end_of(launcher, plan)).reason == "cannot start './script': No such file or directory"
+
+
+async def test_the_shims_files_are_private_and_the_jobs_are_as_usual(
+    launcher: ShimLauncher, make_plan: MakePlan
+) -> None:
+    plan = make_plan("/bin/sh", "-c", "umask; touch made; ls -l $GENIE_JOB_DIR/exit.json.new")
+    before = os.umask(0o022)
+    try:
+        await end_of(launcher, plan)
+    finally:
+        os.umask(before)
+    assert log_of(plan).startswith("0022\n-rw-------")
+    assert (plan.work_dir / "made").stat().st_mode & 0o777 == 0o644
+    modes = {path.name: path.stat().st_mode & 0o077 for path in plan.directory.rglob("*") if path.is_file()}
+    assert {name for name, others in modes.items() if others} == {"made"}
+    assert {"started.json", "exit.json", "shim.log"} <= set(modes)
+
+
+@pytest.mark.parametrize(
+    "script",
+    [
+        "rm exit.json.new; mkfifo exit.json.new",
+        "mkdir exit.json",
+        "mkfifo started.json; mkfifo started.json.new",
+        "for i in 0 1 2 3 4 5; do mkfifo log/0000000000000000000$i.log; done; echo hello",
+        "rm -r log; mkfifo log; echo hello",
+    ],
+)
+async def test_what_a_job_puts_in_place_of_its_files_holds_nobody_up(
+    launcher: ShimLauncher, make_plan: MakePlan, script: str
+) -> None:
+    plan = make_plan("/bin/sh", "-c", f"cd $GENIE_JOB_DIR; {script}; exit 5")
+    assert (await end_of(launcher, plan)).exit_code == 5
+    read_started(plan.directory / "started.json")
+    log_of(plan)
 
 
 async def test_no_shell_looks_at_the_arguments(launcher: ShimLauncher, make_plan: MakePlan) -> None:

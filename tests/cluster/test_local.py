@@ -32,6 +32,7 @@ from genie.errors import (
     TokenMissingError,
     TokenRefusedError,
     UnreachableError,
+    UsageError,
 )
 from genie.model.job import JobState
 from genie.model.node import NodeStatus
@@ -185,6 +186,27 @@ async def test_a_controller_that_does_not_come_up_is_an_error_with_its_last_word
     assert local.find_running(tmp_path) is None
 
 
+async def test_a_failed_start_keeps_its_error_when_the_time_ends_while_it_is_cleaned_up(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "controller").mkdir()
+    (tmp_path / "controller" / "store.sqlite3").write_bytes(b"this is not a database" * 100)
+
+    async def host() -> None:
+        async with asyncio.timeout(None) as deadline:
+
+            def end_the_time(line: str) -> None:
+                if line == "stopping the controller":
+                    deadline.reschedule(0)
+
+            async with local.up(settings(tmp_path), progress=end_the_time):
+                pass
+
+    with pytest.raises(LaunchError, match="store"):
+        await host()
+    assert local.find_running(tmp_path) is None
+
+
 async def test_a_start_that_takes_too_long_leaves_nothing(tmp_path: Path, said: Said) -> None:
     with pytest.raises(DeadlineError, match=r"within 0\.05 s"):
         async with local.up(settings(tmp_path), progress=said, timeout_s=0.05):
@@ -334,7 +356,7 @@ async def _check_other_clusters_are_told_apart(
     assert running is not None
     assert running.node_id == agent.node_id
     local.check_agent_is_of(running, joined.cluster, state_dir=state_dir)
-    other = new_token(TokenKind.OWNER, token_id="owner9", secret=b"\x01" * 32, pin="ab" * 32)
+    other = new_token(TokenKind.OWNER, token_id="owner9", secret=b"\x01" * 32, pin="a" * 43)
     elsewhere = replace(joined.cluster, token=str(other))
     with pytest.raises(AgentRunningError, match=r"another cluster than 127\.0\.0\.1"):
         local.check_agent_is_of(running, elsewhere, state_dir=state_dir)
@@ -391,15 +413,22 @@ async def _is_listed(owner: Settings, node_id: str) -> bool:
 
 
 async def test_a_node_whose_name_was_taken_is_the_same_node_again_later(
-    cluster: local.Supervisor, tmp_path: Path, said: Said
+    cluster: local.Supervisor, tmp_path: Path, said: Said, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two machines with one host name: the second gets a number, and keeps it."""
+    monkeypatch.setattr("genie.cluster.local.socket.gethostname", lambda: "n1")
     async with join_token(cluster, tmp_path) as (owner, _token):
-        there = settings(tmp_path / "elsewhere", **_as_arguments(owner.cluster))
+        chosen = settings(tmp_path / "elsewhere", **_as_arguments(owner.cluster))
+        with pytest.raises(UsageError, match="n1' is taken"):
+            async with local.up_agent(chosen, chosen.cluster, progress=said):
+                pass
+        there = settings(
+            tmp_path / "elsewhere", **(_as_arguments(owner.cluster) | {"cluster__node_id": None})
+        )
         for _ in range(2):
             async with local.up_agent(there, there.cluster, progress=said) as running:
                 assert running.node_id == "n1-2"
-    assert sum("joining" in line for line in said.lines) == 2, "n1 and n1-2, once each"
+    assert sum("joining" in line for line in said.lines) == 3, "n1 and n1-2 once each, and n1 in vain"
 
 
 async def test_an_agent_that_never_joined_needs_a_token(tmp_path: Path, said: Said) -> None:

@@ -52,9 +52,10 @@ async def test_elsewhere_the_token_is_enough_and_the_ca_is_fetched_once(tmp_path
         before = kept.stat().st_mtime_ns
         await find_access(config, state_dir=away, network=NETWORK, timeout_s=5)
         assert kept.stat().st_mtime_ns == before
-        kept.write_text("spoiled")
-        await find_access(config, state_dir=away, network=NETWORK, timeout_s=5)
-        assert tls.fingerprint(kept.read_text()) == access.token.pin
+        for spoilt in (b"spoiled", b"\xff\xfe\x80"):
+            kept.write_bytes(spoilt)
+            await find_access(config, state_dir=away, network=NETWORK, timeout_s=5)
+            assert tls.fingerprint(kept.read_text()) == access.token.pin
 
 
 async def test_a_token_of_another_cluster_is_never_sent(tmp_path: Path) -> None:
@@ -80,6 +81,9 @@ async def test_what_is_missing_is_named(tmp_path: Path) -> None:
         await find(master_addr="box")
     with pytest.raises(TokenRefusedError, match="not a Genie token"):
         await find(master_addr="box", token="sesame")
+    (tmp_path / "owner.token").write_bytes(b"\xff\xfe\x80")
+    with pytest.raises(TokenMissingError, match=r"owner\.token cannot be read"):
+        await find(master_addr="box")
     (tmp_path / "local.json").write_text("{}")
     with pytest.raises(ConfigError, match=r"local\.json cannot be read"):
         await find()

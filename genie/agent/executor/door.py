@@ -1,8 +1,9 @@
 """Listens, checks who comes, and lets one client in.
 
 Strangers are met on threads of their own, few at a time and each with a deadline, so that none of
-them can hold up the client inside. A second client with the right ticket is told that the place is
-taken. Not for: what a client may do once inside (session.py).
+them can hold up the client inside. When there are too many, the one that has been silent for the
+longest time goes, so that nobody keeps the client out by saying nothing. A second client with the right ticket is told that
+the place is taken. Not for: what a client may do once inside (session.py).
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ _log = logging.getLogger(__name__)
 
 _STRANGERS_MAX = 8
 _STRANGER_TIMEOUT_S = 10.0
+_FIRST_BYTE_S = 2.0
 _LAST_WORDS_S = 1.0
 _BACKLOG = 16
 
@@ -47,7 +49,10 @@ class Door:
         self.port: int = self._listener.getsockname()[1]
         self._facts: opwire.Opened | None = None
         self._taken = threading.Lock()
-        self._strangers = threading.BoundedSemaphore(_STRANGERS_MAX)
+        self._room = threading.BoundedSemaphore(_STRANGERS_MAX)
+        self._silent: dict[socket.socket, None] = {}
+        """Strangers that have sent nothing yet, oldest first; changed under the lock."""
+        self._silent_lock = threading.Lock()
         self._clients: queue.Queue[opwire.Channel] = queue.Queue(maxsize=1)
         self._closed = threading.Event()
 
@@ -80,7 +85,11 @@ class Door:
                 _log.warning("cannot accept a connection: %s", error)
                 time.sleep(0.1)  # out of descriptors, most likely: do not spin
                 continue
-            self._strangers.acquire()  # further ones wait in the backlog, for one deadline at most
+            if not self._room.acquire(blocking=False):
+                self._hurry_oldest()
+                self._room.acquire()  # further ones wait in the backlog, for one deadline at most
+            with self._silent_lock:
+                self._silent[sock] = None
             peer = f"{address[0]}:{address[1]}"
             threading.Thread(
                 target=self._meet, args=(sock, peer), name=f"executor-{peer}", daemon=True
@@ -88,12 +97,32 @@ class Door:
 
     def _meet(self, sock: socket.socket, peer: str) -> None:
         try:
+            self._wait_first_byte(sock, peer)
             self._let_in(sock, peer)
         except (GenieError, OSError) as error:
             _log.warning("turned away %s: %s", peer, error)
             sock.close()
         finally:
-            self._strangers.release()
+            self._room.release()
+
+    def _hurry_oldest(self) -> None:
+        with self._silent_lock:
+            for sock in self._silent:
+                try:
+                    sock.shutdown(socket.SHUT_RDWR)  # wakes its thread, which then leaves
+                except OSError:
+                    pass  # it is on its way out already
+                del self._silent[sock]
+                return
+
+    def _wait_first_byte(self, sock: socket.socket, peer: str) -> None:
+        try:
+            sock.settimeout(_FIRST_BYTE_S)
+            if not sock.recv(1, socket.MSG_PEEK):
+                raise ProtocolError(f"{peer} left without a word")
+        finally:
+            with self._silent_lock:
+                self._silent.pop(sock, None)
 
     def _let_in(self, sock: socket.socket, peer: str) -> None:
         deadline = time.monotonic() + _STRANGER_TIMEOUT_S

@@ -42,6 +42,7 @@ _ACCEPTED: dict[str, tuple[type, ...]] = {
     "Device": (torch.device,),
     "Generator": (),
 }
+_Look = tuple[torch.dtype, torch.Size, tuple[int, ...], int]
 _RETURNED = re.compile(r"^(List\[)?(Tensor|int|bool|float|number)\]?$")
 
 
@@ -91,10 +92,18 @@ class OpRunner:
         if op.sized:
             self.tensors.check_room(_announced_bytes(named))
         before = self._shapes_of_written(op, named)
-        out = op.call(*args, **kwargs)
-        changed = self._changed(before, given)
-        outs = [out] if op.single else list(out or ())
-        numbers = self._numbered(outs, given)
+        peak_bytes = self.tensors.bytes_allocated_peak
+        try:
+            out = op.call(*args, **kwargs)
+            changed = self._changed(before, given)
+            outs = [out] if op.single else list(out or ())
+            numbers = self._numbered(outs, given)
+        except Exception:
+            # What an op has resized before it failed, or beyond the quota, is what it was: the client is
+            # not told of anything else.
+            self._shrink_back(before, given)
+            self.tensors.bytes_allocated_peak = peak_bytes
+            raise
         values = [self._encoded(value, numbers) for value in outs]
         self.latest = [number for number in numbers.values() if number not in given.values()]
         return opwire.Result(values=values, changed=changed)
@@ -132,17 +141,26 @@ class OpRunner:
             value = named.get(name)
             for tensor in value if isinstance(value, list) else [value]:
                 if isinstance(tensor, torch.Tensor):
-                    found.append(_Before(tensor, _look(tensor), tensor.untyped_storage()._cdata))
+                    storage = tensor.untyped_storage()
+                    found.append(_Before(tensor, _look(tensor), storage, storage.nbytes()))
         return found
 
     def _changed(self, before: list[_Before], given: dict[int, int]) -> list[opwire.TensorMeta]:
         changed: list[opwire.TensorMeta] = []
         for old in before:
             number = given.get(id(old.tensor))
-            if number is not None and _look(old.tensor) != old.look:
-                self.tensors.recount(old.tensor, old.storage)
+            if number is not None and old.is_other_now:
+                self.tensors.recount(old.tensor)
                 changed.append(self.tensors.describe(number))
+        self.tensors.check_room(0)
         return changed
+
+    def _shrink_back(self, before: list[_Before], given: dict[int, int]) -> None:
+        for old in before:
+            if old.is_other_now:
+                old.undo()
+                if id(old.tensor) in given:
+                    self.tensors.recount(old.tensor)
 
     def _numbered(self, outs: list[object], given: dict[int, int]) -> dict[int, int]:
         """Every tensor among the results by its identity; one that was given keeps its number."""
@@ -170,8 +188,25 @@ class OpRunner:
 @dataclass(frozen=True)
 class _Before:
     tensor: torch.Tensor
-    look: tuple[object, ...]
-    storage: int
+    look: _Look
+    storage: torch.UntypedStorage
+    storage_bytes: int
+
+    @property
+    def is_other_now(self) -> bool:
+        storage = self.tensor.untyped_storage()
+        return (
+            _look(self.tensor) != self.look
+            or storage._cdata != self.storage._cdata
+            or storage.nbytes() != self.storage_bytes
+        )
+
+    def undo(self) -> None:
+        """Shape and memory; what an op has written into it stays."""
+        _, shape, stride, offset = self.look
+        if self.storage.nbytes() != self.storage_bytes:
+            self.storage.resize_(self.storage_bytes)
+        self.tensor.set_(self.storage, offset, shape, stride)
 
 
 def allowed(name: str) -> AllowedOp:
@@ -241,5 +276,5 @@ def _announced_bytes(named: dict[str, object]) -> int:
     return max(0, math.prod(size)) * dtype.itemsize
 
 
-def _look(tensor: torch.Tensor) -> tuple[object, ...]:
-    return (tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset())
+def _look(tensor: torch.Tensor) -> _Look:
+    return (tensor.dtype, tensor.shape, tensor.stride(), int(tensor.storage_offset()))

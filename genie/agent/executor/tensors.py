@@ -26,6 +26,8 @@ class TensorTable:
         self._tensors: dict[int, torch.Tensor] = {}
         self._storages: dict[int, list[int]] = {}
         """Storage -> [tensors that share it, bytes]."""
+        self._storage_of: dict[int, int] = {}
+        """A tensor's identity -> the storage under which it is counted."""
         self._next = 1
         self.bytes_max = bytes_max
         self.bytes_allocated = 0
@@ -67,18 +69,16 @@ class TensorTable:
             tensor = self._tensors.pop(number, None)
             if tensor is None:
                 raise ProtocolError(f"tensor {number} was freed but is not known to this session")
-            storage = tensor.untyped_storage()._cdata
-            share = self._storages[storage]
-            share[0] -= 1
-            if share[0] == 0:
-                self.bytes_allocated -= share[1]
-                del self._storages[storage]
+            self._drop_share(self._storage_of.pop(id(tensor)))
 
-    def recount(self, tensor: torch.Tensor, storage_before: int) -> None:
+    def recount(self, tensor: torch.Tensor) -> None:
         """After an op has changed the shape of a tensor in place: its storage may have grown or changed."""
         storage = tensor.untyped_storage()
-        if storage._cdata != storage_before:
-            self._move_share(storage_before, storage)
+        counted = self._storage_of[id(tensor)]
+        if storage._cdata != counted:
+            self._storages.setdefault(storage._cdata, [0, 0])[0] += 1
+            self._storage_of[id(tensor)] = storage._cdata
+            self._drop_share(counted)
         share = self._storages[storage._cdata]
         self.bytes_allocated += storage.nbytes() - share[1]
         share[1] = storage.nbytes()
@@ -99,6 +99,7 @@ class TensorTable:
     def clear(self) -> None:
         self._tensors.clear()
         self._storages.clear()
+        self._storage_of.clear()
         self.bytes_allocated = 0
 
     def _check_kind(self, tensor: torch.Tensor) -> None:
@@ -120,6 +121,7 @@ class TensorTable:
         self._next += 1
         self._tensors[number] = tensor
         storage = tensor.untyped_storage()
+        self._storage_of[id(tensor)] = storage._cdata
         share = self._storages.get(storage._cdata)
         if share is None:
             self._storages[storage._cdata] = [1, storage.nbytes()]
@@ -128,13 +130,12 @@ class TensorTable:
             share[0] += 1
         return number
 
-    def _move_share(self, before: int, storage: torch.UntypedStorage) -> None:
-        old = self._storages[before]
-        old[0] -= 1
-        if old[0] == 0:
-            self.bytes_allocated -= old[1]
-            del self._storages[before]
-        self._storages.setdefault(storage._cdata, [0, 0])[0] += 1
+    def _drop_share(self, storage: int) -> None:
+        share = self._storages[storage]
+        share[0] -= 1
+        if share[0] == 0:
+            self.bytes_allocated -= share[1]
+            del self._storages[storage]
 
 
 def _extent(tensor: torch.Tensor) -> int:

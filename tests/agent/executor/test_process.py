@@ -15,6 +15,7 @@ from genie.errors import DeviceUnavailableError, TokenRefusedError, TransportErr
 from genie.runtime import opwire, tls
 from tests.agent.executor.client import TIMEOUT_S, Client, dial, knock
 from tests.agent.executor.process import TICKET, ExecutorProcess, start_executor
+from tests.agent.executor.thread import executor_on_a_thread
 
 MIB = 1024 * 1024
 HERE = opwire.OwnDevice()
@@ -130,6 +131,27 @@ def test_strangers_who_hang_on_the_line_do_not_hold_up_the_client(
         for _ in range(12):
             stack.enter_context(socket.create_connection(("127.0.0.1", executors["plain"].port)))
         assert still_serves(inside)
+
+
+def test_strangers_who_say_nothing_do_not_keep_the_client_out() -> None:
+    with ExitStack() as stack:
+        executor = stack.enter_context(executor_on_a_thread())
+        for _ in range(40):
+            stack.enter_context(socket.create_connection(("127.0.0.1", executor.port)))
+        channel = dial(executor.port)
+        stack.callback(channel.close)
+        assert isinstance(knock(channel, TICKET), opwire.Opened)
+
+
+def test_a_stranger_who_says_nothing_is_soon_sent_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(door, "_FIRST_BYTE_S", 0.05)
+    with (
+        executor_on_a_thread() as executor,
+        socket.create_connection(("127.0.0.1", executor.port), timeout=5.0) as stranger,
+    ):
+        assert stranger.recv(1) == b"", "well before the deadline of one who speaks"
+        with dial(executor.port) as channel:
+            knock(channel, TICKET)
 
 
 @pytest.mark.parametrize(

@@ -262,6 +262,44 @@ def test_growing_in_place_counts(limited: Client) -> None:
     assert limited.counters().bytes_allocated == 4000
 
 
+@pytest.mark.parametrize("op", ["aten::add.out", "aten::resize_as_", "aten::arange.out"])
+def test_an_op_cannot_grow_a_tensor_that_it_writes_beyond_the_quota(limited: Client, op: str) -> None:
+    small = limited.made("aten::zeros", [10], device=HERE)
+    view = limited.made("aten::slice.Tensor", Handle(small.handle), 0, 2, 8, 2)
+    one = limited.made("aten::zeros", [1], device=HERE)
+    wide = limited.made("aten::expand", Handle(one.handle), [MIB])
+    before = limited.counters()
+    for target in (small, view):
+        match op:
+            case "aten::add.out":
+                error = limited.refused(op, Handle(wide.handle), Handle(one.handle), out=Handle(target.handle))
+            case "aten::resize_as_":
+                error = limited.refused(op, Handle(target.handle), Handle(wide.handle))
+            case _:
+                error = limited.refused(op, MIB, out=Handle(target.handle))
+        assert error.code == opwire.OUT_OF_MEMORY
+        after = limited.counters()
+        assert (after.bytes_allocated, after.bytes_allocated_peak, after.tensors) == (
+            before.bytes_allocated,
+            before.bytes_allocated_peak,
+            before.tensors,
+        )
+    limited.run("aten::fill_.Scalar", Handle(small.handle), 3.0)
+    assert floats_in(limited, small) == (3.0,) * 10
+    assert floats_in(limited, view) == (3.0,) * 3
+    limited.send(opwire.Free([small.handle, view.handle, one.handle, wide.handle]))
+    assert limited.counters().bytes_allocated == 0
+
+
+def test_an_op_that_fails_after_it_resized_leaves_the_count_right(limited: Client) -> None:
+    small = limited.made("aten::zeros", [10], device=HERE)
+    whole = limited.made("aten::zeros", [10], dtype=DType("int64"), device=HERE)
+    many = limited.made("aten::ones", [1000], device=HERE)
+    limited.refused("aten::add.out", Handle(many.handle), Handle(many.handle), out=Handle(whole.handle))
+    limited.run("aten::add.out", Handle(many.handle), Handle(many.handle), out=Handle(small.handle))
+    assert limited.counters().bytes_allocated == 4000 + 4000 + 80
+
+
 def test_taking_over_the_memory_of_another_tensor_counts_once(limited: Client) -> None:
     small = limited.made("aten::zeros", [10], device=HERE)
     large = limited.made("aten::zeros", [1000], device=HERE)
