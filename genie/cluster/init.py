@@ -206,7 +206,10 @@ def _forget(run: SessionRun) -> None:
 
 async def _until(future: Future[_R]) -> _R:
     """Waits on the caller's loop for something of the session's; cancelling the wait does not touch it."""
-    return await asyncio.shield(asyncio.wrap_future(future))
+    inner = asyncio.wrap_future(future)
+    # Looked at even when nobody waits any more, or asyncio complains of an error that others have got.
+    inner.add_done_callback(lambda done: done.cancelled() or done.exception())
+    return await asyncio.shield(inner)
 
 
 def _check_same(old: Settings, new: Settings) -> None:

@@ -198,7 +198,8 @@ class _Scan:
 def _read_ignore(folder: Path) -> GitIgnoreSpec | None:
     path = folder / ".gitignore"
     try:
-        # Without waiting: a pipe would keep us, and a device may never end.
+        if not stat.S_ISREG(path.stat().st_mode):
+            return None  # a pipe would keep us, and a device may never end
         fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         with os.fdopen(fd, "rb") as file:
             if not stat.S_ISREG(os.fstat(fd).st_mode):
@@ -282,7 +283,8 @@ def _write_tar(found: _Scan, file: IO[bytes], progress: Progress) -> None:
 def _add_file(archive: tarfile.TarFile, info: tarfile.TarInfo, entry: _Entry) -> None:
     info.size = entry.size_bytes
     try:
-        fd = os.open(entry.path, os.O_RDONLY | os.O_NOFOLLOW)
+        # Without waiting: what was a file a moment ago may be a pipe now.
+        fd = os.open(entry.path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
         with os.fdopen(fd, "rb") as content:
             # Cut at the size seen before, so that a file that grows cannot spoil the archive.
             archive.addfile(info, content)

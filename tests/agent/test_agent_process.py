@@ -153,7 +153,7 @@ async def test_a_certificate_is_renewed_at_half_of_its_life(tmp_path: Path, star
         (("--join", "127.0.0.1:1:1"), 2, "cannot be read"),
         (("--join", "127.0.0.1:1"), 1, "joining needs a token"),
         (("--join", "127.0.0.1:1", "--token", "nonsense"), 1, "not a Genie token"),
-        (("--controller", "nowhere"), 2, "cannot be read"),
+        (("--controller", "nowhere"), 2, "has no port"),
     ],
 )
 async def test_bad_input_is_said_in_words_with_a_documented_exit_code(

@@ -66,6 +66,7 @@ def test_only_files_that_a_shim_would_name_are_a_log(tmp_path: Path) -> None:
     for name in ("²", "٣", "0" * 20, "0" * 19 + "7", "x", "-1", "1 "):
         (tmp_path / "log" / f"{name}.log").write_text(name)
     assert [first for first, _ in launcher.log_files(tmp_path)] == [0, 7]
+    (tmp_path / "log" / f"{'0' * 19}7.log").unlink()
     os.mkfifo(tmp_path / "log" / "00000000000000000020.log")
     (tmp_path / "log" / "00000000000000000021.log").symlink_to("/dev/zero")
     assert read_chunk(tmp_path, offset=0, bytes_max=100, live=False).data == b"0" * 20

@@ -56,6 +56,18 @@ async def test_a_child_has_a_session_of_its_own_a_record_and_a_private_log(
     await until(lambda: "hello from the child" in child.log_path.read_text())
 
 
+async def test_the_end_of_a_child_is_told_in_its_own_words_and_not_in_those_of_an_earlier_life(
+    child: Child, tmp_path: Path
+) -> None:
+    child.log_path.parent.mkdir()
+    child.log_path.write_text("error: of an earlier life\n")
+    child.start([str(tmp_path / "pids"), "3"])
+    await until(lambda: child.exit_code() is not None)
+    with pytest.raises(LaunchError, match=r"exit code 3; it said:\n  hello from the child") as caught:
+        child.check_alive()
+    assert "earlier" not in str(caught.value)
+
+
 async def test_a_child_imports_nothing_that_lies_in_the_current_directory(
     child: Child, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

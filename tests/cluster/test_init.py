@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import inspect
 import os
 import socket
@@ -16,7 +17,7 @@ from pathlib import Path
 import pytest
 
 import genie
-from genie.cluster import heartbeats
+from genie.cluster import heartbeats, phases
 from genie.cluster import init as init_module
 from genie.cluster.events import ClusterEvent, EventType
 from genie.cluster.phases import PHASES
@@ -282,7 +283,9 @@ async def test_a_cancelled_init_leaves_nothing(controller: SmallController) -> N
     assert_nothing_is_left()
 
 
-async def test_one_of_two_waiting_inits_may_be_cancelled(controller: SmallController) -> None:
+async def test_one_of_two_waiting_inits_may_be_cancelled(
+    controller: SmallController, caplog: pytest.LogCaptureFixture
+) -> None:
     controller.answers_hello = False
     async with asyncio.TaskGroup() as group:
         stays = group.create_task(_error_of(genie.init(timeout=2.0, **QUIET)))
@@ -290,6 +293,9 @@ async def test_one_of_two_waiting_inits_may_be_cancelled(controller: SmallContro
         await until(lambda: len(controller.asked) > 0)
         goes.cancel()
     assert isinstance(stays.result(), DeadlineError), "it went on waiting until its own deadline"
+    del stays, goes
+    gc.collect()
+    assert "never retrieved" not in caplog.text
 
 
 def test_the_child_of_a_fork_has_no_session(controller: SmallController) -> None:
@@ -585,6 +591,21 @@ async def test_a_lost_connection_is_made_again_and_both_are_told(controller: Sma
     controller.start()
     await until(lambda: _has(state, EventType.CONNECTION_RESTORED))
     await until(lambda: controller.count(SessionHeartbeat) > 0)
+    assert state.stats["reconnects"] == 1
+
+
+async def test_a_connection_that_is_lost_while_init_is_under_way_counts(
+    controller: SmallController, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = phases.open_link
+
+    def broken_at_once(*args: object, **kwargs: object) -> object:
+        for connected in (False, True):
+            kwargs["on_change"](connected, "a test")  # type: ignore[operator]
+        return real(*args, **kwargs)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(phases, "open_link", broken_at_once)
+    state = await genie.init(**QUIET)
     assert state.stats["reconnects"] == 1
 
 

@@ -32,6 +32,7 @@ def state_dir() -> Path:
 async def test_a_server_hosts_a_cluster_for_as_long_as_its_session(unused_tcp_port: int) -> None:
     state = await genie.init(node_role="server", master_port=unused_tcp_port)
     assert state.local_node.role is NodeRole.SERVER
+    assert (state.config.master_addr, state.config.node_id) == ("127.0.0.1", state.local_node.node_id)
     assert list(state.nodes) == [state.local_node.node_id]
     assert state.local_node.gpu_count == state.nodes[state.local_node.node_id].gpu_count == 1
     running = local.find_running(state_dir())

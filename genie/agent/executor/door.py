@@ -2,8 +2,8 @@
 
 Strangers are met on threads of their own, few at a time and each with a deadline, so that none of
 them can hold up the client inside. When there are too many, the one that has been silent for the
-longest time goes, so that nobody keeps the client out by saying nothing. A second client with the right ticket is told that
-the place is taken. Not for: what a client may do once inside (session.py).
+longest time goes, so that nobody keeps the client out by saying nothing. A second client with the
+right ticket is told that the place is taken. Not for: what a client may do once inside (session.py).
 """
 
 from __future__ import annotations

@@ -11,6 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from genie.agent.executor import door
 from genie.errors import DeviceUnavailableError, TokenRefusedError, TransportError
 from genie.runtime import opwire, tls
 from tests.agent.executor.client import TIMEOUT_S, Client, dial, knock
@@ -150,8 +151,9 @@ def test_a_stranger_who_says_nothing_is_soon_sent_away(monkeypatch: pytest.Monke
         socket.create_connection(("127.0.0.1", executor.port), timeout=5.0) as stranger,
     ):
         assert stranger.recv(1) == b"", "well before the deadline of one who speaks"
-        with dial(executor.port) as channel:
-            knock(channel, TICKET)
+        channel = dial(executor.port)
+        assert isinstance(knock(channel, TICKET), opwire.Opened)
+        channel.close()
 
 
 @pytest.mark.parametrize(

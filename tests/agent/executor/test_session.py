@@ -272,7 +272,9 @@ def test_an_op_cannot_grow_a_tensor_that_it_writes_beyond_the_quota(limited: Cli
     for target in (small, view):
         match op:
             case "aten::add.out":
-                error = limited.refused(op, Handle(wide.handle), Handle(one.handle), out=Handle(target.handle))
+                error = limited.refused(
+                    op, Handle(wide.handle), Handle(one.handle), out=Handle(target.handle)
+                )
             case "aten::resize_as_":
                 error = limited.refused(op, Handle(target.handle), Handle(wide.handle))
             case _:
@@ -291,13 +293,16 @@ def test_an_op_cannot_grow_a_tensor_that_it_writes_beyond_the_quota(limited: Cli
     assert limited.counters().bytes_allocated == 0
 
 
-def test_an_op_that_fails_after_it_resized_leaves_the_count_right(limited: Client) -> None:
-    small = limited.made("aten::zeros", [10], device=HERE)
-    whole = limited.made("aten::zeros", [10], dtype=DType("int64"), device=HERE)
-    many = limited.made("aten::ones", [1000], device=HERE)
-    limited.refused("aten::add.out", Handle(many.handle), Handle(many.handle), out=Handle(whole.handle))
-    limited.run("aten::add.out", Handle(many.handle), Handle(many.handle), out=Handle(small.handle))
-    assert limited.counters().bytes_allocated == 4000 + 4000 + 80
+def test_an_op_that_fails_after_it_resized_has_changed_nothing(limited: Client) -> None:
+    source = limited.made("aten::zeros", [10], device=HERE)
+    target = limited.made("aten::zeros", [10], device=HERE)
+    beyond = limited.made("aten::full", [1000], 99, dtype=DType("int64"), device=HERE)
+    before = limited.counters().bytes_allocated
+    limited.refused(
+        "aten::index_select.out", Handle(source.handle), 0, Handle(beyond.handle), out=Handle(target.handle)
+    )
+    assert len(limited.download(target)) == 40
+    assert limited.counters().bytes_allocated == before
 
 
 def test_taking_over_the_memory_of_another_tensor_counts_once(limited: Client) -> None:
