@@ -29,7 +29,7 @@ from genie.errors import GenieError, TlsError, TokenMissingError, UsageError
 from genie.model.names import node_id_from, parse_endpoint
 from genie.runtime.clock import SystemClock
 from genie.runtime.credentials import Access, is_loopback
-from genie.runtime.network import TcpNetwork
+from genie.runtime.network import TcpNetwork, address_towards
 from genie.runtime.tasks import loop_factory
 from genie.telemetry import log
 
@@ -119,7 +119,13 @@ def _listen_host(access: Access, host: str | None) -> str:
     elif is_loopback(access.host):
         chosen = "127.0.0.1"
     else:
-        chosen = _address_towards(access.host, access.port)
+        found = address_towards(access.host, access.port)
+        if found is None:
+            raise UsageError(
+                f"there is no way from here to {access.host}",
+                hint="check the address, or set GENIE_AGENT_HOST",
+            )
+        chosen = found
     if access.tls is None and not is_loopback(chosen):
         raise TlsError(
             f"executors cannot listen on {chosen} in a cluster without TLS",
@@ -136,19 +142,6 @@ def _is_ours(host: str) -> bool:
         except OSError:
             return False
     return True
-
-
-def _address_towards(host: str, port: int) -> str:
-    """Our address on the way there. Connecting a datagram socket sends nothing."""
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, kind, protocol) as probe:
-            probe.connect(address)
-            return str(probe.getsockname()[0])
-    except OSError as error:
-        raise UsageError(
-            f"no way from here to {host}: {error}", hint="check the address, or set GENIE_AGENT_HOST"
-        ) from error
 
 
 @contextlib.asynccontextmanager

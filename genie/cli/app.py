@@ -150,7 +150,9 @@ def run(argv: Sequence[str] | None = None) -> int:
     """Parses, runs, reports. The exit code is what the process should end with."""
     _register()
     invocation = Invocation()
+    output.open_closed_streams()
     try:
+        _check_text(sys.argv[1:] if argv is None else argv)
         get_command(app).main(args=argv, prog_name="genie", obj=invocation)
     except SystemExit as end:
         return _checked_flush(end.code if isinstance(end.code, int) else int(bool(end.code)))
@@ -166,6 +168,18 @@ def run(argv: Sequence[str] | None = None) -> int:
         output.show_error(error, debug=invocation.debug)
         return 1
     return 0
+
+
+def _check_text(argv: Sequence[str]) -> None:
+    """What the system passes on as bytes that are no text could not be sent anywhere."""
+    for number, argument in enumerate(argv, 1):
+        try:
+            argument.encode()
+        except UnicodeEncodeError:
+            shown = ascii(argument)
+            raise UsageError(
+                f"argument {number} is not UTF-8 text: {shown}", hint="write it in UTF-8"
+            ) from None
 
 
 def command(
@@ -267,7 +281,9 @@ def _checked_flush(code: int) -> int:
     """Flushes now: a reader that went away must not become a message when the interpreter ends."""
     try:
         sys.stdout.flush()
-    except BrokenPipeError:
+    except OSError as error:
+        if not isinstance(error, BrokenPipeError):
+            output.say(f"genie: the output could not be written: {error.strerror}")
         with contextlib.suppress(OSError):
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return code or 1

@@ -7,10 +7,13 @@ where the output is not a terminal; NO_COLOR is honoured (rich does that). Error
 
 from __future__ import annotations
 
+import errno
+import os
 import shutil
 import sys
 import traceback
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from genie.errors import GenieError
@@ -128,9 +131,18 @@ def show_error(error: BaseException, *, debug: bool) -> None:
         say("\n  ".join(["genie: " + one_line(first), *map(one_line, more)]))
         if error.hint:
             say(f"hint: {one_line(_in_words(redacted(error.hint)))}")
+    elif isinstance(error, OSError) and error.errno == errno.ENOSPC:
+        say(f"genie: the output could not be written: {error.strerror}")
     else:
         say(f"genie: internal error: {type(error).__name__}: {one_line(redacted(str(error)))}")
         say("hint: run it again with --debug and report what it prints")
+
+
+def open_closed_streams() -> None:
+    """A standard stream that the caller has closed takes everything and keeps nothing."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, Path(os.devnull).open("w", encoding="utf-8"))  # noqa: SIM115 - for the whole run
 
 
 def one_line(text: str) -> str:

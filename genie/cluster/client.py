@@ -166,7 +166,7 @@ class ClusterClient:
         """The output from `offset` on: up to now, or with `follow` until the job has ended.
 
         Goes on where it was after a lost connection, and waits a while for a node that is away: its
-        agent may be on its way back. What rotation has eaten is left out.
+        agent may be on its way back. In place of what rotation has eaten it says how much that was.
         """
         loop = asyncio.get_running_loop()
         heard_s = loop.time()
@@ -182,6 +182,8 @@ class ClusterClient:
                 await asyncio.sleep(_AWAY_STEP_S)
                 continue
             heard_s = loop.time()
+            if chunk.start > offset:
+                yield f"[genie: {chunk.start - offset} bytes of output were dropped]\n".encode()
             if chunk.data:
                 yield chunk.data
             offset = chunk.next_offset

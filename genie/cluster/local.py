@@ -88,7 +88,7 @@ class Supervisor:
         """Where the controller listens, once it does."""
         self._settings = settings
         self._state_dir = settings.paths.state_dir.absolute()
-        self._progress = progress
+        self._progress = _never_failing(progress)
         self._controller = Child(CONTROLLER, module="genie.controller", state_dir=self._state_dir)
         self._agent = Child(AGENT, module="genie.agent", state_dir=self._state_dir)
         self._watches: list[asyncio.Task[None]] = []
@@ -374,6 +374,7 @@ async def stop_running(
     state_dir: Path, *, progress: Progress = lambda _line: None, agent_grace_s: float = 5.0
 ) -> RunningCluster | None:
     """Ends what `find_running` finds, in order, and says what it was; None when there was nothing."""
+    progress = _never_failing(progress)
     found = find_running(state_dir)
     agent_s = agent_grace_s + _AGENT_SLACK_S
     # The keeper first: it stops the other two in order, and would start them again otherwise.
@@ -414,6 +415,18 @@ def owner_access(state_dir: Path, cluster: LocalCluster) -> ClusterConfig:
     return ClusterConfig(
         discovery_method="address", master_addr=cluster.host, master_port=cluster.port, token=token
     )
+
+
+def _never_failing(progress: Progress) -> Progress:
+    """A terminal that has gone, or a full disk under a log, must not end what is being told of."""
+
+    def tell(line: str) -> None:
+        try:
+            progress(line)
+        except (OSError, ValueError) as error:
+            _log.warning("could not be told (%s): %s", error, line)
+
+    return tell
 
 
 @contextmanager

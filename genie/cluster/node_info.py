@@ -6,8 +6,6 @@ here under the names that users know. Not for: watching them change (monitoring.
 
 from __future__ import annotations
 
-import socket
-
 from genie import __version__
 from genie.config import ClusterConfig
 from genie.hardware import HostFacts, host_facts, inventory
@@ -19,7 +17,6 @@ __all__ = [
     "NodeInfo",
     "NodeRole",
     "NodeStatus",
-    "address_towards",
     "create_local_node",
     "detect_local_gpus",
     "local_node_id",
@@ -73,17 +70,6 @@ def new_session_id(node_id: str, *, suffix: str) -> str:
     """How the controller tells sessions apart that have one node id: this process may end, and another on
     the same machine go on. A long id is cut, the suffix never."""
     return checked_node_id(f"{node_id[: _NODE_ID_LENGTH_MAX - len(suffix) - 1].rstrip('-')}-{suffix}")
-
-
-def address_towards(host: str, port: int) -> str | None:
-    """Our own address on the way there; None where there is none. Sends nothing; may block on a name."""
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, kind, protocol) as probe:
-            probe.connect(address)
-            return str(probe.getsockname()[0])
-    except OSError:
-        return None
 
 
 def detect_local_gpus(*, cpu_accelerators: int = 0) -> tuple[GPUInfo, ...]:

@@ -23,7 +23,7 @@ from genie.cluster.health import NetworkReading, create_health_checker
 from genie.cluster.heartbeats import Heartbeats
 from genie.cluster.link import Link, open_link
 from genie.cluster.monitoring import create_resource_monitor
-from genie.cluster.node_info import address_towards, create_local_node, new_session_id
+from genie.cluster.node_info import create_local_node, new_session_id
 from genie.cluster.state import ClusterState
 from genie.config import ClusterConfig, Settings
 from genie.errors import DeadlineError, GenieError, UnreachableError
@@ -32,7 +32,7 @@ from genie.model.event import EventType
 from genie.model.messages import SessionEnd
 from genie.model.node import NodeStatus
 from genie.runtime.credentials import Access, find_access
-from genie.runtime.network import Network, TcpNetwork
+from genie.runtime.network import Network, TcpNetwork, address_towards
 from genie.runtime.network_discovery import DiscoveryResult, NetworkDiscovery, select_backend
 from genie.telemetry import log
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import logging
+import socket
 import ssl
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
@@ -282,6 +283,17 @@ def _refused_everywhere(error: OSError | UnicodeError) -> bool:
     text = str(error)
     refusals = text.count(f"[Errno {errno.ECONNREFUSED}]")
     return text.startswith("Multiple exceptions:") and refusals == text.count("[Errno ") > 0
+
+
+def address_towards(host: str, port: int) -> str | None:
+    """Our own address on the way there; None where there is none. Sends nothing; may block on a name."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.connect(address)
+            return str(probe.getsockname()[0])
+    except OSError:
+        return None
 
 
 def _certificate_name(certificate: object) -> str:

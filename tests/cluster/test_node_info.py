@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 import genie
 from genie.cluster import node_info
 from genie.cluster.node_info import (
-    address_towards,
     create_local_node,
     detect_local_gpus,
     local_node_id,
@@ -21,6 +20,7 @@ from genie.hardware import HostFacts
 from genie.model import node as model
 from genie.model.names import checked_node_id
 from genie.model.node import GPUInfo, NodeRole, NodeStatus, Vendor
+from genie.runtime.network import address_towards
 
 FACTS = HostFacts(cpus=4.0, memory_total_bytes=100, memory_used_bytes=40, hostname="Box.Example")
 

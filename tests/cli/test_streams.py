@@ -1,0 +1,41 @@
+"""Output that goes nowhere, and arguments that are no text: said in words, never as a traceback."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+GENIE = [sys.executable, "-m", "genie"]
+
+
+def _genie(*arguments: str | bytes, **how: object) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([*GENIE, *arguments], text=True, timeout=60, **how)  # type: ignore[call-overload, no-any-return]
+
+
+def test_an_argument_that_is_not_text_is_named() -> None:
+    done = _genie("submit", "--", b"\xff", capture_output=True)
+    assert done.returncode == 2
+    assert "argument 3 is not UTF-8 text" in done.stderr
+    assert "internal error" not in done.stderr
+
+
+def test_a_closed_standard_output_is_quiet() -> None:
+    done = subprocess.run(
+        ["sh", "-c", '"$0" -m genie config show >&-', sys.executable],
+        text=True,
+        timeout=60,
+        stderr=subprocess.PIPE,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full (Linux)")
+def test_a_full_disk_under_the_output_is_said() -> None:
+    with Path("/dev/full").open("w") as full:
+        done = _genie("config", "show", stdout=full, stderr=subprocess.PIPE)
+    assert done.returncode == 1
+    assert "could not be written: No space left" in done.stderr
+    assert "internal error" not in done.stderr
