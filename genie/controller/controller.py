@@ -46,7 +46,8 @@ _log = logging.getLogger(__name__)
 CONTROLLERS_PREFIX = "controller/"
 DIRECTORY = "controller"
 _TICK_S = 0.5
-_HOUSEKEEPING_S = 5.0
+# Until an agent knows of a new controller, it cannot find it should this one fail.
+_HOUSEKEEPING_S = 2.0
 _RETRY_S = 1.0
 # Addresses that mean all of this machine's, and how this machine itself gets there.
 _WILDCARDS = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # noqa: S104 - compared with, not bound to

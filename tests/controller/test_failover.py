@@ -10,9 +10,11 @@ import pytest
 from genie.controller.store.etcd import EtcdStore
 from genie.errors import GenieError
 from genie.model.job import JobState
+from genie.sim.store import MemoryStore
 from tests.controller.standing import standing
 from tests.controller.store.etcd_server import EtcdServer
 from tests.fakes.agent import FakeAgent, node_info
+from tests.fakes.clock import FakeClock
 from tests.waiting import until
 
 
@@ -60,3 +62,27 @@ async def test_the_second_controller_takes_over_what_the_first_began(
             await agent.beat()
             assert (await agent.start_next()).job_id == waiting.job_id
             assert await owner.held("n1") == [waiting.job_id]
+
+
+async def test_agents_hear_of_a_new_controller_soon(tmp_path: Path) -> None:
+    clock = FakeClock()
+    memory = await MemoryStore.open(clock=clock)
+    async with standing(tmp_path / "1", store=memory.connect(), clock=clock, name="one") as one:
+        access = await one.join("n1")
+        async with FakeAgent(node_info("n1")).connected(one.network, access) as agent:
+            await agent.register()
+            await agent.beat()
+            assert agent.peer is not None
+            known = agent.peer
+            async with standing(tmp_path / "2", store=memory.connect(), clock=clock, name="two") as two:
+
+                async def hung_up() -> bool:
+                    await clock.advance(0.5)
+                    return known.is_closed
+
+                await until(hung_up, what="the leader sends the agent away to ask again")
+                async with agent.connected(one.network, access):
+                    told = await agent.register()
+                assert two.controller is not None
+                assert two.controller.address in told.controllers
+    await memory.close()
