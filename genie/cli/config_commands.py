@@ -88,11 +88,24 @@ def check(
         Path | None,
         typer.Argument(help="A settings file; without it, the settings as they would be read now."),
     ] = None,
+    as_json: AsJson = False,
 ) -> None:
     """Check settings: a file alone, or what every command here would read."""
+    try:
+        _check(invocation, file)
+    except ConfigError as error:
+        if as_json:
+            output.write_json({"ok": False, "error": error.message, "hint": error.hint})
+        raise
+    if as_json:
+        output.write_json({"ok": True})
+    else:
+        output.write_line("the settings are right" if file is None else f"{file} is right")
+
+
+def _check(invocation: Invocation, file: Path | None) -> None:
     if file is None:
         invocation.load_settings()
-        output.write_line("the settings are right")
         return
     if not file.is_file():
         raise UsageError(f"there is no file {str(file)!r}", hint="give the path of a TOML file")
@@ -101,7 +114,6 @@ def check(
     except ConfigError as error:
         # The hint is for a file that the environment names; this one was named by hand.
         raise ConfigError(error.message, hint=error.hint.removesuffix(" or unset GENIE_CONFIG")) from error
-    output.write_line(f"{file} is right")
 
 
 def environment_page() -> str:

@@ -129,9 +129,15 @@ def logs(
         str, typer.Argument(metavar="JOB", help="Id of the job, or its name where only one has it.")
     ],
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on until the job ends.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Print what a job wrote: standard output and error, in the order in which they came."""
-    asyncio.run(_show_log(invocation.load_settings(), job_id, follow=follow))
+    settings = invocation.load_settings()
+    if not as_json:
+        asyncio.run(_show_log(settings, job_id, follow=follow))
+        return
+    log = asyncio.run(_whole_log(settings, job_id, follow=follow))
+    output.write_json({"job": job_id, "log": log.decode("utf-8", errors="replace")})
 
 
 @command(app, "cancel", example="genie cancel j-7k2m4xab")
@@ -257,6 +263,13 @@ async def _show_log(settings: Settings, job_id: str, *, follow: bool) -> None:
     async with open_client(settings) as client:
         async for data in client.follow_log(job_id, follow=follow):
             output.write_bytes(data)
+
+
+async def _whole_log(settings: Settings, job_id: str, *, follow: bool) -> bytes:
+    from genie.cluster.client import open_client
+
+    async with open_client(settings) as client:
+        return b"".join([data async for data in client.follow_log(job_id, follow=follow)])
 
 
 async def _submit_and_wait(settings: Settings, spec: JobSpec, workdir: Path | None) -> int:

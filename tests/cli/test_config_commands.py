@@ -84,6 +84,17 @@ def test_a_bad_file_is_named_with_what_is_wrong(genie, tmp_path, text, said) -> 
     assert said in ran.err and "c.toml" in ran.err
 
 
+def test_a_check_as_one_document(genie, tmp_path) -> None:
+    file = tmp_path / "c.toml"
+    file.write_text("[cluster]\ntimeout = 1.5\n")
+    assert json.loads(genie("config", "check", str(file), "--json").out) == {"ok": True}
+    file.write_text("[cluster]\ntimeot = 1.5\n")
+    ran = genie("config", "check", str(file), "--json")
+    assert ran.code == 2
+    found = json.loads(ran.out)
+    assert found["ok"] is False and "timeot" in found["error"] and "timeout" in found["hint"]
+
+
 def test_a_file_that_was_named_by_hand_is_not_blamed_on_the_environment(genie, tmp_path) -> None:
     file = tmp_path / "c.toml"
     file.write_text("[cluster\n")

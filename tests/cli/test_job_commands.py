@@ -297,6 +297,11 @@ def test_logs_are_printed_as_they_are(genie, controller) -> None:
     assert controller.asked[0].wait_s == 0
 
 
+def test_logs_as_one_document(genie, controller) -> None:
+    controller.answers[ReadLog] = log_of(b"one\n\xff")
+    assert json.loads(genie("logs", "j1", "--json").out) == {"job": "j1", "log": "one\n\ufffd"}
+
+
 def test_logs_of_a_job_that_is_not_there(genie, controller) -> None:
     controller.answers[ReadLog] = JobNotFoundError("no job 'j9'", hint="see 'genie jobs --all'")
     ran = genie("logs", "j9")
