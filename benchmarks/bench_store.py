@@ -7,7 +7,7 @@ for sqlite plain `sqlite3` commits (log, full sync, one row) in the same directo
 time; for etcd the generated calls on a bare channel, as many in flight. Both servers' files
 are in DIR, a temporary directory unless given: it decides what a sync costs.
 
-Ends with 1 when a goal is missed. Not for: comparing machines.
+A comparison without a goal. Not for: comparing machines.
 """
 
 from __future__ import annotations
@@ -82,16 +82,14 @@ async def compare(put: PutOne, baseline_put: PutOne, *, rounds: int, count: int)
     return ours, baseline
 
 
-def figures(
-    name: str, ours: Samples, baseline: Samples, *, slower_max: float, rate_min: float
-) -> list[report.Figure]:
+def figures(name: str, ours: Samples, baseline: Samples) -> list[report.Figure]:
+    """Without goals: nothing that Genie needs says how much slower than what is under it a store may be."""
     return [
         report.figure(
             f"{name}_put_p50",
             ours.p50_ms(),
             samples=ours.latencies_ms,
             baseline=baseline.p50_ms(),
-            goal=report.ratio_at_most(slower_max),
         ),
         report.figure(
             f"{name}_put_rate_{IN_FLIGHT}_in_flight",
@@ -99,7 +97,6 @@ def figures(
             unit="1/s",
             samples=ours.rates_per_s,
             baseline=baseline.rate_per_s(),
-            goal=report.ratio_at_least(rate_min),
         ),
     ]
 
@@ -127,7 +124,7 @@ async def bench_sqlite(folder: Path, rounds: int) -> list[report.Figure]:
         plain.close()
     # A hop to the writer thread and back, and the history row, on top of the sync. With many in
     # flight one sync serves them all, which a plain commit for each cannot have.
-    return figures("sqlite", ours, baseline, slower_max=3.0, rate_min=3.0)
+    return figures("sqlite", ours, baseline)
 
 
 @contextmanager
@@ -177,7 +174,7 @@ async def bench_etcd(endpoint: str, rounds: int) -> list[report.Figure]:
     finally:
         await store.close()
         await channel.close(None)
-    return figures("etcd", ours, baseline, slower_max=1.25, rate_min=0.75)
+    return figures("etcd", ours, baseline)
 
 
 def main() -> int:

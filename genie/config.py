@@ -69,6 +69,10 @@ class ClusterConfig:
     enable_health_checks: bool = setting(True, "Check this process's health in the background.")
     health_check_interval: float = setting(30.0, "Seconds between two health checks.", low=0.05, high=3600)
     timeout: float = setting(30.0, "Seconds that init() may take in all.", low=0.1, high=3600)
+    launch_blocking: bool = setting(
+        False,
+        "Wait for every op on a remote accelerator, so that an error is raised on the line that made it.",
+    )
     token: str | None = setting(
         None, "Access token; found in the state directory on the machine that hosts the cluster.", secret=True
     )
@@ -196,6 +200,9 @@ INHERITED_BY_JOBS = (
     "LC_CTYPE",
     "TZ",
     "LD_LIBRARY_PATH",
+    # an executor finds, or compiles, its library where the other programs of this user do
+    "XDG_CACHE_HOME",
+    "CXX",
 )
 
 
@@ -257,6 +264,18 @@ def inherited_by_jobs(environ: Mapping[str, str] | None = None) -> dict[str, str
     """The part of this process's environment that a job may see."""
     environ = os.environ if environ is None else environ
     return {name: environ[name] for name in INHERITED_BY_JOBS if name in environ}
+
+
+def cxx(environ: Mapping[str, str] | None = None) -> str | None:
+    """The C++ compiler that the person has chosen, as make and CMake read it; None when they have not."""
+    environ = os.environ if environ is None else environ
+    return environ.get("CXX") or None
+
+
+def cache_home(environ: Mapping[str, str] | None = None) -> Path:
+    """Where this user's programs keep what they can make again."""
+    environ = os.environ if environ is None else environ
+    return Path(environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
 
 
 def cluster_arguments(given: Mapping[str, object]) -> dict[str, object]:

@@ -45,7 +45,8 @@ GenieError
     ├── RemoteOpError           an op raised on the executor
     ├── OpRefusedError          an op or argument that the wire does not carry
     ├── DeviceUnavailableError  no accelerator for that index
-    └── DeviceLostError         the executor that held the tensor is gone
+    ├── DeviceLostError         the executor that held the tensor is gone
+    └── NativeBuildError        its C++ part cannot be compiled or loaded on this machine
 
 Each class has a stable `code`, says whether trying again can help (`retryable`), and
 names the exit code that the command line gives for it. Not for: formatting for
@@ -267,12 +268,21 @@ class DeviceLostError(DeviceError):
     code = "device.lost"
 
 
+class NativeBuildError(DeviceError):
+    code = "device.native_build"
+
+
 def from_code(code: str, message: str, *, hint: str = "") -> GenieError:
     """The error that travelled as `code`; an unknown code becomes its nearest known ancestor."""
+    return class_of(code)(message, hint=hint)
+
+
+def class_of(code: str) -> type[GenieError]:
+    """An unknown code becomes its nearest known ancestor."""
     known = {cls.code: cls for cls in all_errors()}
     while code and code not in known:
         code = code.rpartition(".")[0]
-    return known.get(code, GenieError)(message, hint=hint)
+    return known.get(code, GenieError)
 
 
 def all_errors() -> list[type[GenieError]]:

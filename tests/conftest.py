@@ -1,5 +1,7 @@
 """What holds for every test: nothing of the user's is touched, nothing is left behind, no skip is silent.
 
+The same in one process and with xdist (`-n 2`): there the tests run in workers, and what is said of the
+whole run is gathered, judged and shown by the process that started them, which runs none.
 The hooks are proven by tests/house/test_plumbing.py. Not for: fixtures of one folder (its own conftest.py).
 """
 
@@ -9,47 +11,63 @@ import asyncio
 import itertools
 import logging
 import os
-from collections.abc import AsyncIterator, Generator, Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
+from typing import Any
 
-import hypothesis
 import pytest
 import pytest_asyncio
 
 from tests import needs
 from tests.leaks import LeakCheck, detached_processes, end_processes
+from tests.skips import LeftOut
 
-# Examples are the same in every run where nobody looks at single failures; no test asserts on time.
-hypothesis.settings.register_profile("ci", deadline=None, derandomize=True, print_blob=True, database=None)
-hypothesis.settings.register_profile("person", deadline=None, print_blob=True)
-hypothesis.settings.load_profile("ci" if needs.REQUIRE_ALL or os.environ.get("CI") else "person")
-
-_LEFT_OUT = pytest.StashKey[dict[str, str]]()
+# Where the state directories of the run are. Not in the stash of a worker, which does not speak for the run.
 _STATE_FOLDER = pytest.StashKey[Path]()
 _OUTLIVED = pytest.StashKey[list[str]]()
 _TEST_NUMBERS = itertools.count(1)
-# Nobody can install what these need, so they may be left out even where everything is required.
-_MAY_BE_LEFT_OUT = "tests/gpu/"
-# More tests of one file with one reason share a line.
-_NAMED_MAX = 3
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.stash[_LEFT_OUT] = {}
+    config.pluginmanager.register(LeftOut(required=needs.REQUIRE_ALL), "genie-left-out")
     # Its own plugin: the hooks of a conftest.py are not called for fixtures of the whole session.
     config.pluginmanager.register(LeakCheck(), "genie-leaks")
+    if config.pluginmanager.has_plugin("hypothesispytest"):
+        _load_profile()
+
+
+def _load_profile() -> None:
+    """Examples are the same in every run where nobody looks at single failures; no test asserts on time."""
+    import hypothesis  # most of the time that a small run takes; -p no:hypothesispytest saves it
+
+    settings = hypothesis.settings
+    settings.register_profile("ci", deadline=None, derandomize=True, print_blob=True, database=None)
+    settings.register_profile("person", deadline=None, print_blob=True)
+    settings.load_profile("ci" if needs.REQUIRE_ALL or os.environ.get("CI") else "person")
 
 
 # --- isolation: no test sees or changes the user's own files and settings ---------------------
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:  # Any: xdist has no public name for what stands for a worker
+    """The state directories of a worker are beside its long folder, not in it, and all below one."""
+    folder = node.config._tmp_path_factory.getbasetemp() / "s"
+    node.config.stash[_STATE_FOLDER] = folder
+    node.workerinput["state_folder"] = str(folder / node.gateway.id.removeprefix("gw"))
 
 
 @pytest.fixture(scope="session", autouse=True)
 def _isolated_session(
     pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Path]:
-    folder = tmp_path_factory.getbasetemp() / "s"
-    folder.mkdir()
-    pytestconfig.stash[_STATE_FOLDER] = folder
+    workerinput = getattr(pytestconfig, "workerinput", None)
+    if workerinput is not None:
+        folder = Path(workerinput["state_folder"])
+    else:
+        folder = tmp_path_factory.getbasetemp() / "s"
+        pytestconfig.stash[_STATE_FOLDER] = folder
+    folder.mkdir(parents=True)
     with pytest.MonkeyPatch.context() as patch:
         for name in list(os.environ):
             if name.startswith(("GENIE_", "XDG_")):
@@ -106,68 +124,19 @@ async def _no_loose_tasks() -> AsyncIterator[None]:
     pytest.fail(f"the test left behind:\n  {names}", pytrace=False)
 
 
-# --- skips: each is listed by name and reason, or fails the run -------------------------------
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    report = yield
-    if report.skipped and not hasattr(report, "wasxfail"):
-        item.config.stash[_LEFT_OUT][report.nodeid] = _reason(report)
-    return report
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_make_collect_report(
-    collector: pytest.Collector,
-) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
-    report = yield
-    if report.skipped:
-        collector.config.stash[_LEFT_OUT][report.nodeid] = _reason(report)
-    return report
-
-
-def _reason(report: pytest.TestReport | pytest.CollectReport) -> str:
-    text = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
-    return text.removeprefix("Skipped: ")
-
-
-@pytest.hookimpl(tryfirst=True)
+@pytest.hookimpl(trylast=True)  # by then wider fixtures are torn down, and the workers have ended
 def pytest_sessionfinish(session: pytest.Session) -> None:
     stash = session.config.stash
-    folder = stash.get(_STATE_FOLDER, None)
-    outlived = {} if folder is None else detached_processes(folder)
+    if _STATE_FOLDER not in stash:  # no test has run here
+        return
+    outlived = detached_processes(stash[_STATE_FOLDER])
     end_processes(frozenset(outlived))
     stash[_OUTLIVED] = list(outlived.values())
-    if outlived or (needs.REQUIRE_ALL and _not_excused(stash[_LEFT_OUT])):
+    if outlived:
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 
-def _not_excused(left_out: dict[str, str]) -> list[str]:
-    return [name for name in left_out if not name.startswith(_MAY_BE_LEFT_OUT)]
-
-
-def _listed(left_out: dict[str, str]) -> list[str]:
-    """A line for each test, or one for the file where it would be many lines with the same reason."""
-    groups: dict[tuple[str, str], list[str]] = {}
-    for name, reason in left_out.items():
-        groups.setdefault((name.partition("::")[0], reason), []).append(name)
-    lines = []
-    for (file, reason), names in groups.items():
-        shown = names if len(names) <= _NAMED_MAX else [f"{file} ({len(names)} tests)"]
-        lines += [f"{name}: {reason}" for name in shown]
-    return lines
-
-
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    left_out = config.stash[_LEFT_OUT]
-    if left_out:
-        failing = needs.REQUIRE_ALL and bool(_not_excused(left_out))
-        terminalreporter.section("left out", red=failing, yellow=not failing)
-        for line in _listed(left_out):
-            terminalreporter.line(line)
-        if failing:
-            terminalreporter.line("GENIE_TEST_REQUIRE_ALL=1: a test that is left out fails the run", red=True)
     outlived = config.stash.get(_OUTLIVED, [])
     if outlived:
         terminalreporter.section("still running after the tests", red=True)

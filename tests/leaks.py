@@ -162,12 +162,14 @@ def detached_processes(state_folder: Path) -> dict[int, str]:
 
 
 def end_processes(pids: frozenset[int]) -> None:
-    """Kills and reaps; for leaks that have been reported, so that they do not disturb the next test."""
+    """Kills, and reaps children: leaks that have been reported shall not disturb the next test."""
     for pid in pids:
         try:
             process = psutil.Process(pid)
+            ours = process.ppid() == os.getpid()
             process.kill()
-            process.wait(timeout=1)
+            if ours:
+                process.wait(timeout=1)
         except (psutil.Error, ChildProcessError):
             continue
 

@@ -13,6 +13,9 @@ from types import ModuleType
 
 import pytest
 
+from genie.errors import NativeBuildError
+from genie.runtime import native
+
 # Read at import: conftest.py hides every GENIE_* variable from the tests themselves.
 REQUIRE_ALL = os.environ.get("GENIE_TEST_REQUIRE_ALL", "") == "1"
 # Address of a running cluster that integration tests use instead of starting their own.
@@ -38,3 +41,13 @@ def require_module(name: str, *, package: str) -> ModuleType:
         if error.name is None or not (name == error.name or name.startswith(error.name + ".")):
             raise  # it is there, but something that it imports is not
         pytest.skip(f"needs the module {name} (pip: {package})")
+
+
+def native_library(name: native.Library) -> ModuleType:
+    """One of Genie's C++ libraries; skips the whole file where it is not built and nothing can build it."""
+    try:
+        return native.load(name)
+    except NativeBuildError:
+        if native.find_compiler() is not None:
+            raise
+        pytest.skip("needs a C++ compiler (Debian: g++)", allow_module_level=True)

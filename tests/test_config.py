@@ -132,3 +132,15 @@ def test_every_default_is_itself_allowed() -> None:
 def test_a_job_inherits_no_token() -> None:
     environ = {"PATH": "/bin", "GENIE_TOKEN": "secret", "AWS_SECRET": "x", "LANG": "C"}
     assert inherited_by_jobs(environ) == {"PATH": "/bin", "LANG": "C"}
+
+
+def test_an_executor_finds_what_was_compiled_for_its_user() -> None:
+    environ = {"XDG_CACHE_HOME": "/kept", "CXX": "clang++ -m64"}
+    inherited = inherited_by_jobs(environ)
+    assert inherited == environ
+    assert (config.cache_home(inherited), config.cxx(inherited)) == (Path("/kept"), "clang++ -m64")
+
+
+def test_without_a_choice_the_usual_places_are_meant() -> None:
+    assert config.cache_home({"XDG_CACHE_HOME": ""}) == Path("~/.cache").expanduser()
+    assert config.cxx({"CXX": ""}) is None

@@ -8,14 +8,11 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import concurrent.futures
-import contextlib
 import logging
 import random
 import signal
 import socket
 import sys
-from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 from genie import config, hardware
@@ -23,14 +20,13 @@ from genie.agent.agent import Agent
 from genie.agent.identity import find_node_dir, read_identity
 from genie.agent.joining import join
 from genie.agent.launcher import ShimLauncher
-from genie.agent.preparation import Offload
 from genie.config import Settings
 from genie.errors import GenieError, TlsError, TokenMissingError, UsageError
 from genie.model.names import node_id_from, parse_endpoint
 from genie.runtime.clock import SystemClock
 from genie.runtime.credentials import Access, is_loopback
 from genie.runtime.network import TcpNetwork, address_towards
-from genie.runtime.tasks import loop_factory
+from genie.runtime.tasks import file_thread, loop_factory
 from genie.telemetry import log
 
 _log = logging.getLogger("genie.agent")
@@ -73,25 +69,27 @@ async def _run(given: argparse.Namespace, settings: Settings) -> None:
 
 
 async def _be_node(settings: Settings, node_dir: Path, access: Access) -> None:
-    async with _file_thread() as offload:
-        with hardware.Inventory(settings.agent.cpu_accelerators) as inventory:
-            agent = Agent(
-                settings.agent,
-                node_dir=node_dir,
-                access=access,
-                network=TcpNetwork(),
-                clock=SystemClock(),
-                rng=random.Random(),  # noqa: S311 - spreads reconnections, hides nothing
-                inventory=inventory,
-                launcher=ShimLauncher(),
-                base_env=config.inherited_by_jobs(),
-                listen_host=_listen_host(access, settings.agent.host),
-                offload=offload,
-            )
-            loop = asyncio.get_running_loop()
-            for number in (signal.SIGTERM, signal.SIGINT):
-                loop.add_signal_handler(number, agent.stop)
-            await agent.run()
+    with (
+        file_thread("genie-agent-files") as offload,
+        hardware.Inventory(settings.agent.cpu_accelerators) as inventory,
+    ):
+        agent = Agent(
+            settings.agent,
+            node_dir=node_dir,
+            access=access,
+            network=TcpNetwork(),
+            clock=SystemClock(),
+            rng=random.Random(),  # noqa: S311 - spreads reconnections, hides nothing
+            inventory=inventory,
+            launcher=ShimLauncher(),
+            base_env=config.inherited_by_jobs(),
+            listen_host=_listen_host(access, settings.agent.host),
+            offload=offload,
+        )
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, agent.stop)
+        await agent.run()
 
 
 def _join_token(given: argparse.Namespace, settings: Settings) -> str:
@@ -142,16 +140,6 @@ def _is_ours(host: str) -> bool:
         except OSError:
             return False
     return True
-
-
-@contextlib.asynccontextmanager
-async def _file_thread() -> AsyncIterator[Offload]:
-    with concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="genie-agent-files") as pool:
-
-        async def offload(work: Callable[[], None]) -> None:
-            await asyncio.get_running_loop().run_in_executor(pool, work)
-
-        yield offload
 
 
 def _parser() -> argparse.ArgumentParser:

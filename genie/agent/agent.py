@@ -27,7 +27,6 @@ from genie.agent.launcher import Launcher
 from genie.agent.lease import Lease
 from genie.agent.link import Link
 from genie.agent.logs import serve_log
-from genie.agent.preparation import Offload
 from genie.agent.reconcile import reconcile
 from genie.config import AgentConfig
 from genie.errors import (
@@ -57,7 +56,7 @@ from genie.runtime import rpc, wire
 from genie.runtime.clock import Clock
 from genie.runtime.credentials import Access
 from genie.runtime.network import Network
-from genie.runtime.tasks import first_error
+from genie.runtime.tasks import Offload, first_error, run_inline
 
 _log = logging.getLogger(__name__)
 _Reply = TypeVar("_Reply", bound=Message)
@@ -96,7 +95,7 @@ class Agent:
         launcher: Launcher,
         base_env: Mapping[str, str] | None = None,
         listen_host: str = "127.0.0.1",
-        offload: Offload | None = None,
+        offload: Offload = run_inline,
         facts: Callable[[], HostFacts] = host_facts,
     ) -> None:
         self._config = config
@@ -104,7 +103,7 @@ class Agent:
         self._inventory = inventory
         self._launcher = launcher
         self._facts = facts
-        self._offload = offload or _at_once
+        self._offload = offload
         self._journal = Journal(node_dir)
         self._lease = Lease()
         self._link = Link(access, network=network, clock=clock, rng=rng, handler=self._handle)
@@ -391,7 +390,3 @@ class Agent:
 
 class _StoppedError(Exception):
     """Ends the TaskGroup; never leaves this file."""
-
-
-async def _at_once(work: Callable[[], None]) -> None:
-    work()

@@ -53,7 +53,7 @@ def read_identity(node_dir: Path, *, controller: Address | None = None) -> Acces
         ) from None
     except OSError as error:
         raise TokenMissingError(f"the node's token cannot be read: {error}") from error
-    host, port = controller or _kept_controllers(node_dir)[0]
+    host, port = controller or read_controllers(node_dir)[0]
     if token.pin == NO_PIN:
         if not is_loopback(host):
             raise TlsError(
@@ -93,6 +93,17 @@ def keep_controllers(node_dir: Path, told: Sequence[str], *, now: Address) -> tu
     if not path.exists() or path.read_bytes() != body:
         files.write_private(path, body)
     return tuple(known)
+
+
+def read_controllers(node_dir: Path) -> tuple[Address, ...]:
+    """Where controllers were when the node last heard; the one that answered then comes first."""
+    path = node_dir / _CONTROLLERS
+    try:
+        return tuple(parse_endpoint(str(text)) for text in json.loads(path.read_text("utf-8")))
+    except (OSError, ValueError, TypeError) as error:
+        raise ConfigError(
+            f"{path} cannot be read: {error}", hint="say where the controller is with --controller HOST:PORT"
+        ) from error
 
 
 async def renew_certificate(node_dir: Path, link: Link, *, now: float, timeout_s: float) -> float:
@@ -136,13 +147,3 @@ def _ca_pem(node_dir: Path, *, pin: str) -> str:
     if tls.fingerprint(ca_pem) != pin:
         raise TlsError(f"{node_dir / _CA} is not the CA of this node's token", hint="join the node again")
     return ca_pem
-
-
-def _kept_controllers(node_dir: Path) -> tuple[Address, ...]:
-    path = node_dir / _CONTROLLERS
-    try:
-        return tuple(parse_endpoint(str(text)) for text in json.loads(path.read_text("utf-8")))
-    except (OSError, ValueError, TypeError) as error:
-        raise ConfigError(
-            f"{path} cannot be read: {error}", hint="say where the controller is with --controller HOST:PORT"
-        ) from error

@@ -36,6 +36,7 @@ from genie.model.messages import (
 from genie.model.node import NodeInfo
 from genie.runtime import tls
 from genie.runtime.clock import Clock
+from genie.runtime.tasks import Offload
 
 _log = logging.getLogger(__name__)
 _Reply = TypeVar("_Reply", bound=Message)
@@ -76,7 +77,7 @@ class Surroundings:
     listen_host: str
     advertised_host: str
     tls: bool
-    offload: preparation.Offload
+    offload: Offload
     node: Callable[[], NodeInfo]
 
 

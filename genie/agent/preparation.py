@@ -10,7 +10,7 @@ import hashlib
 import json
 import os
 import sys
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Protocol, TypeVar
 
@@ -23,6 +23,7 @@ from genie.model.job import JobKind, Workdir
 from genie.model.messages import GetBlob, Launch, Message, Request, SignExecutor
 from genie.model.node import GPUInfo, NodeInfo, Vendor
 from genie.runtime import files, tls, workdir
+from genie.runtime.tasks import Offload
 
 _Reply = TypeVar("_Reply", bound=Message)
 
@@ -30,9 +31,6 @@ ENDPOINT_FILE = "endpoint.json"
 EXECUTOR_IDLE_S = 60.0
 _EXECUTOR_KEY = "executor.key"
 _EXECUTOR_CONFIG = "executor.json"
-
-Offload = Callable[[Callable[[], None]], Awaitable[None]]
-"""Runs file work that takes long off the event loop."""
 
 
 class Call(Protocol):

@@ -18,6 +18,7 @@ import socket
 import stat
 import subprocess
 import sys
+import sysconfig
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -28,6 +29,7 @@ from genie.cli.quantities import count_text, duration_text, size_text
 from genie.config import Settings
 from genie.errors import ConfigError, GenieError, UnreachableError
 from genie.model.names import address_text, parse_endpoint
+from genie.runtime import native
 
 _COMMAND_S = 10.0
 _CONNECT_S = 5.0
@@ -108,19 +110,22 @@ def _torch() -> Check:
 
 
 def tools() -> Iterator[Check]:
-    compiler = next((path for name in ("c++", "g++", "clang++") if (path := shutil.which(name))), None)
-    if compiler is None:
-        yield Check(
-            name="c++ compiler",
-            verdict=Verdict.ABSENT,
-            found="none on PATH; only building native parts needs one",
-            fix="install g++ or clang",
-        )
-    else:
-        yield Check(
-            name="c++ compiler", verdict=Verdict.OK, found=_first_line([compiler, "--version"]) or compiler
-        )
+    yield _compiler()
     yield _etcd()
+
+
+def _compiler() -> Check:
+    """What native.py would use, and Python's headers, which distributions pack apart."""
+    name, use = "c++ compiler", "the device remote_accelerator is compiled with it, once"
+    fix = "Debian, Ubuntu: apt install g++ python3-dev; Fedora: dnf install gcc-c++ python3-devel"
+    compiler = native.find_compiler()
+    if compiler is None:
+        return Check(name=name, verdict=Verdict.ABSENT, found=f"none found; {use}", fix=fix)
+    found = _first_line([*compiler, "--version"]) or " ".join(compiler)
+    if not (Path(sysconfig.get_path("include")) / "Python.h").is_file():
+        found = f"{found}, but without the headers of Python; {use}"
+        return Check(name=name, verdict=Verdict.ABSENT, found=found, fix=fix)
+    return Check(name=name, verdict=Verdict.OK, found=found)
 
 
 def _etcd() -> Check:

@@ -147,7 +147,7 @@ class DeviceBroker:
 
 
 @contextmanager
-def attached(broker: DeviceBroker) -> Iterator[None]:
+def attached(broker: DeviceBroker, *, launch_blocking: bool) -> Iterator[None]:
     """The torch device, for the length of the session. torch itself is imported when user code does."""
     attach(
         [
@@ -160,7 +160,8 @@ def attached(broker: DeviceBroker) -> Iterator[None]:
                 open=functools.partial(broker.open, index),
             )
             for index, ref in enumerate(broker.refs)
-        ]
+        ],
+        launch_blocking=launch_blocking,
     )
     try:
         yield

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from genie.agent import joining
-from genie.agent.identity import AGENTS_DIR
+from genie.agent.identity import AGENTS_DIR, read_controllers
 from genie.agent.journal import REGISTERED_FILE
 from genie.cluster import processes
 from genie.cluster.children import Child
@@ -57,7 +57,6 @@ _AGENT_SLACK_S = 5.0
 _QUIET_S = 2.0
 """After this long a wait is told of."""
 _LOCK_FILE = "up.lock"
-_CONTROLLERS_FILE = "controllers.json"
 CONTROLLER, AGENT, KEEPER = "controller", "agent", "up"
 
 Progress = Callable[[str], None]
@@ -505,9 +504,8 @@ def _has_joined(node_dir: Path, access: ClusterConfig, *, at_address: bool = Fal
 
 def _keeps(node_dir: Path, host: str, port: int) -> bool:
     try:
-        kept = json.loads((node_dir / _CONTROLLERS_FILE).read_text("utf-8"))
-        known = [parse_endpoint(str(text)) for text in kept]
-    except (OSError, ValueError, TypeError, GenieError):
+        known = read_controllers(node_dir)
+    except GenieError:
         return False
     return any(
         port == at and (host == name or (is_loopback(host) and is_loopback(name))) for name, at in known

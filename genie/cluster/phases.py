@@ -253,7 +253,7 @@ class Startup:
             timeout_s=state.config.timeout,
         )
         state.transport_coordinator = broker
-        self._stack.enter_context(attached(broker))
+        self._stack.enter_context(attached(broker, launch_blocking=state.config.launch_blocking))
 
     def _connection_changed(self, state: ClusterState, connected: bool, reason: str) -> None:
         state.stats["reconnects"] += connected

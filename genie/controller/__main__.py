@@ -13,11 +13,9 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 from genie import config
 from genie.controller.admission import check_bind, check_times
@@ -27,7 +25,7 @@ from genie.errors import GenieError, LeadershipError
 from genie.runtime import files
 from genie.runtime.clock import SystemClock
 from genie.runtime.network import TcpNetwork
-from genie.runtime.tasks import loop_factory
+from genie.runtime.tasks import file_thread, loop_factory
 from genie.telemetry import log
 
 _log = logging.getLogger("genie.controller")
@@ -53,7 +51,7 @@ async def _run(settings: config.Settings) -> None:
     check_times(settings.controller)
     clock = SystemClock()
     directory = files.make_private_directory(settings.paths.state_dir / DIRECTORY)
-    with _only_one(directory), _file_thread() as offload:
+    with _only_one(directory), file_thread("genie-blobs") as offload:
         store = await open_store(settings.controller.store, state_dir=directory, clock=clock)
         try:
             controller = Controller(
@@ -115,16 +113,6 @@ def _own_name(directory: Path) -> str:
     if not path.exists():
         files.write_private(path, os.urandom(8).hex().encode())
     return path.read_text("utf-8").strip()
-
-
-@contextmanager
-def _file_thread() -> Iterator[Callable[[Callable[[], Any]], Any]]:
-    with ThreadPoolExecutor(1, thread_name_prefix="genie-blobs") as thread:
-
-        async def offload(work: Callable[[], Any]) -> Any:  # Any: see users.Offload
-            return await asyncio.get_running_loop().run_in_executor(thread, work)
-
-        yield offload
 
 
 def _parsed(arguments: list[str] | None) -> dict[str, object]:

@@ -14,7 +14,6 @@ import os
 import socket
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from genie.config import ControllerConfig
 from genie.controller.admission import Admission, Certificates
@@ -29,7 +28,7 @@ from genie.controller.service import Service
 from genie.controller.sessions import Sessions
 from genie.controller.store import Put, Store
 from genie.controller.tokens import Tokens
-from genie.controller.users import Cluster, Offload, Users
+from genie.controller.users import Cluster, Users
 from genie.controller.waiting import Bell, wait_event
 from genie.errors import GenieError, LeadershipError, StoreError, TlsError
 from genie.model.names import address_text
@@ -38,7 +37,7 @@ from genie.runtime import files
 from genie.runtime.clock import Clock
 from genie.runtime.credentials import LocalCluster, keep_trust
 from genie.runtime.network import Network
-from genie.runtime.tasks import first_error
+from genie.runtime.tasks import Offload, first_error, run_inline
 from genie.scheduler import FifoScheduler, Place, Scheduler
 
 _log = logging.getLogger(__name__)
@@ -51,11 +50,6 @@ _HOUSEKEEPING_S = 2.0
 _RETRY_S = 1.0
 # Addresses that mean all of this machine's, and how this machine itself gets there.
 _WILDCARDS = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # noqa: S104 - compared with, not bound to
-
-
-async def run_inline(work: Callable[[], Any]) -> Any:
-    """Runs file work on the loop; for simulation. The real controller uses a thread."""
-    return work()
 
 
 class Controller:

@@ -7,10 +7,10 @@ call of the part that does.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import msgspec
 
@@ -64,11 +64,9 @@ from genie.model.messages import (
 from genie.model.node import NodeStatus
 from genie.model.tenant import Identity, TokenKind
 from genie.runtime.clock import Clock
+from genie.runtime.tasks import Offload
 from genie.runtime.wire import FRAME_BYTES_MAX
 from genie.scheduler import ClusterView, NodeState, check_possible
-
-# Any: what runs off the loop has any type of result, and comes back as such.
-Offload = Callable[[Callable[[], Any]], Awaitable[Any]]
 
 _REPLY_BYTES_MAX = FRAME_BYTES_MAX - 64 * 1024
 _DECISION_WAIT_S = 0.25
@@ -231,8 +229,7 @@ class Users:
 
     async def stat_blob(self, connection: Connection, request: StatBlob) -> BlobStatus:
         stat = partial(self._cluster.blobs.stat, request.digest, tenant=connection.identity.tenant)
-        status: BlobStatus = await self._cluster.offload(stat)
-        return status
+        return await self._cluster.offload(stat)
 
     async def put_blob(self, connection: Connection, request: PutBlob) -> BlobStatus:
         self._cluster.election.require_token()
@@ -245,8 +242,7 @@ class Users:
             last=request.last,
             needed=self._cluster.jobs.needed_blobs(),
         )
-        status: BlobStatus = await self._cluster.offload(put)
-        return status
+        return await self._cluster.offload(put)
 
     async def get_blob(self, connection: Connection, request: GetBlob) -> BlobChunk:
         """For a node: only what a job that it holds needs."""
@@ -255,8 +251,7 @@ class Users:
         if tenant is None:
             raise PermissionError_(f"no job on node {node_id} needs {request.digest[:12]}")
         read = partial(self._cluster.blobs.read, request.digest, request.offset, tenant=tenant)
-        chunk: BlobChunk = await self._cluster.offload(read)
-        return chunk
+        return await self._cluster.offload(read)
 
     # -- the cluster --------------------------------------------------------------------------
 

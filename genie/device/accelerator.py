@@ -6,15 +6,13 @@ thread chooses for itself. Not for: tensors and ops.
 
 from __future__ import annotations
 
-import threading
 from dataclasses import dataclass
 from types import TracebackType
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 
 from genie.device import roster
-from genie.device.connection import ExecutorConnection
 from genie.errors import UsageError
 
 Device: TypeAlias = int | str | torch.device | None
@@ -39,19 +37,17 @@ def is_available() -> bool:
 
 
 def is_initialized() -> bool:
-    return is_available()
+    """Whether the library is loaded; torch calls _lazy_init until it is."""
+    return _backend()._state.library is not None
 
 
 def current_device() -> int:
-    return getattr(_chosen, "index", 0)
+    return int(_library().current_device()) if is_initialized() else 0
 
 
 def set_device(device: Device) -> None:
-    """For this thread: where a tensor is made with device="remote_accelerator" and no index.
-
-    Copies, `tensor.to("remote_accelerator")`, go to index 0 all the same: torch asks nobody there.
-    """
-    _chosen.index = roster.slot(_index(device)).index
+    """For this thread: where a tensor goes with device="remote_accelerator" and no index."""
+    _library().set_device(roster.slot(_index(device)).index)
 
 
 class device:  # noqa: N801 - torch.cuda.device has this name
@@ -68,7 +64,7 @@ class device:  # noqa: N801 - torch.cuda.device has this name
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        _chosen.index = self._outside
+        _library().set_device_unchecked(self._outside)
 
 
 def synchronize(device: Device = None) -> None:
@@ -87,13 +83,15 @@ def manual_seed_all(seed: int) -> None:
 
 
 def get_rng_state(device: Device = None) -> torch.Tensor:
-    return torch.frombuffer(bytearray(_connection(device).rng_state()), dtype=torch.uint8)
+    _connection(device)
+    return _library().rng_state(_index(device))  # type: ignore[no-any-return]
 
 
 def set_rng_state(new_state: torch.Tensor, device: Device = None) -> None:
     if new_state.dtype is not torch.uint8:
         raise UsageError(f"a state of random numbers is a uint8 tensor, not {new_state.dtype}")
-    _connection(device).set_rng_state(bytes(new_state.cpu().tolist()))
+    _connection(device)
+    _library().set_rng_state(_index(device), new_state.cpu().contiguous())
 
 
 def get_device_name(device: Device = None) -> str:
@@ -114,14 +112,19 @@ def get_device_properties(device: Device = None) -> DeviceProperties:
 
 def memory_stats(device: Device = None) -> dict[str, int]:
     """What the executor counts for this session: bytes of storages, tensors, ops, quota (0 for none)."""
-    counters = _connection(device).stats()
+    counters = _connection(device).executor_counters()
     return {
-        "allocated_bytes.current": counters.bytes_allocated,
-        "allocated_bytes.peak": counters.bytes_allocated_peak,
-        "allocated_bytes.limit": counters.bytes_max,
-        "tensors": counters.tensors,
-        "ops": counters.ops,
+        "allocated_bytes.current": counters["bytes_allocated"],
+        "allocated_bytes.peak": counters["bytes_allocated_peak"],
+        "allocated_bytes.limit": counters["bytes_max"],
+        "tensors": counters["tensors"],
+        "ops": counters["ops"],
     }
+
+
+def stream_stats(device: Device = None) -> dict[str, int]:
+    """What this side has counted: ops, frames and bytes sent, templates known, cuts survived."""
+    return dict(_connection(device).client_counters())
 
 
 def memory_allocated(device: Device = None) -> int:
@@ -135,19 +138,48 @@ def max_memory_allocated(device: Device = None) -> int:
 def empty_cache() -> None:
     """Sends the frees that are due, on every device that is in use."""
     for slot in roster.slots():
-        slot.synchronize_if_open()
+        connection = slot.open_connection
+        if connection is not None:
+            connection.synchronize()
 
 
 def get_amp_supported_dtype() -> list[torch.dtype]:
-    """None: torch.autocast then warns and does nothing. Cast the module instead, with .bfloat16()."""
-    return []
+    return [torch.float16, torch.bfloat16]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "_initialized":  # torch's checkpointing asks before it keeps the state of random numbers
+        return is_initialized()
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def _lazy_init() -> None:
+    """torch calls this before the device's first use."""
+    _library()
 
 
 def _is_in_bad_fork() -> bool:
     return False
 
 
-_chosen = threading.local()
+def _exchange_device(index: int) -> int:
+    """For torch: makes `index` current and gives the old one; a negative one changes nothing."""
+    before = current_device()
+    _library().set_device_unchecked(index)
+    return before
+
+
+_maybe_exchange_device = _exchange_device
+
+
+def _backend() -> Any:  # Any: a module; imported late, because it imports this one
+    from genie.device import backend
+
+    return backend
+
+
+def _library() -> Any:
+    return _backend().library()
 
 
 def _index(device: Device) -> int:
@@ -162,5 +194,5 @@ def _index(device: Device) -> int:
     return current_device() if index is None else index
 
 
-def _connection(device: Device) -> ExecutorConnection:
+def _connection(device: Device) -> Any:
     return roster.slot(_index(device)).connection(first_seed=torch.initial_seed())

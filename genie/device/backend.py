@@ -1,33 +1,24 @@
-"""Tells torch about the device: its name, its module, its factories, and where its ops go.
+"""Tells torch about the device: its name, its module, and the library that carries its ops.
 
 Registration is once per process and stays: torch cannot forget a device. Without a session the
-device then says what is missing. Not for: what the ops do (calls.py, copies.py).
+device then says what is missing. The library is loaded here when it is built already; else it is
+compiled when the device is first used. Not for: what the ops do (native/torch/device).
 """
 
 from __future__ import annotations
 
-import functools
 import logging
 import threading
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NoReturn
+from types import ModuleType
+from typing import Any
 
 import torch
 from torch.utils import backend_registration
 
-from genie.device import accelerator, autograd, calls, copies, roster
-from genie.device.tensor import RemoteTensor
-from genie.errors import OpRefusedError
+from genie.device import accelerator, roster
+from genie.runtime import native
 
 _log = logging.getLogger(__name__)
-_aten = torch.ops.aten
-
-# They make tensors from nothing, so torch finds the device by their argument, not by a tensor.
-_FACTORIES = (
-    "arange", "bartlett_window", "blackman_window", "empty", "empty_permuted", "empty_strided", "eye", "full",
-    "hamming_window", "hann_window", "kaiser_window", "linspace", "logspace", "ones", "rand", "randint",
-    "randn", "randperm", "range", "scalar_tensor", "tril_indices", "triu_indices", "zeros",
-)  # fmt: skip
 
 
 def register() -> None:
@@ -38,19 +29,46 @@ def register() -> None:
     """
     with _state.lock:
         taken_by = torch._C._get_privateuse1_backend_name()
-        if taken_by == roster.DEVICE_TYPE:
-            return
-        if taken_by != "privateuseone":
+        if taken_by not in ("privateuseone", roster.DEVICE_TYPE):
             _log.warning("there is no %s: torch's place for it is taken by %s", roster.DEVICE_TYPE, taken_by)
             return
-        _register_once()
+        if taken_by != roster.DEVICE_TYPE:
+            _register_once()
+        if _state.library is None and native.Workshop.of_this_installation().is_built("genie_device"):
+            _load()
+    follow_roster()
+
+
+def library() -> Any:  # Any: what the compiled module has is not known to the checker
+    """Loaded, and compiled before that if need be: NativeBuildError says what is missing for it."""
+    if _state.library is None:
+        with _state.lock:
+            if _state.library is None:
+                _load()
+        follow_roster()
+    return _state.library
+
+
+def follow_roster() -> None:
+    """The library's indices become those of the roster."""
+    if _state.library is None:
+        return
+    if roster.is_attached():
+        _state.library.attach(len(roster.slots()), _connection)
+    else:
+        _state.library.detach()
+
+
+def is_beside() -> bool:
+    """Whether this process has an accelerator of its own, which stays torch's accelerator."""
+    return _state.beside
 
 
 class _State:
     def __init__(self) -> None:
-        self.lock = threading.Lock()
-        # torch keeps no reference to these, and calls them for the life of the process.
-        self.kept: list[object] = []
+        self.lock = threading.RLock()
+        self.library: ModuleType | None = None
+        self.beside = False
 
 
 _state = _State()
@@ -59,69 +77,25 @@ _state = _State()
 def _register_once() -> None:
     backend_registration.rename_privateuse1_backend(roster.DEVICE_TYPE)
     torch._register_device_module(roster.DEVICE_TYPE, accelerator)  # type: ignore[no-untyped-call]
-    backend_registration.generate_methods_for_privateuse1_backend()
-    hooks, guard = autograd.Hooks(), autograd.Guard()
-    torch._C._acc.register_python_privateuseone_hook(hooks)
-    torch._C._acc.register_python_privateuseone_device_guard(guard)
+    backend_registration.generate_methods_for_privateuse1_backend(for_storage=True)
+    from genie.device import autograd  # it imports this module
+
     torch.autograd.Variable._execution_engine = autograd.Engine()
-    library: Any = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
-    for packet in _FACTORIES:
-        for func in _factory_overloads(packet):
-            library.impl(func, functools.partial(_make, func), "PrivateUse1")
-    # Only ever a cheaper form of zeros.
-    library.impl("_efficientzerotensor", torch.zeros, "PrivateUse1")
-    # torch.tensor(..., device=) comes here past __torch_dispatch__.
-    library.impl("copy_", copies.copy_, "PrivateUse1")
-    _state.kept = [hooks, guard, library]
-    RemoteTensor.dispatch = staticmethod(dispatch)
 
 
-def dispatch(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Every op that has a remote tensor among its arguments, below autograd."""
-    special = _SPECIAL.get(func)
-    if special is not None:
-        return special(*args, **kwargs)
-    device = kwargs.get("device")
-    if device is not None and device != _device_of(args, kwargs):
-        return copies.made_elsewhere(func, args, kwargs)
-    return calls.run(func, args, _without_pinning(func, kwargs))
+def _load() -> None:
+    loaded = native.load("genie_device")
+    # What shapes ops give: torch's C++ meta functions know most, these the rest.
+    import torch._meta_registrations
+
+    loaded.register()
+    if any(torch.get_device_module(kind).is_available() for kind in ("cuda", "xpu", "mps")):
+        _state.beside = loaded.step_aside()
+        if not _state.beside:
+            _log.warning("backward passes on this machine's own GPU will fail while Genie is in use")
+    _state.library = loaded
 
 
-def _make(func: Any, *args: Any, **kwargs: Any) -> Any:
-    device = kwargs["device"]
-    index = accelerator.current_device() if device.index is None else device.index
-    home = roster.slot(index).connection(first_seed=torch.initial_seed())
-    kwargs["device"] = torch.device(roster.DEVICE_TYPE, index)
-    return calls.run(func, args, _without_pinning(func, kwargs), home=home)
-
-
-def _device_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.device | None:
-    return next((tensor.device for tensor in calls.remote_tensors(args, kwargs)), None)
-
-
-def _without_pinning(func: Any, kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    if kwargs.get("pin_memory"):
-        raise OpRefusedError(f"{func.name()}: memory on a remote device cannot be pinned")
-    return {name: value for name, value in kwargs.items() if name != "pin_memory"}
-
-
-def _factory_overloads(packet: str) -> list[Any]:
-    found = [getattr(getattr(_aten, packet), name) for name in getattr(_aten, packet).overloads()]
-    return [
-        func
-        for func in found
-        if any(argument.name == "device" for argument in func._schema.arguments)
-        and not any("Tensor" in str(argument.type) for argument in func._schema.arguments)
-    ]
-
-
-def _refuse_pinning(tensor: torch.Tensor, device: object = None) -> NoReturn:
-    raise OpRefusedError(f"a tensor on {tensor.device} cannot be pinned: it has no memory here")
-
-
-_SPECIAL: dict[Any, Callable[..., Any]] = {
-    _aten._to_copy.default: copies.to_copy,
-    _aten.copy_.default: copies.copy_,
-    _aten.is_pinned.default: lambda tensor, device=None: False,
-    _aten._pin_memory.default: _refuse_pinning,
-}
+def _connection(index: int) -> Any:
+    """Called by the library, at the first use of an index and after its executor was lost."""
+    return roster.slot(index).connection(first_seed=torch.initial_seed())

@@ -9,14 +9,14 @@ Not for: what travels over a connection (connection.py).
 from __future__ import annotations
 
 import os
-import ssl
 import sys
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from genie.device import import_hook
-from genie.device.connection import ExecutorConnection
+from genie.device.connection import ExecutorAddress, ExecutorLink, open_connection
 from genie.errors import (
     AlreadyInitializedError,
     DeviceLostError,
@@ -24,20 +24,11 @@ from genie.errors import (
     NotInitializedError,
 )
 
+__all__ = ["DEVICE_TYPE", "ExecutorAddress", "RemoteDevice", "Slot", "attach", "detach", "slot", "slots"]
+
 DEVICE_TYPE = "remote_accelerator"
 OP_TIMEOUT_S = 600.0
-
-
-@dataclass(frozen=True, kw_only=True)
-class ExecutorAddress:
-    """Where an executor listens and what to show it. `server_name` is checked against its certificate."""
-
-    host: str
-    port: int
-    server_name: str
-    ticket: str
-    ssl_context: ssl.SSLContext | None = None
-    """None: without TLS, on loopback only."""
+_SHUT_DOWN = "the session was shut down"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,35 +46,39 @@ class RemoteDevice:
 class Slot:
     """One device index. Safe for several threads."""
 
-    def __init__(self, index: int, device: RemoteDevice, *, op_timeout_s: float) -> None:
+    def __init__(
+        self, index: int, device: RemoteDevice, *, op_timeout_s: float, launch_blocking: bool
+    ) -> None:
         self.index = index
         self.device = device
         self._op_timeout_s = op_timeout_s
+        self._launch_blocking = launch_blocking
         self._lock = threading.Lock()
-        self._connection: ExecutorConnection | None = None
+        self._connection: Any = None  # Any: of the library, which is compiled
+        self._link: ExecutorLink | None = None
         self._seed: int | None = None
         self._closed = threading.Event()
 
-    def connection(self, *, first_seed: int) -> ExecutorConnection:
+    def connection(self, *, first_seed: int) -> Any:
         """The open connection. A new one is seeded with the last manual seed, or with `first_seed`."""
         current = self._connection
         if current is not None and not current.lost:
             return current
         with self._lock:
             if self._closed.is_set():
-                raise _not_initialized()
+                raise not_initialized()
             if self._connection is None or self._connection.lost:
                 self._connection = self._open(first_seed)
             if self._closed.is_set():  # while it was being opened
-                self._connection.close("the session was shut down")
-                raise _not_initialized()
+                self._connection.close(_SHUT_DOWN)
+                raise not_initialized()
             return self._connection
 
     def seed(self, value: int) -> None:
         """Takes effect now when connected, else with the next connection."""
         self._seed = value
-        current = self._connection
-        if current is not None and not current.lost:
+        current = self.open_connection
+        if current is not None:
             try:
                 current.seed(value)
             except DeviceLostError:
@@ -93,15 +88,18 @@ class Slot:
     def used(self) -> bool:
         return self._connection is not None
 
-    def synchronize_if_open(self) -> None:
+    @property
+    def open_connection(self) -> Any:
+        """None when there is none, or it is lost."""
         current = self._connection
-        if current is not None and not current.lost:
-            current.synchronize()
+        return None if current is None or current.lost else current
 
     def close(self) -> None:
         self._closed.set()
+        if self._link is not None:
+            self._link.closed.set()
         if self._connection is not None:
-            self._connection.close("the session was shut down")
+            self._connection.close(_SHUT_DOWN)
 
     def forget_after_fork(self) -> None:
         """In the child: the connection belongs to the parent, and so does whoever could open another."""
@@ -111,18 +109,14 @@ class Slot:
         if self._connection is not None:
             self._connection.abandon("it was opened before this process was forked")
 
-    def _open(self, first_seed: int) -> ExecutorConnection:
-        address = self.device.open()
-        where = f"{DEVICE_TYPE}:{self.index}"
-        connection = ExecutorConnection.open(
-            host=address.host,
-            port=address.port,
-            server_name=address.server_name,
-            ticket=address.ticket,
-            ssl_context=address.ssl_context,
-            device_name=where,
-            node_id=self.device.node_id,
+    def _open(self, first_seed: int) -> Any:
+        self._link = ExecutorLink(self.device.open(), self.device.node_id)
+        connection = open_connection(
+            self._link,
+            index=self.index,
+            device_name=f"{DEVICE_TYPE}:{self.index}",
             op_timeout_s=self._op_timeout_s,
+            launch_blocking=self._launch_blocking,
         )
         connection.seed(first_seed if self._seed is None else self._seed)
         return connection
@@ -139,15 +133,21 @@ class _Roster:
 _roster = _Roster()
 
 
-def attach(devices: Sequence[RemoteDevice], *, op_timeout_s: float = OP_TIMEOUT_S) -> None:
+def attach(
+    devices: Sequence[RemoteDevice], *, op_timeout_s: float = OP_TIMEOUT_S, launch_blocking: bool = False
+) -> None:
     """Makes `remote_accelerator:N` stand for devices[N]. Registers with torch now or when it is imported.
 
-    `op_timeout_s` is how long one op may take before its executor counts as lost.
+    `op_timeout_s` is how long an executor may be silent while its answer is due before it counts as lost.
+    With `launch_blocking` every op is waited for, and its error raised where it was called.
     """
     with _roster.lock:
         if _roster.slots is not None:
             raise AlreadyInitializedError("remote devices are attached already", hint="call genie.shutdown()")
-        _roster.slots = tuple(Slot(i, device, op_timeout_s=op_timeout_s) for i, device in enumerate(devices))
+        _roster.slots = tuple(
+            Slot(i, device, op_timeout_s=op_timeout_s, launch_blocking=launch_blocking)
+            for i, device in enumerate(devices)
+        )
     import_hook.install(_register)
     if "torch" in sys.modules:
         _register()
@@ -157,6 +157,7 @@ def detach() -> None:
     """Closes every connection; tensors that are left raise DeviceLostError. Safe to call again."""
     with _roster.lock:
         left, _roster.slots = slots(), None
+    _tell_library()
     for each in left:
         each.close()
 
@@ -164,6 +165,11 @@ def detach() -> None:
 def slots() -> tuple[Slot, ...]:
     """Of every index; none without a session."""
     return _roster.slots or ()
+
+
+def is_attached() -> bool:
+    """Whether there is a session, be it with a cluster that has no accelerators."""
+    return _roster.slots is not None
 
 
 def in_use() -> bool:
@@ -175,7 +181,7 @@ def slot(index: int) -> Slot:
     """NotInitializedError without a session, DeviceUnavailableError for an index that is not there."""
     current = _roster.slots
     if current is None:
-        raise _not_initialized()
+        raise not_initialized()
     if not current:
         raise DeviceUnavailableError(
             f"{DEVICE_TYPE}:{index}: the cluster has no accelerators", hint="see `genie nodes`"
@@ -187,7 +193,7 @@ def slot(index: int) -> Slot:
     return current[index]
 
 
-def _not_initialized() -> NotInitializedError:
+def not_initialized() -> NotInitializedError:
     return NotInitializedError(
         f"{DEVICE_TYPE} needs a session with a cluster", hint="call `await genie.init(...)` first"
     )
@@ -199,12 +205,20 @@ def _register() -> None:
     backend.register()
 
 
+def _tell_library() -> None:
+    """Which indices there are now; nothing to do before torch is there."""
+    backend = sys.modules.get("genie.device.backend")
+    if backend is not None:
+        backend.follow_roster()
+
+
 def _after_fork_in_child() -> None:
     """The child starts without devices, and may attach its own. Another thread may have held the lock."""
     _roster.lock = threading.Lock()
     left, _roster.slots = slots(), None
     for each in left:
         each.forget_after_fork()
+    _tell_library()
 
 
 if hasattr(os, "register_at_fork"):

@@ -1,12 +1,15 @@
-"""What every asyncio program of Genie needs once: which loop to run on, and the one error in a group."""
+"""What every asyncio program of Genie needs once: a loop, a thread for files, one error of a group."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
-from typing import TypeVar
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Protocol, TypeVar
 
 _Error = TypeVar("_Error", bound=BaseException)
+_Result = TypeVar("_Result")
 
 
 def loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
@@ -17,6 +20,28 @@ def loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
         return None
     factory: Callable[[], asyncio.AbstractEventLoop] = uvloop.new_event_loop
     return factory
+
+
+class Offload(Protocol):
+    """Runs file work that may take long, and gives back its result."""
+
+    async def __call__(self, work: Callable[[], _Result]) -> _Result: ...
+
+
+@contextmanager
+def file_thread(name: str) -> Iterator[Offload]:
+    """A thread of this name for the length of the block. It does one piece of work at a time."""
+    with ThreadPoolExecutor(1, thread_name_prefix=name) as thread:
+
+        async def offload(work: Callable[[], _Result]) -> _Result:
+            return await asyncio.get_running_loop().run_in_executor(thread, work)
+
+        yield offload
+
+
+async def run_inline(work: Callable[[], _Result]) -> _Result:
+    """An Offload on the loop itself; for simulation, which has no threads."""
+    return work()
 
 
 def first_error(group: BaseExceptionGroup[_Error]) -> _Error:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import socket
 import stat
+import sys
 import time
 
 import pytest
@@ -46,6 +47,28 @@ def test_a_backend_without_a_transport_says_that_and_the_rest_on_demand(genie, m
     assert rdma["detail"]
     assert rdma["detail"] not in genie("doctor").out
     assert rdma["detail"] in genie("doctor", "--debug").out
+
+
+def test_the_compiler_is_the_one_that_would_be_used(monkeypatch) -> None:
+    monkeypatch.setenv("CXX", f"{sys.executable} -c 'print(\"compiler 12\")'")
+    found = checks._compiler()
+    assert (found.verdict, found.found) == (Verdict.OK, "compiler 12")
+
+
+def test_a_machine_without_a_compiler_is_told_what_to_install(monkeypatch, tmp_path) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CXX", raising=False)
+    found = checks._compiler()
+    assert found.verdict is Verdict.ABSENT
+    assert "g++ python3-dev" in found.fix
+
+
+def test_a_compiler_without_the_headers_of_python_is_not_enough(monkeypatch, tmp_path) -> None:
+    monkeypatch.setenv("CXX", sys.executable)
+    monkeypatch.setattr("sysconfig.get_path", lambda _: str(tmp_path))
+    found = checks._compiler()
+    assert found.verdict is Verdict.ABSENT
+    assert "without the headers of Python" in found.found
 
 
 def test_a_cluster_may_be_named_with_its_port(monkeypatch) -> None:

@@ -515,9 +515,13 @@ async def test_a_peer_that_is_not_heard_any_more_counts_as_disconnected(
     controller: SmallController,
 ) -> None:
     state = await genie.init(heartbeat_interval=0.05, heartbeat_timeout=0.3, **QUIET)
-    await until(lambda: state.nodes["n1"].status is NodeStatus.DISCONNECTED)
-    lost = [event for event in state.events.history() if event.type is EventType.NODE_LOST]
-    assert [event.node_id for event in lost] == ["n1"]
+
+    def lost() -> list[str | None]:
+        return [event.node_id for event in state.events.history() if event.type is EventType.NODE_LOST]
+
+    await until(lost)  # told of by another thread, a moment after the status has changed
+    assert lost() == ["n1"]
+    assert state.nodes["n1"].status is NodeStatus.DISCONNECTED
 
 
 async def test_without_heartbeats_the_nodes_are_looked_up_once(

@@ -363,8 +363,9 @@ async def _check_other_clusters_are_told_apart(
 
 
 async def test_an_agent_that_is_not_taken_in_is_an_error_with_the_address_and_is_stopped(
-    tmp_path: Path, said: Said, unused_tcp_port: int
+    tmp_path: Path, said: Said, unused_tcp_port: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(local, "_QUIET_S", 0.1)  # so that a short wait is told of
     async with local.up(settings(tmp_path), progress=said):
         pass
     pids: list[int] = []
@@ -380,7 +381,7 @@ async def test_an_agent_that_is_not_taken_in_is_an_error_with_the_address_and_is
     there = settings(tmp_path, cluster__master_addr="127.0.0.1", cluster__master_port=unused_tcp_port)
     with_token = replace(there.cluster, token=token)
     with pytest.raises(UnreachableError, match=rf"127\.0\.0\.1:{unused_tcp_port} did not take node n1 in"):
-        async with local.up_agent(there, with_token, progress=remember, timeout_s=4.0):
+        async with local.up_agent(there, with_token, progress=remember, timeout_s=1.0):
             pass
     assert not said.has("is in the cluster with") or said.lines[-1] == "stopping the agent"
     assert len(pids) == 1

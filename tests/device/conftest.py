@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import socket
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 
@@ -9,8 +11,11 @@ import pytest
 import torch
 
 from genie import device
-from genie.device import ExecutorAddress, RemoteDevice, roster
+from genie.device import ExecutorAddress, RemoteDevice, backend, roster
 from tests.agent.executor.process import TICKET, start_executor
+
+# Some virtual machines report AMX and kill whoever uses it. torch looks when it first needs to know.
+os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
 
 D0 = "remote_accelerator:0"
 D1 = "remote_accelerator:1"
@@ -45,9 +50,33 @@ def devices(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         yield
 
 
+class SocketPipe:
+    """A plain socket as opwire.py wants it."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._sock = sock
+
+    def read_exactly(self, count: int, timeout_s: float) -> bytes:
+        self._sock.settimeout(timeout_s)
+        data = b""
+        while len(data) < count:
+            part = self._sock.recv(count - len(data))
+            if not part:
+                raise ConnectionError("the client has left")
+            data += part
+        return data
+
+    def write_all(self, data: bytes, timeout_s: float) -> None:
+        self._sock.settimeout(timeout_s)
+        self._sock.sendall(data)
+
+
 @pytest.fixture
 def unattached(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """For this test nothing is attached; afterwards the shared executors are again."""
     monkeypatch.setattr(roster._roster, "slots", None)
+    backend.follow_roster()
     yield
     device.detach()
+    monkeypatch.undo()
+    backend.follow_roster()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import struct
 import subprocess
 import sys
 import textwrap
@@ -18,7 +19,7 @@ import torch
 
 from genie import device
 from genie.device import roster
-from genie.device.connection import ExecutorConnection
+from genie.device.connection import ExecutorLink
 from genie.errors import (
     AlreadyInitializedError,
     DeviceLostError,
@@ -33,7 +34,7 @@ from genie.errors import (
 from genie.runtime import opwire
 from tests.agent.executor.process import TICKET, start_executor
 from tests.agent.executor.thread import ThreadedExecutor, executor_on_a_thread
-from tests.device.conftest import D0, D1, remote_device
+from tests.device.conftest import D0, D1, SocketPipe, remote_device
 from tests.waiting import wait_until
 
 pytestmark = pytest.mark.usefixtures("devices", "unattached")
@@ -115,7 +116,7 @@ def test_detaching_wakes_a_thread_that_waits_for_an_answer() -> None:
 
         def work() -> None:
             try:
-                torch.ones(1, device=D0)
+                torch.ones(1, device=D0).cpu()
             except DeviceLostError as error:
                 outcome.append(error)
 
@@ -185,16 +186,7 @@ def test_a_second_client_is_refused_clearly() -> None:
     with attached() as executor:
         torch.ones(1, device=D0)
         with pytest.raises(DeviceUnavailableError, match="already serves"):
-            ExecutorConnection.open(
-                host="127.0.0.1",
-                port=executor.port,
-                server_name="",
-                ticket=TICKET,
-                ssl_context=None,
-                device_name=D0,
-                node_id="node-0",
-                op_timeout_s=LONG_S,
-            )
+            ExecutorLink(remote_device(0, lambda: executor.port).open(), "node-0").open()
         assert torch.ones(2, device=D0).sum().item() == 2
 
 
@@ -210,11 +202,11 @@ def test_the_seed_set_before_the_first_use_counts() -> None:
 
 def test_memory_beyond_the_quota_is_torchs_own_error() -> None:
     with attached(memory_bytes_max=1_000_000):
-        with pytest.raises(torch.OutOfMemoryError, match=r"aten::empty.memory_format .* 1000000 bytes"):
-            torch.empty(2**50, device=D0)
+        with pytest.raises(torch.OutOfMemoryError, match="1000000"):
+            torch.empty(2**50, device=D0).sum().item()
         kept = [torch.zeros(50_000, device=D0) for _ in range(5)]
         with pytest.raises(torch.OutOfMemoryError):
-            torch.zeros(10, device=D0)
+            torch.zeros(10, device=D0).sum().item()
         kept.pop()
         assert torch.zeros(10, device=D0).sum().item() == 0
         assert torch.remote_accelerator.memory_stats()["allocated_bytes.limit"] == 1_000_000
@@ -234,7 +226,7 @@ def test_a_lost_executor_is_named_and_the_next_use_opens_another() -> None:
         executors[0].hang_up()
         for _ in range(2):
             with pytest.raises(DeviceLostError, match=r"remote_accelerator:0.*node-0.*job-1"):
-                old + 1
+                (old + 1).cpu()
         new = torch.rand(3, device=D0)
         assert torch.equal(new.cpu(), torch.rand(3, generator=torch.Generator().manual_seed(5)))
         with pytest.raises(DeviceLostError):
@@ -255,7 +247,13 @@ def test_an_executor_killed_in_the_middle_of_backward_raises_and_spares_the_othe
         kept = torch.ones(2, device=D1)
         with pytest.raises(DeviceLostError, match=r"node-0.*job-7"):
             y.sum().backward()
+            x.grad.cpu()
         assert (kept + 1).tolist() == [2, 2]
+
+
+def reply(kind: int, *, number: int = 1, size: int = 0, payload: bytes = b"") -> bytes:
+    """A frame of the executor, as native/torch/wire.h has it."""
+    return struct.pack("<QQQII", size or len(payload), number, 0, kind, 0) + payload
 
 
 @pytest.mark.parametrize(
@@ -264,20 +262,21 @@ def test_an_executor_killed_in_the_middle_of_backward_raises_and_spares_the_othe
         b"",
         b"\x00",
         b"HTTP/1.1 400 Bad Request\r\n\r\n",
-        b"\xff" * 9,
-        opwire.encode(9, opwire.Done()),
-        opwire.encode(2, opwire.Counters(1, 1, 1, 1, 1)),
-        opwire.encode(2, opwire.Result([], [])),
-        opwire.encode(2, opwire.Result([opwire.TensorMeta(1, "int8", (2,), (1, 1), 0)], [])),
-        opwire.encode(2, opwire.Error("transport.protocol", "enough of you", "", 2)),
-        opwire.data_header(2, 4) + b"data",
+        b"\xff" * 90,
+        reply(7),
+        reply(0, payload=b"an acknowledgement has none"),
+        reply(1, number=9),
+        reply(1, payload=b"too long for a float"),
+        reply(1, size=1 << 62),
+        reply(2, payload=b"\xff\xff\xff\xff"),
+        reply(3, payload=b"\x01"),
     ],
 )
 def test_an_executor_that_talks_nonsense_costs_an_error_and_no_more(answer: bytes) -> None:
     with deaf_executor(answer) as port:
         device.attach([remote_device(0, lambda: port)])
         with pytest.raises((DeviceLostError, TransportError)):
-            torch.ones(1, device=D0)
+            torch.ones(1, device=D0).cpu()
 
 
 def test_a_child_process_does_not_disturb_its_parents_connection() -> None:
@@ -300,23 +299,22 @@ def test_a_child_process_does_not_disturb_its_parents_connection() -> None:
 
 @contextmanager
 def deaf_executor(answer: bytes | None = None) -> Iterator[int]:
-    """Lets a client in and takes its seed; then answers everything with these bytes, or not at all."""
+    """Lets a client in; then answers its first frame with these bytes and is gone, or not at all."""
     server = socket.create_server(("127.0.0.1", 0))
     done = threading.Event()
 
     def serve() -> None:
         sock, _ = server.accept()
         with sock:
-            channel = opwire.Channel(sock, peer="the client", trusted=True)
-            channel.exchange_prefaces(timeout_s=LONG_S)
-            channel.receive_request(timeout_s=LONG_S, wait_s=LONG_S)
-            channel.send(0, opwire.Opened("cpu", "fake", 1, "job-1", "0"), timeout_s=LONG_S)
-            channel.receive_request(timeout_s=LONG_S, wait_s=LONG_S)
-            channel.send(1, opwire.Done(), timeout_s=LONG_S)
-            channel.receive_request(timeout_s=LONG_S, wait_s=LONG_S)
+            pipe = SocketPipe(sock)
+            opwire.receive_open(pipe, peer="the client", timeout_s=LONG_S)
+            opened = opwire.Opened("cpu", "fake", 1, "job-1", "0", session_key="key", bare=True)
+            opwire.answer(pipe, opened, peer="the client", timeout_s=LONG_S)
+            sock.recv(1)
             if answer is None:
                 done.wait(LONG_S)
             else:
+                server.close()
                 sock.sendall(answer)
 
     thread = threading.Thread(target=serve)

@@ -11,15 +11,12 @@ import pickle
 import pytest
 import torch
 
-from genie.device.tensor import RemoteTensor
 from genie.errors import (
     DeviceUnavailableError,
-    FrameTooLargeError,
     OpRefusedError,
     RemoteOpError,
     UsageError,
 )
-from genie.runtime import opwire
 from tests.device.conftest import D0, D1
 
 pytestmark = pytest.mark.usefixtures("devices")
@@ -34,10 +31,15 @@ def kept_there() -> dict[str, int]:
 # --- to and fro ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", opwire.DTYPE_NAMES)
-def test_every_dtype_survives_the_way_there_and_back(name: opwire.DTypeName) -> None:
+@pytest.mark.parametrize(
+    "name",
+    [
+        "bool", "uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64", "float16",
+        "bfloat16", "float32", "float64", "complex64", "complex128", "float8_e4m3fn", "float8_e5m2",
+    ],
+)  # fmt: skip
+def test_every_dtype_survives_the_way_there_and_back(name: str) -> None:
     dtype: torch.dtype = getattr(torch, name)
-    assert dtype.itemsize == opwire.size_bytes(name, ())
     sent = torch.arange(-6, 6).reshape(3, 4).to(dtype)
     there = sent.to(D0)
     assert (there.dtype, there.shape, str(there.device)) == (dtype, sent.shape, D0)
@@ -198,7 +200,7 @@ def test_copies_of_objects() -> None:
     assert module.weight.abs().sum().item() > 0
     assert isinstance(twin.weight, torch.nn.Parameter)
     assert twin.weight.requires_grad
-    assert twin.weight.grad.sum().item() == 4
+    assert twin.weight.grad is None  # as torch copies parameters
     with pytest.raises(RuntimeError, match="leaves"):
         copy.deepcopy(module.weight * 2)
 
@@ -212,25 +214,46 @@ def test_a_module_changes_dtype_and_comes_home() -> None:
     assert torch.equal(module.float().cpu().weight, weight)
 
 
+def test_an_output_that_is_an_input_does_not_stand_for_the_next_call() -> None:
+    x, y, z, w = (torch.full((3,), float(value), device=D0) for value in (1, 2, 3, 4))
+    assert torch.mul(x, w, out=x) is x
+    assert torch.mul(y, w, out=z) is z
+    assert [each.tolist() for each in (x, y, z)] == [[4.0] * 3, [2.0] * 3, [8.0] * 3]
+    assert torch.mul(y, y, out=w) is w
+    assert (y.tolist(), w.tolist()) == ([2.0] * 3, [4.0] * 3)
+
+
+def test_tensors_on_one_storage_do_not_stand_for_tensors_on_two() -> None:
+    whole = torch.arange(6.0, device=D0)
+    front, back = whole[:3], whole[3:]
+    apart = torch.zeros(3, device=D0), torch.ones(3, device=D0)
+    for one, other in ((front, back), apart, (front, front), apart, (front, back)):
+        here = one.cpu(), other.cpu()
+        assert torch.equal(torch.stack([one, other]).cpu(), torch.stack(here))
+        assert torch.equal(torch.add(one, other).cpu(), here[0] + here[1])
+
+
 # --- mistakes -----------------------------------------------------------------------------------
 
 
-def test_an_op_across_two_devices_names_both() -> None:
+def test_an_op_across_two_devices_is_the_error_that_cuda_has() -> None:
     one, other = torch.ones(2, device=D0), torch.ones(2, device=D1)
     for wrong in (lambda: one + other, lambda: torch.cat([one, other]), lambda: other.add_(one)):
-        with pytest.raises(OpRefusedError, match=r"remote_accelerator:[01] and remote_accelerator:[01]"):
+        with pytest.raises(
+            RuntimeError, match=r"same device.*remote_accelerator:[01] and remote_accelerator:[01]"
+        ):
             wrong()
-    with pytest.raises(OpRefusedError, match=f"{D0} and cpu"):
+    with pytest.raises(RuntimeError, match=f"same device.*{D0} and cpu"):
         one + torch.ones(2)
-    with pytest.raises(RuntimeError):  # as programs written for CUDA expect
+    with pytest.raises(RuntimeError, match="same device"):
         one @ other
 
 
 def test_a_result_is_never_written_into_a_local_tensor_unseen() -> None:
     here, there = torch.zeros(()), torch.ones((), device=D0)
-    with pytest.raises(OpRefusedError, match=f"{D0} and cpu"):
+    with pytest.raises(RuntimeError, match=f"{D0} and cpu"):
         here += there
-    with pytest.raises(OpRefusedError, match=f"{D0} and cpu"):
+    with pytest.raises(RuntimeError, match=f"{D0} and cpu"):
         torch.add(there, 1, out=here)
     assert here.item() == 0
     assert (here + there).item() == 1
@@ -238,10 +261,20 @@ def test_a_result_is_never_written_into_a_local_tensor_unseen() -> None:
 
 def test_an_op_that_fails_remotely_names_itself_its_number_and_the_place() -> None:
     with pytest.raises(
-        RemoteOpError, match=rf"aten::mm \(op \d+\) failed on {D0}, node node-0: mat1 and mat2"
+        RemoteOpError, match=rf"mat1 and mat2.*\[aten::mm, op \d+ on {D0}, node node-0, job-0\]"
     ):
         torch.ones(2, 3, device=D0) @ torch.ones(2, 3, device=D0)
     assert torch.ones(2, device=D0).sum().item() == 2
+
+
+def test_an_error_that_only_the_values_show_comes_with_the_next_value() -> None:
+    table, index = torch.ones(3, 2, device=D0), torch.tensor([7], device=D0)
+    wrong = torch.nn.functional.embedding(index, table)
+    with pytest.raises(IndexError, match=rf"aten::embedding, op \d+ on {D0}"):
+        table.sum().item()
+    assert table.sum().item() == 6
+    with pytest.raises(IndexError, match="aten::embedding"):
+        (wrong + 1).cpu()
 
 
 def test_an_index_that_is_not_there_is_named_with_the_count() -> None:
@@ -251,49 +284,48 @@ def test_an_index_that_is_not_there_is_named_with_the_count() -> None:
         torch.ones(1).to("remote_accelerator:2")
 
 
-@pytest.mark.parametrize("save", [pickle.dumps, lambda tensor: torch.save({"a": tensor}, io.BytesIO())])
-def test_saving_is_refused_with_a_way_out(save: object) -> None:
-    with pytest.raises(OpRefusedError, match=r"tensor\.cpu\(\)"):
-        save(torch.ones(1, device=D0))  # type: ignore[operator]
+def test_saving_and_loading_a_tensor() -> None:
+    there = torch.arange(6.0, device=D1).view(2, 3).t()
+    for again in (pickle.loads(pickle.dumps(there)), _saved(there), _saved(there, map_location="cpu")):
+        assert torch.equal(again.cpu(), there.cpu())
+    assert str(_saved(there).device) == D1
+    assert str(_saved(there, map_location=D0).device) == D0
+
+
+def _saved(tensor: torch.Tensor, **options: object) -> torch.Tensor:
+    file = io.BytesIO()
+    torch.save({"a": tensor}, file)
+    file.seek(0)
+    found: torch.Tensor = torch.load(file, **options)["a"]  # type: ignore[arg-type]
+    return found
 
 
 @pytest.mark.parametrize(
-    "wrong",
+    ("wrong", "error"),
     [
-        lambda x: torch.randn(2, generator=torch.Generator(), device=D0),
-        lambda x: x.pin_memory(),
-        lambda x: torch.ones(2, device=D0, pin_memory=True),
-        lambda x: x.to_sparse(),
-        lambda x: x.to(torch.complex32),
-        lambda x: x.__dlpack__(),
-        torch.ops.prims.sin.default,
+        (lambda x: torch.randn(2, generator=torch.Generator(), device=D0), RuntimeError),
+        (lambda x: x.pin_memory(), RuntimeError),
+        (lambda x: torch.ones(2, device=D0, pin_memory=True), OpRefusedError),
+        (lambda x: x.to_sparse(), RuntimeError),
+        (lambda x: torch.empty(2, dtype=torch.quint8, device=D0), NotImplementedError),
+        (lambda x: x.numpy(), TypeError),
     ],
 )
-def test_what_the_wire_does_not_carry_is_refused(wrong: object) -> None:
-    with pytest.raises(OpRefusedError):
+def test_what_cannot_be_is_refused(wrong: object, error: type[Exception]) -> None:
+    with pytest.raises(error):
         wrong(torch.ones(2, device=D0))  # type: ignore[operator]
-
-
-def test_numpy_is_reached_through_the_cpu() -> None:
-    with pytest.raises(TypeError, match=r"\.cpu\(\) first"):
-        torch.ones(1, device=D0).numpy()
 
 
 def test_a_call_too_large_for_the_wire_is_refused_and_nothing_is_lost() -> None:
     kept = torch.ones(2, device=D0)
     before = kept_there()["tensors"]
-    dead = torch.ones(2, device=D0)
-    del dead
     with pytest.raises(OpRefusedError, match="too long"):
-        kept.repeat([1] * 70_000)
-    with pytest.raises(FrameTooLargeError, match="cap"):
-        kept.as_strided([2**40] * 65_000, [2**40] * 65_000)
-    with pytest.raises(OpRefusedError, match="too many"):
-        torch.ones(50_000, 1, device=D0).unbind()
-    with pytest.raises(OpRefusedError, match="too many"):
-        torch.ones(70_000, 1, device=D0).unbind()
+        torch.ones(70_000, 1, device=D0).repeat([1] * 70_000)
+    with pytest.raises(OpRefusedError, match="too long"):
+        torch.cat([kept] * 70_000)
     with pytest.raises(OpRefusedError, match="dimensions"):
         torch.ones([1] * 65, device=D0)
+    assert len(torch.ones(50_000, 1, device=D0).unbind()) == 50_000
     assert kept.sum().item() == 2
     assert kept_there()["tensors"] == before
 
@@ -321,7 +353,6 @@ def test_a_long_computation_keeps_nothing_behind() -> None:
     there = torch.ones(10, 10, device=D0)
     for _ in range(50):
         there = (there @ there).relu()[:10].clamp(max=1.0)
-    assert isinstance(there, RemoteTensor)
     del there
     assert kept_there()["tensors"] == before
 

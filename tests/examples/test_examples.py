@@ -21,7 +21,7 @@ from tests.waiting import wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples"
-RUN_HERE = {"basic_client.py", "gpu_server.py", "monitoring_dashboard.py", "tour.py"}
+RUN_HERE = {"basic_client.py", "gpu_server.py", "monitoring_dashboard.py", "multimodal.py", "tour.py"}
 
 
 def run_example(name: str, *arguments: str, timeout_s: float = 60) -> subprocess.CompletedProcess[str]:
@@ -66,6 +66,10 @@ def test_a_server_serves_a_client_and_ends_at_ctrl_c_without_a_trace(
         assert done.returncode == 0, done.stderr
         assert "(1000, 1000) on remote_accelerator:0" in done.stdout
         assert "is healthy and has 1" in done.stdout
+        trained = run_example("multimodal.py", "--steps", "12")
+        assert trained.returncode == 0, trained.stderr
+        losses = [float(each) for each in re.findall(r"loss ([0-9.]+)", trained.stdout)]
+        assert losses[-1] < losses[0], trained.stdout
         server.send_signal(signal.SIGINT)
         assert server.wait(30) == 0, log.read_text()
     said = log.read_text()

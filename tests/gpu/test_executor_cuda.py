@@ -1,108 +1,197 @@
-"""The executor on a CUDA device: it does there what the CPU executor does, with that device's numbers."""
+"""The executor on a CUDA device, spoken to byte by byte: overlapping copies, faults, random numbers.
+
+What a program sees through the torch device is test_device_cuda.py.
+"""
 
 from __future__ import annotations
 
-import copy
+import struct
 from collections.abc import Iterator
-from contextlib import ExitStack
 
 import pytest
 import torch
 
-from genie import device
-from genie.errors import DeviceLostError, RemoteOpError
-from tests.agent.executor.process import start_executor
-from tests.device.conftest import D0, remote_device
-from tests.device.test_autograd import convnet, losses, mlp, transformer
-from tests.device.test_ops import CALLS, Maker, flat
+from genie.errors import HardwareError
+from tests.agent.executor.client import (
+    HERE,
+    UNDEFINED,
+    Answer,
+    Client,
+    Data,
+    Error,
+    Generator,
+    New,
+    Record,
+    Reply,
+    Same,
+    Tensor,
+    dial,
+    enter,
+    frame,
+    record,
+    u32,
+    u64,
+    view,
+)
+from tests.agent.executor.process import TICKET, ExecutorProcess, running_executor
 
-GIB = 1024**3
-NOT_ON_CUDA = {"histc": "sums in another order", "view dtype": "bits depend on rounding"}
+MIB = 1024 * 1024
+GIB = 1024 * MIB
+FLOAT32, INT64 = 6, 4
 
 
-@pytest.fixture(scope="module", autouse=True)
-def cuda_executor(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+@pytest.fixture(scope="module")
+def executor(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ExecutorProcess]:
     if not torch.cuda.is_available():
         pytest.skip("needs a torch that can use the NVIDIA GPU")
-    with ExitStack() as stack:
-        executor = start_executor(
-            tmp_path_factory.mktemp("cuda") / "executor", vendor="nvidia", memory_bytes_max=4 * GIB
-        )
-        stack.callback(executor.kill)
-        executor.wait_ready()
-        device.attach([remote_device(0, lambda: executor.port)])
-        stack.callback(device.detach)
-        torch.zeros(1, device=D0)
-        yield
+    folder = tmp_path_factory.mktemp("cuda") / "executor"
+    with running_executor(folder, vendor="nvidia", memory_bytes_max=4 * GIB, spin_us=50) as executor:
+        yield executor
 
 
-@pytest.mark.parametrize("name", [name for name in CALLS if name not in NOT_ON_CUDA])
-def test_a_call_gives_what_it_gives_on_the_cpu(name: str) -> None:
-    expected = flat(CALLS[name](Maker(name, "cpu")))
-    found = flat(CALLS[name](Maker(name, D0)))
-    for one, other in zip(found, expected, strict=True):
-        assert (one.dtype, one.shape) == (other.dtype, other.shape)
-        loose = other.dtype in (torch.bfloat16, torch.float16)
-        torch.testing.assert_close(
-            one.cpu(), other, rtol=2e-2 if loose else 1e-3, atol=1e-2 if loose else 1e-4
-        )
+class Connected:
+    """The one client of the executor, and how it comes back."""
+
+    def __init__(self, port: int) -> None:
+        self.port = port
+        pipe = dial(port)
+        self.facts = enter(pipe, TICKET)
+        self.client = Client(pipe)
+
+    def come_back(self) -> None:
+        pipe = dial(self.port)
+        client = self.client
+        again = enter(pipe, TICKET, session_key=self.facts.session_key, replies_received=client.replies)
+        client.pipe = pipe
+        for data in client.sent[again.frames_received :]:
+            client.write(data)
 
 
-@pytest.mark.parametrize(("make", "shape"), [(mlp, (16,)), (transformer, (2, 5)), (convnet, (6,))])
-def test_training_goes_as_on_the_cpu(make: object, shape: tuple[int, ...]) -> None:
-    torch.manual_seed(0)
-    module = make()  # type: ignore[operator]
-    data = torch.randn(*shape, 8), torch.randn(*shape, 1)
-    twin = copy.deepcopy(module).to(D0)
-    assert losses(twin, D0, data) == pytest.approx(losses(module, "cpu", data), rel=1e-2)
+@pytest.fixture(scope="module")
+def connected(executor: ExecutorProcess) -> Iterator[Connected]:
+    connected = Connected(executor.port)
+    assert connected.facts.kind == "cuda"
+    yield connected
+    connected.client.close()
 
 
-def test_a_seed_gives_the_numbers_of_a_local_cuda_device() -> None:
-    torch.manual_seed(9)
-    expected = torch.randn(1000, device="cuda").cpu()
-    torch.manual_seed(9)
-    assert torch.equal(torch.randn(1000, device=D0).cpu(), expected)
-    state = torch.remote_accelerator.get_rng_state()
-    first = torch.rand(10, device=D0).cpu()
-    torch.remote_accelerator.set_rng_state(state)
-    assert torch.equal(torch.rand(10, device=D0).cpu(), first)
+@pytest.fixture
+def client(connected: Connected) -> Iterator[Client]:
+    yield connected.client
+    connected.client.sent.clear()
 
 
-def test_large_tensors_and_odd_layouts_go_there_and_back() -> None:
-    sent = torch.arange(64 * 1024 * 1024, dtype=torch.int32)
-    assert torch.equal(sent.to(D0).cpu(), sent)
-    turned = torch.randn(300, 200).t()
-    assert torch.equal(turned.to(D0).cpu(), turned)
-    base = torch.zeros(4, 4, device=D0)
-    base[:, 1].copy_(torch.arange(4.0))
-    assert base[:, 1].tolist() == [0, 1, 2, 3]
+def zeros(client: Client, *shape: int) -> Tensor:
+    return client.made("aten::zeros", list(shape), FLOAT32, None, HERE, None, gives=[New(shape)])
 
 
-def test_memory_beyond_the_quota_is_torchs_own_error() -> None:
-    for take in (
-        lambda: torch.empty(2 * GIB, device=D0),
-        lambda: torch.arange(2 * GIB, device=D0),
-        lambda: torch.ones(60_000, 1, device=D0) * torch.ones(60_000, device=D0),
-    ):
-        with pytest.raises(torch.OutOfMemoryError):
-            take()
-    assert torch.ones(2, device=D0).sum().item() == 2
+def test_ops_run_there_and_pipeline_with_uploads(client: Client) -> None:
+    total = zeros(client, 1000)
+    part = client.allocate((1000,))
+    for step in range(200):
+        client.put(part, struct.pack("<f", step) * 1000)
+        client.op("aten::add_.Tensor", total, part, Data(1), gives=[Same()])
+    assert client.floats_in(total) == (float(sum(range(200))),) * 1000
 
 
-def test_tensors_of_two_devices_and_failing_ops_are_named() -> None:
-    with pytest.raises(RemoteOpError, match="aten::mm"):
-        torch.ones(2, 3, device=D0) @ torch.ones(2, 3, device=D0)
-    with pytest.raises(RuntimeError, match=f"{D0} and cuda"):
-        torch.ones(2, device=D0) + torch.ones(2, device="cuda")
-    assert torch.ones(2, device="cuda").to(D0).tolist() == [1, 1]
-    assert torch.ones(2, device=D0).to("cuda").tolist() == [1, 1]
+@pytest.mark.parametrize("turned", [False, True], ids=["straight", "by way of another"])
+def test_large_tensors_go_there_and_back(client: Client, turned: bool) -> None:
+    shape = (4096, 5000)
+    data = torch.arange(4096 * 5000, dtype=torch.int32).numpy().tobytes()
+    target = client.allocate(shape, "int32")
+    if turned:
+        target = Tensor(target.storage, shape, "int32", strides=(1, 4096))
+    client.send(record(Record.PUT, 0, view(target) + u64(len(data))))
+    client.send_bytes(data, part=3 * MIB + 4)
+    assert client.get(target) == data
+    client.free(target)
 
 
-def test_a_fault_of_the_device_ends_this_executor_with_a_clear_error() -> None:
+@pytest.mark.leaks_allowed("the connection of the whole module is replaced by another")
+def test_a_large_reply_is_sent_again_as_it_was(connected: Connected, client: Client) -> None:
+    size = 8 * MIB
+    made = client.made("aten::full", [size], 7.0, FLOAT32, None, HERE, None, gives=[New((size,))])
+    client.sync()
+    client.sent = [b""] * client.frames
+    client.send(record(Record.GET, 0, view(made)))
+    client.pipe.read_exactly(1000, 10.0)
+    number, template = client.template("aten::zero_", [made], [Same()])
+    client.frames += 1
+    blind = frame(client.frames, template + record(Record.OP, number, u32(made.storage)))
+    client.sent.append(blind)
+    client.write(blind)
+    client.close()
+    connected.come_back()
+    reply = client.receive()
+    assert isinstance(reply, Reply)
+    assert reply.payload == struct.pack("<f", 7.0) * size
+    data = client.get(made)
+    assert isinstance(data, bytes)
+    assert data == bytes(4 * size)
+    client.free(made)
+
+
+def test_a_seed_gives_the_numbers_of_a_local_cuda_device(client: Client) -> None:
+    for generator in (0, 5):
+        client.send(record(Record.SEED, 0, u32(generator) + u64(9)))
+        made = client.made(
+            "aten::randn.generator", [1000], Generator(generator), FLOAT32, None, HERE, None,
+            gives=[New((1000,))],
+        )  # fmt: skip
+        local = torch.Generator("cuda").manual_seed(9)
+        expected = torch.randn(1000, device="cuda", generator=local).cpu()
+        assert client.floats_in(made) == tuple(expected.tolist())
+    state = client.ask_for(record(Record.GENERATOR_STATE, 0, u32(5)))
+    assert isinstance(state, Reply)
+    client.send(record(Record.SET_GENERATOR, 0, u32(6, len(state.payload)) + state.payload))
+    again = client.ask_for(record(Record.GENERATOR_STATE, 0, u32(6)))
+    assert isinstance(again, Reply)
+    assert again.payload == state.payload
+
+
+def test_numbers_that_an_op_leaves_on_the_cpu_stay_there_for_the_next_one(client: Client) -> None:
+    """The seed of an attention's dropout: its backward reads it from the CPU's memory."""
+    shape = (1, 2, 16, 32)
+    query = client.made("aten::randn", list(shape), FLOAT32, None, HERE, None, gives=[New(shape)])
+    forward = client.asked(
+        "aten::_scaled_dot_product_efficient_attention", query, query, query, None, True, 0.5, False, None
+    )
+    assert isinstance(forward, Answer), forward
+    out, sums, seed, offset = forward.values
+    backward = client.asked(
+        "aten::_scaled_dot_product_efficient_attention_backward",
+        query, query, query, query, UNDEFINED, out, sums, seed, offset, 0.5, [True, True, True, False], False,
+        None,
+    )  # fmt: skip
+    assert isinstance(backward, Answer), backward
+    assert [value.shape if value else None for value in backward.values] == [shape, shape, shape, None]
+    assert isinstance(client.get(seed), bytes)
+    assert client.sync() is None
+
+
+def test_memory_beyond_the_quota_and_beyond_the_device_is_an_error(client: Client) -> None:
+    before = client.stats().bytes_allocated
+    for size in (2 * GIB, 2**45):
+        error = client.refused("aten::empty.memory_format", [size], FLOAT32, None, HERE, None, None)
+        assert error.code == "device.out_of_memory"
+    row = zeros(client, 60_000)
+    error = client.refused("aten::mul.Tensor", row, Tensor(row.storage, (60_000, 1)))
+    assert error.code == "device.out_of_memory"
+    client.free(row)
+    assert client.sync() is None
+    assert client.stats().bytes_allocated == before
+
+
+def test_a_fault_of_the_device_ends_this_executor_with_a_clear_error(
+    executor: ExecutorProcess, client: Client
+) -> None:
     """Last: a fault on the device poisons its process, which then ends."""
-    there = torch.ones(4, device=D0)
-    with pytest.raises((RemoteOpError, DeviceLostError)):
-        there[torch.tensor([99], device=D0)].sum().item()
-    with pytest.raises((RemoteOpError, DeviceLostError)):
-        for _ in range(3):
-            (there + 1).sum().item()
+    source = zeros(client, 4)
+    index = client.uploaded((1,), struct.pack("<q", 99), "int64")
+    client.op("aten::index.Tensor", source, [index], gives=[New((1,))])
+    client.send(record(Record.SYNC))
+    while client.farewell is None:
+        assert isinstance(client.receive(), Error)
+    assert "CUDA" in client.farewell.message or "device" in client.farewell.message
+    client.close()
+    assert executor.wait_end() == HardwareError.exit_code, executor.output()

@@ -1,11 +1,13 @@
 """The plumbing of the tests themselves: skips are listed, leaks are caught, the user's files are safe.
 
-Each scenario is a small suite that runs in a child pytest with this repository's conftest.py.
+The scenarios are small suites that run in child pytests with this repository's conftest.py, each in one
+process and in two workers. A child takes a second or two, so several scenarios share one.
 """
 
 from __future__ import annotations
 
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -13,10 +15,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import hypothesis
 import psutil
 import pytest
 
 from tests.house.sources import ROOT
+from tests.needs import require_program
 from tests.waiting import until, wait_until
 
 LEAKING = """
@@ -24,7 +28,7 @@ import asyncio, os, socket, subprocess, sys, threading
 import pytest
 import tests.leaks
 
-tests.leaks._SETTLE_S = 0.2  # nothing here goes away by itself
+tests.leaks._SETTLE_S = 0.05  # nothing here goes away by itself
 held = []
 
 def test_thread():
@@ -124,6 +128,20 @@ def test_here():
     assert require_module("json", package="-").dumps
 """
 
+SKIPPED_FILE = """
+import pytest
+from shared import not_here  # two files with one place where they are skipped
+
+not_here()
+"""
+
+SHARED = """
+import pytest
+
+def not_here():
+    pytest.skip("needs another machine", allow_module_level=True)
+"""
+
 MANY_SKIPS = """
 import pytest
 
@@ -132,8 +150,8 @@ def test_on_the_moon(number):
     pytest.skip("needs a moon")
 """
 
-LATE = """
-import subprocess, sys
+DETACHING = """
+import os, subprocess, sys
 
 def test_starts_a_daemon():
     # The middle process ends at once, so that the last one is nobody's child any more.
@@ -141,20 +159,56 @@ def test_starts_a_daemon():
     subprocess.run([sys.executable, "-c", start], check=True)
 """
 
+CRASHING = (
+    DETACHING
+    + """
+def test_takes_its_worker_along():
+    os._exit(3)
+"""
+)
+
 HOME = """
 import os
 from pathlib import Path
 
-def test_home(tmp_path_factory):
-    base = str(tmp_path_factory.getbasetemp())
+def test_home(pytestconfig):
+    # Of the run, not of a worker: its folder has a longer name, and a socket's path must be short.
+    base = os.environ["RUN_FOLDER"] + "/"
     assert os.environ["HOME"].startswith(base) and Path.home().is_dir()
     assert os.environ["GENIE_STATE_DIR"].startswith(base)
+    assert len(os.environ["GENIE_STATE_DIR"].removeprefix(base)) <= len("s/1/9999/state")
     assert [name for name in os.environ if name.startswith(("GENIE_", "XDG_"))] == ["GENIE_STATE_DIR"]
     Path("~/touched").expanduser().touch()
 
 def test_a_home_of_its_own():
     assert list(Path.home().iterdir()) == []
 """
+
+
+STUCK = """
+import pytest, time
+
+@pytest.mark.timeout(0.2)
+def test_stuck():
+    time.sleep(50)
+"""
+
+LOGGING = """
+import logging
+log = logging.getLogger("genie.part")
+
+def test_starts_logging_like_a_program():
+    logging.getLogger("genie").propagate = False
+    logging.getLogger("genie").setLevel("ERROR")
+    logging.getLogger().handlers.clear()
+
+def test_captures(caplog):
+    log.warning("seen")
+    assert caplog.messages == ["seen"]
+    assert logging.getLogger("genie").propagate
+"""
+
+WORKERS = ("-n", "2", "--dist", "loadfile", "--max-worker-restart", "0")
 
 
 @dataclass(frozen=True)
@@ -167,26 +221,28 @@ class Outcome:
         after = self.text.partition(f" {heading} ")[2].partition("\n")[2]
         return after.partition("\n__")[0].partition("\n==")[0]
 
+    def named(self, verdict: str) -> list[str]:
+        """The tests that are listed as FAILED or ERROR."""
+        return sorted(re.findall(rf"^{verdict} \S+::(\w+)", self.text, re.MULTILINE))
 
-def run_suite(folder: Path, code: str, *, name: str = "test_scenario.py", **environ: str) -> Outcome:
-    file = folder / name
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(code)
+
+def run_suite(folder: Path, files: dict[str, str], options: tuple[str, ...], **environ: str) -> Outcome:
+    for name, code in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(code)
+    (folder / "shared.py").write_text(SHARED)
     clean = {
         name: value
         for name, value in os.environ.items()
         if not name.startswith(("GENIE_", "COV_", "PYTEST_"))
     }
-    command = [sys.executable, "-m", "pytest", "-p", "tests.conftest", "-p", "no:cacheprovider"]
-    command += [
-        f"--config-file={ROOT / 'pyproject.toml'}",
-        f"--rootdir={folder}",
-        f"--basetemp={folder / 'b'}",
-    ]
+    command = [sys.executable, "-m", "pytest", "-p", "tests.conftest", *options]
+    command += ["-p", "no:cacheprovider", "-p", "no:hypothesispytest"]
+    command += [f"--config-file={ROOT / 'pyproject.toml'}", f"--rootdir={folder}"]
     done = subprocess.run(
-        [*command, str(file)],
+        [*command, f"--basetemp={folder / 'b'}", *files],
         cwd=folder,
-        env={**clean, "PYTHONPATH": str(ROOT), **environ},
+        env={**clean, "PYTHONPATH": f"{ROOT}{os.pathsep}{folder}", **environ},
         capture_output=True,
         text=True,
         timeout=60,
@@ -195,35 +251,48 @@ def run_suite(folder: Path, code: str, *, name: str = "test_scenario.py", **envi
     return Outcome(done.returncode, done.stdout + done.stderr)
 
 
+@pytest.fixture(scope="module", params=[(), WORKERS], ids=["one_process", "workers"])
+def options(request: pytest.FixtureRequest) -> tuple[str, ...]:
+    return tuple(request.param)
+
+
+# --- what a test leaves behind ----------------------------------------------------------------
+
+
 @pytest.fixture(scope="module")
-def leaking(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
-    return run_suite(tmp_path_factory.mktemp("leaking"), LEAKING)
+def untidy(options: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory) -> Outcome:
+    files = {"test_leaking.py": LEAKING, "test_stuck.py": STUCK}
+    return run_suite(tmp_path_factory.mktemp("untidy"), files, options)
 
 
-@pytest.mark.parametrize(
-    ("test", "named"),
-    [
-        ("test_thread", "thread 'left-thread'"),
-        ("test_own_daemon", "thread 'genie-left'"),
-        ("test_task", "task 'left-task'"),
-        ("test_socket", "socket addr(ip='127.0.0.1'"),
-        ("test_child", "left-child"),
-        ("test_unreaped_child", "nobody waited for it"),
-        ("test_no_reason", "leaks_allowed needs a reason"),
-    ],
-)
-def test_a_leak_fails_the_test_that_leaked_and_is_named(leaking: Outcome, test: str, named: str) -> None:
-    assert named in leaking.part(f"ERROR at teardown of {test}"), leaking.text
+LEAKS = {
+    "test_thread": "thread 'left-thread'",
+    "test_own_daemon": "thread 'genie-left'",
+    "test_task": "task 'left-task'",
+    "test_socket": "socket addr(ip='127.0.0.1'",
+    "test_child": "left-child",
+    "test_unreaped_child": "nobody waited for it",
+    "test_no_reason": "leaks_allowed needs a reason",
+}
 
 
-def test_a_leak_does_not_fail_the_tests_after_it(leaking: Outcome) -> None:
-    assert leaking.status == 1
-    assert "9 passed, 7 errors" in leaking.text
+@pytest.mark.parametrize("test", LEAKS)
+def test_a_leak_fails_the_test_that_leaked_and_is_named(untidy: Outcome, test: str) -> None:
+    assert LEAKS[test] in untidy.part(f"ERROR at teardown of {test}"), untidy.text
 
 
-def test_what_wider_fixtures_hold_is_not_blamed_on_a_test(tmp_path: Path) -> None:
-    outcome = run_suite(tmp_path, TIDY)
-    assert outcome.status == 0, outcome.text
+def test_a_leak_does_not_fail_the_tests_after_it(untidy: Outcome) -> None:
+    assert untidy.status == 1
+    assert untidy.named("ERROR") == sorted(LEAKS), untidy.text
+
+
+def test_a_stuck_test_ends_at_its_deadline(untidy: Outcome) -> None:
+    assert "test_stuck" in untidy.named("FAILED"), untidy.text
+    assert "Timeout" in untidy.part("test_stuck")
+
+
+def test_what_session_fixtures_hold_is_not_blamed_on_a_test(session_socket: socket.socket) -> None:
+    assert session_socket.fileno() > 0  # the check is what happens after this test
 
 
 @pytest.fixture(scope="session")
@@ -232,50 +301,25 @@ def session_socket() -> Iterator[socket.socket]:
         yield server
 
 
-def test_what_session_fixtures_hold_is_not_blamed_on_a_test(session_socket: socket.socket) -> None:
-    assert session_socket.fileno() > 0  # the check is what happens after this test
+def test_a_detached_process_is_named_ended_and_fails_the_run(
+    tmp_path: Path, options: tuple[str, ...]
+) -> None:
+    outcome = run_suite(tmp_path, {"test_detaching.py": DETACHING}, options)
+    assert outcome.status == 1, outcome.text
+    assert "1 passed" in outcome.text, "the run fails, not the test, which is long past"
+    _check_named_and_ended(outcome, "test_detaching.py::test_starts_a_daemon")
 
 
-def test_a_skip_is_listed_by_name_with_its_reason(tmp_path: Path) -> None:
-    outcome = run_suite(tmp_path, SKIPPING)
-    assert outcome.status == 0, outcome.text
-    assert outcome.part("left out").splitlines() == [
-        "test_scenario.py::test_program: needs no-such-program (Debian: no-such-package)",
-        "test_scenario.py::test_module: needs the module no_such_module.part (pip: no-such-wheel)",
-    ]
+def test_a_test_that_takes_its_worker_along_ends_the_run_and_what_it_left_is_found(tmp_path: Path) -> None:
+    outcome = run_suite(tmp_path, {"test_crashing.py": CRASHING, "test_tidy.py": TIDY}, WORKERS)
+    assert outcome.status != 0
+    assert outcome.named("FAILED") == ["test_takes_its_worker_along"], outcome.text
+    _check_named_and_ended(outcome, "test_crashing.py::test_starts_a_daemon")
 
 
-def test_a_skip_fails_the_run_when_everything_is_required(tmp_path: Path) -> None:
-    outcome = run_suite(tmp_path, SKIPPING, GENIE_TEST_REQUIRE_ALL="1")
-    assert outcome.status == 1
-    assert "needs no-such-program" in outcome.part("left out")
-
-
-def test_a_skipped_file_is_listed_too(tmp_path: Path) -> None:
-    code = "import pytest\npytest.skip('needs another machine', allow_module_level=True)"
-    outcome = run_suite(tmp_path, code, GENIE_TEST_REQUIRE_ALL="1")
-    assert outcome.status == 1
-    assert outcome.part("left out").startswith("test_scenario.py: needs another machine")
-
-
-def test_many_skips_of_one_file_share_a_line(tmp_path: Path) -> None:
-    outcome = run_suite(tmp_path, MANY_SKIPS)
-    assert outcome.part("left out").splitlines() == ["test_scenario.py (4 tests): needs a moon"]
-
-
-def test_only_tests_of_gpus_may_be_left_out_when_everything_is_required(tmp_path: Path) -> None:
-    excused = run_suite(tmp_path, MANY_SKIPS, name="tests/gpu/test_moon.py", GENIE_TEST_REQUIRE_ALL="1")
-    assert excused.part("left out").splitlines() == ["tests/gpu/test_moon.py (4 tests): needs a moon"]
-    assert excused.status == 0, excused.text
-    other = run_suite(tmp_path, MANY_SKIPS, name="tests/other/test_moon.py", GENIE_TEST_REQUIRE_ALL="1")
-    assert other.status == 1
-
-
-def test_a_detached_process_is_named_ended_and_fails_the_run(tmp_path: Path) -> None:
-    outcome = run_suite(tmp_path, LATE)
-    assert outcome.status == 1
+def _check_named_and_ended(outcome: Outcome, test: str) -> None:
     line = outcome.part("still running after the tests")
-    assert "(sleep 60), started by test_scenario.py::test_starts_a_daemon" in line
+    assert f"(sleep 60), started by {test}" in line, outcome.text
     wait_until(lambda: not _alive(int(line.split()[1])), what="the end of the process")
 
 
@@ -287,34 +331,91 @@ def _alive(pid: int) -> bool:
         return False
 
 
-def test_tests_see_nothing_of_the_user(tmp_path: Path) -> None:
-    outcome = run_suite(tmp_path, HOME, GENIE_MASTER_ADDR="elsewhere", XDG_STATE_HOME="/nowhere")
+# --- what is left out, and what tests see -----------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def orderly(options: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory) -> Outcome:
+    files = {
+        "test_far.py": SKIPPED_FILE,
+        "test_farther.py": SKIPPED_FILE,
+        "test_home.py": HOME,
+        "test_logging.py": LOGGING,
+        "test_moon.py": MANY_SKIPS,
+        "test_skipping.py": SKIPPING,
+        "test_tidy.py": TIDY,
+    }
+    folder = tmp_path_factory.mktemp("orderly")
+    environ = {"GENIE_MASTER_ADDR": "elsewhere", "XDG_STATE_HOME": "/nowhere"}
+    return run_suite(folder, files, options, RUN_FOLDER=str(folder / "b"), **environ)
+
+
+def test_what_wider_fixtures_hold_is_not_blamed_on_a_test(orderly: Outcome) -> None:
+    assert orderly.named("ERROR") == []
+    assert orderly.status == 0, orderly.text
+
+
+def test_tests_see_nothing_of_the_user(orderly: Outcome) -> None:
+    assert {"test_home", "test_a_home_of_its_own"}.isdisjoint(orderly.named("FAILED")), orderly.text
+
+
+def test_logging_is_given_back_as_it_was(orderly: Outcome) -> None:
+    assert "test_captures" not in orderly.named("FAILED"), orderly.text
+
+
+def test_a_skip_is_listed_by_name_with_its_reason(orderly: Outcome) -> None:
+    assert orderly.part("left out").splitlines() == [
+        "test_far.py: needs another machine",
+        "test_farther.py: needs another machine",
+        "test_moon.py (4 tests): needs a moon",
+        "test_skipping.py::test_module: needs the module no_such_module.part (pip: no-such-wheel)",
+        "test_skipping.py::test_program: needs no-such-program (Debian: no-such-package)",
+    ], orderly.text
+    assert orderly.status == 0, "nobody asked for everything"
+
+
+@pytest.mark.parametrize("skipping", [MANY_SKIPS, SKIPPED_FILE], ids=["tests", "file"])
+def test_a_skip_fails_the_run_when_everything_is_required(
+    tmp_path: Path, options: tuple[str, ...], skipping: str
+) -> None:
+    files = {"tests/gpu/test_moon.py": MANY_SKIPS, "tests/other/test_it.py": skipping}
+    outcome = run_suite(tmp_path, files, options, GENIE_TEST_REQUIRE_ALL="1")
+    assert outcome.status == 1, outcome.text
+    assert "tests/other/test_it.py" in outcome.part("left out")
+
+
+def test_only_tests_of_gpus_may_be_left_out_when_everything_is_required(
+    tmp_path: Path, options: tuple[str, ...]
+) -> None:
+    files = {"tests/gpu/test_far.py": SKIPPED_FILE, "tests/gpu/test_moon.py": MANY_SKIPS}
+    outcome = run_suite(tmp_path, files, options, GENIE_TEST_REQUIRE_ALL="1")
+    assert outcome.part("left out").splitlines() == [
+        "tests/gpu/test_far.py: needs another machine",
+        "tests/gpu/test_moon.py (4 tests): needs a moon",
+    ]
     assert outcome.status == 0, outcome.text
 
 
-def test_logging_is_given_back_as_it_was(tmp_path: Path) -> None:
-    code = """
-import logging
-log = logging.getLogger("genie.part")
-
-def test_starts_logging_like_a_program():
-    logging.getLogger("genie").propagate = False
-    logging.getLogger("genie").setLevel("ERROR")
-    logging.getLogger().handlers.clear()
-
-def test_captures(caplog):
-    log.warning("seen")
-    assert caplog.messages == ["seen"]
-"""
-    outcome = run_suite(tmp_path, code)
-    assert outcome.status == 0, outcome.text
+def test_property_tests_have_no_deadline() -> None:
+    assert hypothesis.settings.default is not None
+    assert hypothesis.settings.default.deadline is None
 
 
-def test_a_stuck_test_ends_at_its_deadline(tmp_path: Path) -> None:
-    code = "import pytest, time\n@pytest.mark.timeout(0.2)\ndef test_stuck():\n    time.sleep(50)"
-    outcome = run_suite(tmp_path, code)
-    assert outcome.status == 1
-    assert "Timeout" in outcome.text
+def test_make_shares_out_the_whole_suite_and_keeps_a_part_of_it_together() -> None:
+    make = require_program("make", package="make")
+    # Not what a `make test ARGS=...` that runs this very test hands down.
+    clean = {name: os.environ[name] for name in os.environ if name != "ARGS" and "MAKE" not in name}
+
+    def printed(*arguments: str) -> str:
+        command = [make, "-C", str(ROOT), "--dry-run", "--no-print-directory", *arguments]
+        return subprocess.run(command, env=clean, capture_output=True, text=True, timeout=30).stdout
+
+    for target in ("test", "coverage"):
+        assert " ".join(WORKERS[2:]) in printed(target)
+        assert "--dist" not in printed(target, "ARGS=tests/test_config.py -k port")
+
+
+# --- waiting ----------------------------------------------------------------------------------
 
 
 async def test_waiting_returns_what_came() -> None:

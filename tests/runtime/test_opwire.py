@@ -1,154 +1,117 @@
-"""The executor's wire: what goes in comes out, and nothing that a peer sends does harm."""
+"""How a connection to an executor is set up; nothing that a peer sends does harm."""
 
 from __future__ import annotations
 
-import math
 import socket
 import struct
+import subprocess
+import sys
 import threading
 import tracemalloc
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from genie.errors import (
     ConnectionLostError,
     DeadlineError,
+    DeviceUnavailableError,
     FrameTooLargeError,
-    OpRefusedError,
     ProtocolError,
+    TokenRefusedError,
     TransportError,
     VersionError,
 )
 from genie.runtime import opwire
-from genie.runtime.opwire import Channel
+from genie.runtime.opwire import Error, Open, Opened
+from tests.agent.executor.client import SocketPipe
 
 SHORT_S = 0.05
 LONG_S = 10.0
+FACTS = Opened("cpu", "a name", 2**40, "job-1", "2.13.0", session_key="k" * 32, frames_received=7, bare=True)
 
 
 @pytest.fixture
-def ends() -> Iterator[tuple[Channel, socket.socket]]:
-    """A channel, and the bare socket of its peer."""
+def ends() -> Iterator[tuple[SocketPipe, socket.socket]]:
+    """A pipe, and the bare socket of its peer."""
     ours, theirs = socket.socketpair()
     with ours, theirs:
-        yield Channel(ours, peer="the peer", trusted=True), theirs
+        yield SocketPipe(ours), theirs
 
 
-def message_in(frame: bytes) -> bytes:
-    return frame[opwire.HEADER_BYTES :]
+def enter(pipe: SocketPipe, timeout_s: float = LONG_S) -> Opened:
+    return opwire.enter(pipe, Open("secret"), peer="the peer", timeout_s=timeout_s)
 
 
-# --- values survive -----------------------------------------------------------------------------
+def receive_open(pipe: SocketPipe, timeout_s: float = LONG_S) -> Open:
+    return opwire.receive_open(pipe, peer="the peer", timeout_s=timeout_s)
 
-sizes = st.integers(0, 2**62)
-shapes = st.lists(sizes, max_size=6).map(tuple)
-numbers = st.integers(1, 2**62)
-dtypes = st.sampled_from(opwire.DTYPE_NAMES)
-floats = st.floats(allow_nan=True, allow_infinity=True)
-items = st.one_of(
-    st.none(),
-    st.booleans(),
-    st.integers(-(2**63), 2**64 - 1),
-    floats,
-    st.text(max_size=20),
-    st.builds(opwire.Handle, numbers),
-    st.builds(opwire.Inline, dtypes, shapes, st.binary(max_size=64)),
-    st.builds(opwire.DType, dtypes),
-    st.just(opwire.Layout("strided")),
-    st.builds(opwire.MemoryFormat, st.sampled_from(["contiguous_format", "channels_last"])),
-    st.just(opwire.OwnDevice()),
-    st.builds(opwire.Complex, floats, floats),
+
+# --- both sides ---------------------------------------------------------------------------------
+
+
+texts = st.text(max_size=50)
+counts = st.integers(0, 2**62)
+
+
+@given(
+    st.builds(Open, texts, texts, counts, texts),
+    st.one_of(
+        st.builds(Opened, texts, texts, counts, texts, texts, texts, counts, st.booleans()),
+        st.builds(Error, st.sampled_from(["device.unavailable", "access", "nonsense"]), texts),
+    ),
 )
-values = st.one_of(items, st.lists(items, max_size=8))
-metas = st.builds(opwire.TensorMeta, numbers, dtypes, shapes, shapes, sizes)
-result_items = st.one_of(
-    st.none(), st.booleans(), st.integers(-(2**63), 2**64 - 1), floats,
-    st.builds(opwire.Complex, floats, floats), metas,
-)  # fmt: skip
-result_values = st.one_of(result_items, st.lists(result_items, max_size=5))
+def test_both_sides_hear_what_the_other_says(request: Open, answer: Opened | Error) -> None:
+    ours, theirs = socket.socketpair()
+    heard: list[Open] = []
+
+    def executor() -> None:
+        pipe = SocketPipe(theirs)
+        heard.append(receive_open(pipe))
+        opwire.answer(pipe, answer, peer="x", timeout_s=LONG_S)
+
+    thread = threading.Thread(target=executor)
+    with ours, theirs:
+        thread.start()
+        if isinstance(answer, Error):
+            with pytest.raises(Exception, match="refused"):
+                opwire.enter(SocketPipe(ours), request, peer="x", timeout_s=LONG_S)
+        else:
+            assert opwire.enter(SocketPipe(ours), request, peer="x", timeout_s=LONG_S) == answer
+        thread.join(LONG_S)
+    assert heard == [request]
 
 
-def same(one: Any, other: Any) -> bool:
-    """Equal in value and type; NaN equals NaN, and 0.0 does not equal -0.0."""
-    if isinstance(one, list):
-        return isinstance(other, list) and len(one) == len(other) and all(map(same, one, other))
-    if isinstance(one, float):
-        return isinstance(other, float) and struct.pack(">d", one) == struct.pack(">d", other)
-    if isinstance(one, opwire.Complex):
-        return isinstance(other, opwire.Complex) and same([one.real, one.imag], [other.real, other.imag])
-    return type(one) is type(other) and one == other
-
-
-@given(args=st.lists(values, max_size=6), kwargs=st.dictionaries(st.text(max_size=10), values, max_size=4))
-@example(args=[math.nan, math.inf, -math.inf, -0.0, -(2**63), 2**63 - 1, 2**64 - 1, True, 1, 1.0], kwargs={})
-@example(args=[[opwire.Complex(math.nan, -0.0)], [None, 0, False]], kwargs={"alpha": 5e-324})
-def test_the_arguments_of_an_op_survive_with_their_types(args: list[Any], kwargs: dict[str, Any]) -> None:
-    request = opwire.RunOp("aten::add.Tensor", args, kwargs)
-    received = opwire.decode_request(message_in(opwire.encode(7, request)), peer="x")
-    assert isinstance(received, opwire.RunOp)
-    assert received.op == "aten::add.Tensor"
-    assert same(received.args, args)
-    assert list(received.kwargs) == list(kwargs)
-    assert same(list(received.kwargs.values()), list(kwargs.values()))
-
-
-@given(st.lists(result_values, max_size=4), st.lists(metas, max_size=3))
-def test_the_results_of_an_op_survive_with_their_types(
-    outs: list[Any], changed: list[opwire.TensorMeta]
+@pytest.mark.parametrize("error", [TokenRefusedError, DeviceUnavailableError])
+def test_a_refusal_is_raised_as_what_it_is(
+    ends: tuple[SocketPipe, socket.socket], error: type[Exception]
 ) -> None:
-    received = opwire.decode_reply(message_in(opwire.encode(1, opwire.Result(outs, changed))), peer="x")
-    assert isinstance(received, opwire.Result)
-    assert same(received.values, outs)
-    assert received.changed == changed
+    pipe, peer = ends
+    peer.sendall(opwire.preface() + opwire.encode(Error(error.code, "because")))  # type: ignore[attr-defined]
+    with pytest.raises(error, match="the peer refused: because"):
+        enter(pipe)
 
 
-@pytest.mark.parametrize(
-    "request_",
-    [
-        opwire.Open("secret"),
-        opwire.Upload(3, "bfloat16", (2, 0)),
-        opwire.Download(2**62),
-        opwire.Free([1, 2, 3]),
-        opwire.Stats(),
-        opwire.Seed(2**64 - 1),
-        opwire.GetRngState(),
-        opwire.SetRngState(b"\x00\xff"),
-        opwire.Synchronize(),
-    ],
-    ids=lambda request: type(request).__name__,
-)
-def test_every_request_survives(request_: opwire.Request) -> None:
-    assert opwire.decode_request(message_in(opwire.encode(0, request_)), peer="x") == request_
-
-
-@pytest.mark.parametrize(
-    "reply",
-    [
-        opwire.Opened("cpu", "a name", 2**40, "job-1", "2.13.0"),
-        opwire.Ready(),
-        opwire.Content("complex64", ()),
-        opwire.Counters(1, 2, 3, 4, 5),
-        opwire.RngState(b"abc"),
-        opwire.Done(),
-        opwire.Error("device.remote_op", "it failed", "aten::mm", 17),
-    ],
-    ids=lambda reply: type(reply).__name__,
-)
-def test_every_reply_survives(reply: opwire.Reply) -> None:
-    assert opwire.decode_reply(message_in(opwire.encode(0, reply)), peer="x") == reply
+def test_the_ticket_is_not_shown_to_whoever_does_not_speak_the_wire(
+    ends: tuple[SocketPipe, socket.socket],
+) -> None:
+    pipe, peer = ends
+    peer.sendall(b"SSH-2.0-")
+    with pytest.raises(ProtocolError, match="does not speak"):
+        enter(pipe)
+    assert peer.recv(4096) == opwire.preface()
 
 
 # --- what cannot be said ------------------------------------------------------------------------
 
 
-def raw_run(**changes: Any) -> bytes:
-    fields: dict[str, Any] = {"op": "aten::add.Tensor", "args": [], "kwargs": {}} | changes
-    return msgspec.msgpack.encode(["run", fields["op"], fields["args"], fields["kwargs"]])
+def framed(payload: bytes) -> bytes:
+    return struct.pack(">I", len(payload)) + payload
 
 
 @pytest.mark.parametrize(
@@ -156,102 +119,71 @@ def raw_run(**changes: Any) -> bytes:
     [
         b"",
         b"\xc1",
-        msgspec.msgpack.encode({"run": 1}),
+        msgspec.msgpack.encode({"open": 1}),
         msgspec.msgpack.encode(["reboot"]),
-        msgspec.msgpack.encode(["sync", "and more"]),
-        raw_run(op="os::system"),
-        raw_run(op="aten::add.Tensor; rm"),
-        raw_run(op="aten::__class__.__mro__\n"),
-        raw_run(args=[[[1]]]),
-        raw_run(args=[{"t": "d", "name": "object"}]),
-        raw_run(args=[{"t": "h", "number": 0}]),
-        raw_run(args=[{"t": "h", "number": "1"}]),
-        raw_run(args=[{"t": "h", "number": 1, "extra": 2}]),
-        raw_run(args=[{"t": "pickle", "data": b""}]),
-        raw_run(args=[{"t": "l", "name": "sparse_coo"}]),
-        raw_run(args=[b"bare bytes"]),
-        raw_run(args=[[0] * 65537]),
-        raw_run(args=[{"t": "i", "dtype": "uint8", "shape": [-1], "data": b""}]),
-        raw_run(args=[{"t": "i", "dtype": "uint8", "shape": [1] * 65, "data": b"x"}]),
-        raw_run(args=[{"t": "i", "dtype": "uint8", "shape": [65537], "data": bytes(65537)}]),
-        msgspec.msgpack.encode(["upload", 1, "float32", [2**63]]),
-        msgspec.msgpack.encode(["free", [1] * (opwire.HANDLES_PER_FREE_MAX + 1)]),
-        msgspec.msgpack.encode(["seed", -1]),
-        b"\x91" * 100_000,
+        msgspec.msgpack.encode(["open"]),
+        msgspec.msgpack.encode(["open", 5]),
+        msgspec.msgpack.encode(["open", "x" * 513]),
+        msgspec.msgpack.encode(["open", "x", "k" * 129]),
+        msgspec.msgpack.encode(["open", "x", "", -1]),
+        msgspec.msgpack.encode(["open", "x", "", 2**63]),
+        msgspec.msgpack.encode(["open", "x", "", 0, "m" * 129]),
+        msgspec.msgpack.encode(["open", "x", "", 0, "", "and more"]),
+        msgspec.msgpack.encode(FACTS),
+        b"\x91" * 4000,
         msgspec.msgpack.encode("text")[:-1],
     ],
 )
-def test_a_message_outside_the_protocol_is_refused(payload: bytes) -> None:
+def test_a_message_outside_the_protocol_is_refused(
+    ends: tuple[SocketPipe, socket.socket], payload: bytes
+) -> None:
+    pipe, peer = ends
+    peer.sendall(opwire.preface() + framed(payload))
     with pytest.raises(ProtocolError, match="the peer"):
-        opwire.decode_request(payload, peer="the peer")
+        receive_open(pipe)
 
 
-@given(st.binary(max_size=300))
-def test_garbage_is_refused_or_is_a_message(payload: bytes) -> None:
-    for decode in (opwire.decode_request, opwire.decode_reply):
+@pytest.mark.parametrize(
+    ("side", "cap"), [(receive_open, opwire.OPEN_BYTES_MAX), (enter, opwire.ANSWER_BYTES_MAX)]
+)
+def test_an_announced_giant_costs_no_memory(
+    ends: tuple[SocketPipe, socket.socket], side: Callable[[SocketPipe], object], cap: int
+) -> None:
+    pipe, peer = ends
+    for announced in (cap + 1, 2**32 - 1):
+        peer.sendall(opwire.preface() + struct.pack(">I", announced))
+        tracemalloc.start()
         try:
-            decode(payload, peer="x")
-        except ProtocolError:
-            pass
+            with pytest.raises(FrameTooLargeError, match=str(cap)):
+                side(pipe)
+            assert tracemalloc.get_traced_memory()[1] < 1024 * 1024
+        finally:
+            tracemalloc.stop()
+
+
+@given(st.binary(max_size=200), st.booleans())
+def test_a_stream_of_garbage_ends_in_an_error_of_the_transport(garbage: bytes, polite: bool) -> None:
+    for side in (receive_open, enter):
+        ours, theirs = socket.socketpair()
+        with ours, theirs:
+            theirs.sendall((opwire.preface() if polite else b"") + garbage)
+            theirs.shutdown(socket.SHUT_WR)
+            with pytest.raises(TransportError):
+                side(SocketPipe(ours))
 
 
 @given(st.data())
 def test_a_damaged_message_is_refused_or_is_a_message(data: st.DataObject) -> None:
-    request = opwire.RunOp("aten::cat", [[opwire.Handle(1), None]], {"dim": opwire.DType("int8")})
-    damaged = bytearray(message_in(opwire.encode(0, request)))
-    damaged[data.draw(st.integers(0, len(damaged) - 1))] = data.draw(st.integers(0, 255))
-    try:
-        opwire.decode_request(bytes(damaged), peer="x")
-    except ProtocolError:
-        pass
-
-
-def test_a_number_that_the_wire_cannot_hold_is_refused_before_sending() -> None:
-    with pytest.raises(OpRefusedError, match="too large"):
-        opwire.encode(0, opwire.RunOp("aten::add.Scalar", [2**64], {}))
-
-
-def test_a_call_over_the_cap_is_refused_before_sending() -> None:
-    with pytest.raises(FrameTooLargeError):
-        opwire.encode(0, opwire.RunOp("aten::add.Scalar", ["x" * (opwire.CONTROL_BYTES_MAX + 1)], {}))
-
-
-@pytest.mark.parametrize(
-    ("dtype", "shape", "expected"),
-    [("float32", (2, 3), 24), ("complex128", (), 16), ("bool", (5,), 5), ("int64", (0, 7), 0),
-     ("bfloat16", (2**40, 2**40), 2**81)],
-)  # fmt: skip
-def test_sizes_are_exact_however_large(
-    dtype: opwire.DTypeName, shape: tuple[int, ...], expected: int
-) -> None:
-    assert opwire.size_bytes(dtype, shape) == expected
-
-
-# --- headers and prefaces -----------------------------------------------------------------------
-
-
-def header(length: int, kind: int, sequence: int = 1) -> bytes:
-    return struct.pack(">IBI", length, kind, sequence)
-
-
-@pytest.mark.parametrize(
-    ("kind", "trusted", "cap"),
-    [
-        (opwire.Kind.CONTROL, False, opwire.CONTROL_BYTES_MAX_STRANGER),
-        (opwire.Kind.CONTROL, True, opwire.CONTROL_BYTES_MAX),
-        (opwire.Kind.DATA, True, opwire.DATA_BYTES_MAX),
-    ],
-)
-def test_each_kind_of_frame_has_its_cap(kind: opwire.Kind, trusted: bool, cap: int) -> None:
-    assert opwire.decode_header(header(cap, kind), trusted=trusted, peer="x").length_bytes == cap
-    with pytest.raises(FrameTooLargeError, match=str(cap)):
-        opwire.decode_header(header(cap + 1, kind), trusted=trusted, peer="x")
-
-
-@pytest.mark.parametrize(("kind", "trusted"), [(0, True), (3, True), (255, False), (2, False)])
-def test_an_unknown_kind_of_frame_is_refused_and_so_is_data_from_strangers(kind: int, trusted: bool) -> None:
-    with pytest.raises(ProtocolError, match="kind"):
-        opwire.decode_header(header(1, kind), trusted=trusted, peer="x")
+    damaged = bytearray(opwire.encode(Open("secret", "key", 3, "machine")))
+    damaged[data.draw(st.integers(4, len(damaged) - 1))] = data.draw(st.integers(0, 255))
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        theirs.sendall(opwire.preface() + bytes(damaged))
+        theirs.shutdown(socket.SHUT_WR)
+        try:
+            receive_open(SocketPipe(ours))
+        except TransportError:
+            pass
 
 
 @pytest.mark.parametrize("data", [b"GET / HT", b"GENIE\x00\x00\x01", bytes(8)])
@@ -260,147 +192,75 @@ def test_a_peer_that_is_not_ours_is_recognised(data: bytes) -> None:
         opwire.check_preface(data, peer="x")
 
 
-def test_a_peer_of_another_version_is_recognised() -> None:
-    with pytest.raises(VersionError, match="version 9"):
-        opwire.check_preface(opwire.preface(9), peer="x")
+@pytest.mark.parametrize("version", [1, 9])
+def test_a_peer_of_another_version_is_recognised(version: int) -> None:
+    with pytest.raises(VersionError, match=f"version {version}"):
+        opwire.check_preface(opwire.preface(version), peer="x")
     opwire.check_preface(opwire.preface(), peer="x")
 
 
-# --- over a socket ------------------------------------------------------------------------------
+# --- time and breaks ----------------------------------------------------------------------------
 
 
-def test_an_announced_giant_costs_no_memory(ends: tuple[Channel, socket.socket]) -> None:
-    channel, peer = ends
-    peer.sendall(header(2**32 - 1, opwire.Kind.DATA))
-    tracemalloc.start()
-    try:
-        with pytest.raises(FrameTooLargeError):
-            channel.receive_request(timeout_s=LONG_S, wait_s=LONG_S)
-        assert tracemalloc.get_traced_memory()[1] < 1024 * 1024
-    finally:
-        tracemalloc.stop()
-
-
-def test_a_stream_cut_anywhere_is_a_lost_connection_or_a_clean_end() -> None:
-    frame = opwire.encode(1, opwire.RunOp("aten::relu", [opwire.Handle(1)], {}))
-    for cut in range(len(frame) + 1):
+def test_a_stream_cut_anywhere_is_a_lost_connection() -> None:
+    said = opwire.preface() + opwire.encode(FACTS)
+    for cut in range(len(said)):
         ours, theirs = socket.socketpair()
         with ours, theirs:
-            channel = Channel(ours, peer="x", trusted=True)
-            theirs.sendall(frame[:cut])
-            theirs.close()
-            if cut == 0:
-                assert channel.receive_request(timeout_s=LONG_S, wait_s=LONG_S) is None
-            elif cut < len(frame):
-                with pytest.raises(ConnectionLostError):
-                    channel.receive_request(timeout_s=LONG_S, wait_s=LONG_S)
-            else:
-                assert channel.receive_request(timeout_s=LONG_S, wait_s=LONG_S) is not None
+            theirs.sendall(said[:cut])
+            theirs.shutdown(socket.SHUT_WR)
+            with pytest.raises(ConnectionLostError):
+                enter(SocketPipe(ours))
 
 
-@given(st.binary(max_size=200), st.booleans())
-def test_a_stream_of_garbage_ends_in_an_error_of_the_transport(garbage: bytes, trusted: bool) -> None:
-    ours, theirs = socket.socketpair()
-    with ours, theirs:
-        theirs.sendall(garbage)
-        theirs.close()
-        channel = Channel(ours, peer="x", trusted=trusted)
-        try:
-            while channel.receive_request(timeout_s=LONG_S, wait_s=LONG_S) is not None:
-                pass
-        except TransportError:
-            pass
-
-
-def test_a_peer_that_stops_in_the_middle_runs_into_the_deadline(ends: tuple[Channel, socket.socket]) -> None:
-    channel, peer = ends
-    peer.sendall(header(100, opwire.Kind.CONTROL) + b"only this")
-    with pytest.raises(DeadlineError):
-        channel.receive_request(timeout_s=SHORT_S, wait_s=LONG_S)
-
-
-def test_a_peer_that_does_not_read_runs_into_the_deadline(ends: tuple[Channel, socket.socket]) -> None:
-    channel, _ = ends
-    with pytest.raises(DeadlineError):
-        channel.send_data(1, memoryview(bytes(16 * 1024 * 1024)), timeout_s=SHORT_S)
-
-
-def test_prefaces_are_exchanged(ends: tuple[Channel, socket.socket]) -> None:
-    channel, peer = ends
-    peer.sendall(opwire.preface())
-    channel.exchange_prefaces(timeout_s=LONG_S)
-    assert peer.recv(100) == opwire.preface()
-
-
-@settings(max_examples=25)
-@given(st.integers(1, 50_000), st.integers(100, 20_000))
-def test_data_arrives_whole_whatever_the_chunks(size: int, chunk: int) -> None:
-    data = (bytes(range(256)) * (size // 256 + 1))[:size]
-    ours, theirs = socket.socketpair()
-    with ours, theirs:
-
-        def send() -> None:
-            for start in range(0, size, chunk):
-                part = data[start : start + chunk]
-                theirs.sendall(opwire.data_header(5, len(part)) + part)
-
-        sender = threading.Thread(target=send)
-        sender.start()
-        into = bytearray(size)
-        Channel(ours, peer="x", trusted=True).receive_data(5, memoryview(into), timeout_s=LONG_S)
-        sender.join()
-        assert into == data
-
-
-@pytest.mark.parametrize(
-    ("frames", "error"),
-    [
-        (opwire.data_header(5, 11) + bytes(11), FrameTooLargeError),
-        (opwire.data_header(6, 10) + bytes(10), ProtocolError),
-        (header(0, opwire.Kind.DATA, 5), ProtocolError),
-        (opwire.encode(5, opwire.Done()), ProtocolError),
-    ],
-    ids=["more than announced", "of another request", "empty", "a message"],
-)
-def test_wrong_data_is_refused(
-    ends: tuple[Channel, socket.socket], frames: bytes, error: type[TransportError]
+@pytest.mark.parametrize("said", [b"", opwire.preface(), opwire.preface() + opwire.encode(FACTS)[:-1]])
+def test_a_peer_that_stops_in_the_middle_runs_into_the_deadline(
+    ends: tuple[SocketPipe, socket.socket], said: bytes
 ) -> None:
-    channel, peer = ends
-    peer.sendall(frames)
-    with pytest.raises(error):
-        channel.receive_data(5, memoryview(bytearray(10)), timeout_s=LONG_S)
+    pipe, peer = ends
+    peer.sendall(said)
+    with pytest.raises(DeadlineError):
+        enter(pipe, SHORT_S)
 
 
-def test_data_where_a_message_is_due_is_refused(ends: tuple[Channel, socket.socket]) -> None:
-    channel, peer = ends
-    peer.sendall(opwire.data_header(1, 3) + b"abc")
-    with pytest.raises(ProtocolError, match="data"):
-        channel.receive_reply(1, timeout_s=LONG_S)
+def test_one_deadline_holds_for_everything(ends: tuple[SocketPipe, socket.socket]) -> None:
+    """A stranger that says a byte now and then does not stay for ever."""
+    pipe, peer = ends
+    said = opwire.preface() + opwire.encode(Open("secret"))
+    asked: list[float] = []
+
+    class Dripping:
+        def read_exactly(self, count: int, timeout_s: float) -> bytes:
+            asked.append(timeout_s)
+            peer.sendall(said[:count])
+            return pipe.read_exactly(count, timeout_s)
+
+        def write_all(self, data: bytes, timeout_s: float) -> None:
+            asked.append(timeout_s)
+
+    with pytest.raises(TransportError):
+        opwire.receive_open(Dripping(), peer="x", timeout_s=LONG_S)
+    assert asked == sorted(asked, reverse=True)
+    assert len(set(asked)) == len(asked)
 
 
-def test_an_answer_to_another_request_is_refused_unless_it_is_an_error(
-    ends: tuple[Channel, socket.socket],
-) -> None:
-    channel, peer = ends
-    peer.sendall(opwire.encode(4, opwire.Error("transport.protocol", "enough", "", 4)))
-    assert isinstance(channel.receive_reply(5, timeout_s=LONG_S), opwire.Error)
-    peer.sendall(opwire.encode(4, opwire.Done()))
-    with pytest.raises(ProtocolError, match="4 instead of 5"):
-        channel.receive_reply(5, timeout_s=LONG_S)
+# --- machines -----------------------------------------------------------------------------------
 
 
-def test_closing_wakes_a_reader(ends: tuple[Channel, socket.socket]) -> None:
-    channel, _ = ends
-    outcome: list[object] = []
+def test_two_processes_of_one_machine_know_it() -> None:
+    script = "from genie.runtime import opwire; print(opwire.this_machine())"
+    told = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert told.stdout.strip() == opwire.this_machine()
+    if sys.platform == "linux":
+        assert opwire.this_machine() != ""
 
-    def read() -> None:
-        try:
-            outcome.append(channel.receive_request(timeout_s=LONG_S, wait_s=None))
-        except TransportError as error:
-            outcome.append(error)
 
-    reader = threading.Thread(target=read)
-    reader.start()
-    channel.close()
-    reader.join(LONG_S)
-    assert len(outcome) == 1
+def test_a_process_with_another_loopback_is_another_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    here = opwire.this_machine()
+    opwire.this_machine.cache_clear()
+    elsewhere = SimpleNamespace(st_ino=1)
+    monkeypatch.setattr(Path, "stat", lambda self, **_: elsewhere)
+    assert opwire.this_machine() != here
+    monkeypatch.undo()
+    opwire.this_machine.cache_clear()
+    assert opwire.this_machine() == here

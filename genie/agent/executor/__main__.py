@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import os
 import sys
 from pathlib import Path
 
@@ -12,8 +13,9 @@ import msgspec
 from genie.agent.executor import config as executor_config
 from genie.agent.executor.config import ExecutorConfig
 from genie.agent.executor.door import Door
+from genie.agent.executor.session import ClientSession
 from genie.config import LogConfig
-from genie.errors import GenieError
+from genie.errors import GenieError, HardwareError
 from genie.runtime import files
 from genie.telemetry import log
 
@@ -21,7 +23,7 @@ _log = logging.getLogger("genie.agent.executor")
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """0 when the client has left or none came; an error's exit code when it could not start."""
+    """0 when the client has left or none came; an error's exit code when it could not start or go on."""
     parser = argparse.ArgumentParser(prog="python -m genie.agent.executor", description=__doc__)
     parser.add_argument("--config", type=Path, required=True, help="written by the agent")
     options = parser.parse_args(arguments)
@@ -35,20 +37,27 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def run(config: ExecutorConfig) -> None:
+    """Returns when the client has left or none came. Ends the process if the accelerator may have failed."""
     door = Door(config)
     try:
         # Late: importing torch takes seconds, and clients may queue at the door meanwhile.
         from genie.agent.executor import accelerator
-        from genie.agent.executor.session import Session
+        from genie.runtime import native
 
-        door.open(accelerator.prepare(config))
+        library = native.load("genie_executor")
+        facts = accelerator.prepare(config)
+        session = ClientSession(library, door, config)
+        door.open(facts, library.Stream)
         files.write_private(Path(config.endpoint_path), msgspec.json.encode({"port": door.port}))
-        client = door.wait_client(config.idle_s)
-        if client is None:
+        arrival = door.wait_client(config.idle_s)
+        if arrival is None:
             _log.info("no client came within %g s", config.idle_s)
             return
-        _log.info("serving %s on %s", client.peer, config.device)
-        Session(client, config).serve()
+        _log.info("serving %s on %s", arrival.peer, config.device)
+        if not session.serve(arrival):
+            # While the session is still there: letting go of what is on the accelerator would abort.
+            logging.shutdown()
+            os._exit(HardwareError.exit_code)
     finally:
         door.close()
 

@@ -36,6 +36,10 @@ class ExecutorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """Memory that the client's tensors may take; 0 for no limit."""
     idle_s: float = 60.0
     """The executor ends when no client has connected for so long."""
+    resume_s: float = 30.0
+    """A client whose connection broke may come back for so long; then its session is over."""
+    spin_us: int = 0
+    """How long to look for the next frame before sleeping. Quicker answers, for a busy processor."""
     threads: int = 0
     """Threads for ops on the CPU; 0 leaves it to torch."""
 
@@ -73,7 +77,7 @@ def _check(config: ExecutorConfig, path: Path) -> None:
         raise ConfigError(f"{path}: ticket_sha256 is not 64 hexadecimal digits")
     if not 0 <= config.port <= 65535:
         raise ConfigError(f"{path}: port is {config.port}; allowed are 0 to 65535")
-    for name in ("device_index", "memory_bytes_max", "idle_s", "threads"):
+    for name in ("device_index", "memory_bytes_max", "idle_s", "resume_s", "spin_us", "threads"):
         if getattr(config, name) < 0:
             raise ConfigError(f"{path}: {name} is {getattr(config, name)}; it cannot be negative")
     if bool(config.certificate_path) != bool(config.key_path):

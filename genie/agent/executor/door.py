@@ -1,9 +1,11 @@
-"""Listens, checks who comes, and lets one client in.
+"""Listens, checks who comes, and lets one client in, again when its connection broke.
 
 Strangers are met on threads of their own, few at a time and each with a deadline, so that none of
 them can hold up the client inside. When there are too many, the one that has been silent for the
 longest time goes, so that nobody keeps the client out by saying nothing. A second client with the
-right ticket is told that the place is taken. Not for: what a client may do once inside (session.py).
+right ticket is told that the place is taken; one that also knows the session's key is the client
+itself, and takes the place of its old connection. Not for: what a client may do once inside
+(session.py).
 """
 
 from __future__ import annotations
@@ -11,24 +13,29 @@ from __future__ import annotations
 import errno
 import hashlib
 import hmac
+import ipaddress
 import logging
-import queue
+import secrets
 import socket
-import ssl
 import threading
 import time
-from pathlib import Path
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import msgspec
 
 from genie.agent.executor.config import ExecutorConfig
 from genie.errors import (
     AddressInUseError,
     ConfigError,
+    ConnectionLostError,
     DeviceUnavailableError,
     GenieError,
     ProtocolError,
+    TlsError,
     TokenRefusedError,
 )
-from genie.runtime import opwire, tls
+from genie.runtime import opwire
 
 _log = logging.getLogger(__name__)
 
@@ -37,43 +44,121 @@ _STRANGER_TIMEOUT_S = 10.0
 _FIRST_BYTE_S = 2.0
 _LAST_WORDS_S = 1.0
 _BACKLOG = 16
+_DRAIN_BYTES = 4096
+
+
+class Stream(opwire.Pipe, Protocol):
+    """A connection of the C++ library: native/torch/stream_bindings.h."""
+
+    @property
+    def encrypted(self) -> bool: ...
+
+    def without_tls(self, timeout_s: float) -> Stream: ...
+
+    def shut_down(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """A client whose ticket is good, still without an answer."""
+
+    stream: Stream
+    request: opwire.Open
+    peer: str
+    bare: bool
+    """The op stream may go without TLS: both ends are processes of this machine."""
 
 
 class Door:
-    """Listens from the start; lets clients in after `open`. `facts` goes to the client that is let in."""
+    """Listens from the start; lets clients in after `open`."""
 
     def __init__(self, config: ExecutorConfig) -> None:
-        self._ticket_sha256 = config.ticket_sha256
-        self._context = _tls_context(config)
+        self._config = config
         self._listener = _listen(config.listen_host, config.port)
         self.port: int = self._listener.getsockname()[1]
         self._facts: opwire.Opened | None = None
-        self._taken = threading.Lock()
+        self._streams: Any = None  # Any: a compiled class
         self._room = threading.BoundedSemaphore(_STRANGERS_MAX)
         self._silent: dict[socket.socket, None] = {}
         """Strangers that have sent nothing yet, oldest first; changed under the lock."""
         self._silent_lock = threading.Lock()
-        self._clients: queue.Queue[opwire.Channel] = queue.Queue(maxsize=1)
+        self._changed = threading.Condition()
+        """Guards what follows, and `_closed`."""
+        self._waiting: Arrival | None = None
+        """A newer connection of the client replaces one that still waits."""
+        self._session_key = ""
+        """Empty: nobody has a session here."""
+        self._unused = False
+        """Whoever was given the key may not have heard it."""
+        self._inside: Stream | None = None
+        """The connection that is being served."""
         self._closed = threading.Event()
 
-    def open(self, facts: opwire.Opened) -> None:
+    def open(self, facts: opwire.Opened, streams: Any) -> None:
+        """`facts` goes to the client that is let in; `streams` is the library's class Stream."""
         self._facts = facts
+        self._streams = streams
         threading.Thread(target=self._accept_all, name="executor-door", daemon=True).start()
 
-    def wait_client(self, timeout_s: float) -> opwire.Channel | None:
-        """The client, once its ticket is accepted; None when nobody came in time."""
+    def wait_client(self, timeout_s: float) -> Arrival | None:
+        """The client, once its ticket is accepted; None when it did not come in time."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._waiting or self._closed.is_set(), timeout_s)
+            arrival, self._waiting = self._waiting, None
+            return arrival
+
+    def welcome(self, arrival: Arrival, *, frames_received: int) -> Stream:
+        """Answers the client; the op stream begins on what this returns. TransportError when it is gone."""
+        assert self._facts is not None
+        answer = msgspec.structs.replace(
+            self._facts,
+            session_key=self._session_key,
+            frames_received=frames_received,
+            bare=arrival.bare,
+        )
+        stream = arrival.stream
         try:
-            return self._clients.get(timeout=timeout_s)
-        except queue.Empty:
-            return None
+            opwire.answer(stream, answer, peer=arrival.peer, timeout_s=_STRANGER_TIMEOUT_S)
+            if arrival.bare and stream.encrypted:
+                stream = stream.without_tls(_STRANGER_TIMEOUT_S)
+        except OSError as error:
+            arrival.stream.close()
+            raise ConnectionLostError(f"the connection to {arrival.peer} broke: {error}") from error
+        except GenieError:
+            arrival.stream.close()
+            raise
+        with self._changed:
+            self._inside = stream
+            if self._waiting is not None or self._closed.is_set():
+                stream.shut_down()  # it has come again, or must go, already
+        return stream
+
+    def vacate(self) -> None:
+        """Whoever had the place has never used it: the ticket alone opens a session, as its key does."""
+        with self._changed:
+            self._unused = True
+            self._inside = None
+
+    def cut(self) -> None:
+        """Ends the connection of the client inside, which may come back."""
+        with self._changed:
+            if self._inside is not None:
+                self._inside.shut_down()
 
     def close(self) -> None:
-        self._closed.set()
+        """Nobody comes in any more, and whoever is inside goes."""
+        with self._changed:
+            self._closed.set()
+            self._drop_waiting()
+            self._changed.notify_all()
         try:
             self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread in accept()
         except OSError:
             pass  # some systems refuse this on a listener; closing is enough there
         self._listener.close()
+        self.cut()
 
     def _accept_all(self) -> None:
         while not self._closed.is_set():
@@ -101,8 +186,8 @@ class Door:
             self._let_in(sock, peer)
         except (GenieError, OSError) as error:
             _log.warning("turned away %s: %s", peer, error)
-            sock.close()
         finally:
+            sock.close()  # unless a stream has taken it over
             self._room.release()
 
     def _hurry_oldest(self) -> None:
@@ -126,60 +211,85 @@ class Door:
 
     def _let_in(self, sock: socket.socket, peer: str) -> None:
         deadline = time.monotonic() + _STRANGER_TIMEOUT_S
-        opwire.tune(sock)
-        sock.settimeout(_STRANGER_TIMEOUT_S)
-        if self._context is not None:
-            sock = self._context.wrap_socket(sock, server_side=True)
-        channel = opwire.Channel(sock, peer=peer, trusted=False)
+        near = _is_loopback(sock.getpeername()[0]) and _is_loopback(sock.getsockname()[0])
+        stream = self._stream_over(sock, peer, _left(deadline))
         try:
-            channel.exchange_prefaces(timeout_s=_left(deadline))
-            received = channel.receive_request(timeout_s=_left(deadline), wait_s=_left(deadline))
-            if received is None:
-                raise ProtocolError(f"{peer} left without a word")
-            self._check_ticket(received[1], peer)
-            if not self._taken.acquire(blocking=False):
-                raise DeviceUnavailableError(
-                    "this executor already serves a client", hint="an executor has one connection at a time"
-                )
+            request = opwire.receive_open(stream, peer=peer, timeout_s=_left(deadline))
+            self._check_ticket(request)
+            here = opwire.this_machine()
+            same = near and here != "" and request.machine == here
+            self._admit(Arrival(stream, request, peer, bare=same or not stream.encrypted))
         except GenieError as error:
-            self._refuse(channel, error)
+            self._refuse(stream, error, peer)
             raise
-        self._welcome(channel, deadline)
 
-    def _check_ticket(self, request: opwire.Request, peer: str) -> None:
-        if not isinstance(request, opwire.Open):
-            raise ProtocolError(f"{peer} began with {type(request).__name__} instead of its ticket")
+    def _stream_over(self, sock: socket.socket, peer: str, timeout_s: float) -> Stream:
+        """The socket is the stream's from here on, whatever comes of it."""
+        stream: Stream
+        opwire.tune(sock)
+        if not self._config.tls:
+            stream = self._streams.bare(sock.detach())
+            return stream
+        try:
+            stream = self._streams.tls_server(
+                sock.detach(), self._config.certificate_path, self._config.key_path, timeout_s
+            )
+        except OSError as error:
+            raise TlsError(f"no TLS with {peer}: {error}") from error
+        return stream
+
+    def _check_ticket(self, request: opwire.Open) -> None:
         shown = hashlib.sha256(request.ticket.encode()).hexdigest()
-        if not hmac.compare_digest(shown, self._ticket_sha256):
+        if not hmac.compare_digest(shown, self._config.ticket_sha256):
             raise TokenRefusedError("the ticket is not for this executor")
 
-    def _welcome(self, channel: opwire.Channel, deadline: float) -> None:
-        """The place is taken by this client from here on, and stays taken: it is the only session."""
-        assert self._facts is not None
-        try:
-            channel.send(0, self._facts, timeout_s=_left(deadline))
-        except GenieError:
-            self._taken.release()
-            channel.close()
-            raise
-        channel.trusted = True
-        self._clients.put_nowait(channel)
+    def _admit(self, arrival: Arrival) -> None:
+        with self._changed:
+            if self._closed.is_set():
+                raise DeviceUnavailableError("this executor is ending")
+            self._check_place(arrival.request.session_key)
+            if not arrival.request.session_key:
+                self._session_key = secrets.token_hex(16)
+            self._unused = False
+            self._drop_waiting()
+            self._waiting = arrival
+            self._changed.notify_all()
+            if self._inside is not None:
+                self._inside.shut_down()  # its old connection, which it has given up
 
-    def _refuse(self, channel: opwire.Channel, error: GenieError) -> None:
-        answer = opwire.Error(code=error.code, message=str(error)[:1000], op="", number=0)
+    def _check_place(self, shown_key: str) -> None:
+        if not shown_key:
+            if self._session_key and not self._unused:
+                raise DeviceUnavailableError(
+                    "this executor already serves a client", hint="an executor has one client at a time"
+                )
+        elif not self._session_key or not hmac.compare_digest(shown_key.encode(), self._session_key.encode()):
+            raise DeviceUnavailableError("this executor has no such session", hint="its tensors are lost")
+
+    def _drop_waiting(self) -> None:
+        if self._waiting is not None:
+            self._waiting.stream.close()
+            self._waiting = None
+
+    def _refuse(self, stream: Stream, error: GenieError, peer: str) -> None:
+        """The connection stays until the stranger has closed it or a while is over, so that this arrives."""
+        answer = opwire.Error(code=error.code, message=str(error)[:1000])
+        deadline = time.monotonic() + _LAST_WORDS_S
         try:
-            channel.send(0, answer, timeout_s=_LAST_WORDS_S)
-        except GenieError:
-            pass  # it does not listen either
-        channel.finish(timeout_s=_LAST_WORDS_S)
+            opwire.answer(stream, answer, peer=peer, timeout_s=_LAST_WORDS_S)
+            while time.monotonic() < deadline:
+                stream.read_exactly(_DRAIN_BYTES, _left(deadline))
+        except (GenieError, OSError):
+            pass  # the usual case: it has heard enough
+        stream.close()
 
 
 def _left(deadline: float) -> float:
     return max(0.001, deadline - time.monotonic())
 
 
-def _tls_context(config: ExecutorConfig) -> ssl.SSLContext | None:
-    return tls.server_context(Path(config.certificate_path), Path(config.key_path)) if config.tls else None
+def _is_loopback(host: str) -> bool:
+    return ipaddress.ip_address(host.partition("%")[0]).is_loopback
 
 
 def _listen(host: str, port: int) -> socket.socket:

@@ -9,12 +9,12 @@ Not for: opening connections (etcd_channels.py).
 
 from __future__ import annotations
 
-import ipaddress
 from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import parse_qsl, urlsplit
 
 from genie.errors import ConfigError
+from genie.runtime.credentials import is_loopback
 
 DEFAULT_PORT = 2379
 DEFAULT_NAMESPACE = "/genie/"
@@ -125,18 +125,14 @@ def _check_tls(given: dict[str, str], *, tls: bool, url: str) -> None:
 def _check_user(given: dict[str, str], *, tls: bool, endpoints: tuple[str, ...], url: str) -> None:
     if ("user" in given) != ("password_file" in given):
         raise ConfigError(f"store {url!r}: user and password_file go together", hint="give both or neither")
-    if "user" in given and not tls and not all(_is_loopback(endpoint) for endpoint in endpoints):
+    if "user" in given and not tls and not all(is_loopback(_host(endpoint)) for endpoint in endpoints):
         raise ConfigError(
             f"store {url!r} would send a password over a network without TLS", hint="write etcds:// instead"
         )
 
 
-def _is_loopback(endpoint: str) -> bool:
-    host = endpoint.rpartition(":")[0].strip("[]")
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
+def _host(endpoint: str) -> str:
+    return endpoint.rpartition(":")[0].strip("[]")
 
 
 def _path(given: dict[str, str], name: str) -> Path | None:

@@ -16,7 +16,8 @@ import msgspec
 from genie.agent.executor import accelerator
 from genie.agent.executor.config import ExecutorConfig
 from genie.agent.executor.door import Door
-from genie.agent.executor.session import Session
+from genie.agent.executor.session import ClientSession
+from genie.runtime import native
 from tests.agent.executor.process import TICKET
 
 TIMEOUT_S = 30.0
@@ -24,27 +25,35 @@ TIMEOUT_S = 30.0
 
 class ThreadedExecutor:
     def __init__(self, config: ExecutorConfig) -> None:
-        self._config = config
+        library = native.load("genie_executor")
         self._door = Door(config)
         self.port = self._door.port
-        self._door.open(accelerator.prepare(msgspec.structs.replace(config, memory_bytes_max=0)))
-        self._thread = threading.Thread(target=self._serve)
+        self.session = ClientSession(library, self._door, config)
+        facts = accelerator.prepare(msgspec.structs.replace(config, memory_bytes_max=0))
+        self._door.open(facts, library.Stream)
+        self._thread = threading.Thread(target=self._serve, name="executor-on-a-thread")
         self._thread.start()
 
     def _serve(self) -> None:
-        client = self._door.wait_client(TIMEOUT_S)
-        if client is not None:
-            self.client = client
-            Session(client, self._config).serve()
+        arrival = self._door.wait_client(TIMEOUT_S)
+        if arrival is not None:
+            self.session.serve(arrival)
+
+    def cut(self) -> None:
+        """Drops the connection; the client may come back."""
+        self._door.cut()
 
     def hang_up(self) -> None:
-        """As if it had died."""
-        self.client.close()
+        """As if it had died: the connection is gone, and nothing listens any more."""
+        self._door.close()
+
+    @property
+    def ended(self) -> bool:
+        """Whether the session is over and everything in it freed."""
+        return not self._thread.is_alive()
 
     def end(self) -> None:
         self._door.close()
-        if hasattr(self, "client"):
-            self.client.close()
         self._thread.join(TIMEOUT_S)
         assert not self._thread.is_alive(), "the executor did not end with its client"
 

@@ -1,0 +1,159 @@
+"""Models and the cluster for bench_device.py. Weights are made on the spot; only their shapes matter."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from genie.cluster import local
+from genie.config import Settings
+
+VOCABULARY = 1000
+
+
+class Block(nn.Module):
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.before_attention, self.before_feed = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.wide, self.narrow = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def split(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        batch, length, width = x.shape
+        parts = self.qkv(self.before_attention(x)).view(batch, length, 3, self.heads, width // self.heads)
+        query, key, value = parts.permute(2, 0, 3, 1, 4).unbind(0)
+        return query, key, value
+
+    def finish(self, x: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
+        x = x + self.out(attended.transpose(1, 2).reshape(x.shape))
+        return x + self.narrow(functional.gelu(self.wide(self.before_feed(x))))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        query, key, value = self.split(x)
+        return self.finish(x, functional.scaled_dot_product_attention(query, key, value, is_causal=True))
+
+
+class Transformer(nn.Module):
+    """About fifty ops a layer."""
+
+    def __init__(self, width: int, layers: int, *, last_only: bool) -> None:
+        super().__init__()
+        self.last_only = last_only
+        self.embed = nn.Embedding(VOCABULARY, width)
+        self.blocks = nn.ModuleList(Block(width, width // 64) for _ in range(layers))
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, VOCABULARY)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(ids)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x[:, -1] if self.last_only else x))
+
+
+class DecodeStep(nn.Module):
+    """One token in, logits out; keys and values of all positions stay in buffers."""
+
+    def __init__(self, width: int, layers: int, positions: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        heads = width // 64
+        self.embed = nn.Embedding(VOCABULARY, width)
+        self.blocks = nn.ModuleList(Block(width, heads) for _ in range(layers))
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, VOCABULARY)
+        shape = (layers, 1, heads, positions, 64)
+        self.register_buffer("keys", torch.zeros(shape, dtype=dtype))
+        self.register_buffer("values", torch.zeros(shape, dtype=dtype))
+        self.register_buffer("places", torch.arange(positions))
+
+    def forward(self, token: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
+        x = self.embed(token)
+        seen = (self.places <= position).view(1, 1, 1, -1)
+        for number, block in enumerate(self.blocks):
+            query, key, value = block.split(x)
+            self.keys[number].index_copy_(2, position, key)
+            self.values[number].index_copy_(2, position, value)
+            scores = query @ self.keys[number].transpose(-1, -2) / 8.0
+            weights = scores.masked_fill(~seen, float("-inf")).softmax(-1)
+            x = block.finish(x, weights @ self.values[number])
+        return self.head(self.norm(x[:, -1]))
+
+
+class Bottleneck(nn.Module):
+    def __init__(self, inside: int, width: int, stride: int) -> None:
+        super().__init__()
+        out = 4 * width
+        self.path = nn.Sequential(
+            nn.Conv2d(inside, width, 1, bias=False), nn.BatchNorm2d(width), nn.ReLU(),
+            nn.Conv2d(width, width, 3, stride, 1, bias=False), nn.BatchNorm2d(width), nn.ReLU(),
+            nn.Conv2d(width, out, 1, bias=False), nn.BatchNorm2d(out),
+        )  # fmt: skip
+        same = inside == out and stride == 1
+        self.shortcut = nn.Identity() if same else nn.Conv2d(inside, out, 1, stride, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return functional.relu(self.path(x) + self.shortcut(x))
+
+
+def convnet(stages: tuple[int, ...], width: int) -> nn.Module:
+    """Shaped like ResNet-50 for stages of 3, 4, 6, 3 and a width of 64."""
+    parts: list[nn.Module] = [
+        nn.Conv2d(3, width, 7, 2, 3, bias=False), nn.BatchNorm2d(width), nn.ReLU(), nn.MaxPool2d(3, 2, 1)
+    ]  # fmt: skip
+    inside = width
+    for stage, blocks in enumerate(stages):
+        for block in range(blocks):
+            parts.append(Bottleneck(inside, width << stage, 2 if stage and not block else 1))
+            inside = 4 * (width << stage)
+    return nn.Sequential(*parts, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(inside, 1000))
+
+
+def captured(large: bool) -> Iterator[tuple[str, nn.Module, tuple[torch.Tensor, ...]]]:
+    """Name, model, inputs on the CPU."""
+    dtype = torch.float16 if large else torch.float32
+    width, layers = (1024, 12) if large else (64, 2)
+    torch.manual_seed(0)
+    for name, batch, length in (("transformer", 8, 512 if large else 16), ("transformer_short", 1, 128)):
+        ids = torch.randint(0, VOCABULARY, (batch, length))
+        yield name, Transformer(width, layers, last_only=True).to(dtype), (ids,)
+    model = convnet((3, 4, 6, 3), 64) if large else convnet((1, 1), 16)
+    images = torch.randn(32 if large else 2, 3, 224 if large else 32, 224 if large else 32)
+    yield "convnet", model.to(dtype), (images.to(dtype),)
+    step = DecodeStep(width, layers, 1024 if large else 32, dtype).to(dtype)
+    yield "decode_step", step, (torch.tensor([[7]]), torch.tensor([5]))
+
+
+@contextmanager
+def cluster(settings: Settings) -> Iterator[None]:
+    """A cluster on this machine, run on a thread of its own, because torch blocks this one."""
+    ready, done = threading.Event(), threading.Event()
+    failed: list[BaseException] = []
+
+    async def host() -> None:
+        async with local.up(settings, progress=lambda text: print(text, file=sys.stderr)):
+            ready.set()
+            await asyncio.to_thread(done.wait)
+
+    def run() -> None:
+        try:
+            asyncio.run(host())
+        except BaseException as error:  # raised again where it is waited for
+            failed.append(error)
+            ready.set()
+
+    thread = threading.Thread(target=run, name="cluster")
+    thread.start()
+    try:
+        ready.wait()
+        if failed:
+            raise failed[0]
+        yield
+    finally:
+        done.set()
+        thread.join()

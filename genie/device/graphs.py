@@ -1,0 +1,183 @@
+"""Graphs: what a model does is written down once by its executor, and carried out again at a word.
+
+`capture(model)` is for inference; torch.compile(model, backend="genie") is built on the same
+(compiler.py). Weights stay where they are, and a change of them in place is seen by the next replay.
+Not for: how a graph is kept and replayed (native/torch).
+"""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from genie.device import backend, roster
+from genie.errors import OpRefusedError, UsageError
+
+GRAPHS_KEPT_MAX = 32
+"""For each captured model: one for each combination of shapes. The one unused for longest goes."""
+
+
+def capture(model: Callable[..., Any]) -> Captured:
+    """The same model, replayed as a graph on the executor where its weights are.
+
+    The first call with inputs of given shapes runs the model and writes it down; calls after that send
+    the inputs and one word. Gradients are not recorded. What a call gives is the caller's to keep. The
+    model must do the same work for every input of one shape, and may change its own buffers (a KV cache).
+    OpRefusedError names what cannot be written down: values that are needed here, copies to and fro.
+    """
+    return Captured(model)
+
+
+class Captured:
+    """See `capture`. One thread at a time."""
+
+    def __init__(self, model: Callable[..., Any]) -> None:
+        self._model = model
+        self._graphs: collections.OrderedDict[Hashable, Graph] = collections.OrderedDict()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        spec: pytree.TreeSpec | None = None
+        leaves: Sequence[Any] = args
+        if kwargs or not all(type(each) is torch.Tensor for each in args):
+            leaves, spec = pytree.tree_flatten((args, kwargs))
+        key = (spec, _is_training(self._model), *map(_look, leaves))
+        graph = self._graphs.get(key)
+        if graph is None or not graph.holds():
+            graph = self._graphs[key] = self._record(leaves, spec)
+            while len(self._graphs) > GRAPHS_KEPT_MAX:
+                self._graphs.popitem(last=False)
+            results = graph.results
+        else:
+            results = graph.replay(leaves)
+            self._graphs.move_to_end(key)
+        if type(results) is torch.Tensor:
+            return results.clone()
+        return pytree.tree_map_only(torch.Tensor, torch.clone, results)
+
+    def _record(self, leaves: Sequence[Any], spec: pytree.TreeSpec | None) -> Graph:
+        """Without a `spec` the leaves are the arguments."""
+        weights = _weights(self._model)
+        index = _index_of([tensor for _, _, tensor in weights] or leaves)
+
+        def run(inputs: Sequence[Any]) -> Any:
+            if spec is None:
+                return self._model(*inputs)
+            args, kwargs = pytree.tree_unflatten(list(inputs), spec)
+            return self._model(*args, **kwargs)
+
+        with torch.no_grad():
+            return Graph(run, leaves, index=index, weights=weights)
+
+
+class Graph:
+    """One recording: its own copies of the inputs, and what the model gave. Made by running it once."""
+
+    def __init__(
+        self,
+        run: Callable[[Sequence[Any]], Any],
+        inputs: Sequence[Any],
+        *,
+        index: int,
+        weights: Sequence[tuple[dict[str, Any], str, torch.Tensor]] = (),
+        baked: Sequence[int] = (),
+    ) -> None:
+        """`baked`: positions of inputs that are used where they are, not copied."""
+        library = backend.library()
+        self._weights = weights
+        self._copied = [
+            i for i, each in enumerate(inputs) if isinstance(each, torch.Tensor) and i not in baked
+        ]
+        self._inputs = list(inputs)
+        for i in self._copied:
+            self._inputs[i] = _own_copy(inputs[i], index)
+        self._watch = library.Watch([tensor for _, _, tensor in weights] + [self._inputs[i] for i in baked])
+        self._connection = roster.slot(index).connection(first_seed=torch.initial_seed())
+        self._number = self._connection.begin_graph()
+        whole = False
+        try:
+            self.results = run(self._inputs)
+            _check_results(self.results, index)
+            whole = True
+        finally:
+            self._connection.end_graph(whole)
+            if not whole:
+                self._number = None
+
+    def holds(self) -> bool:
+        """Whether the executor is there and the weights are those that it was recorded with."""
+        return (
+            not self._connection.lost
+            and self._watch.holds()
+            and all(owner.get(name) is tensor for owner, name, tensor in self._weights)
+        )
+
+    def replay(self, inputs: Sequence[Any]) -> Any:
+        """The results belong to the graph: the next replay overwrites them."""
+        for i in self._copied:
+            self._inputs[i].copy_(inputs[i])
+        self._connection.replay_graph(self._number)
+        return self.results
+
+    def __del__(self) -> None:
+        if getattr(self, "_number", None) is not None:
+            self._connection.free_graph(self._number)
+
+
+def _look(leaf: Any) -> Hashable:
+    """What two inputs must have in common to share a graph."""
+    if isinstance(leaf, torch.Tensor):
+        return leaf.shape, leaf.dtype, leaf.stride() if leaf.device.type == roster.DEVICE_TYPE else None
+    try:
+        hash(leaf)
+    except TypeError:
+        raise UsageError(
+            f"an argument of type {type(leaf).__name__} cannot be captured; pass tensors and plain values"
+        ) from None
+    return type(leaf), leaf
+
+
+def _own_copy(tensor: torch.Tensor, index: int) -> torch.Tensor:
+    device = torch.device(roster.DEVICE_TYPE, index)
+    if tensor.device.type == roster.DEVICE_TYPE:
+        return tensor.detach().clone(memory_format=torch.preserve_format).to(device)
+    return tensor.detach().to(device)
+
+
+def _is_training(model: object) -> bool:
+    return bool(getattr(model, "training", False))
+
+
+def _weights(model: object) -> list[tuple[dict[str, Any], str, torch.Tensor]]:
+    """Where each parameter and buffer hangs, its name there, and itself."""
+    if not isinstance(model, torch.nn.Module):
+        return []
+    return [
+        (owner, name, tensor)
+        for module in model.modules()
+        for owner in (module._parameters, module._buffers)
+        for name, tensor in owner.items()
+        if tensor is not None
+    ]
+
+
+def _index_of(leaves: Sequence[Any]) -> int:
+    """Of the one device that all of them are on."""
+    devices = {leaf.device for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dim() > 0}
+    remote = [device for device in devices if device.type == roster.DEVICE_TYPE]
+    if len(remote) != 1 or len(devices) > 1:
+        found = ", ".join(sorted(map(str, devices))) or "none"
+        raise OpRefusedError(
+            f"a captured model is on one remote accelerator; its tensors are on: {found}",
+            hint='move it there first: model.to("remote_accelerator:0")',
+        )
+    return int(remote[0].index)
+
+
+def _check_results(results: Any, index: int) -> None:
+    for leaf in pytree.tree_leaves(results):
+        if isinstance(leaf, torch.Tensor) and leaf.device != torch.device(roster.DEVICE_TYPE, index):
+            raise OpRefusedError(f"a captured model gives tensors on its own device, not on {leaf.device}")

@@ -1,0 +1,454 @@
+"""The C++ libraries of the torch device: compiled for the torch that is installed, kept, loaded.
+
+A library fits one torch, one Python and one ABI, so none is shipped: the sources are, and the first use
+compiles them, once. `python -m genie.runtime.native` does that ahead of time. Objects are kept by the hash
+of what they are made of, so an edited file costs its own compilation and no other.
+
+Not for: what the libraries do (native/torch), and anything but torch's own libraries to link with.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import importlib.machinery
+import importlib.util
+import logging
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import threading
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Literal, TypeAlias, get_args
+
+from genie import config
+from genie.errors import NativeBuildError
+from genie.runtime.files import FileLock, lock_holder
+
+Library: TypeAlias = Literal["genie_device", "genie_executor"]
+LIBRARIES: tuple[Library, ...] = get_args(Library)
+
+NO_COMPILER_EXIT_CODE = 69
+"""Of `python -m genie.runtime.native`: nothing is wrong with the sources, so a Makefile may go on."""
+
+_COMPILERS = ("c++", "g++", "clang++")
+# Warnings are on for our own files only; torch's headers come in as system headers.
+_COMPILE = ("-O2", "-std=c++20", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra")
+_TORCH_LIBRARIES = ("torch", "torch_cpu", "c10", "torch_python")
+_INSTALL_HINT = (
+    "install a C++ compiler (Debian, Ubuntu: apt install g++ python3-dev; Fedora: dnf install gcc-c++ "
+    "python3-devel); everything but the remote_accelerator device works without it"
+)
+# A hung compiler, or a process that holds the lock and does nothing.
+_COMPILE_S_MAX = 1200.0
+_WAIT_S_MAX = 2400.0
+_WAIT_STEP_S = 0.1
+# Kept for other versions of torch and Python, and for going back and forth between two edits.
+_LIBRARIES_KEPT = 4
+_OBJECTS_KEPT = 100
+_ERROR_LINES_SHOWN = 6
+_INCLUDE = re.compile(r'^\s*#\s*include\s*"([^"]+)"', re.MULTILINE)
+
+_log = logging.getLogger(__name__)
+_loading = threading.Lock()
+_libraries: dict[Library, ModuleType] = {}
+
+
+def load(name: Library) -> ModuleType:
+    """The library as a module, one for the whole process; compiled now when it is not in the cache.
+
+    Imports torch. NativeBuildError when there is no compiler, or compiling or loading fails.
+    """
+    with _loading:
+        if name not in _libraries:
+            _libraries[name] = _loaded(name, Workshop.of_this_installation().build(name))
+        return _libraries[name]
+
+
+def find_compiler() -> list[str] | None:
+    """The command that compiles C++: $CXX, else the first of the usual names; None when there is none."""
+    chosen = shlex.split(config.cxx() or "")
+    if chosen:
+        return chosen if shutil.which(chosen[0]) else None
+    return next(([path] for name in _COMPILERS if (path := shutil.which(name))), None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Target:
+    """What a library is compiled for. Two targets never share a library."""
+
+    torch_version: str
+    torch_folder: Path
+    cxx11_abi: bool
+    python_include: str
+    soabi: str
+
+    @classmethod
+    def installed(cls) -> Target:
+        try:
+            import torch
+        except ImportError as error:
+            raise NativeBuildError(
+                f"the torch device needs PyTorch, and importing it failed: {error}",
+                hint="pip install 'genie-gpu[torch]'",
+            ) from error
+        return cls(
+            torch_version=str(torch.__version__),
+            torch_folder=Path(torch.__file__).parent,
+            cxx11_abi=bool(torch._C._GLIBCXX_USE_CXX11_ABI),
+            python_include=sysconfig.get_path("include"),
+            soabi=str(sysconfig.get_config_var("SOABI")),
+        )
+
+    def compile_flags(self) -> tuple[str, ...]:
+        include = self.torch_folder / "include"
+        folders = (str(include), str(include / "torch" / "csrc" / "api" / "include"), self.python_include)
+        flags = (*_COMPILE, f"-D_GLIBCXX_USE_CXX11_ABI={int(self.cxx11_abi)}")
+        return flags + tuple(part for folder in folders for part in ("-isystem", folder))
+
+    def link_flags(self) -> tuple[str, ...]:
+        folder = self.torch_folder / "lib"
+        flags: tuple[str, ...] = ("-shared", f"-L{folder}", f"-Wl,-rpath,{folder}")
+        if sys.platform == "darwin":
+            flags += ("-undefined", "dynamic_lookup")  # Python itself is not linked to
+        else:
+            # torch's own. A compiler that links another one in would give us two, and streams then crash.
+            flags += ("-l:libstdc++.so.6",)
+        return (*flags, *(f"-l{name}" for name in _TORCH_LIBRARIES), "-ldl")
+
+
+@dataclass(frozen=True)
+class Workshop:
+    """A folder of sources and a folder for what is made of them."""
+
+    sources: Path
+    cache: Path
+
+    @classmethod
+    def of_this_installation(cls) -> Workshop:
+        """In a checkout both are in it, whoever's HOME it is; otherwise the package and the user's cache."""
+        package = Path(__file__).resolve().parents[1]
+        root = package.parent
+        if (root / "pyproject.toml").is_file() and (root / "native" / "torch").is_dir():
+            return cls(root / "native" / "torch", root / "build" / "native")
+        return cls(package / "_native" / "torch", config.cache_home() / "genie" / "native")
+
+    def build(self, name: Library) -> Path:
+        """The library's file, compiled if need be. One process compiles; others wait and find it done."""
+        plan = self._plan(name)
+        if plan.library.is_file():
+            _mark_used(plan.library)
+            return plan.library
+        try:
+            with self._locked(plan.library):
+                if not plan.library.is_file():
+                    self._compile(plan)
+        except OSError as error:
+            raise NativeBuildError(
+                f"compiling in {self.cache} failed: {error}", hint="check free space and permissions"
+            ) from error
+        return plan.library
+
+    def is_built(self, name: Library) -> bool:
+        return self._plan(name).library.is_file()
+
+    def _plan(self, name: Library) -> _Plan:
+        """What the library is made of. Its key leaves out the compiler: what is there needs none."""
+        own = self.sources / name.removeprefix("genie_")
+        target = Target.installed()
+        flags = target.compile_flags()
+        named = (*flags, f"-DTORCH_EXTENSION_NAME={name}")
+        shared = [_Unit(path, flags, target) for path in sorted(self.sources.glob("stream*.cpp"))]
+        units = shared + [_Unit(path, named, target) for path in sorted(own.glob("*.cpp"))]
+        if len(units) == len(shared):
+            raise NativeBuildError(
+                f"there are no sources of {name} in {self.sources}", hint="install Genie again"
+            )
+        key = _hash(*target.link_flags(), *(unit.key for unit in units))
+        return _Plan(name, target, units, library=self.cache / f"{name}-{key}.so")
+
+    @contextlib.contextmanager
+    def _locked(self, wanted: Path) -> Iterator[None]:
+        """Holds the cache's lock; also comes back, without it, when the wanted library has appeared."""
+        self.cache.mkdir(parents=True, exist_ok=True)
+        path = self.cache / "lock"
+        lock = FileLock.try_take(path)
+        if lock is None:
+            _log.info("waiting for process %s, which compiles in %s", lock_holder(path), self.cache)
+        deadline = time.monotonic() + _WAIT_S_MAX
+        while lock is None and not wanted.is_file():
+            if time.monotonic() > deadline:
+                raise NativeBuildError(
+                    f"another process has been compiling in {self.cache} for {_WAIT_S_MAX:g} s",
+                    hint=f"end process {lock_holder(path)} and try again",
+                )
+            time.sleep(_WAIT_STEP_S)
+            lock = FileLock.try_take(path)
+        try:
+            yield
+        finally:
+            if lock is not None:
+                lock.release()
+
+    def _compile(self, plan: _Plan) -> None:
+        compiler = find_compiler()
+        if compiler is None:
+            chosen = config.cxx()
+            raise NativeBuildError(
+                f"{plan.what} has to be compiled once for torch {plan.target.torch_version}, and "
+                + (f"CXX names {chosen!r}, which is not there" if chosen else "there is no C++ compiler"),
+                hint=_INSTALL_HINT,
+            )
+        _log.info("compiling %s for torch %s (once, about a minute)", plan.what, plan.target.torch_version)
+        for left in self.cache.glob("making-*"):  # of a process that was killed: the lock is ours
+            shutil.rmtree(left, ignore_errors=True)
+        started = time.monotonic()
+        with tempfile.TemporaryDirectory(prefix="making-", dir=self.cache) as folder:
+            _Making(compiler, plan, self.cache, Path(folder)).run()
+        _log.info("compiled %s in %.0f s", plan.what, time.monotonic() - started)
+        _keep_newest(self.cache.glob(f"{plan.name}-*.so"), _LIBRARIES_KEPT)
+        _keep_newest(self.cache.glob("objects/*.o"), _OBJECTS_KEPT)
+
+
+@dataclass(frozen=True)
+class _Unit:
+    """One file to compile."""
+
+    source: Path
+    flags: tuple[str, ...]
+    target: Target
+
+    @functools.cached_property
+    def key(self) -> str:
+        """Of all that its object depends on but the compiler."""
+        return self.current_key()
+
+    def current_key(self) -> str:
+        contents = [f"{path.name}\0{text}" for path, text in _with_includes(self.source).items()]
+        return _hash(self.target.torch_version, self.target.soabi, *self.flags, *contents)
+
+
+@dataclass(frozen=True)
+class _Plan:
+    name: Library
+    target: Target
+    units: Sequence[_Unit]
+    library: Path
+
+    @property
+    def what(self) -> str:
+        return f"the torch {self.name.removeprefix('genie_')}"
+
+
+@dataclass(frozen=True)
+class _Making:
+    """One build, in a folder of its own; what is whole is moved to the cache."""
+
+    compiler: Sequence[str]
+    plan: _Plan
+    cache: Path
+    folder: Path
+
+    def run(self) -> None:
+        self.log.write_text("", "utf-8")
+        (self.cache / "objects").mkdir(exist_ok=True)
+        made_with = (self._call(["--version"]), *self.compiler)
+        objects = {
+            unit: self.cache / "objects" / f"{_hash(*made_with, unit.key)}.o" for unit in self.plan.units
+        }
+        missing = {
+            unit: path for unit, path in objects.items() if not (path.is_file() and _said(path).is_file())
+        }
+        for unit in objects.keys() - missing.keys():
+            self._note(f"{unit.source}: compiled before", _said(objects[unit]).read_text("utf-8"))
+        self._compile_all(missing)
+        for path in objects.values():
+            _mark_used(path)
+        linked = self.folder / self.plan.library.name
+        inputs = [str(path) for path in objects.values()]
+        self._call([*inputs, *self.plan.target.link_flags(), "-o", str(linked)])
+        linked.replace(self.plan.library)
+
+    @property
+    def log(self) -> Path:
+        return self.cache / f"{self.plan.name}.log"
+
+    def _compile_all(self, missing: Mapping[_Unit, Path]) -> None:
+        progress = _Progress(self.plan.what, len(missing))
+        with ThreadPoolExecutor(_processors(), thread_name_prefix="genie-compile") as pool:
+            made = [pool.submit(self._compile, unit, path, progress) for unit, path in missing.items()]
+            wait(made, return_when=FIRST_EXCEPTION)
+            pool.shutdown(cancel_futures=True)
+        progress.end()
+        for one in made:
+            if not one.cancelled():
+                one.result()
+
+    def _compile(self, unit: _Unit, into: Path, progress: _Progress) -> None:
+        made = self.folder / into.name
+        said = self._call([*unit.flags, "-c", str(unit.source), "-o", str(made)])
+        if unit.current_key() != unit.key:
+            raise NativeBuildError(
+                f"{unit.source} or a header of it was changed while it was compiled", hint="try again"
+            )
+        _said(into).write_text(said, "utf-8")
+        made.replace(into)
+        progress.step()
+
+    def _call(self, arguments: Sequence[str]) -> str:
+        """What the compiler says. Everything goes to the log; an error of it is a NativeBuildError."""
+        command = [*self.compiler, *arguments]
+        try:
+            done = subprocess.run(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                errors="replace",
+                timeout=_COMPILE_S_MAX,
+                check=False,
+            )
+        except (OSError, subprocess.TimeoutExpired) as error:
+            raise NativeBuildError(
+                f"compiling {self.plan.what} failed: {error}", hint=_INSTALL_HINT
+            ) from error
+        self._note(shlex.join(command), done.stdout)
+        if done.returncode != 0:
+            raise NativeBuildError(
+                f"compiling {self.plan.what} for torch {self.plan.target.torch_version} failed:\n"
+                f"{_first_errors(done.stdout) or f'{command[0]} ended with {done.returncode}'}\n"
+                f"the whole log is {self.log}",
+                hint=_hint_for(done.stdout),
+            )
+        return done.stdout
+
+    def _note(self, what: str, said: str) -> None:
+        with self.log.open("a", encoding="utf-8") as log:
+            log.write(f"{what}\n{said}\n")
+
+
+class _Progress:
+    """One line on a terminal, rewritten in place; nothing anywhere else."""
+
+    def __init__(self, what: str, files: int) -> None:
+        self._what = what
+        self._files = files
+        self._done = 0
+        self._lock = threading.Lock()
+        self._shown = files > 0 and sys.stderr is not None and sys.stderr.isatty()
+        self._write()
+
+    def step(self) -> None:
+        with self._lock:
+            self._done += 1
+            self._write()
+
+    def end(self) -> None:
+        if self._shown:
+            sys.stderr.write("\r\033[K")
+            sys.stderr.flush()
+
+    def _write(self) -> None:
+        if self._shown:
+            sys.stderr.write(f"\r\033[K  compiling {self._what}: {self._done} of {self._files} files")
+            sys.stderr.flush()
+
+
+def _loaded(name: Library, path: Path) -> ModuleType:
+    loader = importlib.machinery.ExtensionFileLoader(name, str(path))
+    spec = importlib.util.spec_from_file_location(name, path, loader=loader)
+    assert spec is not None
+    try:
+        module = importlib.util.module_from_spec(spec)
+        loader.exec_module(module)
+    except ImportError as error:
+        raise NativeBuildError(
+            f"{path} cannot be loaded: {error}", hint=f"remove {path.parent} and try again"
+        ) from error
+    return module
+
+
+def _with_includes(source: Path) -> dict[Path, str]:
+    """The text of a file and of every file of ours that it includes, directly or not."""
+    found: dict[Path, str] = {}
+    todo = [source.resolve()]
+    while todo:
+        path = todo.pop()
+        if path in found or not path.is_file():  # the compiler says better what is missing
+            continue
+        found[path] = path.read_text("utf-8")
+        todo += [(path.parent / name).resolve() for name in _INCLUDE.findall(found[path])]
+    return dict(sorted(found.items()))
+
+
+def _said(object_path: Path) -> Path:
+    """What the compiler said of a file, kept with its object: a warning is not gone with the first build."""
+    return object_path.with_suffix(".txt")
+
+
+def _first_errors(text: str) -> str:
+    lines = text.splitlines()
+    errors = [line for line in lines if "error:" in line or "undefined reference" in line]
+    return "\n".join((errors or lines)[:_ERROR_LINES_SHOWN])
+
+
+def _hint_for(text: str) -> str:
+    if "Python.h" in text:
+        return "install Python's headers (Debian, Ubuntu: python3-dev; Fedora: python3-devel)"
+    return "Genie needs a compiler that knows C++20 (GCC 11, Clang 14 or newer) and torch 2.11 to 2.13"
+
+
+def _hash(*parts: str) -> str:
+    digest = hashlib.sha256()
+    for part in parts:
+        data = part.encode()
+        digest.update(len(data).to_bytes(8, "big") + data)
+    return digest.hexdigest()[:24]
+
+
+def _mark_used(path: Path) -> None:
+    try:
+        os.utime(path)
+    except OSError:
+        pass  # a cache of another user: then its owner decides what is old
+
+
+def _keep_newest(paths: Iterable[Path], count: int) -> None:
+    for old in sorted(paths, key=lambda path: path.stat().st_mtime, reverse=True)[count:]:
+        old.unlink(missing_ok=True)  # whoever has it loaded keeps it
+        _said(old).unlink(missing_ok=True)
+
+
+def _processors() -> int:
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def main() -> int:
+    """Builds every library now. 0 when all are there."""
+    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
+    workshop = Workshop.of_this_installation()
+    for name in LIBRARIES:
+        try:
+            workshop.build(name)
+        except NativeBuildError as error:
+            sys.stderr.write(f"{error}\n")
+            return NO_COMPILER_EXIT_CODE if find_compiler() is None else 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,137 @@
+// Ops that torch would send as kernels which only some accelerators have: attention, and the cells of LSTM and
+// GRU. Here they become the kernel that the executor's accelerator has, or plain ops.
+#include <array>
+#include <optional>
+#include <tuple>
+
+#include <ATen/SDPBackend.h>
+#include <ATen/TensorOperators.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/native/transformers/attention.h>
+#include <ATen/ops/_scaled_dot_product_efficient_attention.h>
+#include <ATen/ops/_scaled_dot_product_efficient_attention_backward.h>
+#include <ATen/ops/_scaled_dot_product_flash_attention_backward.h>
+#include <ATen/ops/_scaled_dot_product_flash_attention_for_cpu.h>
+#include <ATen/ops/_scaled_dot_product_flash_attention_for_cpu_backward.h>
+#include <ATen/ops/_scaled_dot_product_flash_attention_ops.h>
+#include <torch/library.h>
+
+#include "storage.h"
+
+namespace genie {
+
+namespace {
+
+using at::Tensor;
+
+bool on_cuda(const Tensor& tensor) { return handle_of(tensor).connection->on_cuda(); }
+
+// --- attention ----------------------------------------------------------------------------------
+
+bool uses_flash(const Tensor& query) {
+  return on_cuda(query) && (query.scalar_type() == at::kHalf || query.scalar_type() == at::kBFloat16);
+}
+
+int64_t choose_attention(const Tensor& query, const Tensor& key, const Tensor& value,
+                         const std::optional<Tensor>& mask, double dropout, bool, std::optional<double>,
+                         bool grouped) {
+  bool cuda = on_cuda(query);
+  bool plain = query.dim() != 4 || grouped || query.size(-1) != value.size(-1) || query.numel() == 0 ||
+               key.numel() == 0;
+  if (mask) plain |= cuda || mask->requires_grad();
+  if (cuda) {
+    plain |= query.scalar_type() == at::kDouble || query.size(-1) % 8 != 0 || query.size(-1) > 256;
+  } else {
+    plain |= dropout > 0;
+  }
+  return static_cast<int64_t>(plain ? at::SDPBackend::math : at::SDPBackend::overrideable);
+}
+
+using Attention = std::tuple<Tensor, Tensor, Tensor, Tensor, c10::SymInt, c10::SymInt, Tensor, Tensor, Tensor>;
+
+Attention attention(const Tensor& query, const Tensor& key, const Tensor& value, const std::optional<Tensor>& bias,
+                    double dropout, bool causal, bool, std::optional<double> scale) {
+  if (uses_flash(query)) {
+    return at::_ops::_scaled_dot_product_flash_attention::call(query, key, value, dropout, causal, false, scale);
+  }
+  if (on_cuda(query)) {
+    auto [output, sums, seed, offset] =
+        at::_scaled_dot_product_efficient_attention(query, key, value, bias, true, dropout, causal, scale);
+    return {output, sums, Tensor(), Tensor(), query.size(2), key.size(2), seed, offset, Tensor()};
+  }
+  auto [output, sums] =
+      at::_scaled_dot_product_flash_attention_for_cpu(query, key, value, dropout, causal, bias, scale);
+  return {output, sums, Tensor(), Tensor(), query.size(2), key.size(2), Tensor(), Tensor(), Tensor()};
+}
+
+using AttentionGradients = std::tuple<Tensor, Tensor, Tensor, Tensor>;
+
+AttentionGradients attention_backward(const Tensor& gradient, const Tensor& query, const Tensor& key,
+                                      const Tensor& value, const Tensor& bias, std::array<bool, 4>,
+                                      const Tensor& output, const Tensor& sums, const Tensor& query_ends,
+                                      const Tensor& key_ends, c10::SymInt query_longest, c10::SymInt key_longest,
+                                      double dropout, bool causal, const Tensor& seed, const Tensor& offset,
+                                      std::optional<double> scale) {
+  if (uses_flash(query)) {
+    auto [q, k, v] = at::_scaled_dot_product_flash_attention_backward(
+        gradient, query, key, value, output, sums, query_ends, key_ends, query_longest.guard_int(__FILE__, __LINE__),
+        key_longest.guard_int(__FILE__, __LINE__), dropout, causal, seed, offset, scale);
+    return {q, k, v, Tensor()};
+  }
+  if (on_cuda(query)) {
+    return at::_scaled_dot_product_efficient_attention_backward(gradient, query, key, value, bias, output, sums, seed,
+                                                                offset, dropout, {true, true, true, false}, causal,
+                                                                scale);
+  }
+  auto mask = bias.defined() ? std::optional<Tensor>(bias) : std::nullopt;
+  auto [q, k, v] = at::_scaled_dot_product_flash_attention_for_cpu_backward(gradient, query, key, value, output, sums,
+                                                                            dropout, causal, mask, scale);
+  return {q, k, v, Tensor()};
+}
+
+// --- cells --------------------------------------------------------------------------------------
+
+Tensor with_bias(const Tensor& gates, const std::optional<Tensor>& bias) {
+  return bias && bias->defined() ? gates + *bias : gates;
+}
+
+// Registered above autograd, so their gradients are those of the ops they are made of.
+std::tuple<Tensor, Tensor, Tensor> lstm_cell(const Tensor& input_gates, const Tensor& hidden_gates,
+                                             const Tensor& cell, const std::optional<Tensor>& input_bias,
+                                             const std::optional<Tensor>& hidden_bias) {
+  Tensor gates = with_bias(input_gates, input_bias) + with_bias(hidden_gates, hidden_bias);
+  auto parts = gates.chunk(4, 1);
+  Tensor next = parts[1].sigmoid() * cell + parts[0].sigmoid() * parts[2].tanh();
+  return {parts[3].sigmoid() * next.tanh(), next, gates};
+}
+
+std::tuple<Tensor, Tensor> gru_cell(const Tensor& input_gates, const Tensor& hidden_gates, const Tensor& hidden,
+                                    const std::optional<Tensor>& input_bias,
+                                    const std::optional<Tensor>& hidden_bias) {
+  auto inputs = with_bias(input_gates, input_bias).chunk(3, 1);
+  auto hiddens = with_bias(hidden_gates, hidden_bias).chunk(3, 1);
+  Tensor reset = (inputs[0] + hiddens[0]).sigmoid();
+  Tensor update = (inputs[1] + hiddens[1]).sigmoid();
+  Tensor fresh = (inputs[2] + reset * hiddens[2]).tanh();
+  return {(hidden - fresh) * update + fresh, reset};
+}
+
+}  // namespace
+
+}  // namespace genie
+
+namespace at::native {
+REGISTER_PRIVATEUSE1_DISPATCH(_fused_sdp_choice_stub, &::genie::choose_attention)
+}  // namespace at::native
+
+TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
+  m.impl("_scaled_dot_product_fused_attention_overrideable", genie::attention);
+  m.impl("_scaled_dot_product_fused_attention_overrideable_backward", genie::attention_backward);
+  m.impl("_thnn_fused_lstm_cell", genie::lstm_cell);
+  m.impl("_thnn_fused_gru_cell", genie::gru_cell);
+}
+
+TORCH_LIBRARY_IMPL(aten, AutogradPrivateUse1, m) {
+  m.impl("_thnn_fused_lstm_cell", genie::lstm_cell);
+  m.impl("_thnn_fused_gru_cell", genie::gru_cell);
+}

@@ -1,0 +1,16 @@
+// What the device raises: Genie's own Python errors, or torch's where torch has one for it.
+#pragma once
+
+#include <cstdint>
+#include <string>
+
+namespace genie {
+
+// By the code that genie/errors.py gives it, e.g. "device.lost". Needs no GIL.
+[[noreturn]] void raise(const std::string& code, const std::string& message);
+
+// An error that an executor sent: the op's name and number are added to the message where there is one.
+[[noreturn]] void raise_remote(const std::string& code, const std::string& op, uint64_t number,
+                               const std::string& message, const std::string& device_name);
+
+}  // namespace genie

@@ -1,0 +1,313 @@
+// Ops that are carried out on this side: making tensors, looking at their memory in another way, and copying
+// between this machine and executors. Not for: everything else (dispatch.cpp).
+#include <ATen/EmptyTensor.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/native/Resize.h>
+#include <ATen/ops/_reshape_alias_native.h>
+#include <ATen/ops/as_strided_native.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_strided.h>
+#include <ATen/ops/index.h>
+#include <ATen/ops/index_put.h>
+#include <ATen/ops/unfold_native.h>
+#include <ATen/ops/view_as_complex_native.h>
+#include <ATen/ops/view_as_real_native.h>
+#include <ATen/ops/view_native.h>
+#include <torch/library.h>
+
+#include "dispatch.h"
+#include "errors.h"
+#include "roster.h"
+#include "storage.h"
+
+namespace genie {
+
+namespace {
+
+using at::Tensor;
+
+constexpr auto DEVICE_TYPE = c10::DeviceType::PrivateUse1;
+
+bool is_remote(const Tensor& tensor) { return tensor.device().type() == DEVICE_TYPE; }
+
+void check_dimensions(int64_t count) {
+  if (count > static_cast<int64_t>(DIMENSIONS_MAX)) {
+    raise("device.op_refused", "a tensor on remote_accelerator has at most 64 dimensions, not " + std::to_string(count));
+  }
+}
+
+// --- making -------------------------------------------------------------------------------------
+
+ConnectionPtr connection_at(std::optional<c10::Device> device) {
+  return roster().connection(device && device->has_index() ? device->index() : -1);
+}
+
+Tensor empty_strided(c10::IntArrayRef sizes, c10::IntArrayRef strides, std::optional<at::ScalarType> dtype,
+                     std::optional<at::Layout> layout, std::optional<c10::Device> device,
+                     std::optional<bool> pin_memory) {
+  if (layout && *layout != at::kStrided) {
+    raise("device.op_refused", "a tensor on remote_accelerator is strided; other layouts are not carried");
+  }
+  if (pin_memory && *pin_memory) {
+    raise("device.op_refused", "memory on remote_accelerator cannot be pinned; pin the tensor on the CPU");
+  }
+  Output output;
+  output.dtype = dtype.value_or(at::typeMetaToScalarType(at::get_default_dtype()));
+  if (!is_carried(output.dtype)) {
+    raise("device.op_refused", std::string("tensors of ") + c10::toString(output.dtype) + " are not carried");
+  }
+  TORCH_CHECK(sizes.size() == strides.size(), "sizes and strides differ in length");
+  check_dimensions(static_cast<int64_t>(sizes.size()));
+  for (int64_t size : sizes) TORCH_CHECK(size >= 0, "Trying to create tensor with negative dimension ", size, ": ", sizes);
+  output.sizes.assign(sizes.begin(), sizes.end());
+  output.strides.assign(strides.begin(), strides.end());
+  output.storage_bytes =
+      static_cast<int64_t>(at::detail::computeStorageNbytes(sizes, strides, c10::elementSize(output.dtype)));
+  ConnectionPtr connection = connection_at(device);
+  uint32_t storage;
+  {
+    Connection::Batch batch(*connection);
+    storage = batch.new_storage();
+    batch.records().record(Record::Allocate);
+    batch.records().u32(storage);
+    batch.records().u64(static_cast<uint64_t>(output.storage_bytes));
+    batch.finish_op();
+  }
+  Tensor made = make_tensor(*connection, storage, output);
+  if (connection->options().blocking) connection->synchronize();
+  return made;
+}
+
+std::vector<int64_t> strides_for(c10::IntArrayRef sizes, at::MemoryFormat format) {
+  if (format == at::MemoryFormat::ChannelsLast) return c10::get_channels_last_strides_2d(sizes);
+  if (format == at::MemoryFormat::ChannelsLast3d) return c10::get_channels_last_strides_3d(sizes);
+  auto strides = c10::contiguous_strides(sizes);
+  return {strides.begin(), strides.end()};
+}
+
+Tensor empty(c10::IntArrayRef sizes, std::optional<at::ScalarType> dtype, std::optional<at::Layout> layout,
+             std::optional<c10::Device> device, std::optional<bool> pin_memory,
+             std::optional<at::MemoryFormat> format) {
+  for (int64_t size : sizes) TORCH_CHECK(size >= 0, "Trying to create tensor with negative dimension ", size, ": ", sizes);
+  return empty_strided(sizes, strides_for(sizes, format.value_or(at::MemoryFormat::Contiguous)), dtype, layout,
+                       device, pin_memory);
+}
+
+// Only ever a cheaper form of zeros.
+Tensor zeros_for_autograd(c10::IntArrayRef sizes, std::optional<at::ScalarType> dtype, std::optional<at::Layout> layout,
+                          std::optional<c10::Device> device, std::optional<bool> pin_memory) {
+  return empty(sizes, dtype, layout, device, pin_memory, std::nullopt).zero_();
+}
+
+// --- copying ------------------------------------------------------------------------------------
+
+Tensor plain(const Tensor& tensor) { return tensor.resolve_conj().resolve_neg().contiguous(); }
+
+// `source` is on the CPU, contiguous, of the target's dtype and shape.
+void upload(const Tensor& target, const Tensor& source) {
+  check_dimensions(target.dim());
+  Connection& connection = *handle_of(target).connection;
+  uint64_t bytes = source.nbytes();
+  auto write = [&](Writer& records, bool inside) {
+    records.record(Record::Put, inside);
+    write_view(records, target);
+    records.u64(bytes);
+  };
+  connection.check_not_recording("a copy from this machine");
+  if (bytes <= INLINE_BYTES_MAX) {
+    Connection::Batch batch(connection);
+    write(batch.records(), true);
+    batch.records().raw(source.const_data_ptr(), bytes);
+    batch.finish_op();
+  } else {
+    connection.send_bytes([&](Writer& records) { write(records, false); }, source.const_data_ptr(), bytes);
+  }
+  if (connection.options().blocking) connection.synchronize();
+}
+
+// `target` is on the CPU, contiguous, of the source's dtype and shape, and neither is lazily changed.
+void download(const Tensor& source, const Tensor& target) {
+  check_dimensions(source.dim());
+  ConnectionPtr connection = handle_of(source).connection;
+  connection->check_not_recording("a copy to this machine");
+  Awaited awaited;
+  awaited.into = target.mutable_data_ptr();
+  awaited.into_bytes = target.nbytes();
+  if (!awaited.into) {  // no elements: nothing to fetch, but what failed before still comes out
+    connection->synchronize();
+    return;
+  }
+  Connection::Batch batch(*connection);
+  batch.records().record(Record::Get);
+  write_view(batch.records(), source);
+  uint64_t number = batch.finish_ask(awaited);
+  connection->await(number, awaited);
+}
+
+void copy_there(const Tensor& target, const Tensor& source) {
+  bool expands = source.numel() < target.numel();
+  if (!expands) {
+    Tensor same = source.sizes() == target.sizes() ? source : source.expand(target.sizes());
+    if (!target.is_conj() && !target.is_neg()) {
+      upload(target, plain(same.to(target.scalar_type())));
+      return;
+    }
+  }
+  // Only what is there travels; it is spread out on the other side.
+  Tensor staged = at::empty(source.sizes(), source.options().device(target.device()).memory_format(at::MemoryFormat::Contiguous));
+  upload(staged, plain(source));
+  target.copy_(staged);
+}
+
+void copy_here(const Tensor& target, const Tensor& source) {
+  Tensor same = source.sizes() == target.sizes() ? source : source.expand(target.sizes());
+  if (same.scalar_type() != target.scalar_type()) same = same.to(target.scalar_type());
+  if (same.is_conj()) same = same.resolve_conj();
+  if (same.is_neg()) same = same.resolve_neg();
+  bool direct = target.device().is_cpu() && target.is_contiguous() && !target.is_conj() && !target.is_neg();
+  if (direct) {
+    download(same, target);
+    return;
+  }
+  Tensor staged = at::empty(same.sizes(), same.options().device(at::kCPU).memory_format(at::MemoryFormat::Contiguous));
+  download(same, staged);
+  target.copy_(staged);
+}
+
+void copy_across(const Tensor& target, const Tensor& source) {
+  Tensor lazy_free = source.resolve_conj().resolve_neg();
+  Tensor staged = at::empty(source.sizes(), source.options().device(at::kCPU).memory_format(at::MemoryFormat::Contiguous));
+  download(lazy_free, staged);
+  copy_there(target, staged);
+}
+
+Tensor& copy_(Tensor& self, const Tensor& source, bool non_blocking) {
+  if (self.is_same(source) || self.numel() == 0) return self;
+  bool from = is_remote(source), to = is_remote(self);
+  if (from && to && source.device() == self.device()) {
+    static auto op = c10::Dispatcher::singleton().findSchemaOrThrow("aten::copy_", "");
+    torch::jit::Stack stack{self, source, non_blocking};
+    send_op(op, {}, &stack);
+  } else if (from && to) {
+    copy_across(self, source);
+  } else if (to) {
+    copy_there(self, source.device().is_cpu() ? source : source.to(at::kCPU));
+  } else {
+    copy_here(self, source);
+  }
+  return self;
+}
+
+Tensor copy_from(const Tensor& source, const Tensor& target, bool non_blocking) {
+  Tensor into = target;
+  copy_(into, source, non_blocking);
+  return target;
+}
+
+Tensor copy_from_and_resize(const Tensor& source, const Tensor& target) {
+  if (target.sizes() != source.sizes()) target.resize_(source.sizes());
+  return copy_from(source, target, false);
+}
+
+at::Scalar local_scalar(const Tensor& tensor) {
+  Tensor here = at::empty({}, tensor.options().device(at::kCPU));
+  download(tensor.resolve_conj().resolve_neg(), here);
+  return here.item();
+}
+
+// --- memory under a tensor ----------------------------------------------------------------------
+
+const Tensor& resize_(const Tensor& self, c10::IntArrayRef sizes, std::optional<at::MemoryFormat> format) {
+  auto* impl = self.unsafeGetTensorImpl();
+  auto bytes = at::detail::computeStorageNbytesContiguous(sizes, self.itemsize(), self.storage_offset());
+  if (bytes > self.storage().nbytes()) resize_storage(*self.storage().unsafeGetStorageImpl(), bytes);
+  if (self.sizes() != sizes) impl->generic_set_sizes_contiguous(sizes);
+  if (format && *format != at::MemoryFormat::Preserve) impl->empty_tensor_restride(*format);
+  return self;
+}
+
+Tensor& set_storage(Tensor& self, c10::Storage storage, int64_t offset, c10::IntArrayRef sizes,
+                    c10::IntArrayRef strides) {
+  auto* impl = self.unsafeGetTensorImpl();
+  std::vector<int64_t> contiguous;
+  if (strides.size() != sizes.size()) {
+    contiguous = strides_for(sizes, at::MemoryFormat::Contiguous);
+    strides = contiguous;
+  }
+  auto bytes = at::detail::computeStorageNbytes(sizes, strides, self.itemsize(), offset);
+  if (bytes > storage.nbytes()) resize_storage(*storage.unsafeGetStorageImpl(), bytes);
+  impl->set_storage_keep_dtype(std::move(storage));
+  impl->set_sizes_and_strides(sizes, strides, offset);
+  return self;
+}
+
+Tensor& set_whole_storage(Tensor& self, c10::Storage storage) {
+  auto count = static_cast<int64_t>(storage.nbytes() / self.itemsize());
+  return set_storage(self, std::move(storage), 0, {count}, {1});
+}
+
+Tensor& set_nothing(Tensor& self) {
+  Tensor nothing = at::empty({0}, self.options());
+  return set_storage(self, nothing.storage(), 0, {0}, {1});
+}
+
+Tensor& set_like(Tensor& self, const Tensor& source) {
+  return set_storage(self, source.storage(), source.storage_offset(), source.sizes(), source.strides());
+}
+
+Tensor view(const Tensor& self, c10::IntArrayRef sizes) { return at::native::view(self, sizes); }
+
+// Executors do not take indices on trust, so the variants that would become those that check.
+Tensor checked_index(const Tensor& self, const c10::List<std::optional<Tensor>>& indices) {
+  return at::index(self, indices);
+}
+
+Tensor checked_index_put(const Tensor& self, const c10::List<std::optional<Tensor>>& indices, const Tensor& values,
+                         bool accumulate) {
+  return at::index_put(self, indices, values, accumulate);
+}
+
+bool is_pinned(const Tensor&, std::optional<c10::Device>) { return false; }
+
+// Whether `tensor.data = other` may be: as between the CPU and CUDA, so that a module that is moved keeps the
+// parameters that an optimizer has.
+bool may_stand_for(const Tensor& self, const Tensor& other) {
+  auto plain = [](const Tensor& tensor) {
+    return tensor.layout() == at::kStrided && (tensor.device().is_cpu() || is_remote(tensor));
+  };
+  return plain(self) && plain(other) && !self.is_quantized() && !other.is_quantized();
+}
+
+}  // namespace
+
+}  // namespace genie
+
+TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
+  m.impl("empty.memory_format", genie::empty);
+  m.impl("empty_strided", genie::empty_strided);
+  m.impl("_efficientzerotensor", genie::zeros_for_autograd);
+  m.impl("copy_", genie::copy_);
+  m.impl("_copy_from", genie::copy_from);
+  m.impl("_copy_from_and_resize", genie::copy_from_and_resize);
+  m.impl("_local_scalar_dense", genie::local_scalar);
+  m.impl("resize_", genie::resize_);
+  m.impl("set_.source_Storage_storage_offset", genie::set_storage);
+  m.impl("set_.source_Storage", genie::set_whole_storage);
+  m.impl("set_.source_Tensor", genie::set_like);
+  m.impl("set_", genie::set_nothing);
+  m.impl("as_strided", at::native::as_strided_tensorimpl);
+  m.impl("view", genie::view);
+  m.impl("_reshape_alias", at::native::_reshape_alias);
+  m.impl("unfold", at::native::unfold);
+  m.impl("view_as_real", at::native::view_as_real);
+  m.impl("view_as_complex", at::native::view_as_complex);
+  m.impl("_unsafe_index.Tensor", genie::checked_index);
+  m.impl("_unsafe_index_put", genie::checked_index_put);
+  m.impl("is_pinned", genie::is_pinned);
+  m.impl("_has_compatible_shallow_copy_type", genie::may_stand_for);
+}
+
+TORCH_LIBRARY_IMPL(aten, AutogradPrivateUse1, m) {
+  m.impl("_has_compatible_shallow_copy_type", genie::may_stand_for);
+}

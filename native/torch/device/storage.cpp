@@ -1,0 +1,144 @@
+// See storage.h.
+#include "storage.h"
+
+#include <c10/core/Storage.h>
+#include <c10/core/StorageImpl.h>
+
+#include "errors.h"
+#include "roster.h"
+
+namespace genie {
+
+namespace {
+
+constexpr auto DEVICE_TYPE = c10::DeviceType::PrivateUse1;
+constexpr uint64_t POINTER_MARK = 0xDEAD;
+
+void release(void* context) noexcept {
+  auto* handle = static_cast<Handle*>(context);
+  handle->connection->free_storage(handle->storage);
+  delete handle;
+}
+
+// Different for every storage, so that torch sees which tensors overlap; not canonical on any processor of
+// today, so that following it is a fault and not a wrong answer.
+void* pointer_for(int index, uint32_t storage) {
+  return reinterpret_cast<void*>(POINTER_MARK << 48 | static_cast<uint64_t>(index & 0xff) << 40 |
+                                 static_cast<uint64_t>(storage));
+}
+
+c10::DataPtr data_pointer(Connection& connection, uint32_t storage) {
+  int index = connection.options().index;
+  auto* handle = new Handle{ConnectionPtr::reclaim_copy(&connection), storage};
+  return {pointer_for(index, storage), handle, &release,
+          c10::Device(DEVICE_TYPE, static_cast<c10::DeviceIndex>(index))};
+}
+
+// For the paths of torch that make a storage by themselves, on the current device.
+struct RemoteAllocator final : c10::Allocator {
+  c10::DataPtr allocate(size_t bytes) override {
+    return genie::allocate(*roster().connection(roster().current()), bytes);
+  }
+  c10::DeleterFnPtr raw_deleter() const override { return nullptr; }
+  void copy_data(void*, const void*, size_t) const override {
+    raise("device.op_refused", "remote memory cannot be copied by its address");
+  }
+};
+
+RemoteAllocator the_allocator;
+
+}  // namespace
+
+c10::Allocator* allocator() { return &the_allocator; }
+
+namespace {
+
+// torch writes a storage to a file through a tensor that it makes of the bare pointer.
+Handle& handle_by_pointer(const void* pointer) {
+  auto value = reinterpret_cast<uint64_t>(pointer);
+  ConnectionPtr connection;
+  if (value >> 48 == POINTER_MARK) connection = roster().open_connection(static_cast<int>(value >> 40 & 0xff));
+  if (!connection) raise("device.op_refused", "this tensor has no memory on a remote accelerator");
+  static thread_local Handle found;
+  found = {connection, static_cast<uint32_t>(value)};
+  return found;
+}
+
+}  // namespace
+
+Handle& handle_of(const c10::StorageImpl& storage) {
+  const c10::DataPtr& data = storage.data_ptr();
+  if (data.get_deleter() != &release) return handle_by_pointer(data.get());
+  return *static_cast<Handle*>(data.get_context());
+}
+
+Handle& handle_of(const c10::TensorImpl& tensor) {
+  if (!tensor.has_storage()) raise("device.op_refused", "a tensor without a storage cannot be used remotely");
+  return handle_of(*tensor.unsafe_storage().unsafeGetStorageImpl());
+}
+
+at::Tensor make_tensor(Connection& connection, uint32_t storage, const Output& output) {
+  auto impl = c10::make_intrusive<c10::StorageImpl>(
+      c10::StorageImpl::use_byte_size_t(), c10::SymInt(output.storage_bytes), data_pointer(connection, storage),
+      &the_allocator, /*resizable=*/true);
+  at::Tensor tensor = at::detail::make_tensor<c10::TensorImpl>(
+      c10::Storage(std::move(impl)), c10::DispatchKeySet(c10::DispatchKey::PrivateUse1),
+      c10::scalarTypeToTypeMeta(output.dtype));
+  auto* shell = tensor.unsafeGetTensorImpl();
+  if (!output.contiguous) {
+    shell->set_sizes_and_strides(output.sizes, output.strides);
+  } else if (output.sizes.size() != 1 || output.sizes[0] != 0) {  // what it is already
+    shell->generic_set_sizes_contiguous(output.sizes);
+  }
+  return tensor;
+}
+
+at::Tensor make_view(const at::Tensor& source, const Output& output) {
+  at::Tensor tensor = at::detail::make_tensor<c10::TensorImpl>(
+      c10::TensorImpl::VIEW, c10::Storage(source.storage()), c10::DispatchKeySet(c10::DispatchKey::PrivateUse1),
+      c10::scalarTypeToTypeMeta(output.dtype));
+  tensor.unsafeGetTensorImpl()->set_sizes_and_strides(output.sizes, output.strides,
+                                                      output.offset + source.storage_offset());
+  return tensor;
+}
+
+c10::DataPtr allocate(Connection& connection, uint64_t bytes) {
+  uint32_t storage;
+  {
+    Connection::Batch batch(connection);
+    storage = batch.new_storage();
+    batch.records().record(Record::Allocate);
+    batch.records().u32(storage);
+    batch.records().u64(bytes);
+    batch.finish_op();
+  }
+  return data_pointer(connection, storage);
+}
+
+void resize_storage(c10::StorageImpl& storage, uint64_t bytes) {
+  Handle& handle = handle_of(storage);
+  handle.connection->check_not_recording("a change of a tensor's size");
+  Connection::Batch batch(*handle.connection);
+  batch.records().record(Record::Resize);
+  batch.records().u32(handle.storage);
+  batch.records().u64(bytes);
+  batch.finish_op();
+  storage.set_nbytes(bytes);
+}
+
+void write_view(Writer& writer, const at::Tensor& tensor) {
+  writer.u32(handle_of(tensor).storage);
+  writer.u8(static_cast<uint8_t>(tensor.scalar_type()));
+  writer.u8(static_cast<uint8_t>(tensor.dim()));
+  writer.u8((tensor.is_conj() ? VIEW_CONJUGATE : 0) | (tensor.is_neg() ? VIEW_NEGATIVE : 0));
+  writer.u8(0);
+  writer.i64(tensor.storage_offset());
+  for (int64_t size : tensor.sizes()) writer.i64(size);
+  for (int64_t stride : tensor.strides()) writer.i64(stride);
+}
+
+}  // namespace genie
+
+namespace c10 {
+REGISTER_ALLOCATOR(DeviceType::PrivateUse1, genie::allocator())
+}  // namespace c10

@@ -1,0 +1,153 @@
+// What is known of an op with arguments of given kinds and shapes: its number on the executor and what it
+// gives. Looked up by a key that holds everything but values that travel as data.
+// Not for: making keys or templates (dispatch.cpp).
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include <ATen/core/ivalue.h>
+#include <c10/core/ScalarType.h>
+#include <c10/util/SmallVector.h>
+#include <c10/util/intrusive_ptr.h>
+
+#include "../wire.h"
+
+namespace genie {
+
+// One output as the client makes it.
+struct Output {
+  OutputKind kind = OutputKind::None;
+  bool view = false;  // of input `source`; never leaves the client
+  bool contiguous = false;
+  c10::ScalarType dtype = c10::ScalarType::Undefined;
+  c10::SmallVector<int64_t, 5> sizes, strides;
+  int64_t offset = 0;
+  int64_t storage_bytes = 0;
+  int source = -1;
+  c10::IValue constant;  // a number; for a list, an empty one of its type; None where the op gives None
+  std::vector<Output> items;
+};
+
+// How a call with such arguments is carried out.
+enum class Way : uint8_t {
+  Local,    // gives nothing but views of its inputs
+  Stream,   // outputs are known
+  Ask,      // outputs depend on values: the executor tells
+  Learn,    // outputs are not known here, but the executor's first answer holds for all
+};
+
+struct Template final : c10::intrusive_ptr_target {
+  std::vector<int64_t> key;
+  uint64_t hash = 0;
+  uint32_t number = 0;
+  Way way = Way::Ask;
+  bool used = true;  // since the cache last looked for one to drop
+  uint32_t new_outputs = 0;
+  std::vector<Output> outputs;
+};
+using TemplatePtr = c10::intrusive_ptr<Template>;
+
+inline uint64_t hash_of(const std::vector<int64_t>& key) {
+  uint64_t hash = 0x9E3779B97F4A7C15ull;
+  for (int64_t word : key) {
+    hash ^= static_cast<uint64_t>(word);
+    hash *= 0xff51afd7ed558ccdull;
+    hash ^= hash >> 32;
+  }
+  return hash;
+}
+
+// Open addressing; bounded: when it is full, templates that were not used lately make room.
+class TemplateCache {
+ public:
+  explicit TemplateCache(uint32_t capacity) : capacity_(capacity), slots_(1024) {}
+
+  TemplatePtr find(uint64_t hash, const std::vector<int64_t>& key) {
+    for (size_t at = hash & mask();; at = (at + 1) & mask()) {
+      const TemplatePtr& found = slots_[at];
+      if (!found) return {};
+      if (found->hash == hash && found->key == key) {
+        found->used = true;
+        return found;
+      }
+    }
+  }
+
+  // Gives the template its number, and writes what the executor must forget for it.
+  void insert(const TemplatePtr& added, Writer& records) {
+    if (count_ >= capacity_) drop_unused(records);
+    if ((count_ + 1) * 2 > slots_.size()) rebuild(slots_.size() * 2);
+    added->number = new_number();
+    place(added);
+    count_++;
+  }
+
+  // Another number for the same template; the executor forgets the old one.
+  void renumber(Template& known, Writer& records) {
+    records.record(Record::Forget, known.number);
+    uint32_t old = known.number;
+    known.number = new_number();
+    free_numbers_.push_back(old);
+  }
+
+  size_t count() const { return count_; }
+  void clear() {
+    slots_.assign(1024, {});
+    count_ = 0;
+  }
+
+ private:
+  uint32_t new_number() {
+    if (free_numbers_.empty()) return next_number_++;
+    uint32_t number = free_numbers_.back();
+    free_numbers_.pop_back();
+    return number;
+  }
+
+  size_t mask() const { return slots_.size() - 1; }
+
+  void place(const TemplatePtr& added) {
+    size_t at = added->hash & mask();
+    while (slots_[at]) at = (at + 1) & mask();
+    slots_[at] = added;
+  }
+
+  void rebuild(size_t size) {
+    auto old = std::move(slots_);
+    slots_.assign(size, {});
+    for (auto& each : old)
+      if (each) place(each);
+  }
+
+  // A quarter goes at once, so that a program with ever new shapes does not pay for this at every op.
+  void drop_unused(Writer& records) {
+    auto old = std::move(slots_);
+    slots_.assign(old.size(), {});
+    size_t wanted = capacity_ / 4, dropped = 0;
+    for (int round = 0; round < 2 && dropped < wanted; round++) {
+      for (auto& each : old) {
+        if (!each || dropped >= wanted) continue;
+        if (each->used) {
+          each->used = false;
+          continue;
+        }
+        if (each->way != Way::Local) records.record(Record::Forget, each->number);
+        free_numbers_.push_back(each->number);
+        each.reset();
+        dropped++;
+        count_--;
+      }
+    }
+    for (auto& each : old)
+      if (each) place(each);
+  }
+
+  uint32_t capacity_;
+  size_t count_ = 0;
+  uint32_t next_number_ = 0;
+  std::vector<uint32_t> free_numbers_;
+  std::vector<TemplatePtr> slots_;
+};
+
+}  // namespace genie

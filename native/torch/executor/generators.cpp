@@ -1,0 +1,65 @@
+#include "generators.h"
+
+#include <cstring>
+#include <mutex>
+#include <string>
+
+#include <ATen/CPUGeneratorImpl.h>
+#include <ATen/Context.h>
+#include <ATen/ops/empty.h>
+
+#include "../wire.h"
+
+namespace genie {
+
+namespace {
+
+void check_number(uint32_t number) {
+  if (number < GENERATORS_MAX) return;
+  throw ProtocolError("generator " + std::to_string(number) + " is beyond the last one");
+}
+
+}  // namespace
+
+at::Generator& Generators::get(uint32_t number) {
+  auto found = known_.find(number);
+  if (found != known_.end()) return found->second;
+  check_number(number);
+  return known_.emplace(number, make(number)).first->second;
+}
+
+at::Generator Generators::make(uint32_t number) const {
+  auto& context = at::globalContext();
+  if (number == 0) return context.defaultGenerator(device_);
+  if (device_.is_cpu()) return at::detail::createCPUGenerator();
+  return context.getAcceleratorHooksInterface(device_.type()).getNewGenerator(device_.index());
+}
+
+void Generators::seed(uint32_t number, uint64_t seed) {
+  at::Generator& generator = get(number);
+  std::lock_guard<std::mutex> lock(generator.mutex());
+  generator.set_current_seed(seed);
+}
+
+at::Tensor Generators::state(uint32_t number) {
+  at::Generator& generator = get(number);
+  std::lock_guard<std::mutex> lock(generator.mutex());
+  return generator.get_state();
+}
+
+void Generators::set_state(uint32_t number, const uint8_t* state, size_t bytes) {
+  at::Generator& generator = get(number);
+  at::Tensor copied = at::empty({static_cast<int64_t>(bytes)}, at::TensorOptions().dtype(at::kByte));
+  if (bytes) std::memcpy(copied.mutable_data_ptr(), state, bytes);
+  std::lock_guard<std::mutex> lock(generator.mutex());
+  generator.set_state(copied);
+}
+
+void Generators::free(uint32_t number) {
+  if (number == 0) throw ProtocolError("the default generator cannot be freed");
+  // One that was made by the client and never used is not known here.
+  check_number(number);
+  known_.erase(number);
+}
+
+}  // namespace genie

@@ -1,0 +1,106 @@
+// The executor's library as Python sees it.
+#include <string>
+#include <utility>
+#include <vector>
+
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include "../stream_bindings.h"
+#include "session.h"
+
+namespace py = pybind11;
+
+namespace genie {
+
+namespace {
+
+const char* name_of(Outcome outcome) {
+  switch (outcome) {
+    case Outcome::Goodbye:
+      return "goodbye";
+    case Outcome::Lost:
+      return "lost";
+    default:
+      return "fatal";
+  }
+}
+
+// torch.cuda's graphs, by way of an object with begin(), end(), abandon() and replay(graph).
+class PythonCapture final : public Capture {
+ public:
+  explicit PythonCapture(py::object object) : object_(std::move(object)) {}
+  ~PythonCapture() override {
+    py::gil_scoped_acquire gil;
+    object_ = py::object();
+  }
+
+  void begin() override {
+    py::gil_scoped_acquire gil;
+    object_.attr("begin")();
+  }
+  std::shared_ptr<void> end() override {
+    py::gil_scoped_acquire gil;
+    py::object graph = object_.attr("end")();
+    return {graph.release().ptr(), [](void* held) {
+              py::gil_scoped_acquire gil;
+              Py_DECREF(static_cast<PyObject*>(held));
+            }};
+  }
+  void abandon() noexcept override {
+    try {
+      py::gil_scoped_acquire gil;
+      object_.attr("abandon")();
+    } catch (const std::exception&) {
+      // there was nothing to end
+    }
+  }
+  void replay(void* taken_down) override {
+    py::gil_scoped_acquire gil;
+    object_.attr("replay")(py::handle(static_cast<PyObject*>(taken_down)));
+  }
+
+ private:
+  py::object object_;
+};
+
+std::unique_ptr<Session> make_session(const std::string& device, uint64_t bytes_max,
+                                      std::vector<std::string> allowed_ops, int64_t spin_us, py::object capture) {
+  std::shared_ptr<Capture> capturing;
+  if (!capture.is_none()) capturing = std::make_shared<PythonCapture>(std::move(capture));
+  return std::make_unique<Session>(device, bytes_max, std::move(allowed_ops), spin_us, std::move(capturing));
+}
+
+std::string serve(Session& session, py::handle stream, uint64_t replies_received) {
+  auto connection = stream_of(stream);
+  py::gil_scoped_release release;
+  return name_of(session.serve(std::move(connection), replies_received));
+}
+
+py::dict stats(const Session& session) {
+  SessionStats now = session.stats();
+  py::dict named;
+  named["storages"] = now.storages;
+  named["bytes_allocated"] = now.bytes_allocated;
+  named["bytes_allocated_peak"] = now.bytes_allocated_peak;
+  named["bytes_max"] = now.bytes_max;
+  named["ops"] = now.ops;
+  named["frames_received"] = now.frames_received;
+  return named;
+}
+
+}  // namespace
+
+}  // namespace genie
+
+PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
+  using genie::Session;
+  genie::bind_stream(module);
+  py::class_<Session>(module, "Session", py::module_local())
+      .def(py::init(&genie::make_session), py::arg("device"), py::arg("bytes_max"), py::arg("allowed_ops"),
+           py::arg("spin_us") = 0, py::arg("capture") = py::none())
+      .def("serve", &genie::serve, py::arg("stream"), py::arg("replies_received"))
+      .def("stats", &genie::stats)
+      .def("close", &Session::close, py::call_guard<py::gil_scoped_release>())
+      .def_property_readonly("frames_received", &Session::frames_received);
+}

@@ -1,0 +1,96 @@
+#include "stream.h"
+
+#include <cerrno>
+
+#include <poll.h>
+
+#include "stream_socket.h"
+
+namespace genie {
+
+namespace {
+
+class BareStream final : public Stream {
+ public:
+  explicit BareStream(std::shared_ptr<Socket> socket) : socket_(std::move(socket)) {}
+
+  size_t read_some(void* into, size_t size, int64_t timeout_us) override {
+    if (size == 0) return 0;
+    Deadline deadline(timeout_us);
+    do {
+      socket_->check_open();
+      ssize_t got = socket_->receive(into, size);
+      if (got > 0) return static_cast<size_t>(got);
+      if (got == 0) throw ConnectionLost("the peer has closed the connection");
+      check_would_block();
+    } while (socket_->wait(POLLIN, deadline));
+    return 0;
+  }
+
+  size_t write_some(const void* from, size_t size) override {
+    socket_->check_open();
+    ssize_t sent = socket_->send(from, size);
+    if (sent >= 0) return static_cast<size_t>(sent);
+    check_would_block();
+    return 0;
+  }
+
+  bool wait_writable(int64_t timeout_us) override { return socket_->wait(POLLOUT, Deadline(timeout_us)); }
+
+  void shut_down() noexcept override { socket_->shut_down(); }
+
+  bool encrypted() const override { return false; }
+
+  std::unique_ptr<Stream> without_tls(int64_t) override {
+    throw std::logic_error("this connection has no TLS to end");
+  }
+
+ private:
+  // A negative result of the last call: goes on when that only meant "not now".
+  void check_would_block() const {
+    int error = errno;
+    if (would_block(error)) return;
+    socket_->check_open();  // what this side did itself is the better reason
+    throw ConnectionLost("the connection broke: " + error_text(error));
+  }
+
+  std::shared_ptr<Socket> socket_;
+};
+
+}  // namespace
+
+std::unique_ptr<Stream> Stream::bare(int fd) { return bare_stream(std::make_shared<Socket>(fd)); }
+
+std::unique_ptr<Stream> bare_stream(std::shared_ptr<Socket> socket) {
+  return std::make_unique<BareStream>(std::move(socket));
+}
+
+void Stream::read_exactly(void* into, size_t size, int64_t timeout_us) {
+  Deadline deadline(timeout_us);
+  auto* next = static_cast<char*>(into);
+  for (size_t left = size; left > 0;) {
+    size_t got = read_some(next, left, deadline.left_us());
+    if (got == 0) {
+      throw ConnectionLost("the peer sent " + std::to_string(size - left) + " of " + std::to_string(size) +
+                           " bytes in time");
+    }
+    next += got;
+    left -= got;
+  }
+}
+
+void Stream::write_all(const void* from, size_t size, int64_t timeout_us) {
+  Deadline deadline(timeout_us);
+  auto* next = static_cast<const char*>(from);
+  for (size_t left = size; left > 0;) {
+    size_t sent = write_some(next, left);
+    next += sent;
+    left -= sent;
+    if (sent == 0 && !wait_writable(deadline.left_us())) {
+      throw ConnectionLost("the peer took " + std::to_string(size - left) + " of " + std::to_string(size) +
+                           " bytes in time");
+    }
+  }
+}
+
+}  // namespace genie

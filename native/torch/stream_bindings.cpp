@@ -1,0 +1,141 @@
+#include "stream_bindings.h"
+
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include <pybind11/stl.h>
+
+#include "stream_openssl.h"
+
+namespace py = pybind11;
+
+namespace genie {
+
+namespace {
+
+// What Python holds. Closing lets go of the stream; a thread that is still in a call keeps it meanwhile.
+struct StreamObject {
+  std::shared_ptr<Stream> stream;
+
+  std::shared_ptr<Stream> open() const {
+    if (!stream) throw ConnectionLost("the connection is closed");
+    return stream;
+  }
+};
+
+// The memory of any object that has some: bytes, bytearray, memoryview, an array.
+class Memory {
+ public:
+  explicit Memory(py::handle object) {
+    if (PyObject_GetBuffer(object.ptr(), &view_, PyBUF_SIMPLE) != 0) throw py::error_already_set();
+  }
+  ~Memory() { PyBuffer_Release(&view_); }
+  Memory(const Memory&) = delete;
+  Memory& operator=(const Memory&) = delete;
+
+  const void* data() const { return view_.buf; }
+  size_t size() const { return static_cast<size_t>(view_.len); }
+
+ private:
+  Py_buffer view_;
+};
+
+int64_t microseconds(std::optional<double> timeout_s) {
+  constexpr double YEAR_S = 365.0 * 86400;
+  if (!timeout_s || *timeout_s > YEAR_S) return -1;
+  if (!(*timeout_s >= 0)) throw py::value_error("a timeout is a number from 0, or None");
+  return static_cast<int64_t>(*timeout_s * 1e6);
+}
+
+template <class Work>
+auto without_gil(Work work) {
+  py::gil_scoped_release release;
+  return work();
+}
+
+StreamObject bare(int fd) { return {Stream::bare(fd)}; }
+
+StreamObject tls_client(int fd, const std::vector<py::bytes>& ca_der, const std::string& server_name,
+                        std::optional<double> timeout_s) {
+  std::vector<std::string> certificates(ca_der.begin(), ca_der.end());
+  int64_t timeout_us = microseconds(timeout_s);
+  return without_gil(
+      [&] { return StreamObject{Stream::tls_client(fd, certificates, server_name, timeout_us)}; });
+}
+
+StreamObject tls_server(int fd, const std::string& certificate_path, const std::string& key_path,
+                        std::optional<double> timeout_s) {
+  int64_t timeout_us = microseconds(timeout_s);
+  return without_gil(
+      [&] { return StreamObject{Stream::tls_server(fd, certificate_path, key_path, timeout_us)}; });
+}
+
+py::bytes read_exactly(const StreamObject& self, size_t count, std::optional<double> timeout_s) {
+  auto stream = self.open();
+  int64_t timeout_us = microseconds(timeout_s);
+  PyObject* made = PyBytes_FromStringAndSize(nullptr, static_cast<Py_ssize_t>(count));
+  if (!made) throw py::error_already_set();
+  auto bytes = py::reinterpret_steal<py::bytes>(made);
+  char* into = PyBytes_AS_STRING(bytes.ptr());
+  without_gil([&] { stream->read_exactly(into, count, timeout_us); });
+  return bytes;
+}
+
+void write_all(const StreamObject& self, const py::object& data, std::optional<double> timeout_s) {
+  auto stream = self.open();
+  int64_t timeout_us = microseconds(timeout_s);
+  Memory memory(data);
+  without_gil([&] { stream->write_all(memory.data(), memory.size(), timeout_us); });
+}
+
+StreamObject without_tls(StreamObject& self, std::optional<double> timeout_s) {
+  auto stream = self.open();
+  int64_t timeout_us = microseconds(timeout_s);
+  auto without = without_gil([&] { return StreamObject{stream->without_tls(timeout_us)}; });
+  self.stream.reset();
+  return without;
+}
+
+void shut_down(const StreamObject& self) {
+  if (self.stream) self.stream->shut_down();
+}
+
+void close(StreamObject& self) {
+  shut_down(self);
+  self.stream.reset();
+}
+
+// Python's ssl module may not be there at all; TLS then asks for OpenSSL by its usual names.
+void use_pythons_openssl() {
+  try {
+    openssl::use_openssl_of(py::module_::import("_ssl").attr("__file__").cast<std::string>());
+  } catch (py::error_already_set& error) {
+    if (!error.matches(PyExc_ImportError) && !error.matches(PyExc_AttributeError)) throw;
+  }
+}
+
+}  // namespace
+
+void bind_stream(py::module_& module) {
+  use_pythons_openssl();
+  py::register_local_exception<ConnectionLost>(module, "ConnectionLost", PyExc_ConnectionError);
+  py::register_local_exception<TlsRefused>(module, "TlsRefused", PyExc_ConnectionError);
+  py::class_<StreamObject>(module, "Stream", py::module_local())
+      .def_static("bare", &bare, py::arg("fd"))
+      .def_static("tls_client", &tls_client, py::arg("fd"), py::arg("ca_der"), py::arg("server_name"),
+                  py::arg("timeout_s"))
+      .def_static("tls_server", &tls_server, py::arg("fd"), py::arg("certificate_path"), py::arg("key_path"),
+                  py::arg("timeout_s"))
+      .def("read_exactly", &read_exactly, py::arg("count"), py::arg("timeout_s"))
+      .def("write_all", &write_all, py::arg("data"), py::arg("timeout_s"))
+      .def("without_tls", &without_tls, py::arg("timeout_s"))
+      .def("shut_down", &shut_down)
+      .def("close", &close)
+      .def_property_readonly("encrypted", [](const StreamObject& self) { return self.open()->encrypted(); });
+}
+
+std::shared_ptr<Stream> stream_of(py::handle object) { return object.cast<const StreamObject&>().open(); }
+
+}  // namespace genie

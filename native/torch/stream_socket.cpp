@@ -1,0 +1,135 @@
+#include "stream_socket.h"
+
+#include <algorithm>
+#include <cerrno>
+#include <climits>
+#include <system_error>
+
+#include <fcntl.h>
+#include <netinet/in.h>
+#include <netinet/tcp.h>
+#include <poll.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include "stream.h"
+
+namespace genie {
+
+namespace {
+
+constexpr int KEEPALIVE_IDLE_S = 30;
+constexpr int KEEPALIVE_INTERVAL_S = 10;
+constexpr int KEEPALIVE_PROBES = 3;
+// A year; so that sums of times stay numbers.
+constexpr int64_t TIMEOUT_US_MAX = 31'536'000'000'000;
+
+#ifdef MSG_NOSIGNAL
+constexpr int SEND_FLAGS = MSG_NOSIGNAL;
+#else
+constexpr int SEND_FLAGS = 0;
+#endif
+
+void set_option(int fd, int level, int name, int value) {
+  // Not every kind of socket knows every option (a test's may be local); it works without them.
+  (void)::setsockopt(fd, level, name, &value, sizeof(value));
+}
+
+// Small messages leave at once; a peer whose machine has vanished is noticed within about a minute. The sizes
+// of the buffers are left to the kernel, which grows them as it needs.
+void tune(int fd) {
+  set_option(fd, IPPROTO_TCP, TCP_NODELAY, 1);
+  set_option(fd, SOL_SOCKET, SO_KEEPALIVE, 1);
+#ifdef TCP_KEEPIDLE
+  set_option(fd, IPPROTO_TCP, TCP_KEEPIDLE, KEEPALIVE_IDLE_S);
+#endif
+  set_option(fd, IPPROTO_TCP, TCP_KEEPINTVL, KEEPALIVE_INTERVAL_S);
+  set_option(fd, IPPROTO_TCP, TCP_KEEPCNT, KEEPALIVE_PROBES);
+#ifdef SO_NOSIGPIPE
+  set_option(fd, SOL_SOCKET, SO_NOSIGPIPE, 1);
+#endif
+}
+
+bool is_socket(int fd) {
+  int type = 0;
+  socklen_t size = sizeof(type);
+  return ::getsockopt(fd, SOL_SOCKET, SO_TYPE, &type, &size) == 0 && type == SOCK_STREAM;
+}
+
+// poll, to the microsecond where the system can; a negative time is for ever.
+int poll_one(pollfd* entry, int64_t timeout_us) {
+#ifdef __linux__
+  timespec left{static_cast<time_t>(timeout_us / 1000000), static_cast<long>(timeout_us % 1000000 * 1000)};
+  return ::ppoll(entry, 1, timeout_us < 0 ? nullptr : &left, nullptr);
+#else
+  int64_t left_ms = std::min<int64_t>((timeout_us + 999) / 1000, INT_MAX);
+  return ::poll(entry, 1, timeout_us < 0 ? -1 : static_cast<int>(left_ms));
+#endif
+}
+
+}  // namespace
+
+Deadline::Deadline(int64_t timeout_us)
+    : never_(timeout_us < 0), end_(std::chrono::steady_clock::now()) {
+  end_ += std::chrono::microseconds(std::min(timeout_us, TIMEOUT_US_MAX));
+}
+
+int64_t Deadline::left_us() const {
+  if (never_) return -1;
+  auto left = std::chrono::duration_cast<std::chrono::microseconds>(end_ - std::chrono::steady_clock::now());
+  return std::max<int64_t>(left.count(), 0);
+}
+
+Socket::Socket(int fd) : fd_(fd) {
+  int flags = ::fcntl(fd, F_GETFL);
+  if (flags == -1 || !is_socket(fd) || ::fcntl(fd, F_SETFL, flags | O_NONBLOCK) == -1) {
+    if (flags != -1) ::close(fd);
+    throw ConnectionLost("descriptor " + std::to_string(fd) + " is not a connected socket");
+  }
+  tune(fd);
+}
+
+Socket::~Socket() { ::close(fd_); }
+
+ssize_t Socket::receive(void* into, size_t size) noexcept {
+  ssize_t got;
+  do {
+    got = ::recv(fd_, into, size, 0);
+  } while (got == -1 && errno == EINTR);
+  return got;
+}
+
+ssize_t Socket::send(const void* from, size_t size) noexcept {
+  ssize_t sent;
+  do {
+    sent = ::send(fd_, from, size, SEND_FLAGS);
+  } while (sent == -1 && errno == EINTR);
+  return sent;
+}
+
+bool Socket::wait(short events, const Deadline& deadline) {
+  for (;;) {
+    pollfd entry{fd_, events, 0};
+    int64_t left_us = deadline.left_us();
+    int ready = poll_one(&entry, left_us);
+    if (ready > 0) return true;
+    if (ready == -1 && errno != EINTR) throw ConnectionLost("waiting failed: " + error_text(errno));
+    if (left_us == 0) return false;
+  }
+}
+
+void Socket::shut_down() noexcept {
+  shut_down_.store(true, std::memory_order_release);
+  // ENOTCONN when the peer was faster: whoever waits has been woken by that.
+  (void)::shutdown(fd_, SHUT_RDWR);
+}
+
+void Socket::check_open() const {
+  if (shut_down_.load(std::memory_order_acquire)) throw ConnectionLost("this side has ended the connection");
+}
+
+bool would_block(int error) { return error == EAGAIN || error == EWOULDBLOCK; }
+
+std::string error_text(int error) { return std::generic_category().message(error); }
+
+}  // namespace genie

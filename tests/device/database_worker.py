@@ -1,0 +1,76 @@
+"""The process in which entries of a database are compared; comparison.py starts another when it dies of one.
+
+Reads units from standard input and answers on the descriptor it was given, a JSON object a line: what it
+is about to do ("at"), then what it found. Standard output is whatever torch prints. It is a process of its
+own also because torch's databases change the settings of whoever imports them.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import faulthandler
+import importlib
+import json
+import os
+import signal
+import sys
+import time
+import warnings
+from types import ModuleType
+from typing import Any, TextIO
+
+import torch
+
+from genie import device
+from tests.device.conftest import D0, remote_device
+from tests.device.findings import Findings, Unit
+from tests.device.judge import outcome_of
+
+_PR_SET_PDEATHSIG = 1
+
+
+def main(database: str, kind: str, *, port: int, answers: int) -> None:
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # ends with its parent
+    faulthandler.enable()
+    warnings.simplefilter("ignore")  # of what is run; what it warns of is not compared
+    torch.set_num_threads(1)
+    local = "cpu" if kind == "cpu" else f"{kind}:0"
+    entries = importlib.import_module(f"tests.device.{database}")
+    device.attach([remote_device(0, lambda: port)])
+    torch.zeros(1, device=D0).cpu()
+    with os.fdopen(answers, "w") as out:
+        _say(out, ready=_described(entries, local))
+        for line in sys.stdin:
+            _say(out, findings=dataclasses.asdict(_compared(Unit(**json.loads(line)), entries, local, out)))
+    device.detach()
+
+
+def _compared(unit: Unit, entries: ModuleType, local: str, out: TextIO) -> Findings:
+    began = time.monotonic()
+    try:
+        findings: Findings = entries.check(unit, local=local, beat=lambda what: _say(out, at=what))
+    except Exception as error:  # of the comparison itself: told to whoever asked, and no pass
+        findings = Findings(unit.name, unit.dtype)
+        for verdict in (findings.forward, findings.backward):
+            verdict.note(outcome_of(error), f"the comparison: {type(error).__name__}: {error}")
+    findings.seconds = round(time.monotonic() - began, 2)
+    return findings
+
+
+def _described(entries: ModuleType, local: str) -> dict[str, Any]:
+    """What one must know to ask: the names of the entries, with the dtypes in which torch has them here."""
+    return {
+        "torch": torch.__version__,
+        "device": torch.cuda.get_device_name(0) if local != "cpu" else "cpu",
+        "entries": entries.dtypes_by_name(local),
+    }
+
+
+def _say(out: TextIO, **message: Any) -> None:
+    out.write(json.dumps(message) + "\n")
+    out.flush()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2], port=int(sys.argv[3]), answers=int(sys.argv[4]))

@@ -1,0 +1,248 @@
+"""What a comparison with torch's own databases found: outcomes, their sum, and the list of known exceptions.
+
+Imports no torch. Not for: running anything (opinfo.py, opinfo_report.py).
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+EXCEPTIONS_PATH = Path(__file__).with_name("opinfo_exceptions.txt")
+DIRECTIONS = ("forward", "backward")
+TEXT_MAX = 300
+
+
+class Outcome(enum.StrEnum):
+    """From good to bad."""
+
+    PASS = "pass"
+    REFUSED = "refused"
+    FAILED = "failed"
+    WRONG = "wrong"
+    CRASHED = "crashed"
+
+    @property
+    def badness(self) -> int:
+        return list(Outcome).index(self)
+
+
+@dataclass(frozen=True)
+class Unit:
+    """What is compared at once: one entry of a database in one dtype."""
+
+    name: str
+    dtype: str
+    samples: int | None
+    """At most so many; None for all."""
+    errors: bool
+    """Whether to add inputs that must raise."""
+
+
+@dataclass
+class Verdict:
+    """The worst outcome of an entry's samples in one direction; `reason` and `sample` are of its first."""
+
+    outcome: Outcome = Outcome.PASS
+    reason: str = ""
+    sample: str = ""
+    compared: int = 0
+    bad: int = 0
+
+    def note(self, outcome: Outcome, reason: str = "", sample: str = "") -> None:
+        self.compared += 1
+        self.bad += outcome is not Outcome.PASS
+        if outcome.badness > self.outcome.badness:
+            self.outcome, self.reason, self.sample = outcome, shortened(reason), shortened(sample)
+
+
+@dataclass
+class Raised:
+    """Samples that raise here: what they do there. `other_type` and `nothing` name them."""
+
+    same: int = 0
+    other_type: list[str] = field(default_factory=list)
+    nothing: list[str] = field(default_factory=list)
+
+
+@dataclass
+class Findings:
+    """What came of one entry in one dtype. Where nothing could be compared, `compared` is 0."""
+
+    name: str
+    dtype: str
+    forward: Verdict = field(default_factory=Verdict)
+    backward: Verdict = field(default_factory=Verdict)
+    raised: Raised = field(default_factory=Raised)
+    seconds: float = 0.0
+
+    @classmethod
+    def from_json(cls, values: dict[str, Any]) -> Findings:
+        verdicts = {name: _verdict(values[name]) for name in DIRECTIONS}
+        return cls(**(values | verdicts | {"raised": Raised(**values["raised"])}))
+
+    @classmethod
+    def crashed(cls, name: str, dtype: str, *, reason: str, sample: str) -> Findings:
+        """In both directions: whatever would have come after it has not been looked at."""
+        findings = cls(name, dtype)
+        for verdict in (findings.forward, findings.backward):
+            verdict.note(Outcome.CRASHED, reason, sample)
+        return findings
+
+    @property
+    def is_crashed(self) -> bool:
+        return Outcome.CRASHED in (self.forward.outcome, self.backward.outcome)
+
+    @property
+    def has_problem(self) -> bool:
+        return (self.forward.outcome, self.backward.outcome) != (Outcome.PASS, Outcome.PASS)
+
+
+def _verdict(values: dict[str, Any]) -> Verdict:
+    return Verdict(**(values | {"outcome": Outcome(values["outcome"])}))
+
+
+@dataclass(frozen=True, order=True)
+class Problem:
+    """An entry that does not pass, in one dtype and direction."""
+
+    name: str
+    dtype: str
+    direction: str
+    outcome: Outcome
+    reason: str = field(compare=False)
+    sample: str = field(default="", compare=False)
+
+    def as_json(self) -> dict[str, str]:
+        return {name: str(value) for name, value in asdict(self).items() if name != "name"}
+
+
+class Summary:
+    """Findings of a run, counted by entry: it passes when all its dtypes do."""
+
+    def __init__(self, findings: Iterable[Findings]) -> None:
+        self.by_name: dict[str, list[Findings]] = {}
+        for one in findings:
+            self.by_name.setdefault(one.name, []).append(one)
+
+    @property
+    def not_here(self) -> list[str]:
+        """Entries that raise here with every sample: torch does not have them on this device."""
+        return [name for name in self.by_name if not self._compared(name, "forward")]
+
+    @property
+    def problems(self) -> list[Problem]:
+        return [
+            Problem(one.name, one.dtype, direction, verdict.outcome, verdict.reason, verdict.sample)
+            for several in self.by_name.values()
+            for one in several
+            for direction, verdict in ((name, getattr(one, name)) for name in DIRECTIONS)
+            if verdict.outcome is not Outcome.PASS
+        ]
+
+    def counted(self, direction: str) -> list[str]:
+        """Entries that have something to compare in that direction."""
+        return [name for name in self.by_name if self._compared(name, direction)]
+
+    def named(self, outcome: Outcome) -> list[str]:
+        return sorted({problem.name for problem in self.problems if problem.outcome is outcome})
+
+    def percent(self, direction: str) -> float:
+        counted = self.counted(direction)
+        bad = {problem.name for problem in self.problems if problem.direction == direction}
+        return round(100 * (1 - len(bad) / len(counted)), 2) if counted else 100.0
+
+    def compared(self) -> dict[str, int]:
+        """Calls whose results were held against each other."""
+        every = [one for several in self.by_name.values() for one in several]
+        return {name: sum(getattr(one, name).compared for one in every) for name in DIRECTIONS}
+
+    def raised(self) -> dict[str, int]:
+        every = [one.raised for several in self.by_name.values() for one in several]
+        return {
+            "same": sum(one.same for one in every),
+            "other_type": sum(len(one.other_type) for one in every),
+            "nothing": sum(len(one.nothing) for one in every),
+        }
+
+    def _compared(self, name: str, direction: str) -> bool:
+        return any(getattr(one, direction).compared for one in self.by_name[name])
+
+
+@dataclass(frozen=True)
+class Listed:
+    """A line of the list: an entry that is known not to pass; forward, then not backward either."""
+
+    name: str
+    device: str
+    dtypes: tuple[str, ...]
+    direction: str
+    outcome: Outcome
+    reason: str
+
+    def covers(self, problem: Problem) -> bool:
+        return (
+            self.name == problem.name
+            and self.direction in ("forward", problem.direction)
+            and problem.dtype in self.dtypes
+            and problem.outcome is self.outcome
+        )
+
+
+def read_exceptions(path: Path = EXCEPTIONS_PATH) -> list[Listed]:
+    """Every line but empty ones and comments."""
+    lines = [line.strip() for line in path.read_text("utf-8").splitlines()]
+    return [parsed(line) for line in lines if line and not line.startswith("#")]
+
+
+def parsed(line: str) -> Listed:
+    """ValueError when it is not a line of the list."""
+    parts = [part.strip() for part in line.split("|")]
+    if len(parts) != 6 or parts[3] not in DIRECTIONS:
+        raise ValueError(f"{EXCEPTIONS_PATH.name}: not a line of the list: {line}")
+    name, device, dtypes, direction, outcome, reason = parts
+    return Listed(name, device, tuple(dtypes.split(",")), direction, Outcome(outcome), reason)
+
+
+def exception_lines(problems: Sequence[Problem], device: str) -> list[str]:
+    """The problems as lines of the list, one for all dtypes with the same outcome."""
+    forward = {(one.name, one.dtype, one.outcome) for one in problems if one.direction == "forward"}
+    groups: dict[tuple[str, str, Outcome], list[Problem]] = {}
+    for one in sorted(problems):
+        if one.direction == "forward" or (one.name, one.dtype, one.outcome) not in forward:
+            groups.setdefault((one.name, one.direction, one.outcome), []).append(one)
+    return [
+        " | ".join([name, device, ",".join(p.dtype for p in group), direction, outcome, _brief(group)])
+        for (name, direction, outcome), group in groups.items()
+    ]
+
+
+def unlisted(problems: Iterable[Problem], listed: Sequence[Listed]) -> list[Problem]:
+    return [one for one in problems if not any(line.covers(one) for line in listed)]
+
+
+def stale(summary: Summary, listed: Sequence[Listed]) -> list[tuple[Listed, str]]:
+    """Lines that are not true any more, with the dtype of which that holds, among what has been run."""
+    ran = {(one.name, one.dtype) for several in summary.by_name.values() for one in several}
+    return [
+        (line, dtype)
+        for line in listed
+        for dtype in line.dtypes
+        if (line.name, dtype) in ran
+        and not any(
+            line.covers(problem) and (problem.dtype, problem.direction) == (dtype, line.direction)
+            for problem in summary.problems
+        )
+    ]
+
+
+def shortened(text: str) -> str:
+    text = " ".join(text.split())
+    return text if len(text) <= TEXT_MAX else text[: TEXT_MAX - 3] + "..."
+
+
+def _brief(group: Sequence[Problem]) -> str:
+    return group[0].reason.partition(" [")[0].replace("|", "/")[:100]

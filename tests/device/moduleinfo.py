@@ -1,0 +1,106 @@
+"""One entry of torch's module database, here and on a remote device, in training or in evaluation.
+
+For every input: the outputs, the gradients of parameters and inputs, and the buffers afterwards are the same.
+Not for: starting executors and surviving crashes (opinfo_report.py).
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.testing._internal.common_modules import module_db
+
+from tests.device.conftest import D0
+from tests.device.findings import Findings, Unit
+from tests.device.judge import Judge, Run, attempt
+from tests.device.tolerances import tolerance_of
+from tests.device.twins import (
+    SEED,
+    Copies,
+    Tolerance,
+    assert_placed,
+    assert_same,
+    fetched,
+    gradients,
+    seed,
+    spread,
+)
+
+_MODES = {"train": True, "eval": False}
+
+
+def dtypes_by_name(local: str) -> dict[str, list[str]]:
+    """`nn.Linear, train` and `nn.Linear, eval`."""
+    return {f"{info.name}, {mode}": ["float32"] for info in module_db for mode in _MODES}
+
+
+def check(unit: Unit, *, local: str, beat: Callable[[str], None]) -> Findings:
+    """What the database raises when it makes inputs goes through."""
+    name, _, mode = unit.name.partition(", ")
+    info = next(info for info in module_db if info.name == name)
+    training, dtype = _MODES[mode], getattr(torch, unit.dtype)
+    tolerance = tolerance_of(info.decorators, "TestModule", dtype, local)
+    checker = _Checker(Findings(unit.name, unit.dtype), local, tolerance, beat)
+    inputs = spread(
+        lambda: info.module_inputs_func(
+            info, device=local, dtype=dtype, requires_grad=True, training=training
+        ),
+        unit.samples,
+    )
+    for number, given in enumerate(inputs):
+        torch.manual_seed(SEED)
+        built = given.constructor_input
+        module = info.module_cls(*built.args, **built.kwargs).to(local, dtype).train(training)
+        checker.check(f"input {number} {given.desc}", module, given)
+    return checker.findings
+
+
+class _Checker(Judge):
+    def __init__(
+        self, findings: Findings, local: str, tolerance: Tolerance, beat: Callable[[str], None]
+    ) -> None:
+        super().__init__(findings, beat)
+        self._local = local
+        self._tolerance = tolerance
+
+    def check(self, label: str, module: torch.nn.Module, given: Any) -> None:
+        self.beat(label)
+        here, there = (self._run(copy.deepcopy(module), given, device) for device in (self._local, D0))
+        what = f"{label}: {module}"
+        same = self.judge(self.findings.forward, what, here, there, lambda: self._compare(there, here))
+        if not same:
+            if here.error is None:
+                forward = self.findings.forward
+                self.findings.backward.note(forward.outcome, forward.reason, forward.sample)
+            return
+        self.beat(f"{label}, backward")
+        mine, theirs = _differentiated(here, self._local), _differentiated(there, D0)
+        if mine.error is None and mine.outputs is None and theirs.error is None and theirs.outputs is None:
+            return  # nothing to differentiate
+        self.judge(self.findings.backward, what, mine, theirs, lambda: self._compare(theirs, mine))
+
+    def _run(self, module: torch.nn.Module, given: Any, device: str) -> Run:
+        def work(run: Run) -> None:
+            module.to(device)
+            inputs = given.forward_input
+            args, kwargs = Copies(self._local, device)((inputs.args, inputs.kwargs))
+            seed(device)
+            outputs = module(*args, **kwargs)
+            run.arguments = list(module.parameters()), args, kwargs
+            run.outputs = outputs, dict(module.named_buffers())
+
+        return attempt(work, device)
+
+    def _compare(self, there: Run, here: Run) -> None:
+        assert_placed(there.outputs, here.outputs, local=self._local, remote=D0, what="output")
+        assert_same(fetched(there.outputs), fetched(here.outputs), what="output", tolerance=self._tolerance)
+
+
+def _differentiated(forward: Run, device: str) -> Run:
+    def work(run: Run) -> None:
+        run.outputs = gradients(forward.outputs, forward.arguments)
+
+    return attempt(work, device)

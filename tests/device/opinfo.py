@@ -1,0 +1,242 @@
+"""One entry of torch's op database, here and on a remote device: what is asked and what must be the same.
+
+For every sample: the outputs, the inputs afterwards and the gradients are the same. For some also: the
+sample without contiguous memory, conjugated, in place, into out=. Where the op raises here, it raises there.
+Not for: starting executors and surviving crashes (opinfo_report.py).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.testing._internal.common_methods_invocations import op_db
+from torch.testing._internal.opinfo.core import SampleInput
+
+from tests.device.conftest import D0
+from tests.device.findings import Findings, Unit
+from tests.device.judge import Judge, Run, attempt
+from tests.device.tolerances import tolerance_of
+from tests.device.twins import (
+    Copies,
+    MismatchError,
+    assert_placed,
+    assert_same,
+    fetched,
+    gradients,
+    seed,
+    spread,
+    tensors_of,
+)
+
+# Samples that are tried until the op in place, or into out=, has worked here once.
+_VARIANT_TRIES_MAX = 6
+# What is in their results nobody has written; only shapes and dtypes can be compared.
+_UNINITIALISED = frozenset(
+    ("empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided",
+     "resize_", "resize_as_")
+)  # fmt: skip
+# Where CUDA, too, wants everything but the input in host memory.
+_HOST_ARGUMENTS = frozenset(("tensor_split",))
+# Some of their samples name no device, and would be made here in both runs.
+_FACTORIES = frozenset(("arange", "linspace", "logspace"))
+
+
+@dataclass(frozen=True)
+class _Case:
+    """One call; with `grad` it is recorded, and the gradients are compared, too."""
+
+    label: str
+    call: Callable[..., Any]
+    sample: Any
+    grad: bool
+
+    def __str__(self) -> str:
+        try:
+            return f"{self.label}: {self.sample.summary()}"
+        except RuntimeError as error:  # of a layout that torch cannot describe
+            return f"{self.label}: {error}"
+
+
+def dtypes_by_name(local: str) -> dict[str, list[str]]:
+    """The dtypes in which torch has an op on that device."""
+    kind = local.partition(":")[0]
+    return {op.full_name: sorted(map(_name, op.supported_dtypes(kind))) for op in op_db}
+
+
+def check(unit: Unit, *, local: str, beat: Callable[[str], None]) -> Findings:
+    """`beat` is told before each call what comes. What a sample generator raises goes through."""
+    op = next(op for op in op_db if op.full_name == unit.name)
+    dtype = getattr(torch, unit.dtype)
+    grad = op.supports_autograd and dtype in op.supported_backward_dtypes(local.partition(":")[0])
+    checker = _Checker(op, dtype, local, beat)
+    samples = spread(lambda: op.sample_inputs(local, dtype, requires_grad=grad, set_seed=False), unit.samples)
+    for number, sample in enumerate(samples):
+        checker.check(_Case(f"sample {number}", op.op, sample, grad))
+    if samples and all(x.layout is torch.strided for x in tensors_of(_given(samples[0]))):
+        checker.check(_Case("not contiguous", op.op, samples[0].noncontiguous(), grad))
+    if dtype.is_complex and op.test_conjugated_samples and samples:
+        checker.check(_Case("conjugated", op.op, samples[0].transform(_conjugated), grad))
+    checker.check_in_place(samples, grad)
+    if op.supports_out:
+        checker.check_out(samples)
+    if unit.errors and op.error_inputs_func is not None:
+        for number, error in enumerate(spread(lambda: op.error_inputs(local, set_seed=False), unit.samples)):
+            checker.check(_Case(f"error {number}", op.op, error.sample_input, grad=False))
+    return checker.findings
+
+
+class _Checker(Judge):
+    def __init__(self, op: Any, dtype: torch.dtype, local: str, beat: Callable[[str], None]) -> None:
+        super().__init__(Findings(op.full_name, _name(dtype)), beat)
+        self._op = op
+        self._local = local
+        self._tolerance = tolerance_of(op.decorators, "TestCommon", dtype, local)
+        self._values = op.name not in _UNINITIALISED
+
+    def check(self, case: _Case) -> Run:
+        """Returns the run here."""
+        self.beat(case.label)
+        here, there = self._run(case, self._local), self._run(case, D0)
+        findings = self.findings
+        same = self.judge(findings.forward, case, here, there, lambda: self._compare(there, here))
+        if not case.grad or here.error is not None:
+            return here
+        if same:
+            self.beat(f"{case.label}, backward")
+            self._check_backward(case, here, there)
+        else:
+            findings.backward.note(findings.forward.outcome, findings.forward.reason, findings.forward.sample)
+        return here
+
+    def check_in_place(self, samples: Sequence[Any], grad: bool) -> None:
+        in_place = self._op.get_inplace()
+        if in_place is None:
+            return
+        candidates = [sample for sample in samples if isinstance(sample.input, torch.Tensor)]
+        self._until_one_works(_Case("in place", in_place, sample, grad=False) for sample in candidates)
+        if grad and self._op.supports_inplace_autograd:
+            self._until_one_works(
+                _Case("in place on a copy", lambda x, *a, **k: in_place(x.clone(), *a, **k), sample, True)
+                for sample in candidates
+                if not sample.broadcasts_input
+            )
+
+    def check_out(self, samples: Sequence[Any]) -> None:
+        self._until_one_works(self._into(samples, "out=", _filled))
+        self._until_one_works(self._into(samples, "out= without elements", _without_elements))
+
+    def _into(
+        self, samples: Sequence[Any], label: str, make: Callable[[torch.Tensor], torch.Tensor]
+    ) -> Iterator[_Case]:
+        for sample in samples:
+            plain = self._run(_Case(label, self._op.op, sample, grad=False), self._local)
+            outputs = plain.outputs
+            if plain.error is None and tensors_of(outputs):
+                several = isinstance(outputs, list | tuple)
+                out = tuple(map(make, tensors_of(outputs))) if several else make(outputs)
+                kwargs = {**sample.kwargs, "out": out}
+                into = SampleInput(sample.input, args=sample.args, kwargs=kwargs)
+                yield _Case(label, self._op.op, into, grad=False)
+
+    def _until_one_works(self, cases: Iterator[_Case]) -> None:
+        for case in itertools.islice(cases, _VARIANT_TRIES_MAX):
+            if self.check(case).error is None:
+                return
+
+    def _run(self, case: _Case, device: str) -> Run:
+        def work(run: Run) -> None:
+            run.arguments = self._copied(case.sample, device)
+            first, rest, named = run.arguments
+            seed(device)
+            with torch.set_grad_enabled(case.grad):
+                run.outputs = case.call(first, *rest, **named)
+
+        return attempt(work, device)
+
+    def _copied(self, sample: Any, device: str) -> tuple[Any, Any, Any]:
+        move = Copies(self._local, device)
+        move_rest = Copies(self._local, self._local) if self._op.name in _HOST_ARGUMENTS else move
+        named = sample.kwargs
+        if self._op.name in _FACTORIES and not tensors_of(_given(sample)):
+            named = {"device": self._local} | named
+        if "options" in named:
+            named = named | {"options": _resolved_for(named["options"], self._local)}
+        return move(sample.input), move_rest(sample.args), move_rest(named)
+
+    def _compare(self, there: Run, here: Run) -> None:
+        assert_placed(there.outputs, here.outputs, local=self._local, remote=D0, what="output")
+        same = _same_objects(there), _same_objects(here)
+        if same[0] != same[1]:
+            raise MismatchError(f"outputs are inputs: {same[0]} instead of {same[1]}")
+        # of the arguments only tensors: names of devices differ on purpose
+        pairs = {
+            "output": (there.outputs, here.outputs),
+            "argument": (tensors_of(there.arguments), tensors_of(here.arguments)),
+        }
+        for what, (found, expected) in pairs.items():
+            assert_same(
+                fetched(found), fetched(expected), what=what, tolerance=self._tolerance, values=self._values
+            )
+
+    def _check_backward(self, case: _Case, here: Run, there: Run) -> None:
+        def differentiate(forward: Run) -> Callable[[Run], None]:
+            def work(run: Run) -> None:
+                outputs = case.sample.output_process_fn_grad(forward.outputs)
+                run.outputs = gradients(outputs, forward.arguments)
+
+            return work
+
+        mine, theirs = attempt(differentiate(here), self._local), attempt(differentiate(there), D0)
+        if mine.error is None and mine.outputs is None and theirs.outputs is None and theirs.error is None:
+            return  # nothing to differentiate
+
+        def compare() -> None:
+            assert_placed(theirs.outputs, mine.outputs, local=self._local, remote=D0, what="gradient")
+            found, expected = fetched(theirs.outputs), fetched(mine.outputs)
+            assert_same(found, expected, what="gradient", tolerance=self._tolerance)
+
+        self.judge(self.findings.backward, case, mine, theirs, compare)
+
+
+def _given(sample: Any) -> tuple[Any, ...]:
+    return sample.input, sample.args, sample.kwargs
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _resolved_for(options: Any, device: str) -> Any:
+    """linear_cross_entropy takes another algorithm on each kind of device; both runs take the one of here."""
+    kind = type(options)
+
+    def adjust(self: Any, **given: Any) -> Any:
+        return kind._adjust(self, **given | {"device": torch.device(device)})
+
+    fixed = type(kind.__name__, (kind,), {"__slots__": (), "_adjust": adjust})
+    return fixed(**{field.name: getattr(options, field.name) for field in dataclasses.fields(options)})
+
+
+def _conjugated(value: Any) -> Any:
+    if not isinstance(value, torch.Tensor) or not value.is_complex():
+        return value
+    return value.detach().conj().requires_grad_(value.requires_grad)
+
+
+def _filled(output: torch.Tensor) -> torch.Tensor:
+    return torch.full_like(output.detach(), 1)
+
+
+def _without_elements(output: torch.Tensor) -> torch.Tensor:
+    return torch.empty(0, dtype=output.dtype, device=output.device)
+
+
+def _same_objects(run: Run) -> list[tuple[int, int]]:
+    """Which outputs are, as objects, which inputs."""
+    outputs, inputs = tensors_of(run.outputs), tensors_of(run.arguments)
+    return [(i, j) for i, x in enumerate(outputs) for j, y in enumerate(inputs) if x is y]

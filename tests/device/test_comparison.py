@@ -1,0 +1,201 @@
+"""The comparison itself: it takes nothing wrong for right, and no crash ends it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from genie.errors import DeviceLostError, OpRefusedError, RemoteOpError
+from tests.device import findings
+from tests.device.comparison import Comparison
+from tests.device.findings import Findings, Listed, Outcome, Problem, Summary, Unit
+from tests.device.judge import Judge, Run, outcome_of
+from tests.device.twins import Copies, MismatchError, Tolerance, assert_placed, assert_same, spread
+
+
+@pytest.mark.timeout(200)
+def test_a_crash_is_counted_and_the_next_entry_is_compared() -> None:
+    with Comparison("crashinfo", step_timeout_s=20.0) as comparison:
+        names = comparison.described()["entries"]
+        units = [Unit(name, "float32", None, errors=False) for name in names if name != "is stuck"]
+        found = {one.name: one for one in comparison.run(units)}
+    outcomes = {name: one.forward.outcome for name, one in found.items()}
+    assert outcomes == {
+        "ends the client": Outcome.CRASHED,
+        "ends the executor": Outcome.CRASHED,
+        "raises": Outcome.FAILED,
+        "works": Outcome.PASS,
+    }
+    assert found["ends the client"].forward.sample == "the only sample"
+    assert "the executor ended" in found["ends the executor"].forward.reason
+    assert "ended with -11" in found["ends the client"].backward.reason
+    assert "ValueError: this comparison is broken" in found["raises"].backward.reason
+
+
+@pytest.mark.timeout(200)
+def test_what_does_not_come_back_is_a_crash() -> None:
+    with Comparison("crashinfo", step_timeout_s=1.0) as comparison:
+        (found,) = comparison.run([Unit("is stuck", "float32", None, errors=False)])
+    assert found.is_crashed
+    assert "no answer" in found.forward.reason
+
+
+@pytest.mark.parametrize(
+    ("error", "outcome"),
+    [
+        (MismatchError("output: shape"), Outcome.WRONG),
+        (OpRefusedError("aten::x"), Outcome.REFUSED),
+        (NotImplementedError("Could not run 'aten::x'"), Outcome.REFUSED),
+        (NotImplementedError("later"), Outcome.FAILED),
+        (RemoteOpError("aten::x failed"), Outcome.FAILED),
+        (AssertionError("of the op"), Outcome.FAILED),
+        (RuntimeError("x INTERNAL ASSERT FAILED at"), Outcome.CRASHED),
+        (DeviceLostError("gone"), Outcome.CRASHED),
+        (SystemError("returned NULL"), Outcome.CRASHED),
+    ],
+)
+def test_how_an_error_counts(error: Exception, outcome: Outcome) -> None:
+    assert outcome_of(error) is outcome
+
+
+def judged(here: Exception | None, there: Exception | None) -> Findings:
+    judge = Judge(Findings("op", "float32"), lambda what: None)
+    judge.judge(judge.findings.forward, "sample 0", Run(error=here), Run(error=there), lambda: None)
+    return judge.findings
+
+
+def test_what_raises_here_must_raise_there() -> None:
+    assert judged(ValueError("a"), ValueError("b")).raised.same == 1
+    assert judged(RuntimeError("a"), RemoteOpError("b")).raised.same == 1
+    assert judged(IndexError("a"), RemoteOpError("b")).raised.other_type
+    assert judged(IndexError("a"), None).raised.nothing == ["sample 0: IndexError: a"]
+    assert judged(IndexError("a"), DeviceLostError("b")).forward.outcome is Outcome.CRASHED
+    assert judged(IndexError("a"), None).forward.compared == 0
+
+
+def test_the_worst_sample_counts() -> None:
+    found = Findings("op", "float32")
+    for outcome in (Outcome.PASS, Outcome.WRONG, Outcome.REFUSED, Outcome.PASS):
+        found.forward.note(outcome, f"it was {outcome}", "here")
+    assert (found.forward.outcome, found.forward.reason) == (Outcome.WRONG, "it was wrong")
+    assert (found.forward.compared, found.forward.bad) == (4, 2)
+
+
+def test_percentages_are_of_what_was_compared() -> None:
+    several = [Findings(name, "float32") for name in "abcd"]
+    for one, outcome in zip(several, (Outcome.PASS, Outcome.REFUSED, Outcome.PASS), strict=False):
+        one.forward.note(outcome)
+    several[0].backward.note(Outcome.WRONG)
+    summary = Summary([*several, Findings("a", "int64")])
+    assert summary.not_here == ["d"]
+    assert (summary.percent("forward"), summary.percent("backward")) == (66.67, 0.0)
+    assert (summary.named(Outcome.WRONG), summary.named(Outcome.REFUSED)) == (["a"], ["b"])
+
+
+def test_the_list_covers_what_it_says_and_no_more() -> None:
+    line = Listed("std", "cpu", ("float32", "bool"), "forward", Outcome.REFUSED, "why")
+    one = Findings("std", "float32")
+    one.forward.note(Outcome.REFUSED)
+    worse = Findings("std", "bool")
+    worse.forward.note(Outcome.WRONG)
+    summary = Summary([one, worse])
+    assert [problem.dtype for problem in findings.unlisted(summary.problems, [line])] == ["bool"]
+    assert findings.stale(summary, [line]) == [(line, "bool")]
+    assert findings.stale(Summary([one]), [line]) == []
+    one.backward.note(Outcome.REFUSED)
+    assert findings.unlisted(Summary([one]).problems, [line]) == []
+    backward = replace(line, direction="backward")
+    assert [one.direction for one in findings.unlisted(Summary([one]).problems, [backward])] == ["forward"]
+
+
+def test_a_line_of_the_list_is_read() -> None:
+    lines = findings.exception_lines(
+        [
+            Problem("std", "int64", "forward", Outcome.REFUSED, "OpRefusedError: a | b"),
+            Problem("std", "bool", "forward", Outcome.REFUSED, "OpRefusedError: c [op 3]"),
+            Problem("std", "int64", "backward", Outcome.REFUSED, "OpRefusedError: a"),
+        ],
+        "cpu",
+    )
+    assert [findings.parsed(line) for line in lines] == [
+        Listed("std", "cpu", ("bool", "int64"), "forward", Outcome.REFUSED, "OpRefusedError: c")
+    ]
+    with pytest.raises(ValueError, match="not a line"):
+        findings.parsed("std | cpu | forward")
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (torch.ones(2), torch.ones(3)),
+        (torch.ones(2), torch.ones(2, dtype=torch.float64)),
+        (torch.ones(2), torch.ones(2) + 1e-4),
+        (torch.tensor([1000]), torch.tensor([1001])),
+        ([torch.ones(2)], (torch.ones(2),)),
+        ([torch.ones(2)], [torch.ones(2)] * 2),
+        ([torch.ones(2)], [None]),
+        (1.0, 1.1),
+        (1, 1.0),
+        (1, True),
+        (float("nan"), 1.0),
+    ],
+)
+def test_what_differs_is_found(one: object, other: object) -> None:
+    with pytest.raises(MismatchError, match="output"):
+        assert_same(one, other, what="output")
+
+
+def test_what_is_the_same_is_found_so() -> None:
+    nan = torch.tensor([float("nan"), 1.0])
+    assert_same([nan, {"a": 1}, float("nan"), None], [nan + 1e-8, {"a": 1}, float("nan"), None], what="it")
+    assert_same(torch.ones(2), torch.ones(2) * 1.01, what="it", tolerance=Tolerance(rtol=0.1))
+    assert_same(torch.ones(2), torch.zeros(2), what="it", values=False)
+    with pytest.raises(MismatchError):  # integers are exact, whatever is allowed
+        assert_same(torch.tensor([1]), torch.tensor([2]), what="it", tolerance=Tolerance(atol=5.0))
+
+
+def test_a_result_in_the_wrong_place_is_found() -> None:
+    meta = torch.ones(2, device="meta")
+    assert_placed([meta], [torch.ones(2)], local="cpu", remote="meta", what="output")
+    with pytest.raises(MismatchError, match="is on cpu, not on meta"):
+        assert_placed([torch.ones(2)], [torch.ones(2)], local="cpu", remote="meta", what="output")
+
+
+def test_copies_keep_strides_and_what_is_shared() -> None:
+    base = torch.arange(12.0)
+    one, other = base[2:10:2], base.view(3, 4).t()
+    leaf = torch.ones(2, requires_grad=True)
+    copied = Copies("cpu", "cpu")({"a": [one, other], "b": (leaf, leaf), "device": "cpu", "number": 3})
+    mine, theirs = copied["a"]
+    assert (mine.stride(), mine.storage_offset()) == (one.stride(), one.storage_offset())
+    mine.fill_(-1)
+    assert torch.equal(theirs, torch.tensor([[0.0, -1, -1], [1, 5, 9], [-1, -1, 10], [3, 7, 11]]))
+    assert base[2] == 2
+    assert copied["b"][0] is copied["b"][1]
+    assert copied["b"][0] is not leaf
+    assert copied["b"][0].requires_grad
+    assert copied["b"][0].is_leaf
+
+
+def test_copies_keep_views_that_conjugate() -> None:
+    value = torch.tensor([1 + 2j, 3 - 1j]).conj()
+    copied = Copies("cpu", "cpu")([value, value.imag])
+    assert copied[0].is_conj()
+    assert torch.equal(copied[0], value)
+    assert torch.equal(copied[1], value.imag)
+
+
+def test_copies_name_the_other_device() -> None:
+    moved = Copies("cpu", "meta")([torch.ones(2), "cpu", torch.device("cpu"), "sum"])
+    assert [str(x.device) if isinstance(x, torch.Tensor) else str(x) for x in moved] == [
+        "meta", "meta", "meta", "sum"
+    ]  # fmt: skip
+
+
+def test_too_many_samples_are_thinned_out_evenly() -> None:
+    assert spread(lambda: range(10), None) == list(range(10))
+    assert spread(lambda: range(10), 4) == [0, 3, 6, 9]
+    assert spread(lambda: range(10), 1) == [0]
+    assert torch.equal(*(spread(lambda: [torch.rand(2)], None)[0] for _ in range(2)))

@@ -1,0 +1,218 @@
+"""Captured models: written down once, replayed at a word, and right after every change around them."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+from torch import nn
+
+from genie.device import capture
+from genie.errors import OpRefusedError, UsageError
+from tests.device.conftest import D0, D1
+
+pytestmark = pytest.mark.usefixtures("devices")
+
+
+def small_model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.LayerNorm(8), nn.Linear(8, 2)).eval()
+
+
+def sent_ops(device: str = D0) -> int:
+    return int(torch.remote_accelerator.stream_stats(device)["ops"])
+
+
+def test_a_captured_model_gives_what_the_model_gives() -> None:
+    local = small_model()
+    captured = capture(small_model().to(D0))
+    for seed in range(4):
+        x = torch.randn(3, 4, generator=torch.Generator().manual_seed(seed))
+        torch.testing.assert_close(captured(x).cpu(), local(x))
+        torch.testing.assert_close(captured(x.to(D0)).cpu(), local(x))
+
+
+def test_a_replay_is_one_word_however_large_the_model() -> None:
+    captured = capture(nn.Sequential(*[nn.Linear(4, 4) for _ in range(50)]).to(D0))
+    x = torch.ones(1, 4, device=D0)
+    captured(x)
+    before = sent_ops()
+    captured(x)
+    assert sent_ops() - before == 3  # the input, the replay, a copy of the output
+
+
+def test_results_are_the_callers_to_keep() -> None:
+    captured = capture(nn.Linear(2, 2).to(D0))
+    one, two = captured(torch.zeros(1, 2)), captured(torch.ones(1, 2))
+    three = captured(torch.zeros(1, 2))
+    assert torch.equal(one.cpu(), three.cpu())
+    assert not torch.equal(one.cpu(), two.cpu())
+
+
+def test_every_shape_has_a_graph_of_its_own() -> None:
+    local = small_model()
+    captured = capture(small_model().to(D0))
+    for rows in (1, 5, 1, 2, 5, 1):
+        x = torch.randn(rows, 4)
+        torch.testing.assert_close(captured(x).cpu(), local(x))
+
+
+def test_changed_weights_are_seen_by_the_next_replay() -> None:
+    model = nn.Linear(2, 1, bias=False).to(D0)
+    captured = capture(model)
+    x = torch.ones(1, 2)
+    captured(x)
+    with torch.no_grad():
+        model.weight.fill_(3.0)
+    assert captured(x).item() == 6
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    model(x.to(D0)).sum().backward()
+    optimizer.step()
+    assert captured(x).item() == 4
+    model.load_state_dict({"weight": torch.full((1, 2), 5.0)})
+    assert captured(x).item() == 10
+
+
+def test_replaced_weights_are_seen_too() -> None:
+    model = nn.Linear(2, 1, bias=False).to(D0)
+    captured = capture(model)
+    x = torch.ones(1, 2)
+    captured(x)
+    model.weight.data = torch.full((1, 2), 7.0, device=D0)
+    assert captured(x).item() == 14
+    model.weight = nn.Parameter(torch.full((1, 2), 2.0, device=D0))
+    assert captured(x).item() == 4
+
+
+class Decoder(nn.Module):
+    """One token at a time; what came before stays in buffers on the executor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.project = nn.Linear(4, 4)
+        self.register_buffer("cache", torch.zeros(8, 4))
+
+    def forward(self, token: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
+        self.cache.index_copy_(0, position, self.project(token))
+        return self.cache.sum(0)
+
+
+def test_a_decode_loop_keeps_its_cache_on_the_executor() -> None:
+    torch.manual_seed(1)
+    local = Decoder()
+    remote = Decoder()
+    remote.load_state_dict(local.state_dict())
+    captured = capture(remote.to(D1))
+    with torch.no_grad():
+        for step in range(6):
+            token, position = torch.randn(1, 4), torch.tensor([step])
+            torch.testing.assert_close(captured(token, position).cpu(), local(token, position))
+
+
+def test_random_numbers_go_on_from_replay_to_replay() -> None:
+    class Noise(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x + torch.randn_like(x)
+
+    captured = capture(Noise())
+    x = torch.zeros(4, device=D0)
+    torch.manual_seed(5)
+    drawn = [captured(x).cpu() for _ in range(3)]
+    generator = torch.Generator().manual_seed(5)
+    for each in drawn:
+        assert torch.equal(each, torch.randn(4, generator=generator))
+
+
+def test_an_op_whose_outputs_the_executor_has_to_tell_is_captured_at_once() -> None:
+    local = nn.BatchNorm1d(3).eval()
+    captured = capture(nn.BatchNorm1d(3).eval().to(D0))
+    for _ in range(3):
+        x = torch.randn(7, 3)
+        torch.testing.assert_close(captured(x).cpu(), local(x))
+
+
+@pytest.mark.parametrize(
+    ("model", "named"),
+    [
+        (lambda x: x * x.sum().item(), "copy to this machine"),
+        (lambda x: x[x > 0], "aten::index"),
+        (lambda x: x + torch.ones(2).to(D0), "copy from this machine"),
+        (lambda x: x.cpu(), "copy to this machine"),
+    ],
+)
+def test_what_cannot_be_captured_is_named_and_nothing_is_broken(model: object, named: str) -> None:
+    x = torch.ones(2, device=D0)
+    with pytest.raises(OpRefusedError, match=named):
+        capture(model)(x)  # type: ignore[arg-type]
+    assert (x + 1).tolist() == [2, 2]
+    assert capture(lambda x: x + 1)(x).tolist() == [2, 2]
+
+
+def test_a_model_on_two_devices_or_none_is_refused() -> None:
+    with pytest.raises(OpRefusedError, match=r"one remote accelerator.*cpu"):
+        capture(nn.Linear(2, 2))(torch.ones(1, 2))
+    both = nn.Sequential(nn.Linear(2, 2).to(D0), nn.Linear(2, 2).to(D1))
+    with pytest.raises(OpRefusedError, match="one remote accelerator"):
+        capture(both)(torch.ones(1, 2))
+    with pytest.raises(UsageError, match="set"):
+        capture(nn.Linear(2, 2).to(D0))({"a"})
+
+
+def test_what_fails_in_a_replay_is_raised_and_the_next_one_works() -> None:
+    captured = capture(nn.Embedding(3, 2).to(D0))
+    captured(torch.tensor([0]))
+    with pytest.raises(IndexError, match="embedding"):
+        captured(torch.tensor([9])).cpu()
+    assert captured(torch.tensor([1])).cpu().shape == (1, 2)
+
+
+def test_a_dead_graph_leaves_nothing_behind() -> None:
+    gc.collect()
+    before = torch.remote_accelerator.memory_stats(D0)
+    captured = capture(small_model().to(D0))
+    for rows in (2, 3, 2, 3):
+        captured(torch.ones(rows, 4))
+    del captured
+    gc.collect()
+    after = torch.remote_accelerator.memory_stats(D0)
+    names = ("tensors", "allocated_bytes.current")
+    assert [after[name] for name in names] == [before[name] for name in names]
+
+
+# --- torch.compile ------------------------------------------------------------------------------
+
+
+def test_a_compiled_model_trains_as_on_the_cpu() -> None:
+    x, y = torch.randn(6, 4), torch.randn(6, 2)
+    losses = []
+    for device, compiled in (("cpu", False), (D0, True)):
+        model = small_model().to(device)
+        step = torch.compile(model, backend="genie") if compiled else model
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        losses.append([])
+        for _ in range(4):
+            optimizer.zero_grad()
+            loss = nn.functional.mse_loss(step(x.to(device)), y.to(device))
+            loss.backward()
+            optimizer.step()
+            losses[-1].append(loss.item())
+    torch.testing.assert_close(losses[1], losses[0])
+
+
+def test_a_compiled_model_is_replayed() -> None:
+    model = nn.Sequential(*[nn.Linear(4, 4) for _ in range(20)]).to(D0)
+    compiled = torch.compile(model, backend="genie")
+    x = torch.ones(1, 4, device=D0)
+    with torch.no_grad():
+        expected = model(x).cpu()
+        compiled(x)
+        before = sent_ops()
+        torch.testing.assert_close(compiled(x).cpu(), expected)
+        assert sent_ops() - before < 10
+
+
+def test_compiling_leaves_local_models_alone() -> None:
+    model = nn.Linear(2, 2)
+    x = torch.ones(1, 2)
+    assert torch.equal(torch.compile(model, backend="genie")(x), model(x))

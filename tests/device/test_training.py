@@ -1,0 +1,389 @@
+"""Programs as people write them: a training loop and what belongs to it do there what they do here."""
+
+from __future__ import annotations
+
+import copy
+import io
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812 - everyone's name for it
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader, TensorDataset
+
+from tests.device.conftest import D0, D1
+from tests.device.test_autograd import Block
+
+pytestmark = pytest.mark.usefixtures("devices")
+
+# A data loader forks its workers, on purpose, from a process with threads.
+forks = pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+# torch's own forward mode still uses it.
+scripts = pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
+
+
+class Classifier(nn.Module):
+    """Convolutions, then a transformer layer over their positions, with dropout on the way."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Sequential(
+            nn.Conv2d(1, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8), nn.ReLU(), nn.MaxPool2d(2),
+            nn.Conv2d(8, 16, 3, padding=1), nn.GELU(),
+        )  # fmt: skip
+        self.mix = Block(16, 4)
+        self.drop = nn.Dropout(0.2)
+        self.head = nn.Linear(16, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        positions = self.stem(x).flatten(2).transpose(1, 2)
+        return self.head(self.drop(self.mix(positions)).mean(1))
+
+
+def classifier(device: str) -> Classifier:
+    """The same weights every time, made here."""
+    torch.manual_seed(11)
+    return Classifier().to(device)
+
+
+def images() -> TensorDataset:
+    generator = torch.Generator().manual_seed(12)
+    return TensorDataset(
+        torch.randn(24, 1, 8, 8, generator=generator), torch.randint(3, (24,), generator=generator)
+    )
+
+
+def batches(**options: Any) -> Iterator[list[torch.Tensor]]:
+    """Two rounds over the images, in an order that no other use of random numbers changes."""
+    loader = DataLoader(
+        images(), batch_size=8, shuffle=True, generator=torch.Generator().manual_seed(13), **options
+    )
+    for _ in range(2):
+        yield from loader
+
+
+# The keys' bias changes nothing, so that its gradient is rounding, which AdamW makes as large as any other.
+ROUNDING = "mix.qkv.bias"
+
+
+def trained(device: str, *, accumulate: int = 1, **options: Any) -> tuple[list[float], nn.Module]:
+    """The loss of every batch, and the module afterwards."""
+    module = classifier(device)
+    optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2, weight_decay=0.1)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=2e-2, total_steps=6)
+    losses = []
+    torch.manual_seed(14)
+    for number, (x, y) in enumerate(batches(**options), start=1):
+        loss = F.cross_entropy(module(x.to(device)), y.to(device), label_smoothing=0.1) / accumulate
+        loss.backward()
+        losses.append(loss.detach())
+        if number % accumulate == 0:
+            nn.utils.clip_grad_norm_(module.parameters(), 0.5)
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad()
+    return [loss.item() for loss in losses], module
+
+
+def assert_equal_modules(one: nn.Module, other: nn.Module, *, but: str = "") -> None:
+    mine, theirs = one.state_dict(), other.state_dict()
+    assert mine.keys() == theirs.keys()
+    for name in mine.keys() - {but}:
+        torch.testing.assert_close(mine[name].cpu(), theirs[name].cpu(), rtol=1e-4, atol=1e-5)
+
+
+@forks
+@pytest.mark.parametrize("device", [D0, D1])
+@pytest.mark.parametrize("workers", [0, 2])
+def test_training_comes_to_the_same_loss(device: str, workers: int) -> None:
+    expected, module = trained("cpu")
+    found, twin = trained(device, num_workers=workers)
+    assert found == pytest.approx(expected, rel=1e-4)
+    assert {str(x.device) for x in twin.state_dict().values()} == {device}
+    assert_equal_modules(twin, module, but=ROUNDING)
+
+
+def test_gradients_add_up_over_several_batches() -> None:
+    expected, module = trained("cpu", accumulate=3)
+    found, twin = trained(D0, accumulate=3)
+    assert found == pytest.approx(expected, rel=1e-4)
+    assert_equal_modules(twin, module, but=ROUNDING)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@forks
+def test_a_data_loader_that_pins_its_batches(workers: int) -> None:
+    expected = [x.sum().item() for x, _ in batches()]
+    found = [
+        x.to(D0, non_blocking=True).sum().item() for x, _ in batches(pin_memory=True, num_workers=workers)
+    ]
+    assert found == pytest.approx(expected, rel=1e-5)
+
+
+# --- states, files, copies ------------------------------------------------------------------------
+
+
+def test_a_state_goes_there_and_back() -> None:
+    there, here = classifier(D0), Classifier()
+    here.load_state_dict(there.state_dict())
+    assert {str(x.device) for x in here.state_dict().values()} == {"cpu"}
+    assert_equal_modules(here, there)
+    for x in here.parameters():
+        nn.init.normal_(x)
+    there.load_state_dict(here.state_dict())
+    assert {str(x.device) for x in there.state_dict().values()} == {D0}
+    assert_equal_modules(here, there)
+
+
+def test_a_moved_module_has_the_parameters_that_it_had() -> None:
+    """Weights stay tied, and an optimizer that was made before goes on with them, as with CUDA."""
+    module = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    module[1].weight = module[0].weight
+    before = list(module.parameters())
+    module.to(D0)
+    assert all(one is other for one, other in zip(module.parameters(), before, strict=True))
+    assert module[1].weight is module[0].weight
+    assert {str(x.device) for x in module.parameters()} == {D0}
+    module.to("cpu")
+    assert all(one is other for one, other in zip(module.parameters(), before, strict=True))
+
+
+def saved(value: Any) -> io.BytesIO:
+    file = io.BytesIO()
+    torch.save(value, file)
+    file.seek(0)
+    return file
+
+
+@pytest.mark.parametrize("place", [None, "cpu", D0, D1, {D0: D1}, "function"])
+def test_what_was_saved_there_is_loaded(place: Any) -> None:
+    state = classifier(D0).state_dict()
+    wanted = {None: D0, "function": "cpu"}.get(place if isinstance(place, str | None) else "", place)
+    wanted = D1 if isinstance(wanted, dict) else wanted
+    where = (lambda storage, _: storage.cpu()) if place == "function" else place
+    loaded = torch.load(saved(state), map_location=where, weights_only=True)
+    assert {str(x.device) for x in loaded.values()} == {wanted}
+    for name, x in loaded.items():
+        assert torch.equal(x.cpu(), state[name].cpu())
+
+
+def test_what_was_saved_here_is_loaded_there() -> None:
+    state = classifier("cpu").state_dict()
+    loaded = torch.load(saved(state), map_location=D1, weights_only=True)
+    assert {str(x.device) for x in loaded.values()} == {D1}
+    assert all(torch.equal(x.cpu(), state[name]) for name, x in loaded.items())
+
+
+def test_a_saved_module_is_whole_and_shares_what_it_shared() -> None:
+    module = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)).to(D0)
+    module[1].weight = module[0].weight
+    loaded = torch.load(saved(module), weights_only=False)
+    assert loaded[1].weight is loaded[0].weight
+    x = torch.ones(2, 3, device=D0)
+    assert torch.equal(loaded(x).cpu(), module(x).cpu())
+
+
+def test_saved_views_share_a_storage_again() -> None:
+    base = torch.arange(6.0, device=D0)
+    one, other = torch.load(saved([base[1:5], base.view(2, 3).t()]), weights_only=True)
+    one.zero_()
+    assert other.cpu().tolist() == [[0, 0], [0, 0], [0, 5]]
+
+
+def test_an_optimizer_goes_on_after_a_restart() -> None:
+    module = nn.Linear(4, 2, device=D0)
+    optimizer = torch.optim.AdamW(module.parameters())
+
+    def step(module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        optimizer.zero_grad()
+        module(torch.ones(3, 4, device=D0)).square().sum().backward()
+        optimizer.step()
+
+    step(module, optimizer)
+    kept = torch.load(saved([module.state_dict(), optimizer.state_dict()]), weights_only=True)
+    step(module, optimizer)
+    other = nn.Linear(4, 2, device=D0)
+    following = torch.optim.AdamW(other.parameters())
+    other.load_state_dict(kept[0])
+    following.load_state_dict(kept[1])
+    step(other, following)
+    assert torch.equal(other.weight.detach().cpu(), module.weight.detach().cpu())
+
+
+def test_a_copied_module_is_another_module() -> None:
+    module = classifier(D0)
+    twin = copy.deepcopy(module)
+    assert {str(x.device) for x in twin.state_dict().values()} == {D0}
+    assert_equal_modules(twin, module)
+    for x in twin.parameters():
+        x.data.zero_()
+    assert module.head.weight.abs().sum().item() > 0
+    x = torch.ones(2, device=D0, requires_grad=True)
+    assert copy.deepcopy(x).requires_grad
+    with pytest.raises(RuntimeError, match=r"leaves|leaf"):
+        copy.deepcopy(x * 2)
+
+
+# --- what autograd offers -------------------------------------------------------------------------
+
+
+def both(work: Callable[[str], Any]) -> tuple[Any, Any]:
+    """What `work` gives on D0 and what it gives here, in host memory."""
+    return tuple(
+        torch.utils._pytree.tree_map_only(torch.Tensor, lambda x: x.detach().cpu(), work(device))
+        for device in (D0, "cpu")
+    )  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpointed_layers_drop_the_same_and_learn_the_same(reentrant: bool) -> None:
+    def work(device: str) -> list[torch.Tensor]:
+        torch.manual_seed(1)
+        layers = nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.5), nn.GELU(), nn.Linear(8, 4)).to(device)
+        x = torch.linspace(-1, 1, 18).view(3, 6).to(device).requires_grad_()
+        torch.manual_seed(2)
+        y = checkpoint(layers, x, use_reentrant=reentrant)
+        y.square().sum().backward()
+        return [y, x.grad, *(parameter.grad for parameter in layers.parameters())]
+
+    torch.testing.assert_close(*both(work))
+
+
+def point(device: str) -> torch.Tensor:
+    return torch.linspace(-1, 1, 12).view(4, 3).to(device)
+
+
+@scripts
+@pytest.mark.parametrize(
+    "work",
+    [
+        torch.vmap(lambda row: row.softmax(0) @ row),
+        lambda x: torch.vmap(torch.outer, in_dims=(0, None))(x, x[0]),
+        torch.vmap(lambda row: row.sort().values.cumsum(0), in_dims=1, out_dims=1),
+        torch.vmap(lambda row: torch.where(row > 0, row, 0.0).sum()),
+        torch.func.grad(lambda y: (y.sin() * y).sum()),
+        lambda x: torch.func.jvp(torch.tanh, (x,), (torch.ones_like(x),)),
+        lambda x: torch.func.vjp(torch.exp, x)[1](torch.ones_like(x)),
+        lambda x: torch.func.jacrev(lambda y: y @ y)(x[0]),
+        lambda x: torch.func.jacfwd(lambda y: y.square())(x[0]),
+        lambda x: torch.func.hessian(lambda y: y.pow(3).sum())(x[0]),
+        torch.vmap(torch.func.grad(lambda row: row.exp().sum())),
+        lambda x: torch.func.functional_call(
+            nn.Linear(3, 2), {"weight": x[:2], "bias": x[2, :2]}, (x,)
+        ),
+    ],
+)  # fmt: skip
+def test_function_transforms(work: Callable[[torch.Tensor], Any]) -> None:
+    found, expected = both(lambda device: work(point(device)))
+    torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("randomness", ["different", "same"])
+def test_random_numbers_under_vmap(randomness: str) -> None:
+    def work(device: str) -> torch.Tensor:
+        torch.manual_seed(3)
+        return torch.vmap(lambda row: F.dropout(row, 0.5), randomness=randomness)(point(device))
+
+    torch.testing.assert_close(*both(work))
+
+
+@scripts
+def test_forward_mode_through_a_module() -> None:
+    def work(device: str) -> Any:
+        layers = classifier(device).head
+        with torch.autograd.forward_ad.dual_level():
+            x = torch.autograd.forward_ad.make_dual(
+                torch.ones(2, 16, device=device), torch.full((2, 16), 0.5, device=device)
+            )
+            return tuple(torch.autograd.forward_ad.unpack_dual(F.gelu(layers(x))))
+
+    torch.testing.assert_close(*both(work))
+
+
+def test_hooks_of_modules_and_tensors_see_the_same() -> None:
+    def work(device: str) -> list[Any]:
+        seen: list[Any] = []
+        module = classifier(device).eval()
+        module.head.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
+        module.head.register_forward_hook(lambda _, args, output: output * 2)
+        module.head.register_full_backward_hook(lambda _, into, out: seen.extend([*into, *out]))
+        module.head.weight.register_hook(lambda grad: grad * 3)
+        module.head.bias.register_post_accumulate_grad_hook(lambda x: seen.append(x.grad.clone()))
+        y = module(torch.ones(2, 1, 8, 8, device=device))
+        y.register_hook(seen.append)
+        y.sum().backward()
+        assert {str(x.device) for x in seen} == {device}
+        return [*seen, y, module.head.weight.grad]
+
+    torch.testing.assert_close(*both(work))
+
+
+def test_saved_tensors_can_be_kept_here() -> None:
+    def work(device: str) -> torch.Tensor:
+        x = torch.ones(3, device=device, requires_grad=True)
+        with torch.autograd.graph.save_on_cpu():
+            y = (x.exp() * x).sum()
+        y.backward()
+        assert x.grad is not None
+        return x.grad
+
+    torch.testing.assert_close(*both(work))
+
+
+# --- mixed precision, printing --------------------------------------------------------------------
+
+
+def test_autocast_computes_in_bfloat16_as_it_does_here() -> None:
+    seen = {}
+
+    def work(device: str) -> list[torch.Tensor]:
+        module = classifier(device).eval()
+        with torch.autocast(torch.device(device).type, dtype=torch.bfloat16):
+            product = torch.ones(4, 4, device=device) @ torch.ones(4, 4, device=device)
+            loss = F.cross_entropy(module(torch.ones(2, 1, 8, 8, device=device)).float(), torch.tensor(
+                [0, 2], device=device
+            ))  # fmt: skip
+        seen[device] = product.dtype, module.head(torch.ones(1, 16, device=device)).dtype
+        loss.backward()
+        return [loss, *(x.grad for x in module.parameters() if x.grad is not None)]
+
+    found, expected = both(work)
+    assert seen[D0] == seen["cpu"] == (torch.bfloat16, torch.float32)
+    assert [x.dtype for x in found] == [x.dtype for x in expected]
+    torch.testing.assert_close(found, expected, rtol=5e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda device: torch.arange(6.0, device=device).view(2, 3),
+        lambda device: torch.arange(6, device=device)[::2],
+        lambda device: torch.ones(2, device=device, requires_grad=True),
+        lambda device: torch.ones(2, device=device, requires_grad=True) * 2,
+        lambda device: torch.zeros(0, 3, device=device),
+        lambda device: torch.tensor(1e-9, device=device),
+        lambda device: torch.tensor([True, False], device=device),
+        lambda device: torch.tensor([1 + 2j], device=device).conj(),
+        lambda device: torch.linspace(-1, 1, 2000, device=device),
+        lambda device: torch.ones(3, dtype=torch.bfloat16, device=device),
+        lambda device: nn.Parameter(torch.ones(1, device=device)),
+    ],
+)
+def test_a_tensor_is_printed_with_its_values_and_its_device(make: Callable[[str], torch.Tensor]) -> None:
+    def words(device: str) -> str:
+        return (
+            "".join(repr(make(device)).split())
+            .replace(f"device='{device}',", "")
+            .replace(f",device='{device}'", "")
+        )
+
+    assert words(D0) == words("cpu")
+    assert f"device='{D0}'" in repr(make(D0))
+
+
+def test_a_number_is_formatted_and_a_module_is_printed() -> None:
+    assert f"{torch.tensor(1.5, device=D0):.3f}" == "1.500"
+    assert repr(classifier(D0)) == repr(classifier("cpu"))

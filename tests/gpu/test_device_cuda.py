@@ -1,0 +1,108 @@
+"""The executor on a CUDA device: it does there what the CPU executor does, with that device's numbers."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from contextlib import ExitStack
+
+import pytest
+import torch
+
+from genie import device
+from genie.errors import DeviceLostError, RemoteOpError
+from tests.agent.executor.process import start_executor
+from tests.device.conftest import D0, remote_device
+from tests.device.test_autograd import convnet, losses, mlp, transformer
+from tests.device.test_ops import CALLS, Maker, flat
+
+GIB = 1024**3
+NOT_ON_CUDA = {"histc": "sums in another order", "view dtype": "bits depend on rounding"}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cuda_executor(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    if not torch.cuda.is_available():
+        pytest.skip("needs a torch that can use the NVIDIA GPU")
+    with ExitStack() as stack:
+        executor = start_executor(
+            tmp_path_factory.mktemp("cuda") / "executor", vendor="nvidia", memory_bytes_max=4 * GIB
+        )
+        stack.callback(executor.kill)
+        executor.wait_ready()
+        device.attach([remote_device(0, lambda: executor.port)])
+        stack.callback(device.detach)
+        torch.zeros(1, device=D0)
+        yield
+
+
+@pytest.mark.parametrize("name", [name for name in CALLS if name not in NOT_ON_CUDA])
+def test_a_call_gives_what_it_gives_on_the_cpu(name: str) -> None:
+    expected = flat(CALLS[name](Maker(name, "cpu")))
+    found = flat(CALLS[name](Maker(name, D0)))
+    for one, other in zip(found, expected, strict=True):
+        assert (one.dtype, one.shape) == (other.dtype, other.shape)
+        loose = other.dtype in (torch.bfloat16, torch.float16)
+        torch.testing.assert_close(
+            one.cpu(), other, rtol=2e-2 if loose else 1e-3, atol=1e-2 if loose else 1e-4
+        )
+
+
+@pytest.mark.parametrize(("make", "shape"), [(mlp, (16,)), (transformer, (2, 5)), (convnet, (6,))])
+def test_training_goes_as_on_the_cpu(make: object, shape: tuple[int, ...]) -> None:
+    torch.manual_seed(0)
+    module = make()  # type: ignore[operator]
+    data = torch.randn(*shape, 8), torch.randn(*shape, 1)
+    twin = copy.deepcopy(module).to(D0)
+    assert losses(twin, D0, data) == pytest.approx(losses(module, "cpu", data), rel=1e-2)
+
+
+def test_a_seed_gives_the_numbers_of_a_local_cuda_device() -> None:
+    torch.manual_seed(9)
+    expected = torch.randn(1000, device="cuda").cpu()
+    torch.manual_seed(9)
+    assert torch.equal(torch.randn(1000, device=D0).cpu(), expected)
+    state = torch.remote_accelerator.get_rng_state()
+    first = torch.rand(10, device=D0).cpu()
+    torch.remote_accelerator.set_rng_state(state)
+    assert torch.equal(torch.rand(10, device=D0).cpu(), first)
+
+
+def test_large_tensors_and_odd_layouts_go_there_and_back() -> None:
+    sent = torch.arange(64 * 1024 * 1024, dtype=torch.int32)
+    assert torch.equal(sent.to(D0).cpu(), sent)
+    turned = torch.randn(300, 200).t()
+    assert torch.equal(turned.to(D0).cpu(), turned)
+    base = torch.zeros(4, 4, device=D0)
+    base[:, 1].copy_(torch.arange(4.0))
+    assert base[:, 1].tolist() == [0, 1, 2, 3]
+
+
+def test_memory_beyond_the_quota_is_torchs_own_error() -> None:
+    for take in (
+        lambda: torch.empty(2 * GIB, device=D0),
+        lambda: torch.arange(2 * GIB, device=D0),
+        lambda: torch.ones(60_000, 1, device=D0) * torch.ones(60_000, device=D0),
+    ):
+        with pytest.raises(torch.OutOfMemoryError):
+            take()
+    assert torch.ones(2, device=D0).sum().item() == 2
+
+
+def test_tensors_of_two_devices_and_failing_ops_are_named() -> None:
+    with pytest.raises(RemoteOpError, match="aten::mm"):
+        torch.ones(2, 3, device=D0) @ torch.ones(2, 3, device=D0)
+    with pytest.raises(RuntimeError, match=f"{D0} and cuda"):
+        torch.ones(2, device=D0) + torch.ones(2, device="cuda")
+    assert torch.ones(2, device="cuda").to(D0).tolist() == [1, 1]
+    assert torch.ones(2, device=D0).to("cuda").tolist() == [1, 1]
+
+
+def test_a_fault_of_the_device_ends_this_executor_with_a_clear_error() -> None:
+    """Last: a fault on the device poisons its process, which then ends."""
+    there = torch.ones(4, device=D0)
+    with pytest.raises((RemoteOpError, DeviceLostError)):
+        there[torch.tensor([99], device=D0)].sum().item()
+    with pytest.raises((RemoteOpError, DeviceLostError)):
+        for _ in range(3):
+            (there + 1).sum().item()
