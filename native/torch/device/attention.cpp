@@ -8,14 +8,17 @@
 #include <ATen/TensorOperators.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/native/transformers/attention.h>
+#include <ATen/ops/_scaled_dot_product_cudnn_attention_backward_ops.h>
+#include <ATen/ops/_scaled_dot_product_cudnn_attention_ops.h>
 #include <ATen/ops/_scaled_dot_product_efficient_attention.h>
 #include <ATen/ops/_scaled_dot_product_efficient_attention_backward.h>
-#include <ATen/ops/_scaled_dot_product_flash_attention_backward.h>
+#include <ATen/ops/_scaled_dot_product_flash_attention_backward_ops.h>
 #include <ATen/ops/_scaled_dot_product_flash_attention_for_cpu.h>
 #include <ATen/ops/_scaled_dot_product_flash_attention_for_cpu_backward.h>
 #include <ATen/ops/_scaled_dot_product_flash_attention_ops.h>
 #include <torch/library.h>
 
+#include "dispatch.h"
 #include "storage.h"
 
 namespace genie {
@@ -28,21 +31,27 @@ bool on_cuda(const Tensor& tensor) { return handle_of(tensor).connection->on_cud
 
 // --- attention ----------------------------------------------------------------------------------
 
-bool uses_flash(const Tensor& query) {
-  return on_cuda(query) && (query.scalar_type() == at::kHalf || query.scalar_type() == at::kBFloat16);
+// What torch would use there. It depends on the GPU and its libraries, so the executor is asked, once for each
+// combination of shapes.
+at::SDPBackend choice_there(const Tensor& query, const Tensor& key, const Tensor& value, double dropout, bool causal,
+                            std::optional<double> scale) {
+  static auto op = c10::Dispatcher::singleton().findSchemaOrThrow("aten::_fused_sdp_choice", "");
+  torch::jit::Stack stack{query, key, value, c10::IValue(), dropout, causal, scale, false};
+  send_op(op, {}, &stack);
+  return static_cast<at::SDPBackend>(stack.back().toInt());
 }
 
 int64_t choose_attention(const Tensor& query, const Tensor& key, const Tensor& value,
-                         const std::optional<Tensor>& mask, double dropout, bool, std::optional<double>,
+                         const std::optional<Tensor>& mask, double dropout, bool causal, std::optional<double> scale,
                          bool grouped) {
   bool cuda = on_cuda(query);
   bool plain = query.dim() != 4 || grouped || query.size(-1) != value.size(-1) || query.numel() == 0 ||
                key.numel() == 0;
   if (mask) plain |= cuda || mask->requires_grad();
-  if (cuda) {
-    plain |= query.scalar_type() == at::kDouble || query.size(-1) % 8 != 0 || query.size(-1) > 256;
-  } else {
-    plain |= dropout > 0;
+  if (!cuda) plain |= dropout > 0;
+  if (!plain && cuda) {
+    plain = choice_there(query.detach(), key.detach(), value.detach(), dropout, causal, scale) ==
+            at::SDPBackend::math;
   }
   return static_cast<int64_t>(plain ? at::SDPBackend::math : at::SDPBackend::overrideable);
 }
@@ -51,17 +60,22 @@ using Attention = std::tuple<Tensor, Tensor, Tensor, Tensor, c10::SymInt, c10::S
 
 Attention attention(const Tensor& query, const Tensor& key, const Tensor& value, const std::optional<Tensor>& bias,
                     double dropout, bool causal, bool, std::optional<double> scale) {
-  if (uses_flash(query)) {
-    return at::_ops::_scaled_dot_product_flash_attention::call(query, key, value, dropout, causal, false, scale);
+  if (!on_cuda(query)) {
+    auto [output, sums] =
+        at::_scaled_dot_product_flash_attention_for_cpu(query, key, value, dropout, causal, bias, scale);
+    return {output, sums, Tensor(), Tensor(), query.size(2), key.size(2), Tensor(), Tensor(), Tensor()};
   }
-  if (on_cuda(query)) {
-    auto [output, sums, seed, offset] =
-        at::_scaled_dot_product_efficient_attention(query, key, value, bias, true, dropout, causal, scale);
-    return {output, sums, Tensor(), Tensor(), query.size(2), key.size(2), seed, offset, Tensor()};
+  switch (choice_there(query, key, value, dropout, causal, scale)) {
+    case at::SDPBackend::flash_attention:
+      return at::_ops::_scaled_dot_product_flash_attention::call(query, key, value, dropout, causal, false, scale);
+    case at::SDPBackend::cudnn_attention:
+      return at::_ops::_scaled_dot_product_cudnn_attention::call(query, key, value, bias, true, dropout, causal,
+                                                                 false, scale);
+    default:
+      auto [output, sums, seed, offset] =
+          at::_scaled_dot_product_efficient_attention(query, key, value, bias, true, dropout, causal, scale);
+      return {output, sums, Tensor(), Tensor(), query.size(2), key.size(2), seed, offset, Tensor()};
   }
-  auto [output, sums] =
-      at::_scaled_dot_product_flash_attention_for_cpu(query, key, value, dropout, causal, bias, scale);
-  return {output, sums, Tensor(), Tensor(), query.size(2), key.size(2), Tensor(), Tensor(), Tensor()};
 }
 
 using AttentionGradients = std::tuple<Tensor, Tensor, Tensor, Tensor>;
@@ -72,21 +86,30 @@ AttentionGradients attention_backward(const Tensor& gradient, const Tensor& quer
                                       const Tensor& key_ends, c10::SymInt query_longest, c10::SymInt key_longest,
                                       double dropout, bool causal, const Tensor& seed, const Tensor& offset,
                                       std::optional<double> scale) {
-  if (uses_flash(query)) {
-    auto [q, k, v] = at::_scaled_dot_product_flash_attention_backward(
-        gradient, query, key, value, output, sums, query_ends, key_ends, query_longest.guard_int(__FILE__, __LINE__),
-        key_longest.guard_int(__FILE__, __LINE__), dropout, causal, seed, offset, scale);
+  if (!on_cuda(query)) {
+    auto mask = bias.defined() ? std::optional<Tensor>(bias) : std::nullopt;
+    auto [q, k, v] = at::_scaled_dot_product_flash_attention_for_cpu_backward(
+        gradient, query, key, value, output, sums, dropout, causal, mask, scale);
     return {q, k, v, Tensor()};
   }
-  if (on_cuda(query)) {
-    return at::_scaled_dot_product_efficient_attention_backward(gradient, query, key, value, bias, output, sums, seed,
-                                                                offset, dropout, {true, true, true, false}, causal,
-                                                                scale);
+  switch (choice_there(query, key, value, dropout, causal, scale)) {
+    case at::SDPBackend::flash_attention: {
+      auto [q, k, v] = at::_ops::_scaled_dot_product_flash_attention_backward::call(
+          gradient, query, key, value, output, sums, query_ends, key_ends, query_longest, key_longest, dropout,
+          causal, seed, offset, scale);
+      return {q, k, v, Tensor()};
+    }
+    case at::SDPBackend::cudnn_attention: {
+      auto [q, k, v] = at::_ops::_scaled_dot_product_cudnn_attention_backward::call(
+          gradient, query, key, value, output, sums, seed, offset, bias, query_ends, key_ends, query_longest,
+          key_longest, dropout, causal, scale);
+      return {q, k, v, Tensor()};
+    }
+    default:
+      return at::_scaled_dot_product_efficient_attention_backward(gradient, query, key, value, bias, output, sums,
+                                                                  seed, offset, dropout, {true, true, true, false},
+                                                                  causal, scale);
   }
-  auto mask = bias.defined() ? std::optional<Tensor>(bias) : std::nullopt;
-  auto [q, k, v] = at::_scaled_dot_product_flash_attention_for_cpu_backward(gradient, query, key, value, output, sums,
-                                                                            dropout, causal, mask, scale);
-  return {q, k, v, Tensor()};
 }
 
 // --- cells --------------------------------------------------------------------------------------

@@ -69,14 +69,15 @@ OpFacts facts_from(const c10::OperatorHandle& op) {
     any_tensor |= takes_tensor(argument);
   }
   // Their shapes follow from numbers.
-  facts.values_are_data = any_tensor && !contains(name, {"upsample", "arange", "range", "linspace", "logspace", "hist"});
+  facts.values_are_data =
+      any_tensor && !contains(name, {"upsample", "arange", "range", "linspace", "logspace", "hist", "_fused_sdp_choice"});
   facts.takes_cpu_index = name.rfind("aten::index", 0) == 0 || name.rfind("aten::_index", 0) == 0 ||
                           contains(name, {"_unsafe_index", "aten::_unsafe_masked"});
   facts.depends_on_values = op.hasTag(at::Tag::dynamic_output_shape) || op.hasTag(at::Tag::data_dependent_output);
   // Their kernels give other shapes than the meta functions say, depending on the accelerator.
   facts.meta_is_trusted = !contains(name, {"batch_norm", "embedding_bag", "_scaled_dot_product", "_flash_attention",
                                            "_efficient_attention", "_cudnn", "miopen", "_thnn", "ctc_loss",
-                                           "layer_norm", "multilabel_margin_loss"});
+                                           "layer_norm", "multilabel_margin_loss", "log_sigmoid", "_fused_sdp_choice"});
   return facts;
 }
 
@@ -689,15 +690,24 @@ Answer read_answer(Reader& in, const c10::FunctionSchema& schema, size_t inputs)
   return answer;
 }
 
+// An op that only tells something about shapes need not be sent again.
+bool is_constant(const OpFacts& facts, const std::vector<Output>& outputs) {
+  if (facts.writes || outputs.empty()) return false;
+  for (const Output& output : outputs)
+    if (output.kind != OutputKind::Integer) return false;
+  return true;
+}
+
 // From now on the op is streamed with what the executor has shown that it gives.
 void learn(const c10::OperatorHandle& op, const OpFacts& facts, Template& known, const Answer& answer,
            Connection::Batch& batch, const Stack& stack) {
-  Writer body = template_body(op, facts, stack, stack.size() - facts.arguments, &answer.outputs);
   batch.templates().renumber(known, batch.records());
-  write_template(batch.records(), known.number, body);
   known.outputs = answer.outputs;
   known.new_outputs = answer.made;
-  known.way = Way::Stream;
+  known.way = is_constant(facts, answer.outputs) ? Way::Local : Way::Stream;
+  if (known.way == Way::Local) return;
+  write_template(batch.records(), known.number,
+                 template_body(op, facts, stack, stack.size() - facts.arguments, &answer.outputs));
 }
 
 // What was asked while a graph is recorded becomes one of its steps, now that its outputs are known.
@@ -736,7 +746,7 @@ void ask(const c10::OperatorHandle& op, const OpFacts& facts, const TemplatePtr&
     if (connection.is_recorder() && known->way == Way::Stream) write_step(*known, batch, call, storages);
     batch.release();
     read_changes(in, inputs);
-    if (known->way != Way::Stream) connection.check_not_recording(op.schema().name().c_str());
+    if (known->way == Way::Ask || known->way == Way::Learn) connection.check_not_recording(op.schema().name().c_str());
   } catch (const ProtocolError& error) {
     connection.fail(error);
   }
