@@ -8,7 +8,8 @@ is copied in. Graphs without remote tensors run as they are. Not for: capturing 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import collections
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import torch
@@ -16,46 +17,60 @@ from functorch.compile import make_boxed_func  # type: ignore[import-untyped]
 from torch._dynamo.backends.common import aot_autograd
 
 from genie.device import roster
-from genie.device.graphs import Graph
+from genie.device.graphs import GRAPHS_KEPT_MAX, Graph, look
 
 
 def genie(module: torch.fx.GraphModule, examples: Sequence[Any], **options: object) -> Callable[..., Any]:
     """The compiler that torch.compile calls."""
     if options:
         raise ValueError(f'backend "genie" takes no options, and was given {", ".join(options)}')
-    compiled: Callable[..., Any] = aot_autograd(fw_compiler=_shipped, bw_compiler=_shipped)(module, examples)
+    compiled: Callable[..., Any] = aot_autograd(fw_compiler=_forward, bw_compiler=_backward)(module, examples)
     return compiled
 
 
-def _shipped(module: torch.fx.GraphModule, examples: Sequence[Any]) -> Any:
-    """Runs one graph of torch on the executor where its inputs are."""
-    static = frozenset(_static_inputs())
-    graph: Graph | None = None
-    baked: list[torch.Tensor] = []
+def _forward(module: torch.fx.GraphModule, examples: Sequence[Any]) -> Any:
+    """Parameters and buffers keep their place from call to call, and torch says which inputs those are."""
+    context = torch._guards.TracingContext.try_get()
+    metadata = getattr(context, "fw_metadata", None)
+    return make_boxed_func(Shipped(module, getattr(metadata, "static_input_indices", None) or ()))
 
-    def run(*inputs: Any) -> Any:
-        nonlocal graph, baked
-        tensors = [each for each in inputs if isinstance(each, torch.Tensor) and each.dim() > 0]
-        devices = {tensor.device for tensor in tensors}
-        if {device.type for device in devices} != {roster.DEVICE_TYPE} or len(devices) > 1:
-            return module(*inputs)
-        positions = [i for i in static if i < len(inputs) and isinstance(inputs[i], torch.Tensor)]
-        same = graph is not None and all(inputs[i] is kept for i, kept in zip(positions, baked, strict=True))
-        if graph is None or not same or not graph.holds():
-            baked = [inputs[i] for i in positions]
-            graph = Graph(
-                lambda given: module(*given), inputs, index=int(devices.pop().index), baked=positions
-            )
+
+def _backward(module: torch.fx.GraphModule, examples: Sequence[Any]) -> Any:
+    return make_boxed_func(Shipped(module, ()))
+
+
+class Shipped:
+    """Runs one graph of torch on the executor where its inputs are; one recording for each look of them."""
+
+    def __init__(self, module: torch.fx.GraphModule, static: Sequence[int]) -> None:
+        self._module = module
+        self._static = frozenset(static)
+        self._graphs: collections.OrderedDict[Hashable, Graph] = collections.OrderedDict()
+
+    def __call__(self, *inputs: Any) -> Any:
+        index = _remote_index(inputs)
+        if index is None:
+            return self._module(*inputs)
+        baked = [i for i in self._static if i < len(inputs) and isinstance(inputs[i], torch.Tensor)]
+        # torch gives the same graph other numbers and shapes, and may be given other weights.
+        key = tuple(id(each) if i in baked else look(each) for i, each in enumerate(inputs))
+        graph = self._graphs.get(key)
+        if graph is None or not graph.holds():
+            graph = Graph(lambda given: self._module(*given), inputs, index=index, baked=baked)
+            self._graphs[key] = graph
+            while len(self._graphs) > GRAPHS_KEPT_MAX:
+                self._graphs.popitem(last=False)
             results = graph.results
         else:
+            self._graphs.move_to_end(key)
             results = graph.replay(inputs)
         return [each.clone() if isinstance(each, torch.Tensor) else each for each in results]
 
-    return make_boxed_func(run)
 
-
-def _static_inputs() -> Sequence[int]:
-    """Which inputs keep their place from call to call: parameters and buffers."""
-    context = torch._guards.TracingContext.try_get()
-    metadata = getattr(context, "fw_metadata", None)
-    return list(getattr(metadata, "static_input_indices", None) or ())
+def _remote_index(inputs: Sequence[Any]) -> int | None:
+    """Of the one remote device that all inputs are on."""
+    devices = {each.device for each in inputs if isinstance(each, torch.Tensor) and each.dim() > 0}
+    if len(devices) != 1:
+        return None
+    (device,) = devices
+    return int(device.index) if device.type == roster.DEVICE_TYPE else None

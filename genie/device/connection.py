@@ -69,7 +69,7 @@ class ExecutorLink:
             )
             opened = opwire.enter(_Pipe(stream), request, peer=self.peer, timeout_s=OPEN_TIMEOUT_S)
             if opened.bare and stream.encrypted:
-                stream = stream.without_tls(OPEN_TIMEOUT_S)
+                stream = _without_tls(stream, self.peer)
             elif not opened.bare and not stream.encrypted:
                 raise ProtocolError(f"{self.peer} wants an encrypted connection where none can be")
         except BaseException:
@@ -143,6 +143,13 @@ def open_connection(
 
 FLUSH_OPS = 32
 """Ops that are gathered before they are sent, unless a value is needed sooner."""
+
+
+def _without_tls(stream: Any, peer: str) -> Any:
+    try:
+        return stream.without_tls(OPEN_TIMEOUT_S)
+    except ConnectionError as error:
+        raise ConnectionLostError(f"the connection to {peer} broke: {error}") from error
 
 
 def _library() -> Any:

@@ -44,7 +44,7 @@ class Captured:
         leaves: Sequence[Any] = args
         if kwargs or not all(type(each) is torch.Tensor for each in args):
             leaves, spec = pytree.tree_flatten((args, kwargs))
-        key = (spec, _is_training(self._model), *map(_look, leaves))
+        key = (spec, _mode(self._model), *map(look, leaves))
         graph = self._graphs.get(key)
         if graph is None or not graph.holds():
             graph = self._graphs[key] = self._record(leaves, spec)
@@ -127,7 +127,7 @@ class Graph:
             self._connection.free_graph(self._number)
 
 
-def _look(leaf: Any) -> Hashable:
+def look(leaf: Any) -> Hashable:
     """What two inputs must have in common to share a graph."""
     if isinstance(leaf, torch.Tensor):
         return leaf.shape, leaf.dtype, leaf.stride() if leaf.device.type == roster.DEVICE_TYPE else None
@@ -147,8 +147,14 @@ def _own_copy(tensor: torch.Tensor, index: int) -> torch.Tensor:
     return tensor.detach().to(device)
 
 
-def _is_training(model: object) -> bool:
-    return bool(getattr(model, "training", False))
+def _mode(model: object) -> Hashable:
+    """What else decides about the work: train or eval of every part, and autocast."""
+    modules = model.modules() if isinstance(model, torch.nn.Module) else ()
+    cast = torch.is_autocast_enabled(roster.DEVICE_TYPE)
+    return (
+        tuple(module.training for module in modules),
+        torch.get_autocast_dtype(roster.DEVICE_TYPE) if cast else None,
+    )
 
 
 def _weights(model: object) -> list[tuple[dict[str, Any], str, torch.Tensor]]:

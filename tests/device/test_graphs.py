@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 
 import pytest
 import torch
@@ -40,6 +41,90 @@ def test_a_replay_is_one_word_however_large_the_model() -> None:
     before = sent_ops()
     captured(x)
     assert sent_ops() - before == 3  # the input, the replay, a copy of the output
+
+
+def test_autocast_and_the_mode_of_every_part_count() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.9)).to(D0).eval()
+    captured = capture(model)
+    x = torch.ones(1, 4)
+    plain = captured(x)
+    with torch.autocast("remote_accelerator", dtype=torch.bfloat16):
+        assert captured(x).dtype == torch.bfloat16
+    model[1].train()
+    assert (captured(x) == 0).sum().item() > 0
+    model[1].eval()
+    assert torch.equal(captured(x).cpu(), plain.cpu())
+
+
+def test_what_happens_around_a_recording_does_not_break_it() -> None:
+    other = [capture(nn.Linear(2, 2).to(D0))]
+    other[0](torch.ones(1, 2))
+    generators = [torch.Generator(device=D0)]
+
+    class Disturbed(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            other.clear()
+            generators.clear()
+            gc.collect()
+            return x + 1
+
+    x = torch.zeros(2, device=D0)
+    captured = capture(Disturbed())
+    assert [captured(x).tolist() for _ in range(3)] == [[1, 1]] * 3
+    for wrong in (lambda: torch.manual_seed(1), lambda: torch.remote_accelerator.memory_allocated(0)):
+        with pytest.raises(OpRefusedError, match="part of a captured graph"):
+            capture(lambda x, wrong=wrong: (wrong(), x + 1)[1])(x)
+    assert (x + 1).tolist() == [1, 1]
+
+
+def test_results_that_the_model_lets_go_do_not_come_back() -> None:
+    class Keeps(nn.Module):
+        last: torch.Tensor | None = None
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.last = x + 1
+            return self.last * 2
+
+    gc.collect()
+    before = torch.remote_accelerator.memory_stats(D0)["tensors"]
+    model = Keeps()
+    captured = capture(model)
+    x = torch.ones(2, device=D0)
+    captured(x)
+    model.last = None
+    assert captured(x).tolist() == [4, 4]
+    del captured
+    gc.collect()
+    many = [torch.ones(2, device=D0) for _ in range(20)]
+    assert sum(each.sum().item() for each in many) == 40
+    del many, x
+    assert torch.remote_accelerator.memory_stats(D0)["tensors"] == before
+
+
+def test_another_thread_waits_until_the_graph_is_whole() -> None:
+    done: list[float] = []
+    threads: list[threading.Thread] = []
+
+    def work() -> None:
+        y = torch.ones(4, device=D0)
+        for _ in range(20):
+            y = y + 1
+        torch.remote_accelerator.stream_stats(D0)
+        done.append(y.sum().item())
+
+    class Busy(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            threads.append(threading.Thread(target=work))
+            threads[-1].start()
+            for _ in range(200):
+                x = x + 1
+            return x
+
+    captured = capture(Busy())
+    x = torch.zeros(2, device=D0)
+    first = captured(x)
+    threads[0].join(30)
+    assert (done, first.tolist(), captured(x).tolist()) == ([84.0], [200, 200], [200, 200])
 
 
 def test_results_are_the_callers_to_keep() -> None:
@@ -210,6 +295,30 @@ def test_a_compiled_model_is_replayed() -> None:
         before = sent_ops()
         torch.testing.assert_close(compiled(x).cpu(), expected)
         assert sent_ops() - before < 10
+
+
+def test_a_compiled_function_follows_its_numbers_and_shapes() -> None:
+    scaled = torch.compile(lambda x, n: x * n, backend="genie")
+    x = torch.ones(2, device=D0)
+    assert [scaled(x, n)[0].item() for n in (2, 3, 4, 5, 6, 2)] == [2, 3, 4, 5, 6, 2]
+    doubled = torch.compile(lambda x: x + x, backend="genie")
+    for rows in (8, 8, 5, 8, 3, 5):
+        assert doubled(torch.ones(rows, 2, device=D0)).sum().item() == 4 * rows
+
+
+def test_a_backward_pass_is_replayed_too() -> None:
+    model = nn.Sequential(*[nn.Linear(4, 4) for _ in range(10)]).to(D0)
+    compiled = torch.compile(model, backend="genie")
+    x = torch.ones(1, 4, device=D0)
+    counts = []
+    for _ in range(4):
+        before = sent_ops()
+        compiled(x).sum().backward()
+        counts.append(sent_ops() - before)
+    assert counts[-1] == counts[-2]
+    eager = sent_ops()
+    model(x).sum().backward()
+    assert counts[-1] < (sent_ops() - eager) * 2
 
 
 def test_compiling_leaves_local_models_alone() -> None:

@@ -117,9 +117,13 @@ int replace_in_library(dl_phdr_info* library, size_t, void* data) {
 }  // namespace
 
 bool step_aside() {
+#ifndef __GLIBC__
+  return false;
+#else
   Search search;
   dl_iterate_phdr(&replace_in_library, &search);
   return search.replaced > 0;
+#endif
 }
 
 void enter_backward() { inside++; }

@@ -80,19 +80,25 @@ Connection::Batch::Batch(Connection& connection) : connection_(connection) {
   if (connection_.recording_flag_) wait_for_recorder();
 }
 
-// What other threads do must not be written down: they wait until the graph is whole.
+// What other threads do must not be written down: they wait until the graph is whole. The interpreter is taken
+// back without the lock, because others who have it may want the lock.
 void Connection::Batch::wait_for_recorder() {
-  if (connection_.is_recorder()) return;
-  LetInterpreterGo go;
-  connection_.changed_.wait(lock_, [&] { return !connection_.recording_flag_ || connection_.lost_; });
-  if (!connection_.lost_) return;
-  lock_.unlock();
-  connection_.raise_lost();
+  while (connection_.recording_flag_ && !connection_.is_recorder()) {
+    lock_.unlock();
+    {
+      LetInterpreterGo go;
+      std::unique_lock<std::mutex> waiting(connection_.mutex_);
+      connection_.changed_.wait(waiting, [&] { return !connection_.recording_flag_ || connection_.lost_; });
+    }
+    if (connection_.lost()) connection_.raise_lost();
+    lock_.lock();
+  }
 }
 
 void Connection::Batch::acquire() {
   if (connection_.lost()) connection_.raise_lost();
   lock_.lock();
+  if (connection_.recording_flag_) wait_for_recorder();
 }
 
 uint32_t Connection::Batch::new_storage() {
@@ -128,10 +134,21 @@ uint32_t Connection::Batch::new_generator() {
   return connection_.next_generator_++;
 }
 
-void Connection::Batch::free_generator(uint32_t generator) {
-  records().record(Record::FreeGenerator);
-  records().u32(generator);
-  connection_.free_generators_.push_back(generator);
+void Connection::free_generator(uint32_t generator) noexcept {
+  if (abandoned_ || lost()) return;
+  std::lock_guard<std::mutex> lock(mutex_);
+  if (recording_) {
+    generators_to_free_.push_back(generator);
+  } else {
+    free_generator_now(generator);
+  }
+}
+
+void Connection::free_generator_now(uint32_t generator) {
+  records_.record(Record::FreeGenerator);
+  records_.u32(generator);
+  free_generators_.push_back(generator);
+  records_pending_++;
 }
 
 void Connection::Batch::finish_op() {
@@ -288,7 +305,6 @@ void Connection::send_bytes(const std::function<void(Writer&)>& record, const vo
   bool outside = size > COPIED_UPLOAD_BYTES_MAX;
   LetInterpreterGo go;
   uint64_t last;
-  check_not_recording("an upload");
   {
     Batch batch(*this);
     record(batch.records());
@@ -515,7 +531,9 @@ void Connection::check_not_recording(const char* what) const {
 void Connection::note_use_in_graph(uint32_t storage, const c10::Storage& held) {
   if (!is_recorder()) return;
   std::lock_guard<std::mutex> lock(mutex_);
-  if (recording_ && !graph_of_.count(storage)) recording_->used.emplace(storage, held);
+  if (!recording_) return;
+  auto owner = graph_of_.find(storage);
+  if (owner == graph_of_.end() || owner->second != recording_) recording_->used.emplace(storage, held);
 }
 
 uint32_t Connection::begin_graph() {
@@ -539,6 +557,7 @@ uint32_t Connection::begin_graph() {
 
 void Connection::end_graph(bool keep) {
   uint32_t number;
+  std::vector<uint32_t> waiting;
   {
     std::lock_guard<std::mutex> lock(mutex_);
     if (!recording_) return;
@@ -546,9 +565,13 @@ void Connection::end_graph(bool keep) {
     number = recording_number_;
     recording_ = nullptr;
     recording_flag_ = false;
+    for (uint32_t generator : generators_to_free_) free_generator_now(generator);
+    generators_to_free_.clear();
+    waiting.swap(graphs_to_free_);
     changed_.notify_all();
   }
   if (!keep) forget_graph(number);
+  for (uint32_t graph : waiting) free_graph(graph);
 }
 
 // Sent at once: it is much work for the executor, and nothing is gained by waiting for more records.
@@ -567,6 +590,10 @@ void Connection::free_graph(uint32_t graph) noexcept {
   if (abandoned_) return;
   {
     std::lock_guard<std::mutex> lock(mutex_);
+    if (recording_) {  // it cannot come in between
+      graphs_to_free_.push_back(graph);
+      return;
+    }
     if (!lost_) {
       records_.record(Record::GraphFree);
       records_.u32(graph);

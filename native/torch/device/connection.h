@@ -78,7 +78,6 @@ class Connection final : public c10::intrusive_ptr_target {
     Writer& records() { return connection_.records_; }
     uint32_t new_storage();
     uint32_t new_generator();
-    void free_generator(uint32_t generator);
     TemplateCache& templates() { return connection_.templates_; }
     ConnectionCounters& counters() { return connection_.counters_; }
     // The record that has been written is whole. Sends what is due, and waits while too much is on its way.
@@ -103,6 +102,7 @@ class Connection final : public c10::intrusive_ptr_target {
   void send_bytes(const std::function<void(Writer&)>& record, const void* bytes, uint64_t size);
   // Never waits, never raises: a tensor has died.
   void free_storage(uint32_t storage) noexcept;
+  void free_generator(uint32_t generator) noexcept;
   void flush();
   void synchronize();
   ConnectionCounters counters();
@@ -149,6 +149,7 @@ class Connection final : public c10::intrusive_ptr_target {
   void note_use_in_graph(uint32_t storage, const c10::Storage& held);
   void forget_graph(uint32_t number);
   uint32_t next_free_storage();                   // mutex_ held
+  void free_generator_now(uint32_t generator);    // mutex_ held
   void seal();                                    // mutex_ held
   void push(FrameKind kind, const uint8_t* payload, uint64_t size, bool outside);  // mutex_ held
   void send_nowait() noexcept;                    // mutex_ not held
@@ -190,6 +191,7 @@ class Connection final : public c10::intrusive_ptr_target {
   std::unordered_map<uint32_t, std::unique_ptr<Graph>> graphs_;
   std::unordered_map<uint32_t, Graph*> graph_of_;  // of storages whose numbers belong to a graph
   std::vector<uint32_t> free_graphs_;
+  std::vector<uint32_t> graphs_to_free_, generators_to_free_;  // when the recording has ended
   uint32_t next_graph_ = 0;
   Graph* recording_ = nullptr;  // one of graphs_
   uint32_t recording_number_ = 0;

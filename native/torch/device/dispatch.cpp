@@ -592,6 +592,11 @@ void leave_results(const std::vector<Output>& outputs, Connection& connection, c
 
 // --- asking -------------------------------------------------------------------------------------
 
+void check_not_negative(c10::IntArrayRef values) {
+  for (int64_t value : values)
+    if (value < 0) throw ProtocolError("a size or a stride is negative");
+}
+
 Output read_output(Reader& in, const c10::TypePtr& type) {
   Output output;
   output.kind = static_cast<OutputKind>(in.u8());
@@ -604,6 +609,8 @@ Output read_output(Reader& in, const c10::TypePtr& type) {
       if (!is_carried(output.dtype) || dimensions > DIMENSIONS_MAX) throw ProtocolError("an output is malformed");
       for (size_t i = 0; i < dimensions; i++) output.sizes.push_back(in.i64());
       for (size_t i = 0; i < dimensions; i++) output.strides.push_back(in.i64());
+      check_not_negative(output.sizes);
+      check_not_negative(output.strides);
       output.storage_bytes = static_cast<int64_t>(at::detail::computeStorageNbytes(
           output.sizes, output.strides, c10::elementSize(output.dtype)));
       break;
@@ -658,6 +665,8 @@ void read_changes(Reader& in, const std::vector<Tensor>& inputs) {
     std::vector<int64_t> sizes, strides;
     for (size_t i = 0; i < dimensions; i++) sizes.push_back(in.i64());
     for (size_t i = 0; i < dimensions; i++) strides.push_back(in.i64());
+    check_not_negative(sizes);
+    check_not_negative(strides);
     inputs[index].storage().unsafeGetStorageImpl()->set_nbytes(bytes);
     inputs[index].unsafeGetTensorImpl()->set_sizes_and_strides(sizes, strides, offset);
   }
@@ -740,19 +749,23 @@ void ask(const c10::OperatorHandle& op, const OpFacts& facts, const TemplatePtr&
     batch.records().record(Record::Bind, answer.made);
     batch.records().u64(number);
     batch.records().raw(storages.data(), storages.size() * sizeof(uint32_t));
-    if (known->way == Way::Learn && can_be_learned(answer.outputs, answer.changes)) {
+    // While this waited, the template may have made room for others.
+    bool kept = batch.templates().find(known->hash, known->key) == known;
+    if (kept && known->way == Way::Learn && can_be_learned(answer.outputs, answer.changes)) {
       learn(op, facts, *known, answer, batch, *stack);
     }
     if (connection.is_recorder() && known->way == Way::Stream) write_step(*known, batch, call, storages);
     batch.release();
     read_changes(in, inputs);
-    if (known->way == Way::Ask || known->way == Way::Learn) connection.check_not_recording(op.schema().name().c_str());
   } catch (const ProtocolError& error) {
     connection.fail(error);
   }
   const uint32_t* next = storages.data();
   c10::SmallVector<IValue, 4> results;
   for (const Output& output : answer.outputs) results.push_back(make_result(output, connection, next, inputs));
+  if (known->way == Way::Ask || known->way == Way::Learn) {
+    connection.check_not_recording(op.schema().name().c_str());
+  }
   torch::jit::drop(*stack, facts.arguments);
   for (IValue& result : results) stack->push_back(std::move(result));
 }
@@ -835,7 +848,7 @@ void stream(const TemplatePtr& known, Connection::Batch& batch, const Call& call
     records.raw(storages, known->new_outputs * sizeof(uint32_t));
     batch.finish_op();
   }
-  bool wait = connection.options().blocking && known->way != Way::Local;
+  bool wait = connection.options().blocking && known->way != Way::Local && !connection.is_recorder();
   ConnectionPtr kept = wait ? ConnectionPtr::reclaim_copy(&connection) : ConnectionPtr();
   leave_results(known->outputs, connection, storages, call, facts, stack);
   if (wait) kept->synchronize();

@@ -25,13 +25,7 @@ class RemoteGenerator final : public c10::GeneratorImpl {
         number_(number) {}
 
   ~RemoteGenerator() override {
-    if (number_ == DEFAULT || connection_->lost()) return;
-    try {
-      Connection::Batch batch(*connection_);
-      batch.free_generator(number_);
-    } catch (const std::exception&) {
-      // its executor is gone, and with it the generator
-    }
+    if (number_ != DEFAULT) connection_->free_generator(number_);
   }
 
   void set_current_seed(uint64_t seed) override {
@@ -64,6 +58,7 @@ class RemoteGenerator final : public c10::GeneratorImpl {
 
   c10::intrusive_ptr<c10::TensorImpl> get_state() const override {
     ConnectionPtr connection = this->connection();
+    connection->check_not_recording("the state of a generator");
     Awaited awaited;
     Connection::Batch batch(*connection);
     batch.records().record(Record::GeneratorState);
@@ -86,6 +81,7 @@ class RemoteGenerator final : public c10::GeneratorImpl {
   template <class Write>
   void write(Write write) {
     ConnectionPtr connection = this->connection();
+    connection->check_not_recording("a change of a generator");
     Connection::Batch batch(*connection);
     write(batch.records());
     batch.finish_op();

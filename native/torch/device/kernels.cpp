@@ -75,7 +75,7 @@ Tensor empty_strided(c10::IntArrayRef sizes, c10::IntArrayRef strides, std::opti
     batch.finish_op();
   }
   Tensor made = make_tensor(*connection, storage, output);
-  if (connection->options().blocking) connection->synchronize();
+  if (connection->options().blocking && !connection->is_recorder()) connection->synchronize();
   return made;
 }
 

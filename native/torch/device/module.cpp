@@ -51,6 +51,7 @@ void attach(int count, py::function open) {
 }
 
 py::dict executor_counters(Connection& connection) {
+  connection.check_not_recording("reading counters");
   Awaited awaited;
   {
     py::gil_scoped_release go;
@@ -68,7 +69,11 @@ py::dict executor_counters(Connection& connection) {
 }
 
 py::dict client_counters(Connection& connection) {
-  ConnectionCounters now = connection.counters();
+  ConnectionCounters now;
+  {
+    py::gil_scoped_release go;
+    now = connection.counters();
+  }
   py::dict found;
   found["ops"] = now.ops;
   found["asks"] = now.asks;
@@ -101,6 +106,7 @@ class Watch {
 };
 
 void seed(Connection& connection, uint64_t value) {
+  connection.check_not_recording("a seed");
   Connection::Batch batch(connection);
   batch.records().record(Record::Seed);
   batch.records().u32(0);
@@ -129,7 +135,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
            py::arg("resume"))
       .def_property_readonly("lost", &Connection::lost)
       .def("synchronize", &Connection::synchronize, without_gil)
-      .def("flush", &Connection::flush, without_gil)
       .def("seed", &seed, without_gil)
       .def("executor_counters", &executor_counters)
       .def("client_counters", &client_counters)
@@ -155,7 +160,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   });
   m.def("attach", &attach);
   m.def("detach", [] { roster().detach(); });
-  m.def("device_count", [] { return roster().count(); });
   m.def("current_device", [] { return roster().current(); });
   m.def("set_device", [](int index) { roster().set_current(index); });
   m.def("set_device_unchecked", [](int index) { roster().set_current_unchecked(index); });

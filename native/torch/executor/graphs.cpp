@@ -51,6 +51,11 @@ void Graphs::freed(uint32_t storage) {
   if (recording_->alive.erase(storage)) add({Record::Free, nullptr, {}, storage});
 }
 
+void Graphs::let_go(uint32_t storage) {
+  for (auto& [number, graph] : graphs_)
+    if (graph->alive.count(storage)) graph->unwanted.insert(storage);
+}
+
 // --- carrying out again -------------------------------------------------------------------------
 
 Graphs::Graph& Graphs::known(uint32_t number) {
@@ -105,6 +110,7 @@ FailurePtr Graphs::run(Graph& graph) {
     }
     if (failure && !first) first = failure;
   }
+  for (uint32_t storage : graph.unwanted) make_room(graph, storage);
   return first;
 }
 

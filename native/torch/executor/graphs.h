@@ -43,6 +43,8 @@ class Graphs {
   void op(const std::shared_ptr<Template>& call, const uint8_t* record, size_t bytes);
   void allocated(uint32_t storage, uint64_t bytes);
   void freed(uint32_t storage);
+  // The client has let go of a storage outside of a recording; a graph whose result it is does not keep it.
+  void let_go(uint32_t storage);
 
   // The first failure, when there was one.
   FailurePtr replay(uint32_t number);
@@ -59,7 +61,8 @@ class Graphs {
   };
   struct Graph {
     std::vector<Step> steps;
-    std::unordered_set<uint32_t> alive;  // storages made in it and not freed in it
+    std::unordered_set<uint32_t> alive;    // storages made in it and not freed in it
+    std::unordered_set<uint32_t> unwanted;  // of those, what the client has freed since
     bool cannot_be_captured = false;
     std::shared_ptr<void> taken_down;
   };

@@ -328,7 +328,11 @@ void Session::free(uint32_t storage) {
   Slot& slot = storages_.known(storage);
   if (slot.storage) outbox_.before_free(slot.storage, slot.bytes);
   storages_.free(storage);
-  if (graphs_.recording()) graphs_.freed(storage);
+  if (graphs_.recording()) {
+    graphs_.freed(storage);
+  } else {
+    graphs_.let_go(storage);
+  }
 }
 
 // --- uploads ------------------------------------------------------------------------------------
