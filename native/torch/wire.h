@@ -63,6 +63,8 @@ namespace genie {
 constexpr uint32_t FRAME_BYTES_MAX = 4u << 20;
 constexpr uint32_t INLINE_BYTES_MAX = 64u << 10;
 constexpr uint32_t TEMPLATES_MAX = 1u << 16;
+// Arguments and outputs of all templates together, those in lists too.
+constexpr uint64_t TEMPLATE_NODES_MAX = 2'000'000;
 constexpr uint32_t STORAGES_MAX = 1u << 22;
 constexpr uint32_t GENERATORS_MAX = 1u << 12;
 constexpr uint32_t GRAPHS_MAX = 1u << 12;

@@ -330,6 +330,13 @@ def test_a_call_too_large_for_the_wire_is_refused_and_nothing_is_lost() -> None:
     assert kept_there()["tensors"] == before
 
 
+def test_ever_longer_lists_do_not_fill_the_executor_with_what_was_sent_once() -> None:
+    one = torch.ones(1, device=D0)
+    for length in range(20_000, 20_110):  # two million arguments in all
+        last = torch.cat([one] * length)
+    assert last.sum().item() == 20_109
+
+
 # --- what is kept over there --------------------------------------------------------------------
 
 

@@ -802,6 +802,23 @@ ConnectionPtr connection_by_argument(const Stack& stack, size_t base, const OpFa
   return roster().connection(index);
 }
 
+constexpr uint32_t NODES_LEARNED = 16;
+
+size_t count_outputs(const std::vector<Output>& outputs) {
+  size_t count = outputs.size();
+  for (const Output& output : outputs) count += count_outputs(output.items);
+  return count;
+}
+
+uint32_t nodes_of(const Stack& stack, size_t base, const OpFacts& facts) {
+  size_t count = facts.arguments;
+  for (size_t i = 0; i < facts.arguments; i++) {
+    const IValue& value = stack[base + i];
+    if (value.isList()) count += value.toListRef().size();
+  }
+  return static_cast<uint32_t>(count);
+}
+
 TemplatePtr make_template(const c10::OperatorHandle& op, const OpFacts& facts, const Stack& stack, size_t base,
                           const Call& call, uint64_t hash, Connection::Batch& batch, bool& resized) {
   auto made = c10::make_intrusive<Template>();
@@ -820,6 +837,7 @@ TemplatePtr make_template(const c10::OperatorHandle& op, const OpFacts& facts, c
     if (body.size() + call.data.size() > CALL_BYTES_MAX) {
       raise("device.op_refused", op.schema().name() + " has too many arguments to be sent");
     }
+    made->nodes = nodes_of(stack, base, facts) + static_cast<uint32_t>(count_outputs(made->outputs)) + NODES_LEARNED;
   }
   batch.acquire();
   batch.counters().misses++;

@@ -44,6 +44,7 @@ struct Template final : c10::intrusive_ptr_target {
   Way way = Way::Ask;
   bool used = true;  // since the cache last looked for one to drop
   uint32_t new_outputs = 0;
+  uint32_t nodes = 0;  // arguments and outputs, those in lists too, at least as many as the executor counts
   std::vector<Output> outputs;
 };
 using TemplatePtr = c10::intrusive_ptr<Template>;
@@ -76,11 +77,12 @@ class TemplateCache {
 
   // Gives the template its number, and writes what the executor must forget for it.
   void insert(const TemplatePtr& added, Writer& records) {
-    if (count_ >= capacity_) drop_unused(records);
+    while (count_ > 0 && (count_ >= capacity_ || nodes_ + added->nodes > NODES_KEPT_MAX)) drop_unused(records);
     if ((count_ + 1) * 2 > slots_.size()) rebuild(slots_.size() * 2);
     added->number = new_number();
     place(added);
     count_++;
+    nodes_ += added->nodes;
   }
 
   // Another number for the same template; the executor forgets the old one.
@@ -95,6 +97,7 @@ class TemplateCache {
   void clear() {
     slots_.assign(1024, {});
     count_ = 0;
+    nodes_ = 0;
   }
 
  private:
@@ -124,7 +127,7 @@ class TemplateCache {
   void drop_unused(Writer& records) {
     auto old = std::move(slots_);
     slots_.assign(old.size(), {});
-    size_t wanted = capacity_ / 4, dropped = 0;
+    size_t wanted = count_ / 4 + 1, dropped = 0;
     for (int round = 0; round < 2 && dropped < wanted; round++) {
       for (auto& each : old) {
         if (!each || dropped >= wanted) continue;
@@ -134,6 +137,7 @@ class TemplateCache {
         }
         if (each->way != Way::Local) records.record(Record::Forget, each->number);
         free_numbers_.push_back(each->number);
+        nodes_ -= each->nodes;
         each.reset();
         dropped++;
         count_--;
@@ -143,8 +147,12 @@ class TemplateCache {
       if (each) place(each);
   }
 
+  // Room for the templates that are being learned, which the executor has twice for a moment.
+  static constexpr uint64_t NODES_KEPT_MAX = TEMPLATE_NODES_MAX / 2;
+
   uint32_t capacity_;
   size_t count_ = 0;
+  uint64_t nodes_ = 0;
   uint32_t next_number_ = 0;
   std::vector<uint32_t> free_numbers_;
   std::vector<TemplatePtr> slots_;

@@ -13,8 +13,6 @@ namespace {
 constexpr int64_t FOREVER = -1;
 // After so long without a frame the client is told what has arrived.
 constexpr int64_t SILENCE_US = 2000;
-// A bound on what templates take; far beyond what TEMPLATES_MAX ordinary ones hold.
-constexpr uint64_t TEMPLATE_NODES_MAX = 2'000'000;
 
 // What the thread that serves needs: the device, and nothing of autograd, which is the client's.
 struct ServingThread {
