@@ -358,6 +358,8 @@ def main() -> int:
     figures: Measured = []
     with report.own_place(), device_models.cluster(config.load({"controller.port": 0})), genie.session():
         local = "cuda" if torch.cuda.is_available() else "cpu"
+        if local == "cpu":
+            torch.set_num_threads(1)  # both sides share the processors
         bench = Bench(rounds=given.rounds, ops=OPS_PER_ROUND * given.rounds, local=local)
         for name in given.only:
             print(f"measuring {name}", file=sys.stderr)

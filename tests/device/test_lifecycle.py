@@ -256,6 +256,10 @@ def reply(kind: int, *, number: int = 1, size: int = 0, payload: bytes = b"") ->
     return struct.pack("<QQQII", size or len(payload), number, 0, kind, 0) + payload
 
 
+def text(value: bytes) -> bytes:
+    return struct.pack("<I", len(value)) + value
+
+
 @pytest.mark.parametrize(
     "answer",
     [
@@ -269,14 +273,24 @@ def reply(kind: int, *, number: int = 1, size: int = 0, payload: bytes = b"") ->
         reply(1, payload=b"too long for a float"),
         reply(1, size=1 << 62),
         reply(2, payload=b"\xff\xff\xff\xff"),
+        reply(2, payload=text(b"\xff\xfe") + text(b"\xff") + bytes(8) + text(b"\xff\xff")),
+        reply(3, payload=text(b"\xff") + text(b"") + bytes(8) + text(b"\xff\xff")),
         reply(3, payload=b"\x01"),
     ],
 )
 def test_an_executor_that_talks_nonsense_costs_an_error_and_no_more(answer: bytes) -> None:
     with deaf_executor(answer) as port:
         device.attach([remote_device(0, lambda: port)])
-        with pytest.raises((DeviceLostError, TransportError)):
+        with pytest.raises((DeviceLostError, TransportError, RuntimeError)):
             torch.ones(1, device=D0).cpu()
+
+
+def test_an_answer_without_end_is_refused() -> None:
+    nested = struct.pack("<I", 1) + b"\x03\x01\x00\x00\x00" * 100_000
+    with deaf_executor(reply(1, payload=nested)) as port:
+        device.attach([remote_device(0, lambda: port)])
+        with pytest.raises((DeviceLostError, TransportError)):
+            torch.ones(3, device=D0).nonzero()
 
 
 def test_a_child_process_does_not_disturb_its_parents_connection() -> None:

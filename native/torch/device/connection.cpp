@@ -489,7 +489,10 @@ void Connection::read_payload(const ReplyHeader& header) {
     Reader reader(payload.data(), payload.size());
     std::string code = reader.text(), op = reader.text();
     reader.u64();
-    give_up(reader.text() + " (" + code + ")");
+    std::string said = reader.text() + " (" + code + ")";
+    for (char& each : said)
+      if (static_cast<unsigned char>(each) >= 0x80) each = '?';
+    give_up(said);
     return;
   }
   std::lock_guard<std::mutex> lock(mutex_);

@@ -597,7 +597,7 @@ void check_not_negative(c10::IntArrayRef values) {
     if (value < 0) throw ProtocolError("a size or a stride is negative");
 }
 
-Output read_output(Reader& in, const c10::TypePtr& type) {
+Output read_output(Reader& in, const c10::TypePtr& type, bool in_list = false) {
   Output output;
   output.kind = static_cast<OutputKind>(in.u8());
   switch (output.kind) {
@@ -620,10 +620,10 @@ Output read_output(Reader& in, const c10::TypePtr& type) {
       break;
     case OutputKind::List: {
       uint32_t count = in.u32();
-      if (count > LIST_ITEMS_MAX) throw ProtocolError("an output is malformed");
+      if (in_list || count > LIST_ITEMS_MAX) throw ProtocolError("an output is malformed");
       auto* list = type->castRaw<c10::ListType>();
       c10::TypePtr element = list ? list->getElementType() : c10::TypePtr(c10::TensorType::get());
-      for (uint32_t i = 0; i < count; i++) output.items.push_back(read_output(in, element));
+      for (uint32_t i = 0; i < count; i++) output.items.push_back(read_output(in, element, true));
       output.constant = c10::impl::GenericList(element);
       break;
     }

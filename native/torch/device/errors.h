@@ -6,6 +6,9 @@
 
 namespace genie {
 
+// The classes that codes stand for; before anything is raised. They live for ever.
+void set_error_class(const std::string& code, void* python_class);
+
 // By the code that genie/errors.py gives it, e.g. "device.lost". Needs no GIL.
 [[noreturn]] void raise(const std::string& code, const std::string& message);
 

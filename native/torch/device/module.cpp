@@ -147,6 +147,9 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   py::class_<Watch>(m, "Watch", py::module_local())
       .def(py::init<std::vector<at::Tensor>>())
       .def("holds", &Watch::holds);
+  for (py::handle each : py::module_::import("genie.errors").attr("all_errors")()) {
+    set_error_class(each.attr("code").cast<std::string>(), each.ptr());
+  }
   m.def("register", [] {
     register_hooks();
     return register_ops();

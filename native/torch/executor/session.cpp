@@ -265,13 +265,16 @@ void Session::add_template(uint32_t number, Reader& in) {
   uint32_t bytes = in.u32();
   Reader body(in.take(bytes), bytes);
   auto made = reader_.read(body);
-  template_nodes_ += made->nodes;
-  if (template_nodes_ > TEMPLATE_NODES_MAX) throw ProtocolError("the templates hold more than is allowed");
-  templates_[number] = std::move(made);
+  *template_nodes_ += made->nodes;
+  templates_[number] = std::shared_ptr<Template>(made.release(), [nodes = template_nodes_](Template* dead) {
+    *nodes -= dead->nodes;
+    delete dead;
+  });
+  if (*template_nodes_ > TEMPLATE_NODES_MAX) throw ProtocolError("the templates hold more than is allowed");
 }
 
 void Session::forget_template(uint32_t number) {
-  template_nodes_ -= known_template(number)->nodes;
+  known_template(number);
   templates_[number].reset();
 }
 

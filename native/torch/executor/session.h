@@ -95,7 +95,8 @@ class Session {
   Graphs graphs_;
   TemplateReader reader_;
   std::vector<std::shared_ptr<Template>> templates_;
-  uint64_t template_nodes_ = 0;
+  // Of templates that are known or that graphs still hold.
+  std::shared_ptr<uint64_t> template_nodes_ = std::make_shared<uint64_t>(0);
   Upload upload_;
   FailurePtr first_failure_;
   int64_t spin_us_;
