@@ -78,7 +78,6 @@ def in_turn(rounds: int, *works: Callable[[], object]) -> list[list[float]]:
     """Milliseconds of each, measured one after the other in every round."""
     for work in works:
         work()
-        work()
     taken: list[list[float]] = [[] for _ in works]
     for _ in range(rounds):
         for work, times in zip(works, taken, strict=True):
@@ -304,7 +303,7 @@ def measure_captured(bench: Bench) -> Measured:
         theirs, ours = in_turn(bench.rounds, direct, lambda c=captured, i=inputs: c(*i).cpu())
         goal = CAPTURED_LONG if statistics.median(theirs) >= LONG_MS else CAPTURED_SHORT
         figures.append(compared(f"captured_{name}", ours, theirs, goal=goal if bench.has_gpu else None))
-        many = 20
+        many = 20 if bench.has_gpu else 2
         theirs, ours = in_turn(
             max(1, bench.rounds // 4),
             repeated(feed, many, bench.wait_local),

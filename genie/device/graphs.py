@@ -37,6 +37,7 @@ class Captured:
 
     def __init__(self, model: Callable[..., Any]) -> None:
         self._model = model
+        self._modules: list[torch.nn.Module] = []
         self._graphs: collections.OrderedDict[Hashable, Graph] = collections.OrderedDict()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -44,7 +45,7 @@ class Captured:
         leaves: Sequence[Any] = args
         if kwargs or not all(type(each) is torch.Tensor for each in args):
             leaves, spec = pytree.tree_flatten((args, kwargs))
-        key = (spec, _mode(self._model), *map(look, leaves))
+        key = (spec, self._mode(), *map(look, leaves))
         graph = self._graphs.get(key)
         if graph is None or not graph.holds():
             graph = self._graphs[key] = self._record(leaves, spec)
@@ -57,6 +58,16 @@ class Captured:
         if type(results) is torch.Tensor:
             return results.clone()
         return pytree.tree_map_only(torch.Tensor, torch.clone, results)
+
+    def _mode(self) -> Hashable:
+        """What else decides about the work: train or eval of every part, and autocast."""
+        if not self._modules and isinstance(self._model, torch.nn.Module):
+            self._modules = list(self._model.modules())  # once: walking them takes longer than a short replay
+        cast = torch.is_autocast_enabled(roster.DEVICE_TYPE)
+        return (
+            tuple([module.training for module in self._modules]),
+            torch.get_autocast_dtype(roster.DEVICE_TYPE) if cast else None,
+        )
 
     def _record(self, leaves: Sequence[Any], spec: pytree.TreeSpec | None) -> Graph:
         """Without a `spec` the leaves are the arguments."""
@@ -145,16 +156,6 @@ def _own_copy(tensor: torch.Tensor, index: int) -> torch.Tensor:
     if tensor.device.type == roster.DEVICE_TYPE:
         return tensor.detach().clone(memory_format=torch.preserve_format).to(device)
     return tensor.detach().to(device)
-
-
-def _mode(model: object) -> Hashable:
-    """What else decides about the work: train or eval of every part, and autocast."""
-    modules = model.modules() if isinstance(model, torch.nn.Module) else ()
-    cast = torch.is_autocast_enabled(roster.DEVICE_TYPE)
-    return (
-        tuple(module.training for module in modules),
-        torch.get_autocast_dtype(roster.DEVICE_TYPE) if cast else None,
-    )
 
 
 def _weights(model: object) -> list[tuple[dict[str, Any], str, torch.Tensor]]:

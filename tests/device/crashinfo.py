@@ -29,10 +29,9 @@ def check(unit: Unit, *, local: str, beat: Callable[[str], None]) -> Findings:
 
 def _end_executor() -> None:
     siblings = psutil.Process(os.getppid()).children()
-    # One whose client has died waits a while for it to come back, so there may be two.
-    for one in siblings:
-        if "genie.agent.executor" in one.cmdline():
-            one.kill()
+    executors = [one for one in siblings if "genie.agent.executor" in one.cmdline()]
+    # The newest is ours: others belong to tests, or wait for a client that has died.
+    max(executors, key=psutil.Process.create_time).kill()
 
 
 def _raise() -> None:
