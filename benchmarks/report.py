@@ -96,8 +96,14 @@ def options(description: str, *, rounds: int) -> argparse.ArgumentParser:
     """The options that every benchmark has; it may add its own."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--json", action="store_true", help="one JSON object a line")
-    parser.add_argument("--rounds", type=int, default=rounds)
+    parser.add_argument("--rounds", type=_at_least_one, default=rounds)
     return parser
+
+
+def _at_least_one(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1")
+    return int(text)
 
 
 @contextmanager

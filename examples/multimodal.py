@@ -112,6 +112,8 @@ async def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--steps", type=int, default=60)
     given = parser.parse_args()
+    if given.steps < 1:
+        parser.error("--steps: at least 1")
     await genie.init()
     try:
         if not torch.remote_accelerator.is_available():

@@ -9,6 +9,7 @@ Not for: what the libraries do (native/torch), and anything but torch's own libr
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import functools
 import hashlib
@@ -437,8 +438,11 @@ def _processors() -> int:
     return os.cpu_count() or 1
 
 
-def main() -> int:
+def main(arguments: Sequence[str] = ()) -> int:
     """Builds every library now. 0 when all are there."""
+    argparse.ArgumentParser(
+        prog="python -m genie.runtime.native", description="Compiles what is missing of the torch device."
+    ).parse_args(arguments)
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
     workshop = Workshop.of_this_installation()
     for name in LIBRARIES:
@@ -451,4 +455,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

@@ -34,8 +34,6 @@ OPEN_BYTES_MAX = 4096
 """Cap of what a stranger may send, whose ticket has not been seen yet."""
 ANSWER_BYTES_MAX = 64 * 1024
 TEXT_CHARACTERS_MAX = 4096
-OUT_OF_MEMORY = "device.out_of_memory"
-"""Code of an error that the client raises as torch.OutOfMemoryError."""
 
 _MAGIC = b"GENIEX"
 _PREFACE = struct.Struct(">6sH")

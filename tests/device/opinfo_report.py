@@ -70,7 +70,11 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--shard", default="1/1", metavar="I/N")
     parser.add_argument("--samples", type=int, metavar="N", help="at most so many for each op and dtype")
     parser.add_argument("--list-failures", action="store_true")
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    unknown = [name for name in options.dtypes.split(",") if name not in DTYPES]
+    if unknown:  # a report of nothing would look like one without a fault
+        parser.error(f"--dtypes: {', '.join(unknown)} is not among {', '.join(DTYPES)}")
+    return options
 
 
 def _chosen(entries: dict[str, list[str]], options: argparse.Namespace) -> dict[str, list[str]]:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from genie.errors import DeviceLostError, OpRefusedError, RemoteOpError
-from tests.device import findings
+from tests.device import findings, opinfo_report
 from tests.device.comparison import Comparison
 from tests.device.findings import Findings, Listed, Outcome, Problem, Summary, Unit
 from tests.device.judge import Judge, Run, outcome_of
@@ -35,6 +35,12 @@ def test_a_crash_is_counted_and_the_next_entry_is_compared() -> None:
 
 
 @pytest.mark.timeout(200)
+def test_a_report_of_a_dtype_that_is_not_compared_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        opinfo_report.main(["--dtypes", "float32,float31"])
+    assert "float31 is not among" in capsys.readouterr().err
+
+
 def test_what_does_not_come_back_is_a_crash() -> None:
     with Comparison("crashinfo", step_timeout_s=1.0) as comparison:
         (found,) = comparison.run([Unit("is stuck", "float32", None, errors=False)])

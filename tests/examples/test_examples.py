@@ -78,6 +78,12 @@ def test_a_server_serves_a_client_and_ends_at_ctrl_c_without_a_trace(
     assert local.find_running(state_dir) is None
 
 
+def test_training_for_no_steps_is_refused() -> None:
+    done = run_example("multimodal.py", "--steps", "0")
+    assert done.returncode == 2
+    assert "at least 1" in done.stderr
+
+
 def test_a_server_ends_by_itself_after_its_seconds(
     monkeypatch: pytest.MonkeyPatch, unused_tcp_port: int
 ) -> None:

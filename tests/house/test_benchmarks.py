@@ -41,6 +41,15 @@ def test_a_benchmark_writes_figures_only_and_its_end_says_whether_goals_were_met
     assert len(machine) == 1
 
 
+@pytest.mark.parametrize("rounds", ["0", "-1", "many"])
+def test_a_benchmark_of_no_rounds_is_refused(
+    report: dict[str, Any], rounds: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        report["options"]("a benchmark", rounds=1).parse_args(["--rounds", rounds])
+    assert "whole number from 1" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("rule", "limit", "met"),
     [
