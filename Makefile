@@ -8,6 +8,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input
 # Extra arguments for the tool that a target runs: make test ARGS="-k wire -x"
 ARGS ?=
+CPP := $(shell find native -name '*.cpp' -o -name '*.h' | sort)
 UV_VERSION := 0.13.7
 # The whole suite goes to one worker for each core, file by file, since the tests of a file may share a
 # cluster. A worker that crashes ends the run: with loadfile, xdist 3.8 can wait forever for its successor.
@@ -31,12 +32,14 @@ coverage: $(VENV)/.native ## run the tests and show the lines that none of them 
 	@$(BIN)/python -m pytest --cov --cov-report=term $(WORKERS) $(ARGS)
 
 lint: $(VENV)/.genie ## check style, types and layers
-	@status=0; for tool in "ruff check ." "ruff format --check ." mypy "lint-imports --no-logo"; do \
-	  echo "$$tool"; $(BIN)/$$tool || status=1; done; exit $$status
+	@status=0; for tool in "ruff check ." "ruff format --check ." mypy "lint-imports --no-logo" \
+	  "clang-format --dry-run --Werror $(CPP)"; do \
+	  echo "$${tool:0:60}"; $(BIN)/$$tool || status=1; done; exit $$status
 
 format: $(VENV)/.genie ## put the code into shape
 	@$(BIN)/ruff check --fix .
 	@$(BIN)/ruff format .
+	@$(BIN)/clang-format -i $(CPP)
 
 bench: $(VENV)/.native ## run every benchmark; ARGS=--json for machines
 	@status=0; for file in benchmarks/bench_*.py; do \
@@ -57,7 +60,7 @@ clean: ## remove caches and build results; the environment stays (rm -rf .venv)
 # --- the environment, in four steps, each redone only when its own input changes --------------
 
 # 69: there is no C++ compiler. Everything but the torch device works without, so that is said, and tried again.
-$(VENV)/.native: $(shell find native/torch -name '*.cpp' -o -name '*.h') genie/runtime/native.py $(VENV)/.genie
+$(VENV)/.native: $(CPP) genie/runtime/native.py $(VENV)/.genie
 	@$(BIN)/python -m genie.runtime.native && touch $@ || { status=$$?; [ $$status -eq 69 ] || exit $$status; }
 
 $(VENV)/.genie: pyproject.toml $(VENV)/.torch

@@ -69,8 +69,7 @@ int poll_one(pollfd* entry, int64_t timeout_us) {
 
 }  // namespace
 
-Deadline::Deadline(int64_t timeout_us)
-    : never_(timeout_us < 0), end_(std::chrono::steady_clock::now()) {
+Deadline::Deadline(int64_t timeout_us) : never_(timeout_us < 0), end_(std::chrono::steady_clock::now()) {
   end_ += std::chrono::microseconds(std::min(timeout_us, TIMEOUT_US_MAX));
 }
 

@@ -357,7 +357,7 @@ class TlsStream final : public Stream {
 
   const Functions& f_ = functions();
   Transport transport_;
-  Connection ssl_;  // reaches the transport, so it goes first
+  Connection ssl_;    // reaches the transport, so it goes first
   std::mutex using_;  // OpenSSL allows one thread at a time; never held while waiting
   // Why no more can be read or written. Apart, because a peer's last words can be read when it takes no more.
   std::string reading_;

@@ -12,15 +12,13 @@
 // client has said in `replies_received` that it has it.
 //
 // A record is u32 `kind << 24 | argument`, then its body:
-//   Op             argument: template. Data of the arguments in order, then a u32 storage for each new output.
-//   Ask            argument: template. Data of the arguments. Replied: the outputs, see below.
-//   Bind           argument: count. u64 number of the Ask's reply, u32 storage for each of its new outputs.
-//   Template       argument: template. u32 bytes, body (below). Replaces nothing: the number must be free.
-//   Forget         argument: template.
-//   Allocate       u32 storage, u64 bytes.
-//   Free           u32 storage.
-//   Resize         u32 storage, u64 bytes. Contents up to the smaller size are kept.
-//   Put            argument 1: the bytes follow in the record; 0: in BYTES frames, which come next, so that it is
+//   Op             argument: template. Data of the arguments in order, then a u32 storage for each new
+//   output. Ask            argument: template. Data of the arguments. Replied: the outputs, see below. Bind
+//   argument: count. u64 number of the Ask's reply, u32 storage for each of its new outputs. Template
+//   argument: template. u32 bytes, body (below). Replaces nothing: the number must be free. Forget argument:
+//   template. Allocate       u32 storage, u64 bytes. Free           u32 storage. Resize         u32 storage,
+//   u64 bytes. Contents up to the smaller size are kept. Put            argument 1: the bytes follow in the
+//   record; 0: in BYTES frames, which come next, so that it is
 //                  the last record of its frame. View, u64 bytes, [bytes].
 //   Get            View. Replied: the bytes, contiguous.
 //   Sync           Replied: nothing, when everything before has been carried out on the accelerator.
@@ -29,12 +27,14 @@
 //   SetGenerator   u32 generator, u32 bytes, state.
 //   FreeGenerator  u32 generator.
 //   Stats          Replied: five u64: storages, bytes allocated, peak, quota (0: none), ops run.
-//   GraphBegin     u32 graph. Op, Allocate and Free up to GraphEnd are carried out and also written down. Only they,
-//                  Template, Forget, Ask, Bind and GraphStep may come between, and a storage that is made there
-//                  keeps its number for the graph until GraphFree.
+//   GraphBegin     u32 graph. Op, Allocate and Free up to GraphEnd are carried out and also written down.
+//   Only they,
+//                  Template, Forget, Ask, Bind and GraphStep may come between, and a storage that is made
+//                  there keeps its number for the graph until GraphFree.
 //   GraphStep      As Op, but only written down: it was asked just before, and its outputs are known now.
 //   GraphEnd       argument 1: the graph is kept; 0: it is forgotten.
-//   GraphReplay    u32 graph. What was written down is carried out again, on the same storages. Those that were
+//   GraphReplay    u32 graph. What was written down is carried out again, on the same storages. Those that
+//   were
 //                  still there at GraphEnd are the graph's results, and made anew; the rest come and go.
 //   GraphFree      u32 graph.
 //   Goodbye        The client leaves for good. Last record.
@@ -162,14 +162,14 @@ constexpr uint8_t VIEW_NEGATIVE = 4;
 // then u32 inputs that the op has given another shape or size: u32 index, u64 storage bytes, u8 dimensions,
 // i64 offset, i64 sizes..., i64 strides...
 enum class OutputKind : uint8_t {
-  None = 0,      // no tensor
-  New = 1,       // u8 dtype, u8 dimensions, i64 sizes..., i64 strides...; a storage of its own, offset 0
-  Same = 2,      // u32 index among the arguments of kind Tensor, in order, those in lists included
-  List = 3,      // u32 items, each an output
-  Integer = 4,   // i64
-  Float = 5,     // f64; only in replies, as are the next two
-  Boolean = 6,   // u8
-  Complex = 7,   // f64, f64
+  None = 0,     // no tensor
+  New = 1,      // u8 dtype, u8 dimensions, i64 sizes..., i64 strides...; a storage of its own, offset 0
+  Same = 2,     // u32 index among the arguments of kind Tensor, in order, those in lists included
+  List = 3,     // u32 items, each an output
+  Integer = 4,  // i64
+  Float = 5,    // f64; only in replies, as are the next two
+  Boolean = 6,  // u8
+  Complex = 7,  // f64, f64
 };
 
 inline bool is_carried(c10::ScalarType type) {

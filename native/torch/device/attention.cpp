@@ -1,5 +1,5 @@
-// Ops that torch would send as kernels which only some accelerators have: attention, and the cells of LSTM and
-// GRU. Here they become the kernel that the executor's accelerator has, or plain ops.
+// Ops that torch would send as kernels which only some accelerators have: attention, and the cells of LSTM
+// and GRU. Here they become the kernel that the executor's accelerator has, or plain ops.
 #include <array>
 #include <optional>
 #include <tuple>
@@ -31,10 +31,10 @@ bool on_cuda(const Tensor& tensor) { return handle_of(tensor).connection->on_cud
 
 // --- attention ----------------------------------------------------------------------------------
 
-// What torch would use there. It depends on the GPU and its libraries, so the executor is asked, once for each
-// combination of shapes.
-at::SDPBackend choice_there(const Tensor& query, const Tensor& key, const Tensor& value, double dropout, bool causal,
-                            std::optional<double> scale) {
+// What torch would use there. It depends on the GPU and its libraries, so the executor is asked, once for
+// each combination of shapes.
+at::SDPBackend choice_there(const Tensor& query, const Tensor& key, const Tensor& value, double dropout,
+                            bool causal, std::optional<double> scale) {
   static auto op = c10::Dispatcher::singleton().findSchemaOrThrow("aten::_fused_sdp_choice", "");
   torch::jit::Stack stack{query, key, value, c10::IValue(), dropout, causal, scale, false};
   send_op(op, {}, &stack);
@@ -42,8 +42,8 @@ at::SDPBackend choice_there(const Tensor& query, const Tensor& key, const Tensor
 }
 
 int64_t choose_attention(const Tensor& query, const Tensor& key, const Tensor& value,
-                         const std::optional<Tensor>& mask, double dropout, bool causal, std::optional<double> scale,
-                         bool grouped) {
+                         const std::optional<Tensor>& mask, double dropout, bool causal,
+                         std::optional<double> scale, bool grouped) {
   bool cuda = on_cuda(query);
   bool plain = query.dim() != 4 || grouped || query.size(-1) != value.size(-1) || query.numel() == 0 ||
                key.numel() == 0;
@@ -56,10 +56,12 @@ int64_t choose_attention(const Tensor& query, const Tensor& key, const Tensor& v
   return static_cast<int64_t>(plain ? at::SDPBackend::math : at::SDPBackend::overrideable);
 }
 
-using Attention = std::tuple<Tensor, Tensor, Tensor, Tensor, c10::SymInt, c10::SymInt, Tensor, Tensor, Tensor>;
+using Attention =
+    std::tuple<Tensor, Tensor, Tensor, Tensor, c10::SymInt, c10::SymInt, Tensor, Tensor, Tensor>;
 
-Attention attention(const Tensor& query, const Tensor& key, const Tensor& value, const std::optional<Tensor>& bias,
-                    double dropout, bool causal, bool, std::optional<double> scale) {
+Attention attention(const Tensor& query, const Tensor& key, const Tensor& value,
+                    const std::optional<Tensor>& bias, double dropout, bool causal, bool,
+                    std::optional<double> scale) {
   if (!on_cuda(query)) {
     auto [output, sums] =
         at::_scaled_dot_product_flash_attention_for_cpu(query, key, value, dropout, causal, bias, scale);
@@ -67,10 +69,11 @@ Attention attention(const Tensor& query, const Tensor& key, const Tensor& value,
   }
   switch (choice_there(query, key, value, dropout, causal, scale)) {
     case at::SDPBackend::flash_attention:
-      return at::_ops::_scaled_dot_product_flash_attention::call(query, key, value, dropout, causal, false, scale);
+      return at::_ops::_scaled_dot_product_flash_attention::call(query, key, value, dropout, causal, false,
+                                                                 scale);
     case at::SDPBackend::cudnn_attention:
-      return at::_ops::_scaled_dot_product_cudnn_attention::call(query, key, value, bias, true, dropout, causal,
-                                                                 false, scale);
+      return at::_ops::_scaled_dot_product_cudnn_attention::call(query, key, value, bias, true, dropout,
+                                                                 causal, false, scale);
     default:
       auto [output, sums, seed, offset] =
           at::_scaled_dot_product_efficient_attention(query, key, value, bias, true, dropout, causal, scale);
@@ -83,9 +86,9 @@ using AttentionGradients = std::tuple<Tensor, Tensor, Tensor, Tensor>;
 AttentionGradients attention_backward(const Tensor& gradient, const Tensor& query, const Tensor& key,
                                       const Tensor& value, const Tensor& bias, std::array<bool, 4>,
                                       const Tensor& output, const Tensor& sums, const Tensor& query_ends,
-                                      const Tensor& key_ends, c10::SymInt query_longest, c10::SymInt key_longest,
-                                      double dropout, bool causal, const Tensor& seed, const Tensor& offset,
-                                      std::optional<double> scale) {
+                                      const Tensor& key_ends, c10::SymInt query_longest,
+                                      c10::SymInt key_longest, double dropout, bool causal,
+                                      const Tensor& seed, const Tensor& offset, std::optional<double> scale) {
   if (!on_cuda(query)) {
     auto mask = bias.defined() ? std::optional<Tensor>(bias) : std::nullopt;
     auto [q, k, v] = at::_scaled_dot_product_flash_attention_for_cpu_backward(
@@ -95,8 +98,8 @@ AttentionGradients attention_backward(const Tensor& gradient, const Tensor& quer
   switch (choice_there(query, key, value, dropout, causal, scale)) {
     case at::SDPBackend::flash_attention: {
       auto [q, k, v] = at::_ops::_scaled_dot_product_flash_attention_backward::call(
-          gradient, query, key, value, output, sums, query_ends, key_ends, query_longest, key_longest, dropout,
-          causal, seed, offset, scale);
+          gradient, query, key, value, output, sums, query_ends, key_ends, query_longest, key_longest,
+          dropout, causal, seed, offset, scale);
       return {q, k, v, Tensor()};
     }
     case at::SDPBackend::cudnn_attention: {
@@ -106,9 +109,9 @@ AttentionGradients attention_backward(const Tensor& gradient, const Tensor& quer
       return {q, k, v, Tensor()};
     }
     default:
-      return at::_scaled_dot_product_efficient_attention_backward(gradient, query, key, value, bias, output, sums,
-                                                                  seed, offset, dropout, {true, true, true, false},
-                                                                  causal, scale);
+      return at::_scaled_dot_product_efficient_attention_backward(gradient, query, key, value, bias, output,
+                                                                  sums, seed, offset, dropout,
+                                                                  {true, true, true, false}, causal, scale);
   }
 }
 
@@ -128,8 +131,8 @@ std::tuple<Tensor, Tensor, Tensor> lstm_cell(const Tensor& input_gates, const Te
   return {parts[3].sigmoid() * next.tanh(), next, gates};
 }
 
-std::tuple<Tensor, Tensor> gru_cell(const Tensor& input_gates, const Tensor& hidden_gates, const Tensor& hidden,
-                                    const std::optional<Tensor>& input_bias,
+std::tuple<Tensor, Tensor> gru_cell(const Tensor& input_gates, const Tensor& hidden_gates,
+                                    const Tensor& hidden, const std::optional<Tensor>& input_bias,
                                     const std::optional<Tensor>& hidden_bias) {
   auto inputs = with_bias(input_gates, input_bias).chunk(3, 1);
   auto hiddens = with_bias(hidden_gates, hidden_bias).chunk(3, 1);

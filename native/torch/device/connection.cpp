@@ -80,8 +80,8 @@ Connection::Batch::Batch(Connection& connection) : connection_(connection) {
   if (connection_.recording_flag_) wait_for_recorder();
 }
 
-// What other threads do must not be written down: they wait until the graph is whole. The interpreter is taken
-// back without the lock, because others who have it may want the lock.
+// What other threads do must not be written down: they wait until the graph is whole. The interpreter is
+// taken back without the lock, because others who have it may want the lock.
 void Connection::Batch::wait_for_recorder() {
   while (connection_.recording_flag_ && !connection_.is_recorder()) {
     lock_.unlock();
@@ -155,7 +155,8 @@ void Connection::Batch::finish_op() {
   Connection& connection = connection_;
   connection.counters_.ops++;
   connection.records_pending_++;
-  if (connection.records_pending_ < connection.options_.flush_ops && connection.records_.size() < SEAL_BYTES) {
+  if (connection.records_pending_ < connection.options_.flush_ops &&
+      connection.records_.size() < SEAL_BYTES) {
     if (connection.sender_asleep_) connection.wake_sender();
     lock_.unlock();
     return;
@@ -217,7 +218,8 @@ void Connection::wake_sender() {
 
 void Connection::seal() {
   if (records_.size() == sizeof(FrameHeader)) return;
-  push(FrameKind::Records, records_.data() + sizeof(FrameHeader), records_.size() - sizeof(FrameHeader), false);
+  push(FrameKind::Records, records_.data() + sizeof(FrameHeader), records_.size() - sizeof(FrameHeader),
+       false);
   records_.clear();
   records_.grow(sizeof(FrameHeader));
   records_pending_ = 0;
@@ -265,9 +267,10 @@ bool Connection::send_some() {
       frame = &frames_[unsent_];  // stays where it is: only whole frames are dropped, under this mutex
     }
     size_t inside = frame->bytes.size();
-    size_t sent = frame->sent < inside
-                      ? stream_->write_some(frame->bytes.data() + frame->sent, inside - frame->sent)
-                      : stream_->write_some(frame->outside + (frame->sent - inside), frame->size() - frame->sent);
+    size_t sent =
+        frame->sent < inside
+            ? stream_->write_some(frame->bytes.data() + frame->sent, inside - frame->sent)
+            : stream_->write_some(frame->outside + (frame->sent - inside), frame->size() - frame->sent);
     std::lock_guard<std::mutex> lock(mutex_);
     frame->sent += sent;
     counters_.bytes_sent += sent;
@@ -468,7 +471,8 @@ void Connection::read_payload(const ReplyHeader& header) {
     if (found != awaited_.end()) awaited = found->second;
   }
   bool into = awaited && header.kind == ReplyKind::Reply && awaited->into;
-  if (into && header.bytes != awaited->into_bytes) throw ProtocolError("a reply has another size than was due");
+  if (into && header.bytes != awaited->into_bytes)
+    throw ProtocolError("a reply has another size than was due");
   std::vector<uint8_t> payload;
   if (!into) {
     if (header.bytes > UNEXPECTED_BYTES_MAX) throw ProtocolError("a reply is larger than allowed");
@@ -543,7 +547,8 @@ uint32_t Connection::begin_graph() {
   check_not_recording("another graph");
   Batch batch(*this);
   if (free_graphs_.empty() && next_graph_ >= GRAPHS_MAX) {
-    raise("device.op_refused", options_.device_name + " already has " + std::to_string(GRAPHS_MAX) + " graphs");
+    raise("device.op_refused",
+          options_.device_name + " already has " + std::to_string(GRAPHS_MAX) + " graphs");
   }
   if (free_graphs_.empty()) free_graphs_.push_back(next_graph_++);
   recording_number_ = free_graphs_.back();
@@ -765,8 +770,8 @@ void Connection::say_goodbye() noexcept {
 }
 
 void Connection::abandon(const std::string& reason) noexcept {
-  // The thread and the socket are the parent's: leaving them is right, ending them is not. Nor can this object
-  // ever be destroyed here, where nobody will wake those who wait on its condition.
+  // The thread and the socket are the parent's: leaving them is right, ending them is not. Nor can this
+  // object ever be destroyed here, where nobody will wake those who wait on its condition.
   c10::raw::intrusive_ptr::incref(this);
   lost_because_ = reason;
   lost_ = true;

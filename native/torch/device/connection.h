@@ -133,7 +133,7 @@ class Connection final : public c10::intrusive_ptr_target {
 
  private:
   struct Frame {
-    std::vector<uint8_t> bytes;      // header and payload, or the header alone
+    std::vector<uint8_t> bytes;        // header and payload, or the header alone
     const uint8_t* outside = nullptr;  // payload that belongs to a thread that waits in send_bytes
     uint64_t outside_bytes = 0;
     uint64_t number = 0;
@@ -148,23 +148,23 @@ class Connection final : public c10::intrusive_ptr_target {
 
   void note_use_in_graph(uint32_t storage, const c10::Storage& held);
   void forget_graph(uint32_t number);
-  uint32_t next_free_storage();                   // mutex_ held
-  void free_generator_now(uint32_t generator);    // mutex_ held
-  void seal();                                    // mutex_ held
+  uint32_t next_free_storage();                                                    // mutex_ held
+  void free_generator_now(uint32_t generator);                                     // mutex_ held
+  void seal();                                                                     // mutex_ held
   void push(FrameKind kind, const uint8_t* payload, uint64_t size, bool outside);  // mutex_ held
-  void send_nowait() noexcept;                    // mutex_ not held
-  bool send_some();                               // send_mutex_ held; false when the socket is full
-  void wake_sender();                             // mutex_ held
+  void send_nowait() noexcept;                                                     // mutex_ not held
+  bool send_some();    // send_mutex_ held; false when the socket is full
+  void wake_sender();  // mutex_ held
   template <class Done>
   void wait_until(std::unique_lock<std::mutex>& lock, Done done);
-  bool over_window() const;                       // mutex_ held
+  bool over_window() const;  // mutex_ held
   void sender_loop();
-  bool read_reply(int64_t timeout_us);            // read_mutex_ held; false when none came
+  bool read_reply(int64_t timeout_us);  // read_mutex_ held; false when none came
   bool try_read(int64_t timeout_us);
-  bool fill(size_t need, int64_t timeout_us);     // read_mutex_ held
+  bool fill(size_t need, int64_t timeout_us);                     // read_mutex_ held
   size_t read_soon(void* into, size_t size, int64_t timeout_us);  // likewise
-  void read_payload(const ReplyHeader& header);   // read_mutex_ held
-  void acknowledge(uint64_t frames_received);     // mutex_ held
+  void read_payload(const ReplyHeader& header);                   // read_mutex_ held
+  void acknowledge(uint64_t frames_received);                     // mutex_ held
   void broke(const std::string& why) noexcept;
   void recover();
   void heard();
@@ -179,7 +179,7 @@ class Connection final : public c10::intrusive_ptr_target {
   std::condition_variable changed_;
   Writer records_;
   uint32_t records_pending_ = 0;
-  std::deque<Frame> frames_;      // not acknowledged; those from `unsent_` on are not sent whole
+  std::deque<Frame> frames_;  // not acknowledged; those from `unsent_` on are not sent whole
   size_t unsent_ = 0;
   uint64_t unacknowledged_bytes_ = 0;
   uint64_t frames_made_ = 0;

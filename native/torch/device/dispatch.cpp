@@ -69,15 +69,17 @@ OpFacts facts_from(const c10::OperatorHandle& op) {
     any_tensor |= takes_tensor(argument);
   }
   // Their shapes follow from numbers.
-  facts.values_are_data =
-      any_tensor && !contains(name, {"upsample", "arange", "range", "linspace", "logspace", "hist", "_fused_sdp_choice"});
+  facts.values_are_data = any_tensor && !contains(name, {"upsample", "arange", "range", "linspace",
+                                                         "logspace", "hist", "_fused_sdp_choice"});
   facts.takes_cpu_index = name.rfind("aten::index", 0) == 0 || name.rfind("aten::_index", 0) == 0 ||
                           contains(name, {"_unsafe_index", "aten::_unsafe_masked"});
-  facts.depends_on_values = op.hasTag(at::Tag::dynamic_output_shape) || op.hasTag(at::Tag::data_dependent_output);
+  facts.depends_on_values =
+      op.hasTag(at::Tag::dynamic_output_shape) || op.hasTag(at::Tag::data_dependent_output);
   // Their kernels give other shapes than the meta functions say, depending on the accelerator.
-  facts.meta_is_trusted = !contains(name, {"batch_norm", "embedding_bag", "_scaled_dot_product", "_flash_attention",
-                                           "_efficient_attention", "_cudnn", "miopen", "_thnn", "ctc_loss",
-                                           "layer_norm", "multilabel_margin_loss", "log_sigmoid", "_fused_sdp_choice"});
+  facts.meta_is_trusted =
+      !contains(name, {"batch_norm", "embedding_bag", "_scaled_dot_product", "_flash_attention",
+                       "_efficient_attention", "_cudnn", "miopen", "_thnn", "ctc_loss", "layer_norm",
+                       "multilabel_margin_loss", "log_sigmoid", "_fused_sdp_choice"});
   return facts;
 }
 
@@ -105,7 +107,7 @@ const OpFacts& facts_of(const c10::OperatorHandle& op) {
 struct Call {
   std::vector<int64_t> key;
   Writer data;
-  std::vector<const Tensor*> tensors;  // remote ones, in order; owned by the stack
+  std::vector<const Tensor*> tensors;                             // remote ones, in order; owned by the stack
   std::unordered_map<const c10::StorageImpl*, int64_t> first_on;  // storage -> tensor; once there are many
   at::Generator generator;  // at most one; its number stands at `generator_at` of the data
   size_t generator_at = 0;
@@ -196,8 +198,9 @@ void add_tensor(Call& call, const Tensor& tensor, bool written) {
   if (impl->device().type() == DEVICE_TYPE) {
     add_remote(call, tensor);
   } else if (impl->device().is_cpu() && impl->dim() == 0 && !written && impl->layout() == at::kStrided) {
-    call.key.push_back(word(ArgumentKind::ScalarTensor, static_cast<int64_t>(impl->dtype().toScalarType()) |
-                                                            static_cast<int64_t>(impl->is_wrapped_number()) << 8));
+    call.key.push_back(
+        word(ArgumentKind::ScalarTensor, static_cast<int64_t>(impl->dtype().toScalarType()) |
+                                             static_cast<int64_t>(impl->is_wrapped_number()) << 8));
     uint8_t* value = call.data.grow(16);
     std::memset(value, 0, 16);
     Tensor plain = tensor.resolve_conj().resolve_neg();
@@ -407,7 +410,8 @@ struct MetaTwins {
 // The executor can tell, where the meta device cannot.
 struct NotKnownHere : std::exception {};
 
-Output output_from_meta(const IValue& value, const MetaTwins& twins, const std::vector<const Tensor*>& inputs);
+Output output_from_meta(const IValue& value, const MetaTwins& twins,
+                        const std::vector<const Tensor*>& inputs);
 
 int index_of(const std::vector<const Tensor*>& inputs, const Tensor& real) {
   for (size_t i = 0; i < inputs.size(); i++)
@@ -415,10 +419,12 @@ int index_of(const std::vector<const Tensor*>& inputs, const Tensor& real) {
   throw NotKnownHere();
 }
 
-Output tensor_from_meta(const Tensor& made, const MetaTwins& twins, const std::vector<const Tensor*>& inputs) {
+Output tensor_from_meta(const Tensor& made, const MetaTwins& twins,
+                        const std::vector<const Tensor*>& inputs) {
   Output output;
   if (!made.defined()) return output;
-  if (!made.is_meta() || made.layout() != at::kStrided || !is_carried(made.scalar_type())) throw NotKnownHere();
+  if (!made.is_meta() || made.layout() != at::kStrided || !is_carried(made.scalar_type()))
+    throw NotKnownHere();
   for (const auto& [real, twin] : twins.tensors) {
     if (twin.unsafeGetTensorImpl() != made.unsafeGetTensorImpl()) continue;
     output.kind = OutputKind::Same;
@@ -438,17 +444,19 @@ Output tensor_from_meta(const Tensor& made, const MetaTwins& twins, const std::v
     return output;
   }
   if (made.storage_offset() || made.is_conj() || made.is_neg()) throw NotKnownHere();
-  output.storage_bytes = static_cast<int64_t>(
-      at::detail::computeStorageNbytes(made.sizes(), made.strides(), made.itemsize()));
+  output.storage_bytes =
+      static_cast<int64_t>(at::detail::computeStorageNbytes(made.sizes(), made.strides(), made.itemsize()));
   return output;
 }
 
-Output output_from_meta(const IValue& value, const MetaTwins& twins, const std::vector<const Tensor*>& inputs) {
+Output output_from_meta(const IValue& value, const MetaTwins& twins,
+                        const std::vector<const Tensor*>& inputs) {
   if (value.isTensor()) return tensor_from_meta(value.toTensor(), twins, inputs);
   Output output;
   if (value.isList()) {
     output.kind = OutputKind::List;
-    for (const IValue& item : value.toListRef()) output.items.push_back(output_from_meta(item, twins, inputs));
+    for (const IValue& item : value.toListRef())
+      output.items.push_back(output_from_meta(item, twins, inputs));
     output.constant = c10::impl::GenericList(value.toList().elementType());
   } else if (value.isNone()) {
     output.constant = value;
@@ -467,7 +475,8 @@ bool follow_resizes(const MetaTwins& twins) {
   for (const auto& [real, twin] : twins.tensors) {
     if (twin.sizes() == real.sizes() && twin.strides() == real.strides()) continue;
     auto* impl = real.unsafeGetTensorImpl();
-    auto bytes = at::detail::computeStorageNbytes(twin.sizes(), twin.strides(), twin.itemsize(), real.storage_offset());
+    auto bytes = at::detail::computeStorageNbytes(twin.sizes(), twin.strides(), twin.itemsize(),
+                                                  real.storage_offset());
     if (bytes > real.storage().nbytes()) resize_storage(*real.storage().unsafeGetStorageImpl(), bytes);
     impl->set_sizes_and_strides(twin.sizes(), twin.strides());
     any = true;
@@ -552,7 +561,8 @@ IValue make_result(const Output& output, Connection& connection, const uint32_t*
       return inputs[static_cast<size_t>(output.source)];
     case OutputKind::List: {
       c10::impl::GenericList items(output.constant.toList().elementType());
-      for (const Output& item : output.items) items.push_back(make_result(item, connection, storages, inputs));
+      for (const Output& item : output.items)
+        items.push_back(make_result(item, connection, storages, inputs));
       return items;
     }
     case OutputKind::None:
@@ -606,13 +616,14 @@ Output read_output(Reader& in, const c10::TypePtr& type, bool in_list = false) {
     case OutputKind::New: {
       output.dtype = static_cast<c10::ScalarType>(in.u8());
       size_t dimensions = in.u8();
-      if (!is_carried(output.dtype) || dimensions > DIMENSIONS_MAX) throw ProtocolError("an output is malformed");
+      if (!is_carried(output.dtype) || dimensions > DIMENSIONS_MAX)
+        throw ProtocolError("an output is malformed");
       for (size_t i = 0; i < dimensions; i++) output.sizes.push_back(in.i64());
       for (size_t i = 0; i < dimensions; i++) output.strides.push_back(in.i64());
       check_not_negative(output.sizes);
       check_not_negative(output.strides);
-      output.storage_bytes = static_cast<int64_t>(at::detail::computeStorageNbytes(
-          output.sizes, output.strides, c10::elementSize(output.dtype)));
+      output.storage_bytes = static_cast<int64_t>(
+          at::detail::computeStorageNbytes(output.sizes, output.strides, c10::elementSize(output.dtype)));
       break;
     }
     case OutputKind::Same:
@@ -689,7 +700,8 @@ struct Answer {
 
 Answer read_answer(Reader& in, const c10::FunctionSchema& schema, size_t inputs) {
   Answer answer;
-  if (in.u32() != schema.returns().size()) throw ProtocolError("an answer has another number of outputs than the op");
+  if (in.u32() != schema.returns().size())
+    throw ProtocolError("an answer has another number of outputs than the op");
   for (const auto& returned : schema.returns()) {
     answer.outputs.push_back(read_output(in, returned.type()));
     check_sources(answer.outputs.back(), inputs);
@@ -727,8 +739,8 @@ void write_step(const Template& known, Connection::Batch& batch, const Call& cal
   batch.records().raw(storages.data(), storages.size() * sizeof(uint32_t));
 }
 
-void ask(const c10::OperatorHandle& op, const OpFacts& facts, const TemplatePtr& known, Connection::Batch& batch,
-         const Call& call, Stack* stack) {
+void ask(const c10::OperatorHandle& op, const OpFacts& facts, const TemplatePtr& known,
+         Connection::Batch& batch, const Call& call, Stack* stack) {
   Connection& connection = *call.connection;
   std::vector<Tensor> inputs = copied(call.tensors);
   Awaited awaited;
@@ -762,7 +774,8 @@ void ask(const c10::OperatorHandle& op, const OpFacts& facts, const TemplatePtr&
   }
   const uint32_t* next = storages.data();
   c10::SmallVector<IValue, 4> results;
-  for (const Output& output : answer.outputs) results.push_back(make_result(output, connection, next, inputs));
+  for (const Output& output : answer.outputs)
+    results.push_back(make_result(output, connection, next, inputs));
   if (known->way == Way::Ask || known->way == Way::Learn) {
     connection.check_not_recording(op.schema().name().c_str());
   }
@@ -819,8 +832,9 @@ uint32_t nodes_of(const Stack& stack, size_t base, const OpFacts& facts) {
   return static_cast<uint32_t>(count);
 }
 
-TemplatePtr make_template(const c10::OperatorHandle& op, const OpFacts& facts, const Stack& stack, size_t base,
-                          const Call& call, uint64_t hash, Connection::Batch& batch, bool& resized) {
+TemplatePtr make_template(const c10::OperatorHandle& op, const OpFacts& facts, const Stack& stack,
+                          size_t base, const Call& call, uint64_t hash, Connection::Batch& batch,
+                          bool& resized) {
   auto made = c10::make_intrusive<Template>();
   made->key = call.key;
   made->hash = hash;
@@ -837,7 +851,8 @@ TemplatePtr make_template(const c10::OperatorHandle& op, const OpFacts& facts, c
     if (body.size() + call.data.size() > CALL_BYTES_MAX) {
       raise("device.op_refused", op.schema().name() + " has too many arguments to be sent");
     }
-    made->nodes = nodes_of(stack, base, facts) + static_cast<uint32_t>(count_outputs(made->outputs)) + NODES_LEARNED;
+    made->nodes =
+        nodes_of(stack, base, facts) + static_cast<uint32_t>(count_outputs(made->outputs)) + NODES_LEARNED;
   }
   batch.acquire();
   batch.counters().misses++;
@@ -883,8 +898,8 @@ void send_op(const c10::OperatorHandle& op, c10::DispatchKeySet, Stack* stack) {
     call.clear();
     call.key.push_back(static_cast<int64_t>(reinterpret_cast<uintptr_t>(&op.schema())));
     for (size_t i = 0; i < facts.arguments; i++) {
-      add_argument(call, (*stack)[base + i], facts.is_number[i] && facts.values_are_data, facts.values_are_data,
-                   facts.is_written[i]);
+      add_argument(call, (*stack)[base + i], facts.is_number[i] && facts.values_are_data,
+                   facts.values_are_data, facts.is_written[i]);
     }
     ConnectionPtr by_argument;
     if (!call.connection) {
@@ -932,9 +947,10 @@ namespace {
 const std::set<std::string>& composed() {
   static const std::set<std::string> names = {
       "aten::detach", "aten::alias", "aten::_to_copy", "aten::empty_like", "aten::lift", "aten::lift_fresh",
-      "aten::_unsafe_view", "aten::is_pinned", "aten::_pin_memory", "aten::set_data", "aten::_efficientzerotensor",
-      "aten::_lazy_clone", "aten::split_with_sizes", "aten::split", "aten::unbind", "aten::resize_as_",
-      "aten::resize", "aten::set", "aten::is_same_size", "aten::_nested_tensor_size",
+      "aten::_unsafe_view", "aten::is_pinned", "aten::_pin_memory", "aten::set_data",
+      "aten::_efficientzerotensor", "aten::_lazy_clone", "aten::split_with_sizes", "aten::split",
+      "aten::unbind", "aten::resize_as_", "aten::resize", "aten::set", "aten::is_same_size",
+      "aten::_nested_tensor_size",
       // executors do not take indices on trust; these are made of ops that check them
       "aten::_unsafe_masked_index", "aten::_unsafe_masked_index_put_accumulate"};
   return names;
@@ -950,7 +966,8 @@ bool goes_whole(const c10::OperatorHandle& op) {
   using Key = c10::DispatchKey;
   const auto& schema = op.schema();
   const std::string& name = schema.name();
-  if (op.hasKernelForDispatchKey(Key::PrivateUse1) || composed().count(name) || op.hasTag(at::Tag::inplace_view)) {
+  if (op.hasKernelForDispatchKey(Key::PrivateUse1) || composed().count(name) ||
+      op.hasTag(at::Tag::inplace_view)) {
     return false;
   }
   bool functional = op.hasKernelForDispatchKey(Key::CompositeExplicitAutogradNonFunctional);

@@ -27,7 +27,8 @@ std::string printable(const std::string& text) {
 
 // torch turns it into the Python class when the call returns to Python.
 struct PythonFailure final : torch::PyTorchError {
-  PythonFailure(std::string code, std::string message) : torch::PyTorchError(std::move(message)), code(std::move(code)) {}
+  PythonFailure(std::string code, std::string message)
+      : torch::PyTorchError(std::move(message)), code(std::move(code)) {}
 
   // Runs no Python: a signal may be pending.
   PyObject* python_type() override {
@@ -62,7 +63,8 @@ void raise(const std::string& code, const std::string& message) { throw PythonFa
 void raise_remote(const std::string& code, const std::string& op, uint64_t number, const std::string& message,
                   const std::string& device_name) {
   std::string text = printable(message);
-  if (!op.empty()) text += " [" + printable(op) + ", op " + std::to_string(number) + " on " + device_name + "]";
+  if (!op.empty())
+    text += " [" + printable(op) + ", op " + std::to_string(number) + " on " + device_name + "]";
   if (code == "device.out_of_memory") raise_torch<c10::OutOfMemoryError>(text);
   if (code == "remote.IndexError") raise_torch<c10::IndexError>(text);
   if (code == "remote.ValueError") raise_torch<c10::ValueError>(text);

@@ -43,7 +43,9 @@ class RemoteGenerator final : public c10::GeneratorImpl {
     return seed_;
   }
   void set_offset(uint64_t) override { raise("device.op_refused", "set_offset: not for remote generators"); }
-  uint64_t get_offset() const override { raise("device.op_refused", "get_offset: not for remote generators"); }
+  uint64_t get_offset() const override {
+    raise("device.op_refused", "get_offset: not for remote generators");
+  }
 
   void set_state(const c10::TensorImpl& state) override {
     auto bytes = static_cast<uint64_t>(state.numel()) * state.itemsize();
@@ -121,7 +123,8 @@ at::Generator make_generator(int index) {
 uint32_t generator_number(const at::Generator& generator, const Connection& connection) {
   const std::string& here = connection.options().device_name;
   TORCH_CHECK(generator.device().type() == DEVICE_TYPE,
-              "Expected a 'remote_accelerator' device type for generator but found '", generator.device().type(), "'");
+              "Expected a 'remote_accelerator' device type for generator but found '",
+              generator.device().type(), "'");
   auto* found = static_cast<RemoteGenerator*>(generator.unsafeGetGeneratorImpl());
   TORCH_CHECK(found->device().index() == connection.options().index, "Expected a generator of ", here,
               " but found one of ", found->device());

@@ -30,13 +30,21 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   void uncheckedSetDevice(c10::Device device) const noexcept override {
     roster().set_current_unchecked(device.index());
   }
-  c10::Stream getStream(c10::Device device) const override { return c10::Stream(c10::Stream::DEFAULT, device); }
-  c10::Stream getDefaultStream(c10::Device device) const override { return c10::Stream(c10::Stream::DEFAULT, device); }
+  c10::Stream getStream(c10::Device device) const override {
+    return c10::Stream(c10::Stream::DEFAULT, device);
+  }
+  c10::Stream getDefaultStream(c10::Device device) const override {
+    return c10::Stream(c10::Stream::DEFAULT, device);
+  }
   c10::Stream getStreamFromGlobalPool(c10::Device device, bool) const override {
     return c10::Stream(c10::Stream::DEFAULT, device);
   }
-  c10::Stream getNewStream(c10::Device device, int) const override { return c10::Stream(c10::Stream::DEFAULT, device); }
-  c10::Stream exchangeStream(c10::Stream stream) const override { return c10::Stream(c10::Stream::DEFAULT, stream.device()); }
+  c10::Stream getNewStream(c10::Device device, int) const override {
+    return c10::Stream(c10::Stream::DEFAULT, device);
+  }
+  c10::Stream exchangeStream(c10::Stream stream) const override {
+    return c10::Stream(c10::Stream::DEFAULT, stream.device());
+  }
   c10::DeviceIndex deviceCount() const noexcept override {
     return static_cast<c10::DeviceIndex>(roster().count());
   }
@@ -47,7 +55,9 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   void destroyEvent(void*, const c10::DeviceIndex) const noexcept override {}
   bool queryEvent(void*) const override { return true; }
   bool queryStream(const c10::Stream&) const override { return true; }
-  void synchronizeStream(const c10::Stream& stream) const override { synchronizeDevice(stream.device_index()); }
+  void synchronizeStream(const c10::Stream& stream) const override {
+    synchronizeDevice(stream.device_index());
+  }
   void synchronizeDevice(const c10::DeviceIndex index) const override {
     if (ConnectionPtr connection = roster().open_connection(index)) connection->synchronize();
   }
@@ -59,13 +69,17 @@ struct Hooks final : at::PrivateUse1HooksInterface {
   bool hasPrimaryContext(c10::DeviceIndex index) const override { return index < roster().count(); }
   c10::DeviceIndex deviceCount() const override { return static_cast<c10::DeviceIndex>(roster().count()); }
   void setCurrentDevice(c10::DeviceIndex index) const override { roster().set_current(index); }
-  c10::DeviceIndex getCurrentDevice() const override { return static_cast<c10::DeviceIndex>(roster().current()); }
+  c10::DeviceIndex getCurrentDevice() const override {
+    return static_cast<c10::DeviceIndex>(roster().current());
+  }
   c10::DeviceIndex exchangeDevice(c10::DeviceIndex index) const override {
     c10::DeviceIndex old = getCurrentDevice();
     roster().set_current(index);
     return old;
   }
-  c10::DeviceIndex maybeExchangeDevice(c10::DeviceIndex index) const override { return exchangeDevice(index); }
+  c10::DeviceIndex maybeExchangeDevice(c10::DeviceIndex index) const override {
+    return exchangeDevice(index);
+  }
   const at::Generator& getDefaultGenerator(c10::DeviceIndex index) const override {
     return roster().default_generator(index);
   }

@@ -33,7 +33,8 @@ bool is_remote(const Tensor& tensor) { return tensor.device().type() == DEVICE_T
 
 void check_dimensions(int64_t count) {
   if (count > static_cast<int64_t>(DIMENSIONS_MAX)) {
-    raise("device.op_refused", "a tensor on remote_accelerator has at most 64 dimensions, not " + std::to_string(count));
+    raise("device.op_refused",
+          "a tensor on remote_accelerator has at most 64 dimensions, not " + std::to_string(count));
   }
 }
 
@@ -59,7 +60,8 @@ Tensor empty_strided(c10::IntArrayRef sizes, c10::IntArrayRef strides, std::opti
   }
   TORCH_CHECK(sizes.size() == strides.size(), "sizes and strides differ in length");
   check_dimensions(static_cast<int64_t>(sizes.size()));
-  for (int64_t size : sizes) TORCH_CHECK(size >= 0, "Trying to create tensor with negative dimension ", size, ": ", sizes);
+  for (int64_t size : sizes)
+    TORCH_CHECK(size >= 0, "Trying to create tensor with negative dimension ", size, ": ", sizes);
   output.sizes.assign(sizes.begin(), sizes.end());
   output.strides.assign(strides.begin(), strides.end());
   output.storage_bytes =
@@ -89,14 +91,16 @@ std::vector<int64_t> strides_for(c10::IntArrayRef sizes, at::MemoryFormat format
 Tensor empty(c10::IntArrayRef sizes, std::optional<at::ScalarType> dtype, std::optional<at::Layout> layout,
              std::optional<c10::Device> device, std::optional<bool> pin_memory,
              std::optional<at::MemoryFormat> format) {
-  for (int64_t size : sizes) TORCH_CHECK(size >= 0, "Trying to create tensor with negative dimension ", size, ": ", sizes);
-  return empty_strided(sizes, strides_for(sizes, format.value_or(at::MemoryFormat::Contiguous)), dtype, layout,
-                       device, pin_memory);
+  for (int64_t size : sizes)
+    TORCH_CHECK(size >= 0, "Trying to create tensor with negative dimension ", size, ": ", sizes);
+  return empty_strided(sizes, strides_for(sizes, format.value_or(at::MemoryFormat::Contiguous)), dtype,
+                       layout, device, pin_memory);
 }
 
 // Only ever a cheaper form of zeros.
-Tensor zeros_for_autograd(c10::IntArrayRef sizes, std::optional<at::ScalarType> dtype, std::optional<at::Layout> layout,
-                          std::optional<c10::Device> device, std::optional<bool> pin_memory) {
+Tensor zeros_for_autograd(c10::IntArrayRef sizes, std::optional<at::ScalarType> dtype,
+                          std::optional<at::Layout> layout, std::optional<c10::Device> device,
+                          std::optional<bool> pin_memory) {
   return empty(sizes, dtype, layout, device, pin_memory, std::nullopt).zero_();
 }
 
@@ -155,7 +159,8 @@ void copy_there(const Tensor& target, const Tensor& source) {
     }
   }
   // Only what is there travels; it is spread out on the other side.
-  Tensor staged = at::empty(source.sizes(), source.options().device(target.device()).memory_format(at::MemoryFormat::Contiguous));
+  Tensor staged = at::empty(
+      source.sizes(), source.options().device(target.device()).memory_format(at::MemoryFormat::Contiguous));
   upload(staged, plain(source));
   target.copy_(staged);
 }
@@ -170,14 +175,16 @@ void copy_here(const Tensor& target, const Tensor& source) {
     download(same, target);
     return;
   }
-  Tensor staged = at::empty(same.sizes(), same.options().device(at::kCPU).memory_format(at::MemoryFormat::Contiguous));
+  Tensor staged =
+      at::empty(same.sizes(), same.options().device(at::kCPU).memory_format(at::MemoryFormat::Contiguous));
   download(same, staged);
   target.copy_(staged);
 }
 
 void copy_across(const Tensor& target, const Tensor& source) {
   Tensor lazy_free = source.resolve_conj().resolve_neg();
-  Tensor staged = at::empty(source.sizes(), source.options().device(at::kCPU).memory_format(at::MemoryFormat::Contiguous));
+  Tensor staged = at::empty(source.sizes(),
+                            source.options().device(at::kCPU).memory_format(at::MemoryFormat::Contiguous));
   download(lazy_free, staged);
   copy_there(target, staged);
 }
@@ -263,8 +270,8 @@ Tensor checked_index(const Tensor& self, const c10::List<std::optional<Tensor>>&
   return at::index(self, indices);
 }
 
-Tensor checked_index_put(const Tensor& self, const c10::List<std::optional<Tensor>>& indices, const Tensor& values,
-                         bool accumulate) {
+Tensor checked_index_put(const Tensor& self, const c10::List<std::optional<Tensor>>& indices,
+                         const Tensor& values, bool accumulate) {
   return at::index_put(self, indices, values, accumulate);
 }
 

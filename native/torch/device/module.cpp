@@ -25,9 +25,9 @@ std::shared_ptr<py::function> kept(py::function callable) {
           }};
 }
 
-ConnectionPtr connect(py::handle stream, int index, const std::string& device_name, const std::string& executor,
-                      const std::string& kind, double op_timeout_s, bool blocking, uint32_t flush_ops,
-                      py::function resume) {
+ConnectionPtr connect(py::handle stream, int index, const std::string& device_name,
+                      const std::string& executor, const std::string& kind, double op_timeout_s,
+                      bool blocking, uint32_t flush_ops, py::function resume) {
   ConnectionOptions options{index, device_name, executor, kind, op_timeout_s, blocking, flush_ops};
   auto callable = kept(std::move(resume));
   Resume again = [callable](uint64_t replies_received) {
@@ -131,8 +131,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   bind_stream(m);
   py::class_<Connection, ConnectionPtr>(m, "Connection", py::module_local())
       .def(py::init(&connect), py::kw_only(), py::arg("stream"), py::arg("index"), py::arg("device_name"),
-           py::arg("executor"), py::arg("kind"), py::arg("op_timeout_s"), py::arg("blocking"), py::arg("flush_ops"),
-           py::arg("resume"))
+           py::arg("executor"), py::arg("kind"), py::arg("op_timeout_s"), py::arg("blocking"),
+           py::arg("flush_ops"), py::arg("resume"))
       .def_property_readonly("lost", &Connection::lost)
       .def("synchronize", &Connection::synchronize, without_gil)
       .def("seed", &seed, without_gil)

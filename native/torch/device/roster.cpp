@@ -59,7 +59,8 @@ void Roster::check(int index) {
     open = open_;
   }
   if (open) open(index);
-  raise("session.not_initialized", "remote_accelerator needs a session with a cluster; call `await genie.init(...)` first");
+  raise("session.not_initialized",
+        "remote_accelerator needs a session with a cluster; call `await genie.init(...)` first");
 }
 
 ConnectionPtr Roster::open_connection(int index) {

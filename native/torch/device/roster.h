@@ -23,7 +23,7 @@ class Roster {
 
   int count() const { return count_.load(std::memory_order_acquire); }
   int current() const;
-  void set_current(int index);        // raises for an index that is not there
+  void set_current(int index);  // raises for an index that is not there
   void set_current_unchecked(int index) noexcept;
 
   // Opens it at its first use, and again when it was lost. Negative: the current one.

@@ -57,7 +57,8 @@ namespace {
 Handle& handle_by_pointer(const void* pointer) {
   auto value = reinterpret_cast<uint64_t>(pointer);
   ConnectionPtr connection;
-  if (value >> 48 == POINTER_MARK) connection = roster().open_connection(static_cast<int>(value >> 40 & 0xff));
+  if (value >> 48 == POINTER_MARK)
+    connection = roster().open_connection(static_cast<int>(value >> 40 & 0xff));
   if (!connection) raise("device.op_refused", "this tensor has no memory on a remote accelerator");
   static thread_local Handle found;
   found = {connection, static_cast<uint32_t>(value)};
@@ -79,8 +80,8 @@ Handle& handle_of(const c10::TensorImpl& tensor) {
 
 at::Tensor make_tensor(Connection& connection, uint32_t storage, const Output& output) {
   auto impl = c10::make_intrusive<c10::StorageImpl>(
-      c10::StorageImpl::use_byte_size_t(), c10::SymInt(output.storage_bytes), data_pointer(connection, storage),
-      &the_allocator, /*resizable=*/true);
+      c10::StorageImpl::use_byte_size_t(), c10::SymInt(output.storage_bytes),
+      data_pointer(connection, storage), &the_allocator, /*resizable=*/true);
   at::Tensor tensor = at::detail::make_tensor<c10::TensorImpl>(
       c10::Storage(std::move(impl)), c10::DispatchKeySet(c10::DispatchKey::PrivateUse1),
       c10::scalarTypeToTypeMeta(output.dtype));
@@ -95,8 +96,8 @@ at::Tensor make_tensor(Connection& connection, uint32_t storage, const Output& o
 
 at::Tensor make_view(const at::Tensor& source, const Output& output) {
   at::Tensor tensor = at::detail::make_tensor<c10::TensorImpl>(
-      c10::TensorImpl::VIEW, c10::Storage(source.storage()), c10::DispatchKeySet(c10::DispatchKey::PrivateUse1),
-      c10::scalarTypeToTypeMeta(output.dtype));
+      c10::TensorImpl::VIEW, c10::Storage(source.storage()),
+      c10::DispatchKeySet(c10::DispatchKey::PrivateUse1), c10::scalarTypeToTypeMeta(output.dtype));
   tensor.unsafeGetTensorImpl()->set_sizes_and_strides(output.sizes, output.strides,
                                                       output.offset + source.storage_offset());
   return tensor;

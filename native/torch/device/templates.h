@@ -31,10 +31,10 @@ struct Output {
 
 // How a call with such arguments is carried out.
 enum class Way : uint8_t {
-  Local,    // gives nothing but views of its inputs
-  Stream,   // outputs are known
-  Ask,      // outputs depend on values: the executor tells
-  Learn,    // outputs are not known here, but the executor's first answer holds for all
+  Local,   // gives nothing but views of its inputs
+  Stream,  // outputs are known
+  Ask,     // outputs depend on values: the executor tells
+  Learn,   // outputs are not known here, but the executor's first answer holds for all
 };
 
 struct Template final : c10::intrusive_ptr_target {
@@ -77,7 +77,8 @@ class TemplateCache {
 
   // Gives the template its number, and writes what the executor must forget for it.
   void insert(const TemplatePtr& added, Writer& records) {
-    while (count_ > 0 && (count_ >= capacity_ || nodes_ + added->nodes > NODES_KEPT_MAX)) drop_unused(records);
+    while (count_ > 0 && (count_ >= capacity_ || nodes_ + added->nodes > NODES_KEPT_MAX))
+      drop_unused(records);
     if ((count_ + 1) * 2 > slots_.size()) rebuild(slots_.size() * 2);
     added->number = new_number();
     place(added);

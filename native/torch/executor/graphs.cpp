@@ -18,7 +18,8 @@ uint32_t new_storage(const Template& call, const std::vector<uint8_t>& record, u
 
 void Graphs::begin(uint32_t number) {
   if (recording()) throw ProtocolError("a graph is being recorded already");
-  if (number >= GRAPHS_MAX) throw ProtocolError("graph " + std::to_string(number) + " is beyond the last one");
+  if (number >= GRAPHS_MAX)
+    throw ProtocolError("graph " + std::to_string(number) + " is beyond the last one");
   if (graphs_.count(number)) throw ProtocolError("graph " + std::to_string(number) + " is in use already");
   recording_ = std::make_unique<Graph>();
   recording_number_ = number;
@@ -31,13 +32,15 @@ void Graphs::end(bool keep) {
 }
 
 void Graphs::add(Step step) {
-  if (recording_->steps.size() >= GRAPH_STEPS_MAX) throw ProtocolError("a graph has more steps than are allowed");
+  if (recording_->steps.size() >= GRAPH_STEPS_MAX)
+    throw ProtocolError("a graph has more steps than are allowed");
   recording_->steps.push_back(std::move(step));
 }
 
 void Graphs::op(const std::shared_ptr<Template>& call, const uint8_t* record, size_t bytes) {
   Step step{Record::Op, call, {record, record + bytes}};
-  for (uint32_t i = 0; i < call->new_outputs; i++) recording_->alive.insert(new_storage(*call, step.record, i));
+  for (uint32_t i = 0; i < call->new_outputs; i++)
+    recording_->alive.insert(new_storage(*call, step.record, i));
   add(std::move(step));
 }
 
@@ -60,7 +63,8 @@ void Graphs::let_go(uint32_t storage) {
 
 Graphs::Graph& Graphs::known(uint32_t number) {
   auto found = graphs_.find(number);
-  if (found == graphs_.end()) throw ProtocolError("graph " + std::to_string(number) + " is not known to this session");
+  if (found == graphs_.end())
+    throw ProtocolError("graph " + std::to_string(number) + " is not known to this session");
   return *found->second;
 }
 
@@ -94,7 +98,8 @@ FailurePtr Graphs::run(Graph& graph) {
   for (Step& step : graph.steps) {
     FailurePtr failure;
     if (step.kind == Record::Op) {
-      for (uint32_t i = 0; i < step.call->new_outputs; i++) make_room(graph, new_storage(*step.call, step.record, i));
+      for (uint32_t i = 0; i < step.call->new_outputs; i++)
+        make_room(graph, new_storage(*step.call, step.record, i));
       Reader in(step.record.data(), step.record.size());
       failure = ops_.run(*step.call, in);
     } else if (step.kind == Record::Allocate) {

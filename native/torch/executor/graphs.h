@@ -1,6 +1,6 @@
-// Records that were written down, to be carried out again by one word of the client. On an accelerator that can,
-// the first replay becomes a graph of its own (CUDA graphs), and from then on the accelerator replays it alone.
-// Not for: carrying a single record out (ops.h).
+// Records that were written down, to be carried out again by one word of the client. On an accelerator that
+// can, the first replay becomes a graph of its own (CUDA graphs), and from then on the accelerator replays it
+// alone. Not for: carrying a single record out (ops.h).
 #pragma once
 
 #include <cstdint>
@@ -61,7 +61,7 @@ class Graphs {
   };
   struct Graph {
     std::vector<Step> steps;
-    std::unordered_set<uint32_t> alive;    // storages made in it and not freed in it
+    std::unordered_set<uint32_t> alive;     // storages made in it and not freed in it
     std::unordered_set<uint32_t> unwanted;  // of those, what the client has freed since
     bool cannot_be_captured = false;
     std::shared_ptr<void> taken_down;

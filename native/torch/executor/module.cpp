@@ -65,7 +65,8 @@ class PythonCapture final : public Capture {
 };
 
 std::unique_ptr<Session> make_session(const std::string& device, uint64_t bytes_max,
-                                      std::vector<std::string> allowed_ops, int64_t spin_us, py::object capture) {
+                                      std::vector<std::string> allowed_ops, int64_t spin_us,
+                                      py::object capture) {
   std::shared_ptr<Capture> capturing;
   if (!capture.is_none()) capturing = std::make_shared<PythonCapture>(std::move(capture));
   return std::make_unique<Session>(device, bytes_max, std::move(allowed_ops), spin_us, std::move(capturing));

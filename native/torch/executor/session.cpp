@@ -57,7 +57,7 @@ Outcome Session::serve(std::shared_ptr<Stream> stream, uint64_t replies_received
 
 SessionStats Session::stats() const {
   const MemoryCounters& memory = storages_.counters();
-  return {memory.storages,        memory.bytes, memory.bytes_peak,
+  return {memory.storages,       memory.bytes, memory.bytes_peak,
           storages_.bytes_max(), ops_.count(), frames_received()};
 }
 

@@ -39,8 +39,8 @@ struct SessionStats {
 class Session {
  public:
   // `bytes_max` of 0 means no quota; `capture` may be null.
-  Session(const std::string& device, uint64_t bytes_max, std::vector<std::string> allowed_ops, int64_t spin_us,
-          std::shared_ptr<Capture> capture);
+  Session(const std::string& device, uint64_t bytes_max, std::vector<std::string> allowed_ops,
+          int64_t spin_us, std::shared_ptr<Capture> capture);
 
   // Serves over one connection until it ends. The client has the replies up to `replies_received`.
   Outcome serve(std::shared_ptr<Stream> stream, uint64_t replies_received);

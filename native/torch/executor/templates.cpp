@@ -284,9 +284,8 @@ class Fitter {
           return number <= UINT8_MAX && is_carried(static_cast<c10::ScalarType>(number));
         });
       case TypeKind::LayoutType:
-        return fit_number_of(argument, [](int64_t number) {
-          return number == static_cast<int64_t>(c10::kStrided);
-        });
+        return fit_number_of(argument,
+                             [](int64_t number) { return number == static_cast<int64_t>(c10::kStrided); });
       case TypeKind::MemoryFormatType:
         return fit_number_of(argument, [](int64_t number) {
           return number <= static_cast<int64_t>(at::MemoryFormat::ChannelsLast3d);

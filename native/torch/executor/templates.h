@@ -26,8 +26,8 @@ struct Argument {
   bool has_offset = false;
   bool written = false;
   c10::IValue constant;
-  std::unique_ptr<Look> look;  // Tensor
-  at::Tensor scalar;           // ScalarTensor; filled anew for each call
+  std::unique_ptr<Look> look;   // Tensor
+  at::Tensor scalar;            // ScalarTensor; filled anew for each call
   std::vector<Argument> items;  // List
   c10::TypePtr item_type;       // List
 };
@@ -47,13 +47,13 @@ struct Template {
   std::vector<Argument> arguments;
   bool predicted = false;
   std::vector<Output> outputs;
-  size_t data_bytes = 0;      // that travel with each call
-  uint32_t tensors = 0;       // among the arguments
+  size_t data_bytes = 0;  // that travel with each call
+  uint32_t tensors = 0;   // among the arguments
   uint32_t new_outputs = 0;
-  uint64_t new_bytes = 0;     // that the predicted outputs take
-  int size_argument = -1;     // an argument that says how much memory the op will take; it comes as data
+  uint64_t new_bytes = 0;        // that the predicted outputs take
+  int size_argument = -1;        // an argument that says how much memory the op will take; it comes as data
   uint64_t announced_bytes = 0;  // the same, when it never changes; a lower bound
-  uint32_t nodes = 0;         // arguments and outputs, those in lists too
+  uint32_t nodes = 0;            // arguments and outputs, those in lists too
 };
 
 // The memory that a tensor of these sizes takes, at least; UINT64_MAX when it cannot be counted.
