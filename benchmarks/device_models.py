@@ -122,9 +122,10 @@ def captured(large: bool) -> Iterator[tuple[str, nn.Module, tuple[torch.Tensor, 
     for name, batch, length in (("transformer", 8, 512 if large else 16), ("transformer_short", 1, 128)):
         ids = torch.randint(0, VOCABULARY, (batch, length))
         yield name, Transformer(width, layers, last_only=True).to(dtype), (ids,)
-    model = convnet((3, 4, 6, 3), 64) if large else convnet((1, 1), 16)
-    images = torch.randn(32 if large else 2, 3, 224 if large else 32, 224 if large else 32)
-    yield "convnet", model.to(dtype), (images.to(dtype),)
+    side = 224 if large else 32
+    for count in (1, 32) if large else (1,):
+        model = convnet((3, 4, 6, 3), 64) if large else convnet((1, 1), 16)
+        yield f"convnet_{count}", model.to(dtype), (torch.randn(count, 3, side, side).to(dtype),)
     step = DecodeStep(width, layers, 1024 if large else 32, dtype).to(dtype)
     yield "decode_step", step, (torch.tensor([[7]]), torch.tensor([5]))
 

@@ -29,6 +29,8 @@ _Reply = TypeVar("_Reply", bound=Message)
 
 ENDPOINT_FILE = "endpoint.json"
 EXECUTOR_IDLE_S = 60.0
+SPIN_US = 20_000
+"""How long an executor with a GPU looks for its client's next frame before it sleeps."""
 _EXECUTOR_KEY = "executor.key"
 _EXECUTOR_CONFIG = "executor.json"
 
@@ -117,6 +119,7 @@ async def prepare_executor(
             device_index=0,  # the first that it sees; its environment hides the others
             memory_bytes_max=memory_bytes_max,
             idle_s=EXECUTOR_IDLE_S,
+            spin_us=_spin_us(node, vendor),
             threads=_threads(launch, node, vendor),
         ),
     )
@@ -157,6 +160,11 @@ def _threads(launch: Launch, node: NodeInfo, vendor: Vendor) -> int:
     if launch.spec.resources.cpus >= 1:
         return int(launch.spec.resources.cpus)
     return max(1, int(node.cpus) // max(1, node.gpu_count)) if vendor is Vendor.CPU else 4
+
+
+def _spin_us(node: NodeInfo, vendor: Vendor) -> int:
+    """Waking up takes as long as a short step of a GPU. Only where that leaves cores to others."""
+    return SPIN_US if vendor is not Vendor.CPU and node.cpus >= 2 * node.gpu_count + 2 else 0
 
 
 def _path_with_interpreter(path: str) -> str:

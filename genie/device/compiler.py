@@ -16,7 +16,7 @@ import torch
 from functorch.compile import make_boxed_func  # type: ignore[import-untyped]
 from torch._dynamo.backends.common import aot_autograd
 
-from genie.device import roster
+from genie.device import backend, roster
 from genie.device.graphs import GRAPHS_KEPT_MAX, Graph, look
 
 
@@ -63,8 +63,10 @@ class Shipped:
             results = graph.results
         else:
             self._graphs.move_to_end(key)
-            results = graph.replay(inputs)
-        return [each.clone() if isinstance(each, torch.Tensor) else each for each in results]
+            graph.send(inputs)
+            results = graph.replay()
+        take = backend.library().take_result
+        return [take(each) if isinstance(each, torch.Tensor) else each for each in results]
 
 
 def _remote_index(inputs: Sequence[Any]) -> int | None:

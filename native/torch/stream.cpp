@@ -1,6 +1,8 @@
 #include "stream.h"
 
+#include <algorithm>
 #include <cerrno>
+#include <optional>
 
 #include <poll.h>
 
@@ -79,14 +81,30 @@ void Stream::read_exactly(void* into, size_t size, int64_t timeout_us) {
   }
 }
 
-void Stream::write_all(const void* from, size_t size, int64_t timeout_us) {
+size_t Stream::read_soon(void* into, size_t size, int64_t timeout_us, int64_t spin_us) {
+  if (timeout_us >= 0) spin_us = std::min(spin_us, timeout_us);
+  Deadline spinning(std::max<int64_t>(spin_us, 0));
+  do {
+    if (size_t got = read_some(into, size, 0)) return got;
+  } while (spinning.left_us() > 0);
+  return timeout_us != 0 ? read_some(into, size, timeout_us) : 0;
+}
+
+void Stream::write_all(const void* from, size_t size, int64_t timeout_us, int64_t spin_us) {
   Deadline deadline(timeout_us);
+  std::optional<Deadline> spinning;
   auto* next = static_cast<const char*>(from);
   for (size_t left = size; left > 0;) {
     size_t sent = write_some(next, left);
     next += sent;
     left -= sent;
-    if (sent == 0 && !wait_writable(deadline.left_us())) {
+    if (sent > 0) {
+      spinning.reset();
+      continue;
+    }
+    if (!spinning) spinning.emplace(spin_us);
+    if (spinning->left_us() > 0) continue;
+    if (!wait_writable(deadline.left_us())) {
       throw ConnectionLost("the peer took " + std::to_string(size - left) + " of " + std::to_string(size) +
                            " bytes in time");
     }

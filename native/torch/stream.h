@@ -54,9 +54,12 @@ class Stream {
   // lost. Only for two processes of one machine (opwire.py decides that); std::logic_error on a bare stream.
   virtual std::unique_ptr<Stream> without_tls(int64_t timeout_us) = 0;
 
+  // As read_some, but looks again and again for `spin_us` before it sleeps: waking up takes longer than most
+  // waits between two processes that are both at it.
+  size_t read_soon(void* into, size_t size, int64_t timeout_us, int64_t spin_us);
   // ConnectionLost when the time is over, too: a peer that stops in the middle is gone.
   void read_exactly(void* into, size_t size, int64_t timeout_us);
-  void write_all(const void* from, size_t size, int64_t timeout_us);
+  void write_all(const void* from, size_t size, int64_t timeout_us, int64_t spin_us = 0);
 };
 
 }  // namespace genie

@@ -36,6 +36,7 @@
 //   GraphReplay    u32 graph. What was written down is carried out again, on the same storages. Those that
 //   were
 //                  still there at GraphEnd are the graph's results, and made anew; the rest come and go.
+//   GraphResult    u32 storage, u32 new storage. The new one has what the first, a graph's result, has now.
 //   GraphFree      u32 graph.
 //   Goodbye        The client leaves for good. Last record.
 // Generator 0 is the session's default one; others come to life when they are first named.
@@ -132,6 +133,7 @@ enum class Record : uint8_t {
   GraphReplay = 19,
   GraphFree = 20,
   GraphStep = 21,
+  GraphResult = 22,
 };
 constexpr uint32_t RECORD_ARGUMENT_MAX = (1u << 24) - 1;
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from genie.agent import agent, preparation
+from genie.agent.executor import config as executor_config
 from genie.agent.journal import Journal
 from genie.errors import (
     AgentRunningError,
@@ -21,9 +22,11 @@ from genie.errors import (
     StoreUnavailableError,
     UsageError,
 )
-from genie.model.job import JobKind
-from genie.model.messages import JobOrder
+from genie.model.job import JobKind, JobSpec, Placement
+from genie.model.messages import JobOrder, Launch
+from genie.model.node import Vendor
 from tests.agent.conftest import STAY, RunAgent, job_process
+from tests.fakes.agent import node_info
 from tests.fakes.controller import FakeController
 from tests.waiting import until
 
@@ -545,6 +548,28 @@ async def test_a_session_is_announced_when_its_executor_listens(
         config = json.loads((node_dir / "jobs" / "s1" / "executor.json").read_text())
         assert (config["vendor"], config["device_index"], config["listen_host"]) == ("nvidia", 0, "127.0.0.1")
     assert not (node_dir / "jobs" / "s1" / "executor.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("vendor", "cpus", "looks"),
+    [(Vendor.NVIDIA, 16, True), (Vendor.NVIDIA, 4, False), (Vendor.CPU, 16, False)],
+)
+async def test_an_executor_looks_for_its_next_frame_where_cores_are_to_spare(
+    vendor: Vendor, cpus: int, looks: bool, tmp_path: Path
+) -> None:
+    node = node_info("n", gpus=2, vendor=vendor, cpus=cpus)
+    launch = Launch(
+        job_id="s1",
+        tenant="default",
+        spec=JobSpec(name="s1", command=(), kind=JobKind.SESSION),
+        placement=Placement(node_id="n", incarnation=1, gpu_ids=(0,), epoch=1),
+        leader_token=1,
+        ticket_sha256="ab" * 32,
+    )
+    *_, path = await preparation.prepare_executor(
+        None, launch, directory=tmp_path, listen_host="127.0.0.1", memory_bytes_max=0, node=node
+    )
+    assert (executor_config.read(Path(path)).spin_us > 0) is looks
 
 
 async def test_an_executor_that_cannot_come_up_is_an_end_with_a_reason(

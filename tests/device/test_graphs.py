@@ -135,6 +135,15 @@ def test_results_are_the_callers_to_keep() -> None:
     assert not torch.equal(one.cpu(), two.cpu())
 
 
+def test_a_result_may_be_written_to_and_the_graph_goes_on() -> None:
+    captured = capture(lambda x: (x + 1, x + 2))
+    for i in range(4):
+        one, other = captured(torch.full((3,), float(i), device=D0))
+        one.mul_(100)
+        captured(torch.zeros(3, device=D0))
+        assert (one.tolist(), other.tolist()) == ([100.0 * (i + 1)] * 3, [i + 2.0] * 3)
+
+
 def test_every_shape_has_a_graph_of_its_own() -> None:
     local = small_model()
     captured = capture(small_model().to(D0))

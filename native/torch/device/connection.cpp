@@ -16,17 +16,27 @@ using Clock = std::chrono::steady_clock;
 
 constexpr uint32_t TEMPLATES_KEPT_MAX = 16384;
 constexpr size_t SEAL_BYTES = 48u << 10;
+constexpr size_t SPARE_BYTES_MAX = 2 * SEAL_BYTES;
 constexpr size_t READ_BUFFER_BYTES = 64u << 10;
 constexpr size_t SPARE_BUFFERS_MAX = 64;
+constexpr size_t LARGE_SPARE_BUFFERS_MAX = 4;
+// An upload goes in frames of this size, so that the executor can pass the first on while others travel.
+constexpr uint64_t UPLOAD_FRAME_BYTES = 1u << 20;
 // Up to this size an upload is copied into frames, and nobody waits for it.
 constexpr uint64_t COPIED_UPLOAD_BYTES_MAX = 1u << 20;
 constexpr int64_t READ_SLICE_US = 500'000;
-// As long as CUDA itself spins for a result, on machines with cores to spare.
-constexpr int64_t SPIN_US = 2000;
+constexpr int64_t WRITABLE_SLICE_US = 2000;
+// CUDA itself looks for a result without a pause; so does this, for a while, on machines with cores to spare.
+constexpr int64_t SPIN_US = 10'000;
 constexpr unsigned SPIN_CORES_MIN = 4;
 constexpr auto FLUSH_AFTER = std::chrono::microseconds(300);
 constexpr auto ACKNOWLEDGED_WITHIN = std::chrono::milliseconds(20);
 constexpr auto GOODBYE_WITHIN = std::chrono::seconds(1);
+
+int64_t spin_us() {
+  static const int64_t found = std::thread::hardware_concurrency() >= SPIN_CORES_MIN ? SPIN_US : 0;
+  return found;
+}
 
 // The interpreter goes on while this thread waits, if this thread holds it.
 class LetInterpreterGo {
@@ -227,9 +237,10 @@ void Connection::seal() {
 
 void Connection::push(FrameKind kind, const uint8_t* payload, uint64_t size, bool outside) {
   Frame frame;
-  if (!spare_buffers_.empty()) {
-    frame.bytes = std::move(spare_buffers_.back());
-    spare_buffers_.pop_back();
+  auto& spares = size > SPARE_BYTES_MAX && !outside ? large_spare_buffers_ : spare_buffers_;
+  if (!spares.empty()) {
+    frame.bytes = std::move(spares.back());
+    spares.pop_back();
   }
   frame.number = ++frames_made_;
   FrameHeader header{static_cast<uint32_t>(size), kind, frame.number,
@@ -252,10 +263,12 @@ void Connection::send_nowait() noexcept {
   std::unique_lock<std::mutex> sending(send_mutex_, std::try_to_lock);
   if (!sending) return;  // the holder, or else the sender thread, sends it
   try {
-    send_some();
+    if (send_some()) return;
   } catch (const std::exception& error) {
     broke(error.what());
   }
+  std::lock_guard<std::mutex> lock(mutex_);
+  changed_.notify_all();  // the rest is the sender thread's
 }
 
 bool Connection::send_some() {
@@ -283,12 +296,33 @@ bool Connection::send_some() {
   }
 }
 
+// On this thread: handing much over to the sender thread would cost a pause each time the socket is full.
+void Connection::send_up_to(uint64_t last) {
+  auto sent = [&] {
+    std::lock_guard<std::mutex> lock(mutex_);
+    return broken_ || lost_ || unsent_ >= frames_.size() || frames_[unsent_].number > last;
+  };
+  auto spin_until = Clock::now() + std::chrono::microseconds(spin_us());
+  while (!sent()) {
+    try {
+      std::lock_guard<std::mutex> sending(send_mutex_);
+      if (!send_some() && Clock::now() > spin_until) stream_->wait_writable(WRITABLE_SLICE_US);
+    } catch (const std::exception& error) {
+      broke(error.what());
+    }
+    try_read(0);  // an executor that is busy answering takes nothing
+  }
+}
+
 void Connection::acknowledge(uint64_t frames_received) {
   while (!frames_.empty() && unsent_ > 0 && frames_.front().number <= frames_received) {
     Frame& frame = frames_.front();
     unacknowledged_bytes_ -= frame.bytes.size();
-    if (spare_buffers_.size() < SPARE_BUFFERS_MAX && frame.bytes.capacity() <= 2 * SEAL_BYTES) {
-      spare_buffers_.push_back(std::move(frame.bytes));
+    bool large = frame.bytes.capacity() > SPARE_BYTES_MAX;
+    auto& spares = large ? large_spare_buffers_ : spare_buffers_;
+    // Memory that is used again has its pages already; finding those takes longer than copying to them.
+    if (spares.size() < (large ? LARGE_SPARE_BUFFERS_MAX : SPARE_BUFFERS_MAX)) {
+      spares.push_back(std::move(frame.bytes));
     }
     frames_.pop_front();
     unsent_--;
@@ -312,13 +346,17 @@ void Connection::send_bytes(const std::function<void(Writer&)>& record, const vo
     Batch batch(*this);
     record(batch.records());
     seal();
-    for (uint64_t at = 0; at < size; at += FRAME_BYTES_MAX) {
-      push(FrameKind::Bytes, from + at, std::min<uint64_t>(FRAME_BYTES_MAX, size - at), outside);
+    for (uint64_t at = 0; at < size; at += UPLOAD_FRAME_BYTES) {
+      push(FrameKind::Bytes, from + at, std::min(UPLOAD_FRAME_BYTES, size - at), outside);
     }
     last = frames_made_;
     counters_.ops++;
   }
-  send_nowait();
+  if (outside) {
+    send_up_to(last);
+  } else {
+    send_nowait();
+  }
   std::unique_lock<std::mutex> lock(mutex_);
   auto arrived = [&] { return frames_.empty() || frames_.front().number > last; };
   try {
@@ -401,10 +439,9 @@ bool Connection::try_read(int64_t timeout_us) {
   std::unique_lock<std::mutex> reading(read_mutex_, std::try_to_lock);
   if (!reading) return false;
   try {
+    if (!read_reply(timeout_us)) return true;
     // What has come with the first reply is read as well, without waiting for more.
-    if (read_reply(timeout_us)) {
-      while (read_end_ - read_start_ >= sizeof(ReplyHeader) && read_reply(0)) {
-      }
+    while (read_end_ - read_start_ >= sizeof(ReplyHeader) && read_reply(0)) {
     }
   } catch (const ProtocolError& error) {
     give_up(std::string("it does not keep to the wire: ") + error.what());
@@ -417,16 +454,6 @@ bool Connection::try_read(int64_t timeout_us) {
   return true;
 }
 
-// Looks again and again for a while before it sleeps: waking up takes longer than most answers.
-size_t Connection::read_soon(void* into, size_t size, int64_t timeout_us) {
-  static const int64_t spin_us = std::thread::hardware_concurrency() >= SPIN_CORES_MIN ? SPIN_US : 0;
-  auto until = Clock::now() + std::chrono::microseconds(std::min(spin_us, std::max<int64_t>(timeout_us, 0)));
-  do {
-    if (size_t got = stream_->read_some(into, size, 0)) return got;
-  } while (Clock::now() < until);
-  return timeout_us > 0 ? stream_->read_some(into, size, timeout_us) : 0;
-}
-
 bool Connection::fill(size_t need, int64_t timeout_us) {
   while (read_end_ - read_start_ < need) {
     if (read_start_ == read_end_) read_start_ = read_end_ = 0;
@@ -435,7 +462,8 @@ bool Connection::fill(size_t need, int64_t timeout_us) {
       read_end_ -= read_start_;
       read_start_ = 0;
     }
-    size_t got = read_soon(read_buffer_.data() + read_end_, read_buffer_.size() - read_end_, timeout_us);
+    size_t room = read_buffer_.size() - read_end_;
+    size_t got = stream_->read_soon(read_buffer_.data() + read_end_, room, timeout_us, spin_us());
     if (got == 0) return false;
     read_end_ += got;
     heard();
@@ -484,7 +512,7 @@ void Connection::read_payload(const ReplyHeader& header) {
   read_start_ += here;
   for (uint64_t at = here; at < header.bytes;) {
     auto timeout_us = static_cast<int64_t>(options_.op_timeout_s * 1e6);
-    size_t got = stream_->read_some(target + at, header.bytes - at, timeout_us);
+    size_t got = stream_->read_soon(target + at, header.bytes - at, timeout_us, spin_us());
     if (got == 0) throw ConnectionLost("it stopped in the middle of a reply");
     at += got;
     heard();
@@ -594,6 +622,21 @@ void Connection::replay_graph(uint32_t graph) {
   flush();
 }
 
+uint32_t Connection::take_graph_result(uint32_t storage) {
+  Batch batch(*this);
+  auto graph = graph_of_.find(storage);
+  if (graph == graph_of_.end() || recording_) {
+    batch.release();
+    return 0;
+  }
+  uint32_t taken = batch.new_storage();
+  records_.record(Record::GraphResult);
+  records_.u32(storage);
+  records_.u32(taken);
+  batch.finish_op();
+  return taken;
+}
+
 void Connection::free_graph(uint32_t graph) noexcept {
   if (abandoned_) return;
   {
@@ -639,10 +682,11 @@ void Connection::sender_loop() {
       lock.lock();
       continue;
     }
-    bool waiting_records = records_.size() > sizeof(FrameHeader);
-    if (waiting_records || unsent_ < frames_.size()) {
-      changed_.wait_for(lock, FLUSH_AFTER, [&] { return stopping_ || broken_; });
-      if (records_.size() > sizeof(FrameHeader)) seal();
+    bool unsent = unsent_ < frames_.size();
+    if (unsent || records_.size() > sizeof(FrameHeader)) {
+      // Records may still be joined by others; a frame is whole.
+      if (!unsent) changed_.wait_for(lock, FLUSH_AFTER, [&] { return stopping_ || broken_; });
+      if (!unsent) seal();
       lock.unlock();
       try {
         std::lock_guard<std::mutex> sending(send_mutex_);
@@ -744,6 +788,7 @@ void Connection::close(const std::string& reason) {
   unsent_ = 0;
   templates_.clear();
   spare_buffers_.clear();
+  large_spare_buffers_.clear();
   stream_.reset();
 }
 

@@ -113,6 +113,8 @@ class Connection final : public c10::intrusive_ptr_target {
   uint32_t begin_graph();
   void end_graph(bool keep);
   void replay_graph(uint32_t graph);
+  // A storage of its own with what the graph's result has until the next replay; 0 when it is no graph's.
+  uint32_t take_graph_result(uint32_t storage);
   void free_graph(uint32_t graph) noexcept;
   // A storage is used by an op.
   void note_use(uint32_t storage, const c10::Storage& held) {
@@ -153,6 +155,7 @@ class Connection final : public c10::intrusive_ptr_target {
   void seal();                                                                     // mutex_ held
   void push(FrameKind kind, const uint8_t* payload, uint64_t size, bool outside);  // mutex_ held
   void send_nowait() noexcept;                                                     // mutex_ not held
+  void send_up_to(uint64_t last);                                                  // mutex_ not held
   bool send_some();    // send_mutex_ held; false when the socket is full
   void wake_sender();  // mutex_ held
   template <class Done>
@@ -161,10 +164,9 @@ class Connection final : public c10::intrusive_ptr_target {
   void sender_loop();
   bool read_reply(int64_t timeout_us);  // read_mutex_ held; false when none came
   bool try_read(int64_t timeout_us);
-  bool fill(size_t need, int64_t timeout_us);                     // read_mutex_ held
-  size_t read_soon(void* into, size_t size, int64_t timeout_us);  // likewise
-  void read_payload(const ReplyHeader& header);                   // read_mutex_ held
-  void acknowledge(uint64_t frames_received);                     // mutex_ held
+  bool fill(size_t need, int64_t timeout_us);    // read_mutex_ held
+  void read_payload(const ReplyHeader& header);  // read_mutex_ held
+  void acknowledge(uint64_t frames_received);    // mutex_ held
   void broke(const std::string& why) noexcept;
   void recover();
   void heard();
@@ -199,7 +201,7 @@ class Connection final : public c10::intrusive_ptr_target {
   std::atomic<std::thread::id> recorder_;
   std::vector<uint32_t> free_generators_;
   uint32_t next_generator_ = 1;
-  std::vector<std::vector<uint8_t>> spare_buffers_;
+  std::vector<std::vector<uint8_t>> spare_buffers_, large_spare_buffers_;
   TemplateCache templates_;
   ConnectionCounters counters_;
   bool sender_asleep_ = false;

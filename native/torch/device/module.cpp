@@ -9,6 +9,7 @@
 #include "errors.h"
 #include "guard.h"
 #include "roster.h"
+#include "storage.h"
 
 namespace py = pybind11;
 
@@ -87,14 +88,23 @@ py::dict client_counters(Connection& connection) {
   return found;
 }
 
-// Tensors whose memory a graph has been made with.
+// Tensors whose memory a graph has been made with, and where a model keeps them: (dict, name, tensor).
 class Watch {
  public:
-  explicit Watch(std::vector<at::Tensor> tensors) : tensors_(std::move(tensors)) {
+  using Place = std::tuple<py::dict, py::object, py::object>;
+
+  Watch(std::vector<at::Tensor> tensors, std::vector<Place> places)
+      : tensors_(std::move(tensors)), places_(std::move(places)) {
+    for (const auto& [owner, name, tensor] : places_) tensors_.push_back(tensor.cast<at::Tensor>());
     for (const at::Tensor& tensor : tensors_) storages_.push_back(tensor.storage().unsafeGetStorageImpl());
   }
-  // Whether each still stands on the memory that it stood on.
+  // Whether each is still where it was, and stands on the memory that it stood on.
   bool holds() const {
+    for (const auto& [owner, name, tensor] : places_) {
+      PyObject* found = PyDict_GetItemWithError(owner.ptr(), name.ptr());
+      if (!found && PyErr_Occurred()) throw py::error_already_set();
+      if (found != tensor.ptr()) return false;
+    }
     for (size_t i = 0; i < tensors_.size(); i++)
       if (tensors_[i].storage().unsafeGetStorageImpl() != storages_[i]) return false;
     return true;
@@ -102,8 +112,26 @@ class Watch {
 
  private:
   std::vector<at::Tensor> tensors_;
+  std::vector<Place> places_;
   std::vector<const c10::StorageImpl*> storages_;
 };
+
+// The caller's own copy of what a graph gave. One that fills its storage is copied only when it must be.
+at::Tensor take_result(const at::Tensor& result) {
+  Handle& handle = handle_of(result);
+  bool fills = result.nbytes() == result.storage().nbytes() && !result.is_conj() && !result.is_neg();
+  uint32_t storage = fills ? handle.connection->take_graph_result(handle.storage) : 0;
+  if (!storage) return result.clone();
+  Output output;
+  output.dtype = result.scalar_type();
+  output.sizes.assign(result.sizes().begin(), result.sizes().end());
+  output.strides.assign(result.strides().begin(), result.strides().end());
+  output.contiguous = false;
+  output.storage_bytes = static_cast<int64_t>(result.storage().nbytes());
+  at::Tensor taken = make_tensor(*handle.connection, storage, output);
+  if (handle.connection->options().blocking) handle.connection->synchronize();
+  return taken;
+}
 
 void seed(Connection& connection, uint64_t value) {
   connection.check_not_recording("a seed");
@@ -135,6 +163,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
            py::arg("flush_ops"), py::arg("resume"))
       .def_property_readonly("lost", &Connection::lost)
       .def("synchronize", &Connection::synchronize, without_gil)
+      .def("flush", &Connection::flush, without_gil)
       .def("seed", &seed, without_gil)
       .def("executor_counters", &executor_counters)
       .def("client_counters", &client_counters)
@@ -145,7 +174,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def("close", &Connection::close, without_gil)
       .def("abandon", &Connection::abandon);
   py::class_<Watch>(m, "Watch", py::module_local())
-      .def(py::init<std::vector<at::Tensor>>())
+      .def(py::init<std::vector<at::Tensor>, std::vector<Watch::Place>>())
       .def("holds", &Watch::holds);
   for (py::handle each : py::module_::import("genie.errors").attr("all_errors")()) {
     set_error_class(each.attr("code").cast<std::string>(), each.ptr());
@@ -161,6 +190,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     Reach found = reach_of(roots);
     return std::make_pair(found.remote, found.local);
   });
+  m.def("take_result", &take_result);
   m.def("attach", &attach);
   m.def("detach", [] { roster().detach(); });
   m.def("current_device", [] { return roster().current(); });

@@ -10,6 +10,10 @@ namespace genie {
 namespace {
 
 constexpr uint64_t PIECE_BYTES = FRAME_BYTES_MAX;
+// Small enough that the first part is on its way soon, large enough that starting a copy costs little.
+constexpr uint64_t DOWNLOAD_BYTES = 1u << 20;
+constexpr size_t PIECES_MIN = 2;
+constexpr size_t PIECES_MAX = 16;
 
 const uint8_t* memory_of(const at::Tensor& tensor) {
   return static_cast<const uint8_t*>(tensor.const_data_ptr());
@@ -40,8 +44,9 @@ void Copies::each_piece(const at::Tensor& contiguous,
     take(memory_of(contiguous), size);
     return;
   }
+  filling_ = nullptr;
   auto start_copy = [&](uint64_t start) -> Piece& {
-    uint64_t bytes = std::min(PIECE_BYTES, size - start);
+    uint64_t bytes = std::min(DOWNLOAD_BYTES, size - start);
     Piece& piece = take_piece();
     piece.memory.narrow(0, 0, static_cast<int64_t>(bytes))
         .copy_(bytes_of(contiguous, start, bytes), /*non_blocking=*/true);
@@ -49,10 +54,10 @@ void Copies::each_piece(const at::Tensor& contiguous,
     return piece;
   };
   Piece* here = &start_copy(0);
-  for (uint64_t start = 0; start < size; start += PIECE_BYTES) {
-    Piece* next = start + PIECE_BYTES < size ? &start_copy(start + PIECE_BYTES) : nullptr;
-    here->copied->synchronize();
-    take(memory_of(here->memory), std::min(PIECE_BYTES, size - start));
+  for (uint64_t start = 0; start < size; start += DOWNLOAD_BYTES) {
+    Piece* next = start + DOWNLOAD_BYTES < size ? &start_copy(start + DOWNLOAD_BYTES) : nullptr;
+    here->copied.synchronize();
+    take(memory_of(here->memory), std::min(DOWNLOAD_BYTES, size - start));
     here = next;
   }
 }
@@ -70,34 +75,43 @@ void Copies::write(const at::Tensor& contiguous, const uint8_t* from, size_t byt
     std::memcpy(contiguous.mutable_data_ptr(), from, bytes);
     return;
   }
-  // Memory of its own, which torch uses again once the copy is done: nobody waits for the accelerator here.
-  at::Tensor memory = empty_pinned(bytes);
-  std::memcpy(memory.mutable_data_ptr(), from, bytes);
-  bytes_of(contiguous, 0, bytes).copy_(memory, /*non_blocking=*/true);
+  std::memcpy(room_for(bytes), from, bytes);
+  write_from_room(contiguous, 0, bytes);
 }
 
-uint8_t* Copies::next_piece() { return static_cast<uint8_t*>(take_piece().memory.mutable_data_ptr()); }
-
-void Copies::write_piece(const at::Tensor& contiguous, uint64_t start, size_t bytes) {
-  Piece& piece = pieces_[last_];
-  bytes_of(contiguous, start, bytes)
-      .copy_(piece.memory.narrow(0, 0, static_cast<int64_t>(bytes)), /*non_blocking=*/true);
-  mark(piece);
-}
-
-Copies::Piece& Copies::take_piece() {
-  last_ = 1 - last_;
-  Piece& piece = pieces_[last_];
-  if (!piece.memory.defined()) {
-    piece.memory = empty_pinned(PIECE_BYTES);
-    piece.copied.emplace(device_.type());
+uint8_t* Copies::room_for(size_t bytes) {
+  if (!filling_ || filled_ + bytes > PIECE_BYTES) {
+    filling_ = &take_piece();
+    filled_ = 0;
   }
-  piece.copied->synchronize();
+  return static_cast<uint8_t*>(filling_->memory.mutable_data_ptr()) + filled_;
+}
+
+void Copies::write_from_room(const at::Tensor& contiguous, uint64_t start, size_t bytes) {
+  auto from = filling_->memory.narrow(0, static_cast<int64_t>(filled_), static_cast<int64_t>(bytes));
+  bytes_of(contiguous, start, bytes).copy_(from, /*non_blocking=*/true);
+  filled_ += bytes;
+  mark(*filling_);
+}
+
+// Never the one that was taken last: the caller may still read it. One that is still in use is waited for
+// only when there are enough.
+Copies::Piece& Copies::take_piece() {
+  size_t next = pieces_.empty() ? 0 : (last_ + 1) % pieces_.size();
+  bool more = pieces_.size() < PIECES_MIN || (pieces_.size() < PIECES_MAX && !pieces_[next]->copied.query());
+  if (more) {
+    next = pieces_.empty() ? 0 : last_ + 1;
+    auto made = std::make_unique<Piece>(Piece{empty_pinned(PIECE_BYTES), c10::Event(device_.type())});
+    pieces_.insert(pieces_.begin() + static_cast<std::ptrdiff_t>(next), std::move(made));
+  }
+  last_ = next;
+  Piece& piece = *pieces_[next];
+  piece.copied.synchronize();
   return piece;
 }
 
 void Copies::mark(Piece& piece) {
-  piece.copied->record(c10::impl::VirtualGuardImpl(device_.type()).getStream(device_));
+  piece.copied.record(c10::impl::VirtualGuardImpl(device_.type()).getStream(device_));
 }
 
 void Upload::begin(at::Tensor target, at::Tensor staged, uint64_t bytes) {
@@ -113,13 +127,13 @@ uint8_t* Upload::place(size_t bytes) {
     thrown_away_.resize(bytes);
     return thrown_away_.data();
   }
-  if (!staged_.device().is_cpu()) return copies_.next_piece();
+  if (!staged_.device().is_cpu()) return copies_.room_for(bytes);
   return static_cast<uint8_t*>(staged_.mutable_data_ptr()) + done_;
 }
 
 void Upload::arrived(size_t bytes) {
   left_ -= bytes;
-  if (target_.defined() && !staged_.device().is_cpu()) copies_.write_piece(staged_, done_, bytes);
+  if (target_.defined() && !staged_.device().is_cpu()) copies_.write_from_room(staged_, done_, bytes);
   done_ += bytes;
   if (left_ == 0) finish();
 }

@@ -5,7 +5,7 @@
 
 #include <cstdint>
 #include <functional>
-#include <optional>
+#include <memory>
 #include <vector>
 
 #include <ATen/core/Tensor.h>
@@ -16,7 +16,8 @@
 
 namespace genie {
 
-// Two pieces of memory that the accelerator reads and writes by itself. On a CPU nothing of this is needed.
+// Pieces of memory that the accelerator reads and writes by itself, used in turn: two, and more while uploads
+// come faster than the accelerator, busy with other work, takes them. On a CPU nothing of this is needed.
 class Copies {
  public:
   explicit Copies(c10::Device device) : device_(device) {}
@@ -28,23 +29,25 @@ class Copies {
 
   // A few bytes go to a contiguous tensor; `from` is free again when this returns.
   void write(const at::Tensor& contiguous, const uint8_t* from, size_t bytes);
-  // Memory for the next piece, at most FRAME_BYTES_MAX, that is to go to the accelerator.
-  uint8_t* next_piece();
+  // Memory for the next bytes, at most FRAME_BYTES_MAX, that are to go to the accelerator.
+  uint8_t* room_for(size_t bytes);
   // What was put there goes to byte `start` of a contiguous tensor; the copy may still be under way.
-  void write_piece(const at::Tensor& contiguous, uint64_t start, size_t bytes);
+  void write_from_room(const at::Tensor& contiguous, uint64_t start, size_t bytes);
 
  private:
   struct Piece {
     at::Tensor memory;
-    std::optional<c10::Event> copied;
+    c10::Event copied;
   };
 
   Piece& take_piece();
   void mark(Piece& piece);
 
   c10::Device device_;
-  Piece pieces_[2];
-  int last_ = 0;
+  std::vector<std::unique_ptr<Piece>> pieces_;
+  size_t last_ = 0;
+  Piece* filling_ = nullptr;  // has room after `filled_` bytes
+  uint64_t filled_ = 0;
 };
 
 // The bytes of a contiguous tensor as a tensor of bytes.

@@ -27,7 +27,10 @@ void Graphs::begin(uint32_t number) {
 
 void Graphs::end(bool keep) {
   if (!recording()) throw ProtocolError("no graph is being recorded");
-  if (keep) graphs_.emplace(recording_number_, std::move(recording_));
+  if (keep) {
+    for (uint32_t storage : recording_->alive) owners_[storage] = recording_.get();
+    graphs_.emplace(recording_number_, std::move(recording_));
+  }
   recording_.reset();
 }
 
@@ -55,8 +58,30 @@ void Graphs::freed(uint32_t storage) {
 }
 
 void Graphs::let_go(uint32_t storage) {
-  for (auto& [number, graph] : graphs_)
-    if (graph->alive.count(storage)) graph->unwanted.insert(storage);
+  if (owners_.empty()) return;
+  auto owner = owners_.find(storage);
+  if (owner != owners_.end()) owner->second->unwanted.insert(storage);
+}
+
+FailurePtr Graphs::take_result(uint32_t result, uint32_t number) {
+  auto owner = owners_.find(result);
+  if (owner == owners_.end())
+    throw ProtocolError("storage " + std::to_string(result) + " is no graph's result");
+  storages_.check_free(number);
+  Slot& slot = storages_.known(result);
+  if (slot.failure) {
+    storages_.poison(number, slot.failure);
+    return nullptr;
+  }
+  try {
+    storages_.share(number, slot);
+  } catch (...) {
+    FailurePtr failure = failure_at_hand("a captured graph", ops_.count());
+    storages_.poison(number, failure);
+    return failure;
+  }
+  owner->second->sharing.insert(number);
+  return nullptr;
 }
 
 // --- carrying out again -------------------------------------------------------------------------
@@ -76,12 +101,38 @@ FailurePtr Graphs::replay(uint32_t number) {
     graph.cannot_be_captured = !take_down(graph);
   }
   if (!graph.taken_down) return run(graph);
+  FailurePtr failure = stop_sharing(graph);
   try {
     capture_->replay(graph.taken_down.get());
-    return nullptr;
+    return failure;
   } catch (...) {
     return failure_at_hand("a captured graph", ops_.count());
   }
+}
+
+// The accelerator is about to write where the results are, so whoever was given one gets memory of his own.
+FailurePtr Graphs::stop_sharing(Graph& graph) {
+  FailurePtr first;
+  std::unordered_set<const c10::StorageImpl*> results;
+  for (uint32_t storage : graph.alive) {
+    const c10::Storage& memory = storages_.at(storage).storage;
+    if (!memory) continue;
+    outbox_.before_write(memory);
+    results.insert(memory.unsafeGetStorageImpl());
+  }
+  for (uint32_t number : graph.sharing) {
+    Slot& slot = storages_.at(number);  // may be free by now, or another one's
+    if (!slot.storage || !results.count(slot.storage.unsafeGetStorageImpl())) continue;
+    try {
+      storages_.unshare(slot);
+    } catch (...) {
+      FailurePtr failure = failure_at_hand("a captured graph", ops_.count());
+      storages_.spoil(slot, failure);
+      if (!first) first = failure;
+    }
+  }
+  graph.sharing.clear();
+  return first;
 }
 
 // A result of the last time gives way to that of this time.
@@ -146,12 +197,13 @@ bool Graphs::take_down(Graph& graph) {
 }
 
 void Graphs::free(uint32_t number) {
-  known(number);
+  for (uint32_t storage : known(number).alive) owners_.erase(storage);
   graphs_.erase(number);
 }
 
 void Graphs::clear() {
   recording_.reset();
+  owners_.clear();
   graphs_.clear();
 }
 

@@ -46,6 +46,11 @@ class Graphs {
   // The client has let go of a storage outside of a recording; a graph whose result it is does not keep it.
   void let_go(uint32_t storage);
 
+  // The storage `number` is to have what `result`, a graph's result, has now. A replay that takes place on
+  // the accelerator writes over the result, and copies it first if `number` is still there; so most are never
+  // copied.
+  FailurePtr take_result(uint32_t result, uint32_t number);
+
   // The first failure, when there was one.
   FailurePtr replay(uint32_t number);
   void free(uint32_t number);
@@ -63,6 +68,7 @@ class Graphs {
     std::vector<Step> steps;
     std::unordered_set<uint32_t> alive;     // storages made in it and not freed in it
     std::unordered_set<uint32_t> unwanted;  // of those, what the client has freed since
+    std::unordered_set<uint32_t> sharing;   // storages that were given the memory of a result
     bool cannot_be_captured = false;
     std::shared_ptr<void> taken_down;
   };
@@ -72,12 +78,14 @@ class Graphs {
   FailurePtr run(Graph& graph);
   void make_room(const Graph& graph, uint32_t storage);
   bool take_down(Graph& graph);
+  FailurePtr stop_sharing(Graph& graph);
 
   StorageTable& storages_;
   OpRunner& ops_;
   Outbox& outbox_;
   std::shared_ptr<Capture> capture_;
   std::unordered_map<uint32_t, std::unique_ptr<Graph>> graphs_;
+  std::unordered_map<uint32_t, Graph*> owners_;  // of the results of graphs
   std::unique_ptr<Graph> recording_;
   uint32_t recording_number_ = 0;
 };

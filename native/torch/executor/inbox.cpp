@@ -1,7 +1,6 @@
 #include "inbox.h"
 
 #include <algorithm>
-#include <chrono>
 #include <cstring>
 
 namespace genie {
@@ -18,16 +17,7 @@ Inbox::Inbox(Stream& stream, int64_t spin_us) : stream_(stream), spin_us_(spin_u
 
 bool Inbox::wait(int64_t timeout_us) {
   if (buffered() > 0) return true;
-  if (spin_us_ > 0 && timeout_us != 0 && spin()) return true;
   return receive(timeout_us);
-}
-
-bool Inbox::spin() {
-  auto end = std::chrono::steady_clock::now() + std::chrono::microseconds(spin_us_);
-  do {
-    if (receive(0)) return true;
-  } while (std::chrono::steady_clock::now() < end);
-  return false;
 }
 
 FrameHeader Inbox::read_header() {
@@ -54,7 +44,7 @@ void Inbox::read_into(uint8_t* into, size_t bytes) {
   std::memcpy(into, buffer_.data() + start_, here);
   start_ += here;
   while (here < bytes) {
-    size_t got = stream_.read_some(into + here, bytes - here, STALLED_US);
+    size_t got = stream_.read_soon(into + here, bytes - here, STALLED_US, spin_us_);
     if (got == 0) throw ConnectionLost("the client stopped in the middle of a frame");
     here += got;
   }
@@ -70,7 +60,7 @@ void Inbox::skip(size_t bytes) {
 
 bool Inbox::receive(int64_t timeout_us) {
   if (start_ == end_) start_ = end_ = 0;
-  size_t got = stream_.read_some(buffer_.data() + end_, buffer_.size() - end_, timeout_us);
+  size_t got = stream_.read_soon(buffer_.data() + end_, buffer_.size() - end_, timeout_us, spin_us_);
   end_ += got;
   return got > 0;
 }

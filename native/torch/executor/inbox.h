@@ -26,7 +26,6 @@ class Inbox {
 
  private:
   size_t buffered() const { return end_ - start_; }
-  bool spin();
   bool receive(int64_t timeout_us);
   void fill(size_t bytes);
 

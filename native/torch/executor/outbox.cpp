@@ -15,6 +15,7 @@ constexpr int64_t STALLED_US = 60'000'000;
 constexpr int64_t FAREWELL_US = 1'000'000;
 // Replies of up to this size are copied, so that what they show may change at once.
 constexpr uint64_t COPIED_BYTES_MAX = 1u << 20;
+constexpr size_t SPARE_FRAMES_MAX = 4;
 
 ReplyHeader header_of(uint64_t bytes, uint64_t number, uint64_t frames_received, ReplyKind kind) {
   return ReplyHeader{bytes, number, frames_received, kind, 0};
@@ -59,6 +60,18 @@ void Outbox::replies_received(uint64_t number) {
 void Outbox::forget(Reply& reply) {
   storages_.count_aside(-static_cast<int64_t>(reply.counted_bytes));
   if (reply.lent) lent_--;
+  if (spare_frames_.size() < SPARE_FRAMES_MAX) spare_frames_.push_back(std::move(reply.frame));
+}
+
+// Memory that was used before: most of the time of a new one would go to finding its pages.
+std::vector<uint8_t> Outbox::take_frame(size_t payload_bytes) {
+  std::vector<uint8_t> frame;
+  if (!spare_frames_.empty()) {
+    frame = std::move(spare_frames_.back());
+    spare_frames_.pop_back();
+  }
+  frame.resize(sizeof(ReplyHeader) + payload_bytes);
+  return frame;
 }
 
 Outbox::Reply& Outbox::keep(ReplyKind kind, size_t payload_bytes) {
@@ -66,7 +79,7 @@ Outbox::Reply& Outbox::keep(ReplyKind kind, size_t payload_bytes) {
   Reply reply;
   reply.number = ++last_number_;
   reply.kind = kind;
-  reply.frame.resize(sizeof(ReplyHeader) + payload_bytes);
+  reply.frame = take_frame(payload_bytes);
   kept_.push_back(std::move(reply));
   count(kept_.back(), payload_bytes);
   return kept_.back();
@@ -94,7 +107,7 @@ void Outbox::reply_error(const Failure& failure) {
 void Outbox::reply_tensor(at::Tensor contiguous, bool own) {
   uint64_t bytes = contiguous.nbytes();
   if (bytes <= COPIED_BYTES_MAX) {
-    std::vector<uint8_t> frame(sizeof(ReplyHeader) + bytes);
+    std::vector<uint8_t> frame = take_frame(bytes);  // before it is kept: reading it may fail
     copies_.read(contiguous, frame.data() + sizeof(ReplyHeader));
     Reply& reply = keep(ReplyKind::Reply, 0);
     reply.frame = std::move(frame);
@@ -145,7 +158,7 @@ void Outbox::write(const void* from, size_t bytes) {
   const auto* next = static_cast<const uint8_t*>(from);
   for (size_t left = bytes; left > 0;) {
     size_t part = std::min(left, WRITE_BYTES);
-    stream_->write_all(next, part, STALLED_US);
+    stream_->write_all(next, part, STALLED_US, spin_us_);
     next += part;
     left -= part;
   }
@@ -188,7 +201,7 @@ void Outbox::copy_out(const c10::Storage& storage) {
   for (Reply& reply : kept_) {
     if (!reply.lent || !reply.tensor.storage().is_alias_of(storage)) continue;
     at::Tensor copy = reply.tensor.to(c10::kCPU, /*non_blocking=*/false, /*copy=*/true);
-    count(reply, copy.nbytes());
+    if (!reply.taken_over) count(reply, copy.nbytes());
     reply.tensor = std::move(copy);
     reply.lent = false;
     lent_--;
@@ -197,9 +210,8 @@ void Outbox::copy_out(const c10::Storage& storage) {
 
 void Outbox::take_over(const c10::Storage& storage, uint64_t bytes) {
   for (Reply& reply : kept_) {
-    if (!reply.lent || !reply.tensor.storage().is_alias_of(storage)) continue;
-    reply.lent = false;
-    lent_--;
+    if (!reply.lent || reply.taken_over || !reply.tensor.storage().is_alias_of(storage)) continue;
+    reply.taken_over = true;  // still lent: a graph may write there when it is replayed
     count(reply, bytes);
     bytes = 0;  // several replies may need it; it is there once
   }

@@ -23,7 +23,9 @@ namespace genie {
 
 class Outbox {
  public:
-  Outbox(StorageTable& storages, Copies& copies) : storages_(storages), copies_(copies) {}
+  // Looks for room in the socket for `spin_us` before it sleeps.
+  Outbox(StorageTable& storages, Copies& copies, int64_t spin_us)
+      : storages_(storages), copies_(copies), spin_us_(spin_us) {}
 
   // Sends the replies after `replies_received` again. ProtocolError when there are none such.
   void connect(Stream& stream, uint64_t replies_received);
@@ -68,10 +70,12 @@ class Outbox {
     ReplyKind kind = ReplyKind::Reply;
     std::vector<uint8_t> frame;  // header and payload; the header is written when it is sent
     at::Tensor tensor;           // the payload, when it is large
-    bool lent = false;           // the tensor is still the client's
+    bool lent = false;           // others may write to the tensor
+    bool taken_over = false;     // it was lent, and the client has let it go
     uint64_t counted_bytes = 0;
   };
 
+  std::vector<uint8_t> take_frame(size_t payload_bytes);
   Reply& keep(ReplyKind kind, size_t payload_bytes);
   void count(Reply& reply, uint64_t bytes);
   void send(Reply& reply);
@@ -83,10 +87,12 @@ class Outbox {
 
   StorageTable& storages_;
   Copies& copies_;
+  const int64_t spin_us_;
   Stream* stream_ = nullptr;
   bool lost_ = false;
   bool within_reply_ = false;
   std::deque<Reply> kept_;
+  std::vector<std::vector<uint8_t>> spare_frames_;
   uint32_t lent_ = 0;
   uint64_t last_number_ = 0;
   std::atomic<uint64_t> frames_received_{0};

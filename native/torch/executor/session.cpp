@@ -30,7 +30,7 @@ Session::Session(const std::string& device, uint64_t bytes_max, std::vector<std:
     : device_(device),
       storages_(device_, bytes_max),
       copies_(device_),
-      outbox_(storages_, copies_),
+      outbox_(storages_, copies_, spin_us),
       generators_(device_),
       ops_(storages_, generators_, outbox_),
       graphs_(storages_, ops_, outbox_, std::move(capture)),
@@ -120,6 +120,7 @@ void Session::take_bytes(Inbox& inbox, const FrameHeader& header) {
   inbox.read_into(upload_.place(header.bytes), header.bytes);
   outbox_.frame_received(header.number, header.bytes);
   attempt([&] { upload_.arrived(header.bytes); });
+  if (!upload_.under_way()) outbox_.acknowledge();  // the client may be waiting to have its memory back
 }
 
 bool Session::take_records(const uint8_t* records, size_t bytes) {
@@ -162,6 +163,10 @@ void Session::take_record(Record kind, uint32_t argument, Reader& in) {
       return write_down(known_template(argument), in);
     case Record::GraphReplay:
       return note(graphs_.replay(in.u32()));
+    case Record::GraphResult: {
+      uint32_t result = in.u32();
+      return note(graphs_.take_result(result, in.u32()));
+    }
     case Record::GraphFree:
       return graphs_.free(in.u32());
     case Record::Bind: {

@@ -103,6 +103,21 @@ void StorageTable::allocate(uint32_t number, uint64_t bytes) {
   keep(number, empty_bytes(bytes));
 }
 
+void StorageTable::share(uint32_t number, const Slot& with) {
+  check_free(number);
+  check_room(with.bytes);
+  Slot& slot = at(number);
+  slot.storage = with.storage;
+  slot.bytes = with.bytes;
+  counters_.storages.fetch_add(1, std::memory_order_relaxed);
+  count(static_cast<int64_t>(slot.bytes));
+}
+
+void StorageTable::unshare(Slot& slot) {
+  slot.storage = copied(slot, slot.bytes);
+  slot.forget_views();
+}
+
 c10::Storage StorageTable::copied(const Slot& slot, uint64_t bytes) const {
   at::Tensor other = empty_on(slot.storage.device(), static_cast<int64_t>(bytes));
   auto kept = static_cast<int64_t>(std::min<uint64_t>(bytes, slot.storage.nbytes()));

@@ -61,6 +61,10 @@ class StorageTable {
   void keep(uint32_t number, at::Tensor tensor);
   void poison(uint32_t number, FailurePtr failure);
   void allocate(uint32_t number, uint64_t bytes);
+  // The number stands for the same memory as a slot, until unshare().
+  void share(uint32_t number, const Slot& with);
+  // Puts the contents into memory of its own.
+  void unshare(Slot& slot);
   // Puts the contents, as far as they fit, into another storage. The old one, where someone still reads it,
   // stays as it was.
   void resize(Slot& slot, uint64_t bytes);
