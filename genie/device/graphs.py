@@ -119,6 +119,7 @@ class Graph:
         self._inputs = list(inputs)
         for i in self._copied:
             self._inputs[i] = _own_copy(inputs[i], index)
+        self._places = [self._inputs[i] for i in self._copied]
         self._watch = library.Watch([self._inputs[i] for i in baked], weights)
         self._connection = roster.slot(index).connection(first_seed=torch.initial_seed())
         self._number = self._connection.begin_graph()
@@ -143,9 +144,7 @@ class Graph:
 
     def send(self, inputs: Sequence[Any]) -> None:
         """What the next replay works on."""
-        for i in self._copied:
-            self._inputs[i].copy_(inputs[i])
-        self._connection.flush()
+        self._connection.send(self._places, [inputs[i] for i in self._copied])
 
     def replay(self) -> Any:
         """The results belong to the graph: the next replay overwrites them."""

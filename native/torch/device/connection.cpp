@@ -26,11 +26,13 @@ constexpr uint64_t UPLOAD_FRAME_BYTES = 1u << 20;
 constexpr uint64_t COPIED_UPLOAD_BYTES_MAX = 1u << 20;
 constexpr int64_t READ_SLICE_US = 500'000;
 constexpr int64_t WRITABLE_SLICE_US = 2000;
+constexpr int64_t SEND_SPIN_US = 300;
 // CUDA itself looks for a result without a pause; so does this, for a while, on machines with cores to spare.
 constexpr int64_t SPIN_US = 10'000;
 constexpr unsigned SPIN_CORES_MIN = 4;
 constexpr auto FLUSH_AFTER = std::chrono::microseconds(300);
 constexpr auto ACKNOWLEDGED_WITHIN = std::chrono::milliseconds(20);
+constexpr auto LOOK_EVERY = std::chrono::seconds(1);
 constexpr auto GOODBYE_WITHIN = std::chrono::seconds(1);
 
 int64_t spin_us() {
@@ -167,10 +169,20 @@ void Connection::Batch::finish_op() {
   connection.records_pending_++;
   if (connection.records_pending_ < connection.options_.flush_ops &&
       connection.records_.size() < SEAL_BYTES) {
-    if (connection.sender_asleep_) connection.wake_sender();
+    if (connection.sender_asleep_ && !connection.flush_follows_) connection.wake_sender();
     lock_.unlock();
     return;
   }
+  send();
+}
+
+void Connection::Batch::finish_now() {
+  connection_.counters_.ops++;
+  send();
+}
+
+void Connection::Batch::send() {
+  Connection& connection = connection_;
   connection.seal();
   bool over = connection.over_window();
   lock_.unlock();
@@ -256,19 +268,17 @@ void Connection::push(FrameKind kind, const uint8_t* payload, uint64_t size, boo
   unacknowledged_bytes_ += frame.bytes.size();
   counters_.frames++;
   frames_.push_back(std::move(frame));
-  if (sender_asleep_) wake_sender();
 }
 
 void Connection::send_nowait() noexcept {
   std::unique_lock<std::mutex> sending(send_mutex_, std::try_to_lock);
-  if (!sending) return;  // the holder, or else the sender thread, sends it
   try {
-    if (send_some()) return;
+    if (sending && send_some()) return;
   } catch (const std::exception& error) {
-    broke(error.what());
+    return broke(error.what());
   }
   std::lock_guard<std::mutex> lock(mutex_);
-  changed_.notify_all();  // the rest is the sender thread's
+  wake_sender();
 }
 
 bool Connection::send_some() {
@@ -297,16 +307,20 @@ bool Connection::send_some() {
 }
 
 // On this thread: handing much over to the sender thread would cost a pause each time the socket is full.
-void Connection::send_up_to(uint64_t last) {
+// Unless it has to be sent `whole`, what takes long is left to that thread all the same.
+void Connection::send_up_to(uint64_t last, bool whole) {
   auto sent = [&] {
     std::lock_guard<std::mutex> lock(mutex_);
     return broken_ || lost_ || unsent_ >= frames_.size() || frames_[unsent_].number > last;
   };
-  auto spin_until = Clock::now() + std::chrono::microseconds(spin_us());
+  auto spin_until =
+      Clock::now() + std::chrono::microseconds(whole ? spin_us() : std::min(spin_us(), SEND_SPIN_US));
   while (!sent()) {
+    bool spinning = Clock::now() < spin_until;
+    if (!spinning && !whole) return send_nowait();
     try {
       std::lock_guard<std::mutex> sending(send_mutex_);
-      if (!send_some() && Clock::now() > spin_until) stream_->wait_writable(WRITABLE_SLICE_US);
+      if (!send_some() && !spinning) stream_->wait_writable(WRITABLE_SLICE_US);
     } catch (const std::exception& error) {
       broke(error.what());
     }
@@ -352,11 +366,7 @@ void Connection::send_bytes(const std::function<void(Writer&)>& record, const vo
     last = frames_made_;
     counters_.ops++;
   }
-  if (outside) {
-    send_up_to(last);
-  } else {
-    send_nowait();
-  }
+  send_up_to(last, /*whole=*/outside);
   std::unique_lock<std::mutex> lock(mutex_);
   auto arrived = [&] { return frames_.empty() || frames_.front().number > last; };
   try {
@@ -394,7 +404,10 @@ void Connection::wait_until(std::unique_lock<std::mutex>& lock, Done done) {
     lock.unlock();
     bool mine = try_read(READ_SLICE_US);
     lock.lock();
-    if (!mine && !done() && !lost_) changed_.wait_for(lock, ACKNOWLEDGED_WITHIN);
+    if (mine || done() || lost_) continue;
+    waiting_to_read_++;
+    changed_.wait_for(lock, ACKNOWLEDGED_WITHIN);
+    waiting_to_read_--;
   }
 }
 
@@ -438,10 +451,11 @@ void Connection::fail(const ProtocolError& error) {
 bool Connection::try_read(int64_t timeout_us) {
   std::unique_lock<std::mutex> reading(read_mutex_, std::try_to_lock);
   if (!reading) return false;
+  bool came = true;
   try {
-    if (!read_reply(timeout_us)) return true;
+    came = read_reply(timeout_us);
     // What has come with the first reply is read as well, without waiting for more.
-    while (read_end_ - read_start_ >= sizeof(ReplyHeader) && read_reply(0)) {
+    while (came && read_end_ - read_start_ >= sizeof(ReplyHeader) && read_reply(0)) {
     }
   } catch (const ProtocolError& error) {
     give_up(std::string("it does not keep to the wire: ") + error.what());
@@ -450,7 +464,7 @@ bool Connection::try_read(int64_t timeout_us) {
   }
   reading.unlock();
   std::lock_guard<std::mutex> lock(mutex_);
-  changed_.notify_all();
+  if (came || waiting_to_read_ > 0) changed_.notify_all();
   return true;
 }
 
@@ -613,13 +627,10 @@ void Connection::end_graph(bool keep) {
 // Sent at once: it is much work for the executor, and nothing is gained by waiting for more records.
 void Connection::replay_graph(uint32_t graph) {
   check_not_recording("a replay");
-  {
-    Batch batch(*this);
-    records_.record(Record::GraphReplay);
-    records_.u32(graph);
-    batch.finish_op();
-  }
-  flush();
+  Batch batch(*this);
+  records_.record(Record::GraphReplay);
+  records_.u32(graph);
+  batch.finish_now();
 }
 
 uint32_t Connection::take_graph_result(uint32_t storage) {
@@ -695,15 +706,15 @@ void Connection::sender_loop() {
         broke(error.what());
       }
       lock.lock();
-    } else if (!frames_.empty()) {
-      changed_.wait_for(lock, ACKNOWLEDGED_WITHIN);
-      lock.unlock();
-      try_read(0);
-      lock.lock();
     } else {
       sender_asleep_ = true;
-      changed_.wait(lock, [&] { return !sender_asleep_ || stopping_ || broken_ || lost_; });
+      auto woken = [&] { return !sender_asleep_ || stopping_ || broken_ || lost_; };
+      bool idle = !changed_.wait_for(lock, LOOK_EVERY, woken);
       sender_asleep_ = false;
+      if (!idle) continue;
+      lock.unlock();
+      try_read(0);  // so that a cut is mended before the executor gives the client up
+      lock.lock();
     }
   }
 }

@@ -82,6 +82,8 @@ class Connection final : public c10::intrusive_ptr_target {
     ConnectionCounters& counters() { return connection_.counters_; }
     // The record that has been written is whole. Sends what is due, and waits while too much is on its way.
     void finish_op();
+    // As finish_op, and what has been gathered is sent.
+    void finish_now();
     // As finish_op, for a record that asks for a reply: it is the last one of its frame. Returns its number.
     uint64_t finish_ask(Awaited& awaited);
     // Lets others write; no record may be half written.
@@ -90,6 +92,7 @@ class Connection final : public c10::intrusive_ptr_target {
 
    private:
     void wait_for_recorder();
+    void send();
 
     Connection& connection_;
     std::unique_lock<std::mutex> lock_;
@@ -104,6 +107,20 @@ class Connection final : public c10::intrusive_ptr_target {
   void free_storage(uint32_t storage) noexcept;
   void free_generator(uint32_t generator) noexcept;
   void flush();
+  // While one lives, records wait for the flush at its end; the sender thread is left asleep.
+  class FlushAtEnd {
+   public:
+    explicit FlushAtEnd(Connection& connection) : connection_(connection) { connection_.flush_follows_++; }
+    ~FlushAtEnd() {
+      connection_.flush_follows_--;
+      connection_.flush();
+    }
+    FlushAtEnd(const FlushAtEnd&) = delete;
+    FlushAtEnd& operator=(const FlushAtEnd&) = delete;
+
+   private:
+    Connection& connection_;
+  };
   void synchronize();
   ConnectionCounters counters();
 
@@ -155,7 +172,7 @@ class Connection final : public c10::intrusive_ptr_target {
   void seal();                                                                     // mutex_ held
   void push(FrameKind kind, const uint8_t* payload, uint64_t size, bool outside);  // mutex_ held
   void send_nowait() noexcept;                                                     // mutex_ not held
-  void send_up_to(uint64_t last);                                                  // mutex_ not held
+  void send_up_to(uint64_t last, bool whole);                                      // mutex_ not held
   bool send_some();    // send_mutex_ held; false when the socket is full
   void wake_sender();  // mutex_ held
   template <class Done>
@@ -205,6 +222,8 @@ class Connection final : public c10::intrusive_ptr_target {
   TemplateCache templates_;
   ConnectionCounters counters_;
   bool sender_asleep_ = false;
+  std::atomic<int> flush_follows_{0};
+  int waiting_to_read_ = 0;
   bool stopping_ = false;
   bool broken_ = false;
   std::string broken_because_;

@@ -1,5 +1,6 @@
 // The Python face of the device: genie/device uses it, and nobody else.
 #include <ATen/ops/empty.h>
+#include <c10/core/GradMode.h>
 #include <torch/csrc/utils/pybind.h>
 
 #include "../stream_bindings.h"
@@ -116,6 +117,14 @@ class Watch {
   std::vector<const c10::StorageImpl*> storages_;
 };
 
+// What a replay works on, under way when this returns.
+void send_inputs(Connection& connection, const std::vector<at::Tensor>& into,
+                 const std::vector<at::Tensor>& from) {
+  c10::NoGradGuard no_grad;
+  Connection::FlushAtEnd flush(connection);
+  for (size_t i = 0; i < into.size(); i++) into[i].copy_(from.at(i));
+}
+
 // The caller's own copy of what a graph gave. One that fills its storage is copied only when it must be.
 at::Tensor take_result(const at::Tensor& result) {
   Handle& handle = handle_of(result);
@@ -163,7 +172,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
            py::arg("flush_ops"), py::arg("resume"))
       .def_property_readonly("lost", &Connection::lost)
       .def("synchronize", &Connection::synchronize, without_gil)
-      .def("flush", &Connection::flush, without_gil)
+      .def("send", &send_inputs)
       .def("seed", &seed, without_gil)
       .def("executor_counters", &executor_counters)
       .def("client_counters", &client_counters)
