@@ -77,6 +77,8 @@ class Findings:
     forward: Verdict = field(default_factory=Verdict)
     backward: Verdict = field(default_factory=Verdict)
     raised: Raised = field(default_factory=Raised)
+    as_on_cpu: list[str] = field(default_factory=list)
+    """Samples where torch's GPU differs from its CPU, and the remote device gives what the CPU gives."""
     seconds: float = 0.0
 
     @classmethod

@@ -6,9 +6,11 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch.testing._internal.common_methods_invocations import op_db
+from torch.testing._internal.opinfo.core import SampleInput
 
 from genie.errors import DeviceLostError, OpRefusedError, RemoteOpError
-from tests.device import findings, opinfo_report
+from tests.device import findings, opinfo, opinfo_report
 from tests.device.comparison import Comparison
 from tests.device.findings import Findings, Listed, Outcome, Problem, Summary, Unit
 from tests.device.judge import Judge, Run, outcome_of
@@ -39,6 +41,21 @@ def test_a_report_of_a_dtype_that_is_not_compared_is_refused(capsys: pytest.Capt
     with pytest.raises(SystemExit, match="2"):
         opinfo_report.main(["--dtypes", "float32,float31"])
     assert "float31 is not among" in capsys.readouterr().err
+
+
+def test_where_a_gpu_differs_from_its_cpu_the_cpu_decides() -> None:
+    op = next(op for op in op_db if op.full_name == "add")
+    checker = opinfo._Checker(op, torch.float32, "cuda:0", lambda what: None)
+    x, y = torch.ones(3), torch.full((3,), 2.0)
+    case = opinfo._Case("sample 0", op.op, SampleInput(x, args=(y,)), grad=False)
+
+    def run(outputs: torch.Tensor) -> Run:
+        return Run(arguments=(x, (y,), {}), outputs=outputs)
+
+    checker._compare_or_arbitrate(case, run(x + y), run(x - y))
+    assert [text.partition(":")[0] for text in checker.findings.as_on_cpu] == ["sample 0"]
+    with pytest.raises(MismatchError):
+        checker._compare_or_arbitrate(case, run(x * y), run(x - y))
 
 
 def test_what_does_not_come_back_is_a_crash() -> None:

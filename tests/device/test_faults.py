@@ -76,6 +76,17 @@ def test_nothing_is_lost_or_run_twice_however_often_the_connection_is_cut(seed: 
         assert torch.remote_accelerator.stream_stats()["resumes"] > 0
 
 
+def test_a_cut_is_mended_although_nobody_uses_the_device() -> None:
+    """An executor gives its client up after a while, so the client must not wait for its next op."""
+    with attached() as executor:
+        there = torch.ones(4, device=D0)
+        assert there.sum().item() == 4
+        executor.cut()
+        stats = torch.remote_accelerator.stream_stats
+        wait_until(lambda: stats()["resumes"] == 1, what="the connection to be resumed")
+        assert there.sum().item() == 4
+
+
 def test_large_copies_survive_cuts_in_their_middle() -> None:
     sent = torch.arange(6_000_000, dtype=torch.int32)
     with attached() as executor:

@@ -1,4 +1,4 @@
-"""Captured models on a CUDA device: a replay writes where the last one wrote, and results are the caller's."""
+"""Captured models on a CUDA device: a replay writes where the last did, results are the caller's."""
 
 from __future__ import annotations
 

@@ -81,6 +81,15 @@ Attention attention(const Tensor& query, const Tensor& key, const Tensor& value,
   }
 }
 
+// torch leaves the seed and its offset, two numbers, in host memory.
+void efficient_attention(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
+  send_op(op, keys, stack);
+  for (size_t from_end : {4, 3}) {
+    c10::IValue& number = stack->at(stack->size() - from_end);
+    number = number.toTensor().cpu();
+  }
+}
+
 using AttentionGradients = std::tuple<Tensor, Tensor, Tensor, Tensor>;
 
 AttentionGradients attention_backward(const Tensor& gradient, const Tensor& query, const Tensor& key,
@@ -153,6 +162,8 @@ REGISTER_PRIVATEUSE1_DISPATCH(_fused_sdp_choice_stub, &::genie::choose_attention
 TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("_scaled_dot_product_fused_attention_overrideable", genie::attention);
   m.impl("_scaled_dot_product_fused_attention_overrideable_backward", genie::attention_backward);
+  m.impl("_efficient_attention_forward",
+         torch::CppFunction::makeFromBoxedFunction<&genie::efficient_attention>());
   m.impl("_thnn_fused_lstm_cell", genie::lstm_cell);
   m.impl("_thnn_fused_gru_cell", genie::gru_cell);
 }
