@@ -744,6 +744,7 @@ void ask(const c10::OperatorHandle& op, const OpFacts& facts, const TemplatePtr&
   Connection& connection = *call.connection;
   std::vector<Tensor> inputs = copied(call.tensors);
   Awaited awaited;
+  awaited.binds = true;
   batch.records().record(Record::Ask, known->number);
   batch.records().raw(call.data.data(), call.data.size());
   batch.counters().asks++;
@@ -755,7 +756,12 @@ void ask(const c10::OperatorHandle& op, const OpFacts& facts, const TemplatePtr&
   std::vector<uint32_t> storages;
   try {
     answer = read_answer(in, op.schema(), inputs.size());
-    batch.acquire();
+    try {
+      batch.acquire();
+    } catch (...) {
+      connection.drop_answer(number, answer.made);
+      throw;
+    }
     storages.resize(answer.made);
     for (uint32_t& storage : storages) storage = batch.new_storage();
     batch.records().record(Record::Bind, answer.made);

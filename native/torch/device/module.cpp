@@ -8,6 +8,7 @@
 #include "dispatch.h"
 #include "errors.h"
 #include "guard.h"
+#include "interrupts.h"
 #include "roster.h"
 
 namespace py = pybind11;
@@ -44,6 +45,7 @@ ConnectionPtr connect(py::handle stream, int index, const std::string& device_na
 
 void attach(int count, py::function open) {
   auto callable = kept(std::move(open));
+  find_main_thread();
   roster().attach(count, [callable](int index) {
     py::gil_scoped_acquire gil;
     return (*callable)(index).cast<ConnectionPtr>();
