@@ -1,4 +1,4 @@
-"""For scripts of test_interrupts.py: interrupts their main thread once it waits for an executor that is silent."""
+"""For scripts of test_interrupts.py: interrupts their main thread once it waits for a silent executor."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ STILL_LOOKS = 20
 def interrupted(
     work: Callable[[], object], *, silence: Callable[[], None], speech: Callable[[], None]
 ) -> None:
-    """Runs `work`, which must wait, between `silence()` and `speech()`; it must end with KeyboardInterrupt."""
+    """Runs `work`, which must wait, between `silence()` and `speech()`; it must be interrupted."""
     silence()
     watcher = threading.Thread(target=_interrupt_main_thread_when_it_waits)
     watcher.start()

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import textwrap
 from pathlib import Path
 
 import pytest
 
 from tests.agent.executor.process import running_executor
+from tests.device.scripts import run_script
 
 pytestmark = pytest.mark.usefixtures("devices", "unattached")
-
-# Far below the 600 s that an executor may be silent, and enough for a slow machine to import torch.
-DEADLINE_S = 120
 
 STOPPED = """
 import os, signal, sys, threading
@@ -45,17 +41,9 @@ def while_stopped(work):
 """
 
 
-def run(code: str, *args: object) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", code, *map(str, args)],
-        capture_output=True, text=True, timeout=DEADLINE_S, check=False, stdin=subprocess.DEVNULL,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-
-
 def run_beside_executor(folder: Path, code: str) -> None:
     with running_executor(folder) as executor:
-        run(STOPPED + textwrap.dedent(code) + "device.detach()\n", executor.port, executor.process.pid)
+        run_script(STOPPED + textwrap.dedent(code) + "device.detach()\n", executor.port, executor.process.pid)
 
 
 def test_every_wait_for_a_silent_executor_is_interrupted_and_leaves_nothing_behind(tmp_path: Path) -> None:
@@ -129,7 +117,7 @@ def test_waiting_for_another_threads_capture_is_interrupted(tmp_path: Path) -> N
 
 
 def test_a_reply_that_stops_in_its_middle_is_interrupted_and_its_rest_is_passed_over() -> None:
-    run(
+    run_script(
         """
 import socket, struct, sys, threading
 import torch

@@ -116,10 +116,15 @@ void seed(Connection& connection, uint64_t value) {
   batch.finish_op();
 }
 
-at::Tensor rng_state(int index) { return at::Tensor(roster().default_generator(index).get_state()); }
+at::Tensor rng_state(int index) {
+  at::Generator generator = roster().default_generator(index);
+  std::lock_guard<std::mutex> lock(generator.mutex());
+  return at::Tensor(generator.get_state());
+}
 
 void set_rng_state(int index, const at::Tensor& state) {
   at::Generator generator = roster().default_generator(index);
+  std::lock_guard<std::mutex> lock(generator.mutex());
   generator.set_state(state);
 }
 
@@ -144,8 +149,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def("end_graph", &Connection::end_graph, without_gil)
       .def("replay_graph", &Connection::replay_graph, without_gil)
       .def("free_graph", &Connection::free_graph, without_gil)
-      .def("close", &Connection::close, without_gil)
-      .def("abandon", &Connection::abandon);
+      .def("close", &Connection::close, without_gil);
   py::class_<Watch>(m, "Watch", py::module_local())
       .def(py::init<std::vector<at::Tensor>>())
       .def("holds", &Watch::holds);
