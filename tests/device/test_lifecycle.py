@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import struct
 import subprocess
@@ -10,7 +11,7 @@ import sys
 import textwrap
 import threading
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
@@ -293,22 +294,66 @@ def test_an_answer_without_end_is_refused() -> None:
             torch.ones(3, device=D0).nonzero()
 
 
+def exit_code_of_child(work: Callable[[], int]) -> int:
+    """Of a forked process that ends with what `work` gives; it may not hang."""
+    with warnings.catch_warnings():
+        # Python 3.12 warns of forks beside threads; people do it all the same, with DataLoaders.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        child = os.fork()
+    if child == 0:  # pragma: no cover - another process
+        code = 1
+        try:
+            code = work()
+        finally:
+            os._exit(code)
+    status: list[int] = []
+
+    def ended() -> bool:
+        pid, found = os.waitpid(child, os.WNOHANG)
+        status.append(found)
+        return pid != 0
+
+    try:
+        wait_until(ended, what="the child to end")
+    except BaseException:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        raise
+    return os.waitstatus_to_exitcode(status[-1])
+
+
 def test_a_child_process_does_not_disturb_its_parents_connection() -> None:
     with attached():
         there = torch.ones(3, device=D0)
-        with warnings.catch_warnings():
-            # Python 3.12 warns of forks beside threads; people do it all the same, with DataLoaders.
-            warnings.simplefilter("ignore", DeprecationWarning)
-            child = os.fork()
-        if child == 0:  # pragma: no cover - another process
+
+        def use() -> int:
             try:
                 there + 1
             except DeviceLostError as error:
-                os._exit(17 if "forked" in str(error) else 18)
-            os._exit(19)
-        _, status = os.waitpid(child, 0)
-        assert os.waitstatus_to_exitcode(status) == 17
+                return 17 if "forked" in str(error) else 18
+            return 19
+
+        assert exit_code_of_child(use) == 17
         assert (there + 1).tolist() == [2, 2, 2]
+
+
+def test_a_child_process_lets_go_of_tensors_whose_executor_was_replaced() -> None:
+    with ExitStack() as stack:
+        executors = [stack.enter_context(executor_on_a_thread()) for _ in range(2)]
+        ports = iter([executor.port for executor in executors])
+        device.attach([remote_device(0, lambda: next(ports))])
+        stack.callback(device.detach)
+        old = [torch.ones(3, device=D0)]
+        executors[0].hang_up()
+        with pytest.raises(DeviceLostError):
+            old[0].cpu()
+        assert torch.ones(3, device=D0).sum().item() == 3
+
+        def let_go() -> int:
+            old.clear()
+            return 17
+
+        assert exit_code_of_child(let_go) == 17
 
 
 @contextmanager

@@ -3,6 +3,9 @@
 
 #include <algorithm>
 #include <chrono>
+#include <unordered_set>
+
+#include <pthread.h>
 
 #include "errors.h"
 #include "interrupts.h"
@@ -24,6 +27,31 @@ constexpr auto FLUSH_AFTER = std::chrono::microseconds(300);
 constexpr auto ACKNOWLEDGED_WITHIN = std::chrono::milliseconds(20);
 constexpr auto GOODBYE_WITHIN = std::chrono::seconds(1);
 
+// Every connection of the process, also those that only tensors still hold. A fork finds the list whole.
+struct Living {
+  std::mutex mutex;
+  std::unordered_set<Connection*> all;
+};
+
+Living& living();
+
+void before_fork() { living().mutex.lock(); }
+
+void after_fork() { living().mutex.unlock(); }
+
+void after_fork_in_child() {
+  for (Connection* each : living().all) each->abandon("it was opened before this process was forked");
+  living().mutex.unlock();
+}
+
+Living& living() {
+  static auto* the_living = [] {
+    ::pthread_atfork(&before_fork, &after_fork, &after_fork_in_child);
+    return new Living();
+  }();
+  return *the_living;
+}
+
 }  // namespace
 
 Connection::Connection(std::shared_ptr<Stream> stream, ConnectionOptions options, Resume resume)
@@ -35,9 +63,15 @@ Connection::Connection(std::shared_ptr<Stream> stream, ConnectionOptions options
   heard();
   records_.grow(sizeof(FrameHeader));
   sender_ = std::thread([this] { sender_loop(); });
+  std::lock_guard<std::mutex> lock(living().mutex);
+  living().all.insert(this);
 }
 
-Connection::~Connection() { close("it is no longer used"); }
+Connection::~Connection() {
+  close("it is no longer used");
+  std::lock_guard<std::mutex> lock(living().mutex);
+  living().all.erase(this);
+}
 
 void Connection::heard() { last_heard_ = Clock::now(); }
 
