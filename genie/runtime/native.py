@@ -439,13 +439,18 @@ def _processors() -> int:
 
 
 def main(arguments: Sequence[str] = ()) -> int:
-    """Builds every library now. 0 when all are there."""
-    argparse.ArgumentParser(
+    """Builds every library now, or those that are named. 0 when all are there."""
+    parser = argparse.ArgumentParser(
         prog="python -m genie.runtime.native", description="Compiles what is missing of the torch device."
-    ).parse_args(arguments)
+    )
+    parser.add_argument("libraries", nargs="*", metavar="library", help=f"of {', '.join(LIBRARIES)}")
+    wanted = parser.parse_args(arguments).libraries or list(LIBRARIES)
+    unknown = [name for name in wanted if name not in LIBRARIES]
+    if unknown:
+        parser.error(f"there is no library {unknown[0]!r}")
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
     workshop = Workshop.of_this_installation()
-    for name in LIBRARIES:
+    for name in wanted:
         try:
             workshop.build(name)
         except NativeBuildError as error:
