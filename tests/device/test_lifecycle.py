@@ -19,10 +19,11 @@ import pytest
 import torch
 
 from genie import device
-from genie.device import roster
+from genie.device import connection, roster
 from genie.device.connection import ExecutorLink
 from genie.errors import (
     AlreadyInitializedError,
+    DeadlineError,
     DeviceLostError,
     DeviceUnavailableError,
     LaunchError,
@@ -181,6 +182,18 @@ def test_a_wrong_ticket_is_an_error() -> None:
         device.attach([wrong])
         torch.ones(1, device=D0)
         device.detach()
+
+
+def test_a_cut_connection_is_tried_again_for_no_longer_than_it_should(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(connection, "RESUME_S", 0.3)
+    monkeypatch.setattr(connection, "CONNECT_TIMEOUT_S", 3600.0)
+    monkeypatch.setattr(connection, "OPEN_TIMEOUT_S", 3600.0)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        link = ExecutorLink(remote_device(0, lambda: silent.getsockname()[1]).open(), "node-0")
+        with pytest.raises(DeadlineError, match="node-0"):
+            link.resume(0)
 
 
 def test_a_second_client_is_refused_clearly() -> None:
