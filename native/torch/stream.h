@@ -55,7 +55,6 @@ class Stream {
   virtual std::unique_ptr<Stream> without_tls(int64_t timeout_us) = 0;
 
   // ConnectionLost when the time is over, too: a peer that stops in the middle is gone.
-  void read_exactly(void* into, size_t size, int64_t timeout_us);
   void write_all(const void* from, size_t size, int64_t timeout_us);
 };
 

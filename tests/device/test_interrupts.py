@@ -116,6 +116,25 @@ def test_waiting_for_another_threads_capture_is_interrupted(tmp_path: Path) -> N
     )
 
 
+def test_opening_a_silent_executor_is_interrupted() -> None:
+    run_script(
+        """
+        import socket
+        import torch
+        from genie import device
+        from tests.device.conftest import D0, remote_device
+        from tests.device.interrupting import interrupted
+
+        server = socket.create_server(("127.0.0.1", 0))
+        device.connection.OPEN_TIMEOUT_S = 600
+        device.attach([remote_device(0, lambda: server.getsockname()[1])])
+        interrupted(lambda: torch.ones(1, device=D0), silence=lambda: None, speech=lambda: None)
+        device.detach()
+        server.close()
+        """
+    )
+
+
 def test_a_reply_that_stops_in_its_middle_is_interrupted_and_its_rest_is_passed_over() -> None:
     run_script(
         """
