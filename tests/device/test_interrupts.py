@@ -90,6 +90,26 @@ def test_what_was_waited_for_is_neither_written_nor_read_afterwards(tmp_path: Pa
     )
 
 
+def test_a_handler_may_use_the_device_while_the_main_thread_waits(tmp_path: Path) -> None:
+    run_beside_executor(
+        tmp_path,
+        """
+        seen = []
+
+        def handle(*_):
+            os.kill(pid, signal.SIGCONT)
+            seen.append((x + 1).sum().item())
+            seen.append(x.nonzero().shape)
+
+        signal.signal(signal.SIGALRM, handle)
+        os.kill(pid, signal.SIGSTOP)
+        signal.setitimer(signal.ITIMER_REAL, 0.3)
+        assert x.cpu().tolist() == [0, 1, 2, 3, 4, 5]
+        assert seen == [21, (5, 1)]
+        """,
+    )
+
+
 def test_waiting_for_another_threads_capture_is_interrupted(tmp_path: Path) -> None:
     run_beside_executor(
         tmp_path,
