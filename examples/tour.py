@@ -5,6 +5,7 @@
 Starts a cluster in a temporary directory on a free port, runs the first lines of the README against it
 from another process, submits a job, shows the nodes and the results, stops everything, and looks whether
 any process was left. Ends with 0 only if all of that went well. Nothing of yours is read or changed.
+The README's lines use the PyTorch device, which needs a C++ compiler once; without one they are left out.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ import psutil
 
 from genie import config
 from genie.cluster import local
-from genie.errors import GenieError
+from genie.errors import GenieError, NativeBuildError
+from genie.runtime import native
 
 README = Path(__file__).resolve().parents[1] / "README.md"
 STEP_S = 60.0
@@ -90,16 +92,27 @@ async def tour(folder: Path) -> None:
         os.environ["GENIE_MASTER_ADDR"] = cluster.cluster.host
         os.environ["GENIE_MASTER_PORT"] = str(cluster.cluster.port)
         await run("the nodes of the cluster", *genie, "nodes")
-        program = folder / "snippet.py"
-        program.write_text(snippet(), "utf-8")
-        result = await run("the lines of the README, from another process", sys.executable, str(program))
-        if "1000, 1000" not in result:
-            raise TourError("the result of the multiplication did not come back")
+        await show_device(folder)
         job = ("submit", "--gpus", "1", "--wait", "--", sys.executable, "-c", JOB)
         result = await run("a job on one accelerator", *genie, *job)
         if "a job on" not in result:
             raise TourError("the output of the job did not come back")
         await run("the jobs so far", *genie, "jobs", "--all")
+
+
+async def show_device(folder: Path) -> None:
+    """The part that needs a compiler, once. Where there is none, that is said, and the tour goes on."""
+    try:
+        native.Workshop.of_this_installation().check_usable()
+    except NativeBuildError as error:
+        say(f"the PyTorch device is left out: {error.message}")
+        say(f"    {error.hint}")
+        return
+    program = folder / "snippet.py"
+    program.write_text(snippet(), "utf-8")
+    result = await run("the lines of the README, from another process", sys.executable, str(program))
+    if "1000, 1000" not in result:
+        raise TourError("the result of the multiplication did not come back")
 
 
 def processes_left(folder: Path) -> list[str]:

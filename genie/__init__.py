@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from genie.cluster.init import ClusterState, get_cluster_state, init, is_initialized, shutdown
-    from genie.cluster.session import connect, session
+    from genie.cluster.session import connect, disconnect, session
     from genie.config import ClusterConfig
     from genie.model.node import GPUInfo, NodeInfo, NodeRole, NodeStatus
 
@@ -27,6 +27,7 @@ __all__ = [
     "NodeStatus",
     "__version__",
     "connect",
+    "disconnect",
     "get_cluster_state",
     "init",
     "is_initialized",
@@ -45,6 +46,7 @@ _HOMES = {
     "NodeRole": "genie.model.node",
     "NodeStatus": "genie.model.node",
     "connect": "genie.cluster.session",
+    "disconnect": "genie.cluster.session",
     "get_cluster_state": "genie.cluster.init",
     "init": "genie.cluster.init",
     "is_initialized": "genie.cluster.init",

@@ -121,6 +121,9 @@ class AgentConfig:
     log_files_max: int = setting(4, "Rotated logs kept for each job.", low=1, high=100)
     stop_grace_s: float = setting(5.0, "Seconds between SIGTERM and SIGKILL.", low=0, high=600)
     jobs_kept: int = setting(200, "Finished jobs whose logs are kept.", low=1, high=100_000)
+    compile_ahead: bool = setting(
+        True, "Compile the executors' library when the agent starts, where that is still to be done."
+    )
     executor_memory_bytes_max: int = setting(
         0,
         "Memory that one client's tensors may take on one accelerator; 0 for no limit.",

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from genie import config, hardware
 from genie.agent.agent import Agent
+from genie.agent.building import build_ahead
 from genie.agent.identity import find_node_dir, read_identity
 from genie.agent.joining import join
 from genie.agent.launcher import ShimLauncher
@@ -26,7 +27,7 @@ from genie.model.names import node_id_from, parse_endpoint
 from genie.runtime.clock import SystemClock
 from genie.runtime.credentials import Access, is_loopback
 from genie.runtime.network import TcpNetwork, address_towards
-from genie.runtime.tasks import file_thread, loop_factory
+from genie.runtime.tasks import file_thread, first_error, loop_factory
 from genie.telemetry import log
 
 _log = logging.getLogger("genie.agent")
@@ -89,7 +90,20 @@ async def _be_node(settings: Settings, node_dir: Path, access: Access) -> None:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, agent.stop)
+        await _run_beside_build(agent, compile_ahead=settings.agent.compile_ahead)
+
+
+async def _run_beside_build(agent: Agent, *, compile_ahead: bool) -> None:
+    if not compile_ahead:
         await agent.run()
+        return
+    try:
+        async with asyncio.TaskGroup() as group:
+            building = group.create_task(build_ahead())
+            await agent.run()
+            building.cancel()
+    except* GenieError as several:
+        raise first_error(several) from None
 
 
 def _join_token(given: argparse.Namespace, settings: Settings) -> str:

@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, TypeVar
 
+import msgspec
+
 from genie.agent import preparation
 from genie.agent.journal import REASON_CHARS_MAX, JobRecord, Journal
 from genie.agent.launcher import Launcher, LaunchPlan
@@ -45,6 +47,8 @@ LIVE_MAX = 1024
 PREPARING_MAX = 8
 PREPARE_S_MAX = 900.0
 EXECUTOR_START_S_MAX = 90.0
+EXECUTOR_BUSY_S_MAX = 1200.0
+"""For one that says what it does: it may compile its library."""
 RETRY_S = 0.2
 CONTACT_LOST = "ended by Genie: the node lost contact with the controller"
 
@@ -63,6 +67,8 @@ class LocalJob:
     unwanted: str = ""
     """Why it must not start any more; empty while it may."""
     endpoint: Endpoint | None = None
+    note: str = ""
+    """What an executor does that does not listen yet."""
 
     @property
     def epoch(self) -> int:
@@ -117,7 +123,7 @@ class Jobs:
 
     def running(self) -> tuple[RunningJob, ...]:
         return tuple(
-            RunningJob(job_id=job_id, epoch=job.epoch, endpoint=job.endpoint)
+            RunningJob(job_id=job_id, epoch=job.epoch, endpoint=job.endpoint, note=job.note)
             for job_id, job in self.live.items()
         )
 
@@ -299,6 +305,7 @@ class Jobs:
             port = await self._wait_endpoint(job)
             if port is None:
                 return
+            job.note = ""
             job.endpoint = Endpoint(
                 host=self._around.advertised_host, port=port, server_name=tls.executor_name(job_id)
             )
@@ -315,14 +322,19 @@ class Jobs:
 
     async def _wait_endpoint(self, job: LocalJob) -> int | None:
         """None when it ended first; why is in its end."""
-        deadline_s = self._clock.monotonic_s() + EXECUTOR_START_S_MAX
+        started_s = self._clock.monotonic_s()
         pause_s = 0.01
         while self.live.get(job.launch.job_id) is job:
             port = preparation.read_endpoint(job.directory)
             if port is not None:
                 return port
-            if self._clock.monotonic_s() > deadline_s:
-                raise LaunchError(f"the executor was not ready within {EXECUTOR_START_S_MAX:g} s")
+            note = preparation.read_status(job.directory)[:REASON_CHARS_MAX]
+            if note != job.note:
+                job.note = note
+                self._changed()
+            limit_s = EXECUTOR_BUSY_S_MAX if note else EXECUTOR_START_S_MAX
+            if self._clock.monotonic_s() > started_s + limit_s:
+                raise LaunchError(f"the executor was not ready within {limit_s:g} s" + (note and f": {note}"))
             await self._clock.sleep(pause_s)
             pause_s = min(pause_s * 1.5, 0.2)
         return None
@@ -344,6 +356,7 @@ class Jobs:
         )
 
     def _end(self, report: ExitReport) -> None:
+        report = self._with_last_words(report)
         _log.info("job %s ended: %s", report.job_id, report.reason)
         try:
             if self._journal.exit_report(report.job_id) is None:
@@ -355,6 +368,15 @@ class Jobs:
         self.live.pop(report.job_id, None)
         self.ended[report.job_id] = report
         self._changed()
+
+    def _with_last_words(self, report: ExitReport) -> ExitReport:
+        """An executor that ended before it listened has said why, which its client should hear."""
+        job = self.live.get(report.job_id)
+        if job is None or job.launch.spec.kind is not JobKind.SESSION or job.endpoint or not report.exit_code:
+            return report
+        said = preparation.read_status(job.directory)
+        reason = f"{report.reason}: {said}" if said else report.reason
+        return msgspec.structs.replace(report, reason=reason[:REASON_CHARS_MAX])
 
     def prunable(self) -> Collection[Path]:
         return self._journal.prunable(kept=self._config.jobs_kept, live=self.live)

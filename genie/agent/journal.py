@@ -27,7 +27,7 @@ from genie.runtime import files
 _log = logging.getLogger(__name__)
 _Struct = TypeVar("_Struct")
 
-REASON_CHARS_MAX = 300
+REASON_CHARS_MAX = 600
 FENCE_FILE = "fence.json"
 REGISTERED_FILE = "registered.json"
 _ASIDE = "."

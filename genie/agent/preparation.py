@@ -28,6 +28,7 @@ from genie.runtime.tasks import Offload
 _Reply = TypeVar("_Reply", bound=Message)
 
 ENDPOINT_FILE = "endpoint.json"
+STATUS_FILE = "executor.status"
 EXECUTOR_IDLE_S = 60.0
 SPIN_US = 20_000
 """How long an executor with a GPU looks for its client's next frame before it sleeps."""
@@ -110,6 +111,7 @@ async def prepare_executor(
         executor_config.ExecutorConfig(
             job_id=launch.job_id,
             endpoint_path=str(directory / ENDPOINT_FILE),
+            status_path=str(directory / STATUS_FILE),
             ticket_sha256=launch.ticket_sha256,
             listen_host=listen_host,
             server_name=tls.executor_name(launch.job_id),
@@ -137,6 +139,14 @@ def read_endpoint(directory: Path) -> int | None:
     if not isinstance(port, int) or not 0 < port < 65536:
         raise LaunchError(f"the executor names the port {port!r}")
     return port
+
+
+def read_status(directory: Path) -> str:
+    """What the executor says of itself while it does not listen; empty when it says nothing."""
+    try:
+        return jobfiles.read(directory / STATUS_FILE).decode("utf-8", "replace")
+    except OSError:
+        return ""
 
 
 def forget_secrets(directory: Path) -> None:

@@ -27,7 +27,7 @@ from pathlib import Path
 import genie
 from genie.cli.quantities import count_text, duration_text, size_text
 from genie.config import Settings
-from genie.errors import ConfigError, GenieError, UnreachableError
+from genie.errors import ConfigError, GenieError, NativeBuildError, UnreachableError
 from genie.model.names import address_text, parse_endpoint
 from genie.runtime import native
 
@@ -111,6 +111,7 @@ def _torch() -> Check:
 
 def tools() -> Iterator[Check]:
     yield _compiler()
+    yield _libraries()
     yield _etcd()
 
 
@@ -120,12 +121,27 @@ def _compiler() -> Check:
     fix = "Debian, Ubuntu: apt install g++ python3-dev; Fedora: dnf install gcc-c++ python3-devel"
     compiler = native.find_compiler()
     if compiler is None:
-        return Check(name=name, verdict=Verdict.ABSENT, found=f"none found; {use}", fix=fix)
-    found = _first_line([*compiler, "--version"]) or " ".join(compiler)
+        return Check(name=name, verdict=Verdict.ABSENT, found=f"{native.no_compiler()}; {use}", fix=fix)
+    version = _first_line([*compiler, "--version"])
+    found = f"{' '.join(compiler)}: {version}" if version else " ".join(compiler)
     if not (Path(sysconfig.get_path("include")) / "Python.h").is_file():
         found = f"{found}, but without the headers of Python; {use}"
         return Check(name=name, verdict=Verdict.ABSENT, found=found, fix=fix)
     return Check(name=name, verdict=Verdict.OK, found=found)
+
+
+def _libraries() -> Check:
+    """Whether the device's C++ part is there for the torch that is installed. Imports torch to know."""
+    name = "device library"
+    try:
+        workshop, torch = native.Workshop.of_this_installation(), native.Target.installed().torch_version
+        missing = [library for library in native.LIBRARIES if not workshop.is_built(library)]
+    except NativeBuildError as error:
+        return Check(name=name, verdict=Verdict.ABSENT, found=error.message, fix=error.hint)
+    if missing:
+        found = f"{' and '.join(missing)} not compiled for torch {torch} yet; the first use does that"
+        return Check(name=name, verdict=Verdict.ABSENT, found=found, fix="python -m genie.runtime.native")
+    return Check(name=name, verdict=Verdict.OK, found=f"compiled for torch {torch}, in {workshop.cache}")
 
 
 def _etcd() -> Check:

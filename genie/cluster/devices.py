@@ -20,7 +20,7 @@ from typing import Any
 from genie.cluster.link import Link
 from genie.device import ExecutorAddress, RemoteDevice, attach, detach
 from genie.errors import DeviceUnavailableError, GenieError, TransportError
-from genie.model.job import Job
+from genie.model.job import Job, JobState
 from genie.model.messages import CancelJob, DeviceReply, OpenDevice, WaitDevice
 from genie.model.node import GPUInfo, NodeInfo, NodeStatus, Vendor
 
@@ -178,6 +178,11 @@ def _check_on_its_way(ref: AcceleratorRef, job: Job) -> None:
 
 
 def _too_late(ref: AcceleratorRef, job: Job | None, timeout_s: float) -> DeviceUnavailableError:
+    if job is not None and job.state is JobState.RUNNING and job.reason:
+        return DeviceUnavailableError(
+            f"the executor on {ref} is not ready after {timeout_s:g} s: it is {job.reason}",
+            hint="try again in a minute",
+        )
     what = "the controller did not answer" if job is None else f"it is {job.state}: {job.reason}"
     return DeviceUnavailableError(
         f"no executor on {ref} within {timeout_s:g} s; {what}",

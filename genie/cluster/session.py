@@ -3,6 +3,10 @@
     with genie.session(master_addr="gpu-box") as state:
         ...
 
+    state = genie.connect(master_addr="gpu-box")
+    ...
+    genie.disconnect()
+
 Not for: anything that init.py does; this only waits for it.
 """
 
@@ -19,9 +23,17 @@ from genie.cluster.state import ClusterState
 
 @init.signed_like(init.documented)
 def connect(*args: Any, **kwargs: Any) -> ClusterState:
-    """genie.init() that blocks. The session ends with genie.shutdown() or with the interpreter."""
+    """genie.init() that blocks. The session ends with disconnect() or with the interpreter."""
     state, _ = _connect(args, kwargs)
     return state
+
+
+def disconnect() -> None:
+    """genie.shutdown() that blocks: when it returns, what the session held is given back.
+
+    Harmless when there is no session. It ends one that init() made, too.
+    """
+    init.shutdown_blocking()
 
 
 @init.signed_like(init.documented)

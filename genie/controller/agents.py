@@ -378,6 +378,8 @@ class Agents:
                 self._extend(job)
             elif item.endpoint is not None and job.spec.kind is JobKind.SESSION:
                 self._sessions.ready(job, item.epoch, item.endpoint)
+            elif job.spec.kind is JobKind.SESSION:
+                self._sessions.noted(job, item.note)
         return orders
 
     def _extend(self, job: Job) -> None:

@@ -12,6 +12,8 @@ import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import msgspec
+
 from genie.controller.checks import check_endpoint
 from genie.controller.jobs import Jobs, is_at
 from genie.controller.ledger import Ledger
@@ -29,6 +31,7 @@ SILENT_S = 60.0
 CLIENTS_MAX = 10_000
 CLIENTS_OF_TENANT_MAX = 1000
 CPU_SHARE_MILLI = 100
+NOTE_CHARS_MAX = 1000
 
 _HELD = (JobState.QUEUED, JobState.PLACING, JobState.RUNNING)
 
@@ -49,6 +52,8 @@ class Sessions:
         self._clients: dict[tuple[str, str], _Client] = {}
         self._tickets: dict[str, str] = {}
         self._endpoints: dict[str, tuple[int, Endpoint]] = {}
+        self._notes: dict[str, str] = {}
+        """What executors do that do not listen yet."""
         self._term_began_s = 0.0
 
     def begin_term(self, now_s: float) -> None:
@@ -85,9 +90,12 @@ class Sessions:
         return self.reply(again)
 
     def reply(self, job: Job) -> DeviceReply:
-        return DeviceReply(
-            job=self._jobs.shown(job), endpoint=self._endpoint(job), ticket=self._tickets.get(job.job_id, "")
-        )
+        endpoint = self._endpoint(job)
+        shown = self._jobs.shown(job)
+        note = self._notes.get(job.job_id)
+        if note and endpoint is None and job.state is JobState.RUNNING:
+            shown = msgspec.structs.replace(shown, reason=note)
+        return DeviceReply(job=shown, endpoint=endpoint, ticket=self._tickets.get(job.job_id, ""))
 
     async def wait_device(self, job_id: str, identity: Identity, *, wait_s: float) -> DeviceReply:
         """Returns when the executor listens, when the job is over, or when the time is."""
@@ -106,6 +114,13 @@ class Sessions:
         check_endpoint(endpoint)
         self._endpoints[job.job_id] = (epoch, endpoint)
         self._jobs.ring(job.job_id)
+
+    def noted(self, job: Job, note: str) -> None:
+        """What the executor of this launch does instead of listening; empty: nothing in particular."""
+        if note:
+            self._notes[job.job_id] = note[:NOTE_CHARS_MAX]
+        else:
+            self._notes.pop(job.job_id, None)
 
     async def end(self, identity: Identity, node_id: str) -> list[Job]:
         """What the client held, cancelled; what ran among it is still to be killed."""
@@ -129,6 +144,7 @@ class Sessions:
         alive = {job.job_id for job in self._held()}
         self._tickets = {key: ticket for key, ticket in self._tickets.items() if key in alive}
         self._endpoints = {key: item for key, item in self._endpoints.items() if key in alive}
+        self._notes = {key: note for key, note in self._notes.items() if key in alive}
         return cancelled
 
     async def _submit(self, request: OpenDevice, identity: Identity) -> Job:

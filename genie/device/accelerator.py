@@ -38,7 +38,7 @@ def is_available() -> bool:
 
 def is_initialized() -> bool:
     """Whether the library is loaded; torch calls _lazy_init until it is."""
-    return _backend()._state.library is not None
+    return bool(_backend().is_loaded())
 
 
 def current_device() -> int:

@@ -49,6 +49,10 @@ def library() -> Any:  # Any: what the compiled module has is not known to the c
     return _state.library
 
 
+def is_loaded() -> bool:
+    return _state.library is not None
+
+
 def follow_roster() -> None:
     """The library's indices become those of the roster."""
     if _state.library is None:

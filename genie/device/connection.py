@@ -57,9 +57,12 @@ class ExecutorLink:
     def peer(self) -> str:
         return f"the executor at {self.address.host}:{self.address.port} on node {self.node_id}"
 
-    def open(self, *, replies_received: int = 0) -> tuple[Any, opwire.Opened]:  # Any: a class of the library
+    def open(  # Any: a class of the library
+        self, *, replies_received: int = 0, timeout_s: float = OPEN_TIMEOUT_S
+    ) -> tuple[Any, opwire.Opened]:
         """Connects, checks the certificate, shows the ticket. A stream that speaks ops from here on."""
-        stream = self._connect()
+        deadline = time.monotonic() + timeout_s
+        stream = self._connect(min(CONNECT_TIMEOUT_S, timeout_s))
         try:
             request = opwire.Open(
                 ticket=self.address.ticket,
@@ -67,9 +70,9 @@ class ExecutorLink:
                 replies_received=replies_received,
                 machine=opwire.this_machine(),
             )
-            opened = opwire.enter(_Pipe(stream), request, peer=self.peer, timeout_s=OPEN_TIMEOUT_S)
+            opened = opwire.enter(_Pipe(stream), request, peer=self.peer, timeout_s=_left_s(deadline))
             if opened.bare and stream.encrypted:
-                stream = _without_tls(stream, self.peer)
+                stream = _without_tls(stream, self.peer, _left_s(deadline))
             elif not opened.bare and not stream.encrypted:
                 raise ProtocolError(f"{self.peer} wants an encrypted connection where none can be")
         except BaseException:
@@ -84,7 +87,7 @@ class ExecutorLink:
         step_s = _RESUME_STEP_S
         while True:
             try:
-                stream, opened = self.open(replies_received=replies_received)
+                stream, opened = self.open(replies_received=replies_received, timeout_s=_left_s(deadline))
             except NothingListensError:
                 raise  # it has ended: a port that refuses is not a cut
             except (UnreachableError, ConnectionLostError, DeadlineError):
@@ -92,19 +95,20 @@ class ExecutorLink:
                     raise
             else:
                 return stream, opened.frames_received
-            if self.closed.wait(step_s):
+            if self.closed.wait(min(step_s, _left_s(deadline))):
                 raise ConnectionLostError("the session was shut down")
             step_s = min(2 * step_s, _RESUME_STEP_S_MAX)
 
-    def _connect(self) -> Any:
+    def _connect(self, timeout_s: float) -> Any:
         from genie.runtime.credentials import is_loopback  # late: `import genie.device` stays cheap
 
         library = _library()
+        deadline = time.monotonic() + timeout_s
         address = self.address
         if address.ssl_context is None and not is_loopback(address.host):
             raise TlsError(f"{self.peer} is on another machine, and there is no TLS to reach it with")
         try:
-            sock = socket.create_connection((address.host, address.port), timeout=CONNECT_TIMEOUT_S)
+            sock = socket.create_connection((address.host, address.port), timeout=timeout_s)
         except ConnectionRefusedError as error:
             raise NothingListensError(f"cannot reach {self.peer}: {error}") from error
         except OSError as error:
@@ -113,7 +117,7 @@ class ExecutorLink:
             return library.Stream.bare(sock.detach())
         trusted = address.ssl_context.get_ca_certs(binary_form=True)
         try:
-            return library.Stream.tls_client(sock.detach(), trusted, address.server_name, CONNECT_TIMEOUT_S)
+            return library.Stream.tls_client(sock.detach(), trusted, address.server_name, _left_s(deadline))
         except library.TlsRefused as error:
             raise TlsError(f"{self.peer} is not to be trusted: {error}") from error
         except library.ConnectionLost as error:
@@ -145,9 +149,13 @@ FLUSH_OPS = 32
 """Ops that are gathered before they are sent, unless a value is needed sooner."""
 
 
-def _without_tls(stream: Any, peer: str) -> Any:
+def _left_s(deadline: float) -> float:
+    return max(0.001, deadline - time.monotonic())
+
+
+def _without_tls(stream: Any, peer: str, timeout_s: float) -> Any:
     try:
-        return stream.without_tls(OPEN_TIMEOUT_S)
+        return stream.without_tls(timeout_s)
     except ConnectionError as error:
         raise ConnectionLostError(f"the connection to {peer} broke: {error}") from error
 

@@ -102,12 +102,11 @@ class Slot:
             self._connection.close(_SHUT_DOWN)
 
     def forget_after_fork(self) -> None:
-        """In the child: the connection belongs to the parent, and so does whoever could open another."""
+        """In the child: whoever could open a connection is the parent's. So are the connections that are
+        open, which the library has seen to."""
         self._lock = threading.Lock()
         self._closed = threading.Event()
         self._closed.set()
-        if self._connection is not None:
-            self._connection.abandon("it was opened before this process was forked")
 
     def _open(self, first_seed: int) -> Any:
         self._link = ExecutorLink(self.device.open(), self.device.node_id)

@@ -115,9 +115,12 @@ class Endpoint(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 class RunningJob(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`note`: what an executor does that does not listen yet, where that takes long."""
+
     job_id: str
     epoch: int
     endpoint: Endpoint | None = None
+    note: str = ""
 
 
 class ExitReport(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

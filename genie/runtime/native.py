@@ -85,6 +85,12 @@ def find_compiler() -> list[str] | None:
     return next(([path] for name in _COMPILERS if (path := shutil.which(name))), None)
 
 
+def no_compiler() -> str:
+    """How it came that find_compiler() found none."""
+    chosen = config.cxx()
+    return f"CXX names {chosen!r}, which is not there" if chosen else "there is no C++ compiler"
+
+
 @dataclass(frozen=True, kw_only=True)
 class Target:
     """What a library is compiled for. Two targets never share a library."""
@@ -164,6 +170,12 @@ class Workshop:
     def is_built(self, name: Library) -> bool:
         return self._plan(name).library.is_file()
 
+    def check_usable(self) -> None:
+        """NativeBuildError when a library is neither there nor can be made. Compiles nothing."""
+        for plan in map(self._plan, LIBRARIES):
+            if not plan.library.is_file():
+                _compiler_for(plan)
+
     def _plan(self, name: Library) -> _Plan:
         """What the library is made of. Its key leaves out the compiler: what is there needs none."""
         own = self.sources / name.removeprefix("genie_")
@@ -203,14 +215,7 @@ class Workshop:
                 lock.release()
 
     def _compile(self, plan: _Plan) -> None:
-        compiler = find_compiler()
-        if compiler is None:
-            chosen = config.cxx()
-            raise NativeBuildError(
-                f"{plan.what} has to be compiled once for torch {plan.target.torch_version}, and "
-                + (f"CXX names {chosen!r}, which is not there" if chosen else "there is no C++ compiler"),
-                hint=_INSTALL_HINT,
-            )
+        compiler = _compiler_for(plan)
         _log.info("compiling %s for torch %s (once, about a minute)", plan.what, plan.target.torch_version)
         for left in self.cache.glob("making-*"):  # of a process that was killed: the lock is ours
             shutil.rmtree(left, ignore_errors=True)
@@ -250,6 +255,16 @@ class _Plan:
     @property
     def what(self) -> str:
         return f"the torch {self.name.removeprefix('genie_')}"
+
+
+def _compiler_for(plan: _Plan) -> list[str]:
+    compiler = find_compiler()
+    if compiler is None:
+        raise NativeBuildError(
+            f"{plan.what} has to be compiled once for torch {plan.target.torch_version}, and {no_compiler()}",
+            hint=_INSTALL_HINT,
+        )
+    return compiler
 
 
 @dataclass(frozen=True)
@@ -439,13 +454,18 @@ def _processors() -> int:
 
 
 def main(arguments: Sequence[str] = ()) -> int:
-    """Builds every library now. 0 when all are there."""
-    argparse.ArgumentParser(
+    """Builds every library now, or those that are named. 0 when all are there."""
+    parser = argparse.ArgumentParser(
         prog="python -m genie.runtime.native", description="Compiles what is missing of the torch device."
-    ).parse_args(arguments)
+    )
+    parser.add_argument("libraries", nargs="*", metavar="library", help=f"of {', '.join(LIBRARIES)}")
+    wanted = parser.parse_args(arguments).libraries or list(LIBRARIES)
+    unknown = [name for name in wanted if name not in LIBRARIES]
+    if unknown:
+        parser.error(f"there is no library {unknown[0]!r}")
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
     workshop = Workshop.of_this_installation()
-    for name in LIBRARIES:
+    for name in wanted:
         try:
             workshop.build(name)
         except NativeBuildError as error:

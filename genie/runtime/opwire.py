@@ -10,7 +10,6 @@ Not for: the op stream itself, and connecting (device/ and agent/executor/ bring
 
 from __future__ import annotations
 
-import socket
 import struct
 import time
 from functools import cache
@@ -82,12 +81,10 @@ class Opened(_Message, frozen=True, tag="opened"):
 
 
 class Error(_Message, frozen=True, tag="error"):
-    """`code` is one of errors.py; `op` is empty when no op was run."""
+    """Why the client is not let in. `code` is one of errors.py."""
 
     code: _Text
     message: _Text
-    op: _Text = ""
-    number: _Count = 0
 
 
 _open_decoder = msgspec.msgpack.Decoder(Open)
@@ -150,16 +147,6 @@ def this_machine() -> str:
     except OSError:
         return ""  # not Linux
     return f"{boot}/{network}"
-
-
-def tune(sock: socket.socket) -> None:
-    """Small messages leave at once; a peer whose machine has vanished is noticed within about a minute."""
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for name, value in (("TCP_KEEPIDLE", 30), ("TCP_KEEPINTVL", 10), ("TCP_KEEPCNT", 3)):
-        option = getattr(socket, name, None)  # macOS knows only some of them
-        if option is not None:
-            sock.setsockopt(socket.IPPROTO_TCP, option, value)
 
 
 _T = TypeVar("_T")

@@ -1,5 +1,6 @@
 #include "stream_bindings.h"
 
+#include <algorithm>
 #include <optional>
 #include <string>
 #include <utility>
@@ -8,12 +9,15 @@
 #include <pybind11/stl.h>
 
 #include "stream_openssl.h"
+#include "stream_socket.h"
 
 namespace py = pybind11;
 
 namespace genie {
 
 namespace {
+
+constexpr int64_t SIGNALS_EVERY_US = 200'000;
 
 // What Python holds. Closing lets go of the stream; a thread that is still in a call keeps it meanwhile.
 struct StreamObject {
@@ -79,7 +83,18 @@ py::bytes read_exactly(const StreamObject& self, size_t count, std::optional<dou
   if (!made) throw py::error_already_set();
   auto bytes = py::reinterpret_steal<py::bytes>(made);
   char* into = PyBytes_AS_STRING(bytes.ptr());
-  without_gil([&] { stream->read_exactly(into, count, timeout_us); });
+  Deadline deadline(timeout_us);
+  for (size_t got = 0; got < count;) {
+    int64_t left_us = deadline.left_us();
+    int64_t slice_us = left_us < 0 ? SIGNALS_EVERY_US : std::min(left_us, SIGNALS_EVERY_US);
+    size_t some = without_gil([&] { return stream->read_some(into + got, count - got, slice_us); });
+    if (some == 0 && left_us == 0) {
+      throw ConnectionLost("the peer sent " + std::to_string(got) + " of " + std::to_string(count) +
+                           " bytes in time");
+    }
+    if (PyErr_CheckSignals() != 0) throw py::error_already_set();
+    got += some;
+  }
   return bytes;
 }
 

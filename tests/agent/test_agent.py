@@ -572,6 +572,38 @@ async def test_an_executor_looks_for_its_next_frame_where_cores_are_to_spare(
     assert (executor_config.read(Path(path)).spin_us > 0) is looks
 
 
+BUSY = """
+import json, pathlib, sys, time
+config = json.load(open(sys.argv[1]))
+pathlib.Path(config["status_path"]).write_text("compiling its library")
+while not pathlib.Path(config["endpoint_path"] + ".stop").exists(): time.sleep(0.01)
+pathlib.Path(config["status_path"]).write_text("there is no C++ compiler (install one)")
+sys.exit(3)
+"""
+
+
+async def test_what_an_executor_says_before_it_listens_is_told(
+    controller: FakeController, run_agent: RunAgent, node_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = preparation.prepare_executor
+
+    async def prepare(*args: object, **given: object) -> tuple[str, ...]:
+        *_, path = await real(*args, **given)  # type: ignore[arg-type]
+        return (sys.executable, "-c", BUSY, path)
+
+    monkeypatch.setattr(preparation, "prepare_executor", prepare)
+    async with run_agent():
+        await controller.launch("s1", kind=JobKind.SESSION, ticket_sha256="ab" * 32)
+        await until(
+            lambda: any(job.note == "compiling its library" for job in controller.heartbeats[-1].running),
+            what="a heartbeat with the note",
+        )
+        (node_dir / "jobs" / "s1" / f"{preparation.ENDPOINT_FILE}.stop").touch()
+        end = await controller.end_of("s1")
+    assert end.exit_code == 3
+    assert end.reason.endswith(": there is no C++ compiler (install one)")
+
+
 async def test_an_executor_that_cannot_come_up_is_an_end_with_a_reason(
     controller: FakeController, run_agent: RunAgent
 ) -> None:

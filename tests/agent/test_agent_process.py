@@ -201,3 +201,27 @@ async def test_a_job_of_an_agent_that_dies_at_the_start_is_found_by_its_environm
         if stray.returncode is None:
             stray.kill()
             await stray.wait()
+
+
+async def test_an_agent_has_the_executors_library_ready_and_ends_as_before(
+    controller: FakeController, node_dir: Path, start_agent: StartAgent
+) -> None:
+    async with start_agent(GENIE_AGENT_COMPILE_AHEAD="true") as agent:
+        await controller.peer()
+        await until(
+            lambda: "the executors' library is ready" in agent.output.read_text(),
+            timeout_s=60,
+            what="the log",
+        )
+        agent.send_signal(signal.SIGTERM)
+        assert await agent.wait() == 0
+
+
+async def test_an_agent_that_ends_ends_the_compiling_too(
+    controller: FakeController, node_dir: Path, start_agent: StartAgent
+) -> None:
+    async with start_agent(GENIE_AGENT_COMPILE_AHEAD="true") as agent:
+        await controller.peer()
+        agent.send_signal(signal.SIGTERM)
+        assert await agent.wait() == 0
+    assert "Traceback" not in agent.output.read_text()

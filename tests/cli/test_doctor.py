@@ -14,6 +14,7 @@ from genie.cli import checks, doctor
 from genie.cli.checks import Check, Verdict
 from genie.config import load
 from genie.model.messages import GetStatus
+from genie.runtime import native
 from genie.runtime.tls import CertificateAuthority, new_key_and_csr
 from tests.cli.nouns import status
 
@@ -52,7 +53,10 @@ def test_a_backend_without_a_transport_says_that_and_the_rest_on_demand(genie, m
 def test_the_compiler_is_the_one_that_would_be_used(monkeypatch) -> None:
     monkeypatch.setenv("CXX", f"{sys.executable} -c 'print(\"compiler 12\")'")
     found = checks._compiler()
-    assert (found.verdict, found.found) == (Verdict.OK, "compiler 12")
+    assert (found.verdict, found.found) == (
+        Verdict.OK,
+        f'{sys.executable} -c print("compiler 12"): compiler 12',
+    )
 
 
 def test_a_machine_without_a_compiler_is_told_what_to_install(monkeypatch, tmp_path) -> None:
@@ -60,7 +64,38 @@ def test_a_machine_without_a_compiler_is_told_what_to_install(monkeypatch, tmp_p
     monkeypatch.delenv("CXX", raising=False)
     found = checks._compiler()
     assert found.verdict is Verdict.ABSENT
+    assert "there is no C++ compiler" in found.found
     assert "g++ python3-dev" in found.fix
+
+
+def test_a_compiler_that_was_chosen_and_is_not_there_is_named(monkeypatch) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    found = checks._compiler()
+    assert found.verdict is Verdict.ABSENT
+    assert "CXX names 'no-such-compiler', which is not there" in found.found
+
+
+def test_the_devices_library_is_there_for_the_torch_that_is_installed() -> None:
+    found = checks._libraries()
+    assert found.verdict is Verdict.OK
+    assert f"compiled for torch {native.Target.installed().torch_version}" in found.found
+
+
+def test_a_library_that_is_still_to_be_compiled_is_named(monkeypatch, tmp_path) -> None:
+    empty = native.Workshop(native.Workshop.of_this_installation().sources, tmp_path)
+    monkeypatch.setattr(native.Workshop, "of_this_installation", lambda: empty)
+    found = checks._libraries()
+    assert found.verdict is Verdict.ABSENT
+    assert "genie_device and genie_executor not compiled for torch" in found.found
+    assert found.fix == "python -m genie.runtime.native"
+
+
+def test_without_torch_there_is_no_library_to_compile(monkeypatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch", None)
+    found = checks._libraries()
+    assert found.verdict is Verdict.ABSENT
+    assert "needs PyTorch" in found.found
+    assert "pip install" in found.fix
 
 
 def test_a_compiler_without_the_headers_of_python_is_not_enough(monkeypatch, tmp_path) -> None:
@@ -143,6 +178,7 @@ def test_an_etcd_that_can_lose_data_is_refused(monkeypatch, line, verdict) -> No
 def test_a_machine_without_tools_says_what_they_are_for(monkeypatch) -> None:
     monkeypatch.setattr(checks.shutil, "which", lambda name: None)
     found = by_name(checks.tools())
+    assert found.pop("device library").verdict is Verdict.OK, "what is compiled needs no compiler"
     assert {check.verdict for check in found.values()} == {Verdict.ABSENT}
     assert all(check.fix for check in found.values())
 

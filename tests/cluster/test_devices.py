@@ -85,6 +85,16 @@ def test_a_busy_accelerator_is_an_error_that_says_what_it_waits_for(controller: 
     assert controller.count(CancelJob) == 1, "what nobody waits for must not take the accelerator later"
 
 
+def test_an_executor_that_compiles_is_an_error_that_says_so(controller: SmallController) -> None:
+    genie.connect(timeout=0.5, **QUIET)
+    job = session_job("j-9", JobState.RUNNING, reason="compiling its library for torch 2.11")
+    controller.device = DeviceReply(job=job, endpoint=None)
+    with pytest.raises(
+        DeviceUnavailableError, match=r"node n1.*it is compiling its library for torch 2\.11 \(try again in a"
+    ):
+        broker().open(0)
+
+
 def test_a_request_that_fails_while_it_waits_is_given_back(controller: SmallController) -> None:
     genie.connect(**QUIET)
     controller.device = DeviceReply(job=session_job("j-9", JobState.QUEUED), endpoint=None)

@@ -20,6 +20,26 @@ def test_connect_blocks_until_there_is_a_session(controller: SmallController) ->
     assert genie.get_cluster_state() is state
 
 
+def test_disconnect_ends_what_connect_began(controller: SmallController) -> None:
+    genie.disconnect()
+    state = genie.connect()
+    genie.disconnect()
+    assert not genie.is_initialized()
+    assert not state.initialized
+    assert controller.count(SessionEnd) == 1
+    genie.disconnect()
+    assert genie.connect() is not state
+    genie.disconnect()
+
+
+async def test_disconnect_works_where_an_event_loop_runs_as_in_a_notebook(
+    controller: SmallController,
+) -> None:
+    await genie.init()
+    genie.disconnect()
+    assert not genie.is_initialized()
+
+
 async def test_connect_works_where_an_event_loop_runs_as_in_a_notebook(controller: SmallController) -> None:
     state = genie.connect()
     assert set(state.nodes) == {"n1"}

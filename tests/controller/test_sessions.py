@@ -189,3 +189,16 @@ async def test_an_executors_certificate_is_signed_for_its_session(tmp_path: Path
         ask = SignExecutor(job_id=launch.job_id, epoch=launch.placement.epoch, csr_pem=csr_pem)
         signed = await agent.peer.call(ask, timeout_s=5)
         assert "CERTIFICATE" in signed.certificate_pem
+
+
+async def test_what_an_executor_does_before_it_listens_is_shown_to_its_client(tmp_path: Path) -> None:
+    async with standing(tmp_path) as one, one.client() as client, one.agent() as agent:
+        opened = await _open(client)
+        launch = await agent.start_next()
+        for note in ("compiling its library", ""):
+            agent.running[launch.job_id] = RunningJob(
+                job_id=launch.job_id, epoch=launch.placement.epoch, note=note
+            )
+            await agent.beat()
+            reply = await client.ask(WaitDevice(job_id=opened.job.job_id, wait_s=0))
+            assert (reply.endpoint, reply.job.reason == "compiling its library") == (None, note != "")

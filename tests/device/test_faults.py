@@ -148,7 +148,7 @@ def test_a_server_killed_in_the_middle_of_training_is_named_and_the_other_goes_o
             return float(loss.item())
 
         first = {where: step(where) for where in models}
-        victim.process.kill()
+        models[D0].weight.register_hook(lambda grad: victim.kill())  # in the middle of backward
         with pytest.raises(DeviceLostError, match=r"remote_accelerator:0.*node-0.*job-7"):
             for _ in range(100):
                 step(D0)

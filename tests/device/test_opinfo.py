@@ -37,6 +37,14 @@ def compared(chosen: Callable[[str], bool]) -> Summary:
         return Summary(comparison.run(units))
 
 
+def compared_whole(database: str, *, few: int) -> Summary:
+    """Every entry of another database, in float32."""
+    with Comparison(database) as comparison:
+        names = comparison.described()["entries"]
+        units = [Unit(name, "float32", samples_of(name, few), errors=False) for name in names]
+        return Summary(comparison.run(units))
+
+
 def in_namespace(name: str) -> bool:
     """linalg.svd; but svd, and std.unbiased, which is a variant of std."""
     space = name.partition(".")[0]

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import pytest
 
-from tests.device import findings
-from tests.device.comparison import Comparison
-from tests.device.findings import Summary, Unit
-from tests.device.test_opinfo import LISTED, samples_of, shown
+from tests.device.findings import Summary
+from tests.device.test_opinfo import (
+    compared_whole,
+    test_what_does_not_pass_is_in_the_list,  # noqa: F401 - with the summary of this file
+    test_what_is_in_the_list_does_not_pass,  # noqa: F401
+)
 
 pytestmark = pytest.mark.timeout(400)  # the whole comparison is in the first test's set-up
 
@@ -19,20 +21,7 @@ CONFIGURATIONS_MAX = 2
 
 @pytest.fixture(scope="module")
 def summary() -> Summary:
-    with Comparison("optiminfo") as comparison:
-        names = comparison.described()["entries"]
-        units = [Unit(name, "float32", samples_of(name, CONFIGURATIONS_MAX), errors=False) for name in names]
-        return Summary(comparison.run(units))
-
-
-def test_what_is_not_in_the_list_passes(summary: Summary) -> None:
-    unlisted = findings.unlisted(summary.problems, LISTED)
-    assert not unlisted, shown(unlisted)
-
-
-def test_what_is_in_the_list_does_not_pass(summary: Summary) -> None:
-    stale = [f"{line.name} {line.direction}" for line, _ in findings.stale(summary, LISTED)]
-    assert not stale, "take these off the list:\n" + "\n".join(stale)
+    return compared_whole("optiminfo", few=CONFIGURATIONS_MAX)
 
 
 @pytest.mark.parametrize("way", ["default", "for loop", "foreach", "fused"])

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812 - everyone's name for it
 
+from tests.agent.executor.process import running_executor
 from tests.device.conftest import D0, D1
+from tests.device.scripts import run_script
 
 pytestmark = pytest.mark.usefixtures("devices")
 
@@ -67,3 +70,38 @@ def test_a_state_can_be_kept_and_restored() -> None:
     with torch.random.fork_rng(devices=[0], device_type="remote_accelerator"):
         inside = torch.rand(5, device=D0).cpu()
     assert torch.equal(torch.rand(5, device=D0).cpu(), inside)
+
+
+def test_threads_may_share_a_generator(tmp_path: Path) -> None:
+    with running_executor(tmp_path) as executor:
+        run_script(
+            """
+            import sys, threading
+            import torch
+            from genie import device
+            from tests.device.conftest import D0, remote_device
+
+            port = int(sys.argv[1])
+            device.attach([remote_device(0, lambda: port)])
+            shared = torch.Generator(device=D0)
+            state = shared.get_state()
+
+            def work(seed):
+                for _ in range(50):
+                    shared.manual_seed(seed)
+                    torch.rand(3, device=D0, generator=shared)
+                    shared.set_state(shared.get_state())
+                    shared.clone_state().seed()
+                    torch.remote_accelerator.set_rng_state(torch.remote_accelerator.get_rng_state())
+
+            threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+            shared.set_state(state)
+            assert torch.equal(shared.get_state(), state)
+            device.detach()
+            """,
+            executor.port,
+        )

@@ -127,6 +127,36 @@ def test_the_tour_runs_the_lines_of_the_readme_and_leaves_no_process() -> None:
     assert [step for step in steps if step not in done.stdout] == []
 
 
+WITHOUT_COMPILER = """
+import runpy, sys
+from pathlib import Path
+from genie.runtime import native
+
+empty = native.Workshop(native.Workshop.of_this_installation().sources, Path(sys.argv[2]))
+native.Workshop.of_this_installation = lambda: empty
+runpy.run_path(sys.argv[1], run_name="__main__")
+"""
+
+
+def test_without_a_compiler_the_tour_says_what_to_install_and_shows_the_rest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_COMPILER, str(EXAMPLES / "tour.py"), str(tmp_path)],
+        capture_output=True,
+        text=True,
+        timeout=85,
+        stdin=subprocess.DEVNULL,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "Traceback" not in done.stdout + done.stderr
+    assert "the PyTorch device is left out" in done.stdout
+    assert "apt install g++ python3-dev" in done.stdout
+    assert "everything but the remote_accelerator device works without it" in done.stdout
+    assert "a job on" in done.stdout
+
+
 @pytest.fixture
 def tour(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:  # Any: the names of a script
     for name in ("GENIE_CONFIG", "GENIE_LOG_LEVEL", "GENIE_MASTER_ADDR", "GENIE_MASTER_PORT"):

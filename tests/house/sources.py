@@ -35,6 +35,11 @@ def python_files(*folders: str) -> list[Path]:
     return [path for path in _walk(folders) if path.suffix == ".py"]
 
 
+def native_files() -> list[Path]:
+    """Every file of C++."""
+    return [path for path in _walk(("native",)) if path.suffix in (".cpp", ".h")]
+
+
 def text_files() -> list[Path]:
     """Everything that people wrote: code, pages, settings of tools."""
     top = [path for path in sorted(ROOT.iterdir()) if path.is_file() and not path.name.startswith(".cov")]

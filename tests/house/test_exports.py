@@ -18,6 +18,7 @@ PUBLIC = {
     "is_initialized",
     "get_cluster_state",
     "connect",
+    "disconnect",
     "session",
     "ClusterConfig",
     "ClusterState",

@@ -366,6 +366,20 @@ def test_the_command_builds_all_and_says_why_it_cannot(
     ] in capsys.readouterr().err
 
 
+def test_one_library_can_be_built_alone(
+    workshop: Workshop, compiler: Compiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Workshop, "of_this_installation", lambda: workshop)
+    assert native.main(["genie_executor"]) == 0
+    assert [path.name.partition("-")[0] for path in workshop.cache.glob("*.so")] == ["genie_executor"]
+
+
+def test_a_library_that_there_is_not_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        native.main(["genie_toaster"])
+    assert "there is no library 'genie_toaster'" in capsys.readouterr().err
+
+
 # --- the real ones ------------------------------------------------------------------------------
 
 

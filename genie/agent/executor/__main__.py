@@ -20,6 +20,8 @@ from genie.runtime import files
 from genie.telemetry import log
 
 _log = logging.getLogger("genie.agent.executor")
+_MESSAGE_CHARS_MAX = 300
+"""Of what ended it, in what the client is told; the log has the whole."""
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -28,10 +30,14 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--config", type=Path, required=True, help="written by the agent")
     options = parser.parse_args(arguments)
     log.configure(LogConfig())
+    config: ExecutorConfig | None = None
     try:
-        run(executor_config.read(options.config))
+        config = executor_config.read(options.config)
+        run(config)
     except GenieError as error:
         _log.error("the executor ends: %s", error)
+        if config is not None:
+            _say(config, f"{error.message[:_MESSAGE_CHARS_MAX]} ({error.hint})")
         return error.exit_code
     return 0
 
@@ -44,6 +50,8 @@ def run(config: ExecutorConfig) -> None:
         from genie.agent.executor import accelerator
         from genie.runtime import native
 
+        if not native.Workshop.of_this_installation().is_built("genie_executor"):
+            _say(config, f"compiling its library for torch {native.Target.installed().torch_version}")
         library = native.load("genie_executor")
         facts = accelerator.prepare(config)
         session = ClientSession(library, door, config)
@@ -60,6 +68,12 @@ def run(config: ExecutorConfig) -> None:
             os._exit(HardwareError.exit_code)
     finally:
         door.close()
+
+
+def _say(config: ExecutorConfig, text: str) -> None:
+    """For the agent, which tells the client."""
+    if config.status_path:
+        files.write_private(Path(config.status_path), text.encode())
 
 
 if __name__ == "__main__":

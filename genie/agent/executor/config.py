@@ -24,6 +24,8 @@ class ExecutorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     endpoint_path: str
     """Written when clients may connect: {"port": N}."""
     ticket_sha256: str
+    status_path: str = ""
+    """Before that: a text that says what takes long, or why it has ended. Empty: nobody wants to know."""
     listen_host: str = "127.0.0.1"
     port: int = 0
     server_name: str = ""

@@ -226,7 +226,6 @@ class Door:
     def _stream_over(self, sock: socket.socket, peer: str, timeout_s: float) -> Stream:
         """The socket is the stream's from here on, whatever comes of it."""
         stream: Stream
-        opwire.tune(sock)
         if not self._config.tls:
             stream = self._streams.bare(sock.detach())
             return stream

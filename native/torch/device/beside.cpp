@@ -1,14 +1,16 @@
 // See beside.h.
 #include "beside.h"
 
+#include <cstring>
+#include <string>
+#include <unordered_set>
+
+#ifdef __linux__
 #include <elf.h>
 #include <link.h>
 #include <sys/mman.h>
 #include <unistd.h>
-
-#include <cstring>
-#include <string>
-#include <unordered_set>
+#endif
 
 #include <c10/core/DeviceType.h>
 #include <torch/csrc/autograd/function.h>
@@ -21,6 +23,8 @@ namespace {
 constexpr auto DEVICE_TYPE = c10::DeviceType::PrivateUse1;
 
 thread_local int inside = 0;
+
+#ifdef __GLIBC__  // how its loader lays out a library
 
 // Stands where torch's libraries look up c10::is_privateuse1_backend_registered, which is what
 // at::getAccelerator() goes by.
@@ -114,15 +118,17 @@ int replace_in_library(dl_phdr_info* library, size_t, void* data) {
   return 0;
 }
 
+#endif
+
 }  // namespace
 
 bool step_aside() {
-#ifndef __GLIBC__
-  return false;
-#else
+#ifdef __GLIBC__
   Search search;
   dl_iterate_phdr(&replace_in_library, &search);
   return search.replaced > 0;
+#else
+  return false;
 #endif
 }
 

@@ -3,10 +3,12 @@
 
 #include <algorithm>
 #include <chrono>
+#include <unordered_set>
 
-#include <pybind11/pybind11.h>
+#include <pthread.h>
 
 #include "errors.h"
+#include "interrupts.h"
 
 namespace genie {
 
@@ -17,44 +19,44 @@ using Clock = std::chrono::steady_clock;
 constexpr uint32_t TEMPLATES_KEPT_MAX = 16384;
 constexpr size_t SEAL_BYTES = 48u << 10;
 constexpr size_t SPARE_BYTES_MAX = 2 * SEAL_BYTES;
-constexpr size_t READ_BUFFER_BYTES = 64u << 10;
 constexpr size_t SPARE_BUFFERS_MAX = 64;
 constexpr size_t LARGE_SPARE_BUFFERS_MAX = 4;
 // An upload goes in frames of this size, so that the executor can pass the first on while others travel.
 constexpr uint64_t UPLOAD_FRAME_BYTES = 1u << 20;
 // Up to this size an upload is copied into frames, and nobody waits for it.
 constexpr uint64_t COPIED_UPLOAD_BYTES_MAX = 1u << 20;
-constexpr int64_t READ_SLICE_US = 500'000;
-constexpr int64_t WRITABLE_SLICE_US = 2000;
-constexpr int64_t SEND_SPIN_US = 300;
-// CUDA itself looks for a result without a pause; so does this, for a while, on machines with cores to spare.
-constexpr int64_t SPIN_US = 10'000;
-constexpr unsigned SPIN_CORES_MIN = 4;
+constexpr int64_t SEND_SPIN_US = 5000;
+constexpr int64_t SEND_SLICE_US = 500'000;
+constexpr auto SIGNALS_EVERY = std::chrono::milliseconds(200);
 constexpr auto FLUSH_AFTER = std::chrono::microseconds(300);
 constexpr auto ACKNOWLEDGED_WITHIN = std::chrono::milliseconds(20);
 constexpr auto LOOK_EVERY = std::chrono::seconds(1);
 constexpr auto GOODBYE_WITHIN = std::chrono::seconds(1);
 
-int64_t spin_us() {
-  static const int64_t found = std::thread::hardware_concurrency() >= SPIN_CORES_MIN ? SPIN_US : 0;
-  return found;
+// Every connection of the process, also those that only tensors still hold. A fork finds the list whole.
+struct Living {
+  std::mutex mutex;
+  std::unordered_set<Connection*> all;
+};
+
+Living& living();
+
+void before_fork() { living().mutex.lock(); }
+
+void after_fork() { living().mutex.unlock(); }
+
+void after_fork_in_child() {
+  for (Connection* each : living().all) each->abandon("it was opened before this process was forked");
+  living().mutex.unlock();
 }
 
-// The interpreter goes on while this thread waits, if this thread holds it.
-class LetInterpreterGo {
- public:
-  LetInterpreterGo() {
-    if (Py_IsInitialized() && PyGILState_Check()) state_ = PyEval_SaveThread();
-  }
-  ~LetInterpreterGo() {
-    if (state_) PyEval_RestoreThread(state_);
-  }
-  LetInterpreterGo(const LetInterpreterGo&) = delete;
-  LetInterpreterGo& operator=(const LetInterpreterGo&) = delete;
-
- private:
-  PyThreadState* state_ = nullptr;
-};
+Living& living() {
+  static auto* the_living = [] {
+    ::pthread_atfork(&before_fork, &after_fork, &after_fork_in_child);
+    return new Living();
+  }();
+  return *the_living;
+}
 
 }  // namespace
 
@@ -67,9 +69,15 @@ Connection::Connection(std::shared_ptr<Stream> stream, ConnectionOptions options
   heard();
   records_.grow(sizeof(FrameHeader));
   sender_ = std::thread([this] { sender_loop(); });
+  std::lock_guard<std::mutex> lock(living().mutex);
+  living().all.insert(this);
 }
 
-Connection::~Connection() { close("it is no longer used"); }
+Connection::~Connection() {
+  close("it is no longer used");
+  std::lock_guard<std::mutex> lock(living().mutex);
+  living().all.erase(this);
+}
 
 void Connection::heard() { last_heard_ = Clock::now(); }
 
@@ -89,18 +97,34 @@ void Connection::raise_lost() const {
 Connection::Batch::Batch(Connection& connection) : connection_(connection) {
   if (connection_.lost()) connection_.raise_lost();
   lock_ = std::unique_lock<std::mutex>(connection_.mutex_);
+  if (connection_.window_full_) wait_for_room();
   if (connection_.recording_flag_) wait_for_recorder();
 }
 
-// What other threads do must not be written down: they wait until the graph is whole. The interpreter is
-// taken back without the lock, because others who have it may want the lock.
+// The interpreter is taken back without the lock, because others who have it may want the lock.
+void Connection::Batch::wait_for_room() {
+  while (connection_.window_full_) {
+    lock_.unlock();
+    {
+      LetInterpreterGo go;
+      std::unique_lock<std::mutex> waiting(connection_.mutex_);
+      connection_.wait_until(waiting, [&] { return !connection_.window_full_; });
+      waiting.unlock();
+    }
+    lock_.lock();
+  }
+}
+
+// What other threads do must not be written down: they wait until the graph is whole.
 void Connection::Batch::wait_for_recorder() {
   while (connection_.recording_flag_ && !connection_.is_recorder()) {
     lock_.unlock();
     {
       LetInterpreterGo go;
+      check_signals();
       std::unique_lock<std::mutex> waiting(connection_.mutex_);
-      connection_.changed_.wait(waiting, [&] { return !connection_.recording_flag_ || connection_.lost_; });
+      connection_.changed_.wait_for(waiting, SIGNALS_EVERY,
+                                    [&] { return !connection_.recording_flag_ || connection_.lost_; });
     }
     if (connection_.lost()) connection_.raise_lost();
     lock_.lock();
@@ -184,15 +208,8 @@ void Connection::Batch::finish_now() {
 void Connection::Batch::send() {
   Connection& connection = connection_;
   connection.seal();
-  bool over = connection.over_window();
   lock_.unlock();
   connection.send_nowait();
-  if (over) {
-    LetInterpreterGo go;
-    lock_.lock();
-    connection.wait_until(lock_, [&] { return !connection.over_window(); });
-    lock_.unlock();
-  }
 }
 
 uint64_t Connection::Batch::finish_ask(Awaited& awaited) {
@@ -268,6 +285,7 @@ void Connection::push(FrameKind kind, const uint8_t* payload, uint64_t size, boo
   unacknowledged_bytes_ += frame.bytes.size();
   counters_.frames++;
   frames_.push_back(std::move(frame));
+  window_full_ = over_window();
 }
 
 void Connection::send_nowait() noexcept {
@@ -284,16 +302,19 @@ void Connection::send_nowait() noexcept {
 bool Connection::send_some() {
   for (;;) {
     Frame* frame;
+    const uint8_t* from;
+    uint64_t count;
     {
       std::lock_guard<std::mutex> lock(mutex_);
       if (broken_ || lost_ || unsent_ >= frames_.size()) return true;
       frame = &frames_[unsent_];  // stays where it is: only whole frames are dropped, under this mutex
+      size_t inside = frame->bytes.size();
+      bool header = frame->sent < inside;
+      from = header ? frame->bytes.data() + frame->sent : frame->outside + (frame->sent - inside);
+      count = header ? inside - frame->sent : frame->size() - frame->sent;
+      writing_ = frame->number;
     }
-    size_t inside = frame->bytes.size();
-    size_t sent =
-        frame->sent < inside
-            ? stream_->write_some(frame->bytes.data() + frame->sent, inside - frame->sent)
-            : stream_->write_some(frame->outside + (frame->sent - inside), frame->size() - frame->sent);
+    size_t sent = write_frame(from, count);
     std::lock_guard<std::mutex> lock(mutex_);
     frame->sent += sent;
     counters_.bytes_sent += sent;
@@ -306,21 +327,31 @@ bool Connection::send_some() {
   }
 }
 
-// On this thread: handing much over to the sender thread would cost a pause each time the socket is full.
-// Unless it has to be sent `whole`, what takes long is left to that thread all the same.
-void Connection::send_up_to(uint64_t last, bool whole) {
+size_t Connection::write_frame(const uint8_t* from, uint64_t count) {
+  struct Written {
+    Connection& connection;
+    ~Written() {
+      std::lock_guard<std::mutex> lock(connection.mutex_);
+      connection.writing_ = 0;
+      if (connection.leaving_) connection.changed_.notify_all();
+    }
+  } written{*this};
+  return stream_->write_some(from, count);
+}
+
+// On this thread, for a while: handing much over to the sender thread would cost a pause each time the socket
+// is full. What takes longer is left to that thread.
+void Connection::send_up_to(uint64_t last) {
   auto sent = [&] {
     std::lock_guard<std::mutex> lock(mutex_);
     return broken_ || lost_ || unsent_ >= frames_.size() || frames_[unsent_].number > last;
   };
-  auto spin_until =
-      Clock::now() + std::chrono::microseconds(whole ? spin_us() : std::min(spin_us(), SEND_SPIN_US));
+  auto until = Clock::now() + std::chrono::microseconds(std::min(spin_us(), SEND_SPIN_US));
   while (!sent()) {
-    bool spinning = Clock::now() < spin_until;
-    if (!spinning && !whole) return send_nowait();
+    if (Clock::now() > until) return send_nowait();
     try {
       std::lock_guard<std::mutex> sending(send_mutex_);
-      if (!send_some() && !spinning) stream_->wait_writable(WRITABLE_SLICE_US);
+      send_some();
     } catch (const std::exception& error) {
       broke(error.what());
     }
@@ -341,6 +372,7 @@ void Connection::acknowledge(uint64_t frames_received) {
     frames_.pop_front();
     unsent_--;
   }
+  if (window_full_) window_full_ = over_window();
 }
 
 void Connection::flush() {
@@ -355,210 +387,46 @@ void Connection::send_bytes(const std::function<void(Writer&)>& record, const vo
   const auto* from = static_cast<const uint8_t*>(bytes);
   bool outside = size > COPIED_UPLOAD_BYTES_MAX;
   LetInterpreterGo go;
-  uint64_t last;
+  uint64_t first, last;
   {
     Batch batch(*this);
     record(batch.records());
     seal();
+    first = frames_made_ + 1;
     for (uint64_t at = 0; at < size; at += UPLOAD_FRAME_BYTES) {
       push(FrameKind::Bytes, from + at, std::min(UPLOAD_FRAME_BYTES, size - at), outside);
     }
     last = frames_made_;
     counters_.ops++;
   }
-  send_up_to(last, /*whole=*/outside);
+  send_up_to(last);
+  if (!outside) return;
   std::unique_lock<std::mutex> lock(mutex_);
-  auto arrived = [&] { return frames_.empty() || frames_.front().number > last; };
   try {
-    if (outside) wait_until(lock, arrived);
-    if (!outside && over_window()) wait_until(lock, [&] { return !over_window(); });
+    wait_until(lock, [&] { return frames_.empty() || frames_.front().number > last; });
   } catch (...) {
     if (lock.owns_lock()) lock.unlock();
-    std::lock_guard<std::mutex> nobody_sends_it(send_mutex_);
+    let_go_of(first, last);
     throw;
   }
 }
 
-// --- reading ------------------------------------------------------------------------------------
-
-template <class Done>
-void Connection::wait_until(std::unique_lock<std::mutex>& lock, Done done) {
-  auto started = Clock::now();
-  auto limit = std::chrono::duration<double>(options_.op_timeout_s);
-  while (!done()) {
-    if (lost_) {
-      lock.unlock();
-      raise_lost();
-    }
-    if (broken_) {
-      changed_.wait_for(lock, ACKNOWLEDGED_WITHIN);
-      started = Clock::now();  // resuming has a limit of its own
-      continue;
-    }
-    if (Clock::now() - std::max(started, last_heard_.load()) > limit) {
-      lock.unlock();
-      give_up("it has not answered for " + std::to_string(options_.op_timeout_s) + " s");
-      lock.lock();
-      continue;
-    }
-    lock.unlock();
-    bool mine = try_read(READ_SLICE_US);
-    lock.lock();
-    if (mine || done() || lost_) continue;
-    waiting_to_read_++;
-    changed_.wait_for(lock, ACKNOWLEDGED_WITHIN);
-    waiting_to_read_--;
-  }
-}
-
-void Connection::await(uint64_t number, Awaited& awaited) {
-  LetInterpreterGo go;
+// Frames whose payload is a caller's get another, because he leaves. The executor has been promised so many
+// bytes, and nobody will look at them.
+void Connection::let_go_of(uint64_t first, uint64_t last) {
+  static const auto* zeros = new std::vector<uint8_t>(FRAME_BYTES_MAX);
   std::unique_lock<std::mutex> lock(mutex_);
-  try {
-    wait_until(lock, [&] { return awaited.done; });
-  } catch (...) {
-    if (lock.owns_lock()) lock.unlock();
-    std::lock_guard<std::mutex> nobody_reads_into_it(read_mutex_);
-    std::lock_guard<std::mutex> again(mutex_);
-    awaited_.erase(number);
-    throw;
-  }
-  lock.unlock();
-  if (awaited.kind != ReplyKind::Reply) raise_reply(awaited);
-}
-
-void Connection::raise_reply(const Awaited& awaited) {
-  Reader reader(awaited.payload.data(), awaited.payload.size());
-  std::string code, op, message;
-  uint64_t number;
-  try {
-    code = reader.text();
-    op = reader.text();
-    number = reader.u64();
-    message = reader.text();
-  } catch (const ProtocolError& error) {
-    fail(error);
-  }
-  raise_remote(code, op, number, message, options_.device_name + ", " + options_.executor);
-}
-
-void Connection::fail(const ProtocolError& error) {
-  give_up(std::string("it does not keep to the wire: ") + error.what());
-  raise_lost();
-}
-
-// True when this thread was the one that read, or tried to.
-bool Connection::try_read(int64_t timeout_us) {
-  std::unique_lock<std::mutex> reading(read_mutex_, std::try_to_lock);
-  if (!reading) return false;
-  bool came = true;
-  try {
-    came = read_reply(timeout_us);
-    // What has come with the first reply is read as well, without waiting for more.
-    while (came && read_end_ - read_start_ >= sizeof(ReplyHeader) && read_reply(0)) {
+  leaving_++;
+  changed_.wait(lock, [&] {
+    bool all = true;
+    for (Frame& frame : frames_) {
+      if (!frame.outside || frame.number < first || frame.number > last) continue;
+      if (frame.number != writing_) frame.outside = zeros->data();
+      all &= frame.outside == zeros->data();
     }
-  } catch (const ProtocolError& error) {
-    give_up(std::string("it does not keep to the wire: ") + error.what());
-  } catch (const std::exception& error) {
-    broke(error.what());
-  }
-  reading.unlock();
-  std::lock_guard<std::mutex> lock(mutex_);
-  if (came || waiting_to_read_ > 0) changed_.notify_all();
-  return true;
-}
-
-bool Connection::fill(size_t need, int64_t timeout_us) {
-  while (read_end_ - read_start_ < need) {
-    if (read_start_ == read_end_) read_start_ = read_end_ = 0;
-    if (read_buffer_.size() - read_start_ < need) {
-      std::memmove(read_buffer_.data(), read_buffer_.data() + read_start_, read_end_ - read_start_);
-      read_end_ -= read_start_;
-      read_start_ = 0;
-    }
-    size_t room = read_buffer_.size() - read_end_;
-    size_t got = stream_->read_soon(read_buffer_.data() + read_end_, room, timeout_us, spin_us());
-    if (got == 0) return false;
-    read_end_ += got;
-    heard();
-  }
-  return true;
-}
-
-bool Connection::read_reply(int64_t timeout_us) {
-  if (!fill(sizeof(ReplyHeader), timeout_us)) return false;
-  ReplyHeader header;
-  std::memcpy(&header, read_buffer_.data() + read_start_, sizeof header);
-  read_start_ += sizeof header;
-  if (header.kind == ReplyKind::Acknowledge) {
-    if (header.bytes) throw ProtocolError("an acknowledgement has a payload");
-    std::lock_guard<std::mutex> lock(mutex_);
-    acknowledge(header.frames_received);
-    return true;
-  }
-  read_payload(header);
-  return true;
-}
-
-void Connection::read_payload(const ReplyHeader& header) {
-  constexpr uint64_t UNEXPECTED_BYTES_MAX = 64u << 20;
-  bool farewell = header.kind == ReplyKind::Farewell;
-  if (!farewell && header.kind != ReplyKind::Reply && header.kind != ReplyKind::Error) {
-    throw ProtocolError("a reply is of an unknown kind");
-  }
-  Awaited* awaited = nullptr;
-  {
-    std::lock_guard<std::mutex> lock(mutex_);
-    auto found = awaited_.find(header.number);
-    if (found != awaited_.end()) awaited = found->second;
-  }
-  bool into = awaited && header.kind == ReplyKind::Reply && awaited->into;
-  if (into && header.bytes != awaited->into_bytes)
-    throw ProtocolError("a reply has another size than was due");
-  std::vector<uint8_t> payload;
-  if (!into) {
-    if (header.bytes > UNEXPECTED_BYTES_MAX) throw ProtocolError("a reply is larger than allowed");
-    payload.resize(header.bytes);
-  }
-  uint8_t* target = into ? static_cast<uint8_t*>(awaited->into) : payload.data();
-  size_t here = std::min<size_t>(header.bytes, read_end_ - read_start_);
-  std::memcpy(target, read_buffer_.data() + read_start_, here);
-  read_start_ += here;
-  for (uint64_t at = here; at < header.bytes;) {
-    auto timeout_us = static_cast<int64_t>(options_.op_timeout_s * 1e6);
-    size_t got = stream_->read_soon(target + at, header.bytes - at, timeout_us, spin_us());
-    if (got == 0) throw ConnectionLost("it stopped in the middle of a reply");
-    at += got;
-    heard();
-  }
-  if (farewell) {
-    Reader reader(payload.data(), payload.size());
-    std::string code = reader.text(), op = reader.text();
-    reader.u64();
-    std::string said = reader.text() + " (" + code + ")";
-    for (char& each : said)
-      if (static_cast<unsigned char>(each) >= 0x80) each = '?';
-    give_up(said);
-    return;
-  }
-  std::lock_guard<std::mutex> lock(mutex_);
-  acknowledge(header.frames_received);
-  if (header.number != replies_received_ + 1) throw ProtocolError("a reply is missing or came twice");
-  replies_received_ = header.number;
-  if (!awaited) return;
-  awaited->payload = std::move(payload);
-  awaited->kind = header.kind;
-  awaited->done = true;
-  awaited_.erase(header.number);
-}
-
-void Connection::synchronize() {
-  check_not_recording("waiting");
-  Awaited awaited;
-  Batch batch(*this);
-  batch.records().record(Record::Sync);
-  uint64_t number = batch.finish_ask(awaited);
-  await(number, awaited);
+    return all;
+  });
+  leaving_--;
 }
 
 ConnectionCounters Connection::counters() {
@@ -618,6 +486,7 @@ void Connection::end_graph(bool keep) {
     for (uint32_t generator : generators_to_free_) free_generator_now(generator);
     generators_to_free_.clear();
     waiting.swap(graphs_to_free_);
+    free_unbound();
     changed_.notify_all();
   }
   if (!keep) forget_graph(number);
@@ -701,7 +570,7 @@ void Connection::sender_loop() {
       lock.unlock();
       try {
         std::lock_guard<std::mutex> sending(send_mutex_);
-        if (!send_some()) stream_->wait_writable(READ_SLICE_US);
+        if (!send_some()) stream_->wait_writable(SEND_SLICE_US);
       } catch (const std::exception& error) {
         broke(error.what());
       }
@@ -750,6 +619,7 @@ void Connection::recover() {
   std::lock_guard<std::mutex> lock(mutex_);
   stream_ = resumed.stream;
   read_start_ = read_end_ = 0;
+  incoming_ = {};
   unsent_ = frames_.size();
   acknowledge(resumed.frames_received);
   for (Frame& frame : frames_) frame.sent = 0;

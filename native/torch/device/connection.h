@@ -4,6 +4,7 @@
 // Whoever has a full frame sends it at once if the socket takes it; what is left over, frames that are
 // never filled, and reconnecting are the sender thread's. There is no reader thread: a thread that waits for
 // a reply reads, for itself and for others. `mutex_` guards the state and is never held while anything waits.
+// A wait of Python's main thread ends when a signal raises; what it waited for is then left behind in order.
 // Not for: what ops mean (dispatch.cpp), and which executor (roster.h).
 #pragma once
 
@@ -22,6 +23,7 @@
 #include <vector>
 
 #include <c10/core/Storage.h>
+#include <c10/util/FunctionRef.h>
 #include <c10/util/intrusive_ptr.h>
 
 #include "../stream.h"
@@ -52,10 +54,12 @@ struct ConnectionCounters {
   uint64_t templates = 0, storages = 0;
 };
 
-// What a thread waits for. `into` is filled when given and the size fits; else `payload`.
+// What a thread waits for. `into` is filled when given and the size fits; else `payload`. `binds`: it is the
+// answer to an Ask, and what it gives is to be bound.
 struct Awaited {
   void* into = nullptr;
   uint64_t into_bytes = 0;
+  bool binds = false;
   std::vector<uint8_t> payload;
   ReplyKind kind = ReplyKind::Reply;
   bool done = false;
@@ -71,7 +75,8 @@ class Connection final : public c10::intrusive_ptr_target {
   bool lost() const { return lost_.load(std::memory_order_acquire); }
   [[noreturn]] void raise_lost() const;
 
-  // While it is held, records may be written. Raises when the connection is lost.
+  // While it is held, records may be written. Raises when the connection is lost. Waits first while too much
+  // is on its way: a signal then finds nothing half done.
   class Batch {
    public:
     explicit Batch(Connection& connection);
@@ -80,7 +85,7 @@ class Connection final : public c10::intrusive_ptr_target {
     uint32_t new_generator();
     TemplateCache& templates() { return connection_.templates_; }
     ConnectionCounters& counters() { return connection_.counters_; }
-    // The record that has been written is whole. Sends what is due, and waits while too much is on its way.
+    // The record that has been written is whole. Sends what is due.
     void finish_op();
     // As finish_op, and what has been gathered is sent.
     void finish_now();
@@ -91,6 +96,7 @@ class Connection final : public c10::intrusive_ptr_target {
     void acquire();
 
    private:
+    void wait_for_room();
     void wait_for_recorder();
     void send();
 
@@ -100,8 +106,10 @@ class Connection final : public c10::intrusive_ptr_target {
 
   // Returns when the reply is there; raises what the executor raised, or that it is lost. Lets the GIL go.
   void await(uint64_t number, Awaited& awaited);
+  // For who has the answer to an Ask and cannot bind the `count` tensors that it gives.
+  void drop_answer(uint64_t number, uint32_t count);
   // An upload: the record, then the bytes, which are the caller's and are not kept. Returns when they have
-  // arrived.
+  // arrived. After a signal what was not sent yet arrives as zeros.
   void send_bytes(const std::function<void(Writer&)>& record, const void* bytes, uint64_t size);
   // Never waits, never raises: a tensor has died.
   void free_storage(uint32_t storage) noexcept;
@@ -160,6 +168,21 @@ class Connection final : public c10::intrusive_ptr_target {
     uint64_t size() const { return bytes.size() + outside_bytes; }
   };
 
+  // A reply of which the header has come and not yet the end.
+  struct Incoming {
+    ReplyHeader header;
+    uint64_t at = 0;
+    bool into = false;  // it goes to memory of whoever waits for it
+    bool open = false;
+    std::vector<uint8_t> payload;
+  };
+
+  // A reply that is due and that nobody waits for any more.
+  struct Left {
+    uint64_t into_bytes = 0;
+    bool binds = false;
+  };
+
   struct Graph {
     std::vector<uint32_t> freed;                      // made in it and dead since
     std::unordered_map<uint32_t, c10::Storage> used;  // there before, and kept
@@ -172,18 +195,27 @@ class Connection final : public c10::intrusive_ptr_target {
   void seal();                                                                     // mutex_ held
   void push(FrameKind kind, const uint8_t* payload, uint64_t size, bool outside);  // mutex_ held
   void send_nowait() noexcept;                                                     // mutex_ not held
-  void send_up_to(uint64_t last, bool whole);                                      // mutex_ not held
-  bool send_some();    // send_mutex_ held; false when the socket is full
-  void wake_sender();  // mutex_ held
-  template <class Done>
-  void wait_until(std::unique_lock<std::mutex>& lock, Done done);
+  void send_up_to(uint64_t last);                                                  // mutex_ not held
+  bool send_some();                                         // send_mutex_ held; false when the socket is full
+  size_t write_frame(const uint8_t* from, uint64_t count);  // likewise
+  static int64_t spin_us();                                 // how long to look before sleeping
+  void wake_sender();                                       // mutex_ held
+  // Without the GIL; `lock` is of mutex_. Raises when the connection is lost, and what a signal raises.
+  void wait_until(std::unique_lock<std::mutex>& lock, c10::function_ref<bool()> done);
+  void leave(std::unique_lock<std::mutex>& lock, uint64_t number, Awaited& awaited);
+  void leave_unbound(uint64_t number, uint32_t count);  // mutex_ held
+  void free_unbound();                                  // mutex_ held
+  void let_go_of(uint64_t first, uint64_t last);
   bool over_window() const;  // mutex_ held
   void sender_loop();
   bool read_reply(int64_t timeout_us);  // read_mutex_ held; false when none came
   bool try_read(int64_t timeout_us);
-  bool fill(size_t need, int64_t timeout_us);    // read_mutex_ held
-  void read_payload(const ReplyHeader& header);  // read_mutex_ held
-  void acknowledge(uint64_t frames_received);    // mutex_ held
+  bool fill(size_t need, int64_t timeout_us);     // read_mutex_ held
+  void begin_payload(const ReplyHeader& header);  // likewise
+  bool read_payload(int64_t timeout_us);          // likewise
+  void take_farewell();                           // likewise
+  void deliver();                                 // likewise
+  void acknowledge(uint64_t frames_received);     // mutex_ held
   void broke(const std::string& why) noexcept;
   void recover();
   void heard();
@@ -205,6 +237,12 @@ class Connection final : public c10::intrusive_ptr_target {
   uint64_t replies_asked_ = 0;
   std::atomic<uint64_t> replies_received_{0};
   std::map<uint64_t, Awaited*> awaited_;
+  std::unordered_map<uint64_t, Left> left_;
+  std::vector<std::pair<uint64_t, uint32_t>> unbound_;  // answers to be freed: number and count of tensors
+  const Awaited* filling_ = nullptr;                    // whose memory is being written to
+  uint64_t writing_ = 0;                                // number of the frame that is being sent
+  uint32_t leaving_ = 0;                                // threads that wait for one of these two to end
+  bool window_full_ = false;
   std::vector<uint32_t> free_storages_;
   uint32_t next_storage_ = 1;
   std::unordered_map<uint32_t, std::unique_ptr<Graph>> graphs_;
@@ -235,10 +273,13 @@ class Connection final : public c10::intrusive_ptr_target {
   std::mutex send_mutex_;  // taken before mutex_, never after
   std::mutex read_mutex_;  // likewise
   std::shared_ptr<Stream> stream_;
+  Incoming incoming_;
   std::vector<uint8_t> read_buffer_;
   size_t read_start_ = 0, read_end_ = 0;
   std::thread sender_;
 };
+
+constexpr size_t READ_BUFFER_BYTES = 64u << 10;
 
 using ConnectionPtr = c10::intrusive_ptr<Connection>;
 

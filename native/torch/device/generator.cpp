@@ -1,6 +1,8 @@
 // See generator.h.
 #include "generator.h"
 
+#include <atomic>
+
 #include <ATen/core/TensorBase.h>
 #include <ATen/ops/empty.h>
 #include <c10/core/GeneratorImpl.h>
@@ -15,6 +17,22 @@ namespace {
 constexpr auto DEVICE_TYPE = c10::DeviceType::PrivateUse1;
 constexpr uint32_t DEFAULT = 0;
 
+// torch holds a generator's mutex when it calls it, and so does whoever else calls. Waiting for an executor
+// lets the interpreter go, and another thread that has it may want the mutex: then neither would ever get
+// what the other has. So nothing waits with the mutex, which guards nothing here: the state is the
+// executor's.
+class MutexLetGo {
+ public:
+  explicit MutexLetGo(std::mutex& mutex) : mutex_(mutex) { mutex_.unlock(); }
+  ~MutexLetGo() { mutex_.lock(); }
+  MutexLetGo(const MutexLetGo&) = delete;
+  MutexLetGo& operator=(const MutexLetGo&) = delete;
+
+ private:
+  std::mutex& mutex_;
+};
+
+// What is virtual is called with mutex_ held.
 class RemoteGenerator final : public c10::GeneratorImpl {
  public:
   // Without a connection: the default one of its index.
@@ -29,6 +47,36 @@ class RemoteGenerator final : public c10::GeneratorImpl {
   }
 
   void set_current_seed(uint64_t seed) override {
+    MutexLetGo go(mutex_);
+    send_seed(seed);
+  }
+  uint64_t current_seed() const override { return seed_; }
+  uint64_t seed() override {
+    MutexLetGo go(mutex_);
+    uint64_t seed = c10::detail::getNonDeterministicRandom();
+    send_seed(seed);
+    return seed;
+  }
+  void set_offset(uint64_t) override { raise("device.op_refused", "set_offset: not for remote generators"); }
+  uint64_t get_offset() const override {
+    raise("device.op_refused", "get_offset: not for remote generators");
+  }
+
+  void set_state(const c10::TensorImpl& state) override {
+    MutexLetGo go(mutex_);
+    send_state(state.data(), static_cast<uint64_t>(state.numel()) * state.itemsize());
+  }
+
+  c10::intrusive_ptr<c10::TensorImpl> get_state() const override {
+    MutexLetGo go(const_cast<std::mutex&>(mutex_));  // torch's signature; its lock is no part of the state
+    std::vector<uint8_t> found = fetch_state();
+    at::Tensor state = at::empty({static_cast<int64_t>(found.size())}, at::kByte);
+    std::memcpy(state.mutable_data_ptr(), found.data(), found.size());
+    return state.getIntrusivePtr();
+  }
+
+  // From here on without the mutex.
+  void send_seed(uint64_t seed) {
     seed_ = seed;
     if (number_ == DEFAULT && !roster().open_connection(index())) return;  // it is seeded when it is opened
     write([&](Writer& out) {
@@ -37,28 +85,18 @@ class RemoteGenerator final : public c10::GeneratorImpl {
       out.u64(seed);
     });
   }
-  uint64_t current_seed() const override { return seed_; }
-  uint64_t seed() override {
-    set_current_seed(c10::detail::getNonDeterministicRandom());
-    return seed_;
-  }
-  void set_offset(uint64_t) override { raise("device.op_refused", "set_offset: not for remote generators"); }
-  uint64_t get_offset() const override {
-    raise("device.op_refused", "get_offset: not for remote generators");
-  }
 
-  void set_state(const c10::TensorImpl& state) override {
-    auto bytes = static_cast<uint64_t>(state.numel()) * state.itemsize();
+  void send_state(const void* state, uint64_t bytes) {
     if (bytes > INLINE_BYTES_MAX) raise("usage", "this is not the state of a generator: it is too large");
     write([&](Writer& out) {
       out.record(Record::SetGenerator);
       out.u32(number_);
       out.u32(static_cast<uint32_t>(bytes));
-      out.raw(state.data(), bytes);
+      out.raw(state, bytes);
     });
   }
 
-  c10::intrusive_ptr<c10::TensorImpl> get_state() const override {
+  std::vector<uint8_t> fetch_state() const {
     ConnectionPtr connection = this->connection();
     connection->check_not_recording("the state of a generator");
     Awaited awaited;
@@ -67,9 +105,7 @@ class RemoteGenerator final : public c10::GeneratorImpl {
     batch.records().u32(number_);
     uint64_t asked = batch.finish_ask(awaited);
     connection->await(asked, awaited);
-    at::Tensor state = at::empty({static_cast<int64_t>(awaited.payload.size())}, at::kByte);
-    std::memcpy(state.mutable_data_ptr(), awaited.payload.data(), awaited.payload.size());
-    return state.getIntrusivePtr();
+    return std::move(awaited.payload);
   }
 
   bool is_default() const { return number_ == DEFAULT; }
@@ -90,16 +126,18 @@ class RemoteGenerator final : public c10::GeneratorImpl {
   }
 
   RemoteGenerator* clone_impl() const override {
+    MutexLetGo go(const_cast<std::mutex&>(mutex_));
     at::Generator copy = make_generator(index());
     auto* impl = static_cast<RemoteGenerator*>(copy.unsafeGetGeneratorImpl());
-    impl->set_state(*get_state());
-    impl->seed_ = seed_;
+    std::vector<uint8_t> state = fetch_state();
+    impl->send_state(state.data(), state.size());
+    impl->seed_ = seed_.load();
     return static_cast<RemoteGenerator*>(copy.unsafeReleaseGeneratorImpl());
   }
 
   const ConnectionPtr connection_;
   const uint32_t number_;
-  uint64_t seed_ = c10::default_rng_seed_val;
+  std::atomic<uint64_t> seed_ = c10::default_rng_seed_val;
 };
 
 }  // namespace
@@ -116,7 +154,7 @@ at::Generator make_generator(int index) {
     number = batch.new_generator();
   }
   auto made = at::make_generator<RemoteGenerator>(connection->options().index, connection, number);
-  made.set_current_seed(c10::default_rng_seed_val);
+  static_cast<RemoteGenerator*>(made.unsafeGetGeneratorImpl())->send_seed(c10::default_rng_seed_val);
   return made;
 }
 

@@ -9,6 +9,7 @@
 #include "dispatch.h"
 #include "errors.h"
 #include "guard.h"
+#include "interrupts.h"
 #include "roster.h"
 #include "storage.h"
 
@@ -46,6 +47,7 @@ ConnectionPtr connect(py::handle stream, int index, const std::string& device_na
 
 void attach(int count, py::function open) {
   auto callable = kept(std::move(open));
+  find_main_thread();
   roster().attach(count, [callable](int index) {
     py::gil_scoped_acquire gil;
     return (*callable)(index).cast<ConnectionPtr>();
@@ -151,10 +153,15 @@ void seed(Connection& connection, uint64_t value) {
   batch.finish_op();
 }
 
-at::Tensor rng_state(int index) { return at::Tensor(roster().default_generator(index).get_state()); }
+at::Tensor rng_state(int index) {
+  at::Generator generator = roster().default_generator(index);
+  std::lock_guard<std::mutex> lock(generator.mutex());
+  return at::Tensor(generator.get_state());
+}
 
 void set_rng_state(int index, const at::Tensor& state) {
   at::Generator generator = roster().default_generator(index);
+  std::lock_guard<std::mutex> lock(generator.mutex());
   generator.set_state(state);
 }
 
@@ -180,8 +187,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def("end_graph", &Connection::end_graph, without_gil)
       .def("replay_graph", &Connection::replay_graph, without_gil)
       .def("free_graph", &Connection::free_graph, without_gil)
-      .def("close", &Connection::close, without_gil)
-      .def("abandon", &Connection::abandon);
+      .def("close", &Connection::close, without_gil);
   py::class_<Watch>(m, "Watch", py::module_local())
       .def(py::init<std::vector<at::Tensor>, std::vector<Watch::Place>>())
       .def("holds", &Watch::holds);

@@ -1,6 +1,6 @@
 // What is known of an op with arguments of given kinds and shapes: its number on the executor and what it
 // gives. Looked up by a key that holds everything but values that travel as data.
-// Not for: making keys or templates (dispatch.cpp).
+// Not for: making keys or templates (dispatch.cpp, template_body.cpp).
 #pragma once
 
 #include <cstdint>

@@ -5,17 +5,22 @@ from __future__ import annotations
 import socket
 from collections.abc import Iterator
 from contextlib import ExitStack
+from pathlib import Path
 
 import psutil
 import pytest
 
-from genie.errors import TokenRefusedError
-from genie.runtime import opwire
+from genie.agent.executor import __main__ as executor_main
+from genie.agent.executor import config as executor_config
+from genie.errors import NativeBuildError, TokenRefusedError
+from genie.runtime import native, opwire
 from tests.agent.executor.client import HERE, TIMEOUT_S, Client, Error, New, Tensor, Value, dial, enter
 from tests.agent.executor.process import TICKET, ExecutorProcess, start_executor
 
+SOURCES = native.Workshop.of_this_installation().sources
 MIB = 1024 * 1024
 FLOAT32, INT64 = 6, 4
+OUT_OF_MEMORY = "device.out_of_memory"
 
 
 @pytest.fixture(scope="module")
@@ -117,11 +122,11 @@ def test_a_request_for_too_much_memory_is_refused_and_the_executor_lives(
     inside: Client, op: str, args: list[Value], made: New
 ) -> None:
     error = inside.refused(op, *args)
-    assert error.code == "device.out_of_memory", error
+    assert error.code == OUT_OF_MEMORY, error
     tensor = inside.made(op, *args, gives=[made])
     streamed = inside.sync()
     assert streamed is not None
-    assert streamed.code == "device.out_of_memory"
+    assert streamed.code == OUT_OF_MEMORY
     inside.free(tensor)
     assert still_serves(inside)
 
@@ -130,7 +135,7 @@ def test_memory_that_an_op_takes_on_the_way_is_limited_too(inside: Client) -> No
     made = inside.made("aten::zeros", [100_000], FLOAT32, None, HERE, None, gives=[New((100_000,))])
     column = Tensor(made.storage, (100_000, 1))
     error = inside.refused("aten::mul.Tensor", made, column)
-    assert error.code == "device.out_of_memory"
+    assert error.code == OUT_OF_MEMORY
     inside.free(made)
     assert still_serves(inside)
 
@@ -166,3 +171,26 @@ def test_it_listens_on_loopback_only_and_takes_a_free_port(executors: dict[str, 
     process = psutil.Process(executors["plain"].process.pid)
     listening = [c.laddr for c in process.net_connections() if c.status == psutil.CONN_LISTEN]
     assert [(address.ip, address.port) for address in listening] == [("127.0.0.1", executors["plain"].port)]
+
+
+def test_one_without_a_library_says_that_it_compiles_and_why_it_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    status = tmp_path / "status"
+    said: list[str] = []
+
+    def find_compiler() -> None:
+        said.append(status.read_text())
+
+    empty = native.Workshop(SOURCES, tmp_path / "cache")
+    monkeypatch.setattr(native.Workshop, "of_this_installation", lambda: empty)
+    monkeypatch.setattr(native, "_libraries", {})
+    monkeypatch.setattr(native, "find_compiler", find_compiler)
+    config = executor_config.ExecutorConfig(
+        job_id="j", endpoint_path=str(tmp_path / "e"), ticket_sha256="ab" * 32, status_path=str(status)
+    )
+    executor_config.write(tmp_path / "config", config)
+    assert executor_main.main(["--config", str(tmp_path / "config")]) == NativeBuildError.exit_code
+    assert said[0].startswith("compiling its library for torch ")
+    assert "there is no C++ compiler" in status.read_text()
+    assert "apt install g++" in status.read_text()

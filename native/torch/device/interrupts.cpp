@@ -1,0 +1,36 @@
+// See interrupts.h.
+#include "interrupts.h"
+
+#include <atomic>
+
+#include <pybind11/pybind11.h>
+
+namespace py = pybind11;
+
+namespace genie {
+
+namespace {
+
+std::atomic<unsigned long> main_thread{0};
+
+}  // namespace
+
+LetInterpreterGo::LetInterpreterGo() {
+  if (Py_IsInitialized() && PyGILState_Check()) state_ = PyEval_SaveThread();
+}
+
+LetInterpreterGo::~LetInterpreterGo() {
+  if (state_) PyEval_RestoreThread(state_);
+}
+
+void find_main_thread() {
+  main_thread = py::module_::import("threading").attr("main_thread")().attr("ident").cast<unsigned long>();
+}
+
+void check_signals() {
+  if (!Py_IsInitialized() || PyThread_get_thread_ident() != main_thread) return;
+  py::gil_scoped_acquire gil;
+  if (PyErr_CheckSignals() != 0) throw py::error_already_set();
+}
+
+}  // namespace genie

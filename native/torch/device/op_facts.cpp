@@ -1,0 +1,63 @@
+// See op_facts.h.
+#include "op_facts.h"
+
+#include <mutex>
+#include <unordered_map>
+
+namespace genie {
+
+bool contains(const std::string& text, std::initializer_list<const char*> parts) {
+  for (const char* part : parts)
+    if (text.find(part) != std::string::npos) return true;
+  return false;
+}
+
+bool takes_tensor(const c10::Argument& argument) {
+  return argument.type()->str().find("Tensor") != std::string::npos;
+}
+
+namespace {
+
+OpFacts facts_from(const c10::OperatorHandle& op) {
+  const auto& schema = op.schema();
+  const std::string& name = schema.name();
+  OpFacts facts;
+  facts.arguments = schema.arguments().size();
+  facts.returns = schema.returns().size();
+  facts.writes = schema.is_mutable();
+  bool any_tensor = false;
+  for (const auto& argument : schema.arguments()) {
+    auto type = argument.type();
+    if (auto* optional = type->castRaw<c10::OptionalType>()) type = optional->getElementType();
+    facts.is_number.push_back(type->kind() == c10::TypeKind::NumberType);
+    facts.is_written.push_back(argument.alias_info() && argument.alias_info()->isWrite());
+    any_tensor |= takes_tensor(argument);
+  }
+  // Their shapes follow from numbers.
+  facts.values_are_data = any_tensor && !contains(name, {"upsample", "arange", "range", "linspace",
+                                                         "logspace", "hist", "_fused_sdp_choice"});
+  facts.takes_cpu_index = name.rfind("aten::index", 0) == 0 || name.rfind("aten::_index", 0) == 0 ||
+                          contains(name, {"_unsafe_index", "aten::_unsafe_masked"});
+  facts.depends_on_values =
+      op.hasTag(at::Tag::dynamic_output_shape) || op.hasTag(at::Tag::data_dependent_output);
+  // Their kernels give other shapes than the meta functions say, depending on the accelerator.
+  facts.meta_is_trusted =
+      !contains(name, {"batch_norm", "embedding_bag", "_scaled_dot_product", "_flash_attention",
+                       "_efficient_attention", "_cudnn", "miopen", "_thnn", "ctc_loss", "layer_norm",
+                       "multilabel_margin_loss", "log_sigmoid", "_fused_sdp_choice"});
+  return facts;
+}
+
+}  // namespace
+
+// Schemas live as long as the process, so their address names them.
+const OpFacts& find_facts(const c10::OperatorHandle& op) {
+  static std::mutex mutex;
+  static auto* all = new std::unordered_map<const void*, OpFacts>();
+  std::lock_guard<std::mutex> lock(mutex);
+  auto found = all->find(&op.schema());
+  if (found == all->end()) found = all->emplace(&op.schema(), facts_from(op)).first;
+  return found->second;
+}
+
+}  // namespace genie

@@ -1,0 +1,48 @@
+// The tensors that a call leaves, made of what is known of its outputs. Here and not in a file of its own,
+// because every call comes through.
+#pragma once
+
+#include <vector>
+
+#include <ATen/core/Tensor.h>
+
+#include "storage.h"
+#include "templates.h"
+
+namespace genie {
+
+inline uint32_t count_new(const Output& output) {
+  uint32_t count = output.kind == OutputKind::New && !output.view;
+  for (const Output& item : output.items) count += count_new(item);
+  return count;
+}
+
+inline c10::IValue make_result(const Output& output, Connection& connection, const uint32_t*& storages,
+                               const std::vector<at::Tensor>& inputs) {
+  switch (output.kind) {
+    case OutputKind::New:
+      if (output.view) return make_view(inputs[static_cast<size_t>(output.source)], output);
+      return make_tensor(connection, *storages++, output);
+    case OutputKind::Same:
+      return inputs[static_cast<size_t>(output.source)];
+    case OutputKind::List: {
+      c10::impl::GenericList items(output.constant.toList().elementType());
+      for (const Output& item : output.items)
+        items.push_back(make_result(item, connection, storages, inputs));
+      return items;
+    }
+    case OutputKind::None:
+      return output.constant.isNone() ? c10::IValue(at::Tensor()) : output.constant;
+    default:
+      return output.constant;
+  }
+}
+
+inline std::vector<at::Tensor> copied(const std::vector<const at::Tensor*>& tensors) {
+  std::vector<at::Tensor> copies;
+  copies.reserve(tensors.size());
+  for (const at::Tensor* tensor : tensors) copies.push_back(*tensor);
+  return copies;
+}
+
+}  // namespace genie

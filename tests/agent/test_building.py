@@ -1,0 +1,58 @@
+"""Compiling the executors' library ahead: a process of its own, whose end is said and no more."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from pathlib import Path
+
+import pytest
+
+from genie.agent.building import COMMAND, build_ahead
+from tests.waiting import until
+
+
+async def test_a_library_that_is_there_costs_one_line(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    await build_ahead()
+    assert caplog.messages == ["the executors' library is ready"]
+
+
+async def test_a_machine_that_cannot_compile_is_told_in_one_line(caplog: pytest.LogCaptureFixture) -> None:
+    code = "import sys; sys.stderr.write('there is no C++ compiler\\n(install one)\\n'); sys.exit(69)"
+    await build_ahead((sys.executable, "-c", code))
+    assert caplog.messages == [
+        "remote_accelerator will not work on this node: there is no C++ compiler (install one)"
+    ]
+
+
+async def test_an_interpreter_that_is_gone_is_told_too(caplog: pytest.LogCaptureFixture) -> None:
+    await build_ahead(("/no/such/python", *COMMAND[1:]))
+    assert "cannot be compiled ahead" in caplog.text
+
+
+async def test_the_compilers_end_with_the_agent(tmp_path: Path) -> None:
+    started = tmp_path / "started"
+    code = (
+        "import os, pathlib, subprocess, sys\n"
+        "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(300)'])\n"
+        "path = pathlib.Path(sys.argv[1])\n"
+        "path.with_suffix('.new').write_text(f'{child.pid} {os.getpriority(os.PRIO_PROCESS, 0)}')\n"
+        "path.with_suffix('.new').replace(path)\n"
+        "child.wait()\n"
+    )
+    async with asyncio.TaskGroup() as group:
+        building = group.create_task(build_ahead((sys.executable, "-c", code, str(started))))
+        await until(started.exists, what="the compiler to run")
+        building.cancel()
+    pid, priority = map(int, started.read_text().split())
+    assert priority == 19
+    await until(lambda: not _runs(pid), what="the compiler to end")
+
+
+def _runs(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+    return state != "Z"

@@ -1,0 +1,46 @@
+"""For scripts of test_interrupts.py: interrupts their main thread once it waits for a silent executor."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable
+
+from tests.waiting import wait_until
+
+STILL_LOOKS = 20
+
+
+def interrupted(
+    work: Callable[[], object], *, silence: Callable[[], None], speech: Callable[[], None]
+) -> None:
+    """Runs `work`, which must wait, between `silence()` and `speech()`; it must be interrupted."""
+    silence()
+    watcher = threading.Thread(target=_interrupt_main_thread_when_it_waits)
+    watcher.start()
+    try:
+        work()
+    except KeyboardInterrupt:
+        pass
+    else:
+        raise AssertionError("it was not interrupted")
+    finally:
+        speech()
+        watcher.join()
+
+
+def _interrupt_main_thread_when_it_waits() -> None:
+    """It waits when it stays where it is while this thread has the interpreter, again and again."""
+    main = threading.main_thread().ident
+    assert main is not None
+    seen: list[tuple[int, int]] = []
+
+    def still() -> bool:
+        frame = sys._current_frames()[main]
+        seen.append((id(frame), frame.f_lasti))
+        return len(seen) > STILL_LOOKS and len(set(seen[-STILL_LOOKS:])) == 1
+
+    wait_until(still, timeout_s=60, what="the main thread to wait")
+    os.kill(os.getpid(), signal.SIGINT)

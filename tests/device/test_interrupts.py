@@ -1,0 +1,204 @@
+"""Ctrl-C while an executor is silent: it is heard soon, and everything goes on afterwards."""
+
+from __future__ import annotations
+
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from tests.agent.executor.process import running_executor
+from tests.device.scripts import run_script
+
+pytestmark = pytest.mark.usefixtures("devices", "unattached")
+
+STOPPED = """
+import os, signal, sys, threading
+import torch
+from genie import device
+from genie.device import capture, roster
+from tests.device.conftest import D0, remote_device
+from tests.device.interrupting import interrupted
+
+port, pid = int(sys.argv[1]), int(sys.argv[2])
+device.attach([remote_device(0, lambda: port)])
+x = torch.arange(6.0, device=D0)
+torch.remote_accelerator.synchronize()
+
+def held():
+    connection = roster.slot(0).open_connection
+    torch.remote_accelerator.synchronize()
+    return connection.executor_counters()["tensors"], connection.client_counters()["storages"]
+
+before = held()
+
+def while_stopped(work):
+    interrupted(
+        work, silence=lambda: os.kill(pid, signal.SIGSTOP), speech=lambda: os.kill(pid, signal.SIGCONT)
+    )
+    assert (x + 1).tolist() == [1, 2, 3, 4, 5, 6]
+    assert held() == before, (held(), before)
+"""
+
+
+def run_beside_executor(folder: Path, code: str) -> None:
+    with running_executor(folder) as executor:
+        run_script(STOPPED + textwrap.dedent(code) + "device.detach()\n", executor.port, executor.process.pid)
+
+
+def test_every_wait_for_a_silent_executor_is_interrupted_and_leaves_nothing_behind(tmp_path: Path) -> None:
+    run_beside_executor(
+        tmp_path,
+        """
+        while_stopped(lambda: x.cpu())
+        while_stopped(lambda: x[3].item())
+        while_stopped(lambda: x.nonzero())
+        while_stopped(lambda: x.nonzero())
+        while_stopped(lambda: torch.remote_accelerator.synchronize())
+        while_stopped(lambda: torch.remote_accelerator.memory_stats())
+        while_stopped(lambda: torch.remote_accelerator.get_rng_state())
+        while_stopped(lambda: torch.ones(100_000_000, dtype=torch.uint8).to(D0))
+        while_stopped(lambda: [x.add_(0) for _ in range(2**20)])
+        while_stopped(lambda: [x + 1 for _ in range(2**20)])
+        while_stopped(lambda: [torch.ones(100_000).to(D0) for _ in range(2**10)])
+        """,
+    )
+
+
+def test_what_was_waited_for_is_neither_written_nor_read_afterwards(tmp_path: Path) -> None:
+    run_beside_executor(
+        tmp_path,
+        """
+        here = torch.zeros(6)
+        while_stopped(lambda: here.copy_(x))
+        assert here.tolist() == [0] * 6
+
+        there = torch.zeros(100_000_000, dtype=torch.uint8, device=D0)
+        before = held()
+        source = torch.ones(100_000_000, dtype=torch.uint8)
+
+        def upload():
+            try:
+                there.copy_(source)
+            finally:
+                source.fill_(7)
+
+        while_stopped(upload)
+        assert there.max().item() == 1
+        assert there.min().item() == 0
+        """,
+    )
+
+
+def test_a_handler_may_use_the_device_while_the_main_thread_waits(tmp_path: Path) -> None:
+    run_beside_executor(
+        tmp_path,
+        """
+        seen = []
+
+        def handle(*_):
+            os.kill(pid, signal.SIGCONT)
+            seen.append((x + 1).sum().item())
+            seen.append(x.nonzero().shape)
+
+        signal.signal(signal.SIGALRM, handle)
+        os.kill(pid, signal.SIGSTOP)
+        signal.setitimer(signal.ITIMER_REAL, 0.3)
+        assert x.cpu().tolist() == [0, 1, 2, 3, 4, 5]
+        assert seen == [21, (5, 1)]
+        """,
+    )
+
+
+def test_waiting_for_another_threads_capture_is_interrupted(tmp_path: Path) -> None:
+    run_beside_executor(
+        tmp_path,
+        """
+        recording, go_on = threading.Event(), threading.Event()
+
+        def slow(value):
+            recording.set()
+            assert go_on.wait(60)
+            return value + 1
+
+        captured = capture(slow)
+        results = []
+        other = threading.Thread(target=lambda: results.append(captured(x)))
+
+        def silence():
+            other.start()
+            assert recording.wait(60)
+
+        interrupted(lambda: x + 1, silence=silence, speech=go_on.set)
+        other.join()
+        assert results[0].tolist() == [1, 2, 3, 4, 5, 6]
+        """,
+    )
+
+
+def test_opening_a_silent_executor_is_interrupted() -> None:
+    run_script(
+        """
+        import socket
+        import torch
+        from genie import device
+        from tests.device.conftest import D0, remote_device
+        from tests.device.interrupting import interrupted
+
+        server = socket.create_server(("127.0.0.1", 0))
+        device.connection.OPEN_TIMEOUT_S = 600
+        device.attach([remote_device(0, lambda: server.getsockname()[1])])
+        interrupted(lambda: torch.ones(1, device=D0), silence=lambda: None, speech=lambda: None)
+        device.detach()
+        server.close()
+        """
+    )
+
+
+def test_a_reply_that_stops_in_its_middle_is_interrupted_and_its_rest_is_passed_over() -> None:
+    run_script(
+        """
+import socket, struct, sys, threading
+import torch
+from genie import device
+from genie.runtime import opwire
+from tests.device.conftest import D0, SocketPipe, remote_device
+from tests.device.interrupting import interrupted
+
+SIZE = 90_000_000
+server = socket.create_server(("127.0.0.1", 0))
+go_on, end = threading.Event(), threading.Event()
+
+def reply(number, size):
+    return struct.pack("<QQQII", size, number, 0, 1, 0)
+
+def serve():
+    sock, _ = server.accept()
+    pipe = SocketPipe(sock)
+    opwire.receive_open(pipe, peer="the client", timeout_s=60)
+    opened = opwire.Opened("cpu", "fake", 1, "job-1", "0", session_key="key", bare=True)
+    opwire.answer(pipe, opened, peer="the client", timeout_s=60)
+    heard = b""
+    while struct.pack("<I", 9 << 24) not in heard:  # Get
+        heard += sock.recv(4096)
+    half = b"\\x01" * (SIZE // 2)
+    sock.sendall(reply(1, SIZE) + half)
+    assert go_on.wait(60)
+    sock.sendall(half + reply(2, 0))
+    assert end.wait(60)
+    sock.close()
+
+thread = threading.Thread(target=serve)
+thread.start()
+device.attach([remote_device(0, lambda: server.getsockname()[1])])
+there = torch.empty(SIZE, dtype=torch.uint8, device=D0)
+here = torch.zeros(SIZE, dtype=torch.uint8)
+interrupted(lambda: here.copy_(there), silence=lambda: None, speech=go_on.set)
+torch.remote_accelerator.synchronize()
+assert here.sum().item() == SIZE // 2
+end.set()
+device.detach()
+thread.join()
+server.close()
+"""
+    )
