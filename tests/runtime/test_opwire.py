@@ -49,7 +49,7 @@ def enter(pipe: SocketPipe, timeout_s: float = LONG_S) -> Opened:
 
 
 def receive_open(pipe: SocketPipe, timeout_s: float = LONG_S) -> Open:
-    return opwire.receive_open(pipe, peer="the peer", timeout_s=timeout_s)
+    return opwire.receive_request(pipe, peer="the peer", timeout_s=timeout_s)
 
 
 # --- both sides ---------------------------------------------------------------------------------
@@ -239,7 +239,7 @@ def test_one_deadline_holds_for_everything(ends: tuple[SocketPipe, socket.socket
             asked.append(timeout_s)
 
     with pytest.raises(TransportError):
-        opwire.receive_open(Dripping(), peer="x", timeout_s=LONG_S)
+        opwire.receive_request(Dripping(), peer="x", timeout_s=LONG_S)
     assert asked == sorted(asked, reverse=True)
     assert len(set(asked)) == len(asked)
 

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from genie.agent.executor.config import ExecutorConfig
-from genie.agent.executor.door import Arrival, Door
+from genie.agent.executor.door import Arrival, Door, Stream
+from genie.agent.executor.fetching import Fetcher
 from genie.errors import TransportError
 
 _log = logging.getLogger(__name__)
@@ -67,7 +68,9 @@ class ClientSession:
             sorted(ALLOWED_OPS),
             spin_us=config.spin_us,
             capture=self._capture,
+            fetch=Fetcher(library, config),
         )
+        door.send_fetches_to(self._deliver)
 
     def serve(self, arrival: Arrival) -> bool:
         """Returns when the client is gone for good. Everything it had is freed then.
@@ -89,6 +92,10 @@ class ClientSession:
     def stats(self) -> dict[str, int]:
         """What the client holds, from any thread."""
         return dict(self._native.stats())
+
+    def _deliver(self, number: int, stream: Stream) -> None:
+        if not self._native.deliver(number, stream):
+            _log.info("parcel %d was not taken; it may be fetched again while it is here", number)
 
     def _serve_all(self, arrival: Arrival) -> str:
         here: Arrival | None = arrival

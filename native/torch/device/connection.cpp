@@ -20,6 +20,8 @@ constexpr size_t READ_BUFFER_BYTES = 64u << 10;
 constexpr size_t SPARE_BUFFERS_MAX = 64;
 // Up to this size an upload is copied into frames, and nobody waits for it.
 constexpr uint64_t COPIED_UPLOAD_BYTES_MAX = 1u << 20;
+// Copies that wait on other executors' shelves take memory there.
+constexpr uint64_t LANDING_BYTES_MAX = 256u << 20;
 constexpr int64_t READ_SLICE_US = 500'000;
 // As long as CUDA itself spins for a result, on machines with cores to spare.
 constexpr int64_t SPIN_US = 2000;
@@ -46,9 +48,10 @@ class LetInterpreterGo {
 
 }  // namespace
 
-Connection::Connection(std::shared_ptr<Stream> stream, ConnectionOptions options, Resume resume)
+Connection::Connection(std::shared_ptr<Stream> stream, ConnectionOptions options, Resume resume, Token token)
     : options_(std::move(options)),
       resume_(std::move(resume)),
+      token_(std::move(token)),
       templates_(TEMPLATES_KEPT_MAX),
       stream_(std::move(stream)),
       read_buffer_(READ_BUFFER_BYTES) {
@@ -153,14 +156,18 @@ void Connection::free_generator_now(uint32_t generator) {
 
 void Connection::Batch::finish_op() {
   Connection& connection = connection_;
-  connection.counters_.ops++;
-  connection.records_pending_++;
-  if (connection.records_pending_ < connection.options_.flush_ops &&
-      connection.records_.size() < SEAL_BYTES) {
-    if (connection.sender_asleep_) connection.wake_sender();
-    lock_.unlock();
-    return;
+  if (++connection.records_pending_ >= connection.options_.flush_ops ||
+      connection.records_.size() >= SEAL_BYTES) {
+    return finish_frame();
   }
+  connection.counters_.ops++;
+  if (connection.sender_asleep_) connection.wake_sender();
+  lock_.unlock();
+}
+
+void Connection::Batch::finish_frame() {
+  Connection& connection = connection_;
+  connection.counters_.ops++;
   connection.seal();
   bool over = connection.over_window();
   lock_.unlock();
@@ -284,6 +291,7 @@ bool Connection::send_some() {
 }
 
 void Connection::acknowledge(uint64_t frames_received) {
+  landed(frames_received);
   while (!frames_.empty() && unsent_ > 0 && frames_.front().number <= frames_received) {
     Frame& frame = frames_.front();
     unacknowledged_bytes_ -= frame.bytes.size();
@@ -360,6 +368,12 @@ void Connection::wait_until(std::unique_lock<std::mutex>& lock, Done done) {
   }
 }
 
+void Connection::wait_landed(uint64_t more_bytes) {
+  LetInterpreterGo go;
+  std::unique_lock<std::mutex> lock(mutex_);
+  wait_until(lock, [&] { return landings_.empty() || landing_bytes_ + more_bytes <= LANDING_BYTES_MAX; });
+}
+
 void Connection::await(uint64_t number, Awaited& awaited) {
   LetInterpreterGo go;
   std::unique_lock<std::mutex> lock(mutex_);
@@ -412,8 +426,13 @@ bool Connection::try_read(int64_t timeout_us) {
     broke(error.what());
   }
   reading.unlock();
-  std::lock_guard<std::mutex> lock(mutex_);
-  changed_.notify_all();
+  std::vector<Parcel> over;
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    over.swap(landed_);
+    changed_.notify_all();
+  }
+  unship(over);
   return true;
 }
 
@@ -708,15 +727,19 @@ void Connection::recover() {
 
 void Connection::give_up(const std::string& reason) noexcept {
   std::shared_ptr<Stream> stream;
+  std::vector<Parcel> over;
   {
     std::lock_guard<std::mutex> lock(mutex_);
     if (lost_) return;
     lost_because_ = reason;
     lost_ = true;
     stream = stream_;
+    landed(frames_made_);
+    over.swap(landed_);
     changed_.notify_all();
   }
   if (stream) stream->shut_down();
+  unship(over);
 }
 
 // --- the end ------------------------------------------------------------------------------------

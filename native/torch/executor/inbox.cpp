@@ -30,6 +30,8 @@ bool Inbox::spin() {
   return false;
 }
 
+void Inbox::look() { receive(0); }
+
 FrameHeader Inbox::read_header() {
   fill(sizeof(FrameHeader));
   FrameHeader header;
