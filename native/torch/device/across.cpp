@@ -53,6 +53,21 @@ void land(Connection& to, const Tensor& target, const ConnectionPtr& from, uint6
   batch.finish_land(from, parcel, bytes);
 }
 
+// A failure at the source is one at the target, too; it is raised once.
+void synchronize(Connection& from, Connection& to) {
+  try {
+    from.synchronize();
+  } catch (...) {
+    try {
+      to.synchronize();
+    } catch (const std::exception&) {
+      // the same, told by the other side
+    }
+    throw;
+  }
+  to.synchronize();
+}
+
 // `source` has the target's dtype and sizes.
 //
 // The Ship is written before the Land, always, and that is why executors that wait for each other never do so
@@ -72,10 +87,7 @@ void carry(const Tensor& target, const Tensor& source) {
     from->unship(parcel);
     throw;
   }
-  if (to->options().blocking) {
-    from->synchronize();
-    to->synchronize();
-  }
+  if (to->options().blocking) synchronize(*from, *to);
 }
 
 }  // namespace

@@ -4,9 +4,8 @@
 #include <algorithm>
 #include <chrono>
 
-#include <pybind11/pybind11.h>
-
 #include "errors.h"
+#include "interpreter.h"
 
 namespace genie {
 
@@ -29,22 +28,6 @@ constexpr unsigned SPIN_CORES_MIN = 4;
 constexpr auto FLUSH_AFTER = std::chrono::microseconds(300);
 constexpr auto ACKNOWLEDGED_WITHIN = std::chrono::milliseconds(20);
 constexpr auto GOODBYE_WITHIN = std::chrono::seconds(1);
-
-// The interpreter goes on while this thread waits, if this thread holds it.
-class LetInterpreterGo {
- public:
-  LetInterpreterGo() {
-    if (Py_IsInitialized() && PyGILState_Check()) state_ = PyEval_SaveThread();
-  }
-  ~LetInterpreterGo() {
-    if (state_) PyEval_RestoreThread(state_);
-  }
-  LetInterpreterGo(const LetInterpreterGo&) = delete;
-  LetInterpreterGo& operator=(const LetInterpreterGo&) = delete;
-
- private:
-  PyThreadState* state_ = nullptr;
-};
 
 }  // namespace
 
