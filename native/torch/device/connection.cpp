@@ -266,6 +266,7 @@ bool Connection::send_some() {
     counters_.bytes_sent += sent;
     if (frame->sent == frame->size()) {
       unsent_++;
+      acknowledge(acknowledged_);  // the executor may have been quicker than this thread
       if (unsent_ == frames_.size()) changed_.notify_all();
     } else if (sent == 0) {
       return false;
@@ -275,6 +276,7 @@ bool Connection::send_some() {
 
 void Connection::acknowledge(uint64_t frames_received) {
   landed(frames_received);
+  acknowledged_ = std::max(acknowledged_, frames_received);
   while (!frames_.empty() && unsent_ > 0 && frames_.front().number <= frames_received) {
     Frame& frame = frames_.front();
     unacknowledged_bytes_ -= frame.bytes.size();
@@ -342,6 +344,10 @@ void Connection::wait_until(std::unique_lock<std::mutex>& lock, Done done) {
       lock.unlock();
       give_up("it has not answered for " + std::to_string(options_.op_timeout_s) + " s");
       lock.lock();
+      continue;
+    }
+    if (!frames_.empty() && frames_.front().number <= acknowledged_) {
+      changed_.wait_for(lock, ACKNOWLEDGED_WITHIN);  // whoever has sent it is about to note that
       continue;
     }
     lock.unlock();

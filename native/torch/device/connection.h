@@ -217,6 +217,7 @@ class Connection final : public c10::intrusive_ptr_target {
   std::deque<Frame> frames_;  // not acknowledged; those from `unsent_` on are not sent whole
   size_t unsent_ = 0;
   uint64_t unacknowledged_bytes_ = 0;
+  uint64_t acknowledged_ = 0;  // the last frame that the executor says to have
   uint64_t frames_made_ = 0;
   uint64_t replies_asked_ = 0;
   uint64_t last_parcel_ = 0;     // that this executor ships

@@ -19,7 +19,7 @@ constexpr int64_t SILENCE_US = 2000;
 // How often it is looked after the client while another executor is waited for, and how often the client
 // hears something, so that it does not take this one for dead.
 constexpr auto LOOK_EVERY = std::chrono::milliseconds(200);
-constexpr auto SPEAK_EVERY = std::chrono::seconds(10);
+constexpr auto SPEAK_EVERY = std::chrono::seconds(1);
 // What failures of copies between executors name as their op.
 constexpr const char* COPY = "copy between devices";
 

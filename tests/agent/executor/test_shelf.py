@@ -359,6 +359,18 @@ def test_a_landing_waits_for_its_ship_and_is_not_forgotten_in_a_cut(a: Both) -> 
         other.close()
 
 
+def test_a_landing_that_waits_is_heard_of(a: Both, b: Both) -> None:
+    """Else the client would take the executor for dead after a while."""
+    (source, one), (_, other) = a, b
+    there = other.floats(0, 0)
+    assert other.sync() is None
+    other.land(there, source.port, 1, token_for(1))
+    for _ in range(2):
+        assert other.receive_acknowledgement() == other.frames - 1
+    one.ship(1, one.floats(5, 6))
+    assert other.floats_in(there) == (5, 6)
+
+
 def test_a_source_that_dies_while_it_is_waited_for_is_named(a: Both, b: Both) -> None:
     (source, _), (_, other) = a, b
     there, bystander = other.floats(0, 0), other.floats(42)
