@@ -4,7 +4,8 @@ Eight bytes each way: b"GENIEX" and the version. Then the client sends Open and 
 Opened or Error; each is a length (u32, big endian) and one msgpack struct of a known type. A length
 over the cap is an error before any memory is taken. After Opened both sides end TLS if it says
 `bare`, and speak the op stream of native/torch/wire.h. Another executor, sent by the client, says
-Fetch instead and is answered with Fetched; then comes one parcel, as wire.h says.
+Fetch instead and is answered with Fetched; then comes one parcel, as wire.h says, and after that it
+may say Fetch again.
 
 Not for: the op stream itself, and connecting (device/ and agent/executor/ bring the pipe).
 """
@@ -109,18 +110,25 @@ class Error(_Message, frozen=True, tag="error"):
 
 
 _request_decoder: msgspec.msgpack.Decoder[Open | Fetch] = msgspec.msgpack.Decoder(Open | Fetch)
+_fetch_decoder = msgspec.msgpack.Decoder(Fetch)
 _opened_decoder: msgspec.msgpack.Decoder[Opened | Error] = msgspec.msgpack.Decoder(Opened | Error)
 _fetched_decoder: msgspec.msgpack.Decoder[Fetched | Error] = msgspec.msgpack.Decoder(Fetched | Error)
 
 
 def enter(pipe: Pipe, request: Open, *, peer: str, timeout_s: float) -> Opened:
     """The client's side. Raises what the executor refused with, or a TransportError."""
-    return _ask(pipe, request, _opened_decoder, peer=peer, timeout_s=timeout_s)
+    line = _Line(pipe, peer, timeout_s)
+    line.exchange_prefaces()
+    return line.ask(request, _opened_decoder)
 
 
-def fetch(pipe: Pipe, request: Fetch, *, peer: str, timeout_s: float) -> Fetched:
-    """The side of an executor that fetches from another. Raises as `enter` does."""
-    return _ask(pipe, request, _fetched_decoder, peer=peer, timeout_s=timeout_s)
+def fetch(pipe: Pipe, request: Fetch, *, peer: str, timeout_s: float, again: bool = False) -> Fetched:
+    """The side of an executor that fetches from another; `again`: not for the first time on this connection.
+    Raises as `enter` does."""
+    line = _Line(pipe, peer, timeout_s)
+    if not again:
+        line.exchange_prefaces()
+    return line.ask(request, _fetched_decoder)
 
 
 def receive_request(pipe: Pipe, *, peer: str, timeout_s: float) -> Open | Fetch:
@@ -128,6 +136,11 @@ def receive_request(pipe: Pipe, *, peer: str, timeout_s: float) -> Open | Fetch:
     line = _Line(pipe, peer, timeout_s)
     line.exchange_prefaces()
     return line.read_message(_request_decoder, OPEN_BYTES_MAX)
+
+
+def receive_fetch(pipe: Pipe, *, peer: str, timeout_s: float) -> Fetch:
+    """What whoever has fetched something says next."""
+    return _Line(pipe, peer, timeout_s).read_message(_fetch_decoder, OPEN_BYTES_MAX)
 
 
 def ticket_digest(ticket: str) -> str:
@@ -194,23 +207,6 @@ _T = TypeVar("_T")
 _Answer = TypeVar("_Answer", Opened, Fetched)
 
 
-def _ask(
-    pipe: Pipe,
-    request: Open | Fetch,
-    decoder: msgspec.msgpack.Decoder[_Answer | Error],
-    *,
-    peer: str,
-    timeout_s: float,
-) -> _Answer:
-    line = _Line(pipe, peer, timeout_s)
-    line.exchange_prefaces()
-    line.write(encode(request))
-    answer = line.read_message(decoder, ANSWER_BYTES_MAX)
-    if isinstance(answer, Error):
-        raise from_code(answer.code, f"{peer} refused: {answer.message}")
-    return answer
-
-
 class _Line:
     """A pipe with one deadline for everything that is said over it."""
 
@@ -222,6 +218,13 @@ class _Line:
     def exchange_prefaces(self) -> None:
         self.write(preface())
         check_preface(self._read(_PREFACE.size), peer=self._peer)
+
+    def ask(self, request: Open | Fetch, decoder: msgspec.msgpack.Decoder[_Answer | Error]) -> _Answer:
+        self.write(encode(request))
+        answer = self.read_message(decoder, ANSWER_BYTES_MAX)
+        if isinstance(answer, Error):
+            raise from_code(answer.code, f"{self._peer} refused: {answer.message}")
+        return answer
 
     def write(self, data: bytes) -> None:
         try:

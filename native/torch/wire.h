@@ -60,7 +60,8 @@
 // One executor fetches from another over a connection of its own, set up as opwire.py says. As soon as it has
 // the number on its shelf, the other sends ParcelHeader and `bytes` of contents, or of a failure written as
 // in ReplyKind::Error. Whoever has got all of it says so with the one byte PARCEL_TAKEN, and the shelf lets
-// it go; without that byte it may be fetched again. What was taken once is not given twice.
+// it go; without that byte it may be fetched again. What was taken once is not given twice. After the byte
+// it may ask for another number on the same connection, in the words of opwire.py.
 #pragma once
 
 #include <cstdint>

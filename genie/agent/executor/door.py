@@ -43,6 +43,8 @@ _log = logging.getLogger(__name__)
 _STRANGERS_MAX = 8
 _FETCHES_MAX = 64
 """An executor fetches one thing at a time, so this is how many others there may be."""
+_FETCH_IDLE_S = 10.0
+"""How long one that has fetched something may take to ask for more."""
 _STRANGER_TIMEOUT_S = 10.0
 _FIRST_BYTE_S = 2.0
 _LAST_WORDS_S = 1.0
@@ -74,8 +76,9 @@ class Arrival:
     """The op stream may go without TLS: both ends are processes of this machine."""
 
 
-Deliver = Callable[[int, Stream], None]
-"""Gives whoever is at the other end what is shipped under the number. Returns when that is over."""
+Deliver = Callable[[int, Stream], bool]
+"""Gives whoever is at the other end what is shipped under the number. True when it has it, and may ask for
+more on the same connection."""
 
 
 class Door:
@@ -103,6 +106,8 @@ class Door:
         """Whoever was given the key may not have heard it."""
         self._inside: Stream | None = None
         """The connection that is being served."""
+        self._fetching: set[Stream] = set()
+        """Connections of executors that fetch, or may fetch more."""
         self._closed = threading.Event()
 
     def send_fetches_to(self, deliver: Deliver) -> None:
@@ -165,6 +170,8 @@ class Door:
         with self._changed:
             self._closed.set()
             self._drop_waiting()
+            for stream in self._fetching:
+                stream.shut_down()
             self._changed.notify_all()
         try:
             self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread in accept()
@@ -252,18 +259,36 @@ class Door:
         ).start()
 
     def _fetch(self, stream: Stream, request: opwire.Fetch, peer: str, bare: bool) -> None:
-        """On a thread of its own, which ends with the fetch or with the session."""
-        assert self._deliver is not None
+        """On a thread of its own, which ends with the connection or with the session."""
         try:
             opwire.answer(stream, opwire.Fetched(bare=bare), peer=peer, timeout_s=_STRANGER_TIMEOUT_S)
             if bare and stream.encrypted:
                 stream = stream.without_tls(_STRANGER_TIMEOUT_S)
-            self._deliver(request.number, stream)
+            with self._changed:
+                self._fetching.add(stream)
+                if self._closed.is_set():
+                    return
+            self._deliver_all(stream, request, peer, bare)
+        except TokenRefusedError as error:
+            _log.warning("turned away %s: %s", peer, error)
         except (GenieError, OSError) as error:
-            _log.warning("%s left before it had parcel %d: %s", peer, request.number, error)
+            _log.info("%s fetches no more: %s", peer, error)
         finally:
+            with self._changed:
+                self._fetching.discard(stream)
             stream.close()
             self._fetches.release()
+
+    def _deliver_all(self, stream: Stream, request: opwire.Fetch, peer: str, bare: bool) -> None:
+        assert self._deliver is not None
+        while self._deliver(request.number, stream):
+            request = opwire.receive_fetch(stream, peer=peer, timeout_s=_FETCH_IDLE_S)
+            try:
+                self._check_token(request)
+            except TokenRefusedError as error:
+                self._refuse(stream, error, peer)
+                raise
+            opwire.answer(stream, opwire.Fetched(bare=bare), peer=peer, timeout_s=_STRANGER_TIMEOUT_S)
 
     def _stream_over(self, sock: socket.socket, peer: str, timeout_s: float) -> Stream:
         """The socket is the stream's from here on, whatever comes of it."""

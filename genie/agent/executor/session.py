@@ -62,13 +62,14 @@ class ClientSession:
         self._resume_s = config.resume_s
         self._on_cpu = config.device == "cpu"
         self._capture = CudaCapture(config.device) if config.device.startswith("cuda") else None
+        self._fetcher = Fetcher(library, config)
         self._native = library.Session(
             config.device,
             config.memory_bytes_max,
             sorted(ALLOWED_OPS),
             spin_us=config.spin_us,
             capture=self._capture,
-            fetch=Fetcher(library, config),
+            fetch=self._fetcher,
         )
         door.send_fetches_to(self._deliver)
 
@@ -84,6 +85,7 @@ class ClientSession:
         try:
             outcome = self._serve_all(arrival)
         finally:
+            self._fetcher.close()
             sound = outcome != "fatal" or self._on_cpu
             if sound:
                 self._native.close()
@@ -93,9 +95,8 @@ class ClientSession:
         """What the client holds, from any thread."""
         return dict(self._native.stats())
 
-    def _deliver(self, number: int, stream: Stream) -> None:
-        if not self._native.deliver(number, stream):
-            _log.info("parcel %d was not taken; it may be fetched again while it is here", number)
+    def _deliver(self, number: int, stream: Stream) -> bool:
+        return bool(self._native.deliver(number, stream))
 
     def _serve_all(self, arrival: Arrival) -> str:
         here: Arrival | None = arrival

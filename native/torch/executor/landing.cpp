@@ -60,6 +60,7 @@ void say_taken(Stream& stream) noexcept {
     stream.write_all(&PARCEL_TAKEN, 1, TAKEN_US);
   } catch (const std::exception&) {
     // All is here. The other keeps it until the client tells it that nobody needs it.
+    stream.shut_down();
   }
 }
 
@@ -114,7 +115,11 @@ void Landing::run(const Origin& origin, const at::Tensor& target, const at::Tens
       receive(*stream, bytes, meanwhile);
       return say_taken(*stream);
     } catch (const Broken& error) {
+      stream->shut_down();
       if (breaks == BREAKS_MAX) throw CopyFailed(LOST, error.what());
+    } catch (...) {
+      stream->shut_down();  // whoever connected keeps it for the next one, unless it is of no use any more
+      throw;
     }
   }
 }

@@ -38,7 +38,8 @@ struct FetchRefused : std::runtime_error {
   std::string code;
   bool again;
 };
-// Connects and shows the token; what comes next is a ParcelHeader. FetchRefused.
+// Connects and shows the token; what comes next is a ParcelHeader. FetchRefused. A stream that has not been
+// shut down may be given again.
 using Fetch = std::function<std::shared_ptr<Stream>(const Origin&)>;
 
 class Landing {

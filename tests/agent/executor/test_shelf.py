@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import socket
 import struct
 import threading
@@ -302,6 +303,38 @@ def test_a_fetch_that_speaks_out_of_turn_is_sent_away(a: tuple[ThreadedExecutor,
     assert fetched(executor.port, 1) == floats(1)
 
 
+def test_one_connection_fetches_several_and_shows_a_token_for_each(
+    a: tuple[ThreadedExecutor, Client],
+) -> None:
+    executor, client = a
+    for number in range(1, 4):
+        client.ship(number, client.floats(number))
+    with fetching(executor.port, 1) as pipe:
+        for number in range(1, 4):
+            if number > 1:
+                request = opwire.Fetch(number, token_for(number))
+                assert opwire.fetch(pipe, request, peer="x", timeout_s=TIMEOUT_S, again=True).bare
+            assert parcel(pipe) == floats(number)
+            pipe.write_all(TAKEN, TIMEOUT_S)
+        with pytest.raises(TokenRefusedError):
+            wrong = opwire.Fetch(4, token_for(3))
+            opwire.fetch(pipe, wrong, peer="x", timeout_s=TIMEOUT_S, again=True)
+    assert client.sync() is None
+
+
+def test_who_has_fetched_and_then_says_nothing_is_sent_away(
+    a: tuple[ThreadedExecutor, Client], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(door, "_FETCH_IDLE_S", 0.05)
+    executor, client = a
+    client.ship(1, client.floats(1))
+    with fetching(executor.port, 1) as pipe:
+        parcel(pipe)
+        pipe.write_all(TAKEN, TIMEOUT_S)
+        with pytest.raises(ConnectionError):
+            pipe.read_exactly(1, TIMEOUT_S)
+
+
 # --- landing ------------------------------------------------------------------------------------
 
 Both = tuple[ThreadedExecutor, Client]
@@ -326,6 +359,41 @@ def test_a_parcel_lands(a: Both, b: Both) -> None:
     other.land(Tensor(there.storage, (4,), strides=(2,)), source.port, 1, token_for(1))
     assert other.floats_in(there) == (1, 0, 2, 0, 3, 0, 4, 0)
     wait_until(lambda: source.session.stats()["shelved"] == 0)
+
+
+def test_copies_from_one_executor_share_a_connection(a: Both, b: Both) -> None:
+    (source, one), (_, other) = a, b
+    there = other.floats(0)
+    for number in range(1, 6):
+        one.ship(number, one.floats(number))
+        other.land(there, source.port, number, token_for(number))
+        assert other.floats_in(there) == (number,)
+    assert waiting_fetches() == 1
+
+
+def test_a_connection_that_the_source_has_closed_is_made_anew(
+    a: Both, b: Both, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(door, "_FETCH_IDLE_S", 0.01)
+    (source, one), (_, other) = a, b
+    there = other.floats(0)
+    for number in range(1, 4):
+        one.ship(number, one.floats(number))
+        other.land(there, source.port, number, token_for(number))
+        assert other.floats_in(there) == (number,)
+        wait_until(lambda: waiting_fetches() == 0)
+
+
+def test_after_a_copy_that_failed_the_next_one_works(a: Both, b: Both) -> None:
+    (source, one), (_, other) = a, b
+    for number in range(1, 4):
+        one.ship(number, one.floats(number, number))
+    there, short = other.floats(0, 0), other.floats(0)
+    other.land(there, source.port, 1, token_for(1))
+    other.land(short, source.port, 2, token_for(2))
+    assert other.sync() is not None
+    other.land(there, source.port, 3, token_for(3))
+    assert other.floats_in(there) == (3, 3)
 
 
 def test_a_large_parcel_lands_in_the_same_place(a: Both, b: Both) -> None:
@@ -418,6 +486,7 @@ def test_without_tls_only_this_machine_is_connected_to(b: Both, host: str) -> No
 
 
 def test_tokens_are_not_logged(a: Both, b: Both, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG)
     (source, one), (_, other) = a, b
     one.ship(1, one.floats(7))
     other.land(other.floats(0), source.port, 1, token_for(1))
