@@ -155,6 +155,16 @@ def test_what_was_not_taken_may_be_fetched_again(a: tuple[ThreadedExecutor, Clie
     assert fetched(executor.port, 1) == floats(6)
 
 
+def test_one_who_leaves_in_the_middle_may_come_again(a: tuple[ThreadedExecutor, Client]) -> None:
+    executor, client = a
+    data = bytes(range(256)) * (32 * MIB // 256)
+    client.ship(1, client.uploaded((32 * MIB,), data, "uint8"))
+    with fetching(executor.port, 1) as pipe:
+        pipe.read_exactly(HEADER.size + MIB, TIMEOUT_S)
+    assert fetched(executor.port, 1) == data
+    wait_until(lambda: executor.session.stats()["shelved"] == 0)
+
+
 def test_a_newer_fetch_takes_the_place_of_an_older_one(a: tuple[ThreadedExecutor, Client]) -> None:
     executor, client = a
     tensor = client.floats(6)
