@@ -41,11 +41,10 @@
 //                  Numbers rise. The shelf then has the copy, or why there is none.
 //   Unship         u64 number. What is on the shelf under it, if anything, is dropped.
 //   Land           View, u64 bytes, text host, u32 port, text server name, u64 number, text token, text
-//   source
-//                  (how messages name it). What another executor ships under the number is fetched into the
-//                  view. It is alone in its frame, and the frame counts as received when that is over: a
-//                  client that comes back after a cut sends it again. When it fails the whole storage is
-//                  poisoned.
+//                  name of the source (for messages). What another executor ships under the number is
+//                  fetched into the view. It is alone in its frame, and the frame counts as received when
+//                  that is over: a client that comes back after a cut sends it again. When it fails the
+//                  whole storage is poisoned.
 //   Goodbye        The client leaves for good. Last record.
 // Generator 0 is the session's default one; others come to life when they are first named.
 //
