@@ -20,7 +20,7 @@ import msgspec
 
 import genie
 from genie.agent import jobfiles
-from genie.agent.identity import keep_controllers, renew_certificate
+from genie.agent.identity import ca_path, keep_controllers, renew_certificate
 from genie.agent.jobs import CONTACT_LOST, Jobs, Surroundings
 from genie.agent.journal import Journal
 from genie.agent.launcher import Launcher
@@ -123,7 +123,7 @@ class Agent:
             base_env=dict(base_env or {}),
             listen_host=listen_host,
             advertised_host=advertised,
-            tls=access.tls is not None,
+            ca_path=None if access.tls is None else ca_path(node_dir),
             offload=self._offload,
             node=lambda: self._node,
         )

@@ -43,6 +43,11 @@ def write_identity(
     files.write_private(node_dir / _TOKEN, token.encode())
 
 
+def ca_path(node_dir: Path) -> Path:
+    """The certificate of the cluster's CA. Only where the cluster has TLS."""
+    return node_dir / _CA
+
+
 def read_identity(node_dir: Path, *, controller: Address | None = None) -> Access:
     """How this node reaches its cluster. `controller` overrides the address that was kept."""
     try:
@@ -141,7 +146,7 @@ def _with_own_certificate(access: Access, node_dir: Path, ca_pem: str) -> Access
 
 def _ca_pem(node_dir: Path, *, pin: str) -> str:
     try:
-        ca_pem = (node_dir / _CA).read_text("utf-8")
+        ca_pem = ca_path(node_dir).read_text("utf-8")
     except OSError as error:
         raise TlsError(f"the cluster's CA cannot be read: {error}", hint="join the node again") from error
     if tls.fingerprint(ca_pem) != pin:

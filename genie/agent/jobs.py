@@ -77,12 +77,12 @@ class LocalJob:
 
 @dataclass(frozen=True, kw_only=True)
 class Surroundings:
-    """What a job meets on this node. `tls` tells whether executors get certificates."""
+    """What a job meets on this node. Executors get certificates where there is a CA."""
 
     base_env: dict[str, str]
     listen_host: str
     advertised_host: str
-    tls: bool
+    ca_path: Path | None
     offload: Offload
     node: Callable[[], NodeInfo]
 
@@ -241,9 +241,10 @@ class Jobs:
             )
         if launch.spec.kind is JobKind.SESSION:
             argv = await preparation.prepare_executor(
-                self._asking(job) if around.tls else None,
+                self._asking(job),
                 launch,
                 directory=job.directory,
+                ca_path=around.ca_path,
                 listen_host=around.listen_host,
                 memory_bytes_max=self._config.executor_memory_bytes_max,
                 node=around.node(),

@@ -87,17 +87,18 @@ def command_of(launch: Launch) -> tuple[str, ...]:
 
 
 async def prepare_executor(
-    call: Call | None,
+    call: Call,
     launch: Launch,
     *,
     directory: Path,
+    ca_path: Path | None,
     listen_host: str,
     memory_bytes_max: int,
     node: NodeInfo,
 ) -> tuple[str, ...]:
-    """Writes what an executor needs and returns its command. `call` is None where TLS is off."""
+    """Writes what an executor needs and returns its command. `ca_path` is None where TLS is off."""
     certificate_path, key_path = directory / "executor.pem", directory / _EXECUTOR_KEY
-    if call is not None:
+    if ca_path is not None:
         key_pem, csr_pem = tls.new_key_and_csr()
         order = SignExecutor(job_id=launch.job_id, epoch=launch.placement.epoch, csr_pem=csr_pem)
         signed = await call(order)
@@ -115,8 +116,9 @@ async def prepare_executor(
             ticket_sha256=launch.ticket_sha256,
             listen_host=listen_host,
             server_name=tls.executor_name(launch.job_id),
-            certificate_path=str(certificate_path) if call is not None else "",
-            key_path=str(key_path) if call is not None else "",
+            certificate_path=str(certificate_path) if ca_path is not None else "",
+            key_path=str(key_path) if ca_path is not None else "",
+            ca_path=str(ca_path) if ca_path is not None else "",
             vendor=vendor.value,
             device_index=0,  # the first that it sees; its environment hides the others
             memory_bytes_max=memory_bytes_max,

@@ -5,7 +5,6 @@ What travels after that is the op stream of native/torch. Not for: when to conne
 
 from __future__ import annotations
 
-import socket
 import ssl
 import threading
 import time
@@ -17,11 +16,9 @@ from genie.errors import (
     DeadlineError,
     GenieError,
     NothingListensError,
-    ProtocolError,
-    TlsError,
     UnreachableError,
 )
-from genie.runtime import opwire
+from genie.runtime import opstream, opwire
 
 CONNECT_TIMEOUT_S = 10.0
 OPEN_TIMEOUT_S = 30.0
@@ -71,10 +68,8 @@ class ExecutorLink:
                 machine=opwire.this_machine(),
             )
             opened = opwire.enter(_Pipe(stream), request, peer=self.peer, timeout_s=_left_s(deadline))
-            if opened.bare and stream.encrypted:
-                stream = _without_tls(stream, self.peer, _left_s(deadline))
-            elif not opened.bare and not stream.encrypted:
-                raise ProtocolError(f"{self.peer} wants an encrypted connection where none can be")
+            left_s = _left_s(deadline)
+            stream = opstream.agreed(stream, bare=opened.bare, peer=self.peer, timeout_s=left_s)
         except BaseException:
             stream.close()
             raise
@@ -99,29 +94,22 @@ class ExecutorLink:
                 raise ConnectionLostError("the session was shut down")
             step_s = min(2 * step_s, _RESUME_STEP_S_MAX)
 
-    def _connect(self, timeout_s: float) -> Any:
-        from genie.runtime.credentials import is_loopback  # late: `import genie.device` stays cheap
+    def fetch_token(self, number: int) -> str:
+        """With this another executor fetches what this one ships under the number, and nothing else."""
+        return opwire.fetch_token(opwire.ticket_digest(self.address.ticket), number)
 
-        library = _library()
-        deadline = time.monotonic() + timeout_s
+    def _connect(self, timeout_s: float) -> Any:
         address = self.address
-        if address.ssl_context is None and not is_loopback(address.host):
-            raise TlsError(f"{self.peer} is on another machine, and there is no TLS to reach it with")
-        try:
-            sock = socket.create_connection((address.host, address.port), timeout=timeout_s)
-        except ConnectionRefusedError as error:
-            raise NothingListensError(f"cannot reach {self.peer}: {error}") from error
-        except OSError as error:
-            raise UnreachableError(f"cannot reach {self.peer}: {error}") from error
-        if address.ssl_context is None:
-            return library.Stream.bare(sock.detach())
-        trusted = address.ssl_context.get_ca_certs(binary_form=True)
-        try:
-            return library.Stream.tls_client(sock.detach(), trusted, address.server_name, _left_s(deadline))
-        except library.TlsRefused as error:
-            raise TlsError(f"{self.peer} is not to be trusted: {error}") from error
-        except library.ConnectionLost as error:
-            raise ConnectionLostError(f"{self.peer} left during the handshake: {error}") from error
+        context = address.ssl_context
+        return opstream.connect(
+            _library(),
+            host=address.host,
+            port=address.port,
+            server_name=address.server_name,
+            trusted=None if context is None else context.get_ca_certs(binary_form=True),
+            peer=self.peer,
+            timeout_s=timeout_s,
+        )
 
 
 def open_connection(
@@ -141,7 +129,11 @@ def open_connection(
         op_timeout_s=op_timeout_s,
         blocking=launch_blocking,
         flush_ops=FLUSH_OPS,
+        host=link.address.host,
+        port=link.address.port,
+        server_name=link.address.server_name,
         resume=link.resume,
+        token=link.fetch_token,
     )
 
 
@@ -151,13 +143,6 @@ FLUSH_OPS = 32
 
 def _left_s(deadline: float) -> float:
     return max(0.001, deadline - time.monotonic())
-
-
-def _without_tls(stream: Any, peer: str, timeout_s: float) -> Any:
-    try:
-        return stream.without_tls(timeout_s)
-    except ConnectionError as error:
-        raise ConnectionLostError(f"the connection to {peer} broke: {error}") from error
 
 
 def _library() -> Any:

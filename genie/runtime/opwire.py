@@ -3,13 +3,17 @@
 Eight bytes each way: b"GENIEX" and the version. Then the client sends Open and the executor answers
 Opened or Error; each is a length (u32, big endian) and one msgpack struct of a known type. A length
 over the cap is an error before any memory is taken. After Opened both sides end TLS if it says
-`bare`, and speak the op stream of native/torch/wire.h.
+`bare`, and speak the op stream of native/torch/wire.h. Another executor, sent by the client, says
+Fetch instead and is answered with Fetched; then comes one parcel, as wire.h says, and after that it
+may say Fetch again.
 
 Not for: the op stream itself, and connecting (device/ and agent/executor/ bring the pipe).
 """
 
 from __future__ import annotations
 
+import hashlib
+import hmac
 import struct
 import time
 from functools import cache
@@ -28,7 +32,7 @@ from genie.errors import (
     from_code,
 )
 
-VERSION = 2
+VERSION = 3
 OPEN_BYTES_MAX = 4096
 """Cap of what a stranger may send, whose ticket has not been seen yet."""
 ANSWER_BYTES_MAX = 64 * 1024
@@ -80,6 +84,21 @@ class Opened(_Message, frozen=True, tag="opened"):
     bare: bool = False
 
 
+class Fetch(_Message, frozen=True, tag="fetch"):
+    """What another executor says first, to get what the client ships under `number`. `token` is
+    fetch_token() of that, and good for nothing else."""
+
+    number: Annotated[int, Meta(ge=1, le=1 << 62)]
+    token: Annotated[str, Meta(max_length=128)]
+    machine: Annotated[str, Meta(max_length=128)] = ""
+
+
+class Fetched(_Message, frozen=True, tag="fetched"):
+    """The parcel comes next, as soon as it is there. `bare` as in Opened."""
+
+    bare: bool = False
+
+
 class Error(_Message, frozen=True, tag="error"):
     """Why the client is not let in. `code` is one of errors.py."""
 
@@ -87,29 +106,51 @@ class Error(_Message, frozen=True, tag="error"):
     message: _Text
 
 
-_open_decoder = msgspec.msgpack.Decoder(Open)
-_answer_decoder: msgspec.msgpack.Decoder[Opened | Error] = msgspec.msgpack.Decoder(Opened | Error)
+_request_decoder: msgspec.msgpack.Decoder[Open | Fetch] = msgspec.msgpack.Decoder(Open | Fetch)
+_fetch_decoder = msgspec.msgpack.Decoder(Fetch)
+_opened_decoder: msgspec.msgpack.Decoder[Opened | Error] = msgspec.msgpack.Decoder(Opened | Error)
+_fetched_decoder: msgspec.msgpack.Decoder[Fetched | Error] = msgspec.msgpack.Decoder(Fetched | Error)
 
 
 def enter(pipe: Pipe, request: Open, *, peer: str, timeout_s: float) -> Opened:
     """The client's side. Raises what the executor refused with, or a TransportError."""
     line = _Line(pipe, peer, timeout_s)
     line.exchange_prefaces()
-    line.write(encode(request))
-    answer = line.read_message(_answer_decoder, ANSWER_BYTES_MAX)
-    if isinstance(answer, Error):
-        raise from_code(answer.code, f"{peer} refused: {answer.message}")
-    return answer
+    return line.ask(request, _opened_decoder)
 
 
-def receive_open(pipe: Pipe, *, peer: str, timeout_s: float) -> Open:
-    """The executor's side, up to the client's first message."""
+def fetch(pipe: Pipe, request: Fetch, *, peer: str, timeout_s: float, again: bool = False) -> Fetched:
+    """The side of an executor that fetches from another; `again`: not for the first time on this connection.
+    Raises as `enter` does."""
+    line = _Line(pipe, peer, timeout_s)
+    if not again:
+        line.exchange_prefaces()
+    return line.ask(request, _fetched_decoder)
+
+
+def receive_request(pipe: Pipe, *, peer: str, timeout_s: float) -> Open | Fetch:
+    """The executor's side, up to the first message of whoever came."""
     line = _Line(pipe, peer, timeout_s)
     line.exchange_prefaces()
-    return line.read_message(_open_decoder, OPEN_BYTES_MAX)
+    return line.read_message(_request_decoder, OPEN_BYTES_MAX)
 
 
-def answer(pipe: Pipe, message: Opened | Error, *, peer: str, timeout_s: float) -> None:
+def receive_fetch(pipe: Pipe, *, peer: str, timeout_s: float) -> Fetch:
+    """What whoever has fetched something says next."""
+    return _Line(pipe, peer, timeout_s).read_message(_fetch_decoder, OPEN_BYTES_MAX)
+
+
+def ticket_digest(ticket: str) -> str:
+    """What an executor knows of its ticket."""
+    return hashlib.sha256(ticket.encode()).hexdigest()
+
+
+def fetch_token(digest: str, number: int) -> str:
+    """Lets whoever has it fetch this one number from the executor whose ticket has the digest."""
+    return hmac.new(digest.encode(), f"ship {number}".encode(), hashlib.sha256).hexdigest()
+
+
+def answer(pipe: Pipe, message: Opened | Fetched | Error, *, peer: str, timeout_s: float) -> None:
     _Line(pipe, peer, timeout_s).write(encode(message))
 
 
@@ -132,7 +173,7 @@ def check_preface(data: bytes, *, peer: str) -> None:
         )
 
 
-def encode(message: Open | Opened | Error) -> bytes:
+def encode(message: Open | Opened | Fetch | Fetched | Error) -> bytes:
     """A whole message, with its length."""
     payload = msgspec.msgpack.encode(message)
     return _LENGTH.pack(len(payload)) + payload
@@ -150,6 +191,7 @@ def this_machine() -> str:
 
 
 _T = TypeVar("_T")
+_Answer = TypeVar("_Answer", Opened, Fetched)
 
 
 class _Line:
@@ -163,6 +205,13 @@ class _Line:
     def exchange_prefaces(self) -> None:
         self.write(preface())
         check_preface(self._read(_PREFACE.size), peer=self._peer)
+
+    def ask(self, request: Open | Fetch, decoder: msgspec.msgpack.Decoder[_Answer | Error]) -> _Answer:
+        self.write(encode(request))
+        answer = self.read_message(decoder, ANSWER_BYTES_MAX)
+        if isinstance(answer, Error):
+            raise from_code(answer.code, f"{self._peer} refused: {answer.message}")
+        return answer
 
     def write(self, data: bytes) -> None:
         try:

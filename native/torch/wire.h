@@ -38,6 +38,14 @@
 //                  still there at GraphEnd are the graph's results, and made anew; the rest come and go.
 //   GraphResult    u32 storage, u32 new storage. The new one has what the first, a graph's result, has now.
 //   GraphFree      u32 graph.
+//   Ship           u64 number, View. A copy of it is put on the shelf, where one other executor may fetch it.
+//                  Numbers rise. The shelf then has the copy, or why there is none.
+//   Unship         u64 number. What is on the shelf under it, if anything, is dropped.
+//   Land           View, u64 bytes, text host, u32 port, text server name, u64 number, text token, text
+//                  name of the source (for messages). What another executor ships under the number is
+//                  fetched into the view. It is alone in its frame, and the frame counts as received when
+//                  that is over: a client that comes back after a cut sends it again. When it fails the
+//                  whole storage is poisoned.
 //   Goodbye        The client leaves for good. Last record.
 // Generator 0 is the session's default one; others come to life when they are first named.
 //
@@ -48,6 +56,12 @@
 // text: u32 bytes, UTF-8. An argument is u8 ArgumentKind, then what the kind says; "data" travels with
 // each Op. A list holds at most LIST_ITEMS_MAX, and no lists. The numbers of dtypes, layouts and memory
 // formats are Integers; the executor holds every argument against the type that the op declares.
+//
+// One executor fetches from another over a connection of its own, set up as opwire.py says. As soon as it has
+// the number on its shelf, the other sends ParcelHeader and `bytes` of contents, or of a failure written as
+// in ReplyKind::Error. Whoever has got all of it says so with the one byte PARCEL_TAKEN, and the shelf lets
+// it go; without that byte it may be fetched again. What was taken once is not given twice. After the byte
+// it may ask for another number on the same connection, in the words of opwire.py.
 #pragma once
 
 #include <cstdint>
@@ -83,6 +97,11 @@ constexpr uint64_t UNACKNOWLEDGED_BYTES_MAX = 32u << 20;
 // likewise it binds what its Asks gave. More than that is an error.
 constexpr uint32_t REPLIES_UNRECEIVED_MAX = 1024;
 constexpr uint32_t ASKS_UNBOUND_MAX = 256;
+// On a shelf at one time; one Ship more is a failure of that copy.
+constexpr uint32_t PARCELS_MAX = 4096;
+constexpr uint64_t PARCEL_FAILURE_BYTES_MAX = 4 * TEXT_BYTES_MAX;
+constexpr uint8_t PARCEL_TAKEN = 1;
+constexpr uint32_t HOST_BYTES_MAX = 255;
 
 enum class FrameKind : uint32_t { Records = 1, Bytes = 2 };
 
@@ -110,6 +129,15 @@ struct ReplyHeader {
 };
 static_assert(sizeof(ReplyHeader) == 32);
 
+enum class ParcelKind : uint32_t { Contents = 0, Failure = 1 };
+
+struct ParcelHeader {
+  uint64_t bytes;
+  ParcelKind kind;
+  uint32_t reserved;
+};
+static_assert(sizeof(ParcelHeader) == 16);
+
 enum class Record : uint8_t {
   Op = 0,
   Ask = 1,
@@ -134,6 +162,9 @@ enum class Record : uint8_t {
   GraphFree = 20,
   GraphStep = 21,
   GraphResult = 22,
+  Ship = 23,
+  Land = 24,
+  Unship = 25,
 };
 constexpr uint32_t RECORD_ARGUMENT_MAX = (1u << 24) - 1;
 

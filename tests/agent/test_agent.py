@@ -547,6 +547,7 @@ async def test_a_session_is_announced_when_its_executor_listens(
         assert controller.heartbeats[-1].running[0].endpoint == endpoint
         config = json.loads((node_dir / "jobs" / "s1" / "executor.json").read_text())
         assert (config["vendor"], config["device_index"], config["listen_host"]) == ("nvidia", 0, "127.0.0.1")
+        assert (config["certificate_path"], config["ca_path"]) == ("", ""), "there is no TLS here"
     assert not (node_dir / "jobs" / "s1" / "executor.json").exists()
 
 

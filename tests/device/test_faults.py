@@ -87,6 +87,16 @@ def test_a_cut_is_mended_although_nobody_uses_the_device() -> None:
         assert there.sum().item() == 4
 
 
+def test_an_upload_ends_however_soon_its_acknowledgement_comes() -> None:
+    """It may come before the thread that has sent the last bytes has noted that."""
+    sent = torch.ones(2 * 1024 * 1024)
+    with attached(op_timeout_s=5.0):
+        there = torch.zeros_like(sent, device=D0)
+        for _ in range(600):
+            there.copy_(sent)
+        assert torch.equal(there.cpu(), sent)
+
+
 def test_large_copies_survive_cuts_in_their_middle() -> None:
     sent = torch.arange(6_000_000, dtype=torch.int32)
     with attached() as executor:

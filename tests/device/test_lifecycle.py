@@ -360,7 +360,7 @@ def deaf_executor(answer: bytes | None = None) -> Iterator[int]:
         sock, _ = server.accept()
         with sock:
             pipe = SocketPipe(sock)
-            opwire.receive_open(pipe, peer="the client", timeout_s=LONG_S)
+            opwire.receive_request(pipe, peer="the client", timeout_s=LONG_S)
             opened = opwire.Opened("cpu", "fake", 1, "job-1", "0", session_key="key", bare=True)
             opwire.answer(pipe, opened, peer="the client", timeout_s=LONG_S)
             sock.recv(1)

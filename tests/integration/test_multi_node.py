@@ -9,6 +9,7 @@ import textwrap
 from pathlib import Path
 
 import pytest
+import torch
 
 import genie
 from genie.cluster import init
@@ -58,3 +59,25 @@ async def test_jobs_spread_over_nodes_and_each_node_has_its_own_index(
             assert [ref.node_id for ref in state.transport_coordinator.refs] == ["a", "b"]
         finally:
             await asyncio.to_thread(init.shutdown_blocking)
+
+
+@pytest.mark.timeout(120)
+async def test_a_tensor_goes_from_one_node_straight_to_another(tmp_path: Path) -> None:
+    """With TLS: each executor checks the other's certificate before it shows the token."""
+
+    def work() -> tuple[bool, int]:
+        here = torch.arange(500_000.0)
+        there = here.to("remote_accelerator:0").add(1).to("remote_accelerator:1")
+        back = (there * 2).to("remote_accelerator:0")
+        sent = torch.remote_accelerator.stream_stats(1)["bytes_sent"]  # type: ignore[attr-defined]
+        return torch.equal(back.cpu(), (here + 1) * 2), sent
+
+    async with machines(tmp_path, "a", "b") as cluster:
+        config = cluster.settings().cluster
+        await genie.init(config.master_addr, config.master_port, token=config.token)
+        try:
+            right, sent = await asyncio.to_thread(work)
+        finally:
+            await asyncio.to_thread(init.shutdown_blocking)
+    assert right
+    assert sent < 100_000, "no tensor was sent to the second node from here"

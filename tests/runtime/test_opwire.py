@@ -18,6 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from genie.errors import (
+    AccessError,
     ConnectionLostError,
     DeadlineError,
     DeviceUnavailableError,
@@ -28,7 +29,7 @@ from genie.errors import (
     VersionError,
 )
 from genie.runtime import opwire
-from genie.runtime.opwire import Error, Open, Opened
+from genie.runtime.opwire import Error, Fetch, Fetched, Open, Opened
 from tests.agent.executor.client import SocketPipe
 
 SHORT_S = 0.05
@@ -48,8 +49,8 @@ def enter(pipe: SocketPipe, timeout_s: float = LONG_S) -> Opened:
     return opwire.enter(pipe, Open("secret"), peer="the peer", timeout_s=timeout_s)
 
 
-def receive_open(pipe: SocketPipe, timeout_s: float = LONG_S) -> Open:
-    return opwire.receive_open(pipe, peer="the peer", timeout_s=timeout_s)
+def receive_open(pipe: SocketPipe, timeout_s: float = LONG_S) -> Open | Fetch:
+    return opwire.receive_request(pipe, peer="the peer", timeout_s=timeout_s)
 
 
 # --- both sides ---------------------------------------------------------------------------------
@@ -68,7 +69,7 @@ counts = st.integers(0, 2**62)
 )
 def test_both_sides_hear_what_the_other_says(request: Open, answer: Opened | Error) -> None:
     ours, theirs = socket.socketpair()
-    heard: list[Open] = []
+    heard: list[Open | Fetch] = []
 
     def executor() -> None:
         pipe = SocketPipe(theirs)
@@ -85,6 +86,43 @@ def test_both_sides_hear_what_the_other_says(request: Open, answer: Opened | Err
             assert opwire.enter(SocketPipe(ours), request, peer="x", timeout_s=LONG_S) == answer
         thread.join(LONG_S)
     assert heard == [request]
+
+
+@given(
+    st.builds(Fetch, st.integers(1, 2**62), texts, texts),
+    st.one_of(st.builds(Fetched, st.booleans()), st.builds(Error, st.just("access"), texts)),
+)
+def test_whoever_fetches_is_heard_and_answered(request: Fetch, answer: Fetched | Error) -> None:
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        theirs.sendall(opwire.preface() + opwire.encode(answer))
+        if isinstance(answer, Error):
+            with pytest.raises(AccessError, match="refused"):
+                opwire.fetch(SocketPipe(ours), request, peer="x", timeout_s=LONG_S)
+        else:
+            assert opwire.fetch(SocketPipe(ours), request, peer="x", timeout_s=LONG_S) == answer
+        assert receive_open(SocketPipe(theirs)) == request
+
+
+@pytest.mark.parametrize("answer", [Fetched(True), Opened("cpu", "x", 1, "j", "t")])
+def test_an_answer_to_another_question_is_no_answer(
+    ends: tuple[SocketPipe, socket.socket], answer: Fetched | Opened
+) -> None:
+    pipe, peer = ends
+    peer.sendall(opwire.preface() + opwire.encode(answer))
+    with pytest.raises(ProtocolError):
+        if isinstance(answer, Fetched):
+            enter(pipe)
+        else:
+            opwire.fetch(pipe, Fetch(1, "x"), peer="x", timeout_s=LONG_S)
+
+
+def test_a_token_is_of_one_number_and_one_ticket_and_shows_neither() -> None:
+    digest = opwire.ticket_digest("ticket")
+    tokens = {opwire.fetch_token(digest, 1), opwire.fetch_token(digest, 11)}
+    tokens.add(opwire.fetch_token(opwire.ticket_digest("another"), 1))
+    assert len(tokens) == 3
+    assert all(len(token) == 64 and digest not in token for token in tokens)
 
 
 @pytest.mark.parametrize("error", [TokenRefusedError, DeviceUnavailableError])
@@ -239,7 +277,7 @@ def test_one_deadline_holds_for_everything(ends: tuple[SocketPipe, socket.socket
             asked.append(timeout_s)
 
     with pytest.raises(TransportError):
-        opwire.receive_open(Dripping(), peer="x", timeout_s=LONG_S)
+        opwire.receive_request(Dripping(), peer="x", timeout_s=LONG_S)
     assert asked == sorted(asked, reverse=True)
     assert len(set(asked)) == len(asked)
 

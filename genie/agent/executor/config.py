@@ -32,6 +32,8 @@ class ExecutorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """The name in the certificate; clients check it."""
     certificate_path: str = ""
     key_path: str = ""
+    ca_path: str = ""
+    """The cluster's CA, to check other executors by; empty: nothing is fetched but from loopback."""
     vendor: str = "cpu"
     device_index: int = 0
     memory_bytes_max: int = 0
@@ -84,6 +86,8 @@ def _check(config: ExecutorConfig, path: Path) -> None:
             raise ConfigError(f"{path}: {name} is {getattr(config, name)}; it cannot be negative")
     if bool(config.certificate_path) != bool(config.key_path):
         raise TlsError(f"{path}: certificate_path and key_path are given together or not at all")
+    if config.ca_path and not config.tls:
+        raise TlsError(f"{path}: ca_path is given without a certificate; an executor has TLS or has none")
     if not config.tls and not is_loopback(config.listen_host):
         raise TlsError(
             f"{path}: an executor on {config.listen_host} needs TLS", hint="give a certificate and a key"

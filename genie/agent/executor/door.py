@@ -4,14 +4,14 @@ Strangers are met on threads of their own, few at a time and each with a deadlin
 them can hold up the client inside. When there are too many, the one that has been silent for the
 longest time goes, so that nobody keeps the client out by saying nothing. A second client with the
 right ticket is told that the place is taken; one that also knows the session's key is the client
-itself, and takes the place of its old connection. Not for: what a client may do once inside
-(session.py).
+itself, and takes the place of its old connection. Other executors, which the client sends to fetch
+something, show a token instead; each has a thread of its own for as long as that takes. Not for:
+what a client may do once inside (session.py).
 """
 
 from __future__ import annotations
 
 import errno
-import hashlib
 import hmac
 import ipaddress
 import logging
@@ -19,6 +19,7 @@ import secrets
 import socket
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -40,6 +41,10 @@ from genie.runtime import opwire
 _log = logging.getLogger(__name__)
 
 _STRANGERS_MAX = 8
+_FETCHES_MAX = 64
+"""An executor fetches one thing at a time, so this is how many others there may be."""
+_FETCH_IDLE_S = 10.0
+"""How long one that has fetched something may take to ask for more."""
 _STRANGER_TIMEOUT_S = 10.0
 _FIRST_BYTE_S = 2.0
 _LAST_WORDS_S = 1.0
@@ -71,6 +76,11 @@ class Arrival:
     """The op stream may go without TLS: both ends are processes of this machine."""
 
 
+Deliver = Callable[[int, Stream], bool]
+"""Gives whoever is at the other end what is shipped under the number. True when it has it, and may ask for
+more on the same connection."""
+
+
 class Door:
     """Listens from the start; lets clients in after `open`."""
 
@@ -80,7 +90,9 @@ class Door:
         self.port: int = self._listener.getsockname()[1]
         self._facts: opwire.Opened | None = None
         self._streams: Any = None  # Any: a compiled class
+        self._deliver: Deliver | None = None
         self._room = threading.BoundedSemaphore(_STRANGERS_MAX)
+        self._fetches = threading.BoundedSemaphore(_FETCHES_MAX)
         self._silent: dict[socket.socket, None] = {}
         """Strangers that have sent nothing yet, oldest first; changed under the lock."""
         self._silent_lock = threading.Lock()
@@ -94,7 +106,13 @@ class Door:
         """Whoever was given the key may not have heard it."""
         self._inside: Stream | None = None
         """The connection that is being served."""
+        self._fetching: set[Stream] = set()
+        """Connections of executors that fetch, or may fetch more."""
         self._closed = threading.Event()
+
+    def send_fetches_to(self, deliver: Deliver) -> None:
+        """Called before `open`, by whoever has what other executors come for."""
+        self._deliver = deliver
 
     def open(self, facts: opwire.Opened, streams: Any) -> None:
         """`facts` goes to the client that is let in; `streams` is the library's class Stream."""
@@ -152,6 +170,8 @@ class Door:
         with self._changed:
             self._closed.set()
             self._drop_waiting()
+            for stream in self._fetching:
+                stream.shut_down()
             self._changed.notify_all()
         try:
             self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread in accept()
@@ -214,14 +234,61 @@ class Door:
         near = _is_loopback(sock.getpeername()[0]) and _is_loopback(sock.getsockname()[0])
         stream = self._stream_over(sock, peer, _left(deadline))
         try:
-            request = opwire.receive_open(stream, peer=peer, timeout_s=_left(deadline))
-            self._check_ticket(request)
+            request = opwire.receive_request(stream, peer=peer, timeout_s=_left(deadline))
             here = opwire.this_machine()
             same = near and here != "" and request.machine == here
-            self._admit(Arrival(stream, request, peer, bare=same or not stream.encrypted))
+            bare = same or not stream.encrypted
+            if isinstance(request, opwire.Fetch):
+                self._check_token(request)
+                self._let_fetch(stream, request, peer, bare=bare)
+            else:
+                self._check_ticket(request)
+                self._admit(Arrival(stream, request, peer, bare=bare))
         except GenieError as error:
             self._refuse(stream, error, peer)
             raise
+
+    def _let_fetch(self, stream: Stream, request: opwire.Fetch, peer: str, *, bare: bool) -> None:
+        with self._changed:
+            if self._deliver is None or not self._session_key or self._closed.is_set():
+                raise DeviceUnavailableError("this executor serves nobody")
+        if not self._fetches.acquire(blocking=False):
+            raise DeviceUnavailableError(f"{_FETCHES_MAX} fetches wait at this executor already")
+        threading.Thread(
+            target=self._fetch, args=(stream, request, peer, bare), name=f"executor-fetch-{peer}", daemon=True
+        ).start()
+
+    def _fetch(self, stream: Stream, request: opwire.Fetch, peer: str, bare: bool) -> None:
+        """On a thread of its own, which ends with the connection or with the session."""
+        try:
+            opwire.answer(stream, opwire.Fetched(bare=bare), peer=peer, timeout_s=_STRANGER_TIMEOUT_S)
+            if bare and stream.encrypted:
+                stream = stream.without_tls(_STRANGER_TIMEOUT_S)
+            with self._changed:
+                self._fetching.add(stream)
+                if self._closed.is_set():
+                    return
+            self._deliver_all(stream, request, peer, bare)
+        except TokenRefusedError as error:
+            _log.warning("turned away %s: %s", peer, error)
+        except (GenieError, OSError) as error:
+            _log.info("%s fetches no more: %s", peer, error)
+        finally:
+            with self._changed:
+                self._fetching.discard(stream)
+            stream.close()
+            self._fetches.release()
+
+    def _deliver_all(self, stream: Stream, request: opwire.Fetch, peer: str, bare: bool) -> None:
+        assert self._deliver is not None
+        while self._deliver(request.number, stream):
+            request = opwire.receive_fetch(stream, peer=peer, timeout_s=_FETCH_IDLE_S)
+            try:
+                self._check_token(request)
+            except TokenRefusedError as error:
+                self._refuse(stream, error, peer)
+                raise
+            opwire.answer(stream, opwire.Fetched(bare=bare), peer=peer, timeout_s=_STRANGER_TIMEOUT_S)
 
     def _stream_over(self, sock: socket.socket, peer: str, timeout_s: float) -> Stream:
         """The socket is the stream's from here on, whatever comes of it."""
@@ -238,9 +305,14 @@ class Door:
         return stream
 
     def _check_ticket(self, request: opwire.Open) -> None:
-        shown = hashlib.sha256(request.ticket.encode()).hexdigest()
+        shown = opwire.ticket_digest(request.ticket)
         if not hmac.compare_digest(shown, self._config.ticket_sha256):
             raise TokenRefusedError("the ticket is not for this executor")
+
+    def _check_token(self, request: opwire.Fetch) -> None:
+        due = opwire.fetch_token(self._config.ticket_sha256, request.number)
+        if not hmac.compare_digest(request.token.encode(), due.encode()):
+            raise TokenRefusedError("the token does not open that parcel of this executor")
 
     def _admit(self, arrival: Arrival) -> None:
         with self._changed:

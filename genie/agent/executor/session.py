@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from genie.agent.executor.config import ExecutorConfig
-from genie.agent.executor.door import Arrival, Door
+from genie.agent.executor.door import Arrival, Door, Stream
+from genie.agent.executor.fetching import Fetcher
 from genie.errors import TransportError
 
 _log = logging.getLogger(__name__)
@@ -61,13 +62,16 @@ class ClientSession:
         self._resume_s = config.resume_s
         self._on_cpu = config.device == "cpu"
         self._capture = CudaCapture(config.device) if config.device.startswith("cuda") else None
+        self._fetcher = Fetcher(library, config)
         self._native = library.Session(
             config.device,
             config.memory_bytes_max,
             sorted(ALLOWED_OPS),
             spin_us=config.spin_us,
             capture=self._capture,
+            fetch=self._fetcher,
         )
+        door.send_fetches_to(self._deliver)
 
     def serve(self, arrival: Arrival) -> bool:
         """Returns when the client is gone for good. Everything it had is freed then.
@@ -81,6 +85,7 @@ class ClientSession:
         try:
             outcome = self._serve_all(arrival)
         finally:
+            self._fetcher.close()
             sound = outcome != "fatal" or self._on_cpu
             if sound:
                 self._native.close()
@@ -89,6 +94,9 @@ class ClientSession:
     def stats(self) -> dict[str, int]:
         """What the client holds, from any thread."""
         return dict(self._native.stats())
+
+    def _deliver(self, number: int, stream: Stream) -> bool:
+        return bool(self._native.deliver(number, stream))
 
     def _serve_all(self, arrival: Arrival) -> str:
         here: Arrival | None = arrival

@@ -60,9 +60,10 @@ Living& living() {
 
 }  // namespace
 
-Connection::Connection(std::shared_ptr<Stream> stream, ConnectionOptions options, Resume resume)
+Connection::Connection(std::shared_ptr<Stream> stream, ConnectionOptions options, Resume resume, Token token)
     : options_(std::move(options)),
       resume_(std::move(resume)),
+      token_(std::move(token)),
       templates_(TEMPLATES_KEPT_MAX),
       stream_(std::move(stream)),
       read_buffer_(READ_BUFFER_BYTES) {
@@ -189,24 +190,18 @@ void Connection::free_generator_now(uint32_t generator) {
 
 void Connection::Batch::finish_op() {
   Connection& connection = connection_;
-  connection.counters_.ops++;
-  connection.records_pending_++;
-  if (connection.records_pending_ < connection.options_.flush_ops &&
-      connection.records_.size() < SEAL_BYTES) {
-    if (connection.sender_asleep_ && !connection.flush_follows_) connection.wake_sender();
-    lock_.unlock();
-    return;
+  if (++connection.records_pending_ >= connection.options_.flush_ops ||
+      connection.records_.size() >= SEAL_BYTES) {
+    return finish_frame();
   }
-  send();
+  connection.counters_.ops++;
+  if (connection.sender_asleep_ && !connection.flush_follows_) connection.wake_sender();
+  lock_.unlock();
 }
 
-void Connection::Batch::finish_now() {
-  connection_.counters_.ops++;
-  send();
-}
-
-void Connection::Batch::send() {
+void Connection::Batch::finish_frame() {
   Connection& connection = connection_;
+  connection.counters_.ops++;
   connection.seal();
   lock_.unlock();
   connection.send_nowait();
@@ -320,6 +315,7 @@ bool Connection::send_some() {
     counters_.bytes_sent += sent;
     if (frame->sent == frame->size()) {
       unsent_++;
+      acknowledge(acknowledged_);  // the executor may have been quicker than this thread
       if (unsent_ == frames_.size()) changed_.notify_all();
     } else if (sent == 0) {
       return false;
@@ -360,6 +356,8 @@ void Connection::send_up_to(uint64_t last) {
 }
 
 void Connection::acknowledge(uint64_t frames_received) {
+  landed(frames_received);
+  acknowledged_ = std::max(acknowledged_, frames_received);
   while (!frames_.empty() && unsent_ > 0 && frames_.front().number <= frames_received) {
     Frame& frame = frames_.front();
     unacknowledged_bytes_ -= frame.bytes.size();
@@ -499,7 +497,7 @@ void Connection::replay_graph(uint32_t graph) {
   Batch batch(*this);
   records_.record(Record::GraphReplay);
   records_.u32(graph);
-  batch.finish_now();
+  batch.finish_frame();
 }
 
 uint32_t Connection::take_graph_result(uint32_t storage) {
@@ -633,15 +631,19 @@ void Connection::recover() {
 
 void Connection::give_up(const std::string& reason) noexcept {
   std::shared_ptr<Stream> stream;
+  std::vector<Parcel> over;
   {
     std::lock_guard<std::mutex> lock(mutex_);
     if (lost_) return;
     lost_because_ = reason;
     lost_ = true;
     stream = stream_;
+    landed(frames_made_);
+    over.swap(landed_);
     changed_.notify_all();
   }
   if (stream) stream->shut_down();
+  unship(over);
 }
 
 // --- the end ------------------------------------------------------------------------------------

@@ -3,7 +3,8 @@
 //
 // Whoever has a full frame sends it at once if the socket takes it; what is left over, frames that are
 // never filled, and reconnecting are the sender thread's. There is no reader thread: a thread that waits for
-// a reply reads, for itself and for others. `mutex_` guards the state and is never held while anything waits.
+// a reply reads, for itself and for others. `mutex_` guards the state and is never held while anything waits,
+// nor while that of another connection is taken.
 // A wait of Python's main thread ends when a signal raises; what it waited for is then left behind in order.
 // Not for: what ops mean (dispatch.cpp), and which executor (roster.h).
 #pragma once
@@ -39,6 +40,9 @@ struct Resumed {
 // Connects again for the given number of replies received. Throws when the executor is gone for good.
 using Resume = std::function<Resumed(uint64_t replies_received)>;
 
+// What another executor shows this one's executor to fetch what was shipped under the number.
+using Token = std::function<std::string(uint64_t number)>;
+
 struct ConnectionOptions {
   int index = 0;
   std::string device_name;  // "remote_accelerator:0"
@@ -47,6 +51,9 @@ struct ConnectionOptions {
   double op_timeout_s = 600;
   bool blocking = false;  // wait for every op, so that errors are raised where they belong
   uint32_t flush_ops = 32;
+  std::string host;  // where other executors fetch from this one, with the next two
+  uint32_t port = 0;
+  std::string server_name;
 };
 
 struct ConnectionCounters {
@@ -65,9 +72,12 @@ struct Awaited {
   bool done = false;
 };
 
+class Connection;
+using ConnectionPtr = c10::intrusive_ptr<Connection>;
+
 class Connection final : public c10::intrusive_ptr_target {
  public:
-  Connection(std::shared_ptr<Stream> stream, ConnectionOptions options, Resume resume);
+  Connection(std::shared_ptr<Stream> stream, ConnectionOptions options, Resume resume, Token token);
   ~Connection() override;
 
   const ConnectionOptions& options() const { return options_; }
@@ -83,12 +93,18 @@ class Connection final : public c10::intrusive_ptr_target {
     Writer& records() { return connection_.records_; }
     uint32_t new_storage();
     uint32_t new_generator();
+    uint64_t new_parcel() { return ++connection_.last_parcel_; }
     TemplateCache& templates() { return connection_.templates_; }
     ConnectionCounters& counters() { return connection_.counters_; }
     // The record that has been written is whole. Sends what is due.
     void finish_op();
-    // As finish_op, and what has been gathered is sent.
-    void finish_now();
+    // As finish_op, and it is sent at once: the last record of its frame.
+    void finish_frame();
+    // What is written next begins a frame.
+    void begin_frame() { connection_.seal(); }
+    // As finish_frame, for a Land. When it is over, or this connection is lost, `from` is told that nobody
+    // needs the parcel any more. Raises when it is lost already.
+    void finish_land(ConnectionPtr from, uint64_t parcel, uint64_t bytes);
     // As finish_op, for a record that asks for a reply: it is the last one of its frame. Returns its number.
     uint64_t finish_ask(Awaited& awaited);
     // Lets others write; no record may be half written.
@@ -98,7 +114,6 @@ class Connection final : public c10::intrusive_ptr_target {
    private:
     void wait_for_room();
     void wait_for_recorder();
-    void send();
 
     Connection& connection_;
     std::unique_lock<std::mutex> lock_;
@@ -111,6 +126,12 @@ class Connection final : public c10::intrusive_ptr_target {
   // An upload: the record, then the bytes, which are the caller's and are not kept. Returns when they have
   // arrived. After a signal what was not sent yet arrives as zeros.
   void send_bytes(const std::function<void(Writer&)>& record, const void* bytes, uint64_t size);
+  // Waits until so many bytes more may be on their way to this executor from others.
+  void wait_landed(uint64_t more_bytes);
+  // Takes the GIL.
+  std::string token(uint64_t parcel) const { return token_(parcel); }
+  // Never waits, never raises: the parcel is not needed any more, whether it was fetched or not.
+  void unship(uint64_t parcel) noexcept;
   // Never waits, never raises: a tensor has died.
   void free_storage(uint32_t storage) noexcept;
   void free_generator(uint32_t generator) noexcept;
@@ -183,12 +204,22 @@ class Connection final : public c10::intrusive_ptr_target {
     bool binds = false;
   };
 
+  // A Land that may not be over yet.
+  struct Parcel {
+    uint64_t frame;
+    ConnectionPtr from;
+    uint64_t number;
+    uint64_t bytes;
+  };
+
   struct Graph {
     std::vector<uint32_t> freed;                      // made in it and dead since
     std::unordered_map<uint32_t, c10::Storage> used;  // there before, and kept
   };
 
   void note_use_in_graph(uint32_t storage, const c10::Storage& held);
+  void landed(uint64_t frames_received);                         // mutex_ held
+  static void unship(const std::vector<Parcel>& over) noexcept;  // no mutex_ held, of any connection
   void forget_graph(uint32_t number);
   uint32_t next_free_storage();                                                    // mutex_ held
   void free_generator_now(uint32_t generator);                                     // mutex_ held
@@ -225,6 +256,7 @@ class Connection final : public c10::intrusive_ptr_target {
 
   const ConnectionOptions options_;
   Resume resume_;
+  Token token_;
 
   mutable std::mutex mutex_;
   std::condition_variable changed_;
@@ -233,8 +265,13 @@ class Connection final : public c10::intrusive_ptr_target {
   std::deque<Frame> frames_;  // not acknowledged; those from `unsent_` on are not sent whole
   size_t unsent_ = 0;
   uint64_t unacknowledged_bytes_ = 0;
+  uint64_t acknowledged_ = 0;  // the last frame that the executor says to have
   uint64_t frames_made_ = 0;
   uint64_t replies_asked_ = 0;
+  uint64_t last_parcel_ = 0;     // that this executor ships
+  std::deque<Parcel> landings_;  // on their way to it, by frame
+  std::vector<Parcel> landed_;   // whose senders are still to be told
+  uint64_t landing_bytes_ = 0;
   std::atomic<uint64_t> replies_received_{0};
   std::map<uint64_t, Awaited*> awaited_;
   std::unordered_map<uint64_t, Left> left_;
@@ -280,7 +317,5 @@ class Connection final : public c10::intrusive_ptr_target {
 };
 
 constexpr size_t READ_BUFFER_BYTES = 64u << 10;
-
-using ConnectionPtr = c10::intrusive_ptr<Connection>;
 
 }  // namespace genie

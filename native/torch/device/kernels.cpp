@@ -1,5 +1,6 @@
 // Ops that are carried out on this side: making tensors, looking at their memory in another way, and copying
-// between this machine and executors. Not for: everything else (dispatch.cpp).
+// between this machine and executors. Not for: copies between executors (across.cpp), and everything else
+// (dispatch.cpp).
 #include <ATen/EmptyTensor.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/core/dispatch/Dispatcher.h>
@@ -16,6 +17,7 @@
 #include <ATen/ops/view_native.h>
 #include <torch/library.h>
 
+#include "across.h"
 #include "dispatch.h"
 #include "errors.h"
 #include "roster.h"
@@ -179,14 +181,6 @@ void copy_here(const Tensor& target, const Tensor& source) {
       at::empty(same.sizes(), same.options().device(at::kCPU).memory_format(at::MemoryFormat::Contiguous));
   download(same, staged);
   target.copy_(staged);
-}
-
-void copy_across(const Tensor& target, const Tensor& source) {
-  Tensor lazy_free = source.resolve_conj().resolve_neg();
-  Tensor staged = at::empty(source.sizes(),
-                            source.options().device(at::kCPU).memory_format(at::MemoryFormat::Contiguous));
-  download(lazy_free, staged);
-  copy_there(target, staged);
 }
 
 Tensor& copy_(Tensor& self, const Tensor& source, bool non_blocking) {

@@ -30,8 +30,10 @@ std::shared_ptr<py::function> kept(py::function callable) {
 
 ConnectionPtr connect(py::handle stream, int index, const std::string& device_name,
                       const std::string& executor, const std::string& kind, double op_timeout_s,
-                      bool blocking, uint32_t flush_ops, py::function resume) {
-  ConnectionOptions options{index, device_name, executor, kind, op_timeout_s, blocking, flush_ops};
+                      bool blocking, uint32_t flush_ops, const std::string& host, uint32_t port,
+                      const std::string& server_name, py::function resume, py::function token) {
+  ConnectionOptions options{index,    device_name, executor, kind, op_timeout_s,
+                            blocking, flush_ops,   host,     port, server_name};
   auto callable = kept(std::move(resume));
   Resume again = [callable](uint64_t replies_received) {
     py::gil_scoped_acquire gil;
@@ -42,7 +44,12 @@ ConnectionPtr connect(py::handle stream, int index, const std::string& device_na
       throw std::runtime_error(py::str(error.value()).cast<std::string>());
     }
   };
-  return c10::make_intrusive<Connection>(stream_of(stream), std::move(options), std::move(again));
+  Token token_for = [shown = kept(std::move(token))](uint64_t number) {
+    py::gil_scoped_acquire gil;
+    return (*shown)(number).cast<std::string>();
+  };
+  return c10::make_intrusive<Connection>(stream_of(stream), std::move(options), std::move(again),
+                                         std::move(token_for));
 }
 
 void attach(int count, py::function open) {
@@ -176,7 +183,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   py::class_<Connection, ConnectionPtr>(m, "Connection", py::module_local())
       .def(py::init(&connect), py::kw_only(), py::arg("stream"), py::arg("index"), py::arg("device_name"),
            py::arg("executor"), py::arg("kind"), py::arg("op_timeout_s"), py::arg("blocking"),
-           py::arg("flush_ops"), py::arg("resume"))
+           py::arg("flush_ops"), py::arg("host"), py::arg("port"), py::arg("server_name"), py::arg("resume"),
+           py::arg("token"))
       .def_property_readonly("lost", &Connection::lost)
       .def("synchronize", &Connection::synchronize, without_gil)
       .def("send", &send_inputs)

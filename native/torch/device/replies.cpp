@@ -18,6 +18,8 @@ constexpr int64_t SPIN_US = 10'000;
 constexpr unsigned SPIN_CORES_MIN = 4;
 constexpr auto OTHERS_READ_FOR = std::chrono::milliseconds(20);
 constexpr auto SIGNALS_EVERY = std::chrono::milliseconds(200);
+// Copies that wait on other executors' shelves take memory there.
+constexpr uint64_t LANDING_BYTES_MAX = 256u << 20;
 constexpr uint64_t UNEXPECTED_BYTES_MAX = 64u << 20;
 // Waits that were interrupted and whose replies are still due. Below what the executor keeps for a client.
 constexpr size_t LEFT_MAX = ASKS_UNBOUND_MAX / 2;
@@ -98,6 +100,10 @@ void Connection::wait_until(std::unique_lock<std::mutex>& lock, c10::function_re
       lock.lock();
       continue;
     }
+    if (!frames_.empty() && frames_.front().number <= acknowledged_) {
+      changed_.wait_for(lock, OTHERS_READ_FOR);  // whoever has sent it is about to note that
+      continue;
+    }
     lock.unlock();
     bool mine = try_read(READ_SLICE_US);
     lock.lock();
@@ -106,6 +112,12 @@ void Connection::wait_until(std::unique_lock<std::mutex>& lock, c10::function_re
     changed_.wait_for(lock, OTHERS_READ_FOR);
     waiting_to_read_--;
   }
+}
+
+void Connection::wait_landed(uint64_t more_bytes) {
+  LetInterpreterGo go;
+  std::unique_lock<std::mutex> lock(mutex_);
+  wait_until(lock, [&] { return landings_.empty() || landing_bytes_ + more_bytes <= LANDING_BYTES_MAX; });
 }
 
 void Connection::await(uint64_t number, Awaited& awaited) {
@@ -218,8 +230,13 @@ bool Connection::try_read(int64_t timeout_us) {
     broke(error.what());
   }
   reading.unlock();
-  std::lock_guard<std::mutex> lock(mutex_);
-  if (came || waiting_to_read_ > 0) changed_.notify_all();
+  std::vector<Parcel> over;
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    over.swap(landed_);
+    if (came || waiting_to_read_ > 0) changed_.notify_all();
+  }
+  unship(over);
   return true;
 }
 

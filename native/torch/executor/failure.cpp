@@ -85,6 +85,8 @@ Said said_at_hand() {
     return {OP_REFUSED, error.what()};
   } catch (const OverQuota& error) {
     return {OUT_OF_MEMORY, error.what()};
+  } catch (const CopyFailed& error) {
+    return {as_text(error.code), error.what()};
   } catch (const c10::Error& error) {
     return torch_error(error);
   } catch (const std::bad_alloc&) {

@@ -41,6 +41,12 @@ struct Poisoned : std::exception {
   const char* what() const noexcept override { return failure->message.c_str(); }
   FailurePtr failure;
 };
+// What should have come from another executor did not.
+struct CopyFailed : std::runtime_error {
+  CopyFailed(std::string its_code, const std::string& message)
+      : std::runtime_error(message), code(std::move(its_code)) {}
+  std::string code;
+};
 // The accelerator's own error: nothing that runs on it after this can be trusted.
 struct AcceleratorLost : std::runtime_error {
   using std::runtime_error::runtime_error;

@@ -20,6 +20,8 @@ bool Inbox::wait(int64_t timeout_us) {
   return receive(timeout_us);
 }
 
+void Inbox::look() { receive(0); }
+
 FrameHeader Inbox::read_header() {
   fill(sizeof(FrameHeader));
   FrameHeader header;

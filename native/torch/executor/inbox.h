@@ -17,6 +17,8 @@ class Inbox {
 
   // Whether the next frame has begun within the time; negative: waits for ever. ConnectionLost at the end.
   bool wait(int64_t timeout_us);
+  // Takes what has come and does not wait: ConnectionLost when the client has left.
+  void look();
   // ConnectionLost when a frame that has begun does not go on. ProtocolError when it is too large.
   FrameHeader read_header();
   // Valid until the next call.

@@ -64,12 +64,44 @@ class PythonCapture final : public Capture {
   py::object object_;
 };
 
+bool is_true(py::handle object, const char* name) {
+  return py::hasattr(object, name) && object.attr(name).cast<bool>();
+}
+
+// How to connect to another executor, by way of a function of (host, port, server_name, number, token) that
+// gives a stream or raises one of Genie's errors.
+Fetch fetch_with(py::object callable) {
+  if (callable.is_none()) return {};
+  std::shared_ptr<py::object> kept(new py::object(std::move(callable)), [](py::object* held) {
+    py::gil_scoped_acquire gil;
+    delete held;
+  });
+  return [kept](const Origin& origin) {
+    py::gil_scoped_acquire gil;
+    try {
+      return stream_of((*kept)(origin.host, origin.port, origin.server_name, origin.number, origin.token));
+    } catch (const py::error_already_set& error) {
+      py::object value = error.value();
+      std::string code = "device.remote_op";
+      if (py::hasattr(value, "code")) code = py::str(value.attr("code")).cast<std::string>();
+      throw FetchRefused(code, py::str(value).cast<std::string>(), is_true(value, "retryable"));
+    }
+  };
+}
+
+bool deliver(Session& session, uint64_t number, py::handle stream) {
+  auto connection = stream_of(stream);
+  py::gil_scoped_release release;
+  return session.deliver(number, connection);
+}
+
 std::unique_ptr<Session> make_session(const std::string& device, uint64_t bytes_max,
                                       std::vector<std::string> allowed_ops, int64_t spin_us,
-                                      py::object capture) {
+                                      py::object capture, py::object fetch) {
   std::shared_ptr<Capture> capturing;
   if (!capture.is_none()) capturing = std::make_shared<PythonCapture>(std::move(capture));
-  return std::make_unique<Session>(device, bytes_max, std::move(allowed_ops), spin_us, std::move(capturing));
+  return std::make_unique<Session>(device, bytes_max, std::move(allowed_ops), spin_us, std::move(capturing),
+                                   fetch_with(std::move(fetch)));
 }
 
 std::string serve(Session& session, py::handle stream, uint64_t replies_received) {
@@ -87,6 +119,7 @@ py::dict stats(const Session& session) {
   named["bytes_max"] = now.bytes_max;
   named["ops"] = now.ops;
   named["frames_received"] = now.frames_received;
+  named["shelved"] = now.shelved;
   return named;
 }
 
@@ -99,8 +132,9 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   genie::bind_stream(module);
   py::class_<Session>(module, "Session", py::module_local())
       .def(py::init(&genie::make_session), py::arg("device"), py::arg("bytes_max"), py::arg("allowed_ops"),
-           py::arg("spin_us") = 0, py::arg("capture") = py::none())
+           py::arg("spin_us") = 0, py::arg("capture") = py::none(), py::arg("fetch") = py::none())
       .def("serve", &genie::serve, py::arg("stream"), py::arg("replies_received"))
+      .def("deliver", &genie::deliver, py::arg("number"), py::arg("stream"))
       .def("stats", &genie::stats)
       .def("close", &Session::close, py::call_guard<py::gil_scoped_release>())
       .def_property_readonly("frames_received", &Session::frames_received);

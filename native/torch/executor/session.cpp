@@ -1,5 +1,7 @@
 #include "session.h"
 
+#include <chrono>
+
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/empty.h>
 #include <c10/core/DeviceGuard.h>
@@ -14,6 +16,18 @@ constexpr int64_t FOREVER = -1;
 // After so long without a frame the client is told what has arrived.
 constexpr int64_t SILENCE_US = 2000;
 
+// How often it is looked after the client while another executor is waited for, and how often the client
+// hears something, so that it does not take this one for dead.
+constexpr auto LOOK_EVERY = std::chrono::milliseconds(200);
+constexpr auto SPEAK_EVERY = std::chrono::seconds(1);
+// What failures of copies between executors name as their op.
+constexpr const char* COPY = "copy between devices";
+
+bool is_land(const uint8_t* records, size_t bytes) {
+  return bytes >= sizeof(uint32_t) &&
+         Reader(records, bytes).u32() >> 24 == static_cast<uint32_t>(Record::Land);
+}
+
 // What the thread that serves needs: the device, and nothing of autograd, which is the client's.
 struct ServingThread {
   explicit ServingThread(c10::Device device) : device_guard(device) {}
@@ -26,7 +40,7 @@ struct ServingThread {
 }  // namespace
 
 Session::Session(const std::string& device, uint64_t bytes_max, std::vector<std::string> allowed_ops,
-                 int64_t spin_us, std::shared_ptr<Capture> capture)
+                 int64_t spin_us, std::shared_ptr<Capture> capture, Fetch fetch)
     : device_(device),
       storages_(device_, bytes_max),
       copies_(device_),
@@ -36,6 +50,8 @@ Session::Session(const std::string& device, uint64_t bytes_max, std::vector<std:
       graphs_(storages_, ops_, outbox_, std::move(capture)),
       reader_(device_, std::move(allowed_ops)),
       upload_(copies_),
+      shelf_(device_, storages_),
+      landing_(copies_, std::move(fetch)),
       spin_us_(spin_us) {}
 
 Outcome Session::serve(std::shared_ptr<Stream> stream, uint64_t replies_received) {
@@ -57,13 +73,14 @@ Outcome Session::serve(std::shared_ptr<Stream> stream, uint64_t replies_received
 
 SessionStats Session::stats() const {
   const MemoryCounters& memory = storages_.counters();
-  return {memory.storages,       memory.bytes, memory.bytes_peak,
-          storages_.bytes_max(), ops_.count(), frames_received()};
+  return {memory.storages, storages_.bytes_in_use(), memory.bytes_peak, storages_.bytes_max(),
+          ops_.count(),    frames_received(),        shelf_.count()};
 }
 
 void Session::close() {
   std::unique_lock<std::mutex> only_one(serving_, std::try_to_lock);
   if (!only_one) throw std::logic_error("the session is being served");
+  shelf_.close();
   upload_.abandon();
   graphs_.clear();
   ops_.clear();
@@ -112,6 +129,12 @@ bool Session::take_frame(Inbox& inbox, const FrameHeader& header) {
   if (header.kind != FrameKind::Records) throw ProtocolError("a frame is of an unknown kind");
   if (upload_.under_way()) throw ProtocolError("records came in the middle of an upload");
   const uint8_t* records = inbox.read_payload(header.bytes);
+  if (is_land(records, header.bytes)) {
+    land(Reader(records + sizeof(uint32_t), header.bytes - sizeof(uint32_t)), inbox);
+    outbox_.frame_received(header.number, header.bytes);
+    outbox_.acknowledge();  // the client lets no more than so much be on its way
+    return true;
+  }
   outbox_.frame_received(header.number, header.bytes);
   return take_records(records, header.bytes);
 }
@@ -146,7 +169,7 @@ bool Session::take_records(const uint8_t* records, size_t bytes) {
 void Session::check_recordable(Record kind) const {
   bool fits = kind == Record::Allocate || kind == Record::Free || kind == Record::Template ||
               kind == Record::Forget || kind == Record::Ask || kind == Record::Bind ||
-              kind == Record::GraphStep || kind == Record::GraphEnd;
+              kind == Record::GraphStep || kind == Record::GraphEnd || kind == Record::Unship;
   if (graphs_.recording() && !fits) throw ProtocolError("a record came that cannot be part of a graph");
 }
 
@@ -201,6 +224,12 @@ void Session::take_record(Record kind, uint32_t argument, Reader& in) {
       return generators_.free(in.u32());
     case Record::Stats:
       return reply_stats();
+    case Record::Ship:
+      return ship(in);
+    case Record::Unship:
+      return shelf_.drop(in.u64());
+    case Record::Land:
+      throw ProtocolError("a Land is not alone in its frame");
     default:
       throw ProtocolError("a record is of an unknown kind");
   }
@@ -359,12 +388,79 @@ void Session::begin_upload(const View& view, uint64_t bytes) {
   Slot& slot = storages_.known(view.storage);
   at::Tensor target = storages_.view(slot, view.look, view.offset);
   outbox_.before_write(slot.storage);
-  if (target.is_contiguous() && view.look.flags == 0) {
-    upload_.begin(target, target, bytes);
-    return;
+  upload_.begin(target, staged_for(target, view), bytes);
+}
+
+at::Tensor Session::staged_for(const at::Tensor& target, const View& view) {
+  if (target.is_contiguous() && view.look.flags == 0) return target;
+  storages_.check_room(view.look.content_bytes);  // an expanded tensor is larger than its storage
+  return at::empty(target.sizes(), target.options());
+}
+
+// --- copies between executors -------------------------------------------------------------------
+
+void Session::ship(Reader& in) {
+  uint64_t number = in.u64();
+  View view = read_view(in);
+  shelf_.check_number(number);
+  Slot& slot = storages_.known(view.storage);
+  try {
+    shelf_.check_place();
+    const at::Tensor& source = storages_.view(slot, view.look, view.offset);
+    storages_.check_room(view.look.content_bytes);
+    // A copy: the client may write to the source at once, and nobody here waits for the other executor.
+    at::Tensor own = at::empty(source.sizes(), source.options());
+    own.copy_(source);
+    shelf_.put(number, std::move(own));
+  } catch (const Poisoned& poisoned) {
+    shelf_.put(number, poisoned.failure);
+  } catch (...) {
+    FailurePtr failure = failure_at_hand(COPY, ops_.count());
+    shelf_.put(number, failure);
+    note(failure);
   }
-  storages_.check_room(bytes);  // an expanded tensor is larger than its storage
-  upload_.begin(target, at::empty(target.sizes(), target.options()), bytes);
+}
+
+// The client's connection may break meanwhile: then this ends, and is done anew when the frame comes again.
+void Session::land(Reader in, Inbox& inbox) {
+  check_recordable(Record::Land);
+  View view = read_view(in);
+  uint64_t bytes = in.u64();
+  Origin origin = read_origin(in);
+  if (in.left() > 0) throw ProtocolError("a Land is not alone in its frame");
+  if (bytes != view.look.content_bytes) throw ProtocolError("a copy has another size than its tensor");
+  Slot& slot = storages_.known(view.storage);
+  if (slot.failure) return;  // the client was told
+  auto now = std::chrono::steady_clock::now();
+  auto meanwhile = [&, look = now + LOOK_EVERY, speak = now + SPEAK_EVERY]() mutable {
+    auto now = std::chrono::steady_clock::now();
+    if (now < look) return;
+    look = now + LOOK_EVERY;
+    inbox.look();
+    if (now < speak) return;
+    speak = now + SPEAK_EVERY;
+    outbox_.acknowledge();
+    if (outbox_.lost()) throw ConnectionLost("the client has left");
+  };
+  try {
+    at::Tensor target = storages_.view(slot, view.look, view.offset);
+    outbox_.before_write(slot.storage);
+    try {
+      landing_.run(origin, target, staged_for(target, view), bytes, meanwhile);
+    } catch (const CopyFailed& failed) {
+      throw CopyFailed(failed.code, "could not copy from " + origin.source + " at " + origin.host + ":" +
+                                        std::to_string(origin.port) + ": " + failed.what() +
+                                        "; the tensor that was to be filled is lost with all its views: make "
+                                        "it anew, or copy by way of the CPU");
+    }
+  } catch (const ConnectionLost&) {
+    throw;
+  } catch (...) {
+    FailurePtr failure = failure_at_hand(COPY, ops_.count());
+    outbox_.before_free(slot.storage, slot.bytes);
+    storages_.spoil(slot, failure);
+    note(failure);
+  }
 }
 
 // --- replies ------------------------------------------------------------------------------------

@@ -18,8 +18,10 @@
 #include "generators.h"
 #include "graphs.h"
 #include "inbox.h"
+#include "landing.h"
 #include "ops.h"
 #include "outbox.h"
+#include "shelf.h"
 #include "storages.h"
 #include "templates.h"
 
@@ -33,20 +35,25 @@ enum class Outcome {
 };
 
 struct SessionStats {
-  uint64_t storages, bytes_allocated, bytes_allocated_peak, bytes_max, ops, frames_received;
+  uint64_t storages, bytes_allocated, bytes_allocated_peak, bytes_max, ops, frames_received, shelved;
 };
 
 class Session {
  public:
-  // `bytes_max` of 0 means no quota; `capture` may be null.
+  // `bytes_max` of 0 means no quota; `capture` may be null, `fetch` empty.
   Session(const std::string& device, uint64_t bytes_max, std::vector<std::string> allowed_ops,
-          int64_t spin_us, std::shared_ptr<Capture> capture);
+          int64_t spin_us, std::shared_ptr<Capture> capture, Fetch fetch);
 
   // Serves over one connection until it ends. The client has the replies up to `replies_received`.
   Outcome serve(std::shared_ptr<Stream> stream, uint64_t replies_received);
   // From any thread.
   uint64_t frames_received() const { return outbox_.frames_received(); }
   SessionStats stats() const;
+  // From any thread but the one that serves: gives another executor what was, or will be, shipped under the
+  // number. Returns when that is over; true when the other has it.
+  bool deliver(uint64_t number, const std::shared_ptr<Stream>& stream) {
+    return shelf_.deliver(number, stream);
+  }
   // Lets everything go. Not while it is served.
   void close();
 
@@ -71,6 +78,9 @@ class Session {
   void free(uint32_t storage);
   void put(bool inside, Reader& in);
   void begin_upload(const View& view, uint64_t bytes);
+  at::Tensor staged_for(const at::Tensor& target, const View& view);
+  void ship(Reader& in);
+  void land(Reader in, Inbox& inbox);
   void get(Reader& in);
   void set_generator(Reader& in);
   void ask(Template& call, Reader& in);
@@ -98,6 +108,8 @@ class Session {
   // Of templates that are known or that graphs still hold.
   std::shared_ptr<uint64_t> template_nodes_ = std::make_shared<uint64_t>(0);
   Upload upload_;
+  Shelf shelf_;
+  Landing landing_;
   FailurePtr first_failure_;
   int64_t spin_us_;
   std::mutex serving_;

@@ -160,8 +160,7 @@ void StorageTable::clear() {
 
 void StorageTable::check_room(uint64_t more_bytes) const {
   if (bytes_max_ == 0) return;
-  uint64_t used = counters_.bytes.load(std::memory_order_relaxed) +
-                  (aside_bytes_ > ASIDE_BYTES_FREE ? aside_bytes_ - ASIDE_BYTES_FREE : 0);
+  uint64_t used = bytes_in_use() + (aside_bytes_ > ASIDE_BYTES_FREE ? aside_bytes_ - ASIDE_BYTES_FREE : 0);
   if (used <= bytes_max_ && more_bytes <= bytes_max_ - used) return;
   throw OverQuota("tried to take " + std::to_string(more_bytes) + " bytes; " + std::to_string(used) +
                   " of this session's " + std::to_string(bytes_max_) + " bytes are in use");
@@ -187,12 +186,22 @@ void StorageTable::restore(Slot& slot) noexcept {
   }
 }
 
+uint64_t StorageTable::bytes_in_use() const {
+  return counters_.bytes.load(std::memory_order_relaxed) +
+         counters_.shelved_bytes.load(std::memory_order_relaxed);
+}
+
+void StorageTable::count_shelved(int64_t more_bytes) {
+  counters_.shelved_bytes.fetch_add(static_cast<uint64_t>(more_bytes), std::memory_order_relaxed);
+}
+
 void StorageTable::count_aside(int64_t more_bytes) { aside_bytes_ += static_cast<uint64_t>(more_bytes); }
 
 void StorageTable::count(int64_t more_bytes) {
   // One thread writes; the atomics are for those who look on.
   uint64_t now = counters_.bytes.load(std::memory_order_relaxed) + static_cast<uint64_t>(more_bytes);
   counters_.bytes.store(now, std::memory_order_relaxed);
+  now = bytes_in_use();
   if (now > counters_.bytes_peak.load(std::memory_order_relaxed)) {
     counters_.bytes_peak.store(now, std::memory_order_relaxed);
   }

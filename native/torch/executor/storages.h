@@ -37,6 +37,8 @@ struct MemoryCounters {
   std::atomic<uint64_t> storages{0};
   std::atomic<uint64_t> bytes{0};
   std::atomic<uint64_t> bytes_peak{0};
+  // On the shelf. Several threads write it: copies leave when another executor has them.
+  std::atomic<uint64_t> shelved_bytes{0};
 };
 
 class StorageTable {
@@ -82,8 +84,12 @@ class StorageTable {
 
   // Memory taken, or given back when negative, by results that have no number yet.
   void count(int64_t more_bytes);
+  // Likewise, by copies on the shelf; from any thread.
+  void count_shelved(int64_t more_bytes);
   // Likewise, by replies that are kept; it counts only when it is much.
   void count_aside(int64_t more_bytes);
+  // Numbered, without a number yet, and on the shelf.
+  uint64_t bytes_in_use() const;
 
   at::Tensor empty_bytes(uint64_t bytes) const;
   // Whether it is an ordinary tensor of this device, without lazy bits.

@@ -52,6 +52,9 @@ class Record(IntEnum):
     FREE_GENERATOR = 14
     STATS = 15
     GOODBYE = 16
+    SHIP = 23
+    LAND = 24
+    UNSHIP = 25
 
 
 # --- values -------------------------------------------------------------------------------------
@@ -160,6 +163,21 @@ def text(value: str) -> bytes:
 
 def record(kind: int, argument: int = 0, body: bytes = b"") -> bytes:
     return u32(kind << 24 | argument) + body
+
+
+def landing(
+    tensor: Tensor,
+    port: int,
+    number: int,
+    token: str,
+    *,
+    host: str = "127.0.0.1",
+    server_name: str = "",
+    size_bytes: int | None = None,
+) -> bytes:
+    size = tensor.size_bytes() if size_bytes is None else size_bytes
+    address = text(host) + u32(port) + text(server_name) + u64(number) + text(token)
+    return record(Record.LAND, 0, view(tensor) + u64(size) + address + text("the source"))
 
 
 def frame(number: int, payload: bytes, *, kind: int = RECORDS, replies_received: int = 0) -> bytes:
@@ -499,6 +517,17 @@ class Client:
         data = self.get(tensor)
         assert isinstance(data, bytes), data
         return struct.unpack(f"<{len(data) // 4}f", data)
+
+    # --- copies between executors
+
+    def ship(self, number: int, tensor: Tensor) -> None:
+        self.send(record(Record.SHIP, 0, u64(number) + view(tensor)))
+
+    def unship(self, number: int) -> None:
+        self.send(record(Record.UNSHIP, 0, u64(number)))
+
+    def land(self, tensor: Tensor, port: int, number: int, token: str, **more: Any) -> None:
+        self.send(landing(tensor, port, number, token, **more))
 
     def sync(self) -> Error | None:
         reply = self.ask_for(record(Record.SYNC))

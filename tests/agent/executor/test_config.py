@@ -45,6 +45,7 @@ def test_it_is_read_back_as_written_and_private(tmp_path: Path) -> None:
         ({"listen_host": "0.0.0.0"}, TlsError, "TLS"),
         ({"listen_host": "gpu-box"}, TlsError, "TLS"),
         ({"certificate_path": "/a"}, TlsError, "key_path"),
+        ({"ca_path": "/a"}, TlsError, "ca_path"),
     ],
 )
 def test_a_bad_value_is_named(
