@@ -41,9 +41,13 @@ class CudaCapture:
         self._graph = self._torch.cuda.CUDAGraph()
         self._graph.capture_begin(capture_error_mode="thread_local")
 
-    def end(self) -> Any:
+    def end(self) -> tuple[Any, int]:
+        """The graph, and the bytes that it keeps to itself for as long as it lives."""
         self._graph.capture_end()
-        return self._graph
+        pool = self._graph.pool()
+        segments = self._torch.cuda.memory_snapshot()
+        kept = sum(each["total_size"] for each in segments if tuple(each["segment_pool_id"]) == pool)
+        return self._graph, kept
 
     def abandon(self) -> None:
         self._graph.capture_end()
@@ -61,12 +65,17 @@ class ClientSession:
         self._resume_s = config.resume_s
         self._on_cpu = config.device == "cpu"
         self._capture = CudaCapture(config.device) if config.device.startswith("cuda") else None
+        # Late: it imports torch.
+        from genie.agent.executor.inductor import Compiler
         self._native = library.Session(
             config.device,
             config.memory_bytes_max,
             sorted(ALLOWED_OPS),
             spin_us=config.spin_us,
             capture=self._capture,
+            compiler=Compiler(
+                device=config.device, folder=Path(config.endpoint_path).with_name("inductor")
+            ),
         )
 
     def serve(self, arrival: Arrival) -> bool:

@@ -111,7 +111,8 @@ class Connection final : public c10::intrusive_ptr_target {
   // again by replay. Storages that the graph reads stay alive with it, and the numbers of those that it makes
   // are its own. Raises where something cannot be part of a graph; end_graph must be called all the same.
   uint32_t begin_graph();
-  void end_graph(bool keep);
+  // `how`: an argument of GraphEnd.
+  void end_graph(uint32_t how);
   void replay_graph(uint32_t graph);
   void free_graph(uint32_t graph) noexcept;
   // A storage is used by an op.

@@ -7,6 +7,7 @@
 #include <pybind11/stl.h>
 
 #include "../stream_bindings.h"
+#include "python_compiler.h"
 #include "session.h"
 
 namespace py = pybind11;
@@ -26,7 +27,8 @@ const char* name_of(Outcome outcome) {
   }
 }
 
-// torch.cuda's graphs, by way of an object with begin(), end(), abandon() and replay(graph).
+// torch.cuda's graphs, by way of an object with begin(), end(), abandon() and replay(graph);
+// end() gives the graph and the bytes that it keeps.
 class PythonCapture final : public Capture {
  public:
   explicit PythonCapture(py::object object) : object_(std::move(object)) {}
@@ -39,13 +41,16 @@ class PythonCapture final : public Capture {
     py::gil_scoped_acquire gil;
     object_.attr("begin")();
   }
-  std::shared_ptr<void> end() override {
+  TakenDown end() override {
     py::gil_scoped_acquire gil;
-    py::object graph = object_.attr("end")();
-    return {graph.release().ptr(), [](void* held) {
-              py::gil_scoped_acquire gil;
-              Py_DECREF(static_cast<PyObject*>(held));
-            }};
+    auto [graph, bytes] = object_.attr("end")().cast<std::pair<py::object, uint64_t>>();
+    TakenDown taken;
+    taken.bytes = bytes;
+    taken.work = {graph.release().ptr(), [](void* held) {
+                    py::gil_scoped_acquire gil;
+                    Py_DECREF(static_cast<PyObject*>(held));
+                  }};
+    return taken;
   }
   void abandon() noexcept override {
     try {
@@ -55,9 +60,9 @@ class PythonCapture final : public Capture {
       // there was nothing to end
     }
   }
-  void replay(void* taken_down) override {
+  void replay(void* work) override {
     py::gil_scoped_acquire gil;
-    object_.attr("replay")(py::handle(static_cast<PyObject*>(taken_down)));
+    object_.attr("replay")(py::handle(static_cast<PyObject*>(work)));
   }
 
  private:
@@ -66,10 +71,13 @@ class PythonCapture final : public Capture {
 
 std::unique_ptr<Session> make_session(const std::string& device, uint64_t bytes_max,
                                       std::vector<std::string> allowed_ops, int64_t spin_us,
-                                      py::object capture) {
+                                      py::object capture, py::object compiler) {
   std::shared_ptr<Capture> capturing;
   if (!capture.is_none()) capturing = std::make_shared<PythonCapture>(std::move(capture));
-  return std::make_unique<Session>(device, bytes_max, std::move(allowed_ops), spin_us, std::move(capturing));
+  std::shared_ptr<Compiler> compiling;
+  if (!compiler.is_none()) compiling = python_compiler(std::move(compiler));
+  return std::make_unique<Session>(device, bytes_max, std::move(allowed_ops), spin_us, std::move(capturing),
+                                   std::move(compiling));
 }
 
 std::string serve(Session& session, py::handle stream, uint64_t replies_received) {
@@ -99,7 +107,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   genie::bind_stream(module);
   py::class_<Session>(module, "Session", py::module_local())
       .def(py::init(&genie::make_session), py::arg("device"), py::arg("bytes_max"), py::arg("allowed_ops"),
-           py::arg("spin_us") = 0, py::arg("capture") = py::none())
+           py::arg("spin_us") = 0, py::arg("capture") = py::none(), py::arg("compiler") = py::none())
       .def("serve", &genie::serve, py::arg("stream"), py::arg("replies_received"))
       .def("stats", &genie::stats)
       .def("close", &Session::close, py::call_guard<py::gil_scoped_release>())

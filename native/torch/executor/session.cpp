@@ -26,14 +26,14 @@ struct ServingThread {
 }  // namespace
 
 Session::Session(const std::string& device, uint64_t bytes_max, std::vector<std::string> allowed_ops,
-                 int64_t spin_us, std::shared_ptr<Capture> capture)
+                 int64_t spin_us, std::shared_ptr<Capture> capture, std::shared_ptr<Compiler> compiler)
     : device_(device),
       storages_(device_, bytes_max),
       copies_(device_),
       outbox_(storages_, copies_),
       generators_(device_),
       ops_(storages_, generators_, outbox_),
-      graphs_(storages_, ops_, outbox_, std::move(capture)),
+      graphs_(storages_, ops_, outbox_, std::move(capture), std::move(compiler)),
       reader_(device_, std::move(allowed_ops)),
       upload_(copies_),
       spin_us_(spin_us) {}
@@ -157,13 +157,15 @@ void Session::take_record(Record kind, uint32_t argument, Reader& in) {
     case Record::GraphBegin:
       return graphs_.begin(in.u32());
     case Record::GraphEnd:
-      return graphs_.end(argument == 1);
+      return graphs_.end(argument);
     case Record::GraphStep:
       return write_down(known_template(argument), in);
     case Record::GraphReplay:
       return note(graphs_.replay(in.u32()));
     case Record::GraphFree:
       return graphs_.free(in.u32());
+    case Record::GraphReport:
+      return reply_report(in.u32());
     case Record::Bind: {
       uint64_t number = in.u64();
       return ops_.bind(number, argument, in);
@@ -310,11 +312,13 @@ void Session::allocate(Reader& in) {
 }
 
 void Session::resize(Reader& in) {
-  Slot& slot = storages_.known(in.u32());
+  uint32_t storage = in.u32();
+  Slot& slot = storages_.known(storage);
   uint64_t bytes = in.u64();
   if (bytes > INT64_MAX) throw ProtocolError("a storage is larger than can be counted");
   if (slot.failure) return;
-  outbox_.before_free(slot.storage, slot.bytes);
+  graphs_.before_free(storage, slot);
+  graphs_.moved(storage);
   try {
     storages_.resize(slot, bytes);
   } catch (...) {
@@ -327,7 +331,7 @@ void Session::resize(Reader& in) {
 
 void Session::free(uint32_t storage) {
   Slot& slot = storages_.known(storage);
-  if (slot.storage) outbox_.before_free(slot.storage, slot.bytes);
+  graphs_.before_free(storage, slot);
   storages_.free(storage);
   if (graphs_.recording()) {
     graphs_.freed(storage);
@@ -401,6 +405,17 @@ void Session::reply_stats() {
     payload.u64(now.bytes_allocated_peak);
     payload.u64(now.bytes_max);
     payload.u64(now.ops);
+    outbox_.reply(payload);
+  });
+}
+
+void Session::reply_report(uint32_t graph) {
+  answer([&] {
+    GraphReport report = graphs_.report(graph);
+    Writer payload;
+    payload.u8(static_cast<uint8_t>(report.how));
+    payload.u64(report.replays);
+    payload.text(report.why);
     outbox_.reply(payload);
   });
 }
