@@ -5,6 +5,7 @@ Not for: how a recording is made and replayed (graphs.py).
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -22,11 +23,13 @@ class Bucketed(Captured):
         self, model: Callable[..., Any], *, batch_sizes: Sequence[int], inductor: bool = False
     ) -> None:
         super().__init__(model, inductor=inductor)
-        self._sizes = sorted(set(batch_sizes))
-        wrong = [size for size in self._sizes if not isinstance(size, int) or size < 1]
-        if wrong or not 0 < len(self._sizes) <= GRAPHS_KEPT_MAX:
+        try:
+            self._sizes = sorted({operator.index(size) for size in batch_sizes})
+        except TypeError:
+            self._sizes = []
+        if not 0 < len(self._sizes) <= GRAPHS_KEPT_MAX or self._sizes[0] < 1:
             raise UsageError(
-                f"batch_sizes are 1 to {GRAPHS_KEPT_MAX} positive numbers, not {tuple(batch_sizes)}"
+                f"batch_sizes are 1 to {GRAPHS_KEPT_MAX} positive whole numbers, not {tuple(batch_sizes)}"
             )
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

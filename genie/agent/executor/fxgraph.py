@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 import operator
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
@@ -26,6 +27,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from genie.errors import OpRefusedError
 
 aten = torch.ops.aten
+_WORD = re.compile(r"[A-Za-z0-9_]{0,32}")
 # Any: a step is a tuple of the forms above.
 Step: TypeAlias = tuple[Any, ...]
 
@@ -237,13 +239,11 @@ class _Builder:
         values = [self._value(argument) for argument in arguments]
         node = self._call_declared(op, values)
         given = {_memory(each.meta["val"]) for each in node.all_input_nodes}
-        results = [node] if len(outputs) == 1 else [None] * len(outputs)
-        if len(outputs) > 1:
-            results = [self._item(node, i) for i in range(len(outputs))]
+        results = [node] if len(outputs) == 1 else [self._item(node, i) for i in range(len(outputs))]
         for result, output in zip(results, outputs, strict=True):
             self._take(name, result, output, given)
 
-    def _take(self, name: str, node: Node | None, output: Step, given: set[int]) -> None:
+    def _take(self, name: str, node: Node, output: Step, given: set[int]) -> None:
         if output[0] == "list":
             for i, each in enumerate(output[1]):
                 self._take(name, self._item(node, i), each, given)
@@ -251,16 +251,15 @@ class _Builder:
             _, storage, dtype, sizes, strides = output
             self._make(name, storage, node, Look(dtype, sizes, strides), given)
 
-    def _item(self, node: Node | None, index: int) -> Node | None:
-        assert node is not None
+    def _item(self, node: Node, index: int) -> Node:
         found = node.meta["val"][index]
         item = self._graph.call_function(operator.getitem, (node, index))
         item.meta["val"] = found
         return item
 
-    def _make(self, name: str, storage: int, node: Node | None, look: Look, given: set[int]) -> None:
+    def _make(self, name: str, storage: int, node: Node, look: Look, given: set[int]) -> None:
         """The executor copies what is not as predicted or not the op's own (ops.cpp); so does the graph."""
-        found = node.meta["val"] if node is not None else None
+        found = node.meta["val"]
         if not isinstance(found, torch.Tensor) or (found.dtype, tuple(found.shape)) != (
             look.dtype, look.sizes
         ):  # fmt: skip
@@ -269,11 +268,10 @@ class _Builder:
         own = found.device == self._device and _memory(found) not in given
         if not own or not look.same_as(_look_of(found)):
             node = self._copied(node, look)
-        assert node is not None
         given.add(_memory(node.meta["val"]))  # what another output has is not its own
         self._bases[storage] = [_Base(node, look)]
 
-    def _copied(self, node: Node | None, look: Look) -> Node:
+    def _copied(self, node: Node, look: Look) -> Node:
         new = self._empty(look)
         self._call(aten.copy_.default, new, node)
         return new
@@ -306,6 +304,7 @@ class _Builder:
             case ("list", items):
                 return [self._value(item) for item in items]
             case ("value", value):
+                _check_texts(value)
                 return value
         raise OpRefusedError("an op in it has a generator of its own")
 
@@ -419,7 +418,7 @@ class _Builder:
     def _call(self, target: Any, *args: Any, **kwargs: Any) -> Node:
         fakes = torch.fx.map_arg((args, kwargs), lambda node: node.meta["val"])
         with self._mode:
-            value = target(*fakes[0], **fakes[1])  # type: ignore[index, misc]
+            value = target(*fakes[0], **fakes[1])
         node = self._graph.call_function(target, args, kwargs)
         node.meta["val"] = value
         return node
@@ -444,6 +443,13 @@ class _Number:
     value: Any
     dtype: torch.dtype
     wrapped: bool
+
+
+def _check_texts(value: Any) -> None:
+    """Inductor writes arguments into sources, and into comments there as they are: no line may end in one."""
+    for each in value if isinstance(value, list) else [value]:
+        if isinstance(each, str) and not _WORD.fullmatch(each):
+            raise OpRefusedError("a text in it is not a plain word")
 
 
 def _look_of(tensor: torch.Tensor) -> Look:

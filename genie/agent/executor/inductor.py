@@ -1,26 +1,27 @@
 """Compiles recorded graphs with torch's inductor, for this executor's client and nobody else.
 
 What inductor writes (sources, libraries, kernels) goes to a folder of the executor's own. It starts no
-pool of processes and keeps no cache that another process could fill. Compiling blocks the session, on a
-thread without the session's dispatch state. Not for: what a graph is (fxgraph.py), and when it is compiled
-(native/torch/executor/graphs.cpp).
+pool of processes and keeps no cache that another process could fill. The session waits meanwhile; the
+work is done on a thread that has none of its dispatch state. Not for: what a graph is (fxgraph.py), and
+when it is compiled (native/torch/executor/graphs.cpp).
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import resource
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from genie import config
 from genie.agent.executor import accelerator, fxgraph
 from genie.errors import GenieError, OpRefusedError
 
@@ -28,6 +29,7 @@ _log = logging.getLogger(__name__)
 
 COMPILE_S_MAX = 480.0
 """Less than the client waits for an op (600 s); after that the steps are carried out as they are."""
+STEPS_MAX = 20_000
 _ALLOWANCE_BYTES = 4 * 1024**3
 _REASON_CHARACTERS_MAX = 300
 
@@ -50,43 +52,52 @@ class Compiler:
     def __init__(self, *, device: str, folder: Path) -> None:
         self._device = torch.device(device)
         self._folder = folder
-        self._busy: threading.Thread | None = None
+        self._last: Future[Compiled] | None = None
 
     def compile(
         self, steps: Sequence[fxgraph.Step], wanted: Sequence[int], sizes: Mapping[int, int]
     ) -> Compiled:
         """OpRefusedError with the reason when it cannot be done."""
-        if self._busy is not None and self._busy.is_alive():
+        if self._last is not None and not self._last.done():
             raise OpRefusedError("another graph is still being compiled")
+        if len(steps) > STEPS_MAX:
+            raise OpRefusedError(f"it has {len(steps)} steps; the most that are compiled is {STEPS_MAX}")
         _log.info("compiling a graph of %d steps with inductor", len(steps))
         started = time.monotonic()
-        made: list[Compiled] = []
-        failed: list[BaseException] = []
+        self._last = made = Future[Compiled]()
         threads = torch.get_num_threads()
 
         def work() -> None:
             torch.set_num_threads(threads)  # it is each thread's own, and goes into the code
+            if self._device.type != "cpu":
+                torch.get_device_module(self._device).set_device(self._device)
             try:
-                made.append(self._compile(steps, wanted, sizes))
-            except BaseException as error:  # inductor raises anything; the reason is told
-                failed.append(error)
+                made.set_result(self._compile(steps, wanted, sizes))
+            except BaseException as error:  # inductor raises anything
+                made.set_exception(error)
 
-        self._busy = threading.Thread(target=work, name="inductor", daemon=True)
-        self._busy.start()
-        self._busy.join(COMPILE_S_MAX)
-        if made:
-            _log.info("compiled in %.1f s", time.monotonic() - started)
-            return made[0]
-        if not failed:
-            raise OpRefusedError(f"it took longer than {COMPILE_S_MAX:g} s")
-        surprise = None if isinstance(failed[0], GenieError) else failed[0]
-        _log.info("not compiled: %s", _reason(failed[0]), exc_info=surprise)
-        raise OpRefusedError(_reason(failed[0]))
+        # Not of a pool: those are waited for when the process ends.
+        threading.Thread(target=work, name="inductor", daemon=True).start()
+        try:
+            compiled = made.result(COMPILE_S_MAX)
+        except TimeoutError:
+            raise OpRefusedError(f"it took longer than {COMPILE_S_MAX:g} s") from None
+        except GenieError as error:
+            _log.info("not compiled: %s", error)
+            raise
+        except Exception as error:
+            _log.warning("not compiled", exc_info=True)
+            raise OpRefusedError(_reason(error)) from error
+        _log.info("compiled in %.1f s", time.monotonic() - started)
+        return compiled
 
     def _compile(
         self, steps: Sequence[fxgraph.Step], wanted: Sequence[int], sizes: Mapping[int, int]
     ) -> Compiled:
-        with torch.no_grad(), _more_memory(), self._private():
+        self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._folder.chmod(0o700)
+        config.compile_into(self._folder.resolve())
+        with torch.no_grad(), _more_memory():
             traced = fxgraph.trace(steps, wanted, sizes, self._device)
             function = _inductor(traced)
         return Compiled(
@@ -95,26 +106,12 @@ class Compiler:
             results=[place.told() for place in traced.results],
         )
 
-    @contextlib.contextmanager
-    def _private(self) -> Iterator[None]:
-        """Inductor and the compilers below it read from the environment where to write.
-
-        It stays so: kernels are written later too, when they are first run.
-        """
-        self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        self._folder.chmod(0o700)
-        folder = str(self._folder.resolve())
-        os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder
-        os.environ["TRITON_CACHE_DIR"] = f"{folder}/triton"
-        os.environ["TMPDIR"] = folder
-        yield
-
 
 def _inductor(traced: fxgraph.Traced) -> Any:
     # Before the rest of inductor is imported: that starts a pool of processes, unless told not to.
-    from torch._inductor import config
+    from torch._inductor import config as inductor_config
 
-    config.compile_threads = 1
+    inductor_config.compile_threads = 1
     import torch._functorch.config as functorch_config
     from torch._inductor.compile_fx import compile_fx
 
@@ -122,7 +119,7 @@ def _inductor(traced: fxgraph.Traced) -> Any:
                "autotune_remote_cache": False, "triton.cudagraphs": False,
                # They would go to a folder in /tmp that all of this user's processes share.
                "cpp_cache_precompile_headers": False}  # fmt: skip
-    with functorch_config.patch(enable_autograd_cache=False):  # type: ignore[attr-defined]
+    with functorch_config.patch(enable_autograd_cache=False):
         return compile_fx(traced.module, traced.examples, config_patches=patches)
 
 
@@ -148,8 +145,6 @@ def _more_memory() -> Iterator[None]:
 
 
 def _reason(error: BaseException) -> str:
-    if isinstance(error, GenieError):
-        return str(error)
     text = str(error).strip() or type(error).__name__
     first = next(line for line in text.splitlines() if line.strip())
     return f"{type(error).__name__}: {first}"[:_REASON_CHARACTERS_MAX]

@@ -14,6 +14,7 @@ namespace {
 constexpr int CAPTURES_MAX = 8;
 constexpr size_t REASON_BYTES_MAX = 1000;
 constexpr size_t SCALAR_BYTES = 16;
+constexpr const char* HOST_NUMBER = "a number that it reads is in host memory";
 
 uint32_t number_at(const uint8_t* place) {
   uint32_t number;
@@ -226,7 +227,17 @@ GraphReport Graphs::report(uint32_t number) {
   return made;
 }
 
-FailurePtr Graphs::run(Graph& graph) { return graph.compiled ? run_compiled(graph) : run_steps(graph); }
+FailurePtr Graphs::run(Graph& graph) {
+  return graph.compiled && !reads_host_memory(graph) ? run_compiled(graph) : run_steps(graph);
+}
+
+// A number that an op has left there. Steps can use it; what is compiled or taken down would not.
+bool Graphs::reads_host_memory(const Graph& graph) {
+  if (storages_.device().is_cpu()) return false;
+  for (uint32_t number : graph.outside)
+    if (storages_.known(number).storage.device() != storages_.device()) return true;
+  return false;
+}
 
 // A result of the last time gives way to that of this time.
 void Graphs::make_room(const Graph& graph, uint32_t storage) {
@@ -277,23 +288,15 @@ FailurePtr Graphs::run_steps(Graph& graph) {
 
 void Graphs::compile(Graph& graph) {
   graph.to_be_compiled = false;
-  if (!compiler_) {
-    graph.why_not_compiled = "this executor has no compiler";
-    return;
-  }
+  if (!compiler_) graph.why_not_compiled = "this executor has no compiler";
+  if (reads_host_memory(graph)) graph.why_not_compiled = HOST_NUMBER;
+  if (!graph.why_not_compiled.empty()) return;
   std::vector<uint32_t> wanted;
   for (uint32_t number : graph.alive)
     if (!graph.unwanted.count(number)) wanted.push_back(number);
   std::sort(wanted.begin(), wanted.end());
   std::unordered_map<uint32_t, uint64_t> sizes;
-  for (uint32_t number : graph.outside) {
-    const Slot& slot = storages_.known(number);
-    if (slot.storage.device() != storages_.device()) {
-      graph.why_not_compiled = "a number that it reads is in host memory";
-      return;
-    }
-    sizes.emplace(number, slot.bytes);
-  }
+  for (uint32_t number : graph.outside) sizes.emplace(number, storages_.known(number).bytes);
   try {
     graph.compiled = compiler_->compile(graph.steps, wanted, sizes);
     graph.warm = false;
@@ -361,11 +364,7 @@ at::Tensor Graphs::own_result(const at::Tensor& found, const Look& look,
 bool Graphs::may_be_taken_down(Graph& graph) {
   if (!capture_ || !graph.warm || !graph.why_not_captured.empty()) return false;
   if (graph.captures >= CAPTURES_MAX) graph.why_not_captured = "its tensors get other memory too often";
-  for (uint32_t number : graph.outside) {
-    // Its value would be taken down for good.
-    if (storages_.known(number).storage.device() != storages_.device())
-      graph.why_not_captured = "a number that it reads is in host memory";
-  }
+  if (reads_host_memory(graph)) graph.why_not_captured = HOST_NUMBER;
   return graph.why_not_captured.empty();
 }
 
@@ -400,19 +399,8 @@ void Graphs::take_down(Graph& graph) {
   try {
     hold(graph, graph.outside, /*own=*/false);
     capture_->begin();
-    try {
-      failure = run(graph);
-    } catch (...) {
-      capture_->abandon();
-      throw;
-    }
-    if (failure) {
-      capture_->abandon();
-    } else {
-      taken = capture_->end();
-      storages_.check_room(taken.bytes);
-    }
-  } catch (...) {
+    failure = run_into(taken, graph);
+  } catch (const std::exception&) {
     failure = failure_at_hand("", ops_.count());
   }
   if (failure) {
@@ -424,6 +412,35 @@ void Graphs::take_down(Graph& graph) {
   storages_.count(static_cast<int64_t>(taken.bytes));
   graph.taken_down = std::move(taken);
   graph.changes_seen = storages_.watched_changes();
+}
+
+FailurePtr Graphs::run_into(TakenDown& taken, Graph& graph) {
+  FailurePtr failure;
+  try {
+    failure = run(graph);
+  } catch (const AcceleratorLost& error) {
+    // Work that must wait for the accelerator fails like this, and does no harm while it is taken down.
+    if (!capture_->abandon()) throw;
+    ops_.let_go();
+    forget_made(graph);
+    return std::make_shared<Failure>(Failure{"", "", ops_.count(), error.what()});
+  } catch (...) {
+    capture_->abandon();
+    throw;
+  }
+  if (failure) {
+    if (!capture_->abandon()) throw AcceleratorLost(failure->message);
+    return failure;
+  }
+  taken = capture_->end();
+  storages_.check_room(taken.bytes);
+  return nullptr;
+}
+
+// The steps broke off: what they would have freed later is still there.
+void Graphs::forget_made(const Graph& graph) {
+  for (uint32_t number : graph.made)
+    if (storages_.at(number).taken()) storages_.free(number);
 }
 
 void Graphs::free(uint32_t number) {

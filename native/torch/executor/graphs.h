@@ -38,8 +38,8 @@ class Capture {
   virtual void begin() = 0;
   // What was taken down; its work is to be given to replay().
   virtual TakenDown end() = 0;
-  // Ends without a result, after something went wrong.
-  virtual void abandon() noexcept = 0;
+  // Ends without a result, after something went wrong. False when the accelerator does not work any more.
+  virtual bool abandon() noexcept = 0;
   virtual void replay(void* work) = 0;
 };
 
@@ -144,6 +144,7 @@ class Graphs {
   void give_up(Graph& graph);
 
   bool is_sound(const Graph& graph);
+  bool reads_host_memory(const Graph& graph);
   void keep_replies(const Graph& graph);
   bool is_current(Graph& graph);
   void compile(Graph& graph);
@@ -158,6 +159,8 @@ class Graphs {
   void free_unwanted(const Graph& graph);
   bool may_be_taken_down(Graph& graph);
   void take_down(Graph& graph);
+  FailurePtr run_into(TakenDown& taken, Graph& graph);
+  void forget_made(const Graph& graph);
   void hold(Graph& graph, const std::unordered_set<uint32_t>& numbers, bool own);
 
   StorageTable& storages_;

@@ -52,17 +52,22 @@ class PythonCapture final : public Capture {
                   }};
     return taken;
   }
-  void abandon() noexcept override {
+  bool abandon() noexcept override {
     try {
       py::gil_scoped_acquire gil;
       object_.attr("abandon")();
+      return true;
     } catch (const std::exception&) {
-      // there was nothing to end
+      return false;
     }
   }
   void replay(void* work) override {
     py::gil_scoped_acquire gil;
-    object_.attr("replay")(py::handle(static_cast<PyObject*>(work)));
+    try {
+      object_.attr("replay")(py::handle(static_cast<PyObject*>(work)));
+    } catch (const py::error_already_set& error) {
+      raise_from_python(error);
+    }
   }
 
  private:

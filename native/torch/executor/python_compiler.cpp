@@ -211,8 +211,12 @@ class PythonCompiler final : public Compiler {
     py::gil_scoped_acquire gil;
     py::list given;
     for (const at::Tensor& input : inputs) given.append(py::cast(input));
-    py::object results = py::handle(static_cast<PyObject*>(function))(given);
-    return results.cast<std::vector<at::Tensor>>();
+    try {
+      py::object results = py::handle(static_cast<PyObject*>(function))(given);
+      return results.cast<std::vector<at::Tensor>>();
+    } catch (const py::error_already_set& error) {
+      raise_from_python(error);
+    }
   }
 
  private:
@@ -220,6 +224,15 @@ class PythonCompiler final : public Compiler {
 };
 
 }  // namespace
+
+void raise_from_python(const py::error_already_set& error) {
+  auto message = py::str(error.value()).cast<std::string>();
+  auto torch = py::module_::import("torch");
+  if (error.matches(torch.attr("AcceleratorError"))) throw AcceleratorLost(message);
+  if (error.matches(torch.attr("OutOfMemoryError")) || error.matches(PyExc_MemoryError))
+    throw OverQuota(message);
+  throw std::runtime_error(message);
+}
 
 std::shared_ptr<Compiler> python_compiler(py::object object) {
   return std::make_shared<PythonCompiler>(std::move(object));

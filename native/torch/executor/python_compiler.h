@@ -12,4 +12,7 @@ namespace genie {
 // `object` has compile(steps, wanted, sizes), which gives a callable with `inputs` and `results`.
 std::shared_ptr<Compiler> python_compiler(pybind11::object object);
 
+// What an exception of torch's Python means here. Holds the interpreter.
+[[noreturn]] void raise_from_python(const pybind11::error_already_set& error);
+
 }  // namespace genie

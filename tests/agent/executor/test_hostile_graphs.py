@@ -386,7 +386,8 @@ def test_a_reply_that_was_not_received_does_not_change_with_a_replay() -> None:
         assert isinstance(client.receive(), Reply)
         client.replies = before  # it says that it has nothing
         client.send(record(Record.GRAPH_REPLAY, 0, u32(1)))
-        assert isinstance(client.ask_for(record(Record.SYNC)), Reply | Error)
+        while client.receive_acknowledgement() < client.frames:
+            pass
         client.close()
         assert session.wait_end() == "lost"
         client.pipe = session.connect(replies_received=0)
@@ -394,6 +395,5 @@ def test_a_reply_that_was_not_received_does_not_change_with_a_replay() -> None:
         again = client.receive()
         assert isinstance(again, Reply)
         assert again.payload == bytes(1 << 21)
-        assert isinstance(client.receive(), Reply)
         first = client.get(Tensor(1, (1,)))
         assert first == struct.pack("<f", 1)
