@@ -104,7 +104,8 @@ def trace(
     steps: Sequence[Step], wanted: Sequence[int], sizes: Mapping[int, int], device: torch.device
 ) -> Traced:
     """`wanted`: storages that must be results. OpRefusedError says what cannot be in such a graph."""
-    builder = _Builder(device)
+    written = {each[1] for step in steps if step[0] == "op" for each in _tensors(step[3]) if each[6]}
+    builder = _Builder(device, written)
     for group in _input_groups(steps, sizes):
         builder.add_input_group(group)
     for step in steps:
@@ -136,15 +137,15 @@ def _input_groups(steps: Sequence[Step], sizes: Mapping[int, int]) -> list[_Grou
         if step[0] != "op":
             continue
         for _, storage, dtype, size, stride, offset, written in _tensors(step[3]):
-            if storage in used:
-                look = Look(dtype, size, stride, offset)
+            look = Look(dtype, size, stride, offset)
+            if storage in used and look.numel > 0:  # nothing is read or written where nothing is
                 used[storage][look] = used[storage].get(look, False) or written
     groups: list[_Group] = []
     for storage, looks in used.items():
         last: _Group | None = None
         for look in sorted(looks, key=lambda each: each.span_bytes):
             start, end = look.span_bytes
-            if last is None or (start >= last.end_bytes and end > start):
+            if last is None or start >= last.end_bytes:
                 last = _Group(storage)
                 groups.append(last)
             last.looks[look] = looks[look]
@@ -167,6 +168,7 @@ def _tensors(arguments: Iterable[Step]) -> Iterator[Step]:
 class _Base:
     """All of a storage, or of one group of it, as one value of the graph."""
 
+    storage: int
     node: Node
     look: Look
     start_bytes: int = 0
@@ -174,8 +176,10 @@ class _Base:
 
 
 class _Builder:
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, written: set[int]) -> None:
         self._device = device
+        self._written = written
+        """Storages that some step writes to."""
         self._graph = Graph()
         self._mode = FakeTensorMode(shape_env=ShapeEnv())
         self._inputs: list[Place] = []
@@ -199,7 +203,7 @@ class _Builder:
         base = self._base_look(group)
         node = self._placeholder(group.storage, base)
         start, end = base.span_bytes
-        self._bases.setdefault(group.storage, []).append(_Base(node, base, start, end))
+        self._bases.setdefault(group.storage, []).append(_Base(group.storage, node, base, start, end))
 
     def _base_look(self, group: _Group) -> Look:
         """One that has all of the others in it, and best the one that is written."""
@@ -269,7 +273,7 @@ class _Builder:
         if not own or not look.same_as(_look_of(found)):
             node = self._copied(node, look)
         given.add(_memory(node.meta["val"]))  # what another output has is not its own
-        self._bases[storage] = [_Base(node, look)]
+        self._bases[storage] = [_Base(storage, node, look)]
 
     def _copied(self, node: Node, look: Look) -> Node:
         new = self._empty(look)
@@ -334,7 +338,7 @@ class _Builder:
         look = place.look
         if not look.is_dense() or look.span_bytes != (0, size):
             look = Look(look.dtype, (size // look.dtype.itemsize,), (1,))
-        return _Base(self._empty(look), look)
+        return _Base(place.storage, self._empty(look), look)
 
     def _view(self, base: _Base, look: Look) -> Node:
         if look.same_as(base.look):
@@ -345,17 +349,31 @@ class _Builder:
                 raise OpRefusedError("memory in it is seen as dtypes of different sizes")
             node = self._call(aten.view.dtype, node, look.dtype)
             found = Look(look.dtype, found.sizes, found.strides, found.offset)
-        made = self._as_plain_views(node, found, look) if found.is_dense() else None
-        if made is None:
-            if found.offset:
-                raise OpRefusedError("memory that it writes to is seen in a way that cannot be compiled")
-            made = self._call(
-                aten.as_strided.default, node, list(look.sizes), list(look.strides), look.offset
-            )
+        if not found.is_dense():
+            raise OpRefusedError("memory in it has gaps, and is seen in another way")
+        made = self._as_plain_views(node, found, look)
         moved = Look(look.dtype, look.sizes, look.strides, look.offset - base.look.offset)
-        if not moved.same_as(_look_of(made.meta["val"])):
-            raise OpRefusedError("memory in it is seen in a way that cannot be compiled")
+        if base.storage in self._written:
+            # A view of the very memory, or a write through it would be lost.
+            if made is None or not moved.same_as(_look_of(made.meta["val"])):
+                raise OpRefusedError("memory that it writes to is seen in a way that cannot be compiled")
+        elif made is None:
+            # The strides of a value may change on the way through a compiler; one of one dimension has none.
+            flat = self._call(aten.clone.default, self._seen_as(node, found, (found.numel,)))
+            made = self._call(
+                aten.as_strided.default, flat, list(look.sizes), list(look.strides), moved.offset
+            )
         return made
+
+    def _seen_as(self, node: Node, found: Look, shape: tuple[int, ...]) -> Node:
+        """The elements in the order of memory."""
+        order = [i for _, _, i in found.steps()]
+        rest = [i for i in range(len(found.sizes)) if i not in order]
+        if (order + rest) != list(range(len(found.sizes))):
+            node = self._call(aten.permute.default, node, order + rest)
+        if shape == tuple(node.meta["val"].shape):
+            return node
+        return self._call(aten.view.default, node, list(shape))
 
     def _as_plain_views(self, node: Node, found: Look, look: Look) -> Node | None:
         """view, slice, select, permute and expand, which can be fused; None where only strides will do."""
@@ -363,12 +381,7 @@ class _Builder:
         if cut is None:
             return None
         shape, slices, inner = cut
-        order = [i for _, _, i in found.steps()]
-        rest = [i for i in range(len(found.sizes)) if i not in order]
-        if (order + rest) != list(range(len(found.sizes))):
-            node = self._call(aten.permute.default, node, order + rest)
-        if shape != tuple(node.meta["val"].shape):
-            node = self._call(aten.view.default, node, list(shape))
+        node = self._seen_as(node, found, shape)
         if inner is not None:
             node = self._call(aten.select.int, node, len(shape) - 1, inner)
         for i, (start, end) in enumerate(slices):

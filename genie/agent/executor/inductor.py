@@ -117,6 +117,8 @@ def _inductor(traced: fxgraph.Traced) -> Any:
 
     patches = {"compile_threads": 1, "fx_graph_cache": False, "fx_graph_remote_cache": False,
                "autotune_remote_cache": False, "triton.cudagraphs": False,
+               # Whatever an index says, nothing outside of its tensor is read or written.
+               "assert_indirect_indexing": True,
                # They would go to a folder in /tmp that all of this user's processes share.
                "cpp_cache_precompile_headers": False}  # fmt: skip
     with functorch_config.patch(enable_autograd_cache=False):

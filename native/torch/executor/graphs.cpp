@@ -298,7 +298,13 @@ void Graphs::compile(Graph& graph) {
   std::unordered_map<uint32_t, uint64_t> sizes;
   for (uint32_t number : graph.outside) sizes.emplace(number, storages_.known(number).bytes);
   try {
-    graph.compiled = compiler_->compile(graph.steps, wanted, sizes);
+    Compiled compiled = compiler_->compile(graph.steps, wanted, sizes);
+    for (const View& view : compiled.inputs) {
+      auto found = sizes.find(view.storage);
+      uint64_t end = static_cast<uint64_t>(view.offset) * view.look.item_bytes + view.look.span_bytes;
+      if (found == sizes.end() || end > found->second) throw Refused("it would reach beyond its memory");
+    }
+    graph.compiled = std::move(compiled);
     graph.warm = false;
   } catch (...) {
     graph.why_not_compiled = reason(*failure_at_hand("", ops_.count()));
