@@ -64,7 +64,7 @@ class GraphReport:
 
 def reports(index: int) -> list[GraphReport]:
     """Of all graphs of this process on a device, those of torch.compile too."""
-    return [graph.report() for graph in list(_alive) if graph.index == index]
+    return [graph.report() for graph in list(_alive) if graph.index == index and not graph.lost]
 
 
 class Captured:
@@ -161,6 +161,10 @@ class Graph:
             if not whole:
                 self._number = None
         _alive.add(self)
+
+    @property
+    def lost(self) -> bool:
+        return bool(self._connection.lost)
 
     def holds(self) -> bool:
         """Whether the executor is there and the weights are those that it was recorded with."""

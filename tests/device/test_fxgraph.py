@@ -61,7 +61,7 @@ class Program:
             result = act(value, values, chance)
             if result is not None:
                 values.append(result)
-        return chance.sample(values, 3) + [values[-1]]
+        return [*chance.sample(values, 3), values[-1]]
 
 
 def _view(value: torch.Tensor, _: list[torch.Tensor], chance: random.Random) -> torch.Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -13,13 +13,33 @@ from torch import nn
 
 from benchmarks import device_models
 from genie import device
-from genie.device import capture
+from genie.device import backend, capture, roster
 from genie.device.graphs import Captured
-from tests.agent.executor.process import running_executor
-from tests.device.conftest import D0, D1, remote_device
+from tests.agent.executor.process import ExecutorProcess, running_executor
+from tests.device.conftest import D0, remote_device
 
 # A compiler is started for each kernel; the first graph of an executor takes longest.
-pytestmark = [pytest.mark.usefixtures("devices"), pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.usefixtures("own_executor"), pytest.mark.timeout(600)]
+
+
+@pytest.fixture(scope="module")
+def own_executor(
+    devices: None, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[ExecutorProcess, Path]]:
+    """With a memory limit, and the folder that its user's other processes would share with it."""
+    folder = tmp_path_factory.mktemp("inductor")
+    shared = folder / "shared"
+    shared.mkdir()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TMPDIR", str(shared))
+        patch.setattr(roster._roster, "slots", None)
+        backend.follow_roster()
+        with running_executor(folder / "own", memory_bytes_max=64 << 20) as executor:
+            device.attach([remote_device(0, lambda: executor.port)])
+            torch.zeros(1, device=D0)
+            yield executor, shared
+            device.detach()
+    backend.follow_roster()
 
 
 def how(captured: Captured) -> list[str]:
@@ -79,7 +99,7 @@ def test_a_transformer() -> None:
 
 def test_a_decode_loop_keeps_its_cache() -> None:
     torch.manual_seed(0)
-    model = device_models.DecodeStep(64, 2, 16, torch.float32).eval()
+    model = device_models.DecodeStep(64, 1, 16, torch.float32).eval()
     assert_same_as_local(model, lambda call: (torch.tensor([[call + 3]]), torch.tensor([call])), calls=6)
 
 
@@ -184,35 +204,29 @@ def test_the_option_is_checked() -> None:
 
 
 def test_a_graph_that_is_not_compiled_says_how_it_is_replayed() -> None:
-    captured = capture(nn.Linear(2, 2).to(D1))
+    captured = capture(nn.Linear(2, 2).to(D0))
     assert captured.report() == []
     for _ in range(3):
         captured(torch.ones(1, 2))
     (report,) = captured.report()
     assert (report.inputs, report.how, report.replays) == (("float32[1, 2]",), "steps", 2)
     assert "no CUDA graph" in report.why
-    assert report in torch.remote_accelerator.graph_reports(D1)
+    assert report in torch.remote_accelerator.graph_reports(D0)
 
 
 def test_what_is_written_while_compiling_is_the_executors_own(
-    tmp_path: Path, unattached: None, monkeypatch: pytest.MonkeyPatch
+    own_executor: tuple[ExecutorProcess, Path],
 ) -> None:
-    """Under a memory limit too: compiling does not take the client's memory."""
-    shared = tmp_path / "shared"
-    shared.mkdir()
-    monkeypatch.setenv("TMPDIR", str(shared))
-    with running_executor(tmp_path / "own", memory_bytes_max=64 << 20) as executor:
-        device.attach([remote_device(0, lambda: executor.port)])
-        captured = capture(nn.Sequential(nn.Linear(4, 4), nn.GELU()).to(D0), inductor=True)
-        for _ in range(2):
-            captured(torch.ones(1, 4))
-        assert how(captured) == ["inductor"], why(captured)
-        folder = tmp_path / "own" / "inductor"
-        assert stat.S_IMODE(folder.stat().st_mode) == 0o700
-        assert any(folder.rglob("*.so"))
-        assert list(shared.iterdir()) == []
-        assert "compiling a graph" in executor.output()
-        device.detach()
+    executor, shared = own_executor
+    captured = capture(lambda x: x.sin() * 2, inductor=True)
+    for _ in range(2):
+        captured(torch.ones(4, device=D0))
+    assert how(captured) == ["inductor"], why(captured)
+    folder = executor.folder / "inductor"
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    assert any(folder.rglob("*.so"))
+    assert list(shared.iterdir()) == []
+    assert "compiling a graph" in executor.output()
 
 
 def test_without_a_compiler_the_graph_is_replayed_as_it_is(

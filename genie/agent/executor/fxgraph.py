@@ -23,6 +23,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.fx.node import map_arg
 
 from genie.errors import OpRefusedError
 
@@ -429,7 +430,7 @@ class _Builder:
         return self._call(aten.full.default, [], value.value, dtype=value.dtype, device=self._device)
 
     def _call(self, target: Any, *args: Any, **kwargs: Any) -> Node:
-        fakes = torch.fx.map_arg((args, kwargs), lambda node: node.meta["val"])
+        fakes = map_arg((args, kwargs), lambda node: node.meta["val"])
         with self._mode:
             value = target(*fakes[0], **fakes[1])
         node = self._graph.call_function(target, args, kwargs)

@@ -123,7 +123,7 @@ class Teller {
         case TypeKind::ScalarTypeType:
           return py::cast(static_cast<c10::ScalarType>(value.toInt()));
         case TypeKind::LayoutType:
-          return py::cast(static_cast<c10::Layout>(value.toInt()));
+          return py::module_::import("torch").attr("strided");  // no other is allowed
         case TypeKind::MemoryFormatType:
           return py::cast(static_cast<c10::MemoryFormat>(value.toInt()));
         default:
@@ -136,7 +136,7 @@ class Teller {
     if (value.isDevice()) return py::cast(value.toDevice());
     if (value.isComplexDouble()) {
       auto number = value.toComplexDouble();
-      return py::cast(std::complex<double>(number.real(), number.imag()));
+      return py::reinterpret_steal<py::object>(PyComplex_FromDoubles(number.real(), number.imag()));
     }
     if (value.isTensor() && !value.toTensor().defined()) return py::none();
     throw Refused("an argument in it is a " + value.tagKind());
