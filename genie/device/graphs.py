@@ -58,7 +58,7 @@ class GraphReport:
     how: str
     """"steps", "cuda graph", "inductor" or "inductor in a cuda graph"."""
     why: str
-    """Why not in a better way; empty when there is none, or it was not replayed yet."""
+    """What kept the executor from a better way; empty when nothing did."""
     replays: int
 
 

@@ -39,7 +39,7 @@
 //                  A storage that it reads and does not make must be there.
 //   GraphFree      u32 graph.
 //   GraphReport    u32 graph. Replied: u8 ReplayKind, u64 replays, text why it is not replayed in a better
-//                  way ("" when it is, or was not replayed yet).
+//                  way ("" when nothing is in the way of that).
 //   Goodbye        The client leaves for good. Last record.
 // Generator 0 is the session's default one; others come to life when they are first named.
 //

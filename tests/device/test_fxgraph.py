@@ -42,7 +42,9 @@ def attached(unattached: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     with executor_on_a_thread(endpoint_path=str(tmp_path / "endpoint")) as executor:
         device.attach([remote_device(0, lambda: executor.port)])
         yield
+        assert (tmp_path / "inductor").is_dir()
         device.detach()
+    assert not (tmp_path / "inductor").exists()  # it went with the session
 
 
 class Program:

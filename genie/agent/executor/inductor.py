@@ -11,19 +11,23 @@ from __future__ import annotations
 import contextlib
 import logging
 import resource
+import shutil
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from genie import config
-from genie.agent.executor import accelerator, fxgraph
+from genie.agent.executor import accelerator
 from genie.errors import GenieError, OpRefusedError
+
+if TYPE_CHECKING:
+    from genie.agent.executor import fxgraph
 
 _log = logging.getLogger(__name__)
 
@@ -68,10 +72,10 @@ class Compiler:
         threads = torch.get_num_threads()
 
         def work() -> None:
-            torch.set_num_threads(threads)  # it is each thread's own, and goes into the code
-            if self._device.type != "cpu":
-                torch.get_device_module(self._device).set_device(self._device)
             try:
+                torch.set_num_threads(threads)  # it is each thread's own, and goes into the code
+                if self._device.type != "cpu":
+                    torch.get_device_module(self._device).set_device(self._device)
                 made.set_result(self._compile(steps, wanted, sizes))
             except BaseException as error:  # inductor raises anything
                 made.set_exception(error)
@@ -91,6 +95,10 @@ class Compiler:
         _log.info("compiled in %.1f s", time.monotonic() - started)
         return compiled
 
+    def close(self) -> None:
+        """Removes what was written; code that is loaded stays."""
+        shutil.rmtree(self._folder, ignore_errors=True)
+
     def _compile(
         self, steps: Sequence[fxgraph.Step], wanted: Sequence[int], sizes: Mapping[int, int]
     ) -> Compiled:
@@ -98,6 +106,9 @@ class Compiler:
         self._folder.chmod(0o700)
         config.compile_into(self._folder.resolve())
         with torch.no_grad(), _more_memory():
+            # Late: it imports much of torch that an executor does not need otherwise.
+            from genie.agent.executor import fxgraph
+
             traced = fxgraph.trace(steps, wanted, sizes, self._device)
             function = _inductor(traced)
         return Compiled(

@@ -73,13 +73,16 @@ class ClientSession:
         # Late: it imports torch.
         from genie.agent.executor.inductor import Compiler
 
+        self._compiler = Compiler(
+            device=config.device, folder=Path(config.endpoint_path).with_name("inductor")
+        )
         self._native = library.Session(
             config.device,
             config.memory_bytes_max,
             sorted(ALLOWED_OPS),
             spin_us=config.spin_us,
             capture=self._capture,
-            compiler=Compiler(device=config.device, folder=Path(config.endpoint_path).with_name("inductor")),
+            compiler=self._compiler,
         )
 
     def serve(self, arrival: Arrival) -> bool:
@@ -94,6 +97,7 @@ class ClientSession:
         try:
             outcome = self._serve_all(arrival)
         finally:
+            self._compiler.close()
             sound = outcome != "fatal" or self._on_cpu
             if sound:
                 self._native.close()
