@@ -275,6 +275,16 @@ def cxx(environ: Mapping[str, str] | None = None) -> str | None:
     return environ.get("CXX") or None
 
 
+def compile_into(folder: Path) -> None:
+    """Where inductor, triton and the compilers below them write, in this process from now on.
+
+    The environment is the only place from which they read that.
+    """
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder)
+    os.environ["TRITON_CACHE_DIR"] = str(folder / "triton")
+    os.environ["TMPDIR"] = str(folder)
+
+
 def cache_home(environ: Mapping[str, str] | None = None) -> Path:
     """Where this user's programs keep what they can make again."""
     environ = os.environ if environ is None else environ

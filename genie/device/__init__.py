@@ -2,7 +2,8 @@
 
 The work is done in C++ (native/torch/device): tensors, ops, the op stream. roster.py knows which
 device is where; connection.py connects to an executor, and again after a cut; backend.py tells
-torch; accelerator.py is `torch.remote_accelerator`; graphs.py and compiler.py replay whole models.
+torch; accelerator.py is `torch.remote_accelerator`; graphs.py, buckets.py and compiler.py replay whole
+models.
 Importing this package does not import torch.
 Not for: finding executors (cluster/ gives a callable that does).
 """

@@ -8,12 +8,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
 from genie.device import roster
 from genie.errors import UsageError
+
+if TYPE_CHECKING:
+    from genie.device.graphs import GraphReport
 
 Device: TypeAlias = int | str | torch.device | None
 
@@ -125,6 +128,14 @@ def memory_stats(device: Device = None) -> dict[str, int]:
 def stream_stats(device: Device = None) -> dict[str, int]:
     """What this side has counted: ops, frames and bytes sent, templates known, cuts survived."""
     return dict(_connection(device).client_counters())
+
+
+def graph_reports(device: Device = None) -> list[GraphReport]:
+    """How the graphs of this process on the device are replayed: captured ones and those of torch.compile."""
+    from genie.device import graphs  # it imports this module
+
+    _connection(device)
+    return graphs.reports(_index(device))
 
 
 def memory_allocated(device: Device = None) -> int:

@@ -9,7 +9,8 @@ is copied in. Graphs without remote tensors run as they are. Not for: capturing 
 from __future__ import annotations
 
 import collections
-from collections.abc import Callable, Hashable, Sequence
+import functools
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,30 +21,41 @@ from genie.device import backend, roster
 from genie.device.graphs import GRAPHS_KEPT_MAX, Graph, look
 
 
-def genie(module: torch.fx.GraphModule, examples: Sequence[Any], **options: object) -> Callable[..., Any]:
-    """The compiler that torch.compile calls."""
-    if options:
-        raise ValueError(f'backend "genie" takes no options, and was given {", ".join(options)}')
-    compiled: Callable[..., Any] = aot_autograd(fw_compiler=_forward, bw_compiler=_backward)(module, examples)
+def genie(
+    module: torch.fx.GraphModule, examples: Sequence[Any], *, options: Mapping[str, Any] | None = None
+) -> Callable[..., Any]:
+    """The compiler that torch.compile calls. The one option is "inductor": see graphs.capture."""
+    given = dict(options or {})
+    inductor = given.pop("inductor", False)
+    if given or not isinstance(inductor, bool):
+        wrong = ", ".join(given) or f"inductor={inductor!r}"
+        raise ValueError(f'backend "genie" takes the option "inductor", True or False; it was given {wrong}')
+    both = aot_autograd(
+        fw_compiler=functools.partial(_forward, inductor=inductor),
+        bw_compiler=functools.partial(_backward, inductor=inductor),
+    )
+    compiled: Callable[..., Any] = both(module, examples)
     return compiled
 
 
-def _forward(module: torch.fx.GraphModule, examples: Sequence[Any]) -> Any:
+def _forward(module: torch.fx.GraphModule, examples: Sequence[Any], *, inductor: bool) -> Any:
     """Parameters and buffers keep their place from call to call, and torch says which inputs those are."""
     context = torch._guards.TracingContext.try_get()
     metadata = getattr(context, "fw_metadata", None)
-    return make_boxed_func(Shipped(module, getattr(metadata, "static_input_indices", None) or ()))
+    static = getattr(metadata, "static_input_indices", None) or ()
+    return make_boxed_func(Shipped(module, static, inductor=inductor))
 
 
-def _backward(module: torch.fx.GraphModule, examples: Sequence[Any]) -> Any:
-    return make_boxed_func(Shipped(module, ()))
+def _backward(module: torch.fx.GraphModule, examples: Sequence[Any], *, inductor: bool) -> Any:
+    return make_boxed_func(Shipped(module, (), inductor=inductor))
 
 
 class Shipped:
     """Runs one graph of torch on the executor where its inputs are; one recording for each look of them."""
 
-    def __init__(self, module: torch.fx.GraphModule, static: Sequence[int]) -> None:
+    def __init__(self, module: torch.fx.GraphModule, static: Sequence[int], *, inductor: bool) -> None:
         self._module = module
+        self._inductor = inductor
         self._static = frozenset(static)
         self._graphs: collections.OrderedDict[Hashable, Graph] = collections.OrderedDict()
 
@@ -56,7 +68,7 @@ class Shipped:
         key = tuple(id(each) if i in baked else look(each) for i, each in enumerate(inputs))
         graph = self._graphs.get(key)
         if graph is None or not graph.holds():
-            graph = Graph(lambda given: self._module(*given), inputs, index=index, baked=baked)
+            graph = Graph(self._run, inputs, index=index, baked=baked, inductor=self._inductor)
             self._graphs[key] = graph
             while len(self._graphs) > GRAPHS_KEPT_MAX:
                 self._graphs.popitem(last=False)
@@ -67,6 +79,9 @@ class Shipped:
             results = graph.replay()
         take = backend.library().take_result
         return [take(each) if isinstance(each, torch.Tensor) else each for each in results]
+
+    def _run(self, inputs: Sequence[Any]) -> Any:
+        return self._module(*inputs)
 
 
 def _remote_index(inputs: Sequence[Any]) -> int | None:

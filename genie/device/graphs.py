@@ -8,7 +8,9 @@ Not for: how a graph is kept and replayed (native/torch).
 from __future__ import annotations
 
 import collections
+import weakref
 from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,24 +21,58 @@ from genie.errors import OpRefusedError, UsageError
 
 GRAPHS_KEPT_MAX = 32
 """For each captured model: one for each combination of shapes. The one unused for longest goes."""
+_DESCRIBED_CHARACTERS_MAX = 100
 
 
-def capture(model: Callable[..., Any]) -> Captured:
+def capture(
+    model: Callable[..., Any], *, inductor: bool = False, batch_sizes: Sequence[int] = ()
+) -> Captured:
     """The same model, replayed as a graph on the executor where its weights are.
 
     The first call with inputs of given shapes runs the model and writes it down; calls after that send
     the inputs and one word. Gradients are not recorded. What a call gives is the caller's to keep. The
     model must do the same work for every input of one shape, and may change its own buffers (a KV cache).
     OpRefusedError names what cannot be written down: values that are needed here, copies to and fro.
+
+    `inductor`: the executor compiles each graph at its first replay, which may take minutes; where it
+    cannot, the graph is replayed as it is, and `report()` says why.
+
+    `batch_sizes`: recordings are made for these sizes of the first dimension only. A batch between them is
+    filled up to the next one by repeating its last row, in every tensor whose first size is that of the
+    first tensor, and results whose first size is the larger one are cut back. Rows must not depend on each
+    other. UsageError for a batch that is larger than the last size.
     """
-    return Captured(model)
+    if batch_sizes:
+        from genie.device.buckets import Bucketed  # it imports this module
+
+        return Bucketed(model, batch_sizes=batch_sizes, inductor=inductor)
+    return Captured(model, inductor=inductor)
+
+
+@dataclass(frozen=True)
+class GraphReport:
+    """One recording, as its executor replays it."""
+
+    inputs: tuple[str, ...]
+    """Like "float32[8, 512]"; other values as they are."""
+    how: str
+    """"steps", "cuda graph", "inductor" or "inductor in a cuda graph"."""
+    why: str
+    """What kept the executor from a better way; empty when nothing did."""
+    replays: int
+
+
+def reports(index: int) -> list[GraphReport]:
+    """Of all graphs of this process on a device, those of torch.compile too."""
+    return [graph.report() for graph in list(_alive) if graph.index == index and not graph.lost]
 
 
 class Captured:
     """See `capture`. One thread at a time."""
 
-    def __init__(self, model: Callable[..., Any]) -> None:
+    def __init__(self, model: Callable[..., Any], *, inductor: bool = False) -> None:
         self._model = model
+        self._inductor = inductor
         self._modules: list[torch.nn.Module] = []
         self._graphs: collections.OrderedDict[Hashable, Graph] = collections.OrderedDict()
         self._last: tuple[Hashable, Graph] | None = None
@@ -74,6 +110,10 @@ class Captured:
             return None
         return self._last[1]
 
+    def report(self) -> list[GraphReport]:
+        """One for each recording, the one unused for longest first. Asks the executor."""
+        return [graph.report() for graph in self._graphs.values() if graph.holds()]
+
     def _mode(self) -> Hashable:
         """What else decides about the work: train or eval of every part, and autocast."""
         if not self._modules and isinstance(self._model, torch.nn.Module):
@@ -96,7 +136,7 @@ class Captured:
             return self._model(*args, **kwargs)
 
         with torch.no_grad():
-            return Graph(run, leaves, index=index, weights=weights)
+            return Graph(run, leaves, index=index, weights=weights, inductor=self._inductor)
 
 
 class Graph:
@@ -110,9 +150,12 @@ class Graph:
         index: int,
         weights: Sequence[tuple[dict[str, Any], str, torch.Tensor]] = (),
         baked: Sequence[int] = (),
+        inductor: bool = False,
     ) -> None:
         """`baked`: positions of inputs that are used where they are, not copied."""
         library = backend.library()
+        self.index = index
+        self._described = tuple(map(_described, inputs))
         self._copied = [
             i for i, each in enumerate(inputs) if isinstance(each, torch.Tensor) and i not in baked
         ]
@@ -129,9 +172,10 @@ class Graph:
             _check_results(self.results, index)
             whole = True
         finally:
-            self._connection.end_graph(whole)
+            self._connection.end_graph((_COMPILE if inductor else _KEEP) if whole else _FORGET)
             if not whole:
                 self._number = None
+        _alive.add(self)
 
     def holds(self) -> bool:
         """Whether the executor is there and the weights are those that it was recorded with."""
@@ -151,9 +195,17 @@ class Graph:
         self._connection.replay_graph(self._number)
         return self.results
 
+    def report(self) -> GraphReport:
+        how, replays, why = self._connection.graph_report(self._number)
+        return GraphReport(inputs=self._described, how=how, why=why, replays=replays)
+
     def __del__(self) -> None:
         if getattr(self, "_number", None) is not None:
             self._connection.free_graph(self._number)
+
+
+_FORGET, _KEEP, _COMPILE = range(3)  # wire.h: GraphEnd
+_alive: weakref.WeakSet[Graph] = weakref.WeakSet()
 
 
 def look(leaf: Any) -> Hashable:
@@ -167,6 +219,12 @@ def look(leaf: Any) -> Hashable:
             f"an argument of type {type(leaf).__name__} cannot be captured; pass tensors and plain values"
         ) from None
     return type(leaf), leaf
+
+
+def _described(leaf: Any) -> str:
+    if isinstance(leaf, torch.Tensor):
+        return f"{str(leaf.dtype).removeprefix('torch.')}{list(leaf.shape)}"
+    return repr(leaf)[:_DESCRIBED_CHARACTERS_MAX]
 
 
 def _own_copy(tensor: torch.Tensor, index: int) -> torch.Tensor:

@@ -67,6 +67,20 @@ std::unique_ptr<Stream> bare_stream(std::shared_ptr<Socket> socket) {
   return std::make_unique<BareStream>(std::move(socket));
 }
 
+void Stream::read_exactly(void* into, size_t size, int64_t timeout_us) {
+  Deadline deadline(timeout_us);
+  auto* next = static_cast<char*>(into);
+  for (size_t left = size; left > 0;) {
+    size_t got = read_some(next, left, deadline.left_us());
+    if (got == 0) {
+      throw ConnectionLost("the peer sent " + std::to_string(size - left) + " of " + std::to_string(size) +
+                           " bytes in time");
+    }
+    next += got;
+    left -= got;
+  }
+}
+
 size_t Stream::read_soon(void* into, size_t size, int64_t timeout_us, int64_t spin_us) {
   if (timeout_us >= 0) spin_us = std::min(spin_us, timeout_us);
   Deadline spinning(std::max<int64_t>(spin_us, 0));

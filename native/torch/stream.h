@@ -58,6 +58,7 @@ class Stream {
   // waits between two processes that are both at it.
   size_t read_soon(void* into, size_t size, int64_t timeout_us, int64_t spin_us);
   // ConnectionLost when the time is over, too: a peer that stops in the middle is gone.
+  void read_exactly(void* into, size_t size, int64_t timeout_us);
   void write_all(const void* from, size_t size, int64_t timeout_us, int64_t spin_us = 0);
 };
 

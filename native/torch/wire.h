@@ -8,8 +8,8 @@
 // received. RECORDS holds whole records; BYTES holds the next part of the upload that a Put began.
 //
 // Executor to client: ReplyHeader, then `bytes` of payload. Replies are numbered from 1 in the order of the
-// records that ask for one (Get, Sync, Ask, GeneratorState, Stats). An executor keeps a reply until the
-// client has said in `replies_received` that it has it.
+// records that ask for one (Get, Sync, Ask, GeneratorState, Stats, GraphReport). An executor keeps a reply
+// until the client has said in `replies_received` that it has it.
 //
 // A record is u32 `kind << 24 | argument`, then its body:
 //   Op             argument: template. Data of the arguments in order, then a u32 storage for each new
@@ -32,12 +32,15 @@
 //                  Template, Forget, Ask, Bind and GraphStep may come between, and a storage that is made
 //                  there keeps its number for the graph until GraphFree.
 //   GraphStep      As Op, but only written down: it was asked just before, and its outputs are known now.
-//   GraphEnd       argument 1: the graph is kept; 0: it is forgotten.
+//   GraphEnd       argument 1: the graph is kept; 2: it is kept, and compiled at its first replay if that
+//                  can be done; 0: it is forgotten.
 //   GraphReplay    u32 graph. What was written down is carried out again, on the same storages. Those that
-//   were
-//                  still there at GraphEnd are the graph's results, and made anew; the rest come and go.
+//                  were still there at GraphEnd are the graph's results, and made anew; the rest come and go.
+//                  A storage that it reads and does not make must be there.
 //   GraphResult    u32 storage, u32 new storage. The new one has what the first, a graph's result, has now.
 //   GraphFree      u32 graph.
+//   GraphReport    u32 graph. Replied: u8 ReplayKind, u64 replays, text why it is not replayed in a better
+//                  way ("" when nothing is in the way of that).
 //   Ship           u64 number, View. A copy of it is put on the shelf, where one other executor may fetch it.
 //                  Numbers rise. The shelf then has the copy, or why there is none.
 //   Unship         u64 number. What is on the shelf under it, if anything, is dropped.
@@ -84,6 +87,8 @@ constexpr uint32_t STORAGES_MAX = 1u << 22;
 constexpr uint32_t GENERATORS_MAX = 1u << 12;
 constexpr uint32_t GRAPHS_MAX = 1u << 12;
 constexpr uint32_t GRAPH_STEPS_MAX = 1u << 18;
+// What the steps of all graphs take in the executor's memory, records and bookkeeping.
+constexpr uint64_t GRAPH_BYTES_MAX = 256u << 20;
 constexpr uint32_t DIMENSIONS_MAX = 64;
 constexpr uint32_t LIST_ITEMS_MAX = 65536;
 constexpr uint32_t TEXT_BYTES_MAX = 4096;
@@ -162,9 +167,18 @@ enum class Record : uint8_t {
   GraphFree = 20,
   GraphStep = 21,
   GraphResult = 22,
-  Ship = 23,
-  Land = 24,
-  Unship = 25,
+  GraphReport = 23,
+  Ship = 24,
+  Land = 25,
+  Unship = 26,
+};
+constexpr uint32_t GRAPH_FORGET = 0, GRAPH_KEEP = 1, GRAPH_COMPILE = 2;  // arguments of GraphEnd
+// How an executor replays a graph.
+enum class ReplayKind : uint8_t {
+  Steps = 0,
+  CudaGraph = 1,
+  Inductor = 2,
+  InductorInCudaGraph = 3,
 };
 constexpr uint32_t RECORD_ARGUMENT_MAX = (1u << 24) - 1;
 

@@ -131,6 +131,44 @@ def test_a_large_reply_is_sent_again_as_it_was(connected: Connected, client: Cli
     client.free(made)
 
 
+@pytest.mark.leaks_allowed("the connection of the whole module is replaced by another")
+@pytest.mark.parametrize("freed", [False, True], ids=["kept", "freed"])
+def test_a_large_reply_does_not_change_with_a_replay(
+    connected: Connected, client: Client, freed: bool
+) -> None:
+    """A CUDA graph writes its results to the same memory each time, also after the client has freed them."""
+    size, graph = 8 * MIB, 3
+    x = client.made("aten::full", [size], 7.0, FLOAT32, None, HERE, None, gives=[New((size,))])
+    y = Tensor(client.new_storage(), (size,))
+    negate, first = client.template("aten::neg", [x], [New((size,))])
+    zero, second = client.template("aten::zero_", [x], [Same()])
+    begin, replay = record(Record.GRAPH_BEGIN, 0, u32(graph)), record(Record.GRAPH_REPLAY, 0, u32(graph))
+    step = record(Record.OP, negate, u32(x.storage, y.storage))
+    client.send(first, second, begin, step, record(Record.GRAPH_END, 1), replay, replay)
+    report = client.ask_for(record(Record.GRAPH_REPORT, 0, u32(graph)))
+    assert isinstance(report, Reply)
+    assert report.payload[0] == 1  # a CUDA graph
+    client.sent = [b""] * client.frames
+    client.send(record(Record.GET, 0, view(y)))
+    client.pipe.read_exactly(1000, 10.0)
+    letting_go = record(Record.FREE, 0, u32(y.storage)) if freed else b""
+    client.frames += 1
+    blind = frame(client.frames, letting_go + record(Record.OP, zero, u32(x.storage)) + replay)
+    client.sent.append(blind)
+    client.write(blind)
+    client.close()
+    connected.come_back()
+    reply = client.receive()
+    assert isinstance(reply, Reply)
+    assert reply.payload == struct.pack("<f", -7.0) * size
+    if not freed:
+        assert client.floats_in(Tensor(y.storage, (1,))) == (0.0,)
+        client.free(y)
+    client.send(record(Record.GRAPH_FREE, 0, u32(graph)))
+    client.free(x)
+    assert client.sync() is None
+
+
 def test_a_seed_gives_the_numbers_of_a_local_cuda_device(client: Client) -> None:
     for generator in (0, 5):
         client.send(record(Record.SEED, 0, u32(generator) + u64(9)))

@@ -1,38 +1,141 @@
-"""Captured models on a CUDA device: a replay writes where the last did, results are the caller's."""
+"""Graphs on a CUDA device: taken down as CUDA graphs, compiled or not, and always right."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import copy
+import gc
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
+from benchmarks import device_models
 from genie import device
 from genie.device import capture
-from tests.agent.executor.process import ExecutorProcess, start_executor
+from tests.agent.executor.process import start_executor
 from tests.device.conftest import D0, remote_device
 
-GIB = 1024**3
+MIB = 1024**2
+GIB = 1024 * MIB
+pytestmark = pytest.mark.timeout(600)
 
 
-@pytest.fixture(scope="module")
-def executor(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ExecutorProcess]:
+@pytest.fixture(scope="module", autouse=True)
+def cuda_executor(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     if not torch.cuda.is_available():
         pytest.skip("needs a torch that can use the NVIDIA GPU")
-    folder: Path = tmp_path_factory.mktemp("graphs") / "executor"
     with ExitStack() as stack:
-        started = start_executor(folder, vendor="nvidia", memory_bytes_max=4 * GIB)
-        stack.callback(started.kill)
-        started.wait_ready()
-        device.attach([remote_device(0, lambda: started.port)])
+        folder = tmp_path_factory.mktemp("cuda") / "executor"
+        executor = start_executor(folder, vendor="nvidia", memory_bytes_max=4 * GIB)
+        stack.callback(executor.kill)
+        executor.wait_ready()
+        device.attach([remote_device(0, lambda: executor.port)])
         stack.callback(device.detach)
-        torch.zeros(1, device=D0)  # connected here, so that no single test is blamed for the socket
-        yield started
+        torch.zeros(1, device=D0)
+        yield
 
 
-@pytest.mark.usefixtures("executor")
+class Keeper(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.zeros(3))
+        self.register_buffer("table", torch.zeros(4, 6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.count += 1
+        self.table[1:3, ::2] += x
+        self.table.t()[5].copy_(self.count.sum() + self.table[:, 0])
+        return self.table.t() * 2
+
+
+def mlp() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.LayerNorm(8), nn.Linear(8, 2))
+
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], tuple[torch.Tensor, ...]]]] = {
+    "mlp": (mlp, lambda call: (torch.full((3, 4), float(call)),)),
+    "convnet": (lambda: device_models.convnet((1, 1), 16), lambda call: (torch.ones(2, 3, 32, 32) * call,)),
+    "transformer": (
+        lambda: device_models.Transformer(64, 2, last_only=True),
+        lambda call: (torch.arange(16).view(2, 8) + call,),
+    ),
+    "decode step": (
+        lambda: device_models.DecodeStep(64, 2, 16, torch.float32),
+        lambda call: (torch.tensor([[call + 3]]), torch.tensor([call])),
+    ),
+    "buffers": (Keeper, lambda _: (torch.ones(3),)),
+}
+
+
+@pytest.mark.parametrize(
+    ("inductor", "how"),
+    [(False, "cuda graph"), (True, "inductor in a cuda graph")],
+    ids=["plain", "inductor"],
+)
+@pytest.mark.parametrize("name", MODELS)
+def test_a_graph_gives_what_the_cpu_gives(name: str, inductor: bool, how: str) -> None:
+    make, inputs = MODELS[name]
+    torch.manual_seed(0)
+    local = make().eval()
+    remote = copy.deepcopy(local).to(D0)
+    captured = capture(remote, inductor=inductor)
+    with torch.no_grad():
+        for call in range(5):
+            given = inputs(call)
+            torch.testing.assert_close(captured(*given).cpu(), local(*given), rtol=1e-2, atol=1e-3)
+    kept = {key: tensor.cpu() for key, tensor in remote.state_dict().items()}
+    torch.testing.assert_close(kept, dict(local.state_dict()), rtol=1e-2, atol=1e-3)
+    (report,) = captured.report()
+    assert (report.how, report.why) == (how, "")
+
+
+def test_work_that_must_wait_for_the_gpu_is_replayed_step_by_step() -> None:
+    def masked(x: torch.Tensor, mask: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+        y = x + 1
+        y[mask] = values
+        return y * 2
+
+    captured = capture(masked)
+    x, mask = torch.zeros(4, device=D0), torch.tensor([True, False, True, False], device=D0)
+    values = torch.tensor([3.0, 4.0], device=D0)
+    for _ in range(3):
+        assert captured(x, mask, values).tolist() == [6, 2, 8, 2]
+    (report,) = captured.report()
+    assert report.how == "steps"
+    assert "no CUDA graph" in report.why
+
+
+def test_weights_that_get_other_memory_are_seen() -> None:
+    weight = torch.ones(4, device=D0)
+    captured = capture(lambda x: x * weight)
+    x = torch.full((4,), 2.0, device=D0)
+    for _ in range(3):
+        assert captured(x).tolist() == [2, 2, 2, 2]
+    weight.untyped_storage().resize_(64)
+    weight.fill_(3)
+    assert captured(x).tolist() == [6, 6, 6, 6]
+    assert captured(x).tolist() == [6, 6, 6, 6]
+    assert captured.report()[0].how == "cuda graph"
+
+
+def test_memory_that_a_graph_keeps_counts_until_it_is_gone() -> None:
+    gc.collect()
+    before = torch.remote_accelerator.memory_allocated(0)
+    captured = capture(lambda x: (x + 1).sum())
+    x = torch.ones(64 * MIB // 4, device=D0)
+    for _ in range(3):
+        captured(x)
+    assert torch.remote_accelerator.memory_allocated(0) - before > 3 * 64 * MIB - MIB
+    del captured, x
+    gc.collect()
+    assert torch.remote_accelerator.memory_allocated(0) == before
+
+
+# --- results ------------------------------------------------------------------------------------
+
+
 @pytest.mark.parametrize("size", [10, 1_000_000])
 def test_results_are_the_callers_to_keep(size: int) -> None:
     captured = capture(lambda x: x * 2)
@@ -40,7 +143,6 @@ def test_results_are_the_callers_to_keep(size: int) -> None:
     assert [each.unique().tolist() for each in kept] == [[2.0 * i] for i in range(6)]
 
 
-@pytest.mark.usefixtures("executor")
 def test_a_result_may_be_written_to() -> None:
     captured = capture(lambda x: (x + 1, x + 2))
     for i in range(5):
@@ -50,7 +152,6 @@ def test_a_result_may_be_written_to() -> None:
         assert (one[0].item(), other[0].item()) == (100.0 * (i + 1), i + 2.0)
 
 
-@pytest.mark.usefixtures("executor")
 def test_views_and_inputs_as_results_are_copied() -> None:
     captured = capture(lambda x: (x, (x * 2)[3:5]))
     kept = [captured(torch.full((8,), float(i), device=D0)) for i in range(5)]
@@ -58,7 +159,6 @@ def test_views_and_inputs_as_results_are_copied() -> None:
         assert (same.tolist(), part.tolist()) == ([float(i)] * 8, [2.0 * i] * 2)
 
 
-@pytest.mark.usefixtures("executor")
 def test_a_large_answer_is_right_although_a_replay_follows_at_once() -> None:
     """Larger than what the executor copies to answer; its tensor is gone when the answer arrives."""
     captured = capture(lambda x: x * 2)
@@ -69,7 +169,6 @@ def test_a_large_answer_is_right_although_a_replay_follows_at_once() -> None:
         assert here.unique().tolist() == [2.0 * i]
 
 
-@pytest.mark.usefixtures("executor")
 def test_memory_comes_back_when_results_and_graphs_are_gone() -> None:
     torch.zeros(1, device=D0)
     torch.remote_accelerator.synchronize()

@@ -63,13 +63,13 @@ def _limit_memory(device: torch.device, limit_bytes: int, memory_bytes: int) -> 
         torch.cuda.set_per_process_memory_fraction(min(1.0, limit_bytes / memory_bytes), device)
     elif device.type == "cpu":
         _, hard = resource.getrlimit(resource.RLIMIT_DATA)
-        soft = _data_bytes() + limit_bytes + _SLACK_BYTES
+        soft = data_bytes() + limit_bytes + _SLACK_BYTES
         resource.setrlimit(resource.RLIMIT_DATA, (soft if hard < 0 else min(soft, hard), hard))
     else:
         _log.warning("%s has no limit on what ops take on the way; only tensors are counted", device.type)
 
 
-def _data_bytes() -> int:
+def data_bytes() -> int:
     """What counts towards RLIMIT_DATA now. Elsewhere than on Linux the limit has no effect anyway."""
     status = Path("/proc/self/status")
     if not status.exists():

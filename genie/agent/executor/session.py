@@ -31,6 +31,7 @@ class CudaCapture:
         self._torch = torch
         self._device = torch.device(device)
         self._graph: Any = None  # Any: torch.cuda.CUDAGraph is untyped
+        self._reserved_before = 0
 
     def use_stream(self) -> None:
         """Work of this thread goes through a stream of its own: the default one cannot be taken down."""
@@ -39,16 +40,24 @@ class CudaCapture:
 
     def begin(self) -> None:
         self._torch.cuda.synchronize(self._device)
+        self._reserved_before = self._torch.cuda.memory_reserved(self._device)
         self._graph = self._torch.cuda.CUDAGraph()
         self._graph.capture_begin(capture_error_mode="thread_local")
 
-    def end(self) -> Any:
+    def end(self) -> tuple[Any, int]:
+        """The graph, and the bytes that it keeps to itself for as long as it lives."""
         self._graph.capture_end()
-        return self._graph
+        # What is taken meanwhile comes from a pool that begins empty, so all of it is new to the process.
+        return self._graph, max(0, self._torch.cuda.memory_reserved(self._device) - self._reserved_before)
 
     def abandon(self) -> None:
-        self._graph.capture_end()
+        """Raises when the device does not work any more."""
+        try:
+            self._graph.capture_end()
+        except RuntimeError:
+            pass  # it says again what went wrong while it was taken down
         self._graph = None
+        self._torch.cuda.synchronize(self._device)
 
     def replay(self, graph: Any) -> None:
         graph.replay()
@@ -63,6 +72,12 @@ class ClientSession:
         self._on_cpu = config.device == "cpu"
         self._capture = CudaCapture(config.device) if config.device.startswith("cuda") else None
         self._fetcher = Fetcher(library, config)
+        # Late: it imports torch.
+        from genie.agent.executor.inductor import Compiler
+
+        self._compiler = Compiler(
+            device=config.device, folder=Path(config.endpoint_path).with_name("inductor")
+        )
         self._native = library.Session(
             config.device,
             config.memory_bytes_max,
@@ -70,6 +85,7 @@ class ClientSession:
             spin_us=config.spin_us,
             capture=self._capture,
             fetch=self._fetcher,
+            compiler=self._compiler,
         )
         door.send_fetches_to(self._deliver)
 
@@ -86,6 +102,7 @@ class ClientSession:
             outcome = self._serve_all(arrival)
         finally:
             self._fetcher.close()
+            self._compiler.close()
             sound = outcome != "fatal" or self._on_cpu
             if sound:
                 self._native.close()

@@ -471,13 +471,13 @@ uint32_t Connection::begin_graph() {
   return recording_number_;
 }
 
-void Connection::end_graph(bool keep) {
+void Connection::end_graph(uint32_t how) {
   uint32_t number;
   std::vector<uint32_t> waiting;
   {
     std::lock_guard<std::mutex> lock(mutex_);
     if (!recording_) return;
-    records_.record(Record::GraphEnd, keep);
+    records_.record(Record::GraphEnd, how);
     number = recording_number_;
     recording_ = nullptr;
     recording_flag_ = false;
@@ -487,7 +487,7 @@ void Connection::end_graph(bool keep) {
     free_unbound();
     changed_.notify_all();
   }
-  if (!keep) forget_graph(number);
+  if (how == GRAPH_FORGET) forget_graph(number);
   for (uint32_t graph : waiting) free_graph(graph);
 }
 

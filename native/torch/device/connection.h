@@ -157,7 +157,8 @@ class Connection final : public c10::intrusive_ptr_target {
   // again by replay. Storages that the graph reads stay alive with it, and the numbers of those that it makes
   // are its own. Raises where something cannot be part of a graph; end_graph must be called all the same.
   uint32_t begin_graph();
-  void end_graph(bool keep);
+  // `how`: an argument of GraphEnd.
+  void end_graph(uint32_t how);
   void replay_graph(uint32_t graph);
   // A storage of its own with what the graph's result has until the next replay; 0 when it is no graph's.
   uint32_t take_graph_result(uint32_t storage);

@@ -98,6 +98,30 @@ py::dict client_counters(Connection& connection) {
   return found;
 }
 
+// How the executor replays a graph, how often it has, and why not in a better way.
+py::tuple graph_report(Connection& connection, uint32_t graph) {
+  connection.check_not_recording("a report");
+  Awaited awaited;
+  {
+    py::gil_scoped_release go;
+    Connection::Batch batch(connection);
+    batch.records().record(Record::GraphReport);
+    batch.records().u32(graph);
+    uint64_t number = batch.finish_ask(awaited);
+    connection.await(number, awaited);
+  }
+  static const char* const HOW[] = {"steps", "cuda graph", "inductor", "inductor in a cuda graph"};
+  try {
+    Reader in(awaited.payload.data(), awaited.payload.size());
+    uint8_t how = in.u8();
+    if (how >= std::size(HOW)) throw ProtocolError("a graph is replayed in an unknown way");
+    uint64_t replays = in.u64();
+    return py::make_tuple(HOW[how], replays, in.text());
+  } catch (const ProtocolError& error) {
+    connection.fail(error);
+  }
+}
+
 // Tensors whose memory a graph has been made with, and where a model keeps them: (dict, name, tensor).
 class Watch {
  public:
@@ -193,6 +217,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def("client_counters", &client_counters)
       .def("begin_graph", &Connection::begin_graph, without_gil)
       .def("end_graph", &Connection::end_graph, without_gil)
+      .def("graph_report", &graph_report)
       .def("replay_graph", &Connection::replay_graph, without_gil)
       .def("free_graph", &Connection::free_graph, without_gil)
       .def("close", &Connection::close, without_gil);

@@ -7,6 +7,7 @@
 #include <pybind11/stl.h>
 
 #include "../stream_bindings.h"
+#include "python_compiler.h"
 #include "session.h"
 
 namespace py = pybind11;
@@ -26,7 +27,8 @@ const char* name_of(Outcome outcome) {
   }
 }
 
-// torch.cuda's graphs, by way of an object with begin(), end(), abandon() and replay(graph).
+// torch.cuda's graphs, by way of an object with begin(), end(), abandon() and replay(graph);
+// end() gives the graph and the bytes that it keeps.
 class PythonCapture final : public Capture {
  public:
   explicit PythonCapture(py::object object) : object_(std::move(object)) {}
@@ -39,25 +41,33 @@ class PythonCapture final : public Capture {
     py::gil_scoped_acquire gil;
     object_.attr("begin")();
   }
-  std::shared_ptr<void> end() override {
+  TakenDown end() override {
     py::gil_scoped_acquire gil;
-    py::object graph = object_.attr("end")();
-    return {graph.release().ptr(), [](void* held) {
-              py::gil_scoped_acquire gil;
-              Py_DECREF(static_cast<PyObject*>(held));
-            }};
+    auto [graph, bytes] = object_.attr("end")().cast<std::pair<py::object, uint64_t>>();
+    TakenDown taken;
+    taken.bytes = bytes;
+    taken.work = {graph.release().ptr(), [](void* held) {
+                    py::gil_scoped_acquire gil;
+                    Py_DECREF(static_cast<PyObject*>(held));
+                  }};
+    return taken;
   }
-  void abandon() noexcept override {
+  bool abandon() noexcept override {
     try {
       py::gil_scoped_acquire gil;
       object_.attr("abandon")();
+      return true;
     } catch (const std::exception&) {
-      // there was nothing to end
+      return false;
     }
   }
-  void replay(void* taken_down) override {
+  void replay(void* work) override {
     py::gil_scoped_acquire gil;
-    object_.attr("replay")(py::handle(static_cast<PyObject*>(taken_down)));
+    try {
+      object_.attr("replay")(py::handle(static_cast<PyObject*>(work)));
+    } catch (const py::error_already_set& error) {
+      raise_from_python(error);
+    }
   }
 
  private:
@@ -97,11 +107,13 @@ bool deliver(Session& session, uint64_t number, py::handle stream) {
 
 std::unique_ptr<Session> make_session(const std::string& device, uint64_t bytes_max,
                                       std::vector<std::string> allowed_ops, int64_t spin_us,
-                                      py::object capture, py::object fetch) {
+                                      py::object capture, py::object compiler, py::object fetch) {
   std::shared_ptr<Capture> capturing;
   if (!capture.is_none()) capturing = std::make_shared<PythonCapture>(std::move(capture));
+  std::shared_ptr<Compiler> compiling;
+  if (!compiler.is_none()) compiling = python_compiler(std::move(compiler));
   return std::make_unique<Session>(device, bytes_max, std::move(allowed_ops), spin_us, std::move(capturing),
-                                   fetch_with(std::move(fetch)));
+                                   std::move(compiling), fetch_with(std::move(fetch)));
 }
 
 std::string serve(Session& session, py::handle stream, uint64_t replies_received) {
@@ -132,7 +144,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   genie::bind_stream(module);
   py::class_<Session>(module, "Session", py::module_local())
       .def(py::init(&genie::make_session), py::arg("device"), py::arg("bytes_max"), py::arg("allowed_ops"),
-           py::arg("spin_us") = 0, py::arg("capture") = py::none(), py::arg("fetch") = py::none())
+           py::arg("spin_us") = 0, py::arg("capture") = py::none(), py::arg("compiler") = py::none(),
+           py::arg("fetch") = py::none())
       .def("serve", &genie::serve, py::arg("stream"), py::arg("replies_received"))
       .def("deliver", &genie::deliver, py::arg("number"), py::arg("stream"))
       .def("stats", &genie::stats)

@@ -37,6 +37,8 @@ class OpRunner {
   void pass_over(const Template& call, Reader& in);
   // Gives the results of an ask() their numbers.
   void bind(uint64_t reply_number, uint32_t count, Reader& in);
+  // Forgets the op at hand, after it has ended with something that ends a session.
+  void let_go();
   void clear();
 
  private:
@@ -55,7 +57,6 @@ class OpRunner {
   const at::Tensor& fill_scalar(Argument& argument, const uint8_t*& data);
   bool is_changed(const Given& given) const;
   void restore_written() noexcept;
-  void let_go();
 
   void check_unchanged() const;
   void collect(const Output& predicted, const c10::IValue& value);

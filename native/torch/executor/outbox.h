@@ -55,6 +55,8 @@ class Outbox {
   // The last words of a session.
   void say_farewell(const Failure& failure);
 
+  // Whether replies that were not received yet stand on the client's own memory.
+  bool lends() const { return lent_ > 0; }
   // Something is about to be written there: replies that would read it later are copied out now.
   void before_write(const c10::Storage& storage) {
     if (lent_ > 0) copy_out(storage);

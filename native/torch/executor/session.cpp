@@ -40,14 +40,15 @@ struct ServingThread {
 }  // namespace
 
 Session::Session(const std::string& device, uint64_t bytes_max, std::vector<std::string> allowed_ops,
-                 int64_t spin_us, std::shared_ptr<Capture> capture, Fetch fetch)
+                 int64_t spin_us, std::shared_ptr<Capture> capture, std::shared_ptr<Compiler> compiler,
+                 Fetch fetch)
     : device_(device),
       storages_(device_, bytes_max),
       copies_(device_),
       outbox_(storages_, copies_, spin_us),
       generators_(device_),
       ops_(storages_, generators_, outbox_),
-      graphs_(storages_, ops_, outbox_, std::move(capture)),
+      graphs_(storages_, ops_, outbox_, std::move(capture), std::move(compiler)),
       reader_(device_, std::move(allowed_ops)),
       upload_(copies_),
       shelf_(device_, storages_),
@@ -181,7 +182,7 @@ void Session::take_record(Record kind, uint32_t argument, Reader& in) {
     case Record::GraphBegin:
       return graphs_.begin(in.u32());
     case Record::GraphEnd:
-      return graphs_.end(argument == 1);
+      return graphs_.end(argument);
     case Record::GraphStep:
       return write_down(known_template(argument), in);
     case Record::GraphReplay:
@@ -192,6 +193,8 @@ void Session::take_record(Record kind, uint32_t argument, Reader& in) {
     }
     case Record::GraphFree:
       return graphs_.free(in.u32());
+    case Record::GraphReport:
+      return reply_report(in.u32());
     case Record::Bind: {
       uint64_t number = in.u64();
       return ops_.bind(number, argument, in);
@@ -344,11 +347,13 @@ void Session::allocate(Reader& in) {
 }
 
 void Session::resize(Reader& in) {
-  Slot& slot = storages_.known(in.u32());
+  uint32_t storage = in.u32();
+  Slot& slot = storages_.known(storage);
   uint64_t bytes = in.u64();
   if (bytes > INT64_MAX) throw ProtocolError("a storage is larger than can be counted");
   if (slot.failure) return;
-  outbox_.before_free(slot.storage, slot.bytes);
+  graphs_.before_free(storage, slot);
+  graphs_.moved(storage);
   try {
     storages_.resize(slot, bytes);
   } catch (...) {
@@ -361,7 +366,7 @@ void Session::resize(Reader& in) {
 
 void Session::free(uint32_t storage) {
   Slot& slot = storages_.known(storage);
-  if (slot.storage) outbox_.before_free(slot.storage, slot.bytes);
+  graphs_.before_free(storage, slot);
   storages_.free(storage);
   if (graphs_.recording()) {
     graphs_.freed(storage);
@@ -502,6 +507,17 @@ void Session::reply_stats() {
     payload.u64(now.bytes_allocated_peak);
     payload.u64(now.bytes_max);
     payload.u64(now.ops);
+    outbox_.reply(payload);
+  });
+}
+
+void Session::reply_report(uint32_t graph) {
+  answer([&] {
+    GraphReport report = graphs_.report(graph);
+    Writer payload;
+    payload.u8(static_cast<uint8_t>(report.how));
+    payload.u64(report.replays);
+    payload.text(report.why);
     outbox_.reply(payload);
   });
 }

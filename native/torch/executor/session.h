@@ -40,9 +40,9 @@ struct SessionStats {
 
 class Session {
  public:
-  // `bytes_max` of 0 means no quota; `capture` may be null, `fetch` empty.
+  // `bytes_max` of 0 means no quota; `capture` and `compiler` may be null, `fetch` empty.
   Session(const std::string& device, uint64_t bytes_max, std::vector<std::string> allowed_ops,
-          int64_t spin_us, std::shared_ptr<Capture> capture, Fetch fetch);
+          int64_t spin_us, std::shared_ptr<Capture> capture, std::shared_ptr<Compiler> compiler, Fetch fetch);
 
   // Serves over one connection until it ends. The client has the replies up to `replies_received`.
   Outcome serve(std::shared_ptr<Stream> stream, uint64_t replies_received);
@@ -87,6 +87,7 @@ class Session {
   void synchronize();
   void reply_generator_state(uint32_t generator);
   void reply_stats();
+  void reply_report(uint32_t graph);
 
   void note(FailurePtr failure);
   // Carries out what cannot be undone by a failure of its own; the failure is told with the next reply.

@@ -136,11 +136,13 @@ void StorageTable::resize(Slot& slot, uint64_t bytes) {
   check_room(bytes > slot.bytes ? bytes - slot.bytes : 0);
   slot.storage = copied(slot, bytes);
   slot.forget_views();
+  changed(slot);
   recount(slot);
 }
 
 void StorageTable::spoil(Slot& slot, FailurePtr failure) {
   slot.forget_views();
+  changed(slot);
   slot.storage = c10::Storage();
   count(-static_cast<int64_t>(slot.bytes));
   slot.bytes = 0;
@@ -168,6 +170,7 @@ void StorageTable::check_room(uint64_t more_bytes) const {
 
 void StorageTable::recount(Slot& slot) {
   uint64_t now = slot.storage.nbytes();
+  if (now != slot.bytes) changed(slot);
   count(static_cast<int64_t>(now) - static_cast<int64_t>(slot.bytes));
   slot.bytes = now;
 }
@@ -175,6 +178,7 @@ void StorageTable::recount(Slot& slot) {
 void StorageTable::restore(Slot& slot) noexcept {
   if (!slot.storage) return;
   slot.forget_views();
+  changed(slot);
   if (slot.storage.nbytes() == slot.bytes) return;
   try {
     // Of the old size, so that no memory beyond the quota stays taken.

@@ -26,7 +26,8 @@ struct Slot {
   at::Tensor views[VIEWS_KEPT_MAX];
   uint8_t views_kept = 0;
   uint8_t next_view = 0;
-  FailurePtr failure;  // why it was never made
+  uint32_t watchers = 0;  // graphs that use or make it; they stay when it is freed
+  FailurePtr failure;     // why it was never made
 
   bool taken() const { return storage || failure; }
   void forget_views();
@@ -95,6 +96,9 @@ class StorageTable {
   // Whether it is an ordinary tensor of this device, without lazy bits.
   bool is_plain(const at::Tensor& tensor) const { return tensor.key_set() == keys_; }
 
+  // How often a slot with watchers was given other memory, or none.
+  uint64_t watched_changes() const { return watched_changes_; }
+
   // Taken or not.
   Slot& at(uint32_t number);
 
@@ -102,6 +106,7 @@ class StorageTable {
   // Another storage, with the contents as far as they fit.
   c10::Storage copied(const Slot& slot, uint64_t bytes) const;
   at::Tensor make_view(const Slot& slot, const Look& look, int64_t offset) const;
+  void changed(const Slot& slot) { watched_changes_ += slot.watchers > 0; }
 
   c10::Device device_;
   uint64_t bytes_max_;
@@ -109,6 +114,7 @@ class StorageTable {
   std::vector<std::unique_ptr<Slot[]>> pages_;
   MemoryCounters counters_;
   uint64_t aside_bytes_ = 0;
+  uint64_t watched_changes_ = 0;
 };
 
 }  // namespace genie

@@ -52,9 +52,16 @@ class Record(IntEnum):
     FREE_GENERATOR = 14
     STATS = 15
     GOODBYE = 16
-    SHIP = 23
-    LAND = 24
-    UNSHIP = 25
+    GRAPH_BEGIN = 17
+    GRAPH_END = 18
+    GRAPH_REPLAY = 19
+    GRAPH_FREE = 20
+    GRAPH_STEP = 21
+    GRAPH_RESULT = 22
+    GRAPH_REPORT = 23
+    SHIP = 24
+    LAND = 25
+    UNSHIP = 26
 
 
 # --- values -------------------------------------------------------------------------------------
@@ -610,10 +617,17 @@ class ServedSession:
 
 @contextmanager
 def served_session(
-    *, memory_bytes_max: int = 0, allowed_ops: Sequence[str] = sorted(ALLOWED_OPS)
+    *,
+    memory_bytes_max: int = 0,
+    allowed_ops: Sequence[str] = sorted(ALLOWED_OPS),
+    device: str = "cpu",
+    capture: object = None,
+    compiler: object = None,
 ) -> Iterator[tuple[ServedSession, Client]]:
     library = native.load("genie_executor")
-    session = ServedSession(library.Session("cpu", memory_bytes_max, allowed_ops))
+    session = ServedSession(
+        library.Session(device, memory_bytes_max, allowed_ops, capture=capture, compiler=compiler)
+    )
     client = Client(session.connect())
     try:
         yield session, client

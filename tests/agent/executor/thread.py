@@ -61,7 +61,8 @@ class ThreadedExecutor:
 @contextmanager
 def executor_on_a_thread(**settings: object) -> Iterator[ThreadedExecutor]:
     ticket = hashlib.sha256(TICKET.encode()).hexdigest()
-    config = ExecutorConfig(job_id="job-1", endpoint_path="unused", ticket_sha256=ticket, **settings)  # type: ignore[arg-type]
+    values: dict[str, object] = {"job_id": "job-1", "endpoint_path": "unused", "ticket_sha256": ticket}
+    config = ExecutorConfig(**(values | settings))  # type: ignore[arg-type]
     executor = ThreadedExecutor(config)
     try:
         yield executor

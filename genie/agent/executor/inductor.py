@@ -1,0 +1,163 @@
+"""Compiles recorded graphs with torch's inductor, for this executor's client and nobody else.
+
+What inductor writes (sources, libraries, kernels) goes to a folder of the executor's own. It starts no
+pool of processes and keeps no cache that another process could fill. The session waits meanwhile; the
+work is done on a thread that has none of its dispatch state. Not for: what a graph is (fxgraph.py), and
+when it is compiled (native/torch/executor/graphs.cpp).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import resource
+import shutil
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from genie import config
+from genie.agent.executor import accelerator
+from genie.errors import GenieError, OpRefusedError
+
+if TYPE_CHECKING:
+    from genie.agent.executor import fxgraph
+
+_log = logging.getLogger(__name__)
+
+COMPILE_S_MAX = 480.0
+"""Less than the client waits for an op (600 s); after that the steps are carried out as they are."""
+STEPS_MAX = 20_000
+_ALLOWANCE_BYTES = 4 * 1024**3
+_REASON_CHARACTERS_MAX = 300
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """One function; where the tensors that it takes and gives are."""
+
+    function: Any
+    inputs: list[tuple[Any, ...]]
+    results: list[tuple[Any, ...]]
+
+    def __call__(self, given: list[torch.Tensor]) -> list[torch.Tensor]:
+        return list(self.function(*given))
+
+
+class Compiler:
+    """For one device; its folder is made when it is first needed."""
+
+    def __init__(self, *, device: str, folder: Path) -> None:
+        self._device = torch.device(device)
+        self._folder = folder
+        self._last: Future[Compiled] | None = None
+
+    def compile(
+        self, steps: Sequence[fxgraph.Step], wanted: Sequence[int], sizes: Mapping[int, int]
+    ) -> Compiled:
+        """OpRefusedError with the reason when it cannot be done."""
+        if self._last is not None and not self._last.done():
+            raise OpRefusedError("another graph is still being compiled")
+        if len(steps) > STEPS_MAX:
+            raise OpRefusedError(f"it has {len(steps)} steps; the most that are compiled is {STEPS_MAX}")
+        _log.info("compiling a graph of %d steps with inductor", len(steps))
+        started = time.monotonic()
+        self._last = made = Future[Compiled]()
+        threads = torch.get_num_threads()
+
+        def work() -> None:
+            try:
+                torch.set_num_threads(threads)  # it is each thread's own, and goes into the code
+                if self._device.type != "cpu":
+                    torch.get_device_module(self._device).set_device(self._device)
+                made.set_result(self._compile(steps, wanted, sizes))
+            except BaseException as error:  # inductor raises anything
+                made.set_exception(error)
+
+        # Not of a pool: those are waited for when the process ends.
+        threading.Thread(target=work, name="inductor", daemon=True).start()
+        try:
+            compiled = made.result(COMPILE_S_MAX)
+        except TimeoutError:
+            raise OpRefusedError(f"it took longer than {COMPILE_S_MAX:g} s") from None
+        except GenieError as error:
+            _log.info("not compiled: %s", error)
+            raise
+        except Exception as error:
+            _log.warning("not compiled", exc_info=True)
+            raise OpRefusedError(_reason(error)) from error
+        _log.info("compiled in %.1f s", time.monotonic() - started)
+        return compiled
+
+    def close(self) -> None:
+        """Removes what was written; code that is loaded stays."""
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _compile(
+        self, steps: Sequence[fxgraph.Step], wanted: Sequence[int], sizes: Mapping[int, int]
+    ) -> Compiled:
+        self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._folder.chmod(0o700)
+        config.compile_into(self._folder.resolve())
+        with torch.no_grad(), _more_memory():
+            # Late: it imports much of torch that an executor does not need otherwise.
+            from genie.agent.executor import fxgraph
+
+            traced = fxgraph.trace(steps, wanted, sizes, self._device)
+            function = _inductor(traced)
+        return Compiled(
+            function=function,
+            inputs=[place.told() for place in traced.inputs],
+            results=[place.told() for place in traced.results],
+        )
+
+
+def _inductor(traced: fxgraph.Traced) -> Any:
+    # Before the rest of inductor is imported: that starts a pool of processes, unless told not to.
+    from torch._inductor import config as inductor_config
+
+    inductor_config.compile_threads = 1
+    import torch._functorch.config as functorch_config
+    from torch._inductor.compile_fx import compile_fx
+
+    patches = {"compile_threads": 1, "fx_graph_cache": False, "fx_graph_remote_cache": False,
+               "autotune_remote_cache": False, "triton.cudagraphs": False,
+               # Whatever an index says, nothing outside of its tensor is read or written.
+               "assert_indirect_indexing": True,
+               # They would go to a folder in /tmp that all of this user's processes share.
+               "cpp_cache_precompile_headers": False}  # fmt: skip
+    with functorch_config.patch(enable_autograd_cache=False):
+        return compile_fx(traced.module, traced.examples, config_patches=patches)
+
+
+@contextlib.contextmanager
+def _more_memory() -> Iterator[None]:
+    """Compiling takes memory of its own, and leaves modules behind: neither is the client's.
+
+    The session waits meanwhile, so none of it goes to its tensors.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    if soft < 0:
+        yield
+        return
+    before = accelerator.data_bytes()
+    more = soft + _ALLOWANCE_BYTES
+    resource.setrlimit(resource.RLIMIT_DATA, (more if hard < 0 else min(more, hard), hard))
+    try:
+        yield
+    finally:
+        grown = min(max(0, accelerator.data_bytes() - before), _ALLOWANCE_BYTES)
+        limit = soft + grown
+        resource.setrlimit(resource.RLIMIT_DATA, (limit if hard < 0 else min(limit, hard), hard))
+
+
+def _reason(error: BaseException) -> str:
+    text = str(error).strip() or type(error).__name__
+    first = next(line for line in text.splitlines() if line.strip())
+    return f"{type(error).__name__}: {first}"[:_REASON_CHARACTERS_MAX]

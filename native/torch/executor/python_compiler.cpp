@@ -1,0 +1,241 @@
+#include "python_compiler.h"
+
+#include <cstring>
+#include <tuple>
+
+#include <pybind11/stl.h>
+#include <torch/csrc/utils/pybind.h>
+
+namespace genie {
+
+namespace {
+
+namespace py = pybind11;
+using c10::IValue;
+using c10::TypeKind;
+
+constexpr size_t SCALAR_BYTES = 16;
+
+template <class T>
+T next(const uint8_t*& data) {
+  T value;
+  std::memcpy(&value, data, sizeof value);
+  data += sizeof value;
+  return value;
+}
+
+py::tuple numbers(c10::IntArrayRef values) {
+  py::tuple made(values.size());
+  for (size_t i = 0; i < values.size(); i++) made[i] = py::int_(values[i]);
+  return made;
+}
+
+const c10::Type& without_optional(const c10::Type& type) {
+  auto* optional = type.castRaw<c10::OptionalType>();
+  return optional ? *optional->getElementType() : type;
+}
+
+// Steps as inductor.py reads them; it has the list of forms.
+class Teller {
+ public:
+  py::list tell(const std::vector<GraphStep>& steps) {
+    py::list told;
+    for (const GraphStep& step : steps) {
+      if (step.kind == Record::Op) {
+        told.append(op(step));
+      } else if (step.kind == Record::Allocate) {
+        told.append(py::make_tuple("allocate", step.storage, step.bytes));
+      } else {
+        told.append(py::make_tuple("free", step.storage));
+      }
+    }
+    return told;
+  }
+
+ private:
+  py::object op(const GraphStep& step) {
+    const Template& call = *step.call;
+    if (!call.op) throw Refused(call.refusal);
+    const auto& schema = call.op->schema();
+    const uint8_t* data = step.record.data();
+    py::list arguments;
+    for (size_t i = 0; i < call.arguments.size(); i++)
+      arguments.append(argument(call.arguments[i], data, *schema.arguments()[i].real_type()));
+    new_storages_ = step.record.data() + call.data_bytes;
+    py::list outputs;
+    for (const Output& each : call.outputs) outputs.append(output(each));
+    return py::make_tuple("op", schema.name(), schema.overload_name(), arguments, outputs);
+  }
+
+  py::object argument(const Argument& argument, const uint8_t*& data, const c10::Type& declared) {
+    const c10::Type& type = without_optional(declared);
+    switch (argument.kind) {
+      case ArgumentKind::Tensor: {
+        auto storage = next<uint32_t>(data);
+        int64_t offset = argument.has_offset ? next<int64_t>(data) : 0;
+        return tensor(storage, *argument.look, offset, argument.written);
+      }
+      case ArgumentKind::ScalarTensor:
+        return scalar(argument, data);
+      case ArgumentKind::IntegerData:
+        return py::make_tuple("value", next<int64_t>(data));
+      case ArgumentKind::FloatData:
+        return py::make_tuple("value", next<double>(data));
+      case ArgumentKind::Generator:
+        data += sizeof(uint32_t);
+        return py::make_tuple("generator");
+      case ArgumentKind::List: {
+        py::list items;
+        const c10::Type& element = *type.castRaw<c10::ListType>()->getElementType();
+        for (const Argument& item : argument.items) items.append(this->argument(item, data, element));
+        return py::make_tuple("list", items);
+      }
+      default:
+        return py::make_tuple("value", constant(argument.constant, type));
+    }
+  }
+
+  py::object tensor(uint32_t storage, const Look& look, int64_t offset, bool written) {
+    if (look.flags) throw Refused("a tensor in it is conjugated or negated lazily");
+    return py::make_tuple("tensor", storage, py::cast(look.dtype), numbers(look.sizes), numbers(look.strides),
+                          offset, written);
+  }
+
+  py::object scalar(const Argument& argument, const uint8_t*& data) {
+    at::Tensor filled = argument.scalar.clone();
+    std::memcpy(filled.mutable_data_ptr(), data, filled.itemsize());
+    data += SCALAR_BYTES;
+    bool wrapped = argument.scalar.unsafeGetTensorImpl()->is_wrapped_number();
+    return py::make_tuple("scalar", py::cast(filled.item()), py::cast(filled.scalar_type()), wrapped);
+  }
+
+  // Dtypes and the like are integers until here; the op says which is which.
+  py::object constant(const IValue& value, const c10::Type& type) {
+    if (value.isNone()) return py::none();
+    if (value.isList()) {
+      py::list items;
+      const c10::Type& element = without_optional(*type.castRaw<c10::ListType>()->getElementType());
+      for (const IValue& item : value.toListRef()) items.append(constant(item, element));
+      return items;
+    }
+    if (value.isInt()) {
+      switch (type.kind()) {
+        case TypeKind::ScalarTypeType:
+          return py::cast(static_cast<c10::ScalarType>(value.toInt()));
+        case TypeKind::LayoutType:
+          return py::module_::import("torch").attr("strided");  // no other is allowed
+        case TypeKind::MemoryFormatType:
+          return py::cast(static_cast<c10::MemoryFormat>(value.toInt()));
+        default:
+          return py::int_(value.toInt());
+      }
+    }
+    if (value.isBool()) return py::bool_(value.toBool());
+    if (value.isDouble()) return py::float_(value.toDouble());
+    if (value.isString()) return py::str(value.toStringRef());
+    if (value.isDevice()) return py::cast(value.toDevice());
+    if (value.isComplexDouble()) {
+      auto number = value.toComplexDouble();
+      return py::reinterpret_steal<py::object>(PyComplex_FromDoubles(number.real(), number.imag()));
+    }
+    if (value.isTensor() && !value.toTensor().defined()) return py::none();
+    throw Refused("an argument in it is a " + value.tagKind());
+  }
+
+  py::object output(const Output& output) {
+    switch (output.kind) {
+      case OutputKind::New:
+        return py::make_tuple("new", next<uint32_t>(new_storages_), py::cast(output.look.dtype),
+                              numbers(output.look.sizes), numbers(output.look.strides));
+      case OutputKind::List: {
+        py::list items;
+        for (const Output& item : output.items) items.append(this->output(item));
+        return py::make_tuple("list", items);
+      }
+      default:
+        return py::make_tuple("nothing");
+    }
+  }
+
+  const uint8_t* new_storages_ = nullptr;
+};
+
+// (storage, dtype, sizes, strides, offset) of this side's own Python; measured like one from the wire.
+View view_of(py::handle told) {
+  using Numbers = std::vector<int64_t>;
+  auto [storage, dtype, sizes, strides, offset] =
+      told.cast<std::tuple<uint32_t, at::ScalarType, Numbers, Numbers, int64_t>>();
+  Writer look;
+  for (int64_t each : sizes) look.i64(each);
+  for (int64_t each : strides) look.i64(each);
+  Reader in(look.data(), look.size());
+  View view;
+  view.storage = storage;
+  view.offset = offset;
+  view.look = read_look(in, static_cast<uint8_t>(dtype), static_cast<uint8_t>(sizes.size()), 0);
+  return view;
+}
+
+class PythonCompiler final : public Compiler {
+ public:
+  explicit PythonCompiler(py::object object) : object_(std::move(object)) {}
+  ~PythonCompiler() override {
+    py::gil_scoped_acquire gil;
+    object_ = py::object();
+  }
+
+  Compiled compile(const std::vector<GraphStep>& steps, const std::vector<uint32_t>& wanted,
+                   const std::unordered_map<uint32_t, uint64_t>& sizes) override {
+    py::gil_scoped_acquire gil;
+    try {
+      py::object made = object_.attr("compile")(Teller().tell(steps), wanted, sizes);
+      Compiled compiled;
+      for (py::handle each : made.attr("inputs")) compiled.inputs.push_back(view_of(each));
+      for (py::handle each : made.attr("results")) {
+        compiled.results.push_back(view_of(each));
+        compiled.result_bytes += compiled.results.back().look.span_bytes;
+      }
+      compiled.function = {made.release().ptr(), [](void* held) {
+                             py::gil_scoped_acquire gil;
+                             Py_DECREF(static_cast<PyObject*>(held));
+                           }};
+      return compiled;
+    } catch (const py::error_already_set& error) {
+      throw Refused(py::str(error.value()).cast<std::string>());
+    } catch (const py::cast_error& error) {
+      throw Refused(error.what());
+    }
+  }
+
+  std::vector<at::Tensor> run(void* function, const std::vector<at::Tensor>& inputs) override {
+    py::gil_scoped_acquire gil;
+    py::list given;
+    for (const at::Tensor& input : inputs) given.append(py::cast(input));
+    try {
+      py::object results = py::handle(static_cast<PyObject*>(function))(given);
+      return results.cast<std::vector<at::Tensor>>();
+    } catch (const py::error_already_set& error) {
+      raise_from_python(error);
+    }
+  }
+
+ private:
+  py::object object_;
+};
+
+}  // namespace
+
+void raise_from_python(const py::error_already_set& error) {
+  auto message = py::str(error.value()).cast<std::string>();
+  auto torch = py::module_::import("torch");
+  if (error.matches(torch.attr("AcceleratorError"))) throw AcceleratorLost(message);
+  if (error.matches(torch.attr("OutOfMemoryError")) || error.matches(PyExc_MemoryError))
+    throw OverQuota(message);
+  throw std::runtime_error(message);
+}
+
+std::shared_ptr<Compiler> python_compiler(py::object object) {
+  return std::make_shared<PythonCompiler>(std::move(object));
+}
+
+}  // namespace genie

@@ -1,0 +1,199 @@
+"""Recorded graphs as graphs of torch.fx: random programs give what they give without, replay after replay.
+
+Inductor itself is left out here: it takes seconds for each program. What it is given goes through torch's
+functionalization instead, as it does on the way to inductor.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch._functorch.aot_autograd import aot_module_simplified
+
+from genie import config, device
+from genie.agent.executor import fxgraph, inductor
+from genie.device import capture
+from genie.errors import OpRefusedError
+from tests.agent.executor.thread import executor_on_a_thread
+from tests.device.conftest import D0, remote_device
+
+PROGRAMS = 60
+CPU = torch.device("cpu")
+
+
+def functionalized(traced: fxgraph.Traced) -> Any:
+    return aot_module_simplified(
+        traced.module,
+        traced.examples,
+        fw_compiler=lambda module, _: module.forward,
+        keep_inference_input_mutations=True,
+    )
+
+
+@pytest.fixture
+def attached(unattached: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(inductor, "_inductor", functionalized)
+    monkeypatch.setattr(config, "compile_into", lambda folder: None)  # the environment is the tests' own
+    with executor_on_a_thread(endpoint_path=str(tmp_path / "endpoint")) as executor:
+        device.attach([remote_device(0, lambda: executor.port)])
+        yield
+        assert (tmp_path / "inductor").is_dir()
+        device.detach()
+    assert not (tmp_path / "inductor").exists()  # it went with the session
+
+
+class Program:
+    """A random function of two inputs and two buffers; the same for the same seed, wherever it runs."""
+
+    def __init__(self, seed: int, place: str) -> None:
+        self._seed = seed
+        self.kept = [torch.arange(24.0).view(4, 6).to(place), torch.ones(2, 3, 4).to(place)]
+
+    def __call__(self, x: torch.Tensor, y: torch.Tensor) -> list[torch.Tensor]:
+        chance = random.Random(self._seed)
+        values = [x, y, *self.kept]
+        for _ in range(14):
+            value = chance.choice(values)
+            act = chance.choice((_view, _view, _write, _write, _make))
+            result = act(value, values, chance)
+            if result is not None:
+                values.append(result)
+        return [*chance.sample(values, 3), values[-1]]
+
+
+def _view(value: torch.Tensor, _: list[torch.Tensor], chance: random.Random) -> torch.Tensor:
+    if value.dim() == 0:
+        return value.unsqueeze(0).expand(chance.choice((1, 3)))
+    dimension = chance.randrange(value.dim())
+    size = value.shape[dimension]
+    match chance.randrange(8):
+        case 0:
+            return value.transpose(0, dimension)
+        case 1:
+            start = chance.randrange(size + 1)
+            return value.narrow(dimension, start, chance.randint(0, size - start))
+        case 2 if size:
+            return value.select(dimension, chance.randrange(size))
+        case 3:
+            index = [slice(None)] * value.dim()
+            index[dimension] = slice(chance.randrange(2), None, 2)
+            return value[tuple(index)]
+        case 4:
+            return value.unsqueeze(dimension).expand(*value.shape[:dimension], 2, *value.shape[dimension:])
+        case 5 if value.is_contiguous():
+            return value.view(-1)
+        case 6 if value.dim() > 1:
+            return value.diagonal(0, 0, 1)
+        case 7 if size > 1:
+            return value.unfold(dimension, 2, 1)
+    return value.unsqueeze(dimension)
+
+
+def _overlaps(value: torch.Tensor) -> bool:
+    places = torch.arange(4096)  # more than any of them has
+    seen = places.as_strided(value.shape, value.stride(), value.storage_offset())
+    return seen.unique().numel() < value.numel()
+
+
+def _write(value: torch.Tensor, values: list[torch.Tensor], chance: random.Random) -> None:
+    kind = chance.randrange(5)
+    amount = chance.randint(1, 3)
+    other = chance.choice(values)
+    if _overlaps(value):  # torch refuses or leaves open what this does
+        return
+    match kind:
+        case 0:
+            value.add_(amount)
+        case 1:
+            value.mul_(0.5)
+        case 2:
+            value.fill_(amount)
+        case 3:
+            value.copy_(other.clone().sum())
+        case 4 if value.dim() > 0 and value.shape[0] > 0:
+            index = torch.zeros(1, dtype=torch.long, device=value.device)
+            value.index_copy_(0, index, value[-1:].clone() + 1)
+
+
+def _make(value: torch.Tensor, values: list[torch.Tensor], chance: random.Random) -> torch.Tensor:
+    match chance.randrange(6):
+        case 0:
+            return value + 1
+        case 1:
+            return value * chance.choice(values).sum()
+        case 2:
+            return value.clone()
+        case 3:
+            return torch.zeros(3, 2, device=value.device)
+        case 4:
+            return torch.cat([value.reshape(-1), chance.choice(values).reshape(-1)])
+    return value.contiguous().relu()
+
+
+@pytest.mark.usefixtures("attached")
+def test_random_programs_are_right_replay_after_replay() -> None:
+    compiled = 0
+    for seed in range(PROGRAMS):
+        here, there = Program(seed, "cpu"), Program(seed, D0)
+        captured = capture(there, inductor=True)
+        for call in range(3):
+            x, y = torch.arange(6.0) + call, torch.arange(12.0).view(3, 4) - call
+            expected = here(x.clone(), y.clone())
+            got = captured(x.to(D0), y.to(D0))
+            for one, other in zip([*got, *there.kept], [*expected, *here.kept], strict=True):
+                torch.testing.assert_close(one.cpu(), other, msg=lambda text, seed=seed: f"{seed}: {text}")
+        compiled += captured.report()[0].how == "inductor"
+    assert compiled > PROGRAMS * 0.6
+
+
+# --- what is refused ----------------------------------------------------------------------------
+
+LOOK = (torch.float32, (2,), (1,))
+
+
+def traced(*steps: fxgraph.Step, wanted: tuple[int, ...] = (2,)) -> fxgraph.Traced:
+    return fxgraph.trace(steps, wanted, {1: 8}, CPU)
+
+
+def op(name: str, *arguments: fxgraph.Step, gives: fxgraph.Step = ("new", 2, *LOOK)) -> fxgraph.Step:
+    return ("op", f"aten::{name}", "", list(arguments), [gives])
+
+
+X = ("tensor", 1, *LOOK, 0, False)
+
+
+def test_a_text_that_is_not_a_word_never_reaches_a_source() -> None:
+    assert traced(op("gelu", X, ("value", "tanh"))).results[0].storage == 2
+    for text in ("none\nimport os", "none'", "a" * 33, "*/"):
+        with pytest.raises(OpRefusedError, match="plain word"):
+            traced(op("gelu", X, ("value", text)))
+
+
+@pytest.mark.parametrize(
+    ("steps", "said"),
+    [
+        ([op("relu", ("tensor", 7, *LOOK, 0, False))], "not there"),
+        ([op("relu", ("tensor", 2, *LOOK, 0, False))], "not there"),
+        ([op("relu", X), ("free", 2), op("neg", ("tensor", 2, *LOOK, 0, False))], "not there"),
+        ([op("relu", X), ("free", 2)], "never made"),
+        ([], "never made"),
+        ([op("relu", X, gives=("new", 2, torch.float32, (3,), (1,)))], "something else"),
+        ([op("relu", X, gives=("new", 2, torch.float64, (2,), (1,)))], "something else"),
+    ],
+    ids=["unknown", "before it is made", "after it is freed", "freed", "nothing", "size", "dtype"],
+)
+def test_steps_that_do_not_fit_together_are_refused(steps: list[fxgraph.Step], said: str) -> None:
+    with pytest.raises(OpRefusedError, match=said):
+        traced(*steps)
+
+
+def test_a_graph_that_is_too_long_is_not_compiled(tmp_path: Path) -> None:
+    compiler = inductor.Compiler(device="cpu", folder=tmp_path / "inductor")
+    with pytest.raises(OpRefusedError, match="the most that are compiled"):
+        compiler.compile([("free", 1)] * (inductor.STEPS_MAX + 1), [], {})
+    assert not (tmp_path / "inductor").exists()
