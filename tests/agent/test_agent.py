@@ -567,8 +567,18 @@ async def test_an_executor_looks_for_its_next_frame_where_cores_are_to_spare(
         leader_token=1,
         ticket_sha256="ab" * 32,
     )
+
+    async def nobody(request: object) -> object:
+        raise AssertionError("without TLS there is nothing to be signed")
+
     *_, path = await preparation.prepare_executor(
-        None, launch, directory=tmp_path, listen_host="127.0.0.1", memory_bytes_max=0, node=node
+        nobody,  # type: ignore[arg-type]
+        launch,
+        directory=tmp_path,
+        ca_path=None,
+        listen_host="127.0.0.1",
+        memory_bytes_max=0,
+        node=node,
     )
     assert (executor_config.read(Path(path)).spin_us > 0) is looks
 

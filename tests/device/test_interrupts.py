@@ -175,7 +175,7 @@ def reply(number, size):
 def serve():
     sock, _ = server.accept()
     pipe = SocketPipe(sock)
-    opwire.receive_open(pipe, peer="the client", timeout_s=60)
+    opwire.receive_request(pipe, peer="the client", timeout_s=60)
     opened = opwire.Opened("cpu", "fake", 1, "job-1", "0", session_key="key", bare=True)
     opwire.answer(pipe, opened, peer="the client", timeout_s=60)
     heard = b""
