@@ -10,10 +10,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils import _pytree as pytree
 
-from genie.device.graphs import GRAPHS_KEPT_MAX, Captured
-from genie.errors import UsageError
+from genie.device.graphs import GRAPHS_KEPT_MAX, Captured, Graph
+from genie.errors import OpRefusedError, UsageError
 
 
 class Bucketed(Captured):
@@ -29,7 +30,7 @@ class Bucketed(Captured):
             self._sizes = []
         if not 0 < len(self._sizes) <= GRAPHS_KEPT_MAX or self._sizes[0] < 1:
             raise UsageError(
-                f"batch_sizes are 1 to {GRAPHS_KEPT_MAX} positive whole numbers, not {tuple(batch_sizes)}"
+                f"batch_sizes are 1 to {GRAPHS_KEPT_MAX} positive whole numbers, not {batch_sizes!r:.80}"
             )
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -42,6 +43,21 @@ class Bucketed(Captured):
         if rows == size:
             return results
         return pytree.tree_map_only(torch.Tensor, lambda each: _cut(each, rows, size), results)
+
+    def _record(self, leaves: Sequence[Any], spec: pytree.TreeSpec | None) -> Graph:
+        modules = self._model.modules() if isinstance(self._model, torch.nn.Module) else ()
+        if any(isinstance(each, _BatchNorm) and each.training for each in modules):
+            raise OpRefusedError(
+                "batch_sizes cannot be used with batch norm in training mode: filled rows would count",
+                hint="call model.eval() first, or capture without batch_sizes",
+            )
+        graph = super()._record(leaves, spec)
+        if graph.written:
+            raise OpRefusedError(
+                "batch_sizes cannot be used with a model that writes to its arguments",
+                hint="capture without batch_sizes, or keep what it writes in buffers of the model",
+            )
+        return graph
 
     def _next_size(self, rows: int) -> int:
         for size in self._sizes:

@@ -22,9 +22,15 @@ from genie.device.graphs import GRAPHS_KEPT_MAX, Graph, look
 
 
 def genie(
-    module: torch.fx.GraphModule, examples: Sequence[Any], *, options: Mapping[str, Any] | None = None
+    module: torch.fx.GraphModule,
+    examples: Sequence[Any],
+    *,
+    mode: str | None = None,
+    options: Mapping[str, Any] | None = None,
 ) -> Callable[..., Any]:
     """The compiler that torch.compile calls. The one option is "inductor": see graphs.capture."""
+    if mode is not None:
+        raise ValueError(f'backend "genie" has no modes, and was given {mode!r}')
     given = dict(options or {})
     inductor = given.pop("inductor", False)
     if given or not isinstance(inductor, bool):

@@ -22,16 +22,18 @@ from genie.errors import OpRefusedError, UsageError
 GRAPHS_KEPT_MAX = 32
 """For each captured model: one for each combination of shapes. The one unused for longest goes."""
 _DESCRIBED_CHARACTERS_MAX = 100
+_PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.layout)
 
 
 def capture(
-    model: Callable[..., Any], *, inductor: bool = False, batch_sizes: Sequence[int] = ()
+    model: Callable[..., Any], *, inductor: bool = False, batch_sizes: Sequence[int] | None = None
 ) -> Captured:
     """The same model, replayed as a graph on the executor where its weights are.
 
     The first call with inputs of given shapes runs the model and writes it down; calls after that send
     the inputs and one word. Gradients are not recorded. What a call gives is the caller's to keep. The
-    model must do the same work for every input of one shape, and may change its own buffers (a KV cache).
+    model must do the same work for every input of one shape, and may change its own buffers (a KV cache) and
+    the tensors that it is given. Results are tensors and plain values, in tuples, lists and dicts.
     OpRefusedError names what cannot be written down: values that are needed here, copies to and fro.
 
     `inductor`: the executor compiles each graph at its first replay, which may take minutes; where it
@@ -42,7 +44,11 @@ def capture(
     first tensor, and results whose first size is the larger one are cut back. Rows must not depend on each
     other. UsageError for a batch that is larger than the last size.
     """
-    if batch_sizes:
+    if not callable(model):
+        raise UsageError(f"capture takes a module or a function, not {model!r:.80}")
+    if not isinstance(inductor, bool):
+        raise UsageError(f"inductor is True or False, not {inductor!r:.80}")
+    if batch_sizes is not None:
         from genie.device.buckets import Bucketed  # it imports this module
 
         return Bucketed(model, batch_sizes=batch_sizes, inductor=inductor)
@@ -99,6 +105,8 @@ class Captured:
             results = graph.replay()
             self._graphs.move_to_end(key)
         self._last = looks, graph
+        if graph.written:
+            graph.write_back(leaves)
         take = backend.library().take_result
         if type(results) is torch.Tensor:
             return take(results)
@@ -126,8 +134,9 @@ class Captured:
 
     def _record(self, leaves: Sequence[Any], spec: pytree.TreeSpec | None) -> Graph:
         """Without a `spec` the leaves are the arguments."""
+        self._modules = []  # there may be others by now
         weights = _weights(self._model)
-        index = _index_of([tensor for _, _, tensor in weights] or leaves)
+        index = _index_of(weights or leaves)
 
         def run(inputs: Sequence[Any]) -> Any:
             if spec is None:
@@ -136,7 +145,9 @@ class Captured:
             return self._model(*args, **kwargs)
 
         with torch.no_grad():
-            return Graph(run, leaves, index=index, weights=weights, inductor=self._inductor)
+            return Graph(
+                run, leaves, index=index, weights=weights, parts=_parts(self._model), inductor=self._inductor
+            )
 
 
 class Graph:
@@ -148,11 +159,12 @@ class Graph:
         inputs: Sequence[Any],
         *,
         index: int,
-        weights: Sequence[tuple[dict[str, Any], str, torch.Tensor]] = (),
+        weights: Sequence[torch.Tensor] = (),
+        parts: Sequence[dict[Any, Any]] = (),
         baked: Sequence[int] = (),
         inductor: bool = False,
     ) -> None:
-        """`baked`: positions of inputs that are used where they are, not copied."""
+        """`baked`: positions of inputs that are used where they are, not copied. `parts`: of the model."""
         library = backend.library()
         self.index = index
         self._described = tuple(map(_described, inputs))
@@ -163,13 +175,18 @@ class Graph:
         for i in self._copied:
             self._inputs[i] = _own_copy(inputs[i], index)
         self._places = [self._inputs[i] for i in self._copied]
-        self._watch = library.Watch([self._inputs[i] for i in baked], weights)
+        self._watch = library.Watch([*weights, *(self._inputs[i] for i in baked)], list(parts))
         self._connection = roster.slot(index).connection(first_seed=torch.initial_seed())
         self._number = self._connection.begin_graph()
         whole = False
         try:
+            before = [_version(place) for place in self._places]
             self.results = run(self._inputs)
             _check_results(self.results, index)
+            self.written = [
+                i for i, old in zip(self._copied, before, strict=True) if _version(self._inputs[i]) != old
+            ]
+            """Positions of inputs that the model has changed."""
             whole = True
         finally:
             self._connection.end_graph((_COMPILE if inductor else _KEEP) if whole else _FORGET)
@@ -194,6 +211,12 @@ class Graph:
         """The results belong to the graph: the next replay overwrites them."""
         self._connection.replay_graph(self._number)
         return self.results
+
+    def write_back(self, inputs: Sequence[Any]) -> None:
+        """What the model has done to its copies of the inputs is done to them, too."""
+        with torch.no_grad():
+            for i in self.written:
+                inputs[i].copy_(self._inputs[i])
 
     def report(self) -> GraphReport:
         how, replays, why = self._connection.graph_report(self._number)
@@ -234,17 +257,38 @@ def _own_copy(tensor: torch.Tensor, index: int) -> torch.Tensor:
     return tensor.detach().to(device)
 
 
-def _weights(model: object) -> list[tuple[dict[str, Any], str, torch.Tensor]]:
-    """Where each parameter and buffer hangs, its name there, and itself."""
+def _weights(model: object) -> list[torch.Tensor]:
     if not isinstance(model, torch.nn.Module):
         return []
     return [
-        (owner, name, tensor)
+        tensor
         for module in model.modules()
         for owner in (module._parameters, module._buffers)
-        for name, tensor in owner.items()
+        for tensor in owner.values()
         if tensor is not None
     ]
+
+
+def _parts(model: object) -> list[dict[Any, Any]]:
+    """What a model is made of: no other weights, modules and hooks than these, and in these places."""
+    if not isinstance(model, torch.nn.Module):
+        return []
+    return [
+        part
+        for module in model.modules()
+        for part in (
+            module._parameters,
+            module._buffers,
+            module._modules,
+            module._forward_hooks,
+            module._forward_pre_hooks,
+        )
+    ]
+
+
+def _version(tensor: torch.Tensor) -> int:
+    """Grows when it is written to; not under torch.inference_mode."""
+    return 0 if tensor.is_inference() else tensor._version
 
 
 def _index_of(leaves: Sequence[Any]) -> int:
@@ -262,5 +306,14 @@ def _index_of(leaves: Sequence[Any]) -> int:
 
 def _check_results(results: Any, index: int) -> None:
     for leaf in pytree.tree_leaves(results):
+        if not isinstance(leaf, (torch.Tensor, *_PLAIN)):
+            raise OpRefusedError(
+                f"a captured model gives tensors in tuples, lists and dicts, not a {_name(leaf)}",
+                hint="return its parts as a tuple or a dict, or register the class with torch's pytree",
+            )
         if isinstance(leaf, torch.Tensor) and leaf.device != torch.device(roster.DEVICE_TYPE, index):
             raise OpRefusedError(f"a captured model gives tensors on its own device, not on {leaf.device}")
+
+
+def _name(value: object) -> str:
+    return type(value).__qualname__

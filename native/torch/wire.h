@@ -11,15 +11,18 @@
 // records that ask for one (Get, Sync, Ask, GeneratorState, Stats, GraphReport). An executor keeps a reply
 // until the client has said in `replies_received` that it has it.
 //
+// clang-format off
 // A record is u32 `kind << 24 | argument`, then its body:
-//   Op             argument: template. Data of the arguments in order, then a u32 storage for each new
-//   output. Ask            argument: template. Data of the arguments. Replied: the outputs, see below. Bind
-//   argument: count. u64 number of the Ask's reply, u32 storage for each of its new outputs. Template
-//   argument: template. u32 bytes, body (below). Replaces nothing: the number must be free. Forget argument:
-//   template. Allocate       u32 storage, u64 bytes. Free           u32 storage. Resize         u32 storage,
-//   u64 bytes. Contents up to the smaller size are kept. Put            argument 1: the bytes follow in the
-//   record; 0: in BYTES frames, which come next, so that it is
-//                  the last record of its frame. View, u64 bytes, [bytes].
+//   Op             argument: template. Data of the arguments in order, then a u32 storage for each new one.
+//   Ask            argument: template. Data of the arguments. Replied: the outputs, see below.
+//   Bind           argument: count. u64 number of the Ask's reply, u32 storage for each of its new outputs.
+//   Template       argument: template. u32 bytes, body (below). Replaces nothing: the number must be free.
+//   Forget         argument: template.
+//   Allocate       u32 storage, u64 bytes.
+//   Free           u32 storage.
+//   Resize         u32 storage, u64 bytes. Contents up to the smaller size are kept.
+//   Put            argument 1: the bytes follow in the record; 0: in BYTES frames, which come next, so that
+//                  it is the last record of its frame. View, u64 bytes, [bytes].
 //   Get            View. Replied: the bytes, contiguous.
 //   Sync           Replied: nothing, when everything before has been carried out on the accelerator.
 //   Seed           u32 generator, u64 seed.
@@ -28,9 +31,8 @@
 //   FreeGenerator  u32 generator.
 //   Stats          Replied: five u64: storages, bytes allocated, peak, quota (0: none), ops run.
 //   GraphBegin     u32 graph. Op, Allocate and Free up to GraphEnd are carried out and also written down.
-//   Only they,
-//                  Template, Forget, Ask, Bind and GraphStep may come between, and a storage that is made
-//                  there keeps its number for the graph until GraphFree.
+//                  Only they, Template, Forget, Ask, Bind, GraphStep and Unship may come between, and a
+//                  storage that is made there keeps its number for the graph until GraphFree.
 //   GraphStep      As Op, but only written down: it was asked just before, and its outputs are known now.
 //   GraphEnd       argument 1: the graph is kept; 2: it is kept, and compiled at its first replay if that
 //                  can be done; 0: it is forgotten.
@@ -50,6 +52,7 @@
 //                  that is over: a client that comes back after a cut sends it again. When it fails the
 //                  whole storage is poisoned.
 //   Goodbye        The client leaves for good. Last record.
+// clang-format on
 // Generator 0 is the session's default one; others come to life when they are first named.
 //
 // View: u32 storage, u8 dtype, u8 dimensions, u8 flags, u8 0, i64 offset, i64 sizes..., i64 strides...
@@ -91,6 +94,7 @@ constexpr uint32_t GRAPH_STEPS_MAX = 1u << 18;
 constexpr uint64_t GRAPH_BYTES_MAX = 256u << 20;
 constexpr uint32_t DIMENSIONS_MAX = 64;
 constexpr uint32_t LIST_ITEMS_MAX = 65536;
+constexpr size_t SCALAR_BYTES = 16;  // of the data of a ScalarTensor
 constexpr uint32_t TEXT_BYTES_MAX = 4096;
 // The executor says how far it is at least every so many frames or bytes; the client holds more than that
 // many unacknowledged ones before it waits.

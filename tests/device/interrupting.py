@@ -14,11 +14,18 @@ STILL_LOOKS = 20
 
 
 def interrupted(
-    work: Callable[[], object], *, silence: Callable[[], None], speech: Callable[[], None]
+    work: Callable[[], object],
+    *,
+    silence: Callable[[], None],
+    speech: Callable[[], None],
+    progress: Callable[[], int] = lambda: 0,
 ) -> None:
-    """Runs `work`, which must wait, between `silence()` and `speech()`; it must be interrupted."""
+    """Runs `work`, which must wait, between `silence()` and `speech()`; it must be interrupted.
+
+    `progress` counts what `work` gets done before it waits.
+    """
     silence()
-    watcher = threading.Thread(target=_interrupt_main_thread_when_it_waits)
+    watcher = threading.Thread(target=signal_when_waiting, args=(signal.SIGINT, progress))
     watcher.start()
     try:
         work()
@@ -31,16 +38,16 @@ def interrupted(
         watcher.join()
 
 
-def _interrupt_main_thread_when_it_waits() -> None:
-    """It waits when it stays where it is while this thread has the interpreter, again and again."""
+def signal_when_waiting(number: int, progress: Callable[[], int] = lambda: 0) -> None:
+    """The main thread waits when it stays where it is while this one has the interpreter, again and again."""
     main = threading.main_thread().ident
     assert main is not None
-    seen: list[tuple[int, int]] = []
+    seen: list[tuple[int, int, int]] = []
 
     def still() -> bool:
         frame = sys._current_frames()[main]
-        seen.append((id(frame), frame.f_lasti))
+        seen.append((id(frame), frame.f_lasti, progress()))
         return len(seen) > STILL_LOOKS and len(set(seen[-STILL_LOOKS:])) == 1
 
     wait_until(still, timeout_s=60, what="the main thread to wait")
-    os.kill(os.getpid(), signal.SIGINT)
+    os.kill(os.getpid(), number)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 import ssl
 import threading
@@ -22,6 +23,7 @@ from genie.runtime import opwire, tls
 from tests.agent.executor.process import TICKET, ExecutorProcess, start_executor
 from tests.agent.executor.thread import ThreadedExecutor, executor_on_a_thread
 from tests.device.conftest import D0, D1, remote_device
+from tests.device.judge import error_of
 from tests.waiting import wait_until
 
 pytestmark = pytest.mark.usefixtures("devices")
@@ -146,13 +148,12 @@ def test_another_dtype_is_converted(to: torch.dtype) -> None:
 
 def test_copies_take_their_turn_among_ops_on_both_sides() -> None:
     one, other = torch.zeros(1000, device=D0), torch.zeros(1000, device=D1)
-    for step in range(50):
+    for _ in range(50):
         one += 1
         other.copy_(one)
         one.mul_(2)
         other.sub_(1)
         one.copy_(other)
-        assert step >= 0
     assert one.cpu().eq(0).all()
     assert other.cpu().eq(0).all()
 
@@ -405,14 +406,16 @@ def test_a_source_that_was_killed_is_named_and_the_target_is_not_stale(tmp_path:
         synchronize(D1)
         one.kill()
 
-        def use() -> None:
-            target.copy_(source)
-            target.cpu()
-
-        with pytest.raises(DeviceLostError, match=r"remote_accelerator:0 \(node node-0, job-0\)"):
-            use()
-        with pytest.raises(DeviceLostError, match="job-0"):
-            target.sum().item()
+        named = r"remote_accelerator:0 \(node node-0, job-0\)"
+        error = error_of(lambda: target.copy_(source))
+        if error is not None:  # the end of the source was seen before the copy was begun
+            assert re.search(named, str(error))
+            assert target.tolist() == [0, 0, 0]
+        else:
+            with pytest.raises(DeviceLostError, match=named):
+                target.cpu()
+            with pytest.raises(DeviceLostError, match="job-0"):
+                target.sum().item()
         with pytest.raises(DeviceLostError, match="job-0"):
             source.cpu()
         assert bystander.tolist() == [7, 7, 7]

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from genie.device import capture
-from genie.errors import UsageError
+from genie.errors import OpRefusedError, UsageError
 from tests.device.conftest import D0
 
 pytestmark = pytest.mark.usefixtures("devices")
@@ -78,3 +78,21 @@ def test_without_a_batch_there_is_nothing_to_fill() -> None:
     captured = capture(small_model().to(D0), batch_sizes=(2,))
     with pytest.raises(UsageError, match="first dimension is the batch"):
         captured(torch.tensor(1.0))
+
+
+@pytest.mark.parametrize(
+    "model",
+    [nn.BatchNorm1d(4).train(), lambda x: x.add_(1)],
+    ids=["rows that depend on each other", "writes to its argument"],
+)
+def test_what_filled_rows_would_spoil_is_refused(model: object) -> None:
+    model = model.to(D0) if isinstance(model, nn.Module) else model
+    captured = capture(model, batch_sizes=(4,))  # type: ignore[arg-type]
+    with pytest.raises(OpRefusedError, match="batch_sizes cannot be used"):
+        captured(torch.ones(2, 4, device=D0))
+
+
+@pytest.mark.parametrize("sizes", [4, True, (), range(1, 100)])
+def test_what_are_no_sizes_is_named(sizes: object) -> None:
+    with pytest.raises(UsageError, match="batch_sizes are 1 to 32"):
+        capture(small_model(), batch_sizes=sizes)  # type: ignore[arg-type]

@@ -195,5 +195,5 @@ def test_steps_that_do_not_fit_together_are_refused(steps: list[fxgraph.Step], s
 def test_a_graph_that_is_too_long_is_not_compiled(tmp_path: Path) -> None:
     compiler = inductor.Compiler(device="cpu", folder=tmp_path / "inductor")
     with pytest.raises(OpRefusedError, match="the most that are compiled"):
-        compiler.compile([("free", 1)] * (inductor.STEPS_MAX + 1), [], {})
+        compiler.compile([("free", 1)] * (inductor.STEPS_MAX + 1), [], {}, lambda: None)
     assert not (tmp_path / "inductor").exists()

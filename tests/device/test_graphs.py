@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import threading
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -142,6 +144,74 @@ def test_a_result_may_be_written_to_and_the_graph_goes_on() -> None:
         one.mul_(100)
         captured(torch.zeros(3, device=D0))
         assert (one.tolist(), other.tolist()) == ([100.0 * (i + 1)] * 3, [i + 2.0] * 3)
+
+
+def test_one_tensor_given_twice_is_two() -> None:
+    def twice(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        made = x + 1
+        return made, made
+
+    captured = capture(twice)
+    for _ in range(3):
+        one, other = captured(torch.zeros(3, device=D0))
+        one.mul_(100)
+        assert (one.tolist(), other.tolist()) == ([100.0] * 3, [1.0] * 3)
+
+
+@dataclass
+class Wrapped:
+    y: torch.Tensor
+
+
+@pytest.mark.parametrize("wrap", [Wrapped, lambda y: [{y}], lambda y: (1, Wrapped(y))])
+def test_results_that_could_not_be_copied_are_refused(wrap: Callable[[torch.Tensor], object]) -> None:
+    """They would change with the next replay."""
+    captured = capture(lambda x: wrap(x * 2))
+    with pytest.raises(OpRefusedError, match=r"not a (Wrapped|set)"):
+        captured(torch.ones(2, device=D0))
+    assert torch.ones(2, device=D0).sum().item() == 2
+
+
+def test_what_a_model_writes_to_its_arguments_is_written() -> None:
+    def step(x: torch.Tensor, cache: dict[str, torch.Tensor], place: torch.Tensor) -> torch.Tensor:
+        cache["rows"].index_copy_(0, place, x)
+        return cache["rows"].sum(0)
+
+    captured = capture(step)
+    rows = torch.zeros(4, 2, device=D0)
+    for i in range(4):
+        given = torch.full((1, 2), float(i + 1), device=D0)
+        total = captured(given, {"rows": rows}, torch.tensor([i], device=D0))
+        assert total.tolist() == [sum(range(i + 2))] * 2
+    assert rows[:, 0].tolist() == [1, 2, 3, 4]
+
+
+def test_other_modules_and_hooks_are_seen() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.ReLU()).to(D0)
+    captured = capture(model)
+    x = torch.ones(1, 2)
+
+    def same() -> bool:
+        return torch.equal(captured(x).cpu(), model(x.to(D0)).cpu())
+
+    assert same()
+    model[0] = nn.Linear(2, 2).to(D0)
+    assert same()
+    model.append(nn.Linear(2, 3).to(D0))
+    assert same()
+    assert captured(x).shape == (1, 3)
+    model[2].register_forward_hook(lambda module, args, output: output + 100)
+    assert same()
+    assert captured(x).min().item() > 50
+
+
+def test_what_capture_cannot_take_is_named() -> None:
+    with pytest.raises(UsageError, match="a module or a function, not 3"):
+        capture(3)  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="True or False, not 'yes'"):
+        capture(nn.Linear(2, 2), inductor="yes")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="has no modes"):
+        torch._dynamo.lookup_backend("genie")(None, [], mode="max-autotune")
 
 
 def test_every_shape_has_a_graph_of_its_own() -> None:

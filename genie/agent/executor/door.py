@@ -254,9 +254,14 @@ class Door:
                 raise DeviceUnavailableError("this executor serves nobody")
         if not self._fetches.acquire(blocking=False):
             raise DeviceUnavailableError(f"{_FETCHES_MAX} fetches wait at this executor already")
-        threading.Thread(
+        thread = threading.Thread(
             target=self._fetch, args=(stream, request, peer, bare), name=f"executor-fetch-{peer}", daemon=True
-        ).start()
+        )
+        try:
+            thread.start()
+        except RuntimeError as error:  # there are no threads left
+            self._fetches.release()
+            raise DeviceUnavailableError(f"this executor cannot serve another fetch: {error}") from error
 
     def _fetch(self, stream: Stream, request: opwire.Fetch, peer: str, bare: bool) -> None:
         """On a thread of its own, which ends with the connection or with the session."""

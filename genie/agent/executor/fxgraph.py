@@ -232,10 +232,15 @@ class _Builder:
         if step[0] == "allocate":
             self._allocated[step[1]] = step[2]
         elif step[0] == "free":
-            self._bases.pop(step[1], None)
+            self._forget(step[1])
             self._views = {place: node for place, node in self._views.items() if place.storage != step[1]}
         else:
             self._add_op(*step[1:])
+
+    def _forget(self, storage: int) -> None:
+        """Its number may stand for something else from here on."""
+        for known in (self._bases, self._allocated, self._unfit):
+            known.pop(storage, None)
 
     def _add_op(self, name: str, overload: str, arguments: list[Step], outputs: list[Step]) -> None:
         namespace, _, short = name.partition("::")
@@ -264,6 +269,7 @@ class _Builder:
 
     def _make(self, name: str, storage: int, node: Node, look: Look, given: set[int]) -> None:
         """The executor copies what is not as predicted or not the op's own (ops.cpp); so does the graph."""
+        self._forget(storage)
         found = node.meta["val"]
         if not isinstance(found, torch.Tensor) or (found.dtype, tuple(found.shape)) != (
             look.dtype, look.sizes

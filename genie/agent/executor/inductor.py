@@ -14,7 +14,8 @@ import resource
 import shutil
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent import futures
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,7 +33,8 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 COMPILE_S_MAX = 480.0
-"""Less than the client waits for an op (600 s); after that the steps are carried out as they are."""
+"""After that the steps are carried out as they are."""
+_MEANWHILE_S = 1.0
 STEPS_MAX = 20_000
 _ALLOWANCE_BYTES = 4 * 1024**3
 _REASON_CHARACTERS_MAX = 300
@@ -57,11 +59,18 @@ class Compiler:
         self._device = torch.device(device)
         self._folder = folder
         self._last: Future[Compiled] | None = None
+        self._limit: _Limit | None = None
+        self._grown_bytes = 0
+        """What compiling has left behind in this process, up to its allowance."""
 
     def compile(
-        self, steps: Sequence[fxgraph.Step], wanted: Sequence[int], sizes: Mapping[int, int]
+        self,
+        steps: Sequence[fxgraph.Step],
+        wanted: Sequence[int],
+        sizes: Mapping[int, int],
+        meanwhile: Callable[[], None],
     ) -> Compiled:
-        """OpRefusedError with the reason when it cannot be done."""
+        """OpRefusedError with the reason when it cannot be done. `meanwhile` is called every second."""
         if self._last is not None and not self._last.done():
             raise OpRefusedError("another graph is still being compiled")
         if len(steps) > STEPS_MAX:
@@ -82,10 +91,14 @@ class Compiler:
 
         # Not of a pool: those are waited for when the process ends.
         threading.Thread(target=work, name="inductor", daemon=True).start()
+        while not made.done():
+            futures.wait([made], timeout=_MEANWHILE_S)
+            if time.monotonic() - started > COMPILE_S_MAX and not made.done():
+                self._take_memory_back()
+                raise OpRefusedError(f"it took longer than {COMPILE_S_MAX:g} s")
+            meanwhile()
         try:
-            compiled = made.result(COMPILE_S_MAX)
-        except TimeoutError:
-            raise OpRefusedError(f"it took longer than {COMPILE_S_MAX:g} s") from None
+            compiled = made.result()
         except GenieError as error:
             _log.info("not compiled: %s", error)
             raise
@@ -105,7 +118,7 @@ class Compiler:
         self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._folder.chmod(0o700)
         config.compile_into(self._folder.resolve())
-        with torch.no_grad(), _more_memory():
+        with torch.no_grad(), self._more_memory():
             # Late: it imports much of torch that an executor does not need otherwise.
             from genie.agent.executor import fxgraph
 
@@ -116,6 +129,47 @@ class Compiler:
             inputs=[place.told() for place in traced.inputs],
             results=[place.told() for place in traced.results],
         )
+
+    @contextlib.contextmanager
+    def _more_memory(self) -> Iterator[None]:
+        """Compiling takes memory of its own, and leaves modules behind: neither is the client's.
+
+        The session waits meanwhile, so none of it goes to its tensors.
+        """
+        self._limit = limit = _Limit.now(self._grown_bytes)
+        before = accelerator.data_bytes()
+        limit.allow(self._grown_bytes + _ALLOWANCE_BYTES)
+        try:
+            yield
+        finally:
+            grown = self._grown_bytes + max(0, accelerator.data_bytes() - before)
+            self._grown_bytes = min(grown, _ALLOWANCE_BYTES)
+            limit.allow(self._grown_bytes)
+
+    def _take_memory_back(self) -> None:
+        """The session goes on although the thread still compiles."""
+        if self._limit is not None:
+            self._limit.allow(self._grown_bytes)
+
+
+@dataclass(frozen=True)
+class _Limit:
+    """The session's own limit on the memory of this process; negative for none."""
+
+    own: int
+    hard: int
+
+    @classmethod
+    def now(cls, allowed_bytes: int) -> _Limit:
+        soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
+        return cls(soft if soft < 0 else soft - allowed_bytes, hard)
+
+    def allow(self, more_bytes: int) -> None:
+        if self.own >= 0:
+            soft = self.own + more_bytes
+            resource.setrlimit(
+                resource.RLIMIT_DATA, (soft if self.hard < 0 else min(soft, self.hard), self.hard)
+            )
 
 
 def _inductor(traced: fxgraph.Traced) -> Any:
@@ -134,27 +188,6 @@ def _inductor(traced: fxgraph.Traced) -> Any:
                "cpp_cache_precompile_headers": False}  # fmt: skip
     with functorch_config.patch(enable_autograd_cache=False):
         return compile_fx(traced.module, traced.examples, config_patches=patches)
-
-
-@contextlib.contextmanager
-def _more_memory() -> Iterator[None]:
-    """Compiling takes memory of its own, and leaves modules behind: neither is the client's.
-
-    The session waits meanwhile, so none of it goes to its tensors.
-    """
-    soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
-    if soft < 0:
-        yield
-        return
-    before = accelerator.data_bytes()
-    more = soft + _ALLOWANCE_BYTES
-    resource.setrlimit(resource.RLIMIT_DATA, (more if hard < 0 else min(more, hard), hard))
-    try:
-        yield
-    finally:
-        grown = min(max(0, accelerator.data_bytes() - before), _ALLOWANCE_BYTES)
-        limit = soft + grown
-        resource.setrlimit(resource.RLIMIT_DATA, (limit if hard < 0 else min(limit, hard), hard))
 
 
 def _reason(error: BaseException) -> str:

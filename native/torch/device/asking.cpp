@@ -172,7 +172,9 @@ void ask(const c10::OperatorHandle& op, const OpFacts& facts, const TemplatePtr&
     answer = read_answer(in, op.schema(), inputs.size());
     try {
       batch.acquire();
+      batch.check_new_storages(answer.made);
     } catch (...) {
+      batch.release();
       connection.drop_answer(number, answer.made);
       throw;
     }

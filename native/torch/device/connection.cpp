@@ -26,8 +26,7 @@ constexpr uint64_t UPLOAD_FRAME_BYTES = 1u << 20;
 // Up to this size an upload is copied into frames, and nobody waits for it.
 constexpr uint64_t COPIED_UPLOAD_BYTES_MAX = 1u << 20;
 constexpr int64_t SEND_SPIN_US = 5000;
-constexpr int64_t SEND_SLICE_US = 500'000;
-constexpr auto SIGNALS_EVERY = std::chrono::milliseconds(200);
+constexpr int64_t SEND_SLICE_US = 50'000;
 constexpr auto FLUSH_AFTER = std::chrono::microseconds(300);
 constexpr auto ACKNOWLEDGED_WITHIN = std::chrono::milliseconds(20);
 constexpr auto LOOK_EVERY = std::chrono::seconds(1);
@@ -138,6 +137,11 @@ void Connection::Batch::acquire() {
   if (connection_.recording_flag_) wait_for_recorder();
 }
 
+void Connection::Batch::check_new_storages(uint64_t count) {
+  if (connection_.free_storages_.size() + (STORAGES_MAX - connection_.next_storage_) >= count) return;
+  connection_.raise_too_many_storages();
+}
+
 uint32_t Connection::Batch::new_storage() {
   uint32_t storage = connection_.next_free_storage();
   if (connection_.recording_) connection_.graph_of_[storage] = connection_.recording_;
@@ -150,11 +154,13 @@ uint32_t Connection::next_free_storage() {
     free_storages_.pop_back();
     return storage;
   }
-  if (next_storage_ >= STORAGES_MAX) {
-    raise("device.op_refused", options_.device_name + " already holds " + std::to_string(STORAGES_MAX) +
-                                   " tensors of this session");
-  }
+  if (next_storage_ >= STORAGES_MAX) raise_too_many_storages();
   return next_storage_++;
+}
+
+void Connection::raise_too_many_storages() const {
+  raise("device.op_refused",
+        options_.device_name + " already holds " + std::to_string(STORAGES_MAX) + " tensors of this session");
 }
 
 uint32_t Connection::Batch::new_generator() {
@@ -346,7 +352,8 @@ void Connection::send_up_to(uint64_t last) {
   while (!sent()) {
     if (Clock::now() > until) return send_nowait();
     try {
-      std::lock_guard<std::mutex> sending(send_mutex_);
+      std::unique_lock<std::mutex> sending(send_mutex_, std::try_to_lock);
+      if (!sending) return send_nowait();
       send_some();
     } catch (const std::exception& error) {
       broke(error.what());
@@ -410,7 +417,7 @@ void Connection::send_bytes(const std::function<void(Writer&)>& record, const vo
 }
 
 // Frames whose payload is a caller's get another, because he leaves. The executor has been promised so many
-// bytes, and nobody will look at them.
+// bytes, and gets zeros for the rest.
 void Connection::let_go_of(uint64_t first, uint64_t last) {
   static const auto* zeros = new std::vector<uint8_t>(FRAME_BYTES_MAX);
   std::unique_lock<std::mutex> lock(mutex_);
@@ -566,12 +573,14 @@ void Connection::sender_loop() {
       if (!unsent) changed_.wait_for(lock, FLUSH_AFTER, [&] { return stopping_ || broken_; });
       if (!unsent) seal();
       lock.unlock();
+      bool full = false;
       try {
         std::lock_guard<std::mutex> sending(send_mutex_);
-        if (!send_some()) stream_->wait_writable(SEND_SLICE_US);
+        full = !send_some() && !stream_->wait_writable(SEND_SLICE_US);
       } catch (const std::exception& error) {
         broke(error.what());
       }
+      if (full) try_read(0);  // an executor that is busy answering takes nothing
       lock.lock();
     } else {
       sender_asleep_ = true;
@@ -614,7 +623,12 @@ void Connection::recover() {
     give_up(why + "; " + error.what());
     return;
   }
-  std::lock_guard<std::mutex> lock(mutex_);
+  std::unique_lock<std::mutex> lock(mutex_);
+  if (resumed.frames_received > frames_made_) {
+    lock.unlock();
+    give_up("it has frames that were never sent");
+    return;
+  }
   stream_ = resumed.stream;
   read_start_ = read_end_ = 0;
   incoming_ = {};

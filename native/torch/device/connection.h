@@ -92,6 +92,8 @@ class Connection final : public c10::intrusive_ptr_target {
     explicit Batch(Connection& connection);
     Writer& records() { return connection_.records_; }
     uint32_t new_storage();
+    // Raises unless there are so many.
+    void check_new_storages(uint64_t count);
     uint32_t new_generator();
     uint64_t new_parcel() { return ++connection_.last_parcel_; }
     TemplateCache& templates() { return connection_.templates_; }
@@ -108,7 +110,9 @@ class Connection final : public c10::intrusive_ptr_target {
     // As finish_op, for a record that asks for a reply: it is the last one of its frame. Returns its number.
     uint64_t finish_ask(Awaited& awaited);
     // Lets others write; no record may be half written.
-    void release() { lock_.unlock(); }
+    void release() {
+      if (lock_.owns_lock()) lock_.unlock();
+    }
     void acquire();
 
    private:
@@ -222,6 +226,7 @@ class Connection final : public c10::intrusive_ptr_target {
   void landed(uint64_t frames_received);                         // mutex_ held
   static void unship(const std::vector<Parcel>& over) noexcept;  // no mutex_ held, of any connection
   void forget_graph(uint32_t number);
+  [[noreturn]] void raise_too_many_storages() const;
   uint32_t next_free_storage();                                                    // mutex_ held
   void free_generator_now(uint32_t generator);                                     // mutex_ held
   void seal();                                                                     // mutex_ held
@@ -242,12 +247,13 @@ class Connection final : public c10::intrusive_ptr_target {
   void sender_loop();
   bool read_reply(int64_t timeout_us);  // read_mutex_ held; false when none came
   bool try_read(int64_t timeout_us);
-  bool fill(size_t need, int64_t timeout_us);     // read_mutex_ held
-  void begin_payload(const ReplyHeader& header);  // likewise
-  bool read_payload(int64_t timeout_us);          // likewise
-  void take_farewell();                           // likewise
-  void deliver();                                 // likewise
-  void acknowledge(uint64_t frames_received);     // mutex_ held
+  bool fill(size_t need, int64_t timeout_us);               // read_mutex_ held
+  void begin_payload(const ReplyHeader& header);            // likewise
+  bool read_payload(int64_t timeout_us);                    // likewise
+  void take_farewell();                                     // likewise
+  void deliver();                                           // likewise
+  void check_acknowledged(uint64_t frames_received) const;  // mutex_ held
+  void acknowledge(uint64_t frames_received);               // mutex_ held
   void broke(const std::string& why) noexcept;
   void recover();
   void heard();

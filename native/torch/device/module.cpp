@@ -122,32 +122,39 @@ py::tuple graph_report(Connection& connection, uint32_t graph) {
   }
 }
 
-// Tensors whose memory a graph has been made with, and where a model keeps them: (dict, name, tensor).
+// Tensors whose memory a graph has been made with, and dicts that made up the model: its weights, modules,
+// hooks.
 class Watch {
  public:
-  using Place = std::tuple<py::dict, py::object, py::object>;
-
-  Watch(std::vector<at::Tensor> tensors, std::vector<Place> places)
-      : tensors_(std::move(tensors)), places_(std::move(places)) {
-    for (const auto& [owner, name, tensor] : places_) tensors_.push_back(tensor.cast<at::Tensor>());
+  Watch(std::vector<at::Tensor> tensors, const std::vector<py::dict>& parts) : tensors_(std::move(tensors)) {
     for (const at::Tensor& tensor : tensors_) storages_.push_back(tensor.storage().unsafeGetStorageImpl());
-  }
-  // Whether each is still where it was, and stands on the memory that it stood on.
-  bool holds() const {
-    for (const auto& [owner, name, tensor] : places_) {
-      PyObject* found = PyDict_GetItemWithError(owner.ptr(), name.ptr());
-      if (!found && PyErr_Occurred()) throw py::error_already_set();
-      if (found != tensor.ptr()) return false;
+    for (const py::dict& part : parts) {
+      sizes_.emplace_back(part, part.size());
+      for (const auto& [name, value] : part) {
+        contents_.emplace_back(part, py::reinterpret_borrow<py::object>(name),
+                               py::reinterpret_borrow<py::object>(value));
+      }
     }
+  }
+  // Whether each tensor stands on the memory that it stood on, and each dict has what it had.
+  bool holds() const {
     for (size_t i = 0; i < tensors_.size(); i++)
       if (tensors_[i].storage().unsafeGetStorageImpl() != storages_[i]) return false;
+    for (const auto& [part, size] : sizes_)
+      if (part.size() != size) return false;
+    for (const auto& [part, name, value] : contents_) {
+      PyObject* found = PyDict_GetItemWithError(part.ptr(), name.ptr());
+      if (!found && PyErr_Occurred()) throw py::error_already_set();
+      if (found != value.ptr()) return false;
+    }
     return true;
   }
 
  private:
   std::vector<at::Tensor> tensors_;
-  std::vector<Place> places_;
   std::vector<const c10::StorageImpl*> storages_;
+  std::vector<std::pair<py::dict, size_t>> sizes_;
+  std::vector<std::tuple<py::dict, py::object, py::object>> contents_;
 };
 
 // What a replay works on, under way when this returns.
@@ -222,7 +229,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def("free_graph", &Connection::free_graph, without_gil)
       .def("close", &Connection::close, without_gil);
   py::class_<Watch>(m, "Watch", py::module_local())
-      .def(py::init<std::vector<at::Tensor>, std::vector<Watch::Place>>())
+      .def(py::init<std::vector<at::Tensor>, const std::vector<py::dict>&>())
       .def("holds", &Watch::holds);
   for (py::handle each : py::module_::import("genie.errors").attr("all_errors")()) {
     set_error_class(each.attr("code").cast<std::string>(), each.ptr());

@@ -17,9 +17,9 @@ constexpr int64_t READ_SLICE_US = 500'000;
 constexpr int64_t SPIN_US = 10'000;
 constexpr unsigned SPIN_CORES_MIN = 4;
 constexpr auto OTHERS_READ_FOR = std::chrono::milliseconds(20);
-constexpr auto SIGNALS_EVERY = std::chrono::milliseconds(200);
 // Copies that wait on other executors' shelves take memory there.
 constexpr uint64_t LANDING_BYTES_MAX = 256u << 20;
+constexpr size_t LANDINGS_MAX = 256;
 constexpr uint64_t UNEXPECTED_BYTES_MAX = 64u << 20;
 // Waits that were interrupted and whose replies are still due. Below what the executor keeps for a client.
 constexpr size_t LEFT_MAX = ASKS_UNBOUND_MAX / 2;
@@ -39,8 +39,9 @@ uint32_t count_made(Reader& in, bool in_list = false) {
       return 0;
     case OutputKind::List: {
       if (in_list) throw ProtocolError("an output is malformed");
-      uint32_t count = 0;
-      for (uint32_t left = in.u32(); left > 0; left--) count += count_made(in, true);
+      uint32_t count = 0, items = in.u32();
+      if (items > LIST_ITEMS_MAX) throw ProtocolError("an output is a list that is longer than allowed");
+      for (uint32_t left = items; left > 0; left--) count += count_made(in, true);
       return count;
     }
     case OutputKind::Integer:
@@ -117,7 +118,10 @@ void Connection::wait_until(std::unique_lock<std::mutex>& lock, c10::function_re
 void Connection::wait_landed(uint64_t more_bytes) {
   LetInterpreterGo go;
   std::unique_lock<std::mutex> lock(mutex_);
-  wait_until(lock, [&] { return landings_.empty() || landing_bytes_ + more_bytes <= LANDING_BYTES_MAX; });
+  wait_until(lock, [&] {
+    bool room = landing_bytes_ + more_bytes <= LANDING_BYTES_MAX && landings_.size() < LANDINGS_MAX;
+    return landings_.empty() || room;
+  });
 }
 
 void Connection::await(uint64_t number, Awaited& awaited) {
@@ -218,6 +222,7 @@ void Connection::fail(const ProtocolError& error) {
 bool Connection::try_read(int64_t timeout_us) {
   std::unique_lock<std::mutex> reading(read_mutex_, std::try_to_lock);
   if (!reading) return false;
+  if (!stream_) return true;  // it has just been closed
   bool came = true;
   try {
     came = read_reply(timeout_us);
@@ -267,6 +272,7 @@ bool Connection::read_reply(int64_t timeout_us) {
     if (header.kind == ReplyKind::Acknowledge) {
       if (header.bytes) throw ProtocolError("an acknowledgement has a payload");
       std::lock_guard<std::mutex> lock(mutex_);
+      check_acknowledged(header.frames_received);
       acknowledge(header.frames_received);
       return true;
     }
@@ -282,6 +288,10 @@ bool Connection::read_reply(int64_t timeout_us) {
     deliver();
   }
   return true;
+}
+
+void Connection::check_acknowledged(uint64_t frames_received) const {
+  if (frames_received > frames_made_) throw ProtocolError("it has frames that were never sent");
 }
 
 void Connection::begin_payload(const ReplyHeader& header) {
@@ -350,6 +360,7 @@ void Connection::take_farewell() {
 void Connection::deliver() {
   const ReplyHeader& header = incoming_.header;
   std::lock_guard<std::mutex> lock(mutex_);
+  check_acknowledged(header.frames_received);
   acknowledge(header.frames_received);
   if (header.number != replies_received_ + 1) throw ProtocolError("a reply is missing or came twice");
   replies_received_ = header.number;

@@ -13,7 +13,6 @@ namespace {
 // A graph whose tensors get other memory is taken down again so often, and then no more.
 constexpr int CAPTURES_MAX = 8;
 constexpr size_t REASON_BYTES_MAX = 1000;
-constexpr size_t SCALAR_BYTES = 16;
 constexpr const char* HOST_NUMBER = "a number that it reads is in host memory";
 
 uint32_t number_at(const uint8_t* place) {
@@ -155,15 +154,20 @@ FailurePtr Graphs::take_result(uint32_t result, uint32_t number) {
     storages_.poison(number, slot.failure);
     return nullptr;
   }
+  Graph& graph = *owner->second;
+  bool first = graph.given.insert(result).second;
   try {
     storages_.share(number, slot);
+    // Two that have been given the same may be written to, each for itself.
+    if (!first) storages_.unshare(storages_.known(number));
   } catch (...) {
     FailurePtr failure = failure_at_hand("a captured graph", ops_.count());
+    if (storages_.at(number).taken()) storages_.free(number);
     storages_.poison(number, failure);
     return failure;
   }
-  // Otherwise the next replay makes its results anew, and this one may have the old memory.
-  if (owner->second->taken_down.work) owner->second->sharing.insert(number);
+  // Without that the next replay makes its results anew, and this one may have the old memory.
+  if (first && graph.taken_down.work) graph.sharing.insert(number);
   return nullptr;
 }
 
@@ -200,6 +204,7 @@ FailurePtr Graphs::replay(uint32_t number) {
   if (recording()) throw ProtocolError("a graph was replayed while another is being recorded");
   Graph& graph = known(number);
   graph.replays++;
+  graph.given.clear();
   if (outbox_.lends()) keep_replies(graph);
   if (graph.taken_down.work && !is_current(graph)) give_up(graph);
   if (!graph.taken_down.work) {
@@ -347,7 +352,7 @@ void Graphs::compile(Graph& graph) {
   std::unordered_map<uint32_t, uint64_t> sizes;
   for (uint32_t number : graph.outside) sizes.emplace(number, storages_.known(number).bytes);
   try {
-    Compiled compiled = compiler_->compile(graph.steps, wanted, sizes);
+    Compiled compiled = compiler_->compile(graph.steps, wanted, sizes, [this] { outbox_.acknowledge(); });
     for (const View& view : compiled.inputs) {
       auto found = sizes.find(view.storage);
       uint64_t end = static_cast<uint64_t>(view.offset) * view.look.item_bytes + view.look.span_bytes;

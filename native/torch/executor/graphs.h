@@ -5,6 +5,7 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <optional>
 #include <string>
@@ -64,8 +65,10 @@ class Compiler {
   virtual ~Compiler() = default;
   // `wanted`: storages made by the steps that have to be among the results. `sizes`: the bytes of those that
   // are there before. An exception says why it cannot be done; the steps are then carried out as they are.
+  // `meanwhile` is called now and then.
   virtual Compiled compile(const std::vector<GraphStep>& steps, const std::vector<uint32_t>& wanted,
-                           const std::unordered_map<uint32_t, uint64_t>& sizes) = 0;
+                           const std::unordered_map<uint32_t, uint64_t>& sizes,
+                           const std::function<void()>& meanwhile) = 0;
   virtual std::vector<at::Tensor> run(void* function, const std::vector<at::Tensor>& inputs) = 0;
 };
 
@@ -132,6 +135,7 @@ class Graphs {
     std::unordered_set<uint32_t> alive;     // of those it makes, what it does not free
     std::unordered_set<uint32_t> unwanted;  // of the alive ones, what the client has freed since
     std::unordered_set<uint32_t> sharing;   // storages that were given the memory of a result
+    std::unordered_set<uint32_t> given;     // results whose memory one has been given since the last replay
     uint64_t replays = 0;
     bool to_be_compiled = false;
     std::optional<Compiled> compiled;

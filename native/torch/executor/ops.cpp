@@ -12,8 +12,6 @@ namespace {
 
 using c10::IValue;
 
-constexpr size_t SCALAR_BYTES = 16;
-
 // The data of a call has been found to be there as a whole.
 template <class T>
 T next(const uint8_t*& data) {

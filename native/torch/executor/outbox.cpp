@@ -74,14 +74,14 @@ std::vector<uint8_t> Outbox::take_frame(size_t payload_bytes) {
   return frame;
 }
 
-Outbox::Reply& Outbox::keep(ReplyKind kind, size_t payload_bytes) {
+Outbox::Reply& Outbox::keep(ReplyKind kind, std::vector<uint8_t> frame) {
   if (kept_.size() >= REPLIES_UNRECEIVED_MAX) throw ProtocolError("the client asks for more than it takes");
   Reply reply;
   reply.number = ++last_number_;
   reply.kind = kind;
-  reply.frame = take_frame(payload_bytes);
+  reply.frame = std::move(frame);
   kept_.push_back(std::move(reply));
-  count(kept_.back(), payload_bytes);
+  count(kept_.back(), kept_.back().frame.size() - sizeof(ReplyHeader));
   return kept_.back();
 }
 
@@ -91,7 +91,7 @@ void Outbox::count(Reply& reply, uint64_t bytes) {
 }
 
 void Outbox::reply(const Writer& payload) {
-  Reply& reply = keep(ReplyKind::Reply, payload.size());
+  Reply& reply = keep(ReplyKind::Reply, take_frame(payload.size()));
   std::copy_n(payload.data(), payload.size(), reply.frame.data() + sizeof(ReplyHeader));
   send(reply);
 }
@@ -99,7 +99,7 @@ void Outbox::reply(const Writer& payload) {
 void Outbox::reply_error(const Failure& failure) {
   Writer payload;
   write_failure(payload, failure);
-  Reply& reply = keep(ReplyKind::Error, payload.size());
+  Reply& reply = keep(ReplyKind::Error, take_frame(payload.size()));
   std::copy_n(payload.data(), payload.size(), reply.frame.data() + sizeof(ReplyHeader));
   send(reply);
 }
@@ -109,13 +109,10 @@ void Outbox::reply_tensor(at::Tensor contiguous, bool own) {
   if (bytes <= COPIED_BYTES_MAX) {
     std::vector<uint8_t> frame = take_frame(bytes);  // before it is kept: reading it may fail
     copies_.read(contiguous, frame.data() + sizeof(ReplyHeader));
-    Reply& reply = keep(ReplyKind::Reply, 0);
-    reply.frame = std::move(frame);
-    count(reply, bytes);
-    send(reply);
+    send(keep(ReplyKind::Reply, std::move(frame)));
     return;
   }
-  Reply& reply = keep(ReplyKind::Reply, 0);
+  Reply& reply = keep(ReplyKind::Reply, take_frame(0));
   reply.tensor = std::move(contiguous);
   reply.lent = !own;
   if (reply.lent) {
@@ -201,7 +198,7 @@ void Outbox::copy_out(const c10::Storage& storage) {
   for (Reply& reply : kept_) {
     if (!reply.lent || !reply.tensor.storage().is_alias_of(storage)) continue;
     at::Tensor copy = reply.tensor.to(c10::kCPU, /*non_blocking=*/false, /*copy=*/true);
-    if (!reply.taken_over) count(reply, copy.nbytes());
+    if (copy.nbytes() > reply.counted_bytes) count(reply, copy.nbytes() - reply.counted_bytes);
     reply.tensor = std::move(copy);
     reply.lent = false;
     lent_--;

@@ -78,7 +78,7 @@ class Outbox {
   };
 
   std::vector<uint8_t> take_frame(size_t payload_bytes);
-  Reply& keep(ReplyKind kind, size_t payload_bytes);
+  Reply& keep(ReplyKind kind, std::vector<uint8_t> frame);
   void count(Reply& reply, uint64_t bytes);
   void send(Reply& reply);
   void send_header(Reply& reply);

@@ -14,8 +14,6 @@ namespace py = pybind11;
 using c10::IValue;
 using c10::TypeKind;
 
-constexpr size_t SCALAR_BYTES = 16;
-
 template <class T>
 T next(const uint8_t*& data) {
   T value;
@@ -185,10 +183,15 @@ class PythonCompiler final : public Compiler {
   }
 
   Compiled compile(const std::vector<GraphStep>& steps, const std::vector<uint32_t>& wanted,
-                   const std::unordered_map<uint32_t, uint64_t>& sizes) override {
+                   const std::unordered_map<uint32_t, uint64_t>& sizes,
+                   const std::function<void()>& meanwhile) override {
     py::gil_scoped_acquire gil;
     try {
-      py::object made = object_.attr("compile")(Teller().tell(steps), wanted, sizes);
+      py::cpp_function told([&meanwhile] {
+        py::gil_scoped_release go;
+        meanwhile();
+      });
+      py::object made = object_.attr("compile")(Teller().tell(steps), wanted, sizes, told);
       Compiled compiled;
       for (py::handle each : made.attr("inputs")) compiled.inputs.push_back(view_of(each));
       for (py::handle each : made.attr("results")) {

@@ -179,22 +179,6 @@ void Session::take_record(Record kind, uint32_t argument, Reader& in) {
   switch (kind) {
     case Record::Ask:
       return ask(*known_template(argument), in);
-    case Record::GraphBegin:
-      return graphs_.begin(in.u32());
-    case Record::GraphEnd:
-      return graphs_.end(argument);
-    case Record::GraphStep:
-      return write_down(known_template(argument), in);
-    case Record::GraphReplay:
-      return note(graphs_.replay(in.u32()));
-    case Record::GraphResult: {
-      uint32_t result = in.u32();
-      return note(graphs_.take_result(result, in.u32()));
-    }
-    case Record::GraphFree:
-      return graphs_.free(in.u32());
-    case Record::GraphReport:
-      return reply_report(in.u32());
     case Record::Bind: {
       uint64_t number = in.u64();
       return ops_.bind(number, argument, in);
@@ -233,6 +217,29 @@ void Session::take_record(Record kind, uint32_t argument, Reader& in) {
       return shelf_.drop(in.u64());
     case Record::Land:
       throw ProtocolError("a Land is not alone in its frame");
+    default:
+      return take_graph_record(kind, argument, in);
+  }
+}
+
+void Session::take_graph_record(Record kind, uint32_t argument, Reader& in) {
+  switch (kind) {
+    case Record::GraphBegin:
+      return graphs_.begin(in.u32());
+    case Record::GraphEnd:
+      return graphs_.end(argument);
+    case Record::GraphStep:
+      return write_down(known_template(argument), in);
+    case Record::GraphReplay:
+      return note(graphs_.replay(in.u32()));
+    case Record::GraphResult: {
+      uint32_t result = in.u32();
+      return note(graphs_.take_result(result, in.u32()));
+    }
+    case Record::GraphFree:
+      return graphs_.free(in.u32());
+    case Record::GraphReport:
+      return reply_report(in.u32());
     default:
       throw ProtocolError("a record is of an unknown kind");
   }
@@ -462,7 +469,8 @@ void Session::land(Reader in, Inbox& inbox) {
     throw;
   } catch (...) {
     FailurePtr failure = failure_at_hand(COPY, ops_.count());
-    outbox_.before_free(slot.storage, slot.bytes);
+    graphs_.before_free(view.storage, slot);
+    graphs_.moved(view.storage);
     storages_.spoil(slot, failure);
     note(failure);
   }

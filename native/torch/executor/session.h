@@ -66,6 +66,7 @@ class Session {
   bool take_records(const uint8_t* records, size_t bytes);
   // Everything but Op, which is most of it.
   void take_record(Record kind, uint32_t argument, Reader& in);
+  void take_graph_record(Record kind, uint32_t argument, Reader& in);
 
   const std::shared_ptr<Template>& known_template(uint32_t number);
   void run_op(const std::shared_ptr<Template>& call, Reader& in);

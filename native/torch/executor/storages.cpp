@@ -116,6 +116,7 @@ void StorageTable::share(uint32_t number, const Slot& with) {
 void StorageTable::unshare(Slot& slot) {
   slot.storage = copied(slot, slot.bytes);
   slot.forget_views();
+  changed(slot);
 }
 
 c10::Storage StorageTable::copied(const Slot& slot, uint64_t bytes) const {
@@ -170,7 +171,7 @@ void StorageTable::check_room(uint64_t more_bytes) const {
 
 void StorageTable::recount(Slot& slot) {
   uint64_t now = slot.storage.nbytes();
-  if (now != slot.bytes) changed(slot);
+  if (now != slot.bytes) watched_changes_++;  // it may share its memory with one that has watchers
   count(static_cast<int64_t>(now) - static_cast<int64_t>(slot.bytes));
   slot.bytes = now;
 }

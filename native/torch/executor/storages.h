@@ -96,7 +96,7 @@ class StorageTable {
   // Whether it is an ordinary tensor of this device, without lazy bits.
   bool is_plain(const at::Tensor& tensor) const { return tensor.key_set() == keys_; }
 
-  // How often a slot with watchers was given other memory, or none.
+  // Grows whenever a slot with watchers is given other memory, or none.
   uint64_t watched_changes() const { return watched_changes_; }
 
   // Taken or not.

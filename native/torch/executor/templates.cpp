@@ -16,7 +16,6 @@ using c10::TypeKind;
 constexpr uint32_t ARGUMENTS_MAX = 256;
 constexpr size_t NAME_BYTES_MAX = 128;
 constexpr uint64_t NEW_BYTES_MAX = uint64_t{1} << 62;
-constexpr size_t SCALAR_BYTES = 16;
 
 // --- the form: nothing is asked about the op yet ------------------------------------------------
 

@@ -58,7 +58,7 @@ def start_executor(folder: Path, **settings: object) -> ExecutorProcess:
         "endpoint_path": str(folder / "endpoint"),
         "ticket_sha256": hashlib.sha256(TICKET.encode()).hexdigest(),
         "threads": 1,
-        "idle_s": 30.0,
+        "idle_s": 120.0,
     }
     config = ExecutorConfig(**(values | settings))  # type: ignore[arg-type]
     executor_config.write(folder / "config", config)

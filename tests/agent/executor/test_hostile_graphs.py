@@ -7,7 +7,7 @@ when it is asked to do it again. tests/gpu has the real one.
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import pytest
@@ -369,7 +369,9 @@ class AddsOne:
 
 
 class AddsOneCompiler:
-    def compile(self, steps: list[object], wanted: list[int], sizes: dict[int, int]) -> AddsOne:
+    def compile(
+        self, steps: list[object], wanted: list[int], sizes: dict[int, int], meanwhile: Callable[[], None]
+    ) -> AddsOne:
         import torch
 
         (storage,) = sizes
