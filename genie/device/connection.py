@@ -46,20 +46,29 @@ class ExecutorLink:
 
     address: ExecutorAddress
     node_id: str
+    busy_s: float = OPEN_TIMEOUT_S
+    """How long an executor may be busy with one op, and answer nobody who comes back."""
     closed: threading.Event = field(default_factory=threading.Event)
     """Set when nobody wants to connect again."""
     _session_key: str = ""
+    _opening: Any = None  # Any: a class of the library
 
     @property
     def peer(self) -> str:
         return f"the executor at {self.address.host}:{self.address.port} on node {self.node_id}"
 
     def open(  # Any: a class of the library
-        self, *, replies_received: int = 0, timeout_s: float = OPEN_TIMEOUT_S
+        self,
+        *,
+        replies_received: int = 0,
+        timeout_s: float = OPEN_TIMEOUT_S,
+        answer_timeout_s: float | None = None,
     ) -> tuple[Any, opwire.Opened]:
         """Connects, checks the certificate, shows the ticket. A stream that speaks ops from here on."""
         deadline = time.monotonic() + timeout_s
-        stream = self._connect(min(CONNECT_TIMEOUT_S, timeout_s))
+        self._opening = stream = self._connect(min(CONNECT_TIMEOUT_S, timeout_s))
+        if self.closed.is_set():
+            stream.shut_down()
         try:
             request = opwire.Open(
                 ticket=self.address.ticket,
@@ -67,22 +76,33 @@ class ExecutorLink:
                 replies_received=replies_received,
                 machine=opwire.this_machine(),
             )
-            opened = opwire.enter(_Pipe(stream), request, peer=self.peer, timeout_s=_left_s(deadline))
             left_s = _left_s(deadline)
+            opened = opwire.enter(
+                _Pipe(stream), request, peer=self.peer, timeout_s=left_s, answer_timeout_s=answer_timeout_s
+            )
             stream = opstream.agreed(stream, bare=opened.bare, peer=self.peer, timeout_s=left_s)
         except BaseException:
             stream.close()
             raise
+        finally:
+            self._opening = None
         self._session_key = opened.session_key
         return stream, opened
 
     def resume(self, replies_received: int) -> tuple[Any, int]:
-        """After a cut. Raises when the executor is gone for good, or cannot be reached for RESUME_S."""
+        """After a cut. Raises when the executor is gone for good, or cannot be reached for RESUME_S.
+
+        One that is reached may be in the middle of an op, and answers after that.
+        """
         deadline = time.monotonic() + RESUME_S
         step_s = _RESUME_STEP_S
         while True:
             try:
-                stream, opened = self.open(replies_received=replies_received, timeout_s=_left_s(deadline))
+                stream, opened = self.open(
+                    replies_received=replies_received,
+                    timeout_s=_left_s(deadline),
+                    answer_timeout_s=self.busy_s,
+                )
             except NothingListensError:
                 raise  # it has ended: a port that refuses is not a cut
             except (UnreachableError, ConnectionLostError, DeadlineError):
@@ -93,6 +113,13 @@ class ExecutorLink:
             if self.closed.wait(min(step_s, _left_s(deadline))):
                 raise ConnectionLostError("the session was shut down")
             step_s = min(2 * step_s, _RESUME_STEP_S_MAX)
+
+    def stop(self) -> None:
+        """Nobody wants to connect again. From any thread."""
+        self.closed.set()
+        opening = self._opening
+        if opening is not None:
+            opening.shut_down()
 
     def fetch_token(self, number: int) -> str:
         """With this another executor fetches what this one ships under the number, and nothing else."""

@@ -97,7 +97,7 @@ class Slot:
     def close(self) -> None:
         self._closed.set()
         if self._link is not None:
-            self._link.closed.set()
+            self._link.stop()
         if self._connection is not None:
             self._connection.close(_SHUT_DOWN)
 
@@ -109,7 +109,7 @@ class Slot:
         self._closed.set()
 
     def _open(self, first_seed: int) -> Any:
-        self._link = ExecutorLink(self.device.open(), self.device.node_id)
+        self._link = ExecutorLink(self.device.open(), self.device.node_id, busy_s=self._op_timeout_s)
         connection = open_connection(
             self._link,
             index=self.index,

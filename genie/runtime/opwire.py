@@ -112,10 +112,17 @@ _opened_decoder: msgspec.msgpack.Decoder[Opened | Error] = msgspec.msgpack.Decod
 _fetched_decoder: msgspec.msgpack.Decoder[Fetched | Error] = msgspec.msgpack.Decoder(Fetched | Error)
 
 
-def enter(pipe: Pipe, request: Open, *, peer: str, timeout_s: float) -> Opened:
-    """The client's side. Raises what the executor refused with, or a TransportError."""
+def enter(
+    pipe: Pipe, request: Open, *, peer: str, timeout_s: float, answer_timeout_s: float | None = None
+) -> Opened:
+    """The client's side. Raises what the executor refused with, or a TransportError.
+
+    An executor that has given its preface is alive, and may be busy: `answer_timeout_s` is for the rest.
+    """
     line = _Line(pipe, peer, timeout_s)
     line.exchange_prefaces()
+    if answer_timeout_s is not None:
+        line = _Line(pipe, peer, answer_timeout_s)
     return line.ask(request, _opened_decoder)
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from genie import device
-from genie.device import capture
+from genie.device import capture, connection
 from genie.errors import DeviceLostError
 from tests.agent.executor.process import start_executor
 from tests.agent.executor.thread import ThreadedExecutor, executor_on_a_thread
@@ -95,6 +95,20 @@ def test_an_upload_ends_however_soon_its_acknowledgement_comes() -> None:
         for _ in range(600):
             there.copy_(sent)
         assert torch.equal(there.cpu(), sent)
+
+
+def test_a_cut_in_a_long_op_is_mended_when_the_op_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An executor that is busy takes nobody in meanwhile; it is not gone."""
+    monkeypatch.setattr(connection, "RESUME_S", 0.2)
+    with attached() as executor:
+        table = torch.full((900, 900), 2, device=D0)  # whole numbers: torch has no quick way for them
+        torch.remote_accelerator.synchronize()
+        before = executor.session.stats()["frames_received"]
+        found = table @ table
+        wait_until(lambda: executor.session.stats()["frames_received"] > before, what="the op to begin")
+        executor.cut()
+        assert found[0, 0].item() == 4 * 900
+        assert torch.remote_accelerator.stream_stats()["resumes"] == 1
 
 
 def test_large_copies_survive_cuts_in_their_middle() -> None:

@@ -34,7 +34,7 @@ def own_executor(
         patch.setenv("TMPDIR", str(shared))
         patch.setattr(roster._roster, "slots", None)
         backend.follow_roster()
-        with running_executor(folder / "own", memory_bytes_max=64 << 20) as executor:
+        with running_executor(folder / "own", memory_bytes_max=64 << 20, threads=2) as executor:
             device.attach([remote_device(0, lambda: executor.port)])
             torch.zeros(1, device=D0)
             yield executor, shared
@@ -162,13 +162,27 @@ def test_random_numbers_are_drawn_as_without_compiling() -> None:
 
 def test_what_fails_in_a_compiled_graph_is_raised_and_the_next_replay_works() -> None:
     captured = capture(nn.Embedding(3, 2).to(D0), inductor=True)
-    for row in (0, 1, 2):
-        expected = captured._model.weight[row].cpu()  # type: ignore[attr-defined]
-        assert torch.equal(captured(torch.tensor([row])).cpu()[0], expected)
+    rows = torch.arange(100_000) % 3  # enough for a loop that several threads would share
+    for _ in range(3):
+        expected = captured._model.weight.cpu()[rows]  # type: ignore[attr-defined]
+        assert torch.equal(captured(rows).cpu(), expected)
+    wrong = rows.clone()
+    wrong[50_000] = 9
     with pytest.raises(Exception, match="index"):
-        captured(torch.tensor([9])).cpu()
-    assert captured(torch.tensor([1])).cpu().shape == (1, 2)
+        captured(wrong).cpu()
+    assert torch.equal(captured(rows).cpu(), expected)
     assert how(captured) == ["inductor"]
+
+
+def test_a_division_of_whole_numbers_by_zero_is_an_error_and_not_the_end() -> None:
+    captured = capture(lambda x, y: torch.div(x, y, rounding_mode="trunc"), inductor=True)
+    some, none = torch.tensor([6, 8], device=D0), torch.zeros(2, dtype=torch.int64, device=D0)
+    for _ in range(2):
+        assert captured(some, some).tolist() == [1, 1]
+    with pytest.raises(Exception, match=r"(?i)zero"):
+        captured(some, none).cpu()
+    assert captured(some, some).tolist() == [1, 1]
+    assert "whole numbers" in why(captured)
 
 
 def test_a_compiled_model_trains_as_on_the_cpu() -> None:

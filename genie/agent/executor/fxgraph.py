@@ -29,6 +29,7 @@ from genie.errors import OpRefusedError
 
 aten = torch.ops.aten
 _WORD = re.compile(r"[A-Za-z0-9_]{0,32}")
+_DIVISIONS = frozenset(("div", "divide", "floor_divide", "fmod", "remainder"))
 # Any: a step is a tuple of the forms above.
 Step: TypeAlias = tuple[Any, ...]
 
@@ -248,10 +249,19 @@ class _Builder:
         self._check_random(op, name, arguments)
         values = [self._value(argument) for argument in arguments]
         node = self._call_declared(op, values)
+        self._check_division(short, node)
         given = {_memory(each.meta["val"]) for each in node.all_input_nodes}
         results = [node] if len(outputs) == 1 else [self._item(node, i) for i in range(len(outputs))]
         for result, output in zip(results, outputs, strict=True):
             self._take(name, result, output, given)
+
+    def _check_division(self, name: str, node: Node) -> None:
+        """Eagerly a division of whole numbers by zero raises; what is compiled for a CPU would die of it."""
+        found = node.meta["val"]
+        if self._device.type != "cpu" or name.rstrip("_") not in _DIVISIONS:
+            return
+        if isinstance(found, torch.Tensor) and not (found.is_floating_point() or found.is_complex()):
+            raise OpRefusedError(f"{name} of whole numbers is not compiled for a CPU")
 
     def _take(self, name: str, node: Node, output: Step, given: set[int]) -> None:
         if output[0] == "list":

@@ -184,6 +184,8 @@ def _inductor(traced: fxgraph.Traced) -> Any:
                "autotune_remote_cache": False, "triton.cudagraphs": False,
                # Whatever an index says, nothing outside of its tensor is read or written.
                "assert_indirect_indexing": True,
+               # It says so by raising, which within a parallel loop would end the process.
+               "cpp.threads": 1,
                # They would go to a folder in /tmp that all of this user's processes share.
                "cpp_cache_precompile_headers": False}  # fmt: skip
     with functorch_config.patch(enable_autograd_cache=False):
