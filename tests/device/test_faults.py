@@ -99,15 +99,15 @@ def test_an_upload_ends_however_soon_its_acknowledgement_comes() -> None:
 
 def test_a_cut_in_a_long_op_is_mended_when_the_op_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
     """An executor that is busy takes nobody in meanwhile; it is not gone."""
-    monkeypatch.setattr(connection, "RESUME_S", 0.2)
+    monkeypatch.setattr(connection, "RESUME_S", 0.1)
     with attached() as executor:
-        table = torch.full((900, 900), 2, device=D0)  # whole numbers: torch has no quick way for them
+        table = torch.full((1500, 1500), 2, device=D0)  # whole numbers: torch has no quick way for them
         torch.remote_accelerator.synchronize()
         before = executor.session.stats()["frames_received"]
         found = table @ table
         wait_until(lambda: executor.session.stats()["frames_received"] > before, what="the op to begin")
         executor.cut()
-        assert found[0, 0].item() == 4 * 900
+        assert found[0, 0].item() == 4 * 1500
         assert torch.remote_accelerator.stream_stats()["resumes"] == 1
 
 
