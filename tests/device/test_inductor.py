@@ -84,13 +84,6 @@ def test_a_convnet_with_batch_norm() -> None:
     assert_same_as_local(model.eval(), lambda call: random_rows(call, 2, 3, 12, 12))
 
 
-def test_a_transformer() -> None:
-    torch.manual_seed(0)
-    model = device_models.Transformer(64, 1, last_only=True).eval()
-    chance = torch.Generator().manual_seed(1)
-    assert_same_as_local(model, lambda _: (torch.randint(0, 1000, (2, 8), generator=chance),))
-
-
 def test_a_decode_loop_keeps_its_cache() -> None:
     torch.manual_seed(0)
     model = device_models.DecodeStep(64, 1, 16, torch.float32).eval()

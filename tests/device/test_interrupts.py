@@ -57,22 +57,13 @@ def test_every_wait_for_a_silent_executor_is_interrupted_and_leaves_nothing_behi
         while_stopped(lambda: x.cpu())
         while_stopped(lambda: x[3].item())
         while_stopped(lambda: x.nonzero())
-        while_stopped(lambda: x.nonzero())
         while_stopped(lambda: torch.remote_accelerator.synchronize())
         while_stopped(lambda: torch.remote_accelerator.memory_stats())
         while_stopped(lambda: torch.remote_accelerator.get_rng_state())
-        while_stopped(lambda: torch.ones(32_000_000, dtype=torch.uint8).to(D0))
         while_stopped(lambda: [x.add_(0) for _ in range(2**20)])
         while_stopped(lambda: [x + 1 for _ in range(2**20)])
         while_stopped(lambda: [torch.ones(100_000).to(D0) for _ in range(2**10)])
-        """,
-    )
 
-
-def test_what_was_waited_for_is_neither_written_nor_read_afterwards(tmp_path: Path) -> None:
-    run_beside_executor(
-        tmp_path,
-        """
         here = torch.zeros(6)
         while_stopped(lambda: here.copy_(x))
         assert here.tolist() == [0] * 6
@@ -112,14 +103,8 @@ def test_a_handler_may_use_the_device_while_the_main_thread_waits(tmp_path: Path
         assert x.cpu().tolist() == [0, 1, 2, 3, 4, 5]
         watcher.join()
         assert seen == [21, (5, 1)]
-        """,
-    )
 
-
-def test_waiting_for_another_threads_capture_is_interrupted(tmp_path: Path) -> None:
-    run_beside_executor(
-        tmp_path,
-        """
+        # Waiting for another thread's capture is a wait, too.
         recording, go_on = threading.Event(), threading.Event()
 
         def slow(value):

@@ -29,7 +29,8 @@ constexpr int64_t SEND_SPIN_US = 5000;
 constexpr int64_t SEND_SLICE_US = 50'000;
 constexpr auto FLUSH_AFTER = std::chrono::microseconds(300);
 constexpr auto ACKNOWLEDGED_WITHIN = std::chrono::milliseconds(20);
-constexpr auto LOOK_EVERY = std::chrono::seconds(1);
+constexpr auto LOOK_EVERY = std::chrono::milliseconds(1000);
+constexpr auto LOOK_SOON = std::chrono::milliseconds(50);
 constexpr auto GOODBYE_WITHIN = std::chrono::seconds(1);
 
 // Every connection of the process, also those that only tensors still hold. A fork finds the list whole.
@@ -585,7 +586,7 @@ void Connection::sender_loop() {
     } else {
       sender_asleep_ = true;
       auto woken = [&] { return !sender_asleep_ || stopping_ || broken_ || lost_; };
-      bool idle = !changed_.wait_for(lock, LOOK_EVERY, woken);
+      bool idle = !changed_.wait_for(lock, frames_.empty() ? LOOK_EVERY : LOOK_SOON, woken);
       sender_asleep_ = false;
       if (!idle) continue;
       lock.unlock();
