@@ -163,19 +163,24 @@ go_on, end = threading.Event(), threading.Event()
 def reply(number, size):
     return struct.pack("<QQQII", size, number, 0, 1, 0)
 
+def wait_for(sock, kind):
+    heard = b""
+    while struct.pack("<I", kind << 24) not in heard:
+        heard += sock.recv(4096)
+
 def serve():
     sock, _ = server.accept()
     pipe = SocketPipe(sock)
     opwire.receive_request(pipe, peer="the client", timeout_s=60)
     opened = opwire.Opened("cpu", "fake", 1, "job-1", "0", session_key="key", bare=True)
     opwire.answer(pipe, opened, peer="the client", timeout_s=60)
-    heard = b""
-    while struct.pack("<I", 9 << 24) not in heard:  # Get
-        heard += sock.recv(4096)
+    wait_for(sock, 9)  # Get
     half = b"\\x01" * (SIZE // 2)
     sock.sendall(reply(1, SIZE) + half)
     assert go_on.wait(60)
-    sock.sendall(half + reply(2, 0))
+    sock.sendall(half)
+    wait_for(sock, 10)  # Sync
+    sock.sendall(reply(2, 0))
     assert end.wait(60)
     sock.close()
 

@@ -302,6 +302,9 @@ void Connection::begin_payload(const ReplyHeader& header) {
   uint64_t into_bytes = 0;
   {
     std::lock_guard<std::mutex> lock(mutex_);
+    if (header.kind != ReplyKind::Farewell && header.number > replies_asked_) {
+      throw ProtocolError("a reply came that nobody had asked for");
+    }
     auto found = awaited_.find(header.number);
     auto left = left_.find(header.number);
     if (found != awaited_.end()) into_bytes = found->second->into_bytes;
