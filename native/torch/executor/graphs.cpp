@@ -15,14 +15,9 @@ constexpr int CAPTURES_MAX = 8;
 constexpr size_t REASON_BYTES_MAX = 1000;
 constexpr const char* HOST_NUMBER = "a number that it reads is in host memory";
 
-uint32_t number_at(const uint8_t* place) {
-  uint32_t number;
-  std::memcpy(&number, place, sizeof number);
-  return number;
-}
-
 uint32_t new_storage(const Template& call, const std::vector<uint8_t>& record, uint32_t index) {
-  return number_at(record.data() + call.data_bytes + sizeof(uint32_t) * index);
+  const uint8_t* place = record.data() + call.data_bytes + sizeof(uint32_t) * index;
+  return next_data<uint32_t>(place);
 }
 
 std::string reason(const Failure& failure) {
@@ -83,35 +78,13 @@ void Graphs::note_made(uint32_t storage) {
   recording_->alive.insert(storage);
 }
 
-void Graphs::note_given(const std::vector<Argument>& arguments, const uint8_t*& data) {
-  for (const Argument& argument : arguments) {
-    switch (argument.kind) {
-      case ArgumentKind::Tensor: {
-        uint32_t number = number_at(data);
-        data += sizeof number + (argument.has_offset ? sizeof(int64_t) : 0);
-        storages_.at(number);
-        if (recording_->made.count(number)) break;
-        recording_->outside.insert(number);
-        if (argument.written) recording_->written.insert(number);
-        break;
-      }
-      case ArgumentKind::ScalarTensor:
-        data += SCALAR_BYTES;
-        break;
-      case ArgumentKind::IntegerData:
-      case ArgumentKind::FloatData:
-        data += sizeof(int64_t);
-        break;
-      case ArgumentKind::Generator:
-        data += sizeof(uint32_t);
-        break;
-      case ArgumentKind::List:
-        note_given(argument.items, data);
-        break;
-      default:
-        break;
-    }
-  }
+void Graphs::note_given(const std::vector<Argument>& arguments, const uint8_t* data) {
+  each_tensor(arguments, data, [this](const Argument& argument, uint32_t number) {
+    storages_.at(number);  // no number beyond the last
+    if (recording_->made.count(number)) return;
+    recording_->outside.insert(number);
+    if (argument.written) recording_->written.insert(number);
+  });
 }
 
 void Graphs::op(const std::shared_ptr<Template>& call, const uint8_t* record, size_t bytes) {

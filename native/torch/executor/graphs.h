@@ -150,7 +150,7 @@ class Graphs {
   Graph& known(uint32_t number);
   void add(GraphStep step);
   void note_made(uint32_t storage);
-  void note_given(const std::vector<Argument>& arguments, const uint8_t*& data);
+  void note_given(const std::vector<Argument>& arguments, const uint8_t* data);
   void give_up(Graph& graph);
 
   bool is_sound(const Graph& graph);

@@ -12,18 +12,9 @@ namespace {
 
 using c10::IValue;
 
-// The data of a call has been found to be there as a whole.
-template <class T>
-T next(const uint8_t*& data) {
-  T value;
-  std::memcpy(&value, data, sizeof value);
-  data += sizeof value;
-  return value;
-}
-
 uint32_t storage_at(const uint8_t* numbers, uint32_t index) {
   const uint8_t* place = numbers + sizeof(uint32_t) * index;
-  return next<uint32_t>(place);
+  return next_data<uint32_t>(place);
 }
 
 // Nobody but whoever holds it has this tensor or its memory.
@@ -67,11 +58,11 @@ IValue OpRunner::value_of(Argument& argument, const uint8_t*& data) {
     case ArgumentKind::ScalarTensor:
       return fill_scalar(argument, data);
     case ArgumentKind::IntegerData:
-      return next<int64_t>(data);
+      return next_data<int64_t>(data);
     case ArgumentKind::FloatData:
-      return next<double>(data);
+      return next_data<double>(data);
     case ArgumentKind::Generator:
-      return generators_.get(next<uint32_t>(data));
+      return generators_.get(next_data<uint32_t>(data));
     case ArgumentKind::List: {
       c10::impl::GenericList list(argument.item_type);
       list.reserve(argument.items.size());
@@ -84,8 +75,8 @@ IValue OpRunner::value_of(Argument& argument, const uint8_t*& data) {
 }
 
 const at::Tensor& OpRunner::give(const Argument& argument, const uint8_t*& data) {
-  Slot& slot = storages_.known(next<uint32_t>(data));
-  int64_t offset = argument.has_offset ? next<int64_t>(data) : 0;
+  Slot& slot = storages_.known(next_data<uint32_t>(data));
+  int64_t offset = argument.has_offset ? next_data<int64_t>(data) : 0;
   given_.push_back({{}, &slot, argument.look.get(), offset, argument.written});
   given_.back().tensor = storages_.view(slot, *argument.look, offset);
   if (argument.written) outbox_.before_write(slot.storage);
@@ -230,33 +221,12 @@ void OpRunner::check_same(const Output& predicted, const IValue& value) const {
 }
 
 // Whether the op should have written to a tensor that can be used.
-bool OpRunner::reaches_healthy(const std::vector<Argument>& arguments, const uint8_t*& data) {
+bool OpRunner::reaches_healthy(const std::vector<Argument>& arguments, const uint8_t* data) {
   bool found = false;
-  for (const Argument& argument : arguments) {
-    switch (argument.kind) {
-      case ArgumentKind::Tensor: {
-        Slot& slot = storages_.known(next<uint32_t>(data));
-        data += argument.has_offset ? sizeof(int64_t) : 0;
-        found = found || (argument.written && !slot.failure);
-        break;
-      }
-      case ArgumentKind::ScalarTensor:
-        data += SCALAR_BYTES;
-        break;
-      case ArgumentKind::IntegerData:
-      case ArgumentKind::FloatData:
-        data += sizeof(int64_t);
-        break;
-      case ArgumentKind::Generator:
-        data += sizeof(uint32_t);
-        break;
-      case ArgumentKind::List:
-        found = reaches_healthy(argument.items, data) || found;
-        break;
-      default:
-        break;
-    }
-  }
+  each_tensor(arguments, data, [&](const Argument& argument, uint32_t storage) {
+    const Slot& slot = storages_.known(storage);
+    found = found || (argument.written && !slot.failure);
+  });
   return found;
 }
 

@@ -62,7 +62,7 @@ class OpRunner {
   void collect(const Output& predicted, const c10::IValue& value);
   at::Tensor as_predicted(const at::Tensor& found, const Look& predicted) const;
   void check_same(const Output& predicted, const c10::IValue& value) const;
-  bool reaches_healthy(const std::vector<Argument>& arguments, const uint8_t*& data);
+  bool reaches_healthy(const std::vector<Argument>& arguments, const uint8_t* data);
   FailurePtr fail(const Template& call, const uint8_t* data, const uint8_t* new_storages);
 
   void check_announced(const Template& call) const;

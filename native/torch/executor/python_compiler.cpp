@@ -14,14 +14,6 @@ namespace py = pybind11;
 using c10::IValue;
 using c10::TypeKind;
 
-template <class T>
-T next(const uint8_t*& data) {
-  T value;
-  std::memcpy(&value, data, sizeof value);
-  data += sizeof value;
-  return value;
-}
-
 py::tuple numbers(c10::IntArrayRef values) {
   py::tuple made(values.size());
   for (size_t i = 0; i < values.size(); i++) made[i] = py::int_(values[i]);
@@ -69,16 +61,16 @@ class Teller {
     const c10::Type& type = without_optional(declared);
     switch (argument.kind) {
       case ArgumentKind::Tensor: {
-        auto storage = next<uint32_t>(data);
-        int64_t offset = argument.has_offset ? next<int64_t>(data) : 0;
+        auto storage = next_data<uint32_t>(data);
+        int64_t offset = argument.has_offset ? next_data<int64_t>(data) : 0;
         return tensor(storage, *argument.look, offset, argument.written);
       }
       case ArgumentKind::ScalarTensor:
         return scalar(argument, data);
       case ArgumentKind::IntegerData:
-        return py::make_tuple("value", next<int64_t>(data));
+        return py::make_tuple("value", next_data<int64_t>(data));
       case ArgumentKind::FloatData:
-        return py::make_tuple("value", next<double>(data));
+        return py::make_tuple("value", next_data<double>(data));
       case ArgumentKind::Generator:
         data += sizeof(uint32_t);
         return py::make_tuple("generator");
@@ -143,7 +135,7 @@ class Teller {
   py::object output(const Output& output) {
     switch (output.kind) {
       case OutputKind::New:
-        return py::make_tuple("new", next<uint32_t>(new_storages_), py::cast(output.look.dtype),
+        return py::make_tuple("new", next_data<uint32_t>(new_storages_), py::cast(output.look.dtype),
                               numbers(output.look.sizes), numbers(output.look.strides));
       case OutputKind::List: {
         py::list items;

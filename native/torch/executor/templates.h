@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <cstring>
 #include <memory>
 #include <optional>
 #include <string>
@@ -31,6 +32,43 @@ struct Argument {
   std::vector<Argument> items;  // List
   c10::TypePtr item_type;       // List
 };
+
+// The next of what travels with a call, which has been found to be there as a whole.
+template <class T>
+T next_data(const uint8_t*& data) {
+  T value;
+  std::memcpy(&value, data, sizeof value);
+  data += sizeof value;
+  return value;
+}
+
+// Calls `visit(argument, storage)` for every tensor among the arguments, those in lists included.
+template <class Visit>
+void each_tensor(const std::vector<Argument>& arguments, const uint8_t*& data, const Visit& visit) {
+  for (const Argument& argument : arguments) {
+    switch (argument.kind) {
+      case ArgumentKind::Tensor:
+        visit(argument, next_data<uint32_t>(data));
+        data += argument.has_offset ? sizeof(int64_t) : 0;
+        break;
+      case ArgumentKind::ScalarTensor:
+        data += SCALAR_BYTES;
+        break;
+      case ArgumentKind::IntegerData:
+      case ArgumentKind::FloatData:
+        data += sizeof(int64_t);
+        break;
+      case ArgumentKind::Generator:
+        data += sizeof(uint32_t);
+        break;
+      case ArgumentKind::List:
+        each_tensor(argument.items, data, visit);
+        break;
+      default:
+        break;
+    }
+  }
+}
 
 struct Output {
   OutputKind kind = OutputKind::None;
