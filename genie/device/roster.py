@@ -24,7 +24,17 @@ from genie.errors import (
     NotInitializedError,
 )
 
-__all__ = ["DEVICE_TYPE", "ExecutorAddress", "RemoteDevice", "Slot", "attach", "detach", "slot", "slots"]
+__all__ = [
+    "DEVICE_TYPE",
+    "ExecutorAddress",
+    "RemoteDevice",
+    "Slot",
+    "attach",
+    "detach",
+    "extend",
+    "slot",
+    "slots",
+]
 
 DEVICE_TYPE = "remote_accelerator"
 OP_TIMEOUT_S = 600.0
@@ -127,6 +137,16 @@ class _Roster:
     def __init__(self) -> None:
         self.lock = threading.Lock()
         self.slots: tuple[Slot, ...] | None = None
+        self.op_timeout_s = OP_TIMEOUT_S
+        self.launch_blocking = False
+
+    def add(self, devices: Sequence[RemoteDevice]) -> None:
+        there = self.slots or ()
+        more = (
+            Slot(index, device, op_timeout_s=self.op_timeout_s, launch_blocking=self.launch_blocking)
+            for index, device in enumerate(devices, start=len(there))
+        )
+        self.slots = (*there, *more)
 
 
 _roster = _Roster()
@@ -143,13 +163,20 @@ def attach(
     with _roster.lock:
         if _roster.slots is not None:
             raise AlreadyInitializedError("remote devices are attached already", hint="call genie.shutdown()")
-        _roster.slots = tuple(
-            Slot(i, device, op_timeout_s=op_timeout_s, launch_blocking=launch_blocking)
-            for i, device in enumerate(devices)
-        )
+        _roster.op_timeout_s, _roster.launch_blocking = op_timeout_s, launch_blocking
+        _roster.add(devices)
     import_hook.install(_register)
     if "torch" in sys.modules:
         _register()
+
+
+def extend(devices: Sequence[RemoteDevice]) -> None:
+    """More of them, under the next indices; those that are there stay. Nothing without a session."""
+    with _roster.lock:
+        if _roster.slots is None:
+            return
+        _roster.add(devices)
+    _tell_library()
 
 
 def detach() -> None:

@@ -215,7 +215,7 @@ def test_the_seed_set_before_the_first_use_counts() -> None:
 
 def test_memory_beyond_the_quota_is_torchs_own_error() -> None:
     with attached(memory_bytes_max=1_000_000):
-        with pytest.raises(torch.OutOfMemoryError, match="1000000"):
+        with pytest.raises(torch.OutOfMemoryError, match=r"1000000.*memory for a tensor, op 0 on .*node-0"):
             torch.empty(2**50, device=D0).sum().item()
         kept = [torch.zeros(50_000, device=D0) for _ in range(5)]
         with pytest.raises(torch.OutOfMemoryError):
@@ -223,6 +223,42 @@ def test_memory_beyond_the_quota_is_torchs_own_error() -> None:
         kept.pop()
         assert torch.zeros(10, device=D0).sum().item() == 0
         assert torch.remote_accelerator.memory_stats()["allocated_bytes.limit"] == 1_000_000
+
+
+def test_torch_accelerator_tells_of_the_memory_and_the_peak_can_be_counted_anew() -> None:
+    with attached():
+        kept = torch.zeros(1000, device=D0)
+        large = torch.zeros(100_000, device=D0)
+        assert torch.accelerator.memory_allocated() == 404_000
+        del large
+        assert torch.accelerator.memory_allocated(D0) == kept.nbytes == 4000
+        assert torch.accelerator.max_memory_allocated() == 404_000
+        torch.accelerator.reset_peak_memory_stats()
+        assert torch.accelerator.max_memory_allocated() == torch.accelerator.memory_reserved() == 4000
+        del kept
+        torch.remote_accelerator.reset_peak_memory_stats()
+        assert torch.remote_accelerator.max_memory_allocated() == 0
+        torch.accelerator.empty_cache()
+
+
+def test_devices_that_come_later_get_the_next_indices_and_the_others_stay() -> None:
+    with attached() as first, executor_on_a_thread() as second:
+        kept = torch.ones(3, device=D0, requires_grad=True)
+        kept.sum().backward()
+        device.extend([remote_device(1, lambda: second.port)])
+        assert torch.remote_accelerator.device_count() == 2
+        later = torch.full((3,), 2.0, device="remote_accelerator:1", requires_grad=True)
+        (later * kept.detach().to(later.device)).sum().backward()
+        assert later.grad is not None and later.grad.sum().item() == 3
+        assert (kept + 1).sum().item() == 6
+        assert first.session.stats()["ops"] > 0, "the first connection is still in use"
+        with pytest.raises(DeviceUnavailableError, match="the cluster has 2, 0 to 1"):
+            torch.ones(1, device="remote_accelerator:2")
+
+
+def test_without_a_session_nothing_is_added() -> None:
+    device.extend([remote_device(0, lambda: 1)])
+    assert torch.remote_accelerator.device_count() == 0
 
 
 # --- losing -------------------------------------------------------------------------------------

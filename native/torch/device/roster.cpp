@@ -20,7 +20,7 @@ Roster& roster() {
 void Roster::attach(int count, Open open) {
   std::lock_guard<std::mutex> lock(mutex_);
   open_ = std::move(open);
-  connections_.assign(static_cast<size_t>(count), ConnectionPtr());
+  connections_.resize(static_cast<size_t>(count));
   while (generators_.size() < static_cast<size_t>(count)) {
     generators_.push_back(make_default_generator(static_cast<int>(generators_.size())));
   }
