@@ -58,6 +58,29 @@ def test_where_a_gpu_differs_from_its_cpu_the_cpu_decides() -> None:
         checker._compare_or_arbitrate(case, run(x * y), run(x - y))
 
 
+def test_what_a_kernel_leaves_unwritten_is_left_out_and_nothing_else() -> None:
+    op = next(op for op in op_db if op.full_name == "add")
+    checker = opinfo._Checker(op, torch.float32, "cuda:0", lambda what: None)
+    case = opinfo._Case("sample 0", op.op, SampleInput(torch.ones(3), args=(1,)), grad=True)
+    dirt = [0.0]
+
+    def soil(device: str, value: float) -> None:
+        dirt[0] = value
+
+    def again() -> list[torch.Tensor]:
+        return [torch.tensor([1.0, 2.0, dirt[0]])]
+
+    here = again()
+    checker.compare_gradients(case, [torch.tensor([1.0, 2.0, 7.0])], here, again, soil)
+    assert [text.partition(":")[0] for text in checker.findings.unwritten] == ["sample 0"]
+    with pytest.raises(MismatchError):
+        checker.compare_gradients(case, [torch.tensor([1.0, 2.5, 7.0])], here, again, soil)
+    with pytest.raises(MismatchError):
+        checker.compare_gradients(
+            case, [torch.tensor([7.0])], [torch.tensor([1.0])], lambda: [torch.ones(1)], soil
+        )
+
+
 def test_what_does_not_come_back_is_a_crash() -> None:
     with Comparison("crashinfo", step_timeout_s=1.0) as comparison:
         (found,) = comparison.run([Unit("is stuck", "float32", None, errors=False)])
