@@ -224,7 +224,7 @@ class _Checker(Judge):
                 self.findings.as_on_cpu.append(shortened(str(case)))
                 return
             runs = [expected, *(again(self._local) for _ in range(_LOCAL_RUNS))]
-            assert_same(found, _nearest(found, runs), what="gradient", tolerance=self._tolerance)
+            assert_same(tuple(found), _nearest(found, runs), what="gradient", tolerance=self._tolerance)
             self.findings.varying.append(shortened(str(case)))
 
     def _written(self, outputs: Any) -> Any:
@@ -265,7 +265,7 @@ def _is_same(found: Any, expected: Any, tolerance: Tolerance) -> bool:
     return True
 
 
-def _nearest(found: Any, runs: Sequence[Any]) -> list[torch.Tensor | None]:
+def _nearest(found: Any, runs: Sequence[Any]) -> tuple[torch.Tensor | None, ...]:
     """Of what runs that differ may give, the nearest to what was found: as far again beyond them as they are
     apart. Where they are the same, that is what they gave."""
     nearest: list[torch.Tensor | None] = []
@@ -278,10 +278,10 @@ def _nearest(found: Any, runs: Sequence[Any]) -> list[torch.Tensor | None]:
         width = high - low
         real = torch.view_as_real(mine) if mine.is_complex() else mine
         if real.shape != low.shape or real.dtype != low.dtype:
-            return list(runs[0])
+            return tuple(runs[0])
         clamped = torch.where(real.isnan(), parts[0], real.clamp(low - width, high + width))
         nearest.append(torch.view_as_complex(clamped) if mine.is_complex() else clamped)
-    return nearest
+    return tuple(nearest)
 
 
 def _within_sequences(sample: Any, gradients: Any) -> Any:

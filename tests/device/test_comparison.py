@@ -65,19 +65,19 @@ def test_a_gradient_among_those_of_differing_local_runs_passes_and_is_noted() ->
     op = next(op for op in op_db if op.full_name == "add")
     checker = opinfo._Checker(op, torch.float32, "cuda:0", lambda what: None)
     case = opinfo._Case("sample 0", op.op, SampleInput(torch.ones(3), args=(1,)), grad=True)
-    here = [torch.tensor([1.0, 2.0, 3.0]), None]
+    here = (torch.tensor([1.0, 2.0, 3.0]), None)
     sums = itertools.cycle([2.9, 3.1])
 
     def again(device: str) -> Any:
-        return None if device == "cpu" else [torch.tensor([1.0, 2.0, next(sums)]), None]
+        return None if device == "cpu" else (torch.tensor([1.0, 2.0, next(sums)]), None)
 
-    checker.compare_gradients(case, [torch.tensor([1.0, 2.0, 3.2]), None], here, again)
+    checker.compare_gradients(case, (torch.tensor([1.0, 2.0, 3.2]), None), here, again)
     assert [text.partition(":")[0] for text in checker.findings.varying] == ["sample 0"]
     for wrong in ([1.0, 2.1, 3.0], [1.0, 2.0, 3.4], [1.0, 2.0, math.nan], [1.0, 2.0]):
         with pytest.raises(MismatchError):
-            checker.compare_gradients(case, [torch.tensor(wrong), None], here, again)
+            checker.compare_gradients(case, (torch.tensor(wrong), None), here, again)
     with pytest.raises(MismatchError):
-        checker.compare_gradients(case, [torch.ones(3), torch.ones(1)], here, again)
+        checker.compare_gradients(case, (torch.ones(3), torch.ones(1)), here, again)
     assert not checker.findings.as_on_cpu
 
 
