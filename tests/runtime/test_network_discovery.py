@@ -340,7 +340,9 @@ def test_a_backend_asked_for_that_is_absent_is_an_error_with_reason_and_fix() ->
 
 def test_a_backend_asked_for_without_a_transport_is_an_error_that_says_so() -> None:
     for probe in (YES, NO):
-        with pytest.raises(ConfigError, match=r"no transport for backend 'rdma' \(use backend 'auto' or 'tcp'\)"):
+        with pytest.raises(
+            ConfigError, match=r"no transport for backend 'rdma' \(use backend 'auto' or 'tcp'\)"
+        ):
             select_backend("rdma", result_of(rdma=probe))
 
 
