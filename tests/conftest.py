@@ -116,12 +116,15 @@ def _point_home_at(patch: pytest.MonkeyPatch, folder: Path) -> None:
     patch.setenv("GENIE_AGENT_COMPILE_AHEAD", "false")  # it is compiled, and looking takes torch's import
 
 
-# --- leaks: a test gives back what it took ----------------------------------------------------
+# --- order ------------------------------------------------------------------------------------
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     places = {config.rootpath / name: place for place, name in enumerate(LONGEST_FIRST)}
     items.sort(key=lambda item: places.get(item.path, len(places)))
+
+
+# --- leaks: a test gives back what it took ----------------------------------------------------
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:

@@ -19,6 +19,7 @@ from typing import Any
 
 from genie.cluster.link import Link
 from genie.device import ExecutorAddress, RemoteDevice, attach, detach, extend
+from genie.device.roster import DEVICES_MAX
 from genie.errors import DeviceUnavailableError, GenieError, TransportError
 from genie.model.job import Job, JobState
 from genie.model.messages import CancelJob, DeviceReply, OpenDevice, WaitDevice
@@ -71,7 +72,7 @@ class DeviceBroker:
         submit: Submit,
         timeout_s: float,
     ) -> None:
-        self.refs = refs
+        self.refs = refs[:DEVICES_MAX]
         """By index."""
         self.opened = 0
         """Executors opened so far in this session."""
@@ -82,13 +83,22 @@ class DeviceBroker:
         same executor and not a second one."""
         self._submit = submit
         self._timeout_s = timeout_s
+        if len(refs) > DEVICES_MAX:
+            _log.warning("of %d accelerators the first %d have an index", len(refs), DEVICES_MAX)
 
     def follow(self, nodes: Iterable[NodeInfo]) -> tuple[AcceleratorRef, ...]:
-        """Those of these nodes that have no index yet get the next ones. Says which they are."""
+        """Those of these nodes that have no index yet get the next ones. Says which they are.
+
+        Where one index stands for a GPU, CPU accelerators get none, also while all GPUs are out of reach.
+        """
         known = {(ref.node_id, ref.gpu.gpu_id) for ref in self.refs}
-        new = tuple(ref for ref in accelerators(nodes) if (ref.node_id, ref.gpu.gpu_id) not in known)
-        extend(self._remote_devices(new, start=len(self.refs)))
-        self.refs += new
+        has_gpu = any(ref.gpu.vendor is not Vendor.CPU for ref in self.refs)
+        found = (ref for ref in accelerators(nodes) if (ref.node_id, ref.gpu.gpu_id) not in known)
+        wanted = [ref for ref in found if ref.gpu.vendor is not Vendor.CPU or not has_gpu]
+        new = tuple(wanted[: DEVICES_MAX - len(self.refs)])
+        if new:
+            extend(self._remote_devices(new, start=len(self.refs)))
+            self.refs += new
         return new
 
     def remote_devices(self) -> list[RemoteDevice]:

@@ -37,6 +37,8 @@ __all__ = [
 ]
 
 DEVICE_TYPE = "remote_accelerator"
+DEVICES_MAX = 128
+"""torch counts devices in eight bits with a sign."""
 OP_TIMEOUT_S = 600.0
 _SHUT_DOWN = "the session was shut down"
 
@@ -173,7 +175,7 @@ def attach(
 def extend(devices: Sequence[RemoteDevice]) -> None:
     """More of them, under the next indices; those that are there stay. Nothing without a session."""
     with _roster.lock:
-        if _roster.slots is None:
+        if _roster.slots is None or not devices:
             return
         _roster.add(devices)
     _tell_library()
@@ -232,10 +234,11 @@ def _register() -> None:
 
 
 def _tell_library() -> None:
-    """Which indices there are now; nothing to do before torch is there."""
-    backend = sys.modules.get("genie.device.backend")
-    if backend is not None:
-        backend.follow_roster()
+    """Which indices there are now. Nothing to do before torch is there, or while it comes: the last thing
+    that does is to look here."""
+    follow = getattr(sys.modules.get("genie.device.backend"), "follow_roster", None)
+    if follow is not None:
+        follow()
 
 
 def _after_fork_in_child() -> None:

@@ -1,12 +1,10 @@
 // See memory.h.
 #include "memory.h"
 
-#include <optional>
-
 #include <c10/core/CachingDeviceAllocator.h>
-#include <torch/csrc/utils/pybind.h>
 
 #include "errors.h"
+#include "interrupts.h"
 #include "roster.h"
 #include "storage.h"
 
@@ -58,15 +56,20 @@ RemoteAllocator the_allocator;
 
 ExecutorCounters executor_counters(Connection& connection, bool forget_peak) {
   connection.check_not_recording("reading counters");
-  std::optional<pybind11::gil_scoped_release> without_gil;
-  if (PyGILState_Check()) without_gil.emplace();
   Awaited awaited;
-  Connection::Batch batch(connection);
-  batch.records().record(Record::Stats, forget_peak);
-  uint64_t number = batch.finish_ask(awaited);
-  connection.await(number, awaited);
-  Reader in(awaited.payload.data(), awaited.payload.size());
-  return {in.u64(), in.u64(), in.u64(), in.u64(), in.u64()};
+  {
+    LetInterpreterGo go;
+    Connection::Batch batch(connection);
+    batch.records().record(Record::Stats, forget_peak);
+    uint64_t number = batch.finish_ask(awaited);
+    connection.await(number, awaited);
+  }
+  try {
+    Reader in(awaited.payload.data(), awaited.payload.size());
+    return {in.u64(), in.u64(), in.u64(), in.u64(), in.u64()};
+  } catch (const ProtocolError& error) {
+    connection.fail(error);
+  }
 }
 
 c10::Allocator* allocator() { return &the_allocator; }

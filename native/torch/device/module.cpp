@@ -56,6 +56,7 @@ ConnectionPtr connect(py::handle stream, int index, const std::string& device_na
 void attach(int count, py::function open) {
   auto callable = kept(std::move(open));
   find_main_thread();
+  py::gil_scoped_release go;
   roster().attach(count, [callable](int index) {
     py::gil_scoped_acquire gil;
     return (*callable)(index).cast<ConnectionPtr>();
