@@ -2,12 +2,11 @@
 
     python benchmarks/bench_placements.py [--json] [--rounds N] [--scheduler next-free|fifo] [--tls on|off]
 
-Four processes on loopback: a controller on SQLite in a fresh directory, 125 simulated nodes with 1,000
+Three processes on loopback: a controller on SQLite in a fresh directory, 125 simulated nodes with 1,000
 GPUs that confirm launches and report exits (placement_roles.py), and this client. Each job asks for one
 GPU; the client counts it when the answer says where it was placed, which the controller says only when
-that is durable. Under load there are at most `IN_FLIGHT` jobs that the client has not heard back about; at low
-load there is one. Both are measured in turns, round by round. The figure beside them without a goal is
-the processor time of the controller for one placement.
+that is durable. Under load IN_FLIGHT jobs are asked for at a time, at low load one. Both are measured in
+turns, round by round. Beside them, without a goal: the processor time of the controller for a placement.
 
 `next-free` is a scheduler that costs next to nothing: what is measured is everything around it. Not for:
 the quality or the cost of decisions.
@@ -153,9 +152,7 @@ def figures(samples: Samples) -> list[report.Figure]:
             samples=samples.rates_per_s,
             goal=RATE,
         ),
-        report.figure(
-            "placement_quiet_p50", statistics.median(quiet_ms), samples=quiet_ms, goal=LATENCY_P50
-        ),
+        report.figure("placement_quiet_p50", statistics.median(quiet_ms), samples=quiet_ms, goal=LATENCY_P50),
         report.figure("placement_quiet_p99", report.percentile(quiet_ms, 0.99), samples=quiet_ms),
         report.figure("placement_busy_p50", statistics.median(busy_ms), samples=busy_ms),
         report.figure("placement_busy_p99", report.percentile(busy_ms, 0.99), samples=busy_ms),

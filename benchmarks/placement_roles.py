@@ -1,6 +1,6 @@
 """The processes around bench_placements.py: a controller with a chosen scheduler, and a thousand GPUs.
 
-    python benchmarks/placement_roles.py controller --state-dir DIR [--scheduler fifo|next-free] [--tls on|off]
+    python benchmarks/placement_roles.py controller --state-dir DIR [--scheduler NAME] [--tls on|off]
     python benchmarks/placement_roles.py agents --state-dir DIR [--nodes 125] [--gpus 8]
 
 The agents are a stand-in at the edge: every node has joined, has its own connection and speaks the
@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import cProfile
-import os
 import pstats
 import signal
 import sys

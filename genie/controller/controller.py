@@ -31,6 +31,7 @@ from genie.controller.tokens import Tokens
 from genie.controller.users import Cluster, Users
 from genie.controller.waiting import Bell, wait_event
 from genie.errors import GenieError, LeadershipError, StoreError, TlsError
+from genie.model.job import Job
 from genie.model.names import address_text
 from genie.model.node import NodeStatus
 from genie.runtime import files
@@ -341,12 +342,13 @@ class Controller:
         for decision in decisions:
             if not isinstance(decision, Place):
                 self._jobs.explain(decision.job_id, decision.reason)
-        for decision in decisions:
-            if isinstance(decision, Place) and self._orders.has_room:
-                job = await self._jobs.place(decision)
-                if job is not None:
-                    _log.info("job %s: %s", job.job_id, job.reason)
-                    self._agents.launch(job)
+        # Each becomes an order; what there is no room for now is decided again in the next pass.
+        places = [decision for decision in decisions if isinstance(decision, Place)]
+        await self._jobs.place(places[: self._orders.room], placed=self._launch)
+
+    def _launch(self, job: Job) -> None:
+        _log.info("job %s: %s", job.job_id, job.reason)
+        self._agents.launch(job)
 
     async def _keep_house(self) -> None:
         await self._jobs.drop_old()

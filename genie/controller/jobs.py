@@ -7,8 +7,10 @@ node's ledger with it: so a hold is released exactly once. Not for: which job go
 
 from __future__ import annotations
 
+import asyncio
 import base64
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -58,6 +60,7 @@ class Jobs:
         self._waits_for: dict[str, str] = {}
         self._refusals: dict[str, tuple[int, float]] = {}
         ledger.on_load.append(self._index_all)
+        ledger.indexes.append(self._follow)
         ledger.on_change.append(self._row_changed)
 
     # -- reading ------------------------------------------------------------------------------
@@ -195,30 +198,37 @@ class Jobs:
 
         return await self._ledger.write(build)
 
-    async def place(self, decision: Place) -> Job | None:
-        """Placing, with a hold on the node; None when the job or the node is not as it was decided on."""
+    async def place(self, decisions: Iterable[Place], *, placed: Callable[[Job], None]) -> None:
+        """Placing, each with a hold on its node; `placed` is told of each when all that could be are durable.
+        Those whose job or node is not as it was decided on are left out."""
+        answers = [await self._ledger.begin(partial(self._place, decision)) for decision in decisions]
+        outcomes = await asyncio.gather(*answers, return_exceptions=True)
+        for job in outcomes:
+            if isinstance(job, Job):
+                placed(job)
+        for failure in outcomes:
+            if isinstance(failure, BaseException):
+                raise failure
 
-        def build(txn: Transaction) -> Job | None:
-            job = self.get(decision.job_id)
-            node = self._ledger.nodes.get(decision.node_id)
-            if job is None or job.state is not JobState.QUEUED or node is None:
-                return None
-            epoch = txn.next_number("epoch")
-            placement = Placement(
-                node_id=decision.node_id,
-                incarnation=node.info.incarnation,
-                gpu_ids=decision.gpu_ids,
-                epoch=epoch,
-            )
-            step = moved(job, JobState.PLACING, reason=decision.reason, at=self._clock.wall_s())
-            step = msgspec.structs.replace(step, placement=placement)
-            hold = hold_of(job, decision.gpu_ids, epoch=epoch, incarnation=node.info.incarnation)
-            held = self._ledger.holds.get(decision.node_id) or NodeLedger(node_id=decision.node_id)
-            txn.put(self._ledger.holds, decision.node_id, held.with_hold(hold))
-            txn.put(self._ledger.jobs, job.job_id, step)
-            return step
-
-        return await self._ledger.write(build)
+    def _place(self, decision: Place, txn: Transaction) -> Job | None:
+        job = self.get(decision.job_id)
+        node = self._ledger.nodes.get(decision.node_id)
+        if job is None or job.state is not JobState.QUEUED or node is None:
+            return None
+        epoch = txn.next_number("epoch")
+        placement = Placement(
+            node_id=decision.node_id,
+            incarnation=node.info.incarnation,
+            gpu_ids=decision.gpu_ids,
+            epoch=epoch,
+        )
+        step = moved(job, JobState.PLACING, reason=decision.reason, at=self._clock.wall_s())
+        step = msgspec.structs.replace(step, placement=placement)
+        hold = hold_of(job, decision.gpu_ids, epoch=epoch, incarnation=node.info.incarnation)
+        held = self._ledger.holds.get(decision.node_id) or NodeLedger(node_id=decision.node_id)
+        txn.put(self._ledger.holds, decision.node_id, held.with_hold(hold))
+        txn.put(self._ledger.jobs, job.job_id, step)
+        return step
 
     async def confirm(self, node_id: str, job_id: str, *, epoch: int, incarnation: int) -> None:
         """Running. FencedError when that launch is void. Asking twice is fine: an answer may be lost."""
@@ -357,15 +367,20 @@ class Jobs:
         self._wake()
 
     # Any: rows of every table come by here.
-    def _row_changed(self, table: Table[Any], row_id: str, before: Any, after: Any) -> None:
+    def _follow(self, table: Table[Any], row_id: str, before: Any, after: Any) -> None:
+        """Told the reverse, it takes back what it did."""
         if table is not self._ledger.jobs:
             return
         if before is not None:
             self._by_state[before.state].pop(row_id, None)
         if after is not None:
             self._index(after)
-        else:
+        elif before is not None:
             self._forget(before)
+
+    def _row_changed(self, table: Table[Any], row_id: str, before: Any, after: Any) -> None:
+        if table is not self._ledger.jobs:
+            return
         if after is None or after.state is not JobState.QUEUED:
             self._waits_for.pop(row_id, None)
         if after is None or after.state.is_final:
