@@ -15,10 +15,12 @@ from __future__ import annotations
 
 import logging
 import sqlite3
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
+from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import quote
 
 from genie.controller.store.file_lock import make_private_file, take_lock
@@ -67,6 +69,10 @@ CREATE TABLE lease (id INTEGER PRIMARY KEY AUTOINCREMENT);
 """
 
 Work = Callable[["SqliteFile"], object]
+_Item = TypeVar("_Item")
+
+# Rows in one statement. The thread lets the program go on at each, and then has to wait for its turn.
+_PART_SIZES = (64, 16, 4, 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,15 +177,25 @@ class SqliteFile:
         lost_leases: frozenset[int] = frozenset(),
     ) -> TxnResult:
         """`lost_leases` are over by the clock though their keys may still stand."""
-        if not all(self._holds(compare) for compare in compares):
+        deletes = [encode_key(op.key) for op in operations if isinstance(op, Delete)]
+        standing = self._revisions([encode_key(compare.key) for compare in compares] + deletes)
+        if not all(_holds(compare, standing) for compare in compares):
             return TxnResult(succeeded=False, revision=self._revision)
         for lease_id in {op.lease_id for op in operations if isinstance(op, Put) and op.lease_id}:
             if lease_id in lost_leases or not self._has_lease(lease_id):
                 raise LeaseLostError(f"lease {lease_id} has expired or was revoked", hint="grant a new one")
         revision = self._revision + 1
-        changes = [self._apply(operation, revision) for operation in operations]
-        if any(changes):
-            self._set_revision(revision)
+        changes = [
+            (encode_key(op.key), op.value if isinstance(op, Put) else None, op)
+            for op in operations
+            if isinstance(op, Put) or encode_key(op.key) in standing
+        ]
+        if not changes:
+            return TxnResult(succeeded=True, revision=self._revision)
+        self._put([(key, op.value, op.lease_id) for key, _, op in changes if isinstance(op, Put)], revision)
+        self._delete([key for key in deletes if key in standing])
+        self._record(revision, [(key, value) for key, value, _ in changes])
+        self._set_revision(revision)
         return TxnResult(succeeded=True, revision=self._revision)
 
     def grant_lease(self) -> int:
@@ -367,30 +383,34 @@ class SqliteFile:
 
     # -- rows ---------------------------------------------------------------------------------
 
-    def _holds(self, compare: Compare) -> bool:
-        row = self._db.execute(
-            "SELECT create_rev, mod_rev FROM kv WHERE key = ?", (encode_key(compare.key),)
-        ).fetchone()
-        create_revision, mod_revision = row or (0, 0)
-        return compare.revision == (create_revision if compare.field == "create" else mod_revision)
+    def _revisions(self, keys: Sequence[bytes]) -> dict[bytes, tuple[int, int]]:
+        """Create and mod revision of each of these keys that stands."""
+        found: dict[bytes, tuple[int, int]] = {}
+        for part in _parts(keys):
+            rows = self._db.execute(
+                f"SELECT key, create_rev, mod_rev FROM kv WHERE key IN {_places(len(part))}",  # noqa: S608
+                part,
+            )
+            found.update(
+                (key, (create_revision, mod_revision)) for key, create_revision, mod_revision in rows
+            )
+        return found
 
     def _has_lease(self, lease_id: int) -> bool:
         return self._db.execute("SELECT 1 FROM lease WHERE id = ?", (lease_id,)).fetchone() is not None
 
-    def _apply(self, operation: Put | Delete, revision: int) -> bool:
-        key = encode_key(operation.key)
-        if isinstance(operation, Delete):
-            if self._db.execute("DELETE FROM kv WHERE key = ?", (key,)).rowcount == 0:
-                return False
-            self._record(revision, key, None)
-            return True
-        self._db.execute(
-            "INSERT INTO kv VALUES (?, ?, ?, ?, ?) ON CONFLICT (key) DO UPDATE"
-            " SET value = excluded.value, mod_rev = excluded.mod_rev, lease = excluded.lease",
-            (key, operation.value, revision, revision, operation.lease_id),
-        )
-        self._record(revision, key, operation.value)
-        return True
+    def _put(self, rows: Sequence[tuple[bytes, bytes, int]], revision: int) -> None:
+        for part in _parts(rows):
+            values = [(key, value, revision, revision, lease_id) for key, value, lease_id in part]
+            self._db.execute(
+                f"INSERT INTO kv VALUES {_rows(len(part), 5)} ON CONFLICT (key) DO UPDATE"  # noqa: S608
+                " SET value = excluded.value, mod_rev = excluded.mod_rev, lease = excluded.lease",
+                list(chain.from_iterable(values)),
+            )
+
+    def _delete(self, keys: Sequence[bytes]) -> None:
+        for part in _parts(keys):
+            self._db.execute(f"DELETE FROM kv WHERE key IN {_places(len(part))}", part)  # noqa: S608
 
     def _delete_keys(self, condition: str, values: tuple[int, ...]) -> None:
         """All at one revision. `condition` is a constant of this file, never a caller's text."""
@@ -398,15 +418,18 @@ class SqliteFile:
         if not keys:
             return
         revision = self._revision + 1
-        for (key,) in keys:
-            self._db.execute("DELETE FROM kv WHERE key = ?", (key,))
-            self._record(revision, key, None)
+        self._delete([key for (key,) in keys])
+        self._record(revision, [(key, None) for (key,) in keys])
         self._set_revision(revision)
 
-    def _record(self, revision: int, key: bytes, value: bytes | None) -> None:
-        self._db.execute("INSERT INTO history (rev, key, value) VALUES (?, ?, ?)", (revision, key, value))
-        self._changed.append(key)
-        self._bytes_since_trim += len(key) + len(value or b"")
+    def _record(self, revision: int, changes: Sequence[tuple[bytes, bytes | None]]) -> None:
+        for part in _parts(changes):
+            self._db.execute(
+                f"INSERT INTO history (rev, key, value) VALUES {_rows(len(part), 3)}",  # noqa: S608
+                list(chain.from_iterable((revision, key, value) for key, value in part)),
+            )
+        self._changed += [key for key, _ in changes]
+        self._bytes_since_trim += sum(len(key) + len(value or b"") for key, value in changes)
 
     def _set_revision(self, revision: int) -> None:
         # Written to the file once a transaction, in _transact.
@@ -453,3 +476,27 @@ class SqliteFile:
         if primary in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB):
             return self._corrupt(str(error))
         return StoreUnavailableError(f"the store file {self.path} does not answer: {error} ({name})")
+
+
+def _holds(compare: Compare, standing: dict[bytes, tuple[int, int]]) -> bool:
+    create_revision, mod_revision = standing.get(encode_key(compare.key), (0, 0))
+    return compare.revision == (create_revision if compare.field == "create" else mod_revision)
+
+
+def _parts(rows: Sequence[_Item]) -> Iterator[Sequence[_Item]]:
+    """All of them, in as few statements as possible. Sizes are few, so that each is compiled once."""
+    start = 0
+    for size in _PART_SIZES:
+        while len(rows) - start >= size:
+            yield rows[start : start + size]
+            start += size
+
+
+@cache
+def _places(count: int) -> str:
+    return "(" + ", ".join("?" * count) + ")"
+
+
+@cache
+def _rows(count: int, columns: int) -> str:
+    return ", ".join([_places(columns)] * count)
