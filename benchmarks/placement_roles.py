@@ -12,13 +12,13 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import cProfile
-import pstats
 import signal
 import sys
+from collections import Counter
 from collections.abc import Coroutine, Sequence
 from contextlib import suppress
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from genie import config
@@ -224,6 +224,36 @@ async def until_told(work: Coroutine[Any, Any, None], ready: Coroutine[Any, Any,
         running.cancel()
 
 
+class Samples:
+    """Where the loop's thread is, at each tick of processor time: by function, and with all it calls."""
+
+    def __init__(self) -> None:
+        self._own: Counter[str] = Counter()
+        self._with_calls: Counter[str] = Counter()
+
+    def start(self) -> None:
+        signal.signal(signal.SIGPROF, self._take)
+        signal.setitimer(signal.ITIMER_PROF, 0.001, 0.001)
+
+    def write(self, path: Path) -> None:
+        signal.setitimer(signal.ITIMER_PROF, 0.0)
+        total = self._own.total()
+        with path.open("w") as out:
+            for title, counts in (("own", self._own), ("with what it calls", self._with_calls)):
+                out.write(f"{title}, in percent of {total} samples\n")
+                for name, count in counts.most_common(60):
+                    out.write(f"{count / total:7.1%}  {name}\n")
+
+    def _take(self, _: int, frame: FrameType | None) -> None:
+        names = []
+        while frame is not None:
+            code = frame.f_code
+            names.append(f"{Path(code.co_filename).name}:{code.co_firstlineno} {code.co_qualname}")
+            frame = frame.f_back
+        self._own[names[0]] += 1
+        self._with_calls.update(set(names))
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("role", choices=("controller", "agents"))
@@ -238,15 +268,13 @@ def main() -> int:
         work = serve(given.state_dir, scheduler=given.scheduler, tls=given.tls)
     else:
         work = run_agents(given.state_dir, nodes=given.nodes, gpus=given.gpus)
-    profile = cProfile.Profile()
+    samples = Samples()
     if given.profile:
-        profile.enable()
+        samples.start()
     with asyncio.Runner(loop_factory=loop_factory()) as runner:
         runner.run(work)
     if given.profile:
-        profile.disable()
-        with given.profile.open("w") as out:
-            pstats.Stats(profile, stream=out).sort_stats("tottime").print_stats(60)
+        samples.write(given.profile)
     return 0
 
 

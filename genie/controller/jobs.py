@@ -11,13 +11,12 @@ import asyncio
 import base64
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Any
 
 import msgspec
 
 from genie.config import ControllerConfig
 from genie.controller.blobs import blob_name
-from genie.controller.ledger import Ledger, Table, Transaction
+from genie.controller.ledger import Ledger, Transaction
 from genie.controller.waiting import Bell
 from genie.errors import FencedError, JobNotFoundError, JobRefusedError
 from genie.model.allocation import NodeLedger
@@ -60,8 +59,8 @@ class Jobs:
         self._waits_for: dict[str, str] = {}
         self._refusals: dict[str, tuple[int, float]] = {}
         ledger.on_load.append(self._index_all)
-        ledger.indexes.append(self._follow)
-        ledger.on_change.append(self._row_changed)
+        ledger.jobs.indexes.append(self._follow)
+        ledger.jobs.on_change.append(self._row_changed)
 
     # -- reading ------------------------------------------------------------------------------
 
@@ -366,26 +365,20 @@ class Jobs:
         self._bell.ring_all()
         self._wake()
 
-    # Any: rows of every table come by here.
-    def _follow(self, table: Table[Any], row_id: str, before: Any, after: Any) -> None:
-        """Told the reverse, it takes back what it did."""
-        if table is not self._ledger.jobs:
-            return
+    def _follow(self, job_id: str, before: Job | None, after: Job | None) -> None:
         if before is not None:
-            self._by_state[before.state].pop(row_id, None)
+            self._by_state[before.state].pop(job_id, None)
         if after is not None:
             self._index(after)
         elif before is not None:
             self._forget(before)
 
-    def _row_changed(self, table: Table[Any], row_id: str, before: Any, after: Any) -> None:
-        if table is not self._ledger.jobs:
-            return
+    def _row_changed(self, job_id: str, before: Job | None, after: Job | None) -> None:
         if after is None or after.state is not JobState.QUEUED:
-            self._waits_for.pop(row_id, None)
+            self._waits_for.pop(job_id, None)
         if after is None or after.state.is_final:
-            self._refusals.pop(row_id, None)
-        self._bell.ring(row_id)
+            self._refusals.pop(job_id, None)
+        self._bell.ring(job_id)
         self._wake()
 
     def _index(self, job: Job) -> None:

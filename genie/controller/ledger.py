@@ -23,7 +23,7 @@ import msgspec
 from genie.controller.election import LEADER_KEY, Election, StoreHealth
 from genie.controller.store import Compare, Delete, Put, Store
 from genie.controller.store.limits import check_transaction
-from genie.controller.store.protocol import TXN_BYTES_MAX, TXN_OPS_MAX
+from genie.controller.store.protocol import TXN_BYTES_MAX
 from genie.errors import (
     GenieError,
     NotLeaderError,
@@ -44,6 +44,7 @@ _Result = TypeVar("_Result")
 WRITES_WAITING_MAX = 1024
 BATCH_WRITES_MAX = 256
 _PAGE = 1000
+_encoder = msgspec.json.Encoder()
 
 
 class NodeRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -66,11 +67,20 @@ class ClusterRecord(msgspec.Struct, frozen=True, kw_only=True):
     ca_pin: str
 
 
+# The row's id, what was there before, and what is now; None where there is none.
+Listener = Callable[[str, _Row | None, _Row | None], None]
+
+
 class Table(Generic[_Row]):
     """The rows under one prefix, by id. Changed by committed transactions only."""
 
     def __init__(self, prefix: str, kind: type[_Row]) -> None:
         self.prefix = prefix
+        self.indexes: list[Listener[_Row]] = []
+        """Told of each row before the next build runs, and told the reverse before anyone else does. They
+        follow the rows and do nothing else: told the reverse, they take back what they did."""
+        self.on_change: list[Listener[_Row]] = []
+        """Told of each row, in order, once it is durable."""
         self._decoder = msgspec.json.Decoder(kind)
         self._rows: dict[str, _Row] = {}
         self._revisions: dict[str, int] = {}
@@ -113,10 +123,13 @@ class Table(Generic[_Row]):
         self._revisions = {row_id: revision for row_id, (_, revision) in rows.items()}
 
     def _show(self, row_id: str, row: _Row | None) -> _Row | None:
-        """What stood there before. The revision is left as it is: it is that of the durable row."""
+        """Puts a row in its place, and what follows from it; what stood there before. The revision is left
+        as it is: it is that of the durable row."""
         before = self._rows.pop(row_id, None)
         if row is not None:
             self._rows[row_id] = row
+        for index in self.indexes:
+            index(row_id, before, row)
         return before
 
     def _note_revision(self, row_id: str, revision: int) -> None:
@@ -155,9 +168,7 @@ class Transaction:
         return value
 
 
-# Any: a listener is told about rows of every type.
-Listener = Callable[[Table[Any], str, Any, Any], None]
-_Change = tuple[Table[Any], str, Any]
+_Change = tuple[Table[Any], str, Any]  # Any: rows of every table
 Build = Callable[[Transaction], _Result]
 
 
@@ -181,11 +192,11 @@ class _Batch:
     """Writes that share one transaction. A row that several of them change is written once, as the last
     of them left it."""
 
-    def __init__(self, token: int) -> None:
+    def __init__(self, token: int, ops_max: int) -> None:
+        self._ops_max = ops_max
         self._leader = Compare(LEADER_KEY, token, field="create")
         self._compares: dict[str, Compare] = {}
         self._operations: dict[str, Put | Delete] = {}
-        self._sizes_bytes: dict[str, int] = {}
         self._size_bytes = check_transaction([self._leader], [])
         self.writes: list[_Built] = []
 
@@ -198,19 +209,18 @@ class _Batch:
         transaction is: UsageError, so that it is the bad write that fails and not its neighbours."""
         operations = [_operation(change) for change in built.changes]
         compares = [
-            Compare(table.prefix + row_id, table.revision(row_id)) for table, row_id, _ in built.changes
+            Compare(operation.key, table.revision(row_id))
+            for operation, (table, row_id, _) in zip(operations, built.changes, strict=True)
         ]
-        check_transaction([self._leader, *compares], operations)
-        sizes_bytes = {one.key: _size_bytes(one) for one in operations}
-        more_rows = sum(key not in self._sizes_bytes for key in sizes_bytes)
-        more_bytes = sum(size - self._sizes_bytes.get(key, 0) for key, size in sizes_bytes.items())
-        # The leader's compare is one of those that are counted.
-        is_full = len(self._sizes_bytes) + more_rows >= TXN_OPS_MAX
+        more_bytes = check_transaction([self._leader, *compares], operations)
+        more_rows = sum(operation.key not in self._operations for operation in operations)
+        # The leader's compare is one of those that are counted. What replaces a row counts in full, too.
+        is_full = len(self._operations) + more_rows >= self._ops_max
         if self.writes and (is_full or self._size_bytes + more_bytes > TXN_BYTES_MAX):
             return False
-        self._compares |= {compare.key: compare for compare in compares}
-        self._operations |= {operation.key: operation for operation in operations}
-        self._sizes_bytes |= sizes_bytes
+        for compare, operation in zip(compares, operations, strict=True):
+            self._compares[compare.key] = compare
+            self._operations[operation.key] = operation
         self._size_bytes += more_bytes
         self.writes.append(built)
         return True
@@ -244,11 +254,6 @@ class Ledger:
         self._reading_or_writing = asyncio.Lock()
         """A write that is committed while everything is read would be overwritten in memory."""
         self.is_loaded = False
-        self.indexes: list[Listener] = []
-        """Told of each row (table, id, before, after; None where there is none) before the next build
-        runs, and told the reverse before anyone else does. They follow the rows and do nothing else."""
-        self.on_change: list[Listener] = []
-        """Told of each committed row, in order, once it is durable."""
         self.on_load: list[Callable[[], None]] = []
         """Told when all tables were read anew."""
 
@@ -307,7 +312,7 @@ class Ledger:
                 token = self._election.require_token()
                 if self._uncertain:
                     await self._load()
-                batch = _Batch(token)
+                batch = _Batch(token, self._store.txn_ops_max)
                 self._build(batch)
                 await self._commit(batch)
         except asyncio.CancelledError:
@@ -331,7 +336,7 @@ class Ledger:
     def _build(self, batch: _Batch) -> None:
         """Fills the batch. In here, and nowhere else, the tables show what is not durable: nothing awaits
         before it is taken back, so only the builds can see it."""
-        shown: list[tuple[Table[Any], str, Any, Any]] = []
+        shown: list[_Change] = []
         try:
             while self._taken:
                 write = self._taken.popleft()
@@ -343,10 +348,10 @@ class Ledger:
                     return
                 if self._taken:
                     for table, row_id, row in built.changes:
-                        shown.append((table, row_id, self._show(table, row_id, row), row))
+                        shown.append((table, row_id, table._show(row_id, row)))
         finally:
-            for table, row_id, before, _ in reversed(shown):
-                self._show(table, row_id, before)
+            for table, row_id, before in reversed(shown):
+                table._show(row_id, before)
 
     def _built(self, write: _Write, batch: _Batch) -> _Built | None:
         """What came of the build, added to the batch; None when it does not fit."""
@@ -360,14 +365,6 @@ class Ledger:
             built = _Built(write, [], None, error)
             batch.writes.append(built)
             return built
-
-    # Any: rows of every table.
-    def _show(self, table: Table[Any], row_id: str, row: Any) -> Any:
-        """Puts a row in its place, and what follows from it; what stood there before."""
-        before = table._show(row_id, row)
-        for index in self.indexes:
-            index(table, row_id, before, row)
-        return before
 
     async def _commit(self, batch: _Batch) -> None:
         compares, operations = batch.transaction
@@ -389,12 +386,12 @@ class Ledger:
             )
         # All of it first: whoever is told finds the tables as they are from now on.
         changes = [change for built in batch.writes for change in built.changes]
-        befores = [self._show(*change) for change in changes]
+        befores = [table._show(row_id, row) for table, row_id, row in changes]
         for table, row_id, _ in changes:
             table._note_revision(row_id, result.revision)
         for (table, row_id, row), before in zip(changes, befores, strict=True):
-            for told in self.on_change:
-                told(table, row_id, before, row)
+            for told in table.on_change:
+                told(row_id, before, row)
 
     async def _read(self, table: Table[_Row]) -> dict[str, tuple[_Row, int]]:
         rows: dict[str, tuple[_Row, int]] = {}
@@ -412,13 +409,7 @@ class Ledger:
 def _operation(change: _Change) -> Put | Delete:
     table, row_id, row = change
     key = table.prefix + row_id
-    return Delete(key) if row is None else Put(key, msgspec.json.encode(row))
-
-
-def _size_bytes(operation: Put | Delete) -> int:
-    """As the store counts it: the key is in a compare, too."""
-    value_bytes = len(operation.value) if isinstance(operation, Put) else 0
-    return 2 * len(operation.key.encode()) + value_bytes
+    return Delete(key) if row is None else Put(key, _encoder.encode(row))
 
 
 def _answer(built: _Built) -> None:

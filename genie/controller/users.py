@@ -147,7 +147,7 @@ class Users:
         return JobReply(job=jobs.shown(jobs.get(job.job_id) or job))
 
     async def _check_can_run(self, spec: JobSpec, identity: Identity) -> None:
-        reason = check_possible(spec, self._cluster.views.current())
+        reason = check_possible(spec, self._cluster.views.registered())
         if reason is not None:
             raise JobRefusedError(f"job {spec.name!r} can never run here: {reason}", hint="ask for less")
         if spec.workdir is None:

@@ -7,9 +7,7 @@ difference by now. Not for: the failure detector itself (membership.py).
 
 from __future__ import annotations
 
-from typing import Any
-
-from genie.controller.ledger import Ledger, Table
+from genie.controller.ledger import Ledger
 from genie.controller.membership import Membership
 from genie.model.allocation import NodeLedger
 from genie.runtime.clock import Clock
@@ -31,7 +29,8 @@ class Views:
         """Ids of nodes that are or were registered: never more than those."""
         self._view: ClusterView | None = None
         ledger.on_load.append(self._start_anew)
-        ledger.on_change.append(self._row_changed)
+        ledger.nodes.on_change.append(self._row_changed)
+        ledger.holds.on_change.append(self._row_changed)
         membership.on_change.append(self._stale.add)
         membership.on_term.append(self._start_anew)
 
@@ -41,7 +40,13 @@ class Views:
         self._stale.update(node_id for node_id, peer in self._peers.items() if peer.is_closed)
         if now_s >= self._next_change_s:
             self._stale.update(key for key, until_s in self._good_until_s.items() if now_s >= until_s)
+        return self.registered()
+
+    def registered(self) -> ClusterView:
+        """The same, but whether a node is still connected and well may have been true a moment ago: for
+        whoever asks what there is, and not how it is."""
         if self._stale:
+            now_s = self._clock.monotonic_s()
             for node_id in self._stale:
                 self._look_at(node_id, now_s)
             self._stale.clear()
@@ -76,7 +81,5 @@ class Views:
         self._next_change_s = 0.0
         self._view = None
 
-    # Any: rows of every table come by here.
-    def _row_changed(self, table: Table[Any], row_id: str, before: Any, after: Any) -> None:
-        if table is self._ledger.nodes or table is self._ledger.holds:
-            self._stale.add(row_id)
+    def _row_changed(self, node_id: str, before: object, after: object) -> None:
+        self._stale.add(node_id)

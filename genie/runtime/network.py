@@ -33,6 +33,8 @@ _log = logging.getLogger(__name__)
 
 PREFACE_TIMEOUT_S = 10.0
 CONNECTIONS_MAX = 4096
+SEND_NOW_BYTES_MAX = 64 * 1024
+"""Waiting to be sent on one connection, beyond which a sender waits. The transport's own mark is the same."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +56,10 @@ class Channel(Protocol):
     """Largest payload that is accepted."""
 
     async def send(self, frame: bytes) -> None: ...
+
+    def try_send_nowait(self, frame: bytes) -> bool:
+        """False, and nothing is sent, where `send` might have to wait or would fail."""
+        ...
 
     async def receive(self) -> wire.Frame: ...
 
@@ -107,6 +113,13 @@ class TcpChannel:
             await self._writer.drain()
         except (OSError, RuntimeError) as error:
             raise ConnectionLostError(f"the connection to {self.peer} was lost: {error}") from error
+
+    def try_send_nowait(self, frame: bytes) -> bool:
+        transport = self._writer.transport
+        if transport.is_closing() or transport.get_write_buffer_size() > SEND_NOW_BYTES_MAX:
+            return False
+        self._writer.write(frame)
+        return True
 
     async def receive(self) -> wire.Frame:
         try:

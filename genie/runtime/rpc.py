@@ -65,10 +65,14 @@ class Peer:
         call_id = self._next_call = (self._next_call + 1) % (1 << 32)
         future: asyncio.Future[wire.Frame] = asyncio.get_running_loop().create_future()
         self._waiting[call_id] = future
+        packed = wire.pack(wire.Kind.REQUEST, call_id, wire.encode(request))
         try:
-            async with asyncio.timeout(timeout_s):
-                await self.channel.send(wire.pack(wire.Kind.REQUEST, call_id, wire.encode(request)))
-                frame = await future
+            if self.channel.try_send_nowait(packed):
+                frame = await _within(timeout_s, future)
+            else:
+                async with asyncio.timeout(timeout_s):
+                    await self.channel.send(packed)
+                    frame = await future
         except TimeoutError:
             raise DeadlineError(
                 f"{self.name} did not answer {type(request).__name__} within {timeout_s:g} s"
@@ -111,6 +115,8 @@ class Peer:
     async def _answer(self, frame: wire.Frame) -> None:
         try:
             answer = await self._outcome(frame)
+            if not self._sending.locked() and self.channel.try_send_nowait(_packed(answer, frame.call_id)):
+                return
             # One at a time, and encoded only when it is its turn: a peer that does not read its answers
             # costs the memory of one, and after a while its connection.
             async with asyncio.timeout(ANSWER_S_MAX), self._sending:
@@ -131,6 +137,20 @@ class Peer:
         except Exception:
             _log.exception("a request from %s failed", self.name)
             return GenieError("internal error", hint="the log of the other side has the details")
+
+
+async def _within(timeout_s: float, future: asyncio.Future[wire.Frame]) -> wire.Frame:
+    """As asyncio.timeout would have it, at a fraction of the cost: only the future is given up."""
+    timer = asyncio.get_running_loop().call_later(timeout_s, _give_up, future)
+    try:
+        return await future
+    finally:
+        timer.cancel()
+
+
+def _give_up(future: asyncio.Future[wire.Frame]) -> None:
+    if not future.done():
+        future.set_exception(TimeoutError())
 
 
 def _packed(answer: Message | GenieError, call_id: int) -> bytes:

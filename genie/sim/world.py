@@ -171,6 +171,9 @@ class _Channel:
             raise ConnectionLostError(f"the connection to {self.peer} was lost")
         await self._outbox.put(frame)
 
+    def try_send_nowait(self, frame: bytes) -> bool:
+        return False
+
     async def receive(self) -> wire.Frame:
         data = await self._inbox.get()
         await self._world.wait_unpaused(self.host)

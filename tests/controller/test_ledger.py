@@ -59,9 +59,10 @@ class Books:
             wake=lambda: None,
         )
         self.jobs._new_id = self._new_id  # type: ignore[method-assign]
-        self.told: list[tuple[str, str, Any, Any]] = []
+        self.told: list[tuple[str, str, object, object]] = []
         self.commits = 0
-        self.ledger.on_change.append(self._note)
+        for table in self.ledger._tables:
+            table.on_change.append(partial(self._note, table.prefix))
 
     def _new_id(self) -> str:
         standing = self.ledger.counters.get("sequence")
@@ -70,8 +71,8 @@ class Books:
     def _bytes(self, count: int) -> bytes:
         raise AssertionError("ids come from _new_id here")
 
-    def _note(self, table: Table[Any], row_id: str, before: Any, after: Any) -> None:
-        self.told.append((table.prefix, row_id, before, after))
+    def _note(self, prefix: str, row_id: str, before: object, after: object) -> None:
+        self.told.append((prefix, row_id, before, after))
 
     def shown(self) -> dict[str, Any]:
         return {table.prefix + row_id: row for table in self.ledger._tables for row_id, row in table.items()}

@@ -177,25 +177,23 @@ class SqliteFile:
         lost_leases: frozenset[int] = frozenset(),
     ) -> TxnResult:
         """`lost_leases` are over by the clock though their keys may still stand."""
-        deletes = [encode_key(op.key) for op in operations if isinstance(op, Delete)]
-        standing = self._revisions([encode_key(compare.key) for compare in compares] + deletes)
-        if not all(_holds(compare, standing) for compare in compares):
+        if not self._hold(compares):
             return TxnResult(succeeded=False, revision=self._revision)
         for lease_id in {op.lease_id for op in operations if isinstance(op, Put) and op.lease_id}:
             if lease_id in lost_leases or not self._has_lease(lease_id):
                 raise LeaseLostError(f"lease {lease_id} has expired or was revoked", hint="grant a new one")
         revision = self._revision + 1
+        gone = self._delete([encode_key(op.key) for op in operations if isinstance(op, Delete)])
+        puts = [(encode_key(op.key), op.value, op.lease_id) for op in operations if isinstance(op, Put)]
+        self._put(puts, revision)
         changes = [
-            (encode_key(op.key), op.value if isinstance(op, Put) else None, op)
+            (encode_key(op.key), op.value if isinstance(op, Put) else None)
             for op in operations
-            if isinstance(op, Put) or encode_key(op.key) in standing
+            if isinstance(op, Put) or encode_key(op.key) in gone
         ]
-        if not changes:
-            return TxnResult(succeeded=True, revision=self._revision)
-        self._put([(key, op.value, op.lease_id) for key, _, op in changes if isinstance(op, Put)], revision)
-        self._delete([key for key in deletes if key in standing])
-        self._record(revision, [(key, value) for key, value, _ in changes])
-        self._set_revision(revision)
+        if changes:
+            self._record(revision, changes)
+            self._set_revision(revision)
         return TxnResult(succeeded=True, revision=self._revision)
 
     def grant_lease(self) -> int:
@@ -383,17 +381,38 @@ class SqliteFile:
 
     # -- rows ---------------------------------------------------------------------------------
 
-    def _revisions(self, keys: Sequence[bytes]) -> dict[bytes, tuple[int, int]]:
-        """Create and mod revision of each of these keys that stands."""
-        found: dict[bytes, tuple[int, int]] = {}
+    def _hold(self, compares: Sequence[Compare]) -> bool:
+        absent = [encode_key(compare.key) for compare in compares if compare.revision == 0]
+        if self._standing(absent):
+            return False
+        for column in ("create", "mod"):
+            pairs = [
+                (encode_key(compare.key), compare.revision)
+                for compare in compares
+                if compare.field == column and compare.revision > 0
+            ]
+            for part in _parts(pairs):
+                # Counted over there: every row that comes back here is a change of threads.
+                row = self._db.execute(
+                    f"WITH wanted (key, rev) AS (VALUES {_rows(len(part), 2)})"  # noqa: S608
+                    " SELECT count(*) FROM wanted CROSS JOIN kv"
+                    f" WHERE kv.key = wanted.key AND kv.{column}_rev = wanted.rev",
+                    list(chain.from_iterable(part)),
+                ).fetchone()
+                if row[0] != len(part):
+                    return False
+        return True
+
+    def _standing(self, keys: Sequence[bytes]) -> set[bytes]:
+        """Those of these keys that there are."""
+        found: set[bytes] = set()
         for part in _parts(keys):
-            rows = self._db.execute(
-                f"SELECT key, create_rev, mod_rev FROM kv WHERE key IN {_places(len(part))}",  # noqa: S608
+            places = _places(len(part))
+            row = self._db.execute(
+                f"SELECT group_concat(hex(key)) FROM kv WHERE key IN {places}",  # noqa: S608
                 part,
-            )
-            found.update(
-                (key, (create_revision, mod_revision)) for key, create_revision, mod_revision in rows
-            )
+            ).fetchone()
+            found.update(bytes.fromhex(key) for key in (row[0] or "").split(",") if key)
         return found
 
     def _has_lease(self, lease_id: int) -> bool:
@@ -408,9 +427,12 @@ class SqliteFile:
                 list(chain.from_iterable(values)),
             )
 
-    def _delete(self, keys: Sequence[bytes]) -> None:
+    def _delete(self, keys: Sequence[bytes]) -> set[bytes]:
+        """Those that were there."""
+        gone = self._standing(keys)
         for part in _parts(keys):
             self._db.execute(f"DELETE FROM kv WHERE key IN {_places(len(part))}", part)  # noqa: S608
+        return gone
 
     def _delete_keys(self, condition: str, values: tuple[int, ...]) -> None:
         """All at one revision. `condition` is a constant of this file, never a caller's text."""
@@ -476,11 +498,6 @@ class SqliteFile:
         if primary in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB):
             return self._corrupt(str(error))
         return StoreUnavailableError(f"the store file {self.path} does not answer: {error} ({name})")
-
-
-def _holds(compare: Compare, standing: dict[bytes, tuple[int, int]]) -> bool:
-    create_revision, mod_revision = standing.get(encode_key(compare.key), (0, 0))
-    return compare.revision == (create_revision if compare.field == "create" else mod_revision)
 
 
 def _parts(rows: Sequence[_Item]) -> Iterator[Sequence[_Item]]:
