@@ -368,10 +368,13 @@ class Jobs:
     def _follow(self, job_id: str, before: Job | None, after: Job | None) -> None:
         if before is not None:
             self._by_state[before.state].pop(job_id, None)
-        if after is not None:
+            if after is None:
+                self._forget(before)
+                return
+            # Only where it stands changes in a job's life.
+            self._by_state[after.state][job_id] = after
+        elif after is not None:
             self._index(after)
-        elif before is not None:
-            self._forget(before)
 
     def _row_changed(self, job_id: str, before: Job | None, after: Job | None) -> None:
         if after is None or after.state is not JobState.QUEUED:

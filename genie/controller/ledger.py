@@ -23,7 +23,7 @@ import msgspec
 from genie.controller.election import LEADER_KEY, Election, StoreHealth
 from genie.controller.store import Compare, Delete, Put, Store
 from genie.controller.store.limits import check_transaction
-from genie.controller.store.protocol import TXN_BYTES_MAX
+from genie.controller.store.protocol import TXN_BYTES_MAX, TXN_OPS_MAX
 from genie.errors import (
     GenieError,
     NotLeaderError,
@@ -125,9 +125,11 @@ class Table(Generic[_Row]):
     def _show(self, row_id: str, row: _Row | None) -> _Row | None:
         """Puts a row in its place, and what follows from it; what stood there before. The revision is left
         as it is: it is that of the durable row."""
-        before = self._rows.pop(row_id, None)
+        before = self._rows.get(row_id)
         if row is not None:
             self._rows[row_id] = row
+        elif before is not None:
+            del self._rows[row_id]
         for index in self.indexes:
             index(row_id, before, row)
         return before
@@ -195,31 +197,30 @@ class _Batch:
     def __init__(self, token: int, ops_max: int) -> None:
         self._ops_max = ops_max
         self._leader = Compare(LEADER_KEY, token, field="create")
-        self._compares: dict[str, Compare] = {}
+        self._rows: dict[str, tuple[Table[Any], str]] = {}
         self._operations: dict[str, Put | Delete] = {}
         self._size_bytes = check_transaction([self._leader], [])
         self.writes: list[_Built] = []
 
     @property
     def transaction(self) -> tuple[list[Compare], list[Put | Delete]]:
-        return [self._leader, *self._compares.values()], list(self._operations.values())
+        compares = [Compare(key, table.revision(row_id)) for key, (table, row_id) in self._rows.items()]
+        return [self._leader, *compares], list(self._operations.values())
 
     def try_add(self, built: _Built) -> bool:
         """False when it does not fit beside those that are here. Alone it is only checked as every
         transaction is: UsageError, so that it is the bad write that fails and not its neighbours."""
         operations = [_operation(change) for change in built.changes]
-        compares = [
-            Compare(operation.key, table.revision(row_id))
-            for operation, (table, row_id, _) in zip(operations, built.changes, strict=True)
-        ]
-        more_bytes = check_transaction([self._leader, *compares], operations)
+        # Each row is compared, too, and the leader's key is one compare more.
+        more_bytes = check_transaction([], operations, ops_max=TXN_OPS_MAX - 1)
+        more_bytes += sum(len(operation.key.encode()) for operation in operations)
         more_rows = sum(operation.key not in self._operations for operation in operations)
-        # The leader's compare is one of those that are counted. What replaces a row counts in full, too.
+        # What is changed a second time is counted a second time: that is only on the safe side.
         is_full = len(self._operations) + more_rows >= self._ops_max
         if self.writes and (is_full or self._size_bytes + more_bytes > TXN_BYTES_MAX):
             return False
-        for compare, operation in zip(compares, operations, strict=True):
-            self._compares[compare.key] = compare
+        for operation, (table, row_id, _) in zip(operations, built.changes, strict=True):
+            self._rows[operation.key] = (table, row_id)
             self._operations[operation.key] = operation
         self._size_bytes += more_bytes
         self.writes.append(built)

@@ -64,8 +64,7 @@ def check_transaction(
             f"a transaction of {len(compares)} compares and {len(operations)} operations is too long",
             hint=f"at most {ops_max} of each; split it",
         )
-    size_bytes = sum(_compare_bytes(compare) for compare in compares)
-    size_bytes += sum(_operation_bytes(operation) for operation in operations)
+    size_bytes = sum(map(_compare_bytes, compares)) + sum(map(_operation_bytes, operations))
     if size_bytes > TXN_BYTES_MAX:
         raise UsageError(f"a transaction of {size_bytes} bytes is over {TXN_BYTES_MAX}", hint="split it")
     if len({operation.key for operation in operations}) != len(operations):
