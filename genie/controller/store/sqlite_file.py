@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import logging
 import sqlite3
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -55,6 +56,9 @@ APPLICATION_ID = 0x47454E45
 HISTORY_PAGE_EVENTS = 500
 HISTORY_PAGE_BYTES = 4 * 1024 * 1024
 HISTORY_BYTES_MAX = 256 * 1024 * 1024
+# A page that changes often is copied from the log once for all of that: 32 MiB of 4 KiB pages.
+CHECKPOINT_PAGES = 8192
+CACHE_KIB = 32 * 1024
 
 _SCHEMA = """
 CREATE TABLE meta (name TEXT PRIMARY KEY, value INTEGER NOT NULL) WITHOUT ROWID;
@@ -110,7 +114,11 @@ class SqliteFile:
         self._revision = 0
         self._compacted = 0
         self._changed: list[bytes] = []
-        self._bytes_since_trim = 0
+        self._kept: deque[tuple[int, int]] = deque()
+        """Each revision that history has, and its bytes there; no more than history may have."""
+        self._kept_bytes = 0
+        self._recorded: list[tuple[int, int]] = []
+        """Those of the transaction that is under way."""
 
     @classmethod
     def open(cls, path: Path, *, history_revisions: int, size_bytes_max: int) -> SqliteFile:
@@ -278,12 +286,19 @@ class SqliteFile:
             raise StoreUnavailableError(f"the file system under {self.path} does not allow a write-ahead log")
         self._db.execute("PRAGMA synchronous = FULL")
         self._db.execute(f"PRAGMA journal_size_limit = {64 * 1024 * 1024}")
+        self._db.execute(f"PRAGMA wal_autocheckpoint = {CHECKPOINT_PAGES}")
+        self._db.execute(f"PRAGMA cache_size = -{CACHE_KIB}")
         page_bytes = self._pragma("page_size")
         self._db.execute(f"PRAGMA max_page_count = {max(1, size_bytes_max // page_bytes)}")
         if self._is_new():
             self._make_schema()
         self._revision = self._meta("revision")
         self._compacted = self._meta("compacted")
+        sizes = (
+            "SELECT rev, sum(length(key) + ifnull(length(value), 0)) FROM history GROUP BY rev ORDER BY rev"
+        )
+        self._kept.extend(self._db.execute(sizes).fetchall())
+        self._kept_bytes = sum(size_bytes for _, size_bytes in self._kept)
         # Their holders died with the process that had the file open.
         (cleared,) = self._transact([SqliteFile._revoke_all])
         if isinstance(cleared, GenieError):
@@ -311,13 +326,16 @@ class SqliteFile:
     def _transact(self, works: Sequence[Work]) -> list[object]:
         """Outcomes after the commit. StoreError when SQLite failed; then nothing has changed."""
         before = (self._revision, self._compacted)
-        self._changed = []
+        self._changed, self._recorded = [], []
         try:
             self._db.execute("BEGIN IMMEDIATE")
             outcomes = [self._attempt(work) for work in works]
             if self._revision != before[0]:
                 self._set_meta("revision", self._revision)
             self._db.execute("COMMIT")
+            self._kept.extend(self._recorded)
+            self._kept_bytes += sum(size_bytes for _, size_bytes in self._recorded)
+            self._forget(self._compacted)
         except BaseException as error:
             self._revision, self._compacted = before
             self._changed = []
@@ -357,27 +375,29 @@ class SqliteFile:
         """History past its bounds goes, in a transaction of its own: a commit never fails for it."""
         slack = max(1, self._history_revisions // 10)
         too_long = self._revision - self._compacted > self._history_revisions + slack
-        if not too_long and self._bytes_since_trim < HISTORY_BYTES_MAX // 8:
+        if not too_long and self._kept_bytes <= HISTORY_BYTES_MAX:
             return
         try:
             self._transact([SqliteFile._trim])
-            self._bytes_since_trim = 0
         except StoreError as error:
             log.warning("store %s: history could not be trimmed: %s", self.path, error)
 
     def _trim(self) -> None:
+        """A little more than is due: not at every commit from now on, and not so much that others wait."""
         keep_from = self._revision - self._history_revisions
-        left_bytes = HISTORY_BYTES_MAX
-        for rev, size_bytes in self._db.execute(
-            "SELECT rev, length(key) + ifnull(length(value), 0) FROM history WHERE rev > ? ORDER BY rev DESC",
-            (keep_from,),
-        ).fetchall():
-            left_bytes -= size_bytes
-            if left_bytes < 0:
-                keep_from = rev
+        left_bytes = self._kept_bytes
+        for revision, size_bytes in self._kept:
+            if revision > keep_from and left_bytes <= HISTORY_BYTES_MAX - HISTORY_BYTES_MAX // 64:
                 break
+            keep_from = max(keep_from, revision)
+            left_bytes -= size_bytes
         if keep_from > self._compacted:
             self.compact(keep_from)
+
+    def _forget(self, revision: int) -> None:
+        """History up to that revision is gone for good."""
+        while self._kept and self._kept[0][0] <= revision:
+            self._kept_bytes -= self._kept.popleft()[1]
 
     # -- rows ---------------------------------------------------------------------------------
 
@@ -451,7 +471,7 @@ class SqliteFile:
                 list(chain.from_iterable((revision, key, value) for key, value in part)),
             )
         self._changed += [key for key, _ in changes]
-        self._bytes_since_trim += sum(len(key) + len(value or b"") for key, value in changes)
+        self._recorded.append((revision, sum(len(key) + len(value or b"") for key, value in changes)))
 
     def _set_revision(self, revision: int) -> None:
         # Written to the file once a transaction, in _transact.
