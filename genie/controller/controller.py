@@ -90,7 +90,6 @@ class Controller:
         self._controllers: tuple[str, ...] = ()
         self._statuses: dict[str, NodeStatus] = {}
         self._next_tick_s = 0.0
-        self._next_housekeeping_s = 0.0
         self.port = 0
         self._build_deciders()
         self._build_doors(offload)
@@ -308,8 +307,10 @@ class Controller:
         self._next_tick_s = 0.0
         async with asyncio.TaskGroup() as group:
             passes = group.create_task(self._pass_forever(), name="passes")
+            house = group.create_task(self._keep_house_forever(), name="house")
             await self._election.hold()
             passes.cancel()
+            house.cancel()
 
     # -- passes -------------------------------------------------------------------------------
 
@@ -331,9 +332,6 @@ class Controller:
             self._next_tick_s = self._clock.monotonic_s() + self._tick_s
             await self._tick()
         await self._schedule()
-        if self._clock.monotonic_s() >= self._next_housekeeping_s:
-            self._next_housekeeping_s = self._clock.monotonic_s() + _HOUSEKEEPING_S
-            await self._keep_house()
 
     async def _tick(self) -> None:
         """What only time brings about, so that it need not be looked for at every change."""
@@ -368,6 +366,17 @@ class Controller:
             self._agents.launch(job)
 
         await self._jobs.place(places, placed=launch)
+
+    async def _keep_house_forever(self) -> None:
+        """Beside the passes: forgetting many old jobs must not keep new ones waiting."""
+        while True:
+            try:
+                await self._keep_house()
+            except (StoreError, LeadershipError) as error:
+                _log.warning("housekeeping is put off: %s", error)
+            except Exception:  # a task boundary: as in _pass_forever
+                _log.exception("housekeeping failed")
+            await self._clock.sleep(_HOUSEKEEPING_S)
 
     async def _keep_house(self) -> None:
         await self._jobs.drop_old()

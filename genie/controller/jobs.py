@@ -7,10 +7,11 @@ node's ledger with it: so a hold is released exactly once. Not for: which job go
 
 from __future__ import annotations
 
-import asyncio
 import base64
-from collections.abc import Callable, Iterable
+import heapq
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from operator import attrgetter
 
 import msgspec
 
@@ -20,7 +21,7 @@ from genie.controller.ledger import Ledger, Transaction
 from genie.controller.waiting import Bell
 from genie.errors import FencedError, JobNotFoundError, JobRefusedError
 from genie.model.allocation import NodeLedger
-from genie.model.job import Job, JobSpec, JobState, Placement, Transition, moved
+from genie.model.job import FINAL_STATES, Job, JobSpec, JobState, Placement, Transition, moved
 from genie.model.messages import ExitReport
 from genie.model.names import checked_name
 from genie.model.tenant import Identity, TokenKind
@@ -200,14 +201,11 @@ class Jobs:
     async def place(self, decisions: Iterable[Place], *, placed: Callable[[Job], None]) -> None:
         """Placing, each with a hold on its node; `placed` is told of each when all that could be are durable.
         Those whose job or node is not as it was decided on are left out."""
-        answers = [await self._ledger.begin(partial(self._place, decision)) for decision in decisions]
-        outcomes = await asyncio.gather(*answers, return_exceptions=True)
+        outcomes = await self._ledger.write_each(partial(self._place, decision) for decision in decisions)
         for job in outcomes:
             if isinstance(job, Job):
                 placed(job)
-        for failure in outcomes:
-            if isinstance(failure, BaseException):
-                raise failure
+        _raise_first(outcomes)
 
     def _place(self, decision: Place, txn: Transaction) -> Job | None:
         job = self.get(decision.job_id)
@@ -247,18 +245,18 @@ class Jobs:
         await self._ledger.write(build)
         self._refusals.pop(job_id, None)
 
-    async def exited(self, node_id: str, report: ExitReport) -> None:
+    async def exited(self, node_id: str, reports: Sequence[ExitReport]) -> None:
         """Final, and the hold released. A report on something that is over already changes nothing."""
+        builds = (partial(self._exit, node_id, report) for report in reports)
+        _raise_first(await self._ledger.write_each(builds))
 
-        def build(txn: Transaction) -> None:
-            job = self.get(report.job_id)
-            if job is None or not is_at(job, node_id, report.epoch):
-                return
-            state, reason = outcome(job, report)
-            ended = msgspec.structs.replace(job, exit_code=report.exit_code)
-            self._end(txn, ended, state, reason)
-
-        await self._ledger.write(build)
+    def _exit(self, node_id: str, report: ExitReport, txn: Transaction) -> None:
+        job = self.get(report.job_id)
+        if job is None or not is_at(job, node_id, report.epoch):
+            return
+        state, reason = outcome(job, report)
+        ended = msgspec.structs.replace(job, exit_code=report.exit_code)
+        self._end(txn, ended, state, reason)
 
     async def requeue(self, job_id: str, *, epoch: int, reason: str, refused: bool = False) -> None:
         """Placing becomes queued again. Safe at any time: nothing starts before it is confirmed.
@@ -310,19 +308,17 @@ class Jobs:
 
     async def drop_old(self) -> None:
         """Forgets the oldest finished jobs beyond the number that is kept."""
-        finished = [job for state in JobState if state.is_final for job in self._by_state[state].values()]
+        finished = self.in_states(*FINAL_STATES)
         excess = len(finished) - self._config.jobs_kept
         if excess <= 0:
             return
-        oldest = sorted(finished, key=lambda job: job.sequence)[:excess]
-        for index in range(0, len(oldest), _DROP_AT_ONCE):
-            batch = oldest[index : index + _DROP_AT_ONCE]
+        oldest = heapq.nsmallest(excess, finished, key=attrgetter("sequence"))
+        parts = [oldest[start : start + _DROP_AT_ONCE] for start in range(0, excess, _DROP_AT_ONCE)]
+        _raise_first(await self._ledger.write_each(partial(self._drop, part) for part in parts))
 
-            def build(txn: Transaction, batch: list[Job] = batch) -> None:
-                for job in batch:
-                    txn.delete(self._ledger.jobs, job.job_id)
-
-            await self._ledger.write(build)
+    def _drop(self, jobs: list[Job], txn: Transaction) -> None:
+        for job in jobs:
+            txn.delete(self._ledger.jobs, job.job_id)
 
     # -- parts of steps -----------------------------------------------------------------------
 
@@ -396,6 +392,12 @@ class Jobs:
         if not names:
             self._by_name.pop(job.spec.name, None)
         self._by_request.pop((job.tenant, job.request_id), None)
+
+
+def _raise_first(outcomes: Iterable[object]) -> None:
+    for outcome in outcomes:
+        if isinstance(outcome, BaseException):
+            raise outcome
 
 
 def sees(identity: Identity, job: Job) -> bool:

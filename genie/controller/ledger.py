@@ -281,10 +281,15 @@ class Ledger:
 
         `build` must not await, and may be called again when its changes were not committed.
         """
-        return await (await self.begin(build))
+        return await (await self._begin(build))
 
-    async def begin(self, build: Build[_Result]) -> asyncio.Future[_Result]:
-        """Queues a write; the answer is that of `write`. For whoever has many: they share transactions."""
+    async def write_each(self, builds: Iterable[Build[_Result]]) -> list[_Result | BaseException]:
+        """What came of each, as `write` would have it, when all are answered. They go together where they
+        fit, and one that fails takes no other with it unless they shared a transaction."""
+        answers = [await self._begin(build) for build in builds]
+        return await asyncio.gather(*answers, return_exceptions=True)
+
+    async def _begin(self, build: Build[_Result]) -> asyncio.Future[_Result]:
         self._election.require_token()
         answer: asyncio.Future[_Result] = asyncio.get_running_loop().create_future()
         await self._queue.put(_Write(build, answer))
