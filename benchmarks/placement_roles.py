@@ -46,7 +46,7 @@ from genie.runtime.clock import SystemClock
 from genie.runtime.credentials import find_access, greet
 from genie.runtime.network import TcpNetwork
 from genie.runtime.rpc import Peer
-from genie.runtime.tasks import loop_factory
+from genie.runtime.tasks import collect_seldom, loop_factory
 from genie.scheduler import ClusterView, Decision, FifoScheduler, NodeState, Place, Scheduler, Wait
 from genie.telemetry import log
 
@@ -216,6 +216,7 @@ async def until_told(work: Coroutine[Any, Any, None], ready: Coroutine[Any, Any,
     """Runs `work` until SIGTERM; says `ready` when that comes true."""
     stop = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
+    collect_seldom()
     async with asyncio.TaskGroup() as group:
         running = group.create_task(work)
         await ready
