@@ -139,6 +139,9 @@ async def measure(folder: Path, *, rounds: int, controller: int) -> Samples:
         for _ in range(rounds):
             await quiet(client, samples)
             await under_load(client, samples, controller)
+            print(
+                f"round: {samples.rates_per_s[-1]:.0f}/s, {samples.controller_us[-1]:.0f} us", file=sys.stderr
+            )
     return samples
 
 
