@@ -15,7 +15,6 @@ import copy
 import logging
 from collections import deque
 from collections.abc import Callable, ItemsView, Iterable, Iterator
-from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 import msgspec
@@ -174,14 +173,12 @@ _Change = tuple[Table[Any], str, Any]  # Any: rows of every table
 Build = Callable[[Transaction], _Result]
 
 
-@dataclass(slots=True)
-class _Write:
+class _Write(msgspec.Struct):
     build: Build[Any]  # Any: writes of every result type share one queue
     answer: asyncio.Future[Any]
 
 
-@dataclass(slots=True)
-class _Built:
+class _Built(msgspec.Struct):
     """A write after its build: what it changes, in order, and what came of it."""
 
     write: _Write
@@ -292,7 +289,11 @@ class Ledger:
     async def _begin(self, build: Build[_Result]) -> asyncio.Future[_Result]:
         self._election.require_token()
         answer: asyncio.Future[_Result] = asyncio.get_running_loop().create_future()
-        await self._queue.put(_Write(build, answer))
+        write = _Write(build, answer)
+        if self._queue.full():
+            await self._queue.put(write)
+        else:
+            self._queue.put_nowait(write)
         return answer
 
     async def run(self) -> None:

@@ -43,7 +43,8 @@ class Peer:
         self._handler = handler
         self._waiting: dict[int, asyncio.Future[wire.Frame]] = {}
         self._next_call = 0
-        self._slots = asyncio.Semaphore(IN_FLIGHT_MAX)
+        self._under_way = 0
+        self._has_room = asyncio.Event()
         self._sending = asyncio.Lock()
         self._closed = asyncio.Event()
 
@@ -111,7 +112,10 @@ class Peer:
         while True:
             frame = await self.channel.receive()
             if frame.kind is wire.Kind.REQUEST:
-                await self._slots.acquire()
+                while self._under_way >= IN_FLIGHT_MAX:
+                    self._has_room.clear()
+                    await self._has_room.wait()
+                self._under_way += 1
                 answers.create_task(self._answer(frame))
             elif (future := self._waiting.get(frame.call_id)) is not None and not future.done():
                 future.set_result(frame)
@@ -129,7 +133,8 @@ class Peer:
             _log.info("%s does not read its answers", self.name)
             self.close()
         finally:
-            self._slots.release()
+            self._under_way -= 1
+            self._has_room.set()
 
     async def _outcome(self, frame: wire.Frame) -> Message | GenieError:
         try:
