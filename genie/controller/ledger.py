@@ -43,6 +43,7 @@ _Result = TypeVar("_Result")
 WRITES_WAITING_MAX = 1024
 BATCH_WRITES_MAX = 256
 _PAGE = 1000
+_BYTES_PER_CHARACTER_MAX = 4
 _encoder = msgspec.json.Encoder()
 
 
@@ -209,9 +210,10 @@ class _Batch:
         transaction is: UsageError, so that it is the bad write that fails and not its neighbours."""
         operations = [_operation(change) for change in built.changes]
         # Each row is compared, too, and the leader's key is one compare more.
-        more_bytes = check_transaction([], operations, ops_max=TXN_OPS_MAX - 1)
-        more_bytes += sum(len(operation.key.encode()) for operation in operations)
-        more_rows = sum(operation.key not in self._operations for operation in operations)
+        more_bytes, more_rows = check_transaction([], operations, ops_max=TXN_OPS_MAX - 1), 0
+        for operation in operations:
+            more_bytes += len(operation.key) * _BYTES_PER_CHARACTER_MAX
+            more_rows += operation.key not in self._operations
         # What is changed a second time is counted a second time: that is only on the safe side.
         is_full = len(self._operations) + more_rows >= self._ops_max
         if self.writes and (is_full or self._size_bytes + more_bytes > TXN_BYTES_MAX):
