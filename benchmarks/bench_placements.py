@@ -6,7 +6,8 @@ Three processes on loopback: a controller on SQLite in a fresh directory, 125 si
 GPUs that confirm launches and report exits (placement_roles.py), and this client. Each job asks for one
 GPU; the client counts it when the answer says where it was placed, which the controller says only when
 that is durable. Under load IN_FLIGHT jobs are asked for at a time, at low load one. Both are measured in
-turns, round by round. Beside them, without a goal: the processor time of the controller for a placement.
+turns, round by round. Beside them, without a goal, where the time goes: the processor time of each part for a
+placement. --profile says by function.
 
 `next-free` is a scheduler that costs next to nothing: what is measured is everything around it. Not for:
 the quality or the cost of decisions.
@@ -53,7 +54,8 @@ class Samples:
     rates_per_s: list[float] = field(default_factory=list)
     busy_ms: list[float] = field(default_factory=list)
     latencies_ms: list[float] = field(default_factory=list)
-    controller_us: list[float] = field(default_factory=list)
+    cpu_us: dict[str, list[float]] = field(default_factory=dict)
+    """Of each part, for a placement."""
 
 
 class Client:
@@ -76,17 +78,17 @@ class Client:
         return (time.perf_counter() - began) * 1000
 
 
-async def under_load(client: Client, samples: Samples, controller: int) -> None:
+async def under_load(client: Client, samples: Samples, parts: Parts) -> None:
     """As many jobs in flight as there may be, for a while; the first second does not count."""
     began_s = time.perf_counter()
     from_s, until_s = began_s + WARM_UP_S, began_s + WARM_UP_S + LOAD_S
     taken_ms: list[float] = []
-    cpu_s: list[float] = []
+    cpu_s: dict[str, float] = {}
 
     async def work() -> None:
         while (now_s := time.perf_counter()) < until_s:
             if now_s >= from_s and not cpu_s:
-                cpu_s.append(cpu_seconds(controller))
+                cpu_s.update(parts.cpu_s())
             latency_ms = await client.place_ms()
             if from_s <= time.perf_counter() < until_s:
                 taken_ms.append(latency_ms)
@@ -98,7 +100,8 @@ async def under_load(client: Client, samples: Samples, controller: int) -> None:
         raise SystemExit("nothing was placed")
     samples.rates_per_s.append(len(taken_ms) / LOAD_S)
     samples.busy_ms.extend(taken_ms)
-    samples.controller_us.append((cpu_seconds(controller) - cpu_s[0]) / len(taken_ms) * 1e6)
+    for part, now_s in parts.cpu_s().items():
+        samples.cpu_us.setdefault(part, []).append((now_s - cpu_s[part]) / len(taken_ms) * 1e6)
 
 
 async def quiet(client: Client, samples: Samples) -> None:
@@ -107,9 +110,28 @@ async def quiet(client: Client, samples: Samples) -> None:
         await asyncio.sleep(QUIET_GAP_S)
 
 
-def cpu_seconds(pid: int) -> float:
-    """User and system time of all threads of a process."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+@dataclass(frozen=True)
+class Parts:
+    """Process ids of the others."""
+
+    controller: int
+    agents: int
+
+    def cpu_s(self) -> dict[str, float]:
+        """Processor time so far. The controller's first thread has its loop, the other one its store."""
+        controller = f"/proc/{self.controller}"
+        loop_s = _cpu_seconds(f"{controller}/task/{self.controller}/stat")
+        return {
+            "controller_loop": loop_s,
+            "controller_store": _cpu_seconds(f"{controller}/stat") - loop_s,
+            "agents": _cpu_seconds(f"/proc/{self.agents}/stat"),
+            "client": time.process_time(),
+        }
+
+
+def _cpu_seconds(path: str) -> float:
+    """User and system time."""
+    fields = Path(path).read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / _TICKS
 
 
@@ -129,7 +151,7 @@ def role(name: str, folder: Path, *more: str) -> Iterator[int]:
         process.wait(timeout=60)
 
 
-async def measure(folder: Path, *, rounds: int, controller: int) -> Samples:
+async def measure(folder: Path, *, rounds: int, parts: Parts) -> Samples:
     settings = config.load({"paths.state_dir": str(folder)})
     network, samples = TcpNetwork(), Samples()
     access = await find_access(settings.cluster, state_dir=folder, network=network, timeout_s=CALL_S)
@@ -138,10 +160,8 @@ async def measure(folder: Path, *, rounds: int, controller: int) -> Samples:
         await client.place_ms()
         for _ in range(rounds):
             await quiet(client, samples)
-            await under_load(client, samples, controller)
-            print(
-                f"round: {samples.rates_per_s[-1]:.0f}/s, {samples.controller_us[-1]:.0f} us", file=sys.stderr
-            )
+            await under_load(client, samples, parts)
+            print(f"round: {samples.rates_per_s[-1]:.0f}/s", file=sys.stderr)
     return samples
 
 
@@ -159,11 +179,9 @@ def figures(samples: Samples) -> list[report.Figure]:
         report.figure("placement_quiet_p99", report.percentile(quiet_ms, 0.99), samples=quiet_ms),
         report.figure("placement_busy_p50", statistics.median(busy_ms), samples=busy_ms),
         report.figure("placement_busy_p99", report.percentile(busy_ms, 0.99), samples=busy_ms),
-        report.figure(
-            "controller_cpu_per_placement",
-            statistics.median(samples.controller_us),
-            unit="us",
-            samples=samples.controller_us,
+        *(
+            report.figure(f"cpu_{part}", statistics.median(taken_us), unit="us", samples=taken_us)
+            for part, taken_us in samples.cpu_us.items()
         ),
     ]
 
@@ -180,9 +198,9 @@ def main() -> int:
             profiles = {name: ["--profile", str(given.profile / f"{name}.txt")] for name in profiles}
         more = ["--scheduler", given.scheduler, "--tls", given.tls, *profiles["controller"]]
         controller = stack.enter_context(role("controller", folder, *more))
-        stack.enter_context(role("agents", folder, *profiles["agents"]))
+        agents = stack.enter_context(role("agents", folder, *profiles["agents"]))
         with asyncio.Runner(loop_factory=loop_factory()) as runner:
-            samples = runner.run(measure(folder, rounds=given.rounds, controller=controller))
+            samples = runner.run(measure(folder, rounds=given.rounds, parts=Parts(controller, agents)))
     return report.conclude(figures(samples), as_json=given.json)
 
 
