@@ -81,14 +81,13 @@ def replay(
     workload: Workload, make_placer: MakePlacer, *, seed: int, requested_pct_end: float = REQUESTED_PCT_END
 ) -> Outcome:
     """One run. The same seed gives the same arrivals whatever the placer."""
-    chance = random.Random(seed)
     placer = make_placer(seed, workload.typical())
-    _add_nodes(placer, workload, chance)
+    _add_nodes(placer, workload, random.Random(f"ranks {seed}"))
     classes = _register(placer, workload)
     capacity = workload.gpu_milli
     requested = allocated = arrivals = dropped = dropped_multi = 0
     readings: list[float] = []
-    for pod in _arrivals(workload, chance):
+    for pod in _arrivals(workload, random.Random(f"arrivals {seed}")):
         if (requested + pod.gpu_milli) * 100 > requested_pct_end * capacity:
             break
         arrivals += 1

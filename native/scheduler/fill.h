@@ -59,9 +59,11 @@ class Fill {
   static constexpr int16_t kNever = 30000;
 
   static Script script_for(const Cluster& cluster, const Kind& kind, const std::vector<int>& drawn, int draws);
-  static void play(const Script& script, int gpus, Hands& hands);
+  static void play(const Script& script, size_t steps, int gpus, Hands& hands);
 
   std::vector<Script> scripts_;  // one a kind
+  int64_t drawn_milli_ = 0;      // what all draws together ask for
+  int64_t drawn_ = 0;
 };
 
 }  // namespace genie

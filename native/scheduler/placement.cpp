@@ -83,7 +83,10 @@ bool Placement::refresh(int64_t budget) {
 std::unique_ptr<Placement::Lesson> Placement::learn() {
   while (due_ <= observed_) due_ += std::min(due_, kLessonEvery);
   auto lesson = std::make_unique<Lesson>();
-  lesson->policy = make_supply(cluster_, history_, options_);
+  std::vector<int> history = history_;  // the oldest first
+  std::rotate(history.begin(), history.begin() + static_cast<std::ptrdiff_t>(observed_ % history.size()),
+              history.end());
+  lesson->policy = make_supply(cluster_, history, options_);
   return lesson;
 }
 

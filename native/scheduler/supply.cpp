@@ -11,6 +11,10 @@
 namespace genie {
 namespace {
 
+// That none came does not prove that none will: half a request of 2, 4, 8 ... GPUs is believed to have been in
+// the history besides what was. Counts are in halves, then, to stay whole.
+constexpr int kDoubt = 2;  // tune
+
 // Requests of one number of GPUs, as the history has them.
 struct SeveralGpus {
   int gpus;
@@ -29,7 +33,7 @@ int64_t room_for(const SeveralGpus& several, const FreeState& state, int model) 
     if (wanted->memory_mib > 0) fit = std::min(fit, state.memory_mib / wanted->memory_mib);
     slots += fit;
   }
-  return slots * several.gpus * kFullMilli;
+  return (kDoubt * slots + whole / several.gpus) * several.gpus * kFullMilli;
 }
 
 // Worths by state. A table of fixed bound that starts anew when it is full.
@@ -83,6 +87,9 @@ class Supply final : public Policy {
  public:
   Supply(const Cluster& cluster, const std::vector<int>& history, const SupplyOptions& options)
       : options_(options), fill_(cluster, history, options.draws) {
+    int gpus_max = 0;
+    for (const Node& node : cluster.nodes()) gpus_max = std::max(gpus_max, node.gpu_count);
+    for (int gpus = 2; !history.empty() && gpus <= gpus_max; gpus *= 2) several_for(gpus);
     for (int number : history) {
       const RequestClass& wanted = cluster.classes()[number];
       if (wanted.gpus > 1) several_for(wanted.gpus).requests.push_back(&classes_kept(wanted));
@@ -198,12 +205,17 @@ void Supply::weigh(const Cluster& cluster, const std::vector<int>& history) {
   for (auto& weights : several_weights_) weights.assign(several_.size(), 0.0);
   std::vector<std::pair<uint64_t, int>> groups;  // (models, GPUs) in the order in which they first came
   std::map<std::pair<uint64_t, int>, int64_t> volumes;
+  const auto ask = [&](uint64_t models, int gpus, int64_t volume) {
+    const std::pair<uint64_t, int> group{options_.by_model ? models : kAnyModel, gpus};
+    if (volumes[group] == 0) groups.push_back(group);
+    volumes[group] += volume;
+  };
   for (int number : history) {
     const RequestClass& wanted = cluster.classes()[number];
-    if (wanted.gpus == 0) continue;
-    const std::pair<uint64_t, int> group{options_.by_model ? wanted.models : kAnyModel, wanted.gpus};
-    if (volumes[group] == 0) groups.push_back(group);
-    volumes[group] += wanted.gpu_volume();
+    if (wanted.gpus > 0) ask(wanted.models, wanted.gpus, kDoubt * wanted.gpu_volume());
+  }
+  for (const SeveralGpus& several : several_) {
+    if (std::has_single_bit(static_cast<unsigned>(several.gpus))) ask(kAnyModel, several.gpus, several.gpus * kFullMilli);
   }
   for (const auto& group : groups) {
     const auto [models, gpus] = group;
