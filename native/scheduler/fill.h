@@ -62,8 +62,6 @@ class Fill {
   static void play(const Script& script, size_t steps, int gpus, Hands& hands);
 
   std::vector<Script> scripts_;  // one a kind
-  int64_t drawn_milli_ = 0;      // what all draws together ask for
-  int64_t drawn_ = 0;
 };
 
 }  // namespace genie

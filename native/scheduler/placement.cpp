@@ -8,7 +8,7 @@ namespace {
 
 constexpr size_t kHistory = 200;     // requests that are remembered
 constexpr uint64_t kFirstLesson = 25;  // after so many requests; then twice as many, up to kLessonEvery
-constexpr uint64_t kLessonEvery = 500;
+constexpr uint64_t kLessonEvery = 200;
 
 }  // namespace
 
@@ -27,8 +27,7 @@ Placement::Placement(const std::string& policy, uint64_t seed, std::vector<Typic
   } else if (policy == "fgd") {
     lesson_->policy = make_fgd(std::move(typical));
   } else if (policy == "supply") {
-    lesson_->policy = make_supply(cluster_, {}, options_);
-    learns_ = true;
+    lesson_ = learn();
   } else if (policy == "random") {
     random_ = true;
   } else {
@@ -38,7 +37,7 @@ Placement::Placement(const std::string& policy, uint64_t seed, std::vector<Typic
 
 void Placement::observe(int request_class) {
   cluster_.request_class(request_class);
-  if (!learns_) return;
+  if (lesson_->supply == nullptr) return;
   if (history_.size() < kHistory) {
     history_.push_back(request_class);
   } else {
@@ -52,7 +51,7 @@ std::optional<Choice> Placement::choose(int request_class, uint32_t tenant) {
   if (tenant == 0) throw Misuse("tenants are numbers from 1");
   if (random_) return choose_at_random(wanted, tenant);
   // Whoever refreshes has lessons prepared there; if that stops, old lessons must not last for ever.
-  if (is_lesson_due() && (!is_refreshed_ || observed_ >= due_ + kLessonEvery)) {
+  if (is_refreshed_ ? observed_ >= due_ + kLessonEvery : is_lesson_due()) {
     lesson_ = learn();
     next_.reset();
   }
@@ -68,7 +67,7 @@ std::optional<Choice> Placement::place(int request_class, uint32_t tenant) {
 bool Placement::refresh(int64_t budget) {
   if (random_) return true;
   is_refreshed_ = true;
-  if (is_lesson_due()) {
+  if (next_ == nullptr && is_lesson_due()) {
     next_ = learn();
     next_->rows.open_rows_of(lesson_->rows);
   }
@@ -80,13 +79,24 @@ bool Placement::refresh(int64_t budget) {
   return true;
 }
 
+bool Placement::is_lesson_due() {
+  Supply* supply = lesson_->supply;
+  return supply != nullptr && (observed_ >= due_ || supply->is_stale(cluster_));
+}
+
 std::unique_ptr<Placement::Lesson> Placement::learn() {
-  while (due_ <= observed_) due_ += std::min(due_, kLessonEvery);
   auto lesson = std::make_unique<Lesson>();
-  std::vector<int> history = history_;  // the oldest first
-  std::rotate(history.begin(), history.begin() + static_cast<std::ptrdiff_t>(observed_ % history.size()),
-              history.end());
-  lesson->policy = make_supply(cluster_, history, options_);
+  std::unique_ptr<Supply> supply;
+  if (lesson_->supply != nullptr && observed_ < due_) {
+    supply = std::make_unique<Supply>(cluster_, *lesson_->supply);
+  } else {
+    while (due_ <= observed_) due_ += std::min(due_, kLessonEvery);
+    std::vector<int> history = history_;  // the oldest first
+    if (!history.empty()) std::rotate(history.begin(), history.begin() + observed_ % history.size(), history.end());
+    supply = std::make_unique<Supply>(cluster_, std::move(history), options_);
+  }
+  lesson->supply = supply.get();
+  lesson->policy = std::move(supply);
   return lesson;
 }
 

@@ -31,17 +31,17 @@ class Placement {
   // What was learned and what follows from it.
   struct Lesson {
     std::unique_ptr<Policy> policy;
+    Supply* supply = nullptr;  // the same object, when it is one that learns
     Rows rows;
   };
 
-  bool is_lesson_due() const { return learns_ && observed_ >= due_; }
+  bool is_lesson_due();
   std::unique_ptr<Lesson> learn();
   std::optional<Choice> choose_at_random(const RequestClass& wanted, uint32_t tenant);
   uint64_t roll();
 
   Cluster cluster_;
   SupplyOptions options_;
-  bool learns_ = false;
   bool random_ = false;
   bool is_refreshed_ = false;  // somebody calls refresh(), so lessons are prepared there
   std::unique_ptr<Lesson> lesson_;
