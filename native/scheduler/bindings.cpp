@@ -37,7 +37,8 @@ nb::tuple numbers_of(uint16_t gpus) {
 uint16_t set_of(const std::vector<int>& numbers) {
   uint16_t gpus = 0;
   for (int g : numbers) {
-    if (g < 0 || g >= kGpusMax || (gpus >> g & 1) != 0) throw Misuse("GPUs are different numbers from 0 to 15");
+    if (g < 0 || g >= kGpusMax || (gpus >> g & 1) != 0)
+      throw Misuse("GPUs are different numbers from 0 to 15");
     gpus = static_cast<uint16_t>(gpus | 1 << g);
   }
   return gpus;
@@ -104,30 +105,37 @@ NB_MODULE(genie_scheduler, module) {
              double gamma, bool by_model, int draws) {
             new (self) Placement(policy, seed, typical_from(typical), SupplyOptions{gamma, by_model, draws});
           },
-          "policy"_a, nb::kw_only(), "seed"_a = 0, "typical"_a = std::vector<Shape>{}, "gamma"_a = 0.1,
+          "policy"_a, nb::kw_only(), "seed"_a = 0, "typical"_a = std::vector<Shape>{}, "gamma"_a = 0.05,
           "by_model"_a = true, "draws"_a = 60)
       .def("add_node", &add_node, nb::kw_only(), "cpu_milli"_a, "memory_mib"_a, "gpus"_a,
            "gpu_memory_mib"_a = 0, "model"_a = 0, "rank"_a = -1)
-      .def("set_open", [](Placement& self, int node, bool open) { self.cluster().set_open(node, open); }, "node"_a,
-           nb::kw_only(), "is_open"_a)
+      .def(
+          "set_open", [](Placement& self, int node, bool open) { self.cluster().set_open(node, open); },
+          "node"_a, nb::kw_only(), "is_open"_a)
       .def("request_class", &request_class, nb::kw_only(), "gpus"_a = 0, "gpu_milli"_a = 0,
            "gpu_memory_mib"_a = 0, "cpu_milli"_a = 0, "memory_mib"_a = 0, "models"_a = kAnyModel,
            "nodes"_a = nb::none())
       .def("observe", &Placement::observe, "request_class"_a)
-      .def("choose", [](Placement& self, int number, uint32_t tenant) { return shown(self.choose(number, tenant)); },
-           "request_class"_a, "tenant"_a)
-      .def("place", [](Placement& self, int number, uint32_t tenant) { return shown(self.place(number, tenant)); },
-           "request_class"_a, "tenant"_a)
-      .def("take",
-           [](Placement& self, int number, uint32_t tenant, int node, const std::vector<int>& gpus) {
-             self.cluster().take(node, number, tenant, set_of(gpus));
-           },
-           "request_class"_a, "tenant"_a, nb::kw_only(), "node"_a, "gpus"_a)
-      .def("release",
-           [](Placement& self, int number, int node, const std::vector<int>& gpus) {
-             self.cluster().release(node, number, set_of(gpus));
-           },
-           "request_class"_a, nb::kw_only(), "node"_a, "gpus"_a)
+      .def(
+          "choose",
+          [](Placement& self, int number, uint32_t tenant) { return shown(self.choose(number, tenant)); },
+          "request_class"_a, "tenant"_a)
+      .def(
+          "place",
+          [](Placement& self, int number, uint32_t tenant) { return shown(self.place(number, tenant)); },
+          "request_class"_a, "tenant"_a)
+      .def(
+          "take",
+          [](Placement& self, int number, uint32_t tenant, int node, const std::vector<int>& gpus) {
+            self.cluster().take(node, number, tenant, set_of(gpus));
+          },
+          "request_class"_a, "tenant"_a, nb::kw_only(), "node"_a, "gpus"_a)
+      .def(
+          "release",
+          [](Placement& self, int number, int node, const std::vector<int>& gpus) {
+            self.cluster().release(node, number, set_of(gpus));
+          },
+          "request_class"_a, nb::kw_only(), "node"_a, "gpus"_a)
       .def("refresh", &Placement::refresh, "budget"_a = INT64_MAX)
       .def("node_state", &node_state, "node"_a);
 }

@@ -49,7 +49,8 @@ const Node& Cluster::node(int node) const {
 }
 
 const RequestClass& Cluster::request_class(int number) const {
-  if (number < 0 || number >= static_cast<int>(classes_.size())) throw Misuse("there is no such request class");
+  if (number < 0 || number >= static_cast<int>(classes_.size()))
+    throw Misuse("there is no such request class");
   return classes_[number];
 }
 
@@ -88,9 +89,9 @@ void Cluster::release(int node, int request_class, uint16_t gpus) {
                    target.free_cpu_milli + wanted.cpu_milli <= target.cpu_milli &&
                    target.free_memory_mib + wanted.memory_mib <= target.memory_mib;
   for (int g = 0; was_taken && g < target.gpu_count; ++g) {
-    was_taken =
-        (gpus >> g & 1) == 0 || (target.gpus[g].free_milli + wanted.gpu_milli <= kFullMilli &&
-                                 target.gpus[g].free_memory_mib + wanted.gpu_memory_mib <= target.gpu_memory_mib);
+    was_taken = (gpus >> g & 1) == 0 ||
+                (target.gpus[g].free_milli + wanted.gpu_milli <= kFullMilli &&
+                 target.gpus[g].free_memory_mib + wanted.gpu_memory_mib <= target.gpu_memory_mib);
   }
   uint16_t* held = wanted.gpus > 0 ? &target.held[wanted.is_fraction() ? 0 : wanted.gpus] : nullptr;
   if (!was_taken || (held != nullptr && *held == 0)) throw Misuse("nothing like that was taken there");

@@ -23,7 +23,7 @@ struct Node {
   int gpu_memory_mib = 0;  // of each of its GPUs
   int gpu_count = 0;
   int model = 0;
-  int kind = 0;       // nodes of one kind have the same model and GPU memory
+  int kind = 0;          // nodes of one kind have the same model and GPU memory
   uint32_t rank = 0;     // the lower one wins a tie
   uint32_t version = 0;  // grows with every change
   bool open = true;
@@ -83,7 +83,8 @@ inline bool fits_beside_gpus(const Node& node, size_t number, const RequestClass
     return false;
   }
   if (wanted.gpus == 0) return wanted.allows_node(number);
-  return wanted.gpus <= node.gpu_count && (wanted.models >> node.model & 1) != 0 && wanted.allows_node(number);
+  return wanted.gpus <= node.gpu_count && (wanted.models >> node.model & 1) != 0 &&
+         wanted.allows_node(number);
 }
 
 // Two tenants never share a GPU.

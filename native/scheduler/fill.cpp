@@ -5,8 +5,8 @@
 namespace genie {
 namespace {
 
-// How far ahead to look: so many arrivals, and so many more for each free GPU. A node is one of many. One that
-// looks much further believes that the rare request which fits its leftovers will come to it.
+// How far ahead to look: so many arrivals, and so many more for each free GPU. A node is one of many. One
+// that looks much further believes that the rare request which fits its leftovers will come to it.
 constexpr int kArrivals = 10;
 constexpr int kArrivalsPerGpu = 5;
 
@@ -61,8 +61,11 @@ FreeState free_state(const Node& node) {
 }
 
 FreeState free_state_after(const Node& node, const RequestClass& wanted, uint16_t gpus) {
-  FreeState state{node.free_cpu_milli - wanted.cpu_milli, node.free_memory_mib - wanted.memory_mib,
-                  static_cast<int16_t>(node.kind), 0, {}};
+  FreeState state{node.free_cpu_milli - wanted.cpu_milli,
+                  node.free_memory_mib - wanted.memory_mib,
+                  static_cast<int16_t>(node.kind),
+                  0,
+                  {}};
   for (int g = 0; g < node.gpu_count; ++g) {
     Gpu gpu = node.gpus[g];
     if ((gpus >> g & 1) != 0) {
@@ -100,7 +103,8 @@ Fill::Script Fill::script_for(const Cluster& cluster, const Kind& kind, const st
     step.several = false;
     for (int lane = 0; lane < kLanes; ++lane) {
       const RequestClass& wanted = cluster.classes()[drawn[lane * draws + t]];
-      const bool allowed = (wanted.models >> kind.model & 1) != 0 && wanted.gpu_memory_mib <= kind.gpu_memory_mib;
+      const bool allowed =
+          (wanted.models >> kind.model & 1) != 0 && wanted.gpu_memory_mib <= kind.gpu_memory_mib;
       int64_t need = wanted.gpu_milli;
       if (kind.gpu_memory_mib > 0 && wanted.is_fraction()) {
         const int64_t mib = kind.gpu_memory_mib;
@@ -172,7 +176,8 @@ GENIE_WIDE void Fill::play(const Script& script, size_t steps, int gpus, Hands& 
       }
       for (int i = 0; i < kLanes; ++i) ok[i] &= left[i] >= step.count[i] ? -1 : 0;
       // Several GPUs: the first that will do.
-      for (int i = 0; i < kLanes; ++i) left[i] = static_cast<int16_t>(step.count[i] > 1 ? step.count[i] & ok[i] : 0);
+      for (int i = 0; i < kLanes; ++i)
+        left[i] = static_cast<int16_t>(step.count[i] > 1 ? step.count[i] & ok[i] : 0);
       for (int g = 0; g < gpus; ++g) {
         for (int i = 0; i < kLanes; ++i) {
           const int16_t hit = left[i] > 0 && hands.free[g][i] >= step.need[i] ? -1 : 0;
@@ -201,7 +206,8 @@ GENIE_WIDE void Fill::play(const Script& script, size_t steps, int gpus, Hands& 
     for (int g = 0; g < gpus; ++g) {
       for (int i = 0; i < kLanes; ++i) best[i] = std::max(best[i], hands.free[g][i]);
     }
-    for (int i = 0; i < kLanes; ++i) alive |= best[i] >= script.need_min && hands.cpu_milli[i] >= script.cpu_min;
+    for (int i = 0; i < kLanes; ++i)
+      alive |= best[i] >= script.need_min && hands.cpu_milli[i] >= script.cpu_min;
     if (alive == 0) return;
   }
 }

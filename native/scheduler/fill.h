@@ -58,7 +58,8 @@ class Fill {
   struct Hands;
   static constexpr int16_t kNever = 30000;
 
-  static Script script_for(const Cluster& cluster, const Kind& kind, const std::vector<int>& drawn, int draws);
+  static Script script_for(const Cluster& cluster, const Kind& kind, const std::vector<int>& drawn,
+                           int draws);
   static void play(const Script& script, size_t steps, int gpus, Hands& hands);
 
   std::vector<Script> scripts_;  // one a kind

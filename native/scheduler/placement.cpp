@@ -6,7 +6,7 @@
 namespace genie {
 namespace {
 
-constexpr size_t kHistory = 200;     // requests that are remembered
+constexpr size_t kHistory = 200;       // requests that are remembered
 constexpr uint64_t kFirstLesson = 25;  // after so many requests; then twice as many, up to kLessonEvery
 constexpr uint64_t kLessonEvery = 200;
 
@@ -92,8 +92,9 @@ std::unique_ptr<Placement::Lesson> Placement::learn() {
   } else {
     while (due_ <= observed_) due_ += std::min(due_, kLessonEvery);
     std::vector<int> history = history_;  // the oldest first
-    if (!history.empty()) std::rotate(history.begin(), history.begin() + observed_ % history.size(), history.end());
-    supply = std::make_unique<Supply>(cluster_, std::move(history), options_);
+    if (!history.empty())
+      std::rotate(history.begin(), history.begin() + observed_ % history.size(), history.end());
+    supply = std::make_unique<Supply>(cluster_, history, options_);
   }
   lesson->supply = supply.get();
   lesson->policy = std::move(supply);

@@ -24,8 +24,8 @@ struct RequestClass {
   int gpu_memory_mib = 0;  // of each of them
   int cpu_milli = 0;
   int memory_mib = 0;
-  uint64_t models = kAnyModel;        // bit m: a GPU of model m will do
-  std::vector<uint64_t> nodes;        // bit n: node n will do; empty: every node
+  uint64_t models = kAnyModel;  // bit m: a GPU of model m will do
+  std::vector<uint64_t> nodes;  // bit n: node n will do; empty: every node
   int64_t gpu_volume() const { return int64_t{gpus} * gpu_milli; }
   bool is_fraction() const { return gpus > 0 && gpu_milli < kFullMilli; }
   bool allows_node(size_t node) const {

@@ -17,10 +17,7 @@ std::optional<Choice> Rows::best(const Cluster& cluster, Policy& policy, int req
   catch_up(row, cluster, policy, budget);
   int best = -1;
   for (int node : row.block_best) {
-    if (best < 0 || row.cost[node] < row.cost[best] ||
-        (row.cost[node] == row.cost[best] && row.tie[node] < row.tie[best])) {
-      best = node;
-    }
+    if (best < 0 || is_better(row, node, best)) best = node;
   }
   if (best < 0 || row.cost[best] == kNowhere) return std::nullopt;
   return Choice{best, row.gpus[best]};
@@ -72,7 +69,8 @@ bool Rows::catch_up(Row& row, const Cluster& cluster, Policy& policy, int64_t& b
     row.tie.resize(nodes);
     row.gpus.resize(nodes);
     row.block_best.resize((nodes + kBlock - 1) / kBlock);
-    for (size_t block = 0; block < row.block_best.size(); ++block) find_block_best(row, static_cast<int>(block));
+    for (size_t block = 0; block < row.block_best.size(); ++block)
+      find_block_best(row, static_cast<int>(block));
   }
   for (; row.judged_up_to < nodes; ++row.judged_up_to) {
     if (budget-- <= 0) return false;
@@ -93,23 +91,23 @@ void Rows::judge(Row& row, const Cluster& cluster, Policy& policy, int node) {
   row.tie[node] = found ? found->tie : 0;
   row.gpus[node] = found ? found->gpus : uint16_t{0};
   const int block = node / kBlock;
-  const int best = row.block_best[block];
-  const bool beats = row.cost[node] < row.cost[best] ||
-                     (row.cost[node] == row.cost[best] && row.tie[node] < row.tie[best]);
-  if (best == node) {
+  if (row.block_best[block] == node) {
     find_block_best(row, block);
-  } else if (beats) {
+  } else if (is_better(row, node, row.block_best[block])) {
     row.block_best[block] = node;
   }
+}
+
+bool Rows::is_better(const Row& row, int one, int other) {
+  if (row.cost[one] != row.cost[other]) return row.cost[one] < row.cost[other];
+  return row.tie[one] != row.tie[other] ? row.tie[one] < row.tie[other] : one < other;
 }
 
 void Rows::find_block_best(Row& row, int block) {
   const int end = std::min<int>((block + 1) * kBlock, static_cast<int>(row.cost.size()));
   int best = block * kBlock;
   for (int node = best + 1; node < end; ++node) {
-    if (row.cost[node] < row.cost[best] || (row.cost[node] == row.cost[best] && row.tie[node] < row.tie[best])) {
-      best = node;
-    }
+    if (is_better(row, node, best)) best = node;
   }
   row.block_best[block] = best;
 }

@@ -27,9 +27,9 @@ class Rows {
   struct Row {
     int request_class = 0;
     uint32_t tenant = 0;
-    uint64_t used = 0;        // the higher, the later
-    uint64_t read = 0;        // changes of the cluster that are in it
-    int judged_up_to = 0;     // nodes below this one have been judged at all
+    uint64_t used = 0;         // the higher, the later
+    uint64_t read = 0;         // changes of the cluster that are in it
+    int judged_up_to = 0;      // nodes below this one have been judged at all
     std::vector<double> cost;  // infinity: it does not fit there
     std::vector<uint64_t> tie;
     std::vector<uint16_t> gpus;
@@ -42,6 +42,7 @@ class Rows {
   void drop_oldest();
   static bool catch_up(Row& row, const Cluster& cluster, Policy& policy, int64_t& budget);
   static void judge(Row& row, const Cluster& cluster, Policy& policy, int node);
+  static bool is_better(const Row& row, int one, int other);
   static void find_block_best(Row& row, int block);
 
   std::unordered_map<uint64_t, Row> rows_;

@@ -14,7 +14,8 @@ constexpr int kStaleParts = 10;  // a tenth more or less
 bool is_repeated(const Node& node, const RequestClass& wanted, uint32_t tenant, int gpu) {
   for (int g = 0; g < gpu; ++g) {
     if (node.gpus[g].free_milli == node.gpus[gpu].free_milli &&
-        node.gpus[g].free_memory_mib == node.gpus[gpu].free_memory_mib && fits_gpu(node.gpus[g], wanted, tenant)) {
+        node.gpus[g].free_memory_mib == node.gpus[gpu].free_memory_mib &&
+        fits_gpu(node.gpus[g], wanted, tenant)) {
       return true;
     }
   }
@@ -23,17 +24,14 @@ bool is_repeated(const Node& node, const RequestClass& wanted, uint32_t tenant, 
 
 }  // namespace
 
-Supply::Supply(const Cluster& cluster, std::vector<int> history, const SupplyOptions& options)
-    : options_(options),
-      history_(std::move(history)),
-      values_(std::make_shared<Values>(cluster, history_, options.draws)) {
-  gather(cluster);
+Supply::Supply(const Cluster& cluster, const std::vector<int>& history, const SupplyOptions& options)
+    : options_(options), values_(std::make_shared<Values>(cluster, history, options.draws)) {
+  gather(cluster, history);
   weigh(cluster);
 }
 
 Supply::Supply(const Cluster& cluster, const Supply& other)
-    : options_(other.options_), history_(other.history_), values_(other.values_) {
-  gather(cluster);
+    : options_(other.options_), values_(other.values_), groups_(other.groups_) {
   weigh(cluster);
 }
 
@@ -75,8 +73,13 @@ double Supply::worth(const Value& value, int model) const {
 }
 
 bool Supply::is_stale(const Cluster& cluster) {
-  if (read_ < cluster.changes_kept_from()) return true;
   uint64_t models = 0;
+  if (read_ < cluster.changes_kept_from()) {  // too much has happened to follow it change by change
+    for (size_t number = 0; number < cluster.nodes().size(); ++number)
+      recount(cluster, static_cast<int>(number));
+    read_ = cluster.changes();
+    models = kAnyModel;
+  }
   for (; read_ < cluster.changes(); ++read_) {
     const int number = cluster.changed(read_);
     recount(cluster, number);
@@ -91,10 +94,10 @@ bool Supply::is_stale(const Cluster& cluster) {
 }
 
 // What is asked for, in groups, in the order in which they first came.
-void Supply::gather(const Cluster& cluster) {
+void Supply::gather(const Cluster& cluster, const std::vector<int>& history) {
   int64_t volume = 0;
   int64_t count = 0;
-  for (int number : history_) {
+  for (int number : history) {
     const RequestClass& wanted = cluster.classes()[number];
     if (wanted.gpus == 0) continue;
     ask(wanted.models, wanted.gpus, kDoubt * wanted.gpu_volume());
@@ -103,7 +106,7 @@ void Supply::gather(const Cluster& cluster) {
       ++count;
     }
   }
-  if (history_.empty()) return;
+  if (history.empty()) return;
   for (int gpus : values_->several()) {
     if (std::has_single_bit(static_cast<unsigned>(gpus))) ask(kAnyModel, gpus, int64_t{gpus} * kFullMilli);
   }
@@ -125,10 +128,11 @@ void Supply::ask(uint64_t models, int gpus, int64_t volume) {
   groups_.push_back({models, gpus, volume});
 }
 
-// The pressure on a model's nodes: over every group that may use them, what the group asks for divided by what
-// all nodes that it may use can still supply.
+// The pressure on a model's nodes: over every group that may use them, what the group asks for divided by
+// what all nodes that it may use can still supply.
 void Supply::weigh(const Cluster& cluster) {
-  for (size_t number = 0; number < cluster.nodes().size(); ++number) recount(cluster, static_cast<int>(number));
+  for (size_t number = 0; number < cluster.nodes().size(); ++number)
+    recount(cluster, static_cast<int>(number));
   read_ = cluster.changes();
   for (Group& group : groups_) {
     group.supply = supply_of(group);

@@ -12,7 +12,7 @@
 namespace genie {
 
 struct SupplyOptions {
-  double gamma = 0.1;    // the weight of room for requests of several GPUs
+  double gamma = 0.05;   // the weight of room for requests of several GPUs
   bool by_model = true;  // false: one pressure for all models (to see what that part does)
   int draws = 60;        // imagined arrivals a sequence at most; 1 looks one step ahead
 };
@@ -20,8 +20,8 @@ struct SupplyOptions {
 class Supply final : public Policy {
  public:
   // From the last requests (request classes, the oldest first, those without GPUs too).
-  Supply(const Cluster& cluster, std::vector<int> history, const SupplyOptions& options);
-  // The same values, weighed by the supply of now.
+  Supply(const Cluster& cluster, const std::vector<int>& history, const SupplyOptions& options);
+  // The same lesson, weighed by the supply of now.
   Supply(const Cluster& cluster, const Supply& other);
 
   std::optional<Candidate> judge(const Cluster& cluster, int number, const RequestClass& wanted,
@@ -45,7 +45,7 @@ class Supply final : public Policy {
     double worth = 0;
   };
 
-  void gather(const Cluster& cluster);
+  void gather(const Cluster& cluster, const std::vector<int>& history);
   void ask(uint64_t models, int gpus, int64_t volume);
   void weigh(const Cluster& cluster);
   int64_t supply_of(const Group& group) const;
@@ -56,7 +56,6 @@ class Supply final : public Policy {
   Candidate candidate(const Node& node, const RequestClass& wanted, uint16_t gpus, double before);
 
   SupplyOptions options_;
-  std::vector<int> history_;
   std::shared_ptr<Values> values_;
   std::vector<Group> groups_;
   Totals totals_{};

@@ -1,4 +1,5 @@
-// What a node's free parts are good for, by the requests of late: a table of everything that was asked so far.
+// What a node's free parts are good for, by the requests of late: a table of everything that was asked so
+// far.
 #pragma once
 
 #include <array>
