@@ -52,7 +52,15 @@ _COMPILERS = ("c++", "g++", "clang++")
 _COMPILE = ("-std=c++20", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra")
 # Decisions must not depend on the processor: no fused multiplication and addition, which rounds otherwise.
 _SCHEDULER_COMPILE = ("-O3", "-DNDEBUG", "-ffp-contract=off")
-_NANOBIND_COMPILE = ("-O2", "-DNDEBUG", "-std=c++20", "-fPIC", "-fvisibility=hidden", "-fno-strict-aliasing", "-w")
+_NANOBIND_COMPILE = (
+    "-O2",
+    "-DNDEBUG",
+    "-std=c++20",
+    "-fPIC",
+    "-fvisibility=hidden",
+    "-fno-strict-aliasing",
+    "-w",
+)
 _TORCH_LIBRARIES = ("torch", "torch_cpu", "c10", "torch_python")
 _INSTALL_HINT = (
     "install a C++ compiler (Debian, Ubuntu: apt install g++ python3-dev; Fedora: dnf install gcc-c++ "
@@ -76,7 +84,8 @@ _libraries: dict[Library, ModuleType] = {}
 def load(name: Library) -> ModuleType:
     """The library as a module, one for the whole process; compiled now when it is not in the cache.
 
-    Imports torch for a library of the torch device. NativeBuildError when there is no compiler, or compiling or loading fails.
+    Imports torch for a library of the torch device. NativeBuildError when there is no compiler, or when
+    compiling or loading fails.
     """
     with _loading:
         if name not in _libraries:
@@ -236,7 +245,7 @@ class Workshop:
         return self._plan(name).library.is_file()
 
     def check_usable(self) -> None:
-        """NativeBuildError when a library of the torch device is neither there nor can be made. Compiles nothing."""
+        """NativeBuildError when a library for torch is neither there nor can be made. Compiles nothing."""
         for plan in map(self._plan, TORCH_LIBRARIES):
             if not plan.library.is_file():
                 _compiler_for(plan)

@@ -129,11 +129,15 @@ def _read(path: Path, columns: set[str], parse: Callable[[_Row], _Read]) -> list
 def _rows(path: Path, reader: csv.DictReader[str], columns: set[str]) -> Iterator[_Row]:
     missing = columns - set(reader.fieldnames or ())
     if missing:
-        raise UsageError(f"{path}:1: there is no column {min(missing)!r}; {', '.join(sorted(columns))} are needed")
+        raise UsageError(
+            f"{path}:1: there is no column {min(missing)!r}; {', '.join(sorted(columns))} are needed"
+        )
     for values in reader:
         row = _Row(f"{path}:{reader.line_num}", values)
         if None in values or None in values.values():
-            raise UsageError(f"{row.where}: it must have {len(reader.fieldnames or ())} columns, as the first line")
+            raise UsageError(
+                f"{row.where}: it must have {len(reader.fieldnames or ())} columns, as the first line"
+            )
         yield row
 
 

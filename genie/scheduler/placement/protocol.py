@@ -1,4 +1,4 @@
-"""What a placer is told, what it answers, and what may be relied on. Nodes, models and tenants are numbers."""
+"""What a placer is told and answers, and what may be relied on. Nodes, models and tenants are numbers."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class TypicalShape:
 
 
 class ClusterState(Protocol):
-    """The nodes and what is free on them. A call that is never right raises UsageError and changes nothing."""
+    """Nodes and what is free on them. A call that is never right raises UsageError and changes nothing."""
 
     def add_node(
         self,
@@ -88,7 +88,7 @@ class Placer(ClusterState, Protocol):
     """Chooses. The same calls in the same order give the same answers."""
 
     def observe(self, request_class: int) -> None:
-        """A request has arrived: once each, however often it is tried. A policy that learns learns from it."""
+        """A request has arrived: once each, however often it is tried. Policies that learn, learn from it."""
         ...
 
     def choose(self, request_class: int, tenant: int) -> Place | None:
@@ -100,7 +100,7 @@ class Placer(ClusterState, Protocol):
         ...
 
     def refresh(self, budget: int = UNLIMITED) -> bool:
-        """Does ahead what the next choices would have to do, up to `budget` judgements; True when all is done.
+        """Does ahead what the next choices would have to do, up to `budget` judgements; True when it is done.
 
         Between decisions, so that none of them waits for it. Answers are as good without it, only later. Who
         has called it once goes on: what is learned is then prepared here and not in choose().

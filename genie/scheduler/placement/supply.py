@@ -1,7 +1,7 @@
 """The default policy: keep up the supply of what is asked for.
 
-Each request goes where it takes the least of the supplies that others depend on. docs/PLACEMENT.md has the idea,
-native/scheduler/supply.cpp the fast version; every number here is one there.
+Each request goes where it takes the least of the supplies that others depend on. docs/PLACEMENT.md has the
+idea, native/scheduler/supply.cpp the fast version; every number here is one there.
 """
 
 from __future__ import annotations
@@ -83,7 +83,8 @@ class Supply(Policy):
     def is_stale(self) -> bool:
         totals = self._totals()
         return any(
-            abs(self._supply(group, totals) - group.supply) * STALE_PARTS > group.supply for group in self._groups
+            abs(self._supply(group, totals) - group.supply) * STALE_PARTS > group.supply
+            for group in self._groups
         )
 
     def learn(self, cluster: Cluster, history: Sequence[int] | None) -> None:
@@ -208,9 +209,10 @@ def _free(node: Node, wanted: Request | None = None, gpus: tuple[int, ...] = ())
     """The node, or the node as it will be when the request is on these GPUs."""
     left = []
     for number, gpu in enumerate(node.gpus):
+        milli, memory_mib = gpu.free_milli, gpu.free_memory_mib
         if wanted is not None and number in gpus:
-            gpu = Gpu(gpu.free_milli - wanted.gpu_milli, gpu.free_memory_mib - wanted.gpu_memory_mib)
-        left.append(_usable_milli(gpu, node.gpu_memory_mib))
+            milli, memory_mib = milli - wanted.gpu_milli, memory_mib - wanted.gpu_memory_mib
+        left.append(_usable_milli(Gpu(milli, memory_mib), node.gpu_memory_mib))
     return Free(
         model=node.model,
         gpu_memory_mib=node.gpu_memory_mib,
@@ -238,7 +240,7 @@ def _need(wanted: Request, free: Free) -> int | None:
 
 
 def _filled(sequence: list[Request], needs: dict[Request, int], free: Free) -> int:
-    """One sequence of arrivals, each to the tightest GPU, or to the first GPUs that will do if it is several."""
+    """One sequence of arrivals, each to the tightest GPU; those of several GPUs to the first that will do."""
     gpus = list(free.gpu_milli)
     cpu_milli, memory_mib = free.cpu_milli, free.memory_mib
     for wanted in sequence:
@@ -259,7 +261,8 @@ def _filled(sequence: list[Request], needs: dict[Request, int], free: Free) -> i
 
 def _drawn(deck: list[Request]) -> list[list[Request]]:
     """Sequences from one shuffled deck, so that each request of the history comes as often as any other."""
-    state, drawn, deck = 0, [], list(deck)
+    state, deck = 0, list(deck)
+    drawn: list[Request] = []
     while deck and len(drawn) < SEQUENCES * DRAWS:
         for left in range(len(deck), 1, -1):
             state = (state + 0x9E3779B97F4A7C15) & _WORD
