@@ -149,13 +149,13 @@ int64_t Fill::of(const FreeState& state) const {
 
 // Wider vectors make this three times as fast, and every processor of the last ten years has them.
 #if defined(__x86_64__) && defined(__linux__) && defined(__GNUC__)
-#define GENIE_WIDE __attribute__((target_clones("avx2", "default")))
+#define FOR_WIDE_VECTORS __attribute__((target_clones("avx2", "default")))
 #else
-#define GENIE_WIDE
+#define FOR_WIDE_VECTORS
 #endif
 
 // Each step is the same for all lanes: no branch depends on a lane, so the compiler can take them at once.
-GENIE_WIDE void Fill::play(const Script& script, size_t steps, int gpus, Hands& hands) {
+FOR_WIDE_VECTORS void Fill::play(const Script& script, size_t steps, int gpus, Hands& hands) {
   alignas(64) std::array<int16_t, kLanes> ok, best, left;
   for (size_t t = 0; t < steps; ++t) {
     const Step& step = script.steps[t];
