@@ -35,8 +35,13 @@ Placement::Placement(const std::string& policy, uint64_t seed, std::vector<Typic
   }
 }
 
-void Placement::observe(int request_class) {
+void Placement::observe(int request_class, uint32_t tenant) {
   cluster_.request_class(request_class);
+  if (tenant == 0) throw Misuse("tenants are numbers from 1");
+  if (is_refreshed_) {
+    lesson_->rows.open(cluster_, request_class, tenant);
+    if (next_ != nullptr) next_->rows.open(cluster_, request_class, tenant);
+  }
   if (lesson_->supply == nullptr) return;
   if (history_.size() < kHistory) {
     history_.push_back(request_class);

@@ -21,7 +21,7 @@ class Placement {
   Cluster& cluster() { return cluster_; }
   const Cluster& cluster() const { return cluster_; }
   // A request has arrived. Once each, however often it is tried.
-  void observe(int request_class);
+  void observe(int request_class, uint32_t tenant);
   std::optional<Choice> choose(int request_class, uint32_t tenant);
   std::optional<Choice> place(int request_class, uint32_t tenant);
   // Does ahead what the next decisions would have to do, `budget` judgements of it; true when all is done.

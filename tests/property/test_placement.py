@@ -87,7 +87,7 @@ class Pair:
         match word:
             case "place" | "choose":
                 for placer in self.both:
-                    placer.observe(request_class)
+                    placer.observe(request_class, tenant)
                 answers = [getattr(placer, word)(request_class, tenant) for placer in self.both]
                 assert answers[0] == answers[1]
                 if word == "place" and answers[0] is not None:

@@ -223,8 +223,10 @@ class PlainPlacer:
         gpus = tuple((gpu.free_milli, gpu.free_memory_mib, gpu.tenant) for gpu in found.gpus)
         return (found.is_open, found.free_cpu_milli, found.free_memory_mib, gpus)
 
-    def observe(self, request_class: int) -> None:
+    def observe(self, request_class: int, tenant: int) -> None:
         self._class(request_class)
+        if tenant < 1:
+            raise UsageError("tenants are numbers from 1")
         if self._learns:
             self._history.append(request_class)
             self._observed += 1
