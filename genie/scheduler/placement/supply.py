@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from genie.scheduler.placement.plain import Cluster, Cost, Gpu, Node, Policy, Request
 from genie.scheduler.placement.protocol import ANY_MODEL, FULL_MILLI, MODELS_MAX
+from genie.scheduler.placement.state import Cluster, Cost, Gpu, Node, Policy, Request
 
 SEQUENCES = 32
 DRAWS = 60
