@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 @dataclass(frozen=True)
 class Goal:
-    """A limit of the value, or of its ratio to the baseline. It is met at the limit."""
+    """A limit of the value, its ratio to the baseline or its distance from it. It is met at the limit."""
 
     of: str
     sign: str
@@ -33,14 +33,24 @@ class Goal:
     def __str__(self) -> str:
         return f"{self.of} {self.sign} {self.limit:g}"
 
-    def is_met(self, *, value: float, ratio: float | None) -> bool:
-        measured = value if self.of == "value" else ratio
-        assert measured is not None, "a goal for the ratio needs a baseline"
+    def is_met(self, *, value: float, baseline: float | None) -> bool:
+        measured = value
+        if self.of != "value":
+            assert baseline, "a goal for the ratio or the distance needs a baseline"
+            measured = value / baseline if self.of == "ratio" else abs(value - baseline)
         return measured <= self.limit if self.sign == "<=" else measured >= self.limit
 
 
 def value_at_most(limit: float) -> Goal:
     return Goal("value", "<=", limit)
+
+
+def value_at_least(limit: float) -> Goal:
+    return Goal("value", ">=", limit)
+
+
+def distance_at_most(limit: float) -> Goal:
+    return Goal("distance", "<=", limit)
 
 
 def ratio_at_most(limit: float) -> Goal:
@@ -82,7 +92,7 @@ def figure(
         ratio=None if ratio is None else round(ratio, 2),
         spread=(round(percentile(samples, 0.1), 3), round(percentile(samples, 0.9), 3)),
         goal=None if goal is None else str(goal),
-        ok=goal is None or goal.is_met(value=value, ratio=ratio),
+        ok=goal is None or goal.is_met(value=value, baseline=baseline),
     )
 
 

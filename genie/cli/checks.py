@@ -135,7 +135,7 @@ def _libraries() -> Check:
     name = "device library"
     try:
         workshop, torch = native.Workshop.of_this_installation(), native.Target.installed().torch_version
-        missing = [library for library in native.LIBRARIES if not workshop.is_built(library)]
+        missing = [library for library in native.TORCH_LIBRARIES if not workshop.is_built(library)]
     except NativeBuildError as error:
         return Check(name=name, verdict=Verdict.ABSENT, found=error.message, fix=error.hint)
     if missing:

@@ -1,10 +1,11 @@
-"""The C++ libraries of the torch device: compiled for the torch that is installed, kept, loaded.
+"""The C++ libraries: compiled for the torch and the Python that are installed, kept, loaded.
 
-A library fits one torch, one Python and one ABI, so none is shipped: the sources are, and the first use
-compiles them, once. `python -m genie.runtime.native` does that ahead of time. Objects are kept by the hash
-of what they are made of, so an edited file costs its own compilation and no other.
+A library of the torch device fits one torch, one Python and one ABI, and the scheduler's one Python, so none
+is shipped: the sources are, and the first use compiles them, once. `python -m genie.runtime.native` does that
+ahead of time. Objects are kept by the hash of what they are made of, so an edited file costs its own
+compilation and no other.
 
-Not for: what the libraries do (native/torch), and anything but torch's own libraries to link with.
+Not for: what the libraries do (native/), and anything but torch's own libraries to link with.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import importlib.machinery
 import importlib.util
 import logging
 import os
+import platform
 import re
 import shlex
 import shutil
@@ -37,19 +39,32 @@ from genie import config
 from genie.errors import NativeBuildError
 from genie.runtime.files import FileLock, lock_holder
 
-Library: TypeAlias = Literal["genie_device", "genie_executor"]
+Library: TypeAlias = Literal["genie_device", "genie_executor", "genie_scheduler"]
 LIBRARIES: tuple[Library, ...] = get_args(Library)
+TORCH_LIBRARIES: tuple[Library, ...] = ("genie_device", "genie_executor")
+"""Those that are made for one torch; the others do without."""
 
 NO_COMPILER_EXIT_CODE = 69
 """Of `python -m genie.runtime.native`: nothing is wrong with the sources, so a Makefile may go on."""
 
 _COMPILERS = ("c++", "g++", "clang++")
-# Warnings are on for our own files only; torch's headers come in as system headers.
-_COMPILE = ("-O2", "-std=c++20", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra")
+# Warnings are on for our own files only; others' headers come in as system headers.
+_COMPILE = ("-std=c++20", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra")
+# Decisions must not depend on the processor: no fused multiplication and addition, which rounds otherwise.
+_SCHEDULER_COMPILE = ("-O3", "-DNDEBUG", "-ffp-contract=off")
+_NANOBIND_COMPILE = (
+    "-O2",
+    "-DNDEBUG",
+    "-std=c++20",
+    "-fPIC",
+    "-fvisibility=hidden",
+    "-fno-strict-aliasing",
+    "-w",
+)
 _TORCH_LIBRARIES = ("torch", "torch_cpu", "c10", "torch_python")
 _INSTALL_HINT = (
     "install a C++ compiler (Debian, Ubuntu: apt install g++ python3-dev; Fedora: dnf install gcc-c++ "
-    "python3-devel); everything but the remote_accelerator device works without it"
+    "python3-devel); everything but the remote_accelerator device works without it, and decisions are slower"
 )
 # A hung compiler, or a process that holds the lock and does nothing.
 _COMPILE_S_MAX = 1200.0
@@ -69,7 +84,8 @@ _libraries: dict[Library, ModuleType] = {}
 def load(name: Library) -> ModuleType:
     """The library as a module, one for the whole process; compiled now when it is not in the cache.
 
-    Imports torch. NativeBuildError when there is no compiler, or compiling or loading fails.
+    Imports torch for a library of the torch device. NativeBuildError when there is no compiler, or when
+    compiling or loading fails.
     """
     with _loading:
         if name not in _libraries:
@@ -118,10 +134,19 @@ class Target:
             soabi=str(sysconfig.get_config_var("SOABI")),
         )
 
+    @property
+    def name(self) -> str:
+        return f"torch {self.torch_version}"
+
+    @property
+    def version(self) -> str:
+        """Of what is compiled in besides Python."""
+        return self.torch_version
+
     def compile_flags(self) -> tuple[str, ...]:
         include = self.torch_folder / "include"
         folders = (str(include), str(include / "torch" / "csrc" / "api" / "include"), self.python_include)
-        flags = (*_COMPILE, f"-D_GLIBCXX_USE_CXX11_ABI={int(self.cxx11_abi)}")
+        flags = ("-O2", *_COMPILE, f"-D_GLIBCXX_USE_CXX11_ABI={int(self.cxx11_abi)}")
         return flags + tuple(part for folder in folders for part in ("-isystem", folder))
 
     def link_flags(self) -> tuple[str, ...]:
@@ -133,6 +158,55 @@ class Target:
             # torch's own. A compiler that links another one in would give us two, and streams then crash.
             flags += ("-l:libstdc++.so.6",)
         return (*flags, *(f"-l{name}" for name in _TORCH_LIBRARIES), "-ldl")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlainTarget:
+    """What a library without torch is compiled for: a Python, and the nanobind whose sources go into it."""
+
+    nanobind_version: str
+    nanobind_folder: Path
+    python_include: str
+    soabi: str
+
+    @classmethod
+    def installed(cls) -> PlainTarget:
+        try:
+            import nanobind
+        except ImportError as error:
+            raise NativeBuildError(
+                f"the scheduler's library needs nanobind, and importing it failed: {error}",
+                hint="pip install nanobind",
+            ) from error
+        return cls(
+            nanobind_version=str(nanobind.__version__),
+            nanobind_folder=Path(nanobind.__file__).parent,
+            python_include=sysconfig.get_path("include"),
+            soabi=str(sysconfig.get_config_var("SOABI")),
+        )
+
+    @property
+    def name(self) -> str:
+        return f"Python {platform.python_version()}"
+
+    @property
+    def version(self) -> str:
+        return self.nanobind_version
+
+    def compile_flags(self) -> tuple[str, ...]:
+        return (*_SCHEDULER_COMPILE, *_COMPILE, *self._includes("-isystem"))
+
+    def nanobind_unit(self) -> _Unit:
+        """All of nanobind in one file."""
+        source = self.nanobind_folder / "src" / "nb_combined.cpp"
+        return _Unit(source, (*_NANOBIND_COMPILE, *self._includes("-I")), self)
+
+    def link_flags(self) -> tuple[str, ...]:
+        return ("-shared", *(("-undefined", "dynamic_lookup") if sys.platform == "darwin" else ()))
+
+    def _includes(self, flag: str) -> tuple[str, ...]:
+        folders = [self.nanobind_folder / "include", self.nanobind_folder / "ext" / "robin_map" / "include"]
+        return tuple(part for folder in (*map(str, folders), self.python_include) for part in (flag, folder))
 
 
 @dataclass(frozen=True)
@@ -147,9 +221,9 @@ class Workshop:
         """In a checkout both are in it, whoever's HOME it is; otherwise the package and the user's cache."""
         package = Path(__file__).resolve().parents[1]
         root = package.parent
-        if (root / "pyproject.toml").is_file() and (root / "native" / "torch").is_dir():
-            return cls(root / "native" / "torch", root / "build" / "native")
-        return cls(package / "_native" / "torch", config.cache_home() / "genie" / "native")
+        if (root / "pyproject.toml").is_file() and (root / "native").is_dir():
+            return cls(root / "native", root / "build" / "native")
+        return cls(package / "_native", config.cache_home() / "genie" / "native")
 
     def build(self, name: Library) -> Path:
         """The library's file, compiled if need be. One process compiles; others wait and find it done."""
@@ -171,25 +245,31 @@ class Workshop:
         return self._plan(name).library.is_file()
 
     def check_usable(self) -> None:
-        """NativeBuildError when a library is neither there nor can be made. Compiles nothing."""
-        for plan in map(self._plan, LIBRARIES):
+        """NativeBuildError when a library for torch is neither there nor can be made. Compiles nothing."""
+        for plan in map(self._plan, TORCH_LIBRARIES):
             if not plan.library.is_file():
                 _compiler_for(plan)
 
     def _plan(self, name: Library) -> _Plan:
         """What the library is made of. Its key leaves out the compiler: what is there needs none."""
-        own = self.sources / name.removeprefix("genie_")
-        target = Target.installed()
-        flags = target.compile_flags()
-        named = (*flags, f"-DTORCH_EXTENSION_NAME={name}")
-        shared = [_Unit(path, flags, target) for path in sorted(self.sources.glob("stream*.cpp"))]
-        units = shared + [_Unit(path, named, target) for path in sorted(own.glob("*.cpp"))]
-        if len(units) == len(shared):
-            raise NativeBuildError(
-                f"there are no sources of {name} in {self.sources}", hint="install Genie again"
-            )
+        units = self._torch_units(name) if name in TORCH_LIBRARIES else self._plain_units(name)
+        target = units[0].target
         key = _hash(*target.link_flags(), *(unit.key for unit in units))
         return _Plan(name, target, units, library=self.cache / f"{name}-{key}.so")
+
+    def _torch_units(self, name: Library) -> list[_Unit]:
+        folder, target = self.sources / "torch", Target.installed()
+        flags = target.compile_flags()
+        named = (*flags, f"-DTORCH_EXTENSION_NAME={name}")
+        shared = [_Unit(path, flags, target) for path in sorted(folder.glob("stream*.cpp"))]
+        own = _own_files(folder / name.removeprefix("genie_"), name)
+        return shared + [_Unit(path, named, target) for path in own]
+
+    def _plain_units(self, name: Library) -> list[_Unit]:
+        target = PlainTarget.installed()
+        flags = target.compile_flags()
+        own = _own_files(self.sources / name.removeprefix("genie_"), name)
+        return [target.nanobind_unit(), *(_Unit(path, flags, target) for path in own)]
 
     @contextlib.contextmanager
     def _locked(self, wanted: Path) -> Iterator[None]:
@@ -216,7 +296,7 @@ class Workshop:
 
     def _compile(self, plan: _Plan) -> None:
         compiler = _compiler_for(plan)
-        _log.info("compiling %s for torch %s (once, about a minute)", plan.what, plan.target.torch_version)
+        _log.info("compiling %s for %s (once, about a minute)", plan.what, plan.target.name)
         for left in self.cache.glob("making-*"):  # of a process that was killed: the lock is ours
             shutil.rmtree(left, ignore_errors=True)
         started = time.monotonic()
@@ -233,7 +313,7 @@ class _Unit:
 
     source: Path
     flags: tuple[str, ...]
-    target: Target
+    target: Target | PlainTarget
 
     @functools.cached_property
     def key(self) -> str:
@@ -242,26 +322,34 @@ class _Unit:
 
     def current_key(self) -> str:
         contents = [f"{path.name}\0{text}" for path, text in _with_includes(self.source).items()]
-        return _hash(self.target.torch_version, self.target.soabi, *self.flags, *contents)
+        return _hash(self.target.version, self.target.soabi, *self.flags, *contents)
 
 
 @dataclass(frozen=True)
 class _Plan:
     name: Library
-    target: Target
+    target: Target | PlainTarget
     units: Sequence[_Unit]
     library: Path
 
     @property
     def what(self) -> str:
-        return f"the torch {self.name.removeprefix('genie_')}"
+        part = self.name.removeprefix("genie_")
+        return f"the torch {part}" if self.name in TORCH_LIBRARIES else f"the {part}'s library"
+
+
+def _own_files(folder: Path, name: Library) -> list[Path]:
+    found = sorted(folder.glob("*.cpp"))
+    if not found:
+        raise NativeBuildError(f"there are no sources of {name} in {folder}", hint="install Genie again")
+    return found
 
 
 def _compiler_for(plan: _Plan) -> list[str]:
     compiler = find_compiler()
     if compiler is None:
         raise NativeBuildError(
-            f"{plan.what} has to be compiled once for torch {plan.target.torch_version}, and {no_compiler()}",
+            f"{plan.what} has to be compiled once for {plan.target.name}, and {no_compiler()}",
             hint=_INSTALL_HINT,
         )
     return compiler
@@ -343,7 +431,7 @@ class _Making:
         self._note(shlex.join(command), done.stdout)
         if done.returncode != 0:
             raise NativeBuildError(
-                f"compiling {self.plan.what} for torch {self.plan.target.torch_version} failed:\n"
+                f"compiling {self.plan.what} for {self.plan.target.name} failed:\n"
                 f"{_first_errors(done.stdout) or f'{command[0]} ended with {done.returncode}'}\n"
                 f"the whole log is {self.log}",
                 hint=_hint_for(done.stdout),
@@ -456,7 +544,7 @@ def _processors() -> int:
 def main(arguments: Sequence[str] = ()) -> int:
     """Builds every library now, or those that are named. 0 when all are there."""
     parser = argparse.ArgumentParser(
-        prog="python -m genie.runtime.native", description="Compiles what is missing of the torch device."
+        prog="python -m genie.runtime.native", description="Compiles what is missing of the C++ libraries."
     )
     parser.add_argument("libraries", nargs="*", metavar="library", help=f"of {', '.join(LIBRARIES)}")
     wanted = parser.parse_args(arguments).libraries or list(LIBRARIES)

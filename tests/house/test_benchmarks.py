@@ -59,6 +59,10 @@ def test_a_benchmark_of_no_rounds_is_refused(
         ("ratio_at_most", 1.9, False),
         ("ratio_at_least", 2, True),
         ("ratio_at_least", 2.1, False),
+        ("value_at_least", 20, True),
+        ("value_at_least", 20.1, False),
+        ("distance_at_most", 10, True),
+        ("distance_at_most", 9.9, False),
     ],
 )
 def test_a_missed_goal_is_the_exit_code(

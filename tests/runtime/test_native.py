@@ -37,6 +37,12 @@ extern "C" __attribute__((visibility("default"))) PyObject* PyInit_{name}() {{
 """
 
 
+PLAIN_MODULE = """
+#include <nanobind/nanobind.h>
+NB_MODULE(genie_scheduler, module) { module.attr("value") = 7; }
+"""
+
+
 class Compiler:
     """The real compiler behind a script that writes down which files it is given."""
 
@@ -68,15 +74,18 @@ def compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Compiler:
 @pytest.fixture
 def workshop(tmp_path: Path) -> Workshop:
     """Small sources in the shape of the real ones: they need no header of torch, so they compile at once."""
-    sources = tmp_path / "sources"
-    for name in native.LIBRARIES:
+    sources = tmp_path / "sources" / "torch"
+    for name in native.TORCH_LIBRARIES:
         own = sources / name.removeprefix("genie_")
         own.mkdir(parents=True)
         (own / "module.cpp").write_text(MODULE.format(name=name))
         (own / "value.h").write_text('#include "../shared.h"\n')
     (sources / "shared.h").write_text("#define VALUE 7\n")
     (sources / "stream.cpp").write_text("int stream_value() { return 3; }\n")
-    return Workshop(sources, tmp_path / "cache")
+    plain = tmp_path / "sources" / "scheduler"
+    plain.mkdir()
+    (plain / "bindings.cpp").write_text(PLAIN_MODULE)
+    return Workshop(sources.parent, tmp_path / "cache")
 
 
 def value_in(path: Path) -> int:
@@ -102,10 +111,32 @@ def test_both_libraries_share_what_is_common(workshop: Workshop, compiler: Compi
     assert compiler.compiled() == ["module.cpp"]
 
 
+def test_the_schedulers_library_needs_no_torch(
+    workshop: Workshop, compiler: Compiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def absent() -> Target:
+        raise NativeBuildError("there is no torch")
+
+    monkeypatch.setattr(Target, "installed", absent)
+    path = workshop.build("genie_scheduler")
+    assert native._loaded("genie_scheduler", path).value == 7
+    assert compiler.compiled() == ["bindings.cpp", "nb_combined.cpp"]
+    assert workshop.build("genie_scheduler") == path
+    assert compiler.compiled() == []
+
+
+def test_without_nanobind_the_error_says_what_to_install(
+    workshop: Workshop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "nanobind", None)
+    with pytest.raises(NativeBuildError, match="pip install nanobind"):
+        workshop.build("genie_scheduler")
+
+
 def test_a_changed_file_is_compiled_and_no_other(workshop: Workshop, compiler: Compiler) -> None:
     workshop.build("genie_device")
     compiler.compiled()
-    (workshop.sources / "stream.cpp").write_text("int stream_value() { return 4; }\n")
+    (workshop.sources / "torch" / "stream.cpp").write_text("int stream_value() { return 4; }\n")
     assert native._loaded("genie_device", workshop.build("genie_device")).stream == 4
     assert compiler.compiled() == ["stream.cpp"]
 
@@ -113,17 +144,17 @@ def test_a_changed_file_is_compiled_and_no_other(workshop: Workshop, compiler: C
 def test_a_changed_header_reaches_those_who_include_it(workshop: Workshop, compiler: Compiler) -> None:
     workshop.build("genie_device")
     compiler.compiled()
-    (workshop.sources / "shared.h").write_text("#define VALUE 8\n")  # included by value.h
+    (workshop.sources / "torch" / "shared.h").write_text("#define VALUE 8\n")  # included by value.h
     assert value_in(workshop.build("genie_device")) == 8
     assert compiler.compiled() == ["module.cpp"]
 
 
 def test_going_back_to_an_earlier_text_needs_no_compiler(workshop: Workshop, compiler: Compiler) -> None:
     first = workshop.build("genie_device")
-    (workshop.sources / "shared.h").write_text("#define VALUE 8\n")
+    (workshop.sources / "torch" / "shared.h").write_text("#define VALUE 8\n")
     workshop.build("genie_device")
     compiler.path.unlink()
-    (workshop.sources / "shared.h").write_text("#define VALUE 7\n")
+    (workshop.sources / "torch" / "shared.h").write_text("#define VALUE 7\n")
     assert workshop.build("genie_device") == first
 
 
@@ -156,7 +187,7 @@ def test_another_compiler_compiles_anew(
 
 
 def test_a_file_that_changes_while_it_is_compiled_is_not_kept(workshop: Workshop, compiler: Compiler) -> None:
-    header = workshop.sources / "shared.h"
+    header = workshop.sources / "torch" / "shared.h"
     compiler.becomes(f'{compiler.real} "$@" || exit; echo "#define VALUE 9" > {header}')
     with pytest.raises(NativeBuildError, match=r"module\.cpp or a header of it was changed"):
         workshop.build("genie_device")
@@ -173,7 +204,7 @@ def test_old_libraries_and_objects_go(
     monkeypatch.setattr(native, "_OBJECTS_KEPT", 3)
     made = []
     for number in range(4):
-        (workshop.sources / "shared.h").write_text(f"#define VALUE {number}\n")
+        (workshop.sources / "torch" / "shared.h").write_text(f"#define VALUE {number}\n")
         made.append(workshop.build("genie_device"))
         for age, path in enumerate(reversed(made)):  # file times may be as coarse as a build is quick
             if path.exists():
@@ -232,7 +263,7 @@ def test_what_a_killed_build_left_is_removed(workshop: Workshop, compiler: Compi
 def test_an_error_of_the_compiler_is_shown_with_the_place_of_the_log(
     workshop: Workshop, compiler: Compiler
 ) -> None:
-    (workshop.sources / "stream.cpp").write_text("int stream_value() { return nothing; }\n")
+    (workshop.sources / "torch" / "stream.cpp").write_text("int stream_value() { return nothing; }\n")
     with pytest.raises(
         NativeBuildError, match=r"stream\.cpp:1:\d+: error: .*nothing.* was not declared"
     ) as raised:
@@ -242,7 +273,7 @@ def test_an_error_of_the_compiler_is_shown_with_the_place_of_the_log(
     assert "nothing" in log.read_text()
     assert list(workshop.cache.glob("*.so")) == []
     compiler.compiled()
-    (workshop.sources / "stream.cpp").write_text("int stream_value() { return 0; }\n")
+    (workshop.sources / "torch" / "stream.cpp").write_text("int stream_value() { return 0; }\n")
     workshop.build("genie_device")
     assert "stream.cpp" in compiler.compiled()
 
@@ -255,7 +286,7 @@ def test_an_error_of_the_linker_is_shown(workshop: Workshop, compiler: Compiler)
 
 
 def test_missing_headers_of_python_are_named(workshop: Workshop, compiler: Compiler) -> None:
-    source = workshop.sources / "device" / "module.cpp"
+    source = workshop.sources / "torch" / "device" / "module.cpp"
     source.write_text(source.read_text().replace("<Python.h>", "<no/such/Python.h>"))
     with pytest.raises(NativeBuildError, match="python3-dev; Fedora: python3-devel"):
         workshop.build("genie_device")
@@ -355,12 +386,12 @@ def test_the_command_builds_all_and_says_why_it_cannot(
 ) -> None:
     monkeypatch.setattr(Workshop, "of_this_installation", lambda: workshop)
     if outcome == "broken":
-        (workshop.sources / "stream.cpp").write_text("nonsense\n")
+        (workshop.sources / "torch" / "stream.cpp").write_text("nonsense\n")
     if outcome == "no compiler":
         monkeypatch.setenv("CXX", "/no/such/compiler")
     code = native.main()
     assert code == {"built": 0, "broken": 1, "no compiler": native.NO_COMPILER_EXIT_CODE}[outcome]
-    assert len(list(workshop.cache.glob("*.so"))) == (2 if outcome == "built" else 0)
+    assert len(list(workshop.cache.glob("*.so"))) == (3 if outcome == "built" else 0)
     assert {"built": "", "broken": "stream.cpp:1", "no compiler": "apt install g++"}[
         outcome
     ] in capsys.readouterr().err
@@ -385,7 +416,7 @@ def test_a_library_that_there_is_not_is_named(capsys: pytest.CaptureFixture[str]
 
 def test_in_a_checkout_nothing_depends_on_the_home_directory() -> None:
     workshop = Workshop.of_this_installation()
-    assert (workshop.sources, workshop.cache) == (ROOT / "native" / "torch", ROOT / "build" / "native")
+    assert (workshop.sources, workshop.cache) == (ROOT / "native", ROOT / "build" / "native")
 
 
 @pytest.mark.parametrize("name", native.LIBRARIES)
@@ -422,7 +453,7 @@ def test_an_installed_package_brings_its_sources(tmp_path: Path) -> None:
     done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=60)
     sources, cache = done.stdout.splitlines()
     assert cache == str(tmp_path / "kept" / "genie" / "native")
-    assert listed(Path(sources)) == listed(ROOT / "native" / "torch")
+    assert listed(Path(sources)) == listed(ROOT / "native")
 
 
 def listed(folder: Path) -> list[str]:

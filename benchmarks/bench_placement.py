@@ -1,0 +1,220 @@
+"""How much of a cluster each placement policy fills before requests do not fit, and how long a choice takes.
+
+    python benchmarks/bench_placement.py [--json] [--traces DIR] [--workload W] [--policy P] [--seeds A:B]
+
+DIR has the openb node list and pod lists, or a folder openb with them, and perhaps published.csv. A line for
+each workload and policy: the mean over the seeds of the allocated percentage where requests reach 100% of all
+GPUs, beside the published figure. The default policy, supply, is compared with FGD too: with what was
+published, and with our own FGD on the same arrivals. Without DIR, a small workload is made up, choices are
+timed, and --rounds is the number of seeds.
+
+Not for: jobs that end.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import statistics
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import report
+
+PUBLISHED = ("random", "dotprod", "clustering", "packing", "bestfit", "fgd")
+# What a part of supply does is seen without it. Only when asked for.
+ABLATIONS: dict[str, dict[str, Any]] = {
+    "supply": {},
+    "supply-no-room": {"gamma": 0.0},
+    "supply-one-pressure": {"by_model": False},
+    "supply-one-step": {"draws": 1},
+}
+DISTANCE_MAX = {"fgd": 0.2}
+GAIN_MIN = 1.6
+DROPS_OVER_FGD_MAX = 5
+LATENCY_NODES = 1250
+
+
+class Bench:
+    """Runs what it is asked for, each run once."""
+
+    def __init__(self, seeds: Sequence[int], published: dict[tuple[str, str], float]) -> None:
+        from genie.runtime import native
+
+        self._library = native.load("genie_scheduler")
+        self._seeds = seeds
+        self._published = published
+        self._runs: dict[tuple[str, str], list[Any]] = {}
+        self.gains: list[float] = []
+
+    def outcomes(self, name: str, workload: Any, policy: str) -> list[Any]:
+        from genie.sim.replay import replay
+
+        def make(seed: int, typical: Sequence[Any]) -> Any:
+            shapes = [shape.as_tuple() for shape in typical]
+            kind, options = policy.partition("-")[0], ABLATIONS.get(policy, {})
+            return self._library.Placement(kind, seed=seed, typical=shapes, **options)
+
+        if (name, policy) not in self._runs:
+            runs = [replay(workload, make, seed=seed) for seed in self._seeds]
+            self._runs[name, policy] = runs
+        return self._runs[name, policy]
+
+    def cell(self, name: str, workload: Any, policy: str) -> Iterator[report.Figure]:
+        filled = [run.allocated_pct for run in self.outcomes(name, workload, policy)]
+        ours = policy in ABLATIONS
+        baseline = self._published.get((name, "fgd" if ours else policy))
+        goal = None
+        if baseline is not None and not ours:
+            goal = report.distance_at_most(DISTANCE_MAX.get(policy, 0.5))
+        yield report.figure(
+            f"{name}_{policy}",
+            statistics.fmean(filled),
+            unit="%",
+            samples=filled,
+            baseline=baseline,
+            goal=goal,
+        )
+        if ours:
+            yield from self._against_fgd(name, workload, policy)
+
+    def _against_fgd(self, name: str, workload: Any, policy: str) -> Iterator[report.Figure]:
+        runs, fgd = self.outcomes(name, workload, policy), self.outcomes(name, workload, "fgd")
+        pairs = list(zip(runs, fgd, strict=True))
+        over_own = [one.allocated_pct - other.allocated_pct for one, other in pairs]
+        drops = [one.dropped_multi_gpu - other.dropped_multi_gpu for one, other in pairs]
+        judged = policy == "supply"
+        published = self._published.get((name, "fgd"))
+        if published is not None:
+            gains = [run.allocated_pct - published for run in runs]
+            if judged:
+                self.gains.append(statistics.fmean(gains))
+            goal = report.value_at_least(0) if judged else None
+            yield points(f"{name}_{policy}_over_published_fgd_min", min(gains), gains, goal)
+        yield points(f"{name}_{policy}_over_own_fgd_min", min(over_own), over_own, None)
+        goal = report.value_at_most(DROPS_OVER_FGD_MAX) if judged and published is not None else None
+        yield report.figure(
+            f"{name}_{policy}_multi_gpu_drops_over_fgd_max",
+            max(drops),
+            samples=drops,
+            unit="requests",
+            goal=goal,
+        )
+
+
+def points(name: str, value: float, samples: Sequence[float], goal: report.Goal | None) -> report.Figure:
+    return report.figure(name, value, samples=samples, unit="points", goal=goal)
+
+
+def latency(policy: str, *, decisions: int) -> Iterator[report.Figure]:
+    """Choosing and taking at 1,250 nodes with 8 GPUs, three quarters full; refreshed between decisions."""
+    from genie.runtime import native
+    from genie.sim.synthetic import synthetic_workload
+
+    workload = synthetic_workload(nodes=LATENCY_NODES, pods=decisions * 4, seed=0)
+    placer = native.load("genie_scheduler").Placement(policy)
+    for number in range(LATENCY_NODES):
+        cpu, memory = ((96000, 400000), (128000, 800000))[number % 2]
+        placer.add_node(cpu_milli=cpu, memory_mib=memory, gpus=8, gpu_memory_mib=80000, model=number % 3)
+    classes: dict[Any, int] = {}
+    for pod in dict.fromkeys(workload.pods):
+        beside = {"cpu_milli": pod.cpu_milli, "memory_mib": pod.memory_mib, "models": workload.model_set(pod)}
+        memory = pod.gpu_milli * 70 if 0 < pod.gpu_milli < 1000 else 0
+        classes[pod] = placer.request_class(
+            gpus=pod.gpus, gpu_milli=pod.gpu_milli, gpu_memory_mib=memory, **beside
+        )
+    held: list[tuple[int, Any]] = []
+    taken_us: list[float] = []
+    volume = 0
+    for pod in workload.pods:
+        number = classes[pod]
+        placer.observe(number, 1)
+        placer.refresh(20000)
+        start_ns = time.perf_counter_ns()
+        place = placer.place(number, 1)
+        taken_us.append((time.perf_counter_ns() - start_ns) / 1000)
+        if place is not None:
+            held.append((pod, place))
+            volume += pod.gpu_volume_milli
+        while volume > LATENCY_NODES * 8 * 750:
+            gone, (node, gpus) = held.pop(len(held) // 2)
+            placer.release(classes[gone], node=node, gpus=gpus)
+            volume -= gone.gpu_volume_milli
+    full = taken_us[len(taken_us) // 2 :]
+    for share, word in ((0.5, "p50"), (0.99, "p99")):
+        yield report.figure(
+            f"decision_{policy}_{word}", report.percentile(full, share), samples=full, unit="us"
+        )
+
+
+def read_published(folder: Path) -> dict[tuple[str, str], float]:
+    path = next(
+        (at for at in (folder / "published.csv", folder.parent / "published.csv") if at.is_file()), None
+    )
+    if path is None:
+        return {}
+    with path.open(encoding="utf-8", newline="") as lines:
+        rows = list(csv.DictReader(lines))
+    return {(row["workload"], row["policy"]): float(row["allocated_pct_mean"]) for row in rows}
+
+
+def workloads(folder: Path | None, wanted: str | None) -> Iterator[tuple[str, Any]]:
+    from genie.sim import traces
+    from genie.sim.replay import Workload
+    from genie.sim.synthetic import synthetic_workload
+
+    if folder is None:
+        yield "synthetic", synthetic_workload(nodes=60, pods=1000, seed=0)
+        return
+    openb = folder / "openb" if (folder / "openb").is_dir() else folder
+    nodes = traces.read_nodes(openb / traces.NODE_LIST)
+    found = traces.workloads_in(openb)
+    if wanted is not None and wanted not in found:
+        raise SystemExit(f"there is no workload {wanted!r} in {openb}; there are {', '.join(found)}")
+    for name, path in found.items():
+        if wanted in (None, name):
+            yield name, Workload(nodes, traces.read_pods(path))
+
+
+def seeds_of(text: str) -> range:
+    first, colon, end = text.partition(":")
+    if not (colon and first.isdecimal() and end.isdecimal() and int(first) < int(end)):
+        raise argparse.ArgumentTypeError(f"{text!r} is not A:B with whole numbers A < B")
+    return range(int(first), int(end))
+
+
+def measured(given: argparse.Namespace) -> Iterator[report.Figure]:
+    published = read_published(given.traces) if given.traces else {}
+    bench = Bench(given.seeds or range(given.rounds), published)
+    chosen = [given.policy] if given.policy else [*PUBLISHED, "supply"]
+    names = set()
+    for name, workload in workloads(given.traces, given.workload):
+        names.add(name)
+        for policy in chosen:
+            yield from bench.cell(name, workload, policy)
+    if bench.gains:
+        whole = names >= {workload for workload, _ in published}
+        goal = report.value_at_least(GAIN_MIN) if whole else None
+        yield points("supply_over_published_fgd_mean", statistics.fmean(bench.gains), bench.gains, goal)
+    if given.traces is None:
+        for policy in ("bestfit", "supply"):
+            yield from latency(policy, decisions=3000 if given.rounds > 1 else 200)
+
+
+def main() -> int:
+    parser = report.options((__doc__ or "").splitlines()[0], rounds=10)
+    parser.add_argument(
+        "--traces", type=Path, help="folder of the openb lists; without it a workload is made up"
+    )
+    parser.add_argument("--workload", help="only this one, such as default or gpuspec33")
+    parser.add_argument("--policy", choices=[*PUBLISHED, *ABLATIONS], help="only this one")
+    parser.add_argument("--seeds", type=seeds_of, help="A:B, from A up to B-1; 0 up to the number of rounds")
+    given = parser.parse_args()
+    return report.conclude(measured(given), as_json=given.json)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,143 @@
+// The Python module genie_scheduler. genie/scheduler/placement/protocol.py says what each call promises.
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
+
+#include <bit>
+#include <tuple>
+
+#include "placement.h"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace genie {
+namespace {
+
+using Shape = std::tuple<int, int, int, uint64_t, double>;
+
+std::vector<TypicalShape> typical_from(const std::vector<Shape>& shapes) {
+  std::vector<TypicalShape> typical;
+  for (const auto& [gpus, gpu_milli, cpu_milli, models, share] : shapes) {
+    typical.push_back({gpus, gpu_milli, cpu_milli, models, share});
+  }
+  return typical;
+}
+
+nb::tuple numbers_of(uint16_t gpus) {
+  PyObject* numbers = PyTuple_New(std::popcount(gpus));
+  Py_ssize_t at = 0;
+  for (int g = 0; g < kGpusMax; ++g) {
+    if ((gpus >> g & 1) != 0) PyTuple_SET_ITEM(numbers, at++, PyLong_FromLong(g));
+  }
+  return nb::steal<nb::tuple>(numbers);
+}
+
+uint16_t set_of(const std::vector<int>& numbers) {
+  uint16_t gpus = 0;
+  for (int g : numbers) {
+    if (g < 0 || g >= kGpusMax || (gpus >> g & 1) != 0)
+      throw Misuse("GPUs are different numbers from 0 to 15");
+    gpus = static_cast<uint16_t>(gpus | 1 << g);
+  }
+  return gpus;
+}
+
+nb::object shown(const std::optional<Choice>& choice) {
+  if (!choice) return nb::none();
+  return nb::make_tuple(choice->node, numbers_of(choice->gpus));
+}
+
+int add_node(Placement& self, int cpu_milli, int memory_mib, int gpus, int gpu_memory_mib, int model,
+             int64_t rank) {
+  Node node;
+  node.cpu_milli = cpu_milli;
+  node.memory_mib = memory_mib;
+  node.gpu_count = gpus;
+  node.gpu_memory_mib = gpu_memory_mib;
+  node.model = model;
+  node.rank = static_cast<uint32_t>(rank < 0 ? static_cast<int64_t>(self.cluster().nodes().size()) : rank);
+  return self.cluster().add_node(node);
+}
+
+int request_class(Placement& self, int gpus, int gpu_milli, int gpu_memory_mib, int cpu_milli, int memory_mib,
+                  uint64_t models, const nb::object& nodes) {
+  RequestClass wanted{gpus, gpu_milli, gpu_memory_mib, cpu_milli, memory_mib, models, {}};
+  if (!nodes.is_none()) {
+    wanted.nodes.assign(1, 0);  // not empty: empty allows every node
+    for (int node : nb::cast<std::vector<int>>(nodes)) {
+      self.cluster().node(node);
+      if (wanted.nodes.size() <= static_cast<size_t>(node) / 64) wanted.nodes.resize(node / 64 + 1);
+      wanted.nodes[node / 64] |= uint64_t{1} << node % 64;
+    }
+  }
+  return self.cluster().add_class(wanted);
+}
+
+nb::tuple node_state(const Placement& self, int number) {
+  const Node& node = self.cluster().node(number);
+  nb::list gpus;
+  for (int g = 0; g < node.gpu_count; ++g) {
+    const Gpu& gpu = node.gpus[g];
+    gpus.append(nb::make_tuple(gpu.free_milli, gpu.free_memory_mib, gpu.tenant));
+  }
+  return nb::make_tuple(node.open, node.free_cpu_milli, node.free_memory_mib, nb::tuple(gpus));
+}
+
+void raise_misuse(const std::exception_ptr& raised, void*) {
+  try {
+    std::rethrow_exception(raised);
+  } catch (const Misuse& misuse) {
+    const nb::object usage_error = nb::module_::import_("genie.errors").attr("UsageError");
+    PyErr_SetString(usage_error.ptr(), misuse.what());
+  }
+}
+
+}  // namespace
+
+NB_MODULE(genie_scheduler, module) {
+  nb::register_exception_translator(raise_misuse);
+  nb::class_<Placement>(module, "Placement")
+      .def(
+          "__init__",
+          [](Placement* self, const std::string& policy, uint64_t seed, const std::vector<Shape>& typical,
+             double gamma, bool by_model, int draws) {
+            new (self) Placement(policy, seed, typical_from(typical), SupplyOptions{gamma, by_model, draws});
+          },
+          "policy"_a, nb::kw_only(), "seed"_a = 0, "typical"_a = std::vector<Shape>{}, "gamma"_a = 0.05,
+          "by_model"_a = true, "draws"_a = 60)
+      .def("add_node", &add_node, nb::kw_only(), "cpu_milli"_a, "memory_mib"_a, "gpus"_a,
+           "gpu_memory_mib"_a = 0, "model"_a = 0, "rank"_a = -1)
+      .def(
+          "set_open", [](Placement& self, int node, bool open) { self.cluster().set_open(node, open); },
+          "node"_a, nb::kw_only(), "is_open"_a)
+      .def("request_class", &request_class, nb::kw_only(), "gpus"_a = 0, "gpu_milli"_a = 0,
+           "gpu_memory_mib"_a = 0, "cpu_milli"_a = 0, "memory_mib"_a = 0, "models"_a = kAnyModel,
+           "nodes"_a = nb::none())
+      .def("observe", &Placement::observe, "request_class"_a, "tenant"_a)
+      .def(
+          "choose",
+          [](Placement& self, int number, uint32_t tenant) { return shown(self.choose(number, tenant)); },
+          "request_class"_a, "tenant"_a)
+      .def(
+          "place",
+          [](Placement& self, int number, uint32_t tenant) { return shown(self.place(number, tenant)); },
+          "request_class"_a, "tenant"_a)
+      .def(
+          "take",
+          [](Placement& self, int number, uint32_t tenant, int node, const std::vector<int>& gpus) {
+            self.cluster().take(node, number, tenant, set_of(gpus));
+          },
+          "request_class"_a, "tenant"_a, nb::kw_only(), "node"_a, "gpus"_a)
+      .def(
+          "release",
+          [](Placement& self, int number, int node, const std::vector<int>& gpus) {
+            self.cluster().release(node, number, set_of(gpus));
+          },
+          "request_class"_a, nb::kw_only(), "node"_a, "gpus"_a)
+      .def("refresh", &Placement::refresh, "budget"_a = INT64_MAX)
+      .def("node_state", &node_state, "node"_a);
+}
+
+}  // namespace genie

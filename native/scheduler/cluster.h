@@ -1,0 +1,99 @@
+// The nodes and what is free on them. Not for: choosing among them.
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <vector>
+
+#include "request.h"
+
+namespace genie {
+
+struct Gpu {
+  int free_milli = kFullMilli;
+  int free_memory_mib = 0;
+  uint32_t tenant = 0;  // whose requests are on it; 0: nobody's
+};
+
+struct Node {
+  int free_cpu_milli = 0;
+  int free_memory_mib = 0;
+  int cpu_milli = 0;
+  int memory_mib = 0;
+  int gpu_memory_mib = 0;  // of each of its GPUs
+  int gpu_count = 0;
+  int model = 0;
+  int kind = 0;          // nodes of one kind have the same model and GPU memory
+  uint32_t rank = 0;     // the lower one wins a tie
+  uint32_t version = 0;  // grows with every change
+  bool open = true;
+  std::array<Gpu, kGpusMax> gpus;
+  // How many requests are on it: [0] fractions, [j] those of j whole GPUs.
+  std::array<uint16_t, kGpusMax + 1> held{};
+
+  int free_gpu_milli() const {
+    int sum = 0;
+    for (int g = 0; g < gpu_count; ++g) sum += gpus[g].free_milli;
+    return sum;
+  }
+  int whole_gpus() const {
+    int count = 0;
+    for (int g = 0; g < gpu_count; ++g) count += gpus[g].free_milli == kFullMilli;
+    return count;
+  }
+};
+
+struct Kind {
+  int model;
+  int gpu_memory_mib;
+};
+
+class Cluster {
+ public:
+  int add_node(const Node& node);  // its free parts, kind and holds are set here
+  int add_class(const RequestClass& wanted);
+  void set_open(int node, bool open);
+  void take(int node, int request_class, uint32_t tenant, uint16_t gpus);
+  void release(int node, int request_class, uint16_t gpus);
+
+  const std::vector<Node>& nodes() const { return nodes_; }
+  const std::vector<RequestClass>& classes() const { return classes_; }
+  const std::vector<Kind>& kinds() const { return kinds_; }
+  const Node& node(int node) const;
+  const RequestClass& request_class(int number) const;
+  // Node numbers in the order of their changes, from the beginning; a reader remembers how far it has read.
+  // Only the last changes are kept: see changes_kept_from().
+  uint64_t changes() const { return changes_; }
+  uint64_t changes_kept_from() const { return changes_ > log_.size() ? changes_ - log_.size() : 0; }
+  int changed(uint64_t number) const { return log_[number % log_.size()]; }
+
+ private:
+  void note_change(int node);
+
+  std::vector<Node> nodes_;
+  std::vector<RequestClass> classes_;
+  std::vector<Kind> kinds_;
+  std::vector<int> log_ = std::vector<int>(4096);
+  uint64_t changes_ = 0;
+};
+
+// Everything but the GPUs themselves: is it open, allowed, of the right model, with CPU and memory enough?
+inline bool fits_beside_gpus(const Node& node, size_t number, const RequestClass& wanted) {
+  if (!node.open || node.free_cpu_milli < wanted.cpu_milli || node.free_memory_mib < wanted.memory_mib) {
+    return false;
+  }
+  if (wanted.gpus == 0) return wanted.allows_node(number);
+  return wanted.gpus <= node.gpu_count && (wanted.models >> node.model & 1) != 0 &&
+         wanted.allows_node(number);
+}
+
+// Two tenants never share a GPU.
+inline bool fits_gpu(const Gpu& gpu, const RequestClass& wanted, uint32_t tenant) {
+  return gpu.free_milli >= wanted.gpu_milli && gpu.free_memory_mib >= wanted.gpu_memory_mib &&
+         (gpu.tenant == 0 || gpu.tenant == tenant);
+}
+
+// The GPUs that leave the least free; among equals the lower number. 0 when there are not enough.
+uint16_t tightest_gpus(const Node& node, const RequestClass& wanted, uint32_t tenant);
+
+}  // namespace genie

@@ -1,0 +1,131 @@
+#include "placement.h"
+
+#include <algorithm>
+#include <bit>
+
+namespace genie {
+namespace {
+
+constexpr size_t kHistory = 200;       // requests that are remembered
+constexpr uint64_t kFirstLesson = 25;  // after so many requests; then twice as many, up to kLessonEvery
+constexpr uint64_t kLessonEvery = 200;
+
+}  // namespace
+
+Placement::Placement(const std::string& policy, uint64_t seed, std::vector<TypicalShape> typical,
+                     const SupplyOptions& options)
+    : options_(options), due_(kFirstLesson), dice_(seed) {
+  lesson_ = std::make_unique<Lesson>();
+  if (policy == "dotprod") {
+    lesson_->policy = make_dotprod();
+  } else if (policy == "clustering") {
+    lesson_->policy = make_clustering();
+  } else if (policy == "packing") {
+    lesson_->policy = make_packing();
+  } else if (policy == "bestfit") {
+    lesson_->policy = make_bestfit();
+  } else if (policy == "fgd") {
+    lesson_->policy = make_fgd(std::move(typical));
+  } else if (policy == "supply") {
+    lesson_ = learn();
+  } else if (policy == "random") {
+    random_ = true;
+  } else {
+    throw Misuse("there is no policy '" + policy + "'");
+  }
+}
+
+void Placement::observe(int request_class, uint32_t tenant) {
+  cluster_.request_class(request_class);
+  if (tenant == 0) throw Misuse("tenants are numbers from 1");
+  if (is_refreshed_) {
+    lesson_->rows.open(cluster_, request_class, tenant);
+    if (next_ != nullptr) next_->rows.open(cluster_, request_class, tenant);
+  }
+  if (lesson_->supply == nullptr) return;
+  if (history_.size() < kHistory) {
+    history_.push_back(request_class);
+  } else {
+    history_[observed_ % kHistory] = request_class;
+  }
+  ++observed_;
+}
+
+std::optional<Choice> Placement::choose(int request_class, uint32_t tenant) {
+  const RequestClass& wanted = cluster_.request_class(request_class);
+  if (tenant == 0) throw Misuse("tenants are numbers from 1");
+  if (random_) return choose_at_random(wanted, tenant);
+  // Whoever refreshes has lessons prepared there; if that stops, old lessons must not last for ever.
+  if (is_refreshed_ ? observed_ >= due_ + kLessonEvery : is_lesson_due()) {
+    lesson_ = learn();
+    next_.reset();
+  }
+  return lesson_->rows.best(cluster_, *lesson_->policy, request_class, tenant);
+}
+
+std::optional<Choice> Placement::place(int request_class, uint32_t tenant) {
+  const std::optional<Choice> chosen = choose(request_class, tenant);
+  if (chosen) cluster_.take(chosen->node, request_class, tenant, chosen->gpus);
+  return chosen;
+}
+
+bool Placement::refresh(int64_t budget) {
+  if (random_) return true;
+  is_refreshed_ = true;
+  if (next_ == nullptr && is_lesson_due()) {
+    next_ = learn();
+    next_->rows.open_rows_of(lesson_->rows);
+  }
+  // The old rows decide until the new ones are complete.
+  if (!lesson_->rows.refresh(cluster_, *lesson_->policy, budget)) return false;
+  if (next_ == nullptr) return true;
+  if (!next_->rows.refresh(cluster_, *next_->policy, budget)) return false;
+  lesson_ = std::move(next_);
+  return true;
+}
+
+bool Placement::is_lesson_due() {
+  Supply* supply = lesson_->supply;
+  return supply != nullptr && (observed_ >= due_ || supply->is_stale(cluster_));
+}
+
+std::unique_ptr<Placement::Lesson> Placement::learn() {
+  auto lesson = std::make_unique<Lesson>();
+  std::unique_ptr<Supply> supply;
+  if (lesson_->supply != nullptr && observed_ < due_) {
+    supply = std::make_unique<Supply>(cluster_, *lesson_->supply);
+  } else {
+    while (due_ <= observed_) due_ += std::min(due_, kLessonEvery);
+    std::vector<int> history = history_;  // the oldest first
+    if (!history.empty())
+      std::rotate(history.begin(), history.begin() + observed_ % history.size(), history.end());
+    supply = std::make_unique<Supply>(cluster_, history, options_);
+  }
+  lesson->supply = supply.get();
+  lesson->policy = std::move(supply);
+  return lesson;
+}
+
+std::optional<Choice> Placement::choose_at_random(const RequestClass& wanted, uint32_t tenant) {
+  // One of those that fit, each as likely as any: the n-th replaces the chosen one with a chance of 1/n.
+  std::optional<Choice> chosen;
+  uint64_t seen = 0;
+  const int nodes = static_cast<int>(cluster_.nodes().size());
+  for (int number = 0; number < nodes; ++number) {
+    const Node& node = cluster_.nodes()[number];
+    if (!fits_beside_gpus(node, number, wanted)) continue;
+    const uint16_t gpus = tightest_gpus(node, wanted, tenant);
+    if (wanted.gpus > 0 && gpus == 0) continue;
+    if (dice_.roll() % ++seen == 0) chosen = Choice{number, gpus};
+  }
+  if (!chosen || wanted.gpus != 1 || !wanted.is_fraction()) return chosen;
+  const Node& node = cluster_.nodes()[chosen->node];
+  seen = 0;
+  for (int g = 0; g < node.gpu_count; ++g) {
+    if (!fits_gpu(node.gpus[g], wanted, tenant)) continue;
+    if (dice_.roll() % ++seen == 0) chosen->gpus = static_cast<uint16_t>(1 << g);
+  }
+  return chosen;
+}
+
+}  // namespace genie

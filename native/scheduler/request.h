@@ -1,0 +1,43 @@
+// What is asked for, and what is answered. A request class is registered once; requests name it by number.
+#pragma once
+
+#include <cstdint>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+namespace genie {
+
+constexpr int kGpusMax = 16;
+constexpr int kModelsMax = 64;
+constexpr int kFullMilli = 1000;
+constexpr uint64_t kAnyModel = ~uint64_t{0};
+
+// The caller did something that is never right; Python sees genie.errors.UsageError.
+struct Misuse : std::runtime_error {
+  using std::runtime_error::runtime_error;
+};
+
+struct RequestClass {
+  int gpus = 0;            // so many different GPUs of one node
+  int gpu_milli = 0;       // of each of them
+  int gpu_memory_mib = 0;  // of each of them
+  int cpu_milli = 0;
+  int memory_mib = 0;
+  uint64_t models = kAnyModel;  // bit m: a GPU of model m will do
+  std::vector<uint64_t> nodes;  // bit n: node n will do; empty: every node
+  int64_t gpu_volume() const { return int64_t{gpus} * gpu_milli; }
+  bool is_fraction() const { return gpus > 0 && gpu_milli < kFullMilli; }
+  bool allows_node(size_t node) const {
+    return nodes.empty() || (node / 64 < nodes.size() && (nodes[node / 64] >> (node % 64) & 1) != 0);
+  }
+};
+
+// Where a request goes: a node and a set of its GPUs. The lower (cost, tie) is the better one.
+struct Candidate {
+  double cost = 0;
+  uint64_t tie = 0;
+  uint16_t gpus = 0;  // bit g: GPU g
+};
+
+}  // namespace genie

@@ -1,0 +1,1 @@
+"""Invariants, held over inputs that hypothesis makes up."""
