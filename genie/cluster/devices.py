@@ -11,7 +11,7 @@ import asyncio
 import functools
 import logging
 import secrets
-from collections.abc import Callable, Coroutine, Iterable, Iterator
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,8 +19,8 @@ from typing import Any
 
 from genie.cluster.link import Link
 from genie.device import ExecutorAddress, RemoteDevice, attach, detach, extend
-from genie.device.roster import DEVICES_MAX
-from genie.errors import DeviceUnavailableError, GenieError, TransportError
+from genie.device.roster import DEVICES_MAX, slot
+from genie.errors import DeviceUnavailableError, GenieError, JobNotFoundError, TransportError
 from genie.model.job import Job, JobState
 from genie.model.messages import CancelJob, DeviceReply, OpenDevice, WaitDevice
 from genie.model.node import GPUInfo, NodeInfo, NodeStatus, Vendor
@@ -81,6 +81,8 @@ class DeviceBroker:
         self._request_ids: dict[int, str] = {}
         """By index, for requests that may have arrived although no answer came: asked again, they give the
         same executor and not a second one."""
+        self._held: dict[int, str] = {}
+        """By index: the session job of the executor that was opened last."""
         self._submit = submit
         self._timeout_s = timeout_s
         if len(refs) > DEVICES_MAX:
@@ -100,6 +102,23 @@ class DeviceBroker:
             extend(self._remote_devices(new, start=len(self.refs)))
             self.refs += new
         return new
+
+    async def drop_lost(self, nodes: Mapping[str, NodeInfo]) -> None:
+        """Where a node is not heard from and the cluster has given its executor up, so does the session."""
+        for index, job_id in list(self._held.items()):
+            node = nodes.get(self.refs[index].node_id)
+            if node is not None and node.status is not NodeStatus.DISCONNECTED:
+                continue
+            try:
+                request = WaitDevice(job_id=job_id, wait_s=0.0)
+                job = (await self._link.call(request, timeout_s=_CALL_S)).job
+                why = job.reason if job.state.is_final else ""
+            except JobNotFoundError:
+                why = "the cluster does not know its session any more"
+            if why:
+                del self._held[index]
+                _log.warning("the executor on %s is lost: %s", self.refs[index], why)
+                await asyncio.to_thread(slot(index).lose, why)
 
     def remote_devices(self) -> list[RemoteDevice]:
         return self._remote_devices(self.refs, start=0)
@@ -144,6 +163,7 @@ class DeviceBroker:
             await self._give_back(job)
             raise
         self.opened += 1
+        self._held[index] = reply.job.job_id
         trusted = self._link.access.tls
         return ExecutorAddress(
             host=reply.endpoint.host,

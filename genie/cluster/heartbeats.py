@@ -72,6 +72,8 @@ class Heartbeats:
         self._state.stats["heartbeats_sent"] += 1
         self._state.node = msgspec.structs.replace(self._state.node, last_heartbeat=time.time())
         self._take(reply)
+        if (devices := state.transport_coordinator) is not None:
+            await devices.drop_lost({view.info.node_id: view.info for view in reply.nodes})
 
     async def look(self, *, timeout_s: float) -> None:
         """Only who is there, for a session that sends no heartbeats."""

@@ -178,6 +178,10 @@ class Sessions:
         record = self._ledger.nodes.get(node_id)
         if record is None:
             raise NodeNotFoundError(f"there is no node {node_id[:80]!r}", hint="'genie nodes' lists them")
+        if record.left:
+            raise DeviceUnavailableError(
+                f"node {node_id} has left the cluster", hint="use another index, or start its agent again"
+            )
         for gpu in record.info.gpus:
             if gpu.gpu_id == gpu_id:
                 return gpu

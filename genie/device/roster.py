@@ -113,6 +113,15 @@ class Slot:
         if self._connection is not None:
             self._connection.close(_SHUT_DOWN)
 
+    def lose(self, reason: str) -> None:
+        """Its executor is gone for good, though its connection may not show that: a machine that stands still
+        says nothing. The next use opens another. May take seconds."""
+        with self._lock:
+            link, connection = self._link, self._connection
+        if link is not None and connection is not None and not connection.lost:
+            link.stop()
+            connection.close(reason)
+
     def forget_after_fork(self) -> None:
         """In the child: whoever could open a connection is the parent's. So are the connections that are
         open, which the library has seen to."""

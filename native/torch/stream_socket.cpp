@@ -35,8 +35,9 @@ void set_option(int fd, int level, int name, int value) {
   (void)::setsockopt(fd, level, name, &value, sizeof(value));
 }
 
-// Small messages leave at once; a peer whose machine has vanished is noticed within about a minute. The sizes
-// of the buffers are left to the kernel, which grows them as it needs.
+// Small messages leave at once; a peer whose machine has vanished is noticed within about a minute, unless
+// something is on its way to it: then the kernel tries for much longer, and the cluster says that it is gone.
+// The sizes of the buffers are left to the kernel, which grows them as it needs.
 void tune(int fd) {
   set_option(fd, IPPROTO_TCP, TCP_NODELAY, 1);
   set_option(fd, SOL_SOCKET, SO_KEEPALIVE, 1);

@@ -18,7 +18,7 @@ from genie.errors import (
     UnreachableError,
 )
 from genie.model.job import JobState
-from genie.model.messages import CancelJob, DeviceReply, OpenDevice, WaitDevice
+from genie.model.messages import CancelJob, DeviceReply, OpenDevice, SessionHeartbeat, WaitDevice
 from genie.model.node import NodeStatus, Vendor
 from tests.cluster.small_controller import SmallController, gpu, node, session_job
 from tests.waiting import wait_until
@@ -86,6 +86,40 @@ def test_opening_asks_for_the_accelerator_of_the_index_and_gives_its_address(
     assert (asked.node_id, asked.gpu_id, asked.session_node_id) == ("n1", 1, state.local_node.node_id)
     assert (address.port, address.ticket, address.ssl_context) == (1, "the-ticket", None)
     assert address.server_name == "j-1.executor.genie.internal"
+
+
+def test_an_executor_that_the_cluster_has_given_up_is_lost_here_too(
+    controller: SmallController, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lost: list[tuple[int, str]] = []
+    monkeypatch.setattr(roster.Slot, "lose", lambda slot, why: lost.append((slot.index, why)))
+    controller.nodes = (node("n1", gpu(0), gpu(1)), node("n2", gpu(0)))
+    genie.connect(heartbeat_interval=0.05, **QUIET)
+    broker().open(0)
+    broker().open(2)
+    controller.nodes = (node("n1", gpu(0), gpu(1), status=NodeStatus.DISCONNECTED), node("n2", gpu(0)))
+    wait_until(lambda: controller.count(WaitDevice) >= 2)
+    assert lost == [], "the cluster still waits for it"
+    over = session_job("j-1", JobState.LOST, reason="its node is gone")
+    controller.device = DeviceReply(job=over, endpoint=None)
+    wait_until(lambda: lost)
+    seen = controller.count(WaitDevice)
+    beats = controller.count(SessionHeartbeat)
+    wait_until(lambda: controller.count(SessionHeartbeat) > beats + 1)
+    assert (lost, controller.count(WaitDevice)) == ([(0, "its node is gone")], seen), "once, and nobody else"
+
+
+def test_an_executor_whose_session_is_forgotten_is_lost(
+    controller: SmallController, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lost: list[str] = []
+    monkeypatch.setattr(roster.Slot, "lose", lambda slot, why: lost.append(why))
+    genie.connect(heartbeat_interval=0.05, **QUIET)
+    broker().open(0)
+    controller.refusals[WaitDevice] = JobNotFoundError("there is no job j-1")
+    controller.nodes = ()
+    wait_until(lambda: lost)
+    assert lost == ["the cluster does not know its session any more"]
 
 
 def test_opening_waits_until_the_executor_listens(controller: SmallController) -> None:

@@ -90,11 +90,14 @@ async def test_asking_twice_opens_one_device(tmp_path: Path) -> None:
 
 
 async def test_what_is_not_there_cannot_be_opened(tmp_path: Path) -> None:
-    async with standing(tmp_path) as one, one.client() as client, one.agent():
+    async with standing(tmp_path) as one, one.client() as client, one.agent() as agent:
         with pytest.raises(DeviceUnavailableError, match="has no accelerator 7"):
             await _open(client, gpu_id=7)
         with pytest.raises(NodeNotFoundError):
             await client.ask(OpenDevice(session_node_id="a", node_id="n9", gpu_id=0, request_id="r"))
+        await agent.leave()
+        with pytest.raises(DeviceUnavailableError, match="has left the cluster"):
+            await _open(client)
 
 
 async def test_the_end_of_a_session_gives_back_what_that_client_held(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -34,7 +35,7 @@ from genie.errors import (
     UnreachableError,
 )
 from genie.runtime import opwire
-from tests.agent.executor.process import TICKET
+from tests.agent.executor.process import TICKET, start_executor
 from tests.agent.executor.thread import ThreadedExecutor, executor_on_a_thread
 from tests.device.conftest import D0, SocketPipe, remote_device
 from tests.waiting import wait_until
@@ -338,7 +339,60 @@ def test_without_a_session_nothing_is_added() -> None:
     assert torch.remote_accelerator.device_count() == 0
 
 
+def test_an_event_is_waited_for() -> None:
+    with attached():
+        x = torch.ones(3, device=D0)
+        event = torch.Event(device=D0)
+        event.record()
+        event.synchronize()
+        assert event.query()
+        assert x.sum().item() == 3
+
+
+@pytest.mark.parametrize("index", [129, 200, 254])
+def test_an_index_that_torch_cannot_count_is_refused(index: int) -> None:
+    with attached(), pytest.raises(DeviceUnavailableError, match="beyond 127"):
+        torch.ones(2, device=f"remote_accelerator:{index}")
+
+
+def test_a_bad_state_of_random_numbers_is_named() -> None:
+    with attached():
+        torch.remote_accelerator.set_rng_state(torch.zeros(3, dtype=torch.uint8))
+        with pytest.raises(RuntimeError, match="set_rng_state, op 0 on remote_accelerator:0"):
+            torch.remote_accelerator.synchronize()
+
+
 # --- losing -------------------------------------------------------------------------------------
+
+
+def test_a_silent_executor_that_is_given_up_raises_in_who_waits_for_it(tmp_path: Path) -> None:
+    with ExitStack() as stack:
+        executors = [start_executor(tmp_path / str(number), job_id=f"job-{number}") for number in range(2)]
+        for executor in executors:
+            stack.callback(executor.kill)
+        for executor in executors:
+            executor.wait_ready()
+        ports = iter([executor.port for executor in executors])
+        device.attach([remote_device(0, lambda: next(ports))])
+        stack.callback(device.detach)
+        x = torch.ones(3, device=D0)
+        torch.remote_accelerator.synchronize()
+        executors[0].process.send_signal(signal.SIGSTOP)
+        raised: list[BaseException] = []
+
+        def wait() -> None:
+            try:
+                x.sum().item()
+            except DeviceLostError as error:
+                raised.append(error)
+
+        waiting = threading.Thread(target=wait)
+        waiting.start()
+        wait_until(lambda: torch.remote_accelerator.stream_stats(0)["replies"] > 1)
+        roster.slot(0).lose("its node is gone")
+        waiting.join(LONG_S)
+        assert "its node is gone" in str(raised[0])
+        assert torch.ones(2, device=D0).sum().item() == 2, "the next use opens another"
 
 
 def test_a_lost_executor_is_named_and_the_next_use_opens_another() -> None:

@@ -10,6 +10,7 @@ import pickle
 
 import pytest
 import torch
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 from genie.errors import (
     DeviceUnavailableError,
@@ -392,3 +393,23 @@ def test_the_current_device_is_where_an_index_is_left_out() -> None:
         module.set_device(5)
     with pytest.raises(UsageError):
         module.synchronize("cpu")
+
+
+@pytest.mark.parametrize("enforce_sorted", [True, False])
+def test_sequences_are_packed_and_unpacked_as_on_the_cpu(enforce_sorted: bool) -> None:
+    rows = torch.randn(3, 4, 5)
+    lengths = [4, 2, 1] if enforce_sorted else [2, 4, 1]
+    net = torch.nn.LSTM(5, 6, batch_first=True)
+
+    def run(place: str) -> list[torch.Tensor]:
+        model = copy.deepcopy(net).to(place)
+        x = rows.to(place).requires_grad_()
+        packed = pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=enforce_sorted)
+        assert packed.batch_sizes.device.type == "cpu"
+        out, _ = pad_packed_sequence(model(packed)[0], batch_first=True)
+        out.sum().backward()
+        assert x.grad is not None
+        return [out.cpu(), x.grad.cpu()]
+
+    for found, expected in zip(run(D0), run("cpu"), strict=True):
+        torch.testing.assert_close(found, expected)

@@ -48,8 +48,13 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   c10::DeviceIndex deviceCount() const noexcept override {
     return static_cast<c10::DeviceIndex>(roster().count());
   }
-  void record(void** event, const c10::Stream&, const c10::DeviceIndex, const c10::EventFlag) const override {
-    *event = const_cast<Guard*>(this);  // any address: it is never followed
+  // An event is the index of its device, and one more so that it is not null.
+  void record(void** event, const c10::Stream& stream, const c10::DeviceIndex,
+              const c10::EventFlag) const override {
+    *event = reinterpret_cast<void*>(static_cast<intptr_t>(stream.device_index()) + 1);
+  }
+  void synchronizeEvent(void* event) const override {
+    if (event) synchronizeDevice(static_cast<c10::DeviceIndex>(reinterpret_cast<intptr_t>(event) - 1));
   }
   void block(void*, const c10::Stream&) const override {}
   void destroyEvent(void*, const c10::DeviceIndex) const noexcept override {}

@@ -18,7 +18,7 @@ const std::set<std::string>& composed() {
       "aten::_unsafe_view", "aten::is_pinned", "aten::_pin_memory", "aten::set_data",
       "aten::_efficientzerotensor", "aten::_lazy_clone", "aten::split_with_sizes", "aten::split",
       "aten::unbind", "aten::resize_as_", "aten::resize", "aten::set", "aten::is_same_size",
-      "aten::_nested_tensor_size",
+      "aten::_nested_tensor_size", "aten::_pack_padded_sequence",
       // executors do not take indices on trust; these are made of ops that check them
       "aten::_unsafe_masked_index", "aten::_unsafe_masked_index_put_accumulate"};
   return names;

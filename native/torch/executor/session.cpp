@@ -253,13 +253,13 @@ void Session::note(FailurePtr failure) {
 }
 
 template <class Work>
-void Session::attempt(Work work) {
+void Session::attempt(Work work, const char* op) {
   try {
     work();
   } catch (const Poisoned&) {
     // The client has been, or will be, told of what that goes back to.
   } catch (...) {
-    note(failure_at_hand("", ops_.count()));
+    note(failure_at_hand(op, ops_.count()));
   }
 }
 
@@ -500,7 +500,7 @@ void Session::synchronize() {
 void Session::set_generator(Reader& in) {
   uint32_t generator = in.u32(), bytes = in.u32();
   const uint8_t* state = in.take(bytes);
-  attempt([&] { generators_.set_state(generator, state, bytes); });
+  attempt([&] { generators_.set_state(generator, state, bytes); }, "set_rng_state");
 }
 
 void Session::reply_generator_state(uint32_t generator) {

@@ -93,7 +93,7 @@ class Session {
   void note(FailurePtr failure);
   // Carries out what cannot be undone by a failure of its own; the failure is told with the next reply.
   template <class Work>
-  void attempt(Work work);
+  void attempt(Work work, const char* op = "");
   // Carries out what a reply is due for: that, or the first failure since the last one, or its own.
   template <class Work>
   void answer(Work work);
