@@ -155,7 +155,9 @@ class Captured:
         self, leaves: Sequence[Any], spec: pytree.TreeSpec | None, sharing: Sequence[Sharing]
     ) -> Graph:
         """Without a `spec` the leaves are the arguments."""
-        index = _index_of(_weights(self._modules) or leaves)
+        # A method may be about a part of its module, which has parts elsewhere.
+        weights = _weights(self._modules) if isinstance(self._model, torch.nn.Module) else []
+        index = _index_of(weights or leaves)
 
         def run(inputs: Sequence[Any]) -> Any:
             if spec is None:

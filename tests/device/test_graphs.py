@@ -376,9 +376,10 @@ def test_other_modules_and_hooks_are_seen() -> None:
     assert captured(x).min().item() > 50
 
 
-def test_the_mode_of_a_new_module_is_seen() -> None:
+@pytest.mark.parametrize("method", [False, True])
+def test_the_mode_of_a_new_module_is_seen(method: bool) -> None:
     model = nn.Sequential(nn.Linear(2, 8), nn.Dropout(0.9)).to(D0).eval()
-    captured = capture(model)
+    captured = capture(model.forward if method else model)
     x = torch.ones(1, 2, device=D0)
 
     def drops() -> bool:
@@ -562,6 +563,23 @@ def test_a_model_on_two_devices_or_none_is_refused() -> None:
         capture(both)(torch.ones(1, 2))
     with pytest.raises(UsageError, match="set"):
         capture(nn.Linear(2, 2).to(D0))({"a"})
+
+
+def test_a_method_may_use_one_part_of_a_module_on_two_devices() -> None:
+    class Both(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.other = nn.Linear(2, 2).to(D0), nn.Linear(2, 2).to(D1)
+
+        def first(self, x: torch.Tensor) -> torch.Tensor:
+            return self.one(x)
+
+    model = Both()
+    captured = capture(model.first)
+    x = torch.ones(1, 2, device=D0)
+    for _ in range(2):
+        assert torch.equal(captured(x).cpu(), model.one(x).cpu())
+        model.one = nn.Linear(2, 2).to(D0)
 
 
 def test_what_fails_in_a_replay_is_raised_and_the_next_one_works() -> None:
