@@ -13,7 +13,7 @@ import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils import _pytree as pytree
 
-from genie.device.graphs import GRAPHS_KEPT_MAX, Captured, Graph
+from genie.device.graphs import GRAPHS_KEPT_MAX, Captured, Graph, Sharing
 from genie.errors import OpRefusedError, UsageError
 
 
@@ -44,14 +44,16 @@ class Bucketed(Captured):
             return results
         return pytree.tree_map_only(torch.Tensor, lambda each: _cut(each, rows, size), results)
 
-    def _record(self, leaves: Sequence[Any], spec: pytree.TreeSpec | None) -> Graph:
-        modules = self._model.modules() if isinstance(self._model, torch.nn.Module) else ()
-        if any(isinstance(each, _BatchNorm) and each.training for each in modules):
+    def _record(
+        self, leaves: Sequence[Any], spec: pytree.TreeSpec | None, sharing: Sequence[Sharing]
+    ) -> Graph:
+        if any(isinstance(each, _BatchNorm) and _looks_at_batch(each) for each in self._modules):
             raise OpRefusedError(
-                "batch_sizes cannot be used with batch norm in training mode: filled rows would count",
-                hint="call model.eval() first, or capture without batch_sizes",
+                "batch_sizes cannot be used with batch norm that takes its statistics from the batch: filled "
+                "rows would count",
+                hint="call model.eval() first, with running statistics, or capture without batch_sizes",
             )
-        graph = super()._record(leaves, spec)
+        graph = super()._record(leaves, spec, sharing)
         if graph.written:
             raise OpRefusedError(
                 "batch_sizes cannot be used with a model that writes to its arguments",
@@ -67,6 +69,11 @@ class Bucketed(Captured):
             f"a batch of {rows} rows fits none of the batch sizes {', '.join(map(str, self._sizes))}",
             hint="give capture() a larger size, or cut the batch in parts",
         )
+
+
+def _looks_at_batch(norm: _BatchNorm) -> bool:
+    """As torch decides it."""
+    return norm.training or (norm.running_mean is None and norm.running_var is None)
 
 
 def _rows(leaves: Sequence[Any]) -> int:

@@ -64,7 +64,10 @@ class ExecutorLink:
         timeout_s: float = OPEN_TIMEOUT_S,
         answer_timeout_s: float | None = None,
     ) -> tuple[Any, opwire.Opened]:
-        """Connects, checks the certificate, shows the ticket. A stream that speaks ops from here on."""
+        """Connects, checks the certificate, shows the ticket. A stream that speaks ops from here on.
+
+        `answer_timeout_s`: how much longer than `timeout_s` it may take, for the answer to the ticket.
+        """
         deadline = time.monotonic() + timeout_s
         self._opening = stream = self._connect(min(CONNECT_TIMEOUT_S, timeout_s))
         if self.closed.is_set():
@@ -76,10 +79,14 @@ class ExecutorLink:
                 replies_received=replies_received,
                 machine=opwire.this_machine(),
             )
-            left_s = _left_s(deadline)
             opened = opwire.enter(
-                _Pipe(stream), request, peer=self.peer, timeout_s=left_s, answer_timeout_s=answer_timeout_s
+                _Pipe(stream),
+                request,
+                peer=self.peer,
+                timeout_s=_left_s(deadline),
+                answer_timeout_s=answer_timeout_s,
             )
+            left_s = _left_s(deadline + (answer_timeout_s or 0.0))
             stream = opstream.agreed(stream, bare=opened.bare, peer=self.peer, timeout_s=left_s)
         except BaseException:
             stream.close()

@@ -11,9 +11,10 @@ import collections
 import weakref
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from torch.nn.modules import module as every_module
 from torch.utils import _pytree as pytree
 
 from genie.device import backend, roster
@@ -31,9 +32,10 @@ def capture(
     """The same model, replayed as a graph on the executor where its weights are.
 
     The first call with inputs of given shapes runs the model and writes it down; calls after that send
-    the inputs and one word. Gradients are not recorded. What a call gives is the caller's to keep. The
-    model must do the same work for every input of one shape, and may change its own buffers (a KV cache) and
-    the tensors that it is given. Results are tensors and plain values, in tuples, lists and dicts.
+    the inputs and one word. Gradients are not recorded. What a call gives is the caller's to keep, each
+    result with memory of its own. The model must do the same work for every input of one shape, and may
+    change its own buffers (a KV cache) and the tensors that it is given, which may share memory with each
+    other. Results are tensors and plain values, in tuples, lists and dicts.
     OpRefusedError names what cannot be written down: values that are needed here, copies to and fro.
 
     `inductor`: the executor compiles each graph at its first replay, which may take minutes; where it
@@ -79,8 +81,10 @@ class Captured:
     def __init__(self, model: Callable[..., Any], *, inductor: bool = False) -> None:
         self._model = model
         self._inductor = inductor
+        self._watch: Any = None  # Any: a class of the library
         self._modules: list[torch.nn.Module] = []
         self._graphs: collections.OrderedDict[Hashable, Graph] = collections.OrderedDict()
+        """Made with the model as `_watch` has seen it."""
         self._last: tuple[Hashable, Graph] | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -88,18 +92,20 @@ class Captured:
         leaves: Sequence[Any] = args
         if kwargs or not all(type(each) is torch.Tensor for each in args):
             leaves, spec = pytree.tree_flatten((args, kwargs))
-        looks = (spec, *map(look, leaves))
+        looks = (spec, torch.is_inference_mode_enabled(), *map(look, leaves))
         guessed = self._guess(looks)
         if guessed is not None:
             guessed.send(leaves)  # under way while the rest is looked at, which takes as long
-        key = (looks, self._mode())
+        sharing = backend.library().sharing(leaves) if len(leaves) > 1 else None
+        key = (looks, self._mode(), sharing)
         graph = self._graphs.get(key)
-        if graph is None or not graph.holds():
-            graph = self._graphs[key] = self._record(leaves, spec)
+        if graph is None or graph.lost:
+            graph = self._graphs[key] = self._record(leaves, spec, [Sharing(*each) for each in sharing or ()])
             while len(self._graphs) > GRAPHS_KEPT_MAX:
                 self._graphs.popitem(last=False)
             results = graph.results
         else:
+            graph.check_apart(leaves)
             if graph is not guessed:
                 graph.send(leaves)
             results = graph.replay()
@@ -120,22 +126,37 @@ class Captured:
 
     def report(self) -> list[GraphReport]:
         """One for each recording, the one unused for longest first. Asks the executor."""
-        return [graph.report() for graph in self._graphs.values() if graph.holds()]
+        if self._watch is None or not self._watch.holds():
+            return []
+        return [graph.report() for graph in self._graphs.values() if not graph.lost]
 
     def _mode(self) -> Hashable:
-        """What else decides about the work: train or eval of every part, and autocast."""
-        if not self._modules and isinstance(self._model, torch.nn.Module):
-            self._modules = list(self._model.modules())  # once: walking them takes longer than a short replay
+        """What else decides about the work: train or eval of every part, and autocast.
+
+        The model is looked over first. When it is not made of what it was, its recordings are let go.
+        """
+        if self._watch is None or not self._watch.holds():
+            self._graphs.clear()
+            self._last = None
+            owner = _owner(self._model)
+            self._modules = [] if owner is None else list(owner.modules())  # once: walking them takes long
+            self._watch = backend.library().Watch(
+                _weights(self._modules),
+                _parts(self._modules),
+                [(module.__dict__, "forward") for module in self._modules],
+            )
         cast = torch.is_autocast_enabled(roster.DEVICE_TYPE)
         return (
             tuple([module.training for module in self._modules]),
             torch.get_autocast_dtype(roster.DEVICE_TYPE) if cast else None,
         )
 
-    def _record(self, leaves: Sequence[Any], spec: pytree.TreeSpec | None) -> Graph:
+    def _record(
+        self, leaves: Sequence[Any], spec: pytree.TreeSpec | None, sharing: Sequence[Sharing]
+    ) -> Graph:
         """Without a `spec` the leaves are the arguments."""
-        self._modules = []  # there may be others by now
-        weights = _weights(self._model)
+        # A method may be about a part of its module, which has parts elsewhere.
+        weights = _weights(self._modules) if isinstance(self._model, torch.nn.Module) else []
         index = _index_of(weights or leaves)
 
         def run(inputs: Sequence[Any]) -> Any:
@@ -145,9 +166,22 @@ class Captured:
             return self._model(*args, **kwargs)
 
         with torch.no_grad():
-            return Graph(
-                run, leaves, index=index, weights=weights, parts=_parts(self._model), inductor=self._inductor
-            )
+            return Graph(run, leaves, index=index, sharing=sharing, inductor=self._inductor)
+
+
+class Sharing(NamedTuple):
+    """One of several inputs on the same memory."""
+
+    position: int
+    first: int
+    """Position of the first of them."""
+    same: int
+    """Of the first that is the same object."""
+    start_bytes: int
+    """Where it begins in the memory that they take up together."""
+    strides: tuple[int, ...]
+    is_conj: bool
+    is_neg: bool
 
 
 class Graph:
@@ -159,34 +193,41 @@ class Graph:
         inputs: Sequence[Any],
         *,
         index: int,
-        weights: Sequence[torch.Tensor] = (),
-        parts: Sequence[dict[Any, Any]] = (),
+        sharing: Sequence[Sharing] = (),
         baked: Sequence[int] = (),
         inductor: bool = False,
     ) -> None:
-        """`baked`: positions of inputs that are used where they are, not copied. `parts`: of the model."""
-        library = backend.library()
+        """`baked`: positions of inputs that are used where they are, not copied. `sharing`: of the others."""
         self.index = index
         self._described = tuple(map(_described, inputs))
+        self._inputs = list(inputs)
         self._copied = [
             i for i, each in enumerate(inputs) if isinstance(each, torch.Tensor) and i not in baked
         ]
-        self._inputs = list(inputs)
-        for i in self._copied:
-            self._inputs[i] = _own_copy(inputs[i], index)
-        self._places = [self._inputs[i] for i in self._copied]
-        self._watch = library.Watch([*weights, *(self._inputs[i] for i in baked)], list(parts))
+        self._parts: dict[int, tuple[slice, ...]] = {}
+        """Of copied inputs that repeat themselves in memory, what is in it once."""
+        self._copy(inputs, sharing)
+        self._places = [self._part(self._inputs, i) for i in self._copied]
+        self._watch = backend.library().Watch([self._inputs[i] for i in baked], [], [])
         self._connection = roster.slot(index).connection(first_seed=torch.initial_seed())
+        if sharing:
+            self.send(inputs)
         self._number = self._connection.begin_graph()
         whole = False
         try:
-            before = [_version(place) for place in self._places]
+            copies = [self._inputs[i] for i in self._copied]
+            stood = [(copy.untyped_storage(), _stand(copy)) for copy in copies]  # kept: addresses come again
             self.results = run(self._inputs)
+            if [_stand(copy) for copy in copies] != [how for _, how in stood]:
+                raise OpRefusedError(
+                    "a captured model may write to its arguments, but not give them other shapes or memory"
+                )
             _check_results(self.results, index)
-            self.written = [
-                i for i, old in zip(self._copied, before, strict=True) if _version(self._inputs[i]) != old
-            ]
+            uses = self._connection.graph_uses(self._number, self._places)
+            self.written = [i for i, use in zip(self._copied, uses, strict=True) if use == _WRITTEN]
             """Positions of inputs that the model has changed."""
+            self._writes = self._connection.graph_writes(self._number)
+            self.check_apart(inputs)
             whole = True
         finally:
             self._connection.end_graph((_COMPILE if inductor else _KEEP) if whole else _FORGET)
@@ -194,8 +235,37 @@ class Graph:
                 self._number = None
         _alive.add(self)
 
+    def _copy(self, inputs: Sequence[Any], sharing: Sequence[Sharing]) -> None:
+        """Inputs that share memory have copies that do, and what is given twice is copied once."""
+        shared = _shared_copies(inputs, sharing, self.index)
+        for i in self._copied:
+            self._inputs[i] = shared[i] if i in shared else _own_copy(inputs[i], self.index)
+        again = {shown.position for shown in sharing if shown.same != shown.position}
+        self._copied = [i for i in self._copied if i not in again]
+        for i in shared.keys() - again:
+            if 0 in shared[i].stride():
+                once = zip(shared[i].shape, shared[i].stride(), strict=True)
+                self._parts[i] = tuple(slice(0, size if stride else 1) for size, stride in once)
+
+    def _part(self, inputs: Sequence[Any], i: int) -> torch.Tensor:
+        part: torch.Tensor = inputs[i][self._parts[i]] if i in self._parts else inputs[i]
+        return part
+
+    def check_apart(self, inputs: Sequence[Any]) -> None:
+        """OpRefusedError where the model would change an input, or what it holds itself, and not its copy."""
+        if not self._writes:
+            return
+        uses = self._connection.graph_uses(self._number, [inputs[i] for i in self._copied])
+        for i, use in zip(self._copied, uses, strict=True):
+            if use == _WRITTEN or (use == _READ and i in self.written):
+                raise OpRefusedError(
+                    f"the argument {self._described[i]} shares memory with a tensor that the captured model "
+                    "holds itself, and the model writes to it",
+                    hint="pass a copy, or let the model take all of that memory as an argument",
+                )
+
     def holds(self) -> bool:
-        """Whether the executor is there and the weights are those that it was recorded with."""
+        """Whether the executor is there and inputs that are not copied stand where they stood."""
         return not self.lost and bool(self._watch.holds())
 
     @property
@@ -205,7 +275,7 @@ class Graph:
 
     def send(self, inputs: Sequence[Any]) -> None:
         """What the next replay works on."""
-        self._connection.send(self._places, [inputs[i] for i in self._copied])
+        self._connection.send(self._places, [self._part(inputs, i) for i in self._copied])
 
     def replay(self) -> Any:
         """The results belong to the graph: the next replay overwrites them."""
@@ -216,7 +286,7 @@ class Graph:
         """What the model has done to its copies of the inputs is done to them, too."""
         with torch.no_grad():
             for i in self.written:
-                inputs[i].copy_(self._inputs[i])
+                self._part(inputs, i).copy_(self._part(self._inputs, i))
 
     def report(self) -> GraphReport:
         how, replays, why = self._connection.graph_report(self._number)
@@ -228,6 +298,7 @@ class Graph:
 
 
 _FORGET, _KEEP, _COMPILE = range(3)  # wire.h: GraphEnd
+_UNUSED, _READ, _WRITTEN = range(3)  # connection.h: Use
 _alive: weakref.WeakSet[Graph] = weakref.WeakSet()
 
 
@@ -257,25 +328,60 @@ def _own_copy(tensor: torch.Tensor, index: int) -> torch.Tensor:
     return tensor.detach().to(device)
 
 
-def _weights(model: object) -> list[torch.Tensor]:
-    if not isinstance(model, torch.nn.Module):
-        return []
+def _shared_copies(inputs: Sequence[Any], sharing: Sequence[Sharing], index: int) -> dict[int, torch.Tensor]:
+    """By position; what they hold is not copied yet."""
+    device = torch.device(roster.DEVICE_TYPE, index)
+    sizes: collections.Counter[int] = collections.Counter()
+    for shown in sharing:
+        given = inputs[shown.position]
+        spans = ((size - 1) * stride for size, stride in zip(given.shape, shown.strides, strict=True))
+        end = shown.start_bytes + (1 + sum(spans)) * given.itemsize
+        sizes[shown.first] = max(sizes[shown.first], end)
+    memory = {
+        first: torch.zeros(size, dtype=torch.uint8, device=device).untyped_storage()
+        for first, size in sizes.items()
+    }
+    made: dict[int, torch.Tensor] = {}
+    for shown in sharing:
+        if shown.same in made:
+            made[shown.position] = made[shown.same]
+            continue
+        given = inputs[shown.position]
+        copy = torch.empty(0, dtype=given.dtype, device=device)
+        copy.set_(memory[shown.first], shown.start_bytes // given.itemsize, given.shape, shown.strides)
+        copy = copy.conj() if shown.is_conj else copy
+        made[shown.position] = torch._neg_view(copy) if shown.is_neg else copy
+    return made
+
+
+def _stand(tensor: torch.Tensor) -> tuple[int, ...]:
+    """On which memory a tensor is, and how."""
+    memory = tensor.untyped_storage()._cdata
+    return memory, tensor.storage_offset(), *tensor.shape, *tensor.stride()
+
+
+def _owner(model: object) -> torch.nn.Module | None:
+    """The module that is captured, itself or by one of its methods."""
+    owner = model if isinstance(model, torch.nn.Module) else getattr(model, "__self__", None)
+    return owner if isinstance(owner, torch.nn.Module) else None
+
+
+def _weights(modules: Sequence[torch.nn.Module]) -> list[torch.Tensor]:
     return [
         tensor
-        for module in model.modules()
+        for module in modules
         for owner in (module._parameters, module._buffers)
         for tensor in owner.values()
         if tensor is not None
     ]
 
 
-def _parts(model: object) -> list[dict[Any, Any]]:
+def _parts(modules: Sequence[torch.nn.Module]) -> list[dict[Any, Any]]:
     """What a model is made of: no other weights, modules and hooks than these, and in these places."""
-    if not isinstance(model, torch.nn.Module):
-        return []
-    return [
+    of_all = [every_module._global_forward_hooks, every_module._global_forward_pre_hooks]
+    return of_all + [
         part
-        for module in model.modules()
+        for module in modules
         for part in (
             module._parameters,
             module._buffers,
@@ -284,11 +390,6 @@ def _parts(model: object) -> list[dict[Any, Any]]:
             module._forward_pre_hooks,
         )
     ]
-
-
-def _version(tensor: torch.Tensor) -> int:
-    """Grows when it is written to; not under torch.inference_mode."""
-    return 0 if tensor.is_inference() else tensor._version
 
 
 def _index_of(leaves: Sequence[Any]) -> int:

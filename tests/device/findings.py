@@ -17,9 +17,10 @@ TEXT_MAX = 300
 
 
 class Outcome(enum.StrEnum):
-    """From good to bad."""
+    """From good to bad. What varies is right, and must be in the list."""
 
     PASS = "pass"
+    VARIES = "varies"
     REFUSED = "refused"
     FAILED = "failed"
     WRONG = "wrong"
@@ -54,7 +55,7 @@ class Verdict:
 
     def note(self, outcome: Outcome, reason: str = "", sample: str = "") -> None:
         self.compared += 1
-        self.bad += outcome is not Outcome.PASS
+        self.bad += outcome not in (Outcome.PASS, Outcome.VARIES)
         if outcome.badness > self.outcome.badness:
             self.outcome, self.reason, self.sample = outcome, shortened(reason), shortened(sample)
 
@@ -79,8 +80,6 @@ class Findings:
     raised: Raised = field(default_factory=Raised)
     as_on_cpu: list[str] = field(default_factory=list)
     """Samples where torch's GPU differs from its CPU, and the remote device gives what the CPU gives."""
-    varying: list[str] = field(default_factory=list)
-    """Samples where torch's own runs differ among themselves, and the remote one lies among them."""
     seconds: float = 0.0
 
     @classmethod
@@ -156,7 +155,11 @@ class Summary:
 
     def percent(self, direction: str) -> float:
         counted = self.counted(direction)
-        bad = {problem.name for problem in self.problems if problem.direction == direction}
+        bad = {
+            problem.name
+            for problem in self.problems
+            if problem.direction == direction and problem.outcome is not Outcome.VARIES
+        }
         return round(100 * (1 - len(bad) / len(counted)), 2) if counted else 100.0
 
     def compared(self) -> dict[str, int]:
@@ -229,13 +232,17 @@ def unlisted(problems: Iterable[Problem], listed: Sequence[Listed]) -> list[Prob
 
 
 def stale(summary: Summary, listed: Sequence[Listed]) -> list[tuple[Listed, str]]:
-    """Lines that are not true any more, with the dtype of which that holds, among what has been run."""
+    """Lines that are not true any more, with the dtype of which that holds, among what has been run.
+
+    Not those that vary: one run may be without.
+    """
     ran = {(one.name, one.dtype) for several in summary.by_name.values() for one in several}
     return [
         (line, dtype)
         for line in listed
         for dtype in line.dtypes
         if (line.name, dtype) in ran
+        and line.outcome is not Outcome.VARIES
         and not any(
             line.covers(problem) and (problem.dtype, problem.direction) == (dtype, line.direction)
             for problem in summary.problems

@@ -15,7 +15,7 @@ import torch
 from genie.errors import DeviceLostError, OpRefusedError, TransportError
 from tests.device.conftest import D0
 from tests.device.findings import Findings, Outcome, Verdict, shortened
-from tests.device.twins import MismatchError
+from tests.device.twins import MismatchError, VariesError
 
 
 @dataclass
@@ -92,6 +92,8 @@ def outcome_of(error: Exception) -> Outcome:
     text = str(error)
     if isinstance(error, MismatchError):
         return Outcome.WRONG
+    if isinstance(error, VariesError):
+        return Outcome.VARIES
     if isinstance(error, DeviceLostError | TransportError | SystemError) or "INTERNAL ASSERT" in text:
         return Outcome.CRASHED
     if isinstance(error, OpRefusedError):

@@ -24,7 +24,7 @@ from tests.device.tolerances import tolerance_of
 from tests.device.twins import (
     Copies,
     MismatchError,
-    Tolerance,
+    VariesError,
     assert_placed,
     assert_same,
     fetched,
@@ -48,6 +48,8 @@ _UNINITIALISED_OUTPUTS = {
 }
 # More local runs, where one has given something else than the remote device.
 _LOCAL_RUNS = 6
+# So many roundings of its largest number may lie between a tensor of theirs; more than that is no rounding.
+_ROUNDINGS_MAX = 16
 # Where CUDA, too, wants everything but the input in host memory.
 _HOST_ARGUMENTS = frozenset(("tensor_split",))
 # Some of their samples name no device, and would be made here in both runs.
@@ -181,26 +183,24 @@ class _Checker(Judge):
     def _compare_or_arbitrate(self, case: _Case, there: Run, here: Run) -> None:
         """Where a GPU of this process does otherwise than its CPU, that is torch's own affair, and noted: the
         remote device is then right when it gives what the CPU gives."""
+        self._compare_places(there, here)
         try:
-            self._compare(there, here)
+            self._compare_values(there, here)
         except MismatchError:
             if self._local == "cpu":
                 raise
             arbiter = self._run(case, "cpu")
-            if arbiter.error is not None or not self._same_values(there, arbiter):
+            if arbiter.error is not None or not _passes(lambda: self._compare_values(there, arbiter)):
                 raise
             self.findings.as_on_cpu.append(shortened(str(case)))
 
-    def _same_values(self, one: Run, other: Run) -> bool:
-        pairs = ((one.outputs, other.outputs), (one.arguments, other.arguments))
-        several = [(fetched(tensors_of(found)), fetched(tensors_of(expected))) for found, expected in pairs]
-        return all(_is_same(found, expected, self._tolerance) for found, expected in several)
-
-    def _compare(self, there: Run, here: Run) -> None:
+    def _compare_places(self, there: Run, here: Run) -> None:
         assert_placed(there.outputs, here.outputs, local=self._local, remote=D0, what="output")
         same = _same_objects(there), _same_objects(here)
         if same[0] != same[1]:
             raise MismatchError(f"outputs are inputs: {same[0]} instead of {same[1]}")
+
+    def _compare_values(self, there: Run, here: Run) -> None:
         # of the arguments only tensors: names of devices differ on purpose
         pairs = {
             "output": (self._written(there.outputs), self._written(here.outputs)),
@@ -213,19 +213,25 @@ class _Checker(Judge):
 
     def compare_gradients(self, case: _Case, found: Any, expected: Any, again: Callable[[str], Any]) -> None:
         """As _compare_or_arbitrate. Many of a GPU's kernels add up in any order, so that its own runs differ
-        among themselves; the remote device is then right when it lies among them, and that is noted, too."""
+        among themselves. A remote one that lies among them is a VariesError: the list says where that may
+        be."""
+
+        def compare(to: Any) -> None:
+            several = [x if x is None else tuple(x) for x in (found, to)]
+            assert_same(*several, what="gradient", tolerance=self._tolerance)
+
         try:
-            assert_same(found, expected, what="gradient", tolerance=self._tolerance)
+            compare(expected)
         except MismatchError:
-            if self._local == "cpu":
+            if self._local == "cpu" or found is None or expected is None:
                 raise
             arbiter = again("cpu")
-            if arbiter is not None and _is_same(found, arbiter, self._tolerance):
+            if arbiter is not None and _passes(lambda: compare(arbiter)):
                 self.findings.as_on_cpu.append(shortened(str(case)))
                 return
-            runs = [expected, *(again(self._local) for _ in range(_LOCAL_RUNS))]
-            assert_same(tuple(found), _nearest(found, runs), what="gradient", tolerance=self._tolerance)
-            self.findings.varying.append(shortened(str(case)))
+            others = [again(self._local) for _ in range(_LOCAL_RUNS)]
+            compare(_nearest(found, [expected, *(run for run in others if run is not None)]))
+            raise VariesError("local runs differ among themselves, and this one lies among them") from None
 
     def _written(self, outputs: Any) -> Any:
         nobodys = _UNINITIALISED_OUTPUTS.get(self._op.full_name, ())
@@ -257,31 +263,49 @@ class _Checker(Judge):
         self.judge(self.findings.backward, case, mine, theirs, compare)
 
 
-def _is_same(found: Any, expected: Any, tolerance: Tolerance) -> bool:
+def _passes(compare: Callable[[], None]) -> bool:
     try:
-        assert_same(found, expected, what="value", tolerance=tolerance)
+        compare()
     except MismatchError:
         return False
     return True
 
 
-def _nearest(found: Any, runs: Sequence[Any]) -> tuple[torch.Tensor | None, ...]:
-    """Of what runs that differ may give, the nearest to what was found: as far again beyond them as they are
-    apart. Where they are the same, that is what they gave."""
-    nearest: list[torch.Tensor | None] = []
-    for mine, *others in zip(found, *runs, strict=True):
-        if mine is None or any(other is None for other in others):
-            nearest.append(others[0])
-            continue
-        parts = torch.stack([torch.view_as_real(x) if x.is_complex() else x for x in others])
-        low, high = parts.amin(0), parts.amax(0)
-        width = high - low
-        real = torch.view_as_real(mine) if mine.is_complex() else mine
-        if real.shape != low.shape or real.dtype != low.dtype:
-            return tuple(runs[0])
-        clamped = torch.where(real.isnan(), parts[0], real.clamp(low - width, high + width))
-        nearest.append(torch.view_as_complex(clamped) if mine.is_complex() else clamped)
-    return tuple(nearest)
+def _nearest(found: Sequence[Any], runs: Sequence[Sequence[Any]]) -> list[Any]:
+    """Of what runs that differ may give, the nearest to what was found; where they are the same, what they
+    gave."""
+    alike = [run for run in runs if len(run) == len(runs[0])]
+    if len(found) != len(runs[0]):
+        return list(runs[0])
+    return [_nearest_tensor(mine, several) for mine, *several in zip(found, *alike, strict=True)]
+
+
+def _nearest_tensor(mine: Any, several: Sequence[Any]) -> Any:
+    """As far again beyond the runs as they are apart, if that is little; else the first of them."""
+    first = several[0]
+    shapes = {_shape(x) for x in (mine, *several)}
+    if len(shapes) > 1 or None in shapes:
+        return first
+    parts = torch.stack([_real(x) for x in several])
+    low, high = parts.amin(0), parts.amax(0)
+    width = high - low
+    largest = parts[parts.isfinite()].abs().max() if parts.isfinite().any() else torch.tensor(0.0)
+    little = width <= _ROUNDINGS_MAX * torch.finfo(first.dtype).eps * largest  # not where one is inf or nan
+    real = _real(mine)
+    near = torch.where(little & real.isfinite(), real.clamp(low - width, high + width), parts[0])
+    return (torch.view_as_complex(near) if first.is_complex() else near).to(first.dtype)
+
+
+def _shape(x: Any) -> tuple[Any, ...] | None:
+    """None for what has no numbers that could be near."""
+    if not isinstance(x, torch.Tensor) or x.layout is not torch.strided or x.numel() == 0:
+        return None
+    return (x.shape, x.dtype) if x.is_floating_point() or x.is_complex() else None
+
+
+def _real(x: torch.Tensor) -> torch.Tensor:
+    plain = x.resolve_conj().resolve_neg()
+    return (torch.view_as_real(plain) if x.is_complex() else plain).double()
 
 
 def _within_sequences(sample: Any, gradients: Any) -> Any:

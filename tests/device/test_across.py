@@ -409,6 +409,7 @@ def test_a_source_that_was_killed_is_named_and_the_target_is_not_stale(tmp_path:
         named = r"remote_accelerator:0 \(node node-0, job-0\)"
         error = error_of(lambda: target.copy_(source))
         if error is not None:  # the end of the source was seen before the copy was begun
+            assert isinstance(error, DeviceLostError)
             assert re.search(named, str(error))
             assert target.tolist() == [0, 0, 0]
         else:

@@ -82,8 +82,13 @@ def test_without_a_batch_there_is_nothing_to_fill() -> None:
 
 @pytest.mark.parametrize(
     "model",
-    [nn.BatchNorm1d(4).train(), lambda x: x.add_(1)],
-    ids=["rows that depend on each other", "writes to its argument"],
+    [
+        nn.BatchNorm1d(4).train(),
+        nn.BatchNorm1d(4, track_running_stats=False).eval(),
+        lambda x: x.add_(1),
+        lambda x: x.data.add_(1),
+    ],
+    ids=["rows that depend on each other", "and in eval mode", "writes to its argument", "and to its data"],
 )
 def test_what_filled_rows_would_spoil_is_refused(model: object) -> None:
     model = model.to(D0) if isinstance(model, nn.Module) else model

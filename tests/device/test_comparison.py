@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -17,7 +18,15 @@ from tests.device import findings, opinfo, opinfo_report
 from tests.device.comparison import Comparison
 from tests.device.findings import Findings, Listed, Outcome, Problem, Summary, Unit
 from tests.device.judge import Judge, Run, outcome_of
-from tests.device.twins import Copies, MismatchError, Tolerance, assert_placed, assert_same, spread
+from tests.device.twins import (
+    Copies,
+    MismatchError,
+    Tolerance,
+    VariesError,
+    assert_placed,
+    assert_same,
+    spread,
+)
 
 
 @pytest.mark.timeout(200)
@@ -61,24 +70,100 @@ def test_where_a_gpu_differs_from_its_cpu_the_cpu_decides() -> None:
         checker._compare_or_arbitrate(case, run(x * y), run(x - y))
 
 
-def test_a_gradient_among_those_of_differing_local_runs_passes_and_is_noted() -> None:
+@pytest.mark.parametrize(
+    ("there", "here"),
+    [
+        (torch.tensor([1.0]), torch.tensor([1.0])),
+        (torch.tensor([1.0], device="meta"), torch.tensor([1.0])),
+    ],
+    ids=["its input", "elsewhere"],
+)
+def test_what_is_in_the_wrong_place_is_not_for_the_cpu_to_decide(
+    there: torch.Tensor, here: torch.Tensor
+) -> None:
+    op = next(op for op in op_db if op.full_name == "clone")
+    checker = opinfo._Checker(op, torch.float32, "cuda:0", lambda what: None)
+    case = opinfo._Case("sample 0", torch.clone, SampleInput(torch.ones(1)), grad=False)
+    with pytest.raises(MismatchError, match=r"outputs are inputs|is on meta"):
+        checker._compare_or_arbitrate(
+            case,
+            Run(arguments=(there, (), {}), outputs=there),
+            Run(arguments=(here, (), {}), outputs=here.clone()),
+        )
+    assert not checker.findings.as_on_cpu
+
+
+def compared_to_runs(
+    found: Sequence[Any], runs: Sequence[Sequence[Any]], failing: bool = False
+) -> type[BaseException] | None:
+    """What is raised for gradients that were `found`, where runs here give the others in turn."""
     op = next(op for op in op_db if op.full_name == "add")
     checker = opinfo._Checker(op, torch.float32, "cuda:0", lambda what: None)
-    case = opinfo._Case("sample 0", op.op, SampleInput(torch.ones(3), args=(1,)), grad=True)
-    here = (torch.tensor([1.0, 2.0, 3.0]), None)
-    sums = itertools.cycle([2.9, 3.1])
-
-    def again(device: str) -> Any:
-        return None if device == "cpu" else (torch.tensor([1.0, 2.0, next(sums)]), None)
-
-    checker.compare_gradients(case, (torch.tensor([1.0, 2.0, 3.2]), None), here, again)
-    assert [text.partition(":")[0] for text in checker.findings.varying] == ["sample 0"]
-    for wrong in ([1.0, 2.1, 3.0], [1.0, 2.0, 3.4], [1.0, 2.0, math.nan], [1.0, 2.0]):
-        with pytest.raises(MismatchError):
-            checker.compare_gradients(case, (torch.tensor(wrong), None), here, again)
-    with pytest.raises(MismatchError):
-        checker.compare_gradients(case, (torch.ones(3), torch.ones(1)), here, again)
+    case = opinfo._Case("sample 0", op.op, SampleInput(torch.ones(1), args=(1,)), grad=True)
+    turns = itertools.cycle([*runs[1:], *([None] if failing else [])])
+    try:
+        checker.compare_gradients(case, found, runs[0], lambda where: None if where == "cpu" else next(turns))
+    except (MismatchError, VariesError) as error:
+        return type(error)
     assert not checker.findings.as_on_cpu
+    return None
+
+
+HALF = torch.bfloat16
+
+
+@pytest.mark.parametrize("failing", [False, True], ids=["", "with runs that fail"])
+def test_a_gradient_among_those_of_differing_local_runs_varies(failing: bool) -> None:
+    runs = [(torch.tensor([1.0, 2.0, last], dtype=HALF), None) for last in (3.0, 2.9, 3.1)]
+
+    def outcome(*numbers: float) -> type[BaseException] | None:
+        return compared_to_runs((torch.tensor(numbers, dtype=HALF), None), runs, failing)
+
+    assert outcome(1.0, 2.0, 3.2) is VariesError
+    assert outcome(1.0, 2.0, 3.0) is None
+    for wrong in ([1.0, 2.1, 3.0], [1.0, 2.0, 3.5], [1.0, 2.0, math.nan], [1.0, 2.0, math.inf], [1.0, 2.0]):
+        assert outcome(*wrong) is MismatchError
+    assert compared_to_runs((runs[0][0], torch.ones(1)), runs) is MismatchError
+    assert compared_to_runs((runs[0][0],), runs) is MismatchError
+    single = [tuple(None if x is None else x.float() for x in run) for run in runs]
+    assert compared_to_runs((torch.tensor([1.0, 2.0, 3.1]), None), single) is MismatchError
+
+
+@pytest.mark.parametrize(
+    ("found", "runs"),
+    [
+        (-1e30, (1.0, math.inf, 1.0)),
+        (-1e30, (1.0, math.nan, 1.0)),
+        (2.5e6, (1.0, 1e6, -1e6)),
+        (1.1e6, (1.0, 1e6, -1e6)),
+        (math.inf, (1.0, math.inf, -math.inf)),
+    ],
+)
+def test_local_runs_that_are_far_apart_allow_nothing(found: float, runs: Sequence[float]) -> None:
+    several = [(torch.tensor([run]),) for run in runs]
+    assert compared_to_runs((torch.tensor([found]),), several) is MismatchError
+
+
+def test_conjugated_gradients_are_compared_as_they_are() -> None:
+    parts = (100.0, 100 - 5e-5, 100 + 5e-5)
+    runs = [(torch.tensor([part + 1j], dtype=torch.complex64).conj(),) for part in parts]
+    found = torch.tensor([100 + 2.5e-4 - 1j], dtype=torch.complex64)
+    assert compared_to_runs((found,), runs) is VariesError
+    assert compared_to_runs((found.conj(),), runs) is MismatchError
+
+
+def test_what_varies_must_be_listed_and_may_pass() -> None:
+    found = Findings("max", "bfloat16")
+    found.backward.note(Outcome.VARIES, "any order")
+    line = Listed("max", "cuda", ("bfloat16",), "backward", Outcome.VARIES, "any order")
+    assert [one.name for one in findings.unlisted(Summary([found]).problems, [])] == ["max"]
+    assert findings.unlisted(Summary([found]).problems, [line]) == []
+    assert Summary([found]).percent("backward") == 100
+    quiet = Findings("max", "bfloat16")
+    quiet.backward.note(Outcome.PASS)
+    assert findings.stale(Summary([quiet]), [line]) == []
+    found.backward.note(Outcome.WRONG)
+    assert [one.outcome for one in findings.unlisted(Summary([found]).problems, [line])] == [Outcome.WRONG]
 
 
 def test_a_gradient_as_on_the_cpu_passes_and_is_noted() -> None:
@@ -113,6 +198,7 @@ def test_what_does_not_come_back_is_a_crash() -> None:
     ("error", "outcome"),
     [
         (MismatchError("output: shape"), Outcome.WRONG),
+        (VariesError("gradient"), Outcome.VARIES),
         (OpRefusedError("aten::x"), Outcome.REFUSED),
         (NotImplementedError("Could not run 'aten::x'"), Outcome.REFUSED),
         (NotImplementedError("later"), Outcome.FAILED),

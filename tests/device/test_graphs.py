@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import gc
 import threading
+import weakref
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import pytest
@@ -186,6 +188,175 @@ def test_what_a_model_writes_to_its_arguments_is_written() -> None:
     assert rows[:, 0].tolist() == [1, 2, 3, 4]
 
 
+def norm_(x: torch.Tensor) -> None:
+    """torch's schema does not say that the statistics are written to."""
+    nn.functional.batch_norm(torch.full((3, 2), 9.0, device=x.device), x, x + 1, training=True)
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda x: x.add_(1),
+        lambda x: x.data.add_(1),
+        lambda x: x.view(-1)[1:].detach().mul_(3),
+        lambda x: torch.add(x, 1, out=x),
+        lambda x: torch._foreach_add_([x], 2),
+        norm_,
+    ],
+    ids=["in place", "data", "a view", "out", "a list", "batch norm"],
+)
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, torch.enable_grad])
+def test_every_write_to_an_argument_is_seen(
+    write: Callable[[torch.Tensor], object], mode: Callable[[], AbstractContextManager[None]]
+) -> None:
+    def model(x: torch.Tensor) -> torch.Tensor:
+        write(x)
+        return x.sum()
+
+    here, there = torch.ones(2), torch.ones(2, device=D0)
+    captured = capture(model)
+    with mode():
+        for _ in range(3):
+            torch.testing.assert_close(captured(there).cpu(), model(here))
+    torch.testing.assert_close(there.cpu(), here)
+    with torch.inference_mode():
+        made = torch.ones(2, device=D0)
+        sums = [captured(made).item() for _ in range(3)]
+        assert made.sum().item() == sums[-1]
+
+
+def test_what_is_only_read_is_not_written_back() -> None:
+    def model(x: torch.Tensor, mean: torch.Tensor) -> torch.Tensor:
+        return nn.functional.batch_norm(x, mean, mean + 1, training=False)
+
+    captured = capture(model)
+    mean = torch.zeros(2, device=D0)
+    for _ in range(2):
+        captured(torch.ones(3, 2, device=D0), mean)
+    assert mean._version == 0
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["captured", "compiled"])
+def test_inference_mode_and_its_absence_take_turns(compiled: bool) -> None:
+    def model(x: torch.Tensor) -> torch.Tensor:
+        return x.add_(1) * 2
+
+    made = torch.compile(model, backend="genie") if compiled else capture(model)
+    x = torch.zeros(2, device=D0)
+    weight = torch.ones(2, device=D0, requires_grad=True)
+    for turn in range(4):
+        with torch.inference_mode(turn % 2 == 0), torch.no_grad():
+            got = made(x)
+        assert (x.tolist(), got.tolist()) == ([turn + 1] * 2, [2 * (turn + 1)] * 2)
+        assert got.is_inference() == (turn % 2 == 0)
+    (got * weight).sum().backward()
+    assert weight.grad is not None
+    assert weight.grad.tolist() == [8, 8]
+
+
+class WriteBoth(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1))
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        x.add_(1)
+        seen = y.clone()
+        if y.shape[0] != 5:  # the one that is expanded
+            y.add_(10)
+        return (seen.sum() + x.sum()) * self.weight
+
+
+@pytest.mark.parametrize("device", [D0, "cpu"])
+@pytest.mark.parametrize(
+    "two",
+    [
+        lambda x: (x, x),
+        lambda x: (x, x.view(12)),
+        lambda x: (x[:2], x[1:]),
+        lambda x: (x[1:], x[:2]),
+        lambda x: (x[:, 1:3], x[:, 0:2].t()),
+        lambda x: (x[:, 0], x[:, 1]),
+        lambda x: (x[0], x[0].expand(5, 4)),
+        lambda x: (x, x.view(torch.int32)),
+        lambda x: (torch.view_as_complex(x.view(6, 2)), torch.view_as_complex(x.view(6, 2)).conj()),
+        lambda x: (torch.view_as_complex(x.view(6, 2)), torch.view_as_complex(x.view(6, 2)).conj().imag),
+        lambda x: (x[0], x[2]),
+    ],
+    ids=["same", "view", "overlap", "overlap, the later first", "transposed", "columns", "expanded",
+         "dtype", "conjugated", "negated", "apart"],
+)  # fmt: skip
+def test_arguments_that_share_memory_are_written_as_such(
+    two: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]], device: str
+) -> None:
+    whole = torch.arange(12.0).view(3, 4)
+    here, there = whole.clone(), whole.clone().to(device)
+    eager, captured = WriteBoth().requires_grad_(False), capture(WriteBoth().to(D0))
+    for _ in range(3):
+        torch.testing.assert_close(captured(*two(there)).cpu(), eager(*two(here)))
+        assert torch.equal(there.cpu(), here)
+    one, other = whole.clone(), whole.clone()  # after that, the same looks without anything shared
+    expected = eager(two(one)[0], two(other)[1])
+    apart = [whole.clone().to(device) for _ in range(2)]
+    torch.testing.assert_close(captured(two(apart[0])[0], two(apart[1])[1]).cpu(), expected)
+    assert [each.cpu().tolist() for each in apart] == [one.tolist(), other.tolist()]
+
+
+def test_what_is_given_twice_is_the_same_in_the_model() -> None:
+    captured = capture(lambda x, y: x + 1 if x is y else x + 2)
+    x, y = torch.zeros(1, device=D0), torch.zeros(1, device=D0)
+    assert [captured(x, x).item(), captured(x, y).item(), captured(y, y).item()] == [1, 2, 1]
+
+
+def test_parts_of_one_tensor_that_do_not_overlap_need_one_recording() -> None:
+    captured = capture(lambda x, y: x - y)
+    rows = torch.arange(6.0, device=D0).view(6, 1)
+    for one, other in ((0, 1), (5, 2), (3, 0)):
+        assert captured(rows[one], rows[other]).item() == one - other
+    assert [each.replays for each in captured.report()] == [2]
+
+
+class Holder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("kept", torch.zeros(2, device=D0))
+
+    def forward(self, x: torch.Tensor, which: str) -> torch.Tensor:
+        if which == "writes what it holds":
+            self.kept.add_(1)
+        if which == "writes its argument":
+            x.add_(1)
+        return x + self.kept
+
+
+def test_an_argument_that_the_model_holds_itself_is_refused_where_that_matters() -> None:
+    model = Holder()
+    captured = capture(model)
+    other = torch.zeros(2, device=D0)
+    for _ in range(2):
+        assert captured(model.kept, "reads").tolist() == [0, 0]
+    for which in ("writes what it holds", "writes its argument"):
+        captured(other, which)
+        for fresh in (captured, capture(model)):
+            with pytest.raises(OpRefusedError, match=r"float32\[2\] shares memory .* holds itself"):
+                fresh(model.kept, which)
+    assert other.tolist() == [1, 1]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda x: x.unsqueeze_(0),
+        lambda x: x.t_(),
+        lambda x: x.set_(torch.empty_like(x)),
+        lambda x: setattr(x, "data", x + 1),
+    ],
+)
+def test_arguments_keep_their_shape_and_memory(change: Callable[[torch.Tensor], object]) -> None:
+    with pytest.raises(OpRefusedError, match="not give them other shapes or memory"):
+        capture(lambda x: (change(x), x + 1)[1])(torch.zeros(2, 3, device=D0))
+
+
 def test_other_modules_and_hooks_are_seen() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.ReLU()).to(D0)
     captured = capture(model)
@@ -203,6 +374,77 @@ def test_other_modules_and_hooks_are_seen() -> None:
     model[2].register_forward_hook(lambda module, args, output: output + 100)
     assert same()
     assert captured(x).min().item() > 50
+
+
+@pytest.mark.parametrize("method", [False, True])
+def test_the_mode_of_a_new_module_is_seen(method: bool) -> None:
+    model = nn.Sequential(nn.Linear(2, 8), nn.Dropout(0.9)).to(D0).eval()
+    captured = capture(model.forward if method else model)
+    x = torch.ones(1, 2, device=D0)
+
+    def drops() -> bool:
+        return bool((captured(x) == 0).any().item())
+
+    assert [drops() for _ in range(3)] == [False] * 3
+    old, model[1] = model[1], nn.Dropout(0.9)  # in training mode, as every new one
+    assert [drops() for _ in range(2)] == [True] * 2
+    model.eval()
+    assert [drops() for _ in range(2)] == [False] * 2
+    model[1] = old.train()
+    assert [drops() for _ in range(2)] == [True] * 2
+
+
+def test_hooks_for_all_modules_and_another_forward_are_seen() -> None:
+    model = nn.Linear(2, 2).to(D0)
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        return model(x)
+
+    for captured in (capture(model), capture(model.__call__), capture(function)):
+        x = torch.ones(1, 2, device=D0)
+        plain = [captured(x).cpu() for _ in range(2)][1]
+        hooks = [
+            nn.modules.module.register_module_forward_hook(lambda module, args, output: output + 100),
+            nn.modules.module.register_module_forward_pre_hook(lambda module, args: (args[0] + 1,)),
+        ]
+        try:
+            assert torch.equal(captured(x).cpu(), model(x).cpu())
+            hooks[0].remove()
+            assert torch.equal(captured(x).cpu(), model(x).cpu())
+        finally:
+            for hook in hooks:
+                hook.remove()
+        assert torch.equal(captured(x).cpu(), plain)
+    captured = capture(model)
+    captured(x)
+    model.forward = lambda x: x * 0 + 7
+    assert captured(x).tolist() == [[7, 7]]
+    del model.forward
+    assert torch.equal(captured(x).cpu(), plain)
+
+
+class Owner:
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        model.register_forward_hook(self.hook)
+        model.weight.owner = self  # type: ignore[union-attr]
+        self.captured = capture(model)
+
+    def hook(self, *args: object) -> None:
+        pass
+
+
+def test_hooks_that_lead_back_to_the_captured_model_do_not_keep_it() -> None:
+    gc.collect()
+    before = torch.remote_accelerator.memory_stats(D0)["tensors"]
+    owner = Owner(nn.Linear(4, 4).to(D0))
+    for _ in range(2):
+        owner.captured(torch.ones(1, 4, device=D0))
+    dead = weakref.ref(owner)
+    del owner
+    gc.collect()
+    assert dead() is None
+    assert torch.remote_accelerator.memory_stats(D0)["tensors"] == before
 
 
 def test_what_capture_cannot_take_is_named() -> None:
@@ -321,6 +563,23 @@ def test_a_model_on_two_devices_or_none_is_refused() -> None:
         capture(both)(torch.ones(1, 2))
     with pytest.raises(UsageError, match="set"):
         capture(nn.Linear(2, 2).to(D0))({"a"})
+
+
+def test_a_method_may_use_one_part_of_a_module_on_two_devices() -> None:
+    class Both(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.other = nn.Linear(2, 2).to(D0), nn.Linear(2, 2).to(D1)
+
+        def first(self, x: torch.Tensor) -> torch.Tensor:
+            return self.one(x)
+
+    model = Both()
+    captured = capture(model.first)
+    x = torch.ones(1, 2, device=D0)
+    for _ in range(2):
+        assert torch.equal(captured(x).cpu(), model.one(x).cpu())
+        model.one = nn.Linear(2, 2).to(D0)
 
 
 def test_what_fails_in_a_replay_is_raised_and_the_next_one_works() -> None:

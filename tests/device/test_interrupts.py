@@ -158,7 +158,7 @@ from tests.device.interrupting import interrupted
 
 SIZE = 32_000_000
 server = socket.create_server(("127.0.0.1", 0))
-go_on, end = threading.Event(), threading.Event()
+half_sent, go_on, end = threading.Event(), threading.Event(), threading.Event()
 
 def reply(number, size):
     return struct.pack("<QQQII", size, number, 0, 1, 0)
@@ -177,6 +177,7 @@ def serve():
     wait_for(sock, 9)  # Get
     half = b"\\x01" * (SIZE // 2)
     sock.sendall(reply(1, SIZE) + half)
+    half_sent.set()
     assert go_on.wait(60)
     sock.sendall(half)
     wait_for(sock, 10)  # Sync
@@ -189,9 +190,14 @@ thread.start()
 device.attach([remote_device(0, lambda: server.getsockname()[1])])
 there = torch.empty(SIZE, dtype=torch.uint8, device=D0)
 here = torch.zeros(SIZE, dtype=torch.uint8)
-interrupted(lambda: here.copy_(there), silence=lambda: None, speech=go_on.set)
+
+def progress():
+    assert half_sent.wait(60)
+    return here[::4096].sum().item()
+
+interrupted(lambda: here.copy_(there), silence=lambda: None, speech=go_on.set, progress=progress)
 got = here.sum().item()
-assert got <= SIZE // 2
+assert 0 < got <= SIZE // 2, got
 torch.remote_accelerator.synchronize()
 assert here.sum().item() == got
 end.set()

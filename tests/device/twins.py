@@ -24,6 +24,10 @@ class MismatchError(AssertionError):
     """The two runs differ; the text says in what."""
 
 
+class VariesError(AssertionError):
+    """Runs here differ among themselves; the one there differs no more."""
+
+
 @dataclass(frozen=True)
 class Tolerance:
     """How far floating point numbers may be apart at least; torch's own default where that is more."""

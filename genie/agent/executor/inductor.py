@@ -8,13 +8,12 @@ when it is compiled (native/torch/executor/graphs.cpp).
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import resource
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent import futures
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -59,9 +58,7 @@ class Compiler:
         self._device = torch.device(device)
         self._folder = folder
         self._last: Future[Compiled] | None = None
-        self._limit: _Limit | None = None
-        self._grown_bytes = 0
-        """What compiling has left behind in this process, up to its allowance."""
+        self._growth = _Growth()
 
     def compile(
         self,
@@ -77,24 +74,29 @@ class Compiler:
             raise OpRefusedError(f"it has {len(steps)} steps; the most that are compiled is {STEPS_MAX}")
         _log.info("compiling a graph of %d steps with inductor", len(steps))
         started = time.monotonic()
-        self._last = made = Future[Compiled]()
+        made = Future[Compiled]()
+        allowance = _Allowance(self._growth)
         threads = torch.get_num_threads()
 
         def work() -> None:
             try:
-                torch.set_num_threads(threads)  # it is each thread's own, and goes into the code
+                torch.set_num_threads(threads)  # it is each thread's own
                 if self._device.type != "cpu":
                     torch.get_device_module(self._device).set_device(self._device)
-                made.set_result(self._compile(steps, wanted, sizes))
+                made.set_result(self._compile(steps, wanted, sizes, allowance))
             except BaseException as error:  # inductor raises anything
                 made.set_exception(error)
 
         # Not of a pool: those are waited for when the process ends.
-        threading.Thread(target=work, name="inductor", daemon=True).start()
+        try:
+            threading.Thread(target=work, name="inductor", daemon=True).start()
+        except RuntimeError as error:
+            raise OpRefusedError(_reason(error)) from error
+        self._last = made
         while not made.done():
             futures.wait([made], timeout=_MEANWHILE_S)
             if time.monotonic() - started > COMPILE_S_MAX and not made.done():
-                self._take_memory_back()
+                allowance.end()  # the session goes on although the thread still compiles
                 raise OpRefusedError(f"it took longer than {COMPILE_S_MAX:g} s")
             meanwhile()
         try:
@@ -113,12 +115,16 @@ class Compiler:
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def _compile(
-        self, steps: Sequence[fxgraph.Step], wanted: Sequence[int], sizes: Mapping[int, int]
+        self,
+        steps: Sequence[fxgraph.Step],
+        wanted: Sequence[int],
+        sizes: Mapping[int, int],
+        allowance: _Allowance,
     ) -> Compiled:
         self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._folder.chmod(0o700)
         config.compile_into(self._folder.resolve())
-        with torch.no_grad(), self._more_memory():
+        with torch.no_grad(), allowance:
             # Late: it imports much of torch that an executor does not need otherwise.
             from genie.agent.executor import fxgraph
 
@@ -130,26 +136,47 @@ class Compiler:
             results=[place.told() for place in traced.results],
         )
 
-    @contextlib.contextmanager
-    def _more_memory(self) -> Iterator[None]:
-        """Compiling takes memory of its own, and leaves modules behind: neither is the client's.
 
-        The session waits meanwhile, so none of it goes to its tensors.
-        """
-        self._limit = limit = _Limit.now(self._grown_bytes)
-        before = accelerator.data_bytes()
-        limit.allow(self._grown_bytes + _ALLOWANCE_BYTES)
-        try:
-            yield
-        finally:
-            grown = self._grown_bytes + max(0, accelerator.data_bytes() - before)
-            self._grown_bytes = min(grown, _ALLOWANCE_BYTES)
-            limit.allow(self._grown_bytes)
+@dataclass
+class _Growth:
+    """What compiling has left behind in this process, up to its allowance."""
 
-    def _take_memory_back(self) -> None:
-        """The session goes on although the thread still compiles."""
-        if self._limit is not None:
-            self._limit.allow(self._grown_bytes)
+    bytes: int = 0
+
+
+class _Allowance:
+    """Compiling takes memory of its own, and leaves modules behind: neither is the client's.
+
+    Entered by the thread that compiles. The session waits meanwhile, so none of it goes to its tensors;
+    when it waits no longer it ends the allowance, and what comes after that is counted as its own.
+    """
+
+    def __init__(self, growth: _Growth) -> None:
+        self._growth = growth
+        self._lock = threading.Lock()
+        self._limit: _Limit | None = None
+        self._before_bytes = 0
+        self._is_over = False
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if self._is_over:
+                raise OpRefusedError("nobody waits for it any more")
+            self._limit = _Limit.now(self._growth.bytes)
+            self._before_bytes = accelerator.data_bytes()
+            self._limit.allow(self._growth.bytes + _ALLOWANCE_BYTES)
+
+    def __exit__(self, *_: object) -> None:
+        self.end()
+
+    def end(self) -> None:
+        """Once; from any thread."""
+        with self._lock:
+            if self._limit is not None and not self._is_over:
+                grown = self._growth.bytes + max(0, accelerator.data_bytes() - self._before_bytes)
+                self._growth.bytes = min(grown, _ALLOWANCE_BYTES)
+                self._limit.allow(self._growth.bytes)
+            self._is_over = True
 
 
 @dataclass(frozen=True)

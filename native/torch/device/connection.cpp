@@ -451,12 +451,27 @@ void Connection::check_not_recording(const char* what) const {
   }
 }
 
-void Connection::note_use_in_graph(uint32_t storage, const c10::Storage& held) {
+void Connection::note_use_in_graph(uint32_t storage, const c10::Storage& held, bool written) {
   if (!is_recorder()) return;
   std::lock_guard<std::mutex> lock(mutex_);
   if (!recording_) return;
   auto owner = graph_of_.find(storage);
-  if (owner == graph_of_.end() || owner->second != recording_) recording_->used.emplace(storage, held);
+  if (owner != graph_of_.end() && owner->second == recording_) return;
+  recording_->used.emplace(storage, held);
+  if (written) recording_->written.insert(storage);
+}
+
+Connection::Use Connection::graph_use(uint32_t graph, uint32_t storage) const {
+  std::lock_guard<std::mutex> lock(mutex_);
+  auto found = graphs_.find(graph);
+  if (found == graphs_.end() || !found->second->used.contains(storage)) return Use::No;
+  return found->second->written.contains(storage) ? Use::Written : Use::Read;
+}
+
+bool Connection::graph_writes(uint32_t graph) const {
+  std::lock_guard<std::mutex> lock(mutex_);
+  auto found = graphs_.find(graph);
+  return found != graphs_.end() && !found->second->written.empty();
 }
 
 uint32_t Connection::begin_graph() {

@@ -21,6 +21,7 @@
 #include <string>
 #include <thread>
 #include <unordered_map>
+#include <unordered_set>
 #include <vector>
 
 #include <c10/core/Storage.h>
@@ -167,10 +168,15 @@ class Connection final : public c10::intrusive_ptr_target {
   // A storage of its own with what the graph's result has until the next replay; 0 when it is no graph's.
   uint32_t take_graph_result(uint32_t storage);
   void free_graph(uint32_t graph) noexcept;
-  // A storage is used by an op.
-  void note_use(uint32_t storage, const c10::Storage& held) {
-    if (recording_flag_.load(std::memory_order_relaxed)) note_use_in_graph(storage, held);
+  // A storage is used by an op, and `written` to.
+  void note_use(uint32_t storage, const c10::Storage& held, bool written) {
+    if (recording_flag_.load(std::memory_order_relaxed)) note_use_in_graph(storage, held, written);
   }
+  enum class Use : uint8_t { No, Read, Written };
+  // What a graph does, or has done so far while it is recorded, with a storage that it has not made.
+  Use graph_use(uint32_t graph, uint32_t storage) const;
+  // Whether it writes to any of those.
+  bool graph_writes(uint32_t graph) const;
   // Whether this thread records a graph.
   bool is_recorder() const { return recording_flag_ && recorder_.load() == std::this_thread::get_id(); }
   // Something that cannot be written down is about to be done: raises while this thread records.
@@ -220,9 +226,10 @@ class Connection final : public c10::intrusive_ptr_target {
   struct Graph {
     std::vector<uint32_t> freed;                      // made in it and dead since
     std::unordered_map<uint32_t, c10::Storage> used;  // there before, and kept
+    std::unordered_set<uint32_t> written;             // of those, what it writes to
   };
 
-  void note_use_in_graph(uint32_t storage, const c10::Storage& held);
+  void note_use_in_graph(uint32_t storage, const c10::Storage& held, bool written);
   void landed(uint64_t frames_received);                         // mutex_ held
   static void unship(const std::vector<Parcel>& over) noexcept;  // no mutex_ held, of any connection
   void forget_graph(uint32_t number);

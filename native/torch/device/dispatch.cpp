@@ -78,7 +78,7 @@ void add_sharing(Call& call, const c10::TensorImpl* impl) {
   call.key.push_back(-2 * (first + 1) - (same ? 1 : 0));  // no other word is negative at its place
 }
 
-void add_remote(Call& call, const Tensor& tensor) {
+void add_remote(Call& call, const Tensor& tensor, bool written) {
   auto* impl = tensor.unsafeGetTensorImpl();
   Handle& handle = handle_of(*impl);
   if (!call.connection) {
@@ -104,7 +104,7 @@ void add_remote(Call& call, const Tensor& tensor) {
   call.data.u32(handle.storage);
   if (offset) call.data.i64(offset);
   call.tensors.push_back(&tensor);
-  call.connection->note_use(handle.storage, impl->unsafe_storage());
+  call.connection->note_use(handle.storage, impl->unsafe_storage(), written);
 }
 
 void add_tensor(Call& call, const Tensor& tensor, bool written) {
@@ -114,7 +114,7 @@ void add_tensor(Call& call, const Tensor& tensor, bool written) {
   }
   auto* impl = tensor.unsafeGetTensorImpl();
   if (impl->device().type() == DEVICE_TYPE) {
-    add_remote(call, tensor);
+    add_remote(call, tensor, written);
   } else if (impl->device().is_cpu() && impl->dim() == 0 && !written && impl->layout() == at::kStrided) {
     call.key.push_back(
         word(ArgumentKind::ScalarTensor, static_cast<int64_t>(impl->dtype().toScalarType()) |
@@ -181,6 +181,11 @@ void add_argument(Call& call, const IValue& value, bool number_as_data, bool flo
   } else {
     raise("device.op_refused", "an argument of type " + value.tagKind() + " cannot be sent");
   }
+}
+
+bool is_written(const OpFacts& facts, const Stack& stack, size_t base, size_t i) {
+  if (facts.is_written[i] || !facts.hides_writes) return facts.is_written[i];
+  return facts.is_statistic[i] && (!facts.training_at || stack[base + *facts.training_at].toBool());
 }
 
 // --- a call -------------------------------------------------------------------------------------
@@ -320,7 +325,7 @@ void send_op(const c10::OperatorHandle& op, c10::DispatchKeySet, Stack* stack) {
     call.key.push_back(static_cast<int64_t>(reinterpret_cast<uintptr_t>(&op.schema())));
     for (size_t i = 0; i < facts.arguments; i++) {
       add_argument(call, (*stack)[base + i], facts.is_number[i] && facts.values_are_data,
-                   facts.values_are_data, facts.is_written[i]);
+                   facts.values_are_data, is_written(facts, *stack, base, i));
     }
     ConnectionPtr by_argument;
     if (!call.connection) {

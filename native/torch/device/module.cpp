@@ -1,6 +1,11 @@
 // The Python face of the device: genie/device uses it, and nobody else.
+#include <algorithm>
+#include <map>
+#include <tuple>
+
 #include <ATen/ops/empty.h>
 #include <c10/core/GradMode.h>
+#include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/utils/pybind.h>
 
 #include "../stream_bindings.h"
@@ -117,12 +122,17 @@ py::tuple graph_report(Connection& connection, uint32_t graph) {
   }
 }
 
-// Tensors whose memory a graph has been made with, and dicts that made up the model: its weights, modules,
-// hooks.
+// Tensors whose memory a graph has been made with; dicts that made up the model: its weights, modules, hooks;
+// and single entries of dicts, by name. Python's collector sees what it holds.
 class Watch {
  public:
-  Watch(std::vector<at::Tensor> tensors, const std::vector<py::dict>& parts) : tensors_(std::move(tensors)) {
-    for (const at::Tensor& tensor : tensors_) storages_.push_back(tensor.storage().unsafeGetStorageImpl());
+  using Entry = std::pair<py::dict, py::object>;
+  Watch(const std::vector<py::object>& tensors, const std::vector<py::dict>& parts,
+        const std::vector<Entry>& entries) {
+    for (const py::object& tensor : tensors) {
+      if (!THPVariable_Check(tensor.ptr())) throw py::type_error("a Watch takes tensors");
+      tensors_.emplace_back(tensor, storage_of(tensor));
+    }
     for (const py::dict& part : parts) {
       sizes_.emplace_back(part, part.size());
       for (const auto& [name, value] : part) {
@@ -130,27 +140,152 @@ class Watch {
                                py::reinterpret_borrow<py::object>(value));
       }
     }
+    for (const auto& [part, name] : entries) {
+      contents_.emplace_back(part, name, py::reinterpret_borrow<py::object>(found(part, name)));
+    }
   }
   // Whether each tensor stands on the memory that it stood on, and each dict has what it had.
   bool holds() const {
-    for (size_t i = 0; i < tensors_.size(); i++)
-      if (tensors_[i].storage().unsafeGetStorageImpl() != storages_[i]) return false;
+    for (const auto& [tensor, storage] : tensors_)
+      if (storage_of(tensor) != storage) return false;
     for (const auto& [part, size] : sizes_)
       if (part.size() != size) return false;
-    for (const auto& [part, name, value] : contents_) {
-      PyObject* found = PyDict_GetItemWithError(part.ptr(), name.ptr());
-      if (!found && PyErr_Occurred()) throw py::error_already_set();
-      if (found != value.ptr()) return false;
-    }
+    for (const auto& [part, name, value] : contents_)
+      if (found(part, name) != value.ptr()) return false;
     return true;
   }
 
+  static void collect(PyHeapTypeObject* type) {
+    type->ht_type.tp_flags |= Py_TPFLAGS_HAVE_GC;
+    type->ht_type.tp_traverse = [](PyObject* self, visitproc visit, void* arg) {
+      Py_VISIT(Py_TYPE(self));
+      const Watch* watch = made(self);
+      return watch ? watch->traverse(visit, arg) : 0;
+    };
+    type->ht_type.tp_clear = [](PyObject* self) {
+      Watch* watch = made(self);
+      // Whatever dies may look at this one again, so it is empty by then.
+      if (watch) Watch dying(std::move(*watch));
+      return 0;
+    };
+  }
+
  private:
-  std::vector<at::Tensor> tensors_;
-  std::vector<const c10::StorageImpl*> storages_;
+  Watch(Watch&&) = default;
+
+  // None while it is being made.
+  static Watch* made(PyObject* self) {
+    auto* instance = reinterpret_cast<py::detail::instance*>(self);
+    auto held = instance->get_value_and_holder();
+    return held.holder_constructed() ? held.value_ptr<Watch>() : nullptr;
+  }
+  static const c10::StorageImpl* storage_of(const py::object& tensor) {
+    return THPVariable_Unpack(tensor.ptr()).storage().unsafeGetStorageImpl();
+  }
+  static PyObject* found(const py::dict& part, const py::object& name) {
+    PyObject* value = PyDict_GetItemWithError(part.ptr(), name.ptr());
+    if (!value && PyErr_Occurred()) throw py::error_already_set();
+    return value;
+  }
+  int traverse(visitproc visit, void* arg) const {
+    for (const auto& [tensor, storage] : tensors_) Py_VISIT(tensor.ptr());
+    for (const auto& [part, size] : sizes_) Py_VISIT(part.ptr());
+    for (const auto& [part, name, value] : contents_) {
+      Py_VISIT(part.ptr());
+      Py_VISIT(name.ptr());
+      Py_VISIT(value.ptr());
+    }
+    return 0;
+  }
+
+  std::vector<std::pair<py::object, const c10::StorageImpl*>> tensors_;
   std::vector<std::pair<py::dict, size_t>> sizes_;
-  std::vector<std::tuple<py::dict, py::object, py::object>> contents_;
+  std::vector<std::tuple<py::dict, py::object, py::object>> contents_;  // without a value: not there
 };
+
+// What a graph does with the memory of each tensor: one of Connection::Use.
+std::vector<int> graph_uses(const Connection& connection, uint32_t graph,
+                            const std::vector<at::Tensor>& tensors) {
+  std::vector<int> uses;
+  for (const at::Tensor& tensor : tensors) {
+    auto use = Connection::Use::No;
+    if (tensor.device().type() == c10::DeviceType::PrivateUse1 && tensor.has_storage()) {
+      const Handle& handle = handle_of(tensor);
+      if (handle.connection.get() == &connection) use = connection.graph_use(graph, handle.storage);
+    }
+    uses.push_back(static_cast<int>(use));
+  }
+  return uses;
+}
+
+// Where a tensor of a call lies in its memory: bytes from its storage's first to its own last.
+struct Lying {
+  size_t position;
+  const c10::StorageImpl* storage;
+  int64_t begin, end;
+};
+
+std::vector<Lying> lying_of(const std::vector<py::object>& values) {
+  std::vector<Lying> all;
+  for (size_t i = 0; i < values.size(); i++) {
+    if (!THPVariable_Check(values[i].ptr())) continue;
+    const at::Tensor& tensor = THPVariable_Unpack(values[i].ptr());
+    if (!tensor.has_storage() || tensor.numel() == 0) continue;
+    auto item = static_cast<int64_t>(tensor.itemsize());
+    int64_t last = tensor.storage_offset();
+    for (int64_t d = 0; d < tensor.dim(); d++) last += (tensor.size(d) - 1) * tensor.stride(d);
+    all.push_back(
+        {i, tensor.storage().unsafeGetStorageImpl(), tensor.storage_offset() * item, (last + 1) * item});
+  }
+  return all;
+}
+
+constexpr int64_t ALIGNED_BYTES = 16;  // no dtype has larger numbers
+
+// Of tensors whose memory may overlap: the place of each among the values, that of the first of its group,
+// that of the first that is the same object, where it begins (bytes after the first of the group, or a few
+// more), its strides, whether it is lazily conjugated, and negated.
+py::list shared_group(const std::vector<py::object>& values, std::vector<Lying> group) {
+  int64_t low = group[0].begin;  // they are sorted
+  low -= low % ALIGNED_BYTES;
+  std::sort(group.begin(), group.end(), [](const auto& a, const auto& b) { return a.position < b.position; });
+  py::list found;
+  for (const Lying& each : group) {
+    const py::object& value = values[each.position];
+    const at::Tensor& tensor = THPVariable_Unpack(value.ptr());
+    auto same = std::find_if(group.begin(), group.end(),
+                             [&](const Lying& other) { return values[other.position].is(value); });
+    found.append(py::make_tuple(each.position, group[0].position, same->position, each.begin - low,
+                                py::tuple(py::cast(tensor.strides().vec())), tensor.is_conj(),
+                                tensor.is_neg()));
+  }
+  return found;
+}
+
+// The groups of tensors among the values whose memory may overlap, one after the other; None without any.
+py::object sharing(const std::vector<py::object>& values) {
+  std::vector<Lying> all = lying_of(values);
+  std::sort(all.begin(), all.end(), [](const Lying& a, const Lying& b) {
+    return std::tie(a.storage, a.begin, a.position) < std::tie(b.storage, b.begin, b.position);
+  });
+  std::map<size_t, py::list> groups;  // by the first position: addresses are no order
+  for (size_t i = 0; i < all.size();) {
+    std::vector<Lying> group{all[i]};
+    int64_t end = all[i].end;
+    for (i++; i < all.size() && all[i].storage == group[0].storage && all[i].begin < end; i++) {
+      group.push_back(all[i]);
+      end = std::max(end, all[i].end);
+    }
+    if (group.size() == 1) continue;
+    py::list found = shared_group(values, group);
+    groups.emplace(found[0].cast<py::tuple>()[0].cast<size_t>(), found);
+  }
+  if (groups.empty()) return py::none();
+  py::list found;
+  for (const auto& [first, group] : groups)
+    for (py::handle each : group) found.append(each);
+  return py::tuple(found);
+}
 
 // What a replay works on, under way when this returns.
 void send_inputs(Connection& connection, const std::vector<at::Tensor>& into,
@@ -220,11 +355,14 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def("begin_graph", &Connection::begin_graph, without_gil)
       .def("end_graph", &Connection::end_graph, without_gil)
       .def("graph_report", &graph_report)
+      .def("graph_uses", &graph_uses)
+      .def("graph_writes", &Connection::graph_writes)
       .def("replay_graph", &Connection::replay_graph, without_gil)
       .def("free_graph", &Connection::free_graph, without_gil)
       .def("close", &Connection::close, without_gil);
-  py::class_<Watch>(m, "Watch", py::module_local())
-      .def(py::init<std::vector<at::Tensor>, const std::vector<py::dict>&>())
+  py::class_<Watch>(m, "Watch", py::module_local(), py::custom_type_setup(&Watch::collect))
+      .def(py::init<const std::vector<py::object>&, const std::vector<py::dict>&,
+                    const std::vector<Watch::Entry>&>())
       .def("holds", &Watch::holds);
   for (py::handle each : py::module_::import("genie.errors").attr("all_errors")()) {
     set_error_class(each.attr("code").cast<std::string>(), each.ptr());
@@ -241,6 +379,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     return std::make_pair(found.remote, found.local);
   });
   m.def("take_result", &take_result);
+  m.def("sharing", &sharing);
   m.def("attach", &attach);
   m.def("detach", [] { roster().detach(); });
   m.def("current_device", [] { return roster().current(); });

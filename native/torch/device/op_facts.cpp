@@ -1,6 +1,7 @@
 // See op_facts.h.
 #include "op_facts.h"
 
+#include <algorithm>
 #include <mutex>
 #include <unordered_map>
 
@@ -18,6 +19,19 @@ bool takes_tensor(const c10::Argument& argument) {
 
 namespace {
 
+void find_hidden_writes(const c10::FunctionSchema& schema, OpFacts& facts) {
+  static const char* const NAMES[] = {
+      "aten::native_batch_norm",       "aten::cudnn_batch_norm",
+      "aten::miopen_batch_norm",       "aten::batch_norm_update_stats",
+      "aten::batch_norm_gather_stats", "aten::batch_norm_gather_stats_with_counts"};
+  facts.hides_writes = std::find(std::begin(NAMES), std::end(NAMES), schema.name()) != std::end(NAMES);
+  for (size_t i = 0; facts.hides_writes && i < schema.arguments().size(); i++) {
+    const std::string& name = schema.arguments()[i].name();
+    facts.is_statistic.push_back(name == "running_mean" || name == "running_var");
+    if (name == "training") facts.training_at = i;
+  }
+}
+
 OpFacts facts_from(const c10::OperatorHandle& op) {
   const auto& schema = op.schema();
   const std::string& name = schema.name();
@@ -33,6 +47,7 @@ OpFacts facts_from(const c10::OperatorHandle& op) {
     facts.is_written.push_back(argument.alias_info() && argument.alias_info()->isWrite());
     any_tensor |= takes_tensor(argument);
   }
+  find_hidden_writes(schema, facts);
   // Their shapes follow from numbers.
   facts.values_are_data = any_tensor && !contains(name, {"upsample", "arange", "range", "linspace",
                                                          "logspace", "hist", "_fused_sdp_choice"});

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <initializer_list>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -17,6 +18,11 @@ struct OpFacts {
   bool depends_on_values = false;
   bool meta_is_trusted = true;
   std::vector<bool> is_number, is_written;
+  // Statistics of batch norm, which its older ops write to although their schemas do not say so; when they
+  // train, as the argument at `training_at` says, or always where there is none.
+  std::vector<bool> is_statistic;
+  bool hides_writes = false;
+  std::optional<size_t> training_at;
 };
 
 // Worked out once for each op, and kept for ever.
