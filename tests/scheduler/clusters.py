@@ -19,6 +19,9 @@ def node(name: str, gpus: int = 4, *, kinds: tuple[GpuFacts, ...] = (), **facts:
     return replace(made, **facts)  # type: ignore[arg-type]
 
 
+_STEPS_MAX = 1000
+
+
 class Desk:
     """A scheduler with a clock that a test turns, and a word for each thing that one does."""
 
@@ -65,7 +68,7 @@ class Desk:
     def pass_time(self, to: float) -> list[str]:
         """Jobs end when they must, and those that were told to go come back. Gives what starts meanwhile."""
         started = []
-        while True:
+        for _ in range(_STEPS_MAX):
             ends = min((job.ends_at for job in self.scheduler.running), default=to + 1)
             if ends > to:
                 break
@@ -74,5 +77,7 @@ class Desk:
                 if job.ends_at <= self.now:
                     self.scheduler.ended(job.request.job_id, again=job.is_leaving)
             started += self.started()
+        else:
+            raise AssertionError("the scheduler does not come to rest")
         self.now = to
         return started + self.started()
