@@ -14,7 +14,8 @@ UV_VERSION := 0.13.7
 # cluster. A worker that crashes ends the run: with loadfile, xdist 3.8 can wait forever for its successor.
 # Not in pytest's own settings: a part of the suite (ARGS, or plain pytest) stays in one process, where -x
 # stops at once and a debugger works.
-WORKERS = $(if $(strip $(ARGS)),,-n logical --maxprocesses 4 --dist loadfile --max-worker-restart 0)
+WORKERS = $(if $(strip $(ARGS)),,-n logical --maxprocesses 4 --dist loadfile --no-loadscope-reorder \
+  --max-worker-restart 0)
 
 .DEFAULT_GOAL := help
 .PHONY: help run test coverage lint format lock bench clean

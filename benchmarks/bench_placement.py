@@ -131,7 +131,7 @@ def latency(policy: str, *, decisions: int) -> Iterator[report.Figure]:
     volume = 0
     for pod in workload.pods:
         number = classes[pod]
-        placer.observe(number)
+        placer.observe(number, 1)
         placer.refresh(20000)
         start_ns = time.perf_counter_ns()
         place = placer.place(number, 1)

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import sys
 
 import torch
 
 import genie
+from genie.errors import GenieError
 
 
 async def main(address: str | None) -> None:
@@ -35,4 +37,7 @@ async def main(address: str | None) -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("address", nargs="?", help="the controller")
-    asyncio.run(main(parser.parse_args().address))
+    try:
+        asyncio.run(main(parser.parse_args().address))
+    except GenieError as error:
+        sys.exit(f"basic_client: {error}")

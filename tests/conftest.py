@@ -26,6 +26,20 @@ from tests.skips import LeftOut
 _STATE_FOLDER = pytest.StashKey[Path]()
 _OUTLIVED = pytest.StashKey[list[str]]()
 _TEST_NUMBERS = itertools.count(1)
+# Files are given to workers in this order, then as they are found: so that none is left with a long one
+# when the others are done. Without workers it makes no difference.
+LONGEST_FIRST = (
+    "tests/device/test_inductor.py",
+    "tests/examples/test_examples.py",
+    "tests/device/test_interrupts.py",
+    "tests/integration/test_multi_node.py",
+    "tests/integration/test_faults.py",
+    "tests/device/test_opinfo.py",
+    "tests/integration/test_end_to_end.py",
+    "tests/runtime/test_native.py",
+    "tests/device/test_modules.py",
+    "tests/device/test_tensors.py",
+)
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -100,6 +114,14 @@ def _point_home_at(patch: pytest.MonkeyPatch, folder: Path) -> None:
     patch.setenv("HOME", str(home))
     patch.setenv("GENIE_STATE_DIR", str(folder / "state"))
     patch.setenv("GENIE_AGENT_COMPILE_AHEAD", "false")  # it is compiled, and looking takes torch's import
+
+
+# --- order ------------------------------------------------------------------------------------
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    places = {config.rootpath / name: place for place, name in enumerate(LONGEST_FIRST)}
+    items.sort(key=lambda item: places.get(item.path, len(places)))
 
 
 # --- leaks: a test gives back what it took ----------------------------------------------------

@@ -1,7 +1,7 @@
 """Which accelerators the indices of `remote_accelerator` stand for, and opening an executor on one.
 
-The list is made once per session and does not change, so that an index means the same accelerator
-all along. Opening is asked for by user code on its own thread and blocks there. Not for: tensors
+The list only grows, so that an index means the same accelerator all along: what joins the cluster
+later comes to its end. Opening is asked for by user code on its own thread and blocks there. Not for: tensors
 (genie/device), and choosing an accelerator for a job (scheduler/).
 """
 
@@ -18,7 +18,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from genie.cluster.link import Link
-from genie.device import ExecutorAddress, RemoteDevice, attach, detach
+from genie.device import ExecutorAddress, RemoteDevice, attach, detach, extend
+from genie.device.roster import DEVICES_MAX
 from genie.errors import DeviceUnavailableError, GenieError, TransportError
 from genie.model.job import Job, JobState
 from genie.model.messages import CancelJob, DeviceReply, OpenDevice, WaitDevice
@@ -71,7 +72,8 @@ class DeviceBroker:
         submit: Submit,
         timeout_s: float,
     ) -> None:
-        self.refs = refs
+        self.refs = refs[:DEVICES_MAX]
+        """By index."""
         self.opened = 0
         """Executors opened so far in this session."""
         self._link = link
@@ -81,6 +83,39 @@ class DeviceBroker:
         same executor and not a second one."""
         self._submit = submit
         self._timeout_s = timeout_s
+        if len(refs) > DEVICES_MAX:
+            _log.warning("of %d accelerators the first %d have an index", len(refs), DEVICES_MAX)
+
+    def follow(self, nodes: Iterable[NodeInfo]) -> tuple[AcceleratorRef, ...]:
+        """Those of these nodes that have no index yet get the next ones. Says which they are.
+
+        Where one index stands for a GPU, CPU accelerators get none, also while all GPUs are out of reach.
+        """
+        known = {(ref.node_id, ref.gpu.gpu_id) for ref in self.refs}
+        has_gpu = any(ref.gpu.vendor is not Vendor.CPU for ref in self.refs)
+        found = (ref for ref in accelerators(nodes) if (ref.node_id, ref.gpu.gpu_id) not in known)
+        wanted = [ref for ref in found if ref.gpu.vendor is not Vendor.CPU or not has_gpu]
+        new = tuple(wanted[: DEVICES_MAX - len(self.refs)])
+        if new:
+            extend(self._remote_devices(new, start=len(self.refs)))
+            self.refs += new
+        return new
+
+    def remote_devices(self) -> list[RemoteDevice]:
+        return self._remote_devices(self.refs, start=0)
+
+    def _remote_devices(self, refs: Iterable[AcceleratorRef], *, start: int) -> list[RemoteDevice]:
+        return [
+            RemoteDevice(
+                node_id=ref.node_id,
+                gpu_id=str(ref.gpu.gpu_id),
+                name=ref.gpu.name,
+                memory_bytes=ref.gpu.memory_total_bytes,
+                vendor=ref.gpu.vendor,
+                open=functools.partial(self.open, index),
+            )
+            for index, ref in enumerate(refs, start=start)
+        ]
 
     def open(self, index: int) -> ExecutorAddress:
         """An executor on the accelerator of this index. Blocks; never call it on the session's loop.
@@ -149,20 +184,7 @@ class DeviceBroker:
 @contextmanager
 def attached(broker: DeviceBroker, *, launch_blocking: bool) -> Iterator[None]:
     """The torch device, for the length of the session. torch itself is imported when user code does."""
-    attach(
-        [
-            RemoteDevice(
-                node_id=ref.node_id,
-                gpu_id=str(ref.gpu.gpu_id),
-                name=ref.gpu.name,
-                memory_bytes=ref.gpu.memory_total_bytes,
-                vendor=ref.gpu.vendor,
-                open=functools.partial(broker.open, index),
-            )
-            for index, ref in enumerate(broker.refs)
-        ],
-        launch_blocking=launch_blocking,
-    )
+    attach(broker.remote_devices(), launch_blocking=launch_blocking)
     try:
         yield
     finally:

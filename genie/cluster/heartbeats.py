@@ -112,6 +112,9 @@ class Heartbeats:
     def _take(self, reply: NodesReply) -> None:
         changes = self._peers.heard((view.info for view in reply.nodes), now_s=time.monotonic())
         self._publish(changes)
+        devices = self._state.transport_coordinator
+        for ref in devices.follow(self._state.nodes.values()) if devices is not None else ():
+            _log.info("%s has joined: it has the next index of remote_accelerator", ref)
 
     def _failed(self, error: GenieError) -> None:
         _log.warning("a heartbeat to %s failed: %s", self._link.where, error)

@@ -327,8 +327,7 @@ class Agents:
             )
 
     async def _end_earlier_lives(self, node_id: str, incarnation: int, exits: Sequence[ExitReport]) -> None:
-        for report in exits:
-            await self._jobs.exited(node_id, report)
+        await self._jobs.exited(node_id, exits)
         held = self._ledger.holds.get(node_id)
         for hold in held.holds if held else ():
             if hold.incarnation < incarnation:
@@ -340,9 +339,8 @@ class Agents:
         try:
             # The answer must not wait for a slow store: the node's jobs live by it.
             async with asyncio.timeout(self._ttl_s * _SETTLE_SHARE):
-                for report in request.exits:
-                    await self._jobs.exited(node_id, report)
-                    settled.append(JobOrder(job_id=report.job_id, epoch=report.epoch))
+                await self._jobs.exited(node_id, request.exits)
+                settled += [JobOrder(job_id=report.job_id, epoch=report.epoch) for report in request.exits]
                 await self._release_missing(node_id, request)
         except TimeoutError:
             _log.warning("heartbeat of %s: the store is slow", node_id)

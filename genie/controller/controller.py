@@ -1,9 +1,9 @@
 """The master: puts the parts together and keeps them going.
 
 One TaskGroup holds everything: the server, the ledger's writer, orders to agents, and the loop that
-campaigns, leads a term, and campaigns again. While it leads, a pass over the cluster runs at every
-change and at every tick: reclaim, queue again, drop silent clients, schedule. Losing the store
-ends the term: nothing is decided, reads are answered from memory, running work is left alone.
+campaigns, leads a term, and campaigns again. While it leads, a pass over the queue runs at every
+change and at every tick; at a tick it also reclaims, queues again and drops silent clients. Losing
+the store ends the term: nothing is decided, reads are answered from memory, running work is left alone.
 """
 
 from __future__ import annotations
@@ -29,8 +29,10 @@ from genie.controller.sessions import Sessions
 from genie.controller.store import Put, Store
 from genie.controller.tokens import Tokens
 from genie.controller.users import Cluster, Users
+from genie.controller.views import Views
 from genie.controller.waiting import Bell, wait_event
 from genie.errors import GenieError, LeadershipError, StoreError, TlsError
+from genie.model.job import Job
 from genie.model.names import address_text
 from genie.model.node import NodeStatus
 from genie.runtime import files
@@ -48,6 +50,7 @@ _TICK_S = 0.5
 # Until an agent knows of a new controller, it cannot find it should this one fail.
 _HOUSEKEEPING_S = 2.0
 _RETRY_S = 1.0
+_LOGGED_MAX = 8
 # Addresses that mean all of this machine's, and how this machine itself gets there.
 _WILDCARDS = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # noqa: S104 - compared with, not bound to
 
@@ -82,10 +85,11 @@ class Controller:
         self._directory = files.make_private_directory(state_dir / DIRECTORY)
         self._wake = asyncio.Event()
         self._ready = asyncio.Event()
+        self._tick_s = min(_TICK_S, config.node_suspect_s / 4)
         self._is_announced = False
         self._controllers: tuple[str, ...] = ()
         self._statuses: dict[str, NodeStatus] = {}
-        self._next_housekeeping_s = 0.0
+        self._next_tick_s = 0.0
         self.port = 0
         self._build_deciders()
         self._build_doors(offload)
@@ -112,6 +116,7 @@ class Controller:
         )
         self._sessions = Sessions(ledger, jobs, clock=clock, random_bytes=random_bytes)
         self._membership = Membership(config)
+        self._views = Views(ledger, self._membership, clock=clock)
         self._orders = Orders()
         self._admission = Admission(ledger, self._tokens, self._certificates, jobs, clock=clock)
         self._agents = Agents(
@@ -138,7 +143,7 @@ class Controller:
             sessions=self._sessions,
             tokens=self._tokens,
             blobs=Blobs(self._directory / "blobs", bytes_max=config.blobs_bytes_max),
-            membership=self._membership,
+            views=self._views,
             election=self._election,
             health=self._health,
             clock=clock,
@@ -299,54 +304,79 @@ class Controller:
         self._is_announced = True
 
     async def _lead(self) -> None:
+        self._next_tick_s = 0.0
         async with asyncio.TaskGroup() as group:
             passes = group.create_task(self._pass_forever(), name="passes")
+            house = group.create_task(self._keep_house_forever(), name="house")
             await self._election.hold()
             passes.cancel()
+            house.cancel()
 
     # -- passes -------------------------------------------------------------------------------
 
     async def _pass_forever(self) -> None:
-        tick_s = min(_TICK_S, self._config.node_suspect_s / 4)
         while True:
             self._wake.clear()
             try:
                 await self._pass()
             except (StoreError, LeadershipError) as error:
                 _log.warning("nothing is decided now: %s", error)
-                await self._clock.sleep(tick_s)
+                await self._clock.sleep(self._tick_s)
             except Exception:  # a task boundary: one bad pass must not end the controller
                 _log.exception("a pass failed")
                 await self._clock.sleep(_RETRY_S)
-            await wait_event(self._wake, clock=self._clock, timeout_s=tick_s)
+            await wait_event(self._wake, clock=self._clock, timeout_s=self._tick_s)
 
     async def _pass(self) -> None:
+        if self._clock.monotonic_s() >= self._next_tick_s:
+            self._next_tick_s = self._clock.monotonic_s() + self._tick_s
+            await self._tick()
+        await self._schedule()
+
+    async def _tick(self) -> None:
+        """What only time brings about, so that it need not be looked for at every change."""
+        for node in self._views.current().nodes.values():
+            self._note_status(node.node_id, node.info.status, node.info.status_reason)
         await self._agents.reclaim()
         await self._agents.requeue_unconfirmed()
         for job in await self._sessions.drop_silent():
             self._agents.kill(job)
-        await self._schedule()
-        if self._clock.monotonic_s() >= self._next_housekeeping_s:
-            self._next_housekeeping_s = self._clock.monotonic_s() + _HOUSEKEEPING_S
-            await self._keep_house()
 
     async def _schedule(self) -> None:
-        view = self._cluster.view()
-        for node in view.nodes.values():
-            self._note_status(node.node_id, node.info.status, node.info.status_reason)
         queue = self._jobs.queue(self._clock.monotonic_s())
         if not queue:
             return
-        decisions = self._scheduler.decide(queue, view, self._clock.wall_s())
+        decisions = self._scheduler.decide(queue, self._views.current(), self._clock.wall_s())
         for decision in decisions:
             if not isinstance(decision, Place):
                 self._jobs.explain(decision.job_id, decision.reason)
-        for decision in decisions:
-            if isinstance(decision, Place) and self._orders.has_room:
-                job = await self._jobs.place(decision)
-                if job is not None:
-                    _log.info("job %s: %s", job.job_id, job.reason)
-                    self._agents.launch(job)
+        # Each becomes an order; what there is no room for now is decided again in the next pass.
+        places = [decision for decision in decisions if isinstance(decision, Place)][: self._orders.room]
+        await self._place(places)
+
+    async def _place(self, places: list[Place]) -> None:
+        level = logging.INFO
+        if len(places) > _LOGGED_MAX:
+            # A line for each of very many would cost more than the placing.
+            _log.info("placing %d jobs", len(places))
+            level = logging.DEBUG
+
+        def launch(job: Job) -> None:
+            _log.log(level, "job %s: %s", job.job_id, job.reason)
+            self._agents.launch(job)
+
+        await self._jobs.place(places, placed=launch)
+
+    async def _keep_house_forever(self) -> None:
+        """Beside the passes: forgetting many old jobs must not keep new ones waiting."""
+        while True:
+            try:
+                await self._keep_house()
+            except (StoreError, LeadershipError) as error:
+                _log.warning("housekeeping is put off: %s", error)
+            except Exception:  # a task boundary: as in _pass_forever
+                _log.exception("housekeeping failed")
+            await self._clock.sleep(_HOUSEKEEPING_S)
 
     async def _keep_house(self) -> None:
         await self._jobs.drop_old()

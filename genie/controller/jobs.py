@@ -8,18 +8,20 @@ node's ledger with it: so a hold is released exactly once. Not for: which job go
 from __future__ import annotations
 
 import base64
-from collections.abc import Callable, Iterable
-from typing import Any
+import heapq
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from operator import attrgetter
 
 import msgspec
 
 from genie.config import ControllerConfig
 from genie.controller.blobs import blob_name
-from genie.controller.ledger import Ledger, Table, Transaction
+from genie.controller.ledger import Ledger, Transaction
 from genie.controller.waiting import Bell
 from genie.errors import FencedError, JobNotFoundError, JobRefusedError
 from genie.model.allocation import NodeLedger
-from genie.model.job import Job, JobSpec, JobState, Placement, Transition, moved
+from genie.model.job import FINAL_STATES, Job, JobSpec, JobState, Placement, Transition, moved
 from genie.model.messages import ExitReport
 from genie.model.names import checked_name
 from genie.model.tenant import Identity, TokenKind
@@ -58,7 +60,8 @@ class Jobs:
         self._waits_for: dict[str, str] = {}
         self._refusals: dict[str, tuple[int, float]] = {}
         ledger.on_load.append(self._index_all)
-        ledger.on_change.append(self._row_changed)
+        ledger.jobs.indexes.append(self._follow)
+        ledger.jobs.on_change.append(self._row_changed)
 
     # -- reading ------------------------------------------------------------------------------
 
@@ -195,30 +198,34 @@ class Jobs:
 
         return await self._ledger.write(build)
 
-    async def place(self, decision: Place) -> Job | None:
-        """Placing, with a hold on the node; None when the job or the node is not as it was decided on."""
+    async def place(self, decisions: Iterable[Place], *, placed: Callable[[Job], None]) -> None:
+        """Placing, each with a hold on its node; `placed` is told of each when all that could be are durable.
+        Those whose job or node is not as it was decided on are left out."""
+        outcomes = await self._ledger.write_each(partial(self._place, decision) for decision in decisions)
+        for job in outcomes:
+            if isinstance(job, Job):
+                placed(job)
+        _raise_first(outcomes)
 
-        def build(txn: Transaction) -> Job | None:
-            job = self.get(decision.job_id)
-            node = self._ledger.nodes.get(decision.node_id)
-            if job is None or job.state is not JobState.QUEUED or node is None:
-                return None
-            epoch = txn.next_number("epoch")
-            placement = Placement(
-                node_id=decision.node_id,
-                incarnation=node.info.incarnation,
-                gpu_ids=decision.gpu_ids,
-                epoch=epoch,
-            )
-            step = moved(job, JobState.PLACING, reason=decision.reason, at=self._clock.wall_s())
-            step = msgspec.structs.replace(step, placement=placement)
-            hold = hold_of(job, decision.gpu_ids, epoch=epoch, incarnation=node.info.incarnation)
-            held = self._ledger.holds.get(decision.node_id) or NodeLedger(node_id=decision.node_id)
-            txn.put(self._ledger.holds, decision.node_id, held.with_hold(hold))
-            txn.put(self._ledger.jobs, job.job_id, step)
-            return step
-
-        return await self._ledger.write(build)
+    def _place(self, decision: Place, txn: Transaction) -> Job | None:
+        job = self.get(decision.job_id)
+        node = self._ledger.nodes.get(decision.node_id)
+        if job is None or job.state is not JobState.QUEUED or node is None:
+            return None
+        epoch = txn.next_number("epoch")
+        placement = Placement(
+            node_id=decision.node_id,
+            incarnation=node.info.incarnation,
+            gpu_ids=decision.gpu_ids,
+            epoch=epoch,
+        )
+        step = moved(job, JobState.PLACING, reason=decision.reason, at=self._clock.wall_s())
+        step = msgspec.structs.replace(step, placement=placement)
+        hold = hold_of(job, decision.gpu_ids, epoch=epoch, incarnation=node.info.incarnation)
+        held = self._ledger.holds.get(decision.node_id) or NodeLedger(node_id=decision.node_id)
+        txn.put(self._ledger.holds, decision.node_id, held.with_hold(hold))
+        txn.put(self._ledger.jobs, job.job_id, step)
+        return step
 
     async def confirm(self, node_id: str, job_id: str, *, epoch: int, incarnation: int) -> None:
         """Running. FencedError when that launch is void. Asking twice is fine: an answer may be lost."""
@@ -238,18 +245,18 @@ class Jobs:
         await self._ledger.write(build)
         self._refusals.pop(job_id, None)
 
-    async def exited(self, node_id: str, report: ExitReport) -> None:
+    async def exited(self, node_id: str, reports: Sequence[ExitReport]) -> None:
         """Final, and the hold released. A report on something that is over already changes nothing."""
+        builds = (partial(self._exit, node_id, report) for report in reports)
+        _raise_first(await self._ledger.write_each(builds))
 
-        def build(txn: Transaction) -> None:
-            job = self.get(report.job_id)
-            if job is None or not is_at(job, node_id, report.epoch):
-                return
-            state, reason = outcome(job, report)
-            ended = msgspec.structs.replace(job, exit_code=report.exit_code)
-            self._end(txn, ended, state, reason)
-
-        await self._ledger.write(build)
+    def _exit(self, node_id: str, report: ExitReport, txn: Transaction) -> None:
+        job = self.get(report.job_id)
+        if job is None or not is_at(job, node_id, report.epoch):
+            return
+        state, reason = outcome(job, report)
+        ended = msgspec.structs.replace(job, exit_code=report.exit_code)
+        self._end(txn, ended, state, reason)
 
     async def requeue(self, job_id: str, *, epoch: int, reason: str, refused: bool = False) -> None:
         """Placing becomes queued again. Safe at any time: nothing starts before it is confirmed.
@@ -301,19 +308,17 @@ class Jobs:
 
     async def drop_old(self) -> None:
         """Forgets the oldest finished jobs beyond the number that is kept."""
-        finished = [job for state in JobState if state.is_final for job in self._by_state[state].values()]
+        finished = self.in_states(*FINAL_STATES)
         excess = len(finished) - self._config.jobs_kept
         if excess <= 0:
             return
-        oldest = sorted(finished, key=lambda job: job.sequence)[:excess]
-        for index in range(0, len(oldest), _DROP_AT_ONCE):
-            batch = oldest[index : index + _DROP_AT_ONCE]
+        oldest = heapq.nsmallest(excess, finished, key=attrgetter("sequence"))
+        parts = [oldest[start : start + _DROP_AT_ONCE] for start in range(0, excess, _DROP_AT_ONCE)]
+        _raise_first(await self._ledger.write_each(partial(self._drop, part) for part in parts))
 
-            def build(txn: Transaction, batch: list[Job] = batch) -> None:
-                for job in batch:
-                    txn.delete(self._ledger.jobs, job.job_id)
-
-            await self._ledger.write(build)
+    def _drop(self, jobs: list[Job], txn: Transaction) -> None:
+        for job in jobs:
+            txn.delete(self._ledger.jobs, job.job_id)
 
     # -- parts of steps -----------------------------------------------------------------------
 
@@ -356,21 +361,23 @@ class Jobs:
         self._bell.ring_all()
         self._wake()
 
-    # Any: rows of every table come by here.
-    def _row_changed(self, table: Table[Any], row_id: str, before: Any, after: Any) -> None:
-        if table is not self._ledger.jobs:
-            return
+    def _follow(self, job_id: str, before: Job | None, after: Job | None) -> None:
         if before is not None:
-            self._by_state[before.state].pop(row_id, None)
-        if after is not None:
+            self._by_state[before.state].pop(job_id, None)
+            if after is None:
+                self._forget(before)
+                return
+            # Only where it stands changes in a job's life.
+            self._by_state[after.state][job_id] = after
+        elif after is not None:
             self._index(after)
-        else:
-            self._forget(before)
+
+    def _row_changed(self, job_id: str, before: Job | None, after: Job | None) -> None:
         if after is None or after.state is not JobState.QUEUED:
-            self._waits_for.pop(row_id, None)
+            self._waits_for.pop(job_id, None)
         if after is None or after.state.is_final:
-            self._refusals.pop(row_id, None)
-        self._bell.ring(row_id)
+            self._refusals.pop(job_id, None)
+        self._bell.ring(job_id)
         self._wake()
 
     def _index(self, job: Job) -> None:
@@ -385,6 +392,12 @@ class Jobs:
         if not names:
             self._by_name.pop(job.spec.name, None)
         self._by_request.pop((job.tenant, job.request_id), None)
+
+
+def _raise_first(outcomes: Iterable[object]) -> None:
+    for outcome in outcomes:
+        if isinstance(outcome, BaseException):
+            raise outcome
 
 
 def sees(identity: Identity, job: Job) -> bool:

@@ -1,24 +1,36 @@
 """The one door for writes, and the memory of everything that was written.
 
-`write` takes a plain function: it reads the tables, stages changes and returns a value; then all
-of its changes are committed in one transaction that also compares the leader's token, and only
-then do the tables show them. Writes run one after the other in `run`, so a caller that goes
-away cannot leave one half done. Not for: what the rows mean (jobs.py, tokens.py, agents.py).
+`write` takes a plain function: it reads the tables, stages changes and returns a value. Writes
+that wait together are built one after the other, each on what those before it staged, and are
+committed in one transaction that also compares the leader's token; only then do the tables show
+them. That happens in `run`, so a caller that goes away cannot leave a write half done. How a
+build sees what is not durable yet, and nobody else does: docs/decisions/0011-group-commit.md.
+Not for: what the rows mean (jobs.py, tokens.py, agents.py).
 """
 
 from __future__ import annotations
 
 import asyncio
+import copy
 import logging
-from collections.abc import Callable, ItemsView, Iterator
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Callable, ItemsView, Iterable, Iterator
 from typing import Any, Generic, TypeVar
 
 import msgspec
 
 from genie.controller.election import LEADER_KEY, Election, StoreHealth
 from genie.controller.store import Compare, Delete, Put, Store
-from genie.errors import NotLeaderError, StoreCorruptError, StoreError, StoreFullError, StoreUnavailableError
+from genie.controller.store.limits import check_transaction
+from genie.controller.store.protocol import TXN_BYTES_MAX, TXN_OPS_MAX
+from genie.errors import (
+    GenieError,
+    NotLeaderError,
+    StoreCorruptError,
+    StoreError,
+    StoreFullError,
+    StoreUnavailableError,
+)
 from genie.model.allocation import NodeLedger
 from genie.model.job import Job
 from genie.model.node import NodeInfo
@@ -29,7 +41,10 @@ _Row = TypeVar("_Row", bound=msgspec.Struct)
 _Result = TypeVar("_Result")
 
 WRITES_WAITING_MAX = 1024
+BATCH_WRITES_MAX = 256
 _PAGE = 1000
+_BYTES_PER_CHARACTER_MAX = 4
+_encoder = msgspec.json.Encoder()
 
 
 class NodeRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -52,11 +67,20 @@ class ClusterRecord(msgspec.Struct, frozen=True, kw_only=True):
     ca_pin: str
 
 
+# The row's id, what was there before, and what is now; None where there is none.
+Listener = Callable[[str, _Row | None, _Row | None], None]
+
+
 class Table(Generic[_Row]):
     """The rows under one prefix, by id. Changed by committed transactions only."""
 
     def __init__(self, prefix: str, kind: type[_Row]) -> None:
         self.prefix = prefix
+        self.indexes: list[Listener[_Row]] = []
+        """Told of each row before the next build runs, and told the reverse before anyone else does. They
+        follow the rows and do nothing else: told the reverse, they take back what they did."""
+        self.on_change: list[Listener[_Row]] = []
+        """Told of each row, in order, once it is durable."""
         self._decoder = msgspec.json.Decoder(kind)
         self._rows: dict[str, _Row] = {}
         self._revisions: dict[str, int] = {}
@@ -98,13 +122,23 @@ class Table(Generic[_Row]):
         self._rows = {row_id: row for row_id, (row, _) in rows.items()}
         self._revisions = {row_id: revision for row_id, (_, revision) in rows.items()}
 
-    def _apply(self, row_id: str, row: _Row | None, revision: int) -> _Row | None:
-        before = self._rows.pop(row_id, None)
-        self._revisions.pop(row_id, None)
+    def _show(self, row_id: str, row: _Row | None) -> _Row | None:
+        """Puts a row in its place, and what follows from it; what stood there before. The revision is left
+        as it is: it is that of the durable row."""
+        before = self._rows.get(row_id)
         if row is not None:
             self._rows[row_id] = row
-            self._revisions[row_id] = revision
+        elif before is not None:
+            del self._rows[row_id]
+        for index in self.indexes:
+            index(row_id, before, row)
         return before
+
+    def _note_revision(self, row_id: str, revision: int) -> None:
+        if row_id in self._rows:
+            self._revisions[row_id] = revision
+        else:
+            self._revisions.pop(row_id, None)
 
 
 class Transaction:
@@ -136,14 +170,60 @@ class Transaction:
         return value
 
 
-# Any: a listener is told about rows of every type.
-Listener = Callable[[Table[Any], str, Any, Any], None]
+_Change = tuple[Table[Any], str, Any]  # Any: rows of every table
+Build = Callable[[Transaction], _Result]
 
 
-@dataclass(slots=True)
-class _Write:
-    build: Callable[[Transaction], Any]  # Any: writes of every result type share one queue
+class _Write(msgspec.Struct):
+    build: Build[Any]  # Any: writes of every result type share one queue
     answer: asyncio.Future[Any]
+
+
+class _Built(msgspec.Struct):
+    """A write after its build: what it changes, in order, and what came of it."""
+
+    write: _Write
+    changes: list[_Change]
+    outcome: Any  # Any: see _Write
+    failure: Exception | None = None
+
+
+class _Batch:
+    """Writes that share one transaction. A row that several of them change is written once, as the last
+    of them left it."""
+
+    def __init__(self, token: int, ops_max: int) -> None:
+        self._ops_max = ops_max
+        self._leader = Compare(LEADER_KEY, token, field="create")
+        self._rows: dict[str, tuple[Table[Any], str]] = {}
+        self._operations: dict[str, Put | Delete] = {}
+        self._size_bytes = check_transaction([self._leader], [])
+        self.writes: list[_Built] = []
+
+    @property
+    def transaction(self) -> tuple[list[Compare], list[Put | Delete]]:
+        compares = [Compare(key, table.revision(row_id)) for key, (table, row_id) in self._rows.items()]
+        return [self._leader, *compares], list(self._operations.values())
+
+    def try_add(self, built: _Built) -> bool:
+        """False when it does not fit beside those that are here. Alone it is only checked as every
+        transaction is: UsageError, so that it is the bad write that fails and not its neighbours."""
+        operations = [_operation(change) for change in built.changes]
+        # Each row is compared, too, and the leader's key is one compare more.
+        more_bytes, more_rows = check_transaction([], operations, ops_max=TXN_OPS_MAX - 1), 0
+        for operation in operations:
+            more_bytes += len(operation.key) * _BYTES_PER_CHARACTER_MAX
+            more_rows += operation.key not in self._operations
+        # What is changed a second time is counted a second time: that is only on the safe side.
+        is_full = len(self._operations) + more_rows >= self._ops_max
+        if self.writes and (is_full or self._size_bytes + more_bytes > TXN_BYTES_MAX):
+            return False
+        for operation, (table, row_id, _) in zip(operations, built.changes, strict=True):
+            self._rows[operation.key] = (table, row_id)
+            self._operations[operation.key] = operation
+        self._size_bytes += more_bytes
+        self.writes.append(built)
+        return True
 
 
 class Ledger:
@@ -168,12 +248,12 @@ class Ledger:
             self.tokens,
         )
         self._queue: asyncio.Queue[_Write] = asyncio.Queue(WRITES_WAITING_MAX)
+        self._taken: deque[_Write] = deque()
+        """Off the queue and not yet in a transaction; at most BATCH_WRITES_MAX."""
         self._uncertain = False
         self._reading_or_writing = asyncio.Lock()
         """A write that is committed while everything is read would be overwritten in memory."""
         self.is_loaded = False
-        self.on_change: list[Listener] = []
-        """Told of each committed row: table, id, before, after (None where there is none)."""
         self.on_load: list[Callable[[], None]] = []
         """Told when all tables were read anew."""
 
@@ -194,65 +274,111 @@ class Ledger:
         """Another controller leads: what is in memory here grows stale."""
         self.is_loaded = False
 
-    async def write(self, build: Callable[[Transaction], _Result]) -> _Result:
+    async def write(self, build: Build[_Result]) -> _Result:
         """The result of `build` once its changes are durable. What it raises, nothing having changed,
-        comes out here; so do StoreError and NotLeaderError."""
+        comes out here; so do StoreError and NotLeaderError.
+
+        `build` must not await, and may be called again when its changes were not committed.
+        """
+        return await (await self._begin(build))
+
+    async def write_each(self, builds: Iterable[Build[_Result]]) -> list[_Result | BaseException]:
+        """What came of each, as `write` would have it, when all are answered. They go together where they
+        fit, and one that fails takes no other with it unless they shared a transaction."""
+        answers = [await self._begin(build) for build in builds]
+        return await asyncio.gather(*answers, return_exceptions=True)
+
+    async def _begin(self, build: Build[_Result]) -> asyncio.Future[_Result]:
         self._election.require_token()
         answer: asyncio.Future[_Result] = asyncio.get_running_loop().create_future()
-        await self._queue.put(_Write(build, answer))
-        return await answer
+        write = _Write(build, answer)
+        if self._queue.full():
+            await self._queue.put(write)
+        else:
+            self._queue.put_nowait(write)
+        return answer
 
     async def run(self) -> None:
         """Carries out writes until cancelled; those still waiting then are told."""
         try:
             while True:
-                write = await self._queue.get()
-                if not write.answer.done():
-                    await self._carry_out(write)
+                if not self._taken:
+                    self._taken.append(await self._queue.get())
+                # What waits now goes together; nothing is waited for to make a batch larger.
+                while len(self._taken) < BATCH_WRITES_MAX and not self._queue.empty():
+                    self._taken.append(self._queue.get_nowait())
+                await self._carry_out()
         finally:
             while not self._queue.empty():
-                write = self._queue.get_nowait()
-                if not write.answer.done():
-                    write.answer.set_exception(_stopping())
+                self._taken.append(self._queue.get_nowait())
+            _refuse(self._taken, _stopping())
 
-    async def _carry_out(self, write: _Write) -> None:
+    async def _carry_out(self) -> None:
+        """One transaction of as many as fit; those left over stay in `_taken`."""
+        batch: _Batch | None = None
         try:
             async with self._reading_or_writing:
-                result = await self._done(write)
+                token = self._election.require_token()
+                if self._uncertain:
+                    await self._load()
+                batch = _Batch(token, self._store.txn_ops_max)
+                self._build(batch)
+                await self._commit(batch)
         except asyncio.CancelledError:
-            if not write.answer.done():
-                write.answer.set_exception(_stopping())
+            _refuse(self._asked(batch), _stopping())
             raise
-        # A request boundary: whatever goes wrong belongs to the one who asked, who logs it.
+        # A request boundary: whatever goes wrong belongs to those who asked, who log it.
         except Exception as error:
-            if not write.answer.done():
-                write.answer.set_exception(error)
-            else:
-                _log.warning("a write failed after its caller had gone: %s", error)
+            _refuse(self._asked(batch), error)
             return
-        if not write.answer.done():
-            write.answer.set_result(result)
+        for built in batch.writes:
+            _answer(built)
 
-    async def _done(self, write: _Write) -> Any:  # Any: see _Write
-        token = self._election.require_token()
-        if self._uncertain:
-            await self._load()
+    def _asked(self, batch: _Batch | None) -> list[_Write]:
+        """The writes of a transaction that failed, or all that waited when it did not come to one."""
+        if batch is not None:
+            return [built.write for built in batch.writes]
+        asked = list(self._taken)
+        self._taken.clear()
+        return asked
+
+    def _build(self, batch: _Batch) -> None:
+        """Fills the batch. In here, and nowhere else, the tables show what is not durable: nothing awaits
+        before it is taken back, so only the builds can see it."""
+        shown: list[_Change] = []
+        try:
+            while self._taken:
+                write = self._taken.popleft()
+                if write.answer.done():
+                    continue
+                built = self._built(write, batch)
+                if built is None:
+                    self._taken.appendleft(write)
+                    return
+                if self._taken:
+                    for table, row_id, row in built.changes:
+                        shown.append((table, row_id, table._show(row_id, row)))
+        finally:
+            for table, row_id, before in reversed(shown):
+                table._show(row_id, before)
+
+    def _built(self, write: _Write, batch: _Batch) -> _Built | None:
+        """What came of the build, added to the batch; None when it does not fit."""
         transaction = Transaction(self.counters)
-        result = write.build(transaction)
-        if transaction.staged:
-            await self._commit(transaction, token)
-        return result
+        try:
+            outcome = write.build(transaction)
+            built = _Built(write, list(transaction.staged.values()), outcome)
+            return built if batch.try_add(built) else None
+        # A request boundary. It is answered with the others: it may have failed because of what they staged.
+        except Exception as error:
+            built = _Built(write, [], None, error)
+            batch.writes.append(built)
+            return built
 
-    async def _commit(self, transaction: Transaction, token: int) -> None:
-        changes = list(transaction.staged.values())
-        compares = [Compare(LEADER_KEY, token, field="create")]
-        compares += [Compare(table.prefix + row_id, table.revision(row_id)) for table, row_id, _ in changes]
-        operations = [
-            Delete(table.prefix + row_id)
-            if row is None
-            else Put(table.prefix + row_id, msgspec.json.encode(row))
-            for table, row_id, row in changes
-        ]
+    async def _commit(self, batch: _Batch) -> None:
+        compares, operations = batch.transaction
+        if not operations:
+            return
         try:
             result = await self._store.commit(compares, operations)
         except StoreError as error:
@@ -267,10 +393,14 @@ class Ledger:
             raise NotLeaderError(
                 "the change was refused: the store holds something newer", hint="try it again"
             )
-        befores = [table._apply(row_id, row, result.revision) for table, row_id, row in changes]
+        # All of it first: whoever is told finds the tables as they are from now on.
+        changes = [change for built in batch.writes for change in built.changes]
+        befores = [table._show(row_id, row) for table, row_id, row in changes]
+        for table, row_id, _ in changes:
+            table._note_revision(row_id, result.revision)
         for (table, row_id, row), before in zip(changes, befores, strict=True):
-            for told in self.on_change:
-                told(table, row_id, before, row)
+            for told in table.on_change:
+                told(row_id, before, row)
 
     async def _read(self, table: Table[_Row]) -> dict[str, tuple[_Row, int]]:
         rows: dict[str, tuple[_Row, int]] = {}
@@ -283,6 +413,34 @@ class Ledger:
                 after = item.key
             more = page.more
         return rows
+
+
+def _operation(change: _Change) -> Put | Delete:
+    table, row_id, row = change
+    key = table.prefix + row_id
+    return Delete(key) if row is None else Put(key, _encoder.encode(row))
+
+
+def _answer(built: _Built) -> None:
+    answer = built.write.answer
+    if answer.done():
+        if built.failure is not None:
+            _log.warning("a write failed after its caller had gone: %s", built.failure)
+    elif built.failure is not None:
+        answer.set_exception(built.failure)
+    else:
+        answer.set_result(built.outcome)
+
+
+def _refuse(writes: Iterable[_Write], error: Exception) -> None:
+    for write in writes:
+        if write.answer.done():
+            _log.warning("a write failed after its caller had gone: %s", error)
+            continue
+        # Each its own: an error that several raise would collect the tracebacks of all.
+        own = copy.copy(error) if isinstance(error, GenieError) else error
+        own.__cause__ = None if own is error else error
+        write.answer.set_exception(own)
 
 
 def _stopping() -> StoreUnavailableError:

@@ -7,6 +7,7 @@ Not for: registration and what a node says (agents.py).
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import msgspec
@@ -40,9 +41,14 @@ class Membership:
         self._grace_s = config.reclaim_grace_s
         self._members: dict[str, Member] = {}
         self._term_began_s = 0.0
+        self.on_change: list[Callable[[str], None]] = []
+        """Told the id of each node that was heard, came or went."""
+        self.on_term: list[Callable[[], None]] = []
 
     def begin_term(self, now_s: float) -> None:
         self._term_began_s = now_s
+        for told in self.on_term:
+            told()
 
     def get(self, node_id: str) -> Member | None:
         return self._members.get(node_id)
@@ -54,16 +60,19 @@ class Membership:
         """A node has registered over this connection; returns the one that it used before, if another."""
         before = self._members.get(info.node_id)
         self._members[info.node_id] = Member(_well(info), peer, now_s, now_at)
+        self._changed(info.node_id)
         return before.peer if before is not None and before.peer is not peer else None
 
     def detach(self, node_id: str) -> None:
         """It has left in good order."""
         self._members.pop(node_id, None)
+        self._changed(node_id)
 
     def heard(self, info: NodeInfo, *, now_s: float, now_at: float) -> None:
         member = self._members[info.node_id]
         member.info, member.heard_s, member.heard_at = _well(info), now_s, now_at
         member.has_beaten = True
+        self._changed(info.node_id)
 
     def connection(self, node_id: str) -> Peer | None:
         member = self._members.get(node_id)
@@ -87,6 +96,14 @@ class Membership:
         info = msgspec.structs.replace(member.info, last_heartbeat=member.heard_at)
         return self._by_clock(info, now_s, unheard="")
 
+    def same_until_s(self, node_id: str, now_s: float) -> float:
+        """Until then `described` says what it says now, if nothing is heard. Of a silent node it says for
+        how long, which is never the same."""
+        if node_id not in self._members:
+            return now_s
+        suspect_at_s = now_s - self.silence_s(node_id, now_s) + self._suspect_s
+        return max(suspect_at_s, now_s)
+
     def closed(self, info: NodeInfo) -> str:
         """Why nothing may be placed on this node; empty if it may. Takes what `described` gave."""
         if info.status in _CLOSED_STATUS:
@@ -94,6 +111,10 @@ class Membership:
         if self.connection(info.node_id) is None:
             return "its agent is not connected"
         return "" if self._members[info.node_id].has_beaten else "it has only just registered"
+
+    def _changed(self, node_id: str) -> None:
+        for told in self.on_change:
+            told(node_id)
 
     def _by_clock(self, info: NodeInfo, now_s: float, *, unheard: str) -> NodeInfo:
         silence_s = self.silence_s(info.node_id, now_s)

@@ -23,8 +23,13 @@ class Orders:
         self._under_way = 0
 
     @property
+    def room(self) -> int:
+        """How many more can be given now."""
+        return 0 if self._group is None else ORDERS_MAX - self._under_way
+
+    @property
     def has_room(self) -> bool:
-        return self._group is not None and self._under_way < ORDERS_MAX
+        return self.room > 0
 
     async def run(self) -> None:
         try:

@@ -22,9 +22,9 @@ from genie.controller.connection import Connection, Handlers
 from genie.controller.election import Election, StoreHealth
 from genie.controller.jobs import Jobs, sees
 from genie.controller.ledger import Ledger
-from genie.controller.membership import Membership
 from genie.controller.sessions import Sessions
 from genie.controller.tokens import Tokens
+from genie.controller.views import Views
 from genie.errors import JobRefusedError, NotLeaderError, PermissionError_, UsageError, WorkdirError
 from genie.model.allocation import Hold, NodeLedger
 from genie.model.job import Job, JobSpec, JobState
@@ -66,7 +66,7 @@ from genie.model.tenant import Identity, TokenKind
 from genie.runtime.clock import Clock
 from genie.runtime.tasks import Offload
 from genie.runtime.wire import FRAME_BYTES_MAX
-from genie.scheduler import ClusterView, NodeState, check_possible
+from genie.scheduler import NodeState, check_possible
 
 _REPLY_BYTES_MAX = FRAME_BYTES_MAX - 64 * 1024
 _DECISION_WAIT_S = 0.25
@@ -83,7 +83,7 @@ class Cluster:
     sessions: Sessions
     tokens: Tokens
     blobs: Blobs
-    membership: Membership
+    views: Views
     election: Election
     health: StoreHealth
     clock: Clock
@@ -91,20 +91,9 @@ class Cluster:
     store_name: str
     started_at: float
 
-    def view(self) -> ClusterView:
-        """Every registered node, as the scheduler is given it."""
-        now_s = self.clock.monotonic_s()
-        states = []
-        for node_id, record in self.ledger.nodes.items():
-            info = self.membership.described(record.info, now_s)
-            ledger = self.ledger.holds.get(node_id) or NodeLedger(node_id=node_id)
-            closed = "it has left the cluster" if record.left else self.membership.closed(info)
-            states.append(NodeState(info, ledger, closed=closed))
-        return ClusterView.of(states)
-
     def present(self) -> list[NodeState]:
         """The nodes that people are shown: those that left in good order are not among them."""
-        nodes = self.view().nodes.values()
+        nodes = self.views.current().nodes.values()
         return [node for node in nodes if not self.ledger.nodes[node.node_id].left]
 
     def check_readable(self) -> None:
@@ -158,7 +147,7 @@ class Users:
         return JobReply(job=jobs.shown(jobs.get(job.job_id) or job))
 
     async def _check_can_run(self, spec: JobSpec, identity: Identity) -> None:
-        reason = check_possible(spec, self._cluster.view())
+        reason = check_possible(spec, self._cluster.views.registered())
         if reason is not None:
             raise JobRefusedError(f"job {spec.name!r} can never run here: {reason}", hint="ask for less")
         if spec.workdir is None:

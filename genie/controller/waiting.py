@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from functools import partial
 
 from genie.runtime.clock import Clock
 
@@ -14,11 +14,11 @@ class Bell:
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
-        self._waiting: dict[str, set[asyncio.Event]] = {}
+        self._waiting: dict[str, list[asyncio.Future[None]]] = {}
 
     def ring(self, key: str) -> None:
-        for event in self._waiting.get(key, ()):
-            event.set()
+        for waiter in self._waiting.get(key, ()):
+            _wake(waiter)
 
     def ring_all(self) -> None:
         for key in list(self._waiting):
@@ -27,22 +27,27 @@ class Bell:
     async def wait_while(self, key: str, condition: Callable[[], bool], *, timeout_s: float) -> None:
         """Returns when `condition` is false or the time is over. `condition` is asked at each ring."""
         deadline_s = self._clock.monotonic_s() + timeout_s
-        with self._event(key) as event:
-            while condition() and (left_s := deadline_s - self._clock.monotonic_s()) > 0:
-                await wait_event(event, clock=self._clock, timeout_s=left_s)
-                event.clear()
+        while condition() and (left_s := deadline_s - self._clock.monotonic_s()) > 0:
+            await self._wait(key, left_s)
 
-    @contextmanager
-    def _event(self, key: str) -> Iterator[asyncio.Event]:
-        event = asyncio.Event()
-        group = self._waiting.setdefault(key, set())
-        group.add(event)
+    async def _wait(self, key: str, timeout_s: float) -> None:
+        """Until the next ring, or until the time is over."""
+        waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        group = self._waiting.setdefault(key, [])
+        group.append(waiter)
+        timer = self._clock.call_later(timeout_s, partial(_wake, waiter))
         try:
-            yield event
+            await waiter
         finally:
-            group.discard(event)
+            timer.cancel()
+            group.remove(waiter)
             if not group:
                 self._waiting.pop(key, None)
+
+
+def _wake(waiter: asyncio.Future[None]) -> None:
+    if not waiter.done():
+        waiter.set_result(None)
 
 
 async def wait_event(event: asyncio.Event, *, clock: Clock, timeout_s: float) -> bool:

@@ -12,12 +12,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from genie.device.roster import ExecutorAddress, RemoteDevice, attach, detach
+from genie.device.roster import ExecutorAddress, RemoteDevice, attach, detach, extend
 
 if TYPE_CHECKING:
     from genie.device.graphs import capture
 
-__all__ = ["ExecutorAddress", "RemoteDevice", "attach", "capture", "detach"]
+__all__ = ["ExecutorAddress", "RemoteDevice", "attach", "capture", "detach", "extend"]
 
 
 def __getattr__(name: str) -> Any:

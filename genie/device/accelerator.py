@@ -146,6 +146,11 @@ def max_memory_allocated(device: Device = None) -> int:
     return memory_stats(device)["allocated_bytes.peak"]
 
 
+def reset_peak_memory_stats(device: Device = None) -> None:
+    """From now on max_memory_allocated counts anew."""
+    _connection(device).executor_counters(forget_peak=True)
+
+
 def empty_cache() -> None:
     """Sends the frees that are due, on every device that is in use."""
     for slot in roster.slots():

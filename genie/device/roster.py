@@ -24,9 +24,21 @@ from genie.errors import (
     NotInitializedError,
 )
 
-__all__ = ["DEVICE_TYPE", "ExecutorAddress", "RemoteDevice", "Slot", "attach", "detach", "slot", "slots"]
+__all__ = [
+    "DEVICE_TYPE",
+    "ExecutorAddress",
+    "RemoteDevice",
+    "Slot",
+    "attach",
+    "detach",
+    "extend",
+    "slot",
+    "slots",
+]
 
 DEVICE_TYPE = "remote_accelerator"
+DEVICES_MAX = 128
+"""torch counts devices in eight bits with a sign."""
 OP_TIMEOUT_S = 600.0
 _SHUT_DOWN = "the session was shut down"
 
@@ -127,6 +139,16 @@ class _Roster:
     def __init__(self) -> None:
         self.lock = threading.Lock()
         self.slots: tuple[Slot, ...] | None = None
+        self.op_timeout_s = OP_TIMEOUT_S
+        self.launch_blocking = False
+
+    def add(self, devices: Sequence[RemoteDevice]) -> None:
+        there = self.slots or ()
+        more = (
+            Slot(index, device, op_timeout_s=self.op_timeout_s, launch_blocking=self.launch_blocking)
+            for index, device in enumerate(devices, start=len(there))
+        )
+        self.slots = (*there, *more)
 
 
 _roster = _Roster()
@@ -143,13 +165,20 @@ def attach(
     with _roster.lock:
         if _roster.slots is not None:
             raise AlreadyInitializedError("remote devices are attached already", hint="call genie.shutdown()")
-        _roster.slots = tuple(
-            Slot(i, device, op_timeout_s=op_timeout_s, launch_blocking=launch_blocking)
-            for i, device in enumerate(devices)
-        )
+        _roster.op_timeout_s, _roster.launch_blocking = op_timeout_s, launch_blocking
+        _roster.add(devices)
     import_hook.install(_register)
     if "torch" in sys.modules:
         _register()
+
+
+def extend(devices: Sequence[RemoteDevice]) -> None:
+    """More of them, under the next indices; those that are there stay. Nothing without a session."""
+    with _roster.lock:
+        if _roster.slots is None or not devices:
+            return
+        _roster.add(devices)
+    _tell_library()
 
 
 def detach() -> None:
@@ -205,10 +234,11 @@ def _register() -> None:
 
 
 def _tell_library() -> None:
-    """Which indices there are now; nothing to do before torch is there."""
-    backend = sys.modules.get("genie.device.backend")
-    if backend is not None:
-        backend.follow_roster()
+    """Which indices there are now. Nothing to do before torch is there, or while it comes: the last thing
+    that does is to look here."""
+    follow = getattr(sys.modules.get("genie.device.backend"), "follow_roster", None)
+    if follow is not None:
+        follow()
 
 
 def _after_fork_in_child() -> None:

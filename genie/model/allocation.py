@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import msgspec
 
+# gc=False below: for the reason, see job.py.
+
 FULL_MILLI = 1000
 
 
-class Hold(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Hold(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, gc=False):
     """One job's grip on one node's resources."""
 
     job_id: str
@@ -20,7 +22,7 @@ class Hold(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     memory_bytes: int = 0
 
 
-class NodeLedger(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class NodeLedger(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, gc=False):
     """Everything that is held on one node. One store key per node, so one compare guards it all."""
 
     node_id: str

@@ -10,6 +10,9 @@ import enum
 
 import msgspec
 
+# gc=False below: values that cannot refer back to themselves need no collector, and a controller
+# remembers tens of thousands of them.
+
 
 class JobState(enum.StrEnum):
     QUEUED = "queued"
@@ -40,7 +43,7 @@ class Accelerator(enum.StrEnum):
     CPU = "cpu"
 
 
-class Resources(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Resources(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, gc=False):
     """What one job holds while it runs: `gpus` accelerators on one node, `gpu_milli` of each."""
 
     gpus: int = 0
@@ -50,14 +53,14 @@ class Resources(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     accelerator: Accelerator = Accelerator.AUTO
 
 
-class Workdir(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Workdir(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, gc=False):
     """A directory sent along, named by the SHA-256 of its packed form."""
 
     digest: str
     size_bytes: int
 
 
-class JobSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class JobSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, gc=False):
     """What a person asked for. `command` is an argument vector; no shell is ever involved."""
 
     name: str
@@ -72,13 +75,13 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """Only on these accelerators of that node; empty for any."""
 
 
-class Transition(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Transition(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, gc=False):
     state: JobState
     at: float
     reason: str
 
 
-class Placement(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Placement(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, gc=False):
     """Where a job runs. `epoch` counts the cluster's decisions: higher is newer, everywhere."""
 
     node_id: str
@@ -87,7 +90,7 @@ class Placement(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     epoch: int
 
 
-class Job(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Job(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, gc=False):
     """One job as the store has it."""
 
     job_id: str

@@ -7,7 +7,12 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable
 from typing import Protocol
+
+
+class Timer(Protocol):
+    def cancel(self) -> object: ...
 
 
 class Clock(Protocol):
@@ -21,6 +26,10 @@ class Clock(Protocol):
 
     async def sleep(self, seconds: float) -> None: ...
 
+    def call_later(self, seconds: float, callback: Callable[[], None]) -> Timer:
+        """Calls it on the running loop when that time is over, unless the timer was cancelled."""
+        ...
+
 
 class SystemClock:
     def monotonic_s(self) -> float:
@@ -31,3 +40,6 @@ class SystemClock:
 
     async def sleep(self, seconds: float) -> None:
         await asyncio.sleep(seconds)
+
+    def call_later(self, seconds: float, callback: Callable[[], None]) -> Timer:
+        return asyncio.get_running_loop().call_later(seconds, callback)

@@ -32,7 +32,10 @@ from genie.runtime import wire
 _log = logging.getLogger(__name__)
 
 PREFACE_TIMEOUT_S = 10.0
+_TAKE_BYTES = 64 * 1024
 CONNECTIONS_MAX = 4096
+SEND_NOW_BYTES_MAX = 64 * 1024
+"""Waiting to be sent on one connection, beyond which a sender waits. The transport's own mark is the same."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +57,10 @@ class Channel(Protocol):
     """Largest payload that is accepted."""
 
     async def send(self, frame: bytes) -> None: ...
+
+    def try_send_nowait(self, frame: bytes) -> bool:
+        """False, and nothing is sent, where `send` might have to wait or would fail."""
+        ...
 
     async def receive(self) -> wire.Frame: ...
 
@@ -99,6 +106,9 @@ class TcpChannel:
         self.cap_bytes = cap_bytes
         self._lingers = lingers
         self._reader = reader
+        self._taken = b""
+        """Read and not yet given out from `_at` on. Small frames come many at a time."""
+        self._at = 0
         self._writer = writer
 
     async def send(self, frame: bytes) -> None:
@@ -108,16 +118,40 @@ class TcpChannel:
         except (OSError, RuntimeError) as error:
             raise ConnectionLostError(f"the connection to {self.peer} was lost: {error}") from error
 
+    def try_send_nowait(self, frame: bytes) -> bool:
+        transport = self._writer.transport
+        if transport.is_closing() or transport.get_write_buffer_size() > SEND_NOW_BYTES_MAX:
+            return False
+        self._writer.write(frame)
+        return True
+
     async def receive(self) -> wire.Frame:
         try:
-            header = await self._reader.readexactly(wire.HEADER_BYTES)
+            while len(self._taken) - self._at < wire.HEADER_BYTES:
+                await self._take_more(self._taken[self._at :])
+            start = self._at + wire.HEADER_BYTES
+            header = self._taken[self._at : start]
             length, kind, call_id = wire.unpack_header(header, cap_bytes=self.cap_bytes, peer=self.peer)
-            return wire.Frame(kind, call_id, await self._reader.readexactly(length))
+            missing = start + length - len(self._taken)
+            if missing > 0:
+                self._taken += await self._reader.readexactly(missing)
+            self._at = start + length
+            payload = self._taken[start : self._at]
+            if self._at == len(self._taken):
+                # A large frame must not stay in memory for as long as its sender is silent.
+                self._taken, self._at = b"", 0
+            return wire.Frame(kind, call_id, payload)
         except asyncio.IncompleteReadError as error:
-            cut = " in the middle of a frame" if error.partial else ""
+            cut = " in the middle of a frame" if error.partial or self._at < len(self._taken) else ""
             raise ConnectionLostError(f"{self.peer} closed the connection{cut}") from None
         except OSError as error:
             raise ConnectionLostError(f"the connection to {self.peer} was lost: {error}") from error
+
+    async def _take_more(self, left: bytes) -> None:
+        data = await self._reader.read(_TAKE_BYTES)
+        if not data:
+            raise asyncio.IncompleteReadError(left, None)
+        self._taken, self._at = left + data, 0
 
     async def exchange_prefaces(self) -> None:
         await self.send(wire.preface())

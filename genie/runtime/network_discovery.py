@@ -161,16 +161,15 @@ def select_backend(
     if wish == "auto":
         advice = result.recommendation
         return Selection(backend=advice.backend, reason=advice.reason, fallback_from=advice.fallback_from)
+    if not backends[wish].implemented:  # before what is missing here: nobody should install that in vain
+        raise ConfigError(
+            f"this version of Genie has no transport for backend {wish!r}", hint="use backend 'auto' or 'tcp'"
+        )
     probe = backend_probe(wish, result.probes)
     if not probe.available:
         fix = f"{probe.fix}, or use" if probe.fix else "use"
         raise ConfigError(
             f"backend {wish!r} does not work on this machine: {probe.reason}", hint=f"{fix} backend 'auto'"
-        )
-    if not backends[wish].implemented:
-        raise ConfigError(
-            f"backend {wish!r} is there on this machine, but this version of Genie has no transport for it",
-            hint="use backend 'auto' or 'tcp'",
         )
     return Selection(backend=wish, reason=f"{wish} was asked for: {probe.reason}")
 

@@ -43,7 +43,8 @@ class Peer:
         self._handler = handler
         self._waiting: dict[int, asyncio.Future[wire.Frame]] = {}
         self._next_call = 0
-        self._slots = asyncio.Semaphore(IN_FLIGHT_MAX)
+        self._under_way = 0
+        self._has_room = asyncio.Event()
         self._sending = asyncio.Lock()
         self._closed = asyncio.Event()
 
@@ -63,12 +64,20 @@ class Peer:
         if self.is_closed:
             raise ConnectionLostError(f"the connection to {self.name} is closed")
         call_id = self._next_call = (self._next_call + 1) % (1 << 32)
-        future: asyncio.Future[wire.Frame] = asyncio.get_running_loop().create_future()
+        loop = asyncio.get_running_loop()
+        deadline_s = loop.time() + timeout_s
+        future: asyncio.Future[wire.Frame] = loop.create_future()
         self._waiting[call_id] = future
+        packed = wire.pack(wire.Kind.REQUEST, call_id, wire.encode(request))
         try:
-            async with asyncio.timeout(timeout_s):
-                await self.channel.send(wire.pack(wire.Kind.REQUEST, call_id, wire.encode(request)))
+            if not self.channel.try_send_nowait(packed):
+                async with asyncio.timeout_at(deadline_s):
+                    await self.channel.send(packed)
+            timer = loop.call_at(deadline_s, _give_up, future)
+            try:
                 frame = await future
+            finally:
+                timer.cancel()
         except TimeoutError:
             raise DeadlineError(
                 f"{self.name} did not answer {type(request).__name__} within {timeout_s:g} s"
@@ -103,7 +112,10 @@ class Peer:
         while True:
             frame = await self.channel.receive()
             if frame.kind is wire.Kind.REQUEST:
-                await self._slots.acquire()
+                while self._under_way >= IN_FLIGHT_MAX:
+                    self._has_room.clear()
+                    await self._has_room.wait()
+                self._under_way += 1
                 answers.create_task(self._answer(frame))
             elif (future := self._waiting.get(frame.call_id)) is not None and not future.done():
                 future.set_result(frame)
@@ -111,6 +123,8 @@ class Peer:
     async def _answer(self, frame: wire.Frame) -> None:
         try:
             answer = await self._outcome(frame)
+            if not self._sending.locked() and self.channel.try_send_nowait(_packed(answer, frame.call_id)):
+                return
             # One at a time, and encoded only when it is its turn: a peer that does not read its answers
             # costs the memory of one, and after a while its connection.
             async with asyncio.timeout(ANSWER_S_MAX), self._sending:
@@ -119,7 +133,8 @@ class Peer:
             _log.info("%s does not read its answers", self.name)
             self.close()
         finally:
-            self._slots.release()
+            self._under_way -= 1
+            self._has_room.set()
 
     async def _outcome(self, frame: wire.Frame) -> Message | GenieError:
         try:
@@ -131,6 +146,11 @@ class Peer:
         except Exception:
             _log.exception("a request from %s failed", self.name)
             return GenieError("internal error", hint="the log of the other side has the details")
+
+
+def _give_up(future: asyncio.Future[wire.Frame]) -> None:
+    if not future.done():
+        future.set_exception(TimeoutError())
 
 
 def _packed(answer: Message | GenieError, call_id: int) -> bytes:

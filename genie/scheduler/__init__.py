@@ -1,7 +1,8 @@
 """Decides which job goes where. Pure: values in, decisions with their reasons out.
 
 `decision.py` has what goes in and out and the protocol of a scheduler, `fit.py` whether and where
-one job fits, `fifo.py` the first scheduler behind the protocol. Not for: carrying a decision out.
+one job fits, `fifo.py` the first scheduler behind the protocol, `placement/` the index and the policies that
+choose among many nodes. Not for: carrying a decision out.
 """
 
 from __future__ import annotations

@@ -93,7 +93,7 @@ def replay(
         arrivals += 1
         requested += pod.gpu_volume_milli
         number = classes[pod]
-        placer.observe(number)
+        placer.observe(number, _TENANT)
         if placer.place(number, _TENANT) is not None:
             allocated += pod.gpu_volume_milli
         else:

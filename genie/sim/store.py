@@ -23,13 +23,15 @@ from genie.controller.store.limits import (
     encode_key,
     key_span,
 )
-from genie.controller.store.protocol import RANGE_BYTES_MAX
+from genie.controller.store.protocol import RANGE_BYTES_MAX, TXN_OPS_MAX
 from genie.errors import CompactedError, LeaseLostError, StoreUnavailableError, UsageError
 from genie.runtime.clock import Clock
 
 
 class MemoryStore:
     """A `Store`. `open` makes the memory; `connect` gives another client of the same memory."""
+
+    txn_ops_max = TXN_OPS_MAX
 
     def __init__(self, memory: _Memory) -> None:
         self._memory = memory

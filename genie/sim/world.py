@@ -15,6 +15,7 @@ from collections.abc import Callable
 
 from genie.errors import AddressInUseError, ConnectionLostError, DeadlineError, NothingListensError
 from genie.runtime import wire
+from genie.runtime.clock import Timer
 from genie.runtime.network import Accept, ClientTls
 
 EPOCH_S = 1_700_000_000.0
@@ -64,8 +65,12 @@ class World:
         return self.now_s < self._paused_until.get(host, 0.0)
 
     async def wait_unpaused(self, host: str) -> None:
-        while (left_s := self._paused_until.get(host, 0.0) - self.now_s) > 0:
+        while (left_s := self.paused_for_s(host)) > 0:
             await asyncio.sleep(left_s)
+
+    def paused_for_s(self, host: str) -> float:
+        """How much longer; 0 or less when it is not."""
+        return self._paused_until.get(host, 0.0) - self.now_s
 
     def cut(self, one: str, other: str) -> None:
         self._cut.add(frozenset((one, other)))
@@ -114,6 +119,28 @@ class SimClock:
         await asyncio.sleep(seconds / self._world.rate(self._host))
         await self._world.wait_unpaused(self._host)
 
+    def call_later(self, seconds: float, callback: Callable[[], None]) -> Timer:
+        return _SimTimer(self._world, self._host, seconds / self._world.rate(self._host), callback)
+
+
+class _SimTimer:
+    """Does not go off while its host is paused."""
+
+    def __init__(self, world: World, host: str, seconds: float, callback: Callable[[], None]) -> None:
+        self._world = world
+        self._host = host
+        self._callback = callback
+        self._handle = asyncio.get_running_loop().call_later(seconds, self._go_off)
+
+    def cancel(self) -> None:
+        self._handle.cancel()
+
+    def _go_off(self) -> None:
+        if (left_s := self._world.paused_for_s(self._host)) > 0:
+            self._handle = asyncio.get_running_loop().call_later(left_s, self._go_off)
+        else:
+            self._callback()
+
 
 class _Listener:
     def __init__(self, accept: Accept, connections: asyncio.TaskGroup) -> None:
@@ -143,6 +170,9 @@ class _Channel:
         if self._closed.is_set():
             raise ConnectionLostError(f"the connection to {self.peer} was lost")
         await self._outbox.put(frame)
+
+    def try_send_nowait(self, frame: bytes) -> bool:
+        return False
 
     async def receive(self) -> wire.Frame:
         data = await self._inbox.get()

@@ -171,4 +171,6 @@ def _trace(formatter: logging.Formatter, record: logging.LogRecord) -> str:
 def _one_line(value: object) -> str:
     """Line ends and control characters written out: one record is one line, whoever gave the text."""
     text = str(value)
+    if text.isprintable():
+        return text
     return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)

@@ -115,7 +115,7 @@ NB_MODULE(genie_scheduler, module) {
       .def("request_class", &request_class, nb::kw_only(), "gpus"_a = 0, "gpu_milli"_a = 0,
            "gpu_memory_mib"_a = 0, "cpu_milli"_a = 0, "memory_mib"_a = 0, "models"_a = kAnyModel,
            "nodes"_a = nb::none())
-      .def("observe", &Placement::observe, "request_class"_a)
+      .def("observe", &Placement::observe, "request_class"_a, "tenant"_a)
       .def(
           "choose",
           [](Placement& self, int number, uint32_t tenant) { return shown(self.choose(number, tenant)); },

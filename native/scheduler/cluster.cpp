@@ -63,7 +63,8 @@ void Cluster::set_open(int node, bool open) {
 void Cluster::take(int node, int request_class, uint32_t tenant, uint16_t gpus) {
   const RequestClass& wanted = this->request_class(request_class);
   if (tenant == 0) throw Misuse("tenants are numbers from 1");
-  Node& target = const_cast<Node&>(this->node(node));
+  this->node(node);  // throws when there is none
+  Node& target = nodes_[node];
   bool fits = fits_beside_gpus(target, node, wanted) && std::popcount(gpus) == wanted.gpus &&
               gpus >> target.gpu_count == 0;
   for (int g = 0; fits && g < target.gpu_count; ++g) {
@@ -84,7 +85,8 @@ void Cluster::take(int node, int request_class, uint32_t tenant, uint16_t gpus) 
 
 void Cluster::release(int node, int request_class, uint16_t gpus) {
   const RequestClass& wanted = this->request_class(request_class);
-  Node& target = const_cast<Node&>(this->node(node));
+  this->node(node);  // throws when there is none
+  Node& target = nodes_[node];
   bool was_taken = std::popcount(gpus) == wanted.gpus && gpus >> target.gpu_count == 0 &&
                    target.free_cpu_milli + wanted.cpu_milli <= target.cpu_milli &&
                    target.free_memory_mib + wanted.memory_mib <= target.memory_mib;

@@ -2,6 +2,8 @@
 
 #include <algorithm>
 
+#include "dice.h"
+
 namespace genie {
 namespace {
 
@@ -10,28 +12,13 @@ namespace {
 constexpr int kArrivals = 10;
 constexpr int kArrivalsPerGpu = 5;
 
-// The same numbers on every machine and in the plain version.
-class Dice {
- public:
-  uint64_t next() {
-    state_ += 0x9e3779b97f4a7c15;
-    uint64_t z = state_;
-    z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9;
-    z = (z ^ (z >> 27)) * 0x94d049bb133111eb;
-    return z ^ (z >> 31);
-  }
-
- private:
-  uint64_t state_ = 0;
-};
-
 // Sequence after sequence from one shuffled deck, so that each request of the history comes as often as any.
 std::vector<int> draw(std::vector<int> deck, size_t count) {
-  Dice dice;
+  Dice dice(0);
   std::vector<int> drawn;
   drawn.reserve(count);
   while (!deck.empty() && drawn.size() < count) {
-    for (size_t left = deck.size(); left > 1; --left) std::swap(deck[left - 1], deck[dice.next() % left]);
+    for (size_t left = deck.size(); left > 1; --left) std::swap(deck[left - 1], deck[dice.roll() % left]);
     const size_t part = std::min(deck.size(), count - drawn.size());
     drawn.insert(drawn.end(), deck.begin(), deck.begin() + static_cast<std::ptrdiff_t>(part));
   }

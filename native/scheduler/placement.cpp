@@ -35,8 +35,13 @@ Placement::Placement(const std::string& policy, uint64_t seed, std::vector<Typic
   }
 }
 
-void Placement::observe(int request_class) {
+void Placement::observe(int request_class, uint32_t tenant) {
   cluster_.request_class(request_class);
+  if (tenant == 0) throw Misuse("tenants are numbers from 1");
+  if (is_refreshed_) {
+    lesson_->rows.open(cluster_, request_class, tenant);
+    if (next_ != nullptr) next_->rows.open(cluster_, request_class, tenant);
+  }
   if (lesson_->supply == nullptr) return;
   if (history_.size() < kHistory) {
     history_.push_back(request_class);
@@ -101,14 +106,6 @@ std::unique_ptr<Placement::Lesson> Placement::learn() {
   return lesson;
 }
 
-uint64_t Placement::roll() {
-  dice_ += 0x9e3779b97f4a7c15;
-  uint64_t z = dice_;
-  z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9;
-  z = (z ^ (z >> 27)) * 0x94d049bb133111eb;
-  return z ^ (z >> 31);
-}
-
 std::optional<Choice> Placement::choose_at_random(const RequestClass& wanted, uint32_t tenant) {
   // One of those that fit, each as likely as any: the n-th replaces the chosen one with a chance of 1/n.
   std::optional<Choice> chosen;
@@ -119,14 +116,14 @@ std::optional<Choice> Placement::choose_at_random(const RequestClass& wanted, ui
     if (!fits_beside_gpus(node, number, wanted)) continue;
     const uint16_t gpus = tightest_gpus(node, wanted, tenant);
     if (wanted.gpus > 0 && gpus == 0) continue;
-    if (roll() % ++seen == 0) chosen = Choice{number, gpus};
+    if (dice_.roll() % ++seen == 0) chosen = Choice{number, gpus};
   }
   if (!chosen || wanted.gpus != 1 || !wanted.is_fraction()) return chosen;
   const Node& node = cluster_.nodes()[chosen->node];
   seen = 0;
   for (int g = 0; g < node.gpu_count; ++g) {
     if (!fits_gpu(node.gpus[g], wanted, tenant)) continue;
-    if (roll() % ++seen == 0) chosen->gpus = static_cast<uint16_t>(1 << g);
+    if (dice_.roll() % ++seen == 0) chosen->gpus = static_cast<uint16_t>(1 << g);
   }
   return chosen;
 }

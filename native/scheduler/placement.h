@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "cluster.h"
+#include "dice.h"
 #include "policy.h"
 #include "rows.h"
 #include "supply.h"
@@ -21,7 +22,7 @@ class Placement {
   Cluster& cluster() { return cluster_; }
   const Cluster& cluster() const { return cluster_; }
   // A request has arrived. Once each, however often it is tried.
-  void observe(int request_class);
+  void observe(int request_class, uint32_t tenant);
   std::optional<Choice> choose(int request_class, uint32_t tenant);
   std::optional<Choice> place(int request_class, uint32_t tenant);
   // Does ahead what the next decisions would have to do, `budget` judgements of it; true when all is done.
@@ -38,7 +39,6 @@ class Placement {
   bool is_lesson_due();
   std::unique_ptr<Lesson> learn();
   std::optional<Choice> choose_at_random(const RequestClass& wanted, uint32_t tenant);
-  uint64_t roll();
 
   Cluster cluster_;
   SupplyOptions options_;
@@ -49,7 +49,7 @@ class Placement {
   std::vector<int> history_;  // a ring
   uint64_t observed_ = 0;
   uint64_t due_ = 0;
-  uint64_t dice_;
+  Dice dice_;
 };
 
 }  // namespace genie

@@ -20,6 +20,10 @@ class Rows {
   std::optional<Choice> best(const Cluster& cluster, Policy& policy, int request_class, uint32_t tenant);
   // Judges again what changed, in every row, until `budget` judgements are spent. True when nothing is left.
   bool refresh(const Cluster& cluster, Policy& policy, int64_t& budget);
+  // A row for what will be asked soon; refresh() fills it.
+  void open(const Cluster& cluster, int request_class, uint32_t tenant) {
+    row_for(cluster, request_class, tenant);
+  }
   // Empty rows for what the other one has.
   void open_rows_of(const Rows& other);
 

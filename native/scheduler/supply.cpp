@@ -107,11 +107,18 @@ void Supply::gather(const Cluster& cluster, const std::vector<int>& history) {
     }
   }
   if (history.empty()) return;
-  for (int gpus : values_->several()) {
-    if (std::has_single_bit(static_cast<unsigned>(gpus))) ask(kAnyModel, gpus, int64_t{gpus} * kFullMilli);
-  }
   uint64_t models = 0;
   for (const Node& node : cluster.nodes()) models |= uint64_t{node.gpu_count > 0} << node.model;
+  // Half a request for each number of GPUs from anywhere, half a one spread over the models, and half a
+  // request for one GPU of each model.
+  for (int gpus : values_->several()) {
+    if (!std::has_single_bit(static_cast<unsigned>(gpus))) continue;
+    ask(kAnyModel, gpus, int64_t{gpus} * kFullMilli);
+    for (int m = 0; m < kModelsMax; ++m) {
+      if ((models >> m & 1) != 0)
+        ask(uint64_t{1} << m, gpus, int64_t{gpus} * kFullMilli / std::popcount(models));
+    }
+  }
   for (int m = 0; m < kModelsMax; ++m) {
     if ((models >> m & 1) != 0 && count > 0) ask(uint64_t{1} << m, 1, volume / count);
   }

@@ -29,7 +29,8 @@
 //   GeneratorState u32 generator. Replied: its state.
 //   SetGenerator   u32 generator, u32 bytes, state.
 //   FreeGenerator  u32 generator.
-//   Stats          Replied: five u64: storages, bytes allocated, peak, quota (0: none), ops run.
+//   Stats          Replied: five u64: storages, bytes allocated, peak, quota (0: none), ops run. Argument 1:
+//                  from then on the peak is counted anew.
 //   GraphBegin     u32 graph. Op, Allocate and Free up to GraphEnd are carried out and also written down.
 //                  Only they, Template, Forget, Ask, Bind, GraphStep and Unship may come between, and a
 //                  storage that is made there keeps its number for the graph until GraphFree.

@@ -10,6 +10,7 @@ import pytest
 import genie
 from genie.cluster.devices import DeviceBroker, accelerators
 from genie.cluster.init import shutdown_blocking
+from genie.device import roster
 from genie.errors import (
     DeviceUnavailableError,
     JobNotFoundError,
@@ -49,6 +50,30 @@ def test_cpus_count_only_where_there_is_no_gpu() -> None:
 
 def test_a_node_that_is_gone_has_no_index() -> None:
     assert names(node("a", gpu(0), status=NodeStatus.DISCONNECTED), node("b", gpu(0))) == [("b", 0)]
+
+
+def test_what_joins_gets_the_next_indices_and_a_cpu_none_beside_gpus(controller: SmallController) -> None:
+    nvidia = [gpu(number, vendor=Vendor.NVIDIA) for number in range(2)]
+    controller.nodes = (node("m", *nvidia),)
+    genie.connect(**QUIET)
+    devices = broker()
+    gone = node("m", *nvidia, status=NodeStatus.DISCONNECTED)
+    cpu, more = node("c", gpu(0)), node("a", *nvidia)
+    assert devices.follow([gone, cpu]) == ()
+    assert [ref.node_id for ref in devices.follow([gone, cpu, more])] == ["a", "a"]
+    assert devices.follow([controller.nodes[0], more]) == ()
+    assert [(ref.node_id, ref.gpu.gpu_id) for ref in devices.refs] == [("m", 0), ("m", 1), ("a", 0), ("a", 1)]
+    assert len(roster.slots()) == 4
+
+
+def test_no_more_accelerators_have_an_index_than_torch_can_count(controller: SmallController) -> None:
+    nvidia = [gpu(number, vendor=Vendor.NVIDIA) for number in range(100)]
+    controller.nodes = (node("a", *nvidia),)
+    genie.connect(**QUIET)
+    devices = broker()
+    assert len(devices.follow([*controller.nodes, node("b", *nvidia)])) == 28
+    assert devices.follow([*controller.nodes, node("b", *nvidia)]) == ()
+    assert len(roster.slots()) == roster.DEVICES_MAX == 128
 
 
 def test_opening_asks_for_the_accelerator_of_the_index_and_gives_its_address(

@@ -79,6 +79,8 @@ class Findings:
     raised: Raised = field(default_factory=Raised)
     as_on_cpu: list[str] = field(default_factory=list)
     """Samples where torch's GPU differs from its CPU, and the remote device gives what the CPU gives."""
+    varying: list[str] = field(default_factory=list)
+    """Samples where torch's own runs differ among themselves, and the remote one lies among them."""
     seconds: float = 0.0
 
     @classmethod

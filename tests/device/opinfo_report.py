@@ -133,6 +133,7 @@ def _print_json(summary: Summary, described: dict[str, Any], options: argparse.N
         "failed": summary.named(Outcome.FAILED),
         "not_on_device": summary.not_here,
         "as_on_cpu": [name for name, several in summary.by_name.items() if any(x.as_on_cpu for x in several)],
+        "varying": [name for name, several in summary.by_name.items() if any(x.varying for x in several)],
         "compared": summary.compared(),
         "raised": summary.raised(),
         "torch": described["torch"],

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -56,6 +59,47 @@ def test_where_a_gpu_differs_from_its_cpu_the_cpu_decides() -> None:
     assert [text.partition(":")[0] for text in checker.findings.as_on_cpu] == ["sample 0"]
     with pytest.raises(MismatchError):
         checker._compare_or_arbitrate(case, run(x * y), run(x - y))
+
+
+def test_a_gradient_among_those_of_differing_local_runs_passes_and_is_noted() -> None:
+    op = next(op for op in op_db if op.full_name == "add")
+    checker = opinfo._Checker(op, torch.float32, "cuda:0", lambda what: None)
+    case = opinfo._Case("sample 0", op.op, SampleInput(torch.ones(3), args=(1,)), grad=True)
+    here = (torch.tensor([1.0, 2.0, 3.0]), None)
+    sums = itertools.cycle([2.9, 3.1])
+
+    def again(device: str) -> Any:
+        return None if device == "cpu" else (torch.tensor([1.0, 2.0, next(sums)]), None)
+
+    checker.compare_gradients(case, (torch.tensor([1.0, 2.0, 3.2]), None), here, again)
+    assert [text.partition(":")[0] for text in checker.findings.varying] == ["sample 0"]
+    for wrong in ([1.0, 2.1, 3.0], [1.0, 2.0, 3.4], [1.0, 2.0, math.nan], [1.0, 2.0]):
+        with pytest.raises(MismatchError):
+            checker.compare_gradients(case, (torch.tensor(wrong), None), here, again)
+    with pytest.raises(MismatchError):
+        checker.compare_gradients(case, (torch.ones(3), torch.ones(1)), here, again)
+    assert not checker.findings.as_on_cpu
+
+
+def test_a_gradient_as_on_the_cpu_passes_and_is_noted() -> None:
+    op = next(op for op in op_db if op.full_name == "add")
+    checker = opinfo._Checker(op, torch.float32, "cuda:0", lambda what: None)
+    case = opinfo._Case("sample 0", op.op, SampleInput(torch.ones(1), args=(1,)), grad=True)
+    of_cpu, of_gpu = [torch.ones(1)], [torch.full((1,), math.nan)]
+    checker.compare_gradients(case, of_cpu, of_gpu, lambda device: of_cpu if device == "cpu" else of_gpu)
+    assert len(checker.findings.as_on_cpu) == 1
+    on_cpu = opinfo._Checker(op, torch.float32, "cpu", lambda what: None)
+    with pytest.raises(MismatchError):
+        on_cpu.compare_gradients(case, of_cpu, of_gpu, lambda device: of_cpu)
+
+
+def test_gradients_behind_the_last_packed_sequence_are_left_out() -> None:
+    ends = torch.tensor([0, 2], dtype=torch.int32)
+    sample = SampleInput(torch.ones(1), kwargs={"cu_seqlens_q": ends, "cu_seqlens_k": ends})
+    cut = opinfo._within_sequences(sample, [torch.ones(1, 3, 2), torch.ones(1, 4, 2), None])
+    assert [x if x is None else tuple(x.shape) for x in cut] == [(1, 2, 2), (1, 2, 2), None]
+    whole = [torch.ones(1, 3, 2)]
+    assert opinfo._within_sequences(SampleInput(torch.ones(1)), whole) is whole
 
 
 def test_what_does_not_come_back_is_a_crash() -> None:

@@ -13,12 +13,13 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from types import ModuleType
 
 import pytest
 import torch
 
 from genie import device
-from genie.device import connection, roster
+from genie.device import backend, connection, roster
 from genie.device.connection import ExecutorLink
 from genie.errors import (
     AlreadyInitializedError,
@@ -215,7 +216,7 @@ def test_the_seed_set_before_the_first_use_counts() -> None:
 
 def test_memory_beyond_the_quota_is_torchs_own_error() -> None:
     with attached(memory_bytes_max=1_000_000):
-        with pytest.raises(torch.OutOfMemoryError, match="1000000"):
+        with pytest.raises(torch.OutOfMemoryError, match=r"1000000.*memory for a tensor, op 0 on .*node-0"):
             torch.empty(2**50, device=D0).sum().item()
         kept = [torch.zeros(50_000, device=D0) for _ in range(5)]
         with pytest.raises(torch.OutOfMemoryError):
@@ -223,6 +224,118 @@ def test_memory_beyond_the_quota_is_torchs_own_error() -> None:
         kept.pop()
         assert torch.zeros(10, device=D0).sum().item() == 0
         assert torch.remote_accelerator.memory_stats()["allocated_bytes.limit"] == 1_000_000
+
+
+def test_torch_accelerator_tells_of_the_memory_and_the_peak_can_be_counted_anew() -> None:
+    with attached():
+        kept = torch.zeros(1000, device=D0)
+        large = torch.zeros(100_000, device=D0)
+        assert torch.accelerator.memory_allocated() == 404_000
+        del large
+        assert torch.accelerator.memory_allocated(D0) == kept.nbytes == 4000
+        assert torch.accelerator.max_memory_allocated() == 404_000
+        torch.accelerator.reset_peak_memory_stats()
+        assert torch.accelerator.max_memory_allocated() == torch.accelerator.memory_reserved() == 4000
+        del kept
+        torch.remote_accelerator.reset_peak_memory_stats()
+        assert torch.remote_accelerator.max_memory_allocated() == 0
+        torch.accelerator.empty_cache()
+
+
+def test_devices_that_come_later_get_the_next_indices_and_the_others_stay() -> None:
+    with attached() as first, executor_on_a_thread() as second:
+        kept = torch.ones(3, device=D0, requires_grad=True)
+        kept.sum().backward()
+        device.extend([remote_device(1, lambda: second.port)])
+        assert torch.remote_accelerator.device_count() == 2
+        later = torch.full((3,), 2.0, device="remote_accelerator:1", requires_grad=True)
+        (later * kept.detach().to(later.device)).sum().backward()
+        assert later.grad is not None and later.grad.sum().item() == 3
+        assert (kept + 1).sum().item() == 6
+        assert first.session.stats()["ops"] > 0, "the first connection is still in use"
+        with pytest.raises(DeviceUnavailableError, match="the cluster has 2, 0 to 1"):
+            torch.ones(1, device="remote_accelerator:2")
+
+
+def test_indices_are_added_while_a_lost_device_is_opened_again() -> None:
+    """The one who adds holds the interpreter, and letting go of the lost connection wants it."""
+    ports: list[int] = []
+    added = threading.Event()
+    with ExitStack() as stack:
+        stack.callback(device.detach)
+        device.attach([remote_device(0, lambda: ports[-1])])
+
+        def add() -> None:
+            while not added.is_set():
+                backend.follow_roster()
+
+        thread = threading.Thread(target=add)
+        for number in range(12):
+            with executor_on_a_thread() as executor:
+                ports.append(executor.port)
+                assert torch.ones(3, device=D0).sum().item() == 3
+                if number == 0:
+                    thread.start()
+                    stack.callback(thread.join)
+                    stack.callback(added.set)
+                executor.hang_up()
+                wait_until(lambda: roster.slot(0).open_connection is None)
+
+
+def test_an_index_can_be_used_before_the_library_has_heard_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    with attached(), executor_on_a_thread() as second:
+        torch.ones(1, device=D0)
+        with monkeypatch.context() as patch:
+            patch.setattr(roster, "_tell_library", lambda: None)
+            device.extend([remote_device(1, lambda: second.port)])
+        assert torch.ones(2, device="remote_accelerator:1").sum().item() == 2
+
+
+def test_adding_nothing_tells_nobody_and_adding_while_torch_comes_is_left_to_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with attached():
+        with monkeypatch.context() as patch:
+            patch.setitem(sys.modules, "genie.device.backend", ModuleType("genie.device.backend"))
+            device.extend([remote_device(1, lambda: 1)])
+        told: list[None] = []
+        monkeypatch.setattr(roster, "_tell_library", lambda: told.append(None))
+        device.extend([])
+        assert told == []
+
+
+def test_counters_that_are_cut_short_end_the_connection() -> None:
+    """An executor that answers with fewer bytes than a record has is not believed in anything else."""
+    server = socket.create_server(("127.0.0.1", 0))
+    told = opwire.Opened("cpu", "fake", 1, "job-1", "0", session_key="key", bare=True)
+
+    def serve() -> None:
+        sock, _ = server.accept()
+        with sock:
+            pipe = SocketPipe(sock)
+            opwire.receive_request(pipe, peer="client", timeout_s=LONG_S)
+            opwire.answer(pipe, told, peer="client", timeout_s=LONG_S)
+            heard = b""
+            while struct.pack("<I", 15 << 24) not in heard:
+                heard += sock.recv(4096)
+            sock.sendall(struct.pack("<QQQII", 3, 1, 0, 1, 0) + b"abc")
+            while sock.recv(4096):
+                pass
+
+    with ExitStack() as stack:
+        stack.callback(server.close)
+        thread = threading.Thread(target=serve)
+        thread.start()
+        stack.callback(thread.join)
+        device.attach([remote_device(0, lambda: int(server.getsockname()[1]))])
+        stack.callback(device.detach)
+        with pytest.raises(DeviceLostError, match="ends before its time"):
+            torch.remote_accelerator.memory_stats(0)
+
+
+def test_without_a_session_nothing_is_added() -> None:
+    device.extend([remote_device(0, lambda: 1)])
+    assert torch.remote_accelerator.device_count() == 0
 
 
 # --- losing -------------------------------------------------------------------------------------

@@ -5,6 +5,9 @@ from __future__ import annotations
 import asyncio
 import heapq
 import itertools
+from collections.abc import Callable
+
+from genie.runtime.clock import Timer
 
 
 class FakeClock:
@@ -29,6 +32,12 @@ class FakeClock:
         woken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         heapq.heappush(self._sleepers, (self._now_s + seconds, next(self._numbers), woken))
         await woken
+
+    def call_later(self, seconds: float, callback: Callable[[], None]) -> Timer:
+        woken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        woken.add_done_callback(lambda done: None if done.cancelled() else callback())
+        heapq.heappush(self._sleepers, (self._now_s + seconds, next(self._numbers), woken))
+        return woken
 
     async def advance(self, seconds: float) -> None:
         """Moves on in steps of one sleeper at a time; what wakes up gets a few turns before the next."""

@@ -14,11 +14,14 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import hypothesis
 import psutil
 import pytest
 
+from tests import conftest
 from tests.house.sources import ROOT
 from tests.needs import require_program
 from tests.waiting import until, wait_until
@@ -209,7 +212,7 @@ def test_captures(caplog):
     assert logging.getLogger("genie").propagate
 """
 
-WORKERS = ("-n", "2", "--dist", "loadfile", "--max-worker-restart", "0")
+WORKERS = ("-n", "2", "--dist", "loadfile", "--no-loadscope-reorder", "--max-worker-restart", "0")
 
 
 @dataclass(frozen=True)
@@ -417,6 +420,15 @@ def test_make_shares_out_the_whole_suite_and_keeps_a_part_of_it_together() -> No
 
 
 # --- waiting ----------------------------------------------------------------------------------
+
+
+def test_the_longest_files_come_first(pytestconfig: pytest.Config) -> None:
+    longest = [ROOT / name for name in conftest.LONGEST_FIRST]
+    assert [path for path in longest if not path.is_file()] == []
+    others = [ROOT / "tests" / "test_a.py", ROOT / "tests" / "test_b.py"]
+    items: list[Any] = [SimpleNamespace(path=path) for path in (others[0], *reversed(longest), others[1])]
+    conftest.pytest_collection_modifyitems(pytestconfig, items)
+    assert [item.path for item in items] == [*longest, *others]
 
 
 async def test_waiting_returns_what_came() -> None:

@@ -32,6 +32,8 @@ LOOSE_TASKS: dict[str, str] = {
 QUIET_CATCHES: dict[str, str] = {
     "genie/controller/store/sqlite_file.py::SqliteFile.run": "runs each part alone, and that logs",
     "genie/cluster/loop_thread.py::LoopThread._carry_out": "_finish() hands it to the future",
+    "genie/controller/ledger.py::Ledger._carry_out": "_refuse() hands it to those who asked",
+    "genie/controller/ledger.py::Ledger._built": "_answer() hands it to the one who asked, after the commit",
 }
 
 # Spelled in halves so that this file does not name them.

@@ -16,6 +16,7 @@ from genie.cluster import init
 from genie.model.job import JobState
 from tests.integration.machine import machines
 from tests.integration.running import RunningCluster, python_job
+from tests.waiting import wait_until
 
 CLIENT = """
     import genie, torch
@@ -57,6 +58,27 @@ async def test_jobs_spread_over_nodes_and_each_node_has_its_own_index(
         try:
             assert state.transport_coordinator is not None
             assert [ref.node_id for ref in state.transport_coordinator.refs] == ["a", "b"]
+        finally:
+            await asyncio.to_thread(init.shutdown_blocking)
+
+
+@pytest.mark.timeout(120)
+async def test_a_node_that_joins_later_gets_the_next_index(tmp_path: Path) -> None:
+    def work() -> float:
+        wait_until(lambda: torch.remote_accelerator.device_count() == 2, timeout_s=60)  # type: ignore[attr-defined]
+        return float((here.to("remote_accelerator:1") * 2).sum())
+
+    async with machines(tmp_path, "b") as cluster:
+        config = cluster.settings().cluster
+        state = await genie.init(
+            config.master_addr, config.master_port, token=config.token, heartbeat_interval=0.2
+        )
+        try:
+            here = await asyncio.to_thread(torch.ones, 3, device="remote_accelerator:0")
+            await cluster.start_agent("a")
+            assert await asyncio.to_thread(work) == 6
+            assert state.transport_coordinator is not None
+            assert [ref.node_id for ref in state.transport_coordinator.refs] == ["b", "a"]
         finally:
             await asyncio.to_thread(init.shutdown_blocking)
 

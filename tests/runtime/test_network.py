@@ -226,3 +226,49 @@ async def test_a_frame_over_the_cap_is_refused_by_the_client_too() -> None:
         with pytest.raises(FrameTooLargeError):
             await channel.receive()
         channel.close()
+
+
+async def test_frames_arrive_whole_however_they_are_cut() -> None:
+    frames = [
+        wire.pack(wire.Kind.REQUEST, number, bytes([number]) * size) for number, size in enumerate(SIZES)
+    ]
+    stream = b"".join(frames)
+
+    for step in (1, 7, wire.HEADER_BYTES, 4096, len(stream)):
+
+        async def send_in_steps(channel: Channel, step: int = step) -> None:
+            for start in range(0, len(stream), step):
+                await channel.send(stream[start : start + step])
+
+        async with serving(send_in_steps) as port:
+            channel = await TcpNetwork().connect("127.0.0.1", port, tls=None, timeout_s=5)
+            for number, size in enumerate(SIZES):
+                assert await channel.receive() == (wire.Kind.REQUEST, number, bytes([number]) * size)
+            with pytest.raises(ConnectionLostError, match=r"closed the connection$"):
+                await channel.receive()
+            channel.close()
+
+
+SIZES = (0, 1, 5, 0, 300, 9, 20_000, 3)
+
+
+async def test_what_is_sent_at_once_is_bounded_and_goes_on_when_it_is_read() -> None:
+    frame, done = wire.pack(wire.Kind.REPLY, 1, b"x" * 10_000), asyncio.Event()
+    sent = 0
+
+    async def fill(channel: Channel) -> None:
+        nonlocal sent
+        while channel.try_send_nowait(frame):
+            sent += 1
+            await asyncio.sleep(0)
+        done.set()
+        await channel.send(frame)
+        channel.close()
+        assert not channel.try_send_nowait(frame), "not on a connection that is closed"
+
+    async with serving(fill) as port, asyncio.timeout(20):
+        channel = await TcpNetwork().connect("127.0.0.1", port, tls=None, timeout_s=5)
+        await done.wait()
+        for _ in range(sent + 1):
+            assert len((await channel.receive()).payload) == 10_000
+        channel.close()

@@ -29,6 +29,7 @@ from tests.waiting import until
 
 YES = Probe(available=True, reason="there")
 NO = Probe(available=False, reason="no device; no library", fix="buy one")
+WITH_ALL = {name: dataclasses.replace(info, implemented=True) for name, info in BACKENDS.items()}
 
 
 def result_of(
@@ -306,9 +307,8 @@ def test_auto_falls_back_to_tcp_from_a_better_backend_without_a_transport(
 
 
 def test_a_backend_with_a_transport_is_chosen_in_the_documented_order() -> None:
-    backends = {name: dataclasses.replace(info, implemented=True) for name, info in BACKENDS.items()}
     probes = result_of(dpdk=YES, gpu_direct=YES, rdma=YES).probes
-    advice = recommend(probes, tcp_rtt_ms=0.4, backends=backends)
+    advice = recommend(probes, tcp_rtt_ms=0.4, backends=WITH_ALL)
     assert advice is not None
     assert (advice.backend, advice.fallback_from) == ("dpdk_gpudev", None)
     assert (advice.est_bandwidth_gbps, advice.est_latency_ms) == (95.0, 0.03)
@@ -333,20 +333,23 @@ def test_tcp_asked_for_is_tcp_taken() -> None:
 
 def test_a_backend_asked_for_that_is_absent_is_an_error_with_reason_and_fix() -> None:
     with pytest.raises(ConfigError) as caught:
-        select_backend("rdma", result_of())
+        select_backend("rdma", result_of(), backends=WITH_ALL)
     assert caught.value.message == "backend 'rdma' does not work on this machine: no device; no library"
     assert caught.value.hint == "buy one, or use backend 'auto'"
 
 
 def test_a_backend_asked_for_without_a_transport_is_an_error_that_says_so() -> None:
-    with pytest.raises(ConfigError, match=r"'rdma' is there on this machine, but .* no transport"):
-        select_backend("rdma", result_of(rdma=YES))
+    for probe in (YES, NO):
+        with pytest.raises(
+            ConfigError, match=r"no transport for backend 'rdma' \(use backend 'auto' or 'tcp'\)"
+        ):
+            select_backend("rdma", result_of(rdma=probe))
 
 
 def test_dpdk_gpudev_is_absent_when_either_half_is() -> None:
     lacks_gpu = Probe(available=False, reason="no CUDA GPU")
     with pytest.raises(ConfigError, match=r"'dpdk_gpudev' does not work on this machine: no CUDA GPU"):
-        select_backend("dpdk_gpudev", result_of(dpdk=YES, gpu_direct=lacks_gpu))
+        select_backend("dpdk_gpudev", result_of(dpdk=YES, gpu_direct=lacks_gpu), backends=WITH_ALL)
 
 
 def test_an_unknown_backend_is_an_error_with_the_allowed_names() -> None:

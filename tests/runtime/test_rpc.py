@@ -184,6 +184,9 @@ class _Unread:
         self.sent += 1
         await self.closed.wait()
 
+    def try_send_nowait(self, frame: bytes) -> bool:
+        return False
+
     async def receive(self) -> wire.Frame:
         if self._asks:
             self._asks -= 1

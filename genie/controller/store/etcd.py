@@ -29,6 +29,7 @@ from genie.controller.store.limits import (
 )
 from genie.controller.store.protocol import (
     RANGE_BYTES_MAX,
+    TXN_OPS_MAX,
     Compare,
     Delete,
     KeyValue,
@@ -52,6 +53,8 @@ _RANGE_STARTS_MAX = 3
 
 class EtcdStore:
     """A `Store` on an etcd cluster. Made by `open` inside the running loop."""
+
+    txn_ops_max = TXN_OPS_MAX
 
     def __init__(self, address: EtcdAddress, *, channels: EtcdChannels, clock: Clock) -> None:
         self.address = address

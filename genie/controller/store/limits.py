@@ -55,15 +55,16 @@ def check_ttl(ttl_s: float) -> None:
         raise UsageError(f"lease time {ttl_s} s is not above 0 and at most {LEASE_TTL_S_MAX:.0f} s")
 
 
-def check_transaction(compares: Sequence[Compare], operations: Sequence[Put | Delete]) -> int:
+def check_transaction(
+    compares: Sequence[Compare], operations: Sequence[Put | Delete], *, ops_max: int = TXN_OPS_MAX
+) -> int:
     """The transaction's size in bytes as it is counted against TXN_BYTES_MAX."""
-    if len(compares) > TXN_OPS_MAX or len(operations) > TXN_OPS_MAX:
+    if len(compares) > ops_max or len(operations) > ops_max:
         raise UsageError(
             f"a transaction of {len(compares)} compares and {len(operations)} operations is too long",
-            hint=f"at most {TXN_OPS_MAX} of each; split it",
+            hint=f"at most {ops_max} of each; split it",
         )
-    size_bytes = sum(_compare_bytes(compare) for compare in compares)
-    size_bytes += sum(_operation_bytes(operation) for operation in operations)
+    size_bytes = sum(map(_compare_bytes, compares)) + sum(map(_operation_bytes, operations))
     if size_bytes > TXN_BYTES_MAX:
         raise UsageError(f"a transaction of {size_bytes} bytes is over {TXN_BYTES_MAX}", hint="split it")
     if len({operation.key for operation in operations}) != len(operations):
@@ -74,11 +75,11 @@ def check_transaction(compares: Sequence[Compare], operations: Sequence[Put | De
 def _compare_bytes(compare: Compare) -> int:
     if compare.revision < 0:
         raise UsageError(f"compare of {compare.key!r} with revision {compare.revision}; the least is 0")
-    return len(encode_key(compare.key))
+    return _key_bytes(compare.key)
 
 
 def _operation_bytes(operation: Put | Delete) -> int:
-    key_bytes = len(encode_key(operation.key))
+    key_bytes = _key_bytes(operation.key)
     if isinstance(operation, Delete):
         return key_bytes
     if len(operation.value) > VALUE_BYTES_MAX:
@@ -88,6 +89,13 @@ def _operation_bytes(operation: Put | Delete) -> int:
     if operation.lease_id < 0:
         raise UsageError(f"put of {operation.key!r} names lease {operation.lease_id}; ids are above 0")
     return key_bytes + len(operation.value)
+
+
+def _key_bytes(key: str) -> int:
+    # What nearly all keys are; the rest, and errors, are seen to below.
+    if key.isascii() and 0 < len(key) <= KEY_BYTES_MAX:
+        return len(key)
+    return len(encode_key(key))
 
 
 def _encode(text: str, *, what: str) -> bytes:

@@ -3,7 +3,8 @@
 Limits that every engine holds, so that code written against one runs on the other:
 a key is 1 byte to 1 KiB of UTF-8, a value at most 1 MiB, a transaction at most 128
 compares and 128 operations and 1.375 MiB of keys and values in all, a lease at most a day.
-Over a limit is a UsageError.
+Over a limit is a UsageError. One limit may be higher: who can make use of longer transactions
+asks the engine (`txn_ops_max`).
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from typing import Literal, Protocol
+
+import msgspec
 
 KEY_BYTES_MAX = 1024
 VALUE_BYTES_MAX = 1024 * 1024
@@ -47,8 +50,7 @@ class RangeResult:
     more: bool
 
 
-@dataclass(frozen=True, slots=True)
-class Compare:
+class Compare(msgspec.Struct, frozen=True):
     """The key must have this revision; 0 means: the key must not exist."""
 
     key: str
@@ -56,15 +58,13 @@ class Compare:
     field: Literal["mod", "create"] = "mod"
 
 
-@dataclass(frozen=True, slots=True)
-class Put:
+class Put(msgspec.Struct, frozen=True):
     key: str
     value: bytes
     lease_id: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Delete:
+class Delete(msgspec.Struct, frozen=True):
     key: str
 
 
@@ -92,6 +92,9 @@ class WatchEvent:
 class Store(Protocol):
     """Linearizable. Every method raises StoreUnavailableError past `timeout_s`; a commit that
     timed out may or may not have happened, and the caller finds out by reading."""
+
+    txn_ops_max: int
+    """Compares, and operations, that this engine takes in one transaction: TXN_OPS_MAX or more."""
 
     async def range(
         self, prefix: str, *, start_after: str = "", limit: int = 1000, timeout_s: float = 5.0

@@ -61,6 +61,8 @@ class _Call:
 class SqliteStore:
     """A `Store` on one file. Made by `open`; `close` gives the file back."""
 
+    txn_ops_max = 1024
+
     def __init__(self, file: SqliteFile, *, thread: ThreadPoolExecutor, background: Background, clock: Clock):
         self._file = file
         self._thread = thread
@@ -122,7 +124,7 @@ class SqliteStore:
         self, compares: Sequence[Compare], operations: Sequence[Put | Delete], *, timeout_s: float = 5.0
     ) -> TxnResult:
         compares, operations = tuple(compares), tuple(operations)
-        size_bytes = check_transaction(compares, operations)
+        size_bytes = check_transaction(compares, operations, ops_max=self.txn_ops_max)
         named = {op.lease_id for op in operations if isinstance(op, Put) and op.lease_id}
         lost = frozenset(lease_id for lease_id in named if self._leases.is_lost(lease_id))
         return await self._ask(

@@ -15,10 +15,13 @@ from __future__ import annotations
 
 import logging
 import sqlite3
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
+from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import quote
 
 from genie.controller.store.file_lock import make_private_file, take_lock
@@ -53,6 +56,9 @@ APPLICATION_ID = 0x47454E45
 HISTORY_PAGE_EVENTS = 500
 HISTORY_PAGE_BYTES = 4 * 1024 * 1024
 HISTORY_BYTES_MAX = 256 * 1024 * 1024
+# A page that changes often is copied from the log once for all of that: 32 MiB of 4 KiB pages.
+CHECKPOINT_PAGES = 8192
+CACHE_KIB = 32 * 1024
 
 _SCHEMA = """
 CREATE TABLE meta (name TEXT PRIMARY KEY, value INTEGER NOT NULL) WITHOUT ROWID;
@@ -67,6 +73,10 @@ CREATE TABLE lease (id INTEGER PRIMARY KEY AUTOINCREMENT);
 """
 
 Work = Callable[["SqliteFile"], object]
+_Item = TypeVar("_Item")
+
+# Rows in one statement. The thread lets the program go on at each, and then has to wait for its turn.
+_PART_SIZES = (64, 16, 4, 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +114,11 @@ class SqliteFile:
         self._revision = 0
         self._compacted = 0
         self._changed: list[bytes] = []
-        self._bytes_since_trim = 0
+        self._kept: deque[tuple[int, int]] = deque()
+        """Each revision that history has, and its bytes there; no more than history may have."""
+        self._kept_bytes = 0
+        self._recorded: list[tuple[int, int]] = []
+        """Those of the transaction that is under way."""
 
     @classmethod
     def open(cls, path: Path, *, history_revisions: int, size_bytes_max: int) -> SqliteFile:
@@ -171,14 +185,22 @@ class SqliteFile:
         lost_leases: frozenset[int] = frozenset(),
     ) -> TxnResult:
         """`lost_leases` are over by the clock though their keys may still stand."""
-        if not all(self._holds(compare) for compare in compares):
+        if not self._hold(compares):
             return TxnResult(succeeded=False, revision=self._revision)
         for lease_id in {op.lease_id for op in operations if isinstance(op, Put) and op.lease_id}:
             if lease_id in lost_leases or not self._has_lease(lease_id):
                 raise LeaseLostError(f"lease {lease_id} has expired or was revoked", hint="grant a new one")
         revision = self._revision + 1
-        changes = [self._apply(operation, revision) for operation in operations]
-        if any(changes):
+        gone = self._delete([encode_key(op.key) for op in operations if isinstance(op, Delete)])
+        puts = [(encode_key(op.key), op.value, op.lease_id) for op in operations if isinstance(op, Put)]
+        self._put(puts, revision)
+        changes = [
+            (encode_key(op.key), op.value if isinstance(op, Put) else None)
+            for op in operations
+            if isinstance(op, Put) or encode_key(op.key) in gone
+        ]
+        if changes:
+            self._record(revision, changes)
             self._set_revision(revision)
         return TxnResult(succeeded=True, revision=self._revision)
 
@@ -264,12 +286,19 @@ class SqliteFile:
             raise StoreUnavailableError(f"the file system under {self.path} does not allow a write-ahead log")
         self._db.execute("PRAGMA synchronous = FULL")
         self._db.execute(f"PRAGMA journal_size_limit = {64 * 1024 * 1024}")
+        self._db.execute(f"PRAGMA wal_autocheckpoint = {CHECKPOINT_PAGES}")
+        self._db.execute(f"PRAGMA cache_size = -{CACHE_KIB}")
         page_bytes = self._pragma("page_size")
         self._db.execute(f"PRAGMA max_page_count = {max(1, size_bytes_max // page_bytes)}")
         if self._is_new():
             self._make_schema()
         self._revision = self._meta("revision")
         self._compacted = self._meta("compacted")
+        sizes = (
+            "SELECT rev, sum(length(key) + ifnull(length(value), 0)) FROM history GROUP BY rev ORDER BY rev"
+        )
+        self._kept.extend(self._db.execute(sizes).fetchall())
+        self._kept_bytes = sum(size_bytes for _, size_bytes in self._kept)
         # Their holders died with the process that had the file open.
         (cleared,) = self._transact([SqliteFile._revoke_all])
         if isinstance(cleared, GenieError):
@@ -297,13 +326,16 @@ class SqliteFile:
     def _transact(self, works: Sequence[Work]) -> list[object]:
         """Outcomes after the commit. StoreError when SQLite failed; then nothing has changed."""
         before = (self._revision, self._compacted)
-        self._changed = []
+        self._changed, self._recorded = [], []
         try:
             self._db.execute("BEGIN IMMEDIATE")
             outcomes = [self._attempt(work) for work in works]
             if self._revision != before[0]:
                 self._set_meta("revision", self._revision)
             self._db.execute("COMMIT")
+            self._kept.extend(self._recorded)
+            self._kept_bytes += sum(size_bytes for _, size_bytes in self._recorded)
+            self._forget(self._compacted)
         except BaseException as error:
             self._revision, self._compacted = before
             self._changed = []
@@ -343,54 +375,84 @@ class SqliteFile:
         """History past its bounds goes, in a transaction of its own: a commit never fails for it."""
         slack = max(1, self._history_revisions // 10)
         too_long = self._revision - self._compacted > self._history_revisions + slack
-        if not too_long and self._bytes_since_trim < HISTORY_BYTES_MAX // 8:
+        if not too_long and self._kept_bytes <= HISTORY_BYTES_MAX:
             return
         try:
             self._transact([SqliteFile._trim])
-            self._bytes_since_trim = 0
         except StoreError as error:
             log.warning("store %s: history could not be trimmed: %s", self.path, error)
 
     def _trim(self) -> None:
+        """A little more than is due: not at every commit from now on, and not so much that others wait."""
         keep_from = self._revision - self._history_revisions
-        left_bytes = HISTORY_BYTES_MAX
-        for rev, size_bytes in self._db.execute(
-            "SELECT rev, length(key) + ifnull(length(value), 0) FROM history WHERE rev > ? ORDER BY rev DESC",
-            (keep_from,),
-        ).fetchall():
-            left_bytes -= size_bytes
-            if left_bytes < 0:
-                keep_from = rev
+        left_bytes = self._kept_bytes
+        for revision, size_bytes in self._kept:
+            if revision > keep_from and left_bytes <= HISTORY_BYTES_MAX - HISTORY_BYTES_MAX // 64:
                 break
+            keep_from = max(keep_from, revision)
+            left_bytes -= size_bytes
         if keep_from > self._compacted:
             self.compact(keep_from)
 
+    def _forget(self, revision: int) -> None:
+        """History up to that revision is gone for good."""
+        while self._kept and self._kept[0][0] <= revision:
+            self._kept_bytes -= self._kept.popleft()[1]
+
     # -- rows ---------------------------------------------------------------------------------
 
-    def _holds(self, compare: Compare) -> bool:
-        row = self._db.execute(
-            "SELECT create_rev, mod_rev FROM kv WHERE key = ?", (encode_key(compare.key),)
-        ).fetchone()
-        create_revision, mod_revision = row or (0, 0)
-        return compare.revision == (create_revision if compare.field == "create" else mod_revision)
+    def _hold(self, compares: Sequence[Compare]) -> bool:
+        absent = [encode_key(compare.key) for compare in compares if compare.revision == 0]
+        if self._standing(absent):
+            return False
+        for column in ("create", "mod"):
+            pairs = [
+                (encode_key(compare.key), compare.revision)
+                for compare in compares
+                if compare.field == column and compare.revision > 0
+            ]
+            for part in _parts(pairs):
+                # Counted over there: every row that comes back here is a change of threads.
+                row = self._db.execute(
+                    f"WITH wanted (key, rev) AS (VALUES {_rows(len(part), 2)})"  # noqa: S608
+                    " SELECT count(*) FROM wanted CROSS JOIN kv"
+                    f" WHERE kv.key = wanted.key AND kv.{column}_rev = wanted.rev",
+                    list(chain.from_iterable(part)),
+                ).fetchone()
+                if row[0] != len(part):
+                    return False
+        return True
+
+    def _standing(self, keys: Sequence[bytes]) -> set[bytes]:
+        """Those of these keys that there are."""
+        found: set[bytes] = set()
+        for part in _parts(keys):
+            places = _places(len(part))
+            row = self._db.execute(
+                f"SELECT group_concat(hex(key)) FROM kv WHERE key IN {places}",  # noqa: S608
+                part,
+            ).fetchone()
+            found.update(bytes.fromhex(key) for key in (row[0] or "").split(",") if key)
+        return found
 
     def _has_lease(self, lease_id: int) -> bool:
         return self._db.execute("SELECT 1 FROM lease WHERE id = ?", (lease_id,)).fetchone() is not None
 
-    def _apply(self, operation: Put | Delete, revision: int) -> bool:
-        key = encode_key(operation.key)
-        if isinstance(operation, Delete):
-            if self._db.execute("DELETE FROM kv WHERE key = ?", (key,)).rowcount == 0:
-                return False
-            self._record(revision, key, None)
-            return True
-        self._db.execute(
-            "INSERT INTO kv VALUES (?, ?, ?, ?, ?) ON CONFLICT (key) DO UPDATE"
-            " SET value = excluded.value, mod_rev = excluded.mod_rev, lease = excluded.lease",
-            (key, operation.value, revision, revision, operation.lease_id),
-        )
-        self._record(revision, key, operation.value)
-        return True
+    def _put(self, rows: Sequence[tuple[bytes, bytes, int]], revision: int) -> None:
+        for part in _parts(rows):
+            values = [(key, value, revision, revision, lease_id) for key, value, lease_id in part]
+            self._db.execute(
+                f"INSERT INTO kv VALUES {_rows(len(part), 5)} ON CONFLICT (key) DO UPDATE"  # noqa: S608
+                " SET value = excluded.value, mod_rev = excluded.mod_rev, lease = excluded.lease",
+                list(chain.from_iterable(values)),
+            )
+
+    def _delete(self, keys: Sequence[bytes]) -> set[bytes]:
+        """Those that were there."""
+        gone = self._standing(keys)
+        for part in _parts(keys):
+            self._db.execute(f"DELETE FROM kv WHERE key IN {_places(len(part))}", part)  # noqa: S608
+        return gone
 
     def _delete_keys(self, condition: str, values: tuple[int, ...]) -> None:
         """All at one revision. `condition` is a constant of this file, never a caller's text."""
@@ -398,15 +460,18 @@ class SqliteFile:
         if not keys:
             return
         revision = self._revision + 1
-        for (key,) in keys:
-            self._db.execute("DELETE FROM kv WHERE key = ?", (key,))
-            self._record(revision, key, None)
+        self._delete([key for (key,) in keys])
+        self._record(revision, [(key, None) for (key,) in keys])
         self._set_revision(revision)
 
-    def _record(self, revision: int, key: bytes, value: bytes | None) -> None:
-        self._db.execute("INSERT INTO history (rev, key, value) VALUES (?, ?, ?)", (revision, key, value))
-        self._changed.append(key)
-        self._bytes_since_trim += len(key) + len(value or b"")
+    def _record(self, revision: int, changes: Sequence[tuple[bytes, bytes | None]]) -> None:
+        for part in _parts(changes):
+            self._db.execute(
+                f"INSERT INTO history (rev, key, value) VALUES {_rows(len(part), 3)}",  # noqa: S608
+                list(chain.from_iterable((revision, key, value) for key, value in part)),
+            )
+        self._changed += [key for key, _ in changes]
+        self._recorded.append((revision, sum(len(key) + len(value or b"") for key, value in changes)))
 
     def _set_revision(self, revision: int) -> None:
         # Written to the file once a transaction, in _transact.
@@ -453,3 +518,22 @@ class SqliteFile:
         if primary in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB):
             return self._corrupt(str(error))
         return StoreUnavailableError(f"the store file {self.path} does not answer: {error} ({name})")
+
+
+def _parts(rows: Sequence[_Item]) -> Iterator[Sequence[_Item]]:
+    """All of them, in as few statements as possible. Sizes are few, so that each is compiled once."""
+    start = 0
+    for size in _PART_SIZES:
+        while len(rows) - start >= size:
+            yield rows[start : start + size]
+            start += size
+
+
+@cache
+def _places(count: int) -> str:
+    return "(" + ", ".join("?" * count) + ")"
+
+
+@cache
+def _rows(count: int, columns: int) -> str:
+    return ", ".join([_places(columns)] * count)

@@ -87,8 +87,9 @@ class ClusterState(Protocol):
 class Placer(ClusterState, Protocol):
     """Chooses. The same calls in the same order give the same answers."""
 
-    def observe(self, request_class: int) -> None:
-        """A request has arrived: once each, however often it is tried. Policies that learn, learn from it."""
+    def observe(self, request_class: int, tenant: int) -> None:
+        """A request has arrived: once each, however often it is tried. Policies that learn, learn from it,
+        and refresh() prepares for it."""
         ...
 
     def choose(self, request_class: int, tenant: int) -> Place | None:

@@ -8,8 +8,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 
-from genie.scheduler.placement.plain import Cost, Node, Policy, Request
 from genie.scheduler.placement.protocol import FULL_MILLI, TypicalShape
+from genie.scheduler.placement.state import Cost, Node, Policy, Request
 
 # The published scores divide by the largest node of their cluster.
 _CPU_MILLI_MAX = 128000.0

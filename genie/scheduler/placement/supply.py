@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from genie.scheduler.placement.plain import Cluster, Cost, Gpu, Node, Policy, Request
 from genie.scheduler.placement.protocol import ANY_MODEL, FULL_MILLI, MODELS_MAX
+from genie.scheduler.placement.state import Cluster, Cost, Gpu, Node, Policy, Request
 
 SEQUENCES = 32
 DRAWS = 60
@@ -113,11 +113,14 @@ class Supply(Policy):
                 self._ask(wanted.models, wanted.gpus, DOUBT * wanted.gpu_volume)
         if not history:
             return
+        models = sorted({node.model for node in self._cluster.nodes if node.gpus})
         for gpus in self._several:
             if gpus.bit_count() == 1:
                 self._ask(ANY_MODEL, gpus, gpus * FULL_MILLI)
+                for model in models:
+                    self._ask(1 << model, gpus, gpus * FULL_MILLI // len(models))
         shares = [wanted.gpu_milli for wanted in history if wanted.gpus == 1]
-        for model in sorted({node.model for node in self._cluster.nodes if node.gpus}) if shares else ():
+        for model in models if shares else ():
             self._ask(1 << model, 1, sum(shares) // len(shares))
 
     def _ask(self, models: int, gpus: int, volume: int) -> None:

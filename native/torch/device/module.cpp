@@ -10,6 +10,7 @@
 #include "errors.h"
 #include "guard.h"
 #include "interrupts.h"
+#include "memory.h"
 #include "roster.h"
 #include "storage.h"
 
@@ -55,27 +56,21 @@ ConnectionPtr connect(py::handle stream, int index, const std::string& device_na
 void attach(int count, py::function open) {
   auto callable = kept(std::move(open));
   find_main_thread();
+  py::gil_scoped_release go;
   roster().attach(count, [callable](int index) {
     py::gil_scoped_acquire gil;
     return (*callable)(index).cast<ConnectionPtr>();
   });
 }
 
-py::dict executor_counters(Connection& connection) {
-  connection.check_not_recording("reading counters");
-  Awaited awaited;
-  {
-    py::gil_scoped_release go;
-    Connection::Batch batch(connection);
-    batch.records().record(Record::Stats);
-    uint64_t number = batch.finish_ask(awaited);
-    connection.await(number, awaited);
-  }
-  Reader in(awaited.payload.data(), awaited.payload.size());
+py::dict read_executor_counters(Connection& connection, bool forget_peak) {
+  ExecutorCounters now = executor_counters(connection, forget_peak);
   py::dict found;
-  for (const char* name : {"tensors", "bytes_allocated", "bytes_allocated_peak", "bytes_max", "ops"}) {
-    found[name] = in.u64();
-  }
+  found["tensors"] = now.tensors;
+  found["bytes_allocated"] = now.bytes;
+  found["bytes_allocated_peak"] = now.bytes_peak;
+  found["bytes_max"] = now.bytes_max;
+  found["ops"] = now.ops;
   return found;
 }
 
@@ -220,7 +215,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def("synchronize", &Connection::synchronize, without_gil)
       .def("send", &send_inputs)
       .def("seed", &seed, without_gil)
-      .def("executor_counters", &executor_counters)
+      .def("executor_counters", &read_executor_counters, py::kw_only(), py::arg("forget_peak") = false)
       .def("client_counters", &client_counters)
       .def("begin_graph", &Connection::begin_graph, without_gil)
       .def("end_graph", &Connection::end_graph, without_gil)

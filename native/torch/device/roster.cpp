@@ -17,10 +17,11 @@ Roster& roster() {
   return *the_roster;
 }
 
+// What is replaced here is let go of without the lock: that may need the GIL, whose holder may want the lock.
 void Roster::attach(int count, Open open) {
   std::lock_guard<std::mutex> lock(mutex_);
-  open_ = std::move(open);
-  connections_.assign(static_cast<size_t>(count), ConnectionPtr());
+  open_.swap(open);
+  connections_.resize(static_cast<size_t>(count));
   while (generators_.size() < static_cast<size_t>(count)) {
     generators_.push_back(make_default_generator(static_cast<int>(generators_.size())));
   }
@@ -58,7 +59,10 @@ void Roster::check(int index) {
     std::lock_guard<std::mutex> lock(mutex_);
     open = open_;
   }
-  if (open) open(index);
+  if (open) {
+    open(index);  // raises; or the index came up a moment ago
+    return;
+  }
   raise("session.not_initialized",
         "remote_accelerator needs a session with a cluster; call `await genie.init(...)` first");
 }
@@ -80,9 +84,11 @@ ConnectionPtr Roster::connection(int index) {
     open = open_;
   }
   if (!open) check(count());
-  ConnectionPtr opened = open(index);
+  ConnectionPtr opened = open(index), before;
   std::lock_guard<std::mutex> lock(mutex_);
-  if (static_cast<size_t>(index) < connections_.size()) connections_[static_cast<size_t>(index)] = opened;
+  if (static_cast<size_t>(index) < connections_.size()) {
+    before = std::exchange(connections_[static_cast<size_t>(index)], opened);
+  }
   return opened;
 }
 

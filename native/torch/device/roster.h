@@ -17,6 +17,7 @@ using Open = std::function<ConnectionPtr(int index)>;
 
 class Roster {
  public:
+  // Again without a detach, with a higher count: more indices, and those that were there stay as they are.
   void attach(int count, Open open);
   // Connections stay with the tensors that use them; indices stand for nothing until the next attach.
   void detach();

@@ -5,6 +5,7 @@
 #include <c10/core/StorageImpl.h>
 
 #include "errors.h"
+#include "memory.h"
 #include "roster.h"
 
 namespace genie {
@@ -34,25 +35,6 @@ c10::DataPtr data_pointer(Connection& connection, uint32_t storage) {
           c10::Device(DEVICE_TYPE, static_cast<c10::DeviceIndex>(index))};
 }
 
-// For the paths of torch that make a storage by themselves, on the current device.
-struct RemoteAllocator final : c10::Allocator {
-  c10::DataPtr allocate(size_t bytes) override {
-    return genie::allocate(*roster().connection(roster().current()), bytes);
-  }
-  c10::DeleterFnPtr raw_deleter() const override { return nullptr; }
-  void copy_data(void*, const void*, size_t) const override {
-    raise("device.op_refused", "remote memory cannot be copied by its address");
-  }
-};
-
-RemoteAllocator the_allocator;
-
-}  // namespace
-
-c10::Allocator* allocator() { return &the_allocator; }
-
-namespace {
-
 // torch writes a storage to a file through a tensor that it makes of the bare pointer.
 Handle& handle_by_pointer(const void* pointer) {
   auto value = reinterpret_cast<uint64_t>(pointer);
@@ -81,7 +63,7 @@ Handle& handle_of(const c10::TensorImpl& tensor) {
 at::Tensor make_tensor(Connection& connection, uint32_t storage, const Output& output) {
   auto impl = c10::make_intrusive<c10::StorageImpl>(
       c10::StorageImpl::use_byte_size_t(), c10::SymInt(output.storage_bytes),
-      data_pointer(connection, storage), &the_allocator, /*resizable=*/true);
+      data_pointer(connection, storage), allocator(), /*resizable=*/true);
   at::Tensor tensor = at::detail::make_tensor<c10::TensorImpl>(
       c10::Storage(std::move(impl)), c10::DispatchKeySet(c10::DispatchKey::PrivateUse1),
       c10::scalarTypeToTypeMeta(output.dtype));
@@ -139,7 +121,3 @@ void write_view(Writer& writer, const at::Tensor& tensor) {
 }
 
 }  // namespace genie
-
-namespace c10 {
-REGISTER_ALLOCATOR(DeviceType::PrivateUse1, genie::allocator())
-}  // namespace c10

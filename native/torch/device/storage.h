@@ -15,8 +15,6 @@ struct Handle {
   uint32_t storage = 0;
 };
 
-c10::Allocator* allocator();
-
 // The storage's own; raises for a tensor that has none of ours.
 Handle& handle_of(const c10::TensorImpl& tensor);
 Handle& handle_of(const c10::StorageImpl& storage);

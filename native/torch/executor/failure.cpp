@@ -92,7 +92,7 @@ Said said_at_hand() {
   } catch (const std::bad_alloc&) {
     return {OUT_OF_MEMORY, "the executor is out of memory"};
   } catch (const std::exception& error) {
-    return {REMOTE_OP, error.what()};
+    return {says_out_of_memory(error.what()) ? OUT_OF_MEMORY : REMOTE_OP, error.what()};
   } catch (...) {
     return {REMOTE_OP, "an error without a name"};
   }

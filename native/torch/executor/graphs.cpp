@@ -1,7 +1,6 @@
 #include "graphs.h"
 
 #include <algorithm>
-#include <cstring>
 
 #include <ATen/ops/alias.h>
 #include <ATen/ops/empty_strided.h>
@@ -295,7 +294,7 @@ FailurePtr Graphs::run_step(Graph& graph, GraphStep& step) {
     storages_.allocate(step.storage, step.bytes);
     return nullptr;
   } catch (...) {
-    FailurePtr failure = failure_at_hand("", ops_.count());
+    FailurePtr failure = failure_at_hand("memory of a captured graph", ops_.count());
     storages_.poison(step.storage, failure);
     return failure;
   }

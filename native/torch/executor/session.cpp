@@ -22,6 +22,7 @@ constexpr auto LOOK_EVERY = std::chrono::milliseconds(200);
 constexpr auto SPEAK_EVERY = std::chrono::seconds(1);
 // What failures of copies between executors name as their op.
 constexpr const char* COPY = "copy between devices";
+constexpr const char* MEMORY = "memory for a tensor";
 
 bool is_land(const uint8_t* records, size_t bytes) {
   return bytes >= sizeof(uint32_t) &&
@@ -210,7 +211,7 @@ void Session::take_record(Record kind, uint32_t argument, Reader& in) {
     case Record::FreeGenerator:
       return generators_.free(in.u32());
     case Record::Stats:
-      return reply_stats();
+      return reply_stats(/*forget_peak=*/argument == 1);
     case Record::Ship:
       return ship(in);
     case Record::Unship:
@@ -347,7 +348,7 @@ void Session::allocate(Reader& in) {
   try {
     storages_.allocate(storage, bytes);
   } catch (...) {
-    FailurePtr failure = failure_at_hand("", ops_.count());
+    FailurePtr failure = failure_at_hand(MEMORY, ops_.count());
     storages_.poison(storage, failure);
     note(failure);
   }
@@ -365,7 +366,7 @@ void Session::resize(Reader& in) {
     storages_.resize(slot, bytes);
   } catch (...) {
     // The client takes it for larger than it is, so it cannot be used any more.
-    FailurePtr failure = failure_at_hand("", ops_.count());
+    FailurePtr failure = failure_at_hand(MEMORY, ops_.count());
     storages_.spoil(slot, failure);
     note(failure);
   }
@@ -506,9 +507,10 @@ void Session::reply_generator_state(uint32_t generator) {
   answer([&] { outbox_.reply_tensor(generators_.state(generator).contiguous(), /*own=*/true); });
 }
 
-void Session::reply_stats() {
+void Session::reply_stats(bool forget_peak) {
   answer([&] {
     SessionStats now = stats();
+    if (forget_peak) storages_.forget_peak();
     Writer payload;
     payload.u64(now.storages);
     payload.u64(now.bytes_allocated);

@@ -87,7 +87,7 @@ class Session {
   void ask(Template& call, Reader& in);
   void synchronize();
   void reply_generator_state(uint32_t generator);
-  void reply_stats();
+  void reply_stats(bool forget_peak);
   void reply_report(uint32_t graph);
 
   void note(FailurePtr failure);

@@ -212,6 +212,8 @@ void StorageTable::count(int64_t more_bytes) {
   }
 }
 
+void StorageTable::forget_peak() { counters_.bytes_peak.store(bytes_in_use(), std::memory_order_relaxed); }
+
 at::Tensor StorageTable::empty_bytes(uint64_t bytes) const {
   return empty_on(device_, static_cast<int64_t>(bytes));
 }

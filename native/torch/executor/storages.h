@@ -85,6 +85,8 @@ class StorageTable {
 
   // Memory taken, or given back when negative, by results that have no number yet.
   void count(int64_t more_bytes);
+  // From now on the peak is counted anew.
+  void forget_peak();
   // Likewise, by copies on the shelf; from any thread.
   void count_shelved(int64_t more_bytes);
   // Likewise, by replies that are kept; it counts only when it is much.

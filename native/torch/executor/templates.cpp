@@ -448,7 +448,7 @@ std::unique_ptr<Template> TemplateReader::read(Reader& body) const {
 void TemplateReader::check(Template& made, const std::string& name, const std::string& overload) const {
   constexpr std::string_view NAMESPACE = "aten::";
   if (name.rfind(NAMESPACE, 0) != 0 || !allowed_.count(name.substr(NAMESPACE.size()))) {
-    throw Refused("it is not on the list");
+    throw Refused("it is not on the list (docs/DEVICE.md, \"What is not there\")");
   }
   made.op = c10::Dispatcher::singleton().findSchema({name, overload});
   if (!made.op) throw Refused("this torch does not have it");

@@ -366,7 +366,9 @@ async def test_a_watch_that_comes_back_to_a_compacted_history_is_told(etcd_url: 
 
 
 async def test_etcd_over_its_quota_is_full_and_can_still_be_read(tmp_path: Path) -> None:
-    server = EtcdServer(tmp_path, options=["--quota-backend-bytes", str(4 * 1024 * 1024)])
+    # Its size is known when a batch is written: with batches of one, after every change.
+    quota = ["--quota-backend-bytes", str(4 * 1024 * 1024), "--backend-batch-limit", "1"]
+    server = EtcdServer(tmp_path, options=quota)
     server.start()
     store = await EtcdStore.open(server.url)
     try:

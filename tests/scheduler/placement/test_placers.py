@@ -103,7 +103,8 @@ def test_wrong_calls_are_refused_and_change_nothing(placer: Placer) -> None:
         lambda: placer.take(whole, 1, node=0, gpus=[16]),
         lambda: placer.release(whole, node=0, gpus=[0]),
         lambda: placer.release(nothing, node=0, gpus=[]),
-        lambda: placer.observe(7),
+        lambda: placer.observe(7, 1),
+        lambda: placer.observe(whole, 0),
         lambda: placer.place(7, 1),
         lambda: placer.place(whole, 0),
         lambda: placer.node_state(-1),
@@ -120,7 +121,7 @@ def test_room_for_requests_of_several_gpus_is_kept(placer: Placer) -> None:
     node(placer, gpus=2)
     half, pair = placer.request_class(gpus=1, gpu_milli=500), placer.request_class(gpus=2, gpu_milli=1000)
     for number in (half, pair) * 20:
-        placer.observe(number)
+        placer.observe(number, 1)
     assert [placer.place(half, 1) for _ in range(4)] == [(0, (0,)), (0, (0,)), (0, (1,)), (0, (1,))]
     assert placer.place(pair, 1) == (1, (0, 1))
 
@@ -130,7 +131,7 @@ def test_nodes_that_only_some_can_use_are_left_to_them(placer: Placer) -> None:
     anyone = placer.request_class(gpus=1, gpu_milli=1000)
     picky = placer.request_class(gpus=1, gpu_milli=1000, models=0b01)
     for number in (anyone, picky) * 20:
-        placer.observe(number)
+        placer.observe(number, 1)
     assert [placer.place(anyone, 1) for _ in range(2)] == [(common, (0,)), (common, (1,))]
     assert placer.place(picky, 1) == (scarce, (0,))
 
@@ -145,7 +146,7 @@ def test_a_refresh_in_small_steps_ends_where_one_at_once_does() -> None:
         kinds = [placer.request_class(gpus=1, gpu_milli=milli, cpu_milli=500) for milli in (1000, 300, 700)]
         places = []
         for number in range(60):
-            placer.observe(kinds[number % 3])
+            placer.observe(kinds[number % 3], 1)
             while not placer.refresh(budget):
                 pass
             places.append(placer.place(kinds[number % 3], 1))

@@ -1,0 +1,208 @@
+"""Placements a second through a controller, and how long one takes when nothing else goes on.
+
+    python benchmarks/bench_placements.py [--json] [--rounds N] [--scheduler next-free|fifo] [--tls on|off]
+
+Three processes on loopback: a controller on SQLite in a fresh directory, 125 simulated nodes with 1,000
+GPUs that confirm launches and report exits (placement_roles.py), and this client. Each job asks for one
+GPU; the client counts it when the answer says where it was placed, which the controller says only when
+that is durable. Under load IN_FLIGHT jobs are asked for at a time, at low load one. Both are measured in
+turns, round by round. Beside them, without a goal, where the time goes: the processor time of each part for a
+placement. --profile says by function.
+
+`next-free` is a scheduler that costs next to nothing: what is measured is everything around it. Not for:
+the quality or the cost of decisions.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import report
+
+from genie import config
+from genie.model.job import JobSpec, JobState, Resources
+from genie.model.messages import GetJob, SubmitJob
+from genie.runtime.credentials import find_access, greet
+from genie.runtime.network import TcpNetwork
+from genie.runtime.rpc import Peer
+from genie.runtime.tasks import loop_factory
+
+RATE = report.Goal("value", ">=", 3000.0)
+LATENCY_P50 = report.value_at_most(5.0)
+IN_FLIGHT = 256
+LOAD_S = 4.0
+WARM_UP_S = 1.0
+QUIET_JOBS = 200
+QUIET_GAP_S = 0.005
+CALL_S = 30.0
+ROLES = Path(__file__).with_name("placement_roles.py")
+_TICKS = os.sysconf("SC_CLK_TCK")
+
+
+@dataclass
+class Samples:
+    rates_per_s: list[float] = field(default_factory=list)
+    busy_ms: list[float] = field(default_factory=list)
+    latencies_ms: list[float] = field(default_factory=list)
+    cpu_us: dict[str, list[float]] = field(default_factory=dict)
+    """Of each part, for a placement."""
+
+
+class Client:
+    """Submits one job at a time and says how long it took until it was placed."""
+
+    def __init__(self, peer: Peer) -> None:
+        self._peer = peer
+        self._numbers = itertools.count()
+        self._spec = JobSpec(name="bench", command=("true",), resources=Resources(gpus=1))
+
+    async def place_ms(self) -> float:
+        began = time.perf_counter()
+        request = SubmitJob(spec=self._spec, request_id=f"bench-{next(self._numbers)}")
+        job = (await self._peer.call(request, timeout_s=CALL_S)).job
+        while job.state is JobState.QUEUED:
+            ask = GetJob(job_id=job.job_id, while_state=JobState.QUEUED, wait_s=CALL_S / 2)
+            job = (await self._peer.call(ask, timeout_s=CALL_S)).job
+        if job.placement is None:
+            raise SystemExit(f"{job.job_id} is {job.state}: {job.reason}")
+        return (time.perf_counter() - began) * 1000
+
+
+async def under_load(client: Client, samples: Samples, parts: Parts) -> None:
+    """As many jobs in flight as there may be, for a while; the first second does not count."""
+    began_s = time.perf_counter()
+    from_s, until_s = began_s + WARM_UP_S, began_s + WARM_UP_S + LOAD_S
+    taken_ms: list[float] = []
+    cpu_s: dict[str, float] = {}
+
+    async def work() -> None:
+        while (now_s := time.perf_counter()) < until_s:
+            if now_s >= from_s and not cpu_s:
+                cpu_s.update(parts.cpu_s())
+            latency_ms = await client.place_ms()
+            if from_s <= time.perf_counter() < until_s:
+                taken_ms.append(latency_ms)
+
+    async with asyncio.TaskGroup() as group:
+        for _ in range(IN_FLIGHT):
+            group.create_task(work())
+    if not taken_ms:
+        raise SystemExit("nothing was placed")
+    samples.rates_per_s.append(len(taken_ms) / LOAD_S)
+    samples.busy_ms.extend(taken_ms)
+    for part, now_s in parts.cpu_s().items():
+        samples.cpu_us.setdefault(part, []).append((now_s - cpu_s[part]) / len(taken_ms) * 1e6)
+
+
+async def quiet(client: Client, samples: Samples) -> None:
+    for _ in range(QUIET_JOBS):
+        samples.latencies_ms.append(await client.place_ms())
+        await asyncio.sleep(QUIET_GAP_S)
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Process ids of the others."""
+
+    controller: int
+    agents: int
+
+    def cpu_s(self) -> dict[str, float]:
+        """Processor time so far. The controller's first thread has its loop, the other one its store."""
+        controller = f"/proc/{self.controller}"
+        loop_s = _cpu_seconds(f"{controller}/task/{self.controller}/stat")
+        return {
+            "controller_loop": loop_s,
+            "controller_store": _cpu_seconds(f"{controller}/stat") - loop_s,
+            "agents": _cpu_seconds(f"/proc/{self.agents}/stat"),
+            "client": time.process_time(),
+        }
+
+
+def _cpu_seconds(path: str) -> float:
+    """User and system time."""
+    fields = Path(path).read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / _TICKS
+
+
+@contextmanager
+def role(name: str, folder: Path, *more: str) -> Iterator[int]:
+    """The process id of a role that is ready."""
+    command = [sys.executable, str(ROLES), name, "--state-dir", str(folder), *more]
+    with (folder / f"{name}.log").open("wb") as output:
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=output)
+    assert process.stdout is not None
+    try:
+        if process.stdout.readline().strip() != b"ready":
+            raise SystemExit(f"the {name} did not start:\n{(folder / f'{name}.log').read_text()[-2000:]}")
+        yield process.pid
+    finally:
+        process.terminate()
+        process.wait(timeout=60)
+
+
+async def measure(folder: Path, *, rounds: int, parts: Parts) -> Samples:
+    settings = config.load({"paths.state_dir": str(folder)})
+    network, samples = TcpNetwork(), Samples()
+    access = await find_access(settings.cluster, state_dir=folder, network=network, timeout_s=CALL_S)
+    async with greet(network, access, timeout_s=CALL_S, program="bench") as (peer, _):
+        client = Client(peer)
+        await client.place_ms()
+        for _ in range(rounds):
+            await quiet(client, samples)
+            await under_load(client, samples, parts)
+            print(f"round: {samples.rates_per_s[-1]:.0f}/s", file=sys.stderr)
+    return samples
+
+
+def figures(samples: Samples) -> list[report.Figure]:
+    quiet_ms, busy_ms = samples.latencies_ms, samples.busy_ms
+    return [
+        report.figure(
+            "placements_rate",
+            statistics.median(samples.rates_per_s),
+            unit="1/s",
+            samples=samples.rates_per_s,
+            goal=RATE,
+        ),
+        report.figure("placement_quiet_p50", statistics.median(quiet_ms), samples=quiet_ms, goal=LATENCY_P50),
+        report.figure("placement_quiet_p99", report.percentile(quiet_ms, 0.99), samples=quiet_ms),
+        report.figure("placement_busy_p50", statistics.median(busy_ms), samples=busy_ms),
+        report.figure("placement_busy_p99", report.percentile(busy_ms, 0.99), samples=busy_ms),
+        *(
+            report.figure(f"cpu_{part}", statistics.median(taken_us), unit="us", samples=taken_us)
+            for part, taken_us in samples.cpu_us.items()
+        ),
+    ]
+
+
+def main() -> int:
+    parser = report.options((__doc__ or "").splitlines()[0], rounds=5)
+    parser.add_argument("--scheduler", choices=("next-free", "fifo"), default="next-free")
+    parser.add_argument("--tls", choices=("on", "off"), default="on")
+    parser.add_argument("--profile", type=Path, help="a folder for where each role's time goes; slows them")
+    given = parser.parse_args()
+    with report.own_place() as folder, ExitStack() as stack:
+        profiles: dict[str, list[str]] = {"controller": [], "agents": []}
+        if given.profile:
+            profiles = {name: ["--profile", str(given.profile / f"{name}.txt")] for name in profiles}
+        more = ["--scheduler", given.scheduler, "--tls", given.tls, *profiles["controller"]]
+        controller = stack.enter_context(role("controller", folder, *more))
+        agents = stack.enter_context(role("agents", folder, *profiles["agents"]))
+        with asyncio.Runner(loop_factory=loop_factory()) as runner:
+            samples = runner.run(measure(folder, rounds=given.rounds, parts=Parts(controller, agents)))
+    return report.conclude(figures(samples), as_json=given.json)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,283 @@
+"""The processes around bench_placements.py: a controller with a chosen scheduler, and a thousand GPUs.
+
+    python benchmarks/placement_roles.py controller --state-dir DIR [--scheduler NAME] [--tls on|off]
+    python benchmarks/placement_roles.py agents --state-dir DIR [--nodes 125] [--gpus 8]
+
+The agents are a stand-in at the edge: every node has joined, has its own connection and speaks the
+agents' protocol, but starts nothing. A job ends at its node's next tick, and the heartbeat of that tick
+says so. Each role prints `ready` and runs until SIGTERM. Not for: measuring.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import signal
+import sys
+from collections import Counter
+from collections.abc import Coroutine, Sequence
+from contextlib import suppress
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from genie import config
+from genie.agent.identity import read_identity
+from genie.agent.joining import join
+from genie.controller.controller import Controller
+from genie.controller.store.sqlite import SqliteStore
+from genie.errors import FencedError
+from genie.model.job import Job
+from genie.model.messages import (
+    AGENT_REQUESTS,
+    ConfirmLaunch,
+    CreateToken,
+    Done,
+    ExitReport,
+    Heartbeat,
+    Launch,
+    Message,
+    Register,
+    RunningJob,
+)
+from genie.model.node import GPUInfo, NodeInfo, NodeRole, NodeStatus, Vendor
+from genie.model.tenant import TokenKind
+from genie.runtime.clock import SystemClock
+from genie.runtime.credentials import find_access, greet
+from genie.runtime.network import TcpNetwork
+from genie.runtime.rpc import Peer
+from genie.runtime.tasks import collect_seldom, loop_factory
+from genie.scheduler import ClusterView, Decision, FifoScheduler, NodeState, Place, Scheduler, Wait
+from genie.telemetry import log
+
+TICK_S = 0.2
+CALL_S = 30.0
+
+
+class NextFree:
+    """Whole GPUs on the first node that has them: the least that a scheduler can cost. Nothing else is
+    looked at, so it stands in for one whose decisions are cheap."""
+
+    def decide(self, queue: Sequence[Job], cluster: ClusterView, now: float) -> list[Decision]:
+        nodes = iter(cluster.nodes.values())
+        node_id, free = "", [0][:0]
+        decisions: list[Decision] = []
+        for job in queue:
+            count = job.spec.resources.gpus
+            while len(free) < count and (node := next(nodes, None)) is not None:
+                node_id, free = node.node_id, _free_gpus(node)
+            if len(free) < count:
+                decisions.append(Wait(job.job_id, "every GPU is taken"))
+                continue
+            taken, free = tuple(free[:count]), free[count:]
+            decisions.append(Place(job.job_id, node_id, taken, f"free on node {node_id}"))
+        return decisions
+
+
+def _free_gpus(node: NodeState) -> list[int]:
+    if node.closed:
+        return []
+    held = {gpu_id for hold in node.ledger.holds for gpu_id in hold.gpu_ids}
+    return [gpu.gpu_id for gpu in node.info.gpus if gpu.gpu_id not in held]
+
+
+SCHEDULERS: dict[str, type[Scheduler]] = {"fifo": FifoScheduler, "next-free": NextFree}
+
+
+async def serve(state_dir: Path, *, scheduler: str, tls: str) -> None:
+    """What `python -m genie.controller` does, with that scheduler."""
+    settings = config.load({"controller.port": 0, "controller.tls": tls, "paths.state_dir": str(state_dir)})
+    log.configure(settings.log)
+    clock = SystemClock()
+    store = await SqliteStore.open(state_dir / "controller" / "store.sqlite3", clock=clock)
+    try:
+        controller = Controller(
+            settings.controller,
+            state_dir=state_dir,
+            store=store,
+            network=TcpNetwork(),
+            clock=clock,
+            name="bench",
+            scheduler=SCHEDULERS[scheduler](),
+        )
+        await until_told(controller.run(), controller.wait_ready())
+    finally:
+        await store.close()
+
+
+class Node:
+    """One agent: it accepts, confirms, and reports the end at the next tick."""
+
+    def __init__(self, info: NodeInfo, group: asyncio.TaskGroup) -> None:
+        self._info = info
+        self._group = group
+        self._running: dict[str, RunningJob] = {}
+
+    async def live(self, state_dir: Path, *, phase_s: float, up: asyncio.Semaphore) -> None:
+        network = TcpNetwork()
+        greeting = greet(
+            network,
+            read_identity(state_dir / "agents" / self._info.node_id),
+            timeout_s=CALL_S,
+            program="bench",
+            requests=AGENT_REQUESTS,
+            handler=self._handle,
+        )
+        async with greeting as (peer, _):
+            await peer.call(Register(node=self._info), timeout_s=CALL_S)
+            await self._beat(peer, ())
+            up.release()
+            await asyncio.sleep(phase_s)
+            while True:
+                await asyncio.sleep(TICK_S)
+                ended, self._running = tuple(self._running.values()), {}
+                await self._beat(peer, ended)
+
+    async def _handle(self, peer: Peer, request: Message) -> Message:
+        if isinstance(request, Launch):
+            self._group.create_task(self._confirm(peer, request.job_id, request.placement.epoch))
+        return Done()
+
+    async def _confirm(self, peer: Peer, job_id: str, epoch: int) -> None:
+        asked = ConfirmLaunch(job_id=job_id, epoch=epoch, incarnation=self._info.incarnation)
+        with suppress(FencedError):  # the launch is void
+            await peer.call(asked, timeout_s=CALL_S)
+            self._running[job_id] = RunningJob(job_id=job_id, epoch=epoch)
+
+    async def _beat(self, peer: Peer, ended: tuple[RunningJob, ...]) -> None:
+        exits = tuple(
+            ExitReport(job_id=job.job_id, epoch=job.epoch, exit_code=0, reason="", ended_at=0.0)
+            for job in ended
+        )
+        while True:
+            beat = Heartbeat(
+                node_id=self._info.node_id,
+                incarnation=self._info.incarnation,
+                node=self._info,
+                running=tuple(self._running.values()),
+                exits=exits,
+            )
+            ack = await peer.call(beat, timeout_s=CALL_S)
+            settled = {order.job_id for order in ack.settled}
+            exits = tuple(report for report in exits if report.job_id not in settled)
+            if not exits:
+                return
+
+
+def node_info(node_id: str, gpus: int) -> NodeInfo:
+    return NodeInfo(
+        node_id=node_id,
+        hostname=node_id,
+        role=NodeRole.WORKER,
+        host="127.0.0.1",
+        gpus=tuple(
+            GPUInfo(gpu_id=index, name="simulated", vendor=Vendor.NVIDIA, memory_total_bytes=80 << 30)
+            for index in range(gpus)
+        ),
+        cpus=128.0,
+        memory_total_bytes=1 << 40,
+        status=NodeStatus.HEALTHY,
+        incarnation=1,
+    )
+
+
+async def run_agents(state_dir: Path, *, nodes: int, gpus: int) -> None:
+    settings = config.load({"paths.state_dir": str(state_dir)})
+    network = TcpNetwork()
+    access = await find_access(settings.cluster, state_dir=state_dir, network=network, timeout_s=CALL_S)
+    infos = [node_info(f"node-{index:03d}", gpus) for index in range(nodes)]
+    async with greet(network, access, timeout_s=CALL_S, program="bench") as (peer, _):
+        for info in infos:
+            token = (await peer.call(CreateToken(kind=TokenKind.JOIN), timeout_s=CALL_S)).token
+            await join(
+                access.host,
+                access.port,
+                token,
+                state_dir=state_dir,
+                node_id_wish=info.node_id,
+                network=network,
+            )
+    up = asyncio.Semaphore(0)
+
+    async def live() -> None:
+        async with asyncio.TaskGroup() as group:
+            for index, info in enumerate(infos):
+                life = Node(info, group).live(state_dir, phase_s=TICK_S * index / nodes, up=up)
+                group.create_task(life)
+
+    async def all_up() -> None:
+        for _ in infos:
+            await up.acquire()
+
+    await until_told(live(), all_up())
+
+
+async def until_told(work: Coroutine[Any, Any, None], ready: Coroutine[Any, Any, None]) -> None:
+    """Runs `work` until SIGTERM; says `ready` when that comes true."""
+    stop = asyncio.Event()
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
+    collect_seldom()
+    async with asyncio.TaskGroup() as group:
+        running = group.create_task(work)
+        await ready
+        print("ready", flush=True)
+        await stop.wait()
+        running.cancel()
+
+
+class Samples:
+    """Where the loop's thread is, at each tick of processor time: by function, and with all it calls."""
+
+    def __init__(self) -> None:
+        self._own: Counter[str] = Counter()
+        self._with_calls: Counter[str] = Counter()
+
+    def start(self) -> None:
+        signal.signal(signal.SIGPROF, self._take)
+        signal.setitimer(signal.ITIMER_PROF, 0.001, 0.001)
+
+    def write(self, path: Path) -> None:
+        signal.setitimer(signal.ITIMER_PROF, 0.0)
+        total = self._own.total()
+        with path.open("w") as out:
+            for title, counts in (("own", self._own), ("with what it calls", self._with_calls)):
+                out.write(f"{title}, in percent of {total} samples\n")
+                for name, count in counts.most_common(60):
+                    out.write(f"{count / total:7.1%}  {name}\n")
+
+    def _take(self, _: int, frame: FrameType | None) -> None:
+        names = []
+        while frame is not None:
+            code = frame.f_code
+            names.append(f"{Path(code.co_filename).name}:{code.co_firstlineno} {code.co_qualname}")
+            frame = frame.f_back
+        self._own[names[0]] += 1
+        self._with_calls.update(set(names))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("role", choices=("controller", "agents"))
+    parser.add_argument("--state-dir", type=Path, required=True)
+    parser.add_argument("--scheduler", choices=sorted(SCHEDULERS), default="fifo")
+    parser.add_argument("--tls", choices=("on", "off"), default="on")
+    parser.add_argument("--nodes", type=int, default=125)
+    parser.add_argument("--gpus", type=int, default=8)
+    parser.add_argument("--profile", type=Path, help="write where the role's time went to this file")
+    given = parser.parse_args()
+    if given.role == "controller":
+        work = serve(given.state_dir, scheduler=given.scheduler, tls=given.tls)
+    else:
+        work = run_agents(given.state_dir, nodes=given.nodes, gpus=given.gpus)
+    samples = Samples()
+    if given.profile:
+        samples.start()
+    with asyncio.Runner(loop_factory=loop_factory()) as runner:
+        runner.run(work)
+    if given.profile:
+        samples.write(given.profile)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

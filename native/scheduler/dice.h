@@ -1,0 +1,24 @@
+// Chance that is the same on every machine, and in the plain version: splitmix64.
+#pragma once
+
+#include <cstdint>
+
+namespace genie {
+
+class Dice {
+ public:
+  explicit Dice(uint64_t seed) : state_(seed) {}
+
+  uint64_t roll() {
+    state_ += 0x9e3779b97f4a7c15;
+    uint64_t z = state_;
+    z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9;
+    z = (z ^ (z >> 27)) * 0x94d049bb133111eb;
+    return z ^ (z >> 31);
+  }
+
+ private:
+  uint64_t state_;
+};
+
+}  // namespace genie
