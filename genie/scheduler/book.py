@@ -122,7 +122,7 @@ class Book:
 
     def observe(self, request: Request) -> None:
         """It has arrived; policies learn from that."""
-        self._real.observe(self._class_of(request.shape, None))
+        self._real.observe(self._class_of(request.shape, None), self._tenant(request.tenant))
 
     def place(self, request: Request, workers: int) -> tuple[WorkerPlace, ...] | None:
         """All workers or none; they are held from now on."""

@@ -263,7 +263,10 @@ class _Pass:
 
     def _preempt(self, request: Request, eviction: victims.Eviction) -> None:
         running = self._scheduler._running
-        for job_id in eviction.victims:
+        victims_left = [job_id for job_id in eviction.victims if not self._take_back(job_id, request)]
+        if not victims_left and self._try_start(request, "it comes before others that wait"):
+            return
+        for job_id in victims_left:
             victim = running[job_id]
             until = min(victim.ends_at, self._now + victim.request.grace_s)
             running[job_id] = replace(victim, ends_at=until, is_leaving=True)
@@ -271,7 +274,17 @@ class _Pass:
             self._done.append(Preempt(job_id, request.job_id, victim.request.grace_s, why))
         at = max((job.ends_at for job in running.values() if job.is_leaving), default=self._now)
         self._scheduler._reservation = Reservation(request.job_id, at, eviction.places)
-        self._wait(request, f"waits for {', '.join(eviction.victims) or 'others'} to make room", at)
+        self._wait(request, f"waits for {', '.join(victims_left) or 'others'} to make room", at)
+
+    def _take_back(self, job_id: str, request: Request) -> bool:
+        """A start that was decided in this pass does not happen; whether it was one."""
+        starts = [each for each in self._done if isinstance(each, Start) and each.job_id == job_id]
+        if not starts:
+            return False
+        self._done.remove(starts[0])
+        self._scheduler.ended(job_id, again=True)
+        self._wait(self._scheduler._waiting[job_id], f"gives way to {request.job_id}")
+        return True
 
     def _reserve(self, request: Request) -> None:
         """Where it fits first when everybody runs as long as he may."""

@@ -234,6 +234,18 @@ def test_the_room_that_was_made_goes_to_the_one_it_was_made_for() -> None:
     assert desk.pass_time(10.0) == ["high"]
 
 
+def test_what_would_start_and_be_preempted_at_once_does_not_start() -> None:
+    desk = Desk(node("n", 2), rules=FIFO)
+    desk.submit("first", preemptible=True)
+    desk.submit("high", gpus=2, priority=5)
+    decisions = desk.decide()
+    assert [(type(each).__name__, each.job_id) for each in decisions] == [
+        ("Start", "high"),
+        ("Wait", "first"),
+    ]
+    assert decisions[1].reason == "gives way to high"
+
+
 def test_no_endless_preemption_between_two_tenants() -> None:
     quotas = Quotas({"a": Quota(of_gpus(2)), "b": Quota(of_gpus(2))})
     desk = Desk(node("n", 4), rules=Rules(order=Priority(), quotas=quotas))
