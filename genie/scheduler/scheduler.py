@@ -83,8 +83,8 @@ class Scheduler:
     """One cluster's. The same calls in the same order give the same decisions."""
 
     def __init__(self, book: Book, rules: Rules) -> None:
-        self._book = book
-        self._rules = rules
+        self.book = book
+        self.rules = rules
         self._waiting: dict[str, Request] = {}
         self._running: dict[str, Running] = {}
         self._reservation: Reservation | None = None
@@ -105,17 +105,17 @@ class Scheduler:
     # -- what happens -------------------------------------------------------------------------
 
     def set_node(self, facts: NodeFacts) -> None:
-        self._book.set_node(facts)
+        self.book.set_node(facts)
 
     def submit(self, request: Request) -> None:
         if request.job_id in self._waiting or request.job_id in self._running:
             raise UsageError(f"there is a job {request.job_id} already")
         self._waiting[request.job_id] = request
-        self._book.observe(request)
+        self.book.observe(request)
 
     def started(self, request: Request, places: tuple[WorkerPlace, ...], at: float) -> None:
         """It runs there already, whoever decided that."""
-        self._book.hold(request, places)
+        self.book.hold(request, places)
         self._waiting.pop(request.job_id, None)
         self._run(request, places, at)
 
@@ -127,9 +127,18 @@ class Scheduler:
     def ended(self, job_id: str, *, again: bool = False) -> None:
         """What it held is free. `again`: it waits from now on, as one that was preempted does."""
         running = self._running.pop(job_id)
-        self._book.release(job_id)
+        self.book.release(job_id)
         if again:
             self._waiting[job_id] = running.request
+
+    # -- looking ------------------------------------------------------------------------------
+
+    def scales(self, now: float) -> Scales:
+        return Scales(now, self.book.capacity, self.book.usage, self.rules.weights)
+
+    def why_quota(self, request: Request) -> str:
+        """Why its tenant may not start it now; empty when it may."""
+        return self.rules.quotas.why_not(request, request.least_workers, self.book.usage(request.tenant))
 
     # -- deciding -----------------------------------------------------------------------------
 
@@ -138,7 +147,7 @@ class Scheduler:
 
     def _run(self, request: Request, places: tuple[WorkerPlace, ...], at: float) -> None:
         limit_s = request.time_limit_s
-        ends_at = at + (self._rules.assumed_s if limit_s is None else limit_s)
+        ends_at = at + (self.rules.assumed_s if limit_s is None else limit_s)
         self._running[request.job_id] = Running(Held(request, places), at, ends_at)
         self._drop_reservation(request.job_id)
 
@@ -152,8 +161,8 @@ class _Pass:
 
     def __init__(self, scheduler: Scheduler, now: float) -> None:
         self._scheduler = scheduler
-        self._book = scheduler._book
-        self._rules = scheduler._rules
+        self._book = scheduler.book
+        self._rules = scheduler.rules
         self._now = now
         self._done: list[Decision] = []
         self._waits: dict[str, tuple[str, float | None]] = {}
@@ -162,7 +171,7 @@ class _Pass:
 
     def run(self) -> list[Decision]:
         book, rules = self._book, self._rules
-        scales = Scales(self._now, book.capacity, book.usage, rules.weights)
+        scales = self._scheduler.scales(self._now)
         waiting = self._scheduler._waiting
         holder = self._holder
         with book.foreseeing() as then:
@@ -185,7 +194,7 @@ class _Pass:
     def _again(self, holder: Request, then: Foresight) -> None:
         """Its reservation may have come, or have become an earlier one. It is before all others in that."""
         self._scheduler._reservation = None
-        why = self._why_quota(holder)
+        why = self._scheduler.why_quota(holder)
         if why:
             self._wait(holder, why)
         elif not self._try_start(holder, "its reservation has come"):
@@ -193,7 +202,7 @@ class _Pass:
         self._look_ahead(then)
 
     def _consider(self, request: Request, then: Foresight) -> None:
-        why = self._why_quota(request) or self._refused.get(self._kind(request), "")
+        why = self._scheduler.why_quota(request) or self._refused.get(self._kind(request), "")
         if why:
             return self._wait(request, why)
         holder = self._holder
@@ -231,10 +240,6 @@ class _Pass:
         """Who may take over a reservation: an owner from a borrower, then the higher priority."""
         after = self._book.usage(request.tenant) + request.amounts(request.least_workers)
         return (self._rules.quotas.is_within_own(request.tenant, after), request.priority)
-
-    def _why_quota(self, request: Request) -> str:
-        usage = self._book.usage(request.tenant)
-        return self._rules.quotas.why_not(request, request.least_workers, usage)
 
     # -- room ---------------------------------------------------------------------------------
 

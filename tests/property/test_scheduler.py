@@ -149,7 +149,7 @@ def check_books(world: World) -> None:
 
 
 def check_quotas(world: World) -> None:
-    quotas = world.desk.scheduler._rules.quotas
+    quotas = world.desk.scheduler.rules.quotas
     for tenant, quota in quotas.by_tenant.items():
         usage = world.desk.book.usage(tenant)
         assert fits(usage, quota.own + quota.borrowed)
