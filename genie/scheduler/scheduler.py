@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
 from genie.errors import UsageError
-from genie.scheduler import victims
+from genie.scheduler import migration, victims
 from genie.scheduler.book import Book, Foresight, Held
 from genie.scheduler.order import FairShare, Order, Scales, in_order
 from genie.scheduler.quota import Quotas
@@ -65,6 +65,8 @@ class Rules:
     weights: Mapping[str, float] = field(default_factory=dict)
     cost: victims.Cost = victims.lost_work
     preempts: bool = True
+    migrates: bool = True
+    """Whether preemptible jobs are moved to make room; each restarts elsewhere."""
     backfills: bool = True
     assumed_s: float = 86_400.0
     """How long a job without a time limit is taken to run. Nobody ends it then."""
@@ -264,7 +266,15 @@ class _Pass:
             )
             if eviction is not None:
                 return self._preempt(request, eviction)
+        if self._rules.migrates and not leaving:
+            moves = migration.plan(request, self._scheduler.running, book=self._book)
+            if moves is not None:
+                return self._migrate(request, moves)
         return self._reserve(request)
+
+    def _migrate(self, request: Request, plan: migration.Migration) -> None:
+        going = tuple(job_id for job_id, _ in plan.moves)
+        self._preempt(request, victims.Eviction(going, plan.places))
 
     def _preempt(self, request: Request, eviction: victims.Eviction) -> None:
         running = self._scheduler._running

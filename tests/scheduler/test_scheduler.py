@@ -261,6 +261,39 @@ def test_no_endless_preemption_between_two_tenants() -> None:
     assert len(preempted) <= 2
 
 
+# --- moving -------------------------------------------------------------------------------------
+
+
+def scattered(**wishes: object) -> Desk:
+    """Two free GPUs on each of two nodes; `moves`, on the second, may be interrupted."""
+    desk = Desk(node("a", 4), node("b", 4), rules=FIFO)
+    desk.submit("filler", shape=Shape(gpus=4, nodes=frozenset({"a"})))
+    desk.started()
+    desk.submit("moves", **{"gpus": 2, "preemptible": True, "grace_s": 3.0} | wishes)
+    desk.started()
+    desk.scheduler.ended("filler")
+    desk.submit("fixed", shape=Shape(gpus=2, nodes=frozenset({"a"})))
+    assert desk.started() == ["fixed"]
+    desk.submit("large", gpus=4)
+    return desk
+
+
+def test_what_can_be_interrupted_moves_so_that_a_large_job_fits() -> None:
+    desk = scattered()
+    assert desk.preempted() == ["moves"]
+    assert desk.pass_time(3.0) == ["large", "moves"]
+    assert [desk.book.held[job].places[0].node_id for job in ("large", "moves")] == ["b", "a"]
+
+
+def test_nobody_moves_who_would_fit_nowhere_else_or_did_not_agree() -> None:
+    pinned = scattered(shape=Shape(gpus=2, nodes=frozenset({"b"})))
+    assert pinned.preempted() == []
+    assert scattered(preemptible=False).preempted() == []
+    still = scattered()
+    still.scheduler.rules = Rules(order=Fifo(), migrates=False)
+    assert still.preempted() == []
+
+
 # --- quotas -------------------------------------------------------------------------------------
 
 
