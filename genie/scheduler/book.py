@@ -13,6 +13,7 @@ from typing import TypeAlias
 
 from genie.errors import UsageError
 from genie.scheduler.placement.protocol import MODELS_MAX, Place, Placer
+from genie.scheduler.quota import Claim
 from genie.scheduler.request import Amounts, NodeFacts, Request, Shape, Spread, Within, WorkerPlace, why_not
 
 MakePlacer = Callable[[str], Placer]
@@ -60,6 +61,7 @@ class Book:
         self._amounts: dict[Shape, int] = {}
         self._held: dict[str, Held] = {}
         self._usage: dict[str, Amounts] = {}
+        self._fixed: dict[str, Amounts] = {}
         self.capacity = Amounts()
 
     # -- reading ------------------------------------------------------------------------------
@@ -75,6 +77,13 @@ class Book:
 
     def usage(self, tenant: str) -> Amounts:
         return self._usage.get(tenant, Amounts())
+
+    def fixed(self, tenant: str) -> Amounts:
+        """Of the tenant's usage, what cannot be taken back."""
+        return self._fixed.get(tenant, Amounts())
+
+    def claims(self, tenant: str) -> list[Claim]:
+        return [(held.request, held.amounts) for held in self._held.values() if held.request.tenant == tenant]
 
     def free_on(self, node_id: str) -> tuple[int, int, tuple[tuple[int, int], ...]]:
         """Free CPU thousandths and memory, and of each GPU the free share and memory."""
@@ -154,16 +163,20 @@ class Book:
         for place in held.places:
             self._follow(held.request, place, taken=False)
             self._count(held.request, place, -1)
-        tenant = held.request.tenant
-        self._usage[tenant] -= held.amounts
+        self._add_usage(held.request, held.amounts.times(-1))
         return held
 
     def _note(self, request: Request, places: tuple[WorkerPlace, ...]) -> None:
         held = Held(request, places)
         self._held[request.job_id] = held
-        self._usage[request.tenant] = self.usage(request.tenant) + held.amounts
+        self._add_usage(request, held.amounts)
         for place in places:
             self._count(request, place, 1)
+
+    def _add_usage(self, request: Request, more: Amounts) -> None:
+        self._usage[request.tenant] = self.usage(request.tenant) + more
+        if not request.preemptible:
+            self._fixed[request.tenant] = self.fixed(request.tenant) + more
 
     def _count(self, request: Request, place: WorkerPlace, more: int) -> None:
         names, key = self._nodes[place.node_id].names, (request.tenant, request.name)

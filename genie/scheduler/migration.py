@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from genie.scheduler.book import Book, Supposition
+from genie.scheduler.book import Book
 from genie.scheduler.request import Request, Within, WorkerPlace, why_not
 from genie.scheduler.victims import Running
 
@@ -19,9 +19,9 @@ NODES_TRIED_MAX = 16
 
 @dataclass(frozen=True)
 class Migration:
-    """These go, each to where it fits now; then the job fits at these places."""
+    """These jobs go, and fit elsewhere; then the one that waits fits at these places."""
 
-    moves: tuple[tuple[str, tuple[WorkerPlace, ...]], ...]
+    moves: tuple[str, ...]
     places: tuple[WorkerPlace, ...]
 
 
@@ -60,18 +60,8 @@ def _cleared(
             places = then.place(here, here.least_workers)
             if places is None:
                 continue
-            moves = _moved(gone, then)
-            return None if moves is None else (_load(gone), Migration(moves, places))
+            if any(then.place(each.request, len(each.held.places)) is None for each in gone):
+                return None
+            moves = tuple(each.request.job_id for each in gone)
+            return _load(gone), Migration(moves, places)
     return None
-
-
-def _moved(
-    gone: Iterable[Running], then: Supposition
-) -> tuple[tuple[str, tuple[WorkerPlace, ...]], ...] | None:
-    moves = []
-    for each in gone:
-        places = then.place(each.request, len(each.held.places))
-        if places is None:
-            return None
-        moves.append((each.request.job_id, places))
-    return tuple(moves)

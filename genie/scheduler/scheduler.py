@@ -65,8 +65,8 @@ class Rules:
     weights: Mapping[str, float] = field(default_factory=dict)
     cost: victims.Cost = victims.lost_work
     preempts: bool = True
-    migrates: bool = True
-    """Whether preemptible jobs are moved to make room; each restarts elsewhere."""
+    moves_max: int = 2
+    """How often a preemptible job may be moved to make room for others; it restarts elsewhere each time."""
     backfills: bool = True
     assumed_s: float = 86_400.0
     """How long a job without a time limit is taken to run. Nobody ends it then."""
@@ -90,6 +90,8 @@ class Scheduler:
         self._waiting: dict[str, Request] = {}
         self._running: dict[str, Running] = {}
         self._reservation: Reservation | None = None
+        self._moves: dict[str, int] = {}
+        """How often jobs that are not over have been moved."""
 
     @property
     def waiting(self) -> list[Request]:
@@ -124,6 +126,7 @@ class Scheduler:
     def withdraw(self, job_id: str) -> None:
         """It waits no longer; nothing when it does not wait."""
         self._waiting.pop(job_id, None)
+        self._moves.pop(job_id, None)
         self._drop_reservation(job_id)
 
     def ended(self, job_id: str, *, again: bool = False) -> None:
@@ -132,15 +135,18 @@ class Scheduler:
         self.book.release(job_id)
         if again:
             self._waiting[job_id] = running.request
+        else:
+            self._moves.pop(job_id, None)
 
     # -- looking ------------------------------------------------------------------------------
 
     def scales(self, now: float) -> Scales:
         return Scales(now, self.book.capacity, self.book.usage, self.rules.weights)
 
-    def why_quota(self, request: Request) -> str:
-        """Why its tenant may not start it now; empty when it may."""
-        return self.rules.quotas.why_not(request, request.least_workers, self.book.usage(request.tenant))
+    def why_quota(self, request: Request, workers: int = 0) -> str:
+        """Why its tenant may not start it now with so many workers, or its least; empty when it may."""
+        usage, fixed = self.book.usage(request.tenant), self.book.fixed(request.tenant)
+        return self.rules.quotas.why_not(request, workers or request.least_workers, usage=usage, fixed=fixed)
 
     # -- deciding -----------------------------------------------------------------------------
 
@@ -195,13 +201,23 @@ class _Pass:
 
     def _again(self, holder: Request, then: Foresight) -> None:
         """Its reservation may have come, or have become an earlier one. It is before all others in that."""
-        self._scheduler._reservation = None
+        reservation, self._scheduler._reservation = self._scheduler._reservation, None
+        assert reservation is not None
         why = self._scheduler.why_quota(holder)
         if why:
             self._wait(holder, why)
-        elif not self._try_start(holder, "its reservation has come"):
+        elif not self._start_there(holder, reservation) and not self._try_start(holder, "it fits now"):
             self._make_room(holder)
         self._look_ahead(then)
+
+    def _start_there(self, holder: Request, reservation: Reservation) -> bool:
+        """At its own places before all others: for those room was made."""
+        try:
+            self._book.hold(holder, reservation.places)
+        except UsageError:
+            return False
+        self._start(holder, reservation.places, "its reservation has come")
+        return True
 
     def _consider(self, request: Request, then: Foresight) -> None:
         why = self._scheduler.why_quota(request) or self._refused.get(self._kind(request), "")
@@ -214,14 +230,13 @@ class _Pass:
             return self._refuse(request, f"behind {holder.job_id}, which has a reservation")
         if not self._try_start(request, "it fits"):
             self._make_room(request)
-            return self._look_ahead(then)
-        if holder is not None:
-            self._again(holder, then)
-        return None
+        if holder is not None and self._holder is holder:  # what has started may stand in its way
+            return self._again(holder, then)
+        return self._look_ahead(then)
 
     def _try_start(self, request: Request, reason: str) -> bool:
         for workers in range(request.workers, request.least_workers - 1, -1):
-            if self._rules.quotas.why_not(request, workers, self._book.usage(request.tenant)):
+            if not self._may_start(request, workers):
                 continue
             places = self._book.place(request, workers)
             if places is not None:
@@ -238,10 +253,12 @@ class _Pass:
     def _wait(self, request: Request, reason: str, starts_at: float | None = None) -> None:
         self._waits[request.job_id] = (reason, starts_at)
 
-    def _rank(self, request: Request) -> tuple[bool, int]:
-        """Who may take over a reservation: an owner from a borrower, then the higher priority."""
-        after = self._book.usage(request.tenant) + request.amounts(request.least_workers)
-        return (self._rules.quotas.is_within_own(request.tenant, after), request.priority)
+    def _rank(self, request: Request) -> victims.Rank:
+        """The higher one may take over a reservation."""
+        return victims.rank(request, book=self._book, quotas=self._rules.quotas)
+
+    def _may_start(self, request: Request, workers: int) -> bool:
+        return not self._scheduler.why_quota(request, workers)
 
     # -- room ---------------------------------------------------------------------------------
 
@@ -251,11 +268,9 @@ class _Pass:
             return self._refuse(request, why)
         leaving = [running for running in self._scheduler.running if running.is_leaving]
         if self._rules.preempts:
-            candidates = [
-                running
-                for running in self._scheduler.running
-                if victims.may_go(request, running, book=self._book, quotas=self._rules.quotas)
-            ]
+            candidates = victims.who_may_go(
+                request, self._scheduler.running, book=self._book, quotas=self._rules.quotas
+            )
             eviction = victims.plan(
                 request,
                 candidates,
@@ -266,15 +281,22 @@ class _Pass:
             )
             if eviction is not None:
                 return self._preempt(request, eviction)
-        if self._rules.migrates and not leaving:
-            moves = migration.plan(request, self._scheduler.running, book=self._book)
-            if moves is not None:
-                return self._migrate(request, moves)
+        if not leaving:
+            moves = self._scheduler._moves
+            movable = [
+                each
+                for each in self._scheduler.running
+                if moves.get(each.request.job_id, 0) < self._rules.moves_max
+            ]
+            plan = migration.plan(request, movable, book=self._book)
+            if plan is not None:
+                return self._migrate(request, plan)
         return self._reserve(request)
 
     def _migrate(self, request: Request, plan: migration.Migration) -> None:
-        going = tuple(job_id for job_id, _ in plan.moves)
-        self._preempt(request, victims.Eviction(going, plan.places))
+        for job_id in plan.moves:
+            self._scheduler._moves[job_id] = self._scheduler._moves.get(job_id, 0) + 1
+        self._preempt(request, victims.Eviction(plan.moves, plan.places))
 
     def _preempt(self, request: Request, eviction: victims.Eviction) -> None:
         running = self._scheduler._running
@@ -359,7 +381,7 @@ class _Pass:
         limit_s = math.inf if request.time_limit_s is None else request.time_limit_s
         ends_before = self._now + limit_s <= reservation.starts_at
         for workers in range(request.workers, request.least_workers - 1, -1):
-            if self._rules.quotas.why_not(request, workers, self._book.usage(request.tenant)):
+            if not self._may_start(request, workers):
                 continue
             places = self._book.place(request, workers)
             if places is None:

@@ -1,8 +1,8 @@
 """Who must go so that another job can start, and whether that would be enough.
 
-A job may be sent away when it said that it can be, and either its priority is lower, or its tenant has
-borrowed and the other has not. Whoever borrows sends nobody away but his own. So nobody who was sent away
-can send the other away in turn, and preemption comes to an end.
+A job may be sent away when it said that it can be and its rank is lower: a job on loan is below one within
+its tenant's own part, and among those the lower priority is. Each preemption puts a job in place of others
+that are all below it, so among the jobs that run the ranks only rise, and preemption comes to an end.
 """
 
 from __future__ import annotations
@@ -48,20 +48,31 @@ class Eviction:
     places: tuple[WorkerPlace, ...]
 
 
-def may_go(request: Request, running: Running, *, book: Book, quotas: Quotas) -> bool:
-    """Whether `running` may be sent away for `request`."""
-    victim = running.request
-    if not victim.preemptible or running.is_leaving:
-        return False
-    is_own = victim.tenant == request.tenant
-    after = book.usage(request.tenant) + request.amounts(request.least_workers)
-    if is_own:
-        return victim.priority < request.priority
-    if not quotas.is_within_own(request.tenant, after):
-        return False
-    if quotas.is_borrowing(victim.tenant, book.usage(victim.tenant)):
-        return request.tenant in quotas.by_tenant or victim.priority < request.priority
-    return victim.priority < request.priority
+Rank: TypeAlias = tuple[bool, int]
+"""Whether it is within its tenant's own part, and its priority."""
+
+
+def rank(request: Request, *, book: Book, quotas: Quotas) -> Rank:
+    """Of a job that waits, were it to start now."""
+    claim = (request, request.amounts(request.least_workers))
+    owned = quotas.owned(request.tenant, [*book.claims(request.tenant), claim])
+    return (request.job_id in owned, request.priority)
+
+
+def who_may_go(request: Request, several: Iterable[Running], *, book: Book, quotas: Quotas) -> list[Running]:
+    """Those whom the job may send away: they agreed, and their rank is lower."""
+    mine = rank(request, book=book, quotas=quotas)
+    owned: dict[str, frozenset[str]] = {}
+    found = []
+    for running in several:
+        other = running.request
+        if not other.preemptible or running.is_leaving:
+            continue
+        if other.tenant not in owned:
+            owned[other.tenant] = quotas.owned(other.tenant, book.claims(other.tenant))
+        if (other.job_id in owned[other.tenant], other.priority) < mine:
+            found.append(running)
+    return found
 
 
 def plan(

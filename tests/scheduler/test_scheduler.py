@@ -290,7 +290,7 @@ def test_nobody_moves_who_would_fit_nowhere_else_or_did_not_agree() -> None:
     assert pinned.preempted() == []
     assert scattered(preemptible=False).preempted() == []
     still = scattered()
-    still.scheduler.rules = Rules(order=Fifo(), migrates=False)
+    still.scheduler.rules = Rules(order=Fifo(), moves_max=0)
     assert still.preempted() == []
 
 
