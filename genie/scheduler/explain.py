@@ -1,0 +1,108 @@
+"""Why a job waits: what each node lacks for it, and when it would start if nothing changed.
+
+Worked out when somebody asks, not at each decision. Not for: deciding (scheduler.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from genie.scheduler.book import Book
+from genie.scheduler.order import in_order
+from genie.scheduler.request import FULL_MILLI, NodeFacts, Request, Within, why_not
+from genie.scheduler.scheduler import Scheduler
+
+ENDS_MAX = 10_000
+"""So many ends of running jobs are looked ahead at most."""
+
+
+@dataclass(frozen=True)
+class RuledOut:
+    """Nodes that will not do now, and what is in the way there. `ever`: also were they all free."""
+
+    reason: str
+    nodes: tuple[str, ...]
+    ever: bool
+
+
+@dataclass(frozen=True)
+class Explanation:
+    job_id: str
+    reason: str
+    """As the last decision said."""
+    starts_at: float | None
+    """When it would start if nobody came and all ran as long as they may; None when never."""
+    ahead: int
+    """So many jobs come before it."""
+    ruled_out: tuple[RuledOut, ...]
+
+
+def explain(scheduler: Scheduler, job_id: str, *, reason: str, now: float) -> Explanation:
+    """Of a job that waits; KeyError for another. `reason` is that of its last Wait."""
+    request = next((each for each in scheduler.waiting if each.job_id == job_id), None)
+    if request is None:
+        raise KeyError(job_id)
+    line = list(in_order(scheduler.waiting, scheduler.rules.order, scheduler.scales(now)))
+    ahead = line[: line.index(request)]
+    return Explanation(
+        job_id=job_id,
+        reason=reason,
+        starts_at=_foreseen(scheduler, ahead, request, now),
+        ahead=len(ahead),
+        ruled_out=_ruled_out(scheduler.book, request),
+    )
+
+
+def _foreseen(scheduler: Scheduler, ahead: Sequence[Request], request: Request, now: float) -> float | None:
+    """Those ahead of it go first wherever they fit, when enough has ended. What they hold, they keep."""
+    ends = sorted(scheduler.running, key=lambda running: (running.ends_at, running.request.sequence))
+    waiting = [each for each in ahead if not scheduler.why_quota(each)]
+    if scheduler.why_quota(request):
+        return None
+    with scheduler.book.supposing() as then:
+        times = [now, *(max(running.ends_at, now) for running in ends[:ENDS_MAX])]
+        for number, at in enumerate(times):
+            if number:
+                then.release(ends[number - 1].held)
+            waiting = [each for each in waiting if then.place(each, each.least_workers) is None]
+            if then.place(request, request.least_workers) is not None:
+                return at
+    return None
+
+
+def _ruled_out(book: Book, request: Request) -> tuple[RuledOut, ...]:
+    found: dict[tuple[str, bool], list[str]] = {}
+    for facts in book.nodes:
+        if why := why_not(request.shape, facts):
+            found.setdefault((why, True), []).append(facts.node_id)
+        elif why := _why_not_now(book, request, facts):
+            found.setdefault((why, False), []).append(facts.node_id)
+    several = (RuledOut(why, tuple(sorted(nodes)), ever) for (why, ever), nodes in found.items())
+    return tuple(sorted(several, key=lambda each: (each.ever, -len(each.nodes), each.reason)))
+
+
+def _why_not_now(book: Book, request: Request, facts: NodeFacts) -> str:
+    """What is lacking for one worker, or for all of them where they must be on one node."""
+    workers = request.least_workers if request.within is Within.NODE else 1
+    shape = request.shape.times(workers)
+    cpu_milli, memory_mib, gpus = book.free_on(facts.node_id)
+    if shape.cpu_milli > cpu_milli:
+        return f"{cpu_milli / 1000:g} of {facts.cpu_milli / 1000:g} CPUs are free"
+    if shape.memory_mib > memory_mib:
+        return f"{memory_mib} of {facts.memory_mib} MiB of memory are free"
+    if not shape.gpus:
+        return ""
+    return _why_not_these(shape.gpus, shape.gpu_milli, shape.gpu_memory_mib, gpus)
+
+
+def _why_not_these(count: int, milli: int, memory_mib: int, gpus: Iterable[tuple[int, int]]) -> str:
+    every = list(gpus)
+    with_share = [free for free, _ in every if free >= milli]
+    if len(with_share) < count:
+        what = "GPUs are free" if milli == FULL_MILLI else f"GPUs have a share of {milli / FULL_MILLI:g} free"
+        return f"{len(with_share)} of {len(every)} {what}"
+    with_both = [free for free, mib in every if free >= milli and mib >= memory_mib]
+    if len(with_both) < count:
+        return f"{len(with_both)} of {len(every)} GPUs have {memory_mib} MiB free"
+    return ""

@@ -1,0 +1,178 @@
+"""What is asked for and what there is, as the scheduler sees them. Values only; amounts are whole numbers."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, replace
+
+FULL_MILLI = 1000
+
+
+class Within(enum.StrEnum):
+    """How near to each other the workers of a job must be."""
+
+    ANYWHERE = "anywhere"
+    RACK = "rack"
+    NODE = "node"
+
+
+class Spread(enum.StrEnum):
+    """PACK puts workers where they fit best; SPREAD gives each a node of its own."""
+
+    PACK = "pack"
+    SPREAD = "spread"
+
+
+@dataclass(frozen=True)
+class Amounts:
+    """What is held, of each thing that is shared. `gpu_milli` counts thousandths of GPUs."""
+
+    gpu_milli: int = 0
+    cpu_milli: int = 0
+    memory_mib: int = 0
+
+    def __add__(self, other: Amounts) -> Amounts:
+        return Amounts(
+            self.gpu_milli + other.gpu_milli,
+            self.cpu_milli + other.cpu_milli,
+            self.memory_mib + other.memory_mib,
+        )
+
+    def __sub__(self, other: Amounts) -> Amounts:
+        return self + other.times(-1)
+
+    def times(self, count: int) -> Amounts:
+        return Amounts(self.gpu_milli * count, self.cpu_milli * count, self.memory_mib * count)
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What one worker takes, and which nodes will do for it. Shares and GPU memory are of each GPU."""
+
+    gpus: int = 0
+    gpu_milli: int = FULL_MILLI
+    gpu_memory_mib: int = 0
+    cpu_milli: int = 0
+    memory_mib: int = 0
+    models: frozenset[str] = frozenset()
+    """Any of these GPU models; empty for all."""
+    vendor: str = ""
+    gpu_memory_min_mib: int = 0
+    """The whole memory that a GPU must have at least, held or not."""
+    capability_min: tuple[int, int] = (0, 0)
+    labels: frozenset[tuple[str, str]] = frozenset()
+    """Every one of these labels of a node."""
+    nodes: frozenset[str] = frozenset()
+    """Only these; empty for all."""
+
+    @property
+    def amounts(self) -> Amounts:
+        return Amounts(self.gpus * self.gpu_milli, self.cpu_milli, self.memory_mib)
+
+    def times(self, count: int) -> Shape:
+        """So many workers as one: on one node, on different GPUs."""
+        return replace(
+            self,
+            gpus=self.gpus * count,
+            cpu_milli=self.cpu_milli * count,
+            memory_mib=self.memory_mib * count,
+        )
+
+
+@dataclass(frozen=True)
+class Request:
+    """A job that waits or runs. `sequence` is its order of arrival; times are in seconds of one clock."""
+
+    job_id: str
+    tenant: str
+    sequence: int
+    shape: Shape
+    submitted_at: float = 0.0
+    workers: int = 1
+    workers_min: int = 0
+    """An elastic job starts with so many at least; 0 for all of them."""
+    within: Within = Within.ANYWHERE
+    spread: Spread = Spread.PACK
+    near: frozenset[str] = frozenset()
+    """Only on nodes where a job of the tenant with one of these names runs."""
+    apart: frozenset[str] = frozenset()
+    """Not on nodes where a job of the tenant with one of these names runs."""
+    name: str = ""
+    priority: int = 0
+    preemptible: bool = False
+    grace_s: float = 30.0
+    """How long it is given to save its state before it must go."""
+    time_limit_s: float | None = None
+    """It is ended after so long; None: nobody knows how long it takes."""
+    deadline_at: float | None = None
+
+    @property
+    def least_workers(self) -> int:
+        return self.workers_min or self.workers
+
+    def amounts(self, workers: int) -> Amounts:
+        return self.shape.amounts.times(workers)
+
+
+@dataclass(frozen=True)
+class GpuFacts:
+    model: str = ""
+    vendor: str = ""
+    memory_mib: int = 0
+    capability: tuple[int, int] = (0, 0)
+
+
+@dataclass(frozen=True)
+class NodeFacts:
+    """One node. `closed` says why nothing may be placed there; empty when it may."""
+
+    node_id: str
+    cpu_milli: int
+    memory_mib: int
+    gpus: tuple[GpuFacts, ...] = ()
+    labels: frozenset[tuple[str, str]] = frozenset()
+    rack: str = ""
+    closed: str = ""
+
+    @property
+    def amounts(self) -> Amounts:
+        return Amounts(len(self.gpus) * FULL_MILLI, self.cpu_milli, self.memory_mib)
+
+
+@dataclass(frozen=True, order=True)
+class WorkerPlace:
+    """Where one worker runs."""
+
+    node_id: str
+    gpu_ids: tuple[int, ...] = ()
+
+
+def why_not(shape: Shape, node: NodeFacts) -> str:
+    """Why the node could not hold one such worker, were it all free; empty when it could."""
+    if node.closed:
+        return node.closed
+    if shape.nodes and node.node_id not in shape.nodes:
+        return "another node is asked for"
+    if missing := shape.labels - node.labels:
+        return "no label " + ", ".join(f"{key}={value}" for key, value in sorted(missing))
+    if shape.cpu_milli > node.cpu_milli:
+        return f"has {node.cpu_milli / 1000:g} CPUs"
+    if shape.memory_mib > node.memory_mib:
+        return f"has {node.memory_mib} MiB of memory"
+    if shape.gpus > len(node.gpus):
+        return f"has {len(node.gpus)} GPUs"
+    return _why_not_gpus(shape, node.gpus) if shape.gpus else ""
+
+
+def _why_not_gpus(shape: Shape, gpus: tuple[GpuFacts, ...]) -> str:
+    """All GPUs of a node must do: which of them a worker gets is decided later."""
+    for gpu in gpus:
+        if shape.models and gpu.model not in shape.models:
+            return f"its GPUs are {gpu.model or 'of an unknown model'}"
+        if shape.vendor and gpu.vendor != shape.vendor:
+            return f"its GPUs are by {gpu.vendor or 'an unknown vendor'}"
+        if gpu.memory_mib < max(shape.gpu_memory_min_mib, shape.gpu_memory_mib):
+            return f"its GPUs have {gpu.memory_mib} MiB"
+        if gpu.capability < shape.capability_min:
+            return f"its GPUs have compute capability {gpu.capability[0]}.{gpu.capability[1]}"
+    return ""

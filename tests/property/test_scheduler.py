@@ -1,0 +1,253 @@
+"""What holds for every cluster, every set of jobs and every order of events."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from genie.scheduler.order import FairShare, Fifo, Priority
+from genie.scheduler.quota import Quota, Quotas, fits, of_gpus
+from genie.scheduler.request import FULL_MILLI, Amounts, NodeFacts, Shape, Spread, Within
+from genie.scheduler.scheduler import Preempt, Rules, Start
+from tests.scheduler.clusters import Desk, node
+
+TENANTS = ("a", "b", "c")
+TIME_LIMIT_S_MAX = 50.0
+
+clusters = st.lists(
+    st.builds(
+        node,
+        name=st.just(""),
+        gpus=st.sampled_from([0, 1, 2, 4, 8]),
+        rack=st.sampled_from(["x", "y"]),
+        cpu_milli=st.sampled_from([8_000, 64_000]),
+    ),
+    min_size=1,
+    max_size=4,
+)
+shapes = st.one_of(
+    st.builds(Shape, gpus=st.sampled_from([0, 1, 1, 2, 4]), cpu_milli=st.sampled_from([0, 1_000, 9_000])),
+    st.builds(Shape, gpus=st.just(1), gpu_milli=st.sampled_from([100, 500, 700]), cpu_milli=st.just(500)),
+)
+jobs = st.fixed_dictionaries(
+    {
+        "shape": shapes,
+        "tenant": st.sampled_from(TENANTS),
+        "workers": st.sampled_from([1, 1, 1, 2, 3, 6]),
+        "elastic": st.booleans(),
+        "within": st.sampled_from(list(Within)),
+        "spread": st.sampled_from(list(Spread)),
+        "priority": st.integers(0, 3),
+        "preemptible": st.booleans(),
+        "grace_s": st.sampled_from([0.0, 5.0]),
+        "time_limit_s": st.sampled_from([1.0, 7.0, 20.0, TIME_LIMIT_S_MAX]),
+    }
+)
+rules = st.builds(
+    Rules,
+    order=st.sampled_from([Fifo(), Priority(aging_s=20.0), FairShare()]),
+    quotas=st.sampled_from(
+        [
+            Quotas(),
+            Quotas({"a": Quota(of_gpus(2)), "b": Quota(of_gpus(1), borrowed=of_gpus(1))}),
+            Quotas({tenant: Quota(of_gpus(2)) for tenant in TENANTS}),
+        ]
+    ),
+    preempts=st.booleans(),
+    backfills=st.booleans(),
+    moves_max=st.integers(0, 2),
+)
+steps = st.lists(
+    st.one_of(
+        st.tuples(st.just("submit"), jobs),
+        st.tuples(st.just("submit"), jobs),
+        st.tuples(st.just("time"), st.sampled_from([0.0, 1.0, 6.0, 20.0])),
+        st.tuples(st.just("end"), st.integers(0, 30)),
+        st.tuples(st.just("withdraw"), st.integers(0, 30)),
+        st.tuples(st.just("close"), st.integers(0, 3)),
+        st.tuples(st.just("open"), st.integers(0, 3)),
+    ),
+    max_size=30,
+)
+
+
+@dataclass
+class World:
+    """A desk, and what was done with it."""
+
+    desk: Desk
+    nodes: list[NodeFacts]
+    submitted: int = 0
+
+    @classmethod
+    def of(cls, cluster: list[NodeFacts], how: Rules) -> World:
+        named = [_named(facts, f"n{number}") for number, facts in enumerate(cluster)]
+        return cls(Desk(*named, rules=how), named)
+
+    def do(self, step: tuple[str, Any]) -> None:
+        what, value = step
+        scheduler = self.desk.scheduler
+        if what == "submit":
+            self.submit(value)
+        elif what == "time":
+            self.desk.pass_time(self.desk.now + value)
+        elif what == "end" and scheduler.running:
+            job = scheduler.running[value % len(scheduler.running)]
+            scheduler.ended(job.request.job_id)
+        elif what == "withdraw" and scheduler.waiting:
+            scheduler.withdraw(scheduler.waiting[value % len(scheduler.waiting)].job_id)
+        elif what in ("close", "open"):
+            facts = self.nodes[value % len(self.nodes)]
+            scheduler.set_node(facts if what == "open" else _closed(facts))
+
+    def submit(self, wishes: dict[str, Any]) -> None:
+        wishes = dict(wishes)
+        elastic = wishes.pop("elastic")
+        least = 1 if elastic else 0
+        self.desk.submit(f"j{self.submitted}", workers_min=least, **wishes)
+        self.submitted += 1
+
+
+def _named(facts: NodeFacts, name: str) -> NodeFacts:
+    return NodeFacts(**(vars(facts) | {"node_id": name}))
+
+
+def _closed(facts: NodeFacts) -> NodeFacts:
+    return NodeFacts(**(vars(facts) | {"closed": "draining"}))
+
+
+def check_books(world: World) -> None:
+    """Capacity is never exceeded, gangs are whole, no GPU has two tenants, and the three placers agree."""
+    desk = world.desk
+    cpus: Counter[str] = Counter()
+    shares: Counter[tuple[str, int]] = Counter()
+    tenants: dict[tuple[str, int], set[str]] = {}
+    for held in desk.book.held.values():
+        request = held.request
+        assert request.least_workers <= len(held.places) <= request.workers
+        nodes = {place.node_id for place in held.places}
+        assert request.within is not Within.NODE or len(nodes) == 1
+        if request.spread is Spread.SPREAD and request.within is not Within.NODE:
+            assert len(nodes) == len(held.places)
+        for place in held.places:
+            cpus[place.node_id] += request.shape.cpu_milli
+            for gpu in place.gpu_ids:
+                shares[place.node_id, gpu] += request.shape.gpu_milli
+                tenants.setdefault((place.node_id, gpu), set()).add(request.tenant)
+    assert all(len(found) == 1 for found in tenants.values())
+    for facts in world.nodes:
+        cpu_milli, _, gpus = desk.book.free_on(facts.node_id)
+        assert cpu_milli == facts.cpu_milli - cpus[facts.node_id] >= 0
+        for gpu, (free_milli, _) in enumerate(gpus):
+            assert free_milli == FULL_MILLI - shares[facts.node_id, gpu] >= 0
+    for placer in (desk.book._scratch, desk.book._ahead):
+        for number in range(len(world.nodes)):
+            assert placer.node_state(number) == desk.book._real.node_state(number)
+
+
+def check_quotas(world: World) -> None:
+    quotas = world.desk.scheduler.rules.quotas
+    for tenant, quota in quotas.by_tenant.items():
+        usage = world.desk.book.usage(tenant)
+        assert fits(usage, quota.own + quota.borrowed)
+        held = [held for held in world.desk.book.held.values() if held.request.tenant == tenant]
+        fixed = sum((each.amounts for each in held if not each.request.preemptible), Amounts())
+        assert fits(fixed, quota.own), "only what can be taken back is borrowed"
+
+
+@given(clusters, rules, steps)
+@settings(max_examples=150)
+def test_nothing_is_given_twice_gangs_are_whole_and_quotas_hold(
+    cluster: list[NodeFacts], how: Rules, events: list[tuple[str, Any]]
+) -> None:
+    world = World.of(cluster, how)
+    for event in events:
+        world.do(event)
+        decisions = world.desk.decide()
+        check_books(world)
+        check_quotas(world)
+        told = Counter(each.job_id for each in decisions)
+        assert all(count == 1 for count in told.values())
+        waiting = {request.job_id for request in world.desk.scheduler.waiting}
+        assert waiting <= set(told), "every job that waits knows why"
+
+
+@given(clusters, rules, st.lists(jobs, max_size=14))
+@settings(max_examples=150)
+def test_every_job_that_could_run_alone_does_in_the_end(
+    cluster: list[NodeFacts], how: Rules, several: list[dict[str, Any]]
+) -> None:
+    world = World.of(cluster, how)
+    alone = set()
+    for number, wishes in enumerate(several):
+        lonely = World.of(cluster, how)
+        lonely.submit(wishes)
+        if lonely.desk.started():
+            alone.add(f"j{number}")
+    for wishes in several:
+        world.submit(wishes)
+    desk = world.desk
+    ran = set(desk.started())
+    for _ in range(60 * (len(several) + 1)):
+        if not desk.scheduler.running:
+            break
+        ran |= set(desk.pass_time(desk.now + 2.0))
+    assert alone <= ran
+    assert not desk.scheduler.running
+
+
+@given(clusters, rules, st.lists(jobs, max_size=14))
+@settings(max_examples=100)
+def test_preemption_ends(cluster: list[NodeFacts], how: Rules, several: list[dict[str, Any]]) -> None:
+    """With nobody coming and nobody ending by himself, there is a last start and a last preemption."""
+    world = World.of(cluster, how)
+    for wishes in several:
+        world.submit(wishes | {"time_limit_s": None})
+    desk = world.desk
+    for _ in range(6 * len(several) + 1):
+        decisions = desk.decide()
+        if not any(isinstance(each, Preempt | Start) for each in decisions):
+            return
+        desk.now += 10.0
+        for job in desk.scheduler.running:
+            if job.is_leaving:
+                desk.scheduler.ended(job.request.job_id, again=True)
+    raise AssertionError(f"still going on: {decisions}")
+
+
+@given(clusters, st.sampled_from([Fifo(), FairShare()]), steps)
+@settings(max_examples=150)
+def test_a_reservation_is_never_put_off(
+    cluster: list[NodeFacts], order: Any, events: list[tuple[str, Any]]
+) -> None:
+    """By jobs that came later. Without preemption, quotas and closed nodes nothing else can."""
+    world = World.of(cluster, Rules(order=order, preempts=False))
+    last: tuple[str, float] | None = None
+    for what, value in events:
+        if what in ("close", "open"):
+            continue
+        world.do((what, value | {"priority": 0} if what == "submit" else value))
+        world.desk.decide()
+        reservation = world.desk.scheduler.reservation
+        if reservation is not None and last is not None and reservation.job_id == last[0]:
+            assert reservation.starts_at <= max(last[1], world.desk.now)
+        last = None if reservation is None else (reservation.job_id, reservation.starts_at)
+
+
+@given(clusters, rules, steps)
+@settings(max_examples=50)
+def test_the_same_events_give_the_same_decisions(
+    cluster: list[NodeFacts], how: Rules, events: list[tuple[str, Any]]
+) -> None:
+    logs = []
+    for _ in range(2):
+        world = World.of(cluster, how)
+        for event in events:
+            world.do(event)
+            world.desk.decide()
+        logs.append(world.desk.log)
+    assert logs[0] == logs[1]

@@ -1,0 +1,364 @@
+"""What the scheduler decides, and the known traps of the field by name."""
+
+from __future__ import annotations
+
+import pytest
+
+from genie.errors import UsageError
+from genie.scheduler.order import Fifo, Priority
+from genie.scheduler.quota import Quota, Quotas, of_gpus
+from genie.scheduler.request import GpuFacts, Shape, Spread, Within, WorkerPlace
+from genie.scheduler.scheduler import Rules, Start
+from tests.scheduler.clusters import Desk, node
+
+FIFO = Rules(order=Fifo())
+PRIORITY = Rules(order=Priority())
+
+
+# --- order --------------------------------------------------------------------------------------
+
+
+def test_first_in_first_out_across_tenants() -> None:
+    desk = Desk(node("n", 2), rules=FIFO)
+    for number, tenant in enumerate(["b", "a", "c"]):
+        desk.submit(f"j{number}", tenant=tenant)
+    assert desk.started() == ["j0", "j1"]
+
+
+def test_a_higher_priority_and_then_a_nearer_deadline_come_first() -> None:
+    desk = Desk(node("n", 2), rules=PRIORITY)
+    desk.submit("plain")
+    desk.submit("late", deadline_at=900.0)
+    desk.submit("soon", deadline_at=100.0)
+    desk.submit("high", priority=1)
+    assert desk.started() == ["high", "soon"]
+
+
+def test_who_has_waited_long_overtakes_a_stream_of_higher_priorities() -> None:
+    desk = Desk(node("n", 1), rules=Rules(order=Priority(aging_s=10.0), preempts=False, backfills=False))
+    desk.submit("running", time_limit_s=5.0)
+    assert desk.started() == ["running"]
+    desk.submit("low")
+    started = []
+    for number in range(6):
+        desk.submit(f"high{number}", priority=2, time_limit_s=5.0)
+        started += desk.pass_time(desk.now + 5.0)
+    assert "low" in started
+    assert started.index("low") >= 1
+
+
+def test_the_tenant_with_the_smallest_dominant_share_comes_next() -> None:
+    desk = Desk(node("n", 8))
+    for number in range(8):
+        desk.submit(f"many{number}", tenant="many")
+    desk.submit("few0", tenant="few", shape=Shape(gpus=1, cpu_milli=32_000))
+    desk.submit("few1", tenant="few", shape=Shape(gpus=1, cpu_milli=32_000))
+    assert desk.started() == [
+        "many0", "few0", "many1", "many2", "many3", "many4", "few1", "many5"
+    ]  # fmt: skip
+
+
+# --- gangs --------------------------------------------------------------------------------------
+
+
+def test_a_gang_is_whole_or_absent() -> None:
+    desk = Desk(node("a", 4), node("b", 4))
+    desk.submit("gang", gpus=3, workers=3)
+    assert desk.started() == []
+    assert desk.book.held == {}
+    desk.scheduler.set_node(node("c", 4))
+    (start,) = [each for each in desk.decide() if isinstance(each, Start)]
+    assert sorted(place.node_id for place in start.places) == ["a", "b", "c"]
+
+
+def test_two_gangs_that_would_deadlock_run_one_after_the_other() -> None:
+    desk = Desk(node("a", 4), node("b", 4), rules=FIFO)
+    for name in ("one", "two"):
+        desk.submit(name, gpus=2, workers=4, time_limit_s=10.0)
+    assert desk.started() == ["one"]
+    assert desk.why("two").starts_at == 10.0
+    assert desk.pass_time(10.0) == ["two"]
+
+
+def test_an_elastic_gang_starts_with_what_there_is_from_its_least_size_on() -> None:
+    desk = Desk(node("a", 4), rules=FIFO)
+    desk.submit("other")
+    desk.submit("gang", workers=8, workers_min=2)
+    starts = [each for each in desk.decide() if isinstance(each, Start)]
+    assert [len(start.places) for start in starts] == [1, 3]
+    desk.submit("large", workers=8, workers_min=4)
+    assert desk.started() == []
+
+
+def test_workers_on_one_node_in_one_rack_and_each_on_its_own() -> None:
+    desk = Desk(*(node(f"{rack}{i}", 2, rack=rack) for rack in "xy" for i in range(2)))
+    desk.submit("node", workers=2, within=Within.NODE)
+    desk.submit("rack", gpus=2, workers=2, within=Within.RACK)
+    desk.submit("spread", workers=3, spread=Spread.SPREAD)
+    places = {each.job_id: each.places for each in desk.decide() if isinstance(each, Start)}
+    assert len({place.node_id for place in places["node"]}) == 1
+    assert {place.node_id[0] for place in places["rack"]} in ({"x"}, {"y"})
+    assert "spread" not in places, "one node with room is left"
+    desk.scheduler.ended("rack")
+    (start,) = [each for each in desk.decide() if isinstance(each, Start)]
+    assert len({place.node_id for place in start.places}) == 3
+
+
+def test_near_and_apart() -> None:
+    desk = Desk(node("n1", 4), node("n2", 4), rules=FIFO)
+    desk.submit("server", gpus=2)
+    desk.submit("client", near=frozenset({"server"}))
+    desk.submit("spare", apart=frozenset({"server"}))
+    places = {each.job_id: each.places[0].node_id for each in desk.decide() if isinstance(each, Start)}
+    assert places["client"] == places["server"] != places["spare"]
+
+
+@pytest.mark.parametrize(
+    ("shape", "where"),
+    [
+        (Shape(gpus=1, models=frozenset({"A100"})), "old"),
+        (Shape(gpus=1, gpu_memory_min_mib=100_000), "new"),
+        (Shape(gpus=1, capability_min=(9, 0)), "new"),
+        (Shape(gpus=1, vendor="amd"), "red"),
+        (Shape(cpu_milli=1, labels=frozenset({("disk", "fast")})), "new"),
+        (Shape(gpus=1, nodes=frozenset({"old"})), "old"),
+    ],
+)
+def test_a_shape_goes_only_where_it_may(shape: Shape, where: str) -> None:
+    desk = Desk(
+        node("old", kinds=(GpuFacts("A100", "nvidia", 40_000, (8, 0)),)),
+        node("red", kinds=(GpuFacts("MI300", "amd", 90_000),)),
+        node("new", 1, labels=frozenset({("disk", "fast")})),
+    )
+    for number in range(2):
+        desk.submit(f"j{number}", shape=shape)
+    starts = [each for each in desk.decide() if isinstance(each, Start)]
+    assert {place.node_id for start in starts for place in start.places} == {where}
+
+
+# --- backfill -----------------------------------------------------------------------------------
+
+
+def test_short_jobs_go_ahead_of_a_reservation_and_long_ones_do_not() -> None:
+    desk = Desk(node("n", 4), rules=FIFO)
+    desk.submit("first", gpus=3, time_limit_s=100.0)
+    desk.submit("large", gpus=4, time_limit_s=100.0)
+    desk.submit("long", gpus=1, time_limit_s=101.0)
+    desk.submit("unknown", gpus=1)
+    desk.submit("short", gpus=1, time_limit_s=100.0)
+    assert desk.started() == ["first", "short"]
+    assert desk.why("large").starts_at == 100.0
+    assert "would delay large" in desk.why("long").reason
+    assert desk.pass_time(100.0) == ["large"]
+
+
+def test_a_long_job_goes_ahead_where_the_reservation_does_not_need_the_room() -> None:
+    desk = Desk(node("a", 4), node("b", 2), rules=FIFO)
+    desk.submit("first", gpus=3, time_limit_s=100.0)
+    desk.submit("large", gpus=4)
+    desk.submit("long", gpus=2)
+    assert desk.started() == ["first", "long"]
+
+
+def test_without_backfill_nobody_goes_ahead() -> None:
+    desk = Desk(node("n", 4), rules=Rules(order=Fifo(), backfills=False))
+    desk.submit("first", gpus=3, time_limit_s=100.0)
+    desk.submit("large", gpus=4)
+    desk.submit("short", time_limit_s=1.0)
+    assert desk.started() == ["first"]
+
+
+def test_a_job_that_can_never_run_holds_nobody_back() -> None:
+    desk = Desk(node("n", 4), rules=FIFO)
+    desk.submit("impossible", gpus=8)
+    desk.submit("next", gpus=4)
+    assert desk.started() == ["next"]
+    assert desk.why("impossible").reason == "has 4 GPUs"
+
+
+def test_a_large_job_is_not_starved_by_a_stream_of_small_ones() -> None:
+    desk = Desk(node("n", 4), rules=FIFO)
+    started: list[str] = []
+    for number in range(40):
+        desk.submit(f"small{number}", time_limit_s=7.0 + number % 3)
+        if number == 4:
+            desk.submit("large", gpus=4, time_limit_s=5.0)
+        started += desk.pass_time(desk.now + 2.0)
+    assert "large" in started
+
+
+# --- preemption ---------------------------------------------------------------------------------
+
+
+def test_the_cheapest_who_are_enough_make_room_and_get_their_grace() -> None:
+    desk = Desk(node("n", 4), rules=PRIORITY)
+    desk.submit("old", gpus=2, preemptible=True, priority=1)
+    desk.submit("fixed")
+    desk.submit("low", preemptible=True, grace_s=20.0)
+    assert sorted(desk.started()) == ["fixed", "low", "old"]
+    desk.submit("high", priority=5)
+    assert desk.preempted() == ["low"]
+    assert desk.preempted() == [], "it is on its way out already"
+    assert desk.why("high").starts_at == 20.0
+    assert desk.pass_time(20.0) == ["high"]
+    assert [request.job_id for request in desk.scheduler.waiting] == ["low"]
+
+
+def test_equals_and_those_who_did_not_agree_are_not_preempted() -> None:
+    desk = Desk(node("n", 2), rules=PRIORITY)
+    desk.submit("equal", preemptible=True, priority=3)
+    desk.submit("fixed")
+    assert len(desk.started()) == 2
+    desk.submit("high", priority=3)
+    assert desk.preempted() == []
+
+
+def test_nobody_is_preempted_when_that_would_not_be_enough() -> None:
+    desk = Desk(node("n", 4), rules=PRIORITY)
+    desk.submit("fixed", gpus=2, time_limit_s=50.0)
+    desk.submit("low", preemptible=True, time_limit_s=50.0)
+    assert len(desk.started()) == 2
+    desk.submit("high", gpus=4, priority=5)
+    assert desk.preempted() == []
+    assert desk.why("high").starts_at == 50.0
+
+
+def test_the_room_that_was_made_goes_to_the_one_it_was_made_for() -> None:
+    desk = Desk(node("n", 2), rules=PRIORITY)
+    desk.submit("low", gpus=2, preemptible=True, grace_s=10.0)
+    desk.started()
+    desk.submit("high", gpus=2, priority=5)
+    assert desk.preempted() == ["low"]
+    for number in range(3):
+        desk.submit(f"thief{number}", priority=4)
+    assert desk.pass_time(10.0) == ["high"]
+
+
+def test_what_would_start_and_be_preempted_at_once_does_not_start() -> None:
+    desk = Desk(node("n", 2), rules=FIFO)
+    desk.submit("first", preemptible=True)
+    desk.submit("high", gpus=2, priority=5)
+    decisions = desk.decide()
+    assert [(type(each).__name__, each.job_id) for each in decisions] == [
+        ("Start", "high"),
+        ("Wait", "first"),
+    ]
+    assert decisions[1].reason == "gives way to high"
+
+
+def test_no_endless_preemption_between_two_tenants() -> None:
+    quotas = Quotas({"a": Quota(of_gpus(2)), "b": Quota(of_gpus(2))})
+    desk = Desk(node("n", 4), rules=Rules(order=Priority(), quotas=quotas))
+    for number in range(4):
+        desk.submit(f"a{number}", preemptible=True, priority=9, grace_s=1.0, tenant="a")
+        desk.submit(f"b{number}", preemptible=True, priority=1, grace_s=1.0, tenant="b")
+    for _ in range(30):
+        desk.pass_time(desk.now + 1.0)
+    held = sorted(desk.book.held)
+    preempted = [each for each in desk.log if type(each).__name__ == "Preempt"]
+    assert len(held) == 4
+    assert sum(job.startswith("b") for job in held) == 2, "each tenant has its own part"
+    assert len(preempted) <= 2
+
+
+# --- moving -------------------------------------------------------------------------------------
+
+
+def scattered(**wishes: object) -> Desk:
+    """Two free GPUs on each of two nodes; `moves`, on the second, may be interrupted."""
+    desk = Desk(node("a", 4), node("b", 4), rules=FIFO)
+    desk.submit("filler", shape=Shape(gpus=4, nodes=frozenset({"a"})))
+    desk.started()
+    desk.submit("moves", **{"gpus": 2, "preemptible": True, "grace_s": 3.0} | wishes)
+    desk.started()
+    desk.scheduler.ended("filler")
+    desk.submit("fixed", shape=Shape(gpus=2, nodes=frozenset({"a"})))
+    assert desk.started() == ["fixed"]
+    desk.submit("large", gpus=4)
+    return desk
+
+
+def test_what_can_be_interrupted_moves_so_that_a_large_job_fits() -> None:
+    desk = scattered()
+    assert desk.preempted() == ["moves"]
+    assert desk.pass_time(3.0) == ["large", "moves"]
+    assert [desk.book.held[job].places[0].node_id for job in ("large", "moves")] == ["b", "a"]
+
+
+def test_nobody_moves_who_would_fit_nowhere_else_or_did_not_agree() -> None:
+    pinned = scattered(shape=Shape(gpus=2, nodes=frozenset({"b"})))
+    assert pinned.preempted() == []
+    assert scattered(preemptible=False).preempted() == []
+    still = scattered()
+    still.scheduler.rules = Rules(order=Fifo(), moves_max=0)
+    assert still.preempted() == []
+
+
+# --- quotas -------------------------------------------------------------------------------------
+
+
+def test_what_is_borrowed_can_be_taken_back() -> None:
+    quotas = Quotas({"a": Quota(of_gpus(2)), "b": Quota(of_gpus(2))})
+    desk = Desk(node("n", 4), rules=Rules(quotas=quotas))
+    for number in range(3):
+        desk.submit(f"fixed{number}", tenant="a")
+    assert desk.started() == ["fixed0", "fixed1"]
+    desk.submit("loan", tenant="a", gpus=2, preemptible=True, priority=50, grace_s=5.0)
+    assert desk.started() == ["loan"]
+    assert "only preemptible jobs may borrow" in desk.why("fixed2").reason
+    desk.submit("owner", tenant="b")
+    assert desk.preempted() == ["loan"]
+    assert desk.pass_time(5.0) == ["owner"]
+    assert "loan" in [request.job_id for request in desk.scheduler.waiting]
+
+
+def test_a_loan_has_a_bound() -> None:
+    quotas = Quotas({"a": Quota(of_gpus(1), borrowed=of_gpus(1))})
+    desk = Desk(node("n", 4), rules=Rules(quotas=quotas))
+    for number in range(3):
+        desk.submit(f"j{number}", preemptible=True)
+    assert desk.started() == ["j0", "j1"]
+    assert "may borrow 1 GPU" in desk.why("j2").reason
+
+
+# --- stranded parts -----------------------------------------------------------------------------
+
+
+def test_fractions_that_pend_find_room_when_fractions_end() -> None:
+    desk = Desk(node("n", 2), rules=FIFO)
+    for number in range(4):
+        desk.submit(f"half{number}", shape=Shape(gpus=1, gpu_milli=500), time_limit_s=10.0 + number)
+    assert len(desk.started()) == 4
+    desk.submit("most", shape=Shape(gpus=1, gpu_milli=700), time_limit_s=5.0)
+    for number in range(20):
+        desk.submit(f"more{number}", shape=Shape(gpus=1, gpu_milli=500), time_limit_s=10.0)
+    started = desk.pass_time(40.0)
+    assert "most" in started[:4]
+
+
+def test_a_gpu_whose_cpus_are_gone_is_not_given_out() -> None:
+    desk = Desk(node("n", 2), rules=FIFO)
+    desk.submit("greedy", shape=Shape(cpu_milli=63_500), time_limit_s=9.0)
+    desk.submit("worker", shape=Shape(gpus=1, cpu_milli=1000))
+    assert desk.started() == ["greedy"]
+    assert desk.why("worker").starts_at == 9.0
+
+
+# --- the book -----------------------------------------------------------------------------------
+
+
+def test_what_runs_already_is_held_where_it_is_and_twice_is_an_error() -> None:
+    desk = Desk(node("n", 2, closed="draining"))
+    request = desk.submit("j")
+    desk.scheduler.started(request, (WorkerPlace("n", (1,)),), at=0.0)
+    assert desk.book.free_on("n")[2][1][0] == 0
+    other = desk.submit("k")
+    with pytest.raises(UsageError):
+        desk.scheduler.started(other, (WorkerPlace("n", (0,)), WorkerPlace("n", (1,))), at=0.0)
+    assert desk.book.free_on("n")[2][0][0] == 1000
+    with pytest.raises(UsageError, match="there is a job j"):
+        desk.submit("j")
+    assert desk.started() == [], "a closed node takes nothing more"
+    assert desk.why("k").reason == "draining"
+    desk.scheduler.set_node(node("n", 2))
+    assert desk.started() == ["k"]
