@@ -1,4 +1,4 @@
-"""Starting and stopping: up, join, down; and forgetting a node that is gone.
+"""Starting and stopping: up, join, down; draining a node, and forgetting one that is gone.
 
 In the foreground a command keeps its processes and stops them at Ctrl-C. With `--detach` it starts itself
 again in the background, waits until that one is ready, and leaves. Not for: the processes
@@ -170,6 +170,52 @@ def forget(
     checked_node_id(node_id, what="NODE")
     asyncio.run(_forget(invocation.load_settings(), node_id))
     output.write_line(f"{node_id}  forgotten")
+
+
+@command(app, "drain", example='genie drain gpu-box-3 --reason "new fans on Friday"')
+def drain(
+    invocation: Invocation,
+    *,
+    node_id: Annotated[
+        str, typer.Argument(metavar="NODE", help="Id of the node, as 'genie nodes' shows it.")
+    ],
+    reason: Annotated[
+        str, typer.Option("--reason", metavar="TEXT", help="Why; 'genie nodes' and waiting jobs show it.")
+    ] = "",
+) -> None:
+    """Place nothing new on a node; what runs there goes on. It stays drained until 'genie undrain'."""
+    from genie.model.names import checked_node_id
+
+    checked_node_id(node_id, what="NODE")
+    asyncio.run(_drain(invocation.load_settings(), node_id, reason))
+    output.write_line(f"{node_id}  draining")
+
+
+@command(app, "undrain", example="genie undrain gpu-box-3")
+def undrain(
+    invocation: Invocation,
+    *,
+    node_id: Annotated[
+        str, typer.Argument(metavar="NODE", help="Id of the node, as 'genie nodes' shows it.")
+    ],
+) -> None:
+    """Place work on a drained node again."""
+    from genie.model.names import checked_node_id
+
+    checked_node_id(node_id, what="NODE")
+    asyncio.run(_drain(invocation.load_settings(), node_id, None))
+    output.write_line(f"{node_id}  open")
+
+
+async def _drain(settings: Settings, node_id: str, reason: str | None) -> None:
+    """None: it is opened again."""
+    from genie.cluster.client import open_client
+
+    async with open_client(settings) as client:
+        if reason is None:
+            await client.undrain_node(node_id)
+        else:
+            await client.drain_node(node_id, reason=reason)
 
 
 async def _forget(settings: Settings, node_id: str) -> None:

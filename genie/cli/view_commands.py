@@ -102,7 +102,7 @@ def _node_row(view: NodeView, *, now: float) -> tuple[str, ...]:
         f"{view.ledger.cpus_used:g} of {info.cpus:g}",
         f"{size_text(view.ledger.memory_used_bytes)} of {size_text(info.memory_total_bytes)}",
         f"{duration_text(now - info.last_heartbeat)} ago",
-        info.status_reason,
+        "; ".join(filter(None, (view.drained, info.status_reason))),
     )
 
 

@@ -28,6 +28,7 @@ from genie.model.messages import (
     BlobStatus,
     CancelJob,
     CreateToken,
+    DrainNode,
     GetJob,
     GetStatus,
     ListJobs,
@@ -43,6 +44,7 @@ from genie.model.messages import (
     StatusReply,
     SubmitJob,
     TokenCreated,
+    UndrainNode,
 )
 from genie.model.tenant import TokenKind, TokenRecord
 from genie.runtime.credentials import find_access
@@ -211,6 +213,13 @@ class ClusterClient:
     async def forget_node(self, node_id: str) -> None:
         """Takes a node that is gone out of the cluster for good."""
         await self._link.call(RemoveNode(node_id=node_id), timeout_s=CALL_S)
+
+    async def drain_node(self, node_id: str, *, reason: str = "") -> None:
+        """Nothing new is placed there from now on; what runs there goes on."""
+        await self._link.call(DrainNode(node_id=node_id, reason=reason), timeout_s=CALL_S)
+
+    async def undrain_node(self, node_id: str) -> None:
+        await self._link.call(UndrainNode(node_id=node_id), timeout_s=CALL_S)
 
     async def revoke_token(self, token_id: str) -> None:
         await self._link.call(RevokeToken(token_id=token_id), timeout_s=CALL_S)

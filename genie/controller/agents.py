@@ -27,15 +27,18 @@ from genie.errors import (
     GenieError,
     LeadershipError,
     NodeError,
+    NodeNotFoundError,
     StoreError,
     TransportError,
     UnreachableError,
+    UsageError,
 )
 from genie.model.allocation import NodeLedger
 from genie.model.job import Job, JobKind, JobState
 from genie.model.messages import (
     ConfirmLaunch,
     Done,
+    DrainNode,
     ExecutorReady,
     ExitReport,
     Heartbeat,
@@ -50,10 +53,13 @@ from genie.model.messages import (
     Registered,
     RemoveNode,
     RunningJob,
+    UndrainNode,
 )
 from genie.runtime.clock import Clock
 
 _log = logging.getLogger(__name__)
+
+REASON_CHARS_MAX = 200
 
 ORDER_TIMEOUT_S = 5.0
 # One heartbeat may have been on its way while the launch was confirmed; two cannot.
@@ -103,6 +109,8 @@ class Agents:
             Heartbeat: self.heartbeat,
             Leave: self.leave,
             RemoveNode: self.remove,
+            DrainNode: self.drain,
+            UndrainNode: self.undrain,
             ConfirmLaunch: self.confirm_launch,
             ExecutorReady: self.executor_ready,
         }
@@ -122,7 +130,9 @@ class Agents:
 
         def build(txn: Transaction) -> None:
             self._check_incarnation(node_id, node.incarnation)
-            txn.put(self._ledger.nodes, node_id, record)
+            before = self._ledger.nodes.get(node_id)
+            drained = before.drained if before is not None else ""
+            txn.put(self._ledger.nodes, node_id, msgspec.structs.replace(record, drained=drained))
             if node_id not in self._ledger.holds:
                 txn.put(self._ledger.holds, node_id, NodeLedger(node_id=node_id))
 
@@ -292,6 +302,29 @@ class Agents:
         await self._forget(node_id)
         self._membership.detach(node_id)
         return Done()
+
+    async def drain(self, connection: Connection, request: DrainNode) -> Done:
+        """Asked again, the newest reason counts."""
+        reason = request.reason.strip()
+        if len(reason) > REASON_CHARS_MAX or not reason.isprintable():
+            raise UsageError(f"a reason is one line of at most {REASON_CHARS_MAX} characters")
+        await self._set_drained(request.node_id, f"draining: {reason}" if reason else "draining")
+        return Done()
+
+    async def undrain(self, connection: Connection, request: UndrainNode) -> Done:
+        await self._set_drained(request.node_id, "")
+        return Done()
+
+    async def _set_drained(self, node_id: str, drained: str) -> None:
+        def build(txn: Transaction) -> None:
+            record = self._ledger.nodes.get(node_id)
+            if record is None:
+                raise NodeNotFoundError(f"there is no node {node_id[:80]!r}", hint="'genie nodes' lists them")
+            txn.put(self._ledger.nodes, node_id, msgspec.structs.replace(record, drained=drained))
+
+        await self._ledger.write(build)
+        _log.info("node %s is %s", node_id, drained or "open again")
+        self._wake()
 
     def _is_reclaimable(self, record: NodeRecord) -> bool:
         now_s = self._clock.monotonic_s()

@@ -56,6 +56,8 @@ class NodeRecord(msgspec.Struct, frozen=True, kw_only=True):
     """The time to live that it was granted."""
     left: bool = False
     """It went in good order; it may come back."""
+    drained: str = ""
+    """Why the owner wants nothing new placed there; empty when he does not mind. It outlives the agent."""
 
 
 class Counter(msgspec.Struct, frozen=True, kw_only=True):

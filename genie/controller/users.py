@@ -310,10 +310,16 @@ class Users:
 
     # -- parts --------------------------------------------------------------------------------
 
+    def _drained(self, node_id: str) -> str:
+        record = self._cluster.ledger.nodes.get(node_id)
+        return record.drained if record is not None else ""
+
     def _nodes(self, identity: Identity, *, after: str) -> NodesReply:
         nodes = sorted(self._cluster.present(), key=lambda node: node.node_id)
         views = [
-            NodeView(info=node.info, ledger=_masked(node.ledger, identity))
+            NodeView(
+                info=node.info, ledger=_masked(node.ledger, identity), drained=self._drained(node.node_id)
+            )
             for node in nodes
             if node.node_id > after
         ]

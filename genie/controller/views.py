@@ -65,7 +65,7 @@ class Views:
             return
         info = self._membership.described(record.info, now_s)
         held = self._ledger.holds.get(node_id) or NodeLedger(node_id=node_id)
-        closed = "it has left the cluster" if record.left else self._membership.closed(info)
+        closed = "it has left the cluster" if record.left else record.drained or self._membership.closed(info)
         self._states[node_id] = NodeState(info, held, closed=closed)
         self._good_until_s[node_id] = self._membership.same_until_s(node_id, now_s)
         peer = self._membership.connection(node_id)

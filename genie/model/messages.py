@@ -309,6 +309,8 @@ class GetBlob(Request[BlobChunk], frozen=True, kw_only=True):
 class NodeView(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     info: NodeInfo
     ledger: NodeLedger
+    drained: str = ""
+    """Why nothing new is placed there, by the owner's word; empty when it is."""
 
 
 class NodesReply(Message, frozen=True, kw_only=True):
@@ -327,6 +329,17 @@ class ListNodes(Request[NodesReply], frozen=True, kw_only=True):
 class RemoveNode(Request[Done], frozen=True, kw_only=True):
     """Takes a node out for good: its token and its certificate open nothing any more."""
 
+    node_id: str
+
+
+class DrainNode(Request[Done], frozen=True, kw_only=True):
+    """Nothing new is placed on the node from now on; what runs there goes on."""
+
+    node_id: str
+    reason: str = ""
+
+
+class UndrainNode(Request[Done], frozen=True, kw_only=True):
     node_id: str
 
 
@@ -446,7 +459,7 @@ FOR_USERS = (
     OpenDevice,
     WaitDevice,
 )
-FOR_OWNERS = (ListTokens, CreateToken, RevokeToken, RemoveNode)
+FOR_OWNERS = (ListTokens, CreateToken, RevokeToken, RemoveNode, DrainNode, UndrainNode)
 
 CONTROLLER_REQUESTS = (*BEFORE_HELLO, *FOR_NODES, *FOR_USERS, *FOR_OWNERS)
 AGENT_REQUESTS = (Launch, Kill, ReadLog)

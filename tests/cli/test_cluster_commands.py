@@ -20,7 +20,7 @@ from genie.cli.cluster_commands import _join_text, _report
 from genie.cluster.local import find_running
 from genie.config import load
 from genie.errors import NodeError, NodeNotFoundError
-from genie.model.messages import Done, GetStatus, RemoveNode
+from genie.model.messages import Done, DrainNode, GetStatus, RemoveNode, UndrainNode
 from tests.cli.conftest import Ran
 from tests.cli.nouns import status
 from tests.waiting import wait_until
@@ -115,6 +115,15 @@ def test_a_node_that_cannot_be_forgotten_says_why(genie, controller, error) -> N
     ran = genie("forget", "box")
     assert (ran.code, ran.out) == (1, "")
     assert error.message in ran.err
+
+
+def test_drain_and_undrain_a_node(genie, controller) -> None:
+    controller.answers |= {DrainNode: Done(), UndrainNode: Done()}
+    assert genie("drain", "box", "--reason", "new fans")[:2] == (0, "box  draining\n")
+    assert genie("undrain", "box")[:2] == (0, "box  open\n")
+    assert controller.asked == [DrainNode(node_id="box", reason="new fans"), UndrainNode(node_id="box")]
+    for name in ("drain", "undrain"):
+        assert genie(name, "../box").code == 2
 
 
 def test_forget_takes_ids_of_nodes_only(genie, controller) -> None:

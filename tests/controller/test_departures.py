@@ -13,7 +13,7 @@ from genie.config import ControllerConfig
 from genie.controller.admission import check_times
 from genie.errors import ConfigError, GenieError, NodeError, NodeNotFoundError, TokenRefusedError, UsageError
 from genie.model.job import JobState
-from genie.model.messages import GetStatus, Join, ListNodes, RemoveNode
+from genie.model.messages import DrainNode, GetStatus, Join, ListNodes, RemoveNode, UndrainNode
 from genie.model.node import Vendor
 from genie.model.tenant import TokenKind
 from genie.runtime import rpc
@@ -54,6 +54,43 @@ async def test_a_node_that_holds_a_job_may_not_leave(tmp_path: Path) -> None:
         with pytest.raises(NodeError, match="still holds jobs: 1"):
             await agent.leave()
         assert (await owner.job(job.job_id)).state is JobState.RUNNING
+
+
+async def test_a_drained_node_takes_nothing_new_until_it_is_opened_also_after_a_restart(
+    tmp_path: Path,
+) -> None:
+    async with standing(tmp_path) as one, one.client() as owner:
+        access = await one.join("n1")
+        async with FakeAgent(node_info("n1")).connected(one.network, access) as agent:
+            await agent.register()
+            await agent.beat()
+            running = await owner.submit("before", gpus=1)
+            await agent.start_next()
+            await owner.ask(DrainNode(node_id="n1", reason="new fans"))
+            assert (await owner.ask(ListNodes())).nodes[0].drained == "draining: new fans"
+            waiting = await owner.submit("after", cpus=1)
+
+            async def told() -> bool:
+                return "draining: new fans" in (await owner.job(waiting.job_id)).reason
+
+            await until(told)
+            assert (await owner.job(running.job_id)).state is JobState.RUNNING
+        async with agent.restarted().connected(one.network, access) as again:
+            await again.register()
+            await again.beat()
+            assert (await owner.ask(ListNodes())).nodes[0].drained == "draining: new fans"
+            await owner.ask(UndrainNode(node_id="n1"))
+            assert (await again.next_launch()).job_id == waiting.job_id
+
+
+async def test_draining_says_what_is_wrong_and_is_the_owners(tmp_path: Path) -> None:
+    async with standing(tmp_path) as one, one.client() as owner, one.agent("n1"):
+        with pytest.raises(NodeNotFoundError, match="no node 'n9'"):
+            await owner.ask(DrainNode(node_id="n9"))
+        for reason in ("two\nlines", "x" * 300):
+            with pytest.raises(UsageError, match="one line of at most 200"):
+                await owner.ask(DrainNode(node_id="n1", reason=reason))
+        assert (await owner.ask(ListNodes())).nodes[0].drained == ""
 
 
 async def test_a_connected_node_is_not_removed(tmp_path: Path) -> None:
