@@ -2,9 +2,11 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <stdexcept>
 #include <string>
-#include <vector>
+
+#include "node_set.h"
 
 namespace genie {
 
@@ -24,13 +26,15 @@ struct RequestClass {
   int gpu_memory_mib = 0;  // of each of them
   int cpu_milli = 0;
   int memory_mib = 0;
-  uint64_t models = kAnyModel;  // bit m: a GPU of model m will do
-  std::vector<uint64_t> nodes;  // bit n: node n will do; empty: every node
+  uint64_t models = kAnyModel;   // bit m: a GPU of model m will do
+  bool one_island = false;       // all its GPUs in one NVLink island
+  std::optional<NodeSet> nodes;  // those that will do; none: every node
   int64_t gpu_volume() const { return int64_t{gpus} * gpu_milli; }
   bool is_fraction() const { return gpus > 0 && gpu_milli < kFullMilli; }
-  bool allows_node(size_t node) const {
-    return nodes.empty() || (node / 64 < nodes.size() && (nodes[node / 64] >> (node % 64) & 1) != 0);
+  RequestClass without_nodes() const {
+    return {gpus, gpu_milli, gpu_memory_mib, cpu_milli, memory_mib, models, one_island, std::nullopt};
   }
+  bool allows_node(size_t node) const { return !nodes || nodes->has(node); }
 };
 
 // Where a request goes: a node and a set of its GPUs. The lower (cost, tie) is the better one.

@@ -1,7 +1,9 @@
 #include "rows.h"
 
 #include <algorithm>
-#include <limits>
+#include <bit>
+
+#include "gpus.h"
 
 namespace genie {
 namespace {
@@ -11,16 +13,50 @@ constexpr int64_t kUnlimited = std::numeric_limits<int64_t>::max();
 
 }  // namespace
 
-std::optional<Choice> Rows::best(const Cluster& cluster, Policy& policy, int request_class, uint32_t tenant) {
-  Row& row = row_for(cluster, request_class, tenant);
-  int64_t budget = kUnlimited;
-  catch_up(row, cluster, policy, budget);
-  int best = -1;
-  for (int node : row.block_best) {
-    if (best < 0 || is_better(row, node, best)) best = node;
+bool Row::is_better(int one, int other) const {
+  if (cost[one] != cost[other]) return cost[one] < cost[other];
+  return tie[one] != tie[other] ? tie[one] < tie[other] : one < other;
+}
+
+int Row::best_of(int block, uint64_t among) const {
+  int best = block_best[block];
+  if (!fits(best)) return -1;
+  if ((among >> (best % kBlock) & 1) != 0) return best;
+  best = -1;
+  for (; among != 0; among &= among - 1) {
+    const int node = block * kBlock + std::countr_zero(among);
+    if (node < static_cast<int>(cost.size()) && fits(node) && (best < 0 || is_better(node, best)))
+      best = node;
   }
-  if (best < 0 || row.cost[best] == kNowhere) return std::nullopt;
+  return best;
+}
+
+std::optional<Choice> Rows::best(const Cluster& cluster, Policy& policy, int request_class, uint32_t tenant,
+                                 const NodeSet* among) {
+  const Row& row = current(cluster, policy, request_class, tenant);
+  int best = -1;
+  for (int block = 0; block < static_cast<int>(row.block_best.size()); ++block) {
+    const int node = among == nullptr ? row.block_best[block] : row.best_of(block, among->word(block));
+    if (node >= 0 && (best < 0 || row.is_better(node, best))) best = node;
+  }
+  if (best < 0 || !row.fits(best)) return std::nullopt;
   return Choice{best, row.gpus[best]};
+}
+
+Row& Rows::current(const Cluster& cluster, Policy& policy, int request_class, uint32_t tenant) {
+  Row& row = row_for(cluster, request_class, tenant);
+  catch_up(row, cluster, policy);
+  return row;
+}
+
+void Rows::count_room(Row& row, const Cluster& cluster) {
+  if (row.counts_room) return;
+  row.counts_room = true;
+  row.room.assign(row.cost.size(), 0);
+  const RequestClass& wanted = cluster.request_class(row.request_class);
+  for (int node = 0; node < static_cast<int>(row.cost.size()); ++node) {
+    if (row.fits(node)) row.room[node] = room_on(cluster.nodes()[node], wanted, row.tenant);
+  }
 }
 
 bool Rows::refresh(const Cluster& cluster, Policy& policy, int64_t& budget) {
@@ -36,11 +72,12 @@ void Rows::open_rows_of(const Rows& other) {
     opened.request_class = row.request_class;
     opened.tenant = row.tenant;
     opened.used = row.used;
+    opened.counts_room = row.counts_room;
   }
   uses_ = other.uses_;
 }
 
-Rows::Row& Rows::row_for(const Cluster& cluster, int request_class, uint32_t tenant) {
+Row& Rows::row_for(const Cluster& cluster, int request_class, uint32_t tenant) {
   // Only fractions can meet another tenant's.
   const uint32_t seen_as = cluster.request_class(request_class).is_fraction() ? tenant : 1;
   const uint64_t key = uint64_t{static_cast<uint32_t>(request_class)} << 32 | seen_as;
@@ -55,9 +92,18 @@ Rows::Row& Rows::row_for(const Cluster& cluster, int request_class, uint32_t ten
   return found->second;
 }
 
+void Rows::drop_class(int request_class) {
+  std::erase_if(rows_, [&](const auto& item) { return item.second.request_class == request_class; });
+}
+
 void Rows::drop_oldest() {
   const auto older = [](const auto& a, const auto& b) { return a.second.used < b.second.used; };
   rows_.erase(std::min_element(rows_.begin(), rows_.end(), older));
+}
+
+void Rows::catch_up(Row& row, const Cluster& cluster, Policy& policy) {
+  int64_t budget = kUnlimited;
+  catch_up(row, cluster, policy, budget);
 }
 
 bool Rows::catch_up(Row& row, const Cluster& cluster, Policy& policy, int64_t& budget) {
@@ -68,9 +114,11 @@ bool Rows::catch_up(Row& row, const Cluster& cluster, Policy& policy, int64_t& b
     row.cost.resize(nodes, kNowhere);
     row.tie.resize(nodes);
     row.gpus.resize(nodes);
-    row.block_best.resize((nodes + kBlock - 1) / kBlock);
-    for (size_t block = 0; block < row.block_best.size(); ++block)
-      find_block_best(row, static_cast<int>(block));
+    if (row.counts_room) row.room.resize(nodes);
+    // A new block's first node is as good as any: none of them fits yet.
+    for (auto block = static_cast<int>(row.block_best.size()); block * kBlock < nodes; ++block) {
+      row.block_best.push_back(block * kBlock);
+    }
   }
   for (; row.judged_up_to < nodes; ++row.judged_up_to) {
     if (budget-- <= 0) return false;
@@ -84,32 +132,23 @@ bool Rows::catch_up(Row& row, const Cluster& cluster, Policy& policy, int64_t& b
 }
 
 void Rows::judge(Row& row, const Cluster& cluster, Policy& policy, int node) {
-  const RequestClass& wanted = cluster.classes()[row.request_class];
+  const RequestClass& wanted = cluster.request_class(row.request_class);
   const std::optional<Candidate> found = policy.judge(cluster, node, wanted, row.tenant);
-  if (!found && row.cost[node] == kNowhere) return;
+  if (!found && !row.fits(node)) return;
   row.cost[node] = found ? found->cost : kNowhere;
   row.tie[node] = found ? found->tie : 0;
   row.gpus[node] = found ? found->gpus : uint16_t{0};
-  const int block = node / kBlock;
-  if (row.block_best[block] == node) {
-    find_block_best(row, block);
-  } else if (is_better(row, node, row.block_best[block])) {
-    row.block_best[block] = node;
+  if (row.counts_room) row.room[node] = found ? room_on(cluster.nodes()[node], wanted, row.tenant) : 0;
+  int& best = row.block_best[node / kBlock];
+  if (best != node) {
+    if (row.is_better(node, best)) best = node;
+    return;
   }
-}
-
-bool Rows::is_better(const Row& row, int one, int other) {
-  if (row.cost[one] != row.cost[other]) return row.cost[one] < row.cost[other];
-  return row.tie[one] != row.tie[other] ? row.tie[one] < row.tie[other] : one < other;
-}
-
-void Rows::find_block_best(Row& row, int block) {
-  const int end = std::min<int>((block + 1) * kBlock, static_cast<int>(row.cost.size()));
-  int best = block * kBlock;
-  for (int node = best + 1; node < end; ++node) {
-    if (is_better(row, node, best)) best = node;
+  const int begin = node / kBlock * kBlock;
+  const int end = std::min<int>(begin + kBlock, static_cast<int>(row.cost.size()));
+  for (int other = begin; other < end; ++other) {
+    if (row.is_better(other, best)) best = other;
   }
-  row.block_best[block] = best;
 }
 
 }  // namespace genie
