@@ -209,14 +209,15 @@ class _Pass:
         return None
 
     def _try_start(self, request: Request, reason: str) -> bool:
-        for workers in range(request.workers, request.least_workers - 1, -1):
-            if self._rules.quotas.why_not(request, workers, self._book.usage(request.tenant)):
-                continue
-            places = self._book.place(request, workers)
-            if places is not None:
-                self._start(request, places, reason)
-                return True
-        return False
+        least, usage = request.least_workers, self._book.usage(request.tenant)
+        counts = range(request.workers, least - 1, -1)
+        may = (count for count in counts if not self._rules.quotas.why_not(request, count, usage))
+        workers = next(may, 0)
+        places = self._book.place(request, workers, least=least) if workers else None
+        if places is None:
+            return False
+        self._start(request, places, reason)
+        return True
 
     def _start(self, request: Request, places: tuple[WorkerPlace, ...], reason: str) -> None:
         del self._scheduler._waiting[request.job_id]
