@@ -31,7 +31,7 @@ GANG_SHARE = 0.55
 RACK_NODES = 250
 TENANTS = 4
 # Decisions a round and gangs a round, by the number of nodes. Only the middle one has goals.
-SIZES = {125: (1000, 100), 1250: (1000, 200), 12_500: (200, 20)}
+SIZES = {125: (2000, 300), 1250: (2000, 500), 12_500: (300, 100)}
 GOAL_NODES = 1250
 GOALS = {
     ("single", "p50"): 2, ("single", "p99"): 10,
@@ -128,7 +128,7 @@ class World:
     def _all_milli(self) -> int:
         return self.nodes * GPUS * 1000
 
-    def place(self, request_class: int, *, is_observed: bool = True) -> tuple[float, float]:
+    def place(self, request_class: int) -> tuple[float, float]:
         """How long the decision and the preparation before it took, in microseconds."""
         tenant, among = self.chance.randrange(1, TENANTS + 1), self.chance.choice(self.labels)
         self.placer.observe(request_class, tenant)

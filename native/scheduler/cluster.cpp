@@ -97,7 +97,7 @@ void Cluster::take(int node, int request_class, uint32_t tenant, uint16_t gpus) 
   this->node(node);  // throws when there is none
   Node& target = nodes_[node];
   bool fits = target.free_cpu_milli >= wanted.cpu_milli && target.free_memory_mib >= wanted.memory_mib &&
-              std::popcount(gpus) == wanted.gpus && gpus >> target.gpu_count == 0;
+              count_of(gpus) == wanted.gpus && gpus >> target.gpu_count == 0;
   for (int g = 0; fits && g < target.gpu_count; ++g) {
     fits = (gpus >> g & 1) == 0 || has_room(target.gpus[g], wanted, tenant);
   }
@@ -118,7 +118,7 @@ void Cluster::release(int node, int request_class, uint16_t gpus) {
   const RequestClass& wanted = this->request_class(request_class);
   this->node(node);  // throws when there is none
   Node& target = nodes_[node];
-  bool was_taken = std::popcount(gpus) == wanted.gpus && gpus >> target.gpu_count == 0 &&
+  bool was_taken = count_of(gpus) == wanted.gpus && gpus >> target.gpu_count == 0 &&
                    target.free_cpu_milli + wanted.cpu_milli <= target.cpu_milli &&
                    target.free_memory_mib + wanted.memory_mib <= target.memory_mib;
   for (int g = 0; was_taken && g < target.gpu_count; ++g) {

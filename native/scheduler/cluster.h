@@ -28,7 +28,8 @@ struct GpuGroups {
   const uint16_t* end() const { return sets.data() + count; }
 };
 
-struct Node {
+// What every decision touches comes first: nodes are often not in the cache.
+struct alignas(64) Node {
   int free_cpu_milli = 0;
   int free_memory_mib = 0;
   int cpu_milli = 0;
@@ -41,14 +42,14 @@ struct Node {
   uint32_t version = 0;  // grows with every change
   bool open = true;
   uint16_t open_gpus = 0xffff;  // bit g: something may be placed on GPU g
+  // How many requests are on it: [0] fractions, [j] those of j whole GPUs.
+  std::array<uint16_t, kGpusMax + 1> held{};
   std::array<Gpu, kGpusMax> gpus;
   std::array<uint8_t, kGpusMax> island_of{};
   std::array<uint8_t, kGpusMax> numa_of{};
   GpuGroups islands;  // the GPUs of each NVLink island
   GpuGroups numas;    // of each NUMA node
   GpuGroups corners;  // of each NUMA node in each island
-  // How many requests are on it: [0] fractions, [j] those of j whole GPUs.
-  std::array<uint16_t, kGpusMax + 1> held{};
 
   bool gpu_open(int gpu) const { return (open_gpus >> gpu & 1) != 0; }
   int free_gpu_milli() const {

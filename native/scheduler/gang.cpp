@@ -54,12 +54,9 @@ std::optional<std::vector<Choice>> GangPlacer::place(const std::vector<const Nod
   return std::move(places_);
 }
 
-uint64_t GangPlacer::word(const NodeSet* domain, const NodeSet* among, int block) const {
-  const int nodes = static_cast<int>(row_.cost.size()) - block * kBlock;
-  uint64_t word = nodes >= kBlock ? ~uint64_t{0} : (uint64_t{1} << nodes) - 1;
-  if (domain != nullptr) word &= domain->word(block);
-  if (among != nullptr) word &= among->word(block);
-  return word;
+uint64_t GangPlacer::word(const NodeSet* domain, const NodeSet* among, int block) {
+  const uint64_t word = domain != nullptr ? domain->word(block) : ~uint64_t{0};
+  return among != nullptr ? word & among->word(block) : word;
 }
 
 int64_t GangPlacer::room_in(const NodeSet* domain, const NodeSet* among) const {

@@ -34,7 +34,7 @@ class GangPlacer {
     }
   };
 
-  uint64_t word(const NodeSet* domain, const NodeSet* among, int block) const;
+  static uint64_t word(const NodeSet* domain, const NodeSet* among, int block);
   int64_t room_in(const NodeSet* domain, const NodeSet* among) const;
   // As many as fit, one after the other, into places_.
   void fill(const NodeSet* domain, const NodeSet* among, int workers);

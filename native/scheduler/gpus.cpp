@@ -29,7 +29,7 @@ uint16_t in_few_islands(const Node& node, uint16_t sure, uint16_t equal, int cou
     for (uint16_t island : node.islands) {
       const auto members = static_cast<uint16_t>(island & left);
       if (members == 0) continue;
-      const int size = std::popcount(members);
+      const int size = count_of(members);
       const int first = std::countr_zero(members);
       std::tuple<int, int, int> key{2, -size, first};
       if (size >= count) key = {1, size, first};
@@ -39,7 +39,7 @@ uint16_t in_few_islands(const Node& node, uint16_t sure, uint16_t equal, int cou
         next = members;
       }
     }
-    const int taken = std::min(count, std::popcount(next));
+    const int taken = std::min(count, count_of(next));
     chosen |= lowest(next, taken);
     left &= static_cast<uint16_t>(~next);
     count -= taken;
@@ -50,10 +50,10 @@ uint16_t in_few_islands(const Node& node, uint16_t sure, uint16_t equal, int cou
 // The smallest of the groups that has enough of the equal ones, and all that are sure; 0 when there is none.
 uint16_t smallest_enough(const GpuGroups& groups, uint16_t sure, uint16_t equal, int count) {
   uint16_t found = 0;
-  const auto key = [](uint16_t gpus) { return std::pair(std::popcount(gpus), std::countr_zero(gpus)); };
+  const auto key = [](uint16_t gpus) { return std::pair(count_of(gpus), std::countr_zero(gpus)); };
   for (uint16_t group : groups) {
     const auto members = static_cast<uint16_t>(group & equal);
-    if (members == 0 || std::popcount(members) < count || (sure & ~group) != 0) continue;
+    if (members == 0 || count_of(members) < count || (sure & ~group) != 0) continue;
     if (found == 0 || key(members) < key(found)) found = members;
   }
   return found;
@@ -70,7 +70,7 @@ uint16_t nearest(const Node& node, uint16_t sure, uint16_t equal, int count) {
 }
 
 uint16_t tightest_of(const Node& node, uint16_t usable, int count) {
-  if (std::popcount(usable) < count) return 0;
+  if (count_of(usable) < count) return 0;
   std::array<int, kGpusMax> free;
   int size = 0;
   for (uint16_t left = usable; left != 0; left &= static_cast<uint16_t>(left - 1)) {
@@ -85,7 +85,7 @@ uint16_t tightest_of(const Node& node, uint16_t usable, int count) {
     if (node.gpus[g].free_milli < limit) sure |= static_cast<uint16_t>(1 << g);
     if (node.gpus[g].free_milli == limit) equal |= static_cast<uint16_t>(1 << g);
   }
-  return static_cast<uint16_t>(sure | nearest(node, sure, equal, count - std::popcount(sure)));
+  return static_cast<uint16_t>(sure | nearest(node, sure, equal, count - count_of(sure)));
 }
 
 int free_milli_of(const Node& node, uint16_t gpus) {
@@ -115,7 +115,7 @@ uint16_t tightest_gpus(const Node& node, const RequestClass& wanted, uint32_t te
     const auto members = static_cast<uint16_t>(usable & island);
     const uint16_t found = tightest_of(node, members, wanted.gpus);
     if (found == 0) continue;
-    const std::pair key(free_milli_of(node, found), std::popcount(members));
+    const std::pair key(free_milli_of(node, found), count_of(members));
     if (best == 0 || key < least) {
       best = found;
       least = key;

@@ -15,6 +15,14 @@ constexpr int kModelsMax = 64;
 constexpr int kFullMilli = 1000;
 constexpr uint64_t kAnyModel = ~uint64_t{0};
 
+// How many GPUs a set has. The plain instruction set has no instruction for it, and a call costs more.
+constexpr int count_of(uint16_t gpus) {
+  unsigned sums = gpus - (gpus >> 1 & 0x5555u);
+  sums = (sums & 0x3333u) + (sums >> 2 & 0x3333u);
+  sums = (sums + (sums >> 4)) & 0x0f0fu;
+  return static_cast<int>((sums + (sums >> 8)) & 0x1fu);
+}
+
 // The caller did something that is never right; Python sees genie.errors.UsageError.
 struct Misuse : std::runtime_error {
   using std::runtime_error::runtime_error;

@@ -1,6 +1,7 @@
 #include "rows.h"
 
 #include <algorithm>
+#include <array>
 #include <bit>
 
 #include "gpus.h"
@@ -18,6 +19,25 @@ bool Row::is_better(int one, int other) const {
   return tie[one] != tie[other] ? tie[one] < tie[other] : one < other;
 }
 
+// First the least cost, without a branch, then who has it.
+int Row::best_of(int block) const {
+  constexpr int kLanes = 8;
+  const int begin = block * kBlock;
+  std::array<double, kLanes> least;
+  std::copy_n(cost.begin() + begin, kLanes, least.begin());
+  for (int i = kLanes; i < kBlock; i += kLanes) {
+    for (int lane = 0; lane < kLanes; ++lane) {
+      least[lane] = cost[begin + i + lane] < least[lane] ? cost[begin + i + lane] : least[lane];
+    }
+  }
+  const double found = *std::min_element(least.begin(), least.end());
+  int best = -1;
+  for (int node = begin; node < begin + kBlock; ++node) {
+    if (cost[node] == found && (best < 0 || tie[node] < tie[best])) best = node;
+  }
+  return best;
+}
+
 int Row::best_of(int block, uint64_t among) const {
   int best = block_best[block];
   if (!fits(best)) return -1;
@@ -25,8 +45,7 @@ int Row::best_of(int block, uint64_t among) const {
   best = -1;
   for (; among != 0; among &= among - 1) {
     const int node = block * kBlock + std::countr_zero(among);
-    if (node < static_cast<int>(cost.size()) && fits(node) && (best < 0 || is_better(node, best)))
-      best = node;
+    if (fits(node) && (best < 0 || is_better(node, best))) best = node;
   }
   return best;
 }
@@ -111,13 +130,14 @@ bool Rows::catch_up(Row& row, const Cluster& cluster, Policy& policy, int64_t& b
   if (row.read < cluster.changes_kept_from()) row.judged_up_to = 0;
   if (row.judged_up_to == 0) row.read = cluster.changes();
   if (static_cast<int>(row.cost.size()) < nodes) {
-    row.cost.resize(nodes, kNowhere);
-    row.tie.resize(nodes);
-    row.gpus.resize(nodes);
-    if (row.counts_room) row.room.resize(nodes);
+    const auto blocks = static_cast<size_t>(nodes + kBlock - 1) / kBlock;
+    row.cost.resize(blocks * kBlock, kNowhere);
+    row.tie.resize(blocks * kBlock);
+    row.gpus.resize(blocks * kBlock);
+    if (row.counts_room) row.room.resize(blocks * kBlock);
     // A new block's first node is as good as any: none of them fits yet.
-    for (auto block = static_cast<int>(row.block_best.size()); block * kBlock < nodes; ++block) {
-      row.block_best.push_back(block * kBlock);
+    for (size_t block = row.block_best.size(); block < blocks; ++block) {
+      row.block_best.push_back(static_cast<int>(block) * kBlock);
     }
   }
   for (; row.judged_up_to < nodes; ++row.judged_up_to) {
@@ -140,14 +160,10 @@ void Rows::judge(Row& row, const Cluster& cluster, Policy& policy, int node) {
   row.gpus[node] = found ? found->gpus : uint16_t{0};
   if (row.counts_room) row.room[node] = found ? room_on(cluster.nodes()[node], wanted, row.tenant) : 0;
   int& best = row.block_best[node / kBlock];
-  if (best != node) {
-    if (row.is_better(node, best)) best = node;
-    return;
-  }
-  const int begin = node / kBlock * kBlock;
-  const int end = std::min<int>(begin + kBlock, static_cast<int>(row.cost.size()));
-  for (int other = begin; other < end; ++other) {
-    if (row.is_better(other, best)) best = other;
+  if (best == node) {
+    best = row.best_of(node / kBlock);
+  } else if (row.is_better(node, best)) {
+    best = node;
   }
 }
 

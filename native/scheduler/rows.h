@@ -21,9 +21,10 @@ struct Choice {
 struct Row {
   int request_class = 0;
   uint32_t tenant = 0;
-  uint64_t used = 0;         // the higher, the later
-  uint64_t read = 0;         // changes of the cluster that are in it
-  int judged_up_to = 0;      // nodes below this one have been judged at all
+  uint64_t used = 0;     // the higher, the later
+  uint64_t read = 0;     // changes of the cluster that are in it
+  int judged_up_to = 0;  // nodes below this one have been judged at all
+  // For each node, up to whole blocks of them.
   std::vector<double> cost;  // infinity: it does not fit there
   std::vector<uint64_t> tie;
   std::vector<uint16_t> gpus;
@@ -33,6 +34,8 @@ struct Row {
 
   bool fits(int node) const { return cost[node] != std::numeric_limits<double>::infinity(); }
   bool is_better(int one, int other) const;
+  // The best node of a block; any when it fits on none of them.
+  int best_of(int block) const;
   // The best of these nodes of a block; -1 when it fits on none of them.
   int best_of(int block, uint64_t among) const;
 };

@@ -41,16 +41,15 @@ std::optional<Candidate> Supply::judge(const Cluster& cluster, int number, const
                                        uint32_t tenant) {
   const Node& node = cluster.nodes()[number];
   if (!fits_beside_gpus(node, number, wanted)) return std::nullopt;
+  // First what costs little: most nodes that changed are fuller than before.
+  const bool is_one = wanted.gpus == 1;
+  uint16_t left = is_one ? usable_gpus(node, wanted, tenant) : tightest_gpus(node, wanted, tenant);
+  if (wanted.gpus > 0 && left == 0) return std::nullopt;
   recount(cluster, number);
   const double before = known_[number].worth;
-  if (wanted.gpus != 1) {
-    const uint16_t gpus = tightest_gpus(node, wanted, tenant);
-    if (wanted.gpus > 0 && gpus == 0) return std::nullopt;
-    return candidate(node, wanted, gpus, before);
-  }
+  if (!is_one) return candidate(node, wanted, left, before);
   std::optional<Candidate> best;
   uint16_t best_alike = 0;
-  uint16_t left = usable_gpus(node, wanted, tenant);
   while (left != 0) {
     const int g = std::countr_zero(left);
     const uint16_t same = alike(node, left, g);
