@@ -10,7 +10,7 @@ namespace {
 struct Block {
   int number;
   uint64_t left;
-  int best;
+  Judged best;
 };
 
 }  // namespace
@@ -62,10 +62,10 @@ uint64_t GangPlacer::word(const NodeSet* domain, const NodeSet* among, int block
 int64_t GangPlacer::room_in(const NodeSet* domain, const NodeSet* among) const {
   int64_t room = 0;
   for (int block = 0; block < blocks_; ++block) {
-    if (!row_.fits(row_.block_best[block])) continue;
+    if (!row_.block_best[block].fits()) continue;
     for (uint64_t left = word(domain, among, block); left != 0; left &= left - 1) {
       const int node = block * kBlock + std::countr_zero(left);
-      room += gang_.spread ? static_cast<int>(row_.fits(node)) : row_.room[node];
+      room += gang_.spread ? static_cast<int>(row_.at(node).fits()) : row_.room[node];
     }
   }
   return room;
@@ -75,22 +75,22 @@ void GangPlacer::fill(const NodeSet* domain, const NodeSet* among, int workers) 
   std::vector<Block> blocks;
   for (int number = 0; number < blocks_; ++number) {
     const uint64_t left = word(domain, among, number);
-    const int best = left == 0 ? -1 : row_.best_of(number, left);
-    if (best >= 0) blocks.push_back({number, left, best});
+    if (left == 0) continue;
+    const Judged best = row_.best_of(number, left);
+    if (best.fits()) blocks.push_back({number, left, best});
   }
   places_.clear();
   places_.reserve(workers);
   while (static_cast<int>(places_.size()) < workers) {
-    Block* best = nullptr;
-    for (Block& block : blocks) {
-      if (block.best >= 0 && (best == nullptr || row_.is_better(block.best, best->best))) best = &block;
-    }
-    if (best == nullptr) return;
-    places_.push_back({best->best, row_.gpus[best->best]});
-    cluster_.take(best->best, gang_.request_class, gang_.tenant, places_.back().gpus);
-    if (gang_.spread) best->left &= ~(uint64_t{1} << best->best % kBlock);
+    const auto better = [](const Block& one, const Block& other) { return one.best.is_better(other.best); };
+    const auto block = std::min_element(blocks.begin(), blocks.end(), better);
+    if (block == blocks.end() || !block->best.fits()) return;
+    const int node = block->best.node;
+    places_.push_back({node, row_.gpus[node]});
+    cluster_.take(node, gang_.request_class, gang_.tenant, places_.back().gpus);
+    if (gang_.spread) block->left &= ~(uint64_t{1} << node % kBlock);
     Rows::catch_up(row_, cluster_, policy_);
-    best->best = row_.best_of(best->number, best->left);
+    block->best = row_.best_of(block->number, block->left);
   }
 }
 

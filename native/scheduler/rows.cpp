@@ -14,13 +14,8 @@ constexpr int64_t kUnlimited = std::numeric_limits<int64_t>::max();
 
 }  // namespace
 
-bool Row::is_better(int one, int other) const {
-  if (cost[one] != cost[other]) return cost[one] < cost[other];
-  return tie[one] != tie[other] ? tie[one] < tie[other] : one < other;
-}
-
 // First the least cost, without a branch, then who has it.
-int Row::best_of(int block) const {
+Judged Row::best_of(int block) const {
   constexpr int kLanes = 8;
   const int begin = block * kBlock;
   std::array<double, kLanes> least;
@@ -35,17 +30,16 @@ int Row::best_of(int block) const {
   for (int node = begin; node < begin + kBlock; ++node) {
     if (cost[node] == found && (best < 0 || tie[node] < tie[best])) best = node;
   }
-  return best;
+  return at(best);
 }
 
-int Row::best_of(int block, uint64_t among) const {
-  int best = block_best[block];
-  if (!fits(best)) return -1;
-  if ((among >> (best % kBlock) & 1) != 0) return best;
-  best = -1;
+Judged Row::best_of(int block, uint64_t among) const {
+  Judged best = block_best[block];
+  if (!best.fits() || (among >> (best.node % kBlock) & 1) != 0) return best;
+  best = {};
   for (; among != 0; among &= among - 1) {
-    const int node = block * kBlock + std::countr_zero(among);
-    if (fits(node) && (best < 0 || is_better(node, best))) best = node;
+    const Judged other = at(block * kBlock + std::countr_zero(among));
+    if (other.fits() && other.is_better(best)) best = other;
   }
   return best;
 }
@@ -53,13 +47,14 @@ int Row::best_of(int block, uint64_t among) const {
 std::optional<Choice> Rows::best(const Cluster& cluster, Policy& policy, int request_class, uint32_t tenant,
                                  const NodeSet* among) {
   const Row& row = current(cluster, policy, request_class, tenant);
-  int best = -1;
+  Judged best;
   for (int block = 0; block < static_cast<int>(row.block_best.size()); ++block) {
-    const int node = among == nullptr ? row.block_best[block] : row.best_of(block, among->word(block));
-    if (node >= 0 && (best < 0 || row.is_better(node, best))) best = node;
+    if (!row.block_best[block].is_better(best)) continue;
+    const Judged found = among == nullptr ? row.block_best[block] : row.best_of(block, among->word(block));
+    if (found.fits() && found.is_better(best)) best = found;
   }
-  if (best < 0 || !row.fits(best)) return std::nullopt;
-  return Choice{best, row.gpus[best]};
+  if (!best.fits()) return std::nullopt;
+  return Choice{best.node, row.gpus[best.node]};
 }
 
 Row& Rows::current(const Cluster& cluster, Policy& policy, int request_class, uint32_t tenant) {
@@ -74,7 +69,7 @@ void Rows::count_room(Row& row, const Cluster& cluster) {
   row.room.assign(row.cost.size(), 0);
   const RequestClass& wanted = cluster.request_class(row.request_class);
   for (int node = 0; node < static_cast<int>(row.cost.size()); ++node) {
-    if (row.fits(node)) row.room[node] = room_on(cluster.nodes()[node], wanted, row.tenant);
+    if (row.at(node).fits()) row.room[node] = room_on(cluster.nodes()[node], wanted, row.tenant);
   }
 }
 
@@ -137,7 +132,7 @@ bool Rows::catch_up(Row& row, const Cluster& cluster, Policy& policy, int64_t& b
     if (row.counts_room) row.room.resize(blocks * kBlock);
     // A new block's first node is as good as any: none of them fits yet.
     for (size_t block = row.block_best.size(); block < blocks; ++block) {
-      row.block_best.push_back(static_cast<int>(block) * kBlock);
+      row.block_best.push_back(row.at(static_cast<int>(block) * kBlock));
     }
   }
   for (; row.judged_up_to < nodes; ++row.judged_up_to) {
@@ -154,16 +149,16 @@ bool Rows::catch_up(Row& row, const Cluster& cluster, Policy& policy, int64_t& b
 void Rows::judge(Row& row, const Cluster& cluster, Policy& policy, int node) {
   const RequestClass& wanted = cluster.request_class(row.request_class);
   const std::optional<Candidate> found = policy.judge(cluster, node, wanted, row.tenant);
-  if (!found && !row.fits(node)) return;
+  if (!found && !row.at(node).fits()) return;
   row.cost[node] = found ? found->cost : kNowhere;
   row.tie[node] = found ? found->tie : 0;
   row.gpus[node] = found ? found->gpus : uint16_t{0};
   if (row.counts_room) row.room[node] = found ? room_on(cluster.nodes()[node], wanted, row.tenant) : 0;
-  int& best = row.block_best[node / kBlock];
-  if (best == node) {
+  Judged& best = row.block_best[node / kBlock];
+  if (best.node == node) {
     best = row.best_of(node / kBlock);
-  } else if (row.is_better(node, best)) {
-    best = node;
+  } else if (row.at(node).is_better(best)) {
+    best = row.at(node);
   }
 }
 

@@ -17,6 +17,19 @@ struct Choice {
   uint16_t gpus;
 };
 
+// A node's judgement.
+struct Judged {
+  double cost = std::numeric_limits<double>::infinity();  // that: it does not fit there
+  uint64_t tie = 0;
+  int node = -1;
+
+  bool fits() const { return cost != std::numeric_limits<double>::infinity(); }
+  bool is_better(const Judged& other) const {
+    if (cost != other.cost) return cost < other.cost;
+    return tie != other.tie ? tie < other.tie : node < other.node;
+  }
+};
+
 // What one request class makes of the nodes.
 struct Row {
   int request_class = 0;
@@ -25,19 +38,18 @@ struct Row {
   uint64_t read = 0;     // changes of the cluster that are in it
   int judged_up_to = 0;  // nodes below this one have been judged at all
   // For each node, up to whole blocks of them.
-  std::vector<double> cost;  // infinity: it does not fit there
+  std::vector<double> cost;
   std::vector<uint64_t> tie;
   std::vector<uint16_t> gpus;
-  std::vector<int> block_best;  // the best node of each block
-  bool counts_room = false;     // since somebody asked
-  std::vector<uint16_t> room;   // see room_on(); 0 where it does not fit
+  std::vector<Judged> block_best;  // the best node of each block, in one place to be looked through
+  bool counts_room = false;        // since somebody asked
+  std::vector<uint16_t> room;      // see room_on(); 0 where it does not fit
 
-  bool fits(int node) const { return cost[node] != std::numeric_limits<double>::infinity(); }
-  bool is_better(int one, int other) const;
-  // The best node of a block; any when it fits on none of them.
-  int best_of(int block) const;
-  // The best of these nodes of a block; -1 when it fits on none of them.
-  int best_of(int block, uint64_t among) const;
+  Judged at(int node) const { return {cost[node], tie[node], node}; }
+  // The best node of a block; one that does not fit when none does.
+  Judged best_of(int block) const;
+  // The best of these nodes of a block.
+  Judged best_of(int block, uint64_t among) const;
 };
 
 class Rows {
