@@ -74,10 +74,16 @@ void Rows::count_room(Row& row, const Cluster& cluster) {
 }
 
 bool Rows::refresh(const Cluster& cluster, Policy& policy, int64_t& budget) {
+  Row* latest = nullptr;
   for (auto& [key, row] : rows_) {
-    if (!catch_up(row, cluster, policy, budget)) return false;
+    if (row.used == uses_) {
+      latest = &row;
+    } else if (!catch_up(row, cluster, policy, budget)) {
+      return false;
+    }
   }
-  return true;
+  // What was asked for last is likely to be decided next: it, and the nodes that changed, stay in the cache.
+  return latest == nullptr || catch_up(*latest, cluster, policy, budget);
 }
 
 void Rows::open_rows_of(const Rows& other) {
