@@ -31,7 +31,7 @@ GANG_SHARE = 0.55
 RACK_NODES = 250
 TENANTS = 4
 # Decisions a round and gangs a round, by the number of nodes. Only the middle one has goals.
-SIZES = {125: (2000, 300), 1250: (2000, 500), 12_500: (300, 100)}
+SIZES = {125: (2000, 300), 1250: (2000, 500), 12_500: (300, 60)}
 GOAL_NODES = 1250
 GOALS = {
     ("single", "p50"): 2, ("single", "p99"): 10,

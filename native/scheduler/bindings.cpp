@@ -54,15 +54,17 @@ nb::object shown(const std::optional<Choice>& choice) {
 // Many of a gang's places have the same GPUs: one tuple for all of them.
 nb::object shown(const std::optional<std::vector<Choice>>& choices) {
   if (!choices) return nb::none();
-  nb::list places;
+  PyObject* places = PyList_New(static_cast<Py_ssize_t>(choices->size()));
   nb::tuple numbers;
-  uint16_t last = 0;
-  for (const Choice& choice : *choices) {
-    if (!numbers.is_valid() || choice.gpus != last) numbers = numbers_of(choice.gpus);
-    last = choice.gpus;
-    places.append(nb::make_tuple(choice.node, numbers));
+  for (size_t i = 0; i < choices->size(); ++i) {
+    const Choice& choice = (*choices)[i];
+    if (i == 0 || choice.gpus != (*choices)[i - 1].gpus) numbers = numbers_of(choice.gpus);
+    PyObject* place = PyTuple_New(2);
+    PyTuple_SET_ITEM(place, 0, PyLong_FromLong(choice.node));
+    PyTuple_SET_ITEM(place, 1, nb::object(numbers).release().ptr());
+    PyList_SET_ITEM(places, static_cast<Py_ssize_t>(i), place);
   }
-  return places;
+  return nb::steal<nb::object>(places);
 }
 
 NodeSet node_set(const Placement& self, const std::vector<int>& numbers) {
