@@ -203,7 +203,8 @@ class _Pass:
             return self._refuse(request, f"behind {holder.job_id}, which has a reservation")
         if not self._try_start(request, "it fits"):
             self._make_room(request)
-            return self._look_ahead(then)
+            if request.job_id in self._scheduler._waiting:
+                return self._look_ahead(then)
         if holder is not None:
             self._again(holder, then)
         return None
