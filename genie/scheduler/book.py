@@ -6,13 +6,14 @@ changed to see what would be, and changed back. Not for: which job comes next (s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
 from genie.errors import UsageError
-from genie.scheduler.placement.protocol import MODELS_MAX, Place, Placer
+from genie.scheduler.numbers import Numbers
+from genie.scheduler.placement.protocol import GPUS_MAX, MODELS_MAX, Placer
 from genie.scheduler.quota import Claim
 from genie.scheduler.request import Amounts, NodeFacts, Request, Shape, Spread, Within, WorkerPlace, why_not
 
@@ -20,6 +21,9 @@ MakePlacer = Callable[[str], Placer]
 """Gives an empty placer of that policy."""
 
 _SUPPOSING = "bestfit"
+CLASSES_MAX = 1024
+NODE_SETS_MAX = 256
+"""Kinds of requests, and sets of nodes that jobs are near to or apart from, that are known at a time."""
 
 _Change: TypeAlias = tuple[bool, Request, WorkerPlace]
 """Whether it is taken or given back, by whom, where."""
@@ -57,8 +61,16 @@ class Book:
         self._ids: list[str] = []
         self._tenants: dict[str, int] = {}
         self._models: dict[str, int] = {}
-        self._classes: dict[tuple[Shape, frozenset[str] | None], int] = {}
-        self._amounts: dict[Shape, int] = {}
+        self._classes = Numbers[tuple[Shape, bool]](
+            self._placers, register=self._register, drop=_drop_class, count_max=CLASSES_MAX
+        )
+        self._amounts = Numbers[Shape](
+            self._placers, register=_register_amounts, drop=_drop_class, count_max=CLASSES_MAX
+        )
+        self._sets = Numbers[frozenset[int]](
+            self._placers, register=_register_set, drop=_drop_set, count_max=NODE_SETS_MAX
+        )
+        self._racks: list[int] | None = None
         self._held: dict[str, Held] = {}
         self._usage: dict[str, Amounts] = {}
         self._fixed: dict[str, Amounts] = {}
@@ -103,12 +115,14 @@ class Book:
             self.capacity += facts.amounts
         elif (known.facts.amounts, known.facts.gpus) != (facts.amounts, facts.gpus):
             raise UsageError(f"node {facts.node_id} cannot change what it has; give it another id")
-        was_alike = (known.facts.labels, known.facts.rack) == (facts.labels, facts.rack)
-        known.facts = facts
-        if not was_alike or is_new:
+        was, known.facts = known.facts, facts
+        if is_new or was.labels != facts.labels:
             self._classes.clear()
+        if is_new or was.rack != facts.rack:
+            self._forget_racks()
         for placer in self._placers:
             placer.set_open(known.number, is_open=not facts.closed)
+        self._set_gpus(known)
 
     def _add(self, facts: NodeFacts) -> int:
         memory_mib = min((gpu.memory_mib for gpu in facts.gpus), default=0)
@@ -121,21 +135,32 @@ class Book:
                 gpus=len(facts.gpus),
                 gpu_memory_mib=memory_mib,
                 model=model,
+                islands=_counted([gpu.island for gpu in facts.gpus]),
+                numa=_counted([gpu.numa for gpu in facts.gpus]),
             )
             for placer in self._placers
         ]
         assert set(numbers) == {len(self._ids)}
         return numbers[0]
 
+    def _set_gpus(self, node: _Node) -> None:
+        facts = node.facts
+        outside_mib = facts.memory_outside_mib or (0,) * len(facts.gpus)
+        for gpu, mib in enumerate(outside_mib[: len(facts.gpus)]):
+            for placer in self._placers:
+                placer.set_gpu(node.number, gpu, is_open=gpu not in facts.closed_gpus, memory_outside_mib=mib)
+
     # -- jobs ---------------------------------------------------------------------------------
 
     def observe(self, request: Request) -> None:
         """It has arrived; policies learn from that."""
-        self._real.observe(self._class_of(request.shape, None), self._tenant(request.tenant))
+        self._real.observe(self._classes.of((request.shape, False)), self._tenant(request.tenant))
 
-    def place(self, request: Request, workers: int) -> tuple[WorkerPlace, ...] | None:
-        """All workers or none; they are held from now on."""
-        places = self._placed(self._real, request, workers)
+    def place(
+        self, request: Request, workers: int, *, least: int | None = None
+    ) -> tuple[WorkerPlace, ...] | None:
+        """All workers, or as many as fit if those are `least` or more, or none; they are held from now on."""
+        places = self._placed(self._real, request, workers, least or workers)
         if places is None:
             return None
         for place in places:
@@ -222,91 +247,67 @@ class Book:
     # -- numbers ------------------------------------------------------------------------------
 
     def _take(self, placer: Placer, request: Request, place: WorkerPlace) -> None:
-        """On a closed node, too: it is about what is there already."""
-        node = self._nodes[place.node_id]
-        number, tenant = self._class_of_amounts(request.shape), self._tenant(request.tenant)
-        if node.facts.closed:
-            placer.set_open(node.number, is_open=True)
-        try:
-            placer.take(number, tenant, node=node.number, gpus=place.gpu_ids)
-        finally:
-            if node.facts.closed:
-                placer.set_open(node.number, is_open=False)
+        number, tenant = self._amounts.of(_bare(request.shape)), self._tenant(request.tenant)
+        placer.take(number, tenant, node=self._nodes[place.node_id].number, gpus=place.gpu_ids)
 
     def _give_back(self, placer: Placer, request: Request, place: WorkerPlace) -> None:
-        number = self._class_of_amounts(request.shape)
+        number = self._amounts.of(_bare(request.shape))
         placer.release(number, node=self._nodes[place.node_id].number, gpus=place.gpu_ids)
 
     def _tenant(self, tenant: str) -> int:
         return self._tenants.setdefault(tenant, len(self._tenants) + 1)
 
-    def _class_of(self, shape: Shape, among: frozenset[str] | None) -> int:
-        """For choosing. `among`: only these nodes; None for all that will do for the shape."""
-        key = (shape, among)
-        if key not in self._classes:
-            allowed = [
-                node.number
-                for node_id, node in self._nodes.items()
-                if not why_not(shape, replace(node.facts, closed="")) and (among is None or node_id in among)
-            ]
-            every = len(allowed) == len(self._nodes)
-            self._classes[key] = (
-                self._class_of_amounts(shape) if every else self._register(shape, nodes=allowed)
-            )
-        return self._classes[key]
-
-    def _class_of_amounts(self, shape: Shape) -> int:
-        """For holding, whatever else was asked for."""
-        bare = Shape(shape.gpus, shape.gpu_milli, shape.gpu_memory_mib, shape.cpu_milli, shape.memory_mib)
-        if bare not in self._amounts:
-            self._amounts[bare] = self._register(bare, nodes=None)
-        return self._amounts[bare]
-
-    def _register(self, shape: Shape, *, nodes: Sequence[int] | None) -> int:
-        numbers = {
-            placer.request_class(
-                gpus=shape.gpus,
-                gpu_milli=shape.gpu_milli if shape.gpus else 0,
-                gpu_memory_mib=shape.gpu_memory_mib if shape.gpus else 0,
-                cpu_milli=shape.cpu_milli,
-                memory_mib=shape.memory_mib,
-                nodes=nodes,
-            )
-            for placer in self._placers
-        }
-        assert len(numbers) == 1, "the two placers are out of step"
-        return numbers.pop()
+    def _register(self, placer: Placer, kind: tuple[Shape, bool]) -> int:
+        """For choosing: amounts, whether in one island, and the nodes that will do for the shape."""
+        shape, one_island = kind
+        will_do = [
+            node for node in self._nodes.values() if not why_not(shape, replace(node.facts, closed=""))
+        ]
+        allowed = None if len(will_do) == len(self._nodes) else [node.number for node in will_do]
+        return _register_amounts(placer, shape, nodes=allowed, one_island=one_island and shape.gpus > 0)
 
     # -- placing ------------------------------------------------------------------------------
 
-    def _placed(self, placer: Placer, request: Request, workers: int) -> tuple[WorkerPlace, ...] | None:
+    def _placed(
+        self, placer: Placer, request: Request, workers: int, least: int
+    ) -> tuple[WorkerPlace, ...] | None:
         """Chosen and taken in this placer."""
-        for among in self._neighbourhoods(request):
-            if request.within is Within.NODE and workers > 1:
-                found = self._on_one_node(placer, request, workers, among)
-            else:
-                found = self._one_by_one(placer, request, workers, among)
-            if found is not None:
-                return found
-        return None
+        among = self._near_and_apart(request)
+        if request.within in (Within.NODE, Within.ISLAND):
+            tries = (
+                self._on_one_node(placer, request, count, among) for count in range(workers, least - 1, -1)
+            )
+            return next((found for found in tries if found is not None), None)
+        found = placer.place_gang(
+            self._classes.of((request.shape, False)),
+            self._tenant(request.tenant),
+            workers=workers,
+            workers_min=least,
+            spread=request.spread is Spread.SPREAD,
+            domains=self._all_racks() if request.within is Within.RACK else None,
+            among=among,
+        )
+        return None if found is None else tuple(WorkerPlace(self._ids[node], gpus) for node, gpus in found)
 
-    def _neighbourhoods(self, request: Request) -> Iterable[frozenset[str] | None]:
-        """Sets of nodes, in each of which the whole job may go; None for all nodes."""
-        allowed = self._near_and_apart(request)
-        if request.within is not Within.RACK:
-            yield allowed
-            return
-        racks: dict[str, set[str]] = {}
-        for node_id, node in self._nodes.items():
-            if allowed is None or node_id in allowed:
-                racks.setdefault(node.facts.rack, set()).add(node_id)
-        # The rack with the least room first: what is large stays whole.
-        yield from map(frozenset, sorted(racks.values(), key=self._free_milli))
+    def _all_racks(self) -> list[int]:
+        """Node sets, the same in all placers."""
+        if self._racks is None:
+            racks: dict[str, list[int]] = {}
+            for node in self._nodes.values():
+                racks.setdefault(node.facts.rack, []).append(node.number)
+            for placer in self._placers:
+                self._racks = [placer.node_set(numbers) for numbers in racks.values()]
+        assert self._racks is not None
+        return self._racks
 
-    def _free_milli(self, node_ids: Iterable[str]) -> int:
-        return sum(milli for node_id in node_ids for milli, _ in self.free_on(node_id)[2])
+    def _forget_racks(self) -> None:
+        for number in self._racks or ():
+            for placer in self._placers:
+                placer.drop_node_set(number)
+        self._racks = None
 
-    def _near_and_apart(self, request: Request) -> frozenset[str] | None:
+    def _near_and_apart(self, request: Request) -> int | None:
+        """The set of nodes that will do; None for all."""
         if not request.near and not request.apart:
             return None
 
@@ -314,17 +315,17 @@ class Book:
             here = {name for tenant, name in node.names if tenant == request.tenant}
             return (not request.near or bool(here & request.near)) and not here & request.apart
 
-        return frozenset(node_id for node_id, node in self._nodes.items() if will_do(node))
+        return self._sets.of(frozenset(node.number for node in self._nodes.values() if will_do(node)))
 
     def _on_one_node(
-        self, placer: Placer, request: Request, workers: int, among: frozenset[str] | None
+        self, placer: Placer, request: Request, workers: int, among: int | None
     ) -> tuple[WorkerPlace, ...] | None:
-        try:
-            number = self._class_of(request.shape.times(workers), among)
-        except UsageError:  # more GPUs than any node can have
+        """As one request: so near, it is one."""
+        shape, each = request.shape.times(workers), request.shape.gpus
+        if shape.gpus > GPUS_MAX:
             return None
-        tenant, each = self._tenant(request.tenant), request.shape.gpus
-        found = placer.choose(number, tenant)
+        number = self._classes.of((shape, request.within is Within.ISLAND))
+        found = placer.choose(number, self._tenant(request.tenant), among=among)
         if found is None:
             return None
         node_id, gpus = self._ids[found[0]], found[1]
@@ -333,27 +334,42 @@ class Book:
             self._take(placer, request, place)
         return places
 
-    def _one_by_one(
-        self, placer: Placer, request: Request, workers: int, among: frozenset[str] | None
-    ) -> tuple[WorkerPlace, ...] | None:
-        number, tenant = self._class_of(request.shape, among), self._tenant(request.tenant)
-        found: list[Place] = []
-        used: list[int] = []
-        try:
-            while len(found) < workers:
-                place = placer.place(number, tenant)
-                if place is None:
-                    for node, gpus in reversed(found):
-                        placer.release(number, node=node, gpus=gpus)
-                    return None
-                found.append(place)
-                if request.spread is Spread.SPREAD:
-                    placer.set_open(place[0], is_open=False)
-                    used.append(place[0])
-        finally:
-            for node in used:
-                placer.set_open(node, is_open=True)
-        return tuple(WorkerPlace(self._ids[node], gpus) for node, gpus in found)
+
+def _bare(shape: Shape) -> Shape:
+    """For holding, whatever else was asked for."""
+    return Shape(shape.gpus, shape.gpu_milli, shape.gpu_memory_mib, shape.cpu_milli, shape.memory_mib)
+
+
+def _register_amounts(
+    placer: Placer, shape: Shape, *, nodes: Sequence[int] | None = None, one_island: bool = False
+) -> int:
+    return placer.request_class(
+        gpus=shape.gpus,
+        gpu_milli=shape.gpu_milli if shape.gpus else 0,
+        gpu_memory_mib=shape.gpu_memory_mib if shape.gpus else 0,
+        cpu_milli=shape.cpu_milli,
+        memory_mib=shape.memory_mib,
+        nodes=nodes,
+        one_island=one_island,
+    )
+
+
+def _drop_class(placer: Placer, number: int) -> None:
+    placer.drop_class(number)
+
+
+def _register_set(placer: Placer, nodes: frozenset[int]) -> int:
+    return placer.node_set(sorted(nodes))
+
+
+def _drop_set(placer: Placer, number: int) -> None:
+    placer.drop_node_set(number)
+
+
+def _counted(numbers: Sequence[int]) -> list[int]:
+    """The same differences, as numbers from 0."""
+    known = {number: index for index, number in enumerate(dict.fromkeys(numbers))}
+    return [known[number] for number in numbers]
 
 
 class Supposition:
@@ -369,7 +385,7 @@ class Supposition:
             self._change((False, held.request, place))
 
     def place(self, request: Request, workers: int) -> tuple[WorkerPlace, ...] | None:
-        places = self._book._placed(self._placer, request, workers)
+        places = self._book._placed(self._placer, request, workers, workers)
         self._done += [(True, request, place) for place in places or ()]
         return places
 

@@ -14,6 +14,8 @@ class Within(enum.StrEnum):
     ANYWHERE = "anywhere"
     RACK = "rack"
     NODE = "node"
+    ISLAND = "island"
+    """All GPUs of all workers in one NVLink island of one node."""
 
 
 class Spread(enum.StrEnum):
@@ -120,6 +122,9 @@ class GpuFacts:
     vendor: str = ""
     memory_mib: int = 0
     capability: tuple[int, int] = (0, 0)
+    island: int = 0
+    """Those with the same number are joined by NVLink."""
+    numa: int = 0
 
 
 @dataclass(frozen=True)
@@ -133,6 +138,10 @@ class NodeFacts:
     labels: frozenset[tuple[str, str]] = frozenset()
     rack: str = ""
     closed: str = ""
+    closed_gpus: frozenset[int] = frozenset()
+    """Draining, throttled or unhealthy: nothing new is placed on them."""
+    memory_outside_mib: tuple[int, ...] = ()
+    """Of each GPU, what processes outside of the cluster use; empty for nothing."""
 
     @property
     def amounts(self) -> Amounts:

@@ -235,14 +235,14 @@ class _Pass:
         return self._look_ahead(then)
 
     def _try_start(self, request: Request, reason: str) -> bool:
-        for workers in range(request.workers, request.least_workers - 1, -1):
-            if not self._may_start(request, workers):
-                continue
-            places = self._book.place(request, workers)
-            if places is not None:
-                self._start(request, places, reason)
-                return True
-        return False
+        least = request.least_workers
+        counts = range(request.workers, least - 1, -1)
+        workers = next((count for count in counts if self._may_start(request, count)), 0)
+        places = self._book.place(request, workers, least=least) if workers else None
+        if places is None:
+            return False
+        self._start(request, places, reason)
+        return True
 
     def _start(self, request: Request, places: tuple[WorkerPlace, ...], reason: str) -> None:
         del self._scheduler._waiting[request.job_id]

@@ -1,9 +1,11 @@
 // The Python module genie_scheduler. genie/scheduler/placement/protocol.py says what each call promises.
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
+#include <algorithm>
 #include <bit>
 #include <tuple>
 
@@ -49,8 +51,44 @@ nb::object shown(const std::optional<Choice>& choice) {
   return nb::make_tuple(choice->node, numbers_of(choice->gpus));
 }
 
+// Many of a gang's places have the same GPUs: one tuple for all of them.
+nb::object shown(const std::optional<std::vector<Choice>>& choices) {
+  if (!choices) return nb::none();
+  PyObject* places = PyList_New(static_cast<Py_ssize_t>(choices->size()));
+  nb::tuple numbers;
+  for (size_t i = 0; i < choices->size(); ++i) {
+    const Choice& choice = (*choices)[i];
+    if (i == 0 || choice.gpus != (*choices)[i - 1].gpus) numbers = numbers_of(choice.gpus);
+    PyObject* place = PyTuple_New(2);
+    PyTuple_SET_ITEM(place, 0, PyLong_FromLong(choice.node));
+    PyTuple_SET_ITEM(place, 1, nb::object(numbers).release().ptr());
+    PyList_SET_ITEM(places, static_cast<Py_ssize_t>(i), place);
+  }
+  return nb::steal<nb::object>(places);
+}
+
+NodeSet node_set(const Placement& self, const std::vector<int>& numbers) {
+  NodeSet nodes;
+  for (int number : numbers) {
+    self.cluster().node(number);  // throws when there is none
+    nodes.add(number);
+  }
+  return nodes;
+}
+
+void set_positions(std::array<uint8_t, kGpusMax>& positions, const std::optional<std::vector<int>>& numbers,
+                   int gpus) {
+  if (!numbers) return;
+  const auto in_range = [](int number) { return number >= 0 && number < kGpusMax; };
+  if (static_cast<int>(numbers->size()) != gpus || !std::all_of(numbers->begin(), numbers->end(), in_range)) {
+    throw Misuse("there is an island and a NUMA node for each GPU, each a number from 0 to 15");
+  }
+  std::copy(numbers->begin(), numbers->end(), positions.begin());
+}
+
 int add_node(Placement& self, int cpu_milli, int memory_mib, int gpus, int gpu_memory_mib, int model,
-             int64_t rank) {
+             int64_t rank, const std::optional<std::vector<int>>& islands,
+             const std::optional<std::vector<int>>& numa) {
   Node node;
   node.cpu_milli = cpu_milli;
   node.memory_mib = memory_mib;
@@ -58,20 +96,17 @@ int add_node(Placement& self, int cpu_milli, int memory_mib, int gpus, int gpu_m
   node.gpu_memory_mib = gpu_memory_mib;
   node.model = model;
   node.rank = static_cast<uint32_t>(rank < 0 ? static_cast<int64_t>(self.cluster().nodes().size()) : rank);
+  if (gpus >= 0 && gpus <= kGpusMax) {
+    set_positions(node.island_of, islands, gpus);
+    set_positions(node.numa_of, numa, gpus);
+  }
   return self.cluster().add_node(node);
 }
 
 int request_class(Placement& self, int gpus, int gpu_milli, int gpu_memory_mib, int cpu_milli, int memory_mib,
-                  uint64_t models, const nb::object& nodes) {
-  RequestClass wanted{gpus, gpu_milli, gpu_memory_mib, cpu_milli, memory_mib, models, {}};
-  if (!nodes.is_none()) {
-    wanted.nodes.assign(1, 0);  // not empty: empty allows every node
-    for (int node : nb::cast<std::vector<int>>(nodes)) {
-      self.cluster().node(node);
-      if (wanted.nodes.size() <= static_cast<size_t>(node) / 64) wanted.nodes.resize(node / 64 + 1);
-      wanted.nodes[node / 64] |= uint64_t{1} << node % 64;
-    }
-  }
+                  uint64_t models, const std::optional<std::vector<int>>& nodes, bool one_island) {
+  RequestClass wanted{gpus, gpu_milli, gpu_memory_mib, cpu_milli, memory_mib, models, one_island, {}};
+  if (nodes) wanted.nodes = node_set(self, *nodes);
   return self.cluster().add_class(wanted);
 }
 
@@ -108,22 +143,50 @@ NB_MODULE(genie_scheduler, module) {
           "policy"_a, nb::kw_only(), "seed"_a = 0, "typical"_a = std::vector<Shape>{}, "gamma"_a = 0.05,
           "by_model"_a = true, "draws"_a = 60)
       .def("add_node", &add_node, nb::kw_only(), "cpu_milli"_a, "memory_mib"_a, "gpus"_a,
-           "gpu_memory_mib"_a = 0, "model"_a = 0, "rank"_a = -1)
+           "gpu_memory_mib"_a = 0, "model"_a = 0, "rank"_a = -1, "islands"_a = nb::none(),
+           "numa"_a = nb::none())
       .def(
           "set_open", [](Placement& self, int node, bool open) { self.cluster().set_open(node, open); },
           "node"_a, nb::kw_only(), "is_open"_a)
       .def("request_class", &request_class, nb::kw_only(), "gpus"_a = 0, "gpu_milli"_a = 0,
            "gpu_memory_mib"_a = 0, "cpu_milli"_a = 0, "memory_mib"_a = 0, "models"_a = kAnyModel,
-           "nodes"_a = nb::none())
+           "nodes"_a = nb::none(), "one_island"_a = false)
+      .def("drop_class", &Placement::drop_class, "request_class"_a)
+      .def(
+          "node_set",
+          [](Placement& self, const std::vector<int>& nodes) {
+            return self.cluster().add_set(node_set(self, nodes));
+          },
+          "nodes"_a)
+      .def(
+          "drop_node_set", [](Placement& self, int number) { self.cluster().drop_set(number); }, "node_set"_a)
+      .def(
+          "set_gpu",
+          [](Placement& self, int node, int gpu, bool open, int memory_outside_mib) {
+            self.cluster().set_gpu(node, gpu, open, memory_outside_mib);
+          },
+          "node"_a, "gpu"_a, nb::kw_only(), "is_open"_a, "memory_outside_mib"_a)
       .def("observe", &Placement::observe, "request_class"_a, "tenant"_a)
       .def(
           "choose",
-          [](Placement& self, int number, uint32_t tenant) { return shown(self.choose(number, tenant)); },
-          "request_class"_a, "tenant"_a)
+          [](Placement& self, int number, uint32_t tenant, std::optional<int> among) {
+            return shown(self.choose(number, tenant, among));
+          },
+          "request_class"_a, "tenant"_a, nb::kw_only(), "among"_a = nb::none())
       .def(
           "place",
-          [](Placement& self, int number, uint32_t tenant) { return shown(self.place(number, tenant)); },
-          "request_class"_a, "tenant"_a)
+          [](Placement& self, int number, uint32_t tenant, std::optional<int> among) {
+            return shown(self.place(number, tenant, among));
+          },
+          "request_class"_a, "tenant"_a, nb::kw_only(), "among"_a = nb::none())
+      .def(
+          "place_gang",
+          [](Placement& self, int number, uint32_t tenant, int workers, int workers_min, bool spread,
+             const std::optional<std::vector<int>>& domains, std::optional<int> among) {
+            return shown(self.place_gang({number, tenant, workers, workers_min, spread}, domains, among));
+          },
+          "request_class"_a, "tenant"_a, nb::kw_only(), "workers"_a, "workers_min"_a = 0, "spread"_a = false,
+          "domains"_a = nb::none(), "among"_a = nb::none())
       .def(
           "take",
           [](Placement& self, int number, uint32_t tenant, int node, const std::vector<int>& gpus) {

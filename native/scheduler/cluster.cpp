@@ -4,6 +4,29 @@
 #include <bit>
 
 namespace genie {
+namespace {
+
+GpuGroups groups_by(const std::array<uint8_t, kGpusMax>& number_of, int gpu_count) {
+  GpuGroups groups;
+  for (int number = 0; number < kGpusMax; ++number) {
+    uint16_t members = 0;
+    for (int g = 0; g < gpu_count; ++g) members |= static_cast<uint16_t>((number_of[g] == number) << g);
+    if (members != 0) groups.sets[groups.count++] = members;
+  }
+  return groups;
+}
+
+GpuGroups crossed(const GpuGroups& some, const GpuGroups& others) {
+  GpuGroups groups;
+  for (uint16_t one : some) {
+    for (uint16_t other : others) {
+      if ((one & other) != 0) groups.sets[groups.count++] = one & other;
+    }
+  }
+  return groups;
+}
+
+}  // namespace
 
 int Cluster::add_node(const Node& node) {
   const bool sane = node.cpu_milli >= 0 && node.memory_mib >= 0 && node.gpu_memory_mib >= 0;
@@ -15,7 +38,10 @@ int Cluster::add_node(const Node& node) {
   added.free_cpu_milli = node.cpu_milli;
   added.free_memory_mib = node.memory_mib;
   added.held = {};
-  for (Gpu& gpu : added.gpus) gpu = {kFullMilli, node.gpu_memory_mib, 0};
+  for (Gpu& gpu : added.gpus) gpu = {kFullMilli, node.gpu_memory_mib, 0, 0};
+  added.islands = groups_by(node.island_of, node.gpu_count);
+  added.numas = groups_by(node.numa_of, node.gpu_count);
+  added.corners = crossed(added.islands, added.numas);
   const auto same = [&](const Kind& kind) {
     return kind.model == node.model && kind.gpu_memory_mib == node.gpu_memory_mib;
   };
@@ -33,25 +59,18 @@ int Cluster::add_class(const RequestClass& wanted) {
   if (wanted.gpus > 0 && (wanted.gpu_milli < 1 || wanted.gpu_milli > kFullMilli)) {
     throw Misuse("the share of a GPU is 1 to 1000 thousandths");
   }
-  if (wanted.gpus == 0 && (wanted.gpu_milli != 0 || wanted.gpu_memory_mib != 0)) {
-    throw Misuse("a request without GPUs has no share and no memory of them");
+  if (wanted.gpus == 0 && (wanted.gpu_milli != 0 || wanted.gpu_memory_mib != 0 || wanted.one_island)) {
+    throw Misuse("a request without GPUs has no share, no memory and no island of them");
   }
   if (wanted.gpu_memory_mib < 0 || wanted.cpu_milli < 0 || wanted.memory_mib < 0) {
     throw Misuse("no amount of a request is negative");
   }
-  classes_.push_back(wanted);
-  return static_cast<int>(classes_.size()) - 1;
+  return classes_.add(wanted);
 }
 
 const Node& Cluster::node(int node) const {
   if (node < 0 || node >= static_cast<int>(nodes_.size())) throw Misuse("there is no such node");
   return nodes_[node];
-}
-
-const RequestClass& Cluster::request_class(int number) const {
-  if (number < 0 || number >= static_cast<int>(classes_.size()))
-    throw Misuse("there is no such request class");
-  return classes_[number];
 }
 
 void Cluster::set_open(int node, bool open) {
@@ -60,15 +79,27 @@ void Cluster::set_open(int node, bool open) {
   note_change(node);
 }
 
+void Cluster::set_gpu(int node, int gpu, bool open, int memory_outside_mib) {
+  if (gpu < 0 || gpu >= this->node(node).gpu_count || memory_outside_mib < 0) {
+    throw Misuse("there is no such GPU, or memory is negative");
+  }
+  Node& changed = nodes_[node];
+  if (changed.gpu_open(gpu) == open && changed.gpus[gpu].memory_outside_mib == memory_outside_mib) return;
+  const auto bit = static_cast<uint16_t>(1 << gpu);
+  changed.open_gpus = static_cast<uint16_t>(open ? changed.open_gpus | bit : changed.open_gpus & ~bit);
+  changed.gpus[gpu].memory_outside_mib = memory_outside_mib;
+  note_change(node);
+}
+
 void Cluster::take(int node, int request_class, uint32_t tenant, uint16_t gpus) {
   const RequestClass& wanted = this->request_class(request_class);
   if (tenant == 0) throw Misuse("tenants are numbers from 1");
   this->node(node);  // throws when there is none
   Node& target = nodes_[node];
-  bool fits = fits_beside_gpus(target, node, wanted) && std::popcount(gpus) == wanted.gpus &&
-              gpus >> target.gpu_count == 0;
+  bool fits = target.free_cpu_milli >= wanted.cpu_milli && target.free_memory_mib >= wanted.memory_mib &&
+              count_of(gpus) == wanted.gpus && gpus >> target.gpu_count == 0;
   for (int g = 0; fits && g < target.gpu_count; ++g) {
-    fits = (gpus >> g & 1) == 0 || fits_gpu(target.gpus[g], wanted, tenant);
+    fits = (gpus >> g & 1) == 0 || has_room(target.gpus[g], wanted, tenant);
   }
   if (!fits) throw Misuse("the request does not fit there");
   target.free_cpu_milli -= wanted.cpu_milli;
@@ -87,7 +118,7 @@ void Cluster::release(int node, int request_class, uint16_t gpus) {
   const RequestClass& wanted = this->request_class(request_class);
   this->node(node);  // throws when there is none
   Node& target = nodes_[node];
-  bool was_taken = std::popcount(gpus) == wanted.gpus && gpus >> target.gpu_count == 0 &&
+  bool was_taken = count_of(gpus) == wanted.gpus && gpus >> target.gpu_count == 0 &&
                    target.free_cpu_milli + wanted.cpu_milli <= target.cpu_milli &&
                    target.free_memory_mib + wanted.memory_mib <= target.memory_mib;
   for (int g = 0; was_taken && g < target.gpu_count; ++g) {
@@ -112,20 +143,6 @@ void Cluster::release(int node, int request_class, uint16_t gpus) {
 void Cluster::note_change(int node) {
   ++nodes_[node].version;
   log_[changes_++ % log_.size()] = node;
-}
-
-uint16_t tightest_gpus(const Node& node, const RequestClass& wanted, uint32_t tenant) {
-  uint16_t chosen = 0;
-  for (int left = wanted.gpus; left > 0; --left) {
-    int best = -1;
-    for (int g = 0; g < node.gpu_count; ++g) {
-      if ((chosen >> g & 1) != 0 || !fits_gpu(node.gpus[g], wanted, tenant)) continue;
-      if (best < 0 || node.gpus[g].free_milli < node.gpus[best].free_milli) best = g;
-    }
-    if (best < 0) return 0;
-    chosen = static_cast<uint16_t>(chosen | 1 << best);
-  }
-  return chosen;
 }
 
 }  // namespace genie

@@ -1,21 +1,35 @@
 // The nodes and what is free on them. Not for: choosing among them.
 #pragma once
 
+#include <algorithm>
 #include <array>
 #include <cstdint>
 #include <vector>
 
+#include "numbered.h"
 #include "request.h"
 
 namespace genie {
 
+// What is free is what is accounted for.
 struct Gpu {
   int free_milli = kFullMilli;
   int free_memory_mib = 0;
-  uint32_t tenant = 0;  // whose requests are on it; 0: nobody's
+  uint32_t tenant = 0;         // whose requests are on it; 0: nobody's
+  int memory_outside_mib = 0;  // used by processes outside of the cluster
+  int usable_memory_mib() const { return std::max(free_memory_mib - memory_outside_mib, 0); }
 };
 
-struct Node {
+// Sets of GPUs that have something in common; each is a number with a bit for each GPU.
+struct GpuGroups {
+  std::array<uint16_t, kGpusMax> sets{};
+  int count = 0;
+  const uint16_t* begin() const { return sets.data(); }
+  const uint16_t* end() const { return sets.data() + count; }
+};
+
+// What every decision touches comes first: nodes are often not in the cache.
+struct alignas(64) Node {
   int free_cpu_milli = 0;
   int free_memory_mib = 0;
   int cpu_milli = 0;
@@ -27,18 +41,25 @@ struct Node {
   uint32_t rank = 0;     // the lower one wins a tie
   uint32_t version = 0;  // grows with every change
   bool open = true;
-  std::array<Gpu, kGpusMax> gpus;
+  uint16_t open_gpus = 0xffff;  // bit g: something may be placed on GPU g
   // How many requests are on it: [0] fractions, [j] those of j whole GPUs.
   std::array<uint16_t, kGpusMax + 1> held{};
+  std::array<Gpu, kGpusMax> gpus;
+  std::array<uint8_t, kGpusMax> island_of{};
+  std::array<uint8_t, kGpusMax> numa_of{};
+  GpuGroups islands;  // the GPUs of each NVLink island
+  GpuGroups numas;    // of each NUMA node
+  GpuGroups corners;  // of each NUMA node in each island
 
+  bool gpu_open(int gpu) const { return (open_gpus >> gpu & 1) != 0; }
   int free_gpu_milli() const {
     int sum = 0;
-    for (int g = 0; g < gpu_count; ++g) sum += gpus[g].free_milli;
+    for (int g = 0; g < gpu_count; ++g) sum += gpu_open(g) ? gpus[g].free_milli : 0;
     return sum;
   }
   int whole_gpus() const {
     int count = 0;
-    for (int g = 0; g < gpu_count; ++g) count += gpus[g].free_milli == kFullMilli;
+    for (int g = 0; g < gpu_count; ++g) count += gpu_open(g) && gpus[g].free_milli == kFullMilli;
     return count;
   }
 };
@@ -50,17 +71,22 @@ struct Kind {
 
 class Cluster {
  public:
-  int add_node(const Node& node);  // its free parts, kind and holds are set here
+  int add_node(const Node& node);  // its free parts, kind, groups and holds are set here
   int add_class(const RequestClass& wanted);
+  void drop_class(int number) { classes_.drop(number); }
+  int add_set(const NodeSet& nodes) { return sets_.add(nodes); }
+  void drop_set(int number) { sets_.drop(number); }
   void set_open(int node, bool open);
+  void set_gpu(int node, int gpu, bool open, int memory_outside_mib);
+  // About what is there: it minds amounts and tenants, and nothing else that choosing minds.
   void take(int node, int request_class, uint32_t tenant, uint16_t gpus);
   void release(int node, int request_class, uint16_t gpus);
 
   const std::vector<Node>& nodes() const { return nodes_; }
-  const std::vector<RequestClass>& classes() const { return classes_; }
   const std::vector<Kind>& kinds() const { return kinds_; }
   const Node& node(int node) const;
-  const RequestClass& request_class(int number) const;
+  const RequestClass& request_class(int number) const { return classes_.get(number); }
+  const NodeSet& node_set(int number) const { return sets_.get(number); }
   // Node numbers in the order of their changes, from the beginning; a reader remembers how far it has read.
   // Only the last changes are kept: see changes_kept_from().
   uint64_t changes() const { return changes_; }
@@ -71,7 +97,8 @@ class Cluster {
   void note_change(int node);
 
   std::vector<Node> nodes_;
-  std::vector<RequestClass> classes_;
+  Numbered<RequestClass> classes_{"request class", size_t{1} << 16};
+  Numbered<NodeSet> sets_{"node set", size_t{1} << 14};
   std::vector<Kind> kinds_;
   std::vector<int> log_ = std::vector<int>(4096);
   uint64_t changes_ = 0;
@@ -87,13 +114,15 @@ inline bool fits_beside_gpus(const Node& node, size_t number, const RequestClass
          wanted.allows_node(number);
 }
 
-// Two tenants never share a GPU.
-inline bool fits_gpu(const Gpu& gpu, const RequestClass& wanted, uint32_t tenant) {
+// As accounted for. Two tenants never share a GPU.
+inline bool has_room(const Gpu& gpu, const RequestClass& wanted, uint32_t tenant) {
   return gpu.free_milli >= wanted.gpu_milli && gpu.free_memory_mib >= wanted.gpu_memory_mib &&
          (gpu.tenant == 0 || gpu.tenant == tenant);
 }
 
-// The GPUs that leave the least free; among equals the lower number. 0 when there are not enough.
-uint16_t tightest_gpus(const Node& node, const RequestClass& wanted, uint32_t tenant);
+inline bool fits_gpu(const Node& node, int gpu, const RequestClass& wanted, uint32_t tenant) {
+  return node.gpu_open(gpu) && has_room(node.gpus[gpu], wanted, tenant) &&
+         node.gpus[gpu].usable_memory_mib() >= wanted.gpu_memory_mib;
+}
 
 }  // namespace genie

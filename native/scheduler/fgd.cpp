@@ -1,7 +1,9 @@
 // Fragmentation gradient descent: take the place after which typical requests can use most of what is free.
 #include <array>
+#include <bit>
 #include <cmath>
 
+#include "gpus.h"
 #include "policy.h"
 
 namespace genie {
@@ -21,7 +23,7 @@ struct Free {
 
 Free free_of(const Node& node) {
   Free free{node.model, node.gpu_count, node.free_cpu_milli, {}};
-  for (int g = 0; g < node.gpu_count; ++g) free.gpu_milli[g] = node.gpus[g].free_milli;
+  for (int g = 0; g < node.gpu_count; ++g) free.gpu_milli[g] = node.gpu_open(g) ? node.gpus[g].free_milli : 0;
   return free;
 }
 
@@ -56,29 +58,32 @@ class Fgd final : public Policy {
     int best = -1;
     uint16_t chosen = 0;
     double fragments_before = -1;
-    for (int g = 0; g < node.gpu_count; ++g) {
-      if (!fits_gpu(node.gpus[g], wanted, tenant) || seen_before(node, wanted, tenant, g)) continue;
+    uint16_t left = usable_gpus(node, wanted, tenant);
+    while (left != 0) {
+      const uint16_t gpus = alike(before, left);
+      left &= static_cast<uint16_t>(~gpus);
       if (fragments_before < 0) fragments_before = fragments(before);
-      const auto gpus = static_cast<uint16_t>(1 << g);
-      const int found = score(before, wanted, gpus, fragments_before);
+      const int found = score(before, wanted, static_cast<uint16_t>(gpus & -gpus), fragments_before);
       if (found > best) {
         best = found;
         chosen = gpus;
       }
     }
     if (best < 0) return std::nullopt;
-    return scored(best, node, chosen);
+    return scored(best, node, nearest_like(node, chosen));
   }
 
-  // A GPU with as much free as an earlier one has that one's score, up to the order in which parts are added;
-  // the published code takes the first of those with the highest score.
-  static bool seen_before(const Node& node, const RequestClass& wanted, uint32_t tenant, int gpu) {
-    for (int g = 0; g < gpu; ++g) {
-      if (node.gpus[g].free_milli == node.gpus[gpu].free_milli && fits_gpu(node.gpus[g], wanted, tenant)) {
-        return true;
+  // The first of the GPUs and those with as much free: they have its score, up to the order in which parts
+  // are added; the published code takes the first of those with the highest score.
+  static uint16_t alike(const Free& free, uint16_t gpus) {
+    const int first = std::countr_zero(gpus);
+    uint16_t found = 0;
+    for (int g = first; g < free.gpu_count; ++g) {
+      if ((gpus >> g & 1) != 0 && free.gpu_milli[g] == free.gpu_milli[first]) {
+        found |= static_cast<uint16_t>(1 << g);
       }
     }
-    return false;
+    return found;
   }
 
   int score(const Free& before, const RequestClass& wanted, uint16_t gpus, double fragments_before) const {

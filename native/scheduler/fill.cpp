@@ -13,9 +13,9 @@ constexpr int kArrivals = 10;
 constexpr int kArrivalsPerGpu = 5;
 
 // Sequence after sequence from one shuffled deck, so that each request of the history comes as often as any.
-std::vector<int> draw(std::vector<int> deck, size_t count) {
+std::vector<RequestClass> draw(std::vector<RequestClass> deck, size_t count) {
   Dice dice(0);
-  std::vector<int> drawn;
+  std::vector<RequestClass> drawn;
   drawn.reserve(count);
   while (!deck.empty() && drawn.size() < count) {
     for (size_t left = deck.size(); left > 1; --left) std::swap(deck[left - 1], deck[dice.roll() % left]);
@@ -25,10 +25,10 @@ std::vector<int> draw(std::vector<int> deck, size_t count) {
   return drawn;
 }
 
-// A GPU with less memory than share free counts as the lesser. A wholly free one is whole.
+// A GPU with less memory than share free counts as the lesser.
 int16_t usable_milli(const Gpu& gpu, int memory_mib) {
-  if (gpu.free_milli == kFullMilli || memory_mib == 0) return static_cast<int16_t>(gpu.free_milli);
-  const int64_t by_memory = int64_t{gpu.free_memory_mib} * kFullMilli / memory_mib;
+  if (memory_mib == 0) return static_cast<int16_t>(gpu.free_milli);
+  const int64_t by_memory = int64_t{gpu.usable_memory_mib()} * kFullMilli / memory_mib;
   return static_cast<int16_t>(std::min<int64_t>(gpu.free_milli, by_memory));
 }
 
@@ -43,7 +43,9 @@ void add_gpu(FreeState& state, int16_t milli) {
 
 FreeState free_state(const Node& node) {
   FreeState state{node.free_cpu_milli, node.free_memory_mib, static_cast<int16_t>(node.kind), 0, {}};
-  for (int g = 0; g < node.gpu_count; ++g) add_gpu(state, usable_milli(node.gpus[g], node.gpu_memory_mib));
+  for (int g = 0; g < node.gpu_count; ++g) {
+    if (node.gpu_open(g)) add_gpu(state, usable_milli(node.gpus[g], node.gpu_memory_mib));
+  }
   return state;
 }
 
@@ -54,6 +56,7 @@ FreeState free_state_after(const Node& node, const RequestClass& wanted, uint16_
                   0,
                   {}};
   for (int g = 0; g < node.gpu_count; ++g) {
+    if (!node.gpu_open(g)) continue;
     Gpu gpu = node.gpus[g];
     if ((gpus >> g & 1) != 0) {
       gpu.free_milli -= wanted.gpu_milli;
@@ -71,17 +74,16 @@ struct Fill::Hands {
   alignas(64) std::array<int32_t, kLanes> memory_mib;
 };
 
-Fill::Fill(const Cluster& cluster, const std::vector<int>& history, int draws) {
-  std::vector<int> deck;
-  for (int number : history) {
-    if (cluster.classes()[number].gpus > 0) deck.push_back(number);
+Fill::Fill(const Cluster& cluster, const std::vector<RequestClass>& history, int draws) {
+  std::vector<RequestClass> deck;
+  for (const RequestClass& wanted : history) {
+    if (wanted.gpus > 0) deck.push_back(wanted);
   }
-  const std::vector<int> drawn = draw(std::move(deck), static_cast<size_t>(draws) * kLanes);
-  for (const Kind& kind : cluster.kinds()) scripts_.push_back(script_for(cluster, kind, drawn, draws));
+  const std::vector<RequestClass> drawn = draw(std::move(deck), static_cast<size_t>(draws) * kLanes);
+  for (const Kind& kind : cluster.kinds()) scripts_.push_back(script_for(kind, drawn, draws));
 }
 
-Fill::Script Fill::script_for(const Cluster& cluster, const Kind& kind, const std::vector<int>& drawn,
-                              int draws) {
+Fill::Script Fill::script_for(const Kind& kind, const std::vector<RequestClass>& drawn, int draws) {
   Script script;
   if (drawn.empty()) return script;
   script.steps.resize(draws);
@@ -89,7 +91,7 @@ Fill::Script Fill::script_for(const Cluster& cluster, const Kind& kind, const st
     Step& step = script.steps[t];
     step.several = false;
     for (int lane = 0; lane < kLanes; ++lane) {
-      const RequestClass& wanted = cluster.classes()[drawn[lane * draws + t]];
+      const RequestClass& wanted = drawn[lane * draws + t];
       const bool allowed =
           (wanted.models >> kind.model & 1) != 0 && wanted.gpu_memory_mib <= kind.gpu_memory_mib;
       int64_t need = wanted.gpu_milli;

@@ -35,8 +35,8 @@ FreeState free_state_after(const Node& node, const RequestClass& wanted, uint16_
 // Sequences of arrivals, drawn from a history and the same for every node.
 class Fill {
  public:
-  // `history` has request classes; those without GPUs are left out.
-  Fill(const Cluster& cluster, const std::vector<int>& history, int draws);
+  // Requests without GPUs are left out.
+  Fill(const Cluster& cluster, const std::vector<RequestClass>& history, int draws);
   // The GPU thousandths that the sequences put on such a node, all sequences together.
   int64_t of(const FreeState& state) const;
 
@@ -58,8 +58,7 @@ class Fill {
   struct Hands;
   static constexpr int16_t kNever = 30000;
 
-  static Script script_for(const Cluster& cluster, const Kind& kind, const std::vector<int>& drawn,
-                           int draws);
+  static Script script_for(const Kind& kind, const std::vector<RequestClass>& drawn, int draws);
   static void play(const Script& script, size_t steps, int gpus, Hands& hands);
 
   std::vector<Script> scripts_;  // one a kind

@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <bit>
 
+#include "gpus.h"
+
 namespace genie {
 namespace {
 
@@ -36,37 +38,66 @@ Placement::Placement(const std::string& policy, uint64_t seed, std::vector<Typic
 }
 
 void Placement::observe(int request_class, uint32_t tenant) {
-  cluster_.request_class(request_class);
+  const RequestClass& wanted = cluster_.request_class(request_class);
   if (tenant == 0) throw Misuse("tenants are numbers from 1");
   if (is_refreshed_) {
     lesson_->rows.open(cluster_, request_class, tenant);
     if (next_ != nullptr) next_->rows.open(cluster_, request_class, tenant);
   }
   if (lesson_->supply == nullptr) return;
-  if (history_.size() < kHistory) {
-    history_.push_back(request_class);
-  } else {
-    history_[observed_ % kHistory] = request_class;
-  }
+  if (history_.size() < kHistory) history_.emplace_back();
+  RequestClass& remembered = history_[observed_ % kHistory];
+  remembered = wanted.without_nodes();
   ++observed_;
 }
 
-std::optional<Choice> Placement::choose(int request_class, uint32_t tenant) {
+std::optional<Choice> Placement::choose(int request_class, uint32_t tenant, std::optional<int> among) {
   const RequestClass& wanted = cluster_.request_class(request_class);
   if (tenant == 0) throw Misuse("tenants are numbers from 1");
-  if (random_) return choose_at_random(wanted, tenant);
-  // Whoever refreshes has lessons prepared there; if that stops, old lessons must not last for ever.
-  if (is_refreshed_ ? observed_ >= due_ + kLessonEvery : is_lesson_due()) {
-    lesson_ = learn();
-    next_.reset();
-  }
-  return lesson_->rows.best(cluster_, *lesson_->policy, request_class, tenant);
+  const NodeSet* allowed = among ? &cluster_.node_set(*among) : nullptr;
+  if (random_) return choose_at_random(wanted, tenant, allowed);
+  learn_if_late();
+  return lesson_->rows.best(cluster_, *lesson_->policy, request_class, tenant, allowed);
 }
 
-std::optional<Choice> Placement::place(int request_class, uint32_t tenant) {
-  const std::optional<Choice> chosen = choose(request_class, tenant);
+std::optional<Choice> Placement::place(int request_class, uint32_t tenant, std::optional<int> among) {
+  const std::optional<Choice> chosen = choose(request_class, tenant, among);
   if (chosen) cluster_.take(chosen->node, request_class, tenant, chosen->gpus);
   return chosen;
+}
+
+std::optional<std::vector<Choice>> Placement::place_gang(const Gang& gang,
+                                                         const std::optional<std::vector<int>>& domains,
+                                                         std::optional<int> among) {
+  cluster_.request_class(gang.request_class);
+  if (gang.tenant == 0) throw Misuse("tenants are numbers from 1");
+  if (gang.workers < 1 || gang.workers_min < 0 || gang.workers_min > gang.workers) {
+    throw Misuse("a gang has 1 worker at least, and its minimum is not above its number");
+  }
+  if (random_) throw Misuse("the policy 'random' places no gangs");
+  const NodeSet* allowed = among ? &cluster_.node_set(*among) : nullptr;
+  std::vector<const NodeSet*> sets;
+  if (domains) {
+    for (int number : *domains) sets.push_back(&cluster_.node_set(number));
+  } else {
+    sets.push_back(nullptr);
+  }
+  learn_if_late();
+  Row& row = lesson_->rows.current(cluster_, *lesson_->policy, gang.request_class, gang.tenant);
+  return GangPlacer(cluster_, *lesson_->policy, row, gang).place(sets, allowed);
+}
+
+void Placement::drop_class(int request_class) {
+  cluster_.drop_class(request_class);
+  lesson_->rows.drop_class(request_class);
+  if (next_ != nullptr) next_->rows.drop_class(request_class);
+}
+
+// Whoever refreshes has lessons prepared there; if that stops, old lessons must not last for ever.
+void Placement::learn_if_late() {
+  if (is_refreshed_ ? observed_ < due_ + kLessonEvery : !is_lesson_due()) return;
+  lesson_ = learn();
+  next_.reset();
 }
 
 bool Placement::refresh(int64_t budget) {
@@ -96,7 +127,7 @@ std::unique_ptr<Placement::Lesson> Placement::learn() {
     supply = std::make_unique<Supply>(cluster_, *lesson_->supply);
   } else {
     while (due_ <= observed_) due_ += std::min(due_, kLessonEvery);
-    std::vector<int> history = history_;  // the oldest first
+    std::vector<RequestClass> history = history_;  // the oldest first
     if (!history.empty())
       std::rotate(history.begin(), history.begin() + observed_ % history.size(), history.end());
     supply = std::make_unique<Supply>(cluster_, history, options_);
@@ -106,13 +137,15 @@ std::unique_ptr<Placement::Lesson> Placement::learn() {
   return lesson;
 }
 
-std::optional<Choice> Placement::choose_at_random(const RequestClass& wanted, uint32_t tenant) {
+std::optional<Choice> Placement::choose_at_random(const RequestClass& wanted, uint32_t tenant,
+                                                  const NodeSet* among) {
   // One of those that fit, each as likely as any: the n-th replaces the chosen one with a chance of 1/n.
   std::optional<Choice> chosen;
   uint64_t seen = 0;
   const int nodes = static_cast<int>(cluster_.nodes().size());
   for (int number = 0; number < nodes; ++number) {
     const Node& node = cluster_.nodes()[number];
+    if (among != nullptr && !among->has(number)) continue;
     if (!fits_beside_gpus(node, number, wanted)) continue;
     const uint16_t gpus = tightest_gpus(node, wanted, tenant);
     if (wanted.gpus > 0 && gpus == 0) continue;
@@ -122,7 +155,7 @@ std::optional<Choice> Placement::choose_at_random(const RequestClass& wanted, ui
   const Node& node = cluster_.nodes()[chosen->node];
   seen = 0;
   for (int g = 0; g < node.gpu_count; ++g) {
-    if (!fits_gpu(node.gpus[g], wanted, tenant)) continue;
+    if (!fits_gpu(node, g, wanted, tenant)) continue;
     if (dice_.roll() % ++seen == 0) chosen->gpus = static_cast<uint16_t>(1 << g);
   }
   return chosen;

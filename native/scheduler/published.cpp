@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <array>
 
+#include "gpus.h"
 #include "policy.h"
 
 namespace genie {

@@ -4,27 +4,29 @@
 #include <bit>
 
 #include "doubt.h"
+#include "gpus.h"
 
 namespace genie {
 namespace {
 
 constexpr int kStaleParts = 10;  // a tenth more or less
 
-// A GPU with as much free as an earlier one that will do is no other choice.
-bool is_repeated(const Node& node, const RequestClass& wanted, uint32_t tenant, int gpu) {
-  for (int g = 0; g < gpu; ++g) {
+// Those of the GPUs that have as much free as this one: no other choice.
+uint16_t alike(const Node& node, uint16_t gpus, int gpu) {
+  uint16_t found = 0;
+  for (; gpus != 0; gpus &= static_cast<uint16_t>(gpus - 1)) {
+    const int g = std::countr_zero(gpus);
     if (node.gpus[g].free_milli == node.gpus[gpu].free_milli &&
-        node.gpus[g].free_memory_mib == node.gpus[gpu].free_memory_mib &&
-        fits_gpu(node.gpus[g], wanted, tenant)) {
-      return true;
+        node.gpus[g].usable_memory_mib() == node.gpus[gpu].usable_memory_mib()) {
+      found |= static_cast<uint16_t>(1 << g);
     }
   }
-  return false;
+  return found;
 }
 
 }  // namespace
 
-Supply::Supply(const Cluster& cluster, const std::vector<int>& history, const SupplyOptions& options)
+Supply::Supply(const Cluster& cluster, const std::vector<RequestClass>& history, const SupplyOptions& options)
     : options_(options), values_(std::make_shared<Values>(cluster, history, options.draws)) {
   gather(cluster, history);
   weigh(cluster);
@@ -39,19 +41,25 @@ std::optional<Candidate> Supply::judge(const Cluster& cluster, int number, const
                                        uint32_t tenant) {
   const Node& node = cluster.nodes()[number];
   if (!fits_beside_gpus(node, number, wanted)) return std::nullopt;
+  // First what costs little: most nodes that changed are fuller than before.
+  const bool is_one = wanted.gpus == 1;
+  uint16_t left = is_one ? usable_gpus(node, wanted, tenant) : tightest_gpus(node, wanted, tenant);
+  if (wanted.gpus > 0 && left == 0) return std::nullopt;
   recount(cluster, number);
   const double before = known_[number].worth;
-  if (wanted.gpus != 1) {
-    const uint16_t gpus = tightest_gpus(node, wanted, tenant);
-    if (wanted.gpus > 0 && gpus == 0) return std::nullopt;
-    return candidate(node, wanted, gpus, before);
-  }
+  if (!is_one) return candidate(node, wanted, left, before);
   std::optional<Candidate> best;
-  for (int g = 0; g < node.gpu_count; ++g) {
-    if (!fits_gpu(node.gpus[g], wanted, tenant) || is_repeated(node, wanted, tenant, g)) continue;
+  uint16_t best_alike = 0;
+  while (left != 0) {
+    const int g = std::countr_zero(left);
+    const uint16_t same = alike(node, left, g);
+    left &= static_cast<uint16_t>(~same);
     const Candidate found = candidate(node, wanted, static_cast<uint16_t>(1 << g), before);
-    if (!best || found.cost < best->cost) best = found;
+    if (best && found.cost >= best->cost) continue;
+    best = found;
+    best_alike = same;
   }
+  if (best) best->gpus = nearest_like(node, best_alike);
   return best;
 }
 
@@ -94,11 +102,10 @@ bool Supply::is_stale(const Cluster& cluster) {
 }
 
 // What is asked for, in groups, in the order in which they first came.
-void Supply::gather(const Cluster& cluster, const std::vector<int>& history) {
+void Supply::gather(const Cluster& cluster, const std::vector<RequestClass>& history) {
   int64_t volume = 0;
   int64_t count = 0;
-  for (int number : history) {
-    const RequestClass& wanted = cluster.classes()[number];
+  for (const RequestClass& wanted : history) {
     if (wanted.gpus == 0) continue;
     ask(wanted.models, wanted.gpus, kDoubt * wanted.gpu_volume());
     if (wanted.gpus == 1) {

@@ -19,8 +19,8 @@ struct SupplyOptions {
 
 class Supply final : public Policy {
  public:
-  // From the last requests (request classes, the oldest first, those without GPUs too).
-  Supply(const Cluster& cluster, const std::vector<int>& history, const SupplyOptions& options);
+  // From the last requests, the oldest first, those without GPUs too.
+  Supply(const Cluster& cluster, const std::vector<RequestClass>& history, const SupplyOptions& options);
   // The same lesson, weighed by the supply of now.
   Supply(const Cluster& cluster, const Supply& other);
 
@@ -45,7 +45,7 @@ class Supply final : public Policy {
     double worth = 0;
   };
 
-  void gather(const Cluster& cluster, const std::vector<int>& history);
+  void gather(const Cluster& cluster, const std::vector<RequestClass>& history);
   void ask(uint64_t models, int gpus, int64_t volume);
   void weigh(const Cluster& cluster);
   int64_t supply_of(const Group& group) const;

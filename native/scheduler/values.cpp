@@ -19,14 +19,13 @@ uint64_t hash(const FreeState& state) {
 
 }  // namespace
 
-Values::Values(const Cluster& cluster, const std::vector<int>& history, int draws)
+Values::Values(const Cluster& cluster, const std::vector<RequestClass>& history, int draws)
     : fill_(cluster, history, draws) {
   if (history.empty()) return;
   int gpus_max = 0;
   for (const Node& node : cluster.nodes()) gpus_max = std::max(gpus_max, node.gpu_count);
   for (int gpus = 2; gpus <= gpus_max; gpus *= 2) several_.push_back(gpus);
-  for (int number : history) {
-    const RequestClass& wanted = cluster.classes()[number];
+  for (const RequestClass& wanted : history) {
     if (wanted.gpus < 2) continue;
     asked_.push_back({wanted.gpus, wanted.cpu_milli, wanted.memory_mib, wanted.models});
     if (std::find(several_.begin(), several_.end(), wanted.gpus) == several_.end()) {

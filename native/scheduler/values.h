@@ -19,8 +19,8 @@ struct Value {
 
 class Values {
  public:
-  // `history` has request classes, the oldest first.
-  Values(const Cluster& cluster, const std::vector<int>& history, int draws);
+  // From the last requests, the oldest first.
+  Values(const Cluster& cluster, const std::vector<RequestClass>& history, int draws);
 
   const Value& of(const FreeState& state, int model);
   // Numbers of GPUs above 1 that one request may ask for: powers of two, then others that the history has.

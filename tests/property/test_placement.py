@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from genie.errors import UsageError
 from genie.runtime import native
 from genie.scheduler.placement.plain import FIRST_LESSON, PlainPlacer
 from genie.scheduler.placement.protocol import ANY_MODEL, Place, Placer, TypicalShape
@@ -21,14 +22,25 @@ TYPICAL = (
     TypicalShape(0, 0, 9000, share=0.1),
 )
 
-nodes = st.fixed_dictionaries(
-    {
-        "cpu_milli": st.sampled_from([0, 8000, 32000]),
-        "memory_mib": st.sampled_from([1000, 64000]),
-        "gpus": st.sampled_from([0, 1, 2, 4, 8]),
-        "gpu_memory_mib": st.sampled_from([0, 16000]),
-        "model": st.integers(0, 2),
-    }
+gpu_counts = st.sampled_from([0, 1, 2, 4, 8])
+
+
+def sides(gpus: int) -> st.SearchStrategy[list[int] | None]:
+    return st.none() | st.lists(st.integers(0, 3), min_size=gpus, max_size=gpus)
+
+
+nodes = gpu_counts.flatmap(
+    lambda gpus: st.fixed_dictionaries(
+        {
+            "cpu_milli": st.sampled_from([0, 8000, 32000]),
+            "memory_mib": st.sampled_from([1000, 64000]),
+            "gpus": st.just(gpus),
+            "gpu_memory_mib": st.sampled_from([0, 16000]),
+            "model": st.integers(0, 2),
+            "islands": sides(gpus),
+            "numa": sides(gpus),
+        }
+    )
 )
 models = st.sampled_from([ANY_MODEL, 0b001, 0b010, 0b110, 0b1000])
 allowed = st.sampled_from([None, None, None, [0], [0, 1]])
@@ -42,17 +54,25 @@ requests = st.one_of(
             "gpu_memory_mib": st.sampled_from([0, 0, 4000, 15999]),
             "models": models,
             "nodes": allowed,
+            "one_island": st.booleans(),
             **beside,
         }
     ),
     st.fixed_dictionaries(
-        {"gpus": st.sampled_from([1, 1, 2, 3, 8]), "gpu_milli": st.just(1000), "models": models, **beside}
+        {
+            "gpus": st.sampled_from([1, 1, 2, 3, 8]),
+            "gpu_milli": st.just(1000),
+            "models": models,
+            "one_island": st.booleans(),
+            **beside,
+        }
     ),
 )
 numbers = st.integers(0, 63)
 steps = st.one_of(
-    st.tuples(st.sampled_from(["place", "place", "place", "choose", "release"]), numbers, numbers),
-    st.tuples(st.sampled_from(["close", "open", "refresh", "node"]), numbers, numbers),
+    st.tuples(st.sampled_from(["place", "place", "among", "gang", "gang", "release"]), numbers, numbers),
+    st.tuples(st.sampled_from(["close", "open", "gpu", "take", "choose", "refresh"]), numbers, numbers),
+    st.tuples(st.sampled_from(["node", "class", "set", "refresh"]), numbers, numbers),
 )
 
 
@@ -68,48 +88,109 @@ class Pair:
 
     both: tuple[Placer, Placer]
     nodes: int = 0
-    classes: int = 0
-    held: list[tuple[int, Place]] = field(default_factory=list)
+    classes: list[tuple[int, dict[str, Any]]] = field(default_factory=list)
+    sets: list[int] = field(default_factory=list)
+    held: list[tuple[dict[str, Any], Place]] = field(default_factory=list)
 
-    def add_node(self, node: dict[str, int]) -> None:
-        assert [placer.add_node(**node) for placer in self.both] == [self.nodes] * 2
+    def ask(self, word: str, *values: Any, **named: Any) -> Any:
+        answers = [answer(placer, word, *values, **named) for placer in self.both]
+        assert answers[0] == answers[1]
+        return answers[0]
+
+    def add_node(self, node: dict[str, Any]) -> None:
+        assert self.ask("add_node", **node) == self.nodes
         self.nodes += 1
 
-    def add_class(self, request: dict[str, Any]) -> None:
+    def add_class(self, request: dict[str, Any]) -> int:
         if request.get("nodes"):
             request = request | {"nodes": [node for node in request["nodes"] if node < self.nodes]}
-        assert [placer.request_class(**request) for placer in self.both] == [self.classes] * 2
-        self.classes += 1
+        number: int = self.ask("request_class", **request)
+        assert number not in [known for known, _ in self.classes]
+        self.classes.append((number, request))
+        return number
+
+    def add_set(self, one: int) -> None:
+        self.sets.append(self.ask("node_set", [node for node in range(self.nodes) if one >> node % 6 & 1]))
 
     def do(self, step: tuple[str, int, int]) -> None:
         word, one, other = step
-        request_class, tenant, node = one % self.classes, other % 2 + 1, one % self.nodes
+        number, request = self.classes[one % len(self.classes)]
+        tenant, node = other % 2 + 1, one % self.nodes
+        among = self.sets[other % len(self.sets)] if self.sets and other % 3 else None
         match word:
-            case "place" | "choose":
-                for placer in self.both:
-                    placer.observe(request_class, tenant)
-                answers = [getattr(placer, word)(request_class, tenant) for placer in self.both]
-                assert answers[0] == answers[1]
-                if word == "place" and answers[0] is not None:
-                    self.held.append((request_class, answers[0]))
+            case "place" | "choose" | "among":
+                self.ask("observe", number, tenant)
+                found = self.ask(word.replace("among", "place"), number, tenant, among=among)
+                if word != "choose" and found is not None:
+                    self.held.append((request, found))
+            case "gang":
+                before = self.states()
+                places = self.ask("place_gang", number, tenant, among=among, **self.some_gang(other))
+                assert places is not None or self.states() == before
+                self.held += [(request, place) for place in places or ()]
+            case "take":
+                if self.ask("take", number, tenant, node=node, gpus=gpus_of(request, other)) != "refused":
+                    self.held.append((request, (node, gpus_of(request, other))))
             case "release" if self.held:
-                released, (where, gpus) = self.held.pop(one % len(self.held))
-                for placer in self.both:
-                    placer.release(released, node=where, gpus=gpus)
+                self.give_back(*self.held.pop(one % len(self.held)))
             case "close" | "open":
-                for placer in self.both:
-                    placer.set_open(node, is_open=word == "open")
+                self.ask("set_open", node, is_open=word == "open")
+            case "gpu":
+                self.ask("set_gpu", node, other % 5, is_open=one % 3 > 0, memory_outside_mib=other % 3 * 2000)
+            case "class":
+                self.replace_class(one % len(self.classes), other)
+            case "set" if len(self.sets) > 3:
+                self.ask("drop_node_set", self.sets.pop(other % len(self.sets)))
+            case "set":
+                self.add_set(one)
             case "refresh":
-                assert [placer.refresh() for placer in self.both] == [True, True]
+                assert self.ask("refresh") is True
+
+    def some_gang(self, chance: int) -> dict[str, Any]:
+        workers = 1 + chance % 5
+        return {
+            "workers": workers,
+            "workers_min": min(chance % 3, workers),
+            "spread": chance % 2 > 0,
+            "domains": self.sets[: chance % 4] if chance % 7 > 3 else None,
+        }
+
+    def give_back(self, request: dict[str, Any], place: Place) -> None:
+        """By any class of the amounts: that which took it may be gone."""
+        amounts = {name: amount for name, amount in request.items() if name not in ("nodes", "one_island")}
+        number = self.ask("request_class", **amounts)
+        self.ask("release", number, node=place[0], gpus=place[1])
+        self.ask("drop_class", number)
+
+    def replace_class(self, index: int, chance: int) -> None:
+        number, _ = self.classes.pop(index)
+        self.ask("drop_class", number)
+        again = {"gpus": chance % 3, "gpu_milli": (chance + 1) * 15} if chance % 3 else {}
+        assert self.add_class({**again, "cpu_milli": chance}) == number
+
+    def states(self) -> list[Any]:
+        return [self.ask("node_state", node) for node in range(self.nodes)]
 
     def check_state(self) -> None:
-        for node in range(self.nodes):
-            states = [placer.node_state(node) for placer in self.both]
-            assert states[0] == states[1]
-            _, cpu_milli, memory_mib, gpus = states[0]
+        for _, cpu_milli, memory_mib, gpus in self.states():
             assert min(cpu_milli, memory_mib) >= 0
             assert all(0 <= milli <= 1000 and memory >= 0 for milli, memory, _ in gpus)
             assert all((milli == 1000) == (tenant == 0) for milli, _, tenant in gpus)
+        for request, place in self.held:
+            self.give_back(request, place)
+        for _, _, _, gpus in self.states():
+            assert all((milli, tenant) == (1000, 0) for milli, _, tenant in gpus)
+
+
+def answer(placer: Placer, word: str, *values: Any, **named: Any) -> Any:
+    try:
+        return getattr(placer, word)(*values, **named)
+    except UsageError:
+        return "refused"
+
+
+def gpus_of(request: dict[str, Any], chance: int) -> tuple[int, ...]:
+    return tuple((chance + step) % 8 for step in range(request.get("gpus", 0)))
 
 
 @pytest.mark.parametrize("policy", ["bestfit", "fgd", "packing", "clustering", "dotprod"])
@@ -132,19 +213,22 @@ def test_native_and_plain_learn_the_same(seed: int) -> None:
     for _ in range(FIRST_LESSON * chance.randint(2, 10)):
         if chance.random() < 0.02:
             pair.add_node(some_node(chance))
-        words = ["place", "place", "place", "release", "choose", "open", "close"]
-        word = chance.choices(words, [60, 10, 10, 20, 5, 3, 1])[0]
+        words = ["place", "release", "choose", "open", "close", "gpu", "gang", "among", "set", "class"]
+        word = chance.choices(words, [80, 20, 5, 3, 1, 3, 5, 10, 2, 1])[0]
         pair.do((word, chance.randrange(64), chance.randrange(64)))
         if seed % 3 == 0 and chance.random() < 0.3:
             pair.do(("refresh", 0, 0))
     pair.check_state()
 
 
-def some_node(chance: random.Random) -> dict[str, int]:
+def some_node(chance: random.Random) -> dict[str, Any]:
+    gpus = chance.choice([1, 2, 4, 8, 8])
     return {
         "cpu_milli": chance.choice([16000, 64000, 96000]),
         "memory_mib": chance.choice([64000, 256000]),
-        "gpus": chance.choice([1, 2, 4, 8, 8]),
+        "gpus": gpus,
+        "islands": chance.choice([None, [number // 2 for number in range(gpus)]]),
+        "numa": chance.choice([None, [number // 4 for number in range(gpus)]]),
         "gpu_memory_mib": chance.choice([0, 16000, 16000]),
         "model": chance.randrange(3),
     }

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from genie.scheduler.book import Held
 from genie.scheduler.order import FairShare, Fifo, Priority
 from genie.scheduler.quota import Quota, Quotas, fits, of_gpus
 from genie.scheduler.request import FULL_MILLI, Amounts, NodeFacts, Shape, Spread, Within
 from genie.scheduler.scheduler import Preempt, Rules, Start
-from tests.scheduler.clusters import Desk, node
+from tests.scheduler.clusters import H200, Desk, node
 
 TENANTS = ("a", "b", "c")
 TIME_LIMIT_S_MAX = 50.0
@@ -23,6 +24,7 @@ clusters = st.lists(
         node,
         name=st.just(""),
         gpus=st.sampled_from([0, 1, 2, 4, 8]),
+        kinds=st.sampled_from([(), (), tuple(replace(H200, island=gpu // 2) for gpu in range(4))]),
         rack=st.sampled_from(["x", "y"]),
         cpu_milli=st.sampled_from([8_000, 64_000]),
     ),
@@ -130,9 +132,11 @@ def check_books(world: World) -> None:
         request = held.request
         assert request.least_workers <= len(held.places) <= request.workers
         nodes = {place.node_id for place in held.places}
-        assert request.within is not Within.NODE or len(nodes) == 1
-        if request.spread is Spread.SPREAD and request.within is not Within.NODE:
+        if request.within in (Within.NODE, Within.ISLAND):
+            assert len(nodes) == 1
+        elif request.spread is Spread.SPREAD:
             assert len(nodes) == len(held.places)
+        assert request.within is not Within.ISLAND or len(islands_of(world, held)) <= 1
         for place in held.places:
             cpus[place.node_id] += request.shape.cpu_milli
             for gpu in place.gpu_ids:
@@ -147,6 +151,11 @@ def check_books(world: World) -> None:
     for placer in (desk.book._scratch, desk.book._ahead):
         for number in range(len(world.nodes)):
             assert placer.node_state(number) == desk.book._real.node_state(number)
+
+
+def islands_of(world: World, held: Held) -> set[int]:
+    facts = {node.node_id: node for node in world.nodes}
+    return {facts[place.node_id].gpus[gpu].island for place in held.places for gpu in place.gpu_ids}
 
 
 def check_quotas(world: World) -> None:

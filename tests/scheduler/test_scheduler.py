@@ -58,6 +58,16 @@ def test_the_tenant_with_the_smallest_dominant_share_comes_next() -> None:
     ]  # fmt: skip
 
 
+def test_a_reservation_moves_when_a_higher_job_takes_over_what_was_started_in_the_same_pass() -> None:
+    desk = Desk(node("n", 1), rules=FIFO)
+    desk.submit("small", shape=Shape(1, 100), preemptible=True, time_limit_s=1.0)
+    desk.submit("next", time_limit_s=1.0)
+    desk.submit("first", priority=1, time_limit_s=7.0)
+    assert desk.started() == ["first"]
+    assert desk.scheduler.reservation is not None
+    assert (desk.scheduler.reservation.job_id, desk.scheduler.reservation.starts_at) == ("next", 7.0)
+
+
 # --- gangs --------------------------------------------------------------------------------------
 
 

@@ -12,13 +12,17 @@ MODELS_MAX = 64
 ANY_MODEL = 2**64 - 1
 """A set of models is a number with a bit for each; this one has them all."""
 
+CLASSES_MAX = 2**16
+NODE_SETS_MAX = 2**14
+"""At these bounds a new one is refused until another is dropped."""
+
 UNLIMITED = 2**63 - 1
 
 Place = tuple[int, tuple[int, ...]]
 """A node and GPUs of it."""
 
 GpuState = tuple[int, int, int]
-"""Free share in thousandths, free memory in MiB, and the tenant whose requests are on it or 0."""
+"""As accounted for: free share in thousandths, free memory in MiB, and whose requests are on it or 0."""
 
 NodeState = tuple[bool, int, int, tuple[GpuState, ...]]
 """Whether it is open, its free CPU thousandths, its free memory in MiB, its GPUs."""
@@ -54,13 +58,38 @@ class ClusterState(Protocol):
         gpu_memory_mib: int = 0,
         model: int = 0,
         rank: int = -1,
+        islands: Sequence[int] | None = None,
+        numa: Sequence[int] | None = None,
     ) -> int:
-        """The node's number, counted from 0. The lower rank wins a tie; -1 is the node's own number."""
+        """The node's number, counted from 0. The lower rank wins a tie; -1 is the node's own number.
+
+        `islands` and `numa` say for each GPU in which NVLink island and on which NUMA node it is, as numbers
+        from 0 to 15; None when they are all together.
+        """
         ...
 
     def set_open(self, node: int, *, is_open: bool) -> None:
         """Nothing is placed on a closed node; what is there stays."""
         ...
+
+    def set_gpu(self, node: int, gpu: int, *, is_open: bool, memory_outside_mib: int) -> None:
+        """Nothing is placed on a closed GPU; what is there stays. Memory that processes outside of the
+        cluster use is not free, besides what is accounted for."""
+        ...
+
+    def take(self, request_class: int, tenant: int, *, node: int, gpus: Sequence[int]) -> None:
+        """About what is there: amounts and tenants must be right, and nothing else that choosing minds."""
+        ...
+
+    def release(self, request_class: int, *, node: int, gpus: Sequence[int]) -> None:
+        """Any class of the same amounts will do."""
+        ...
+
+    def node_state(self, node: int) -> NodeState: ...
+
+
+class Vocabulary(Protocol):
+    """What requests refer to by number. What is dropped may come back as the number of something else."""
 
     def request_class(
         self,
@@ -72,19 +101,24 @@ class ClusterState(Protocol):
         memory_mib: int = 0,
         models: int = ANY_MODEL,
         nodes: Sequence[int] | None = None,
+        one_island: bool = False,
     ) -> int:
         """A number for all requests of this kind. Share and GPU memory are of each GPU; `nodes` are those
-        that will do, None for all, those that are added later too."""
+        that will do, None for all, those that are added later too; `one_island`: all GPUs in one."""
         ...
 
-    def take(self, request_class: int, tenant: int, *, node: int, gpus: Sequence[int]) -> None: ...
+    def drop_class(self, request_class: int) -> None:
+        """Nobody will ask for it. What was learned from it, and what it holds, stays."""
+        ...
 
-    def release(self, request_class: int, *, node: int, gpus: Sequence[int]) -> None: ...
+    def node_set(self, nodes: Sequence[int]) -> int:
+        """A number for these nodes, to choose among."""
+        ...
 
-    def node_state(self, node: int) -> NodeState: ...
+    def drop_node_set(self, node_set: int) -> None: ...
 
 
-class Placer(ClusterState, Protocol):
+class Placer(ClusterState, Vocabulary, Protocol):
     """Chooses. The same calls in the same order give the same answers."""
 
     def observe(self, request_class: int, tenant: int) -> None:
@@ -92,12 +126,33 @@ class Placer(ClusterState, Protocol):
         and refresh() prepares for it."""
         ...
 
-    def choose(self, request_class: int, tenant: int) -> Place | None:
-        """The best place, or None when it fits nowhere. Takes nothing. Tenants count from 1."""
+    def choose(self, request_class: int, tenant: int, *, among: int | None = None) -> Place | None:
+        """The best place, or None when it fits nowhere. Takes nothing. Tenants count from 1. `among` is a
+        node set; None for all nodes."""
         ...
 
-    def place(self, request_class: int, tenant: int) -> Place | None:
+    def place(self, request_class: int, tenant: int, *, among: int | None = None) -> Place | None:
         """Chooses and takes."""
+        ...
+
+    def place_gang(
+        self,
+        request_class: int,
+        tenant: int,
+        *,
+        workers: int,
+        workers_min: int = 0,
+        spread: bool = False,
+        domains: Sequence[int] | None = None,
+        among: int | None = None,
+    ) -> list[Place] | None:
+        """Places for all workers, each the best when those before it are there; None, and nothing is taken,
+        when they do not fit.
+
+        `workers_min`: so many will do, if no more fit; 0 for all of them. `spread`: each on its own node.
+        `domains`: node sets of which one must take them all: of those that can, the one with room for the
+        fewest; when none can, the one that takes the most.
+        """
         ...
 
     def refresh(self, budget: int = UNLIMITED) -> bool:

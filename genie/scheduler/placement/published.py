@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 
+from genie.scheduler.placement.gpus import nearest_like, tightest
 from genie.scheduler.placement.protocol import FULL_MILLI, TypicalShape
 from genie.scheduler.placement.state import Cost, Node, Policy, Request
 
@@ -29,7 +30,7 @@ class ByNode(Policy):
         self._score = score
 
     def judge(self, node: Node, wanted: Request, tenant: int) -> Found:
-        gpus = node.tightest(wanted, tenant) if node.fits_beside_gpus(wanted) else None
+        gpus = tightest(node, wanted, tenant) if node.fits_beside_gpus(wanted) else None
         if gpus is None:
             return None
         return (-float(self._score(node, wanted, gpus)), node.rank), gpus
@@ -54,7 +55,7 @@ def clustering(node: Node, wanted: Request, gpus: tuple[int, ...]) -> int:
 def packing(node: Node, wanted: Request, gpus: tuple[int, ...]) -> int:
     if wanted.gpus == 0:
         return 0
-    whole = sum(gpu.free_milli == FULL_MILLI for gpu in node.gpus)
+    whole = sum(gpu.free_milli == FULL_MILLI for gpu in node.gpus if gpu.is_open)
     if whole == len(node.gpus):
         return max(33 - whole, whole)
     free = [node.gpus[number].free_milli for number in gpus]
@@ -79,12 +80,13 @@ class Fgd(Policy):
     def judge(self, node: Node, wanted: Request, tenant: int) -> Found:
         if not node.fits_beside_gpus(wanted):
             return None
-        places: list[tuple[int, ...] | None] = [node.tightest(wanted, tenant)]
-        if wanted.gpus == 1 and wanted.is_fraction:
-            places = [(number,) for number, gpu in enumerate(node.gpus) if gpu.fits(wanted, tenant)]
+        places: list[tuple[int, ...] | None] = [tightest(node, wanted, tenant)]
+        usable = node.usable(wanted, tenant)
+        if is_one_share := wanted.gpus == 1 and wanted.is_fraction:
+            places = [(number,) for number in usable]
         best: Found = None
         seen = set()
-        free = [gpu.free_milli for gpu in node.gpus]
+        free = [gpu.free_milli if gpu.is_open else 0 for gpu in node.gpus]
         before = self._fragments(node.model, node.free_cpu_milli, free)
         for gpus in places:
             if gpus is None or (len(gpus) == 1 and free[gpus[0]] in seen):
@@ -95,7 +97,9 @@ class Fgd(Policy):
             score = int(1.0 / (1.0 + math.exp(-((before - left) / 1000))) * 100)
             if best is None or -score < best[0][0]:
                 best = (-float(score), node.rank), gpus
-        return best
+        if best is None or not is_one_share:
+            return best
+        return best[0], nearest_like(node, [number for number in usable if free[number] == free[best[1][0]]])
 
     def _fragments(self, model: int, cpu_milli: int, free: list[int]) -> float:
         """The free GPU thousandths that a typical request could not use, on average.

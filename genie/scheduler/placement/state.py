@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Generic, TypeVar
 
+from genie.errors import UsageError
 from genie.scheduler.placement.protocol import FULL_MILLI
+
+Thing = TypeVar("Thing")
 
 
 @dataclass(frozen=True)
@@ -19,6 +24,7 @@ class Request:
     memory_mib: int
     models: int
     nodes: frozenset[int] | None
+    one_island: bool
 
     @property
     def gpu_volume(self) -> int:
@@ -31,14 +37,27 @@ class Request:
 
 @dataclass
 class Gpu:
-    """What is free of it, and whose requests are on it."""
+    """What is free of it as accounted for, whose requests are on it, and what is known of it besides."""
 
     free_milli: int
     free_memory_mib: int
     tenant: int = 0
+    island: int = 0
+    numa: int = 0
+    is_open: bool = True
+    memory_outside_mib: int = 0
+
+    @property
+    def usable_memory_mib(self) -> int:
+        return max(self.free_memory_mib - self.memory_outside_mib, 0)
 
     def fits(self, wanted: Request, tenant: int) -> bool:
-        """Two tenants never share a GPU."""
+        return (
+            self.is_open and self.usable_memory_mib >= wanted.gpu_memory_mib and self.has_room(wanted, tenant)
+        )
+
+    def has_room(self, wanted: Request, tenant: int) -> bool:
+        """As accounted for. Two tenants never share a GPU."""
         room = self.free_milli >= wanted.gpu_milli and self.free_memory_mib >= wanted.gpu_memory_mib
         return room and self.tenant in (0, tenant)
 
@@ -65,31 +84,57 @@ class Node:
 
     @property
     def free_gpu_milli(self) -> int:
-        return sum(gpu.free_milli for gpu in self.gpus)
+        return sum(gpu.free_milli for gpu in self.gpus if gpu.is_open)
 
     def fits_beside_gpus(self, wanted: Request) -> bool:
         if not self.is_open or (wanted.nodes is not None and self.number not in wanted.nodes):
             return False
-        if self.free_cpu_milli < wanted.cpu_milli or self.free_memory_mib < wanted.memory_mib:
-            return False
-        return wanted.gpus == 0 or bool(wanted.models >> self.model & 1)
+        return self.has_room(wanted) and (wanted.gpus == 0 or bool(wanted.models >> self.model & 1))
+
+    def has_room(self, wanted: Request) -> bool:
+        return self.free_cpu_milli >= wanted.cpu_milli and self.free_memory_mib >= wanted.memory_mib
 
     def usable(self, wanted: Request, tenant: int) -> list[int]:
-        """The GPUs with room, those with the least of it first."""
-        found = [number for number, gpu in enumerate(self.gpus) if gpu.fits(wanted, tenant)]
-        return sorted(found, key=lambda number: self.gpus[number].free_milli)
+        """The GPUs that will do."""
+        return [number for number, gpu in enumerate(self.gpus) if gpu.fits(wanted, tenant)]
 
-    def tightest(self, wanted: Request, tenant: int) -> tuple[int, ...] | None:
-        found = self.usable(wanted, tenant)[: wanted.gpus]
-        return tuple(sorted(found)) if len(found) == wanted.gpus else None
+
+class Numbered(Generic[Thing]):
+    """Things by number. Of the numbers that were given back the lowest is given out first."""
+
+    def __init__(self, *, what: str, count_max: int) -> None:
+        self._things: list[Thing | None] = []
+        self._free: list[int] = []
+        self._what = what
+        self._count_max = count_max
+
+    def add(self, thing: Thing) -> int:
+        if self._free:
+            number = heapq.heappop(self._free)
+            self._things[number] = thing
+            return number
+        if len(self._things) >= self._count_max:
+            raise UsageError(f"there are {self._count_max} of {self._what} already; drop one first")
+        self._things.append(thing)
+        return len(self._things) - 1
+
+    def get(self, number: int) -> Thing:
+        thing = self._things[number] if 0 <= number < len(self._things) else None
+        if thing is None:
+            raise UsageError(f"there is no such {self._what}")
+        return thing
+
+    def drop(self, number: int) -> None:
+        self.get(number)
+        self._things[number] = None
+        heapq.heappush(self._free, number)
 
 
 @dataclass
 class Cluster:
-    """All nodes and request classes."""
+    """All nodes."""
 
     nodes: list[Node] = field(default_factory=list)
-    classes: list[Request] = field(default_factory=list)
 
 
 Cost = tuple[float, int]
@@ -107,5 +152,5 @@ class Policy:
         """Whether the cluster is so different that the policy should look at it again."""
         return False
 
-    def learn(self, cluster: Cluster, history: Sequence[int] | None) -> None:
+    def learn(self, history: Sequence[Request] | None) -> None:
         """From the last requests, the oldest first; None: only look at the cluster again."""

@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from genie.scheduler.placement.gpus import nearest_like, tightest
 from genie.scheduler.placement.protocol import ANY_MODEL, FULL_MILLI, MODELS_MAX
-from genie.scheduler.placement.state import Cluster, Cost, Gpu, Node, Policy, Request
+from genie.scheduler.placement.state import Cluster, Cost, Node, Policy, Request
 
 SEQUENCES = 32
 DRAWS = 60
@@ -67,9 +68,10 @@ class Supply(Policy):
     def judge(self, node: Node, wanted: Request, tenant: int) -> tuple[Cost, tuple[int, ...]] | None:
         if not node.fits_beside_gpus(wanted):
             return None
-        places = [node.tightest(wanted, tenant)]
+        usable = node.usable(wanted, tenant)
+        places = [tightest(node, wanted, tenant)]
         if wanted.gpus == 1:
-            places = [(number,) for number, gpu in enumerate(node.gpus) if gpu.fits(wanted, tenant)]
+            places = [(number,) for number in usable]
         before = self._worth(_free(node), node.model)
         best: tuple[Cost, tuple[int, ...]] | None = None
         for gpus in places:
@@ -78,7 +80,16 @@ class Supply(Policy):
             cost = before - self._worth(_free(node, wanted, gpus), node.model)
             if best is None or cost < best[0][0]:
                 best = (cost, _tie(node, wanted)), gpus
-        return best
+        if best is None or wanted.gpus != 1:
+            return best
+        chosen = node.gpus[best[1][0]]
+        alike = [
+            number
+            for number in usable
+            if node.gpus[number].free_milli == chosen.free_milli
+            and node.gpus[number].usable_memory_mib == chosen.usable_memory_mib
+        ]
+        return best[0], nearest_like(node, alike)
 
     def is_stale(self) -> bool:
         totals = self._totals()
@@ -87,11 +98,11 @@ class Supply(Policy):
             for group in self._groups
         )
 
-    def learn(self, cluster: Cluster, history: Sequence[int] | None) -> None:
+    def learn(self, history: Sequence[Request] | None) -> None:
         if history is None:
             self._weigh()
         else:
-            self._learn_history([cluster.classes[number] for number in history])
+            self._learn_history(list(history))
 
     def _learn_history(self, history: list[Request]) -> None:
         self._values: dict[Free, Value] = {}
@@ -212,10 +223,10 @@ def _free(node: Node, wanted: Request | None = None, gpus: tuple[int, ...] = ())
     """The node, or the node as it will be when the request is on these GPUs."""
     left = []
     for number, gpu in enumerate(node.gpus):
-        milli, memory_mib = gpu.free_milli, gpu.free_memory_mib
+        milli, memory_mib = gpu.free_milli, gpu.usable_memory_mib
         if wanted is not None and number in gpus:
             milli, memory_mib = milli - wanted.gpu_milli, memory_mib - wanted.gpu_memory_mib
-        left.append(_usable_milli(Gpu(milli, memory_mib), node.gpu_memory_mib))
+        left.append(_usable_milli(milli, memory_mib, of_mib=node.gpu_memory_mib) if gpu.is_open else 0)
     return Free(
         model=node.model,
         gpu_memory_mib=node.gpu_memory_mib,
@@ -225,11 +236,9 @@ def _free(node: Node, wanted: Request | None = None, gpus: tuple[int, ...] = ())
     )
 
 
-def _usable_milli(gpu: Gpu, memory_mib: int) -> int:
-    """A GPU with less memory than share free counts as the lesser. A wholly free one is whole."""
-    if gpu.free_milli == FULL_MILLI or memory_mib == 0:
-        return gpu.free_milli
-    return min(gpu.free_milli, gpu.free_memory_mib * FULL_MILLI // memory_mib)
+def _usable_milli(milli: int, memory_mib: int, *, of_mib: int) -> int:
+    """A GPU with less memory than share free counts as the lesser."""
+    return min(milli, memory_mib * FULL_MILLI // of_mib) if of_mib else milli
 
 
 def _need(wanted: Request, free: Free) -> int | None:

@@ -1,0 +1,29 @@
+// Some of the nodes.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+namespace genie {
+
+class NodeSet {
+ public:
+  void add(size_t node) {
+    if (words_.size() <= node / 64) words_.resize(node / 64 + 1);
+    words_[node / 64] |= uint64_t{1} << node % 64;
+  }
+  void remove(size_t node) {
+    if (node / 64 < words_.size()) words_[node / 64] &= ~(uint64_t{1} << node % 64);
+  }
+  bool has(size_t node) const { return (word(node / 64) >> node % 64 & 1) != 0; }
+  // Nodes 64 * number to 64 * number + 63.
+  uint64_t word(size_t number) const { return number < words_.size() ? words_[number] : 0; }
+  void keep_only(const NodeSet& other) {
+    for (size_t number = 0; number < words_.size(); ++number) words_[number] &= other.word(number);
+  }
+
+ private:
+  std::vector<uint64_t> words_;
+};
+
+}  // namespace genie

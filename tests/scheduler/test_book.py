@@ -1,0 +1,138 @@
+"""Names over numbers: what the book tells its placers, and that it does not grow without bound."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from genie.errors import UsageError
+from genie.scheduler import book
+from genie.scheduler.book import Book
+from genie.scheduler.numbers import Numbers
+from genie.scheduler.placement.plain import PlainPlacer
+from genie.scheduler.request import Request, Shape, Within, WorkerPlace
+from tests.scheduler.clusters import H200, Desk, node
+
+PAIRS = tuple(replace(H200, island=10 + gpu // 2, numa=gpu // 2) for gpu in range(4))
+
+
+def request(name: str, shape: Shape | None = None, **wishes: object) -> Request:
+    made = Request(name, "a", 0, shape or Shape(gpus=1), name=name)
+    return replace(made, **wishes)  # type: ignore[arg-type]
+
+
+def test_workers_within_an_island_share_one_nvlink_island() -> None:
+    desk = Desk(node("n", kinds=PAIRS))
+    desk.submit("other")
+    desk.submit("island", workers=2, within=Within.ISLAND)
+    desk.submit("larger", workers=3, within=Within.ISLAND)
+    desk.submit("second", workers=2, within=Within.ISLAND)
+    assert desk.started() == ["other", "island"]
+    held = desk.book.held
+    assert held["other"].places == (WorkerPlace("n", (0,)),)
+    assert held["island"].places == (WorkerPlace("n", (2,)), WorkerPlace("n", (3,)))
+    desk.scheduler.ended("other")
+    assert desk.started() == ["second"]
+
+
+def test_a_worker_within_an_island_has_all_its_gpus_there() -> None:
+    desk = Desk(node("n", kinds=PAIRS))
+    desk.book.hold(request("there"), [WorkerPlace("n", (1,))])
+    desk.book.hold(request("here"), [WorkerPlace("n", (2,))])
+    desk.submit("pair", gpus=2, within=Within.ISLAND)
+    assert desk.started() == []
+    desk.book.release("here")
+    assert desk.started() == ["pair"]
+
+
+def test_an_elastic_job_in_an_island_takes_what_the_largest_has() -> None:
+    desk = Desk(node("n", kinds=PAIRS))
+    desk.submit("island", workers=4, workers_min=1, within=Within.ISLAND)
+    assert desk.started() == ["island"]
+    assert len(desk.book.held["island"].places) == 2
+
+
+def test_a_gpu_that_is_closed_takes_nothing_new_and_keeps_what_it_has() -> None:
+    facts = node("n", 2)
+    desk = Desk(facts)
+    desk.submit("early")
+    assert desk.started() == ["early"]
+    desk.scheduler.set_node(replace(facts, closed_gpus=frozenset({0, 1})))
+    desk.submit("late")
+    assert desk.started() == []
+    assert "early" in desk.book.held
+    desk.scheduler.set_node(replace(facts, closed_gpus=frozenset({0})))
+    assert desk.started() == ["late"]
+    assert desk.book.held["late"].places == (WorkerPlace("n", (1,)),)
+
+
+def test_memory_used_from_outside_is_not_given_away() -> None:
+    facts = node("n", 1)
+    desk = Desk(replace(facts, memory_outside_mib=(100_000,)))
+    desk.submit("model", shape=Shape(1, 500, gpu_memory_mib=80_000))
+    assert desk.started() == []
+    desk.scheduler.set_node(facts)
+    assert desk.started() == ["model"]
+
+
+def test_what_runs_on_a_closed_node_is_held_there() -> None:
+    made = Book(PlainPlacer, policy="bestfit")
+    made.set_node(node("n", 1, closed="draining"))
+    made.hold(request("job"), [WorkerPlace("n", (0,))])
+    with pytest.raises(UsageError):
+        made.hold(request("second"), [WorkerPlace("n", (0,))])
+    assert made.free_on("n")[2] == ((0, 141_000),)
+
+
+def test_a_node_that_moves_to_another_rack_counts_there() -> None:
+    desk = Desk(node("a", 1, rack="x"), node("b", 1, rack="y"))
+    desk.submit("gang", workers=2, within=Within.RACK)
+    assert desk.started() == []
+    desk.scheduler.set_node(node("b", 1, rack="x"))
+    assert desk.started() == ["gang"]
+
+
+def test_near_a_job_and_in_one_rack() -> None:
+    desk = Desk(*(node(f"{rack}{i}", 2, rack=rack) for rack in "xy" for i in range(2)))
+    desk.book.place(request("server", Shape(nodes=frozenset({"y1"}))), 1)
+    desk.submit("gang", workers=2, within=Within.RACK, near=frozenset({"server"}))
+    desk.submit("other", workers=3, within=Within.RACK, near=frozenset({"server"}))
+    assert desk.started() == ["gang"]
+    assert {place.node_id for place in desk.book.held["gang"].places} == {"y1"}
+
+
+def test_shapes_come_and_go_and_no_number_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(book, "CLASSES_MAX", 3)
+    monkeypatch.setattr(book, "NODE_SETS_MAX", 2)
+    made = Book(PlainPlacer, policy="supply")
+    for name in ("n", "m"):
+        made.set_node(node(name, 4))
+    before = [made.free_on(name) for name in ("n", "m")]
+    for number in range(1, 20):
+        job = request(
+            f"j{number}", Shape(1, 10 * number, cpu_milli=number), apart=frozenset({f"j{number - 4}"})
+        )
+        made.observe(job)
+        assert made.place(job, 1) is not None
+    for number in range(1, 20):
+        made.release(f"j{number}")
+    assert [made.free_on(name) for name in ("n", "m")] == before
+    assert [len(numbers) for numbers in (made._classes, made._amounts, made._sets)] == [3, 3, 2]
+    assert made._real.request_class() == 6, "none but those is known to the placers"
+
+
+def test_the_number_unused_for_longest_makes_room() -> None:
+    placers = [PlainPlacer("bestfit"), PlainPlacer("bestfit")]
+    numbers = Numbers[int](
+        placers,
+        register=lambda placer, cpus: placer.request_class(cpu_milli=cpus),
+        drop=lambda placer, number: placer.drop_class(number),
+        count_max=2,
+    )
+    first, second = numbers.of(10), numbers.of(20)
+    assert numbers.of(10) == first
+    assert numbers.of(30) == second, "20 was unused for longest"
+    assert (numbers.of(10), len(numbers)) == (first, 2)
+    numbers.clear()
+    assert (len(numbers), numbers.of(40)) == (0, 0)
