@@ -6,8 +6,8 @@ Nodes of 8 GPUs, with everything that a request can ask for in use: shares, GPU 
 labels (node sets), tenants, racks, islands, closed nodes and GPUs, memory used from outside. Before each
 decision something ends, and refresh() prepares what is next, which is not on the clock; then the call of the
 native placer from Python is timed. A figure is the median of the rounds' percentiles, its spread is theirs.
-The garbage collector does not run meanwhile. One round is a look at the smallest cluster only. Not for: how good the places are (bench_placement.py), and what
-a submitted job takes end to end (bench_placements.py).
+The garbage collector does not run meanwhile. One round is a look at the smallest cluster only. Not for: how
+good the places are (bench_placement.py), and what a submitted job takes end to end (bench_placements.py).
 """
 
 from __future__ import annotations
