@@ -244,7 +244,7 @@ class Book:
 
     def _class_of_amounts(self, shape: Shape) -> int:
         """For holding, whatever else was asked for."""
-        bare = Shape(shape.gpus, shape.gpu_milli, shape.gpu_memory_mib, shape.cpu_milli, shape.memory_mib)
+        bare = shape.bare
         if bare not in self._amounts:
             self._amounts[bare] = self._register(bare, nodes=None)
         return self._amounts[bare]

@@ -41,8 +41,10 @@ class Quotas:
     def why_not(self, request: Request, workers: int, usage: Amounts) -> str:
         """Why the tenant may not start so much more; empty when it may."""
         quota = self.by_tenant.get(request.tenant)
+        if quota is None:
+            return ""
         after = usage + request.amounts(workers)
-        if quota is None or fits(after, quota.own):
+        if fits(after, quota.own):
             return ""
         holds = f"{request.tenant} holds {_text(usage)}, and its quota is {_text(quota.own)}"
         if not request.preemptible:

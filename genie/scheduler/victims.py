@@ -53,10 +53,9 @@ def may_go(request: Request, running: Running, *, book: Book, quotas: Quotas) ->
     victim = running.request
     if not victim.preemptible or running.is_leaving:
         return False
-    is_own = victim.tenant == request.tenant
-    after = book.usage(request.tenant) + request.amounts(request.least_workers)
-    if is_own:
+    if victim.tenant == request.tenant or not quotas.by_tenant:
         return victim.priority < request.priority
+    after = book.usage(request.tenant) + request.amounts(request.least_workers)
     if not quotas.is_within_own(request.tenant, after):
         return False
     if quotas.is_borrowing(victim.tenant, book.usage(victim.tenant)):

@@ -30,6 +30,7 @@ import itertools
 import random
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from pathlib import Path
 
 from genie.errors import UsageError
@@ -80,13 +81,7 @@ class SimJob:
 
     @property
     def shape(self) -> Shape:
-        return Shape(
-            gpus=self.gpus,
-            gpu_milli=self.gpu_milli,
-            cpu_milli=self.cpu_milli,
-            memory_mib=self.memory_mib,
-            models=self.models,
-        )
+        return _shape(self.gpus, self.gpu_milli, self.cpu_milli, self.memory_mib, self.models)
 
     def request(self, sequence: int) -> Request:
         """As the scheduler sees it: not how long it will really run."""
@@ -104,6 +99,12 @@ class SimJob:
             grace_s=self.grace_s,
             time_limit_s=self.time_limit_s,
         )
+
+
+@lru_cache(maxsize=4096)
+def _shape(gpus: int, gpu_milli: int, cpu_milli: int, memory_mib: int, models: frozenset[str]) -> Shape:
+    """Alike jobs share one: the scheduler looks shapes up all the time."""
+    return Shape(gpus=gpus, gpu_milli=gpu_milli, cpu_milli=cpu_milli, memory_mib=memory_mib, models=models)
 
 
 # -- our own CSV ------------------------------------------------------------------------------------
