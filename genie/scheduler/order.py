@@ -152,7 +152,9 @@ class Lines:
                     tell(entry[2], why)
             if not lines:
                 continue
-            if (now := self._among(lines[0][0], scales)) != key:  # what the tenant holds has changed meanwhile
+            if (
+                now := self._among(lines[0][0], scales)
+            ) != key:  # what the tenant holds has changed meanwhile
                 heapq.heappush(heads, (now, tenant))
                 continue
             first, kind, rest = lines[0]

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
@@ -317,7 +317,7 @@ class _Pass:
             self._make_room(waiting)
             self._is_ahead = False
             self._delaying.clear()
-        elif holder is not None:
+        if holder is not None and self._holder is holder:  # what it counts on may be taken
             self._again(holder, then)
         return None
 
@@ -479,8 +479,26 @@ class _Pass:
                 return self._start(request, places, "it fits and delays nobody")
             self._book.release(request.job_id)
             refused = self._delaying
+            places = self._place_beside(request, workers, reservation)
+            if places is not None and then.hold(request, places):
+                return self._start(request, places, "it fits beside what is reserved")
+            if places is not None:
+                self._book.release(request.job_id)
         refused[kind] = why = f"would delay {holder.job_id}, which has a reservation"
         return self._wait(request, why)
+
+    def _place_beside(
+        self, request: Request, workers: int, reservation: Reservation
+    ) -> tuple[WorkerPlace, ...] | None:
+        """Where nothing is reserved: the best place may be, and another one need not be."""
+        reserved = {place.node_id for place in reservation.places}
+        open_nodes = [node for node in self._book.nodes if node.node_id in reserved and not node.closed]
+        for node in open_nodes:
+            self._book.set_node(replace(node, closed="reserved"))
+        places = self._book.place(request, workers)
+        for node in open_nodes:
+            self._book.set_node(node)
+        return places
 
 
 def _fewest_gone(request: Request, ends: Sequence[Running], then: Supposition) -> int | None:

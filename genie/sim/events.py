@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 
 from genie.errors import NativeBuildError, UsageError
 from genie.runtime import native
-from genie.scheduler.book import Book, MakePlacer
+from genie.scheduler.book import Book
 from genie.scheduler.placement.plain import PlainPlacer
 from genie.scheduler.placement.protocol import ANY_MODEL, MODELS_MAX, Placer, TypicalShape
 from genie.scheduler.request import NodeFacts, Request, Within, why_not
@@ -31,7 +31,7 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True)
 class Failures:
-    """Each node fails after `every_s` on average and is back after `repair_s`; none after the last arrival."""
+    """A node fails after `every_s` on average and is back after `repair_s`; none after the last arrival."""
 
     every_s: float
     repair_s: float
@@ -100,15 +100,18 @@ def simulate(
     return _Simulation(nodes, jobs, plan).run(progress or (lambda done, total: None))
 
 
-def make_placers(nodes: Sequence[NodeFacts], jobs: Sequence[SimJob], *, seed: int) -> tuple[MakePlacer, str]:
-    """Native ones, or plain ones where those cannot be built; and which of the two."""
-    typical = _typical(nodes, jobs)
+MakeSeeded = Callable[[str, int, Sequence[TypicalShape]], Placer]
+"""Of a policy, from a seed and the typical requests."""
+
+
+def placer_factory() -> tuple[MakeSeeded, str]:
+    """Native placers, or plain ones where those cannot be built; and which of the two."""
     try:
         library = native.load("genie_scheduler")
     except NativeBuildError:
-        return lambda policy: PlainPlacer(policy, typical=typical), "plain"
+        return lambda policy, seed, typical: PlainPlacer(policy, typical=typical), "plain"
 
-    def make(policy: str) -> Placer:
+    def make(policy: str, seed: int, typical: Sequence[TypicalShape]) -> Placer:
         shapes = [shape.as_tuple() for shape in typical] if policy == "fgd" else []
         made: Placer = library.Placement(policy, seed=seed, typical=shapes)
         return made
@@ -126,7 +129,11 @@ def _typical(nodes: Sequence[NodeFacts], jobs: Sequence[SimJob], most: int = 64)
     total = sum(count for _, count in common)
     return [
         TypicalShape(
-            gpus, milli, cpu, sum({1 << models[it] for it in wanted if it in models}) or ANY_MODEL, count / total
+            gpus,
+            milli,
+            cpu,
+            sum({1 << models[it] for it in wanted if it in models}) or ANY_MODEL,
+            count / total,
         )
         for (gpus, milli, cpu, wanted), count in common
     ]
@@ -150,7 +157,9 @@ def _room(job: SimJob, node: NodeFacts) -> int:
     """How many workers the node holds when it is free."""
     limits = [job.workers]
     if job.gpus:
-        limits.append(len(node.gpus) * (1000 // job.gpu_milli) if job.gpus == 1 else len(node.gpus) // job.gpus)
+        limits.append(
+            len(node.gpus) * (1000 // job.gpu_milli) if job.gpus == 1 else len(node.gpus) // job.gpus
+        )
     if job.cpu_milli:
         limits.append(node.cpu_milli // job.cpu_milli)
     if job.memory_mib:
@@ -176,8 +185,9 @@ _END, _LEAVE, _REPAIR, _FAIL, _ARRIVE = range(5)
 
 class _Simulation:
     def __init__(self, nodes: Sequence[NodeFacts], jobs: Sequence[SimJob], plan: Plan) -> None:
-        make, self._placer = make_placers(nodes, jobs, seed=plan.seed)
-        self._book = Book(make, policy=plan.placement)
+        make, self._placer = placer_factory()
+        typical = _typical(nodes, jobs)
+        self._book = Book(lambda policy: make(policy, plan.seed, typical), policy=plan.placement)
         self._scheduler = Scheduler(self._book, plan.rules)
         self._nodes = {node.node_id: node for node in nodes}
         for node in nodes:
@@ -194,7 +204,9 @@ class _Simulation:
         self._samples: list[Sample] = []
         self._over = 0
         self._admit(nodes, jobs)
-        self._last_arrival_s = max((life.record.job.submitted_s for life in self._lives.values()), default=0.0)
+        self._last_arrival_s = max(
+            (life.record.job.submitted_s for life in self._lives.values()), default=0.0
+        )
         self._failures, self._chance = plan.failures, random.Random(f"failures {plan.seed}")
         if self._failures is not None:
             for node in nodes:
@@ -234,9 +246,7 @@ class _Simulation:
                     progress(self._over, len(self._lives))
         records = [life.record for life in self._lives.values()]
         milli = gpu_milli_of(self._nodes.values())
-        return Run(
-            records, self._moments, self._samples, self._impossible, milli, self._placer, decisions
-        )
+        return Run(records, self._moments, self._samples, self._impossible, milli, self._placer, decisions)
 
     def _happen(self, kind: int, name: str, epoch: int, now: float) -> bool:
         """Whether there is something to decide afterwards."""

@@ -64,8 +64,8 @@ class Mix:
     preemptible: float = 0.5
     """Of the jobs with the lowest priority; the others never are."""
     checkpoint_s: float | None = 900.0
-    limit_factor: float = 3.0
-    """A time limit is the duration times 1 to this."""
+    limit_factor: float | None = 3.0
+    """A time limit is the duration times 1 to this; None for none."""
 
     def __post_init__(self) -> None:
         shares = {name: getattr(self, name) for name in ("fractions", "gangs", "preemptible")}
@@ -73,8 +73,10 @@ class Mix:
             raise UsageError(f"{wrong[0]} is {shares[wrong[0]]:g}; it must be from 0 to 1")
         if self.fractions + self.gangs > 1:
             raise UsageError("fractions and gangs together are more than all jobs")
-        if self.jobs < 1 or self.tenants < 1 or self.load <= 0 or self.limit_factor < 1:
-            raise UsageError("jobs, tenants and the factor of time limits are from 1, the load is more than 0")
+        if self.jobs < 1 or self.tenants < 1 or self.load <= 0 or (self.limit_factor or 1) < 1:
+            raise UsageError(
+                "jobs, tenants and the factor of time limits are from 1, the load is more than 0"
+            )
 
     def draw_s(self, chance: random.Random) -> float:
         """How long a job takes."""
@@ -103,7 +105,9 @@ def synthetic_jobs(mix: Mix, nodes: Sequence[NodeFacts], *, seed: int) -> list[S
         _made_up(mix, chance, number, at_s, chance.choices(range(mix.tenants), weights)[0])
         for number, at_s in enumerate(times, 1)
     ]
-    return with_load(with_limits(jobs, factor=mix.limit_factor, seed=seed), nodes, mix.load)
+    if mix.limit_factor is not None:
+        jobs = with_limits(jobs, factor=mix.limit_factor, seed=seed)
+    return with_load(jobs, nodes, mix.load)
 
 
 def _made_up(mix: Mix, chance: random.Random, number: int, at_s: float, tenant: int) -> SimJob:

@@ -111,7 +111,7 @@ def _shape(gpus: int, gpu_milli: int, cpu_milli: int, memory_mib: int, models: f
 
 
 def read_workload(path: Path) -> list[SimJob]:
-    """By time of submission. A bad line is a UsageError with the file, the line, the column, what is allowed."""
+    """By time of submission. UsageError for a bad line, with the file, line, column and what is allowed."""
     numbers = itertools.count(1)
     seen: set[str] = set()
 
@@ -190,7 +190,9 @@ def _workers(row: Row) -> int:
 def _share(row: Row, gpus: int) -> int:
     if not row.text("gpu_share"):
         return FULL_MILLI
-    milli = round(FULL_MILLI * row.number("gpu_share", allowed := "more than 0 and at most 1, and 1 for several"))
+    milli = round(
+        FULL_MILLI * row.number("gpu_share", allowed := "more than 0 and at most 1, and 1 for several")
+    )
     if not 0 < milli <= FULL_MILLI or (gpus > 1 and milli < FULL_MILLI):
         raise row.wrong("gpu_share", allowed)
     return milli
@@ -228,7 +230,7 @@ def philly_jobs(path: Path, *, gpus_of_node: int = GPUS_OF_NODE) -> list[SimJob]
 
 
 def openb_jobs(path: Path, *, draw_s: Callable[[random.Random], float], seed: int) -> list[SimJob]:
-    """An openb pod list. A duration that the trace does not have is drawn; so are all times when it has none."""
+    """An openb pod list. A duration that the trace does not have is drawn; so is a time of submission."""
     runs, chance = read_runs(path), random.Random(f"openb {seed}")
     durations = [draw_s(chance) if run.duration_s is None else run.duration_s for run in runs]
     span_s = sum(durations) / max(len(runs), 1)
@@ -264,7 +266,11 @@ def alike_nodes(count: int, *, gpus: int = GPUS_OF_NODE, of_rack: int = 16) -> l
     """So many nodes of one kind, with 12 CPUs and 96 GiB of memory for each GPU."""
     return [
         NodeFacts(
-            f"node-{number}", 12_000 * gpus, 98_304 * gpus, (GpuFacts(),) * gpus, rack=f"rack-{number // of_rack}"
+            f"node-{number}",
+            12_000 * gpus,
+            98_304 * gpus,
+            (GpuFacts(),) * gpus,
+            rack=f"rack-{number // of_rack}",
         )
         for number in range(count)
     ]
