@@ -134,6 +134,19 @@ class Book:
         self._note(request, places)
         return places
 
+    @contextmanager
+    def avoiding(self, node_ids: Iterable[str]) -> Iterator[None]:
+        """place() chooses none of these meanwhile."""
+        known = (self._nodes[node_id] for node_id in node_ids)
+        numbers = [node.number for node in known if not node.facts.closed]
+        for number in numbers:
+            self._real.set_open(number, is_open=False)
+        try:
+            yield
+        finally:
+            for number in numbers:
+                self._real.set_open(number, is_open=True)
+
     def hold(self, request: Request, places: Sequence[WorkerPlace]) -> None:
         """At these places and no others. UsageError, and nothing is held, when they are not free."""
         taken: list[WorkerPlace] = []

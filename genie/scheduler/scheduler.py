@@ -479,26 +479,14 @@ class _Pass:
                 return self._start(request, places, "it fits and delays nobody")
             self._book.release(request.job_id)
             refused = self._delaying
-            places = self._place_beside(request, workers, reservation)
+            with self._book.avoiding({place.node_id for place in reservation.places}):
+                places = self._book.place(request, workers)
             if places is not None and then.hold(request, places):
                 return self._start(request, places, "it fits beside what is reserved")
             if places is not None:
                 self._book.release(request.job_id)
         refused[kind] = why = f"would delay {holder.job_id}, which has a reservation"
         return self._wait(request, why)
-
-    def _place_beside(
-        self, request: Request, workers: int, reservation: Reservation
-    ) -> tuple[WorkerPlace, ...] | None:
-        """Where nothing is reserved: the best place may be, and another one need not be."""
-        reserved = {place.node_id for place in reservation.places}
-        open_nodes = [node for node in self._book.nodes if node.node_id in reserved and not node.closed]
-        for node in open_nodes:
-            self._book.set_node(replace(node, closed="reserved"))
-        places = self._book.place(request, workers)
-        for node in open_nodes:
-            self._book.set_node(node)
-        return places
 
 
 def _fewest_gone(request: Request, ends: Sequence[Running], then: Supposition) -> int | None:

@@ -342,7 +342,9 @@ def test_a_job_that_would_delay_a_reservation_at_its_best_place_starts_at_anothe
     desk.submit("long", gpus=1, time_limit_s=1000.0)
     assert desk.started() == ["long"]
     assert desk.book.held["long"].places[0].node_id == "n2"
-    assert not any(facts.closed for facts in desk.book.nodes)
+    desk.submit("short", gpus=1, time_limit_s=50.0)
+    assert desk.started() == ["short"]
+    assert desk.book.held["short"].places[0].node_id == "n1"
 
 
 def test_who_takes_the_place_of_a_start_of_the_same_pass_puts_the_reservation_off() -> None:
