@@ -53,7 +53,11 @@ def test_every_order_and_placement_runs(genie, trace, order, placement) -> None:
 def test_results_go_to_a_folder(genie, tmp_path) -> None:
     assert genie("sim", "run", *SMALL, "--out", str(tmp_path / "new" / "results")).code == 0
     folder = tmp_path / "new" / "results"
-    assert sorted(path.name for path in folder.iterdir()) == ["summary.json", "utilisation.svg", "waiting.svg"]
+    assert sorted(path.name for path in folder.iterdir()) == [
+        "summary.json",
+        "utilisation.svg",
+        "waiting.svg",
+    ]
     assert json.loads((folder / "summary.json").read_text("utf-8"))["gpus"] == 32
 
 

@@ -40,7 +40,11 @@ def test_the_figures_of_two_jobs() -> None:
 
 
 def test_the_time_after_the_last_submission_can_be_left_out() -> None:
-    jobs = [SimJob("a", 0.0, 100.0, gpus=4), SimJob("b", 10.0, 100.0, gpus=4), SimJob("c", 50.0, 10.0, gpus=3)]
+    jobs = [
+        SimJob("a", 0.0, 100.0, gpus=4),
+        SimJob("b", 10.0, 100.0, gpus=4),
+        SimJob("c", 50.0, 10.0, gpus=3),
+    ]
     jobs.append(SimJob("d", 60.0, 10.0, gpus=3))
     it = summarise(simulate(alike_nodes(1, gpus=4), jobs, FIFO))
     assert it.utilisation_while_arriving == 1.0
@@ -67,7 +71,9 @@ def test_jobs_alone_wait_for_each_other_in_turn() -> None:
     assert alone_s(jobs, gpus=2) == [10.0, 20.0, 15.0, 14.0 + 20.0]
 
 
-@pytest.mark.parametrize(("values", "index"), [([1, 1, 1], 1.0), ([3, 0, 0], 1 / 3), ([], 1.0), ([0, 0], 1.0)])
+@pytest.mark.parametrize(
+    ("values", "index"), [([1, 1, 1], 1.0), ([3, 0, 0], 1 / 3), ([], 1.0), ([0, 0], 1.0)]
+)
 def test_jain(values: list[float], index: float) -> None:
     assert jain(values) == pytest.approx(index)
 
