@@ -67,13 +67,10 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
     ],
 )
 def test_a_bad_value_is_told_with_line_column_and_what_is_allowed(csv, column, value, allowed) -> None:
-    cells = {"submitted_s": "0", "duration_s": "1", "job_id": "two"} | {column: value}
-    path = csv(
-        f"job_id,submitted_s,duration_s{'' if column in ('job_id', 'submitted_s', 'duration_s') else ',' + column}\n"
-        f"one,0,1{'' if column in ('job_id', 'submitted_s', 'duration_s') else ','}\n"
-        + ",".join([cells.pop("job_id"), cells.pop("submitted_s"), cells.pop("duration_s"), *cells.values()])
-        + "\n"
-    )
+    cells = {"job_id": "two", "submitted_s": "0", "duration_s": "1"} | {column: value}
+    first = {"job_id": "one", "submitted_s": "0", "duration_s": "1"}
+    lines = [",".join(cells), ",".join(first.get(name, "") for name in cells), ",".join(cells.values())]
+    path = csv("\n".join(lines) + "\n")
     with pytest.raises(UsageError) as told:
         read_workload(path)
     assert f"{path}:3: {column} is {value!r}; it must be" in told.value.message
