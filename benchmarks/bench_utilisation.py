@@ -3,11 +3,11 @@
     python benchmarks/bench_utilisation.py [--json] [--rounds N] [--jobs N] [--nodes N]
 
 A mixed workload is made up (durations, gangs of up to 128 GPUs, fractions of GPUs, three priorities, eight
-tenants) and run through the real scheduler on simulated time, twice: jobs ask for 1.3 times the GPU time that
-there is, where small ones hardly wait, and for twice of it. A round is a seed. The goal is about the time
-while jobs wait and still arrive: afterwards the queue is no mixture any more; the whole time has a figure of its
-own. The baseline is fifo without backfill and preemption, which serves strictly in turn. With --rounds 1 the
-workload is small, and says little.
+tenants) and run through the real scheduler on simulated time, twice: jobs ask for 1.3 times the GPU time
+that there is, where small ones hardly wait, and for twice of it. A round is a seed. The goal is about the
+time while jobs wait and still arrive: afterwards the queue is no mixture any more; the whole time has a
+figure of its own. The baseline is fifo without backfill and preemption, which serves strictly in turn. With
+--rounds 1 the workload is small, and says little.
 
 Not for: real workloads (genie sim run --trace).
 """
