@@ -132,8 +132,7 @@ class Scheduler:
         self._is_other = True
         """Whether anything but arrivals happened since the last pass."""
         self._never: dict[int, str] = {}
-        """Why jobs of a kind could not run on the whole cluster, while the nodes stay as they are; empty when
-        they could."""
+        """Why no node will do for a kind of jobs, while the nodes stay as they are; empty when one would."""
         self._running: dict[str, Running] = {}
         self._reservation: Reservation | None = None
 
@@ -220,6 +219,8 @@ class _Pass:
         self._rules = scheduler._rules
         self._now = now
         self._done: list[Decision] = []
+        self._hopeless: dict[int, str] = {}
+        """Why no job of the kind could start however many ended."""
         self._full: dict[int, str] = {}
         """Why no job of the kind could start now; what starts only makes it worse."""
         self._delaying: dict[int, str] = {}
@@ -264,7 +265,7 @@ class _Pass:
     def _why_all(self, tenant: str, line: Kind) -> str:
         """Why all of these wait whatever their time limits are; empty when that must be looked at."""
         kind, priority = line
-        if why := self._scheduler._never.get(kind, ""):
+        if why := self._why_hopeless(kind):
             return why
         holder = self._holder
         if holder is None or tenant in self._rules.quotas.by_tenant:
@@ -272,6 +273,9 @@ class _Pass:
         if (True, priority) > self._rank(holder.request):
             return ""
         return self._full.get(kind, "") if self._rules.backfills else self._why_behind(holder.request)
+
+    def _why_hopeless(self, kind: int) -> str:
+        return self._scheduler._never.get(kind, "") or self._hopeless.get(kind, "")
 
     def _tell(self, job_id: str, why: str) -> None:
         reservation = self._scheduler._reservation
@@ -303,7 +307,7 @@ class _Pass:
 
     def _consider(self, waiting: _Waiting, then: Foresight) -> None:
         request = waiting.request
-        why = self._scheduler._never.get(waiting.kind, "") or self._why_quota(request)
+        why = self._why_hopeless(waiting.kind) or self._why_quota(request)
         if why:
             return self._wait(request, why)
         holder = self._holder
@@ -360,6 +364,8 @@ class _Pass:
         request = waiting.request
         never = self._scheduler._never
         if waiting.kind not in never:
+            if len(never) >= _KINDS_MAX:
+                never.clear()
             never[waiting.kind] = self._why_never(request)
         if why := never[waiting.kind]:
             return self._wait(request, why)
@@ -417,7 +423,8 @@ class _Pass:
         with self._book.supposing() as then:
             gone = _fewest_gone(request, ends, then)
             if gone is None:
-                return self._refuse(waiting, "does not fit even when all is free")
+                why = self._hopeless[waiting.kind] = "does not fit even when all is free"
+                return self._wait(request, why)
             places = then.place(request, request.least_workers)
             assert places is not None
         at = max(ends[gone - 1].ends_at if gone else self._now, self._now)
@@ -434,11 +441,6 @@ class _Pass:
             if len(set(reasons)) == 1
             else f"no node will do: {'; '.join(sorted(set(reasons))[:3])}"
         )
-
-    def _refuse(self, waiting: _Waiting, why: str) -> None:
-        """For good, unless the nodes change."""
-        self._scheduler._never[waiting.kind] = why
-        self._wait(waiting.request, why)
 
     # -- behind a reservation -----------------------------------------------------------------
 

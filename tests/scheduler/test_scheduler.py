@@ -362,6 +362,15 @@ def test_who_takes_the_place_of_a_start_of_the_same_pass_puts_the_reservation_of
     assert (desk.scheduler.reservation.job_id, desk.scheduler.reservation.starts_at) == ("large", 1000.0)
 
 
+def test_a_job_that_must_be_near_another_starts_once_that_runs() -> None:
+    desk = Desk(node("n1"), node("n2"))
+    desk.submit("follower", near=frozenset({"leader"}))
+    assert desk.started() == []
+    desk.submit("leader", tenant="a")
+    assert desk.started() == ["leader"]
+    assert desk.started() == ["follower"]
+
+
 def test_those_who_wait_are_told_who_they_wait_for_now() -> None:
     """Also those who are passed over, since jobs like them could not start."""
     desk = Desk(node("n"))
