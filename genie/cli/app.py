@@ -42,6 +42,7 @@ _COMMAND_MODULES = (
     "job_commands",
     "token_commands",
     "config_commands",
+    "sim_commands",
     "doctor",
 )
 

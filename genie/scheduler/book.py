@@ -6,7 +6,7 @@ changed to see what would be, and changed back. Not for: which job comes next (s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TypeAlias
@@ -97,6 +97,11 @@ class Book:
     def claims(self, tenant: str) -> list[Claim]:
         return [(held.request, held.amounts) for held in self._held.values() if held.request.tenant == tenant]
 
+    def is_open(self, place: WorkerPlace) -> bool:
+        """Whether something new may go there, were it free."""
+        facts = self._nodes[place.node_id].facts
+        return not facts.closed and not facts.closed_gpus & set(place.gpu_ids)
+
     def free_on(self, node_id: str) -> tuple[int, int, tuple[tuple[int, int], ...]]:
         """Free CPU thousandths and memory, and of each GPU the free share and memory."""
         _, cpu_milli, memory_mib, gpus = self._real.node_state(self._nodes[node_id].number)
@@ -167,6 +172,19 @@ class Book:
             self._follow(request, place, taken=True, but=self._real)
         self._note(request, places)
         return places
+
+    @contextmanager
+    def avoiding(self, node_ids: Iterable[str]) -> Iterator[None]:
+        """place() chooses none of these meanwhile."""
+        known = (self._nodes[node_id] for node_id in node_ids)
+        numbers = [node.number for node in known if not node.facts.closed]
+        for number in numbers:
+            self._real.set_open(number, is_open=False)
+        try:
+            yield
+        finally:
+            for number in numbers:
+                self._real.set_open(number, is_open=True)
 
     def hold(self, request: Request, places: Sequence[WorkerPlace]) -> None:
         """At these places and no others. UsageError, and nothing is held, when they are not free."""
@@ -247,11 +265,11 @@ class Book:
     # -- numbers ------------------------------------------------------------------------------
 
     def _take(self, placer: Placer, request: Request, place: WorkerPlace) -> None:
-        number, tenant = self._amounts.of(_bare(request.shape)), self._tenant(request.tenant)
+        number, tenant = self._amounts.of(request.shape.bare), self._tenant(request.tenant)
         placer.take(number, tenant, node=self._nodes[place.node_id].number, gpus=place.gpu_ids)
 
     def _give_back(self, placer: Placer, request: Request, place: WorkerPlace) -> None:
-        number = self._amounts.of(_bare(request.shape))
+        number = self._amounts.of(request.shape.bare)
         placer.release(number, node=self._nodes[place.node_id].number, gpus=place.gpu_ids)
 
     def _tenant(self, tenant: str) -> int:
@@ -333,11 +351,6 @@ class Book:
         for place in places:
             self._take(placer, request, place)
         return places
-
-
-def _bare(shape: Shape) -> Shape:
-    """For holding, whatever else was asked for."""
-    return Shape(shape.gpus, shape.gpu_milli, shape.gpu_memory_mib, shape.cpu_milli, shape.memory_mib)
 
 
 def _register_amounts(

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from genie.scheduler.book import Book
-from genie.scheduler.order import in_order
+from genie.scheduler.order import Lines
 from genie.scheduler.request import FULL_MILLI, NodeFacts, Request, Within, why_not
 from genie.scheduler.scheduler import Scheduler
 
@@ -43,7 +43,10 @@ def explain(scheduler: Scheduler, job_id: str, *, reason: str, now: float) -> Ex
     request = next((each for each in scheduler.waiting if each.job_id == job_id), None)
     if request is None:
         raise KeyError(job_id)
-    line = list(in_order(scheduler.waiting, scheduler.rules.order, scheduler.scales(now)))
+    lines = Lines(scheduler.rules.order)
+    for each in scheduler.waiting:
+        lines.add(each, (0, 0))
+    line = list(lines.walk(scheduler.scales(now), why_all=lambda *_: "", tell=lambda *_: None))
     ahead = line[: line.index(request)]
     return Explanation(
         job_id=job_id,

@@ -6,10 +6,11 @@ tenant holds has changed then. Not for: whether there is room (scheduler.py).
 
 from __future__ import annotations
 
+import bisect
 import heapq
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Protocol, TypeAlias
 
 from genie.scheduler.request import Amounts, Request
@@ -27,10 +28,17 @@ class Scales:
     usage: Callable[[str], Amounts]
     weights: Mapping[str, float]
     """Of tenants; 1 for those that are not in it."""
+    _shares: dict[str, tuple[Amounts, float]] = field(default_factory=dict, repr=False, compare=False)
 
     def dominant_share(self, tenant: str) -> float:
         """The largest part that the tenant holds of any one thing, by its weight."""
-        held, there = self.usage(tenant), self.capacity
+        held, known = self.usage(tenant), self._shares.get(tenant)
+        if known is None or known[0] is not held:
+            self._shares[tenant] = known = (held, self._share(tenant, held))
+        return known[1]
+
+    def _share(self, tenant: str, held: Amounts) -> float:
+        there = self.capacity
         parts = (
             (held.gpu_milli, there.gpu_milli),
             (held.cpu_milli, there.cpu_milli),
@@ -89,21 +97,76 @@ class FairShare:
         return (scales.dominant_share(request.tenant), request.sequence)
 
 
-def in_order(waiting: Iterable[Request], order: Order, scales: Scales) -> Iterator[Request]:
-    """Each once. What the caller starts between two of them counts for the next."""
-    lines: dict[str, list[Request]] = {}
-    for request in waiting:
-        lines.setdefault(request.tenant, []).append(request)
-    for line in lines.values():
-        line.sort(key=order.within, reverse=True)
-    heads = [(order.among(line[-1], scales), tenant) for tenant, line in lines.items()]
-    heapq.heapify(heads)
-    while heads:
-        key, tenant = heapq.heappop(heads)
-        line = lines[tenant]
-        if (now := order.among(line[-1], scales)) != key:  # what the tenant holds has changed meanwhile
-            heapq.heappush(heads, (now, tenant))
-            continue
-        yield line.pop()
-        if line:
-            heapq.heappush(heads, (order.among(line[-1], scales), tenant))
+Kind: TypeAlias = tuple[int, int]
+"""What a job is like, as a number, and its priority."""
+
+_Entry: TypeAlias = tuple[Key, int, str]
+
+
+class Lines:
+    """Who waits. Jobs of one tenant that are alike stand in one line, which can be passed over as a whole."""
+
+    def __init__(self, order: Order) -> None:
+        self._order = order
+        self._lines: dict[tuple[str, Kind], list[_Entry]] = {}
+        self._requests: dict[str, Request] = {}
+
+    def add(self, request: Request, kind: Kind) -> None:
+        self._requests[request.job_id] = request
+        line = self._lines.setdefault((request.tenant, kind), [])
+        bisect.insort(line, self._entry(request))
+
+    def remove(self, request: Request, kind: Kind) -> None:
+        del self._requests[request.job_id]
+        line = self._lines[request.tenant, kind]
+        del line[bisect.bisect_left(line, self._entry(request))]
+        if not line:
+            del self._lines[request.tenant, kind]
+
+    def _entry(self, request: Request) -> _Entry:
+        return (self._order.within(request), request.sequence, request.job_id)
+
+    def walk(
+        self, scales: Scales, *, why_all: Callable[[str, Kind], str], tell: Callable[[str, str], None]
+    ) -> Iterator[Request]:
+        """Each once, in order. What the caller starts between two of them counts for the next.
+
+        Where `why_all` says why nobody of a tenant's line can start, those left in it are told that and are
+        not given.
+        """
+        firsts: dict[str, list[tuple[_Entry, Kind, Iterator[_Entry]]]] = {}
+        for (tenant, kind), line in self._lines.items():
+            rest = iter(tuple(line))
+            firsts.setdefault(tenant, []).append((next(rest), kind, rest))
+        heads: list[tuple[Key, str]] = []
+        for tenant, lines in firsts.items():
+            heapq.heapify(lines)
+            heads.append((self._among(lines[0][0], scales), tenant))
+        heapq.heapify(heads)
+        while heads:
+            key, tenant = heapq.heappop(heads)
+            lines = firsts[tenant]
+            while lines and (why := why_all(tenant, lines[0][1])):
+                first, _, rest = heapq.heappop(lines)
+                for entry in (first, *rest):
+                    tell(entry[2], why)
+            if not lines:
+                continue
+            if (
+                now := self._among(lines[0][0], scales)
+            ) != key:  # what the tenant holds has changed meanwhile
+                heapq.heappush(heads, (now, tenant))
+                continue
+            first, kind, rest = lines[0]
+            if (following := next(rest, None)) is None:
+                heapq.heappop(lines)
+            else:
+                heapq.heapreplace(lines, (following, kind, rest))
+            if (request := self._requests.get(first[2])) is not None:
+                yield request
+            if lines:
+                heapq.heappush(heads, (self._among(lines[0][0], scales), tenant))
+
+    def _among(self, entry: _Entry, scales: Scales) -> Key:
+        request = self._requests.get(entry[2])
+        return () if request is None else self._order.among(request, scales)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 FULL_MILLI = 1000
 
@@ -67,9 +68,24 @@ class Shape:
     nodes: frozenset[str] = frozenset()
     """Only these; empty for all."""
 
-    @property
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        """Asked for several times in every decision, so it is counted once."""
+        amounts = (self.gpus, self.gpu_milli, self.gpu_memory_mib, self.cpu_milli, self.memory_mib)
+        needs = (self.models, self.vendor, self.gpu_memory_min_mib, self.capability_min)
+        return hash((amounts, needs, self.labels, self.nodes))
+
+    @cached_property
     def amounts(self) -> Amounts:
         return Amounts(self.gpus * self.gpu_milli, self.cpu_milli, self.memory_mib)
+
+    @cached_property
+    def bare(self) -> Shape:
+        """What it holds, whatever else it asks for."""
+        return Shape(self.gpus, self.gpu_milli, self.gpu_memory_mib, self.cpu_milli, self.memory_mib)
 
     def times(self, count: int) -> Shape:
         """So many workers as one: on one node, on different GPUs."""

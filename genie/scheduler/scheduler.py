@@ -5,21 +5,25 @@ made by preemption where that is allowed; else it gets a reservation: the places
 everything runs to its time limit. Jobs behind it start only where that does not put the reservation off
 (EASY backfill). A reservation stays with its job until that starts or is withdrawn.
 
+Where nothing was freed since the last pass, only those who came since then are gone through: the others would
+be told the same.
+
 What a pass decides counts as done: the book holds it. `ended` and `withdraw` take it back.
 Not for: carrying a decision out (controller/), which place is best (placement/).
 """
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
 from genie.errors import UsageError
 from genie.scheduler import migration, victims
-from genie.scheduler.book import Book, Foresight, Held
-from genie.scheduler.order import FairShare, Order, Scales, in_order
+from genie.scheduler.book import Book, Foresight, Held, Supposition
+from genie.scheduler.order import FairShare, Kind, Lines, Order, Scales
 from genie.scheduler.quota import Quotas
 from genie.scheduler.request import NodeFacts, Request, WorkerPlace, why_not
 from genie.scheduler.victims import Running
@@ -65,6 +69,7 @@ class Rules:
     weights: Mapping[str, float] = field(default_factory=dict)
     cost: victims.Cost = victims.lost_work
     preempts: bool = True
+    """Whether anybody is interrupted for others."""
     moves_max: int = 2
     """How often a preemptible job may be moved to make room for others; it restarts elsewhere each time."""
     backfills: bool = True
@@ -81,13 +86,56 @@ class Reservation:
     places: tuple[WorkerPlace, ...]
 
 
+@dataclass(slots=True)
+class _Waiting:
+    """A job that waits, and what it was told last. Jobs of one kind fare alike but for their time limits."""
+
+    request: Request
+    kind: int
+    told: Wait
+
+    @property
+    def line(self) -> Kind:
+        return (self.kind, self.request.priority)
+
+
+_KINDS_MAX = 10_000
+
+
+class _Kinds:
+    """Numbers for kinds of jobs. When there are too many it begins anew, and alike jobs may differ then."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[object, ...], int] = {}
+        self._numbers = itertools.count()
+
+    def of(self, request: Request) -> int:
+        key = (
+            request.shape, request.tenant, request.workers, request.workers_min, request.within,
+            request.spread, request.near, request.apart,
+        )  # fmt: skip
+        if key not in self._known:
+            if len(self._known) >= _KINDS_MAX:
+                self._known.clear()
+            self._known[key] = next(self._numbers)
+        return self._known[key]
+
+
 class Scheduler:
     """One cluster's. The same calls in the same order give the same decisions."""
 
     def __init__(self, book: Book, rules: Rules) -> None:
         self.book = book
         self.rules = rules
-        self._waiting: dict[str, Request] = {}
+        self._kinds = _Kinds()
+        self._waiting: dict[str, _Waiting] = {}
+        self._lines = Lines(rules.order)
+        self._came: dict[str, _Waiting] = {}
+        """Who has not been gone through yet."""
+        self._is_other = True
+        """Whether anything but arrivals happened since the last pass."""
+        self._never: dict[int, str] = {}
+        """Why no node will do for a kind of jobs, while the nodes stay as they are; empty when one would."""
         self._running: dict[str, Running] = {}
         self._reservation: Reservation | None = None
         self._moves: dict[str, int] = {}
@@ -95,7 +143,7 @@ class Scheduler:
 
     @property
     def waiting(self) -> list[Request]:
-        return list(self._waiting.values())
+        return [each.request for each in self._waiting.values()]
 
     @property
     def running(self) -> list[Running]:
@@ -110,31 +158,36 @@ class Scheduler:
 
     def set_node(self, facts: NodeFacts) -> None:
         self.book.set_node(facts)
+        self._is_other = True
+        self._never.clear()
 
     def submit(self, request: Request) -> None:
         if request.job_id in self._waiting or request.job_id in self._running:
             raise UsageError(f"there is a job {request.job_id} already")
-        self._waiting[request.job_id] = request
+        self._queue(request)
         self.book.observe(request)
 
     def started(self, request: Request, places: tuple[WorkerPlace, ...], at: float) -> None:
         """It runs there already, whoever decided that."""
         self.book.hold(request, places)
-        self._waiting.pop(request.job_id, None)
+        self._unqueue(request.job_id)
         self._run(request, places, at)
+        self._is_other = True
 
     def withdraw(self, job_id: str) -> None:
         """It waits no longer; nothing when it does not wait."""
-        self._waiting.pop(job_id, None)
+        self._unqueue(job_id)
         self._moves.pop(job_id, None)
         self._drop_reservation(job_id)
+        self._is_other = True
 
     def ended(self, job_id: str, *, again: bool = False) -> None:
         """What it held is free. `again`: it waits from now on, as one that was preempted does."""
         running = self._running.pop(job_id)
         self.book.release(job_id)
+        self._is_other = True
         if again:
-            self._waiting[job_id] = running.request
+            self._queue(running.request)
         else:
             self._moves.pop(job_id, None)
 
@@ -159,6 +212,17 @@ class Scheduler:
         self._running[request.job_id] = Running(Held(request, places), at, ends_at)
         self._drop_reservation(request.job_id)
 
+    def _queue(self, request: Request) -> None:
+        told = Wait(request.job_id, "has just come")
+        waiting = _Waiting(request, self._kinds.of(request), told)
+        self._waiting[request.job_id] = self._came[request.job_id] = waiting
+        self._lines.add(request, waiting.line)
+
+    def _unqueue(self, job_id: str) -> None:
+        if (waiting := self._waiting.pop(job_id, None)) is not None:
+            self._lines.remove(waiting.request, waiting.line)
+        self._came.pop(job_id, None)
+
     def _drop_reservation(self, job_id: str) -> None:
         if self._reservation is not None and self._reservation.job_id == job_id:
             self._reservation = None
@@ -173,66 +237,123 @@ class _Pass:
         self._rules = scheduler.rules
         self._now = now
         self._done: list[Decision] = []
-        self._waits: dict[str, tuple[str, float | None]] = {}
-        self._refused: dict[tuple[object, ...], str] = {}
-        """Why jobs like this one could not start in this pass; what starts only makes it worse."""
+        self._hopeless: dict[int, str] = {}
+        """Why no job of the kind could start however many ended."""
+        self._full: dict[int, str] = {}
+        """Why no job of the kind could start now; what starts only makes it worse."""
+        self._delaying: dict[int, str] = {}
+        """The same of those that would not end before the reservation begins."""
+        self._is_ahead = False
+        """Whether the foresight stands at the time of the reservation."""
 
     def run(self) -> list[Decision]:
-        book, rules = self._book, self._rules
-        scales = self._scheduler.scales(self._now)
-        waiting = self._scheduler._waiting
-        holder = self._holder
-        with book.foreseeing() as then:
-            if holder is not None:
-                self._again(holder, then)
-            for request in in_order(list(waiting.values()), rules.order, scales):
-                if request is not holder:
-                    self._consider(request, then)
-        waits = [Wait(job_id, why, at) for job_id, (why, at) in self._waits.items() if job_id in waiting]
-        return [*self._done, *waits]
+        scheduler = self._scheduler
+        waiting, came = scheduler._waiting, list(scheduler._came.values())
+        scheduler._came.clear()
+        with self._book.foreseeing() as then:
+            if self._is_as_it_was:
+                those = Lines(self._rules.order)
+                for each in came:
+                    those.add(each.request, each.line)
+                self._walk(those, then)
+            if not self._is_as_it_was:
+                scheduler._is_other = False
+                holder = self._holder
+                if holder is not None:
+                    self._again(holder, then)
+                self._walk(scheduler._lines, then, but=holder)
+        if self._done and any(each.request.near for each in waiting.values()):
+            scheduler._is_other = True
+        return [*self._done, *(each.told for each in waiting.values())]
 
     @property
-    def _holder(self) -> Request | None:
+    def _is_as_it_was(self) -> bool:
+        """Whether those who waited before would be told the same again."""
+        reservation = self._scheduler._reservation
+        is_due = reservation is not None and reservation.starts_at <= self._now
+        return not self._scheduler._is_other and not is_due
+
+    def _walk(self, lines: Lines, then: Foresight, *, but: _Waiting | None = None) -> None:
+        waiting = self._scheduler._waiting
+        scales = self._scheduler.scales(self._now)
+        for request in lines.walk(scales, why_all=self._why_all, tell=self._tell):
+            if but is None or request is not but.request:
+                self._consider(waiting[request.job_id], then)
+
+    def _why_all(self, tenant: str, line: Kind) -> str:
+        """Why all of these wait whatever their time limits are; empty when that must be looked at."""
+        kind, priority = line
+        if why := self._why_hopeless(kind):
+            return why
+        holder = self._holder
+        if holder is None or tenant in self._rules.quotas.by_tenant:
+            return ""
+        if (True, priority) > self._rank(holder.request):
+            return ""
+        return self._full.get(kind, "") if self._rules.backfills else self._why_behind(holder.request)
+
+    def _why_hopeless(self, kind: int) -> str:
+        return self._scheduler._never.get(kind, "") or self._hopeless.get(kind, "")
+
+    def _tell(self, job_id: str, why: str) -> None:
+        reservation = self._scheduler._reservation
+        waiting = self._scheduler._waiting.get(job_id)
+        if waiting is not None and (reservation is None or reservation.job_id != job_id):
+            self._wait(waiting.request, why)
+
+    def _why_behind(self, holder: Request) -> str:
+        return f"behind {holder.job_id}, which has a reservation"
+
+    @property
+    def _holder(self) -> _Waiting | None:
         """Who has the reservation."""
         reservation = self._scheduler._reservation
         return None if reservation is None else self._scheduler._waiting[reservation.job_id]
 
     # -- one job ------------------------------------------------------------------------------
 
-    def _again(self, holder: Request, then: Foresight) -> None:
+    def _again(self, holder: _Waiting, then: Foresight) -> None:
         """Its reservation may have come, or have become an earlier one. It is before all others in that."""
         reservation, self._scheduler._reservation = self._scheduler._reservation, None
         assert reservation is not None
-        why = self._scheduler.why_quota(holder)
-        if why:
-            self._wait(holder, why)
-        elif not self._start_there(holder, reservation) and not self._try_start(holder, "it fits now"):
+        request = holder.request
+        if why := self._scheduler.why_quota(request):
+            self._wait(request, why)
+        elif not self._start_there(request, reservation) and not self._try_start(request, "it fits now"):
             self._make_room(holder)
-        self._look_ahead(then)
+        self._is_ahead = False
+        self._delaying.clear()
 
-    def _start_there(self, holder: Request, reservation: Reservation) -> bool:
+    def _start_there(self, request: Request, reservation: Reservation) -> bool:
         """At its own places before all others: for those room was made."""
+        if not all(map(self._book.is_open, reservation.places)):
+            return False
         try:
-            self._book.hold(holder, reservation.places)
+            self._book.hold(request, reservation.places)
         except UsageError:
             return False
-        self._start(holder, reservation.places, "its reservation has come")
+        self._start(request, reservation.places, "its reservation has come")
         return True
 
-    def _consider(self, request: Request, then: Foresight) -> None:
-        why = self._scheduler.why_quota(request) or self._refused.get(self._kind(request), "")
+    def _consider(self, waiting: _Waiting, then: Foresight) -> None:
+        request = waiting.request
+        why = self._why_hopeless(waiting.kind) or self._scheduler.why_quota(request)
         if why:
             return self._wait(request, why)
         holder = self._holder
-        if holder is not None and self._rank(request) <= self._rank(holder):
+        if holder is not None and self._rank(request) <= self._rank(holder.request):
             if self._rules.backfills:
-                return self._backfill(request, holder, then)
-            return self._refuse(request, f"behind {holder.job_id}, which has a reservation")
+                return self._backfill(waiting, holder.request, then)
+            return self._wait(request, self._why_behind(holder.request))
+        if holder is not None:  # for those who were gone through already it is another one
+            self._scheduler._is_other = True
         if not self._try_start(request, "it fits"):
-            self._make_room(request)
-        if holder is not None and self._holder is holder:  # what has started may stand in its way
-            return self._again(holder, then)
-        return self._look_ahead(then)
+            self._make_room(waiting)
+            self._is_ahead = False
+            self._delaying.clear()
+        if holder is not None and self._holder is holder:  # what it counts on may be taken
+            self._again(holder, then)
+        return None
 
     def _try_start(self, request: Request, reason: str) -> bool:
         least = request.least_workers
@@ -245,13 +366,15 @@ class _Pass:
         return True
 
     def _start(self, request: Request, places: tuple[WorkerPlace, ...], reason: str) -> None:
-        del self._scheduler._waiting[request.job_id]
+        self._scheduler._unqueue(request.job_id)
         self._scheduler._run(request, places, self._now)
         where = ", ".join(sorted({place.node_id for place in places})[:3])
         self._done.append(Start(request.job_id, places, f"{reason}: {where}"))
 
     def _wait(self, request: Request, reason: str, starts_at: float | None = None) -> None:
-        self._waits[request.job_id] = (reason, starts_at)
+        waiting = self._scheduler._waiting[request.job_id]
+        if (waiting.told.reason, waiting.told.starts_at) != (reason, starts_at):
+            waiting.told = Wait(request.job_id, reason, starts_at)
 
     def _rank(self, request: Request) -> victims.Rank:
         """The higher one may take over a reservation."""
@@ -262,10 +385,16 @@ class _Pass:
 
     # -- room ---------------------------------------------------------------------------------
 
-    def _make_room(self, request: Request) -> None:
+    def _make_room(self, waiting: _Waiting) -> None:
         """By preemption, or by waiting for what ends first. A job that could never fit reserves nothing."""
-        if why := self._why_never(request):
-            return self._refuse(request, why)
+        request = waiting.request
+        never = self._scheduler._never
+        if waiting.kind not in never:
+            if len(never) >= _KINDS_MAX:
+                never.clear()
+            never[waiting.kind] = self._why_never(request)
+        if why := never[waiting.kind]:
+            return self._wait(request, why)
         leaving = [running for running in self._scheduler.running if running.is_leaving]
         if self._rules.preempts:
             candidates = victims.who_may_go(
@@ -281,22 +410,24 @@ class _Pass:
             )
             if eviction is not None:
                 return self._preempt(request, eviction)
-        if not leaving:
-            moves = self._scheduler._moves
-            movable = [
-                each
-                for each in self._scheduler.running
-                if moves.get(each.request.job_id, 0) < self._rules.moves_max
-            ]
-            plan = migration.plan(request, movable, book=self._book)
-            if plan is not None:
-                return self._migrate(request, plan)
-        return self._reserve(request)
+            if not leaving and (plan := self._moves(request)) is not None:
+                return self._preempt(request, plan)
+        return self._reserve(waiting)
 
-    def _migrate(self, request: Request, plan: migration.Migration) -> None:
+    def _moves(self, request: Request) -> victims.Eviction | None:
+        """Room by moving others, each of which is moved a few times at most."""
+        moves = self._scheduler._moves
+        movable = [
+            running
+            for running in self._scheduler.running
+            if running.request.preemptible and moves.get(running.request.job_id, 0) < self._rules.moves_max
+        ]
+        plan = migration.plan(request, movable, book=self._book) if movable else None
+        if plan is None:
+            return None
         for job_id in plan.moves:
-            self._scheduler._moves[job_id] = self._scheduler._moves.get(job_id, 0) + 1
-        self._preempt(request, victims.Eviction(plan.moves, plan.places))
+            moves[job_id] = moves.get(job_id, 0) + 1
+        return victims.Eviction(plan.moves, plan.places)
 
     def _preempt(self, request: Request, eviction: victims.Eviction) -> None:
         running = self._scheduler._running
@@ -320,24 +451,27 @@ class _Pass:
             return False
         self._done.remove(starts[0])
         self._scheduler.ended(job_id, again=True)
-        self._wait(self._scheduler._waiting[job_id], f"gives way to {request.job_id}")
+        self._full.clear()
+        self._wait(self._scheduler._waiting[job_id].request, f"gives way to {request.job_id}")
         return True
 
-    def _reserve(self, request: Request) -> None:
+    def _reserve(self, waiting: _Waiting) -> None:
         """Where it fits first when everybody runs as long as he may."""
+        request = waiting.request
         ends = sorted(
-            self._scheduler.running, key=lambda running: (running.ends_at, running.request.sequence)
+            self._scheduler._running.values(), key=lambda running: (running.ends_at, running.request.sequence)
         )
         with self._book.supposing() as then:
-            for running in ends:
-                then.release(running.held)
-                places = then.place(request, request.least_workers)
-                if places is not None:
-                    at = max(running.ends_at, self._now)
-                    self._scheduler._reservation = Reservation(request.job_id, at, places)
-                    nodes = ", ".join(sorted({place.node_id for place in places})[:3])
-                    return self._wait(request, f"has a reservation on {nodes}", at)
-        return self._refuse(request, "does not fit even when all is free")
+            gone = _fewest_gone(request, ends, then)
+            if gone is None:
+                why = self._hopeless[waiting.kind] = "does not fit even when all is free"
+                return self._wait(request, why)
+            places = then.place(request, request.least_workers)
+            assert places is not None
+        at = max(ends[gone - 1].ends_at if gone else self._now, self._now)
+        self._scheduler._reservation = Reservation(request.job_id, at, places)
+        nodes = ", ".join(sorted({place.node_id for place in places})[:3])
+        return self._wait(request, f"has a reservation on {nodes}", at)
 
     def _why_never(self, request: Request) -> str:
         reasons = [why_not(request.shape, node) for node in self._book.nodes]
@@ -349,37 +483,35 @@ class _Pass:
             else f"no node will do: {'; '.join(sorted(set(reasons))[:3])}"
         )
 
-    def _refuse(self, request: Request, why: str) -> None:
-        self._refused[self._kind(request)] = why
-        self._wait(request, why)
-
-    def _kind(self, request: Request) -> tuple[object, ...]:
-        """Jobs that are alike in this fare alike."""
-        return (
-            request.shape, request.tenant, request.workers, request.workers_min, request.within,
-            request.spread, request.near, request.apart, request.time_limit_s, request.preemptible,
-            request.priority,
-        )  # fmt: skip
-
     # -- behind a reservation -----------------------------------------------------------------
 
     def _look_ahead(self, then: Foresight) -> None:
         """To the time when the reservation begins: who must be over by then is gone."""
+        if self._is_ahead:
+            return
+        self._is_ahead = True
         then.catch_up()
         reservation, holder = self._scheduler._reservation, self._holder
         if reservation is None or holder is None:
             return
-        for running in self._scheduler.running:
+        for running in self._scheduler._running.values():
             if running.ends_at <= reservation.starts_at:
                 then.release(running.held)
-        is_kept = then.hold(holder, reservation.places)
+        is_kept = then.hold(holder.request, reservation.places)
         assert is_kept, "a reservation stands on what is free by then"
 
-    def _backfill(self, request: Request, holder: Request, then: Foresight) -> None:
+    def _backfill(self, waiting: _Waiting, holder: Request, then: Foresight) -> None:
+        request, kind = waiting.request, waiting.kind
         reservation = self._scheduler._reservation
         assert reservation is not None
         limit_s = math.inf if request.time_limit_s is None else request.time_limit_s
         ends_before = self._now + limit_s <= reservation.starts_at
+        why = self._full.get(kind, "") or ("" if ends_before else self._delaying.get(kind, ""))
+        if why:
+            return self._wait(request, why)
+        if not ends_before:
+            self._look_ahead(then)
+        refused = self._full
         for workers in range(request.workers, request.least_workers - 1, -1):
             if not self._may_start(request, workers):
                 continue
@@ -389,4 +521,41 @@ class _Pass:
             if ends_before or then.hold(request, places):
                 return self._start(request, places, "it fits and delays nobody")
             self._book.release(request.job_id)
-        return self._refuse(request, f"would delay {holder.job_id}, which has a reservation")
+            refused = self._delaying
+            with self._book.avoiding({place.node_id for place in reservation.places}):
+                places = self._book.place(request, workers)
+            if places is not None and then.hold(request, places):
+                return self._start(request, places, "it fits beside what is reserved")
+            if places is not None:
+                self._book.release(request.job_id)
+        refused[kind] = why = f"would delay {holder.job_id}, which has a reservation"
+        return self._wait(request, why)
+
+
+def _fewest_gone(request: Request, ends: Sequence[Running], then: Supposition) -> int | None:
+    """How many of the first must be gone so that it fits; None when all are not enough.
+
+    Who fits fits with more gone, too: the number is doubled and then halved. Leaves exactly those gone.
+    """
+    marks = [then.mark]
+
+    def fits(gone: int) -> bool:
+        then.undo(marks[min(gone, len(marks) - 1)])
+        del marks[gone + 1 :]
+        for running in ends[len(marks) - 1 : gone]:
+            then.release(running.held)
+            marks.append(then.mark)
+        places = then.place(request, request.least_workers)
+        then.undo(marks[gone])
+        return places is not None
+
+    low, high = 0, min(1, len(ends))
+    while not fits(high):
+        if high == len(ends):
+            return None
+        low, high = high, min(2 * high, len(ends))
+    while low + 1 < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if fits(middle) else (middle, high)
+    assert fits(high)
+    return high

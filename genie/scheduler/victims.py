@@ -54,6 +54,8 @@ Rank: TypeAlias = tuple[bool, int]
 
 def rank(request: Request, *, book: Book, quotas: Quotas) -> Rank:
     """Of a job that waits, were it to start now."""
+    if request.tenant not in quotas.by_tenant:
+        return (True, request.priority)
     claim = (request, request.amounts(request.least_workers))
     owned = quotas.owned(request.tenant, [*book.claims(request.tenant), claim])
     return (request.job_id in owned, request.priority)
@@ -67,6 +69,9 @@ def who_may_go(request: Request, several: Iterable[Running], *, book: Book, quot
     for running in several:
         other = running.request
         if not other.preemptible or running.is_leaving:
+            continue
+        if (True, other.priority) < mine:
+            found.append(running)
             continue
         if other.tenant not in owned:
             owned[other.tenant] = quotas.owned(other.tenant, book.claims(other.tenant))

@@ -1,7 +1,7 @@
 """Reads traces of real clusters: the openb node and pod lists, and Philly's jobs.
 
 A line that is not as the format says is a UsageError that names the file, the line and what is allowed.
-Not for: what is done with a trace (replay.py).
+Not for: what is done with a trace (replay.py, workload.py).
 """
 
 from __future__ import annotations
@@ -61,19 +61,36 @@ class TraceJob:
     cluster: str
 
 
+@dataclass(frozen=True)
+class TraceRun:
+    """A request with its times in seconds, where the trace has them. `duration_s` None: nobody knows."""
+
+    pod: TracePod
+    submitted_s: float | None
+    duration_s: float | None
+
+
 def read_nodes(path: Path) -> list[TraceNode]:
     """An openb node list: `sn, cpu_milli, memory_mib, gpu, model`."""
-    return _read(path, {"sn", "cpu_milli", "memory_mib", "gpu", "model"}, _node)
+    return read_table(path, {"sn", "cpu_milli", "memory_mib", "gpu", "model"}, _node)
 
 
 def read_pods(path: Path) -> list[TracePod]:
     """An openb pod list: `cpu_milli, memory_mib, num_gpu, gpu_milli`, and perhaps `gpu_spec`."""
-    return _read(path, {"cpu_milli", "memory_mib", "num_gpu", "gpu_milli"}, _pod)
+    return read_table(path, {"cpu_milli", "memory_mib", "num_gpu", "gpu_milli"}, _pod)
+
+
+def read_runs(path: Path) -> list[TraceRun]:
+    """An openb pod list with times: `creation_time`, `scheduled_time` and `deletion_time`, any of them empty.
+
+    A request ran from when it was scheduled until it was deleted. Some lists have no such columns.
+    """
+    return read_table(path, {"cpu_milli", "memory_mib", "num_gpu", "gpu_milli"}, _run)
 
 
 def read_jobs(path: Path) -> list[TraceJob]:
     """A Philly list: `timestamp, duration, num_gpus, cluster`. Timestamps are taken as UTC."""
-    return _read(path, {"timestamp", "duration", "num_gpus", "cluster"}, _job)
+    return read_table(path, {"timestamp", "duration", "num_gpus", "cluster"}, _job)
 
 
 def workloads_in(folder: Path) -> dict[str, Path]:
@@ -82,7 +99,7 @@ def workloads_in(folder: Path) -> dict[str, Path]:
     return {path.stem.removeprefix(POD_LIST_PREFIX): path for path in found}
 
 
-class _Row:
+class Row:
     """One line, with the words for what is wrong in it."""
 
     def __init__(self, where: str, values: dict[str, str]) -> None:
@@ -99,12 +116,15 @@ class _Row:
         return int(text)
 
     def seconds(self, name: str) -> float:
+        return self.number(name, "a number of seconds from 0")
+
+    def number(self, name: str, allowed: str = "a number from 0") -> float:
         try:
             value = float(self.text(name))
         except ValueError:
             value = -1.0
         if not 0 <= value < float("inf"):
-            raise self.wrong(name, "a number of seconds from 0")
+            raise self.wrong(name, allowed)
         return value
 
     def time_s(self, name: str) -> float:
@@ -118,7 +138,8 @@ class _Row:
         return UsageError(f"{self.where}: {name} is {self.text(name)!r}; it must be {allowed}")
 
 
-def _read(path: Path, columns: set[str], parse: Callable[[_Row], _Read]) -> list[_Read]:
+def read_table(path: Path, columns: set[str], parse: Callable[[Row], _Read]) -> list[_Read]:
+    """A CSV file with these columns at least, and what `parse` makes of each line."""
     try:
         with path.open(encoding="utf-8", newline="") as lines:
             return [parse(row) for row in _rows(path, csv.DictReader(lines), columns)]
@@ -126,14 +147,14 @@ def _read(path: Path, columns: set[str], parse: Callable[[_Row], _Read]) -> list
         raise UsageError(f"{path} cannot be read as a trace: {error}") from error
 
 
-def _rows(path: Path, reader: csv.DictReader[str], columns: set[str]) -> Iterator[_Row]:
+def _rows(path: Path, reader: csv.DictReader[str], columns: set[str]) -> Iterator[Row]:
     missing = columns - set(reader.fieldnames or ())
     if missing:
         raise UsageError(
             f"{path}:1: there is no column {min(missing)!r}; {', '.join(sorted(columns))} are needed"
         )
     for values in reader:
-        row = _Row(f"{path}:{reader.line_num}", values)
+        row = Row(f"{path}:{reader.line_num}", values)
         if None in values or None in values.values():
             raise UsageError(
                 f"{row.where}: it must have {len(reader.fieldnames or ())} columns, as the first line"
@@ -141,7 +162,7 @@ def _rows(path: Path, reader: csv.DictReader[str], columns: set[str]) -> Iterato
         yield row
 
 
-def _node(row: _Row) -> TraceNode:
+def _node(row: Row) -> TraceNode:
     return TraceNode(
         name=row.text("sn"),
         cpu_milli=row.whole("cpu_milli"),
@@ -151,7 +172,7 @@ def _node(row: _Row) -> TraceNode:
     )
 
 
-def _pod(row: _Row) -> TracePod:
+def _pod(row: Row) -> TracePod:
     gpus, milli = row.whole("num_gpu", most=_GPUS_MAX), row.whole("gpu_milli", most=_FULL_MILLI)
     if gpus == 0:
         milli = 0
@@ -166,7 +187,16 @@ def _pod(row: _Row) -> TracePod:
     )
 
 
-def _job(row: _Row) -> TraceJob:
+def _run(row: Row) -> TraceRun:
+    submitted, began, ended = (
+        row.seconds(name) if row.text(name) else None
+        for name in ("creation_time", "scheduled_time", "deletion_time")
+    )
+    duration = None if began is None or ended is None or ended <= began else ended - began
+    return TraceRun(_pod(row), submitted, duration)
+
+
+def _job(row: Row) -> TraceJob:
     return TraceJob(
         submitted_s=row.time_s("timestamp"),
         duration_s=row.seconds("duration"),

@@ -13,7 +13,7 @@ from genie.scheduler.book import Held
 from genie.scheduler.order import FairShare, Fifo, Priority
 from genie.scheduler.quota import Quota, Quotas, fits, of_gpus
 from genie.scheduler.request import FULL_MILLI, Amounts, NodeFacts, Shape, Spread, Within
-from genie.scheduler.scheduler import Preempt, Rules, Start
+from genie.scheduler.scheduler import Preempt, Rules, Start, Wait
 from tests.scheduler.clusters import H200, Desk, node
 
 TENANTS = ("a", "b", "c")
@@ -260,3 +260,21 @@ def test_the_same_events_give_the_same_decisions(
             world.desk.decide()
         logs.append(world.desk.log)
     assert logs[0] == logs[1]
+
+
+@given(clusters, rules, steps)
+@settings(max_examples=150)
+def test_those_who_are_not_gone_through_again_could_not_have_started(
+    cluster: list[NodeFacts], how: Rules, events: list[tuple[str, Any]]
+) -> None:
+    """A pass after which nothing is open would decide nothing were it made at once again, over all."""
+    world = World.of(cluster, how)
+    for event in events:
+        world.do(event)
+        world.desk.decide()
+        scheduler = world.desk.scheduler
+        if scheduler._is_other:
+            continue
+        scheduler._is_other = True
+        assert all(isinstance(each, Wait) for each in world.desk.decide())
+        scheduler._is_other = False

@@ -38,11 +38,11 @@ def test_workers_within_an_island_share_one_nvlink_island() -> None:
 
 def test_a_worker_within_an_island_has_all_its_gpus_there() -> None:
     desk = Desk(node("n", kinds=PAIRS))
-    desk.book.hold(request("there"), [WorkerPlace("n", (1,))])
-    desk.book.hold(request("here"), [WorkerPlace("n", (2,))])
+    desk.scheduler.started(request("there"), (WorkerPlace("n", (1,)),), at=0.0)
+    desk.scheduler.started(request("here"), (WorkerPlace("n", (2,)),), at=0.0)
     desk.submit("pair", gpus=2, within=Within.ISLAND)
     assert desk.started() == []
-    desk.book.release("here")
+    desk.scheduler.ended("here")
     assert desk.started() == ["pair"]
 
 

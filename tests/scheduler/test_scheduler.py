@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from genie.errors import UsageError
-from genie.scheduler.order import Fifo, Priority
+from genie.scheduler.order import FairShare, Fifo, Priority
 from genie.scheduler.quota import Quota, Quotas, of_gpus
 from genie.scheduler.request import GpuFacts, Shape, Spread, Within, WorkerPlace
 from genie.scheduler.scheduler import Rules, Start
@@ -168,6 +168,19 @@ def test_a_long_job_goes_ahead_where_the_reservation_does_not_need_the_room() ->
     desk.submit("large", gpus=4)
     desk.submit("long", gpus=2)
     assert desk.started() == ["first", "long"]
+
+
+def test_a_reservation_on_a_node_that_was_closed_meanwhile_goes_elsewhere() -> None:
+    desk = Desk(node("a", 4), node("b", 4), rules=FIFO)
+    desk.submit("one", shape=Shape(gpus=4, nodes=frozenset({"a"})), time_limit_s=10.0)
+    desk.submit("two", shape=Shape(gpus=4, nodes=frozenset({"b"})), time_limit_s=20.0)
+    desk.submit("next", gpus=4)
+    assert len(desk.started()) == 2
+    assert desk.why("next").starts_at == 10.0
+    desk.scheduler.set_node(node("a", 4, closed="draining"))
+    assert desk.pass_time(10.0) == []
+    assert desk.pass_time(20.0) == ["next"]
+    assert desk.book.held["next"].places[0].node_id == "b"
 
 
 def test_without_backfill_nobody_goes_ahead() -> None:
@@ -372,3 +385,63 @@ def test_what_runs_already_is_held_where_it_is_and_twice_is_an_error() -> None:
     assert desk.why("k").reason == "draining"
     desk.scheduler.set_node(node("n", 2))
     assert desk.started() == ["k"]
+
+
+def test_a_job_that_would_delay_a_reservation_at_its_best_place_starts_at_another() -> None:
+    desk = Desk(node("n1"), node("n2"))
+    desk.submit("r1", gpus=3, time_limit_s=100.0, shape=Shape(gpus=3, nodes=frozenset({"n1"})))
+    desk.submit("r2", gpus=2, time_limit_s=200.0, shape=Shape(gpus=2, nodes=frozenset({"n2"})))
+    desk.submit("large", gpus=4, time_limit_s=10.0)
+    assert desk.started() == ["r1", "r2"]
+    assert desk.scheduler.reservation is not None
+    assert {place.node_id for place in desk.scheduler.reservation.places} == {"n1"}
+    desk.submit("long", gpus=1, time_limit_s=1000.0)
+    assert desk.started() == ["long"]
+    assert desk.book.held["long"].places[0].node_id == "n2"
+    desk.submit("short", gpus=1, time_limit_s=50.0)
+    assert desk.started() == ["short"]
+    assert desk.book.held["short"].places[0].node_id == "n1"
+
+
+def test_who_takes_the_place_of_a_start_of_the_same_pass_puts_the_reservation_off() -> None:
+    """The reservation is of a lower rank, and counted on what is taken now."""
+    desk = Desk(node("n"), rules=Rules(order=FairShare()))
+    desk.submit("runs", gpus=2, time_limit_s=100.0)
+    assert desk.started() == ["runs"]
+    desk.submit("large", gpus=4, priority=1, time_limit_s=10.0)
+    assert desk.started() == []
+    desk.submit("short", gpus=2, tenant="b", preemptible=True, time_limit_s=50.0)
+    desk.submit("urgent", gpus=2, tenant="c", priority=2, time_limit_s=1000.0)
+    desk.submit("other", gpus=1, tenant="d", time_limit_s=5000.0)
+    assert desk.started() == ["urgent"]
+    assert desk.scheduler.reservation is not None
+    assert (desk.scheduler.reservation.job_id, desk.scheduler.reservation.starts_at) == ("large", 1000.0)
+
+
+def test_a_job_that_must_be_near_another_starts_once_that_runs() -> None:
+    desk = Desk(node("n1"), node("n2"))
+    desk.submit("follower", near=frozenset({"leader"}))
+    assert desk.started() == []
+    desk.submit("leader", tenant="a")
+    assert desk.started() == ["leader"]
+    assert desk.started() == ["follower"]
+
+
+def test_those_who_wait_are_told_who_they_wait_for_now() -> None:
+    """Also those who are passed over, since jobs like them could not start."""
+    desk = Desk(node("n"))
+    desk.submit("runs", gpus=4, time_limit_s=100.0)
+    desk.submit("first", gpus=4, time_limit_s=100.0)
+    for number in range(3):
+        desk.submit(f"j{number}", gpus=1, time_limit_s=10.0 + number)
+    desk.decide()
+    assert {desk.why(f"j{number}").reason for number in range(3)} == {
+        "would delay first, which has a reservation"
+    }
+    desk.submit("late", gpus=1, time_limit_s=50.0)
+    assert desk.why("late").reason == "would delay first, which has a reservation"
+    desk.scheduler.withdraw("first")
+    desk.submit("second", gpus=4, time_limit_s=100.0)
+    desk.decide()
+    assert "reservation on n" in desk.why("j0").reason
+    assert desk.why("second").reason == desk.why("late").reason == "would delay j0, which has a reservation"

@@ -1,0 +1,99 @@
+"""How much of the GPU time is in use while jobs wait, and how long large gangs wait for that.
+
+    python benchmarks/bench_utilisation.py [--json] [--rounds N] [--jobs N] [--nodes N]
+
+A mixed workload is made up (durations, gangs of up to 128 GPUs, fractions of GPUs, three priorities, eight
+tenants) and run through the real scheduler on simulated time, twice: jobs ask for 1.3 times the GPU time
+that there is, where small ones hardly wait, and for twice of it. A round is a seed. The goal is about the
+time while jobs wait and still arrive: afterwards the queue is no mixture any more; the whole time has a
+figure of its own. The baseline is fifo without backfill and preemption, which serves strictly in turn. With
+--rounds 1 the workload is small, and says little.
+
+Not for: real workloads (genie sim run --trace).
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import report
+
+UTILISATION_MIN = 97.0
+LOADS = (1.3, 2.0)
+
+
+def summaries(rounds: int, *, jobs: int, load: float, nodes: int, **how: Any) -> list[Any]:
+    from genie.scheduler.scheduler import Rules
+    from genie.sim.events import Plan, simulate
+    from genie.sim.measures import summarise
+    from genie.sim.synthetic import Mix, synthetic_jobs
+    from genie.sim.workload import alike_nodes
+
+    machines = alike_nodes(nodes)
+    found = []
+    for seed in range(rounds):
+        work = synthetic_jobs(Mix(jobs=jobs, load=load), machines, seed=seed)
+        found.append(summarise(simulate(machines, work, Plan(Rules(**how), seed=seed))))
+    return found
+
+
+def measured(rounds: int, *, jobs: int, load: float, nodes: int) -> Iterator[report.Figure]:
+    from genie.scheduler.order import Fifo
+
+    ours = summaries(rounds, jobs=jobs, load=load, nodes=nodes)
+    strict = summaries(
+        rounds, jobs=jobs, load=load, nodes=nodes, order=Fifo(), backfills=False, preempts=False
+    )
+    yield share(
+        f"in_use_while_arriving_{load:g}",
+        [it.utilisation_while_arriving for it in ours],
+        [it.utilisation_while_arriving for it in strict],
+        report.value_at_least(UTILISATION_MIN),
+    )
+    yield share(
+        f"in_use_while_waiting_{load:g}",
+        [it.utilisation_while_waiting for it in ours],
+        [it.utilisation_while_waiting for it in strict],
+    )
+    useless = [[it.fragmentation for it in each] for each in (ours, strict)]
+    yield share(f"free_but_of_no_use_{load:g}", *useless)
+    for name, of in (("large_gangs", "wait_large_s"), ("all", "wait_s")):
+        values, others = ([getattr(it, of).p99 for it in each] for each in (ours, strict))
+        baseline = statistics.fmean(others) or None
+        yield report.figure(
+            f"wait_p99_{name}_{load:g}", statistics.fmean(values), samples=values, unit="s", baseline=baseline
+        )
+    most = [it.wait_large_s.most for it in ours]
+    yield report.figure(f"wait_most_large_gangs_{load:g}", max(most), samples=most, unit="s")
+    preempted = [float(it.preemptions) for it in ours]
+    yield report.figure(f"preemptions_{load:g}", statistics.fmean(preempted), samples=preempted, unit="jobs")
+
+
+def share(
+    name: str, values: list[float], others: list[float], goal: report.Goal | None = None
+) -> report.Figure:
+    """In percent; the baseline is fifo without backfill and preemption."""
+    percents = [100 * value for value in values]
+    baseline = 100 * statistics.fmean(others) or None
+    return report.figure(
+        name, statistics.fmean(percents), samples=percents, unit="%", baseline=baseline, goal=goal
+    )
+
+
+def main() -> int:
+    parser = report.options((__doc__ or "").splitlines()[0], rounds=2)
+    parser.add_argument("--jobs", type=int, help="6000; 1200 with one round")
+    parser.add_argument("--nodes", type=int, default=128, help="with 8 GPUs each")
+    given = parser.parse_args()
+    jobs = given.jobs or (6000 if given.rounds > 1 else 1200)
+    figures = [
+        each for load in LOADS for each in measured(given.rounds, jobs=jobs, load=load, nodes=given.nodes)
+    ]
+    return report.conclude(figures, as_json=given.json)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
