@@ -12,7 +12,7 @@ import contextlib
 import dataclasses
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import AbstractAsyncContextManager
 from typing import TYPE_CHECKING, Annotated
 
@@ -26,12 +26,14 @@ from genie.model.names import address_text, parse_address
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from genie.cluster.client import ClusterClient
     from genie.cluster.local import Supervisor
     from genie.config import Settings
     from genie.model.job import Job
 
 _LIST_S = 3.0
 
+NodeId = Annotated[str, typer.Argument(metavar="NODE", help="Id of the node, as 'genie nodes' shows it.")]
 Detach = Annotated[bool, typer.Option("--detach", "-d", help="Go on in the background, and return.")]
 
 
@@ -157,18 +159,13 @@ def down(invocation: Invocation) -> None:
 def forget(
     invocation: Invocation,
     *,
-    node_id: Annotated[
-        str, typer.Argument(metavar="NODE", help="Id of the node, as 'genie nodes' shows it.")
-    ],
+    node_id: NodeId,
 ) -> None:
     """Remove a node that is gone for good from the cluster. Its identity opens nothing from now on.
 
     Refused while the node is connected. To come back, the machine joins again with a new token.
     """
-    from genie.model.names import checked_node_id
-
-    checked_node_id(node_id, what="NODE")
-    asyncio.run(_forget(invocation.load_settings(), node_id))
+    _change_node(invocation, node_id, lambda client: client.forget_node(node_id))
     output.write_line(f"{node_id}  forgotten")
 
 
@@ -176,18 +173,13 @@ def forget(
 def drain(
     invocation: Invocation,
     *,
-    node_id: Annotated[
-        str, typer.Argument(metavar="NODE", help="Id of the node, as 'genie nodes' shows it.")
-    ],
+    node_id: NodeId,
     reason: Annotated[
         str, typer.Option("--reason", metavar="TEXT", help="Why; 'genie nodes' and waiting jobs show it.")
     ] = "",
 ) -> None:
     """Place nothing new on a node; what runs there goes on. It stays drained until 'genie undrain'."""
-    from genie.model.names import checked_node_id
-
-    checked_node_id(node_id, what="NODE")
-    asyncio.run(_drain(invocation.load_settings(), node_id, reason))
+    _change_node(invocation, node_id, lambda client: client.drain_node(node_id, reason=reason))
     output.write_line(f"{node_id}  draining")
 
 
@@ -195,34 +187,27 @@ def drain(
 def undrain(
     invocation: Invocation,
     *,
-    node_id: Annotated[
-        str, typer.Argument(metavar="NODE", help="Id of the node, as 'genie nodes' shows it.")
-    ],
+    node_id: NodeId,
 ) -> None:
     """Place work on a drained node again."""
-    from genie.model.names import checked_node_id
-
-    checked_node_id(node_id, what="NODE")
-    asyncio.run(_drain(invocation.load_settings(), node_id, None))
+    _change_node(invocation, node_id, lambda client: client.undrain_node(node_id))
     output.write_line(f"{node_id}  open")
 
 
-async def _drain(settings: Settings, node_id: str, reason: str | None) -> None:
-    """None: it is opened again."""
+def _change_node(
+    invocation: Invocation, node_id: str, change: Callable[[ClusterClient], Awaitable[None]]
+) -> None:
     from genie.cluster.client import open_client
+    from genie.model.names import checked_node_id
 
-    async with open_client(settings) as client:
-        if reason is None:
-            await client.undrain_node(node_id)
-        else:
-            await client.drain_node(node_id, reason=reason)
+    checked_node_id(node_id, what="NODE")
+    settings = invocation.load_settings()
 
+    async def work() -> None:
+        async with open_client(settings) as client:
+            await change(client)
 
-async def _forget(settings: Settings, node_id: str) -> None:
-    from genie.cluster.client import open_client
-
-    async with open_client(settings) as client:
-        await client.forget_node(node_id)
+    asyncio.run(work())
 
 
 def _check_join_token(settings: Settings) -> None:

@@ -1,4 +1,4 @@
-"""Runs jobs with durations through the real scheduler, on simulated time, and notes what became of them.
+"""Runs jobs with durations through genie.scheduler.scheduler, on simulated time, and notes what came of it.
 
 Jobs arrive, end, are preempted (they go on for their grace period, then wait again), and nodes may fail.
 What happens at one time happens together, and is followed by one decision. The same jobs, nodes and plan

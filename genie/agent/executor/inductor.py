@@ -104,7 +104,7 @@ class Compiler:
         except GenieError as error:
             _log.info("not compiled: %s", error)
             raise
-        except Exception as error:
+        except Exception as error:  # whatever a compiler raises: the graph is replayed without it
             _log.warning("not compiled", exc_info=True)
             raise OpRefusedError(_reason(error)) from error
         _log.info("compiled in %.1f s", time.monotonic() - started)
