@@ -129,6 +129,21 @@ def test_a_gradient_among_those_of_differing_local_runs_varies(failing: bool) ->
     assert compared_to_runs((torch.tensor([1.0, 2.0, 3.1]), None), single) is MismatchError
 
 
+def test_as_many_numbers_may_stray_as_do_in_a_local_run() -> None:
+    def run(*strays: int, by: float = 0.25) -> tuple[torch.Tensor]:
+        numbers = torch.full((1000,), 8.0, dtype=HALF)
+        numbers[list(strays)] += by
+        return (numbers,)
+
+    runs = [run(), *(run(2 * i, 2 * i + 1) for i in range(20))]
+    assert compared_to_runs(run(), runs) is None
+    assert compared_to_runs(run(500, 600, 700, 800), runs) is VariesError
+    assert compared_to_runs(run(500, 600, 700, 800, 900), runs) is MismatchError
+    assert compared_to_runs(run(500, by=2.0), runs) is MismatchError
+    assert compared_to_runs(run(500, by=math.nan), runs) is MismatchError
+    assert compared_to_runs(run(500), [run()] * 21) is MismatchError
+
+
 @pytest.mark.parametrize(
     ("found", "runs"),
     [
