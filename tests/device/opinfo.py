@@ -48,9 +48,9 @@ _UNINITIALISED_OUTPUTS = {
 }
 # More local runs, where one has given something else than the remote device.
 _LOCAL_RUNS = 20
-# Of a large tensor some numbers stray from those of all other runs, in every run. The remote one may have so
-# many times as many as the local run that has most.
-_STRAYS = 2
+# From the middle of the local runs the remote one may be so many times as far away as the farthest of them,
+# and in so many times as many numbers.
+_FARTHER, _MORE = 4, 2
 # So many roundings of its largest number may lie between a tensor of theirs; more than that is no rounding.
 _ROUNDINGS_MAX = 16
 # Where CUDA, too, wants everything but the input in host memory.
@@ -284,32 +284,25 @@ def _nearest(found: Sequence[Any], runs: Sequence[Sequence[Any]]) -> list[Any]:
 
 
 def _nearest_tensor(mine: Any, several: Sequence[Any]) -> Any:
-    """As far again beyond the runs as they are apart, if that is little; else the first of them. As many
-    numbers may stray from that as do in a local run, seen from the other local runs."""
+    """What was found, where it differs from the middle of the runs as these do themselves, and that is
+    little; else the first of them. All numbers together: one alone may stray as it did in none of the runs."""
     first = several[0]
     shapes = {_shape(x) for x in (mine, *several)}
     if len(shapes) > 1 or None in shapes:
         return first
     parts, real = torch.stack([_real(x) for x in several]), _real(mine)
-    largest = parts[parts.isfinite()].abs().max() if parts.isfinite().any() else torch.tensor(0.0)
-    little = _ROUNDINGS_MAX * torch.finfo(first.dtype).eps * largest
-    near = _among(real, parts, little)
-    strays = int((near != real).sum())
-    if strays and strays <= _STRAYS * max(_strays(parts, i, little) for i in range(len(parts))):
-        near = torch.where((real - near).abs() <= little, real, near)
+    finite = parts.isfinite().all(0) & real.isfinite()
+    if not finite.any():
+        return first
+    middle = parts.median(0).values
+    off, off_mine = ((x - middle).abs().where(finite, torch.tensor(0.0).double()) for x in (parts, real))
+    little = _ROUNDINGS_MAX * torch.finfo(first.dtype).eps * parts.abs()[:, finite].max()
+    counts = [int(torch.count_nonzero(x)) for x in (off_mine, *off)]
+    is_like_them = off.max() <= little and off_mine.max() <= min(little, _FARTHER * off.max())
+    if not is_like_them or counts[0] > _MORE * max(counts[1:]):
+        return first
+    near = real.where(finite, parts[0])
     return (torch.view_as_complex(near) if first.is_complex() else near).to(first.dtype)
-
-
-def _among(real: torch.Tensor, parts: torch.Tensor, little: torch.Tensor) -> torch.Tensor:
-    low, high = parts.amin(0), parts.amax(0)
-    width = high - low  # nan where one of them is inf or nan, which is not little
-    near = real.clamp(low - width, high + width)
-    return torch.where((width <= little) & real.isfinite(), near, parts[0])
-
-
-def _strays(parts: torch.Tensor, run: int, little: torch.Tensor) -> int:
-    others = torch.cat([parts[:run], parts[run + 1 :]])
-    return int((_among(parts[run], others, little) != parts[run]).sum()) if len(others) else 0
 
 
 def _shape(x: Any) -> tuple[Any, ...] | None:

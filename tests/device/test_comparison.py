@@ -121,7 +121,14 @@ def test_a_gradient_among_those_of_differing_local_runs_varies(failing: bool) ->
 
     assert outcome(1.0, 2.0, 3.2) is VariesError
     assert outcome(1.0, 2.0, 3.0) is None
-    for wrong in ([1.0, 2.1, 3.0], [1.0, 2.0, 3.5], [1.0, 2.0, math.nan], [1.0, 2.0, math.inf], [1.0, 2.0]):
+    for wrong in (
+        [1.1, 2.1, 3.1],
+        [1.0, 2.5, 3.0],
+        [1.0, 2.0, 3.5],
+        [1.0, 2.0, math.nan],
+        [1.0, 2.0, math.inf],
+        [1.0, 2.0],
+    ):
         assert outcome(*wrong) is MismatchError
     assert compared_to_runs((runs[0][0], torch.ones(1)), runs) is MismatchError
     assert compared_to_runs((runs[0][0],), runs) is MismatchError
@@ -129,7 +136,7 @@ def test_a_gradient_among_those_of_differing_local_runs_varies(failing: bool) ->
     assert compared_to_runs((torch.tensor([1.0, 2.0, 3.1]), None), single) is MismatchError
 
 
-def test_as_many_numbers_may_stray_as_do_in_a_local_run() -> None:
+def test_any_numbers_may_differ_but_not_by_more_nor_more_of_them_than_in_local_runs() -> None:
     def run(*strays: int, by: float = 0.25) -> tuple[torch.Tensor]:
         numbers = torch.full((1000,), 8.0, dtype=HALF)
         numbers[list(strays)] += by
@@ -162,7 +169,7 @@ def test_local_runs_that_are_far_apart_allow_nothing(found: float, runs: Sequenc
 def test_conjugated_gradients_are_compared_as_they_are() -> None:
     parts = (100.0, 100 - 5e-5, 100 + 5e-5)
     runs = [(torch.tensor([part + 1j], dtype=torch.complex64).conj(),) for part in parts]
-    found = torch.tensor([100 + 2.5e-4 - 1j], dtype=torch.complex64)
+    found = torch.tensor([100 + 1.8e-4 - 1j], dtype=torch.complex64)
     assert compared_to_runs((found,), runs) is VariesError
     assert compared_to_runs((found.conj(),), runs) is MismatchError
 
