@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -47,12 +47,17 @@ _UNINITIALISED_OUTPUTS = {
     "torch.ops.aten._flash_attention_forward": (2, 3),
 }
 # More local runs, where one has given something else than the remote device.
-_LOCAL_RUNS = 20
-# From the middle of the local runs the remote one may be so many times as far away as the farthest of them,
-# and in so many times as many numbers.
-_FARTHER, _MORE = 4, 2
-# So many roundings of its largest number may lie between a tensor of theirs; more than that is no rounding.
+_LOCAL_RUNS = 6
+# So many roundings of its largest number a gradient that varies may be away from the exact one, ...
 _ROUNDINGS_MAX = 16
+# ... so many times as far as the local runs, at the worst number and on average.
+_WORST, _MEAN = 3.0, 1.5
+_FINER = {
+    torch.bfloat16: torch.float64,
+    torch.float16: torch.float64,
+    torch.float32: torch.float64,
+    torch.complex64: torch.complex128,
+}
 # Where CUDA, too, wants everything but the input in host memory.
 _HOST_ARGUMENTS = frozenset(("tensor_split",))
 # Some of their samples name no device, and would be made here in both runs.
@@ -108,6 +113,7 @@ class _Checker(Judge):
         super().__init__(Findings(op.full_name, _name(dtype)), beat)
         self._op = op
         self._local = local
+        self._dtype = dtype
         self._tolerance = tolerance_of(op.decorators, "TestCommon", dtype, local)
         self._values = op.name not in _UNINITIALISED
 
@@ -214,10 +220,17 @@ class _Checker(Judge):
                 fetched(found), fetched(expected), what=what, tolerance=self._tolerance, values=self._values
             )
 
-    def compare_gradients(self, case: _Case, found: Any, expected: Any, again: Callable[[str], Any]) -> None:
-        """As _compare_or_arbitrate. Many of a GPU's kernels add up in any order, so that its own runs differ
-        among themselves. A remote one that lies among them is a VariesError: the list says where that may
-        be."""
+    def compare_gradients(
+        self,
+        case: _Case,
+        found: Any,
+        expected: Any,
+        again: Callable[[str], Any],
+        exact: Callable[[], Any] = lambda: None,
+    ) -> None:
+        """As _compare_or_arbitrate. Many of a GPU's kernels add up in any order, with a rounding each time. A
+        remote gradient that is as near to the `exact` one as local ones is a VariesError: the list says where
+        that may be."""
 
         def compare(to: Any) -> None:
             several = [x if x is None else tuple(x) for x in (found, to)]
@@ -232,19 +245,22 @@ class _Checker(Judge):
             if arbiter is not None and _passes(lambda: compare(arbiter)):
                 self.findings.as_on_cpu.append(shortened(str(case)))
                 return
-            others = [again(self._local) for _ in range(_LOCAL_RUNS)]
-            compare(_nearest(found, [expected, *(run for run in others if run is not None)]))
-            raise VariesError("local runs differ among themselves, and this one lies among them") from None
+            runs = [expected, *(again(self._local) for _ in range(_LOCAL_RUNS))]
+            truth = exact()
+            if truth is None:
+                raise
+            compare(_as_exact(found, [run for run in runs if run is not None], truth))
+            raise VariesError("not as in a local run, and as near to the exact gradient") from None
 
     def _written(self, outputs: Any) -> Any:
         nobodys = _UNINITIALISED_OUTPUTS.get(self._op.full_name, ())
         return [x for i, x in enumerate(outputs) if i not in nobodys] if nobodys else outputs
 
     def _check_backward(self, case: _Case, here: Run, there: Run) -> None:
-        def differentiate(forward: Run) -> Callable[[Run], None]:
+        def differentiate(forward: Run, drawn: torch.dtype | None = None) -> Callable[[Run], None]:
             def work(run: Run) -> None:
                 outputs = case.sample.output_process_fn_grad(forward.outputs)
-                run.outputs = gradients(outputs, forward.arguments)
+                run.outputs = gradients(outputs, forward.arguments, drawn=drawn)
 
             return work
 
@@ -259,9 +275,14 @@ class _Checker(Judge):
             run = attempt(differentiate(self._run(case, device)), device)
             return written(run) if run.error is None else None
 
+        def exact() -> Any:
+            finer = replace(case, sample=case.sample.transform(_finer))
+            run = attempt(differentiate(self._run(finer, "cpu"), self._dtype), "cpu")
+            return written(run) if run.error is None else None
+
         def compare() -> None:
             assert_placed(theirs.outputs, mine.outputs, local=self._local, remote=D0, what="gradient")
-            self.compare_gradients(case, written(theirs), written(mine), again)
+            self.compare_gradients(case, written(theirs), written(mine), again, exact)
 
         self.judge(self.findings.backward, case, mine, theirs, compare)
 
@@ -274,35 +295,35 @@ def _passes(compare: Callable[[], None]) -> bool:
     return True
 
 
-def _nearest(found: Sequence[Any], runs: Sequence[Sequence[Any]]) -> list[Any]:
-    """Of what runs that differ may give, the nearest to what was found; where they are the same, what they
-    gave."""
-    alike = [run for run in runs if len(run) == len(runs[0])]
-    if len(found) != len(runs[0]):
+def _as_exact(found: Sequence[Any], runs: Sequence[Sequence[Any]], exact: Sequence[Any]) -> list[Any]:
+    """Each tensor that was found, where it is as near to the exact one as those of the runs; else that of the
+    first run."""
+    alike = [run for run in runs if len(run) == len(found) == len(exact)]
+    if not alike:
         return list(runs[0])
-    return [_nearest_tensor(mine, several) for mine, *several in zip(found, *alike, strict=True)]
+    return [
+        mine if _is_as_near(mine, several, truth) else several[0]
+        for mine, truth, *several in zip(found, exact, *alike, strict=True)
+    ]
 
 
-def _nearest_tensor(mine: Any, several: Sequence[Any]) -> Any:
-    """What was found, where it differs from the middle of the runs as these do themselves, and that is
-    little; else the first of them. All numbers together: one alone may stray as it did in none of the runs."""
-    first = several[0]
-    shapes = {_shape(x) for x in (mine, *several)}
-    if len(shapes) > 1 or None in shapes:
-        return first
-    parts, real = torch.stack([_real(x) for x in several]), _real(mine)
-    finite = parts.isfinite().all(0) & real.isfinite()
-    if not finite.any():
-        return first
-    middle = parts.median(0).values
-    off, off_mine = ((x - middle).abs().where(finite, torch.tensor(0.0).double()) for x in (parts, real))
-    little = _ROUNDINGS_MAX * torch.finfo(first.dtype).eps * parts.abs()[:, finite].max()
-    counts = [int(torch.count_nonzero(x)) for x in (off_mine, *off)]
-    is_like_them = off.max() <= little and off_mine.max() <= min(little, _FARTHER * off.max())
-    if not is_like_them or counts[0] > _MORE * max(counts[1:]):
-        return first
-    near = real.where(finite, parts[0])
-    return (torch.view_as_complex(near) if first.is_complex() else near).to(first.dtype)
+def _is_as_near(mine: Any, several: Sequence[Any], exact: Any) -> bool:
+    """All numbers together: one alone may stray as it did in none of the runs."""
+    if len({_shape(x) for x in (mine, *several)}) > 1 or _shape(mine) is None or _shape(exact) is None:
+        return False
+    truth = _real(exact)
+    off = [(_real(x) - truth).abs() for x in (mine, *several)]
+    little = _ROUNDINGS_MAX * torch.finfo(mine.dtype).eps * truth.abs().max()
+    worst, mean = ([float(measure(x)) for x in off] for measure in (torch.max, torch.mean))
+    # a comparison with nan is never true
+    return max(worst) <= little and worst[0] <= _WORST * max(worst[1:]) and mean[0] <= _MEAN * max(mean[1:])
+
+
+def _finer(value: Any) -> Any:
+    """In a dtype in which the roundings of the other do not count."""
+    if isinstance(value, torch.Tensor):
+        return value.to(_FINER.get(value.dtype, value.dtype))
+    return _FINER.get(value, value) if isinstance(value, torch.dtype) else value
 
 
 def _shape(x: Any) -> tuple[Any, ...] | None:

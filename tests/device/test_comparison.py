@@ -25,6 +25,7 @@ from tests.device.twins import (
     VariesError,
     assert_placed,
     assert_same,
+    gradients,
     spread,
 )
 
@@ -94,7 +95,7 @@ def test_what_is_in_the_wrong_place_is_not_for_the_cpu_to_decide(
 
 
 def compared_to_runs(
-    found: Sequence[Any], runs: Sequence[Sequence[Any]], failing: bool = False
+    found: Sequence[Any], runs: Sequence[Sequence[Any]], exact: Sequence[Any] | None, failing: bool = False
 ) -> type[BaseException] | None:
     """What is raised for gradients that were `found`, where runs here give the others in turn."""
     op = next(op for op in op_db if op.full_name == "add")
@@ -102,7 +103,9 @@ def compared_to_runs(
     case = opinfo._Case("sample 0", op.op, SampleInput(torch.ones(1), args=(1,)), grad=True)
     turns = itertools.cycle([*runs[1:], *([None] if failing else [])])
     try:
-        checker.compare_gradients(case, found, runs[0], lambda where: None if where == "cpu" else next(turns))
+        checker.compare_gradients(
+            case, found, runs[0], lambda where: None if where == "cpu" else next(turns), lambda: exact
+        )
     except (MismatchError, VariesError) as error:
         return type(error)
     assert not checker.findings.as_on_cpu
@@ -112,66 +115,50 @@ def compared_to_runs(
 HALF = torch.bfloat16
 
 
+def exactly(*numbers: float) -> tuple[torch.Tensor]:
+    return (torch.tensor(numbers, dtype=torch.float64),)
+
+
 @pytest.mark.parametrize("failing", [False, True], ids=["", "with runs that fail"])
-def test_a_gradient_among_those_of_differing_local_runs_varies(failing: bool) -> None:
-    runs = [(torch.tensor([1.0, 2.0, last], dtype=HALF), None) for last in (3.0, 2.9, 3.1)]
+def test_a_gradient_as_near_to_the_exact_one_as_local_ones_varies(failing: bool) -> None:
+    exact = (*exactly(1.0, 2.0, 3.0), None)
+    runs = [(torch.tensor([1.0, 2.0, last], dtype=HALF), None) for last in (3.05, 2.95, 3.1)]
 
     def outcome(*numbers: float) -> type[BaseException] | None:
-        return compared_to_runs((torch.tensor(numbers, dtype=HALF), None), runs, failing)
+        return compared_to_runs((torch.tensor(numbers, dtype=HALF), None), runs, exact, failing)
 
-    assert outcome(1.0, 2.0, 3.2) is VariesError
-    assert outcome(1.0, 2.0, 3.0) is None
-    for wrong in (
-        [1.1, 2.1, 3.1],
-        [1.0, 2.5, 3.0],
-        [1.0, 2.0, 3.5],
-        [1.0, 2.0, math.nan],
-        [1.0, 2.0, math.inf],
-        [1.0, 2.0],
-    ):
-        assert outcome(*wrong) is MismatchError
-    assert compared_to_runs((runs[0][0], torch.ones(1)), runs) is MismatchError
-    assert compared_to_runs((runs[0][0],), runs) is MismatchError
-    single = [tuple(None if x is None else x.float() for x in run) for run in runs]
-    assert compared_to_runs((torch.tensor([1.0, 2.0, 3.1]), None), single) is MismatchError
+    assert outcome(1.0, 2.0, 3.05) is None
+    assert outcome(1.0, 2.1, 3.0) is VariesError
+    assert outcome(1.1, 2.1, 3.0) is MismatchError
+    assert outcome(1.0, 2.0, 3.4) is MismatchError
+    for never in ([1.0, 2.0, math.nan], [1.0, 2.0, math.inf], [1.0, 2.0]):
+        assert outcome(*never) is MismatchError
+    assert compared_to_runs((runs[1][0], torch.ones(1)), runs, exact) is MismatchError
+    assert compared_to_runs((runs[1][0],), runs, exact) is MismatchError
+    assert compared_to_runs((runs[1][0], None), runs, None) is MismatchError
 
 
-def test_any_numbers_may_differ_but_not_by_more_nor_more_of_them_than_in_local_runs() -> None:
-    def run(*strays: int, by: float = 0.25) -> tuple[torch.Tensor]:
-        numbers = torch.full((1000,), 8.0, dtype=HALF)
-        numbers[list(strays)] += by
-        return (numbers,)
-
-    runs = [run(), *(run(2 * i, 2 * i + 1) for i in range(20))]
-    assert compared_to_runs(run(), runs) is None
-    assert compared_to_runs(run(500, 600, 700, 800), runs) is VariesError
-    assert compared_to_runs(run(500, 600, 700, 800, 900), runs) is MismatchError
-    assert compared_to_runs(run(500, by=2.0), runs) is MismatchError
-    assert compared_to_runs(run(500, by=math.nan), runs) is MismatchError
-    assert compared_to_runs(run(500), [run()] * 21) is MismatchError
-
-
-@pytest.mark.parametrize(
-    ("found", "runs"),
-    [
-        (-1e30, (1.0, math.inf, 1.0)),
-        (-1e30, (1.0, math.nan, 1.0)),
-        (2.5e6, (1.0, 1e6, -1e6)),
-        (1.1e6, (1.0, 1e6, -1e6)),
-        (math.inf, (1.0, math.inf, -math.inf)),
-    ],
-)
-def test_local_runs_that_are_far_apart_allow_nothing(found: float, runs: Sequence[float]) -> None:
-    several = [(torch.tensor([run]),) for run in runs]
-    assert compared_to_runs((torch.tensor([found]),), several) is MismatchError
+@pytest.mark.parametrize("run", [math.inf, math.nan, 1e6])
+def test_local_runs_that_are_far_from_the_exact_gradient_allow_nothing(run: float) -> None:
+    several = [(torch.tensor([number]),) for number in (1.0, run, 1.0)]
+    assert compared_to_runs((torch.tensor([1.001]),), several, exactly(1.0)) is MismatchError
 
 
 def test_conjugated_gradients_are_compared_as_they_are() -> None:
-    parts = (100.0, 100 - 5e-5, 100 + 5e-5)
-    runs = [(torch.tensor([part + 1j], dtype=torch.complex64).conj(),) for part in parts]
-    found = torch.tensor([100 + 1.8e-4 - 1j], dtype=torch.complex64)
-    assert compared_to_runs((found,), runs) is VariesError
-    assert compared_to_runs((found.conj(),), runs) is MismatchError
+    exact = (torch.tensor([100 - 1j], dtype=torch.complex128),)
+    runs = [(torch.tensor([part + 1j], dtype=torch.complex64).conj(),) for part in (100 - 8e-5, 100 + 1e-4)]
+    found = torch.tensor([100 + 1.2e-4 - 1j], dtype=torch.complex64)
+    assert compared_to_runs((found,), runs, exact) is VariesError
+    assert compared_to_runs((found.conj(),), runs, exact) is MismatchError
+
+
+def test_the_exact_gradient_is_of_the_same_numbers_in_a_finer_dtype() -> None:
+    x = torch.tensor([1.5, 2.0], dtype=HALF, requires_grad=True)
+    sample = SampleInput(x, args=(HALF, 3)).transform(opinfo._finer)
+    assert sample.input.dtype is torch.float64 and sample.args == (torch.float64, 3)
+    coarse, fine = (gradients(y * y, [y], drawn=HALF) for y in (x, sample.input.detach().requires_grad_()))
+    assert coarse is not None and fine is not None
+    assert torch.equal(coarse[0], fine[0].to(HALF)) and fine[0].dtype is torch.float64
 
 
 def test_what_varies_must_be_listed_and_may_pass() -> None:

@@ -168,14 +168,19 @@ def seed(device: str) -> None:
         torch.get_device_module(device).manual_seed_all(SEED)
 
 
-def gradients(outputs: Any, inputs: Any) -> tuple[Any, ...] | None:
-    """Of every input that asks for one, for a fixed cotangent; None when no output depends on any."""
+def gradients(outputs: Any, inputs: Any, *, drawn: torch.dtype | None = None) -> tuple[Any, ...] | None:
+    """Of every input that asks for one, for a fixed cotangent; None when no output depends on any.
+
+    With `drawn`, the cotangent is that of a run in this dtype.
+    """
     ends = [x for x in tensors_of(outputs) if x.requires_grad]
     starts = list({id(x): x for x in tensors_of(inputs) if x.requires_grad}.values())
     if not ends or not starts:
         return None
     generator = torch.Generator().manual_seed(SEED)
-    cotangents = [torch.randn(x.shape, dtype=x.dtype, generator=generator).to(x.device) for x in ends]
+    cotangents = [
+        torch.randn(x.shape, dtype=drawn or x.dtype, generator=generator).to(x.device, x.dtype) for x in ends
+    ]
     return torch.autograd.grad(ends, starts, cotangents, allow_unused=True)
 
 
