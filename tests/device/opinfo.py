@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -48,9 +49,8 @@ _UNINITIALISED_OUTPUTS = {
 }
 # More local runs, where one has given something else than the remote device.
 _LOCAL_RUNS = 6
-# So many roundings of its largest number a gradient that varies may be away from the exact one, ...
-_ROUNDINGS_MAX = 16
-# ... so many times as far as the local runs, at the worst number and on average.
+# A gradient that varies may be so many times as far from the exact one as local runs, at its worst number
+# and on average.
 _WORST, _MEAN = 3.0, 1.5
 _FINER = {
     torch.bfloat16: torch.float64,
@@ -256,15 +256,23 @@ class _Checker(Judge):
         nobodys = _UNINITIALISED_OUTPUTS.get(self._op.full_name, ())
         return [x for i, x in enumerate(outputs) if i not in nobodys] if nobodys else outputs
 
+    def _differentiated(
+        self, case: _Case, forward: Run, device: str, *, drawn: torch.dtype | None = None
+    ) -> Run:
+        def work(run: Run) -> None:
+            outputs = case.sample.output_process_fn_grad(forward.outputs)
+            run.outputs = gradients(outputs, forward.arguments, drawn=drawn)
+
+        return attempt(work, device)
+
+    def exact_gradients(self, case: _Case) -> Run:
+        """Of the same numbers, in a dtype in which the roundings of theirs do not count."""
+        finer = replace(case, sample=case.sample.transform(_finer))
+        return self._differentiated(finer, self._run(finer, "cpu"), "cpu", drawn=self._dtype)
+
     def _check_backward(self, case: _Case, here: Run, there: Run) -> None:
-        def differentiate(forward: Run, drawn: torch.dtype | None = None) -> Callable[[Run], None]:
-            def work(run: Run) -> None:
-                outputs = case.sample.output_process_fn_grad(forward.outputs)
-                run.outputs = gradients(outputs, forward.arguments, drawn=drawn)
-
-            return work
-
-        mine, theirs = attempt(differentiate(here), self._local), attempt(differentiate(there), D0)
+        mine = self._differentiated(case, here, self._local)
+        theirs = self._differentiated(case, there, D0)
         if mine.error is None and mine.outputs is None and theirs.outputs is None and theirs.error is None:
             return  # nothing to differentiate
 
@@ -272,12 +280,11 @@ class _Checker(Judge):
             return _within_sequences(case.sample, fetched(run.outputs))
 
         def again(device: str) -> Any:
-            run = attempt(differentiate(self._run(case, device)), device)
+            run = self._differentiated(case, self._run(case, device), device)
             return written(run) if run.error is None else None
 
         def exact() -> Any:
-            finer = replace(case, sample=case.sample.transform(_finer))
-            run = attempt(differentiate(self._run(finer, "cpu"), self._dtype), "cpu")
+            run = self.exact_gradients(case)
             return written(run) if run.error is None else None
 
         def compare() -> None:
@@ -311,18 +318,17 @@ def _is_as_near(mine: Any, several: Sequence[Any], exact: Any) -> bool:
     """All numbers together: one alone may stray as it did in none of the runs."""
     if len({_shape(x) for x in (mine, *several)}) > 1 or _shape(mine) is None or _shape(exact) is None:
         return False
-    truth = _real(exact)
-    off = [(_real(x) - truth).abs() for x in (mine, *several)]
-    little = _ROUNDINGS_MAX * torch.finfo(mine.dtype).eps * truth.abs().max()
+    off = [(_real(x) - _real(exact)).abs() for x in (mine, *several)]
     worst, mean = ([float(measure(x)) for x in off] for measure in (torch.max, torch.mean))
-    # a comparison with nan is never true
-    return max(worst) <= little and worst[0] <= _WORST * max(worst[1:]) and mean[0] <= _MEAN * max(mean[1:])
+    if not all(map(math.isfinite, worst)):
+        return False
+    return worst[0] <= _WORST * max(worst[1:]) and mean[0] <= _MEAN * max(mean[1:])
 
 
 def _finer(value: Any) -> Any:
-    """In a dtype in which the roundings of the other do not count."""
     if isinstance(value, torch.Tensor):
-        return value.to(_FINER.get(value.dtype, value.dtype))
+        finer = value.detach().to(_FINER.get(value.dtype, value.dtype))
+        return finer.requires_grad_(value.requires_grad)
     return _FINER.get(value, value) if isinstance(value, torch.dtype) else value
 
 

@@ -25,7 +25,6 @@ from tests.device.twins import (
     VariesError,
     assert_placed,
     assert_same,
-    gradients,
     spread,
 )
 
@@ -138,8 +137,8 @@ def test_a_gradient_as_near_to_the_exact_one_as_local_ones_varies(failing: bool)
     assert compared_to_runs((runs[1][0], None), runs, None) is MismatchError
 
 
-@pytest.mark.parametrize("run", [math.inf, math.nan, 1e6])
-def test_local_runs_that_are_far_from_the_exact_gradient_allow_nothing(run: float) -> None:
+@pytest.mark.parametrize("run", [math.inf, math.nan])
+def test_local_runs_without_an_end_allow_nothing(run: float) -> None:
     several = [(torch.tensor([number]),) for number in (1.0, run, 1.0)]
     assert compared_to_runs((torch.tensor([1.001]),), several, exactly(1.0)) is MismatchError
 
@@ -152,13 +151,18 @@ def test_conjugated_gradients_are_compared_as_they_are() -> None:
     assert compared_to_runs((found.conj(),), runs, exact) is MismatchError
 
 
-def test_the_exact_gradient_is_of_the_same_numbers_in_a_finer_dtype() -> None:
-    x = torch.tensor([1.5, 2.0], dtype=HALF, requires_grad=True)
-    sample = SampleInput(x, args=(HALF, 3)).transform(opinfo._finer)
-    assert sample.input.dtype is torch.float64 and sample.args == (torch.float64, 3)
-    coarse, fine = (gradients(y * y, [y], drawn=HALF) for y in (x, sample.input.detach().requires_grad_()))
-    assert coarse is not None and fine is not None
-    assert torch.equal(coarse[0], fine[0].to(HALF)) and fine[0].dtype is torch.float64
+@pytest.mark.parametrize("name", ["nn.functional.interpolate.area", "cummax"])
+def test_the_exact_gradient_is_of_the_same_numbers_in_a_finer_dtype(name: str) -> None:
+    op = next(op for op in op_db if op.full_name == name)
+    checker = opinfo._Checker(op, HALF, "cpu", lambda what: None)
+    sample = next(iter(op.sample_inputs("cpu", HALF, requires_grad=True)))
+    case = opinfo._Case("sample 0", op.op, sample, grad=True)
+    coarse = checker._differentiated(case, checker._run(case, "cpu"), "cpu").outputs
+    fine = checker.exact_gradients(case).outputs
+    assert coarse is not None and fine is not None and fine[0].dtype is torch.float64
+    assert torch.allclose(coarse[0].double(), fine[0], rtol=0.1, atol=0.1)
+    assert not torch.equal(coarse[0].double(), fine[0])
+    assert opinfo._as_exact(coarse, [coarse], fine) == list(coarse)
 
 
 def test_what_varies_must_be_listed_and_may_pass() -> None:
