@@ -43,14 +43,63 @@ class Accelerator(enum.StrEnum):
     CPU = "cpu"
 
 
+class Within(enum.StrEnum):
+    """How near to each other the workers of a job must be."""
+
+    ANYWHERE = "anywhere"
+    RACK = "rack"
+    NODE = "node"
+    ISLAND = "island"
+    """All GPUs of all workers in one NVLink island of one node."""
+
+
+class Spread(enum.StrEnum):
+    """PACK puts workers where they fit best; SPREAD gives each a node of its own."""
+
+    PACK = "pack"
+    SPREAD = "spread"
+
+
 class Resources(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, gc=False):
-    """What one job holds while it runs: `gpus` accelerators on one node, `gpu_milli` of each."""
+    """What one worker holds while it runs: `gpus` accelerators on one node, `gpu_milli` of each."""
 
     gpus: int = 0
     gpu_milli: int = 1000
+    gpu_memory_bytes: int = 0
+    """Of each accelerator."""
     cpus: float = 0.0
     memory_bytes: int = 0
     accelerator: Accelerator = Accelerator.AUTO
+
+
+class Wishes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, gc=False):
+    """How, where and when a job is to run, beside what each of its workers holds."""
+
+    workers: int = 1
+    workers_min: int = 0
+    """An elastic job starts with so many at least; 0 for all of them."""
+    within: Within = Within.ANYWHERE
+    spread: Spread = Spread.PACK
+    near: tuple[str, ...] = ()
+    """Only on nodes where a job of the tenant with one of these names runs."""
+    apart: tuple[str, ...] = ()
+    """Not on nodes where a job of the tenant with one of these names runs."""
+    gpu_models: tuple[str, ...] = ()
+    """Any of these, as 'genie nodes' shows them; empty for all."""
+    vendor: str = ""
+    gpu_memory_min_bytes: int = 0
+    """The whole memory that an accelerator must have at least."""
+    capability_min: tuple[int, int] = (0, 0)
+    labels: dict[str, str] = {}
+    """Every one of these labels of a node."""
+    priority: int = 0
+    preemptible: bool = False
+    grace_s: float = 30.0
+    """How long it is given to save its state before it must go."""
+    time_limit_s: float | None = None
+    """It is ended after so long; None: nobody knows how long it takes."""
+    deadline_at: float | None = None
+    """When it should be over, in seconds since the epoch."""
 
 
 class Workdir(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, gc=False):
@@ -73,6 +122,7 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """Only on this node; empty for anywhere."""
     gpu_ids: tuple[int, ...] = ()
     """Only on these accelerators of that node; empty for any."""
+    wishes: Wishes = Wishes()
 
 
 class Transition(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, gc=False):

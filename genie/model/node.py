@@ -53,6 +53,13 @@ class GPUInfo(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     available: bool = True
     reason: str = ""
     """Why it is not available; empty when it is."""
+    memory_outside_bytes: int = 0
+    """Of what is in use, what processes use that are no jobs of the cluster."""
+    capability: tuple[int, int] = (0, 0)
+    """Compute capability, such as 9.0; 0.0 where there is none."""
+    island: int = 0
+    """Those of a node with the same number are joined by NVLink or the like."""
+    numa: int = 0
 
     @property
     def memory(self) -> int:
@@ -90,6 +97,8 @@ class NodeInfo(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """Seconds since the epoch, by the clock of whoever heard it."""
     incarnation: int = 0
     version: str = ""
+    labels: dict[str, str] = {}
+    rack: str = ""
 
     @property
     def gpu_count(self) -> int:

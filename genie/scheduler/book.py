@@ -12,10 +12,11 @@ from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
 from genie.errors import UsageError
+from genie.model.job import Spread, Within
 from genie.scheduler.numbers import Numbers
 from genie.scheduler.placement.protocol import GPUS_MAX, MODELS_MAX, Placer
 from genie.scheduler.quota import Claim
-from genie.scheduler.request import Amounts, NodeFacts, Request, Shape, Spread, Within, WorkerPlace, why_not
+from genie.scheduler.request import Amounts, NodeFacts, Request, Shape, WorkerPlace, why_not
 
 MakePlacer = Callable[[str], Placer]
 """Gives an empty placer of that policy."""

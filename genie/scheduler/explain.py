@@ -8,9 +8,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from genie.model.job import Within
 from genie.scheduler.book import Book
 from genie.scheduler.order import Lines
-from genie.scheduler.request import FULL_MILLI, NodeFacts, Request, Within, why_not
+from genie.scheduler.request import FULL_MILLI, NodeFacts, Request, why_not
 from genie.scheduler.scheduler import Scheduler
 
 ENDS_MAX = 10_000

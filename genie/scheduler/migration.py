@@ -10,8 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
+from genie.model.job import Within
 from genie.scheduler.book import Book
-from genie.scheduler.request import Request, Within, WorkerPlace, why_not
+from genie.scheduler.request import Request, WorkerPlace, why_not
 from genie.scheduler.victims import Running
 
 NODES_TRIED_MAX = 16

@@ -2,28 +2,12 @@
 
 from __future__ import annotations
 
-import enum
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from genie.model.job import Spread, Within
+
 FULL_MILLI = 1000
-
-
-class Within(enum.StrEnum):
-    """How near to each other the workers of a job must be."""
-
-    ANYWHERE = "anywhere"
-    RACK = "rack"
-    NODE = "node"
-    ISLAND = "island"
-    """All GPUs of all workers in one NVLink island of one node."""
-
-
-class Spread(enum.StrEnum):
-    """PACK puts workers where they fit best; SPREAD gives each a node of its own."""
-
-    PACK = "pack"
-    SPREAD = "spread"
 
 
 @dataclass(frozen=True)

@@ -14,11 +14,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from genie.errors import NativeBuildError, UsageError
+from genie.model.job import Within
 from genie.runtime import native
 from genie.scheduler.book import Book
 from genie.scheduler.placement.plain import PlainPlacer
 from genie.scheduler.placement.protocol import ANY_MODEL, MODELS_MAX, Placer, TypicalShape
-from genie.scheduler.request import NodeFacts, Request, Within, why_not
+from genie.scheduler.request import NodeFacts, Request, why_not
 from genie.scheduler.scheduler import Preempt, Rules, Scheduler, Start
 from genie.sim.workload import SimJob, gpu_milli_of
 

@@ -34,7 +34,8 @@ from functools import lru_cache
 from pathlib import Path
 
 from genie.errors import UsageError
-from genie.scheduler.request import FULL_MILLI, GpuFacts, NodeFacts, Request, Shape, Within
+from genie.model.job import Within
+from genie.scheduler.request import FULL_MILLI, GpuFacts, NodeFacts, Request, Shape
 from genie.sim.traces import Row, TraceNode, read_jobs, read_runs, read_table
 
 GRACE_S = 30.0

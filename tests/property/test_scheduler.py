@@ -9,10 +9,11 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from genie.model.job import Spread, Within
 from genie.scheduler.book import Held
 from genie.scheduler.order import FairShare, Fifo, Priority
 from genie.scheduler.quota import Quota, Quotas, fits, of_gpus
-from genie.scheduler.request import FULL_MILLI, Amounts, NodeFacts, Shape, Spread, Within
+from genie.scheduler.request import FULL_MILLI, Amounts, NodeFacts, Shape
 from genie.scheduler.scheduler import Preempt, Rules, Start, Wait
 from tests.scheduler.clusters import H200, Desk, node
 

@@ -7,11 +7,12 @@ from dataclasses import replace
 import pytest
 
 from genie.errors import UsageError
+from genie.model.job import Within
 from genie.scheduler import book
 from genie.scheduler.book import Book
 from genie.scheduler.numbers import Numbers
 from genie.scheduler.placement.plain import PlainPlacer
-from genie.scheduler.request import Request, Shape, Within, WorkerPlace
+from genie.scheduler.request import Request, Shape, WorkerPlace
 from tests.scheduler.clusters import H200, Desk, node
 
 PAIRS = tuple(replace(H200, island=10 + gpu // 2, numa=gpu // 2) for gpu in range(4))

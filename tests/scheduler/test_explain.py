@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from genie.model.job import Within
 from genie.scheduler.explain import Explanation, RuledOut, explain
 from genie.scheduler.order import Fifo
 from genie.scheduler.quota import Quota, Quotas, of_gpus
-from genie.scheduler.request import Shape, Within
+from genie.scheduler.request import Shape
 from genie.scheduler.scheduler import Rules
 from tests.scheduler.clusters import Desk, node
 

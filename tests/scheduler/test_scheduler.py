@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 
 from genie.errors import UsageError
+from genie.model.job import Spread, Within
 from genie.scheduler.order import FairShare, Fifo, Priority
 from genie.scheduler.quota import Quota, Quotas, of_gpus
-from genie.scheduler.request import GpuFacts, Shape, Spread, Within, WorkerPlace
+from genie.scheduler.request import GpuFacts, Shape, WorkerPlace
 from genie.scheduler.scheduler import Rules, Start
 from tests.scheduler.clusters import Desk, node
 

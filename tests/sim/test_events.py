@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from genie.errors import NativeBuildError, UsageError
+from genie.model.job import Within
 from genie.scheduler.order import Fifo, Priority
-from genie.scheduler.request import NodeFacts, Within
+from genie.scheduler.request import NodeFacts
 from genie.scheduler.scheduler import Rules
 from genie.sim import events
 from genie.sim.events import Failures, Plan, Record, Run, simulate

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from genie.errors import UsageError
-from genie.scheduler.request import Within
+from genie.model.job import Within
 from genie.sim.workload import (
     SimJob,
     alike_nodes,
