@@ -219,6 +219,13 @@ class JobRefusedError(JobError):
     code = "job.refused"
 
 
+class WorkersMissingError(JobError):
+    """Not all workers of a job are ready to start; they start together."""
+
+    code = "job.workers_missing"
+    retryable = True
+
+
 class JobStateError(JobError):
     code = "job.state"
 

@@ -19,7 +19,7 @@ from genie.agent.executor import config as executor_config
 from genie.agent.processes import JOB_DIR_VARIABLE
 from genie.errors import LaunchError, WorkdirError
 from genie.hardware import visible_devices_env
-from genie.model.job import JobKind, Workdir
+from genie.model.job import JobKind, Workdir, parse_unit
 from genie.model.messages import GetBlob, Launch, Message, Request, SignExecutor
 from genie.model.node import GPUInfo, NodeInfo, Vendor
 from genie.runtime import files, tls, workdir
@@ -36,6 +36,10 @@ _EXECUTOR_KEY = "executor.key"
 _EXECUTOR_CONFIG = "executor.json"
 
 
+# Below those that Linux gives to outgoing connections.
+_PORT_FIRST, _PORTS = 20_000, 10_000
+
+
 class Call(Protocol):
     """One request to the controller, repeated while that can help."""
 
@@ -49,13 +53,30 @@ def job_environment(
     env = dict(base)
     env["PATH"] = _path_with_interpreter(base.get("PATH", ""))
     env["TMPDIR"] = str(directory / "tmp")
+    if len(launch.hosts) > 1:
+        env |= _rendezvous(launch)
     env |= launch.spec.env
     env |= _visible(launch, node.gpus)
-    env["GENIE_JOB_ID"] = launch.job_id
+    env["GENIE_JOB_ID"] = parse_unit(launch.job_id)[0]
+    env["GENIE_JOB_RANK"] = str(launch.rank)
+    env["GENIE_JOB_WORKERS"] = str(max(len(launch.hosts), 1))
+    env["GENIE_JOB_HOSTS"] = ",".join(launch.hosts)
     env["GENIE_JOB_NODE"] = node.node_id
     env["GENIE_JOB_GPUS"] = ",".join(str(gpu_id) for gpu_id in launch.placement.gpu_ids)
     env[JOB_DIR_VARIABLE] = str(directory)
     return env
+
+
+def _rendezvous(launch: Launch) -> dict[str, str]:
+    """What torch.distributed and the like look for. A worker sees its own accelerators only, so it is the
+    first of its machine. The port is the same for all workers of a launch, and another for the next."""
+    return {
+        "MASTER_ADDR": launch.hosts[0],
+        "MASTER_PORT": str(_PORT_FIRST + launch.placement.epoch % _PORTS),
+        "WORLD_SIZE": str(len(launch.hosts)),
+        "RANK": str(launch.rank),
+        "LOCAL_RANK": "0",
+    }
 
 
 async def fetch_workdir(call: Call, wanted: Workdir, directory: Path, *, offload: Offload) -> None:

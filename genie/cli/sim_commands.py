@@ -145,8 +145,8 @@ def replay(
     as_json: AsJson = False,
 ) -> None:
     """Let requests arrive that never leave, and tell how much of the cluster they fill."""
+    from genie.runtime.placers import placer_factory
     from genie.sim import traces
-    from genie.sim.events import placer_factory
     from genie.sim.replay import Workload
     from genie.sim.replay import replay as replayed
     from genie.sim.synthetic import synthetic_workload

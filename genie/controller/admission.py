@@ -207,7 +207,7 @@ class Admission:
     def sign_executor(self, node_id: str, request: SignExecutor) -> Certificate:
         """Only for a session that the ledger has on that node with that epoch."""
         job = self._jobs.get(request.job_id)
-        if job is None or not is_at(job, node_id, request.epoch):
+        if job is None or not is_at(job, 0, node_id, request.epoch):
             raise FencedError(f"launch {request.epoch} of job {request.job_id[:80]} is not on node {node_id}")
         if job.spec.kind is not JobKind.SESSION:
             raise PermissionError_(f"job {request.job_id} is not a session and has no executor")

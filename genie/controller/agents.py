@@ -34,7 +34,7 @@ from genie.errors import (
     UsageError,
 )
 from genie.model.allocation import NodeLedger
-from genie.model.job import Job, JobKind, JobState
+from genie.model.job import Job, JobKind, JobState, parse_unit
 from genie.model.messages import (
     ConfirmLaunch,
     Done,
@@ -65,6 +65,7 @@ ORDER_TIMEOUT_S = 5.0
 # One heartbeat may have been on its way while the launch was confirmed; two cannot.
 _MISSED_HEARTBEATS = 2
 _SETTLE_SHARE = 0.1
+_NAMED = 3
 
 
 class Agents:
@@ -195,12 +196,12 @@ class Agents:
         await self._jobs.confirm(
             connection.identity.name, request.job_id, epoch=request.epoch, incarnation=request.incarnation
         )
-        self._confirm_by_s.pop(request.job_id, None)
+        self._confirm_by_s.pop(parse_unit(request.job_id)[0], None)
         return Done()
 
     async def executor_ready(self, connection: Connection, request: ExecutorReady) -> Done:
         job = self._jobs.get(request.job_id)
-        if job is None or not is_at(job, connection.identity.name, request.epoch):
+        if job is None or not is_at(job, 0, connection.identity.name, request.epoch):
             raise FencedError(f"launch {request.epoch} of job {request.job_id[:80]} is void")
         self._sessions.ready(job, request.epoch, request.endpoint)
         return Done()
@@ -210,30 +211,33 @@ class Agents:
     def launch(self, job: Job) -> None:
         """Sends a job that was just placed on its way."""
         self._confirm_by_s[job.job_id] = self._clock.monotonic_s() + self._confirm_s
-        self._orders.send(self._deliver(job), name=f"launch of {job.job_id}")
+        hosts = self._hosts(job)
+        for rank in range(len(job.placements)):
+            self._orders.send(self._deliver(job, rank, hosts), name=f"launch of {job.unit(rank)}")
 
     def kill(self, job: Job) -> None:
-        """Asks the agent to end it now. Heartbeats ask again until it is gone."""
-        if job.placement is not None and self._orders.has_room:
-            self._orders.send(self._kill(job), name=f"kill of {job.job_id}")
+        """Asks the agents to end it now. Heartbeats ask again until it is gone."""
+        for rank, placement in enumerate(job.placements):
+            if placement.outcome is None and self._orders.has_room:
+                self._orders.send(self._kill(job, rank), name=f"kill of {job.unit(rank)}")
 
-    async def read_log(self, job: Job, request: ReadLog) -> LogChunk:
+    async def read_log(self, job: Job, rank: int, request: ReadLog) -> LogChunk:
         """From the agent that has it."""
-        assert job.placement is not None
-        peer = self._membership.connection(job.placement.node_id)
+        node_id = job.placements[rank].node_id
+        peer = self._membership.connection(node_id)
         if peer is None:
             raise UnreachableError(
-                f"the log of {job.job_id} is on node {job.placement.node_id}, which is not connected",
+                f"the log of {job.unit(rank)} is on node {node_id}, which is not connected",
                 hint="try again when the node is back",
             )
         wait_s = checked_wait_s(request.wait_s)
-        ask = msgspec.structs.replace(request, job_id=job.job_id, wait_s=wait_s)
+        ask = msgspec.structs.replace(request, job_id=job.unit(rank), wait_s=wait_s)
         return await peer.call(ask, timeout_s=wait_s + ORDER_TIMEOUT_S)
 
     def preparing(self, node_id: str, digest: str) -> str | None:
         """The tenant whose unfinished job on this node needs that blob; its time to confirm starts anew."""
         held = self._ledger.holds.get(node_id)
-        jobs = [self._jobs.get(hold.job_id) for hold in held.holds] if held else []
+        jobs = [self._jobs.get(parse_unit(hold.job_id)[0]) for hold in held.holds] if held else []
         mine = [job for job in jobs if job and job.spec.workdir and job.spec.workdir.digest == digest]
         for job in mine:
             self._extend(job)
@@ -249,20 +253,19 @@ class Agents:
         self._missing.clear()
         self._confirm_by_s.clear()
         for job in self._jobs.in_states(JobState.PLACING):
-            assert job.placement is not None
             await self._jobs.requeue(
                 job.job_id,
-                epoch=job.placement.epoch,
+                epoch=job.epoch,
                 reason="the controller was replaced before the launch was confirmed",
             )
 
     async def requeue_unconfirmed(self) -> None:
         now_s = self._clock.monotonic_s()
         for job in self._jobs.in_states(JobState.PLACING):
-            assert job.placement is not None
             if now_s >= self._confirm_by_s.setdefault(job.job_id, now_s + self._confirm_s):
-                reason = f"node {job.placement.node_id} did not confirm the launch in time"
-                await self._jobs.requeue(job.job_id, epoch=job.placement.epoch, reason=reason)
+                nodes = ", ".join(sorted({placement.node_id for placement in job.placements})[:_NAMED])
+                reason = f"the launch was not confirmed in time on {nodes}"
+                await self._jobs.requeue(job.job_id, epoch=job.epoch, reason=reason)
         placing = {job.job_id for job in self._jobs.in_states(JobState.PLACING)}
         self._confirm_by_s = {key: by_s for key, by_s in self._confirm_by_s.items() if key in placing}
 
@@ -388,22 +391,23 @@ class Agents:
         before = self._missing.get(node_id, {})
         missing: dict[tuple[str, int], int] = {}
         for hold in held.holds:
-            key, job = (hold.job_id, hold.epoch), self._jobs.get(hold.job_id)
+            key, job = (hold.job_id, hold.epoch), self._jobs.get(parse_unit(hold.job_id)[0])
             if key not in there and job is not None and job.state is JobState.RUNNING:
                 missing[key] = before.get(key, 0) + 1
         self._missing[node_id] = missing
-        for (job_id, epoch), times in missing.items():
+        for (unit, epoch), times in missing.items():
             if times >= _MISSED_HEARTBEATS:
                 reason = f"the agent of node {node_id} no longer has it"
-                await self._jobs.lose(job_id, epoch=epoch, reason=reason)
+                await self._jobs.lose(unit, epoch=epoch, reason=reason)
 
     def _to_kill(self, node_id: str, running: Sequence[RunningJob]) -> list[JobOrder]:
         orders = []
         for item in running:
-            job = self._jobs.get(item.job_id)
-            if job is None or not is_at(job, node_id, item.epoch):
+            job_id, rank = parse_unit(item.job_id)
+            job = self._jobs.get(job_id)
+            if job is None or not is_at(job, rank, node_id, item.epoch):
                 orders.append(JobOrder(job_id=item.job_id, epoch=item.epoch, reason="not in the ledger"))
-            elif job.cancel_requested:
+            elif job.stop:
                 orders.append(JobOrder(job_id=item.job_id, epoch=item.epoch, reason=stop_reason(job)))
             elif job.state is JobState.PLACING:
                 self._extend(job)
@@ -417,16 +421,23 @@ class Agents:
         if job.state is JobState.PLACING:
             self._confirm_by_s[job.job_id] = self._clock.monotonic_s() + self._confirm_s
 
-    async def _deliver(self, job: Job) -> None:
-        assert job.placement is not None
-        node_id, epoch = job.placement.node_id, job.placement.epoch
+    def _hosts(self, job: Job) -> tuple[str, ...]:
+        """Under which addresses the workers reach each other, by rank."""
+        records = [self._ledger.nodes.get(placement.node_id) for placement in job.placements]
+        return tuple(record.info.host if record is not None else "" for record in records)
+
+    async def _deliver(self, job: Job, rank: int, hosts: tuple[str, ...]) -> None:
+        placement = job.placements[rank]
+        node_id, epoch = placement.node_id, placement.epoch
         order = Launch(
-            job_id=job.job_id,
+            job_id=job.unit(rank),
             tenant=job.tenant,
             spec=job.spec,
-            placement=job.placement,
+            placement=placement,
             leader_token=self._election.require_token(),
             ticket_sha256=job.ticket_sha256,
+            rank=rank,
+            hosts=hosts,
         )
         peer = self._membership.connection(node_id)
         try:
@@ -442,13 +453,13 @@ class Agents:
             reason = f"node {node_id} refused the launch: {error}"
             await self._jobs.requeue(job.job_id, epoch=epoch, reason=reason, refused=True)
 
-    async def _kill(self, job: Job) -> None:
-        assert job.placement is not None
-        peer = self._membership.connection(job.placement.node_id)
+    async def _kill(self, job: Job, rank: int) -> None:
+        placement = job.placements[rank]
+        peer = self._membership.connection(placement.node_id)
         if peer is None:
             return
         token = self._election.require_token()
         order = Kill(
-            job_id=job.job_id, epoch=job.placement.epoch, leader_token=token, reason=stop_reason(job)
+            job_id=job.unit(rank), epoch=placement.epoch, leader_token=token, reason=stop_reason(job)
         )
         await peer.call(order, timeout_s=ORDER_TIMEOUT_S)

@@ -24,6 +24,7 @@ from genie.controller.jobs import Jobs
 from genie.controller.ledger import ClusterRecord, Ledger, Transaction
 from genie.controller.membership import Membership
 from genie.controller.orders import Orders
+from genie.controller.planning import Planner
 from genie.controller.service import Service
 from genie.controller.sessions import Sessions
 from genie.controller.store import Put, Store
@@ -32,15 +33,16 @@ from genie.controller.users import Cluster, Users
 from genie.controller.views import Views
 from genie.controller.waiting import Bell, wait_event
 from genie.errors import GenieError, LeadershipError, StoreError, TlsError
-from genie.model.job import Job
+from genie.model.job import Job, JobState, Stop
 from genie.model.names import address_text
 from genie.model.node import NodeStatus
 from genie.runtime import files
 from genie.runtime.clock import Clock
 from genie.runtime.credentials import LocalCluster, keep_trust
 from genie.runtime.network import Network
+from genie.runtime.placers import placer_factory
 from genie.runtime.tasks import Offload, first_error, run_inline
-from genie.scheduler import FifoScheduler, Place, Scheduler
+from genie.scheduler.scheduler import Preempt, Rules, Start
 
 _log = logging.getLogger(__name__)
 
@@ -51,6 +53,7 @@ _TICK_S = 0.5
 _HOUSEKEEPING_S = 2.0
 _RETRY_S = 1.0
 _LOGGED_MAX = 8
+_PLACEMENT = "supply"
 # Addresses that mean all of this machine's, and how this machine itself gets there.
 _WILDCARDS = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # noqa: S104 - compared with, not bound to
 
@@ -71,7 +74,6 @@ class Controller:
         clock: Clock,
         name: str,
         random_bytes: Callable[[int], bytes] = os.urandom,
-        scheduler: Scheduler | None = None,
         offload: Offload = run_inline,
     ) -> None:
         self._config = config
@@ -81,7 +83,6 @@ class Controller:
         self._clock = clock
         self._name = name
         self._random_bytes = random_bytes
-        self._scheduler = scheduler or FifoScheduler()
         self._directory = files.make_private_directory(state_dir / DIRECTORY)
         self._wake = asyncio.Event()
         self._ready = asyncio.Event()
@@ -117,6 +118,7 @@ class Controller:
         self._sessions = Sessions(ledger, jobs, clock=clock, random_bytes=random_bytes)
         self._membership = Membership(config)
         self._views = Views(ledger, self._membership, clock=clock)
+        self._planner = self._build_planner()
         self._orders = Orders()
         self._admission = Admission(ledger, self._tokens, self._certificates, jobs, clock=clock)
         self._agents = Agents(
@@ -134,6 +136,23 @@ class Controller:
             wake=wake,
         )
 
+    def _build_planner(self) -> Planner:
+        make, kind = placer_factory(build=False)
+        if kind != "native":
+            _log.warning(
+                "the scheduler's library is not compiled, and without it large clusters are slow: "
+                "'python -m genie.runtime.native genie_scheduler' compiles it"
+            )
+        return Planner(
+            self._ledger,
+            self._jobs,
+            self._views,
+            clock=self._clock,
+            make_placer=lambda policy: make(policy, 0, ()),
+            policy=_PLACEMENT,
+            rules=Rules,
+        )
+
     def _build_doors(self, offload: Offload) -> None:
         config, clock = self._config, self._clock
         self._cluster = Cluster(
@@ -144,6 +163,7 @@ class Controller:
             tokens=self._tokens,
             blobs=Blobs(self._directory / "blobs", bytes_max=config.blobs_bytes_max),
             views=self._views,
+            planner=self._planner,
             election=self._election,
             health=self._health,
             clock=clock,
@@ -335,37 +355,63 @@ class Controller:
 
     async def _tick(self) -> None:
         """What only time brings about, so that it need not be looked for at every change."""
-        for node in self._views.current().nodes.values():
+        for node in self._views.current().values():
             self._note_status(node.node_id, node.info.status, node.info.status_reason)
         await self._agents.reclaim()
         await self._agents.requeue_unconfirmed()
         for job in await self._sessions.drop_silent():
             self._agents.kill(job)
+        for job in self._jobs.overdue(self._clock.wall_s()):
+            await self._stop(job, Stop.LIMIT, f"its time limit of {job.spec.wishes.time_limit_s:g} s is over")
 
     async def _schedule(self) -> None:
-        queue = self._jobs.queue(self._clock.monotonic_s())
-        if not queue:
-            return
-        decisions = self._scheduler.decide(queue, self._views.current(), self._clock.wall_s())
+        decisions = self._planner.decide()
+        starts: list[Start] = []
+        room = self._orders.room  # each worker becomes an order; what has no room is decided again
         for decision in decisions:
-            if not isinstance(decision, Place):
+            if isinstance(decision, Start):
+                room -= len(decision.places)
+                starts += [decision] if room >= 0 else []
+            elif not isinstance(decision, Preempt):
                 self._jobs.explain(decision.job_id, decision.reason)
-        # Each becomes an order; what there is no room for now is decided again in the next pass.
-        places = [decision for decision in decisions if isinstance(decision, Place)][: self._orders.room]
-        await self._place(places)
+        try:
+            await self._place(starts)
+            for decision in decisions:
+                if isinstance(decision, Preempt):
+                    await self._preempt(decision)
+        except (StoreError, LeadershipError):
+            self._planner.forget()
+            raise
+        finally:
+            self._planner.settle(each.job_id for each in decisions if isinstance(each, Start))
 
-    async def _place(self, places: list[Place]) -> None:
+    async def _place(self, starts: list[Start]) -> None:
         level = logging.INFO
-        if len(places) > _LOGGED_MAX:
+        if len(starts) > _LOGGED_MAX:
             # A line for each of very many would cost more than the placing.
-            _log.info("placing %d jobs", len(places))
+            _log.info("placing %d jobs", len(starts))
             level = logging.DEBUG
 
         def launch(job: Job) -> None:
             _log.log(level, "job %s: %s", job.job_id, job.reason)
             self._agents.launch(job)
 
-        await self._jobs.place(places, placed=launch)
+        await self._jobs.place(starts, placed=launch)
+
+    async def _preempt(self, decision: Preempt) -> None:
+        job = self._jobs.get(decision.job_id)
+        if job is None:
+            return
+        _log.info("job %s %s", job.job_id, decision.reason)
+        if job.state is JobState.PLACING:
+            await self._jobs.requeue(job.job_id, epoch=job.epoch, reason=decision.reason)
+        else:
+            await self._stop(job, Stop.PREEMPT, decision.reason)
+
+    async def _stop(self, job: Job, stop: Stop, reason: str) -> None:
+        stopped = await self._jobs.stop(job.job_id, epoch=job.epoch, stop=stop, reason=reason)
+        if stopped is not None:
+            self._agents.kill(stopped)
 
     async def _keep_house_forever(self) -> None:
         """Beside the passes: forgetting many old jobs must not keep new ones waiting."""

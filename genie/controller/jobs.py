@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import base64
 import heapq
+import math
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from operator import attrgetter
@@ -19,15 +20,24 @@ from genie.config import ControllerConfig
 from genie.controller.blobs import blob_name
 from genie.controller.ledger import Ledger, Transaction
 from genie.controller.waiting import Bell
-from genie.errors import FencedError, JobNotFoundError, JobRefusedError
-from genie.model.allocation import NodeLedger
-from genie.model.job import FINAL_STATES, Job, JobSpec, JobState, Placement, Transition, moved
+from genie.errors import FencedError, JobNotFoundError, JobRefusedError, WorkersMissingError
+from genie.model.allocation import Hold, NodeLedger
+from genie.model.job import (
+    FINAL_STATES,
+    Job,
+    JobSpec,
+    JobState,
+    Placement,
+    Stop,
+    Transition,
+    moved,
+    parse_unit,
+)
 from genie.model.messages import ExitReport
 from genie.model.names import checked_name
 from genie.model.tenant import Identity, TokenKind
 from genie.runtime.clock import Clock
-from genie.scheduler import Place
-from genie.scheduler.fit import hold_of
+from genie.scheduler.scheduler import Start
 
 LAUNCH_ATTEMPTS_MAX = 5
 _BACKOFF_S = 0.5
@@ -59,6 +69,8 @@ class Jobs:
         self._by_request: dict[tuple[str, str], str] = {}
         self._waits_for: dict[str, str] = {}
         self._refusals: dict[str, tuple[int, float]] = {}
+        self._arrived: dict[str, tuple[int, set[int]]] = {}
+        """Of jobs with several workers: the launch, and which of them are ready to start."""
         ledger.on_load.append(self._index_all)
         ledger.jobs.indexes.append(self._follow)
         ledger.jobs.on_change.append(self._row_changed)
@@ -83,6 +95,13 @@ class Jobs:
             raise JobNotFoundError(f"{len(mine)} jobs are named {shown!r}", hint=f"give an id: {ids}")
         raise JobNotFoundError(f"there is no job {shown!r}", hint="'genie jobs' lists them")
 
+    def find_worker(self, key: str, identity: Identity) -> tuple[Job, int]:
+        """A job and a rank; JOB.RANK is one of its workers, and the job alone its first."""
+        job_id, rank = parse_unit(key)
+        if job_id in self._ledger.jobs:
+            return self.find(job_id, identity), rank
+        return self.find(key, identity), 0
+
     def shown(self, job: Job) -> Job:
         """The job as people see it: while it is queued, with what it waits for now."""
         reason = self._waits_for.get(job.job_id)
@@ -102,11 +121,14 @@ class Jobs:
     def counts(self) -> dict[str, int]:
         return {str(state): len(jobs) for state, jobs in self._by_state.items()}
 
-    def queue(self, now_s: float) -> list[Job]:
-        """In order of arrival, without those whose launch was refused a moment ago."""
-        jobs = self._by_state[JobState.QUEUED].values()
-        ready = [job for job in jobs if self._refusals.get(job.job_id, (0, 0.0))[1] <= now_s]
-        return sorted(ready, key=lambda job: job.sequence)
+    def not_before_s(self, job_id: str) -> float:
+        """Until then a job whose launch was refused a moment ago is not to be placed again."""
+        return self._refusals.get(job_id, (0, 0.0))[1]
+
+    def overdue(self, now: float) -> list[Job]:
+        """Those that run and have had their time."""
+        running = self._by_state[JobState.RUNNING].values()
+        return [job for job in running if not job.stop and _ends_at(job) <= now]
 
     def needed_blobs(self) -> set[str]:
         unfinished = self.in_states(JobState.QUEUED, JobState.PLACING, JobState.RUNNING)
@@ -187,82 +209,147 @@ class Jobs:
 
         def build(txn: Transaction) -> Job:
             job = self._require(job_id)
-            if job.state.is_final or job.cancel_requested:
+            if job.state.is_final or job.stop not in (Stop.NO, Stop.PREEMPT):
                 return job
             if job.state is JobState.RUNNING:
-                job = msgspec.structs.replace(job, cancel_requested=True, reason=f"{_STOPPING}{reason}")
-                txn.put(self._ledger.jobs, job_id, job)
-                return job
-            marked = msgspec.structs.replace(job, cancel_requested=True)
-            return self._end(txn, marked, JobState.CANCELLED, f"cancelled: {reason}")
+                return self._stop(txn, job, Stop.CANCEL, reason)
+            return self._end(txn, job, JobState.CANCELLED, f"cancelled: {reason}")
 
         return await self._ledger.write(build)
 
-    async def place(self, decisions: Iterable[Place], *, placed: Callable[[Job], None]) -> None:
-        """Placing, each with a hold on its node; `placed` is told of each when all that could be are durable.
-        Those whose job or node is not as it was decided on are left out."""
-        outcomes = await self._ledger.write_each(partial(self._place, decision) for decision in decisions)
+    async def stop(self, job_id: str, *, epoch: int, stop: Stop, reason: str) -> Job | None:
+        """Marks one that runs, so that its agents end it; None when that launch is not running any more."""
+
+        def build(txn: Transaction) -> Job | None:
+            job = self.get(job_id)
+            if job is None or job.state is not JobState.RUNNING or job.epoch != epoch or job.stop:
+                return None
+            return self._stop(txn, job, stop, reason)
+
+        return await self._ledger.write(build)
+
+    async def place(self, starts: Iterable[Start], *, placed: Callable[[Job], None]) -> None:
+        """Placing, with a hold for each worker; `placed` is told of each when all that could be are durable.
+        Those whose job or node is not as it was decided on are left out. Accelerators go by their ids."""
+        outcomes = await self._ledger.write_each(partial(self._place, start) for start in starts)
         for job in outcomes:
             if isinstance(job, Job):
                 placed(job)
         _raise_first(outcomes)
 
-    def _place(self, decision: Place, txn: Transaction) -> Job | None:
-        job = self.get(decision.job_id)
-        node = self._ledger.nodes.get(decision.node_id)
-        if job is None or job.state is not JobState.QUEUED or node is None:
+    def _place(self, start: Start, txn: Transaction) -> Job | None:
+        job = self.get(start.job_id)
+        if job is None or job.state is not JobState.QUEUED:
             return None
         epoch = txn.next_number("epoch")
-        placement = Placement(
-            node_id=decision.node_id,
-            incarnation=node.info.incarnation,
-            gpu_ids=decision.gpu_ids,
-            epoch=epoch,
-        )
-        step = moved(job, JobState.PLACING, reason=decision.reason, at=self._clock.wall_s())
-        step = msgspec.structs.replace(step, placement=placement)
-        hold = hold_of(job, decision.gpu_ids, epoch=epoch, incarnation=node.info.incarnation)
-        held = self._ledger.holds.get(decision.node_id) or NodeLedger(node_id=decision.node_id)
-        txn.put(self._ledger.holds, decision.node_id, held.with_hold(hold))
+        placements = []
+        for place in start.places:
+            node = self._ledger.nodes.get(place.node_id)
+            if node is None:
+                return None
+            incarnation = node.info.incarnation
+            placements.append(
+                Placement(node_id=place.node_id, incarnation=incarnation, gpu_ids=place.gpu_ids, epoch=epoch)
+            )
+        step = moved(job, JobState.PLACING, reason=start.reason, at=self._clock.wall_s())
+        step = msgspec.structs.replace(step, placements=tuple(placements))
+        for rank, placement in enumerate(placements):
+            held = txn.get(self._ledger.holds, placement.node_id) or NodeLedger(node_id=placement.node_id)
+            txn.put(self._ledger.holds, placement.node_id, held.with_hold(_hold_of(step, rank)))
         txn.put(self._ledger.jobs, job.job_id, step)
         return step
 
-    async def confirm(self, node_id: str, job_id: str, *, epoch: int, incarnation: int) -> None:
-        """Running. FencedError when that launch is void. Asking twice is fine: an answer may be lost."""
+    async def confirm(self, node_id: str, unit: str, *, epoch: int, incarnation: int) -> None:
+        """Running. FencedError when that launch is void; WorkersMissingError while other workers are not
+        ready: they start together. Asking twice is fine: an answer may be lost."""
+        job_id, rank = parse_unit(unit)
+        void = FencedError(f"launch {epoch} of job {unit} is void")
+
+        def current() -> Job:
+            job = self.get(job_id)
+            if job is None or not is_at(job, rank, node_id, epoch) or job.stop:
+                raise void
+            if job.placements[rank].incarnation != incarnation:
+                raise void
+            return job
+
+        self._arrive(current(), rank)
 
         def build(txn: Transaction) -> None:
-            job = self.get(job_id)
-            if job is None or not is_at(job, node_id, epoch) or job.placement is None:
-                raise FencedError(f"launch {epoch} of job {job_id} is void")
-            if job.placement.incarnation != incarnation or job.cancel_requested:
-                raise FencedError(f"launch {epoch} of job {job_id} is void")
+            job = current()
             if job.state is JobState.RUNNING:
                 return
-            reason = f"started on node {node_id}"
-            step = moved(job, JobState.RUNNING, reason=reason, at=self._clock.wall_s())
+            nodes = sorted({placement.node_id for placement in job.placements})
+            where = f"node {nodes[0]}" if len(nodes) == 1 else f"{len(nodes)} nodes"
+            step = moved(job, JobState.RUNNING, reason=f"started on {where}", at=self._clock.wall_s())
             txn.put(self._ledger.jobs, job_id, step)
 
         await self._ledger.write(build)
         self._refusals.pop(job_id, None)
+        self._arrived.pop(job_id, None)
+
+    def _arrive(self, job: Job, rank: int) -> None:
+        """One worker is ready to start. Kept in memory: launches do not outlive a controller's term."""
+        if len(job.placements) == 1 or job.state is JobState.RUNNING:
+            return
+        epoch, ranks = self._arrived.get(job.job_id, (0, set()))
+        if epoch != job.epoch:
+            epoch, ranks = self._arrived[job.job_id] = (job.epoch, set())
+        ranks.add(rank)
+        missing = len(job.placements) - len(ranks)
+        if missing:
+            raise WorkersMissingError(f"{missing} of the {len(job.placements)} workers are not ready yet")
 
     async def exited(self, node_id: str, reports: Sequence[ExitReport]) -> None:
-        """Final, and the hold released. A report on something that is over already changes nothing."""
+        """What a worker held is released; the job is over when the last one is. A report on something that is
+        over already changes nothing."""
         builds = (partial(self._exit, node_id, report) for report in reports)
         _raise_first(await self._ledger.write_each(builds))
 
     def _exit(self, node_id: str, report: ExitReport, txn: Transaction) -> None:
-        job = self.get(report.job_id)
-        if job is None or not is_at(job, node_id, report.epoch):
+        job_id, rank = parse_unit(report.job_id)
+        job = self.get(job_id)
+        if job is None or not is_at(job, rank, node_id, report.epoch):
             return
         state, reason = outcome(job, report)
-        ended = msgspec.structs.replace(job, exit_code=report.exit_code)
-        self._end(txn, ended, state, reason)
+        self._worker_over(txn, job, rank, state=state, reason=reason, exit_code=report.exit_code)
+
+    def _worker_over(
+        self, txn: Transaction, job: Job, rank: int, *, state: JobState, reason: str, exit_code: int | None
+    ) -> None:
+        self._release(txn, job, rank)
+        over = msgspec.structs.replace(job.placements[rank], outcome=state, exit_code=exit_code)
+        placements = (*job.placements[:rank], over, *job.placements[rank + 1 :])
+        is_first_bad = state is not JobState.SUCCEEDED and not job.stop
+        job = msgspec.structs.replace(
+            job,
+            placements=placements,
+            exit_code=exit_code if is_first_bad or job.exit_code is None else job.exit_code,
+        )
+        several = len(placements) > 1
+        words = f"worker {rank} on node {over.node_id}: {reason}" if several else reason
+        if job.state is JobState.PLACING:  # none of them has started
+            self._end(txn, job, state, words)
+        elif any(placement.outcome is None for placement in placements):
+            if is_first_bad:
+                self._stop(txn, job, Stop.WORKER, words)
+            else:
+                txn.put(self._ledger.jobs, job.job_id, job)
+        elif job.stop is Stop.PREEMPT:
+            job = msgspec.structs.replace(job, exit_code=None)
+            self._requeue(txn, job, f"was preempted: {stop_reason(job)}")
+        else:
+            last = words if is_first_bad or not job.stop else reason
+            self._end(txn, job, _together(placements), stop_reason(job) if job.stop is Stop.WORKER else last)
 
     async def requeue(self, job_id: str, *, epoch: int, reason: str, refused: bool = False) -> None:
         """Placing becomes queued again. Safe at any time: nothing starts before it is confirmed.
 
         `refused` says that the agent said no: after a few of those the job fails.
         """
+        standing = self.get(job_id)
+        if standing is None or standing.state is not JobState.PLACING or standing.epoch != epoch:
+            return
         count = self._refusals.get(job_id, (0, 0.0))[0] + 1
         if refused:
             not_before_s = self._clock.monotonic_s() + _BACKOFF_S * 2**count
@@ -270,39 +357,38 @@ class Jobs:
 
         def build(txn: Transaction) -> None:
             job = self.get(job_id)
-            if job is None or job.state is not JobState.PLACING or job.placement is None:
-                return
-            if job.placement.epoch != epoch:
+            if job is None or job.state is not JobState.PLACING or job.epoch != epoch:
                 return
             if refused and count >= LAUNCH_ATTEMPTS_MAX:
                 self._end(txn, job, JobState.FAILED, f"refused {count} times, the last time: {reason}")
                 return
-            self._release(txn, job)
-            step = moved(job, JobState.QUEUED, reason=reason, at=self._clock.wall_s())
-            txn.put(self._ledger.jobs, job_id, step)
+            self._requeue(txn, job, reason)
 
         await self._ledger.write(build)
 
     async def lose(
-        self, job_id: str, *, epoch: int, reason: str, still: Callable[[], bool] = lambda: True
+        self, unit: str, *, epoch: int, reason: str, still: Callable[[], bool] = lambda: True
     ) -> None:
-        """Its node is gone or no longer has it: lost if it ran, queued again if it had not started.
+        """Its node is gone or no longer has it: that worker is lost if it ran, and the job is queued again if
+        it had not started.
 
         `still` is asked at the last moment: a node may have come back while the write was waiting.
         """
+        job_id, rank = parse_unit(unit)
 
         def build(txn: Transaction) -> None:
             job = self.get(job_id) if still() else None
-            if job is None or job.placement is None or job.placement.epoch != epoch or job.state.is_final:
+            if job is None or job.epoch != epoch or job.state.is_final:
+                return
+            if rank >= len(job.placements) or job.placements[rank].outcome is not None:
                 return
             if job.state is JobState.PLACING:
-                self._release(txn, job)
-                step = moved(job, JobState.QUEUED, reason=reason, at=self._clock.wall_s())
-                txn.put(self._ledger.jobs, job_id, step)
-            elif job.cancel_requested:
-                self._end(txn, job, JobState.CANCELLED, f"cancelled: {stop_reason(job)} ({reason})")
-            else:
-                self._end(txn, job, JobState.LOST, reason)
+                self._requeue(txn, job, reason)
+                return
+            state, words = JobState.LOST, reason
+            if job.stop is Stop.CANCEL:
+                state, words = JobState.CANCELLED, f"cancelled: {stop_reason(job)} ({reason})"
+            self._worker_over(txn, job, rank, state=state, reason=words, exit_code=None)
 
         await self._ledger.write(build)
 
@@ -329,18 +415,31 @@ class Jobs:
         return job
 
     def _end(self, txn: Transaction, job: Job, state: JobState, reason: str) -> Job:
-        self._release(txn, job)
+        self._release_all(txn, job)
         step = moved(job, state, reason=reason, at=self._clock.wall_s())
         txn.put(self._ledger.jobs, job.job_id, step)
         return step
 
-    def _release(self, txn: Transaction, job: Job) -> None:
-        if job.placement is None:
-            return
-        node_id = job.placement.node_id
+    def _stop(self, txn: Transaction, job: Job, stop: Stop, reason: str) -> Job:
+        job = msgspec.structs.replace(job, stop=stop, reason=f"{_STOPPING}{reason}")
+        txn.put(self._ledger.jobs, job.job_id, job)
+        return job
+
+    def _requeue(self, txn: Transaction, job: Job, reason: str) -> None:
+        self._release_all(txn, job)
+        step = moved(job, JobState.QUEUED, reason=reason, at=self._clock.wall_s())
+        txn.put(self._ledger.jobs, job.job_id, step)
+
+    def _release_all(self, txn: Transaction, job: Job) -> None:
+        for rank, placement in enumerate(job.placements):
+            if placement.outcome is None:
+                self._release(txn, job, rank)
+
+    def _release(self, txn: Transaction, job: Job, rank: int) -> None:
+        node_id = job.placements[rank].node_id
         held = txn.get(self._ledger.holds, node_id)
         if held is not None:
-            txn.put(self._ledger.holds, node_id, held.without_job(job.job_id))
+            txn.put(self._ledger.holds, node_id, held.without_job(job.unit(rank)))
 
     def _new_id(self) -> str:
         while True:
@@ -375,6 +474,8 @@ class Jobs:
     def _row_changed(self, job_id: str, before: Job | None, after: Job | None) -> None:
         if after is None or after.state is not JobState.QUEUED:
             self._waits_for.pop(job_id, None)
+        if after is None or after.state is not JobState.PLACING:
+            self._arrived.pop(job_id, None)
         if after is None or after.state.is_final:
             self._refusals.pop(job_id, None)
         self._bell.ring(job_id)
@@ -405,14 +506,12 @@ def sees(identity: Identity, job: Job) -> bool:
     return identity.kind is TokenKind.OWNER or identity.tenant == job.tenant
 
 
-def is_at(job: Job, node_id: str, epoch: int) -> bool:
-    """Whether this launch on this node is the one that counts."""
-    return (
-        not job.state.is_final
-        and job.placement is not None
-        and job.placement.node_id == node_id
-        and job.placement.epoch == epoch
-    )
+def is_at(job: Job, rank: int, node_id: str, epoch: int) -> bool:
+    """Whether this worker's launch on this node is the one that counts, and is not over."""
+    if job.state.is_final or job.epoch != epoch or rank >= len(job.placements):
+        return False
+    placement = job.placements[rank]
+    return placement.node_id == node_id and placement.outcome is None
 
 
 def stop_reason(job: Job) -> str:
@@ -427,9 +526,11 @@ def outcome(job: Job, report: ExitReport) -> tuple[JobState, str]:
         words = report.reason[:1000] or "ended without an exit code"
     else:
         words = f"killed by signal {-code}" if code < 0 else f"exit code {code}"
-    if job.cancel_requested:
-        how = "" if code is None else f" ({words})"
+    how = "" if code is None else f" ({words})"
+    if job.stop in (Stop.CANCEL, Stop.WORKER, Stop.PREEMPT):
         return JobState.CANCELLED, f"cancelled: {stop_reason(job)}{how}"
+    if job.stop is Stop.LIMIT:
+        return JobState.FAILED, f"{stop_reason(job)}{how}"
     if code == 0:
         # A launch that was never confirmed cannot have succeeded.
         return (JobState.SUCCEEDED if job.state is JobState.RUNNING else JobState.FAILED), words
@@ -437,3 +538,33 @@ def outcome(job: Job, report: ExitReport) -> tuple[JobState, str]:
         # It did not fail: the node ended it, because it lost contact or was stopped.
         return JobState.LOST, words
     return JobState.FAILED, words
+
+
+def _together(placements: Sequence[Placement]) -> JobState:
+    """What a job has come to, of which every worker is over."""
+    outcomes = {placement.outcome for placement in placements}
+    for state in (JobState.FAILED, JobState.LOST, JobState.CANCELLED):
+        if state in outcomes:
+            return state
+    return JobState.SUCCEEDED
+
+
+def _hold_of(job: Job, rank: int) -> Hold:
+    """What this worker takes where it is placed."""
+    wish, placement = job.spec.resources, job.placements[rank]
+    return Hold(
+        job_id=job.unit(rank),
+        tenant=job.tenant,
+        epoch=placement.epoch,
+        incarnation=placement.incarnation,
+        gpu_ids=placement.gpu_ids,
+        gpu_milli=wish.gpu_milli,
+        cpus=wish.cpus,
+        memory_bytes=wish.memory_bytes,
+    )
+
+
+def _ends_at(job: Job) -> float:
+    """When its time is up."""
+    limit_s = job.spec.wishes.time_limit_s
+    return math.inf if limit_s is None or job.started_at is None else job.started_at + limit_s

@@ -135,7 +135,7 @@ class Sessions:
         for job in self._held():
             client = self._clients.get((job.tenant, job.session))
             heard_s = max(client.heard_s if client else 0.0, self._term_began_s)
-            if now_s - heard_s >= SILENT_S and not job.cancel_requested:
+            if now_s - heard_s >= SILENT_S and not job.stop:
                 reason = f"its client was silent for {SILENT_S:g} s"
                 cancelled.append(await self._jobs.cancel(job.job_id, reason))
         for key in [key for key, client in self._clients.items() if now_s - client.heard_s >= SILENT_S]:
@@ -198,7 +198,7 @@ class Sessions:
 
     def _endpoint(self, job: Job) -> Endpoint | None:
         found = self._endpoints.get(job.job_id)
-        if found is None or job.placement is None or not is_at(job, job.placement.node_id, found[0]):
+        if found is None or job.placement is None or not is_at(job, 0, job.placement.node_id, found[0]):
             return None
         return found[1] if job.state is JobState.RUNNING else None
 

@@ -22,9 +22,10 @@ from genie.controller.connection import Connection, Handlers
 from genie.controller.election import Election, StoreHealth
 from genie.controller.jobs import Jobs, sees
 from genie.controller.ledger import Ledger
+from genie.controller.planning import Planner
 from genie.controller.sessions import Sessions
 from genie.controller.tokens import Tokens
-from genie.controller.views import Views
+from genie.controller.views import NodeState, Views
 from genie.errors import JobRefusedError, NotLeaderError, PermissionError_, UsageError, WorkdirError
 from genie.model.allocation import Hold, NodeLedger
 from genie.model.job import Job, JobSpec, JobState
@@ -66,7 +67,6 @@ from genie.model.tenant import Identity, TokenKind
 from genie.runtime.clock import Clock
 from genie.runtime.tasks import Offload
 from genie.runtime.wire import FRAME_BYTES_MAX
-from genie.scheduler import NodeState, check_possible
 
 _REPLY_BYTES_MAX = FRAME_BYTES_MAX - 64 * 1024
 _DECISION_WAIT_S = 0.25
@@ -84,6 +84,7 @@ class Cluster:
     tokens: Tokens
     blobs: Blobs
     views: Views
+    planner: Planner
     election: Election
     health: StoreHealth
     clock: Clock
@@ -93,8 +94,11 @@ class Cluster:
 
     def present(self) -> list[NodeState]:
         """The nodes that people are shown: those that left in good order are not among them."""
-        nodes = self.views.current().nodes.values()
+        nodes = self.views.current().values()
         return [node for node in nodes if not self.ledger.nodes[node.node_id].left]
+
+    def held_on(self, node_id: str) -> NodeLedger:
+        return self.ledger.holds.get(node_id) or NodeLedger(node_id=node_id)
 
     def check_readable(self) -> None:
         """NotLeaderError where the memory is another controller's to answer from."""
@@ -147,8 +151,8 @@ class Users:
         return JobReply(job=jobs.shown(jobs.get(job.job_id) or job))
 
     async def _check_can_run(self, spec: JobSpec, identity: Identity) -> None:
-        reason = check_possible(spec, self._cluster.views.registered())
-        if reason is not None:
+        reason = self._cluster.planner.why_never(spec)
+        if reason:
             raise JobRefusedError(f"job {spec.name!r} can never run here: {reason}", hint="ask for less")
         if spec.workdir is None:
             return
@@ -189,7 +193,7 @@ class Users:
         self._cluster.election.require_token()
         job = self._cluster.jobs.find(request.job_id, connection.identity)
         reason = f"asked for with token {connection.identity.token_id}"
-        was_placed = job.placement is not None and not job.state.is_final
+        was_placed = bool(job.placements) and not job.state.is_final
         after = await self._cluster.jobs.cancel(job.job_id, reason)
         if was_placed:
             self._cluster.agents.kill(after)
@@ -198,7 +202,7 @@ class Users:
     async def read_log(self, connection: Connection, request: ReadLog) -> LogChunk:
         self._cluster.check_readable()
         jobs = self._cluster.jobs
-        job = jobs.find(request.job_id, connection.identity)
+        job, rank = jobs.find_worker(request.job_id, connection.identity)
         if request.offset < 0 or not 1 <= request.bytes_max <= CHUNK_BYTES_MAX:
             raise UsageError(f"offset must be 0 or more and bytes_max from 1 to {CHUNK_BYTES_MAX}")
         if job.started_at is None and not job.state.is_final:
@@ -208,11 +212,13 @@ class Users:
                 timeout_s=checked_wait_s(request.wait_s),
             )
             job = jobs.find(job.job_id, connection.identity)
-        if job.started_at is None or job.placement is None:
+        if job.started_at is None or not job.placements:
             return LogChunk(
                 data=b"", start=request.offset, next_offset=request.offset, eof=job.state.is_final
             )
-        return await self._cluster.agents.read_log(job, request)
+        if rank >= len(job.placements):
+            raise UsageError(f"job {job.job_id} has {len(job.placements)} workers; there is no rank {rank}")
+        return await self._cluster.agents.read_log(job, rank, request)
 
     # -- directories that are sent along ------------------------------------------------------
 
@@ -264,7 +270,7 @@ class Users:
             nodes=_counted(str(node.info.status) for node in nodes),
             jobs={state: count for state, count in cluster.jobs.counts().items() if count},
             gpus_total=sum(len(node.info.gpus) for node in up),
-            gpus_free=sum(_free_gpus(node) for node in up if not node.closed),
+            gpus_free=sum(_free_gpus(node, cluster.held_on(node.node_id)) for node in up if not node.closed),
             clients=len(cluster.sessions),
         )
 
@@ -318,7 +324,9 @@ class Users:
         nodes = sorted(self._cluster.present(), key=lambda node: node.node_id)
         views = [
             NodeView(
-                info=node.info, ledger=_masked(node.ledger, identity), drained=self._drained(node.node_id)
+                info=node.info,
+                ledger=_masked(self._cluster.held_on(node.node_id), identity),
+                drained=self._drained(node.node_id),
             )
             for node in nodes
             if node.node_id > after
@@ -356,6 +364,5 @@ def _counted(words: Iterable[str]) -> dict[str, int]:
     return counts
 
 
-def _free_gpus(node: NodeState) -> int:
-    gpus = node.info.gpus
-    return sum(1 for gpu in gpus if gpu.available and node.ledger.gpu_used_milli(gpu.gpu_id) == 0)
+def _free_gpus(node: NodeState, held: NodeLedger) -> int:
+    return sum(1 for gpu in node.info.gpus if gpu.available and held.gpu_used_milli(gpu.gpu_id) == 0)

@@ -35,6 +35,19 @@ class JobKind(enum.StrEnum):
     SESSION = "session"
 
 
+class Stop(enum.StrEnum):
+    """Why a running job is being ended. What is not NO outlives the controller: its agents are told again."""
+
+    NO = ""
+    CANCEL = "cancel"
+    PREEMPT = "preempt"
+    """It makes room for others, and waits again afterwards."""
+    LIMIT = "limit"
+    """Its time is up."""
+    WORKER = "worker"
+    """One of its workers has failed or is lost."""
+
+
 class Accelerator(enum.StrEnum):
     """Which accelerators count. AUTO is GPUs where the cluster has any, and CPUs otherwise."""
 
@@ -132,12 +145,16 @@ class Transition(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 
 class Placement(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, gc=False):
-    """Where a job runs. `epoch` counts the cluster's decisions: higher is newer, everywhere."""
+    """Where one worker of a job runs. `epoch` counts the cluster's decisions: higher is newer, everywhere;
+    the workers of a job share it."""
 
     node_id: str
     incarnation: int
     gpu_ids: tuple[int, ...]
     epoch: int
+    outcome: JobState | None = None
+    """How this worker ended; None while it has not. What it held is given back then."""
+    exit_code: int | None = None
 
 
 class Job(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, gc=False):
@@ -154,7 +171,8 @@ class Job(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True,
     submitted_at: float
     sequence: int
     """Order of arrival."""
-    placement: Placement | None = None
+    placements: tuple[Placement, ...] = ()
+    """One for each worker, by its rank."""
     exit_code: int | None = None
     started_at: float | None = None
     ended_at: float | None = None
@@ -162,13 +180,37 @@ class Job(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True,
     """Every step; of very many the oldest and the newest."""
     request_id: str = ""
     """What its submitter called the request, so that asking twice makes one job."""
-    cancel_requested: bool = False
+    stop: Stop = Stop.NO
     session: str = ""
     """Sessions only: node id of the client that holds it open."""
     ticket_sha256: str = ""
     """Sessions only: hash of what the client shows to the executor."""
 
+    @property
+    def placement(self) -> Placement | None:
+        """Of the first worker."""
+        return self.placements[0] if self.placements else None
 
+    @property
+    def epoch(self) -> int:
+        """Of the decision by which it is placed; 0 when it is not."""
+        return self.placements[0].epoch if self.placements else 0
+
+    def unit(self, rank: int) -> str:
+        """What agents know one of its workers by: the job's id, with the rank where there are several."""
+        return self.job_id if len(self.placements) == 1 else f"{self.job_id}{UNIT_MARK}{rank}"
+
+
+UNIT_MARK = "."
+
+
+def parse_unit(unit: str) -> tuple[str, int]:
+    """The job's id and the rank."""
+    job_id, mark, rank = unit.partition(UNIT_MARK)
+    return (job_id, int(rank)) if mark and rank.isdecimal() and len(rank) <= RANK_DIGITS_MAX else (unit, 0)
+
+
+RANK_DIGITS_MAX = 6
 HISTORY_MAX = 64
 
 FINAL_STATES = frozenset({JobState.SUCCEEDED, JobState.FAILED, JobState.CANCELLED, JobState.LOST})
@@ -178,7 +220,9 @@ ALLOWED_MOVES: dict[JobState, frozenset[JobState]] = {
     JobState.PLACING: frozenset(
         {JobState.QUEUED, JobState.RUNNING, JobState.FAILED, JobState.CANCELLED, JobState.LOST}
     ),
-    JobState.RUNNING: frozenset({JobState.SUCCEEDED, JobState.FAILED, JobState.CANCELLED, JobState.LOST}),
+    JobState.RUNNING: frozenset(
+        {JobState.QUEUED, JobState.SUCCEEDED, JobState.FAILED, JobState.CANCELLED, JobState.LOST}
+    ),
     JobState.SUCCEEDED: frozenset(),
     JobState.FAILED: frozenset(),
     JobState.CANCELLED: frozenset(),
@@ -195,10 +239,17 @@ def moved(job: Job, state: JobState, *, reason: str, at: float) -> Job:
         state=state,
         reason=reason,
         history=_trimmed((*job.history, step)),
-        started_at=at if state is JobState.RUNNING else job.started_at,
+        started_at=_started_at(job, state, at),
         ended_at=at if state.is_final else job.ended_at,
-        placement=None if state is JobState.QUEUED else job.placement,
+        placements=() if state is JobState.QUEUED else job.placements,
+        stop=Stop.NO if state is JobState.QUEUED else job.stop,
     )
+
+
+def _started_at(job: Job, state: JobState, at: float) -> float | None:
+    if state is JobState.QUEUED:
+        return None
+    return at if state is JobState.RUNNING else job.started_at
 
 
 def _trimmed(history: tuple[Transition, ...]) -> tuple[Transition, ...]:

@@ -204,6 +204,9 @@ class Launch(Request[Done], frozen=True, kw_only=True):
     leader_token: int
     ticket_sha256: str = ""
     """Sessions only: hash of the ticket that the client will show to the executor."""
+    rank: int = 0
+    hosts: tuple[str, ...] = ()
+    """Where the workers of the job are, by rank."""
 
 
 class Kill(Request[Done], frozen=True, kw_only=True):

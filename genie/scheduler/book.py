@@ -84,6 +84,10 @@ class Book:
         """By job; not to be changed."""
         return self._held
 
+    def node(self, node_id: str) -> NodeFacts | None:
+        known = self._nodes.get(node_id)
+        return None if known is None else known.facts
+
     @property
     def nodes(self) -> list[NodeFacts]:
         return [node.facts for node in self._nodes.values()]

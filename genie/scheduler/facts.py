@@ -7,24 +7,28 @@ from __future__ import annotations
 
 import math
 
+from genie.model.job import Accelerator, Job
 from genie.model.node import GPUInfo, NodeInfo
-from genie.scheduler.request import GpuFacts, NodeFacts
+from genie.scheduler.placement.protocol import GPUS_MAX
+from genie.scheduler.request import CPU, GpuFacts, NodeFacts, Request, Shape
 
 _MIB = 1024**2
 
 
 def facts_of(info: NodeInfo, *, closed: str = "") -> NodeFacts:
-    """The node as it was last heard of. GPUs are numbered as they stand in `info`."""
+    """The node as it was last heard of. GPUs are numbered as they stand in `info`; those beyond GPUS_MAX are
+    left out."""
+    gpus = info.gpus[:GPUS_MAX]
     return NodeFacts(
         node_id=info.node_id,
         cpu_milli=math.floor(info.cpus * 1000),
         memory_mib=info.memory_total_bytes // _MIB,
-        gpus=tuple(_gpu_facts(gpu) for gpu in info.gpus),
+        gpus=tuple(_gpu_facts(gpu) for gpu in gpus),
         labels=frozenset(info.labels.items()),
         rack=info.rack,
         closed=closed,
-        closed_gpus=frozenset(index for index, gpu in enumerate(info.gpus) if not gpu.available),
-        memory_outside_mib=tuple(-(-gpu.memory_outside_bytes // _MIB) for gpu in info.gpus),
+        closed_gpus=frozenset(index for index, gpu in enumerate(gpus) if not gpu.available),
+        memory_outside_mib=tuple(-(-gpu.memory_outside_bytes // _MIB) for gpu in gpus),
     )
 
 
@@ -37,3 +41,53 @@ def _gpu_facts(gpu: GPUInfo) -> GpuFacts:
         island=gpu.island,
         numa=gpu.numa,
     )
+
+
+def request_of(job: Job, *, has_gpus: bool, positions: dict[int, int] | None = None) -> Request:
+    """What the job asks for. `has_gpus`: whether the cluster has any, by which AUTO is decided. `positions`
+    has those of its node's accelerators by their ids, for a job that is pinned to some."""
+    spec, wish, wishes = job.spec, job.spec.resources, job.spec.wishes
+    shape = Shape(
+        gpus=wish.gpus,
+        gpu_milli=wish.gpu_milli,
+        gpu_memory_mib=-(-wish.gpu_memory_bytes // _MIB),
+        cpu_milli=math.ceil(round(wish.cpus * 1000, 3)),
+        memory_mib=-(-wish.memory_bytes // _MIB),
+        models=frozenset(wishes.gpu_models),
+        vendor=wishes.vendor,
+        kind=_kind(wish.accelerator, has_gpus=has_gpus) if wish.gpus else "",
+        gpu_memory_min_mib=-(-wishes.gpu_memory_min_bytes // _MIB),
+        capability_min=wishes.capability_min,
+        labels=frozenset(wishes.labels.items()),
+        nodes=frozenset([spec.node_id]) if spec.node_id else frozenset(),
+        gpu_ids=tuple(sorted((positions or {}).get(gpu_id, GPU_UNKNOWN) for gpu_id in spec.gpu_ids)),
+    )
+    return Request(
+        job_id=job.job_id,
+        tenant=job.tenant,
+        sequence=job.sequence,
+        shape=shape,
+        submitted_at=job.submitted_at,
+        workers=wishes.workers,
+        workers_min=wishes.workers_min,
+        within=wishes.within,
+        spread=wishes.spread,
+        near=frozenset(wishes.near),
+        apart=frozenset(wishes.apart),
+        name=spec.name,
+        priority=wishes.priority,
+        preemptible=wishes.preemptible,
+        grace_s=wishes.grace_s,
+        time_limit_s=wishes.time_limit_s,
+        deadline_at=wishes.deadline_at,
+    )
+
+
+GPU_UNKNOWN = 1 << 20
+"""Stands for an accelerator that its node does not have."""
+
+
+def _kind(wish: Accelerator, *, has_gpus: bool) -> str:
+    if wish is Accelerator.AUTO:
+        return "gpu" if has_gpus else CPU
+    return wish.value

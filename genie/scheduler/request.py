@@ -8,6 +8,7 @@ from functools import cached_property
 from genie.model.job import Spread, Within
 
 FULL_MILLI = 1000
+CPU = "cpu"
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,8 @@ class Shape:
     models: frozenset[str] = frozenset()
     """Any of these GPU models; empty for all."""
     vendor: str = ""
+    kind: str = ""
+    """"gpu" or "cpu": a CPU may be offered as an accelerator where there are no GPUs; empty for both."""
     gpu_memory_min_mib: int = 0
     """The whole memory that a GPU must have at least, held or not."""
     capability_min: tuple[int, int] = (0, 0)
@@ -51,6 +54,7 @@ class Shape:
     """Every one of these labels of a node."""
     nodes: frozenset[str] = frozenset()
     """Only these; empty for all."""
+    gpu_ids: tuple[int, ...] = ()
 
     def __hash__(self) -> int:
         return self._hash
@@ -59,7 +63,7 @@ class Shape:
     def _hash(self) -> int:
         """Asked for several times in every decision, so it is counted once."""
         amounts = (self.gpus, self.gpu_milli, self.gpu_memory_mib, self.cpu_milli, self.memory_mib)
-        needs = (self.models, self.vendor, self.gpu_memory_min_mib, self.capability_min)
+        needs = (self.models, self.vendor, self.kind, self.gpu_memory_min_mib, self.capability_min)
         return hash((amounts, needs, self.labels, self.nodes))
 
     @cached_property
@@ -178,6 +182,8 @@ def _why_not_gpus(shape: Shape, gpus: tuple[GpuFacts, ...]) -> str:
     for gpu in gpus:
         if shape.models and gpu.model not in shape.models:
             return f"its GPUs are {gpu.model or 'of an unknown model'}"
+        if shape.kind and (gpu.vendor == CPU) != (shape.kind == CPU):
+            return "its accelerators are CPUs" if gpu.vendor == CPU else "its accelerators are GPUs"
         if shape.vendor and gpu.vendor != shape.vendor:
             return f"its GPUs are by {gpu.vendor or 'an unknown vendor'}"
         if gpu.memory_mib < max(shape.gpu_memory_min_mib, shape.gpu_memory_mib):

@@ -24,6 +24,7 @@ from genie.errors import UsageError
 from genie.scheduler import migration, victims
 from genie.scheduler.book import Book, Foresight, Held, Supposition
 from genie.scheduler.order import FairShare, Kind, Lines, Order, Scales
+from genie.scheduler.possible import grouped
 from genie.scheduler.quota import Quotas
 from genie.scheduler.request import NodeFacts, Request, WorkerPlace, why_not
 from genie.scheduler.victims import Running
@@ -146,6 +147,18 @@ class Scheduler:
         return [each.request for each in self._waiting.values()]
 
     @property
+    def told(self) -> list[Wait]:
+        """What each that waits was told last."""
+        return [each.told for each in self._waiting.values()]
+
+    def is_waiting(self, job_id: str) -> bool:
+        return job_id in self._waiting
+
+    def is_running(self, job_id: str) -> bool:
+        """Whether it holds anything, by its own decision or by what it was told."""
+        return job_id in self._running
+
+    @property
     def running(self) -> list[Running]:
         return list(self._running.values())
 
@@ -160,6 +173,9 @@ class Scheduler:
         self.book.set_node(facts)
         self._is_other = True
         self._never.clear()
+
+    def remove_node(self, node_id: str) -> None:
+        raise UsageError("not yet")
 
     def submit(self, request: Request) -> None:
         if request.job_id in self._waiting or request.job_id in self._running:
@@ -474,14 +490,10 @@ class _Pass:
         return self._wait(request, f"has a reservation on {nodes}", at)
 
     def _why_never(self, request: Request) -> str:
-        reasons = [why_not(request.shape, node) for node in self._book.nodes]
-        if any(not why for why in reasons):
-            return ""
-        return (
-            reasons[0]
-            if len(set(reasons)) == 1
-            else f"no node will do: {'; '.join(sorted(set(reasons))[:3])}"
-        )
+        reasons = {node.node_id: why_not(request.shape, node) for node in self._book.nodes}
+        if not reasons:
+            return "no node has joined the cluster yet"
+        return "" if not all(reasons.values()) else f"no node will do: {grouped(reasons)}"
 
     # -- behind a reservation -----------------------------------------------------------------
 

@@ -13,12 +13,11 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
-from genie.errors import NativeBuildError, UsageError
+from genie.errors import UsageError
 from genie.model.job import Within
-from genie.runtime import native
+from genie.runtime.placers import placer_factory
 from genie.scheduler.book import Book
-from genie.scheduler.placement.plain import PlainPlacer
-from genie.scheduler.placement.protocol import ANY_MODEL, MODELS_MAX, Placer, TypicalShape
+from genie.scheduler.placement.protocol import ANY_MODEL, MODELS_MAX, TypicalShape
 from genie.scheduler.request import NodeFacts, Request, why_not
 from genie.scheduler.scheduler import Preempt, Rules, Scheduler, Start
 from genie.sim.workload import SimJob, gpu_milli_of
@@ -99,25 +98,6 @@ def simulate(
     if not any(node.gpus for node in nodes) or not jobs:
         raise UsageError("a simulation needs nodes with GPUs and jobs", hint="see genie sim run --help")
     return _Simulation(nodes, jobs, plan).run(progress or (lambda done, total: None))
-
-
-MakeSeeded = Callable[[str, int, Sequence[TypicalShape]], Placer]
-"""Of a policy, from a seed and the typical requests."""
-
-
-def placer_factory() -> tuple[MakeSeeded, str]:
-    """Native placers, or plain ones where those cannot be built; and which of the two."""
-    try:
-        library = native.load("genie_scheduler")
-    except NativeBuildError:
-        return lambda policy, seed, typical: PlainPlacer(policy, typical=typical), "plain"
-
-    def make(policy: str, seed: int, typical: Sequence[TypicalShape]) -> Placer:
-        shapes = [shape.as_tuple() for shape in typical] if policy == "fgd" else []
-        made: Placer = library.Placement(policy, seed=seed, typical=shapes)
-        return made
-
-    return make, "native"
 
 
 def _typical(nodes: Sequence[NodeFacts], jobs: Sequence[SimJob], most: int = 64) -> list[TypicalShape]:

@@ -132,6 +132,7 @@ void raise_misuse(const std::exception_ptr& raised, void*) {
 }  // namespace
 
 NB_MODULE(genie_scheduler, module) {
+  nb::set_leak_warnings(false);  // a process that ends need not take its placers apart first
   nb::register_exception_translator(raise_misuse);
   nb::class_<Placement>(module, "Placement")
       .def(

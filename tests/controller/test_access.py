@@ -337,7 +337,7 @@ async def test_a_user_sees_and_stops_its_own_tenants_jobs_only(tmp_path: Path) -
             assert len((await owner.ask(ListJobs())).jobs) == 2
             holds = (await bob.ask(ListNodes())).nodes[0].ledger.holds
             assert {(hold.job_id, hold.tenant) for hold in holds if hold.job_id != other.job_id} == {("", "")}
-            assert (await owner.ask(CancelJob(job_id=job.job_id))).job.cancel_requested
+            assert (await owner.ask(CancelJob(job_id=job.job_id))).job.stop
             assert (await ann.job(job.job_id)).state is JobState.RUNNING
 
 

@@ -10,7 +10,7 @@ from genie.model.job import JobState
 from tests.controller.standing import Standing, standing
 from tests.waiting import until
 
-MANY = 40
+MANY = 16
 
 
 class Commits:

@@ -25,7 +25,8 @@ from genie.errors import FencedError, StoreFullError, StoreUnavailableError, Usa
 from genie.model.job import JobSpec, JobState, Resources
 from genie.model.messages import ExitReport
 from genie.model.tenant import Identity, TokenKind
-from genie.scheduler import Place
+from genie.scheduler.request import WorkerPlace
+from genie.scheduler.scheduler import Start
 from genie.sim.store import MemoryStore
 from tests.fakes.agent import node_info
 from tests.fakes.clock import FakeClock
@@ -150,7 +151,7 @@ def submit(number: int) -> Step:
 
 
 def place(number: int, node: int, gpu: int) -> Step:
-    decision = Place(job_id(number), NODES[node], (gpu,), "because")
+    decision = Start(job_id(number), (WorkerPlace(NODES[node], (gpu,)),), "because")
 
     async def step(on: Books) -> list[str]:
         placed: list[str] = []

@@ -110,7 +110,7 @@ async def test_the_end_of_a_session_gives_back_what_that_client_held(tmp_path: P
         assert (await agent.next_kill()).job_id == mine.job.job_id
         ack = await agent.beat()
         assert [order.job_id for order in ack.kill] == [mine.job.job_id]
-        assert not (await client.job(other.job.job_id)).cancel_requested
+        assert not (await client.job(other.job.job_id)).stop
 
 
 async def test_a_client_that_is_silent_for_a_minute_loses_its_devices(tmp_path: Path) -> None:
@@ -122,13 +122,13 @@ async def test_a_client_that_is_silent_for_a_minute_loses_its_devices(tmp_path: 
             await clock.advance(7.0)
             await agent.beat()
             await client.ask(SessionHeartbeat(node=node_info("laptop")))
-        assert not (await client.job(opened.job.job_id)).cancel_requested
+        assert not (await client.job(opened.job.job_id)).stop
         assert (await client.status()).clients == 1
 
         async def cancelled() -> bool:
             await clock.advance(5.0)
             await agent.beat()
-            return (await client.job(opened.job.job_id)).cancel_requested
+            return bool((await client.job(opened.job.job_id)).stop)
 
         await until(cancelled)
         assert "silent for 60 s" in (await client.job(opened.job.job_id)).reason
@@ -163,11 +163,11 @@ async def test_devices_survive_a_restart_of_the_controller_if_their_client_comes
                 await clock.advance(7.0)
                 await agent.beat()
                 await client.ask(SessionHeartbeat(node=node_info("laptop")))
-                return (await client.job(left.job.job_id)).cancel_requested
+                return bool((await client.job(left.job.job_id)).stop)
 
             await until(cancelled)
             assert (await client.job(kept.job.job_id)).state is JobState.RUNNING
-            assert not (await client.job(kept.job.job_id)).cancel_requested
+            assert not (await client.job(kept.job.job_id)).stop
 
 
 async def test_a_device_is_its_tenants_alone(tmp_path: Path) -> None:
@@ -180,7 +180,7 @@ async def test_a_device_is_its_tenants_alone(tmp_path: Path) -> None:
                 with pytest.raises(JobNotFoundError):
                     await other.ask(WaitDevice(job_id=opened.job.job_id))
             await bob.ask(SessionEnd(node_id="laptop"))
-            assert not (await ann.job(opened.job.job_id)).cancel_requested
+            assert not (await ann.job(opened.job.job_id)).stop
 
 
 async def test_an_executors_certificate_is_signed_for_its_session(tmp_path: Path) -> None:

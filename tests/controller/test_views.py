@@ -11,9 +11,7 @@ from hypothesis import strategies as st
 from genie.config import ControllerConfig
 from genie.controller.ledger import Ledger, NodeRecord, Table
 from genie.controller.membership import Membership
-from genie.controller.views import Views
-from genie.model.allocation import Hold, NodeLedger
-from genie.scheduler import ClusterView, NodeState
+from genie.controller.views import NodeState, Views
 from tests.fakes.agent import node_info
 from tests.fakes.clock import FakeClock
 
@@ -58,10 +56,6 @@ class Cluster:
             info = node_info(node_id, cpus=float(cpus))
             self.membership.heard(info, now_s=self.clock.monotonic_s(), now_at=self.clock.wall_s())
 
-    def hold(self, node_id: str, count: int) -> None:
-        holds = tuple(Hold(job_id=f"j{n}", tenant="t", epoch=n, incarnation=1) for n in range(count))
-        self.commit(self.ledger.holds, node_id, NodeLedger(node_id=node_id, holds=holds))
-
     def leave(self, node_id: str) -> None:
         record = self.ledger.nodes.get(node_id)
         if record is not None:
@@ -89,9 +83,8 @@ class Cluster:
         now_s, found = self.clock.monotonic_s(), {}
         for node_id, record in self.ledger.nodes.items():
             info = self.membership.described(record.info, now_s)
-            held = self.ledger.holds.get(node_id) or NodeLedger(node_id=node_id)
             closed = "it has left the cluster" if record.left else self.membership.closed(info)
-            found[node_id] = NodeState(info, held, closed=closed)
+            found[node_id] = NodeState(info, closed)
         return found
 
 
@@ -99,7 +92,6 @@ nodes, few = st.sampled_from(NODES), st.integers(0, 3)
 events = st.one_of(
     st.tuples(st.just("register"), nodes),
     st.tuples(st.just("beat"), nodes, few),
-    st.tuples(st.just("hold"), nodes, few),
     st.tuples(st.just("leave"), nodes),
     st.tuples(st.just("forget"), nodes),
     st.tuples(st.just("close"), nodes),
@@ -112,25 +104,35 @@ events = st.one_of(
 @given(st.lists(events, max_size=30))
 def test_a_view_that_is_kept_is_the_view_from_scratch(given_events: list[tuple[Any, ...]]) -> None:
     cluster = Cluster()
+    told: dict[str, NodeState] = {}
+
+    def look(node_id: str, state: NodeState | None) -> None:
+        if state is None:
+            told.pop(node_id, None)
+        else:
+            told[node_id] = state
+
+    cluster.views.on_look.append(look)
     for name, *arguments in given_events:
         if name == "pass":
             cluster.clock._now_s += arguments[0]
         else:
             getattr(cluster, name)(*arguments)
-        assert dict(cluster.views.current().nodes) == cluster.looked_at(), name
+        assert cluster.views.current() == cluster.looked_at(), name
+        assert told == cluster.looked_at(), name
         registered = cluster.views.registered()
-        assert {key: node.info.gpus for key, node in registered.nodes.items()} == {
+        assert {key: node.info.gpus for key, node in registered.items()} == {
             key: node.info.gpus for key, node in cluster.looked_at().items()
         }
 
 
-def test_a_view_is_the_same_object_while_nothing_changes() -> None:
+def test_a_node_is_not_looked_at_again_while_nothing_is_heard_of_it() -> None:
     cluster = Cluster()
     cluster.register("n0")
     cluster.beat("n0", 1)
-    before: ClusterView = cluster.views.current()
+    looks: list[str] = []
+    cluster.views.on_look.append(lambda node_id, state: looks.append(node_id))
+    cluster.views.current()
     cluster.clock._now_s += 1.0
-    assert cluster.views.current() is before
-    cluster.hold("n0", 1)
-    assert cluster.views.current() is not before
-    assert len(before.nodes["n0"].ledger.holds) == 0, "what was given out does not change"
+    cluster.views.current()
+    assert looks == ["n0"]

@@ -18,6 +18,7 @@ from genie.model.job import (
     JobSpec,
     JobState,
     Placement,
+    Stop,
     Transition,
     moved,
 )
@@ -56,7 +57,7 @@ def test_nothing_leaves_a_final_state() -> None:
 
 def test_going_back_to_the_queue_forgets_the_place() -> None:
     placement = Placement(node_id="n", incarnation=1, gpu_ids=(0,), epoch=1)
-    placing = msgspec.structs.replace(job(JobState.PLACING), placement=placement)
+    placing = msgspec.structs.replace(job(JobState.PLACING), placements=(placement,))
     assert moved(placing, JobState.QUEUED, reason="r", at=1.0).placement is None
     assert moved(placing, JobState.RUNNING, reason="r", at=1.0).placement == placement
 
@@ -72,7 +73,7 @@ def test_a_history_without_end_keeps_its_beginning_and_its_end() -> None:
 
 
 def test_a_job_survives_the_store() -> None:
-    one = msgspec.structs.replace(job(), cancel_requested=True, session="laptop", request_id="r")
+    one = msgspec.structs.replace(job(), stop=Stop.CANCEL, session="laptop", request_id="r")
     assert msgspec.json.decode(msgspec.json.encode(one), type=Job) == one
 
 

@@ -197,7 +197,7 @@ def test_a_job_that_can_never_run_holds_nobody_back() -> None:
     desk.submit("impossible", gpus=8)
     desk.submit("next", gpus=4)
     assert desk.started() == ["next"]
-    assert desk.why("impossible").reason == "has 4 GPUs"
+    assert desk.why("impossible").reason == "no node will do: n: has 4 GPUs"
 
 
 def test_a_large_job_is_not_starved_by_a_stream_of_small_ones() -> None:
@@ -383,7 +383,7 @@ def test_what_runs_already_is_held_where_it_is_and_twice_is_an_error() -> None:
     with pytest.raises(UsageError, match="there is a job j"):
         desk.submit("j")
     assert desk.started() == [], "a closed node takes nothing more"
-    assert desk.why("k").reason == "draining"
+    assert desk.why("k").reason == "no node will do: n: draining"
     desk.scheduler.set_node(node("n", 2))
     assert desk.started() == ["k"]
 

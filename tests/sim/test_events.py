@@ -6,10 +6,10 @@ import pytest
 
 from genie.errors import NativeBuildError, UsageError
 from genie.model.job import Within
+from genie.runtime import native
 from genie.scheduler.order import Fifo, Priority
 from genie.scheduler.request import NodeFacts
 from genie.scheduler.scheduler import Rules
-from genie.sim import events
 from genie.sim.events import Failures, Plan, Record, Run, simulate
 from genie.sim.synthetic import Mix, synthetic_jobs
 from genie.sim.workload import SimJob, alike_nodes
@@ -152,7 +152,7 @@ def test_without_a_compiler_the_plain_placer_gives_the_same_run(monkeypatch: pyt
     def refuse(name: str) -> None:
         raise NativeBuildError("there is no compiler")
 
-    monkeypatch.setattr(events.native, "load", refuse)
+    monkeypatch.setattr(native, "load", refuse)
     slow = simulate(nodes, jobs, Plan())
     assert (fast.placer, slow.placer) == ("native", "plain")
     assert times(fast) == times(slow)

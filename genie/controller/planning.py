@@ -1,0 +1,233 @@
+"""Keeps the scheduler in step with the ledger, and turns what it decides into steps of jobs.
+
+The scheduler (scheduler/scheduler.py) counts what it decides as done. What the ledger says in the end counts
+more: every row of a job that changes is compared with what the scheduler believes, and so is every decision
+that was not carried out. After a load everything is told to it anew. Not for: writing (jobs.py), talking to
+agents (agents.py).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+
+from genie.controller.jobs import Jobs
+from genie.controller.ledger import Ledger
+from genie.controller.views import NodeState, Views
+from genie.errors import UsageError
+from genie.model.job import Job, JobSpec, JobState
+from genie.model.node import NodeInfo, Vendor
+from genie.runtime.clock import Clock
+from genie.scheduler import possible
+from genie.scheduler.book import Book, MakePlacer
+from genie.scheduler.explain import Explanation, explain
+from genie.scheduler.facts import GPU_UNKNOWN, facts_of, request_of
+from genie.scheduler.placement.protocol import GPUS_MAX
+from genie.scheduler.request import Request, WorkerPlace
+from genie.scheduler.scheduler import Decision, Rules, Scheduler, Start, Wait
+
+_log = logging.getLogger(__name__)
+
+_HELD = (JobState.PLACING, JobState.RUNNING)
+
+
+class Planner:
+    """`make_placer` gives an empty placer of a policy; `policy` is the one that places jobs."""
+
+    def __init__(
+        self,
+        ledger: Ledger,
+        jobs: Jobs,
+        views: Views,
+        *,
+        clock: Clock,
+        make_placer: MakePlacer,
+        policy: str,
+        rules: Callable[[], Rules] = Rules,
+    ) -> None:
+        self._ledger = ledger
+        self._jobs = jobs
+        self._views = views
+        self._clock = clock
+        self._make_placer = make_placer
+        self._policy = policy
+        self._make_rules = rules
+        self._gpu_ids: dict[str, tuple[int, ...]] = {}
+        """Of each node: the ids of its accelerators by their positions."""
+        self._has_gpus = False
+        self._later: dict[str, float] = {}
+        """Queued jobs that are not to be placed before a time, because an agent has just refused them."""
+        self._is_stale = True
+        self._scheduler = self._new_scheduler()
+        ledger.on_load.append(self.forget)
+        ledger.jobs.on_change.append(self._job_changed)
+        views.on_look.append(self._node_looked_at)
+
+    # -- reading ------------------------------------------------------------------------------
+
+    def why_never(self, spec: JobSpec) -> str:
+        """Why this could not run on the registered nodes even if all were well and free; empty if it
+        could."""
+        nodes = [facts_of(state.info) for state in self._views.registered().values()]
+        has_gpus = any(_has_gpu(state.info) for state in self._views.registered().values())
+        asked = Job(
+            job_id="",
+            tenant="",
+            owner="",
+            spec=spec,
+            state=JobState.QUEUED,
+            reason="",
+            submitted_at=0.0,
+            sequence=0,
+        )
+        return possible.why_never(self._request(asked, has_gpus=has_gpus), nodes)
+
+    def waiting(self) -> list[Wait]:
+        """Who waits and for what, in order of arrival."""
+        return sorted(self._scheduler.told, key=lambda wait: self._ledger.jobs[wait.job_id].sequence)
+
+    def explained(self, job_id: str) -> Explanation | None:
+        """Why it waits; None when it does not."""
+        told = next((wait for wait in self._scheduler.told if wait.job_id == job_id), None)
+        if told is None:
+            return None
+        return explain(self._scheduler, job_id, reason=told.reason, now=self._clock.wall_s())
+
+    # -- deciding -----------------------------------------------------------------------------
+
+    def decide(self) -> list[Decision]:
+        """What is to be done now. Accelerators go by their ids. `settle` must follow for every start."""
+        self._views.current()
+        if self._is_stale:
+            self._start_anew()
+        self._take_up_later()
+        decisions = self._scheduler.decide(self._clock.wall_s())
+        return [self._by_id(each) if isinstance(each, Start) else each for each in decisions]
+
+    def settle(self, job_ids: Iterable[str]) -> None:
+        """These were decided on. What has not come about is undone."""
+        if not self._is_stale:
+            for job_id in job_ids:
+                self._compare(job_id, self._ledger.jobs.get(job_id))
+
+    def forget(self) -> None:
+        """Everything is told anew before the next decision."""
+        self._is_stale = True
+
+    # -- following ----------------------------------------------------------------------------
+
+    def _new_scheduler(self) -> Scheduler:
+        return Scheduler(Book(self._make_placer, policy=self._policy), self._make_rules())
+
+    def _start_anew(self) -> None:
+        self._scheduler = self._new_scheduler()
+        self._gpu_ids.clear()
+        self._later.clear()
+        states = self._views.current()
+        self._has_gpus = any(_has_gpu(state.info) for state in states.values())
+        self._is_stale = False
+        for node_id, state in states.items():
+            self._set_node(node_id, state)
+        for job in sorted(self._ledger.jobs.values(), key=lambda job: job.sequence):
+            self._compare(job.job_id, job)
+
+    def _node_looked_at(self, node_id: str, state: NodeState | None) -> None:
+        if self._is_stale:
+            return
+        if state is not None and not self._has_gpus and _has_gpu(state.info):
+            self.forget()  # what AUTO means is another thing from now on
+        elif state is None:
+            self._remove_node(node_id)
+        else:
+            self._set_node(node_id, state)
+
+    def _set_node(self, node_id: str, state: NodeState) -> None:
+        facts = facts_of(state.info, closed=state.closed)
+        known = self._scheduler.book.node(node_id)
+        if known == facts:
+            return
+        self._gpu_ids[node_id] = tuple(gpu.gpu_id for gpu in state.info.gpus[:GPUS_MAX])
+        if known is None and len(state.info.gpus) > GPUS_MAX:
+            _log.warning("of node %s only the first %d accelerators are given to jobs", node_id, GPUS_MAX)
+        self._scheduler.set_node(facts)
+
+    def _remove_node(self, node_id: str) -> None:
+        if self._scheduler.book.node(node_id) is None:
+            return
+        try:
+            self._scheduler.remove_node(node_id)
+            self._gpu_ids.pop(node_id, None)
+        except UsageError:  # something is still held there in the book
+            self.forget()
+
+    def _job_changed(self, job_id: str, before: Job | None, after: Job | None) -> None:
+        if not self._is_stale:
+            self._compare(job_id, after)
+
+    def _compare(self, job_id: str, job: Job | None) -> None:
+        """Makes the scheduler believe what the ledger says of this job."""
+        scheduler = self._scheduler
+        if job is None or job.state.is_final:
+            self._later.pop(job_id, None)
+            if scheduler.is_running(job_id):
+                scheduler.ended(job_id)
+            else:
+                scheduler.withdraw(job_id)
+        elif job.state in _HELD:
+            if not scheduler.is_running(job_id):
+                self._hold(job)
+        elif self._jobs.not_before_s(job_id) > self._clock.monotonic_s():
+            self._later[job_id] = self._jobs.not_before_s(job_id)
+            if scheduler.is_running(job_id):
+                scheduler.ended(job_id)
+        elif scheduler.is_running(job_id):
+            scheduler.ended(job_id, again=True)
+        elif not scheduler.is_waiting(job_id):
+            scheduler.submit(self._request(job, has_gpus=self._has_gpus))
+
+    def _hold(self, job: Job) -> None:
+        """It runs, as another controller decided or this one in an earlier term."""
+        places = tuple(
+            self._by_position(placement.node_id, placement.gpu_ids) for placement in job.placements
+        )
+        at = job.started_at or job.history[-1].at
+        try:
+            self._scheduler.started(self._request(job, has_gpus=self._has_gpus), places, at)
+        except (UsageError, KeyError) as error:
+            # Its node has fewer accelerators than it had, say. It runs on; what it holds counts in the
+            # ledger.
+            _log.warning("job %s cannot be accounted for where it runs: %s", job.job_id, error)
+
+    def _take_up_later(self) -> None:
+        now_s = self._clock.monotonic_s()
+        for job_id in [job_id for job_id, at_s in self._later.items() if at_s <= now_s]:
+            del self._later[job_id]
+            self._compare(job_id, self._ledger.jobs.get(job_id))
+
+    # -- names and numbers --------------------------------------------------------------------
+
+    def _request(self, job: Job, *, has_gpus: bool) -> Request:
+        state = self._views.registered().get(job.spec.node_id) if job.spec.gpu_ids else None
+        gpus = state.info.gpus if state is not None else ()
+        positions = {gpu.gpu_id: position for position, gpu in enumerate(gpus)}
+        return request_of(job, has_gpus=has_gpus, positions=positions)
+
+    def _by_position(self, node_id: str, gpu_ids: tuple[int, ...]) -> WorkerPlace:
+        known = self._gpu_ids[node_id]
+        return WorkerPlace(
+            node_id, tuple(known.index(gpu_id) if gpu_id in known else GPU_UNKNOWN for gpu_id in gpu_ids)
+        )
+
+    def _by_id(self, start: Start) -> Start:
+        places = tuple(
+            replace(
+                place, gpu_ids=tuple(self._gpu_ids[place.node_id][position] for position in place.gpu_ids)
+            )
+            for place in start.places
+        )
+        return replace(start, places=places)
+
+
+def _has_gpu(info: NodeInfo) -> bool:
+    return any(gpu.vendor is not Vendor.CPU for gpu in info.gpus)
