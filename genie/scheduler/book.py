@@ -6,10 +6,11 @@ changed to see what would be, and changed back. Not for: which job comes next (s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import TypeAlias
+from typing import TypeAlias, TypeVar
 
 from genie.errors import UsageError
 from genie.model.job import Spread, Within
@@ -21,13 +22,18 @@ from genie.scheduler.request import Amounts, NodeFacts, Request, Shape, WorkerPl
 MakePlacer = Callable[[str], Placer]
 """Gives an empty placer of that policy."""
 
+_Name = TypeVar("_Name", bound=Hashable)
+
 _SUPPOSING = "bestfit"
 CLASSES_MAX = 1024
 NODE_SETS_MAX = 256
 """Kinds of requests, and sets of nodes that jobs are near to or apart from, that are known at a time."""
 
-_Change: TypeAlias = tuple[bool, Request, WorkerPlace]
-"""Whether it is taken or given back, by whom, where."""
+_Part: TypeAlias = tuple[Shape, WorkerPlace]
+"""What one worker holds, and where."""
+
+_Change: TypeAlias = tuple[bool, str, _Part]
+"""Whether it is taken or given back, by which tenant, what."""
 
 
 @dataclass(frozen=True)
@@ -48,6 +54,8 @@ class _Node:
     facts: NodeFacts
     names: dict[tuple[str, str], int] = field(default_factory=dict)
     """How many workers of a tenant's job with that name run there."""
+    jobs: dict[str, int] = field(default_factory=dict)
+    """How many workers of a job run there."""
 
 
 class Book:
@@ -73,6 +81,8 @@ class Book:
         )
         self._racks: list[int] | None = None
         self._held: dict[str, Held] = {}
+        self._parts: dict[tuple[str, WorkerPlace], _Part] = {}
+        """Of jobs at places that are not all there any more: what is left of them."""
         self._usage: dict[str, Amounts] = {}
         self._fixed: dict[str, Amounts] = {}
         self.capacity = Amounts()
@@ -104,8 +114,9 @@ class Book:
 
     def is_open(self, place: WorkerPlace) -> bool:
         """Whether something new may go there, were it free."""
-        facts = self._nodes[place.node_id].facts
-        return not facts.closed and not facts.closed_gpus & set(place.gpu_ids)
+        if (node := self._nodes.get(place.node_id)) is None:
+            return False
+        return not node.facts.closed and not node.facts.closed_gpus & set(place.gpu_ids)
 
     def free_on(self, node_id: str) -> tuple[int, int, tuple[tuple[int, int], ...]]:
         """Free CPU thousandths and memory, and of each GPU the free share and memory."""
@@ -115,30 +126,55 @@ class Book:
     # -- nodes --------------------------------------------------------------------------------
 
     def set_node(self, facts: NodeFacts) -> None:
-        """A node that joined, or what changed of one. What it has is fixed; whether it is open is not."""
+        """A node that joined, or what changed of one.
+
+        Where it has something else than before, what runs there is held on as far as it still exists: of GPUs
+        that are gone nothing is, and of other things not more than there is. It counts as used all the same.
+        """
         known = self._nodes.get(facts.node_id)
-        is_new = known is None
         if known is None:
-            number = self._add(facts)
-            self._nodes[facts.node_id] = known = _Node(number, facts)
-            self._ids.append(facts.node_id)
+            known = self._nodes[facts.node_id] = _Node(self._add(facts), facts)
             self.capacity += facts.amounts
-        elif (known.facts.amounts, known.facts.gpus) != (facts.amounts, facts.gpus):
-            raise UsageError(f"node {facts.node_id} cannot change what it has; give it another id")
+            is_other = True
+        else:
+            is_other = (known.facts.amounts, known.facts.gpus) != (facts.amounts, facts.gpus)
+            if is_other:
+                self._exchange(known, facts)
         was, known.facts = known.facts, facts
-        if is_new or was.labels != facts.labels:
+        if is_other:
+            self._sets.clear()
+        if is_other or was.labels != facts.labels:
             self._classes.clear()
-        if is_new or was.rack != facts.rack:
+        if is_other or was.rack != facts.rack:
             self._forget_racks()
         for placer in self._placers:
             placer.set_open(known.number, is_open=not facts.closed)
         self._set_gpus(known)
 
+    def remove_node(self, node_id: str) -> None:
+        """It is forgotten. UsageError when there is none, or something is held there."""
+        node = self._known(node_id)
+        if node.jobs:
+            raise UsageError(
+                f"{next(iter(node.jobs))} runs on node {node_id}", hint="end what runs there first"
+            )
+        self._drop(node)
+        del self._nodes[node_id]
+        self.capacity -= node.facts.amounts
+        self._sets.clear()
+        self._classes.clear()
+        self._forget_racks()
+
+    def _known(self, node_id: str) -> _Node:
+        if (node := self._nodes.get(node_id)) is None:
+            raise UsageError(f"there is no node {node_id}")
+        return node
+
     def _add(self, facts: NodeFacts) -> int:
+        """Its number, which may have been another node's."""
         memory_mib = min((gpu.memory_mib for gpu in facts.gpus), default=0)
-        first = facts.gpus[0].model if facts.gpus else ""
-        model = self._models.setdefault(first, len(self._models) % MODELS_MAX)
-        numbers = [
+        model = self._model_number(facts)
+        numbers = {
             placer.add_node(
                 cpu_milli=facts.cpu_milli,
                 memory_mib=facts.memory_mib,
@@ -149,9 +185,69 @@ class Book:
                 numa=_counted([gpu.numa for gpu in facts.gpus]),
             )
             for placer in self._placers
+        }
+        assert len(numbers) == 1, "the placers are out of step"
+        number = numbers.pop()
+        self._ids[number : number + 1] = [facts.node_id]
+        return number
+
+    def _drop(self, node: _Node) -> None:
+        for placer in self._placers:
+            placer.drop_node(node.number)
+        self._ids[node.number] = ""
+
+    def _model_number(self, facts: NodeFacts) -> int:
+        """The lowest that no node's model has; when there is none left, two models are one."""
+        model = _model_of(facts)
+        if model not in self._models:
+            there = {_model_of(node.facts) for node in self._nodes.values()}
+            self._models = {name: number for name, number in self._models.items() if name in there}
+            taken = set(self._models.values())
+            free = (number for number in range(MODELS_MAX) if number not in taken)
+            self._models[model] = next(free, len(self._models) % MODELS_MAX)
+        return self._models[model]
+
+    def _exchange(self, node: _Node, facts: NodeFacts) -> None:
+        """Another machine under the same name: what runs there is held in it, as far as that can be."""
+        assert self._foresight is None, "nodes do not change within a pass"
+        running = [(self._held[job_id].request, place) for job_id, place in self._workers_on(node)]
+        for request, place in running:
+            self._follow(request.tenant, self._part(request, place), taken=False)
+        for request, place in running:
+            self._parts.pop((request.job_id, place), None)
+        self._drop(node)
+        self.capacity += facts.amounts - node.facts.amounts
+        node.number = self._add(facts)
+        for (request, place), count in Counter(running).items():
+            part = self._left(request, place, facts, count)
+            if part != (request.shape.bare, place):
+                self._parts[request.job_id, place] = part
+            for _ in range(count):
+                self._follow(request.tenant, part, taken=True)
+
+    def _workers_on(self, node: _Node) -> list[tuple[str, WorkerPlace]]:
+        node_id = node.facts.node_id
+        return [
+            (job_id, place)
+            for job_id in node.jobs
+            for place in self._held[job_id].places
+            if place.node_id == node_id
         ]
-        assert set(numbers) == {len(self._ids)}
-        return numbers[0]
+
+    def _left(self, request: Request, place: WorkerPlace, facts: NodeFacts, count: int) -> _Part:
+        """What each of so many workers at one place can have there now; they get the same."""
+        cpu_milli, memory_mib, gpus = self.free_on(place.node_id)
+        kept = tuple(gpu for gpu in place.gpu_ids if gpu < len(facts.gpus))
+        free_mib = min((gpus[gpu][1] for gpu in kept), default=0)
+        whole = request.shape.bare
+        shape = replace(
+            whole,
+            gpus=len(kept),
+            gpu_memory_mib=min(whole.gpu_memory_mib, free_mib // count),
+            cpu_milli=min(whole.cpu_milli, cpu_milli // count),
+            memory_mib=min(whole.memory_mib, memory_mib // count),
+        )
+        return (whole, place) if shape == whole else (shape, replace(place, gpu_ids=kept))
 
     def _set_gpus(self, node: _Node) -> None:
         facts = node.facts
@@ -174,7 +270,7 @@ class Book:
         if places is None:
             return None
         for place in places:
-            self._follow(request, place, taken=True, but=self._real)
+            self._follow(request.tenant, (request.shape.bare, place), taken=True, but=self._real)
         self._note(request, places)
         return places
 
@@ -193,26 +289,35 @@ class Book:
 
     def hold(self, request: Request, places: Sequence[WorkerPlace]) -> None:
         """At these places and no others. UsageError, and nothing is held, when they are not free."""
-        taken: list[WorkerPlace] = []
+        parts = [(request.shape.bare, place) for place in places]
+        taken: list[_Part] = []
         try:
-            for place in places:
-                self._take(self._real, request, place)
-                taken.append(place)
+            for part in parts:
+                self._take(self._real, request.tenant, part)
+                taken.append(part)
         except UsageError:
-            for place in reversed(taken):
-                self._give_back(self._real, request, place)
+            for part in reversed(taken):
+                self._give_back(self._real, part)
             raise
-        for place in places:
-            self._follow(request, place, taken=True, but=self._real)
+        for part in parts:
+            self._follow(request.tenant, part, taken=True, but=self._real)
         self._note(request, tuple(places))
 
     def release(self, job_id: str) -> Held:
         held = self._held.pop(job_id)
         for place in held.places:
-            self._follow(held.request, place, taken=False)
+            self._follow(held.request.tenant, self._part(held.request, place), taken=False)
             self._count(held.request, place, -1)
+        if self._parts:
+            for place in held.places:
+                self._parts.pop((job_id, place), None)
         self._add_usage(held.request, held.amounts.times(-1))
         return held
+
+    def _part(self, request: Request, place: WorkerPlace) -> _Part:
+        """What a worker of a running job really holds there."""
+        whole = (request.shape.bare, place)
+        return self._parts.get((request.job_id, place), whole) if self._parts else whole
 
     def _note(self, request: Request, places: tuple[WorkerPlace, ...]) -> None:
         held = Held(request, places)
@@ -227,23 +332,21 @@ class Book:
             self._fixed[request.tenant] = self.fixed(request.tenant) + more
 
     def _count(self, request: Request, place: WorkerPlace, more: int) -> None:
-        names, key = self._nodes[place.node_id].names, (request.tenant, request.name)
-        names[key] = names.get(key, 0) + more
-        if not names[key]:
-            del names[key]
+        node = self._nodes[place.node_id]
+        _add_to(node.names, (request.tenant, request.name), more)
+        _add_to(node.jobs, request.job_id, more)
 
-    def _follow(
-        self, request: Request, place: WorkerPlace, *, taken: bool, but: Placer | None = None
-    ) -> None:
+    def _follow(self, tenant: str, part: _Part, *, taken: bool, but: Placer | None = None) -> None:
         """All placers do it; the one that is ahead of time later."""
-        change = self._take if taken else self._give_back
         for placer in self._placers:
             if placer is but:
                 continue
             if placer is self._ahead and self._foresight is not None:
-                self._foresight.later.append((taken, request, place))
+                self._foresight.later.append((taken, tenant, part))
+            elif taken:
+                self._take(placer, tenant, part)
             else:
-                change(placer, request, place)
+                self._give_back(placer, part)
 
     # -- suppositions -------------------------------------------------------------------------
 
@@ -269,13 +372,14 @@ class Book:
 
     # -- numbers ------------------------------------------------------------------------------
 
-    def _take(self, placer: Placer, request: Request, place: WorkerPlace) -> None:
-        number, tenant = self._amounts.of(request.shape.bare), self._tenant(request.tenant)
-        placer.take(number, tenant, node=self._nodes[place.node_id].number, gpus=place.gpu_ids)
+    def _take(self, placer: Placer, tenant: str, part: _Part) -> None:
+        shape, place = part
+        number = self._known(place.node_id).number
+        placer.take(self._amounts.of(shape), self._tenant(tenant), node=number, gpus=place.gpu_ids)
 
-    def _give_back(self, placer: Placer, request: Request, place: WorkerPlace) -> None:
-        number = self._amounts.of(request.shape.bare)
-        placer.release(number, node=self._nodes[place.node_id].number, gpus=place.gpu_ids)
+    def _give_back(self, placer: Placer, part: _Part) -> None:
+        shape, place = part
+        placer.release(self._amounts.of(shape), node=self._known(place.node_id).number, gpus=place.gpu_ids)
 
     def _tenant(self, tenant: str) -> int:
         return self._tenants.setdefault(tenant, len(self._tenants) + 1)
@@ -354,7 +458,7 @@ class Book:
         node_id, gpus = self._ids[found[0]], found[1]
         places = tuple(WorkerPlace(node_id, gpus[i * each : (i + 1) * each]) for i in range(workers))
         for place in places:
-            self._take(placer, request, place)
+            self._take(placer, request.tenant, (request.shape.bare, place))
         return places
 
 
@@ -384,6 +488,18 @@ def _drop_set(placer: Placer, number: int) -> None:
     placer.drop_node_set(number)
 
 
+def _add_to(counts: dict[_Name, int], name: _Name, more: int) -> None:
+    """Only what is not 0 is kept."""
+    counts[name] = counts.get(name, 0) + more
+    if not counts[name]:
+        del counts[name]
+
+
+def _model_of(facts: NodeFacts) -> str:
+    """Of the first GPU; which GPUs of a node will do is decided by node."""
+    return facts.gpus[0].model if facts.gpus else ""
+
+
 def _counted(numbers: Sequence[int]) -> list[int]:
     """The same differences, as numbers from 0."""
     known = {number: index for index, number in enumerate(dict.fromkeys(numbers))}
@@ -400,11 +516,11 @@ class Supposition:
 
     def release(self, held: Held) -> None:
         for place in held.places:
-            self._change((False, held.request, place))
+            self._change((False, held.request.tenant, self._book._part(held.request, place)))
 
     def place(self, request: Request, workers: int) -> tuple[WorkerPlace, ...] | None:
         places = self._book._placed(self._placer, request, workers, workers)
-        self._done += [(True, request, place) for place in places or ()]
+        self._done += [(True, request.tenant, (request.shape.bare, place)) for place in places or ()]
         return places
 
     def hold(self, request: Request, places: Sequence[WorkerPlace]) -> bool:
@@ -412,7 +528,7 @@ class Supposition:
         mark = self.mark
         try:
             for place in places:
-                self._change((True, request, place))
+                self._change((True, request.tenant, (request.shape.bare, place)))
         except UsageError:
             self.undo(mark)
             return False
@@ -425,17 +541,19 @@ class Supposition:
 
     def undo(self, mark: int = 0) -> None:
         while len(self._done) > mark:
-            taken, request, place = self._done.pop()
-            self._carry_out((not taken, request, place))
+            taken, tenant, part = self._done.pop()
+            self._carry_out((not taken, tenant, part))
 
     def _change(self, change: _Change) -> None:
         self._carry_out(change)
         self._done.append(change)
 
     def _carry_out(self, change: _Change) -> None:
-        taken, request, place = change
-        carry_out = self._book._take if taken else self._book._give_back
-        carry_out(self._placer, request, place)
+        taken, tenant, part = change
+        if taken:
+            self._book._take(self._placer, tenant, part)
+        else:
+            self._book._give_back(self._placer, part)
 
 
 class Foresight(Supposition):

@@ -171,6 +171,14 @@ class Scheduler:
 
     def set_node(self, facts: NodeFacts) -> None:
         self.book.set_node(facts)
+        self._look_at_all()
+
+    def remove_node(self, node_id: str) -> None:
+        """For one that was forgotten. UsageError when a job runs there: that has ended before."""
+        self.book.remove_node(node_id)
+        self._look_at_all()
+
+    def _look_at_all(self) -> None:
         self._is_other = True
         self._never.clear()
 

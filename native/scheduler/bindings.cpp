@@ -95,7 +95,7 @@ int add_node(Placement& self, int cpu_milli, int memory_mib, int gpus, int gpu_m
   node.gpu_count = gpus;
   node.gpu_memory_mib = gpu_memory_mib;
   node.model = model;
-  node.rank = static_cast<uint32_t>(rank < 0 ? static_cast<int64_t>(self.cluster().nodes().size()) : rank);
+  node.rank = static_cast<uint32_t>(rank < 0 ? int64_t{self.cluster().next_number()} : rank);
   if (gpus >= 0 && gpus <= kGpusMax) {
     set_positions(node.island_of, islands, gpus);
     set_positions(node.numa_of, numa, gpus);
@@ -146,6 +146,8 @@ NB_MODULE(genie_scheduler, module) {
       .def("add_node", &add_node, nb::kw_only(), "cpu_milli"_a, "memory_mib"_a, "gpus"_a,
            "gpu_memory_mib"_a = 0, "model"_a = 0, "rank"_a = -1, "islands"_a = nb::none(),
            "numa"_a = nb::none())
+      .def(
+          "drop_node", [](Placement& self, int node) { self.cluster().drop_node(node); }, "node"_a)
       .def(
           "set_open", [](Placement& self, int node, bool open) { self.cluster().set_open(node, open); },
           "node"_a, nb::kw_only(), "is_open"_a)

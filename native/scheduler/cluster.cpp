@@ -42,16 +42,38 @@ int Cluster::add_node(const Node& node) {
   added.islands = groups_by(node.island_of, node.gpu_count);
   added.numas = groups_by(node.numa_of, node.gpu_count);
   added.corners = crossed(added.islands, added.numas);
-  const auto same = [&](const Kind& kind) {
-    return kind.model == node.model && kind.gpu_memory_mib == node.gpu_memory_mib;
-  };
-  const auto found = std::find_if(kinds_.begin(), kinds_.end(), same);
-  added.kind = static_cast<int>(found - kinds_.begin());
-  if (found == kinds_.end()) kinds_.push_back({node.model, node.gpu_memory_mib});
-  nodes_.push_back(added);
-  const int number = static_cast<int>(nodes_.size()) - 1;
+  const int number = next_number();
+  if (free_numbers_.erase(number) > 0) {
+    added.version = nodes_[number].version;  // who knows the one before must see that it is another
+    nodes_[number] = added;
+  } else {
+    nodes_.push_back(added);
+  }
   note_change(number);
   return number;
+}
+
+int Cluster::next_number() const {
+  return free_numbers_.empty() ? static_cast<int>(nodes_.size()) : *free_numbers_.begin();
+}
+
+void Cluster::drop_node(int node) {
+  const Node& dropped = this->node(node);
+  bool is_free =
+      dropped.free_cpu_milli == dropped.cpu_milli && dropped.free_memory_mib == dropped.memory_mib &&
+      std::all_of(dropped.held.begin(), dropped.held.end(), [](uint16_t count) { return count == 0; });
+  if (!is_free) throw Misuse("something is held there");
+  Node nobody;
+  nobody.model = dropped.model;
+  nobody.version = dropped.version;
+  nobody.open = nobody.there = false;
+  nodes_[node] = nobody;
+  free_numbers_.insert(node);
+  sets_.change([node](NodeSet& nodes) { nodes.remove(node); });
+  classes_.change([node](RequestClass& wanted) {
+    if (wanted.nodes) wanted.nodes->remove(node);
+  });
+  note_change(node);
 }
 
 int Cluster::add_class(const RequestClass& wanted) {
@@ -69,7 +91,9 @@ int Cluster::add_class(const RequestClass& wanted) {
 }
 
 const Node& Cluster::node(int node) const {
-  if (node < 0 || node >= static_cast<int>(nodes_.size())) throw Misuse("there is no such node");
+  if (node < 0 || node >= static_cast<int>(nodes_.size()) || !nodes_[node].there) {
+    throw Misuse("there is no such node");
+  }
   return nodes_[node];
 }
 

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <array>
 #include <cstdint>
+#include <set>
 #include <vector>
 
 #include "numbered.h"
@@ -37,10 +38,10 @@ struct alignas(64) Node {
   int gpu_memory_mib = 0;  // of each of its GPUs
   int gpu_count = 0;
   int model = 0;
-  int kind = 0;          // nodes of one kind have the same model and GPU memory
   uint32_t rank = 0;     // the lower one wins a tie
   uint32_t version = 0;  // grows with every change
   bool open = true;
+  bool there = true;            // false: the number is nobody's; then it is closed, too
   uint16_t open_gpus = 0xffff;  // bit g: something may be placed on GPU g
   // How many requests are on it: [0] fractions, [j] those of j whole GPUs.
   std::array<uint16_t, kGpusMax + 1> held{};
@@ -64,14 +65,13 @@ struct alignas(64) Node {
   }
 };
 
-struct Kind {
-  int model;
-  int gpu_memory_mib;
-};
-
 class Cluster {
  public:
-  int add_node(const Node& node);  // its free parts, kind, groups and holds are set here
+  // Its free parts, groups and holds are set here. Numbers that were given back are given out first.
+  int add_node(const Node& node);
+  int next_number() const;
+  // Nothing may be held there. Sets and classes that had it have it no longer.
+  void drop_node(int node);
   int add_class(const RequestClass& wanted);
   void drop_class(int number) { classes_.drop(number); }
   int add_set(const NodeSet& nodes) { return sets_.add(nodes); }
@@ -82,8 +82,8 @@ class Cluster {
   void take(int node, int request_class, uint32_t tenant, uint16_t gpus);
   void release(int node, int request_class, uint16_t gpus);
 
+  // By number, those that are not there too.
   const std::vector<Node>& nodes() const { return nodes_; }
-  const std::vector<Kind>& kinds() const { return kinds_; }
   const Node& node(int node) const;
   const RequestClass& request_class(int number) const { return classes_.get(number); }
   const NodeSet& node_set(int number) const { return sets_.get(number); }
@@ -97,9 +97,9 @@ class Cluster {
   void note_change(int node);
 
   std::vector<Node> nodes_;
+  std::set<int> free_numbers_;
   Numbered<RequestClass> classes_{"request class", size_t{1} << 16};
   Numbered<NodeSet> sets_{"node set", size_t{1} << 14};
-  std::vector<Kind> kinds_;
   std::vector<int> log_ = std::vector<int>(4096);
   uint64_t changes_ = 0;
 };

@@ -42,7 +42,12 @@ void add_gpu(FreeState& state, int16_t milli) {
 }  // namespace
 
 FreeState free_state(const Node& node) {
-  FreeState state{node.free_cpu_milli, node.free_memory_mib, static_cast<int16_t>(node.kind), 0, {}};
+  FreeState state{node.free_cpu_milli,
+                  node.free_memory_mib,
+                  node.gpu_memory_mib,
+                  static_cast<int16_t>(node.model),
+                  0,
+                  {}};
   for (int g = 0; g < node.gpu_count; ++g) {
     if (node.gpu_open(g)) add_gpu(state, usable_milli(node.gpus[g], node.gpu_memory_mib));
   }
@@ -52,7 +57,8 @@ FreeState free_state(const Node& node) {
 FreeState free_state_after(const Node& node, const RequestClass& wanted, uint16_t gpus) {
   FreeState state{node.free_cpu_milli - wanted.cpu_milli,
                   node.free_memory_mib - wanted.memory_mib,
-                  static_cast<int16_t>(node.kind),
+                  node.gpu_memory_mib,
+                  static_cast<int16_t>(node.model),
                   0,
                   {}};
   for (int g = 0; g < node.gpu_count; ++g) {
@@ -80,11 +86,18 @@ Fill::Fill(const Cluster& cluster, const std::vector<RequestClass>& history, int
     if (wanted.gpus > 0) deck.push_back(wanted);
   }
   const std::vector<RequestClass> drawn = draw(std::move(deck), static_cast<size_t>(draws) * kLanes);
-  for (const Kind& kind : cluster.kinds()) scripts_.push_back(script_for(kind, drawn, draws));
+  std::vector<Kind> kinds;
+  for (const Node& node : cluster.nodes()) {
+    if (node.there) kinds.push_back({node.model, node.gpu_memory_mib});
+  }
+  std::sort(kinds.begin(), kinds.end());
+  kinds.erase(std::unique(kinds.begin(), kinds.end()), kinds.end());
+  for (const Kind& kind : kinds) scripts_.push_back(script_for(kind, drawn, draws));
 }
 
 Fill::Script Fill::script_for(const Kind& kind, const std::vector<RequestClass>& drawn, int draws) {
   Script script;
+  script.kind = kind;
   if (drawn.empty()) return script;
   script.steps.resize(draws);
   for (int t = 0; t < draws; ++t) {
@@ -114,8 +127,11 @@ Fill::Script Fill::script_for(const Kind& kind, const std::vector<RequestClass>&
 }
 
 int64_t Fill::of(const FreeState& state) const {
-  if (state.kind >= static_cast<int>(scripts_.size())) return 0;  // came after the last lesson
-  const Script& script = scripts_[state.kind];
+  const Kind kind{state.model, state.gpu_memory_mib};
+  const auto before_it = [](const Script& script, const Kind& other) { return script.kind < other; };
+  const auto found = std::lower_bound(scripts_.begin(), scripts_.end(), kind, before_it);
+  if (found == scripts_.end() || found->kind != kind) return 0;  // came after the last lesson
+  const Script& script = *found;
   if (state.cpu_milli < script.cpu_min || state.memory_mib < script.memory_min) return 0;
   int gpus = 0;
   int64_t before = 0;

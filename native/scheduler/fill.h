@@ -2,6 +2,7 @@
 #pragma once
 
 #include <array>
+#include <compare>
 #include <cstdint>
 #include <vector>
 
@@ -16,7 +17,8 @@ constexpr int kLanes = 32;  // sequences of imagined arrivals
 struct FreeState {
   int32_t cpu_milli = 0;
   int32_t memory_mib = 0;
-  int16_t kind = 0;
+  int32_t gpu_memory_mib = 0;  // of each GPU, free or not
+  int16_t model = 0;
   int16_t gpu_count = 0;                      // of those with something free
   std::array<int16_t, kGpusMax> gpu_milli{};  // the largest first; zeros after them
   bool operator==(const FreeState&) const = default;
@@ -26,7 +28,7 @@ struct FreeState {
     return count;
   }
 };
-static_assert(sizeof(FreeState) == 12 + 2 * kGpusMax);
+static_assert(sizeof(FreeState) == 16 + 2 * kGpusMax);
 
 // The node, or the node as it will be when `wanted` is on `gpus`.
 FreeState free_state(const Node& node);
@@ -48,8 +50,14 @@ class Fill {
     alignas(64) std::array<int32_t, kLanes> memory_mib;
     bool several;  // a request of several GPUs is among them
   };
-  // The sequences as one kind of node sees them.
+  // Nodes of one kind see the sequences alike.
+  struct Kind {
+    int model;
+    int gpu_memory_mib;
+    auto operator<=>(const Kind&) const = default;
+  };
   struct Script {
+    Kind kind;
     std::vector<Step> steps;
     int16_t need_min = kNever;
     int32_t cpu_min = INT32_MAX;
@@ -61,7 +69,7 @@ class Fill {
   static Script script_for(const Kind& kind, const std::vector<RequestClass>& drawn, int draws);
   static void play(const Script& script, size_t steps, int gpus, Hands& hands);
 
-  std::vector<Script> scripts_;  // one a kind
+  std::vector<Script> scripts_;  // one a kind, in their order
 };
 
 }  // namespace genie

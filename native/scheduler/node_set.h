@@ -18,9 +18,6 @@ class NodeSet {
   bool has(size_t node) const { return (word(node / 64) >> node % 64 & 1) != 0; }
   // Nodes 64 * number to 64 * number + 63.
   uint64_t word(size_t number) const { return number < words_.size() ? words_[number] : 0; }
-  void keep_only(const NodeSet& other) {
-    for (size_t number = 0; number < words_.size(); ++number) words_[number] &= other.word(number);
-  }
 
  private:
   std::vector<uint64_t> words_;

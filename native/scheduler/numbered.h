@@ -37,6 +37,13 @@ class Numbered {
     return *things_[number];
   }
 
+  template <class Change>
+  void change(const Change& change) {
+    for (std::optional<Thing>& thing : things_) {
+      if (thing) change(*thing);
+    }
+  }
+
   void drop(int number) {
     get(number);
     things_[number].reset();

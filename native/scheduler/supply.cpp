@@ -65,7 +65,7 @@ std::optional<Candidate> Supply::judge(const Cluster& cluster, int number, const
 
 Candidate Supply::candidate(const Node& node, const RequestClass& wanted, uint16_t gpus, double before) {
   const FreeState after = free_state_after(node, wanted, gpus);
-  const double cost = before - (after.gpu_count == 0 ? 0 : worth(values_->of(after, node.model), node.model));
+  const double cost = before - (after.gpu_count == 0 ? 0 : worth(values_->of(after), node.model));
   // Ties go to the best fit: the least GPU left over, then the least CPU.
   const auto gpu_left = static_cast<uint64_t>(node.free_gpu_milli() - wanted.gpu_volume());
   const auto cpu_left = std::min<uint64_t>((node.free_cpu_milli - wanted.cpu_milli) / 16, 0xffff);
@@ -90,8 +90,9 @@ bool Supply::is_stale(const Cluster& cluster) {
   }
   for (; read_ < cluster.changes(); ++read_) {
     const int number = cluster.changed(read_);
+    if (number < static_cast<int>(known_.size())) models |= uint64_t{1} << known_[number].model;
     recount(cluster, number);
-    models |= uint64_t{1} << cluster.nodes()[number].model;
+    models |= uint64_t{1} << known_[number].model;
   }
   for (const Group& group : groups_) {
     if ((group.models & models) == 0) continue;
@@ -182,20 +183,21 @@ void Supply::recount(const Cluster& cluster, int number) {
   if (number >= static_cast<int>(known_.size())) known_.resize(cluster.nodes().size());
   Known& known = known_[number];
   if (known.version == node.version) return;
-  count(node, known, -1);
+  count(known, -1);
   const FreeState state = free_state(node);
   known.version = node.version;
   known.open = node.open;
-  known.value = state.gpu_count == 0 ? Value{} : values_->of(state, node.model);
+  known.model = node.model;
+  known.value = state.gpu_count == 0 ? Value{} : values_->of(state);
   known.worth = worth(known.value, node.model);
-  count(node, known, 1);
+  count(known, 1);
 }
 
-void Supply::count(const Node& node, const Known& known, int sign) {
+void Supply::count(const Known& known, int sign) {
   if (!known.open) return;
-  totals_[node.model].fill += sign * known.value.fill;
+  totals_[known.model].fill += sign * known.value.fill;
   for (size_t j = 0; j < values_->several().size(); ++j) {
-    totals_[node.model].room[j] += sign * known.value.room[j];
+    totals_[known.model].room[j] += sign * known.value.room[j];
   }
 }
 

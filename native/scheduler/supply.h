@@ -41,6 +41,7 @@ class Supply final : public Policy {
   struct Known {
     uint32_t version = 0;
     bool open = false;
+    int model = 0;
     Value value;
     double worth = 0;
   };
@@ -51,7 +52,7 @@ class Supply final : public Policy {
   int64_t supply_of(const Group& group) const;
   size_t index_of(int gpus) const;
   void recount(const Cluster& cluster, int number);
-  void count(const Node& node, const Known& known, int sign);
+  void count(const Known& known, int sign);
   double worth(const Value& value, int model) const;
   Candidate candidate(const Node& node, const RequestClass& wanted, uint16_t gpus, double before);
 

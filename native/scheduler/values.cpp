@@ -34,7 +34,7 @@ Values::Values(const Cluster& cluster, const std::vector<RequestClass>& history,
   }
 }
 
-const Value& Values::of(const FreeState& state, int model) {
+const Value& Values::of(const FreeState& state) {
   if (values_.size() * 2 >= slots_.size()) make_space();
   size_t at = hash(state) & (slots_.size() - 1);
   while (slots_[at].used && !(slots_[at].state == state)) at = (at + 1) & (slots_.size() - 1);
@@ -42,19 +42,19 @@ const Value& Values::of(const FreeState& state, int model) {
     slots_[at] = {state, true, static_cast<uint32_t>(values_.size())};
     Value& value = values_.emplace_back();
     value.fill = fill_.of(state);
-    for (size_t j = 0; j < several_.size(); ++j) value.room[j] = room_for(several_[j], state, model);
+    for (size_t j = 0; j < several_.size(); ++j) value.room[j] = room_for(several_[j], state);
   }
   return values_[slots_[at].value];
 }
 
 // The GPUs that requests for so many could have on the node now, in thousandths, added up over the history's
 // requests. Half a request that needs nothing but GPUs counts as one of them.
-int64_t Values::room_for(int gpus, const FreeState& state, int model) const {
+int64_t Values::room_for(int gpus, const FreeState& state) const {
   const int whole = state.whole_gpus();
   if (whole < gpus) return 0;
   int64_t slots = std::has_single_bit(static_cast<unsigned>(gpus)) ? whole / gpus : 0;
   for (const Asked& asked : asked_) {
-    if (asked.gpus != gpus || (asked.models >> model & 1) == 0) continue;
+    if (asked.gpus != gpus || (asked.models >> state.model & 1) == 0) continue;
     int fit = whole / gpus;
     if (asked.cpu_milli > 0) fit = std::min(fit, state.cpu_milli / asked.cpu_milli);
     if (asked.memory_mib > 0) fit = std::min(fit, state.memory_mib / asked.memory_mib);

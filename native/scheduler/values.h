@@ -22,7 +22,7 @@ class Values {
   // From the last requests, the oldest first.
   Values(const Cluster& cluster, const std::vector<RequestClass>& history, int draws);
 
-  const Value& of(const FreeState& state, int model);
+  const Value& of(const FreeState& state);
   // Numbers of GPUs above 1 that one request may ask for: powers of two, then others that the history has.
   const std::vector<int>& several() const { return several_; }
 
@@ -40,7 +40,7 @@ class Values {
   };
   static constexpr size_t kSlotsMax = size_t{1} << 19;
 
-  int64_t room_for(int gpus, const FreeState& state, int model) const;
+  int64_t room_for(int gpus, const FreeState& state) const;
   void make_space();
 
   Fill fill_;

@@ -72,7 +72,7 @@ numbers = st.integers(0, 63)
 steps = st.one_of(
     st.tuples(st.sampled_from(["place", "place", "among", "gang", "gang", "release"]), numbers, numbers),
     st.tuples(st.sampled_from(["close", "open", "gpu", "take", "choose", "refresh"]), numbers, numbers),
-    st.tuples(st.sampled_from(["node", "class", "set", "refresh"]), numbers, numbers),
+    st.tuples(st.sampled_from(["node", "drop", "class", "set", "refresh"]), numbers, numbers),
 )
 
 
@@ -87,7 +87,8 @@ class Pair:
     """Both placers, told the same; every answer is compared."""
 
     both: tuple[Placer, Placer]
-    nodes: int = 0
+    nodes: list[int] = field(default_factory=list)
+    dropped: set[int] = field(default_factory=set)
     classes: list[tuple[int, dict[str, Any]]] = field(default_factory=list)
     sets: list[int] = field(default_factory=list)
     held: list[tuple[dict[str, Any], Place]] = field(default_factory=list)
@@ -98,24 +99,42 @@ class Pair:
         return answers[0]
 
     def add_node(self, node: dict[str, Any]) -> None:
-        assert self.ask("add_node", **node) == self.nodes
-        self.nodes += 1
+        number = self.ask("add_node", **node)
+        assert number == min(self.dropped, default=len(self.nodes)), "the lowest that is nobody's"
+        self.dropped.discard(number)
+        self.nodes = sorted([*self.nodes, number])
+
+    def drop_node(self, node: int) -> None:
+        """What is held there is given back before; one node is left."""
+        if len(self.nodes) == 1:
+            return
+        there = [item for item in self.held if item[1][0] == node]
+        assert (self.ask("drop_node", node) == "refused") == any(map(holds_something, there))
+        self.held = [item for item in self.held if item[1][0] != node]
+        for request, place in there:
+            if node in self.nodes and holds_something((request, place)):
+                self.give_back(request, place)
+        if any(map(holds_something, there)):
+            assert self.ask("drop_node", node) is None
+        assert self.ask("node_state", node) == self.ask("drop_node", node) == "refused"
+        self.nodes.remove(node)
+        self.dropped.add(node)
 
     def add_class(self, request: dict[str, Any]) -> int:
         if request.get("nodes"):
-            request = request | {"nodes": [node for node in request["nodes"] if node < self.nodes]}
+            request = request | {"nodes": [node for node in request["nodes"] if node in self.nodes]}
         number: int = self.ask("request_class", **request)
         assert number not in [known for known, _ in self.classes]
         self.classes.append((number, request))
         return number
 
     def add_set(self, one: int) -> None:
-        self.sets.append(self.ask("node_set", [node for node in range(self.nodes) if one >> node % 6 & 1]))
+        self.sets.append(self.ask("node_set", [node for node in self.nodes if one >> node % 6 & 1]))
 
     def do(self, step: tuple[str, int, int]) -> None:
         word, one, other = step
         number, request = self.classes[one % len(self.classes)]
-        tenant, node = other % 2 + 1, one % self.nodes
+        tenant, node = other % 2 + 1, self.nodes[one % len(self.nodes)]
         among = self.sets[other % len(self.sets)] if self.sets and other % 3 else None
         match word:
             case "place" | "choose" | "among":
@@ -135,6 +154,8 @@ class Pair:
                 self.give_back(*self.held.pop(one % len(self.held)))
             case "close" | "open":
                 self.ask("set_open", node, is_open=word == "open")
+            case "drop":
+                self.drop_node(node)
             case "gpu":
                 self.ask("set_gpu", node, other % 5, is_open=one % 3 > 0, memory_outside_mib=other % 3 * 2000)
             case "class":
@@ -169,7 +190,7 @@ class Pair:
         assert self.add_class({**again, "cpu_milli": chance}) == number
 
     def states(self) -> list[Any]:
-        return [self.ask("node_state", node) for node in range(self.nodes)]
+        return [self.ask("node_state", node) for node in self.nodes]
 
     def check_state(self) -> None:
         for _, cpu_milli, memory_mib, gpus in self.states():
@@ -187,6 +208,10 @@ def answer(placer: Placer, word: str, *values: Any, **named: Any) -> Any:
         return getattr(placer, word)(*values, **named)
     except UsageError:
         return "refused"
+
+
+def holds_something(item: tuple[dict[str, Any], Place]) -> bool:
+    return any(item[0].get(name) for name in ("gpus", "cpu_milli", "memory_mib"))
 
 
 def gpus_of(request: dict[str, Any], chance: int) -> tuple[int, ...]:
@@ -213,8 +238,9 @@ def test_native_and_plain_learn_the_same(seed: int) -> None:
     for _ in range(FIRST_LESSON * chance.randint(2, 10)):
         if chance.random() < 0.02:
             pair.add_node(some_node(chance))
-        words = ["place", "release", "choose", "open", "close", "gpu", "gang", "among", "set", "class"]
-        word = chance.choices(words, [80, 20, 5, 3, 1, 3, 5, 10, 2, 1])[0]
+        often = {"place": 80, "release": 20, "choose": 5, "open": 3, "close": 1, "gpu": 3, "gang": 5}
+        often |= {"among": 10, "set": 2, "class": 1, "drop": 2}
+        word = chance.choices(list(often), list(often.values()))[0]
         pair.do((word, chance.randrange(64), chance.randrange(64)))
         if seed % 3 == 0 and chance.random() < 0.3:
             pair.do(("refresh", 0, 0))

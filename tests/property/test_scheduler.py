@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from genie.errors import UsageError
 from genie.model.job import Spread, Within
 from genie.scheduler.book import Held
 from genie.scheduler.order import FairShare, Fifo, Priority
@@ -73,6 +74,8 @@ steps = st.lists(
         st.tuples(st.just("withdraw"), st.integers(0, 30)),
         st.tuples(st.just("close"), st.integers(0, 3)),
         st.tuples(st.just("open"), st.integers(0, 3)),
+        st.tuples(st.just("remove"), st.integers(0, 3)),
+        st.tuples(st.just("change"), st.integers(0, 15)),
     ),
     max_size=30,
 )
@@ -85,6 +88,8 @@ class World:
     desk: Desk
     nodes: list[NodeFacts]
     submitted: int = 0
+    removed: set[str] = field(default_factory=set)
+    changed: set[str] = field(default_factory=set)
 
     @classmethod
     def of(cls, cluster: list[NodeFacts], how: Rules) -> World:
@@ -106,6 +111,31 @@ class World:
         elif what in ("close", "open"):
             facts = self.nodes[value % len(self.nodes)]
             scheduler.set_node(facts if what == "open" else _closed(facts))
+            self.removed.discard(facts.node_id)
+        elif what == "remove":
+            self.remove(self.nodes[value % len(self.nodes)].node_id)
+        elif what == "change":
+            self.change(value % len(self.nodes), value // 4)
+
+    def remove(self, node_id: str) -> None:
+        try:
+            self.desk.scheduler.remove_node(node_id)
+        except UsageError:
+            held = self.desk.book.held.values()
+            runs = any(place.node_id == node_id for each in held for place in each.places)
+            assert runs or node_id in self.removed
+        else:
+            self.removed.add(node_id)
+
+    def change(self, number: int, how: int) -> None:
+        """Fewer or more GPUs, CPUs and memory than before."""
+        facts = self.nodes[number]
+        kinds = (H200,) * [0, 1, 3, 8][how]
+        facts = replace(facts, gpus=kinds, cpu_milli=[500, 8_000][how % 2], memory_mib=64_000 * (how + 1))
+        self.nodes[number] = facts
+        self.desk.scheduler.set_node(facts)
+        self.removed.discard(facts.node_id)
+        self.changed.add(facts.node_id)
 
     def submit(self, wishes: dict[str, Any]) -> None:
         wishes = dict(wishes)
@@ -137,20 +167,24 @@ def check_books(world: World) -> None:
             assert len(nodes) == 1
         elif request.spread is Spread.SPREAD:
             assert len(nodes) == len(held.places)
-        assert request.within is not Within.ISLAND or len(islands_of(world, held)) <= 1
-        for place in held.places:
-            cpus[place.node_id] += request.shape.cpu_milli
+        if request.within is Within.ISLAND and not nodes & world.changed:
+            assert len(islands_of(world, held)) <= 1
+        for shape, place in (desk.book._part(request, place) for place in held.places):
+            assert (shape == request.shape.bare) or place.node_id in world.changed
+            cpus[place.node_id] += shape.cpu_milli
             for gpu in place.gpu_ids:
                 shares[place.node_id, gpu] += request.shape.gpu_milli
                 tenants.setdefault((place.node_id, gpu), set()).add(request.tenant)
     assert all(len(found) == 1 for found in tenants.values())
-    for facts in world.nodes:
+    there = [facts for facts in world.nodes if facts.node_id not in world.removed]
+    assert desk.book.capacity == sum((facts.amounts for facts in there), Amounts())
+    for facts in there:
         cpu_milli, _, gpus = desk.book.free_on(facts.node_id)
         assert cpu_milli == facts.cpu_milli - cpus[facts.node_id] >= 0
         for gpu, (free_milli, _) in enumerate(gpus):
             assert free_milli == FULL_MILLI - shares[facts.node_id, gpu] >= 0
     for placer in (desk.book._scratch, desk.book._ahead):
-        for number in range(len(world.nodes)):
+        for number in [each.number for each in desk.book._nodes.values()]:
             assert placer.node_state(number) == desk.book._real.node_state(number)
 
 
@@ -238,7 +272,7 @@ def test_a_reservation_is_never_put_off(
     world = World.of(cluster, Rules(order=order, preempts=False))
     last: tuple[str, float] | None = None
     for what, value in events:
-        if what in ("close", "open"):
+        if what in ("close", "open", "remove", "change"):
             continue
         world.do((what, value | {"priority": 0} if what == "submit" else value))
         world.desk.decide()

@@ -137,3 +137,112 @@ def test_the_number_unused_for_longest_makes_room() -> None:
     assert (numbers.of(10), len(numbers)) == (first, 2)
     numbers.clear()
     assert (len(numbers), numbers.of(40)) == (0, 0)
+
+
+# --- nodes that come, go and change -------------------------------------------------------------
+
+
+def test_a_node_with_other_gpus_keeps_what_runs_on_those_that_are_left() -> None:
+    desk = Desk(node("n", 4))
+    for number in range(4):
+        desk.submit(f"j{number}")
+    desk.submit("wide", gpus=4)
+    assert len(desk.started()) == 4
+    desk.scheduler.set_node(node("n", 2, cpu_milli=32_000))
+    assert desk.book.free_on("n") == (32_000, 256_000, ((0, 141_000), (0, 141_000)))
+    assert desk.book.usage("a").gpu_milli == 4000, "it counts all the same"
+    assert desk.book.capacity.gpu_milli == 2000
+    for job_id in ("j3", "j2", "j0"):
+        desk.scheduler.ended(job_id)
+    desk.submit("late")
+    assert desk.started() == ["late"]
+    assert desk.book.held["late"].places == (WorkerPlace("n", (0,)),), "j1 is on the other one"
+    assert desk.book.usage("a").gpu_milli == 2000
+    assert desk.why("wide").reason == "has 2 GPUs"
+
+
+def test_a_job_over_several_gpus_keeps_those_of_them_that_are_left() -> None:
+    made = Book(PlainPlacer, policy="bestfit")
+    made.set_node(node("n", 4))
+    wide = Shape(gpus=4, gpu_memory_mib=100_000, cpu_milli=20_000, memory_mib=9_000)
+    made.hold(request("wide", wide), [WorkerPlace("n", (0, 1, 2, 3))])
+    small = replace(H200, memory_mib=80_000)
+    made.set_node(node("n", kinds=(small, small), cpu_milli=10_000, memory_mib=8_000))
+    assert made.free_on("n") == (0, 0, ((0, 0), (0, 0)))
+    with made.supposing() as then:
+        then.release(made.held["wide"])
+        assert then.place(request("two", Shape(gpus=2)), 1) == (WorkerPlace("n", (0, 1)),)
+    made.set_node(node("n", 4))
+    assert made.free_on("n") == (44_000, 247_000, ((0, 41_000),) * 4), "all of it, when all is there again"
+    made.set_node(node("n", 0))
+    made.release("wide")
+    assert made.free_on("n") == (64_000, 256_000, ())
+    assert (made.usage("a"), made._parts) == (made.usage("nobody"), {})
+
+
+def test_workers_at_one_place_share_what_is_left_of_it() -> None:
+    made = Book(PlainPlacer, policy="bestfit")
+    made.set_node(node("n", 1))
+    made.hold(request("two", Shape(1, 400, cpu_milli=3_000), workers=2), [WorkerPlace("n", (0,))] * 2)
+    made.set_node(node("n", 1, cpu_milli=5_000))
+    assert made.free_on("n") == (0, 256_000, ((200, 141_000),))
+    made.release("two")
+    assert made.free_on("n") == (5_000, 256_000, ((1000, 141_000),))
+
+
+def test_another_island_or_model_is_another_node_too() -> None:
+    desk = Desk(node("n", kinds=PAIRS))
+    desk.submit("trio", workers=3, within=Within.ISLAND)
+    desk.submit("old", shape=Shape(gpus=1, models=frozenset({"A100"})))
+    assert desk.started() == []
+    desk.scheduler.set_node(node("n", 4))
+    assert desk.started() == ["trio"]
+    desk.scheduler.set_node(node("n", kinds=(replace(H200, model="A100"),) * 4))
+    assert desk.started() == ["old"]
+
+
+def test_a_node_is_forgotten_when_nothing_runs_there() -> None:
+    desk = Desk(node("n", 1), node("m", 1))
+    desk.submit("job", shape=Shape(gpus=1, nodes=frozenset({"n"})))
+    assert desk.started() == ["job"]
+    with pytest.raises(UsageError, match="job runs on node n"):
+        desk.scheduler.remove_node("n")
+    desk.scheduler.ended("job")
+    desk.scheduler.remove_node("n")
+    with pytest.raises(UsageError, match="there is no node n"):
+        desk.scheduler.remove_node("n")
+    assert [facts.node_id for facts in desk.book.nodes] == ["m"]
+    assert desk.book.capacity.gpu_milli == 1000
+    desk.submit("again", shape=Shape(gpus=1, nodes=frozenset({"n"})))
+    desk.submit("any")
+    assert desk.started() == ["any"]
+    desk.scheduler.set_node(node("n", 1))
+    assert desk.started() == ["again"]
+
+
+def test_a_reservation_on_a_node_that_is_gone_goes_elsewhere() -> None:
+    desk = Desk(node("n", 2), node("m", 2))
+    desk.submit("here", shape=Shape(gpus=2, nodes=frozenset({"n"})), time_limit_s=10.0)
+    desk.submit("there", shape=Shape(gpus=2, nodes=frozenset({"m"})), time_limit_s=20.0)
+    desk.submit("next", gpus=2)
+    assert len(desk.started()) == 2
+    desk.scheduler.ended("here")
+    desk.scheduler.remove_node("n")
+    assert desk.why("next").starts_at == 20.0
+    assert desk.pass_time(20.0) == ["next"]
+
+
+def test_nodes_come_and_go_and_no_number_is_lost() -> None:
+    made = Book(PlainPlacer, policy="supply")
+    for number in range(300):
+        name = f"n{number}"
+        made.set_node(node(name, kinds=(replace(H200, model=name, memory_mib=1000 + number),)))
+        made.observe(request("job", Shape(gpus=1, nodes=frozenset({name}), models=frozenset({name}))))
+        made.hold(request(name), [WorkerPlace(name, (0,))])
+        made.set_node(node(name, 2))
+        if number > 4:
+            made.release(f"n{number - 4}")
+            made.remove_node(f"n{number - 4}")
+    assert len(made.nodes) == 5
+    assert len(made._ids) <= 6
+    assert len(made._models) <= 2

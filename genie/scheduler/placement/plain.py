@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import replace
 
 from genie.errors import UsageError
 from genie.scheduler.placement import published, supply
@@ -63,13 +64,23 @@ class PlainPlacer:
             raise UsageError("a node has 0 to 16 GPUs, and no amount of it is negative")
         if not 0 <= model < MODELS_MAX:
             raise UsageError("a GPU model is a number from 0 to 63")
-        number = len(self._cluster.nodes)
+        number = self._cluster.numbered.next_number
         sides = zip(_positions(islands, gpus), _positions(numa, gpus), strict=True)
         devices = [Gpu(FULL_MILLI, gpu_memory_mib, island=island, numa=numa) for island, numa in sides]
         rank = number if rank < 0 else rank
         node = Node(number, cpu_milli, memory_mib, gpu_memory_mib, model, rank, devices)
-        self._cluster.nodes.append(node)
-        return number
+        return self._cluster.numbered.add(node)
+
+    def drop_node(self, node: int) -> None:
+        dropped = self._node(node)
+        free = (dropped.free_cpu_milli, dropped.free_memory_mib)
+        if free != (dropped.cpu_milli, dropped.memory_mib) or any(dropped.held.values()):
+            raise UsageError("something is held there")
+        self._cluster.numbered.drop(node)
+        self._sets.change(lambda nodes: nodes - {node})
+        self._classes.change(
+            lambda wanted: wanted if wanted.nodes is None else replace(wanted, nodes=wanted.nodes - {node})
+        )
 
     def set_open(self, node: int, *, is_open: bool) -> None:
         self._node(node).is_open = is_open
@@ -250,15 +261,15 @@ class PlainPlacer:
         self._policy.learn(list(self._history))
 
     def _node(self, number: int) -> Node:
-        if not 0 <= number < len(self._cluster.nodes):
-            raise UsageError("there is no such node")
-        return self._cluster.nodes[number]
+        return self._cluster.numbered.get(number)
 
     def _numbers(self, nodes: Sequence[int]) -> frozenset[int]:
         return frozenset(self._node(node).number for node in nodes)
 
     def _all_of(self, node_set: int | None) -> frozenset[int]:
-        return frozenset(range(len(self._cluster.nodes))) if node_set is None else self._sets.get(node_set)
+        if node_set is not None:
+            return self._sets.get(node_set)
+        return frozenset(node.number for node in self._cluster.nodes)
 
     def _asked(self, request_class: int, tenant: int) -> Request:
         if tenant < 1:

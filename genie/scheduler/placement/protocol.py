@@ -61,11 +61,17 @@ class ClusterState(Protocol):
         islands: Sequence[int] | None = None,
         numa: Sequence[int] | None = None,
     ) -> int:
-        """The node's number, counted from 0. The lower rank wins a tie; -1 is the node's own number.
+        """The node's number, counted from 0; of those that were given back the lowest comes first. The lower
+        rank wins a tie; -1 is the node's own number.
 
         `islands` and `numa` say for each GPU in which NVLink island and on which NUMA node it is, as numbers
         from 0 to 15; None when they are all together.
         """
+        ...
+
+    def drop_node(self, node: int) -> None:
+        """It is gone, and nothing may be held there. Sets and classes that had it have it no longer, and its
+        number may come back as that of another."""
         ...
 
     def set_open(self, node: int, *, is_open: bool) -> None:

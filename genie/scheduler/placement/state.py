@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
@@ -11,6 +11,8 @@ from genie.errors import UsageError
 from genie.scheduler.placement.protocol import FULL_MILLI
 
 Thing = TypeVar("Thing")
+
+NODES_MAX = 2**31
 
 
 @dataclass(frozen=True)
@@ -124,17 +126,33 @@ class Numbered(Generic[Thing]):
             raise UsageError(f"there is no such {self._what}")
         return thing
 
+    @property
+    def next_number(self) -> int:
+        return self._free[0] if self._free else len(self._things)
+
+    @property
+    def all(self) -> list[Thing]:
+        """In the order of their numbers."""
+        return [thing for thing in self._things if thing is not None]
+
     def drop(self, number: int) -> None:
         self.get(number)
         self._things[number] = None
         heapq.heappush(self._free, number)
 
+    def change(self, change: Callable[[Thing], Thing]) -> None:
+        self._things = [None if thing is None else change(thing) for thing in self._things]
 
-@dataclass
+
 class Cluster:
     """All nodes."""
 
-    nodes: list[Node] = field(default_factory=list)
+    def __init__(self) -> None:
+        self.numbered = Numbered[Node](what="node", count_max=NODES_MAX)
+
+    @property
+    def nodes(self) -> list[Node]:
+        return self.numbered.all
 
 
 Cost = tuple[float, int]
