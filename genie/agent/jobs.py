@@ -260,9 +260,14 @@ class Jobs:
             work_dir=job.directory / "work",
             log_bytes_max=self._config.log_bytes_max,
             log_files_max=self._config.log_files_max,
-            grace_s=self._config.stop_grace_s,
+            grace_s=self._grace_s(launch),
             deadman_grace_s=self._lease.grace_s(self._config.stop_grace_s),
         )
+
+    def _grace_s(self, launch: Launch) -> float:
+        """Between SIGTERM and SIGKILL. A job that may be preempted has said how long it needs."""
+        wishes = launch.spec.wishes
+        return wishes.grace_s if wishes.preemptible else self._config.stop_grace_s
 
     async def _confirm(self, job: LocalJob) -> None:
         # A heartbeat that was written before the acceptance must not be read after the confirmation:

@@ -182,9 +182,6 @@ class Scheduler:
         self._is_other = True
         self._never.clear()
 
-    def remove_node(self, node_id: str) -> None:
-        raise UsageError("not yet")
-
     def submit(self, request: Request) -> None:
         if request.job_id in self._waiting or request.job_id in self._running:
             raise UsageError(f"there is a job {request.job_id} already")
