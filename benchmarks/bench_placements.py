@@ -1,16 +1,13 @@
 """Placements a second through a controller, and how long one takes when nothing else goes on.
 
-    python benchmarks/bench_placements.py [--json] [--rounds N] [--scheduler next-free|fifo] [--tls on|off]
+    python benchmarks/bench_placements.py [--json] [--rounds N] [--tls on|off]
 
 Three processes on loopback: a controller on SQLite in a fresh directory, 125 simulated nodes with 1,000
 GPUs that confirm launches and report exits (placement_roles.py), and this client. Each job asks for one
 GPU; the client counts it when the answer says where it was placed, which the controller says only when
 that is durable. Under load IN_FLIGHT jobs are asked for at a time, at low load one. Both are measured in
 turns, round by round. Beside them, without a goal, where the time goes: the processor time of each part for a
-placement. --profile says by function.
-
-`next-free` is a scheduler that costs next to nothing: what is measured is everything around it. Not for:
-the quality or the cost of decisions.
+placement. --profile says by function. Not for: the quality of decisions.
 """
 
 from __future__ import annotations
@@ -188,7 +185,6 @@ def figures(samples: Samples) -> list[report.Figure]:
 
 def main() -> int:
     parser = report.options((__doc__ or "").splitlines()[0], rounds=5)
-    parser.add_argument("--scheduler", choices=("next-free", "fifo"), default="next-free")
     parser.add_argument("--tls", choices=("on", "off"), default="on")
     parser.add_argument("--profile", type=Path, help="a folder for where each role's time goes; slows them")
     given = parser.parse_args()
@@ -196,7 +192,7 @@ def main() -> int:
         profiles: dict[str, list[str]] = {"controller": [], "agents": []}
         if given.profile:
             profiles = {name: ["--profile", str(given.profile / f"{name}.txt")] for name in profiles}
-        more = ["--scheduler", given.scheduler, "--tls", given.tls, *profiles["controller"]]
+        more = ["--tls", given.tls, *profiles["controller"]]
         controller = stack.enter_context(role("controller", folder, *more))
         agents = stack.enter_context(role("agents", folder, *profiles["agents"]))
         with asyncio.Runner(loop_factory=loop_factory()) as runner:

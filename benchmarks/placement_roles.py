@@ -1,6 +1,6 @@
-"""The processes around bench_placements.py: a controller with a chosen scheduler, and a thousand GPUs.
+"""The processes around bench_placements.py: a controller, and a thousand GPUs.
 
-    python benchmarks/placement_roles.py controller --state-dir DIR [--scheduler NAME] [--tls on|off]
+    python benchmarks/placement_roles.py controller --state-dir DIR [--tls on|off]
     python benchmarks/placement_roles.py agents --state-dir DIR [--nodes 125] [--gpus 8]
 
 The agents are a stand-in at the edge: every node has joined, has its own connection and speaks the
@@ -15,7 +15,7 @@ import asyncio
 import signal
 import sys
 from collections import Counter
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine
 from contextlib import suppress
 from pathlib import Path
 from types import FrameType
@@ -27,7 +27,6 @@ from genie.agent.joining import join
 from genie.controller.controller import Controller
 from genie.controller.store.sqlite import SqliteStore
 from genie.errors import FencedError
-from genie.model.job import Job
 from genie.model.messages import (
     AGENT_REQUESTS,
     ConfirmLaunch,
@@ -47,45 +46,14 @@ from genie.runtime.credentials import find_access, greet
 from genie.runtime.network import TcpNetwork
 from genie.runtime.rpc import Peer
 from genie.runtime.tasks import collect_seldom, loop_factory
-from genie.scheduler import ClusterView, Decision, FifoScheduler, NodeState, Place, Scheduler, Wait
 from genie.telemetry import log
 
 TICK_S = 0.2
 CALL_S = 30.0
 
 
-class NextFree:
-    """Whole GPUs on the first node that has them: the least that a scheduler can cost. Nothing else is
-    looked at, so it stands in for one whose decisions are cheap."""
-
-    def decide(self, queue: Sequence[Job], cluster: ClusterView, now: float) -> list[Decision]:
-        nodes = iter(cluster.nodes.values())
-        node_id, free = "", [0][:0]
-        decisions: list[Decision] = []
-        for job in queue:
-            count = job.spec.resources.gpus
-            while len(free) < count and (node := next(nodes, None)) is not None:
-                node_id, free = node.node_id, _free_gpus(node)
-            if len(free) < count:
-                decisions.append(Wait(job.job_id, "every GPU is taken"))
-                continue
-            taken, free = tuple(free[:count]), free[count:]
-            decisions.append(Place(job.job_id, node_id, taken, f"free on node {node_id}"))
-        return decisions
-
-
-def _free_gpus(node: NodeState) -> list[int]:
-    if node.closed:
-        return []
-    held = {gpu_id for hold in node.ledger.holds for gpu_id in hold.gpu_ids}
-    return [gpu.gpu_id for gpu in node.info.gpus if gpu.gpu_id not in held]
-
-
-SCHEDULERS: dict[str, type[Scheduler]] = {"fifo": FifoScheduler, "next-free": NextFree}
-
-
-async def serve(state_dir: Path, *, scheduler: str, tls: str) -> None:
-    """What `python -m genie.controller` does, with that scheduler."""
+async def serve(state_dir: Path, *, tls: str) -> None:
+    """What `python -m genie.controller` does."""
     settings = config.load({"controller.port": 0, "controller.tls": tls, "paths.state_dir": str(state_dir)})
     log.configure(settings.log)
     clock = SystemClock()
@@ -98,7 +66,6 @@ async def serve(state_dir: Path, *, scheduler: str, tls: str) -> None:
             network=TcpNetwork(),
             clock=clock,
             name="bench",
-            scheduler=SCHEDULERS[scheduler](),
         )
         await until_told(controller.run(), controller.wait_ready())
     finally:
@@ -259,14 +226,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("role", choices=("controller", "agents"))
     parser.add_argument("--state-dir", type=Path, required=True)
-    parser.add_argument("--scheduler", choices=sorted(SCHEDULERS), default="fifo")
     parser.add_argument("--tls", choices=("on", "off"), default="on")
     parser.add_argument("--nodes", type=int, default=125)
     parser.add_argument("--gpus", type=int, default=8)
     parser.add_argument("--profile", type=Path, help="write where the role's time went to this file")
     given = parser.parse_args()
     if given.role == "controller":
-        work = serve(given.state_dir, scheduler=given.scheduler, tls=given.tls)
+        work = serve(given.state_dir, tls=given.tls)
     else:
         work = run_agents(given.state_dir, nodes=given.nodes, gpus=given.gpus)
     samples = Samples()

@@ -177,6 +177,8 @@ class Planner:
         elif job.state in _HELD:
             if not scheduler.is_running(job_id):
                 self._hold(job)
+            if job.stop and scheduler.is_running(job_id):
+                scheduler.leaves(job_id, self._clock.wall_s() + job.spec.wishes.grace_s)
         elif self._jobs.not_before_s(job_id) > self._clock.monotonic_s():
             self._later[job_id] = self._jobs.not_before_s(job_id)
             if scheduler.is_running(job_id):

@@ -195,6 +195,11 @@ class Scheduler:
         self._run(request, places, at)
         self._is_other = True
 
+    def leaves(self, job_id: str, until: float) -> None:
+        """One that runs has been told to go by then, whoever decided that."""
+        running = self._running[job_id]
+        self._running[job_id] = replace(running, ends_at=min(running.ends_at, until), is_leaving=True)
+
     def withdraw(self, job_id: str) -> None:
         """It waits no longer; nothing when it does not wait."""
         self._unqueue(job_id)

@@ -1,0 +1,423 @@
+"""What jobs wish for, from the submission to what agents are told: gangs, preemption, time limits."""
+
+from __future__ import annotations
+
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from genie.errors import FencedError, JobRefusedError, LaunchError, UsageError, WorkersMissingError
+from genie.model.job import Job, JobSpec, JobState, Resources, Spread, Stop, Wishes, Within, parse_unit
+from genie.model.messages import CancelJob, Launch, ReadLog
+from genie.model.node import GPUInfo, NodeInfo, Vendor
+from tests.controller.standing import Client, Standing, standing
+from tests.fakes.agent import FakeAgent, node_info
+from tests.fakes.clock import FakeClock
+from tests.waiting import until
+
+
+def spec(name: str = "job", *, gpus: int = 1, node_id: str = "", **wishes: object) -> JobSpec:
+    return JobSpec(
+        name=name,
+        command=("true",),
+        resources=Resources(gpus=gpus),
+        node_id=node_id,
+        wishes=Wishes(**wishes),  # type: ignore[arg-type]
+    )
+
+
+async def agent_of(one: Standing, info: NodeInfo, stack: AsyncExitStack) -> FakeAgent:
+    access = await one.join(info.node_id)
+    agent = await stack.enter_async_context(FakeAgent(info).connected(one.network, access))
+    await agent.register()
+    await agent.beat()
+    return agent
+
+
+async def started_together(*launches: tuple[FakeAgent, Launch]) -> None:
+    """As agents do: those that come first ask again."""
+    for agent, launch in launches[:-1]:
+        with pytest.raises(WorkersMissingError, match="workers are not ready yet"):
+            await agent.confirm(launch)
+    for agent, launch in reversed(launches):
+        await agent.confirm(launch)
+
+
+# -- what nodes must have ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("wish", "there"),
+    [
+        ({"gpu_models": ("H200", "H100")}, {"name": "H100"}),
+        ({"vendor": "amd"}, {"vendor": Vendor.AMD}),
+        ({"gpu_memory_min_bytes": 1 << 36}, {"memory_total_bytes": 1 << 36}),
+        ({"capability_min": (9, 0)}, {"capability": (9, 0)}),
+    ],
+)
+async def test_a_job_goes_where_the_gpus_are_as_it_asks(
+    tmp_path: Path, wish: dict[str, object], there: dict[str, object]
+) -> None:
+    plain = node_info("plain")
+    other = node_info("other")
+    gpu = msgspec.structs.replace(other.gpus[0], **there)
+    async with standing(tmp_path) as one, one.client() as owner, AsyncExitStack() as stack:
+        await agent_of(one, plain, stack)
+        with pytest.raises(JobRefusedError, match="plain: its GPUs"):
+            await owner.submit_spec(spec(**wish))
+        agent = await agent_of(one, msgspec.structs.replace(other, gpus=(gpu,)), stack)
+        job = await owner.submit_spec(spec(**wish))
+        assert (await agent.next_launch()).job_id == job.job_id
+
+
+async def test_a_job_goes_where_the_labels_are(tmp_path: Path) -> None:
+    labelled = msgspec.structs.replace(node_info("b"), labels={"zone": "east", "disk": "nvme"})
+    async with standing(tmp_path) as one, one.client() as owner, one.agent("a"), AsyncExitStack() as stack:
+        agent = await agent_of(one, labelled, stack)
+        job = await owner.submit_spec(spec(labels={"zone": "east"}))
+        assert (await agent.next_launch()).job_id == job.job_id
+        with pytest.raises(JobRefusedError, match="no label zone=west"):
+            await owner.submit_spec(spec(labels={"zone": "west"}))
+
+
+async def test_memory_that_others_use_is_not_given_out(tmp_path: Path) -> None:
+    def with_outside(size_bytes: int) -> NodeInfo:
+        info = node_info("n1")
+        gpu = msgspec.structs.replace(info.gpus[0], memory_outside_bytes=size_bytes)
+        return msgspec.structs.replace(info, gpus=(gpu,))
+
+    async with standing(tmp_path) as one, one.client() as owner, AsyncExitStack() as stack:
+        agent = await agent_of(one, with_outside(6 << 30), stack)
+        wish = JobSpec(name="large", command=("true",), resources=Resources(gpus=1, gpu_memory_bytes=4 << 30))
+        job = await owner.submit_spec(wish)
+        assert job.state is JobState.QUEUED
+        await agent.beat(node=with_outside(1 << 30))
+        assert (await agent.next_launch()).job_id == job.job_id
+
+
+# -- gangs ------------------------------------------------------------------------------------------
+
+
+async def test_workers_start_together_and_know_each_other(tmp_path: Path) -> None:
+    async with standing(tmp_path) as one, one.client() as owner, one.agent("a") as a, one.agent("b") as b:
+        job = await owner.submit_spec(spec(workers=2))
+        first, second = await a.next_launch(), await b.next_launch()
+        assert {first.job_id, second.job_id} == {f"{job.job_id}.0", f"{job.job_id}.1"}
+        assert {first.rank, second.rank} == {0, 1}
+        assert first.hosts == second.hosts == ("127.0.0.1", "127.0.0.1")
+        assert first.placement.epoch == second.placement.epoch
+        await started_together((a, first), (b, second))
+        running = await owner.job(job.job_id)
+        assert (running.state, running.reason) == (JobState.RUNNING, "started on 2 nodes")
+        a.end(first)
+        await a.beat()
+        assert (await owner.job(job.job_id)).state is JobState.RUNNING
+        assert (await owner.held("a"), await owner.held("b")) == ([], [second.job_id])
+        b.end(second)
+        await b.beat()
+        over = await owner.job(job.job_id)
+        assert (over.state, over.exit_code) == (JobState.SUCCEEDED, 0)
+        assert [place.outcome for place in over.placements] == [JobState.SUCCEEDED] * 2
+
+
+async def test_a_gang_that_does_not_fit_as_a_whole_holds_nothing(tmp_path: Path) -> None:
+    async with standing(tmp_path) as one, one.client() as owner, one.agent("a") as a, one.agent("b") as b:
+        busy = await owner.submit_spec(spec("busy", node_id="b"))
+        launch = await b.start_next()
+        gang = await owner.submit_spec(spec("gang", workers=2))
+        assert (gang.state, await owner.held("a")) == (JobState.QUEUED, [])
+        b.end(launch)
+        await b.beat()
+        assert (await owner.job(busy.job_id)).state is JobState.SUCCEEDED
+        assert {parse_unit((await agent.next_launch()).job_id)[0] for agent in (a, b)} == {gang.job_id}
+
+
+async def test_a_gang_too_large_for_the_cluster_is_refused(tmp_path: Path) -> None:
+    async with standing(tmp_path) as one, one.client() as owner, one.agent("a", gpus=2):
+        with pytest.raises(JobRefusedError, match="asks for 3 workers in all; there is room for 2"):
+            await owner.submit_spec(spec(workers=3))
+        with pytest.raises(JobRefusedError, match="there is room for 1"):
+            await owner.submit_spec(spec(workers=2, spread=Spread.SPREAD))
+        with pytest.raises(JobRefusedError, match="3 workers in one node; there is room for 2"):
+            await owner.submit_spec(spec(workers=3, within=Within.NODE))
+
+
+async def test_an_elastic_gang_starts_with_what_there_is(tmp_path: Path) -> None:
+    async with standing(tmp_path) as one, one.client() as owner, one.agent("a", gpus=2) as a:
+        job = await owner.submit_spec(spec(workers=8, workers_min=2))
+        launches = [await a.next_launch(), await a.next_launch()]
+        assert {len(launch.hosts) for launch in launches} == {2}
+        assert {launch.placement.gpu_ids for launch in launches} == {(0,), (1,)}
+        await started_together(*((a, launch) for launch in launches))
+        assert (await owner.job(job.job_id)).state is JobState.RUNNING
+
+
+async def test_a_worker_that_fails_ends_the_others_and_the_job(tmp_path: Path) -> None:
+    async with standing(tmp_path) as one, one.client() as owner, one.agent("a") as a, one.agent("b") as b:
+        job = await owner.submit_spec(spec(workers=2))
+        first, second = await a.next_launch(), await b.next_launch()
+        await started_together((a, first), (b, second))
+        a.end(first, 3)
+        await a.beat()
+        ending = await owner.job(job.job_id)
+        assert (ending.state, ending.stop) == (JobState.RUNNING, Stop.WORKER)
+        ack = await b.beat()
+        assert [order.job_id for order in ack.kill] == [second.job_id]
+        b.end(second, -15)
+        await b.beat()
+        over = await owner.job(job.job_id)
+        assert (over.state, over.exit_code) == (JobState.FAILED, 3)
+        assert over.reason == f"worker {first.rank} on node a: exit code 3"
+        assert (await owner.held("a"), await owner.held("b")) == ([], [])
+
+
+async def test_a_worker_whose_node_is_gone_makes_the_job_lost(tmp_path: Path) -> None:
+    clock = FakeClock()
+    async with (
+        standing(tmp_path, clock=clock) as one,
+        one.client() as owner,
+        one.agent("a") as a,
+        AsyncExitStack() as stack,
+    ):
+        b = await agent_of(one, node_info("b"), stack)
+        job = await owner.submit_spec(spec(workers=2))
+
+        async def launched() -> bool:
+            await clock.advance(0.1)
+            return not a.launches.empty() and not b.launches.empty()
+
+        await until(launched)
+        first, second = await a.next_launch(), await b.next_launch()
+        await started_together((a, first), (b, second))
+        await stack.aclose()
+
+        async def lost() -> bool:
+            await clock.advance(1.0)
+            await a.beat()
+            return (await owner.job(job.job_id)).stop is Stop.WORKER
+
+        await until(lost)
+        a.end(first, -15)
+        await a.beat()
+        over = await owner.job(job.job_id)
+        assert over.state is JobState.LOST
+        assert "on node b: node b was silent" in over.reason
+
+
+async def test_a_launch_that_one_node_refuses_is_void_on_all(tmp_path: Path) -> None:
+    async with standing(tmp_path) as one, one.client() as owner, one.agent("a") as a, one.agent("b") as b:
+        b.refuse = LaunchError("not today")
+        job = await owner.submit_spec(spec(workers=2))
+        first = await a.next_launch()
+
+        async def queued() -> bool:
+            return "not today" in "".join(step.reason for step in (await owner.job(job.job_id)).history)
+
+        await until(queued)
+        with pytest.raises(FencedError):
+            await a.confirm(first)
+        b.refuse = None
+        again, other = await a.next_launch(), await b.next_launch()
+        assert again.placement.epoch > first.placement.epoch
+        await started_together((a, again), (b, other))
+
+
+async def test_each_worker_has_its_own_log(tmp_path: Path) -> None:
+    async with standing(tmp_path) as one, one.client() as owner, one.agent("a", gpus=2) as a:
+        job = await owner.submit_spec(spec("pair", workers=2))
+        launches = [await a.next_launch(), await a.next_launch()]
+        await started_together(*((a, launch) for launch in launches))
+        for rank in range(2):
+            a.logs[f"{job.job_id}.{rank}"] = f"rank {rank}".encode()
+        logs = [
+            (await owner.ask(ReadLog(job_id=key))).data
+            for key in (job.job_id, f"{job.job_id}.0", f"{job.job_id}.1")
+        ]
+        assert logs == [b"rank 0", b"rank 0", b"rank 1"]
+        with pytest.raises(UsageError, match="has 2 workers; there is no rank 2"):
+            await owner.ask(ReadLog(job_id=f"{job.job_id}.2"))
+
+
+async def test_cancelling_a_gang_ends_every_worker(tmp_path: Path) -> None:
+    async with standing(tmp_path) as one, one.client() as owner, one.agent("a") as a, one.agent("b") as b:
+        job = await owner.submit_spec(spec(workers=2))
+        first, second = await a.next_launch(), await b.next_launch()
+        await started_together((a, first), (b, second))
+        await owner.ask(CancelJob(job_id=job.job_id))
+        assert (await a.next_kill()).job_id == first.job_id
+        assert (await b.next_kill()).job_id == second.job_id
+        for agent, launch in ((a, first), (b, second)):
+            agent.end(launch, -15)
+            await agent.beat()
+        assert (await owner.job(job.job_id)).state is JobState.CANCELLED
+
+
+async def test_a_gang_outlives_its_controller(tmp_path: Path) -> None:
+    async with standing(tmp_path) as one:
+        access = {name: await one.join(name) for name in ("a", "b")}
+        async with AsyncExitStack() as stack:
+            owner = await stack.enter_async_context(one.client())
+            a, b = [
+                await stack.enter_async_context(
+                    FakeAgent(node_info(name)).connected(one.network, access[name])
+                )
+                for name in ("a", "b")
+            ]
+            for agent in (a, b):
+                await agent.register()
+                await agent.beat()
+            job = await owner.submit_spec(spec(workers=2))
+            first, second = await a.next_launch(), await b.next_launch()
+            await started_together((a, first), (b, second))
+        await one.restart()
+        async with AsyncExitStack() as stack:
+            owner = await stack.enter_async_context(one.client())
+            for agent in (a, b):
+                await stack.enter_async_context(agent.connected(one.network, access[agent.info.node_id]))
+                await agent.register()
+                await agent.beat()
+            more = await owner.submit_spec(spec("more"))
+            assert more.state is JobState.QUEUED, "what runs is held in the new life, too"
+            for agent, launch in ((a, first), (b, second)):
+                agent.end(launch)
+                await agent.beat()
+            assert (await owner.job(job.job_id)).state is JobState.SUCCEEDED
+            await until(lambda: not a.launches.empty() or not b.launches.empty())
+
+
+# -- preemption and time limits ---------------------------------------------------------------------
+
+
+async def _running(owner: Client, agent: FakeAgent, **wishes: object) -> tuple[Job, Launch]:
+    job = await owner.submit_spec(spec("low", **wishes))
+    return job, await agent.start_next()
+
+
+async def test_a_higher_priority_takes_the_place_of_what_may_be_preempted_which_waits_again(
+    tmp_path: Path,
+) -> None:
+    async with standing(tmp_path) as one, one.client() as owner, one.agent("a") as a:
+        low, launch = await _running(owner, a, preemptible=True, grace_s=5.0)
+        high = await owner.submit_spec(spec("high", priority=10))
+        assert high.reason == f"waits for {low.job_id} to make room"
+        kill = await a.next_kill()
+        assert (kill.job_id, kill.reason) == (low.job_id, f"makes room for {high.job_id}")
+        assert (await owner.job(low.job_id)).stop is Stop.PREEMPT
+        a.end(launch, 0)
+        await a.beat()
+        second = await a.start_next()
+        assert second.job_id == high.job_id
+        waiting = await owner.job(low.job_id)
+        assert (waiting.state, waiting.stop, waiting.exit_code) == (JobState.QUEUED, Stop.NO, None)
+        a.end(second)
+        await a.beat()
+        assert (await a.start_next()).job_id == low.job_id
+
+
+async def test_what_may_not_be_preempted_is_left_alone(tmp_path: Path) -> None:
+    async with standing(tmp_path) as one, one.client() as owner, one.agent("a") as a:
+        low, _ = await _running(owner, a)
+        high = await owner.submit_spec(spec("high", priority=10))
+        assert high.state is JobState.QUEUED
+        await a.beat()
+        assert a.kills.empty()
+        assert not (await owner.job(low.job_id)).stop
+
+
+async def test_a_preempted_job_can_be_cancelled_on_its_way_out(tmp_path: Path) -> None:
+    async with standing(tmp_path) as one, one.client() as owner, one.agent("a") as a:
+        low, launch = await _running(owner, a, preemptible=True)
+        await owner.submit_spec(spec("high", priority=10))
+        await a.next_kill()
+        await owner.ask(CancelJob(job_id=low.job_id))
+        a.end(launch, -15)
+        await a.beat()
+        assert (await owner.job(low.job_id)).state is JobState.CANCELLED
+
+
+async def test_a_preemption_is_remembered_by_the_next_controller(tmp_path: Path) -> None:
+    async with standing(tmp_path) as one:
+        access = await one.join("a")
+        agent = FakeAgent(node_info("a", gpus=2))
+        async with one.client() as owner, agent.connected(one.network, access):
+            await agent.register()
+            await agent.beat()
+            low, _ = await _running(owner, agent, preemptible=True)
+            other, _ = await _running(owner, agent, preemptible=True)
+            await owner.submit_spec(spec("high", priority=10))
+            victim = (await agent.next_kill()).job_id
+        await one.restart()
+        async with one.client() as owner, agent.connected(one.network, access):
+            await agent.register()
+            ack = await agent.beat()
+            assert [order.job_id for order in ack.kill] == [victim]
+            await owner.submit_spec(spec("last"))
+            stops = {job.job_id: (await owner.job(job.job_id)).stop for job in (low, other)}
+            assert sorted(stops.values()) == ["", "preempt"], "one place was wanted, one job goes"
+
+
+async def test_a_job_ends_when_its_time_is_over(tmp_path: Path) -> None:
+    clock = FakeClock()
+    async with standing(tmp_path, clock=clock) as one, one.client() as owner, one.agent("a") as a:
+        job = await owner.submit_spec(spec(time_limit_s=5.0))
+
+        async def given() -> bool:
+            await clock.advance(0.1)
+            return not a.launches.empty()
+
+        await until(given)
+        launch = await a.start_next()
+
+        async def told() -> bool:
+            await clock.advance(1.0)
+            await a.beat()
+            return not a.kills.empty()
+
+        await until(told)
+        assert (await a.next_kill()).reason == "its time limit of 5 s is over"
+        a.end(launch, -15)
+        await a.beat()
+        over = await owner.job(job.job_id)
+        assert (over.state, over.reason) == (
+            JobState.FAILED,
+            "its time limit of 5 s is over (killed by signal 15)",
+        )
+
+
+async def test_small_jobs_with_time_limits_go_before_a_large_one_that_waits(tmp_path: Path) -> None:
+    async with standing(tmp_path) as one, one.client() as owner, one.agent("a", gpus=2) as a:
+        await _running(owner, a, time_limit_s=1000.0)
+        large = await owner.submit_spec(spec("large", gpus=2))
+        assert large.reason == "has a reservation on a"
+        long = await owner.submit_spec(spec("long"))
+        assert long.reason == f"would delay {large.job_id}, which has a reservation"
+        short = await owner.submit_spec(spec("short", time_limit_s=10.0))
+        assert (await a.next_launch()).job_id == short.job_id
+
+
+async def test_near_and_apart_go_by_names(tmp_path: Path) -> None:
+    async with (
+        standing(tmp_path) as one,
+        one.client() as owner,
+        one.agent("a", gpus=3) as a,
+        one.agent("b", gpus=3) as b,
+    ):
+        await owner.submit_spec(spec("base", node_id="b"))
+        await b.start_next()
+        beside = await owner.submit_spec(spec("beside", near=("base",)))
+        away = await owner.submit_spec(spec("away", apart=("base",)))
+        assert (await b.next_launch()).job_id == beside.job_id
+        assert (await a.next_launch()).job_id == away.job_id
+
+
+async def test_a_node_with_more_accelerators_than_are_counted_gives_out_the_first(tmp_path: Path) -> None:
+    info = node_info("big")
+    gpus = tuple(GPUInfo(gpu_id=n, name="Fake", vendor=Vendor.NVIDIA) for n in range(20))
+    async with standing(tmp_path) as one, one.client() as owner, AsyncExitStack() as stack:
+        agent = await agent_of(one, msgspec.structs.replace(info, gpus=gpus), stack)
+        await owner.submit_spec(spec(gpus=16))
+        assert (await agent.next_launch()).placement.gpu_ids == tuple(range(16))
+        with pytest.raises(JobRefusedError, match="big: has 16 GPUs"):
+            await owner.submit_spec(spec(gpus=17))
