@@ -29,6 +29,7 @@ from genie.scheduler.scheduler import Decision, Rules, Scheduler, Start, Wait
 
 _log = logging.getLogger(__name__)
 
+_NEVER_MAX = 1024
 _HELD = (JobState.PLACING, JobState.RUNNING)
 
 
@@ -58,6 +59,10 @@ class Planner:
         self._has_gpus = False
         self._later: dict[str, float] = {}
         """Queued jobs that are not to be placed before a time, because an agent has just refused them."""
+        self._never: dict[tuple[object, ...], str] = {}
+        """Why requests could never run, while the nodes have what they have."""
+        self._seen: dict[str, tuple[tuple[object, ...], str]] = {}
+        """What the scheduler was told of each node."""
         self._is_stale = True
         self._scheduler = self._new_scheduler()
         ledger.on_load.append(self.forget)
@@ -67,21 +72,17 @@ class Planner:
     # -- reading ------------------------------------------------------------------------------
 
     def why_never(self, spec: JobSpec) -> str:
-        """Why this could not run on the registered nodes even if all were well and free; empty if it
-        could."""
-        nodes = [facts_of(state.info) for state in self._views.registered().values()]
-        has_gpus = any(_has_gpu(state.info) for state in self._views.registered().values())
-        asked = Job(
-            job_id="",
-            tenant="",
-            owner="",
-            spec=spec,
-            state=JobState.QUEUED,
-            reason="",
-            submitted_at=0.0,
-            sequence=0,
-        )
-        return possible.why_never(self._request(asked, has_gpus=has_gpus), nodes)
+        """Why this could not run on the registered nodes, were all well and free; empty if it could."""
+        self._views.registered()
+        if self._is_stale:
+            self._start_anew()
+        request = self._request(_asked(spec), has_gpus=self._has_gpus)
+        key = (request.shape, request.workers, request.workers_min, request.within, request.spread)
+        if key not in self._never:
+            if len(self._never) >= _NEVER_MAX:
+                self._never.clear()
+            self._never[key] = possible.why_never(request, self._scheduler.book.nodes)
+        return self._never[key]
 
     def waiting(self) -> list[Wait]:
         """Who waits and for what, in order of arrival."""
@@ -123,6 +124,8 @@ class Planner:
     def _start_anew(self) -> None:
         self._scheduler = self._new_scheduler()
         self._gpu_ids.clear()
+        self._never.clear()
+        self._seen.clear()
         self._later.clear()
         states = self._views.current()
         self._has_gpus = any(_has_gpu(state.info) for state in states.values())
@@ -143,10 +146,16 @@ class Planner:
             self._set_node(node_id, state)
 
     def _set_node(self, node_id: str, state: NodeState) -> None:
-        facts = facts_of(state.info, closed=state.closed)
+        info, closed = state.info, state.closed
+        has = (info.gpus, info.cpus, info.memory_total_bytes, info.labels, info.rack)
+        if self._seen.get(node_id) == (has, closed):
+            return
+        self._seen[node_id] = (has, closed)
+        facts = facts_of(info, closed=closed)
         known = self._scheduler.book.node(node_id)
         if known == facts:
             return
+        self._never.clear()
         self._gpu_ids[node_id] = tuple(gpu.gpu_id for gpu in state.info.gpus[:GPUS_MAX])
         if known is None and len(state.info.gpus) > GPUS_MAX:
             _log.warning("of node %s only the first %d accelerators are given to jobs", node_id, GPUS_MAX)
@@ -158,6 +167,8 @@ class Planner:
         try:
             self._scheduler.remove_node(node_id)
             self._gpu_ids.pop(node_id, None)
+            self._seen.pop(node_id, None)
+            self._never.clear()
         except UsageError:  # something is still held there in the book
             self.forget()
 
@@ -229,6 +240,20 @@ class Planner:
             for place in start.places
         )
         return replace(start, places=places)
+
+
+def _asked(spec: JobSpec) -> Job:
+    """A job that nobody has submitted."""
+    return Job(
+        job_id="",
+        tenant="",
+        owner="",
+        spec=spec,
+        state=JobState.QUEUED,
+        reason="",
+        submitted_at=0.0,
+        sequence=0,
+    )
 
 
 def _has_gpu(info: NodeInfo) -> bool:
