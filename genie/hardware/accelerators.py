@@ -50,13 +50,14 @@ class Inventory:
     def read(self, held: Collection[int] = ()) -> tuple[GPUInfo, ...]:
         """Every accelerator, by `gpu_id`. Blocks for as long as the driver does; never raises.
 
-        `held` are those on which jobs of this process run. What those use is not outside memory.
+        `held` are those on which jobs of this process run. What those use is not outside memory, and
+        one that they keep busy is as available as who shares it out says.
         """
         with self._lock:
             if self._reader is None:
                 self._reader = self._opened()
             judged = [self._convalescence.judged(gpu) for gpu in self._reader.read(held)]
-            return tuple(with_verdict(gpu) for gpu in judged)
+            return tuple(gpu if gpu.gpu_id in held else with_verdict(gpu) for gpu in judged)
 
     async def read_async(
         self, held: Collection[int] = (), *, timeout_s: float = READ_TIMEOUT_S

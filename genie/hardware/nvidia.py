@@ -70,14 +70,13 @@ _RECOVERY_ACTIONS = {
     7: "a restart of the system",
 }
 
-LINKS_EVERY = 60
-"""Readings between two looks at the links: they come up late on a machine that has just started."""
-
 
 class NvidiaReader:
     """Reads every NVIDIA GPU of the machine. `gpu_id` belongs to a UUID for the life of the reader.
 
-    So a driver that is reloaded, and counts its GPUs in another order, moves nobody's GPU.
+    So a driver that is reloaded, and counts its GPUs in another order, moves nobody's GPU. What a GPU is
+    (its name, memory, capability, island, NUMA node) is what was read of it first or last, not what
+    happens to be read while it is lost: who shares GPUs out relies on it.
     """
 
     def __init__(self) -> None:
@@ -86,9 +85,7 @@ class NvidiaReader:
         self._known: dict[int, GPUInfo] = {}
         self._ids_by_index = list(range(self._session.count))
         self._islands: dict[int, int] = {}
-        self._linked: frozenset[int] = frozenset()
-        """The GPUs that were well when their links were last looked at."""
-        self._links_due = 0
+        """Of those whose links have been looked at, which is done once: it takes dozens of calls."""
 
     @property
     def gpu_count(self) -> int:
@@ -118,26 +115,31 @@ class NvidiaReader:
         if self._session is None:
             self._session = _Session()
             self._ids_by_index = self._ids_after_reopening(self._session)
-            self._links_due = 0
         seen: dict[int, GPUInfo] = {}
         for index, gpu_id in enumerate(self._ids_by_index):
             if gpu_id >= 0:
                 seen[gpu_id] = self._session.read(
                     index, gpu_id=gpu_id, last=self._known.get(gpu_id), is_held=gpu_id in held
                 )
-        self._look_at_links(self._session, frozenset(gpu_id for gpu_id, gpu in seen.items() if gpu.available))
+        self._look_at_links(self._session)
         return {
             gpu_id: msgspec.structs.replace(gpu, island=self._islands.get(gpu_id, gpu_id))
             for gpu_id, gpu in seen.items()
         }
 
-    def _look_at_links(self, session: _Session, well: frozenset[int]) -> None:
-        """Now and then, and whenever a GPU comes or goes: dozens of calls for each GPU."""
-        self._links_due -= 1
-        if self._links_due <= 0 or well != self._linked:
-            ids = {gpu_id: index for index, gpu_id in enumerate(self._ids_by_index) if gpu_id >= 0}
-            self._islands = islands({gpu_id: session.links(index) for gpu_id, index in ids.items()})
-            self._linked, self._links_due = well, LINKS_EVERY
+    def _look_at_links(self, session: _Session) -> None:
+        """When a GPU answers for the first time. It joins the others, which stay where they are."""
+        indices = {gpu_id: index for index, gpu_id in enumerate(self._ids_by_index) if gpu_id >= 0}
+        found = {gpu_id: session.links(indices[gpu_id]) for gpu_id in indices.keys() - self._islands.keys()}
+        if all(links is None for links in found.values()):
+            return
+        found |= {gpu_id: session.links(indices[gpu_id]) for gpu_id in indices.keys() & self._islands.keys()}
+        fresh = islands({gpu_id: links for gpu_id, links in found.items() if links is not None})
+        numbers = {
+            island: self._islands[gpu_id] for gpu_id, island in fresh.items() if gpu_id in self._islands
+        }
+        for gpu_id, island in fresh.items():
+            self._islands.setdefault(gpu_id, numbers.get(island, island))
 
     def _ids_after_reopening(self, session: _Session) -> list[int]:
         """-1 for one that cannot say who it is: it is among the known, which are listed anyway."""
@@ -178,20 +180,20 @@ class _Session:
             return ""
 
     def read(self, index: int, *, gpu_id: int, last: GPUInfo | None, is_held: bool) -> GPUInfo:
+        last = last or GPUInfo(gpu_id=gpu_id, name=f"NVIDIA GPU {index}", vendor=Vendor.NVIDIA)
         try:
-            return self._reading(self._handle(index), gpu_id=gpu_id, is_held=is_held)
+            return self._reading(self._handle(index), last=last, is_held=is_held)
         except self._nvml.NVMLError as error:
             if error.value in _SESSION_GONE:
                 raise self._broken(error) from error
-            unnamed = GPUInfo(gpu_id=gpu_id, name=f"NVIDIA GPU {index}", vendor=Vendor.NVIDIA)
-            return _unavailable(last or unnamed, f"NVML: {error}")
+            return _unavailable(last, f"NVML: {error}")
 
-    def links(self, index: int) -> GpuLinks:
-        """None known of a GPU that does not answer."""
+    def links(self, index: int) -> GpuLinks | None:
+        """None of a GPU that does not answer."""
         try:
             return self._links(self._handle(index))
         except self._nvml.NVMLError:
-            return GpuLinks()
+            return None
 
     def close(self) -> None:
         try:
@@ -199,7 +201,7 @@ class _Session:
         except self._nvml.NVMLError as error:
             _log.debug("NVML did not shut down cleanly: %s", error)
 
-    def _reading(self, handle: object, *, gpu_id: int, is_held: bool) -> GPUInfo:
+    def _reading(self, handle: object, *, last: GPUInfo, is_held: bool) -> GPUInfo:
         # Of NVML's two memory readings the older one: its "used" includes what the driver keeps for
         # itself, so that total minus used is what a process can have.
         memory = self._optional("nvmlDeviceGetMemoryInfo", handle)
@@ -207,12 +209,11 @@ class _Session:
         rates = self._optional("nvmlDeviceGetUtilizationRates", handle)
         power_mw = self._optional("nvmlDeviceGetPowerUsage", handle)
         fault = self._fault(handle)
-        return GPUInfo(
-            gpu_id=gpu_id,
-            name=str(self._optional("nvmlDeviceGetName", handle) or "NVIDIA GPU"),
-            vendor=Vendor.NVIDIA,
-            uuid=str(self._optional("nvmlDeviceGetUUID", handle) or ""),
-            memory_total_bytes=int(memory.total) if memory is not None else 0,
+        return msgspec.structs.replace(
+            last,
+            name=str(self._optional("nvmlDeviceGetName", handle) or last.name),
+            uuid=str(self._optional("nvmlDeviceGetUUID", handle) or last.uuid),
+            memory_total_bytes=int(memory.total) if memory is not None else last.memory_total_bytes,
             memory_used_bytes=used_bytes,
             memory_outside_bytes=outside_bytes(
                 used_bytes,
@@ -223,8 +224,8 @@ class _Session:
             utilization_pct=float(rates.gpu) if rates is not None else None,
             temperature_c=self._temperature_c(handle),
             power_w=power_mw / 1000.0 if power_mw is not None else None,
-            capability=self._optional("nvmlDeviceGetCudaComputeCapability", handle) or (0, 0),
-            numa=self._numa(handle),
+            capability=self._optional("nvmlDeviceGetCudaComputeCapability", handle) or last.capability,
+            numa=self._numa(handle, last=last.numa),
             available=not fault,
             reason=fault,
         )
@@ -263,11 +264,11 @@ class _Session:
         fields = self._optional("nvmlDeviceGetFieldValues", handle, [_FIELD_RECOVERY_ACTION])
         return int(fields[0].value.uiVal) if fields is not None and fields[0].nvmlReturn == 0 else 0
 
-    def _numa(self, handle: object) -> int:
-        """The lowest NUMA node that the GPU is near; 0 where the machine does not say."""
+    def _numa(self, handle: object, *, last: int) -> int:
+        """The lowest NUMA node that the GPU is near."""
         words = self._optional("nvmlDeviceGetMemoryAffinity", handle, _NUMA_WORDS, _AFFINITY_SCOPE_NODE)
         near = sum(int(word) << place * _NUMA_WORD_BITS for place, word in enumerate(words or ()))
-        return (near & -near).bit_length() - 1 if near else 0
+        return (near & -near).bit_length() - 1 if near else last
 
     def _processes(self, handle: object) -> list[GpuProcess] | None:
         """Those that hold memory on it; None where the driver does not list them."""

@@ -7,8 +7,7 @@ import os
 import pytest
 
 from genie.hardware.limits import GOOD_READINGS_MIN
-from genie.hardware.nvidia import LINKS_EVERY
-from genie.model.node import Vendor
+from genie.model.node import GPUInfo, Vendor
 from tests.fakes.nvml.fake import FakeNvml
 from tests.hardware.inventory_contract import check_nvidia_inventory
 
@@ -98,6 +97,15 @@ def test_a_gpu_above_ninety_percent_is_not_available_and_at_ninety_it_is(fake_nv
     assert free.available
 
 
+def test_a_gpu_that_a_job_of_ours_keeps_busy_is_available_for_others_that_share_it(
+    fake_nvml: FakeNvml,
+) -> None:
+    fake_nvml.script("count=2", "0.utilization=99", "1.utilization=99")
+    assert [gpu.available for gpu in fake_nvml.read(held=[0])] == [True, False]
+    fake_nvml.script("count=1", "0.utilization=99", "0.clocks=64")
+    assert not fake_nvml.read(held=[0])[0].available, "unless it is not well"
+
+
 # --- what the scheduler asks for --------------------------------------------------------------
 
 
@@ -131,17 +139,37 @@ def test_gpus_that_links_join_are_an_island(
     assert all(gpu.available for gpu in gpus)
 
 
-def test_islands_are_found_again_when_a_gpu_comes_or_goes_and_now_and_then(fake_nvml: FakeNvml) -> None:
-    joined = ["0.link.0=switch", "1.link.0=switch", "2.link.0=switch"]
-    fake_nvml.script("count=3", *joined)
-    assert [gpu.island for gpu in fake_nvml.read()] == [0, 0, 0]
-    fake_nvml.script("count=3", *joined, "0.lost=15")
-    assert [gpu.island for gpu in fake_nvml.read()] == [0, 1, 1]
-    fake_nvml.script("count=3", *joined)
-    assert [gpu.island for gpu in fake_nvml.read()] == [0, 0, 0]
-    fake_nvml.script("count=3")
-    seen = [[gpu.island for gpu in fake_nvml.read()] for _ in range(LINKS_EVERY)]
-    assert (seen[0], seen[-1]) == ([0, 0, 0], [0, 1, 2])
+def test_what_a_gpu_is_does_not_change_while_it_or_a_reading_is_lost(fake_nvml: FakeNvml) -> None:
+    """A scheduler that has counted it would be wrong about what is held."""
+    machine = ["count=3", *(f"{gpu}.link.0=switch" for gpu in range(3)), "0.capability=8.6", "0.numa=4"]
+    fake_nvml.script(*machine)
+    before = [lasting(gpu) for gpu in fake_nvml.read()]
+    assert before[0][2:] == (85899345920, (8, 6), 0, 2)
+    silent = [f"0.{call}=!3" for call in ("name", "uuid", "memory_total", "capability", "numa", "link.0")]
+    for trouble in (["0.lost=15"], ["0.lost=1"], ["init=!9"], silent, ["1.link.0=off"], []):
+        fake_nvml.script(*machine, *trouble)
+        assert [lasting(gpu) for gpu in fake_nvml.read()] == before, trouble
+
+
+def lasting(gpu: GPUInfo) -> tuple[object, ...]:
+    return (gpu.name, gpu.uuid, gpu.memory_total_bytes, gpu.capability, gpu.island, gpu.numa)
+
+
+@pytest.mark.parametrize("number", [0, 1, 2])
+def test_a_gpu_that_answers_late_joins_its_island_and_the_others_stay(
+    fake_nvml: FakeNvml, number: int
+) -> None:
+    machine = ["count=4", *(f"{gpu}.link.0=switch" for gpu in range(3))]
+    fake_nvml.script(*machine, f"{number}.lost=15")
+    first = [gpu.island for gpu in fake_nvml.read()]
+    fake_nvml.script(*machine)
+    later = [gpu.island for gpu in fake_nvml.read()]
+    assert first[number] == number, "alone, as far as is known"
+    assert len(set(later[:3])) == 1
+    assert later[3] == 3
+    assert [later[gpu] for gpu in range(4) if gpu != number] == [
+        first[gpu] for gpu in range(4) if gpu != number
+    ]
 
 
 def test_all_that_is_in_use_on_a_gpu_without_a_job_is_outside(fake_nvml: FakeNvml) -> None:
