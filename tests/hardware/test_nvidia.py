@@ -67,7 +67,7 @@ def test_a_lost_gpu_stays_listed_as_not_available_and_the_others_are_read(fake_n
     assert (lost.gpu_id, lost.uuid, lost.name) == (0, before[0].uuid, before[0].name)
     assert not lost.available
     assert "lost" in lost.reason
-    assert (lost.temperature_c, lost.memory_used_bytes) == (None, 0)
+    assert (lost.temperature_c, lost.memory_used_bytes, lost.memory_outside_bytes) == (None, 0, 0)
     assert (well.available, well.temperature_c) == (True, 51.0)
 
 
@@ -124,7 +124,7 @@ def test_capability_and_numa_node_are_read(fake_nvml: FakeNvml) -> None:
         (["0.link.0=gpu:2", "1.link.1=gpu:3", "2.link.17=gpu:4"], [0, 0, 0, 0]),
         (["1.link.0=switch", "2.link.3=switch", "3.link.0=switch"], [0, 1, 1, 1]),
         (["1.link.0=other:9", "3.link.0=other:9"], [0, 1, 2, 1]),
-        (["0.link.0=off", "1.link.0=off", "2.link.0=npu", "3.link.0=npu"], [0, 1, 2, 3]),
+        (["0.link.0=off", "1.link.0=off", "2.link.0=npu:9", "3.link.0=npu:9"], [0, 1, 2, 3]),
         (["0.link.0=other:0", "1.link.0=other:0"], [0, 1, 2, 3]),
         (["0.link.0=gpu:2", "1.bus=!3", "2.link.0=switch", "3.link.0=switch"], [0, 1, 2, 2]),
     ],
@@ -146,7 +146,7 @@ def test_what_a_gpu_is_does_not_change_while_it_or_a_reading_is_lost(fake_nvml: 
     before = [lasting(gpu) for gpu in fake_nvml.read()]
     assert before[0][2:] == (85899345920, (8, 6), 0, 2)
     silent = [f"0.{call}=!3" for call in ("name", "uuid", "memory_total", "capability", "numa", "link.0")]
-    for trouble in (["0.lost=15"], ["0.lost=1"], ["init=!9"], silent, ["1.link.0=off"], []):
+    for trouble in (silent, ["0.lost=15"], ["1.link.0=off"], ["0.lost=1"], ["init=!9"], silent, []):
         fake_nvml.script(*machine, *trouble)
         assert [lasting(gpu) for gpu in fake_nvml.read()] == before, trouble
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import msgspec
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from genie.model.node import GPUInfo, NodeInfo, NodeRole, Vendor
@@ -67,6 +67,7 @@ _SIZES = st.one_of(st.integers(0, 1 << 60), st.integers(0, 5 * MIB))
 
 
 @given(cpus=st.floats(0, 1e6), memory=_SIZES, total=_SIZES, outside=_SIZES)
+@example(cpus=1e6, memory=1 << 60, total=1 << 60, outside=1 << 59)
 def test_rounding_never_gives_out_what_is_not_there(
     cpus: float, memory: int, total: int, outside: int
 ) -> None:

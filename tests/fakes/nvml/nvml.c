@@ -14,8 +14,8 @@
  *   0.power=700000          milliwatts
  *   0.capability=9.0        compute capability
  *   0.bus=7                 its number on the PCI bus
- *   0.link.3=switch         an active link to a switch; gpu:7 and other:7 (a thing of unknown kind) are
- *                           links to what has that number on the bus, npu to the processor, off is none
+ *   0.link.3=switch         an active link to a switch; gpu:7, npu:7 (a processor) and other:7 (a thing of
+ *                           unknown kind) are links to what has that number on the bus; off is none
  *   0.numa=5                the NUMA nodes that it is near, as a mask; the low 64 of them
  *   0.processes=12:4096,13:?   pids with bytes, ? where they are not known; likewise mps and graphics
  *   0.clocks=64             why its clocks are low, as a mask; 0.clocks_event=!13 plays a driver before 535
@@ -318,7 +318,7 @@ result_t nvmlDeviceGetNvLinkRemoteDeviceType(device_t *device, unsigned int link
 
     if (result == OK)
         *kind = strcmp(found, "switch") == 0       ? TO_SWITCH
-                : strcmp(found, "npu") == 0        ? TO_NPU
+                : strncmp(found, "npu:", 4) == 0   ? TO_NPU
                 : strncmp(found, "other:", 6) == 0 ? TO_OTHER
                                                    : TO_GPU;
     return result;
