@@ -13,6 +13,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import os
+import re
 import tomllib
 import types
 import typing
@@ -25,6 +26,12 @@ from genie.errors import ConfigError
 
 _Section = TypeVar("_Section")
 
+LABELS_MAX = 64
+"""Labels that one node may have."""
+LABEL = re.compile(r"[A-Za-z0-9._/-]{1,63}")
+"""A label's key, its value, or the name of a rack."""
+LABEL_RULE = "1 to 63 letters, digits, '.', '_', '-' or '/'"
+
 
 def setting(
     default: object,
@@ -35,9 +42,17 @@ def setting(
     low: float | None = None,
     high: float | None = None,
     secret: bool = False,
+    label: bool = False,
 ) -> Any:  # Any: dataclasses.field() is typed as the field's own type
-    """Declares one setting. `env` is only given where the derived name would be another."""
-    meta = {"help": help_text, "env": env, "allowed": allowed, "low": low, "high": high, "secret": secret}
+    """Declares one setting. `env` is only given where the derived name would be another.
+
+    The texts of a `label` keep to LABEL_RULE. A mapping is empty by default.
+    """
+    meta = {"help": help_text, "env": env, "allowed": allowed, "low": low, "high": high}
+    meta |= {"secret": secret, "label": label}
+    if isinstance(default, dict):
+        assert not default, "who made the object could change the default of all"
+        return dataclasses.field(default_factory=dict, metadata=meta)
     return dataclasses.field(default=default, metadata=meta)
 
 
@@ -114,6 +129,12 @@ class AgentConfig:
     cpu_accelerators: int = setting(1, "CPU accelerators to offer where there is no GPU.", low=0, high=64)
     host: str | None = setting(
         None, "Address under which clients reach executors here; found out when not given."
+    )
+    labels: Mapping[str, str] = setting(
+        {}, "What jobs can ask for in a node: names with values, such as disk=ssd.", label=True
+    )
+    rack: str | None = setting(
+        None, "Where the machine stands; nodes of one rack count as near to each other.", label=True
     )
     log_bytes_max: int = setting(
         16 * 1024**2, "Size at which a job's log is rotated.", low=4096, high=1 << 40
@@ -228,7 +249,7 @@ def declared() -> list[Setting]:
             key=f"{section}.{field.name}",
             env=_env_name(section, field),
             kind=_kind_text(cls, field),
-            default="" if field.default is None else _shown(field.default),
+            default=_shown(_default(field)),
             help=field.metadata["help"],
             secret=field.metadata["secret"],
         )
@@ -383,7 +404,11 @@ def _checked(key: str, field: dataclasses.Field[Any], raw: object, source: str) 
         and not isinstance(value, bool)
         and ((low is not None and not value >= low) or (high is not None and not value <= high))
     )
-    if outside or (meta["allowed"] and value not in meta["allowed"]):
+    if (
+        outside
+        or (meta["allowed"] and value not in meta["allowed"])
+        or (meta["label"] and _breaks_rule(value))
+    ):
         raise ConfigError(f"{key} = {shown} ({source}) is not allowed", hint=_allowed_text(field, kind))
     return value
 
@@ -395,7 +420,7 @@ def _build(
     for field in dataclasses.fields(cls):  # type: ignore[arg-type]  # every section is a dataclass
         key = f"{section}.{field.name}"
         sources.setdefault(key, "default")
-        value = values.get(key, field.default)
+        value = values.get(key, _default(field))
         given[field.name] = value.expanduser() if isinstance(value, Path) else value
     return cls(**given)
 
@@ -440,12 +465,31 @@ def _to_path(raw: object) -> Path:
     return raw if isinstance(raw, Path) else Path(_to_str(raw))
 
 
+def _to_mapping(raw: object) -> Mapping[str, str]:
+    """A table of a file, or K=V,K=V."""
+    if isinstance(raw, Mapping):
+        return {_to_str(key): _to_str(value) for key, value in raw.items()}
+    pairs = [pair.strip().partition("=") for pair in _to_str(raw).split(",")]
+    found = {key: value for key, sign, value in pairs if sign}
+    if len(found) != len(pairs):  # one without a sign, or a key twice
+        raise ValueError(raw)
+    return found
+
+
+def _breaks_rule(value: object) -> bool:
+    if not isinstance(value, Mapping):
+        return not LABEL.fullmatch(str(value))
+    texts = [*value.keys(), *value.values()]
+    return len(value) > LABELS_MAX or not all(LABEL.fullmatch(text) for text in texts)
+
+
 _PARSERS: dict[type, Callable[[object], object]] = {
     bool: _to_bool,
     int: _to_int,
     float: _to_float,
     str: _to_str,
     Path: _to_path,
+    Mapping: _to_mapping,
 }
 _KIND_WORDS = {
     bool: "true or false",
@@ -453,11 +497,14 @@ _KIND_WORDS = {
     float: "a number",
     str: "a text",
     Path: "a path",
+    Mapping: "names with values (K=V,K=V; a table in the file)",
 }
 
 
 def _base_type(cls: type[Any], field: dataclasses.Field[Any]) -> type:
     hint = typing.get_type_hints(cls)[field.name]
+    if typing.get_origin(hint) is Mapping:
+        return Mapping
     parts = [part for part in typing.get_args(hint) if part is not type(None)]
     return typing.cast("type", parts[0] if parts else hint)
 
@@ -471,6 +518,9 @@ def _allowed_text(field: dataclasses.Field[Any], kind: type) -> str:
     meta = field.metadata
     if meta["allowed"]:
         return f"allowed: {', '.join(meta['allowed'])}"
+    if meta["label"]:
+        several = f" for each, at most {LABELS_MAX} names" if kind is Mapping else ""
+        return f"allowed: {LABEL_RULE}{several}"
     if meta["low"] is not None:
         low, high = (_number_text(meta[bound]) for bound in ("low", "high"))
         return f"allowed: {_KIND_WORDS[kind]} from {low} to {high}"
@@ -489,7 +539,15 @@ def _env_name(section: str, field: dataclasses.Field[Any]) -> str:
     return f"GENIE_{field.name.upper()}" if plain else f"GENIE_{section.upper()}_{field.name.upper()}"
 
 
+def _default(field: dataclasses.Field[Any]) -> object:
+    return {} if field.default is dataclasses.MISSING else field.default
+
+
 def _shown(value: object) -> str:
+    if isinstance(value, Mapping):
+        return ",".join(f"{name}={text}" for name, text in value.items())
+    if value is None:
+        return ""
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 

@@ -103,6 +103,70 @@ def test_a_bad_file_names_the_key_and_the_file(tmp_path: Path, text: str, words:
     assert "config.toml" in str(caught.value)
 
 
+def test_labels_come_as_a_table_or_as_one_text(tmp_path: Path) -> None:
+    path = tmp_path / "config.toml"
+    path.write_text('[agent]\nrack = "r7"\n[agent.labels]\ndisk = "ssd"\n"site/zone" = "a"\n')
+    given = {"disk": "ssd", "site/zone": "a"}
+    assert load(environ={}).agent.labels == {}
+    agent = load(environ={}, file=path).agent
+    assert (agent.labels, agent.rack) == (given, "r7")
+    environ = {"GENIE_AGENT_LABELS": "disk=ssd, site/zone=a"}
+    assert load(environ=environ).agent.labels == given
+    settings = load({"agent.labels": {"gpu": "new"}}, environ=environ, file=path)
+    assert settings.agent.labels == {"gpu": "new"}, "the later wins whole: it is not merged"
+    assert settings.sources["agent.labels"] == "argument labels"
+
+
+@pytest.mark.parametrize(
+    "labels",
+    [
+        "disk",
+        "disk=ssd,",
+        "disk=ssd,disk=hdd",
+        "disk=",
+        "=ssd",
+        "a b=c",
+        "a=b=c",
+        f"{'k' * 64}=v",
+        f"k={'v' * 64}",
+        ",".join(f"k{number}=v" for number in range(65)),
+    ],
+)
+def test_labels_that_cannot_be_are_refused_with_the_rule(labels: str) -> None:
+    with pytest.raises(ConfigError, match="environment variable GENIE_AGENT_LABELS") as caught:
+        load(environ={"GENIE_AGENT_LABELS": labels})
+    assert "1 to 63 letters, digits" in caught.value.hint and "at most 64" in caught.value.hint
+
+
+def test_the_longest_and_the_most_labels_are_allowed() -> None:
+    many = {f"{number:->63}": "v" * 63 for number in range(64)}
+    text = ",".join(f"{key}={value}" for key, value in many.items())
+    assert load(environ={"GENIE_AGENT_LABELS": text}).agent.labels == many
+
+
+@pytest.mark.parametrize("rack", ["a b", "r" * 64, "r\u00fc"])
+def test_a_rack_that_cannot_be_is_refused_with_the_rule(rack: str) -> None:
+    with pytest.raises(ConfigError, match=r"agent\.rack") as caught:
+        load(environ={"GENIE_AGENT_RACK": rack})
+    assert caught.value.hint == "allowed: 1 to 63 letters, digits, '.', '_', '-' or '/'"
+
+
+def test_who_changes_the_labels_of_one_settings_tree_changes_no_other() -> None:
+    vars(load(environ={}).agent)["labels"]["x"] = "y"
+    assert load(environ={}).agent.labels == {}
+
+
+@pytest.mark.parametrize("text", ['labels = "disk=ssd"', "labels = {disk = 1}", "labels = 5"])
+def test_a_file_may_give_labels_as_texts_only(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "config.toml"
+    path.write_text(f"[agent]\n{text}\n")
+    if "disk=ssd" in text:
+        assert load(environ={}, file=path).agent.labels == {"disk": "ssd"}
+        return
+    with pytest.raises(ConfigError, match="names with values"):
+        load(environ={}, file=path)
+
+
 def test_a_secret_is_not_repeated_in_an_error() -> None:
     with pytest.raises(ConfigError) as caught:
         load({"cluster.token": 12345}, environ={})

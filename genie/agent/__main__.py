@@ -37,7 +37,9 @@ def main(arguments: list[str] | None = None) -> int:
     """The exit code. Errors of Genie are said in words; anything else is a bug and shows its traceback."""
     given = _parser().parse_args(arguments)
     try:
-        settings = config.load({"paths.state_dir": given.state_dir})
+        settings = config.load(
+            {"paths.state_dir": given.state_dir, "agent.labels": given.labels, "agent.rack": given.rack}
+        )
         log.configure(settings.log)
         with asyncio.Runner(loop_factory=loop_factory()) as runner:
             runner.run(_run(given, settings))
@@ -164,6 +166,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--token", help="join token; visible to others on this machine")
     parser.add_argument("--token-file", help="file that holds the join token")
     parser.add_argument("--controller", metavar="HOST:PORT", help="where the controller is now")
+    parser.add_argument("--labels", metavar="K=V,K=V", help="labels of the node that jobs can ask for")
+    parser.add_argument("--rack", metavar="NAME", help="where the machine stands")
     return parser
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Protocol, TypeVar
@@ -76,7 +76,7 @@ _POLL_S = 0.02
 class Accelerators(Protocol):
     """What genie.hardware.Inventory is."""
 
-    async def read_async(self) -> tuple[GPUInfo, ...]: ...
+    async def read_async(self, held: Collection[int] = ()) -> tuple[GPUInfo, ...]: ...
 
 
 class Agent:
@@ -118,6 +118,8 @@ class Agent:
             role=NodeRole.WORKER,
             host=advertised,
             version=genie.__version__,
+            labels=dict(config.labels),
+            rack=config.rack or "",
         )
         around = Surroundings(
             base_env=dict(base_env or {}),
@@ -330,7 +332,7 @@ class Agent:
 
     async def _read_inventory(self) -> None:
         try:
-            gpus = await self._inventory.read_async()
+            gpus = await self._inventory.read_async(self._jobs.gpus_in_use())
         except HardwareError as error:
             _log.warning("the accelerators cannot be read: %s", error)
             gpus = tuple(

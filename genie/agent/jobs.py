@@ -127,6 +127,12 @@ class Jobs:
             for job_id, job in self.live.items()
         )
 
+    def gpus_in_use(self) -> frozenset[int]:
+        """Those on which a process of a job may be."""
+        return frozenset(
+            gpu_id for job in self.live.values() for gpu_id in job.launch.placement.gpu_ids if job.started
+        )
+
     # --- orders -----------------------------------------------------------------------------
 
     def accept(self, launch: Launch) -> LocalJob:

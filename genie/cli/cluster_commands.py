@@ -34,6 +34,13 @@ if TYPE_CHECKING:
 _LIST_S = 3.0
 
 NodeId = Annotated[str, typer.Argument(metavar="NODE", help="Id of the node, as 'genie nodes' shows it.")]
+Labels = Annotated[
+    list[str] | None,
+    typer.Option("--label", metavar="K=V", help="Label of this node that jobs can ask for; repeatable."),
+]
+Rack = Annotated[
+    str | None, typer.Option(metavar="NAME", help="Where this machine stands; a rack's nodes are near.")
+]
 Detach = Annotated[bool, typer.Option("--detach", "-d", help="Go on in the background, and return.")]
 
 
@@ -58,14 +65,16 @@ def up(
     no_agent: Annotated[
         bool, typer.Option("--no-agent", help="Only the controller; this machine offers nothing.")
     ] = False,
+    label: Labels = None,
+    rack: Rack = None,
 ) -> None:
     """Start a cluster on this machine: a controller, and an agent that offers its accelerators.
 
     Without --detach it runs until Ctrl-C and then stops everything that it started.
     """
+    given = {"controller.bind": bind, "controller.port": port, "controller.store": store}
     settings = invocation.load_settings(
-        {"controller.bind": bind, "controller.port": port, "controller.store": store, "controller.tls": tls},
-        keep_logs=True,
+        {**given, "controller.tls": tls, **_place_settings(label, rack)}, keep_logs=True
     )
     from genie.controller.admission import check_bind
 
@@ -76,6 +85,7 @@ def up(
         flags = {"--bind": bind, "--port": port, "--store": store, "--tls": tls}
         arguments = [f"{name}={value}" for name, value in flags.items() if value is not None]
         arguments += ["--no-agent"] if no_agent else []
+        arguments += _place_arguments(label, rack)
         background.start(["up", *arguments], settings=settings, invocation=invocation)
         asyncio.run(_report(settings))
         return
@@ -101,6 +111,8 @@ def join(
     node_id: Annotated[
         str | None, typer.Option(help="Name of this node; the host name when not given.")
     ] = None,
+    label: Labels = None,
+    rack: Rack = None,
     detach: Detach = False,
 ) -> None:
     """Offer this machine's accelerators to a cluster elsewhere.
@@ -117,6 +129,7 @@ def join(
         "cluster.master_port": port,
         "cluster.node_id": node_id,
         **({} if text is None else {"cluster.token": text}),
+        **_place_settings(label, rack),
     }
     settings = invocation.load_settings(arguments, keep_logs=True)
     _check_join_token(settings)
@@ -126,6 +139,7 @@ def join(
         from genie.cli import background
 
         again = ["join", controller, *(() if node_id is None else (f"--node-id={node_id}",))]
+        again += _place_arguments(label, rack)
         background.start(again, settings=settings, invocation=invocation, token=settings.cluster.token)
         running = local.find_running(settings.paths.state_dir)
         output.write_line(_joined_text(settings, running.node_id if running else "-"))
@@ -208,6 +222,27 @@ def _change_node(
             await change(client)
 
     asyncio.run(work())
+
+
+def _place_settings(label: list[str] | None, rack: str | None) -> dict[str, object]:
+    """What the options say of this machine, as settings; what they do not say is left to the others."""
+    from genie.model.names import checked_label, checked_labels
+
+    pairs = [text.partition("=") for text in label or ()]
+    for key, sign, value in pairs:
+        if not sign:
+            raise UsageError(f"--label {key!r} has no '='", hint="write --label KEY=VALUE")
+        if sum(key == other for other, _, _ in pairs) > 1:
+            raise UsageError(f"--label {key}={value}: {key} is given twice", hint="give each name one value")
+    labels = checked_labels({key: value for key, _, value in pairs}, what="--label")
+    if rack is not None:
+        checked_label(rack, what="--rack")
+    return {"agent.labels": labels or None, "agent.rack": rack}
+
+
+def _place_arguments(label: list[str] | None, rack: str | None) -> list[str]:
+    """The same options once more, for `--detach`."""
+    return [*(f"--label={text}" for text in label or ()), *(() if rack is None else (f"--rack={rack}",))]
 
 
 def _check_join_token(settings: Settings) -> None:

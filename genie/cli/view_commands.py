@@ -71,12 +71,31 @@ def write_nodes(views: tuple[NodeView, ...]) -> None:
     if not views:
         output.say("no nodes; add one with 'genie join'")
         return
-    now = time.time()
-    output.write_table(_NODE_COLUMNS, [_node_row(view, now=now) for view in views], spare=_NODE_SPARE)
+    _write_node_table(views, now=time.time())
     rows = [_gpu_row(view, gpu) for view in views for gpu in view.info.gpus]
     if rows:
         output.write_line("")
         output.write_table(_GPU_COLUMNS, rows, spare=_GPU_SPARE)
+
+
+def _write_node_table(views: tuple[NodeView, ...], *, now: float) -> None:
+    """With racks and labels where any node has them."""
+    places: dict[str, list[str]] = {
+        "rack": [view.info.rack for view in views],
+        "labels": [", ".join(f"{key}={value}" for key, value in view.info.labels.items()) for view in views],
+    }
+    places = {name: texts for name, texts in places.items() if any(texts)}
+    rows = [_node_row(view, now=now) for view in views]
+    # Before the reason, which is last because the last column may be wrapped.
+    *columns, last = _NODE_COLUMNS
+    output.write_table(
+        (*columns, *places, last),
+        [
+            (*row[:-1], *(texts[place] or "-" for texts in places.values()), row[-1])
+            for place, row in enumerate(rows)
+        ],
+        spare=_NODE_SPARE,
+    )
 
 
 async def _fetch_status(settings: Settings) -> tuple[StatusReply, str]:
@@ -112,11 +131,16 @@ def _gpu_row(view: NodeView, gpu: GPUInfo) -> tuple[str, ...]:
         str(gpu.gpu_id),
         gpu.name,
         size_text(gpu.memory_total_bytes),
-        size_text(gpu.memory_used_bytes),
+        _used_text(gpu),
         "-" if gpu.utilization_pct is None else f"{gpu.utilization_pct:.0f}%",
         "-" if gpu.temperature_c is None else f"{gpu.temperature_c:.0f} C",
         _holders(view.ledger, gpu) if gpu.available else f"not available: {gpu.reason}",
     )
+
+
+def _used_text(gpu: GPUInfo) -> str:
+    used = size_text(gpu.memory_used_bytes)
+    return f"{used} ({size_text(gpu.memory_outside_bytes)} outside)" if gpu.memory_outside_bytes else used
 
 
 def _holders(ledger: NodeLedger, gpu: GPUInfo) -> str:

@@ -134,6 +134,7 @@ class Supervisor:
                 *("--state-dir", str(self._state_dir)),
                 *("--node-id", self.node_id),
                 *("--controller", self._joining),
+                *self._place_arguments(),
             ],
             node_id=self.node_id,
         )
@@ -203,6 +204,15 @@ class Supervisor:
             *("--store", config.store),
             *("--tls", config.tls),
             *("--state-dir", str(self._state_dir)),
+        ]
+
+    def _place_arguments(self) -> list[str]:
+        """What may have been said on the command line, which the agent does not see otherwise."""
+        config = self._settings.agent
+        labels = ",".join(f"{key}={value}" for key, value in config.labels.items())
+        return [
+            *((f"--labels={labels}",) if labels else ()),
+            *((f"--rack={config.rack}",) if config.rack else ()),
         ]
 
     def _known_node(self, access: ClusterConfig) -> Path | None:

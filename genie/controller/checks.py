@@ -11,8 +11,14 @@ from genie.errors import UsageError
 from genie.model.allocation import FULL_MILLI
 from genie.model.job import JobKind, JobSpec, Resources
 from genie.model.messages import WAIT_S_MAX, Endpoint
-from genie.model.names import checked_env_key, checked_name, checked_node_id
-from genie.model.node import NodeInfo
+from genie.model.names import (
+    checked_env_key,
+    checked_label,
+    checked_labels,
+    checked_name,
+    checked_node_id,
+)
+from genie.model.node import GPUInfo, NodeInfo
 
 ARGUMENTS_MAX = 1024
 ENTRIES_MAX = 256
@@ -21,6 +27,8 @@ GPUS_MAX = 1024
 MEMORY_BYTES_MAX = 1 << 60
 CPUS_MAX = 1_000_000.0
 _LABEL_MAX = 1024
+_NUMA_MAX = 1023
+_CAPABILITY_MAX = 999
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 
 
@@ -59,16 +67,28 @@ def check_node(info: NodeInfo) -> None:
     _check_range(len(info.gpus), "number of accelerators", 0, GPUS_MAX)
     if len({gpu.gpu_id for gpu in info.gpus}) != len(info.gpus):
         raise UsageError(f"node {info.node_id} names an accelerator twice")
-    labels = [info.hostname, info.host, info.network_backend, info.status_reason, info.version]
+    checked_labels(info.labels, what=f"a label of node {info.node_id}")
+    if info.rack:
+        checked_label(info.rack, what=f"the rack of node {info.node_id}")
+    texts = [info.hostname, info.host, info.network_backend, info.status_reason, info.version]
     for gpu in info.gpus:
-        _check_range(gpu.gpu_id, "accelerator id", 0, 1 << 20)
-        _check_range(gpu.memory_total_bytes, "accelerator memory", 0, MEMORY_BYTES_MAX)
-        _check_range(gpu.memory_used_bytes, "accelerator memory in use", 0, MEMORY_BYTES_MAX)
-        for reading in (gpu.utilization_pct, gpu.temperature_c, gpu.power_w):
-            _check_number(reading or 0.0, "an accelerator's reading", -1e6, 1e6)
-        labels += [gpu.name, gpu.uuid, gpu.reason]
-    for label in labels:
-        check_label(label, what=f"a text of node {info.node_id}")
+        _check_gpu(gpu)
+        texts += [gpu.name, gpu.uuid, gpu.reason]
+    for text in texts:
+        check_label(text, what=f"a text of node {info.node_id}")
+
+
+def _check_gpu(gpu: GPUInfo) -> None:
+    _check_range(gpu.gpu_id, "accelerator id", 0, 1 << 20)
+    _check_range(gpu.memory_total_bytes, "accelerator memory", 0, MEMORY_BYTES_MAX)
+    _check_range(gpu.memory_used_bytes, "accelerator memory in use", 0, MEMORY_BYTES_MAX)
+    _check_range(gpu.memory_outside_bytes, "accelerator memory in use outside", 0, MEMORY_BYTES_MAX)
+    _check_range(gpu.island, "an accelerator's island", 0, 1 << 20)
+    _check_range(gpu.numa, "an accelerator's NUMA node", 0, _NUMA_MAX)
+    for part in gpu.capability:
+        _check_range(part, "a part of an accelerator's capability", 0, _CAPABILITY_MAX)
+    for reading in (gpu.utilization_pct, gpu.temperature_c, gpu.power_w):
+        _check_number(reading or 0.0, "an accelerator's reading", -1e6, 1e6)
 
 
 def check_endpoint(endpoint: Endpoint) -> None:

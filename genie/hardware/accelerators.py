@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections.abc import Collection
+from functools import partial
 from types import TracebackType
 from typing import Protocol
 
 from genie.errors import HardwareError
 from genie.hardware.call_thread import CLOSE_TIMEOUT_S, CallThread
 from genie.hardware.cpu import CpuReader
-from genie.hardware.limits import with_verdict
+from genie.hardware.limits import Convalescence, with_verdict
 from genie.hardware.nvidia import NvidiaReader
 from genie.model.node import GPUInfo
 
@@ -43,17 +45,27 @@ class Inventory:
         self._lock = threading.Lock()
         self._thread = CallThread("genie-hardware")
         self._reader: _Reader | None = None
+        self._convalescence = Convalescence()
 
-    def read(self) -> tuple[GPUInfo, ...]:
-        """Every accelerator, by `gpu_id`. Blocks for as long as the driver does; never raises."""
+    def read(self, held: Collection[int] = ()) -> tuple[GPUInfo, ...]:
+        """Every accelerator, by `gpu_id`. Blocks for as long as the driver does; never raises.
+
+        `held` are those on which jobs of this process run. What those use is not outside memory, and
+        one that they keep busy is as available as who shares it out says.
+        """
         with self._lock:
             if self._reader is None:
                 self._reader = self._opened()
-            return tuple(with_verdict(gpu) for gpu in self._reader.read())
+            judged = [self._convalescence.judged(gpu) for gpu in self._reader.read(held)]
+            return tuple(gpu if gpu.gpu_id in held else with_verdict(gpu) for gpu in judged)
 
-    async def read_async(self, *, timeout_s: float = READ_TIMEOUT_S) -> tuple[GPUInfo, ...]:
+    async def read_async(
+        self, held: Collection[int] = (), *, timeout_s: float = READ_TIMEOUT_S
+    ) -> tuple[GPUInfo, ...]:
         """The same on a thread of its own; HardwareError when the driver does not answer in time."""
-        return await self._thread.call(self.read, what="reading the accelerators", timeout_s=timeout_s)
+        return await self._thread.call(
+            partial(self.read, held), what="reading the accelerators", timeout_s=timeout_s
+        )
 
     def close(self) -> None:
         """Idempotent."""
@@ -89,6 +101,6 @@ class Inventory:
 
 
 class _Reader(Protocol):
-    def read(self) -> tuple[GPUInfo, ...]: ...
+    def read(self, held: Collection[int] = ()) -> tuple[GPUInfo, ...]: ...
 
     def close(self) -> None: ...

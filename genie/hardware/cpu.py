@@ -1,11 +1,15 @@
 """The CPU as an accelerator, so that everything works on a machine without a GPU.
 
 Each of the N gets an equal share of the memory that this process may use; all show the
-utilisation of the whole host. Not for: limiting what a process takes (agent/).
+utilisation of the whole host. They are one island on one NUMA node: any of them runs on any
+processor. What others on the host use is not told apart from what jobs use.
+
+Not for: limiting what a process takes (agent/).
 """
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from pathlib import Path
 
 import psutil
@@ -21,7 +25,7 @@ class CpuReader:
         self._name = cpu_model(root=root)
         self._last_s: tuple[float, float] | None = None
 
-    def read(self) -> tuple[GPUInfo, ...]:
+    def read(self, held: Collection[int] = ()) -> tuple[GPUInfo, ...]:
         facts = host_facts(root=self._root)
         utilization_pct = self._utilization_pct()
         return tuple(
@@ -32,6 +36,8 @@ class CpuReader:
                 memory_total_bytes=facts.memory_total_bytes // self._count,
                 memory_used_bytes=facts.memory_used_bytes // self._count,
                 utilization_pct=utilization_pct,
+                island=0,
+                numa=0,
             )
             for index in range(self._count)
         )

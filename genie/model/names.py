@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import ipaddress
 import re
+from collections.abc import Mapping
 
+from genie.config import LABEL, LABEL_RULE, LABELS_MAX
 from genie.errors import NameInvalidError, UsageError
 
 _NAME = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9._-]{0,61}[A-Za-z0-9])?")
@@ -31,6 +33,21 @@ def checked_node_id(value: str, *, what: str = "node id") -> str:
 
 def checked_env_key(value: str, *, what: str = "environment variable") -> str:
     return _checked(_ENV_KEY, value, what=what, rule=ENV_KEY_RULE)
+
+
+def checked_label(value: str, *, what: str) -> str:
+    """`value` if it may be a label's key, its value, or the name of a rack."""
+    return _checked(LABEL, value, what=what, rule=LABEL_RULE)
+
+
+def checked_labels(labels: Mapping[str, str], *, what: str = "label") -> Mapping[str, str]:
+    """A node's labels, or those that a job asks for."""
+    if len(labels) > LABELS_MAX:
+        raise UsageError(f"{what}: there are {len(labels)}", hint=f"the most is {LABELS_MAX}")
+    for key, value in labels.items():
+        checked_label(key, what=f"the name of {what}")
+        checked_label(value, what=f"the value of {what} {key}")
+    return labels
 
 
 def node_id_from(text: str) -> str:

@@ -1,6 +1,7 @@
 """What nodes and jobs are to the scheduler: from the model's values to those of request.py.
 
 Amounts of jobs are rounded up and those of nodes down, so that rounding never gives out what is not there.
+What a node has beyond what the index can count is not given out either.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from genie.scheduler.placement.protocol import GPUS_MAX
 from genie.scheduler.request import CPU, GpuFacts, NodeFacts, Request, Shape
 
 _MIB = 1024**2
+_COUNTED_MAX = 2**31 - 1
 
 
 def facts_of(info: NodeInfo, *, closed: str = "") -> NodeFacts:
@@ -21,14 +23,14 @@ def facts_of(info: NodeInfo, *, closed: str = "") -> NodeFacts:
     gpus = info.gpus[:GPUS_MAX]
     return NodeFacts(
         node_id=info.node_id,
-        cpu_milli=math.floor(info.cpus * 1000),
-        memory_mib=info.memory_total_bytes // _MIB,
+        cpu_milli=min(math.floor(info.cpus * 1000), _COUNTED_MAX),
+        memory_mib=_whole_mib(info.memory_total_bytes),
         gpus=tuple(_gpu_facts(gpu) for gpu in gpus),
         labels=frozenset(info.labels.items()),
         rack=info.rack,
         closed=closed,
         closed_gpus=frozenset(index for index, gpu in enumerate(gpus) if not gpu.available),
-        memory_outside_mib=tuple(-(-gpu.memory_outside_bytes // _MIB) for gpu in gpus),
+        memory_outside_mib=tuple(_outside_mib(gpu) for gpu in gpus),
     )
 
 
@@ -36,11 +38,20 @@ def _gpu_facts(gpu: GPUInfo) -> GpuFacts:
     return GpuFacts(
         model=gpu.name,
         vendor=gpu.vendor.value,
-        memory_mib=gpu.memory_total_bytes // _MIB,
+        memory_mib=_whole_mib(gpu.memory_total_bytes),
         capability=gpu.capability,
         island=gpu.island,
         numa=gpu.numa,
     )
+
+
+def _whole_mib(size_bytes: int) -> int:
+    return min(size_bytes // _MIB, _COUNTED_MAX)
+
+
+def _outside_mib(gpu: GPUInfo) -> int:
+    """Rounded up: what is used in part is not free. Never more than the GPU has."""
+    return min(-(-gpu.memory_outside_bytes // _MIB), _whole_mib(gpu.memory_total_bytes))
 
 
 def request_of(job: Job, *, has_gpus: bool, positions: dict[int, int] | None = None) -> Request:
@@ -50,13 +61,13 @@ def request_of(job: Job, *, has_gpus: bool, positions: dict[int, int] | None = N
     shape = Shape(
         gpus=wish.gpus,
         gpu_milli=wish.gpu_milli,
-        gpu_memory_mib=-(-wish.gpu_memory_bytes // _MIB),
+        gpu_memory_mib=_mib_up(wish.gpu_memory_bytes),
         cpu_milli=math.ceil(round(wish.cpus * 1000, 3)),
-        memory_mib=-(-wish.memory_bytes // _MIB),
+        memory_mib=_mib_up(wish.memory_bytes),
         models=frozenset(wishes.gpu_models),
         vendor=wishes.vendor,
         kind=_kind(wish.accelerator, has_gpus=has_gpus) if wish.gpus else "",
-        gpu_memory_min_mib=-(-wishes.gpu_memory_min_bytes // _MIB),
+        gpu_memory_min_mib=_mib_up(wishes.gpu_memory_min_bytes),
         capability_min=wishes.capability_min,
         labels=frozenset(wishes.labels.items()),
         nodes=frozenset([spec.node_id]) if spec.node_id else frozenset(),
@@ -85,6 +96,10 @@ def request_of(job: Job, *, has_gpus: bool, positions: dict[int, int] | None = N
 
 GPU_UNKNOWN = 1 << 20
 """Stands for an accelerator that its node does not have."""
+
+
+def _mib_up(size_bytes: int) -> int:
+    return min(-(-size_bytes // _MIB), _COUNTED_MAX)
 
 
 def _kind(wish: Accelerator, *, has_gpus: bool) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
@@ -43,7 +44,7 @@ class _FixedAccelerators:
             for index in range(count)
         )
 
-    async def read_async(self) -> tuple[GPUInfo, ...]:
+    async def read_async(self, held: Collection[int] = ()) -> tuple[GPUInfo, ...]:
         return self._gpus
 
 

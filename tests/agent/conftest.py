@@ -8,7 +8,7 @@ import os
 import random
 import signal
 import sys
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Collection, Iterator
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -35,11 +35,18 @@ STAY = ("/bin/sh", "-c", "echo $$ > pid.new; mv pid.new pid; echo here; exec sle
 
 
 class TwoGpus:
-    """Two GPUs that are always well."""
+    """Two GPUs that are always well. What nobody holds of them is in use outside."""
 
-    async def read_async(self) -> tuple[GPUInfo, ...]:
+    async def read_async(self, held: Collection[int] = ()) -> tuple[GPUInfo, ...]:
         return tuple(
-            GPUInfo(gpu_id=index, name="fake", vendor=Vendor.NVIDIA, uuid=f"GPU-{index}") for index in (0, 1)
+            GPUInfo(
+                gpu_id=index,
+                name="fake",
+                vendor=Vendor.NVIDIA,
+                uuid=f"GPU-{index}",
+                memory_outside_bytes=0 if index in held else 1000,
+            )
+            for index in (0, 1)
         )
 
 

@@ -43,6 +43,33 @@ async def test_a_node_registers_with_what_it_has(controller: FakeController, run
     assert node.host == "127.0.0.1"
 
 
+async def test_a_node_says_where_it_stands_and_what_it_is_labelled(
+    controller: FakeController, run_agent: RunAgent
+) -> None:
+    async with run_agent(labels={"disk": "ssd"}, rack="r7"):
+        await controller.peer()
+    node = controller.registers[0].node
+    assert (node.labels, node.rack) == ({"disk": "ssd"}, "r7")
+
+
+async def test_what_jobs_use_of_a_gpu_is_not_outside_while_they_run(
+    controller: FakeController, run_agent: RunAgent, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(agent, "INVENTORY_S_MIN", 0.05)
+
+    def outside() -> list[int]:
+        return [gpu.memory_outside_bytes for gpu in controller.heartbeats[-1].node.gpus]
+
+    async with run_agent():
+        await until(lambda: bool(controller.heartbeats), what="a heartbeat")
+        assert outside() == [1000, 1000]
+        order = await controller.launch("j1", *STAY, gpu_ids=(1,))
+        await until(lambda: outside() == [1000, 0], what="a reading with the job on its GPU")
+        await controller.order_kill(order)
+        await controller.end_of("j1")
+        await until(lambda: outside() == [1000, 1000], what="a reading without it")
+
+
 async def test_every_life_has_a_higher_incarnation(controller: FakeController, run_agent: RunAgent) -> None:
     for _ in range(3):
         async with run_agent():

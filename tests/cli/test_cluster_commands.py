@@ -84,6 +84,30 @@ def test_a_join_that_cannot_be_is_refused_at_once(genie, argv, code, named) -> N
     assert "hunter2" not in ran.err
 
 
+@pytest.mark.parametrize("argv", [["up", "--port", "0"], ["join", "127.0.0.1:1", "--token", JUNK_TOKEN]])
+@pytest.mark.parametrize("detach", [[], ["--detach"]])
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        (["--label", "ssd"], "--label 'ssd' has no '='"),
+        (["--label", "disk=ssd", "--label", "disk=hdd"], "disk is given twice"),
+        (["--label", "disk=a b"], "the value of --label disk 'a b' is not allowed"),
+        (["--label", "=ssd"], "the name of --label '' is not allowed"),
+        ([f"--label=k{number}=v" for number in range(65)], "--label: there are 65"),
+        (["--rack", "r 7"], "--rack 'r 7' is not allowed"),
+        (["--rack", ""], "--rack '' is not allowed"),
+    ],
+    ids=["no sign", "twice", "value", "name", "many", "rack", "no rack"],
+)
+def test_a_label_or_rack_that_cannot_be_is_refused_at_once(
+    genie, state_dir, argv, detach, options, named
+) -> None:
+    ran = genie(*argv, *detach, *options)
+    assert (ran.code, ran.out) == (2, "")
+    assert named in ran.err and "hint: " in ran.err
+    assert find_running(state_dir) is None
+
+
 def test_a_join_to_nobody_is_a_transport_failure(genie, state_dir) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
@@ -196,7 +220,7 @@ def ask(genie: Callable[..., Ran]) -> Callable[..., Ran]:
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Commands]:
     commands = Commands(tmp_path_factory.mktemp("cli") / "state")
-    started = commands("up", "--detach", "--port", "0")
+    started = commands("up", "--detach", "--port", "0", "--label", "disk=ssd", "--label=zone=a", "--rack=r7")
     assert started.returncode == 0, started.stderr
     yield commands
     assert commands("down").returncode == 0
@@ -218,6 +242,11 @@ def test_the_cluster_has_a_node_with_an_accelerator(cluster, ask) -> None:
     (view,) = json.loads(ask(cluster, "nodes", "--json").out)["nodes"]
     assert view["info"]["status"] == "healthy"
     assert view["info"]["gpus"]
+
+
+def test_up_labels_its_node(cluster, ask) -> None:
+    (view,) = json.loads(ask(cluster, "nodes", "--json").out)["nodes"]
+    assert (view["info"]["labels"], view["info"]["rack"]) == ({"disk": "ssd", "zone": "a"}, "r7")
 
 
 def test_a_job_runs_with_its_directory_and_its_exit_code_comes_back(cluster, tmp_path) -> None:
@@ -270,11 +299,13 @@ def test_another_machine_joins_once_with_a_token(cluster, ask, tmp_path) -> None
     address = json.loads(ask(cluster, "status", "--json").out)["address"]
     token = ask(cluster, "token", "create", "--join").out.strip()
     (tmp_path / "token").write_text(token)
-    argv = ["join", address, "--node-id", "second", "--detach"]
+    argv = ["join", address, "--node-id", "second", "--label", "disk=hdd", "--rack", "r8", "--detach"]
     try:
         joined = other(*argv, "--token-file", str(tmp_path / "token"))
         assert (joined.returncode, joined.stdout) == (0, f"joined {address} as second\n"), joined.stderr
-        wait_until(lambda: "second" in ask(cluster, "nodes", "--json").out, timeout_s=20)
+        views = json.loads(ask(cluster, "nodes", "--json").out)["nodes"]
+        (second,) = [view["info"] for view in views if view["info"]["node_id"] == "second"]
+        assert (second["labels"], second["rack"]) == ({"disk": "hdd"}, "r8")
         down = ask(other, "down")
         assert (down.code, down.out) == (0, "stopped\n")
         assert "stopping the agent of node second" in down.err and "cluster" not in down.err

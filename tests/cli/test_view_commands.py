@@ -65,6 +65,36 @@ def test_an_accelerator_that_is_not_available_says_why(genie, controller) -> Non
     assert "not available: it fell off the bus" in genie("nodes").out
 
 
+def test_racks_and_labels_are_columns_where_a_node_has_any(genie, controller) -> None:
+    plain = node()
+    labelled = msgspec.structs.replace(plain.info, node_id="other", labels={"disk": "ssd", "zone": "a"})
+    controller.answers[ListNodes] = NodesReply(nodes=(plain,))
+    assert "LABELS" not in genie("nodes").out and "RACK" not in genie("nodes").out
+    controller.answers[ListNodes] = NodesReply(nodes=(plain, msgspec.structs.replace(plain, info=labelled)))
+    nodes = genie("nodes").out.split("\n\n")[0]
+    heading, first, second = nodes.splitlines()
+    assert "LABELS" in heading and "RACK" not in heading
+    assert second.startswith("other") and second.endswith("disk=ssd, zone=a")
+    assert first.endswith("-")
+    standing = msgspec.structs.replace(labelled, rack="r7", status_reason="too hot")
+    controller.answers[ListNodes] = NodesReply(nodes=(msgspec.structs.replace(plain, info=standing),))
+    heading, row = genie("nodes").out.split("\n\n")[0].splitlines()
+    assert heading.split()[-3:] == ["RACK", "LABELS", "REASON"]
+    assert row.endswith("r7    disk=ssd, zone=a  too hot")
+
+
+def test_nodes_shows_what_is_in_use_outside_of_the_cluster(genie, controller) -> None:
+    view = node()
+    controller.answers[ListNodes] = NodesReply(nodes=(view,))
+    assert "outside" not in genie("nodes").out
+    gpu = msgspec.structs.replace(
+        view.info.gpus[0], memory_used_bytes=3 * 1024**3, memory_outside_bytes=1024**3
+    )
+    info = msgspec.structs.replace(view.info, gpus=(gpu,))
+    controller.answers[ListNodes] = NodesReply(nodes=(msgspec.structs.replace(view, info=info),))
+    assert "3.0 GiB (1.0 GiB outside)" in genie("nodes").out
+
+
 def test_nodes_gives_json_with_the_names_of_the_model(genie, controller) -> None:
     controller.answers[ListNodes] = NodesReply(nodes=(node(),))
     (document,) = json.loads(genie("nodes", "--json").out)["nodes"]

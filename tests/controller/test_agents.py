@@ -12,7 +12,7 @@ from genie.controller.ledger import NodeRecord
 from genie.errors import FencedError, GenieError, PermissionError_, UsageError
 from genie.model.job import JobState
 from genie.model.messages import CancelJob, Heartbeat, ListNodes, RunningJob
-from genie.model.node import NodeStatus
+from genie.model.node import GPUInfo, NodeStatus
 from tests.controller.standing import Client, Standing, launched_while, standing
 from tests.fakes.agent import FakeAgent, node_info
 from tests.fakes.clock import FakeClock
@@ -51,11 +51,48 @@ async def test_what_a_node_says_of_itself_is_checked(tmp_path: Path) -> None:
             msgspec.structs.replace(info, gpus=twice),
             msgspec.structs.replace(info, hostname="x" * 5000),
             msgspec.structs.replace(info, last_heartbeat=float("inf")),
+            msgspec.structs.replace(info, rack="a b"),
+            *(msgspec.structs.replace(info, labels=labels) for labels in bad_labels()),
+            *(msgspec.structs.replace(info, gpus=(gpu,)) for gpu in bad_gpus(info.gpus[0])),
         ]
         for bad in wrong:
             async with FakeAgent(bad).connected(one.network, access) as agent:
                 with pytest.raises(UsageError):
                     await agent.register()
+
+
+def bad_labels() -> list[dict[str, str]]:
+    too_many = {f"k{number}": "v" for number in range(65)}
+    return [too_many, {"": "v"}, {"k": ""}, {"k" * 64: "v"}, {"k": "v" * 64}, {"a=b": "c"}, {"k": "a\nb"}]
+
+
+def bad_gpus(gpu: GPUInfo) -> list[GPUInfo]:
+    wrong: list[dict[str, object]] = [
+        {"memory_outside_bytes": -1},
+        {"memory_outside_bytes": 1 << 61},
+        {"capability": (-1, 0)},
+        {"capability": (9, 1000)},
+        {"island": -1},
+        {"island": 1 << 21},
+        {"numa": -1},
+        {"numa": 1024},
+    ]
+    return [msgspec.structs.replace(gpu, **fields) for fields in wrong]
+
+
+async def test_a_node_is_listed_with_its_labels_its_rack_and_what_its_gpus_are(tmp_path: Path) -> None:
+    async with standing(tmp_path) as one, one.client() as owner:
+        access = await one.join("n1")
+        info = node_info("n1", gpus=1)
+        gpu = msgspec.structs.replace(
+            info.gpus[0], capability=(9, 0), island=3, numa=1, memory_outside_bytes=1 << 20
+        )
+        labels = {f"{number:->63}": "v" * 63 for number in range(64)}
+        told = msgspec.structs.replace(info, gpus=(gpu,), labels=labels, rack="hall-2/r7")
+        async with FakeAgent(told).connected(one.network, access) as agent:
+            await agent.register()
+            node = await owner.node("n1")
+    assert (node.gpus, node.labels, node.rack) == ((gpu,), labels, "hall-2/r7")
 
 
 async def test_a_new_incarnation_ends_what_the_last_one_ran(tmp_path: Path) -> None:

@@ -53,6 +53,41 @@ def test_temperature_power_and_use_are_near_those_that_nvidia_smi_shows(opened: 
         assert used_mib >= float(row[2]) - 64, "what the driver keeps for itself counts as used here"
 
 
+def test_the_capability_is_that_which_nvidia_smi_shows(opened: Inventory) -> None:
+    rows = smi("compute_cap")
+    assert [["{}.{}".format(*gpu.capability)] for gpu in opened.read()] == rows
+
+
+def test_a_gpu_in_good_order_is_well_and_the_first_is_the_first_of_its_island(opened: Inventory) -> None:
+    gpus = opened.read()
+    assert [(gpu.available, gpu.reason) for gpu in gpus] == [(True, "")] * len(gpus)
+    assert gpus[0].island == 0
+    assert {gpu.island for gpu in gpus} <= {gpu.gpu_id for gpu in gpus}
+
+
+@pytest.fixture
+def holder() -> Iterator[subprocess.Popen[str]]:
+    """A process below this one that holds 1 GiB of the first GPU until its input ends."""
+    require_module("torch", package="torch")
+    hold = "x = torch.ones(2**30, dtype=torch.uint8, device='cuda:0')"
+    code = f"import sys, torch; {hold}; print('held', flush=True); sys.stdin.read()"
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        assert process.stdout.readline() == "held\n"
+        yield process
+        process.stdin.close()
+
+
+def test_what_a_job_holds_is_not_outside(opened: Inventory, holder: subprocess.Popen[str]) -> None:
+    gpu = opened.read(held=[0])[0]
+    # Where the driver lists no processes, as in containers, nothing counts as outside; else all but theirs.
+    assert gpu.memory_outside_bytes <= gpu.memory_used_bytes - 1024 * MIB
+    assert opened.read()[0].memory_outside_bytes >= 1024 * MIB, "and for one who holds nothing all of it is"
+
+
 async def test_async_readings_come_from_the_named_thread(opened: Inventory) -> None:
     gpus = await opened.read_async(timeout_s=30)
     assert gpus[0].vendor is Vendor.NVIDIA

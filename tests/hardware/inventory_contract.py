@@ -30,3 +30,7 @@ def _check_gpu(gpu: GPUInfo) -> None:
     assert gpu.temperature_c is None or 0 < gpu.temperature_c < 120
     assert gpu.power_w is None or 0 < gpu.power_w < 3000
     assert gpu.available == (gpu.reason == "")
+    assert gpu.memory_outside_bytes == gpu.memory_used_bytes, "nobody here holds it"
+    assert (3, 0) <= gpu.capability < (100, 0)
+    assert 0 <= gpu.island <= gpu.gpu_id, "an island has the number of its first"
+    assert 0 <= gpu.numa < 1024

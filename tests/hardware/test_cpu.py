@@ -22,6 +22,13 @@ def test_each_accelerator_has_an_equal_share_of_the_memory(tmp_path: Path) -> No
     assert all(gpu.available for gpu in gpus)
 
 
+def test_cpu_accelerators_are_one_island_on_one_numa_node_without_a_capability() -> None:
+    gpus = CpuReader(3).read(held=[1])
+    assert {(gpu.island, gpu.numa, gpu.capability, gpu.memory_outside_bytes) for gpu in gpus} == {
+        (0, 0, (0, 0), 0)
+    }
+
+
 def test_none_is_a_number_too() -> None:
     assert CpuReader(0).read() == ()
 

@@ -1,11 +1,12 @@
-"""When a GPU counts as busy and when as too hot."""
+"""When a GPU counts as busy, when as too hot, and when as well again."""
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 from genie.hardware import is_busy, is_overheated
-from genie.hardware.limits import with_verdict
+from genie.hardware.limits import GOOD_READINGS_MIN, Convalescence, with_verdict
 from genie.model.node import GPUInfo, Vendor
 
 
@@ -44,3 +45,21 @@ def test_a_loaded_host_does_not_make_its_cpu_accelerator_unavailable() -> None:
 
 def test_a_gpu_that_is_lost_keeps_its_own_reason() -> None:
     assert with_verdict(gpu(util=99.0, reason="lost")).reason == "lost"
+
+
+def test_a_gpu_that_was_unwell_comes_back_after_three_good_readings_in_a_row() -> None:
+    ward = Convalescence()
+    bad = gpu(reason="too hot")
+    for readings in ([bad], [gpu(), gpu(), bad], [gpu(), gpu()]):
+        assert not any(ward.judged(reading).available for reading in readings)
+    assert ward.judged(gpu()) == gpu()
+    assert ward.judged(gpu()) == gpu()
+    assert GOOD_READINGS_MIN == 3
+
+
+def test_a_gpu_on_the_mend_says_what_it_had_and_others_are_not_kept_back() -> None:
+    ward = Convalescence()
+    ward.judged(gpu(reason="lost"))
+    assert ward.judged(gpu()).reason == "until just now: lost"
+    other = msgspec.structs.replace(gpu(), gpu_id=1)
+    assert ward.judged(other) == other

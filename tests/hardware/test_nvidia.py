@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
-from genie.model.node import Vendor
+import os
+
+import pytest
+
+from genie.hardware.limits import GOOD_READINGS_MIN
+from genie.model.node import GPUInfo, Vendor
 from tests.fakes.nvml.fake import FakeNvml
 from tests.hardware.inventory_contract import check_nvidia_inventory
 
@@ -62,15 +67,16 @@ def test_a_lost_gpu_stays_listed_as_not_available_and_the_others_are_read(fake_n
     assert (lost.gpu_id, lost.uuid, lost.name) == (0, before[0].uuid, before[0].name)
     assert not lost.available
     assert "lost" in lost.reason
-    assert (lost.temperature_c, lost.memory_used_bytes) == (None, 0)
+    assert (lost.temperature_c, lost.memory_used_bytes, lost.memory_outside_bytes) == (None, 0, 0)
     assert (well.available, well.temperature_c) == (True, 51.0)
 
 
-def test_a_lost_gpu_that_comes_back_is_available_again(fake_nvml: FakeNvml) -> None:
+def test_a_lost_gpu_that_comes_back_is_available_again_after_a_while(fake_nvml: FakeNvml) -> None:
     fake_nvml.script("count=1", "0.lost=15")
     assert not fake_nvml.read()[0].available
     fake_nvml.script("count=1")
-    gpu = fake_nvml.read()[0]
+    for _ in range(GOOD_READINGS_MIN):
+        gpu = fake_nvml.read()[0]
     assert (gpu.available, gpu.reason) == (True, "")
     assert gpu.name == "NVIDIA Fake 80GB"
 
@@ -91,6 +97,172 @@ def test_a_gpu_above_ninety_percent_is_not_available_and_at_ninety_it_is(fake_nv
     assert free.available
 
 
+def test_a_gpu_that_a_job_of_ours_keeps_busy_is_available_for_others_that_share_it(
+    fake_nvml: FakeNvml,
+) -> None:
+    fake_nvml.script("count=2", "0.utilization=99", "1.utilization=99")
+    assert [gpu.available for gpu in fake_nvml.read(held=[0])] == [True, False]
+    fake_nvml.script("count=1", "0.utilization=99", "0.clocks=64")
+    assert not fake_nvml.read(held=[0])[0].available, "unless it is not well"
+
+
+# --- what the scheduler asks for --------------------------------------------------------------
+
+
+def test_capability_and_numa_node_are_read(fake_nvml: FakeNvml) -> None:
+    fake_nvml.script("count=2", "0.capability=10.3", "0.numa=12", "1.capability=!3", "1.numa=!3")
+    first, second = fake_nvml.read()
+    assert (first.capability, first.numa) == ((10, 3), 2), "the lowest node of the mask"
+    assert (second.capability, second.numa, second.available) == ((0, 0), 0, True)
+
+
+@pytest.mark.parametrize(
+    ("links", "islands"),
+    [
+        ([], [0, 1, 2, 3]),
+        (["0.link.0=gpu:2", "1.link.5=gpu:1", "2.link.0=gpu:4", "3.link.0=gpu:3"], [0, 0, 2, 2]),
+        (["0.link.0=gpu:2", "1.link.1=gpu:3", "2.link.17=gpu:4"], [0, 0, 0, 0]),
+        (["1.link.0=switch", "2.link.3=switch", "3.link.0=switch"], [0, 1, 1, 1]),
+        (["1.link.0=other:9", "3.link.0=other:9"], [0, 1, 2, 1]),
+        (["0.link.0=off", "1.link.0=off", "2.link.0=npu:9", "3.link.0=npu:9"], [0, 1, 2, 3]),
+        (["0.link.0=other:0", "1.link.0=other:0"], [0, 1, 2, 3]),
+        (["0.link.0=gpu:2", "1.bus=!3", "2.link.0=switch", "3.link.0=switch"], [0, 1, 2, 2]),
+    ],
+    ids=["PCIe", "pairs", "chain", "switch", "unknown kind", "off or npu", "nowhere", "failing"],
+)
+def test_gpus_that_links_join_are_an_island(
+    fake_nvml: FakeNvml, links: list[str], islands: list[int]
+) -> None:
+    fake_nvml.script("count=4", *links)
+    gpus = fake_nvml.read()
+    assert [gpu.island for gpu in gpus] == islands
+    assert all(gpu.available for gpu in gpus)
+
+
+def test_what_a_gpu_is_does_not_change_while_it_or_a_reading_is_lost(fake_nvml: FakeNvml) -> None:
+    """A scheduler that has counted it would be wrong about what is held."""
+    machine = ["count=3", *(f"{gpu}.link.0=switch" for gpu in range(3)), "0.capability=8.6", "0.numa=4"]
+    fake_nvml.script(*machine)
+    before = [lasting(gpu) for gpu in fake_nvml.read()]
+    assert before[0][2:] == (85899345920, (8, 6), 0, 2)
+    silent = [f"0.{call}=!3" for call in ("name", "uuid", "memory_total", "capability", "numa", "link.0")]
+    for trouble in (silent, ["0.lost=15"], ["1.link.0=off"], ["0.lost=1"], ["init=!9"], silent, []):
+        fake_nvml.script(*machine, *trouble)
+        assert [lasting(gpu) for gpu in fake_nvml.read()] == before, trouble
+
+
+def lasting(gpu: GPUInfo) -> tuple[object, ...]:
+    return (gpu.name, gpu.uuid, gpu.memory_total_bytes, gpu.capability, gpu.island, gpu.numa)
+
+
+@pytest.mark.parametrize("number", [0, 1, 2])
+def test_a_gpu_that_answers_late_joins_its_island_and_the_others_stay(
+    fake_nvml: FakeNvml, number: int
+) -> None:
+    machine = ["count=4", *(f"{gpu}.link.0=switch" for gpu in range(3))]
+    fake_nvml.script(*machine, f"{number}.lost=15")
+    first = [gpu.island for gpu in fake_nvml.read()]
+    fake_nvml.script(*machine)
+    later = [gpu.island for gpu in fake_nvml.read()]
+    assert first[number] == number, "alone, as far as is known"
+    assert len(set(later[:3])) == 1
+    assert later[3] == 3
+    assert [later[gpu] for gpu in range(4) if gpu != number] == [
+        first[gpu] for gpu in range(4) if gpu != number
+    ]
+
+
+def test_all_that_is_in_use_on_a_gpu_without_a_job_is_outside(fake_nvml: FakeNvml) -> None:
+    fake_nvml.script("count=1", f"0.memory_used={3 * GIB}")
+    assert fake_nvml.read()[0].memory_outside_bytes == 3 * GIB
+
+
+@pytest.mark.parametrize("kind", ["processes", "mps", "graphics"])
+def test_what_processes_of_jobs_use_is_not_outside(fake_nvml: FakeNvml, kind: str) -> None:
+    used, ours, theirs = 30 * GIB, 20 * GIB, 9 * GIB
+    listed = f"{fake_nvml.job_pid()}:{ours},{os.getpid()}:{theirs}"
+    fake_nvml.script("count=1", f"0.memory_used={used}", f"0.{kind}={listed}")
+    assert fake_nvml.read(held=[0])[0].memory_outside_bytes == 10 * GIB, "the driver's own counts, too"
+    fake_nvml.script("count=1", f"0.memory_used={used}", f"0.{kind}={os.getpid()}:{theirs}")
+    assert fake_nvml.read(held=[0])[0].memory_outside_bytes == 30 * GIB, "the job has not begun to use it"
+
+
+def test_a_process_in_two_lists_is_counted_once(fake_nvml: FakeNvml) -> None:
+    one = f"{fake_nvml.job_pid()}:{2 * GIB}"
+    fake_nvml.script("count=1", f"0.memory_used={5 * GIB}", f"0.processes={one}", f"0.graphics={one}")
+    assert fake_nvml.read(held=[0])[0].memory_outside_bytes == 3 * GIB
+
+
+@pytest.mark.parametrize("listed", ["", "!3", "{job}:?", "{job}:1000,4194999:1000"])
+def test_without_figures_nothing_on_a_gpu_of_a_job_counts_as_outside(
+    fake_nvml: FakeNvml, listed: str
+) -> None:
+    """As in a container. The last pid is above what Linux gives out."""
+    lists = [
+        f"0.{kind}={listed.format(job=fake_nvml.job_pid())}" for kind in ("processes", "mps", "graphics")
+    ]
+    fake_nvml.script("count=2", f"0.memory_used={3 * GIB}", f"1.memory_used={GIB}", *lists)
+    assert [gpu.memory_outside_bytes for gpu in fake_nvml.read(held=[0])] == [0, GIB]
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("0.clocks=64", "too hot"),
+        ("0.clocks=72", "too hot"),
+        ("0.clocks=128", "power supply"),
+        ("0.clocks=9", "slowed down by its hardware"),
+        ("0.remapped=0,1,0,1", "could not be repaired"),
+        ("0.remapped=0,1,1,0", "wait for a reset"),
+        ("0.retired_pending=1", "wait for a reset"),
+        ("0.recovery=1", "a reset of the GPU"),
+        ("0.recovery=99", "recovery action 99"),
+    ],
+)
+def test_a_gpu_that_is_not_well_is_not_available_and_still_read(
+    fake_nvml: FakeNvml, line: str, words: str
+) -> None:
+    fake_nvml.script("count=2", "0.temperature=88", line)
+    unwell, well = fake_nvml.read()
+    assert (unwell.available, well.available) == (False, True)
+    assert words in unwell.reason
+    assert (unwell.temperature_c, unwell.memory_used_bytes) == (88.0, GIB)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "0.clocks=0",
+        "0.clocks=55",  # idle, set by hand, power cap, sync boost, temperature held by the driver
+        "0.clocks=!3",
+        "0.remapped=3,1,0,0",
+        "0.remapped=!3",
+        "0.retired_pending=!3",
+        "0.recovery=!3",
+    ],
+)
+def test_a_gpu_is_well_when_it_does_not_say_otherwise(fake_nvml: FakeNvml, line: str) -> None:
+    fake_nvml.script("count=1", line)
+    assert fake_nvml.read()[0].available
+
+
+def test_an_older_driver_says_under_another_name_why_a_gpu_is_slow(fake_nvml: FakeNvml) -> None:
+    fake_nvml.script("count=1", "0.clocks_event=!13", "0.clocks=64")
+    assert "too hot" in fake_nvml.read()[0].reason
+
+
+def test_a_gpu_that_is_throttled_now_and_again_is_not_available_in_between(fake_nvml: FakeNvml) -> None:
+    for clocks in (64, 0, 0, 64, 0, 0):
+        fake_nvml.script("count=1", f"0.clocks={clocks}")
+        gpu = fake_nvml.read()[0]
+        assert not gpu.available
+    assert gpu.reason == "until just now: slowed down by its hardware: too hot"
+    assert fake_nvml.read()[0].available
+
+
+# --- drivers that come and go -----------------------------------------------------------------
+
+
 def test_a_driver_that_goes_away_leaves_every_gpu_listed_as_not_available(fake_nvml: FakeNvml) -> None:
     fake_nvml.script("count=2")
     uuids = [gpu.uuid for gpu in fake_nvml.read()]
@@ -109,7 +281,8 @@ def test_after_a_driver_reload_in_another_order_each_gpu_keeps_its_number(fake_n
     fake_nvml.script("count=2", "0.lost=1")
     fake_nvml.read()
     fake_nvml.script("count=3", f"0.uuid={c}", f"1.uuid={a}", "2.handle=!15")
-    gpus = fake_nvml.read()
+    for _ in range(GOOD_READINGS_MIN):
+        gpus = fake_nvml.read()
     assert [(gpu.gpu_id, gpu.uuid, gpu.available) for gpu in gpus] == [
         (0, a, True),
         (1, b, False),

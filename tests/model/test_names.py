@@ -7,7 +7,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from genie.errors import NameInvalidError, UsageError
-from genie.model.names import checked_env_key, checked_name, checked_node_id, node_id_from, parse_address
+from genie.model.names import (
+    checked_env_key,
+    checked_label,
+    checked_labels,
+    checked_name,
+    checked_node_id,
+    node_id_from,
+    parse_address,
+)
 
 
 @pytest.mark.parametrize("name", ["a", "train-1", "A.b_c", "x" * 63, "0"])
@@ -48,6 +56,25 @@ def test_environment_keys_are_what_shells_allow() -> None:
     for bad in ("2PATH", "A=B", "A B", "", "A" * 129):
         with pytest.raises(NameInvalidError):
             checked_env_key(bad)
+
+
+@pytest.mark.parametrize("label", ["a", "site/zone", "-._/", "x" * 63])
+def test_labels_and_racks_may_hold_slashes(label: str) -> None:
+    assert checked_label(label, what="rack") == label
+    assert checked_labels({label: label}) == {label: label}
+
+
+@pytest.mark.parametrize("label", ["", "a b", "a=b", "a,b", "x" * 64, "a\n", "na\u00efve"])
+def test_a_label_that_cannot_be_is_refused_by_name(label: str) -> None:
+    for labels, named in (({label: "v"}, "the name of label"), ({"k": label}, "the value of label k")):
+        with pytest.raises(NameInvalidError, match=named):
+            checked_labels(labels)
+
+
+def test_there_are_sixty_four_labels_at_most() -> None:
+    assert len(checked_labels({f"k{number}": "v" for number in range(64)})) == 64
+    with pytest.raises(UsageError, match="there are 65"):
+        checked_labels({f"k{number}": "v" for number in range(65)})
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 import msgspec
@@ -57,9 +58,16 @@ class FakeNvml:
         fresh.write_text("".join(f"{line}\n" for line in lines), "ascii")
         fresh.rename(self._state)
 
-    def read(self) -> tuple[GPUInfo, ...]:
-        """A reading of one Inventory that stays open, as an agent keeps it, with 1 CPU accelerator."""
-        return msgspec.json.decode(self._asked("read"), type=tuple[GPUInfo, ...])
+    def read(self, held: Iterable[int] = ()) -> tuple[GPUInfo, ...]:
+        """A reading of one Inventory that stays open, as an agent keeps it, with 1 CPU accelerator.
+
+        Its process has jobs on the GPUs in `held`.
+        """
+        return msgspec.json.decode(self._asked(" ".join(["read", *map(str, held)])), type=tuple[GPUInfo, ...])
+
+    def job_pid(self) -> int:
+        """A process of a job of that process."""
+        return msgspec.json.decode(self._asked("job_pid"), type=int)
 
     def probe(self) -> list[ProbeResult]:
         return msgspec.json.decode(self._asked("probe"), type=list[ProbeResult])

@@ -12,12 +12,23 @@
  *   0.utilization=97        percent
  *   0.temperature=91        degrees Celsius
  *   0.power=700000          milliwatts
+ *   0.capability=9.0        compute capability
+ *   0.bus=7                 its number on the PCI bus
+ *   0.link.3=switch         an active link to a switch; gpu:7, npu:7 (a processor) and other:7 (a thing of
+ *                           unknown kind) are links to what has that number on the bus; off is none
+ *   0.numa=5                the NUMA nodes that it is near, as a mask; the low 64 of them
+ *   0.processes=12:4096,13:?   pids with bytes, ? where they are not known; likewise mps and graphics
+ *   0.clocks=64             why its clocks are low, as a mask; 0.clocks_event=!13 plays a driver before 535
+ *   0.remapped=0,1,0,1      rows remapped for corrected and for other errors, pending, failed
+ *   0.retired_pending=1     pages wait to be retired
+ *   0.recovery=1            what the driver asks for
  *   0.utilization=!3        that call fails with error 3 (not supported)
  *   0.lost=15               every call on that GPU fails with error 15 (GPU is lost)
  *   0.handle=!15            the handle itself is not to be had
  *
  * Only the functions that Genie calls are here.
  */
+#define _POSIX_C_SOURCE 200809L
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -27,8 +38,26 @@ typedef struct { int index; } device_t;
 typedef struct { unsigned long long total, free, used; } memory_t;
 typedef struct { unsigned int gpu, memory; } utilization_t;
 typedef struct { unsigned int version; int sensor; int temperature; } temperature_v1_t;
+typedef struct {
+    char legacy[16];
+    unsigned int domain, bus, device, device_id, subsystem_id;
+    char id[32];
+} pci_t;
+typedef struct {
+    unsigned int pid;
+    unsigned long long memory;
+    unsigned int instance, compute_instance;
+} process_t;
+typedef struct {
+    unsigned int field, scope;
+    long long timestamp, latency;
+    int kind;
+    result_t result;
+    union { double d; unsigned int ui; unsigned long long ull; } value;
+} field_t;
 
-enum { OK = 0, UNINITIALIZED = 1, INVALID = 2, TOO_SMALL = 7 };
+enum { OK = 0, UNINITIALIZED = 1, INVALID = 2, NOT_SUPPORTED = 3, TOO_SMALL = 7 };
+enum { LINKS_MAX = 18, TO_GPU = 0, TO_NPU = 1, TO_SWITCH = 2, TO_OTHER = 255, RECOVERY_ACTION = 230 };
 enum { GPUS_MAX = 16, VALUE_MAX = 128 };
 
 static device_t devices[GPUS_MAX];
@@ -229,4 +258,174 @@ result_t nvmlDeviceGetPowerUsage(device_t *device, unsigned int *milliwatts)
     if (result == OK)
         *milliwatts = (unsigned int)value;
     return result;
+}
+
+result_t nvmlDeviceGetCudaComputeCapability(device_t *device, int *major, int *minor)
+{
+    char found[VALUE_MAX];
+    result_t result = reading(device, "capability", "9.0", found);
+
+    if (result == OK)
+        sscanf(found, "%d.%d", major, minor);
+    return result;
+}
+
+static void set_bus(pci_t *pci, unsigned int bus)
+{
+    memset(pci, 0, sizeof *pci);
+    pci->bus = bus;
+    snprintf(pci->id, sizeof pci->id, "00000000:%02X:00.0", bus);
+}
+
+result_t nvmlDeviceGetPciInfo_v3(device_t *device, pci_t *pci)
+{
+    char otherwise[VALUE_MAX];
+    unsigned long long bus = 0;
+    result_t result;
+
+    snprintf(otherwise, sizeof otherwise, "%d",
+             device >= devices && device < devices + GPUS_MAX ? device->index + 1 : 0);
+    result = number(device, "bus", otherwise, &bus);
+    if (result == OK)
+        set_bus(pci, (unsigned int)bus);
+    return result;
+}
+
+static result_t link_text(device_t *device, unsigned int link, char out[VALUE_MAX])
+{
+    char name[32];
+
+    if (link >= LINKS_MAX)
+        return INVALID;
+    snprintf(name, sizeof name, "link.%u", link);
+    return reading(device, name, "!3", out);
+}
+
+result_t nvmlDeviceGetNvLinkState(device_t *device, unsigned int link, unsigned int *active)
+{
+    char found[VALUE_MAX];
+    result_t result = link_text(device, link, found);
+
+    if (result == OK)
+        *active = strcmp(found, "off") != 0;
+    return result;
+}
+
+result_t nvmlDeviceGetNvLinkRemoteDeviceType(device_t *device, unsigned int link, unsigned int *kind)
+{
+    char found[VALUE_MAX];
+    result_t result = link_text(device, link, found);
+
+    if (result == OK)
+        *kind = strcmp(found, "switch") == 0       ? TO_SWITCH
+                : strncmp(found, "npu:", 4) == 0   ? TO_NPU
+                : strncmp(found, "other:", 6) == 0 ? TO_OTHER
+                                                   : TO_GPU;
+    return result;
+}
+
+result_t nvmlDeviceGetNvLinkRemotePciInfo_v2(device_t *device, unsigned int link, pci_t *pci)
+{
+    char found[VALUE_MAX];
+    result_t result = link_text(device, link, found);
+
+    if (result == OK)
+        set_bus(pci, strchr(found, ':') ? (unsigned int)atoi(strchr(found, ':') + 1) : 0);
+    return result;
+}
+
+result_t nvmlDeviceGetMemoryAffinity(device_t *device, unsigned int size, unsigned long *nodes, int scope)
+{
+    unsigned long long mask = 0;
+    result_t result = number(device, "numa", "1", &mask);
+
+    (void)scope;
+    if (result == OK) {
+        memset(nodes, 0, size * sizeof *nodes);
+        nodes[0] = (unsigned long)mask;
+    }
+    return result;
+}
+
+/* As NVML does it: too small an array is told how large it must be, and an empty list needs none. */
+static result_t processes(device_t *device, const char *name, unsigned int *count, process_t *out)
+{
+    char found[VALUE_MAX], *entry, *rest = NULL;
+    unsigned int seen = 0, room = *count;
+    result_t result = reading(device, name, "", found);
+
+    if (result != OK)
+        return result;
+    for (entry = strtok_r(found, ",", &rest); entry; entry = strtok_r(NULL, ",", &rest), seen++) {
+        const char *memory = strchr(entry, ':') + 1;
+
+        if (seen < room && out) {
+            memset(&out[seen], 0, sizeof out[seen]);
+            out[seen].pid = (unsigned int)atoi(entry);
+            out[seen].memory = *memory == '?' ? ~0ULL : strtoull(memory, NULL, 10);
+        }
+    }
+    *count = seen;
+    return seen > room ? TOO_SMALL : OK;
+}
+
+result_t nvmlDeviceGetComputeRunningProcesses_v3(device_t *device, unsigned int *count, process_t *out)
+{
+    return processes(device, "processes", count, out);
+}
+
+result_t nvmlDeviceGetMPSComputeRunningProcesses_v3(device_t *device, unsigned int *count, process_t *out)
+{
+    return processes(device, "mps", count, out);
+}
+
+result_t nvmlDeviceGetGraphicsRunningProcesses_v3(device_t *device, unsigned int *count, process_t *out)
+{
+    return processes(device, "graphics", count, out);
+}
+
+result_t nvmlDeviceGetCurrentClocksThrottleReasons(device_t *device, unsigned long long *reasons)
+{
+    return number(device, "clocks", "0", reasons);
+}
+
+result_t nvmlDeviceGetCurrentClocksEventReasons(device_t *device, unsigned long long *reasons)
+{
+    char found[VALUE_MAX];
+    result_t result = reading(device, "clocks_event", "0", found);
+
+    return result == OK ? nvmlDeviceGetCurrentClocksThrottleReasons(device, reasons) : result;
+}
+
+result_t nvmlDeviceGetRemappedRows(device_t *device, unsigned int *corrected, unsigned int *others,
+                                   unsigned int *pending, unsigned int *failed)
+{
+    char found[VALUE_MAX];
+    result_t result = reading(device, "remapped", "0,0,0,0", found);
+
+    if (result == OK)
+        sscanf(found, "%u,%u,%u,%u", corrected, others, pending, failed);
+    return result;
+}
+
+result_t nvmlDeviceGetRetiredPagesPendingStatus(device_t *device, int *pending)
+{
+    unsigned long long value = 0;
+    result_t result = number(device, "retired_pending", "0", &value);
+
+    if (result == OK)
+        *pending = (int)value;
+    return result;
+}
+
+result_t nvmlDeviceGetFieldValues(device_t *device, int count, field_t *fields)
+{
+    unsigned long long action = 0;
+    result_t result = number(device, "recovery", "0", &action);
+
+    for (int place = 0; place < count; place++) {
+        fields[place].result = fields[place].field == RECOVERY_ACTION ? result : NOT_SUPPORTED;
+        fields[place].value.ui = (unsigned int)action;
+    }
+    return OK;
 }

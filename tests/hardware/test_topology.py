@@ -1,0 +1,51 @@
+"""Islands of GPUs, against a plain search from GPU to GPU."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from genie.hardware.topology import GpuLinks, islands
+
+
+def address(gpu_id: int) -> tuple[int, int, int]:
+    return (0, gpu_id + 1, 0)
+
+
+@st.composite
+def machines(draw: st.DrawFn) -> tuple[int, set[tuple[int, int]], set[int]]:
+    """How many GPUs, which of them are linked (as only one of the two says), which hang on switches."""
+    count = draw(st.integers(0, 8))
+    numbers = st.integers(0, max(count - 1, 0))
+    pairs = draw(st.sets(st.tuples(numbers, numbers), max_size=8)) if count else set()
+    return count, pairs, draw(st.sets(numbers)) if count else set()
+
+
+@given(machines())
+def test_an_island_is_all_that_can_be_reached_over_links(
+    machine: tuple[int, set[tuple[int, int]], set[int]],
+) -> None:
+    count, pairs, switched = machine
+    links = {
+        gpu_id: GpuLinks(
+            address(gpu_id),
+            frozenset(address(b) for a, b in pairs if a == gpu_id),
+            gpu_id in switched,
+        )
+        for gpu_id in range(count)
+    }
+    joined = pairs | {(a, b) for a in switched for b in switched}
+    expected = {}
+    for gpu_id in range(count):
+        reached, fresh = set(), {gpu_id}
+        while fresh:
+            reached |= fresh
+            fresh = {b for a, b in joined | {(b, a) for a, b in joined} if a in reached} - reached
+        expected[gpu_id] = min(reached)
+    assert islands(links) == expected
+
+
+def test_those_that_name_the_same_unlisted_peer_are_joined() -> None:
+    lost = frozenset({address(7)})
+    links = {0: GpuLinks(address(0), lost), 1: GpuLinks(address(1)), 2: GpuLinks(None, lost), 3: GpuLinks()}
+    assert islands(links) == {0: 0, 1: 1, 2: 0, 3: 3}
