@@ -152,7 +152,7 @@ class Planner:
             return
         self._seen[node_id] = (has, closed)
         facts = facts_of(info, closed=closed)
-        known = self._scheduler.book.node(node_id)
+        known = self._scheduler.book.facts(node_id)
         if known == facts:
             return
         self._never.clear()
@@ -162,7 +162,7 @@ class Planner:
         self._scheduler.set_node(facts)
 
     def _remove_node(self, node_id: str) -> None:
-        if self._scheduler.book.node(node_id) is None:
+        if self._scheduler.book.facts(node_id) is None:
             return
         try:
             self._scheduler.remove_node(node_id)

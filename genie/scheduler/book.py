@@ -80,6 +80,7 @@ class Book:
             self._placers, register=_register_set, drop=_drop_set, count_max=NODE_SETS_MAX
         )
         self._racks: list[int] | None = None
+        self._kept: dict[str, set[int]] = {}
         self._held: dict[str, Held] = {}
         self._parts: dict[tuple[str, WorkerPlace], _Part] = {}
         """Of jobs at places that are not all there any more: what is left of them."""
@@ -94,10 +95,6 @@ class Book:
         """By job; not to be changed."""
         return self._held
 
-    def node(self, node_id: str) -> NodeFacts | None:
-        known = self._nodes.get(node_id)
-        return None if known is None else known.facts
-
     @property
     def nodes(self) -> list[NodeFacts]:
         return [node.facts for node in self._nodes.values()]
@@ -111,6 +108,28 @@ class Book:
 
     def claims(self, tenant: str) -> list[Claim]:
         return [(held.request, held.amounts) for held in self._held.values() if held.request.tenant == tenant]
+
+    def facts(self, node_id: str) -> NodeFacts | None:
+        node = self._nodes.get(node_id)
+        return None if node is None else node.facts
+
+    def jobs_on(self, node_id: str) -> list[str]:
+        """Those with a worker there."""
+        node = self._nodes.get(node_id)
+        return [] if node is None else list(node.jobs)
+
+    def holders(self, node_id: str, gpu: int) -> list[Request]:
+        """Who has a part of that GPU."""
+        several = [self._held[job_id] for job_id in self.jobs_on(node_id)]
+        return [
+            held.request
+            for held in several
+            if any(place.node_id == node_id and gpu in place.gpu_ids for place in held.places)
+        ]
+
+    def kept_on(self, node_id: str) -> frozenset[int]:
+        """GPUs on which nothing is placed for now."""
+        return frozenset(self._kept.get(node_id, ()))
 
     def is_open(self, place: WorkerPlace) -> bool:
         """Whether something new may go there, were it free."""
@@ -160,6 +179,7 @@ class Book:
             )
         self._drop(node)
         del self._nodes[node_id]
+        self._kept.pop(node_id, None)
         self.capacity -= node.facts.amounts
         self._sets.clear()
         self._classes.clear()
@@ -253,8 +273,19 @@ class Book:
         facts = node.facts
         outside_mib = facts.memory_outside_mib or (0,) * len(facts.gpus)
         for gpu, mib in enumerate(outside_mib[: len(facts.gpus)]):
+            is_open = gpu not in facts.closed_gpus and gpu not in self._kept.get(facts.node_id, ())
             for placer in self._placers:
-                placer.set_gpu(node.number, gpu, is_open=gpu not in facts.closed_gpus, memory_outside_mib=mib)
+                placer.set_gpu(node.number, gpu, is_open=is_open, memory_outside_mib=mib)
+
+    def keep(self, places: Iterable[WorkerPlace], *, is_kept: bool) -> None:
+        """Nothing is placed on these GPUs, or it may be again; what is held there stays, and hold() may."""
+        for place in places:
+            if (node := self._nodes.get(place.node_id)) is None:
+                continue
+            kept, gpus = self._kept.pop(place.node_id, set()), set(place.gpu_ids)
+            if kept := kept | gpus if is_kept else kept - gpus:
+                self._kept[place.node_id] = kept
+            self._set_gpus(node)
 
     # -- jobs ---------------------------------------------------------------------------------
 
@@ -387,9 +418,9 @@ class Book:
     def _register(self, placer: Placer, kind: tuple[Shape, bool]) -> int:
         """For choosing: amounts, whether in one island, and the nodes that will do for the shape."""
         shape, one_island = kind
-        will_do = [
-            node for node in self._nodes.values() if not why_not(shape, replace(node.facts, closed=""))
-        ]
+        named = (self._nodes.get(node_id) for node_id in sorted(shape.nodes))
+        several = [node for node in named if node is not None] if shape.nodes else self._nodes.values()
+        will_do = [node for node in several if not why_not(shape, _opened(node.facts))]
         allowed = None if len(will_do) == len(self._nodes) else [node.number for node in will_do]
         return _register_amounts(placer, shape, nodes=allowed, one_island=one_island and shape.gpus > 0)
 
@@ -473,7 +504,12 @@ def _register_amounts(
         memory_mib=shape.memory_mib,
         nodes=nodes,
         one_island=one_island,
+        only_gpus=[gpu for gpu in shape.gpu_ids if gpu < GPUS_MAX] if shape.gpu_ids else None,
     )
+
+
+def _opened(facts: NodeFacts) -> NodeFacts:
+    return replace(facts, closed="", closed_gpus=frozenset())
 
 
 def _drop_class(placer: Placer, number: int) -> None:

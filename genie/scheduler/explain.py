@@ -5,12 +5,12 @@ Worked out when somebody asks, not at each decision. Not for: deciding (schedule
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from genie.model.job import Within
-from genie.scheduler.book import Book
 from genie.scheduler.order import Lines
+from genie.scheduler.pins import in_the_way
 from genie.scheduler.request import FULL_MILLI, NodeFacts, Request, why_not
 from genie.scheduler.scheduler import Scheduler
 
@@ -54,12 +54,14 @@ def explain(scheduler: Scheduler, job_id: str, *, reason: str, now: float) -> Ex
         reason=reason,
         starts_at=_foreseen(scheduler, ahead, request, now),
         ahead=len(ahead),
-        ruled_out=_ruled_out(scheduler.book, request),
+        ruled_out=_ruled_out(scheduler, request),
     )
 
 
 def _foreseen(scheduler: Scheduler, ahead: Sequence[Request], request: Request, now: float) -> float | None:
     """Those ahead of it go first wherever they fit, when enough has ended. What they hold, they keep."""
+    if (claim := scheduler.claims.get(request.job_id)) is not None:
+        return claim.starts_at
     ends = sorted(scheduler.running, key=lambda running: (running.ends_at, running.request.sequence))
     waiting = [each for each in ahead if not scheduler.why_quota(each)]
     if scheduler.why_quota(request):
@@ -75,19 +77,22 @@ def _foreseen(scheduler: Scheduler, ahead: Sequence[Request], request: Request, 
     return None
 
 
-def _ruled_out(book: Book, request: Request) -> tuple[RuledOut, ...]:
+def _ruled_out(scheduler: Scheduler, request: Request) -> tuple[RuledOut, ...]:
     found: dict[tuple[str, bool], list[str]] = {}
-    for facts in book.nodes:
+    for facts in scheduler.book.nodes:
         if why := why_not(request.shape, facts):
             found.setdefault((why, True), []).append(facts.node_id)
-        elif why := _why_not_now(book, request, facts):
+        elif why := _why_not_now(scheduler, request, facts):
             found.setdefault((why, False), []).append(facts.node_id)
     several = (RuledOut(why, tuple(sorted(nodes)), ever) for (why, ever), nodes in found.items())
     return tuple(sorted(several, key=lambda each: (each.ever, -len(each.nodes), each.reason)))
 
 
-def _why_not_now(book: Book, request: Request, facts: NodeFacts) -> str:
+def _why_not_now(scheduler: Scheduler, request: Request, facts: NodeFacts) -> str:
     """What is lacking for one worker, or for all of them where they must be on one node."""
+    book = scheduler.book
+    if why := in_the_way(book, request, scheduler.claims):
+        return why
     workers = request.least_workers if request.within is Within.NODE else 1
     shape = request.shape.times(workers)
     cpu_milli, memory_mib, gpus = book.free_on(facts.node_id)
@@ -95,13 +100,14 @@ def _why_not_now(book: Book, request: Request, facts: NodeFacts) -> str:
         return f"{cpu_milli / 1000:g} of {facts.cpu_milli / 1000:g} CPUs are free"
     if shape.memory_mib > memory_mib:
         return f"{memory_mib} of {facts.memory_mib} MiB of memory are free"
-    if not shape.gpus:
+    if not shape.gpus or shape.gpu_ids:
         return ""
-    return _why_not_these(shape.gpus, shape.gpu_milli, shape.gpu_memory_mib, gpus)
+    shut = facts.closed_gpus | book.kept_on(facts.node_id)
+    every = [(0, 0) if number in shut else free for number, free in enumerate(gpus)]
+    return _why_not_these(shape.gpus, shape.gpu_milli, shape.gpu_memory_mib, every)
 
 
-def _why_not_these(count: int, milli: int, memory_mib: int, gpus: Iterable[tuple[int, int]]) -> str:
-    every = list(gpus)
+def _why_not_these(count: int, milli: int, memory_mib: int, every: Sequence[tuple[int, int]]) -> str:
     with_share = [free for free, _ in every if free >= milli]
     if len(with_share) < count:
         what = "GPUs are free" if milli == FULL_MILLI else f"GPUs have a share of {milli / FULL_MILLI:g} free"

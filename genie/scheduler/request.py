@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from genie.errors import UsageError
 from genie.model.job import Spread, Within
 
 FULL_MILLI = 1000
@@ -55,6 +56,11 @@ class Shape:
     nodes: frozenset[str] = frozenset()
     """Only these; empty for all."""
     gpu_ids: tuple[int, ...] = ()
+    """Only on these GPUs of the one node in `nodes`; empty for all."""
+
+    def __post_init__(self) -> None:
+        if self.gpu_ids and len(self.nodes) != 1:
+            raise UsageError("GPUs are asked for by number and no node, or several", hint="name one node")
 
     def __hash__(self) -> int:
         return self._hash
@@ -64,7 +70,7 @@ class Shape:
         """Asked for several times in every decision, so it is counted once."""
         amounts = (self.gpus, self.gpu_milli, self.gpu_memory_mib, self.cpu_milli, self.memory_mib)
         needs = (self.models, self.vendor, self.kind, self.gpu_memory_min_mib, self.capability_min)
-        return hash((amounts, needs, self.labels, self.nodes))
+        return hash((amounts, needs, self.labels, self.nodes, self.gpu_ids))
 
     @cached_property
     def amounts(self) -> Amounts:
@@ -174,11 +180,24 @@ def why_not(shape: Shape, node: NodeFacts) -> str:
         return f"has {node.memory_mib} MiB of memory"
     if shape.gpus > len(node.gpus):
         return f"has {len(node.gpus)} GPUs"
+    if shape.gpu_ids:
+        return _why_not_these(shape, node)
     return _why_not_gpus(shape, node.gpus) if shape.gpus else ""
 
 
+def _why_not_these(shape: Shape, node: NodeFacts) -> str:
+    if missing := [gpu for gpu in shape.gpu_ids if not 0 <= gpu < len(node.gpus)]:
+        return f"has no GPU {min(missing)}"
+    usable = set(shape.gpu_ids) - node.closed_gpus
+    if len(usable) < shape.gpus <= len(set(shape.gpu_ids)):
+        return f"its GPU {min(set(shape.gpu_ids) - usable)} takes nothing new"
+    if len(usable) < shape.gpus:
+        return f"{shape.gpus} GPUs are asked for, and {len(usable)} by number"
+    return _why_not_gpus(shape, tuple(node.gpus[gpu] for gpu in sorted(usable)))
+
+
 def _why_not_gpus(shape: Shape, gpus: tuple[GpuFacts, ...]) -> str:
-    """All GPUs of a node must do: which of them a worker gets is decided later."""
+    """All of these must do: which of them a worker gets is decided later."""
     for gpu in gpus:
         if shape.models and gpu.model not in shape.models:
             return f"its GPUs are {gpu.model or 'of an unknown model'}"

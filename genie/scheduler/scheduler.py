@@ -3,7 +3,8 @@
 One pass goes through the waiting jobs in order. What fits starts. For the first that does not fit, room is
 made by preemption where that is allowed; else it gets a reservation: the places that are free first when
 everything runs to its time limit. Jobs behind it start only where that does not put the reservation off
-(EASY backfill). A reservation stays with its job until that starts or is withdrawn.
+(EASY backfill). A reservation stays with its job until that starts or is withdrawn. A job that waits for a
+GPU that it names has that kept for it instead, and the one reservation goes to somebody else (pins.py).
 
 Where nothing was freed since the last pass, only those who came since then are gone through: the others would
 be told the same.
@@ -16,7 +17,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
@@ -24,6 +26,7 @@ from genie.errors import UsageError
 from genie.scheduler import migration, victims
 from genie.scheduler.book import Book, Foresight, Held, Supposition
 from genie.scheduler.order import FairShare, Kind, Lines, Order, Scales
+from genie.scheduler.pins import Claims, Reservation, in_the_way
 from genie.scheduler.possible import grouped
 from genie.scheduler.quota import Quotas
 from genie.scheduler.request import NodeFacts, Request, WorkerPlace, why_not
@@ -78,15 +81,6 @@ class Rules:
     """How long a job without a time limit is taken to run. Nobody ends it then."""
 
 
-@dataclass(frozen=True)
-class Reservation:
-    """Places that are kept for a job from a time on."""
-
-    job_id: str
-    starts_at: float
-    places: tuple[WorkerPlace, ...]
-
-
 @dataclass(slots=True)
 class _Waiting:
     """A job that waits, and what it was told last. Jobs of one kind fare alike but for their time limits."""
@@ -139,6 +133,8 @@ class Scheduler:
         """Why no node will do for a kind of jobs, while the nodes stay as they are; empty when one would."""
         self._running: dict[str, Running] = {}
         self._reservation: Reservation | None = None
+        self.claims = Claims(book)
+        """GPUs that are kept for jobs which named them."""
         self._moves: dict[str, int] = {}
         """How often jobs that are not over have been moved."""
 
@@ -252,6 +248,7 @@ class Scheduler:
     def _drop_reservation(self, job_id: str) -> None:
         if self._reservation is not None and self._reservation.job_id == job_id:
             self._reservation = None
+        self.claims.drop(job_id)
 
 
 class _Pass:
@@ -263,11 +260,11 @@ class _Pass:
         self._rules = scheduler.rules
         self._now = now
         self._done: list[Decision] = []
-        self._hopeless: dict[int, str] = {}
+        self._hopeless: dict[Kind, str] = {}
         """Why no job of the kind could start however many ended."""
-        self._full: dict[int, str] = {}
+        self._full: dict[Kind, str] = {}
         """Why no job of the kind could start now; what starts only makes it worse."""
-        self._delaying: dict[int, str] = {}
+        self._delaying: dict[Kind, str] = {}
         """The same of those that would not end before the reservation begins."""
         self._is_ahead = False
         """Whether the foresight stands at the time of the reservation."""
@@ -284,10 +281,7 @@ class _Pass:
                 self._walk(those, then)
             if not self._is_as_it_was:
                 scheduler._is_other = False
-                holder = self._holder
-                if holder is not None:
-                    self._again(holder, then)
-                self._walk(scheduler._lines, then, but=holder)
+                self._walk(scheduler._lines, then, but=self._first(then))
         if self._done and any(each.request.near for each in waiting.values()):
             scheduler._is_other = True
         return [*self._done, *(each.told for each in waiting.values())]
@@ -299,27 +293,40 @@ class _Pass:
         is_due = reservation is not None and reservation.starts_at <= self._now
         return not self._scheduler._is_other and not is_due
 
-    def _walk(self, lines: Lines, then: Foresight, *, but: _Waiting | None = None) -> None:
+    def _first(self, then: Foresight) -> set[str]:
+        """Those for whom something is kept come before all others."""
+        claims, holder = self._scheduler.claims, self._holder
+        those = {*claims, *([holder.request.job_id] if holder is not None else [])}
+        if holder is not None:
+            self._again(holder, then)
+        for job_id in claims:
+            if claims.drop(job_id) is not None:  # unless one before it has taken that over
+                self._claim_again(self._scheduler._waiting[job_id], then)
+                if holder is not None and claims.get(job_id) is None:  # what was kept is open to the holder
+                    self._scheduler._is_other = True
+        return those
+
+    def _walk(self, lines: Lines, then: Foresight, *, but: Collection[str] = ()) -> None:
         waiting = self._scheduler._waiting
         scales = self._scheduler.scales(self._now)
         for request in lines.walk(scales, why_all=self._why_all, tell=self._tell):
-            if but is None or request is not but.request:
+            if request.job_id not in but:
                 self._consider(waiting[request.job_id], then)
 
     def _why_all(self, tenant: str, line: Kind) -> str:
         """Why all of these wait whatever their time limits are; empty when that must be looked at."""
-        kind, priority = line
-        if why := self._why_hopeless(kind):
+        _, priority = line
+        if why := self._why_hopeless(line):
             return why
         holder = self._holder
         if holder is None or tenant in self._rules.quotas.by_tenant:
             return ""
         if (True, priority) > self._rank(holder.request):
             return ""
-        return self._full.get(kind, "") if self._rules.backfills else self._why_behind(holder.request)
+        return self._full.get(line, "") if self._rules.backfills else self._why_behind(holder.request)
 
-    def _why_hopeless(self, kind: int) -> str:
-        return self._scheduler._never.get(kind, "") or self._hopeless.get(kind, "")
+    def _why_hopeless(self, line: Kind) -> str:
+        return self._scheduler._never.get(line[0], "") or self._hopeless.get(line, "")
 
     def _tell(self, job_id: str, why: str) -> None:
         reservation = self._scheduler._reservation
@@ -345,41 +352,81 @@ class _Pass:
         request = holder.request
         if why := self._scheduler.why_quota(request):
             self._wait(request, why)
-        elif not self._start_there(request, reservation) and not self._try_start(request, "it fits now"):
-            self._make_room(holder)
+        else:
+            with self._past_claims(request):
+                why = "its reservation has come"
+                is_there = self._start_there(request, reservation.places, why)
+                if not is_there and not self._try_start(request, "it fits now"):
+                    self._make_room(holder)
         self._is_ahead = False
         self._delaying.clear()
 
-    def _start_there(self, request: Request, reservation: Reservation) -> bool:
+    def _start_there(self, request: Request, places: tuple[WorkerPlace, ...], reason: str) -> bool:
         """At its own places before all others: for those room was made."""
-        if not all(map(self._book.is_open, reservation.places)):
+        if not all(map(self._book.is_open, places)):
             return False
         try:
-            self._book.hold(request, reservation.places)
+            self._book.hold(request, places)
         except UsageError:
             return False
-        self._start(request, reservation.places, "its reservation has come")
+        self._start(request, places, reason)
         return True
 
+    def _claim_again(self, waiting: _Waiting, then: Foresight) -> None:
+        """The GPU that was kept for it may be free now. If not, it is kept on, whoever else waits."""
+        request, holder = waiting.request, self._holder
+        if holder is None or self._rank(request) > self._rank(holder.request):
+            return self._consider(waiting, then)
+        if why := self._why_hopeless(waiting.line) or self._scheduler.why_quota(request):
+            return self._wait(request, why)
+        with self._past_claims(request):
+            self._backfill(waiting, holder.request, then)
+            if request.job_id in self._scheduler._waiting and in_the_way(self._book, request):
+                self._make_room(waiting)
+        return None
+
+    @contextmanager
+    def _past_claims(self, request: Request) -> Iterator[None]:
+        """What is kept for others of a lower rank is not kept from this one."""
+        claims, running = self._scheduler.claims, self._scheduler._running
+        mine = self._rank(request) if len(claims) else (False, 0)
+        waiting = self._scheduler._waiting
+        lower = [job_id for job_id in claims if self._rank(waiting[job_id].request) < mine]
+        if not lower:
+            yield
+            return
+        with claims.lifted(lower):
+            yield
+            reservation = self._scheduler._reservation
+            is_kept = reservation is not None and reservation.job_id == request.job_id
+            if reservation is not None and is_kept:
+                claims.drop_at(reservation.places)
+        if is_kept or request.job_id in running or claims.get(request.job_id) is not None:
+            self._scheduler._is_other = True
+
     def _consider(self, waiting: _Waiting, then: Foresight) -> None:
-        request = waiting.request
-        why = self._why_hopeless(waiting.kind) or self._scheduler.why_quota(request)
+        request, holder = waiting.request, self._holder
+        why = self._why_hopeless(waiting.line) or self._scheduler.why_quota(request)
         if why:
             return self._wait(request, why)
-        holder = self._holder
         if holder is not None and self._rank(request) <= self._rank(holder.request):
-            if self._rules.backfills:
-                return self._backfill(waiting, holder.request, then)
-            return self._wait(request, self._why_behind(holder.request))
+            return self._consider_behind(waiting, holder.request, then)
         if holder is not None:  # for those who were gone through already it is another one
             self._scheduler._is_other = True
-        if not self._try_start(request, "it fits"):
-            self._make_room(waiting)
-            self._is_ahead = False
-            self._delaying.clear()
+        with self._past_claims(request):
+            if not self._try_start(request, "it fits"):
+                self._make_room(waiting)
+                self._is_ahead = False
+                self._delaying.clear()
         if holder is not None and self._holder is holder:  # what it counts on may be taken
             self._again(holder, then)
         return None
+
+    def _consider_behind(self, waiting: _Waiting, holder: Request, then: Foresight) -> None:
+        if not self._rules.backfills:
+            return self._wait(waiting.request, self._why_behind(holder))
+        with self._past_claims(waiting.request):
+            return self._backfill(waiting, holder, then)
 
     def _try_start(self, request: Request, reason: str) -> bool:
         least = request.least_workers
@@ -421,11 +468,10 @@ class _Pass:
             never[waiting.kind] = self._why_never(request)
         if why := never[waiting.kind]:
             return self._wait(request, why)
-        leaving = [running for running in self._scheduler.running if running.is_leaving]
+        several = self._those_who_matter(request)
+        leaving = [running for running in several if running.is_leaving]
         if self._rules.preempts:
-            candidates = victims.who_may_go(
-                request, self._scheduler.running, book=self._book, quotas=self._rules.quotas
-            )
+            candidates = victims.who_may_go(request, several, book=self._book, quotas=self._rules.quotas)
             eviction = victims.plan(
                 request,
                 candidates,
@@ -439,6 +485,22 @@ class _Pass:
             if not leaving and (plan := self._moves(request)) is not None:
                 return self._preempt(request, plan)
         return self._reserve(waiting)
+
+    def _those_who_matter(self, request: Request) -> list[Running]:
+        """Whose end could make room for it."""
+        running = self._scheduler._running
+        if not request.shape.gpu_ids:
+            return list(running.values())
+        return [running[job_id] for job_id in self._book.jobs_on(min(request.shape.nodes))]
+
+    def _keep(self, request: Request, at: float, places: tuple[WorkerPlace, ...]) -> None:
+        """For later: the GPUs that it named and waits for, or the one reservation."""
+        kept, holder = Reservation(request.job_id, at, places), self._holder
+        is_behind = holder is not None and self._rank(request) <= self._rank(holder.request)
+        if in_the_way(self._book, request) or (request.shape.gpu_ids and is_behind):
+            self._scheduler.claims.keep(kept)
+        else:
+            self._scheduler._reservation = kept
 
     def _moves(self, request: Request) -> victims.Eviction | None:
         """Room by moving others, each of which is moved a few times at most."""
@@ -458,7 +520,9 @@ class _Pass:
     def _preempt(self, request: Request, eviction: victims.Eviction) -> None:
         running = self._scheduler._running
         victims_left = [job_id for job_id in eviction.victims if not self._take_back(job_id, request)]
-        if not victims_left and self._try_start(request, "it comes before others that wait"):
+        # With no more workers than room was made for: with more it may be on loan, and go in turn.
+        why = "it comes before others that wait"
+        if not victims_left and self._start_there(request, eviction.places, why):
             return
         for job_id in victims_left:
             victim = running[job_id]
@@ -466,8 +530,9 @@ class _Pass:
             running[job_id] = replace(victim, ends_at=until, is_leaving=True)
             why = f"makes room for {request.job_id}"
             self._done.append(Preempt(job_id, request.job_id, victim.request.grace_s, why))
-        at = max((job.ends_at for job in running.values() if job.is_leaving), default=self._now)
-        self._scheduler._reservation = Reservation(request.job_id, at, eviction.places)
+        several = self._those_who_matter(request)
+        at = max((job.ends_at for job in several if job.is_leaving), default=self._now)
+        self._keep(request, at, eviction.places)
         self._wait(request, f"waits for {', '.join(victims_left) or 'others'} to make room", at)
 
     def _take_back(self, job_id: str, request: Request) -> bool:
@@ -485,19 +550,27 @@ class _Pass:
         """Where it fits first when everybody runs as long as he may."""
         request = waiting.request
         ends = sorted(
-            self._scheduler._running.values(), key=lambda running: (running.ends_at, running.request.sequence)
+            self._those_who_matter(request), key=lambda running: (running.ends_at, running.request.sequence)
         )
         with self._book.supposing() as then:
             gone = _fewest_gone(request, ends, then)
             if gone is None:
-                why = self._hopeless[waiting.kind] = "does not fit even when all is free"
+                why = self._hopeless[waiting.line] = self._why_not_ever(request)
                 return self._wait(request, why)
             places = then.place(request, request.least_workers)
             assert places is not None
         at = max(ends[gone - 1].ends_at if gone else self._now, self._now)
-        self._scheduler._reservation = Reservation(request.job_id, at, places)
+        self._keep(request, at, places)
         nodes = ", ".join(sorted({place.node_id for place in places})[:3])
-        return self._wait(request, f"has a reservation on {nodes}", at)
+        why = in_the_way(self._book, request) or f"has a reservation on {nodes}"
+        return self._wait(request, why, at)
+
+    def _why_not_ever(self, request: Request) -> str:
+        claims = self._scheduler.claims
+        if why := in_the_way(self._book, request, claims):
+            return why
+        kept = f" but what is kept for {claims.text()}" if len(claims) else ""
+        return f"does not fit even when all is free{kept}"
 
     def _why_never(self, request: Request) -> str:
         reasons = {node.node_id: why_not(request.shape, node) for node in self._book.nodes}
@@ -523,12 +596,12 @@ class _Pass:
         assert is_kept, "a reservation stands on what is free by then"
 
     def _backfill(self, waiting: _Waiting, holder: Request, then: Foresight) -> None:
-        request, kind = waiting.request, waiting.kind
+        request, line = waiting.request, waiting.line
         reservation = self._scheduler._reservation
         assert reservation is not None
         limit_s = math.inf if request.time_limit_s is None else request.time_limit_s
         ends_before = self._now + limit_s <= reservation.starts_at
-        why = self._full.get(kind, "") or ("" if ends_before else self._delaying.get(kind, ""))
+        why = self._full.get(line, "") or ("" if ends_before else self._delaying.get(line, ""))
         if why:
             return self._wait(request, why)
         if not ends_before:
@@ -550,7 +623,8 @@ class _Pass:
                 return self._start(request, places, "it fits beside what is reserved")
             if places is not None:
                 self._book.release(request.job_id)
-        refused[kind] = why = f"would delay {holder.job_id}, which has a reservation"
+        why = in_the_way(self._book, request, self._scheduler.claims)
+        refused[line] = why = why or f"would delay {holder.job_id}, which has a reservation"
         return self._wait(request, why)
 
 

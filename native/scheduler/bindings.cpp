@@ -104,8 +104,10 @@ int add_node(Placement& self, int cpu_milli, int memory_mib, int gpus, int gpu_m
 }
 
 int request_class(Placement& self, int gpus, int gpu_milli, int gpu_memory_mib, int cpu_milli, int memory_mib,
-                  uint64_t models, const std::optional<std::vector<int>>& nodes, bool one_island) {
-  RequestClass wanted{gpus, gpu_milli, gpu_memory_mib, cpu_milli, memory_mib, models, one_island, {}};
+                  uint64_t models, const std::optional<std::vector<int>>& nodes, bool one_island,
+                  const std::optional<std::vector<int>>& only_gpus) {
+  RequestClass wanted{gpus, gpu_milli, gpu_memory_mib, cpu_milli, memory_mib, models, one_island, 0xffff, {}};
+  if (only_gpus) wanted.only_gpus = set_of(*only_gpus);
   if (nodes) wanted.nodes = node_set(self, *nodes);
   return self.cluster().add_class(wanted);
 }
@@ -153,7 +155,7 @@ NB_MODULE(genie_scheduler, module) {
           "node"_a, nb::kw_only(), "is_open"_a)
       .def("request_class", &request_class, nb::kw_only(), "gpus"_a = 0, "gpu_milli"_a = 0,
            "gpu_memory_mib"_a = 0, "cpu_milli"_a = 0, "memory_mib"_a = 0, "models"_a = kAnyModel,
-           "nodes"_a = nb::none(), "one_island"_a = false)
+           "nodes"_a = nb::none(), "one_island"_a = false, "only_gpus"_a = nb::none())
       .def("drop_class", &Placement::drop_class, "request_class"_a)
       .def(
           "node_set",

@@ -121,7 +121,7 @@ inline bool has_room(const Gpu& gpu, const RequestClass& wanted, uint32_t tenant
 }
 
 inline bool fits_gpu(const Node& node, int gpu, const RequestClass& wanted, uint32_t tenant) {
-  return node.gpu_open(gpu) && has_room(node.gpus[gpu], wanted, tenant) &&
+  return ((node.open_gpus & wanted.only_gpus) >> gpu & 1) != 0 && has_room(node.gpus[gpu], wanted, tenant) &&
          node.gpus[gpu].usable_memory_mib() >= wanted.gpu_memory_mib;
 }
 

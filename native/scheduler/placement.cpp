@@ -47,7 +47,7 @@ void Placement::observe(int request_class, uint32_t tenant) {
   if (lesson_->supply == nullptr) return;
   if (history_.size() < kHistory) history_.emplace_back();
   RequestClass& remembered = history_[observed_ % kHistory];
-  remembered = wanted.without_nodes();
+  remembered = wanted.without_places();
   ++observed_;
 }
 

@@ -53,7 +53,7 @@ class Placement {
   bool is_refreshed_ = false;  // somebody calls refresh(), so lessons are prepared there
   std::unique_ptr<Lesson> lesson_;
   std::unique_ptr<Lesson> next_;
-  std::vector<RequestClass> history_;  // a ring; without their nodes, which nobody learns from
+  std::vector<RequestClass> history_;  // a ring; without their nodes and GPUs, which nobody learns from
   uint64_t observed_ = 0;
   uint64_t due_ = 0;
   Dice dice_;

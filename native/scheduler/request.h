@@ -36,11 +36,12 @@ struct RequestClass {
   int memory_mib = 0;
   uint64_t models = kAnyModel;   // bit m: a GPU of model m will do
   bool one_island = false;       // all its GPUs in one NVLink island
+  uint16_t only_gpus = 0xffff;   // bit g: GPU g of a node will do
   std::optional<NodeSet> nodes;  // those that will do; none: every node
   int64_t gpu_volume() const { return int64_t{gpus} * gpu_milli; }
   bool is_fraction() const { return gpus > 0 && gpu_milli < kFullMilli; }
-  RequestClass without_nodes() const {
-    return {gpus, gpu_milli, gpu_memory_mib, cpu_milli, memory_mib, models, one_island, std::nullopt};
+  RequestClass without_places() const {
+    return {gpus, gpu_milli, gpu_memory_mib, cpu_milli, memory_mib, models, one_island, 0xffff, std::nullopt};
   }
   bool allows_node(size_t node) const { return !nodes || nodes->has(node); }
 };

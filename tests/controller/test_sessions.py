@@ -75,7 +75,7 @@ async def test_a_gpu_is_held_whole_and_a_cpu_accelerator_by_tenths(
         job = waits.job
 
         async def explained() -> bool:
-            return "free of 1" in (await client.job(job.job_id)).reason
+            return "GPU 0 of n1 is held by" in (await client.job(job.job_id)).reason
 
         await until(explained)
         plain = await client.submit()

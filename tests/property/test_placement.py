@@ -44,6 +44,7 @@ nodes = gpu_counts.flatmap(
 )
 models = st.sampled_from([ANY_MODEL, 0b001, 0b010, 0b110, 0b1000])
 allowed = st.sampled_from([None, None, None, [0], [0, 1]])
+only = st.sampled_from([None, None, None, [1], [0, 3], [15, 0, 1, 2]])
 beside = {"cpu_milli": st.sampled_from([0, 100, 3000, 9000]), "memory_mib": st.sampled_from([0, 500, 9000])}
 requests = st.one_of(
     st.fixed_dictionaries({"nodes": allowed, **beside}),
@@ -55,6 +56,7 @@ requests = st.one_of(
             "models": models,
             "nodes": allowed,
             "one_island": st.booleans(),
+            "only_gpus": only,
             **beside,
         }
     ),
@@ -64,6 +66,7 @@ requests = st.one_of(
             "gpu_milli": st.just(1000),
             "models": models,
             "one_island": st.booleans(),
+            "only_gpus": only,
             **beside,
         }
     ),
@@ -178,7 +181,8 @@ class Pair:
 
     def give_back(self, request: dict[str, Any], place: Place) -> None:
         """By any class of the amounts: that which took it may be gone."""
-        amounts = {name: amount for name, amount in request.items() if name not in ("nodes", "one_island")}
+        where = ("nodes", "one_island", "only_gpus")
+        amounts = {name: amount for name, amount in request.items() if name not in where}
         number = self.ask("request_class", **amounts)
         self.ask("release", number, node=place[0], gpus=place[1])
         self.ask("drop_class", number)
@@ -270,6 +274,7 @@ def some_request(chance: random.Random) -> dict[str, Any]:
         "cpu_milli": chance.choice([100, 4000, 9000]) * max(gpus, 1),
         "memory_mib": chance.choice([0, 4000, 30000]),
         "models": chance.choice([ANY_MODEL, ANY_MODEL, 0b001, 0b110]),
+        "only_gpus": chance.choice([None, None, None, None, [0, 1, 5]]),
     }
 
 

@@ -36,6 +36,14 @@ clusters = st.lists(
 shapes = st.one_of(
     st.builds(Shape, gpus=st.sampled_from([0, 1, 1, 2, 4]), cpu_milli=st.sampled_from([0, 1_000, 9_000])),
     st.builds(Shape, gpus=st.just(1), gpu_milli=st.sampled_from([100, 500, 700]), cpu_milli=st.just(500)),
+    st.builds(
+        Shape,
+        gpus=st.just(1),
+        gpu_milli=st.sampled_from([300, 1000, 1000]),
+        cpu_milli=st.sampled_from([0, 0, 5_000]),
+        nodes=st.sampled_from([frozenset({"n0"}), frozenset({"n1"})]),
+        gpu_ids=st.sampled_from([(0,), (1,), (0, 1)]),
+    ),
 )
 jobs = st.fixed_dictionaries(
     {
@@ -167,6 +175,8 @@ def check_books(world: World) -> None:
             assert len(nodes) == 1
         elif request.spread is Spread.SPREAD:
             assert len(nodes) == len(held.places)
+        pinned = set(request.shape.gpu_ids)
+        assert not pinned or all(set(place.gpu_ids) <= pinned for place in held.places)
         if request.within is Within.ISLAND and not nodes & world.changed:
             assert len(islands_of(world, held)) <= 1
         for shape, place in (desk.book._part(request, place) for place in held.places):

@@ -158,7 +158,7 @@ def test_a_node_with_other_gpus_keeps_what_runs_on_those_that_are_left() -> None
     assert desk.started() == ["late"]
     assert desk.book.held["late"].places == (WorkerPlace("n", (0,)),), "j1 is on the other one"
     assert desk.book.usage("a").gpu_milli == 2000
-    assert desk.why("wide").reason == "has 2 GPUs"
+    assert desk.why("wide").reason == "no node will do: n: has 2 GPUs"
 
 
 def test_a_job_over_several_gpus_keeps_those_of_them_that_are_left() -> None:

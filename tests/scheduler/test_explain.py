@@ -85,3 +85,21 @@ def test_who_is_over_his_quota_has_no_time_and_who_does_not_wait_no_explanation(
     assert "its quota is 1 GPU" in found.reason
     with pytest.raises(KeyError):
         explain(desk.scheduler, "one", reason="", now=0.0)
+
+
+def test_who_named_a_gpu_is_told_who_has_it_and_until_when() -> None:
+    desk = Desk(node("n", 2), node("m", 1))
+    mine = Shape(gpus=1, nodes=frozenset({"n"}), gpu_ids=(1,))
+    desk.submit("holds", shape=mine, time_limit_s=30.0)
+    desk.started()
+    desk.submit("waits", shape=mine)
+    desk.submit("wide", gpus=2)
+    found = told(desk, "waits")
+    assert (found.reason, found.starts_at) == ("GPU 1 of n is held by holds", 30.0)
+    assert found.ruled_out == (
+        RuledOut("GPU 1 of n is held by holds", ("n",), ever=False),
+        RuledOut("another node is asked for", ("m",), ever=True),
+    )
+    desk.scheduler.ended("holds")
+    desk.submit("first", tenant="b", shape=mine, priority=9)
+    assert [each.reason for each in told(desk, "wide").ruled_out] == ["1 of 2 GPUs are free", "has 1 GPUs"]

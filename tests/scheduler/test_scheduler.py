@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from genie.errors import UsageError
@@ -446,3 +448,170 @@ def test_those_who_wait_are_told_who_they_wait_for_now() -> None:
     desk.decide()
     assert "reservation on n" in desk.why("j0").reason
     assert desk.why("second").reason == desk.why("late").reason == "would delay j0, which has a reservation"
+
+
+# --- jobs that name their GPUs ------------------------------------------------------------------
+
+
+def on(*gpu_ids: int, milli: int = 1000, **needs: int) -> Shape:
+    return Shape(gpus=1, gpu_milli=milli, nodes=frozenset({"n"}), gpu_ids=gpu_ids, **needs)
+
+
+def test_a_job_gets_the_gpu_that_it_names_or_waits_for_it() -> None:
+    desk = Desk(node("m", 4), node("n", 4), rules=FIFO)
+    desk.submit("first", shape=on(2), time_limit_s=10.0)
+    desk.submit("second", shape=on(2))
+    desk.submit("third", shape=on(1, 2))
+    assert desk.started() == ["first", "third"]
+    assert desk.book.held["first"].places == (WorkerPlace("n", (2,)),)
+    assert desk.book.held["third"].places == (WorkerPlace("n", (1,)),)
+    assert (desk.why("second").reason, desk.why("second").starts_at) == ("GPU 2 of n is held by first", 10.0)
+    assert desk.pass_time(10.0) == ["second"]
+
+
+@pytest.mark.parametrize(
+    ("held", "wanted", "why"),
+    [
+        (on(1, milli=700), on(1, milli=500), "GPU 1 of n has a share of 0.3 free, and other the rest"),
+        (on(1, milli=100), on(1, milli=500, gpu_memory_mib=90_000), "GPU 1 of n has 81000 MiB free"),
+        (on(1, milli=100), on(5), "no node will do: n: has no GPU 5"),
+        (on(1, milli=100), on(0), "no node will do: n: its GPU 0 takes nothing new"),
+        (
+            on(1, milli=100),
+            replace(on(1), gpus=2),
+            "no node will do: n: 2 GPUs are asked for, and 1 by number",
+        ),
+        (
+            on(1, milli=100),
+            replace(on(1), models=frozenset({"A100"})),
+            "no node will do: n: its GPUs are H200",
+        ),
+    ],
+)
+def test_what_is_in_the_way_of_a_named_gpu_is_told(held: Shape, wanted: Shape, why: str) -> None:
+    outside = (0, 60_000, 0, 0)
+    desk = Desk(node("n", 4, memory_outside_mib=outside, closed_gpus=frozenset({0})), rules=FIFO)
+    desk.submit("other", shape=held)
+    desk.submit("waits", shape=wanted)
+    assert desk.started() == ["other"]
+    assert desk.why("waits").reason == why
+
+
+def test_a_named_gpu_of_another_tenant_is_waited_for() -> None:
+    desk = Desk(node("n", 2), rules=FIFO)
+    desk.submit("theirs", tenant="b", shape=on(0, milli=100))
+    desk.submit("mine", shape=on(0, milli=100))
+    assert desk.started() == ["theirs"]
+    assert desk.why("mine").reason == "GPU 0 of n is held by theirs"
+    assert desk.why("mine").starts_at == 86_400.0
+
+
+@pytest.mark.parametrize("backfills", [True, False])
+def test_who_waits_for_a_gpu_that_never_gets_free_holds_up_nobody_else(backfills: bool) -> None:
+    desk = Desk(node("n", 4), node("m", 4), rules=Rules(order=Fifo(), backfills=backfills))
+    desk.submit("forever", shape=on(0))
+    desk.submit("pinned", shape=on(0))
+    desk.submit("endless", gpus=3)
+    desk.submit("runs", gpus=2, time_limit_s=10.0)
+    assert desk.started() == ["forever", "endless", "runs"]
+    desk.submit("large", gpus=4, time_limit_s=5.0)
+    desk.submit("small", time_limit_s=10.0)
+    assert desk.started() == (["small"] if backfills else [])
+    reservation = desk.scheduler.reservation
+    assert reservation is not None
+    assert (reservation.job_id, reservation.starts_at) == ("large", 10.0), "the reservation is another's"
+    assert desk.pass_time(10.0) == ["large"]
+
+
+def test_a_gpu_that_is_waited_for_by_name_is_given_to_nobody_else() -> None:
+    desk = Desk(node("n", 2), rules=FIFO)
+    desk.submit("half", shape=on(0, milli=500), time_limit_s=10.0)
+    desk.submit("pinned", shape=on(0))
+    desk.submit("whole", shape=on(1))
+    assert desk.started() == ["half", "whole"]
+    for number in range(3):
+        desk.submit(f"thief{number}", shape=Shape(gpus=1, gpu_milli=100))
+        desk.submit(f"next{number}", shape=on(0, milli=100))
+    assert desk.started() == []
+    assert desk.why("next1").reason == "GPU 0 of n is kept for pinned"
+    assert desk.pass_time(10.0) == ["pinned"]
+
+
+def test_who_needs_a_gpu_that_is_kept_for_another_is_told_so() -> None:
+    desk = Desk(node("n", 2), rules=FIFO)
+    desk.submit("holds", shape=on(0), time_limit_s=10.0)
+    desk.submit("pinned", shape=on(0), time_limit_s=5.0)
+    desk.submit("both", gpus=2)
+    desk.submit("other")
+    assert desk.started() == ["holds", "other"]
+    why = "does not fit even when all is free but what is kept for pinned"
+    assert desk.why("both").reason == why
+    desk.scheduler.ended("other")
+    assert desk.pass_time(15.0) == ["pinned", "both"]
+
+
+def test_a_higher_job_passes_by_what_is_kept_for_a_lower_one() -> None:
+    desk = Desk(node("n", 2), rules=PRIORITY)
+    desk.submit("half", shape=on(0, milli=500), preemptible=True, grace_s=0.0)
+    desk.submit("pinned", shape=on(0))
+    assert desk.started() == ["half"]
+    desk.submit("share", shape=Shape(gpus=2, gpu_milli=100), priority=5)
+    assert desk.started() == ["share"]
+    desk.scheduler.ended("share")
+    desk.submit("both", gpus=2, priority=5)
+    assert desk.preempted() == ["half"]
+    desk.scheduler.ended("half", again=True)
+    assert desk.started() == ["both"]
+    assert desk.why("pinned").reason == "GPU 0 of n is held by both"
+
+
+def test_a_job_that_names_a_gpu_sends_away_a_lower_one_from_there() -> None:
+    desk = Desk(node("n", 2), rules=PRIORITY)
+    desk.submit("low0", shape=on(0), preemptible=True, grace_s=5.0)
+    desk.submit("low1", shape=on(1), preemptible=True, grace_s=5.0)
+    assert len(desk.started()) == 2
+    desk.submit("high", shape=on(1), priority=5)
+    assert desk.preempted() == ["low1"]
+    desk.submit("thief", priority=4)
+    assert desk.pass_time(5.0) == ["high"]
+
+
+def test_what_was_kept_is_open_when_nobody_waits_for_it() -> None:
+    desk = Desk(node("n", 1), rules=FIFO)
+    desk.submit("half", shape=on(0, milli=500))
+    desk.submit("pinned", shape=on(0))
+    assert desk.started() == ["half"]
+    desk.submit("other", shape=Shape(gpus=1, gpu_milli=500))
+    assert desk.started() == []
+    desk.scheduler.withdraw("pinned")
+    assert desk.started() == ["other"]
+    assert (len(desk.scheduler.claims), desk.book.kept_on("n")) == (0, frozenset())
+
+
+def test_a_job_that_names_a_gpu_and_waits_for_cpus_has_a_reservation_like_others() -> None:
+    desk = Desk(node("n", 2), rules=FIFO)
+    desk.submit("greedy", shape=Shape(cpu_milli=60_000), time_limit_s=9.0)
+    desk.submit("pinned", shape=on(0, cpu_milli=9_000))
+    desk.submit("long", shape=Shape(cpu_milli=2_000))
+    desk.submit("more", shape=Shape(cpu_milli=60_000))
+    assert desk.started() == ["greedy", "long"]
+    assert desk.why("pinned").reason == "has a reservation on n"
+    assert desk.pass_time(9.0) == ["pinned"]
+
+
+def test_gpus_by_number_are_of_one_node() -> None:
+    for nodes in (frozenset[str](), frozenset({"n", "m"})):
+        with pytest.raises(UsageError, match="name one node"):
+            Shape(gpus=1, nodes=nodes, gpu_ids=(0,))
+
+
+def test_no_preemption_for_more_than_was_asked_back() -> None:
+    """An elastic job gets back its least size. With more it would be on loan, and go again, and so on."""
+    quotas = Quotas({"a": Quota(of_gpus(1))})
+    desk = Desk(node("n", 2), rules=Rules(order=Priority(), quotas=quotas))
+    desk.submit("elastic", workers=2, workers_min=1, preemptible=True, grace_s=0.0)
+    desk.submit("pair", gpus=2, priority=5, preemptible=True, grace_s=0.0)
+    for _ in range(20):
+        desk.pass_time(desk.now + 1.0)
+    assert len([each for each in desk.log if type(each).__name__ == "Preempt"]) <= 1
+    assert len(desk.book.held["elastic"].places) == 1

@@ -102,6 +102,7 @@ class PlainPlacer:
         models: int = ANY_MODEL,
         nodes: Sequence[int] | None = None,
         one_island: bool = False,
+        only_gpus: Sequence[int] | None = None,
     ) -> int:
         if not 0 <= gpus <= GPUS_MAX:
             raise UsageError("a request has 0 to 16 GPUs of one node")
@@ -113,7 +114,8 @@ class PlainPlacer:
             raise UsageError("no amount of a request is negative")
         allowed = None if nodes is None else self._numbers(nodes)
         amounts = (gpus, gpu_milli, gpu_memory_mib, cpu_milli, memory_mib)
-        return self._classes.add(Request(*amounts, models, allowed, one_island))
+        these = None if only_gpus is None else frozenset(_chosen(only_gpus))
+        return self._classes.add(Request(*amounts, models, allowed, one_island, these))
 
     def drop_class(self, request_class: int) -> None:
         self._classes.drop(request_class)

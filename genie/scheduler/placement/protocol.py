@@ -108,9 +108,11 @@ class Vocabulary(Protocol):
         models: int = ANY_MODEL,
         nodes: Sequence[int] | None = None,
         one_island: bool = False,
+        only_gpus: Sequence[int] | None = None,
     ) -> int:
         """A number for all requests of this kind. Share and GPU memory are of each GPU; `nodes` are those
-        that will do, None for all, those that are added later too; `one_island`: all GPUs in one."""
+        that will do, None for all, those that are added later too; `one_island`: all GPUs in one;
+        `only_gpus` are those of each node that will do, None for all."""
         ...
 
     def drop_class(self, request_class: int) -> None:

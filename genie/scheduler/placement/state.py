@@ -27,6 +27,7 @@ class Request:
     models: int
     nodes: frozenset[int] | None
     one_island: bool
+    only_gpus: frozenset[int] | None
 
     @property
     def gpu_volume(self) -> int:
@@ -98,7 +99,11 @@ class Node:
 
     def usable(self, wanted: Request, tenant: int) -> list[int]:
         """The GPUs that will do."""
-        return [number for number, gpu in enumerate(self.gpus) if gpu.fits(wanted, tenant)]
+        return [
+            number
+            for number, gpu in enumerate(self.gpus)
+            if (wanted.only_gpus is None or number in wanted.only_gpus) and gpu.fits(wanted, tenant)
+        ]
 
 
 class Numbered(Generic[Thing]):

@@ -64,6 +64,7 @@ def test_nothing_goes_to_a_closed_node_and_what_is_there_stays(placer: Placer) -
         {"gpus": 3, "gpu_milli": 1000},
         {"gpus": 1, "gpu_milli": 1000, "gpu_memory_mib": 101},
         {"gpus": 1, "gpu_milli": 1000, "models": 0b10},
+        {"gpus": 1, "gpu_milli": 1000, "only_gpus": [2]},
         {"cpu_milli": 8001},
         {"memory_mib": 8001},
         {"nodes": []},
@@ -72,6 +73,15 @@ def test_nothing_goes_to_a_closed_node_and_what_is_there_stays(placer: Placer) -
 def test_a_request_that_fits_nowhere_has_no_place(placer: Placer, wanted: dict[str, int]) -> None:
     node(placer)
     assert placer.place(placer.request_class(**wanted), 1) is None  # type: ignore[arg-type]
+
+
+def test_a_request_for_some_gpus_gets_no_others(placer: Placer) -> None:
+    node(placer, gpus=4)
+    these = placer.request_class(gpus=1, gpu_milli=600, only_gpus=[1, 3])
+    assert [placer.place(these, 1) for _ in range(3)] == [(0, (1,)), (0, (3,)), None]
+    pair = placer.request_class(gpus=2, gpu_milli=400, only_gpus=[1, 3])
+    gang = placer.place_gang(pair, 1, workers=2, workers_min=1)
+    assert gang == [(0, (1, 3))]
 
 
 def test_a_node_that_is_added_later_is_used_unless_the_request_names_others(placer: Placer) -> None:
@@ -96,6 +106,8 @@ def test_wrong_calls_are_refused_and_change_nothing(placer: Placer) -> None:
         lambda: placer.request_class(gpu_milli=5),
         lambda: placer.request_class(cpu_milli=-1),
         lambda: placer.request_class(nodes=[1]),
+        lambda: placer.request_class(gpus=1, gpu_milli=1000, only_gpus=[0, 0]),
+        lambda: placer.request_class(gpus=1, gpu_milli=1000, only_gpus=[16]),
         lambda: placer.take(whole, 1, node=1, gpus=[0]),
         lambda: placer.take(whole, 0, node=0, gpus=[0]),
         lambda: placer.take(whole, 1, node=0, gpus=[2]),
