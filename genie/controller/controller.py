@@ -20,10 +20,12 @@ from genie.controller.admission import Admission, Certificates
 from genie.controller.agents import Agents
 from genie.controller.blobs import Blobs
 from genie.controller.election import Election, StoreHealth
+from genie.controller.explaining import Explaining, NoPlanner
 from genie.controller.jobs import Jobs
 from genie.controller.ledger import ClusterRecord, Ledger, Transaction
 from genie.controller.membership import Membership
 from genie.controller.orders import Orders
+from genie.controller.quotas import QuotaRequests, QuotaTable
 from genie.controller.service import Service
 from genie.controller.sessions import Sessions
 from genie.controller.store import Put, Store
@@ -163,6 +165,9 @@ class Controller:
         )
         self._service.add(self._agents.handlers())
         self._service.add(Users(self._cluster, hang_up=self._service.hang_up).handlers())
+        self._service.add(Explaining(self._cluster, NoPlanner()).handlers())
+        quotas = QuotaRequests(QuotaTable(self._ledger), check_readable=self._cluster.check_readable)
+        self._service.add(quotas.handlers())
 
     @property
     def address(self) -> str:

@@ -182,7 +182,7 @@ class Users:
             for job in jobs.newest_first(request.states, request.before_sequence)
             if sees(connection.identity, job)
         ]
-        fitting, more = _fitting(found[:limit])
+        fitting, more = first_fitting(found[:limit])
         return JobsReply(jobs=fitting, more=more or len(found) > limit)
 
     async def cancel_job(self, connection: Connection, request: CancelJob) -> JobReply:
@@ -323,11 +323,11 @@ class Users:
             for node in nodes
             if node.node_id > after
         ]
-        fitting, more = _fitting(views)
+        fitting, more = first_fitting(views)
         return NodesReply(nodes=fitting, more=more)
 
 
-def _fitting(items: list[_Item]) -> tuple[tuple[_Item, ...], bool]:
+def first_fitting(items: list[_Item]) -> tuple[tuple[_Item, ...], bool]:
     """As many as one frame takes, and whether some were left out."""
     size_bytes = 0
     for count, item in enumerate(items):
