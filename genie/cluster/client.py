@@ -102,6 +102,11 @@ class ClusterClient:
         """host:port of the controller."""
         return self._link.where
 
+    @property
+    def is_owner(self) -> bool:
+        """Whether the token is an owner's, who sees what all tenants have."""
+        return self._link.access.token.kind is TokenKind.OWNER
+
     # --- jobs ---------------------------------------------------------------------------------
 
     async def submit(
