@@ -9,6 +9,7 @@ import signal
 import pytest
 
 from genie.cli.job_commands import job_spec
+from genie.cli.wishes import WishOptions
 from genie.errors import (
     GenieError,
     JobNotFoundError,
@@ -34,7 +35,7 @@ PLAIN = {"argv": ["python", "train.py"], "name": None, "gpus": "0", "cpus": "0",
 
 
 def spec_with(**changes):
-    return job_spec(**{**PLAIN, **changes})
+    return job_spec(**{**PLAIN, **changes}, options=WishOptions(), now=0.0)
 
 
 def says(job_after):
