@@ -209,6 +209,9 @@ OTHER_VARIABLES = {
     "GENIE_JOB_ID": "Set for a running job: its id.",
     "GENIE_JOB_NODE": "Set for a running job: the id of the node that it runs on.",
     "GENIE_JOB_GPUS": "Set for a running job: numbers of the accelerators that it holds, with commas.",
+    "GENIE_JOB_RANK": "Set for a running job: which of its workers this is, from 0 on.",
+    "GENIE_JOB_WORKERS": "Set for a running job: how many workers it has.",
+    "GENIE_JOB_HOSTS": "Set for a running job: addresses of its workers' nodes, by rank, with commas.",
     "GENIE_JOB_DIR": "Set for a running job: the directory that the node keeps for it, log included.",
 }
 

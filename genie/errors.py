@@ -34,6 +34,7 @@ GenieError
 ├── JobError                    one job
 │   ├── JobNotFoundError        no job has that id
 │   ├── JobRefusedError         it can never run here
+│   ├── WorkersMissingError     not all of its workers are ready to start
 │   ├── JobStateError           not possible in the job's present state
 │   └── WorkdirError            the directory to send along is too large or unreadable
 ├── NodeError                   one node

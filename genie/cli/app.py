@@ -19,7 +19,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, TypeVar, get_type_hints
 
 import typer
 from typer.main import get_command
@@ -40,6 +40,8 @@ _COMMAND_MODULES = (
     "cluster_commands",
     "view_commands",
     "job_commands",
+    "queue_commands",
+    "quota_commands",
     "token_commands",
     "config_commands",
     "sim_commands",
@@ -186,17 +188,28 @@ def _check_text(argv: Sequence[str]) -> None:
 def command(
     group: typer.Typer, name: str, *, example: str, context_settings: dict[str, Any] | None = None
 ) -> Callable[[_Function], _Function]:
-    """Registers a function that takes the Invocation first and its own options by keyword."""
+    """Registers a function that takes the Invocation first and its own options by keyword.
+
+    A parameter whose type is a dataclass stands for one option for each of its fields.
+    """
 
     def register(function: _Function) -> _Function:
         own = inspect.signature(function, eval_str=True)
-        _, *parameters = own.parameters.values()
+        _, *named = own.parameters.values()
+        # Any: dataclasses of every kind.
+        groups: dict[str, Any] = {
+            each.name: each.annotation for each in named if dataclasses.is_dataclass(each.annotation)
+        }
+        parameters = [one for each in named for one in _unfolded(each)]
 
         @functools.wraps(function)
         def call(context: typer.Context, **given: Any) -> None:
             invocation = context.find_object(Invocation)
             assert invocation is not None
             invocation.add({shared: given.pop(shared) for shared in _SHARED})
+            for name, group in groups.items():
+                names = [field.name for field in dataclasses.fields(group)]
+                given[name] = group(**{each: given.pop(each) for each in names})
             function(invocation, **given)
 
         # The parser reads the signature: the function's own parameters, then the shared ones.
@@ -262,6 +275,20 @@ def _in_options(error: ConfigError) -> ConfigError:
         return f"{name} {found['value']}"
 
     return ConfigError(_ARGUMENT.sub(option, error.message, count=1), hint=error.hint)
+
+
+def _unfolded(parameter: inspect.Parameter) -> list[inspect.Parameter]:
+    """A parameter as the parser is to see it: itself, or the fields of a dataclass."""
+    group = parameter.annotation
+    if not dataclasses.is_dataclass(group):
+        return [parameter]
+    hints = get_type_hints(group, include_extras=True)
+    return [
+        inspect.Parameter(
+            field.name, inspect.Parameter.KEYWORD_ONLY, default=field.default, annotation=hints[field.name]
+        )
+        for field in dataclasses.fields(group)
+    ]
 
 
 def _shared() -> list[inspect.Parameter]:

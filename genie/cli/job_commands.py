@@ -19,7 +19,8 @@ import typer
 
 from genie.cli import output
 from genie.cli.app import INTERRUPTED, AsJson, Invocation, app, command
-from genie.cli.quantities import duration_text, parse_amount, parse_size, parse_whole
+from genie.cli.quantities import duration_text, parse_whole
+from genie.cli.wishes import WishOptions, gpus_text, resources_of, wishes_of
 from genie.errors import GenieError, UsageError
 
 if TYPE_CHECKING:
@@ -30,8 +31,6 @@ if TYPE_CHECKING:
 _JOB_COLUMNS = ("job", "name", "state", "gpus", "node", "age", "exit", "reason")
 _STATES = ("queued", "placing", "running", "succeeded", "failed", "cancelled", "lost")
 _JOB_SPARE = ("age", "gpus", "exit")
-_GPUS_MAX = 1024
-_CPUS_MAX = 1_000_000
 _LIMIT_MAX = 1000
 _NAME_CHARACTERS_MAX = 63
 
@@ -52,9 +51,9 @@ def submit(
     name: Annotated[
         str | None, typer.Option(help="Name of the job; the program's name when not given.")
     ] = None,
-    gpus: Annotated[str, typer.Option(metavar="N", help="Accelerators on one node.")] = "0",
-    cpus: Annotated[str, typer.Option(metavar="X", help="Processors, such as 0.5.")] = "0",
-    memory: Annotated[str | None, typer.Option(metavar="SIZE", help="Memory, such as 4GiB.")] = None,
+    gpus: Annotated[str, typer.Option(metavar="N", help="Accelerators of each worker.")] = "0",
+    cpus: Annotated[str, typer.Option(metavar="X", help="Processors of each, such as 0.5.")] = "0",
+    memory: Annotated[str | None, typer.Option(metavar="SIZE", help="Memory of each, such as 4GiB.")] = None,
     env: Annotated[
         list[str] | None, typer.Option(metavar="K=V", help="Variable for the job; may be repeated.")
     ] = None,
@@ -69,14 +68,26 @@ def submit(
         bool, typer.Option("--wait", help="Show its output, and end with its exit code.")
     ] = False,
     as_json: AsJson = False,
+    options: WishOptions,
 ) -> None:
     """Queue a command to run on the cluster, and print the job's id.
 
     With --wait, its output goes to standard output. Ctrl-C cancels it; a second Ctrl-C leaves at once.
+
+    While it waits, 'genie explain JOB' says for what.
     """
     if as_json and wait:
         raise UsageError("--json and --wait exclude each other", hint="take --json, then 'genie logs -f JOB'")
-    spec = job_spec(argv=argv or [], name=name, gpus=gpus, cpus=cpus, memory=memory, env=env or [])
+    spec = job_spec(
+        argv=argv or [],
+        name=name,
+        gpus=gpus,
+        cpus=cpus,
+        memory=memory,
+        env=env or [],
+        options=options,
+        now=time.time(),
+    )
     if workdir is not None and not workdir.is_dir():
         raise UsageError(
             f"--workdir {str(workdir)!r} is not a directory", hint="give a directory that exists"
@@ -163,11 +174,19 @@ def cancel(
 
 
 def job_spec(
-    *, argv: list[str], name: str | None, gpus: str, cpus: str, memory: str | None, env: list[str]
+    *,
+    argv: list[str],
+    name: str | None,
+    gpus: str,
+    cpus: str,
+    memory: str | None,
+    env: list[str],
+    options: WishOptions,
+    now: float,
 ) -> JobSpec:
     """What the options ask for, or a UsageError that names the one that is wrong."""
-    from genie.model.job import JobSpec, Resources
-    from genie.model.names import checked_name
+    from genie.model.job import JobSpec
+    from genie.model.names import checked_name, checked_node_id
 
     if not argv:
         raise UsageError(
@@ -175,15 +194,14 @@ def job_spec(
         )
     if any("\x00" in part for part in argv):
         raise UsageError("the command has a NUL character in it", hint="no program can be given one")
+    resources = resources_of(options, gpus=gpus, cpus=cpus, memory=memory)
     return JobSpec(
         name=checked_name(name, what="--name") if name is not None else _name_from(argv[0]),
         command=tuple(argv),
-        resources=Resources(
-            gpus=parse_whole(gpus, what="--gpus", low=0, high=_GPUS_MAX),
-            cpus=parse_amount(cpus, what="--cpus", high=_CPUS_MAX),
-            memory_bytes=0 if memory is None else parse_size(memory, what="--memory"),
-        ),
+        resources=resources,
         env=_environment(env),
+        node_id="" if options.node is None else checked_node_id(options.node, what="--node"),
+        wishes=wishes_of(options, gpus=resources.gpus, now=now),
     )
 
 
@@ -363,7 +381,7 @@ def _row(job: Job, *, now: float) -> tuple[str, ...]:
         job.job_id,
         job.spec.name,
         job.state.value,
-        str(job.spec.resources.gpus),
+        gpus_text(job.spec.resources, job.spec.wishes),
         "-" if placement is None else f"{placement.node_id}{ids}",
         duration_text(now - job.submitted_at),
         "-" if job.exit_code is None else str(job.exit_code),

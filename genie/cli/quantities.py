@@ -6,6 +6,7 @@ Pure. A text that is not understood is a UsageError that names the option it cam
 from __future__ import annotations
 
 import re
+from datetime import datetime
 
 from genie.errors import UsageError
 
@@ -32,13 +33,13 @@ def parse_whole(text: str, *, what: str, low: int, high: int) -> int:
     return number
 
 
-def parse_amount(text: str, *, what: str, high: float) -> float:
-    """A number from none to `high`, whole or not."""
+def parse_amount(text: str, *, what: str, low: float = 0.0, high: float) -> float:
+    """A number from `low` to `high`, whole or not."""
     number = float(text) if _AMOUNT.fullmatch(text.strip()) else None
-    if number is None or not 0 <= number <= high:
+    if number is None or not low <= number <= high:
         raise UsageError(
             f"{what} {_quoted(text)} is not {'allowed' if number is not None else 'a number'}",
-            hint=f"give a number from 0 to {high:.0f}",
+            hint=f"give a number from {low:g} to {high:.0f}",
         )
     return number
 
@@ -58,15 +59,29 @@ def parse_size(text: str, *, what: str) -> int:
     return int(size)
 
 
-def parse_duration(text: str, *, what: str) -> float:
-    """Seconds, more than none."""
-    match = _DURATION.fullmatch(text.strip())
-    seconds = float(match[1]) * _SECONDS[match[2]] if match else 0.0
-    if not 0 < seconds <= _SECONDS_MAX:
+def parse_duration(text: str, *, what: str, none_too: bool = False, high_s: float = _SECONDS_MAX) -> float:
+    """Seconds, more than none; or none, where that is allowed, too."""
+    seconds = _duration_s(text)
+    if seconds is None or not (0 < seconds <= high_s or (none_too and seconds == 0)):
+        most = "ten years" if high_s == _SECONDS_MAX else duration_text(high_s)
         raise UsageError(
-            f"{what} {_quoted(text)} is not a duration", hint="write 90s, 15m, 1h or 7d, at most ten years"
+            f"{what} {_quoted(text)} is not a duration", hint=f"write 90s, 15m, 1h or 7d, at most {most}"
         )
     return seconds
+
+
+def parse_moment(text: str, *, what: str, now: float) -> float:
+    """Seconds since the epoch of a time to come: a duration from now, or date and time by the local clock."""
+    seconds = _duration_s(text)
+    moment = _iso_moment(text) if seconds is None else now + seconds
+    if moment is None or not now < moment <= now + _SECONDS_MAX:
+        why = "is not a time" if moment is None else "is over already"
+        if moment is not None and moment > now:
+            why = "is too far away"
+        raise UsageError(
+            f"{what} {_quoted(text)} {why}", hint="write 2h or 2030-01-31T18:00, within the next ten years"
+        )
+    return moment
 
 
 def size_text(size_bytes: int) -> str:
@@ -94,6 +109,18 @@ def duration_text(seconds: float) -> str:
 def count_text(count: int, word: str) -> str:
     """`1 node`, `4 nodes`."""
     return f"{count} {word}{'' if count == 1 else 's'}"
+
+
+def _duration_s(text: str) -> float | None:
+    match = _DURATION.fullmatch(text.strip())
+    return float(match[1]) * _SECONDS[match[2]] if match else None
+
+
+def _iso_moment(text: str) -> float | None:
+    try:
+        return datetime.fromisoformat(text.strip()).timestamp()
+    except (ValueError, OverflowError, OSError):
+        return None
 
 
 def _quoted(text: str) -> str:

@@ -29,24 +29,32 @@ from genie.model.messages import (
     CancelJob,
     CreateToken,
     DrainNode,
+    ExplainJob,
+    ExplainReply,
     GetJob,
+    GetQueue,
     GetStatus,
     ListJobs,
     ListNodes,
+    ListQuotas,
     ListTokens,
     LogChunk,
     NodeView,
     PutBlob,
+    QueueReply,
+    QuotasReply,
     ReadLog,
     RemoveNode,
+    RemoveQuota,
     RevokeToken,
+    SetQuota,
     StatBlob,
     StatusReply,
     SubmitJob,
     TokenCreated,
     UndrainNode,
 )
-from genie.model.tenant import TokenKind, TokenRecord
+from genie.model.tenant import QuotaRecord, TokenKind, TokenRecord
 from genie.runtime.credentials import find_access
 from genie.runtime.network import Network, TcpNetwork
 from genie.runtime.workdir import PackedWorkdir, pack
@@ -94,6 +102,11 @@ class ClusterClient:
         """host:port of the controller."""
         return self._link.where
 
+    @property
+    def is_owner(self) -> bool:
+        """Whether the token is an owner's, who sees what all tenants have."""
+        return self._link.access.token.kind is TokenKind.OWNER
+
     # --- jobs ---------------------------------------------------------------------------------
 
     async def submit(
@@ -125,6 +138,14 @@ class ClusterClient:
     async def cancel(self, job_id: str) -> Job:
         """The job as it stands after the wish was written down; it may still be on its way out."""
         return (await self._link.call(CancelJob(job_id=job_id), timeout_s=CALL_S)).job
+
+    async def queue(self, *, limit: int = 100) -> QueueReply:
+        """Jobs that wait, in the order in which they are considered."""
+        return await self._link.call(GetQueue(limit=min(limit, LIST_MAX)), timeout_s=CALL_S)
+
+    async def explain(self, job_id: str) -> ExplainReply:
+        """What a job waits for, or how it came to where it is."""
+        return await self._link.call(ExplainJob(job_id=job_id), timeout_s=CALL_S)
 
     async def wait_job(
         self,
@@ -223,6 +244,18 @@ class ClusterClient:
 
     async def revoke_token(self, token_id: str) -> None:
         await self._link.call(RevokeToken(token_id=token_id), timeout_s=CALL_S)
+
+    async def quotas(self) -> QuotasReply:
+        """What tenants may hold and hold now; for a user, its own tenant's."""
+        return await self._link.call(ListQuotas(), timeout_s=CALL_S)
+
+    async def set_quota(self, quota: QuotaRecord) -> None:
+        """Takes the place of the one that the tenant had."""
+        await self._link.call(SetQuota(quota=quota), timeout_s=CALL_S)
+
+    async def remove_quota(self, tenant: str) -> None:
+        """The tenant may hold anything from now on. Sent once: the second time there would be none."""
+        await self._link.call(RemoveQuota(tenant=tenant), timeout_s=CALL_S, again=False)
 
     # --- directories --------------------------------------------------------------------------
 

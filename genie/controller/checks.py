@@ -9,7 +9,7 @@ import re
 
 from genie.errors import UsageError
 from genie.model.allocation import FULL_MILLI
-from genie.model.job import JobKind, JobSpec, Resources
+from genie.model.job import JobKind, JobSpec, Resources, Spread, Wishes, Within
 from genie.model.messages import WAIT_S_MAX, Endpoint
 from genie.model.names import (
     checked_env_key,
@@ -18,7 +18,8 @@ from genie.model.names import (
     checked_name,
     checked_node_id,
 )
-from genie.model.node import GPUInfo, NodeInfo
+from genie.model.node import GPUInfo, NodeInfo, Vendor
+from genie.model.tenant import QuotaRecord
 
 ARGUMENTS_MAX = 1024
 ENTRIES_MAX = 256
@@ -26,6 +27,14 @@ TEXT_BYTES_MAX = 128 * 1024
 GPUS_MAX = 1024
 MEMORY_BYTES_MAX = 1 << 60
 CPUS_MAX = 1_000_000.0
+WORKERS_MAX = 4096
+NAMED_MAX = 64
+"""Of each thing that a job names: labels, GPU models, other jobs."""
+PRIORITY_MAX = 1000
+GRACE_S_MAX = 86400.0
+TIME_LIMIT_S_MAX = 10 * 365 * 86400.0
+WEIGHT_MIN, WEIGHT_MAX = 0.01, 1000.0
+QUOTA_GPUS_MAX = 1_000_000.0
 _LABEL_MAX = 1024
 _NUMA_MAX = 1023
 _CAPABILITY_MAX = 999
@@ -40,6 +49,8 @@ def check_job(spec: JobSpec) -> None:
     _check_command(spec.command)
     _check_env(spec.env)
     _check_resources(spec.resources)
+    _check_wishes(spec.wishes)
+    _check_together(spec)
     if spec.node_id:
         checked_node_id(spec.node_id)
     if spec.gpu_ids:
@@ -47,6 +58,15 @@ def check_job(spec: JobSpec) -> None:
     if spec.workdir is not None:
         check_digest(spec.workdir.digest)
         _check_range(spec.workdir.size_bytes, "workdir size", 0, MEMORY_BYTES_MAX)
+
+
+def check_quota(quota: QuotaRecord) -> None:
+    """What the owner says that a tenant may hold."""
+    checked_name(quota.tenant, what="tenant")
+    for what, gpus in (("gpus", quota.gpus), ("borrow_gpus", quota.borrow_gpus)):
+        if gpus is not None:
+            _check_number(gpus, what, 0.0, QUOTA_GPUS_MAX)
+    _check_number(quota.weight, "weight", WEIGHT_MIN, WEIGHT_MAX)
 
 
 def check_digest(digest: str) -> str:
@@ -141,8 +161,63 @@ def _check_texts(texts: tuple[str, ...], what: str) -> None:
 def _check_resources(wish: Resources) -> None:
     _check_range(wish.gpus, "gpus", 0, GPUS_MAX)
     _check_range(wish.gpu_milli, "gpu_milli", 1, FULL_MILLI)
+    _check_range(wish.gpu_memory_bytes, "gpu_memory_bytes", 0, MEMORY_BYTES_MAX)
     _check_number(wish.cpus, "cpus", 0.0, CPUS_MAX)
     _check_range(wish.memory_bytes, "memory_bytes", 0, MEMORY_BYTES_MAX)
+
+
+def _check_wishes(wishes: Wishes) -> None:
+    _check_range(wishes.workers, "workers", 1, WORKERS_MAX)
+    _check_range(wishes.workers_min, "workers_min", 0, wishes.workers)
+    _check_range(wishes.priority, "priority", -PRIORITY_MAX, PRIORITY_MAX)
+    _check_number(wishes.grace_s, "grace_s", 0.0, GRACE_S_MAX)
+    limit_s = wishes.time_limit_s
+    if limit_s is not None and not 0 < limit_s <= TIME_LIMIT_S_MAX:
+        allowed = f"allowed: above 0 to {TIME_LIMIT_S_MAX:g}"
+        raise UsageError(f"time_limit_s = {limit_s} is not allowed", hint=allowed)
+    if wishes.deadline_at is not None:
+        _check_number(wishes.deadline_at, "deadline_at", 0.0, 1e12)
+    _check_range(wishes.gpu_memory_min_bytes, "gpu_memory_min_bytes", 0, MEMORY_BYTES_MAX)
+    for part in wishes.capability_min:
+        _check_range(part, "capability_min", 0, 99)
+    _check_named(wishes)
+
+
+def _check_named(wishes: Wishes) -> None:
+    for what, names in (("near", wishes.near), ("apart", wishes.apart)):
+        _check_range(len(names), f"number of jobs in {what}", 0, NAMED_MAX)
+        for name in names:
+            checked_name(name, what=what)
+    _check_range(len(wishes.gpu_models), "number of gpu_models", 0, NAMED_MAX)
+    _check_range(len(wishes.labels), "number of labels", 0, NAMED_MAX)
+    checked_labels(wishes.labels, what="a label")
+    for text in wishes.gpu_models:
+        if not text:
+            raise UsageError("a GPU model or the key of a label is empty", hint="leave it out, or name it")
+    texts = (*wishes.gpu_models, *wishes.labels.keys(), *wishes.labels.values())
+    for text in texts:
+        check_label(text, what="a GPU model or a label")
+    _check_texts(texts, "gpu_models and labels")
+    if wishes.vendor and wishes.vendor not in set(Vendor):
+        raise UsageError(
+            f"vendor {wishes.vendor[:80]!r} is not known", hint=f"allowed: {', '.join(Vendor)}, or empty"
+        )
+
+
+def _check_together(spec: JobSpec) -> None:
+    """Wishes that exclude each other, so that nothing waits for what cannot be."""
+    wishes = spec.wishes
+    if wishes.within is Within.ISLAND and not spec.resources.gpus:
+        raise UsageError("within one island without gpus", hint="say how many gpus, or ask for one node")
+    if wishes.workers > 1 and spec.gpu_ids:
+        raise UsageError(
+            f"gpu_ids with {wishes.workers} workers", hint="name accelerators for a job of one worker only"
+        )
+    on_one_node = wishes.within in (Within.NODE, Within.ISLAND)
+    if wishes.workers > 1 and on_one_node and wishes.spread is Spread.SPREAD:
+        raise UsageError(
+            f"spread over nodes, and within one {wishes.within}", hint="ask for one of them only"
+        )
 
 
 def _check_pins(spec: JobSpec) -> None:

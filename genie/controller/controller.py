@@ -20,11 +20,13 @@ from genie.controller.admission import Admission, Certificates
 from genie.controller.agents import Agents
 from genie.controller.blobs import Blobs
 from genie.controller.election import Election, StoreHealth
+from genie.controller.explaining import Explaining
 from genie.controller.jobs import Jobs
 from genie.controller.ledger import ClusterRecord, Ledger, Transaction
 from genie.controller.membership import Membership
 from genie.controller.orders import Orders
 from genie.controller.planning import Planner
+from genie.controller.quotas import QuotaRequests, QuotaTable
 from genie.controller.service import Service
 from genie.controller.sessions import Sessions
 from genie.controller.store import Put, Store
@@ -118,6 +120,7 @@ class Controller:
         self._sessions = Sessions(ledger, jobs, clock=clock, random_bytes=random_bytes)
         self._membership = Membership(config)
         self._views = Views(ledger, self._membership, clock=clock)
+        self._quotas = QuotaTable(ledger)
         self._planner = self._build_planner()
         self._orders = Orders()
         self._admission = Admission(ledger, self._tokens, self._certificates, jobs, clock=clock)
@@ -150,8 +153,12 @@ class Controller:
             clock=self._clock,
             make_placer=lambda policy: make(policy, 0, ()),
             policy=_PLACEMENT,
-            rules=Rules,
+            rules=self._rules,
         )
+
+    def _rules(self) -> Rules:
+        quotas, weights = self._quotas.rules()
+        return Rules(quotas=quotas, weights=weights)
 
     def _build_doors(self, offload: Offload) -> None:
         config, clock = self._config, self._clock
@@ -183,6 +190,9 @@ class Controller:
         )
         self._service.add(self._agents.handlers())
         self._service.add(Users(self._cluster, hang_up=self._service.hang_up).handlers())
+        self._service.add(Explaining(self._cluster, self._planner).handlers())
+        quotas = QuotaRequests(self._quotas, check_readable=self._cluster.check_readable)
+        self._service.add(quotas.handlers())
 
     @property
     def address(self) -> str:

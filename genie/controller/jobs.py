@@ -38,6 +38,7 @@ from genie.model.names import checked_name
 from genie.model.tenant import Identity, TokenKind
 from genie.runtime.clock import Clock
 from genie.scheduler.scheduler import Start
+from genie.tenancy.masking import masked
 
 LAUNCH_ATTEMPTS_MAX = 5
 _BACKOFF_S = 0.5
@@ -108,6 +109,25 @@ class Jobs:
         if job.state is not JobState.QUEUED or reason is None:
             return job
         return msgspec.structs.replace(job, reason=reason)
+
+    def told(self, job: Job, identity: Identity) -> Job:
+        """As `shown`, with no job named in the reasons that this one may not see."""
+        return self.shown(job) if identity.kind is TokenKind.OWNER else self.told_tenant(job)
+
+    def told_tenant(self, job: Job) -> Job:
+        """As `shown`, for its own tenant."""
+        job = self.shown(job)
+
+        def is_shown(job_id: str) -> bool:
+            other = self.get(job_id)
+            return other is not None and other.tenant == job.tenant
+
+        steps = (
+            msgspec.structs.replace(step, reason=masked(step.reason, is_shown=is_shown))
+            for step in job.history
+        )
+        reason = masked(job.reason, is_shown=is_shown)
+        return msgspec.structs.replace(job, reason=reason, history=tuple(steps))
 
     def in_states(self, *states: JobState) -> list[Job]:
         return [job for state in states for job in self._by_state[state].values()]

@@ -5,7 +5,7 @@ that wait together are built one after the other, each on what those before it s
 committed in one transaction that also compares the leader's token; only then do the tables show
 them. That happens in `run`, so a caller that goes away cannot leave a write half done. How a
 build sees what is not durable yet, and nobody else does: docs/decisions/0011-group-commit.md.
-Not for: what the rows mean (jobs.py, tokens.py, agents.py).
+Not for: what the rows mean (jobs.py, tokens.py, agents.py, quotas.py).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from genie.errors import (
 from genie.model.allocation import NodeLedger
 from genie.model.job import Job
 from genie.model.node import NodeInfo
-from genie.model.tenant import TokenRecord
+from genie.model.tenant import QuotaRecord, TokenRecord
 
 _log = logging.getLogger(__name__)
 _Row = TypeVar("_Row", bound=msgspec.Struct)
@@ -241,6 +241,7 @@ class Ledger:
         self.nodes = Table("node/", NodeRecord)
         self.holds = Table("ledger/", NodeLedger)
         self.tokens = Table("token/", TokenRecord)
+        self.quotas = Table("quota/", QuotaRecord)
         self._tables: tuple[Table[Any], ...] = (
             self.cluster,
             self.counters,
@@ -248,6 +249,7 @@ class Ledger:
             self.nodes,
             self.holds,
             self.tokens,
+            self.quotas,
         )
         self._queue: asyncio.Queue[_Write] = asyncio.Queue(WRITES_WAITING_MAX)
         self._taken: deque[_Write] = deque()

@@ -21,7 +21,7 @@ from genie.model.node import NodeInfo, Vendor
 from genie.runtime.clock import Clock
 from genie.scheduler import possible
 from genie.scheduler.book import Book, MakePlacer
-from genie.scheduler.explain import Explanation, explain
+from genie.scheduler.explain import Explanation, explain, in_order
 from genie.scheduler.facts import GPU_UNKNOWN, facts_of, request_of
 from genie.scheduler.placement.protocol import GPUS_MAX
 from genie.scheduler.request import Request, WorkerPlace
@@ -67,6 +67,7 @@ class Planner:
         self._scheduler = self._new_scheduler()
         ledger.on_load.append(self.forget)
         ledger.jobs.on_change.append(self._job_changed)
+        ledger.quotas.on_change.append(lambda *_: self.forget())
         views.on_look.append(self._node_looked_at)
 
     # -- reading ------------------------------------------------------------------------------
@@ -85,8 +86,9 @@ class Planner:
         return self._never[key]
 
     def waiting(self) -> list[Wait]:
-        """Who waits and for what, in order of arrival."""
-        return sorted(self._scheduler.told, key=lambda wait: self._ledger.jobs[wait.job_id].sequence)
+        """Who waits and for what, in the order in which they are gone through."""
+        told = {wait.job_id: wait for wait in self._scheduler.told}
+        return [told[request.job_id] for request in in_order(self._scheduler, self._clock.wall_s())]
 
     def explained(self, job_id: str) -> Explanation | None:
         """Why it waits; None when it does not."""

@@ -91,7 +91,7 @@ class Sessions:
 
     def reply(self, job: Job) -> DeviceReply:
         endpoint = self._endpoint(job)
-        shown = self._jobs.shown(job)
+        shown = self._jobs.told_tenant(job)
         note = self._notes.get(job.job_id)
         if note and endpoint is None and job.state is JobState.RUNNING:
             shown = msgspec.structs.replace(shown, reason=note)

@@ -148,7 +148,7 @@ class Users:
             return job.state is JobState.QUEUED and jobs.shown(job) is job
 
         await jobs.wait_while(job.job_id, undecided, timeout_s=_DECISION_WAIT_S)
-        return JobReply(job=jobs.shown(jobs.get(job.job_id) or job))
+        return JobReply(job=jobs.told(jobs.get(job.job_id) or job, identity))
 
     async def _check_can_run(self, spec: JobSpec, identity: Identity) -> None:
         reason = self._cluster.planner.why_never(spec)
@@ -175,18 +175,17 @@ class Users:
                 lambda now: now.state is request.while_state,
                 timeout_s=checked_wait_s(request.wait_s),
             )
-        return JobReply(job=jobs.shown(jobs.find(job.job_id, connection.identity)))
+        return JobReply(job=jobs.told(jobs.find(job.job_id, connection.identity), connection.identity))
 
     async def list_jobs(self, connection: Connection, request: ListJobs) -> JobsReply:
         self._cluster.check_readable()
         limit = min(max(request.limit, 1), LIST_MAX)
         jobs = self._cluster.jobs
-        found = [
-            jobs.shown(job)
-            for job in jobs.newest_first(request.states, request.before_sequence)
-            if sees(connection.identity, job)
-        ]
-        fitting, more = _fitting(found[:limit])
+        identity = connection.identity
+        newest = jobs.newest_first(request.states, request.before_sequence)
+        seen = [job for job in newest if sees(identity, job)]
+        found = [jobs.told(job, identity) for job in seen[: limit + 1]]
+        fitting, more = first_fitting(found[:limit])
         return JobsReply(jobs=fitting, more=more or len(found) > limit)
 
     async def cancel_job(self, connection: Connection, request: CancelJob) -> JobReply:
@@ -331,11 +330,11 @@ class Users:
             for node in nodes
             if node.node_id > after
         ]
-        fitting, more = _fitting(views)
+        fitting, more = first_fitting(views)
         return NodesReply(nodes=fitting, more=more)
 
 
-def _fitting(items: list[_Item]) -> tuple[tuple[_Item, ...], bool]:
+def first_fitting(items: list[_Item]) -> tuple[tuple[_Item, ...], bool]:
     """As many as one frame takes, and whether some were left out."""
     size_bytes = 0
     for count, item in enumerate(items):

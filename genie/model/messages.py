@@ -13,9 +13,9 @@ from typing import Generic, TypeVar
 import msgspec
 
 from genie.model.allocation import NodeLedger
-from genie.model.job import Job, JobSpec, JobState, Placement
+from genie.model.job import Job, JobSpec, JobState, Placement, Resources, Wishes
 from genie.model.node import NodeInfo
-from genie.model.tenant import TokenKind, TokenRecord
+from genie.model.tenant import QuotaRecord, TokenKind, TokenRecord
 
 CHUNK_BYTES_MAX = 512 * 1024
 WAIT_S_MAX = 30.0
@@ -257,6 +257,62 @@ class CancelJob(Request[JobReply], frozen=True, kw_only=True):
     job_id: str
 
 
+class QueuedJob(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A job that waits. `position` counts all who wait, those of other tenants too; the first is 1."""
+
+    position: int
+    job_id: str
+    name: str
+    tenant: str
+    resources: Resources
+    wishes: Wishes
+    submitted_at: float
+    reason: str
+    starts_at: float | None = None
+    """When it would start if nothing changed; None when nobody can say."""
+
+
+class QueueReply(Message, frozen=True, kw_only=True):
+    """In the order in which they are considered. `more` when later ones were left out."""
+
+    jobs: tuple[QueuedJob, ...]
+    waiting: int
+    """All who wait, of every tenant."""
+    more: bool = False
+
+
+class GetQueue(Request[QueueReply], frozen=True, kw_only=True):
+    limit: int = 100
+
+
+class NodesRuledOut(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Nodes that will not do, and what is in the way there. Of many only the first are named."""
+
+    reason: str
+    count: int
+    nodes: tuple[str, ...]
+    ever: bool
+    """They would not do either, were they all free."""
+
+
+class ExplainReply(Message, frozen=True, kw_only=True):
+    """What is behind `ahead` is told of a job that waits only."""
+
+    job: Job
+    """`reason` says what it waits for, `history` how it came to where it is."""
+    ahead: int | None = None
+    """So many jobs come before it; None when it does not wait, or nobody has looked at it yet."""
+    starts_at: float | None = None
+    """When it would start if nobody came and all ran as long as they may; None when nobody can say."""
+    ruled_out: tuple[NodesRuledOut, ...] = ()
+    ruled_out_more: int = 0
+    """So many nodes are ruled out for further reasons."""
+
+
+class ExplainJob(Request[ExplainReply], frozen=True, kw_only=True):
+    job_id: str
+
+
 class LogChunk(Message, frozen=True, kw_only=True):
     """`next_offset` is where to go on; `start` > the offset asked for when rotation has eaten a part.
     `eof` when the job has ended and nothing follows."""
@@ -393,6 +449,34 @@ class RevokeToken(Request[Done], frozen=True, kw_only=True):
     token_id: str
 
 
+class QuotaView(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`quota` without bounds where none was set."""
+
+    quota: QuotaRecord
+    held_gpus: float
+
+
+class QuotasReply(Message, frozen=True, kw_only=True):
+    """In order of the tenants' names. `more` when the last ones did not fit into one frame."""
+
+    quotas: tuple[QuotaView, ...]
+    more: bool = False
+
+
+class ListQuotas(Request[QuotasReply], frozen=True, kw_only=True):
+    """A user sees its own tenant's; the owner those of all that have one or hold anything."""
+
+
+class SetQuota(Request[Done], frozen=True, kw_only=True):
+    """In place of the one that the tenant had."""
+
+    quota: QuotaRecord
+
+
+class RemoveQuota(Request[Done], frozen=True, kw_only=True):
+    tenant: str
+
+
 # --- Client sessions and the device -----------------------------------------------------------
 
 
@@ -452,17 +536,29 @@ FOR_USERS = (
     GetJob,
     ListJobs,
     CancelJob,
+    GetQueue,
+    ExplainJob,
     ReadLog,
     StatBlob,
     PutBlob,
     ListNodes,
     GetStatus,
+    ListQuotas,
     SessionHeartbeat,
     SessionEnd,
     OpenDevice,
     WaitDevice,
 )
-FOR_OWNERS = (ListTokens, CreateToken, RevokeToken, RemoveNode, DrainNode, UndrainNode)
+FOR_OWNERS = (
+    ListTokens,
+    CreateToken,
+    RevokeToken,
+    RemoveNode,
+    DrainNode,
+    UndrainNode,
+    SetQuota,
+    RemoveQuota,
+)
 
 CONTROLLER_REQUESTS = (*BEFORE_HELLO, *FOR_NODES, *FOR_USERS, *FOR_OWNERS)
 AGENT_REQUESTS = (Launch, Kill, ReadLog)

@@ -1,4 +1,4 @@
-"""Tenants and their tokens, as the store keeps them: the secret's hash, never the secret."""
+"""Tenants, their tokens and quotas, as the store keeps them: a secret's hash, never the secret."""
 
 from __future__ import annotations
 
@@ -30,6 +30,18 @@ class TokenRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     used_at: float | None = None
     """JOIN only: set by the one use it has."""
     revoked_at: float | None = None
+
+
+class QuotaRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What a tenant may hold. None is no bound."""
+
+    tenant: str
+    gpus: float | None = None
+    """Its own part."""
+    borrow_gpus: float | None = None
+    """So many more may be held by its preemptible jobs, while nobody else needs them."""
+    weight: float = 1.0
+    """Its share beside those of others: who has 2 gets twice as much as who has 1."""
 
 
 class Identity(msgspec.Struct, frozen=True, kw_only=True):

@@ -9,11 +9,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from genie.model.job import Within
+from genie.scheduler.book import Supposition
 from genie.scheduler.order import Lines
 from genie.scheduler.pins import in_the_way
 from genie.scheduler.request import FULL_MILLI, NodeFacts, Request, why_not
 from genie.scheduler.scheduler import Scheduler
 
+TRIES_MAX = 5_000
+"""So often it is tried at most whether somebody fits, to find out when a job starts."""
 ENDS_MAX = 10_000
 """So many ends of running jobs are looked ahead at most."""
 
@@ -44,10 +47,7 @@ def explain(scheduler: Scheduler, job_id: str, *, reason: str, now: float) -> Ex
     request = next((each for each in scheduler.waiting if each.job_id == job_id), None)
     if request is None:
         raise KeyError(job_id)
-    lines = Lines(scheduler.rules.order)
-    for each in scheduler.waiting:
-        lines.add(each, (0, 0))
-    line = list(lines.walk(scheduler.scales(now), why_all=lambda *_: "", tell=lambda *_: None))
+    line = in_order(scheduler, now)
     ahead = line[: line.index(request)]
     return Explanation(
         job_id=job_id,
@@ -58,8 +58,17 @@ def explain(scheduler: Scheduler, job_id: str, *, reason: str, now: float) -> Ex
     )
 
 
+def in_order(scheduler: Scheduler, now: float) -> list[Request]:
+    """Those that wait, as they would be gone through if nobody started."""
+    lines = Lines(scheduler.rules.order)
+    for each in scheduler.waiting:
+        lines.add(each, (0, 0))
+    return list(lines.walk(scheduler.scales(now), why_all=lambda *_: "", tell=lambda *_: None))
+
+
 def _foreseen(scheduler: Scheduler, ahead: Sequence[Request], request: Request, now: float) -> float | None:
-    """Those ahead of it go first wherever they fit, when enough has ended. What they hold, they keep."""
+    """Those ahead of it go first wherever they fit, when enough has ended. What they hold, they keep. None
+    also when that would take very many tries to find out."""
     if (claim := scheduler.claims.get(request.job_id)) is not None:
         return claim.starts_at
     ends = sorted(scheduler.running, key=lambda running: (running.ends_at, running.request.sequence))
@@ -68,13 +77,35 @@ def _foreseen(scheduler: Scheduler, ahead: Sequence[Request], request: Request, 
         return None
     with scheduler.book.supposing() as then:
         times = [now, *(max(running.ends_at, now) for running in ends[:ENDS_MAX])]
+        tries = 0
         for number, at in enumerate(times):
             if number:
                 then.release(ends[number - 1].held)
-            waiting = [each for each in waiting if then.place(each, each.least_workers) is None]
+            waiting, tried = _still_waiting(waiting, then)
+            tries += tried + 1
+            if tries > TRIES_MAX:
+                return None
             if then.place(request, request.least_workers) is not None:
                 return at
     return None
+
+
+def _still_waiting(waiting: Sequence[Request], then: Supposition) -> tuple[list[Request], int]:
+    """Who finds no room, and how often that was tried: where one does not fit, those like it do not."""
+    left: list[Request] = []
+    full: set[tuple[object, ...]] = set()
+    tries = 0
+    for each in waiting:
+        kind = (
+            each.shape, each.tenant, each.least_workers, each.within, each.spread, each.near, each.apart,
+        )  # fmt: skip
+        if kind not in full:
+            tries += 1
+            if then.place(each, each.least_workers) is not None:
+                continue
+            full.add(kind)
+        left.append(each)
+    return left, tries
 
 
 def _ruled_out(scheduler: Scheduler, request: Request) -> tuple[RuledOut, ...]:

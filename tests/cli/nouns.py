@@ -25,7 +25,7 @@ def job(state: JobState = JobState.QUEUED, *, job_id: str = "j1", reason: str = 
 
 def placed(state: JobState, **fields: object) -> Job:
     where = Placement(node_id="box", incarnation=1, gpu_ids=(0,), epoch=1)
-    return job(state, placement=where, **fields)
+    return job(state, placements=(where,), **fields)
 
 
 def node() -> NodeView:

@@ -9,6 +9,7 @@ import signal
 import pytest
 
 from genie.cli.job_commands import job_spec
+from genie.cli.wishes import WishOptions
 from genie.errors import (
     GenieError,
     JobNotFoundError,
@@ -34,7 +35,7 @@ PLAIN = {"argv": ["python", "train.py"], "name": None, "gpus": "0", "cpus": "0",
 
 
 def spec_with(**changes):
-    return job_spec(**{**PLAIN, **changes})
+    return job_spec(**{**PLAIN, **changes}, options=WishOptions(), now=0.0)
 
 
 def says(job_after):
@@ -273,7 +274,7 @@ def test_jobs_gives_json(genie, controller) -> None:
     )
     document = json.loads(genie("jobs", "--all", "--json").out)
     assert document["more"] is True
-    assert document["jobs"][0]["placement"]["node_id"] == "box"
+    assert document["jobs"][0]["placements"][0]["node_id"] == "box"
     assert document["jobs"][0]["reason"] == "node restarted"
 
 

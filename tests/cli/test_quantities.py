@@ -8,7 +8,9 @@ from hypothesis import strategies as st
 
 from genie.cli.quantities import (
     duration_text,
+    parse_amount,
     parse_duration,
+    parse_moment,
     parse_size,
     size_text,
 )
@@ -56,6 +58,53 @@ def test_a_duration_is_read(text: str, seconds: float) -> None:
 def test_a_duration_that_is_none_names_the_option(text: str) -> None:
     with pytest.raises(UsageError, match="--ttl"):
         parse_duration(text, what="--ttl")
+
+
+def test_a_duration_may_be_none_or_bounded_where_that_is_said() -> None:
+    assert parse_duration("0s", what="--grace", none_too=True) == 0
+    assert parse_duration("1d", what="--grace", high_s=86400.0) == 86400
+    with pytest.raises(UsageError, match="--grace") as caught:
+        parse_duration("25h", what="--grace", none_too=True, high_s=86400.0)
+    assert caught.value.hint.endswith("at most 1 d")
+
+
+def test_an_amount_has_two_bounds() -> None:
+    assert parse_amount("0.01", what="--gpu-share", low=0.01, high=1) == 0.01
+    with pytest.raises(UsageError, match="--gpu-share") as caught:
+        parse_amount("0.009", what="--gpu-share", low=0.01, high=1)
+    assert caught.value.hint == "give a number from 0.01 to 1"
+
+
+@pytest.mark.parametrize(
+    ("text", "moment"),
+    [
+        ("90s", 1_000_090.0),
+        ("2h", 1_007_200.0),
+        ("1970-01-13T00:00:00Z", 12 * 86400.0),
+        ("1970-01-13 01:00+01:00", 12 * 86400.0),
+    ],
+)
+def test_a_moment_is_a_duration_from_now_or_a_time(text: str, moment: float) -> None:
+    assert parse_moment(text, what="--deadline", now=1_000_000.0) == moment
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("soon", "is not a time"),
+        ("", "is not a time"),
+        ("2030-13-01", "is not a time"),
+        ("0", "is over already"),
+        ("1970-01-12T00:00:00Z", "is over already"),
+        ("0001-01-01T00:00:00Z", "is over already"),
+        ("2100-01-01", "is too far away"),
+        ("9999d", "is too far away"),
+    ],
+)
+def test_a_moment_that_is_none_or_over_is_told_apart(text: str, why: str) -> None:
+    with pytest.raises(UsageError, match=why) as caught:
+        parse_moment(text, what="--deadline", now=1_000_000.0)
+    assert "--deadline" in caught.value.message
 
 
 @given(st.sampled_from(["box", "10.0.0.5", "::1"]), st.integers(1, 65535))

@@ -1,0 +1,103 @@
+"""quota list, set and remove, and what quota does alone."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from genie.errors import PermissionError_
+from genie.model.messages import Done, ListQuotas, QuotasReply, QuotaView, RemoveQuota, SetQuota
+from genie.model.tenant import QuotaRecord
+
+
+def view(tenant: str = "lab", held_gpus: float = 2.5, **fields: object) -> QuotaView:
+    return QuotaView(quota=QuotaRecord(tenant=tenant, **fields), held_gpus=held_gpus)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("argv", [("quota",), ("quota", "list")])
+def test_quota_alone_lists(genie, controller, argv) -> None:
+    controller.answers[ListQuotas] = QuotasReply(
+        quotas=(view(gpus=4.0, borrow_gpus=8.0, weight=2.0), view("new", 0.0), view("old", 1.0, gpus=0.5))
+    )
+    ran = genie(*argv)
+    assert ran.code == 0, ran.err
+    heading, *rows = [[cell.strip() for cell in line.split("  ") if cell] for line in ran.out.splitlines()]
+    assert heading == ["TENANT", "OWN", "MAY BORROW", "HELD NOW", "WEIGHT"]
+    assert rows == [
+        ["lab", "4", "8", "2.5", "2"],
+        ["new", "no bound", "-", "0", "1"],
+        ["old", "0.5", "no bound", "1", "1"],
+    ]
+
+
+@pytest.mark.parametrize("argv", [("quota", "--json"), ("quota", "list", "--json")])
+def test_quotas_are_given_as_json(genie, controller, argv) -> None:
+    controller.answers[ListQuotas] = QuotasReply(quotas=(view(gpus=4.0),))
+    document = json.loads(genie(*argv).out)
+    assert document["quotas"][0]["quota"]["gpus"] == 4.0
+    assert document["quotas"][0]["held_gpus"] == 2.5
+
+
+def test_where_there_are_none_that_is_said(genie, controller) -> None:
+    controller.answers[ListQuotas] = QuotasReply(quotas=())
+    ran = genie("quota")
+    assert (ran.code, ran.out) == (0, "")
+    assert "no tenant" in ran.err
+
+
+def test_help_of_the_group_is_that_of_the_group(genie) -> None:
+    ran = genie("quota", "--help")
+    assert ran.code == 0
+    assert "remove" in ran.out and "set" in ran.out
+
+
+@pytest.mark.parametrize(
+    ("argv", "quota"),
+    [
+        (["--gpus", "16"], QuotaRecord(tenant="lab", gpus=16.0)),
+        (
+            ["--gpus", "0.5", "--borrow", "0", "--weight", "3"],
+            QuotaRecord(tenant="lab", gpus=0.5, borrow_gpus=0.0, weight=3.0),
+        ),
+        (["--gpus", "all", "--weight", "0.5"], QuotaRecord(tenant="lab", weight=0.5)),
+    ],
+)
+def test_a_quota_is_set(genie, controller, argv, quota) -> None:
+    controller.answers[SetQuota] = Done()
+    ran = genie("quota", "set", "lab", *argv)
+    assert ran.code == 0, ran.err
+    assert ran.out.startswith("lab  own ")
+    assert controller.asked == [SetQuota(quota=quota)]
+
+
+@pytest.mark.parametrize(
+    ("argv", "named"),
+    [
+        (["lab"], "--gpus"),
+        (["--gpus", "1"], "TENANT"),
+        (["a b", "--gpus", "1"], "TENANT"),
+        (["lab", "--gpus", "-1"], "--gpus"),
+        (["lab", "--gpus", "many"], "--gpus"),
+        (["lab", "--gpus", "1", "--borrow", "x"], "--borrow"),
+        (["lab", "--gpus", "1", "--weight", "0"], "--weight"),
+        (["lab", "--gpus", "1", "--weight", "1001"], "--weight"),
+    ],
+)
+def test_what_is_wrong_is_named(genie, controller, argv, named) -> None:
+    ran = genie("quota", "set", *argv)
+    assert (ran.code, controller.asked) == (2, [])
+    assert named in ran.err
+
+
+def test_a_quota_is_removed(genie, controller) -> None:
+    controller.answers[RemoveQuota] = Done()
+    assert genie("quota", "remove", "lab") == (0, "lab  removed\n", "")
+    assert controller.asked == [RemoveQuota(tenant="lab")]
+
+
+def test_who_may_not_is_told(genie, controller) -> None:
+    controller.answers[SetQuota] = PermissionError_("a user token may not set quota", hint="ask the owner")
+    ran = genie("quota", "set", "lab", "--gpus", "1")
+    assert (ran.code, ran.out) == (1, "")
+    assert "may not set quota" in ran.err
