@@ -76,7 +76,7 @@ class Book:
         self._amounts = Numbers[Shape](
             self._placers, register=_register_amounts, drop=_drop_class, count_max=CLASSES_MAX
         )
-        self._sets = Numbers[frozenset[int]](
+        self._sets = Numbers[tuple[frozenset[int], bool]](
             self._placers, register=_register_set, drop=_drop_set, count_max=NODE_SETS_MAX
         )
         self._racks: list[int] | None = None
@@ -294,29 +294,17 @@ class Book:
         self._real.observe(self._classes.of((request.shape, False)), self._tenant(request.tenant))
 
     def place(
-        self, request: Request, workers: int, *, least: int | None = None
+        self, request: Request, workers: int, *, least: int | None = None, avoiding: Iterable[str] = ()
     ) -> tuple[WorkerPlace, ...] | None:
-        """All workers, or as many as fit if those are `least` or more, or none; they are held from now on."""
-        places = self._placed(self._real, request, workers, least or workers)
+        """All workers, or as many as fit if those are `least` or more, or none; they are held from now on.
+        None of them is on a node that is to be avoided."""
+        places = self._placed(self._real, request, workers, least or workers, avoiding)
         if places is None:
             return None
         for place in places:
             self._follow(request.tenant, (request.shape.bare, place), taken=True, but=self._real)
         self._note(request, places)
         return places
-
-    @contextmanager
-    def avoiding(self, node_ids: Iterable[str]) -> Iterator[None]:
-        """place() chooses none of these meanwhile."""
-        known = (self._nodes[node_id] for node_id in node_ids)
-        numbers = [node.number for node in known if not node.facts.closed]
-        for number in numbers:
-            self._real.set_open(number, is_open=False)
-        try:
-            yield
-        finally:
-            for number in numbers:
-                self._real.set_open(number, is_open=True)
 
     def hold(self, request: Request, places: Sequence[WorkerPlace]) -> None:
         """At these places and no others. UsageError, and nothing is held, when they are not free."""
@@ -427,10 +415,10 @@ class Book:
     # -- placing ------------------------------------------------------------------------------
 
     def _placed(
-        self, placer: Placer, request: Request, workers: int, least: int
+        self, placer: Placer, request: Request, workers: int, least: int, avoiding: Iterable[str] = ()
     ) -> tuple[WorkerPlace, ...] | None:
         """Chosen and taken in this placer."""
-        among = self._near_and_apart(request)
+        among = self._among(request, avoiding)
         if request.within in (Within.NODE, Within.ISLAND):
             tries = (
                 self._on_one_node(placer, request, count, among) for count in range(workers, least - 1, -1)
@@ -464,16 +452,18 @@ class Book:
                 placer.drop_node_set(number)
         self._racks = None
 
-    def _near_and_apart(self, request: Request) -> int | None:
+    def _among(self, request: Request, avoiding: Iterable[str]) -> int | None:
         """The set of nodes that will do; None for all."""
+        avoided = frozenset(self._nodes[node_id].number for node_id in avoiding)
         if not request.near and not request.apart:
-            return None
+            return self._sets.of((avoided, True)) if avoided else None
 
         def will_do(node: _Node) -> bool:
             here = {name for tenant, name in node.names if tenant == request.tenant}
             return (not request.near or bool(here & request.near)) and not here & request.apart
 
-        return self._sets.of(frozenset(node.number for node in self._nodes.values() if will_do(node)))
+        numbers = frozenset(node.number for node in self._nodes.values() if will_do(node))
+        return self._sets.of((numbers - avoided, False))
 
     def _on_one_node(
         self, placer: Placer, request: Request, workers: int, among: int | None
@@ -516,8 +506,9 @@ def _drop_class(placer: Placer, number: int) -> None:
     placer.drop_class(number)
 
 
-def _register_set(placer: Placer, nodes: frozenset[int]) -> int:
-    return placer.node_set(sorted(nodes))
+def _register_set(placer: Placer, nodes: tuple[frozenset[int], bool]) -> int:
+    """These nodes, or all but these."""
+    return placer.node_set(sorted(nodes[0]), all_but=nodes[1])
 
 
 def _drop_set(placer: Placer, number: int) -> None:

@@ -603,8 +603,8 @@ class _Pass:
                 return self._start(request, places, "it fits and delays nobody")
             self._book.release(request.job_id)
             refused = self._delaying
-            with self._book.avoiding({place.node_id for place in reservation.places}):
-                places = self._book.place(request, workers)
+            kept = {place.node_id for place in reservation.places}
+            places = self._book.place(request, workers, avoiding=kept)
             if places is not None and then.hold(request, places):
                 return self._start(request, places, "it fits beside what is reserved")
             if places is not None:

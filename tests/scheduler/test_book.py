@@ -103,6 +103,23 @@ def test_near_a_job_and_in_one_rack() -> None:
     assert {place.node_id for place in desk.book.held["gang"].places} == {"y1"}
 
 
+def test_nodes_that_are_to_be_avoided_are_not_chosen_and_one_set_is_enough_for_that() -> None:
+    made = Book(PlainPlacer, policy="bestfit")
+    for name in ("a", "b", "c"):
+        made.set_node(node(name, 2))
+    made.hold(request("server"), [WorkerPlace("b", (0,))])
+    places = [made.place(request(f"j{n}"), 1, avoiding={"a", "b"}) for n in range(3)]
+    assert places == [(WorkerPlace("c", (0,)),), (WorkerPlace("c", (1,)),), None]
+    assert len(made._sets) == 1
+    near = request("near", near=frozenset({"server"}))
+    assert made.place(near, 1, avoiding={"b"}) is None
+    assert made.place(near, 1, avoiding={"a"}) == (WorkerPlace("b", (1,)),)
+    made.set_node(node("d", 1))
+    assert made.place(request("last"), 1, avoiding={"a", "b"}) == (WorkerPlace("d", (0,)),), (
+        "a new node counts"
+    )
+
+
 def test_shapes_come_and_go_and_no_number_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(book, "CLASSES_MAX", 3)
     monkeypatch.setattr(book, "NODE_SETS_MAX", 2)
