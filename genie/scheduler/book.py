@@ -15,9 +15,9 @@ from typing import TypeAlias, TypeVar
 from genie.errors import UsageError
 from genie.model.job import Spread, Within
 from genie.scheduler.numbers import Numbers
-from genie.scheduler.placement.protocol import GPUS_MAX, MODELS_MAX, Placer
+from genie.scheduler.placement.protocol import ANY_MODEL, GPUS_MAX, MODELS_MAX, Placer
 from genie.scheduler.quota import Claim
-from genie.scheduler.request import Amounts, NodeFacts, Request, Shape, WorkerPlace, why_not
+from genie.scheduler.request import Amounts, NodeFacts, Request, Shape, WorkerPlace, why_not, why_not_gpus
 
 MakePlacer = Callable[[str], Placer]
 """Gives an empty placer of that policy."""
@@ -28,6 +28,8 @@ _SUPPOSING = "bestfit"
 CLASSES_MAX = 1024
 NODE_SETS_MAX = 256
 """Kinds of requests, and sets of nodes that jobs are near to or apart from, that are known at a time."""
+
+_Tell: TypeAlias = Callable[[Placer], int]
 
 _Part: TypeAlias = tuple[Shape, WorkerPlace]
 """What one worker holds, and where."""
@@ -403,14 +405,27 @@ class Book:
     def _tenant(self, tenant: str) -> int:
         return self._tenants.setdefault(tenant, len(self._tenants) + 1)
 
-    def _register(self, placer: Placer, kind: tuple[Shape, bool]) -> int:
-        """For choosing: amounts, whether in one island, and the nodes that will do for the shape."""
+    def _register(self, kind: tuple[Shape, bool]) -> _Tell:
+        """For choosing: amounts, whether in one island, the nodes and models that will do for the shape."""
         shape, one_island = kind
         named = (self._nodes.get(node_id) for node_id in sorted(shape.nodes))
         several = [node for node in named if node is not None] if shape.nodes else self._nodes.values()
         will_do = [node for node in several if not why_not(shape, _opened(node.facts))]
         allowed = None if len(will_do) == len(self._nodes) else [node.number for node in will_do]
-        return _register_amounts(placer, shape, nodes=allowed, one_island=one_island and shape.gpus > 0)
+        return _class_of(
+            shape, self._model_set(shape, will_do), nodes=allowed, one_island=one_island and shape.gpus > 0
+        )
+
+    def _model_set(self, shape: Shape, will_do: Iterable[_Node]) -> int:
+        """Who asks for some GPUs competes only with those who could use these: the placer must know that."""
+        if not shape.asks_for_gpus:
+            return ANY_MODEL
+        those = [node.facts for node in self._nodes.values() if node.facts.gpus]
+        models = {_model_of(facts) for facts in those if not why_not_gpus(shape, facts.gpus)}
+        models |= {_model_of(node.facts) for node in will_do}
+        if models >= {_model_of(facts) for facts in those}:
+            return ANY_MODEL
+        return sum({1 << self._models[model] for model in models})
 
     # -- placing ------------------------------------------------------------------------------
 
@@ -483,18 +498,24 @@ class Book:
         return places
 
 
-def _register_amounts(
-    placer: Placer, shape: Shape, *, nodes: Sequence[int] | None = None, one_island: bool = False
-) -> int:
-    return placer.request_class(
+def _register_amounts(shape: Shape) -> _Tell:
+    return _class_of(shape, ANY_MODEL)
+
+
+def _class_of(
+    shape: Shape, models: int, *, nodes: Sequence[int] | None = None, one_island: bool = False
+) -> _Tell:
+    only_gpus = [gpu for gpu in shape.gpu_ids if 0 <= gpu < GPUS_MAX] if shape.gpu_ids else None
+    return lambda placer: placer.request_class(
         gpus=shape.gpus,
         gpu_milli=shape.gpu_milli if shape.gpus else 0,
         gpu_memory_mib=shape.gpu_memory_mib if shape.gpus else 0,
         cpu_milli=shape.cpu_milli,
         memory_mib=shape.memory_mib,
+        models=models,
         nodes=nodes,
         one_island=one_island,
-        only_gpus=[gpu for gpu in shape.gpu_ids if gpu < GPUS_MAX] if shape.gpu_ids else None,
+        only_gpus=only_gpus,
     )
 
 
@@ -506,9 +527,10 @@ def _drop_class(placer: Placer, number: int) -> None:
     placer.drop_class(number)
 
 
-def _register_set(placer: Placer, nodes: tuple[frozenset[int], bool]) -> int:
+def _register_set(nodes: tuple[frozenset[int], bool]) -> _Tell:
     """These nodes, or all but these."""
-    return placer.node_set(sorted(nodes[0]), all_but=nodes[1])
+    numbers = sorted(nodes[0])
+    return lambda placer: placer.node_set(numbers, all_but=nodes[1])
 
 
 def _drop_set(placer: Placer, number: int) -> None:
