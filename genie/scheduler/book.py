@@ -15,9 +15,9 @@ from typing import TypeAlias, TypeVar
 from genie.errors import UsageError
 from genie.model.job import Spread, Within
 from genie.scheduler.numbers import Numbers
-from genie.scheduler.placement.protocol import GPUS_MAX, MODELS_MAX, Placer
+from genie.scheduler.placement.protocol import ANY_MODEL, GPUS_MAX, MODELS_MAX, Placer
 from genie.scheduler.quota import Claim
-from genie.scheduler.request import Amounts, NodeFacts, Request, Shape, WorkerPlace, why_not
+from genie.scheduler.request import Amounts, NodeFacts, Request, Shape, WorkerPlace, why_not, why_not_gpus
 
 MakePlacer = Callable[[str], Placer]
 """Gives an empty placer of that policy."""
@@ -28,6 +28,8 @@ _SUPPOSING = "bestfit"
 CLASSES_MAX = 1024
 NODE_SETS_MAX = 256
 """Kinds of requests, and sets of nodes that jobs are near to or apart from, that are known at a time."""
+
+_Tell: TypeAlias = Callable[[Placer], int]
 
 _Part: TypeAlias = tuple[Shape, WorkerPlace]
 """What one worker holds, and where."""
@@ -76,7 +78,7 @@ class Book:
         self._amounts = Numbers[Shape](
             self._placers, register=_register_amounts, drop=_drop_class, count_max=CLASSES_MAX
         )
-        self._sets = Numbers[frozenset[int]](
+        self._sets = Numbers[tuple[frozenset[int], bool]](
             self._placers, register=_register_set, drop=_drop_set, count_max=NODE_SETS_MAX
         )
         self._racks: list[int] | None = None
@@ -294,29 +296,17 @@ class Book:
         self._real.observe(self._classes.of((request.shape, False)), self._tenant(request.tenant))
 
     def place(
-        self, request: Request, workers: int, *, least: int | None = None
+        self, request: Request, workers: int, *, least: int | None = None, avoiding: Iterable[str] = ()
     ) -> tuple[WorkerPlace, ...] | None:
-        """All workers, or as many as fit if those are `least` or more, or none; they are held from now on."""
-        places = self._placed(self._real, request, workers, least or workers)
+        """All workers, or as many as fit if those are `least` or more, or none; they are held from now on.
+        None of them is on a node that is to be avoided."""
+        places = self._placed(self._real, request, workers, least or workers, avoiding)
         if places is None:
             return None
         for place in places:
             self._follow(request.tenant, (request.shape.bare, place), taken=True, but=self._real)
         self._note(request, places)
         return places
-
-    @contextmanager
-    def avoiding(self, node_ids: Iterable[str]) -> Iterator[None]:
-        """place() chooses none of these meanwhile."""
-        known = (self._nodes[node_id] for node_id in node_ids)
-        numbers = [node.number for node in known if not node.facts.closed]
-        for number in numbers:
-            self._real.set_open(number, is_open=False)
-        try:
-            yield
-        finally:
-            for number in numbers:
-                self._real.set_open(number, is_open=True)
 
     def hold(self, request: Request, places: Sequence[WorkerPlace]) -> None:
         """At these places and no others. UsageError, and nothing is held, when they are not free."""
@@ -415,22 +405,35 @@ class Book:
     def _tenant(self, tenant: str) -> int:
         return self._tenants.setdefault(tenant, len(self._tenants) + 1)
 
-    def _register(self, placer: Placer, kind: tuple[Shape, bool]) -> int:
-        """For choosing: amounts, whether in one island, and the nodes that will do for the shape."""
+    def _register(self, kind: tuple[Shape, bool]) -> _Tell:
+        """For choosing: amounts, whether in one island, the nodes and models that will do for the shape."""
         shape, one_island = kind
         named = (self._nodes.get(node_id) for node_id in sorted(shape.nodes))
         several = [node for node in named if node is not None] if shape.nodes else self._nodes.values()
         will_do = [node for node in several if not why_not(shape, _opened(node.facts))]
         allowed = None if len(will_do) == len(self._nodes) else [node.number for node in will_do]
-        return _register_amounts(placer, shape, nodes=allowed, one_island=one_island and shape.gpus > 0)
+        return _class_of(
+            shape, self._model_set(shape, will_do), nodes=allowed, one_island=one_island and shape.gpus > 0
+        )
+
+    def _model_set(self, shape: Shape, will_do: Iterable[_Node]) -> int:
+        """Who asks for some GPUs competes only with those who could use these: the placer must know that."""
+        if not shape.asks_for_gpus:
+            return ANY_MODEL
+        those = [node.facts for node in self._nodes.values() if node.facts.gpus]
+        models = {_model_of(facts) for facts in those if not why_not_gpus(shape, facts.gpus)}
+        models |= {_model_of(node.facts) for node in will_do}
+        if models >= {_model_of(facts) for facts in those}:
+            return ANY_MODEL
+        return sum({1 << self._models[model] for model in models})
 
     # -- placing ------------------------------------------------------------------------------
 
     def _placed(
-        self, placer: Placer, request: Request, workers: int, least: int
+        self, placer: Placer, request: Request, workers: int, least: int, avoiding: Iterable[str] = ()
     ) -> tuple[WorkerPlace, ...] | None:
         """Chosen and taken in this placer."""
-        among = self._near_and_apart(request)
+        among = self._among(request, avoiding)
         if request.within in (Within.NODE, Within.ISLAND):
             tries = (
                 self._on_one_node(placer, request, count, among) for count in range(workers, least - 1, -1)
@@ -464,16 +467,18 @@ class Book:
                 placer.drop_node_set(number)
         self._racks = None
 
-    def _near_and_apart(self, request: Request) -> int | None:
+    def _among(self, request: Request, avoiding: Iterable[str]) -> int | None:
         """The set of nodes that will do; None for all."""
+        avoided = frozenset(self._nodes[node_id].number for node_id in avoiding)
         if not request.near and not request.apart:
-            return None
+            return self._sets.of((avoided, True)) if avoided else None
 
         def will_do(node: _Node) -> bool:
             here = {name for tenant, name in node.names if tenant == request.tenant}
             return (not request.near or bool(here & request.near)) and not here & request.apart
 
-        return self._sets.of(frozenset(node.number for node in self._nodes.values() if will_do(node)))
+        numbers = frozenset(node.number for node in self._nodes.values() if will_do(node))
+        return self._sets.of((numbers - avoided, False))
 
     def _on_one_node(
         self, placer: Placer, request: Request, workers: int, among: int | None
@@ -493,18 +498,24 @@ class Book:
         return places
 
 
-def _register_amounts(
-    placer: Placer, shape: Shape, *, nodes: Sequence[int] | None = None, one_island: bool = False
-) -> int:
-    return placer.request_class(
+def _register_amounts(shape: Shape) -> _Tell:
+    return _class_of(shape, ANY_MODEL)
+
+
+def _class_of(
+    shape: Shape, models: int, *, nodes: Sequence[int] | None = None, one_island: bool = False
+) -> _Tell:
+    only_gpus = [gpu for gpu in shape.gpu_ids if 0 <= gpu < GPUS_MAX] if shape.gpu_ids else None
+    return lambda placer: placer.request_class(
         gpus=shape.gpus,
         gpu_milli=shape.gpu_milli if shape.gpus else 0,
         gpu_memory_mib=shape.gpu_memory_mib if shape.gpus else 0,
         cpu_milli=shape.cpu_milli,
         memory_mib=shape.memory_mib,
+        models=models,
         nodes=nodes,
         one_island=one_island,
-        only_gpus=[gpu for gpu in shape.gpu_ids if gpu < GPUS_MAX] if shape.gpu_ids else None,
+        only_gpus=only_gpus,
     )
 
 
@@ -516,8 +527,10 @@ def _drop_class(placer: Placer, number: int) -> None:
     placer.drop_class(number)
 
 
-def _register_set(placer: Placer, nodes: frozenset[int]) -> int:
-    return placer.node_set(sorted(nodes))
+def _register_set(nodes: tuple[frozenset[int], bool]) -> _Tell:
+    """These nodes, or all but these."""
+    numbers = sorted(nodes[0])
+    return lambda placer: placer.node_set(numbers, all_but=nodes[1])
 
 
 def _drop_set(placer: Placer, number: int) -> None:

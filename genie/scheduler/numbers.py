@@ -15,13 +15,16 @@ Key = TypeVar("Key", bound=Hashable)
 
 
 class Numbers(Generic[Key]):
-    """The placers are in step: what one is told, all are, so that a number is the same in all of them."""
+    """The placers are in step: what one is told, all are, so that a number is the same in all of them.
+
+    `register` says what each of them is told.
+    """
 
     def __init__(
         self,
         placers: Sequence[Placer],
         *,
-        register: Callable[[Placer, Key], int],
+        register: Callable[[Key], Callable[[Placer], int]],
         drop: Callable[[Placer, int], None],
         count_max: int,
     ) -> None:
@@ -41,7 +44,8 @@ class Numbers(Generic[Key]):
             return self._known[key]
         if len(self._known) >= self._count_max:
             self._forget(self._known.popitem(last=False)[1])
-        numbers = {self._register(placer, key) for placer in self._placers}
+        register = self._register(key)
+        numbers = {register(placer) for placer in self._placers}
         assert len(numbers) == 1, "the placers are out of step"
         self._known[key] = numbers.pop()
         return self._known[key]

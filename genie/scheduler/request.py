@@ -72,6 +72,12 @@ class Shape:
         needs = (self.models, self.vendor, self.kind, self.gpu_memory_min_mib, self.capability_min)
         return hash((amounts, needs, self.labels, self.nodes, self.gpu_ids))
 
+    @property
+    def asks_for_gpus(self) -> bool:
+        """For some of those there are, that is, not only for so many."""
+        needs = (self.models, self.vendor, self.gpu_memory_min_mib, self.capability_min > (0, 0))
+        return self.gpus > 0 and any(needs)
+
     @cached_property
     def amounts(self) -> Amounts:
         return Amounts(self.gpus * self.gpu_milli, self.cpu_milli, self.memory_mib)
@@ -182,7 +188,7 @@ def why_not(shape: Shape, node: NodeFacts) -> str:
         return f"has {len(node.gpus)} GPUs"
     if shape.gpu_ids:
         return _why_not_these(shape, node)
-    return _why_not_gpus(shape, node.gpus) if shape.gpus else ""
+    return why_not_gpus(shape, node.gpus) if shape.gpus else ""
 
 
 def _why_not_these(shape: Shape, node: NodeFacts) -> str:
@@ -193,10 +199,10 @@ def _why_not_these(shape: Shape, node: NodeFacts) -> str:
         return f"its GPU {min(set(shape.gpu_ids) - usable)} takes nothing new"
     if len(usable) < shape.gpus:
         return f"{shape.gpus} GPUs are asked for, and {len(usable)} by number"
-    return _why_not_gpus(shape, tuple(node.gpus[gpu] for gpu in sorted(usable)))
+    return why_not_gpus(shape, tuple(node.gpus[gpu] for gpu in sorted(usable)))
 
 
-def _why_not_gpus(shape: Shape, gpus: tuple[GpuFacts, ...]) -> str:
+def why_not_gpus(shape: Shape, gpus: tuple[GpuFacts, ...]) -> str:
     """All of these must do: which of them a worker gets is decided later."""
     for gpu in gpus:
         if shape.models and gpu.model not in shape.models:

@@ -121,7 +121,7 @@ class Scheduler:
 
     def __init__(self, book: Book, rules: Rules) -> None:
         self.book = book
-        self.rules = rules
+        self._rules = rules
         self._kinds = _Kinds()
         self._waiting: dict[str, _Waiting] = {}
         self._lines = Lines(rules.order)
@@ -137,6 +137,10 @@ class Scheduler:
         """GPUs that are kept for jobs which named them."""
         self._moves: dict[str, int] = {}
         """How often jobs that are not over have been moved."""
+
+    @property
+    def rules(self) -> Rules:
+        return self._rules
 
     @property
     def waiting(self) -> list[Request]:
@@ -177,6 +181,22 @@ class Scheduler:
     def _look_at_all(self) -> None:
         self._is_other = True
         self._never.clear()
+
+    def set_rules(self, rules: Rules) -> None:
+        """From the next pass on. What runs goes on, whoever may have started it; who waits is looked at anew,
+        and nothing is kept for anybody."""
+        self._rules = rules
+        self._lines = Lines(rules.order)
+        for waiting in self._waiting.values():
+            self._lines.add(waiting.request, waiting.line)
+        for job_id, running in self._running.items():
+            if running.request.time_limit_s is None and not running.is_leaving:
+                ends_at = running.started_at + rules.assumed_s
+                self._running[job_id] = replace(running, ends_at=ends_at)
+        self._reservation = None
+        for job_id in self.claims:
+            self.claims.drop(job_id)
+        self._is_other = True
 
     def submit(self, request: Request) -> None:
         if request.job_id in self._waiting or request.job_id in self._running:
@@ -617,8 +637,8 @@ class _Pass:
                 return self._start(request, places, "it fits and delays nobody")
             self._book.release(request.job_id)
             refused = self._delaying
-            with self._book.avoiding({place.node_id for place in reservation.places}):
-                places = self._book.place(request, workers)
+            kept = {place.node_id for place in reservation.places}
+            places = self._book.place(request, workers, avoiding=kept)
             if places is not None and then.hold(request, places):
                 return self._start(request, places, "it fits beside what is reserved")
             if places is not None:

@@ -76,6 +76,15 @@ NodeSet node_set(const Placement& self, const std::vector<int>& numbers) {
   return nodes;
 }
 
+NodeSet all_but_these(const Placement& self, const std::vector<int>& numbers) {
+  NodeSet nodes = self.cluster().all_nodes();
+  for (int number : numbers) {
+    self.cluster().node(number);  // throws when there is none
+    nodes.remove(number);
+  }
+  return nodes;
+}
+
 void set_positions(std::array<uint8_t, kGpusMax>& positions, const std::optional<std::vector<int>>& numbers,
                    int gpus) {
   if (!numbers) return;
@@ -159,10 +168,10 @@ NB_MODULE(genie_scheduler, module) {
       .def("drop_class", &Placement::drop_class, "request_class"_a)
       .def(
           "node_set",
-          [](Placement& self, const std::vector<int>& nodes) {
-            return self.cluster().add_set(node_set(self, nodes));
+          [](Placement& self, const std::vector<int>& nodes, bool all_but) {
+            return self.cluster().add_set(all_but ? all_but_these(self, nodes) : node_set(self, nodes));
           },
-          "nodes"_a)
+          "nodes"_a, nb::kw_only(), "all_but"_a = false)
       .def(
           "drop_node_set", [](Placement& self, int number) { self.cluster().drop_set(number); }, "node_set"_a)
       .def(

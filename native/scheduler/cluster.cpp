@@ -76,6 +76,12 @@ void Cluster::drop_node(int node) {
   note_change(node);
 }
 
+NodeSet Cluster::all_nodes() const {
+  NodeSet nodes = NodeSet::up_to(nodes_.size());
+  for (int number : free_numbers_) nodes.remove(number);
+  return nodes;
+}
+
 int Cluster::add_class(const RequestClass& wanted) {
   if (wanted.gpus < 0 || wanted.gpus > kGpusMax) throw Misuse("a request has 0 to 16 GPUs of one node");
   if (wanted.gpus > 0 && (wanted.gpu_milli < 1 || wanted.gpu_milli > kFullMilli)) {

@@ -87,6 +87,7 @@ class Cluster {
   const Node& node(int node) const;
   const RequestClass& request_class(int number) const { return classes_.get(number); }
   const NodeSet& node_set(int number) const { return sets_.get(number); }
+  NodeSet all_nodes() const;
   // Node numbers in the order of their changes, from the beginning; a reader remembers how far it has read.
   // Only the last changes are kept: see changes_kept_from().
   uint64_t changes() const { return changes_; }

@@ -8,6 +8,13 @@ namespace genie {
 
 class NodeSet {
  public:
+  // Nodes 0 to count - 1.
+  static NodeSet up_to(size_t count) {
+    NodeSet nodes;
+    nodes.words_.assign(count / 64, ~uint64_t{0});
+    if (count % 64 != 0) nodes.words_.push_back((uint64_t{1} << count % 64) - 1);
+    return nodes;
+  }
   void add(size_t node) {
     if (words_.size() <= node / 64) words_.resize(node / 64 + 1);
     words_[node / 64] |= uint64_t{1} << node % 64;

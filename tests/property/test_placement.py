@@ -132,7 +132,8 @@ class Pair:
         return number
 
     def add_set(self, one: int) -> None:
-        self.sets.append(self.ask("node_set", [node for node in self.nodes if one >> node % 6 & 1]))
+        these = [node for node in self.nodes if one >> node % 6 & 1]
+        self.sets.append(self.ask("node_set", these, all_but=one % 2 > 0))
 
     def do(self, step: tuple[str, int, int]) -> None:
         word, one, other = step

@@ -83,6 +83,7 @@ steps = st.lists(
         st.tuples(st.just("close"), st.integers(0, 3)),
         st.tuples(st.just("open"), st.integers(0, 3)),
         st.tuples(st.just("remove"), st.integers(0, 3)),
+        st.tuples(st.just("rules"), st.sampled_from([Fifo(), Priority(aging_s=20.0), FairShare()])),
         st.tuples(st.just("change"), st.integers(0, 15)),
     ),
     max_size=30,
@@ -120,6 +121,8 @@ class World:
             facts = self.nodes[value % len(self.nodes)]
             scheduler.set_node(facts if what == "open" else _closed(facts))
             self.removed.discard(facts.node_id)
+        elif what == "rules":
+            scheduler.set_rules(replace(scheduler.rules, order=value))
         elif what == "remove":
             self.remove(self.nodes[value % len(self.nodes)].node_id)
         elif what == "change":
@@ -282,7 +285,7 @@ def test_a_reservation_is_never_put_off(
     world = World.of(cluster, Rules(order=order, preempts=False))
     last: tuple[str, float] | None = None
     for what, value in events:
-        if what in ("close", "open", "remove", "change"):
+        if what in ("close", "open", "remove", "change", "rules"):
             continue
         world.do((what, value | {"priority": 0} if what == "submit" else value))
         world.desk.decide()

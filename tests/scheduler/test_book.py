@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -12,7 +13,7 @@ from genie.scheduler import book
 from genie.scheduler.book import Book
 from genie.scheduler.numbers import Numbers
 from genie.scheduler.placement.plain import PlainPlacer
-from genie.scheduler.request import Request, Shape, WorkerPlace
+from genie.scheduler.request import GpuFacts, Request, Shape, WorkerPlace
 from tests.scheduler.clusters import H200, Desk, node
 
 PAIRS = tuple(replace(H200, island=10 + gpu // 2, numa=gpu // 2) for gpu in range(4))
@@ -103,6 +104,50 @@ def test_near_a_job_and_in_one_rack() -> None:
     assert {place.node_id for place in desk.book.held["gang"].places} == {"y1"}
 
 
+def test_nodes_that_are_to_be_avoided_are_not_chosen_and_one_set_is_enough_for_that() -> None:
+    made = Book(PlainPlacer, policy="bestfit")
+    for name in ("a", "b", "c"):
+        made.set_node(node(name, 2))
+    made.hold(request("server"), [WorkerPlace("b", (0,))])
+    places = [made.place(request(f"j{n}"), 1, avoiding={"a", "b"}) for n in range(3)]
+    assert places == [(WorkerPlace("c", (0,)),), (WorkerPlace("c", (1,)),), None]
+    assert len(made._sets) == 1
+    near = request("near", near=frozenset({"server"}))
+    assert made.place(near, 1, avoiding={"b"}) is None
+    assert made.place(near, 1, avoiding={"a"}) == (WorkerPlace("b", (1,)),)
+    made.set_node(node("d", 1))
+    assert made.place(request("last"), 1, avoiding={"a", "b"}) == (WorkerPlace("d", (0,)),), (
+        "a new node counts"
+    )
+
+
+@pytest.mark.parametrize(
+    "picky", [{"models": frozenset({"old"})}, {"vendor": "red"}, {"capability_min": (9, 9)}]
+)
+def test_gpus_that_only_some_can_use_are_left_to_them(picky: dict[str, Any]) -> None:
+    made = Book(PlainPlacer, policy="supply")
+    kinds = {
+        "scarce": GpuFacts("old", "red", 9_000, (9, 9)),
+        "common": GpuFacts("new", "green", 9_000, (9, 0)),
+    }
+    for number, (name, kind) in enumerate(kinds.items()):
+        made.set_node(node(name, kinds=(kind, kind), cpu_milli=8_000 + 1_000 * number))
+    for shape in (Shape(gpus=1), Shape(gpus=1, **picky)) * 20:
+        made.observe(request("job", shape))
+    places = [made.place(request(f"any{number}"), 1) for number in range(2)]
+    assert [place[0].node_id for place in places if place] == ["common", "common"]
+    assert made.place(request("picky", Shape(gpus=1, **picky)), 1) == (WorkerPlace("scarce", (0,)),)
+
+
+def test_one_gpu_of_a_node_with_several_kinds_is_had_by_its_number() -> None:
+    mixed = (replace(H200, model="old"), H200)
+    desk = Desk(node("n", kinds=mixed), policy="supply")
+    wanted = Shape(gpus=1, models=frozenset({"H200"}))
+    desk.submit("any", shape=wanted)
+    desk.submit("named", shape=replace(wanted, nodes=frozenset({"n"}), gpu_ids=(1,)))
+    assert desk.started() == ["named"]
+
+
 def test_shapes_come_and_go_and_no_number_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(book, "CLASSES_MAX", 3)
     monkeypatch.setattr(book, "NODE_SETS_MAX", 2)
@@ -127,7 +172,7 @@ def test_the_number_unused_for_longest_makes_room() -> None:
     placers = [PlainPlacer("bestfit"), PlainPlacer("bestfit")]
     numbers = Numbers[int](
         placers,
-        register=lambda placer, cpus: placer.request_class(cpu_milli=cpus),
+        register=lambda cpus: lambda placer: placer.request_class(cpu_milli=cpus),
         drop=lambda placer, number: placer.drop_class(number),
         count_max=2,
     )

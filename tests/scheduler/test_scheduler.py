@@ -316,7 +316,7 @@ def test_nobody_moves_who_would_fit_nowhere_else_or_did_not_agree() -> None:
     assert pinned.preempted() == []
     assert scattered(preemptible=False).preempted() == []
     still = scattered()
-    still.scheduler.rules = Rules(order=Fifo(), moves_max=0)
+    still.scheduler.set_rules(Rules(order=Fifo(), moves_max=0))
     assert still.preempted() == []
 
 
@@ -448,6 +448,56 @@ def test_those_who_wait_are_told_who_they_wait_for_now() -> None:
     desk.decide()
     assert "reservation on n" in desk.why("j0").reason
     assert desk.why("second").reason == desk.why("late").reason == "would delay j0, which has a reservation"
+
+
+# --- rules that change --------------------------------------------------------------------------
+
+
+def test_another_order_holds_from_the_next_pass_on() -> None:
+    desk = Desk(node("n", 2), rules=FIFO)
+    desk.submit("runs", gpus=2, time_limit_s=10.0)
+    desk.submit("low", gpus=2)
+    desk.submit("high", gpus=2, deadline_at=99.0, time_limit_s=10.0)
+    assert desk.started() == ["runs"]
+    assert desk.why("low").starts_at == 10.0
+    desk.scheduler.set_rules(Rules(order=Priority(), preempts=False))
+    assert desk.why("high").starts_at == 10.0
+    assert desk.pass_time(10.0) == ["high"]
+    assert [request.job_id for request in desk.scheduler.waiting] == ["low"]
+    desk.scheduler.withdraw("low")
+    assert desk.pass_time(20.0) == []
+
+
+def test_a_quota_that_changes_holds_for_those_who_wait_and_leaves_what_runs() -> None:
+    desk = Desk(node("n", 4))
+    desk.submit("one", gpus=2)
+    assert desk.started() == ["one"]
+    desk.scheduler.set_rules(Rules(quotas=Quotas({"a": Quota(of_gpus(1))})))
+    desk.submit("two")
+    assert desk.started() == []
+    assert "its quota is 1 GPU" in desk.why("two").reason
+    assert list(desk.book.held) == ["one"]
+    desk.scheduler.set_rules(Rules(quotas=Quotas({"a": Quota(of_gpus(3))})))
+    assert desk.started() == ["two"]
+
+
+def test_how_long_a_job_without_a_limit_is_taken_to_run_may_change() -> None:
+    desk = Desk(node("n", 1), rules=FIFO)
+    desk.submit("runs")
+    desk.submit("waits")
+    assert desk.started() == ["runs"]
+    desk.scheduler.set_rules(Rules(order=Fifo(), assumed_s=60.0))
+    assert desk.why("waits").starts_at == 60.0
+
+
+def test_what_was_kept_for_a_job_is_not_under_other_rules() -> None:
+    desk = Desk(node("n", 1), rules=FIFO)
+    desk.submit("half", shape=on(0, milli=500))
+    desk.submit("pinned", shape=on(0))
+    desk.submit("first", shape=Shape(gpus=1, gpu_milli=500), deadline_at=99.0)
+    assert desk.started() == ["half"]
+    desk.scheduler.set_rules(Rules(order=Priority(), preempts=False))
+    assert desk.started() == ["first"]
 
 
 # --- jobs that name their GPUs ------------------------------------------------------------------

@@ -120,8 +120,9 @@ class PlainPlacer:
     def drop_class(self, request_class: int) -> None:
         self._classes.drop(request_class)
 
-    def node_set(self, nodes: Sequence[int]) -> int:
-        return self._sets.add(self._numbers(nodes))
+    def node_set(self, nodes: Sequence[int], *, all_but: bool = False) -> int:
+        these = self._numbers(nodes)
+        return self._sets.add(self._all_of(None) - these if all_but else these)
 
     def drop_node_set(self, node_set: int) -> None:
         self._sets.drop(node_set)

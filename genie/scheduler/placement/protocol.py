@@ -119,8 +119,8 @@ class Vocabulary(Protocol):
         """Nobody will ask for it. What was learned from it, and what it holds, stays."""
         ...
 
-    def node_set(self, nodes: Sequence[int]) -> int:
-        """A number for these nodes, to choose among."""
+    def node_set(self, nodes: Sequence[int], *, all_but: bool = False) -> int:
+        """A number for these nodes, to choose among; `all_but`: for those of now that are not these."""
         ...
 
     def drop_node_set(self, node_set: int) -> None: ...

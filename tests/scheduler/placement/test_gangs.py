@@ -176,6 +176,7 @@ def test_wrong_calls_are_refused_and_change_nothing(placer: Placer) -> None:
         lambda: placer.set_gpu(0, 0, is_open=True, memory_outside_mib=-1),
         lambda: placer.request_class(one_island=True),
         lambda: placer.node_set([1]),
+        lambda: placer.node_set([1], all_but=True),
         lambda: placer.drop_class(7),
         lambda: placer.place(one, 1, among=0),
         lambda: placer.place_gang(one, 1, workers=0),
