@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from typing import Protocol
 
+import msgspec
+
 from genie.controller.connection import Connection, Handlers
 from genie.controller.jobs import sees
 from genie.controller.users import Cluster, first_fitting

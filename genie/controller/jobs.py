@@ -13,6 +13,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from operator import attrgetter
+from typing import NamedTuple
 
 import msgspec
 
@@ -46,6 +47,14 @@ _DROP_AT_ONCE = 100
 _STOPPING = "being stopped: "
 
 
+class _Refusal(NamedTuple):
+    """How often launches of a job were refused, the last of them, and until when it is left alone."""
+
+    epoch: int = 0
+    count: int = 0
+    not_before_s: float = 0.0
+
+
 class Jobs:
     """`bell` is rung with a job's id at each of its changes, and `wake` is called."""
 
@@ -69,7 +78,7 @@ class Jobs:
         self._by_name: dict[str, set[str]] = {}
         self._by_request: dict[tuple[str, str], str] = {}
         self._waits_for: dict[str, str] = {}
-        self._refusals: dict[str, tuple[int, float]] = {}
+        self._refusals: dict[str, _Refusal] = {}
         self._arrived: dict[str, tuple[int, set[int]]] = {}
         """Of jobs with several workers: the launch, and which of them are ready to start."""
         ledger.on_load.append(self._index_all)
@@ -143,7 +152,7 @@ class Jobs:
 
     def not_before_s(self, job_id: str) -> float:
         """Until then a job whose launch was refused a moment ago is not to be placed again."""
-        return self._refusals.get(job_id, (0, 0.0))[1]
+        return self._refusals.get(job_id, _Refusal()).not_before_s
 
     def overdue(self, now: float) -> list[Job]:
         """Those that run and have had their time."""
@@ -367,24 +376,28 @@ class Jobs:
 
         `refused` says that the agent said no: after a few of those the job fails.
         """
-        standing = self.get(job_id)
-        if standing is None or standing.state is not JobState.PLACING or standing.epoch != epoch:
-            return
-        count = self._refusals.get(job_id, (0, 0.0))[0] + 1
-        if refused:
-            not_before_s = self._clock.monotonic_s() + _BACKOFF_S * 2**count
-            self._refusals[job_id] = (count, not_before_s)
+        if refused and job_id in self._ledger.jobs:
+            self._note_refusal(job_id, epoch)
 
         def build(txn: Transaction) -> None:
             job = self.get(job_id)
             if job is None or job.state is not JobState.PLACING or job.epoch != epoch:
                 return
-            if refused and count >= LAUNCH_ATTEMPTS_MAX:
+            count = self._refusals.get(job_id, _Refusal()).count if refused else 0
+            if count >= LAUNCH_ATTEMPTS_MAX:
                 self._end(txn, job, JobState.FAILED, f"refused {count} times, the last time: {reason}")
                 return
             self._requeue(txn, job, reason)
 
         await self._ledger.write(build)
+
+    def _note_refusal(self, job_id: str, epoch: int) -> None:
+        """Once for a launch, however many of its workers were refused."""
+        before = self._refusals.get(job_id, _Refusal())
+        if before.epoch != epoch:
+            count = before.count + 1
+            not_before_s = self._clock.monotonic_s() + _BACKOFF_S * 2**count
+            self._refusals[job_id] = _Refusal(epoch, count, not_before_s)
 
     async def lose(
         self, unit: str, *, epoch: int, reason: str, still: Callable[[], bool] = lambda: True
