@@ -51,7 +51,7 @@ class _Refusal(NamedTuple):
     """How often launches of a job were refused, the last of them, and until when it is left alone."""
 
     epoch: int = 0
-    count: int = 0
+    times: int = 0
     not_before_s: float = 0.0
 
 
@@ -302,12 +302,11 @@ class Jobs:
                 raise void
             return job
 
-        self._arrive(current(), rank)
-
         def build(txn: Transaction) -> None:
             job = current()
             if job.state is JobState.RUNNING:
                 return
+            self._arrive(job, rank)
             nodes = sorted({placement.node_id for placement in job.placements})
             where = f"node {nodes[0]}" if len(nodes) == 1 else f"{len(nodes)} nodes"
             step = moved(job, JobState.RUNNING, reason=f"started on {where}", at=self._clock.wall_s())
@@ -319,7 +318,7 @@ class Jobs:
 
     def _arrive(self, job: Job, rank: int) -> None:
         """One worker is ready to start. Kept in memory: launches do not outlive a controller's term."""
-        if len(job.placements) == 1 or job.state is JobState.RUNNING:
+        if len(job.placements) == 1:
             return
         epoch, ranks = self._arrived.get(job.job_id, (0, set()))
         if epoch != job.epoch:
@@ -383,7 +382,7 @@ class Jobs:
             job = self.get(job_id)
             if job is None or job.state is not JobState.PLACING or job.epoch != epoch:
                 return
-            count = self._refusals.get(job_id, _Refusal()).count if refused else 0
+            count = self._refusals.get(job_id, _Refusal()).times if refused else 0
             if count >= LAUNCH_ATTEMPTS_MAX:
                 self._end(txn, job, JobState.FAILED, f"refused {count} times, the last time: {reason}")
                 return
@@ -395,7 +394,7 @@ class Jobs:
         """Once for a launch, however many of its workers were refused."""
         before = self._refusals.get(job_id, _Refusal())
         if before.epoch != epoch:
-            count = before.count + 1
+            count = before.times + 1
             not_before_s = self._clock.monotonic_s() + _BACKOFF_S * 2**count
             self._refusals[job_id] = _Refusal(epoch, count, not_before_s)
 

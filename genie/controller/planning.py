@@ -67,7 +67,7 @@ class Planner:
         self._scheduler = self._new_scheduler()
         ledger.on_load.append(self.forget)
         ledger.jobs.on_change.append(self._job_changed)
-        ledger.quotas.on_change.append(lambda *_: self.forget())
+        ledger.quotas.on_change.append(self._quota_changed)
         views.on_look.append(self._node_looked_at)
 
     # -- reading ------------------------------------------------------------------------------
@@ -173,6 +173,10 @@ class Planner:
             self._never.clear()
         except UsageError:  # something is still held there in the book
             self.forget()
+
+    def _quota_changed(self, tenant: str, before: object, after: object) -> None:
+        if not self._is_stale:
+            self._scheduler.set_rules(self._make_rules())
 
     def _job_changed(self, job_id: str, before: Job | None, after: Job | None) -> None:
         if not self._is_stale:

@@ -10,8 +10,9 @@ import pytest
 
 from genie.errors import FencedError, JobRefusedError, LaunchError, UsageError, WorkersMissingError
 from genie.model.job import Job, JobSpec, JobState, Resources, Spread, Stop, Wishes, Within, parse_unit
-from genie.model.messages import CancelJob, Launch, ReadLog
+from genie.model.messages import CancelJob, ExitReport, Launch, ReadLog, SetQuota
 from genie.model.node import GPUInfo, NodeInfo, Vendor
+from genie.model.tenant import QuotaRecord, TokenKind
 from tests.controller.standing import Client, Standing, standing
 from tests.fakes.agent import FakeAgent, node_info
 from tests.fakes.clock import FakeClock
@@ -421,3 +422,49 @@ async def test_a_node_with_more_accelerators_than_are_counted_gives_out_the_firs
         assert (await agent.next_launch()).placement.gpu_ids == tuple(range(16))
         with pytest.raises(JobRefusedError, match="big: has 16 GPUs"):
             await owner.submit_spec(spec(gpus=17))
+
+
+# -- quotas -----------------------------------------------------------------------------------------
+
+
+async def test_a_quota_bounds_its_tenant_from_the_moment_that_it_is_set(tmp_path: Path) -> None:
+    async with standing(tmp_path) as one, one.client() as owner, one.agent("a", gpus=4) as a:
+        token = await one.token(TokenKind.USER, tenant="blue")
+        await owner.ask(SetQuota(quota=QuotaRecord(tenant="blue", gpus=1.0, borrow_gpus=1.0)))
+        async with one.client(token) as blue:
+            await blue.submit_spec(spec("own"))
+            await a.start_next()
+            second = await blue.submit_spec(spec("second"))
+            assert "its quota is 1 GPU; only preemptible jobs may borrow more" in second.reason
+            loan = await blue.submit_spec(spec("loan", preemptible=True))
+            assert (await a.start_next()).job_id == loan.job_id
+            more = await blue.submit_spec(spec("more", preemptible=True))
+            assert "it may borrow 1 GPU" in more.reason
+        await owner.ask(SetQuota(quota=QuotaRecord(tenant="blue", gpus=3.0, borrow_gpus=1.0)))
+        assert {(await a.start_next()).job_id, (await a.start_next()).job_id} == {
+            second.job_id,
+            more.job_id,
+        }
+
+
+async def test_what_is_borrowed_is_taken_back_by_whom_it_belongs_to(tmp_path: Path) -> None:
+    async with standing(tmp_path) as one, one.client() as owner, one.agent("a", gpus=2) as a:
+        for tenant in ("blue", "red"):
+            await owner.ask(SetQuota(quota=QuotaRecord(tenant=tenant, gpus=1.0)))
+        blue_token = await one.token(TokenKind.USER, tenant="blue")
+        red_token = await one.token(TokenKind.USER, tenant="red")
+        async with one.client(blue_token) as blue, one.client(red_token) as red:
+            for _ in range(2):
+                await blue.submit_spec(spec("blue", preemptible=True))
+                await a.start_next()
+            mine = await red.submit_spec(spec("red"))
+            assert "to make room" in mine.reason
+            assert "j-" not in mine.reason, "jobs of others are not named"
+            kill = await a.next_kill()
+            running = a.running[kill.job_id]
+            a.running.pop(kill.job_id)
+            a.exits[kill.job_id] = ExitReport(
+                job_id=kill.job_id, epoch=running.epoch, exit_code=-15, reason="", ended_at=0.0
+            )
+            await a.beat()
+            assert (await a.start_next()).job_id == mine.job_id

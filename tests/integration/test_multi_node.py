@@ -8,12 +8,13 @@ import sys
 import textwrap
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 
 import genie
 from genie.cluster import init
-from genie.model.job import JobState
+from genie.model.job import JobState, Spread, Wishes
 from tests.integration.machine import machines
 from tests.integration.running import RunningCluster, python_job
 from tests.waiting import wait_until
@@ -60,6 +61,84 @@ async def test_jobs_spread_over_nodes_and_each_node_has_its_own_index(
             assert [ref.node_id for ref in state.transport_coordinator.refs] == ["a", "b"]
         finally:
             await asyncio.to_thread(init.shutdown_blocking)
+
+
+@pytest.mark.timeout(120)
+async def test_the_workers_of_a_job_meet_each_other(tmp_path: Path) -> None:
+    """As torch.distributed would: the first listens at MASTER_ADDR:MASTER_PORT, the others connect."""
+    meet = """
+        import os, socket, time
+        rank, workers = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        assert (rank, workers) == (int(os.environ["GENIE_JOB_RANK"]), int(os.environ["GENIE_JOB_WORKERS"]))
+        assert len(os.environ["GENIE_JOB_HOSTS"].split(",")) == workers
+        where = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        if rank == 0:
+            listener = socket.create_server(where)
+            for _ in range(workers - 1):
+                listener.accept()[0].sendall(b"hello")
+        else:
+            for attempt in range(200):
+                try:
+                    peer = socket.create_connection(where, timeout=10)
+                    break
+                except ConnectionRefusedError:
+                    time.sleep(0.05)
+            assert peer.recv(5) == b"hello"
+        print("rank", rank, "of", os.environ["GENIE_JOB_ID"])
+    """
+    async with machines(tmp_path, "b", "a") as cluster, cluster.client() as client:
+        wanted = python_job(textwrap.dedent(meet), gpus=1)
+        wishes = Wishes(workers=2, spread=Spread.SPREAD)
+        job = await client.submit(msgspec.structs.replace(wanted, wishes=wishes))
+        ended = await client.wait_job(job.job_id, timeout_s=60)
+        assert (ended.state, ended.exit_code) == (JobState.SUCCEEDED, 0), ended.reason
+        assert {placement.node_id for placement in ended.placements} == {"a", "b"}
+        for rank in range(2):
+            log = b"".join([part async for part in client.follow_log(f"{job.job_id}.{rank}", follow=False)])
+            assert log.decode() == f"rank {rank} of {job.job_id}\n"
+
+
+@pytest.mark.timeout(120)
+async def test_a_worker_that_fails_takes_the_others_with_it(tmp_path: Path) -> None:
+    fail = "import os, sys, time; sys.exit(7) if os.environ['RANK'] == '1' else time.sleep(600)"
+    async with machines(tmp_path, "b", "a") as cluster, cluster.client() as client:
+        wishes = Wishes(workers=2, spread=Spread.SPREAD)
+        job = await client.submit(msgspec.structs.replace(python_job(fail, gpus=1), wishes=wishes))
+        ended = await client.wait_job(job.job_id, timeout_s=60)
+        assert (ended.state, ended.exit_code) == (JobState.FAILED, 7)
+        assert "worker 1 on node" in ended.reason
+
+
+@pytest.mark.timeout(120)
+async def test_a_preempted_job_may_save_its_state_and_goes_on_later(tmp_path: Path) -> None:
+    saving = f"""
+        import pathlib, signal, sys, time
+        state = pathlib.Path({str(tmp_path / "state")!r})
+        if state.exists():
+            sys.exit(0)
+        def save(*_):
+            time.sleep(0.5)
+            state.write_text("saved")
+            sys.exit(0)
+        signal.signal(signal.SIGTERM, save)
+        print("ready", flush=True)
+        time.sleep(600)
+    """
+    async with machines(tmp_path, "a") as cluster, cluster.client() as client:
+        wishes = Wishes(preemptible=True, grace_s=20.0)
+        low = python_job(textwrap.dedent(saving), gpus=1)
+        one = await client.submit(msgspec.structs.replace(low, wishes=wishes))
+        async for part in client.follow_log(one.job_id, follow=True):
+            if b"ready" in part:
+                break
+        high = msgspec.structs.replace(python_job("pass", gpus=1), wishes=Wishes(priority=5))
+        two = await client.submit(high)
+        assert (await client.wait_job(two.job_id, timeout_s=60)).state is JobState.SUCCEEDED
+        assert (tmp_path / "state").read_text() == "saved"
+        ended = await client.wait_job(one.job_id, timeout_s=60)
+        states = [step.state for step in ended.history]
+        assert ended.state is JobState.SUCCEEDED
+        assert states == ["queued", "placing", "running", "queued", "placing", "running", "succeeded"]
 
 
 @pytest.mark.timeout(120)
