@@ -66,19 +66,22 @@ class Fifo:
 
 @dataclass(frozen=True)
 class Priority:
-    """The higher priority first, then the nearer deadline, then who came first.
+    """The higher priority first, then who came first or has the nearer deadline.
 
     A job gains a priority for every `aging_s` that it has waited, so that no stream of others holds it back
     for ever. The gain is the same for all who wait, and counts from the arrival: it never changes the order
-    of two jobs that wait.
+    of two jobs that wait. One with a deadline counts as come `aging_s` before that, if it came later: the
+    nearer the deadline, the earlier. That is worth one priority at most.
     """
 
     aging_s: float = 3600.0
 
     def within(self, request: Request) -> Key:
-        aged = request.priority - request.submitted_at / self.aging_s
-        deadline = math.inf if request.deadline_at is None else request.deadline_at
-        return (-aged, deadline, request.sequence)
+        came, deadline = request.submitted_at, math.inf
+        if request.deadline_at is not None:
+            deadline = request.deadline_at
+            came = min(came, max(deadline, came) - self.aging_s)
+        return (came / self.aging_s - request.priority, deadline, request.sequence)
 
     def among(self, request: Request, scales: Scales) -> Key:
         return self.within(request)

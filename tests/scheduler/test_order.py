@@ -59,3 +59,13 @@ def test_who_left_is_not_gone_through_even_when_that_happens_meanwhile() -> None
         if request.job_id == "a1":
             lines.remove(requests["b1"], (1, 0))
     assert found == ["a1", "a3", "b2"]
+
+
+def test_a_deadline_brings_a_job_forward_by_one_priority_at_most() -> None:
+    def turn(came: float, priority: int = 0, deadline_at: float | None = None) -> tuple[float, ...]:
+        request = Request("j", "t", 9, Shape(gpus=1), came, priority=priority, deadline_at=deadline_at)
+        return Priority(aging_s=100.0).within(request)
+
+    assert turn(1000.0, deadline_at=1050.0) < turn(951.0) < turn(1000.0, deadline_at=1060.0)
+    assert turn(1000.0, deadline_at=5000.0)[0] == turn(1000.0)[0], "it is far away"
+    assert turn(1000.0, deadline_at=0.0)[0] == turn(900.0)[0] == turn(1000.0, priority=1)[0]

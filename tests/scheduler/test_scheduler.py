@@ -33,7 +33,7 @@ def test_a_higher_priority_and_then_a_nearer_deadline_come_first() -> None:
     desk.submit("plain")
     desk.submit("late", deadline_at=900.0)
     desk.submit("soon", deadline_at=100.0)
-    desk.submit("high", priority=1)
+    desk.submit("high", priority=2)
     assert desk.started() == ["high", "soon"]
 
 
