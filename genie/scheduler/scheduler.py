@@ -124,6 +124,8 @@ class Scheduler:
         self._rules = rules
         self._kinds = _Kinds()
         self._waiting: dict[str, _Waiting] = {}
+        self._near = 0
+        """How many of those that wait want to be near to others."""
         self._lines = Lines(rules.order)
         self._came: dict[str, _Waiting] = {}
         """Who has not been gone through yet."""
@@ -246,6 +248,7 @@ class Scheduler:
     # -- deciding -----------------------------------------------------------------------------
 
     def decide(self, now: float) -> list[Decision]:
+        """What starts, what must go, and of those that wait, whom there is something new to tell."""
         return _Pass(self, now).run()
 
     def _run(self, request: Request, places: tuple[WorkerPlace, ...], at: float) -> None:
@@ -258,10 +261,12 @@ class Scheduler:
         told = Wait(request.job_id, "has just come")
         waiting = _Waiting(request, self._kinds.of(request), told)
         self._waiting[request.job_id] = self._came[request.job_id] = waiting
+        self._near += bool(request.near)
         self._lines.add(request, waiting.line)
 
     def _unqueue(self, job_id: str) -> None:
         if (waiting := self._waiting.pop(job_id, None)) is not None:
+            self._near -= bool(waiting.request.near)
             self._lines.remove(waiting.request, waiting.line)
         self._came.pop(job_id, None)
 
@@ -279,6 +284,7 @@ class _Pass:
         self._book = scheduler.book
         self._rules = scheduler.rules
         self._now = now
+        self._news: dict[str, Wait] = {}
         self._done: list[Decision] = []
         self._hopeless: dict[Kind, str] = {}
         """Why no job of the kind could start however many ended."""
@@ -302,9 +308,10 @@ class _Pass:
             if not self._is_as_it_was:
                 scheduler._is_other = False
                 self._walk(scheduler._lines, then, but=self._first(then))
-        if self._done and any(each.request.near for each in waiting.values()):
+        if self._done and scheduler._near:
             scheduler._is_other = True
-        return [*self._done, *(each.told for each in waiting.values())]
+        news = [told for told in self._news.values() if told.job_id in waiting]
+        return [*self._done, *news]
 
     @property
     def _is_as_it_was(self) -> bool:
@@ -467,7 +474,7 @@ class _Pass:
     def _wait(self, request: Request, reason: str, starts_at: float | None = None) -> None:
         waiting = self._scheduler._waiting[request.job_id]
         if (waiting.told.reason, waiting.told.starts_at) != (reason, starts_at):
-            waiting.told = Wait(request.job_id, reason, starts_at)
+            waiting.told = self._news[request.job_id] = Wait(request.job_id, reason, starts_at)
 
     def _rank(self, request: Request) -> victims.Rank:
         """The higher one may take over a reservation."""

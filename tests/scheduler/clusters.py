@@ -63,7 +63,8 @@ class Desk:
 
     def why(self, job_id: str) -> Wait:
         """What it waits for now."""
-        return next(each for each in self.decide() if isinstance(each, Wait) and each.job_id == job_id)
+        self.decide()
+        return next(each for each in self.scheduler.told if each.job_id == job_id)
 
     def pass_time(self, to: float) -> list[str]:
         """Jobs end when they must, and those that were told to go come back. Gives what starts meanwhile."""
