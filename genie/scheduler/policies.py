@@ -1,8 +1,8 @@
 """Policies by name: the built-in orders, and those that users wrote in Python, behind a fence.
 
 A user's policy is any object with `within` and `among` of order.Order. It may have two things more:
-`allowed(request, node)`, a filter, says why a kind of jobs may not go on a node, or "" (filters.py: what it is
-given, and when); `cost(running, now)` is what it costs to send a running job away, and the lowest go first.
+`allowed(request, node)`, a filter, says why a kind of jobs may not go on a node, or "" (filters.py: what it
+is given, and when); `cost(running, now)` is what it costs to send a running job away: the lowest go first.
 
 The fence: when a call raises, answers something of a wrong type, or takes longer than its budget, the policy
 is out of use from then on, a built-in one takes over, and `fault` says what happened with which job. What is
