@@ -14,6 +14,7 @@ from typing import TypeAlias, TypeVar
 
 from genie.errors import UsageError
 from genie.model.job import Spread, Within
+from genie.scheduler.filters import Filter, Filters, as_open
 from genie.scheduler.numbers import Numbers
 from genie.scheduler.placement.protocol import ANY_MODEL, GPUS_MAX, MODELS_MAX, Placer
 from genie.scheduler.quota import Claim
@@ -30,6 +31,9 @@ NODE_SETS_MAX = 256
 """Kinds of requests, and sets of nodes that jobs are near to or apart from, that are known at a time."""
 
 _Tell: TypeAlias = Callable[[Placer], int]
+
+_Kind: TypeAlias = tuple[Shape, bool, Request | None]
+"""A shape, whether in one island, and for which kind of jobs, where there is a filter."""
 
 _Part: TypeAlias = tuple[Shape, WorkerPlace]
 """What one worker holds, and where."""
@@ -72,7 +76,8 @@ class Book:
         self._ids: list[str] = []
         self._tenants: dict[str, int] = {}
         self._models: dict[str, int] = {}
-        self._classes = Numbers[tuple[Shape, bool]](
+        self._filters = Filters()
+        self._classes = Numbers[_Kind](
             self._placers, register=self._register, drop=_drop_class, count_max=CLASSES_MAX
         )
         self._amounts = Numbers[Shape](
@@ -133,6 +138,10 @@ class Book:
         """GPUs on which nothing is placed for now."""
         return frozenset(self._kept.get(node_id, ()))
 
+    def why_not(self, request: Request, facts: NodeFacts) -> str:
+        """Why the node could not hold one such worker, were it all free; empty when it could."""
+        return why_not(request.shape, facts) or self._filters.why_not(self._filters.kind(request), facts)
+
     def is_open(self, place: WorkerPlace) -> bool:
         """Whether something new may go there, were it free."""
         if (node := self._nodes.get(place.node_id)) is None:
@@ -143,6 +152,10 @@ class Book:
         """Free CPU thousandths and memory, and of each GPU the free share and memory."""
         _, cpu_milli, memory_mib, gpus = self._real.node_state(self._nodes[node_id].number)
         return cpu_milli, memory_mib, tuple((milli, mib) for milli, mib, _ in gpus)
+
+    def set_filter(self, allowed: Filter | None) -> None:
+        self._filters = Filters(allowed)
+        self._classes.clear()
 
     # -- nodes --------------------------------------------------------------------------------
 
@@ -164,7 +177,8 @@ class Book:
         was, known.facts = known.facts, facts
         if is_other:
             self._sets.clear()
-        if is_other or was.labels != facts.labels:
+        if is_other or as_open(was) != as_open(facts):
+            self._filters.forget(facts.node_id)
             self._classes.clear()
         if is_other or was.rack != facts.rack:
             self._forget_racks()
@@ -182,6 +196,7 @@ class Book:
         self._drop(node)
         del self._nodes[node_id]
         self._kept.pop(node_id, None)
+        self._filters.forget(node_id)
         self.capacity -= node.facts.amounts
         self._sets.clear()
         self._classes.clear()
@@ -293,7 +308,7 @@ class Book:
 
     def observe(self, request: Request) -> None:
         """It has arrived; policies learn from that."""
-        self._real.observe(self._classes.of((request.shape, False)), self._tenant(request.tenant))
+        self._real.observe(self._class(request, request.shape), self._tenant(request.tenant))
 
     def place(
         self, request: Request, workers: int, *, least: int | None = None, avoiding: Iterable[str] = ()
@@ -405,12 +420,19 @@ class Book:
     def _tenant(self, tenant: str) -> int:
         return self._tenants.setdefault(tenant, len(self._tenants) + 1)
 
-    def _register(self, kind: tuple[Shape, bool]) -> _Tell:
+    def _class(self, request: Request, shape: Shape, *, one_island: bool = False) -> int:
+        return self._classes.of((shape, one_island, self._filters.kind(request)))
+
+    def _register(self, kind: _Kind) -> _Tell:
         """For choosing: amounts, whether in one island, the nodes and models that will do for the shape."""
-        shape, one_island = kind
+        shape, one_island, filtered = kind
         named = (self._nodes.get(node_id) for node_id in sorted(shape.nodes))
         several = [node for node in named if node is not None] if shape.nodes else self._nodes.values()
-        will_do = [node for node in several if not why_not(shape, _opened(node.facts))]
+        will_do = [
+            node
+            for node in several
+            if not why_not(shape, as_open(node.facts)) and not self._filters.why_not(filtered, node.facts)
+        ]
         allowed = None if len(will_do) == len(self._nodes) else [node.number for node in will_do]
         return _class_of(
             shape, self._model_set(shape, will_do), nodes=allowed, one_island=one_island and shape.gpus > 0
@@ -440,7 +462,7 @@ class Book:
             )
             return next((found for found in tries if found is not None), None)
         found = placer.place_gang(
-            self._classes.of((request.shape, False)),
+            self._class(request, request.shape),
             self._tenant(request.tenant),
             workers=workers,
             workers_min=least,
@@ -487,7 +509,7 @@ class Book:
         shape, each = request.shape.times(workers), request.shape.gpus
         if shape.gpus > GPUS_MAX:
             return None
-        number = self._classes.of((shape, request.within is Within.ISLAND))
+        number = self._class(request, shape, one_island=request.within is Within.ISLAND)
         found = placer.choose(number, self._tenant(request.tenant), among=among)
         if found is None:
             return None
@@ -517,10 +539,6 @@ def _class_of(
         one_island=one_island,
         only_gpus=only_gpus,
     )
-
-
-def _opened(facts: NodeFacts) -> NodeFacts:
-    return replace(facts, closed="", closed_gpus=frozenset())
 
 
 def _drop_class(placer: Placer, number: int) -> None:

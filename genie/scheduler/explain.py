@@ -12,7 +12,7 @@ from genie.model.job import Within
 from genie.scheduler.book import Supposition
 from genie.scheduler.order import Lines
 from genie.scheduler.pins import in_the_way
-from genie.scheduler.request import FULL_MILLI, NodeFacts, Request, why_not
+from genie.scheduler.request import FULL_MILLI, NodeFacts, Request
 from genie.scheduler.scheduler import Scheduler
 
 TRIES_MAX = 5_000
@@ -111,7 +111,7 @@ def _still_waiting(waiting: Sequence[Request], then: Supposition) -> tuple[list[
 def _ruled_out(scheduler: Scheduler, request: Request) -> tuple[RuledOut, ...]:
     found: dict[tuple[str, bool], list[str]] = {}
     for facts in scheduler.book.nodes:
-        if why := why_not(request.shape, facts):
+        if why := scheduler.book.why_not(request, facts):
             found.setdefault((why, True), []).append(facts.node_id)
         elif why := _why_not_now(scheduler, request, facts):
             found.setdefault((why, False), []).append(facts.node_id)

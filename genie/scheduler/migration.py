@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from genie.model.job import Within
 from genie.scheduler.book import Book
-from genie.scheduler.request import Request, WorkerPlace, why_not
+from genie.scheduler.request import Request, WorkerPlace
 from genie.scheduler.victims import Running
 
 NODES_TRIED_MAX = 16
@@ -35,7 +35,7 @@ def plan(request: Request, running: Iterable[Running], *, book: Book) -> Migrati
         nodes = {place.node_id for place in each.held.places}
         if each.request.preemptible and not each.is_leaving and len(nodes) == 1:
             movable.setdefault(nodes.pop(), []).append(each)
-    free = {facts.node_id: facts for facts in book.nodes if not why_not(request.shape, facts)}
+    free = {facts.node_id: facts for facts in book.nodes if not book.why_not(request, facts)}
     tried = sorted(
         (node_id for node_id in movable if node_id in free), key=lambda name: (_load(movable[name]), name)
     )

@@ -113,21 +113,20 @@ class Lines:
         self._order = order
         self._lines: dict[tuple[str, Kind], list[_Entry]] = {}
         self._requests: dict[str, Request] = {}
+        self._entries: dict[str, _Entry] = {}
+        """As they stand in their lines: an order of a user's own may answer something else the next time."""
 
     def add(self, request: Request, kind: Kind) -> None:
-        self._requests[request.job_id] = request
-        line = self._lines.setdefault((request.tenant, kind), [])
-        bisect.insort(line, self._entry(request))
+        entry = (self._order.within(request), request.sequence, request.job_id)
+        self._requests[request.job_id], self._entries[request.job_id] = request, entry
+        bisect.insort(self._lines.setdefault((request.tenant, kind), []), entry)
 
     def remove(self, request: Request, kind: Kind) -> None:
         del self._requests[request.job_id]
         line = self._lines[request.tenant, kind]
-        del line[bisect.bisect_left(line, self._entry(request))]
+        del line[bisect.bisect_left(line, self._entries.pop(request.job_id))]
         if not line:
             del self._lines[request.tenant, kind]
-
-    def _entry(self, request: Request) -> _Entry:
-        return (self._order.within(request), request.sequence, request.job_id)
 
     def walk(
         self, scales: Scales, *, why_all: Callable[[str, Kind], str], tell: Callable[[str, str], None]
@@ -141,13 +140,15 @@ class Lines:
         for (tenant, kind), line in self._lines.items():
             rest = iter(tuple(line))
             firsts.setdefault(tenant, []).append((next(rest), kind, rest))
-        heads: list[tuple[Key, str]] = []
+        moment = 0
+        """Grows with each that is given: what tenants hold may have changed since."""
+        heads: list[tuple[Key, str, str, int]] = []
         for tenant, lines in firsts.items():
             heapq.heapify(lines)
-            heads.append((self._among(lines[0][0], scales), tenant))
+            heads.append(self._head(lines[0][0], tenant, scales, moment))
         heapq.heapify(heads)
         while heads:
-            key, tenant = heapq.heappop(heads)
+            key, tenant, job_id, asked_at = heapq.heappop(heads)
             lines = firsts[tenant]
             while lines and (why := why_all(tenant, lines[0][1])):
                 first, _, rest = heapq.heappop(lines)
@@ -155,11 +156,11 @@ class Lines:
                     tell(entry[2], why)
             if not lines:
                 continue
-            if (
-                now := self._among(lines[0][0], scales)
-            ) != key:  # what the tenant holds has changed meanwhile
-                heapq.heappush(heads, (now, tenant))
-                continue
+            if (job_id, asked_at) != (lines[0][0][2], moment):
+                head = self._head(lines[0][0], tenant, scales, moment)
+                if head[0] != key:
+                    heapq.heappush(heads, head)
+                    continue
             first, kind, rest = lines[0]
             if (following := next(rest, None)) is None:
                 heapq.heappop(lines)
@@ -167,8 +168,12 @@ class Lines:
                 heapq.heapreplace(lines, (following, kind, rest))
             if (request := self._requests.get(first[2])) is not None:
                 yield request
+                moment += 1
             if lines:
-                heapq.heappush(heads, (self._among(lines[0][0], scales), tenant))
+                heapq.heappush(heads, self._head(lines[0][0], tenant, scales, moment))
+
+    def _head(self, entry: _Entry, tenant: str, scales: Scales, moment: int) -> tuple[Key, str, str, int]:
+        return (self._among(entry, scales), tenant, entry[2], moment)
 
     def _among(self, entry: _Entry, scales: Scales) -> Key:
         request = self._requests.get(entry[2])

@@ -124,6 +124,22 @@ class Request:
     """It is ended after so long; None: nobody knows how long it takes."""
     deadline_at: float | None = None
 
+    @cached_property
+    def kind(self) -> Request:
+        """What jobs that fare alike have in common; the rest is left out."""
+        return Request(
+            job_id="",
+            tenant=self.tenant,
+            sequence=0,
+            shape=self.shape,
+            workers=self.workers,
+            workers_min=self.workers_min,
+            within=self.within,
+            spread=self.spread,
+            near=self.near,
+            apart=self.apart,
+        )
+
     @property
     def least_workers(self) -> int:
         return self.workers_min or self.workers

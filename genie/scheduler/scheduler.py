@@ -25,11 +25,13 @@ from typing import TypeAlias
 from genie.errors import UsageError
 from genie.scheduler import migration, victims
 from genie.scheduler.book import Book, Foresight, Held, Supposition
+from genie.scheduler.filters import Filter
 from genie.scheduler.order import FairShare, Kind, Lines, Order, Scales
 from genie.scheduler.pins import Claims, Reservation, in_the_way
+from genie.scheduler.policies import Fenced
 from genie.scheduler.possible import grouped
 from genie.scheduler.quota import Quotas
-from genie.scheduler.request import NodeFacts, Request, WorkerPlace, why_not
+from genie.scheduler.request import NodeFacts, Request, WorkerPlace
 from genie.scheduler.victims import Running
 
 
@@ -72,6 +74,8 @@ class Rules:
     quotas: Quotas = field(default_factory=Quotas)
     weights: Mapping[str, float] = field(default_factory=dict)
     cost: victims.Cost = victims.lost_work
+    allowed: Filter | None = None
+    """Rules nodes out for kinds of jobs."""
     preempts: bool = True
     """Whether anybody is interrupted for others."""
     moves_max: int = 2
@@ -79,6 +83,14 @@ class Rules:
     backfills: bool = True
     assumed_s: float = 86_400.0
     """How long a job without a time limit is taken to run. Nobody ends it then."""
+
+    def under(self, policy: Order) -> Rules:
+        """The same with another policy. A user's own brings its filter and its costs with it."""
+        if not isinstance(policy, Fenced):
+            return replace(self, order=policy, cost=victims.lost_work, allowed=None)
+        return replace(
+            self, order=policy, cost=policy.cost, allowed=policy.allowed if policy.filters else None
+        )
 
 
 @dataclass(slots=True)
@@ -101,19 +113,16 @@ class _Kinds:
     """Numbers for kinds of jobs. When there are too many it begins anew, and alike jobs may differ then."""
 
     def __init__(self) -> None:
-        self._known: dict[tuple[object, ...], int] = {}
+        self._known: dict[Request, int] = {}
         self._numbers = itertools.count()
 
     def of(self, request: Request) -> int:
-        key = (
-            request.shape, request.tenant, request.workers, request.workers_min, request.within,
-            request.spread, request.near, request.apart,
-        )  # fmt: skip
-        if key not in self._known:
+        number = self._known.get(request.kind)
+        if number is None:
             if len(self._known) >= _KINDS_MAX:
                 self._known.clear()
-            self._known[key] = next(self._numbers)
-        return self._known[key]
+            number = self._known[request.kind] = next(self._numbers)
+        return number
 
 
 class Scheduler:
@@ -122,6 +131,8 @@ class Scheduler:
     def __init__(self, book: Book, rules: Rules) -> None:
         self.book = book
         self._rules = rules
+        self._fault = self.fault
+        book.set_filter(rules.allowed)
         self._kinds = _Kinds()
         self._waiting: dict[str, _Waiting] = {}
         self._near = 0
@@ -143,6 +154,11 @@ class Scheduler:
     @property
     def rules(self) -> Rules:
         return self._rules
+
+    @property
+    def fault(self) -> str:
+        """Why the policy of the rules is out of use, and a built-in one decides; empty when it is not."""
+        return self._rules.order.fault if isinstance(self._rules.order, Fenced) else ""
 
     @property
     def waiting(self) -> list[Request]:
@@ -188,6 +204,9 @@ class Scheduler:
         """From the next pass on. What runs goes on, whoever may have started it; who waits is looked at anew,
         and nothing is kept for anybody."""
         self._rules = rules
+        self._fault = self.fault
+        self.book.set_filter(rules.allowed)
+        self._never.clear()
         self._lines = Lines(rules.order)
         for waiting in self._waiting.values():
             self._lines.add(waiting.request, waiting.line)
@@ -249,6 +268,8 @@ class Scheduler:
 
     def decide(self, now: float) -> list[Decision]:
         """What starts, what must go, and of those that wait, whom there is something new to tell."""
+        if self.fault != self._fault:  # what its order and its filter said holds no longer
+            self.set_rules(self._rules)
         return _Pass(self, now).run()
 
     def _run(self, request: Request, places: tuple[WorkerPlace, ...], at: float) -> None:
@@ -600,7 +621,7 @@ class _Pass:
         return f"does not fit even when all is free{kept}"
 
     def _why_never(self, request: Request) -> str:
-        reasons = {node.node_id: why_not(request.shape, node) for node in self._book.nodes}
+        reasons = {node.node_id: self._book.why_not(request, node) for node in self._book.nodes}
         if not reasons:
             return "no node has joined the cluster yet"
         return "" if not all(reasons.values()) else f"no node will do: {grouped(reasons)}"

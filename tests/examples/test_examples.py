@@ -21,7 +21,22 @@ from tests.waiting import wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples"
-RUN_HERE = {"basic_client.py", "gpu_server.py", "monitoring_dashboard.py", "multimodal.py", "tour.py"}
+SCHEDULERS = {
+    "schedulers/affinity_scheduler.py": ("near it   starts on n1", "GPU 1     waits: GPU 1 of n1 is held by"),
+    "schedulers/fifo_scheduler.py": ("short  runs from 150 s", "short  runs from   2 s"),
+    "schedulers/gang_scheduler.py": ("gang B  waits: has a reservation", "elastic starts with 2 workers"),
+    "schedulers/own_policy.py": ("is too large for tests", "'broken' is out of use, and FairShare decides"),
+    "schedulers/priority_scheduler.py": ("runs at 130 s", "preempted 1 times"),
+}
+SCHEDULER_LINES_MAX = 60
+RUN_HERE = {
+    "basic_client.py",
+    "gpu_server.py",
+    "monitoring_dashboard.py",
+    "multimodal.py",
+    "tour.py",
+    *SCHEDULERS,
+}
 
 
 def run_example(name: str, *arguments: str, timeout_s: float = 60) -> subprocess.CompletedProcess[str]:
@@ -51,7 +66,15 @@ def running_example(name: str, log: Path, *arguments: str) -> Iterator[subproces
 
 
 def test_every_example_runs_in_a_test() -> None:
-    assert {path.name for path in EXAMPLES.glob("*.py")} == RUN_HERE
+    assert {str(path.relative_to(EXAMPLES)) for path in EXAMPLES.rglob("*.py")} == RUN_HERE
+
+
+@pytest.mark.parametrize("name", sorted(SCHEDULERS))
+def test_a_scheduler_shows_what_its_policy_does(name: str) -> None:
+    done = run_example(name)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert [text for text in SCHEDULERS[name] if text not in done.stdout] == [], done.stdout
+    assert len((EXAMPLES / name).read_text().splitlines()) <= SCHEDULER_LINES_MAX
 
 
 def test_a_server_serves_a_client_and_ends_at_ctrl_c_without_a_trace(

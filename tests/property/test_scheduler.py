@@ -222,7 +222,6 @@ def test_nothing_is_given_twice_gangs_are_whole_and_quotas_hold(
     cluster: list[NodeFacts], how: Rules, events: list[tuple[str, Any]]
 ) -> None:
     world = World.of(cluster, how)
-    heard: dict[str, Wait] = {}
     for event in events:
         world.do(event)
         decisions = world.desk.decide()
@@ -230,7 +229,7 @@ def test_nothing_is_given_twice_gangs_are_whole_and_quotas_hold(
         check_quotas(world)
         told = Counter(each.job_id for each in decisions)
         assert all(count == 1 for count in told.values())
-        heard |= {each.job_id: each for each in decisions if isinstance(each, Wait)}
+        heard = {each.job_id: each for each in world.desk.log if isinstance(each, Wait)}
         for wait in world.desk.scheduler.told:
             assert heard.get(wait.job_id) == wait, "every job that waits knows why"
 
