@@ -22,6 +22,7 @@ from genie.errors import (
     DeviceLostError,
     DeviceUnavailableError,
     NotInitializedError,
+    UsageError,
 )
 
 __all__ = [
@@ -37,8 +38,8 @@ __all__ = [
 ]
 
 DEVICE_TYPE = "remote_accelerator"
-DEVICES_MAX = 128
-"""torch counts devices in eight bits with a sign."""
+DEVICES_MAX = 127
+"""torch keeps their number, like an index, in eight bits with a sign."""
 OP_TIMEOUT_S = 600.0
 _SHUT_DOWN = "the session was shut down"
 
@@ -153,6 +154,8 @@ class _Roster:
 
     def add(self, devices: Sequence[RemoteDevice]) -> None:
         there = self.slots or ()
+        if len(there) + len(devices) > DEVICES_MAX:
+            raise UsageError(f"{len(there) + len(devices)} devices: torch counts {DEVICES_MAX} at most")
         more = (
             Slot(index, device, op_timeout_s=self.op_timeout_s, launch_blocking=self.launch_blocking)
             for index, device in enumerate(devices, start=len(there))
@@ -170,6 +173,7 @@ def attach(
 
     `op_timeout_s` is how long an executor may be silent while its answer is due before it counts as lost.
     With `launch_blocking` every op is waited for, and its error raised where it was called.
+    UsageError for more than DEVICES_MAX of them.
     """
     with _roster.lock:
         if _roster.slots is not None:

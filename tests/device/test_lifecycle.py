@@ -33,6 +33,7 @@ from genie.errors import (
     TokenRefusedError,
     TransportError,
     UnreachableError,
+    UsageError,
 )
 from genie.runtime import opwire
 from tests.agent.executor.process import TICKET, start_executor
@@ -349,9 +350,27 @@ def test_an_event_is_waited_for() -> None:
         assert x.sum().item() == 3
 
 
+def test_with_as_many_devices_as_torch_can_count_backward_works_and_more_are_refused() -> None:
+    with executor_on_a_thread() as executor:
+        many = [remote_device(number, lambda: executor.port) for number in range(roster.DEVICES_MAX + 1)]
+        with pytest.raises(UsageError, match="127 at most"):
+            device.attach(many)
+        device.attach(many[:-1])
+        try:
+            assert torch.accelerator.device_count() == torch.remote_accelerator.device_count() == 127
+            x = torch.ones(3, device=D0, requires_grad=True)
+            (x * 2).sum().backward()
+            assert x.grad is not None
+            assert x.grad.tolist() == [2, 2, 2]
+            with pytest.raises(UsageError, match="127 at most"):
+                device.extend(many[-1:])
+        finally:
+            device.detach()
+
+
 @pytest.mark.parametrize("index", [129, 200, 254])
 def test_an_index_that_torch_cannot_count_is_refused(index: int) -> None:
-    with attached(), pytest.raises(DeviceUnavailableError, match="beyond 127"):
+    with attached(), pytest.raises(DeviceUnavailableError, match="beyond 126"):
         torch.ones(2, device=f"remote_accelerator:{index}")
 
 

@@ -81,7 +81,7 @@ ConnectionPtr Roster::open_connection(int index) {
 
 ConnectionPtr Roster::connection(int index) {
   // torch keeps an index in eight bits, and what is too large for those comes out below zero.
-  if (index < -1) raise("device.unavailable", "there is no device index beyond 127");
+  if (index < -1) raise("device.unavailable", "there is no device index beyond 126");
   if (index < 0) index = current_index;
   if (ConnectionPtr found = open_connection(index)) return found;
   check(index);
