@@ -15,7 +15,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from genie.device import import_hook
 from genie.device.connection import ExecutorAddress, ExecutorLink, open_connection
 from genie.errors import (
     AlreadyInitializedError,
@@ -180,9 +179,10 @@ def attach(
             raise AlreadyInitializedError("remote devices are attached already", hint="call genie.shutdown()")
         _roster.op_timeout_s, _roster.launch_blocking = op_timeout_s, launch_blocking
         _roster.add(devices)
-    import_hook.install(_register)
-    if "torch" in sys.modules:
-        _register()
+    if sys.modules.get("torch") is not None:  # else genie/__init__.py has seen to it
+        from genie.device import backend
+
+        backend.register()
 
 
 def extend(devices: Sequence[RemoteDevice]) -> None:
@@ -238,12 +238,6 @@ def not_initialized() -> NotInitializedError:
     return NotInitializedError(
         f"{DEVICE_TYPE} needs a session with a cluster", hint="call `await genie.init(...)` first"
     )
-
-
-def _register() -> None:
-    from genie.device import backend  # imports torch
-
-    backend.register()
 
 
 def _tell_library() -> None:
