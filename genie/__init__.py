@@ -1,7 +1,9 @@
 """Genie makes the GPUs that you can reach feel like your own.
 
 The public API. Names are loaded on first use, so that `import genie` stays cheap and pulls in
-neither torch nor a network. Not for: anything else; the rooms behind these names are private.
+neither torch nor a network. Where torch is imported too, before or after, it is told the name of the
+device, so that Genie can say what is missing without a session.
+Not for: anything else; the rooms behind these names are private.
 """
 
 from __future__ import annotations
@@ -9,6 +11,8 @@ from __future__ import annotations
 import importlib
 import logging
 from typing import TYPE_CHECKING
+
+from genie.device import import_hook
 
 if TYPE_CHECKING:
     from genie.cluster.init import ClusterState, get_cluster_state, init, is_initialized, shutdown
@@ -65,3 +69,12 @@ def __getattr__(name: str) -> object:
 
 def __dir__() -> list[str]:
     return __all__
+
+
+def _register_device() -> None:
+    from genie.device import backend  # it imports torch, which is there
+
+    backend.register()
+
+
+import_hook.call_with_torch(_register_device)

@@ -50,7 +50,8 @@ def current_device() -> int:
 
 def set_device(device: Device) -> None:
     """For this thread: where a tensor goes with device="remote_accelerator" and no index."""
-    _library().set_device(roster.slot(_index(device)).index)
+    index = roster.slot(_index(device)).index
+    _library().set_device(index)
 
 
 class device:  # noqa: N801 - torch.cuda.device has this name
@@ -170,7 +171,9 @@ def __getattr__(name: str) -> Any:
 
 
 def _lazy_init() -> None:
-    """torch calls this before the device's first use."""
+    """torch calls this before the device's first use. Without a session nothing is compiled."""
+    if not roster.is_attached():
+        raise roster.not_initialized()
     _library()
 
 
@@ -186,6 +189,13 @@ def _exchange_device(index: int) -> int:
 
 
 _maybe_exchange_device = _exchange_device
+
+
+class _utils:  # noqa: N801 - torch.load looks for this name
+    @staticmethod
+    def _get_device_index(device: Device, optional: bool = False) -> int:
+        """For torch.load: where a tensor that was saved on `device` goes."""
+        return roster.slot(_index(device)).index
 
 
 def _backend() -> Any:  # Any: a module; imported late, because it imports this one

@@ -1,4 +1,4 @@
-"""Calls a function once, right after torch has been imported. Not for: any other module."""
+"""Calls a function once torch is imported: now, or right after it has been. Not for: any other module."""
 
 from __future__ import annotations
 
@@ -13,14 +13,12 @@ from types import ModuleType
 _NAME = "torch"
 
 
-def install(after_import: Callable[[], None]) -> None:
-    """Does nothing when installed before. Where torch is imported already, nothing more will happen."""
-    with _lock:
-        if not any(isinstance(finder, _TorchFinder) for finder in sys.meta_path):
-            sys.meta_path.insert(0, _TorchFinder(after_import))
-
-
-_lock = threading.Lock()
+def call_with_torch(function: Callable[[], None]) -> None:
+    """Once for each process; it imports nothing itself."""
+    if sys.modules.get(_NAME) is not None:  # None: someone keeps it from being imported
+        function()
+    else:
+        sys.meta_path.insert(0, _TorchFinder(function))
 
 
 class _TorchFinder(importlib.abc.MetaPathFinder):

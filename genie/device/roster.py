@@ -15,13 +15,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from genie.device import import_hook
 from genie.device.connection import ExecutorAddress, ExecutorLink, open_connection
 from genie.errors import (
     AlreadyInitializedError,
     DeviceLostError,
     DeviceUnavailableError,
     NotInitializedError,
+    UsageError,
 )
 
 __all__ = [
@@ -37,8 +37,8 @@ __all__ = [
 ]
 
 DEVICE_TYPE = "remote_accelerator"
-DEVICES_MAX = 128
-"""torch counts devices in eight bits with a sign."""
+DEVICES_MAX = 127
+"""torch keeps their number, like an index, in eight bits with a sign."""
 OP_TIMEOUT_S = 600.0
 _SHUT_DOWN = "the session was shut down"
 
@@ -153,6 +153,8 @@ class _Roster:
 
     def add(self, devices: Sequence[RemoteDevice]) -> None:
         there = self.slots or ()
+        if len(there) + len(devices) > DEVICES_MAX:
+            raise UsageError(f"{len(there) + len(devices)} devices: torch counts {DEVICES_MAX} at most")
         more = (
             Slot(index, device, op_timeout_s=self.op_timeout_s, launch_blocking=self.launch_blocking)
             for index, device in enumerate(devices, start=len(there))
@@ -170,15 +172,17 @@ def attach(
 
     `op_timeout_s` is how long an executor may be silent while its answer is due before it counts as lost.
     With `launch_blocking` every op is waited for, and its error raised where it was called.
+    UsageError for more than DEVICES_MAX of them.
     """
     with _roster.lock:
         if _roster.slots is not None:
             raise AlreadyInitializedError("remote devices are attached already", hint="call genie.shutdown()")
         _roster.op_timeout_s, _roster.launch_blocking = op_timeout_s, launch_blocking
         _roster.add(devices)
-    import_hook.install(_register)
-    if "torch" in sys.modules:
-        _register()
+    if sys.modules.get("torch") is not None:  # else genie/__init__.py has seen to it
+        from genie.device import backend
+
+        backend.register()
 
 
 def extend(devices: Sequence[RemoteDevice]) -> None:
@@ -234,12 +238,6 @@ def not_initialized() -> NotInitializedError:
     return NotInitializedError(
         f"{DEVICE_TYPE} needs a session with a cluster", hint="call `await genie.init(...)` first"
     )
-
-
-def _register() -> None:
-    from genie.device import backend  # imports torch
-
-    backend.register()
 
 
 def _tell_library() -> None:

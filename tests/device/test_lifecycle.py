@@ -33,6 +33,7 @@ from genie.errors import (
     TokenRefusedError,
     TransportError,
     UnreachableError,
+    UsageError,
 )
 from genie.runtime import opwire
 from tests.agent.executor.process import TICKET, start_executor
@@ -349,9 +350,27 @@ def test_an_event_is_waited_for() -> None:
         assert x.sum().item() == 3
 
 
+def test_with_as_many_devices_as_torch_can_count_backward_works_and_more_are_refused() -> None:
+    with executor_on_a_thread() as executor:
+        many = [remote_device(number, lambda: executor.port) for number in range(roster.DEVICES_MAX + 1)]
+        with pytest.raises(UsageError, match="127 at most"):
+            device.attach(many)
+        device.attach(many[:-1])
+        try:
+            assert torch.accelerator.device_count() == torch.remote_accelerator.device_count() == 127
+            x = torch.ones(3, device=D0, requires_grad=True)
+            (x * 2).sum().backward()
+            assert x.grad is not None
+            assert x.grad.tolist() == [2, 2, 2]
+            with pytest.raises(UsageError, match="127 at most"):
+                device.extend(many[-1:])
+        finally:
+            device.detach()
+
+
 @pytest.mark.parametrize("index", [129, 200, 254])
 def test_an_index_that_torch_cannot_count_is_refused(index: int) -> None:
-    with attached(), pytest.raises(DeviceUnavailableError, match="beyond 127"):
+    with attached(), pytest.raises(DeviceUnavailableError, match="beyond 126"):
         torch.ones(2, device=f"remote_accelerator:{index}")
 
 
@@ -586,6 +605,71 @@ def test_attaching_before_torch_is_imported_registers_when_it_is() -> None:
     assert shown.strip() == "asked"
 
 
+@pytest.mark.parametrize("autoload", ["0", "1"])
+@pytest.mark.parametrize("imports", ["genie, torch", "torch, genie"])
+def test_before_the_first_session_the_device_has_a_name_and_says_what_is_missing(
+    imports: str, autoload: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("TORCH_DEVICE_BACKEND_AUTOLOAD", autoload)
+    with attached():
+        torch.save(torch.ones(2, device=D0), tmp_path / "saved")
+    shown = run_python(
+        f"""
+        import {imports}
+        from genie.errors import NotInitializedError
+
+        assert torch.device("{D0}").index == 0
+        assert torch.remote_accelerator.device_count() == 0
+        assert not torch.accelerator.is_available()
+        for use in (
+            lambda: torch.ones(2, device="{D0}"),
+            lambda: torch.nn.Linear(2, 2).to("{D0}"),
+            lambda: torch.load("{tmp_path / "saved"}"),
+            lambda: torch.remote_accelerator.set_device(0),
+        ):
+            try:
+                use()
+            except NotInitializedError as error:
+                print("genie.init" in str(error))
+        assert torch.load("{tmp_path / "saved"}", map_location="cpu").tolist() == [1, 1]
+        x = torch.ones(2, requires_grad=True)
+        x.sum().backward()
+        assert type(torch.autograd.Variable._execution_engine) is torch._C._ImperativeEngine
+        from genie.device import backend
+        print(backend.is_loaded())
+        """
+    )
+    assert shown.split() == ["True"] * 4 + ["False"]
+
+
+def test_beside_a_gpu_of_its_own_a_process_has_the_name_only_with_a_session() -> None:
+    shown = run_python(
+        """
+        import torch
+        torch.cuda.device_count = lambda: 1
+        from genie import device
+        print(torch._C._get_privateuse1_backend_name())
+        device.attach([])
+        print(torch._C._get_privateuse1_backend_name())
+        """
+    )
+    assert shown.split() == ["privateuseone", "remote_accelerator"]
+
+
+def test_without_a_session_another_package_may_have_the_place_and_nothing_is_said() -> None:
+    shown = run_python(
+        """
+        import logging, sys
+        logging.basicConfig(stream=sys.stdout, format="%(message)s")
+        import torch
+        torch.utils.rename_privateuse1_backend("other")
+        import genie
+        print(torch.device("other:1"))
+        """
+    )
+    assert shown.split() == ["other:1"]
+
+
 def test_where_another_package_has_the_place_torch_works_and_the_log_says_why() -> None:
     shown = run_python(
         """
@@ -600,8 +684,13 @@ def test_where_another_package_has_the_place_torch_works_and_the_log_says_why() 
     assert "taken by other" in shown
 
 
-def test_importing_the_device_imports_neither_torch_nor_asyncio() -> None:
+@pytest.mark.parametrize("name", ["genie", "genie.device"])
+def test_importing_the_device_imports_neither_torch_nor_a_network(name: str) -> None:
     shown = run_python(
-        "import sys, genie.device; print([name for name in ('torch', 'asyncio') if name in sys.modules])"
+        f"import sys, {name}; print({{'torch', 'asyncio', 'socket', 'ssl'}} & {{*sys.modules}})"
     )
-    assert shown.strip() == "[]"
+    assert shown.strip() == "set()"
+
+
+def test_where_torch_may_not_be_imported_genie_may() -> None:
+    assert run_python("import sys; sys.modules['torch'] = None; import genie; print(genie.init)")

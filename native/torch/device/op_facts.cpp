@@ -53,8 +53,10 @@ OpFacts facts_from(const c10::OperatorHandle& op) {
                                                          "logspace", "hist", "_fused_sdp_choice"});
   facts.takes_cpu_index = name.rfind("aten::index", 0) == 0 || name.rfind("aten::_index", 0) == 0 ||
                           contains(name, {"_unsafe_index", "aten::_unsafe_masked"});
-  facts.depends_on_values =
-      op.hasTag(at::Tag::dynamic_output_shape) || op.hasTag(at::Tag::data_dependent_output);
+  // torch tags this one for its masks; the shapes of other indices say what it gives.
+  facts.masks_decide = name == "aten::index";
+  facts.depends_on_values = !facts.masks_decide && (op.hasTag(at::Tag::dynamic_output_shape) ||
+                                                    op.hasTag(at::Tag::data_dependent_output));
   // Their kernels give other shapes than the meta functions say, depending on the accelerator.
   facts.meta_is_trusted =
       !contains(name, {"batch_norm", "embedding_bag", "_scaled_dot_product", "_flash_attention",

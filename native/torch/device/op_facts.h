@@ -16,6 +16,7 @@ struct OpFacts {
   bool writes = false;
   bool takes_cpu_index = false;  // CUDA takes CPU tensors as indices here, and so does this device
   bool depends_on_values = false;
+  bool masks_decide = false;  // outputs depend on values where an index, in the second argument, is a mask
   bool meta_is_trusted = true;
   std::vector<bool> is_number, is_written;
   // Statistics of batch norm, which its older ops write to although their schemas do not say so; when they

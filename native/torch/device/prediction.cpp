@@ -160,14 +160,23 @@ Way way_of(const OpFacts& facts, const std::vector<Output>& outputs) {
   return views ? Way::Ask : Way::Stream;
 }
 
+bool any_mask(const IValue& indices) {
+  for (const IValue& index : indices.toListRef()) {
+    if (!index.isTensor() || !index.toTensor().defined()) continue;
+    at::ScalarType dtype = index.toTensor().scalar_type();
+    if (dtype == at::kBool || dtype == at::kByte) return true;
+  }
+  return false;
+}
+
 }  // namespace
 
 Worked work_out(const c10::OperatorHandle& op, const OpFacts& facts, const Stack& stack, size_t base,
                 const std::vector<const Tensor*>& inputs) {
   Worked worked;
-  Way otherwise = facts.depends_on_values ? Way::Ask : Way::Learn;
-  worked.way = otherwise;
-  if (facts.depends_on_values || !facts.meta_is_trusted) return worked;
+  bool by_values = facts.depends_on_values || (facts.masks_decide && any_mask(stack[base + 1]));
+  worked.way = by_values ? Way::Ask : Way::Learn;
+  if (by_values || !facts.meta_is_trusted) return worked;
   MetaTwins twins;
   Stack meta;
   try {

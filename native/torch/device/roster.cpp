@@ -1,6 +1,8 @@
 // See roster.h.
 #include "roster.h"
 
+#include <algorithm>
+
 #include "errors.h"
 #include "generator.h"
 
@@ -19,9 +21,12 @@ Roster& roster() {
 
 // What is replaced here is let go of without the lock: that may need the GIL, whose holder may want the lock.
 void Roster::attach(int count, Open open) {
+  std::vector<ConnectionPtr> left;
   std::lock_guard<std::mutex> lock(mutex_);
   open_.swap(open);
+  left.swap(connections_);
   connections_.resize(static_cast<size_t>(count));
+  for (size_t i = 0; i < std::min(left.size(), connections_.size()); i++) connections_[i].swap(left[i]);
   while (generators_.size() < static_cast<size_t>(count)) {
     generators_.push_back(make_default_generator(static_cast<int>(generators_.size())));
   }
@@ -76,7 +81,7 @@ ConnectionPtr Roster::open_connection(int index) {
 
 ConnectionPtr Roster::connection(int index) {
   // torch keeps an index in eight bits, and what is too large for those comes out below zero.
-  if (index < -1) raise("device.unavailable", "there is no device index beyond 127");
+  if (index < -1) raise("device.unavailable", "there is no device index beyond 126");
   if (index < 0) index = current_index;
   if (ConnectionPtr found = open_connection(index)) return found;
   check(index);
