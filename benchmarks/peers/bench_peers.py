@@ -1,6 +1,7 @@
 """Placements a second and their latency: Genie, Slurm and Ray in turns, on this machine, in one run.
 
-    python benchmarks/peers/bench_peers.py [--json] [--rounds N] [--only genie slurm ray] [--ray-python FILE]
+    python benchmarks/peers/bench_peers.py [--json] [--rounds N] [--only genie slurm ray]
+        [--ray-python FILE] [--ray-nodes N]
 
 Every job asks for one of 1,000 simulated GPUs and is over soon; none starts a process. In each round each of
 them is started anew, measured alone (quiet: one job at a time; busy: as many at a time as it takes for the
@@ -46,10 +47,10 @@ def measure_genie(samples: Samples) -> None:
     samples.busy_ms += found.busy_ms
 
 
-def measure_peer(name: str, samples: Samples, *, python: str, workers: int) -> None:
+def measure_peer(name: str, samples: Samples, *more: str, python: str, workers: int) -> None:
     script = Path(__file__).with_name(f"{name}_peer.py")
     with report.own_place() as folder:
-        command = peer_room.room_command(python, str(script), str(folder))
+        command = peer_room.room_command(python, str(script), str(folder), *more)
         with peer_room.open_room(command, name=name, folder=folder) as room:
             take(room, samples, workers=workers)
     print(f"round: {name} {samples.rates_per_s[-1]:.0f}/s", file=sys.stderr)
@@ -106,6 +107,7 @@ def main() -> int:
     parser = report.options((__doc__ or "").splitlines()[0], rounds=3)
     parser.add_argument("--only", nargs="+", choices=NAMES, default=NAMES)
     parser.add_argument("--ray-python", default=sys.executable, help="an interpreter that has Ray")
+    parser.add_argument("--ray-nodes", type=int, choices=(1, 2, 4, 8, 20, 40), default=ray_peer.NODES)
     given = parser.parse_args()
     measures: dict[str, Callable[[Samples], None]] = {
         "genie": measure_genie,
@@ -113,7 +115,7 @@ def main() -> int:
             "slurm", samples, python=sys.executable, workers=slurm_peer.WORKERS
         ),
         "ray": lambda samples: measure_peer(
-            "ray", samples, python=given.ray_python, workers=ray_peer.WORKERS
+            "ray", samples, str(given.ray_nodes), python=given.ray_python, workers=ray_peer.WORKERS
         ),
     }
     measured: dict[str, Samples] = {}

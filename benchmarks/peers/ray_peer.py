@@ -1,6 +1,6 @@
-"""Ray as a peer: a head and seven more nodes on one machine, with 1,000 GPUs that are only numbers.
+"""Ray as a peer: a few nodes on one machine, with 1,000 GPUs that are only numbers.
 
-    RAY_PYTHON benchmarks/peers/ray_peer.py FOLDER        inside a room (peer_room.py)
+    RAY_PYTHON benchmarks/peers/ray_peer.py FOLDER NODES        inside a room (peer_room.py)
 
 RAY_PYTHON is an interpreter with Ray in it; Genie is not needed there. A job is a placement group with one
 bundle of one GPU. It is placed when wait() says so: the bundle is held on a node, and no process is started
@@ -21,8 +21,9 @@ from typing import Any
 import peer_room
 
 VERSION = "2.60.0"
+GPUS = 1000
 NODES = 8
-GPUS_OF_NODE = 125
+"""Each takes some 250 MB and three processes that are never quite idle."""
 WORKERS = 64
 """Asked at once under load: more gave little more, at several times the latency."""
 INSTALL = f"python3 -m venv DIR && DIR/bin/pip install ray=={VERSION}, then --ray-python DIR/bin/python"
@@ -110,7 +111,7 @@ def check_placing() -> None:
 
 
 def main() -> int:
-    folder = Path(sys.argv[1])
+    folder, nodes = Path(sys.argv[1]), int(sys.argv[2])
     if len(str(folder)) > _LONGEST_FOLDER:
         raise SystemExit(f"{folder} is too long for Ray's sockets; set TMPDIR to a short one")
     peer_room.raise_loopback()
@@ -119,17 +120,17 @@ def main() -> int:
     from ray.cluster_utils import Cluster
 
     node = {
-        "num_cpus": GPUS_OF_NODE,
-        "num_gpus": GPUS_OF_NODE,
+        "num_cpus": GPUS // nodes,
+        "num_gpus": GPUS // nodes,
         "object_store_memory": _OBJECT_STORE_BYTES,
         "node_ip_address": _ADDRESS,
     }
     cluster = Cluster(initialize_head=True, head_node_args=node | {"include_dashboard": False})
-    for _ in range(NODES - 1):
+    for _ in range(nodes - 1):
         cluster.add_node(wait=False, **node)
     cluster.wait_for_nodes()
     ray.init(address=cluster.address, log_to_driver=False, _node_ip_address=_ADDRESS)
-    if alive_gpus(ray.nodes()) != NODES * GPUS_OF_NODE:
+    if alive_gpus(ray.nodes()) != GPUS:
         raise SystemExit(f"not all nodes are alive: {ray.nodes()}")
     check_placing()
     peer_room.answer_all(measure)
