@@ -1,7 +1,7 @@
 """Placements a second and their latency: Genie, Slurm and Ray in turns, on this machine, in one run.
 
     python benchmarks/peers/bench_peers.py [--json] [--rounds N] [--only genie slurm ray]
-        [--ray-python FILE] [--ray-nodes N]
+        [--scheduler NAME] [--ray-python FILE] [--ray-nodes N]
 
 Every job asks for one of 1,000 simulated GPUs and is over soon; none starts a process. In each round each of
 them is started anew, measured alone (quiet: one job at a time; busy: as many at a time as it takes for the
@@ -23,6 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the other benchm
 
 import bench_placements
 import peer_room
+import placement_roles
 import ray_peer
 import report
 import slurm_peer
@@ -31,13 +32,16 @@ from bench_placements import Samples
 from genie.runtime.tasks import loop_factory
 
 NAMES = ("genie", "slurm", "ray")
+OWN = "of Genie; without it, what a controller has unless told otherwise"
 NO_ROOM = "a peer runs in namespaces of its own, and `unshare` may not make them here for this user"
 
 
-def measure_genie(samples: Samples) -> None:
-    """As bench_placements.py does, with the scheduler that a controller has unless told otherwise."""
+def measure_genie(samples: Samples, *, scheduler: str) -> None:
+    """As bench_placements.py does."""
     with report.own_place() as folder, ExitStack() as stack:
-        controller = stack.enter_context(bench_placements.role("controller", folder, "--scheduler", "fifo"))
+        controller = stack.enter_context(
+            bench_placements.role("controller", folder, "--scheduler", scheduler)
+        )
         agents = stack.enter_context(bench_placements.role("agents", folder))
         parts = bench_placements.Parts(controller, agents)
         with asyncio.Runner(loop_factory=loop_factory()) as runner:
@@ -106,11 +110,12 @@ def figures(measured: dict[str, Samples]) -> list[report.Figure]:
 def main() -> int:
     parser = report.options((__doc__ or "").splitlines()[0], rounds=3)
     parser.add_argument("--only", nargs="+", choices=NAMES, default=NAMES)
+    parser.add_argument("--scheduler", choices=sorted(placement_roles.SCHEDULERS), default="fifo", help=OWN)
     parser.add_argument("--ray-python", default=sys.executable, help="an interpreter that has Ray")
     parser.add_argument("--ray-nodes", type=int, choices=(1, 2, 4, 8, 20, 40), default=ray_peer.NODES)
     given = parser.parse_args()
     measures: dict[str, Callable[[Samples], None]] = {
-        "genie": measure_genie,
+        "genie": lambda samples: measure_genie(samples, scheduler=given.scheduler),
         "slurm": lambda samples: measure_peer(
             "slurm", samples, python=sys.executable, workers=slurm_peer.WORKERS
         ),
