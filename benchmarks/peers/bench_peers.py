@@ -4,15 +4,16 @@
         [--scheduler NAME] [--ray-python FILE] [--ray-nodes N]
 
 Every job asks for one of 1,000 simulated GPUs and is over soon; none starts a process. In each round each of
-them is started anew, measured alone (quiet: one job at a time; busy: as many at a time as it takes for the
-most placements) and ended. Those that are not installed are named on standard error and left out. Lines of
-the peers have Genie's figure as their baseline. README.md says how to install them, and what can and what
-cannot be compared. Not for: goals (bench_placements.py has them).
+them is started anew, measured alone (quiet: one job at a time; busy: many at a time) and ended. Those that
+are not installed are named on standard error and left out. Lines of the peers have Genie's figure as their
+baseline. README.md says how to install them, and what can and what cannot be compared. Not for: goals
+(bench_placements.py has them).
 """
 
 from __future__ import annotations
 
 import asyncio
+import signal
 import statistics
 import sys
 from collections.abc import Callable, Sequence
@@ -114,6 +115,7 @@ def main() -> int:
     parser.add_argument("--ray-python", default=sys.executable, help="an interpreter that has Ray")
     parser.add_argument("--ray-nodes", type=int, choices=(1, 2, 4, 8, 20, 40), default=ray_peer.NODES)
     given = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that nothing is left behind
     measures: dict[str, Callable[[Samples], None]] = {
         "genie": lambda samples: measure_genie(samples, scheduler=given.scheduler),
         "slurm": lambda samples: measure_peer(

@@ -16,13 +16,14 @@ from __future__ import annotations
 
 import fcntl
 import os
+import signal
 import socket
 import struct
 import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
@@ -107,26 +108,43 @@ def open_room(command: Sequence[str], *, name: str, folder: Path, limit_s: float
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=output, text=True, bufsize=1
         )
     assert process.stdin is not None and process.stdout is not None
-    watch = threading.Timer(limit_s, process.kill)
+    watch = threading.Timer(limit_s, _kill, (process,))
     watch.start()
     try:
         if process.stdout.readline().strip() != "ready":
             raise ValueError("it did not start")
         yield Room(process.stdin, process.stdout)
     except (ValueError, BrokenPipeError) as error:
-        process.kill()
+        _kill(process)
         raise SystemExit(f"{name}: {error}\n{log.read_text(errors='replace')[-_LOG_TAIL:]}") from error
+    except BaseException:
+        _kill(process)
+        raise
     finally:
         watch.cancel()
         _end(process)
 
 
 def _end(process: subprocess.Popen[str]) -> None:
+    """The end of its input is its sign."""
     try:
-        process.communicate(timeout=END_S)  # the end of its input is its sign
+        process.communicate(timeout=END_S)
     except subprocess.TimeoutExpired:
-        process.kill()
+        _kill(process)
         process.communicate()
+
+
+def _kill(process: subprocess.Popen[str]) -> None:
+    """Its first process inside, where it has one: unshare then waits until all the others are gone, too, and
+    nobody writes to the folder any more."""
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+    try:
+        inside = [int(child) for child in children.read_text().split()]
+    except OSError:
+        inside = []
+    for pid in inside or [process.pid]:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
 
 
 # -- inside -----------------------------------------------------------------------------------------

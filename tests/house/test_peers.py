@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -209,6 +210,23 @@ def test_a_peer_that_hangs_is_killed_at_its_limit(peers: dict[str, ModuleType], 
         peers["peer_room"].open_room(command, name="stand-in", folder=tmp_path, limit_s=0.2),
     ):
         raise AssertionError("it was never ready")
+
+
+def test_who_leaves_a_room_by_an_error_does_not_wait_for_the_peer(
+    peers: dict[str, ModuleType], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    room, ended = peers["peer_room"], []
+    end = room._end
+
+    def note_end(process: subprocess.Popen[str]) -> None:
+        ended.append(process.wait(timeout=20))  # its input is still open: only a signal ends it
+        end(process)
+
+    monkeypatch.setattr(room, "_end", note_end)
+    command = [sys.executable, "-c", STAND_IN]
+    with pytest.raises(KeyboardInterrupt), room.open_room(command, name="stand-in", folder=tmp_path):
+        raise KeyboardInterrupt
+    assert ended == [-signal.SIGKILL]
 
 
 def test_lines_of_peers_have_genies_figures_as_baseline(peers: dict[str, ModuleType]) -> None:
