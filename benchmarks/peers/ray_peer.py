@@ -23,7 +23,7 @@ import peer_room
 VERSION = "2.60.0"
 GPUS = 1000
 NODES = 8
-"""Each takes some 250 MB and three processes that are never quite idle."""
+"""Each is several processes that are never quite idle: 125 of them are too much for a small machine."""
 WORKERS = 64
 """Asked at once under load: more gave little more, at several times the latency."""
 INSTALL = f"python3 -m venv DIR && DIR/bin/pip install ray=={VERSION}, then --ray-python DIR/bin/python"
