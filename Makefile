@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input
 # Extra arguments for the tool that a target runs: make test ARGS="-k wire -x"
 ARGS ?=
-CPP := $(shell find native -name '*.cpp' -o -name '*.h' | sort)
+CPP := $(shell find native benchmarks -name '*.cpp' -o -name '*.h' | sort)
 UV_VERSION := 0.13.7
 # The whole suite goes to one worker for each core, file by file, since the tests of a file may share a
 # cluster. A worker that crashes ends the run: with loadfile, xdist 3.8 can wait forever for its successor.

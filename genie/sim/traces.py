@@ -144,7 +144,23 @@ def read_table(path: Path, columns: set[str], parse: Callable[[Row], _Read]) -> 
         with path.open(encoding="utf-8", newline="") as lines:
             return [parse(row) for row in _rows(path, csv.DictReader(lines), columns)]
     except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise UsageError(f"{path} cannot be read as a trace: {error}") from error
+        raise _unreadable(path, error) from error
+
+
+def _unreadable(path: Path, error: Exception) -> UsageError:
+    match error:
+        case FileNotFoundError() | NotADirectoryError():
+            hint = "check the path; without a trace, jobs are made up"
+            return UsageError(f"there is no trace {str(path)!r}", hint=hint)
+        case IsADirectoryError():
+            return UsageError(f"the trace {str(path)!r} is a folder", hint="give one of the CSV files in it")
+        case OSError():
+            why, hint = (error.strerror or str(error)).lower(), "give a file that you can read"
+        case UnicodeDecodeError():
+            why, hint = "it is not text in UTF-8", "give a CSV file that is not compressed"
+        case _:
+            why, hint = str(error), "give a CSV file"
+    return UsageError(f"the trace {str(path)!r} cannot be read: {why}", hint=hint)
 
 
 def _rows(path: Path, reader: csv.DictReader[str], columns: set[str]) -> Iterator[Row]:

@@ -85,9 +85,27 @@ def test_a_bad_line_is_named(write: Callable[[str], Path], read: str, text: str,
         getattr(traces, read)(write(text))
 
 
-def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=r"absent\.csv cannot be read as a trace"):
-        traces.read_nodes(tmp_path / "absent.csv")
+@pytest.mark.parametrize(
+    ("name", "words", "hint"),
+    [
+        ("absent.csv", r"there is no trace '.*absent\.csv'", "check the path"),
+        ("binary.csv/under", r"there is no trace '.*under'", "check the path"),
+        ("folder", r"the trace '.*folder' is a folder", "one of the CSV files in it"),
+        ("binary.csv", r"the trace '.*' cannot be read: it is not text in UTF-8", "not compressed"),
+        ("endless.csv", r"the trace '.*' cannot be read: field larger than field limit", "give a CSV file"),
+        ("loop.csv", r"the trace '.*' cannot be read: too many levels of symbolic links", "you can read"),
+    ],
+)
+def test_a_file_that_cannot_be_read_is_named_with_what_to_do(
+    tmp_path: Path, name: str, words: str, hint: str
+) -> None:
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "binary.csv").write_bytes(b"\x1f\x8b\x08\xff")
+    (tmp_path / "endless.csv").write_text("x" * 200_000, "utf-8")
+    (tmp_path / "loop.csv").symlink_to(tmp_path / "loop.csv")
+    with pytest.raises(UsageError, match=words) as caught:
+        traces.read_nodes(tmp_path / name)
+    assert hint in (caught.value.hint or "")
 
 
 def test_every_pod_list_of_a_folder_is_a_workload(tmp_path: Path) -> None:
