@@ -1,7 +1,7 @@
 """Placements a second and their latency: Genie, Slurm and Ray in turns, on this machine, in one run.
 
     python benchmarks/peers/bench_peers.py [--json] [--rounds N] [--only genie slurm ray]
-        [--scheduler NAME] [--ray-python FILE] [--ray-nodes N]
+        [--ray-python FILE] [--ray-nodes N]
 
 Every job asks for one of 1,000 simulated GPUs and is over soon; none starts a process. In each round each of
 them is started anew, measured alone (quiet: one job at a time; busy: many at a time) and ended. Those that
@@ -24,7 +24,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the other benchm
 
 import bench_placements
 import peer_room
-import placement_roles
 import ray_peer
 import report
 import slurm_peer
@@ -33,16 +32,13 @@ from bench_placements import Samples
 from genie.runtime.tasks import loop_factory
 
 NAMES = ("genie", "slurm", "ray")
-OWN = "of Genie; without it, what a controller has unless told otherwise"
 NO_ROOM = "a peer runs in namespaces of its own, and `unshare` may not make them here for this user"
 
 
-def measure_genie(samples: Samples, *, scheduler: str) -> None:
+def measure_genie(samples: Samples) -> None:
     """As bench_placements.py does."""
     with report.own_place() as folder, ExitStack() as stack:
-        controller = stack.enter_context(
-            bench_placements.role("controller", folder, "--scheduler", scheduler)
-        )
+        controller = stack.enter_context(bench_placements.role("controller", folder))
         agents = stack.enter_context(bench_placements.role("agents", folder))
         parts = bench_placements.Parts(controller, agents)
         with asyncio.Runner(loop_factory=loop_factory()) as runner:
@@ -111,13 +107,12 @@ def figures(measured: dict[str, Samples]) -> list[report.Figure]:
 def main() -> int:
     parser = report.options((__doc__ or "").splitlines()[0], rounds=3)
     parser.add_argument("--only", nargs="+", choices=NAMES, default=NAMES)
-    parser.add_argument("--scheduler", choices=sorted(placement_roles.SCHEDULERS), default="fifo", help=OWN)
     parser.add_argument("--ray-python", default=sys.executable, help="an interpreter that has Ray")
     parser.add_argument("--ray-nodes", type=int, choices=(1, 2, 4, 8, 20, 40), default=ray_peer.NODES)
     given = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that nothing is left behind
     measures: dict[str, Callable[[Samples], None]] = {
-        "genie": lambda samples: measure_genie(samples, scheduler=given.scheduler),
+        "genie": measure_genie,
         "slurm": lambda samples: measure_peer(
             "slurm", samples, python=sys.executable, workers=slurm_peer.WORKERS
         ),
