@@ -114,6 +114,12 @@ class ControllerConfig:
     leader_ttl_s: float = setting(5.0, "Life of the leader's lease.", low=1, high=60)
     certificate_days: float = setting(7.0, "Life of node and executor certificates.", low=0.0001, high=365)
     join_token_s: float = setting(3600.0, "Life of a join token.", low=1, high=86400)
+    policy: str = setting(
+        "fair", "Who comes next: fair, fifo, priority, or MODULE:CLASS, a policy of your own in Python."
+    )
+    policy_budget_s: float = setting(
+        0.01, "Seconds that one call of a policy of your own may take.", low=0.00001, high=1
+    )
     queue_max: int = setting(10_000, "Jobs that may wait at once.", low=1, high=1_000_000)
     jobs_kept: int = setting(10_000, "Finished jobs that are remembered.", low=1, high=1_000_000)
     blobs_bytes_max: int = setting(

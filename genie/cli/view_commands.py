@@ -46,6 +46,7 @@ def status(invocation: Invocation, *, as_json: AsJson = False) -> None:
             ("accelerators", f"{reply.gpus_free} free of {reply.gpus_total}"),
             ("jobs", _counted(reply.jobs)),
             ("clients", str(reply.clients)),
+            ("policy", reply.policy_fault or reply.policy),
         ]
     output.write_facts(facts)
 

@@ -26,6 +26,7 @@ from genie.controller.ledger import ClusterRecord, Ledger, Transaction
 from genie.controller.membership import Membership
 from genie.controller.orders import Orders
 from genie.controller.planning import Planner
+from genie.controller.policy import make_policy
 from genie.controller.quotas import QuotaRequests, QuotaTable
 from genie.controller.service import Service
 from genie.controller.sessions import Sessions
@@ -93,6 +94,7 @@ class Controller:
         self._controllers: tuple[str, ...] = ()
         self._statuses: dict[str, NodeStatus] = {}
         self._next_tick_s = 0.0
+        self._fault = ""
         self.port = 0
         self._build_deciders()
         self._build_doors(offload)
@@ -121,6 +123,7 @@ class Controller:
         self._membership = Membership(config)
         self._views = Views(ledger, self._membership, clock=clock)
         self._quotas = QuotaTable(ledger)
+        self._policy = make_policy(config, clock=clock)
         self._planner = self._build_planner()
         self._orders = Orders()
         self._admission = Admission(ledger, self._tokens, self._certificates, jobs, clock=clock)
@@ -158,7 +161,7 @@ class Controller:
 
     def _rules(self) -> Rules:
         quotas, weights = self._quotas.rules()
-        return Rules(quotas=quotas, weights=weights)
+        return Rules(quotas=quotas, weights=weights).under(self._policy)
 
     def _build_doors(self, offload: Offload) -> None:
         config, clock = self._config, self._clock
@@ -176,6 +179,7 @@ class Controller:
             clock=clock,
             offload=offload,
             store_name=config.store.partition(":")[0],
+            policy_name=config.policy,
             started_at=clock.wall_s(),
         )
         self._service = Service(
@@ -376,6 +380,9 @@ class Controller:
 
     async def _schedule(self) -> None:
         decisions = self._planner.decide()
+        if self._planner.fault != self._fault:
+            self._fault = self._planner.fault
+            _log.error("%s", self._fault)
         starts: list[Start] = []
         room = self._orders.room  # each worker becomes an order; what has no room is decided again
         for decision in decisions:

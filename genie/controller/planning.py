@@ -97,6 +97,11 @@ class Planner:
             return None
         return explain(self._scheduler, job_id, reason=told.reason, now=self._clock.wall_s())
 
+    @property
+    def fault(self) -> str:
+        """Why a policy of the user's own is out of use; empty while it is well."""
+        return self._scheduler.fault
+
     # -- deciding -----------------------------------------------------------------------------
 
     def decide(self) -> list[Decision]:

@@ -90,6 +90,7 @@ class Cluster:
     clock: Clock
     offload: Offload
     store_name: str
+    policy_name: str
     started_at: float
 
     def present(self) -> list[NodeState]:
@@ -271,6 +272,8 @@ class Users:
             gpus_total=sum(len(node.info.gpus) for node in up),
             gpus_free=sum(_free_gpus(node, cluster.held_on(node.node_id)) for node in up if not node.closed),
             clients=len(cluster.sessions),
+            policy=cluster.policy_name,
+            policy_fault=cluster.planner.fault,
         )
 
     # -- devices ------------------------------------------------------------------------------

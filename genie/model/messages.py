@@ -417,6 +417,10 @@ class StatusReply(Message, frozen=True, kw_only=True):
     gpus_total: int
     gpus_free: int
     clients: int
+    policy: str = ""
+    """By which it is decided who comes next."""
+    policy_fault: str = ""
+    """Why that one is out of use, and which decides instead; empty while it is well."""
 
 
 class GetStatus(Request[StatusReply], frozen=True, kw_only=True):

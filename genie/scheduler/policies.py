@@ -7,14 +7,16 @@ is given, and when); `cost(running, now)` is what it costs to send a running job
 The fence: when a call raises, answers something of a wrong type, or takes longer than its budget, the policy
 is out of use from then on, a built-in one takes over, and `fault` says what happened with which job. What is
 decided is safe whatever a policy answers: it orders, rules out and weighs, and nothing else.
-Not fenced: a call that never returns, one that takes all memory or ends the process, and code that changes
-Genie's own objects on purpose. Whoever lets others write policies runs them in a process that may be ended.
+A call that does not return is ended by the guard, where there is one: it raises TooLongError in the middle of
+it. Not fenced: a call that takes all memory or ends the process, and code that changes Genie's own objects on
+purpose. Whoever lets others write policies runs them in a process that may be ended.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, TypeAlias, TypeVar
@@ -29,6 +31,9 @@ Clock: TypeAlias = Callable[[], float]
 
 Factory: TypeAlias = Callable[[], Order]
 
+Guard: TypeAlias = AbstractContextManager[object]
+"""Around each call. Entered again and again."""
+
 POLICIES_MAX = 64
 KEY_MAX = 16
 """Numbers in a key."""
@@ -37,6 +42,12 @@ _TEXT_MAX = 200
 BUILT_IN: Mapping[str, Factory] = MappingProxyType({"fair": FairShare, "fifo": Fifo, "priority": Priority})
 
 _Answer = TypeVar("_Answer")
+_NO_GUARD: Guard = nullcontext()
+
+
+class TooLongError(BaseException):
+    """Raised by a guard in a call that does not return. No Exception: a policy's own handlers do not hold
+    it."""
 
 
 class Policies:
@@ -57,7 +68,7 @@ class Policies:
             raise UsageError(f"there are {POLICIES_MAX} policies already")
         self._factories[name] = factory
 
-    def make(self, name: str, *, budget_s: float, clock: Clock) -> Order:
+    def make(self, name: str, *, budget_s: float, clock: Clock, guard: Guard = _NO_GUARD) -> Order:
         """A new one, which a Scheduler takes through Rules.under(). UsageError when there is none, or it
         cannot be made."""
         if name not in self._factories:
@@ -68,14 +79,21 @@ class Policies:
             made = self._factories[name]()
         except (Exception, SystemExit) as error:
             raise UsageError(f"the policy '{name}' cannot be made: {_told(error)}") from error
-        return Fenced(made, budget_s=budget_s, clock=clock, name=name)
+        return Fenced(made, budget_s=budget_s, clock=clock, name=name, guard=guard)
 
 
 class Fenced:
     """A user's policy as an Order that can be relied on. `error` is what it raised, if it did."""
 
     def __init__(
-        self, policy: Order, *, budget_s: float, clock: Clock, name: str = "", instead: Order | None = None
+        self,
+        policy: Order,
+        *,
+        budget_s: float,
+        clock: Clock,
+        name: str = "",
+        instead: Order | None = None,
+        guard: Guard = _NO_GUARD,
     ) -> None:
         self.name = name or type(policy).__name__
         for method in ("within", "among"):
@@ -85,6 +103,7 @@ class Fenced:
         self._instead = instead or FairShare()
         self._budget_s = budget_s
         self._clock = clock
+        self._guard = guard
         self.fault = ""
         self.error: BaseException | None = None
 
@@ -147,7 +166,10 @@ class Fenced:
             return instead()
         started = self._clock()
         try:
-            answer = check(call())
+            with self._guard:
+                answer = check(call())
+        except TooLongError:
+            return self._out_of_use(f"{method}() for {what} did not return", instead)
         except (Exception, SystemExit) as error:
             self.error = error
             return self._out_of_use(f"{method}() for {what} raised {_told(error)}", instead)

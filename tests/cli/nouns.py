@@ -57,5 +57,6 @@ def status() -> StatusReply:
         jobs={"running": 2, "queued": 0},
         gpus_total=4,
         gpus_free=3,
+        policy="fair",
         clients=1,
     )

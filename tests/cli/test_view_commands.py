@@ -20,6 +20,13 @@ def test_status_is_a_few_lines(genie, controller) -> None:
     assert lines["accelerators"] == "3 free of 4"
     assert lines["jobs"] == "2 running"
     assert lines["nodes"] == "1 healthy"
+    assert lines["policy"] == "fair"
+
+
+def test_status_says_that_a_policy_is_out_of_use(genie, controller) -> None:
+    fault = "the policy 'own:Mine' is out of use, and FairShare decides: within() raised OSError"
+    controller.answers[GetStatus] = msgspec.structs.replace(status(), policy="own:Mine", policy_fault=fault)
+    assert fault in " ".join(genie("status").out.split())
 
 
 def test_status_says_that_the_store_does_not_answer(genie, controller) -> None:
