@@ -16,20 +16,21 @@ from genie.controller.jobs import Jobs
 from genie.controller.ledger import Ledger
 from genie.controller.views import NodeState, Views
 from genie.errors import UsageError
-from genie.model.job import Job, JobSpec, JobState
+from genie.model.job import Job, JobSpec, JobState, Resources, Wishes
 from genie.model.node import NodeInfo, Vendor
 from genie.runtime.clock import Clock
 from genie.scheduler import possible
 from genie.scheduler.book import Book, MakePlacer
 from genie.scheduler.explain import Explanation, explain, in_order
-from genie.scheduler.facts import GPU_UNKNOWN, facts_of, request_of
+from genie.scheduler.facts import GPU_UNKNOWN, facts_of, request_of, shape_of
 from genie.scheduler.placement.protocol import GPUS_MAX
-from genie.scheduler.request import Request, WorkerPlace
+from genie.scheduler.request import Request, Shape, WorkerPlace
 from genie.scheduler.scheduler import Decision, Rules, Scheduler, Start, Wait
 
 _log = logging.getLogger(__name__)
 
-_NEVER_MAX = 1024
+_KINDS_MAX = 1024
+"""Of wishes that are remembered."""
 _HELD = (JobState.PLACING, JobState.RUNNING)
 
 
@@ -61,6 +62,8 @@ class Planner:
         """Queued jobs that are not to be placed before a time, because an agent has just refused them."""
         self._never: dict[tuple[object, ...], str] = {}
         """Why requests could never run, while the nodes have what they have."""
+        self._shapes: dict[Resources, tuple[Wishes, Shape]] = {}
+        """Of jobs that may go to any node, the last of each."""
         self._seen: dict[str, tuple[tuple[object, ...], str]] = {}
         """What the scheduler was told of each node."""
         self._is_stale = True
@@ -77,11 +80,21 @@ class Planner:
         self._views.registered()
         if self._is_stale:
             self._start_anew()
-        request = self._request(_asked(spec), has_gpus=self._has_gpus)
-        key = (request.shape, request.workers, request.workers_min, request.within, request.spread)
+        shape, wishes = self._shape(spec), spec.wishes
+        key = (shape, wishes.workers, wishes.workers_min, wishes.within, wishes.spread)
         if key not in self._never:
-            if len(self._never) >= _NEVER_MAX:
+            if len(self._never) >= _KINDS_MAX:
                 self._never.clear()
+            request = Request(
+                "",
+                "",
+                0,
+                shape,
+                workers=wishes.workers,
+                workers_min=wishes.workers_min,
+                within=wishes.within,
+                spread=wishes.spread,
+            )
             self._never[key] = possible.why_never(request, self._scheduler.book.nodes)
         return self._never[key]
 
@@ -132,6 +145,7 @@ class Planner:
         self._scheduler = self._new_scheduler()
         self._gpu_ids.clear()
         self._never.clear()
+        self._shapes.clear()
         self._seen.clear()
         self._later.clear()
         states = self._views.current()
@@ -163,7 +177,10 @@ class Planner:
         if known == facts:
             return
         self._never.clear()
-        self._gpu_ids[node_id] = tuple(gpu.gpu_id for gpu in state.info.gpus[:GPUS_MAX])
+        gpu_ids = tuple(gpu.gpu_id for gpu in info.gpus[:GPUS_MAX])
+        if self._gpu_ids.setdefault(node_id, gpu_ids) != gpu_ids:
+            self.forget()  # what was said of its accelerators by their positions holds no longer
+            return
         if known is None and len(state.info.gpus) > GPUS_MAX:
             _log.warning("of node %s only the first %d accelerators are given to jobs", node_id, GPUS_MAX)
         self._scheduler.set_node(facts)
@@ -208,7 +225,7 @@ class Planner:
         elif scheduler.is_running(job_id):
             scheduler.ended(job_id, again=True)
         elif not scheduler.is_waiting(job_id):
-            scheduler.submit(self._request(job, has_gpus=self._has_gpus))
+            scheduler.submit(self._request(job))
 
     def _hold(self, job: Job) -> None:
         """It runs, as another controller decided or this one in an earlier term."""
@@ -217,7 +234,7 @@ class Planner:
         )
         at = job.started_at or job.history[-1].at
         try:
-            self._scheduler.started(self._request(job, has_gpus=self._has_gpus), places, at)
+            self._scheduler.started(self._request(job), places, at)
         except (UsageError, KeyError) as error:
             # Its node has fewer accelerators than it had, say. It runs on; what it holds counts in the
             # ledger.
@@ -231,11 +248,23 @@ class Planner:
 
     # -- names and numbers --------------------------------------------------------------------
 
-    def _request(self, job: Job, *, has_gpus: bool) -> Request:
-        state = self._views.registered().get(job.spec.node_id) if job.spec.gpu_ids else None
-        gpus = state.info.gpus if state is not None else ()
-        positions = {gpu.gpu_id: position for position, gpu in enumerate(gpus)}
-        return request_of(job, has_gpus=has_gpus, positions=positions)
+    def _request(self, job: Job) -> Request:
+        return request_of(job, self._shape(job.spec))
+
+    def _shape(self, spec: JobSpec) -> Shape:
+        """The same object for the same wish, mostly: it is what decisions look things up by."""
+        if spec.node_id:
+            known = self._gpu_ids.get(spec.node_id, ())
+            positions = {gpu_id: position for position, gpu_id in enumerate(known)}
+            return shape_of(spec, has_gpus=self._has_gpus, positions=positions)
+        found = self._shapes.get(spec.resources)
+        if found is not None and found[0] == spec.wishes:
+            return found[1]
+        if len(self._shapes) >= _KINDS_MAX:
+            self._shapes.clear()
+        shape = shape_of(spec, has_gpus=self._has_gpus, positions={})
+        self._shapes[spec.resources] = (spec.wishes, shape)
+        return shape
 
     def _by_position(self, node_id: str, gpu_ids: tuple[int, ...]) -> WorkerPlace:
         known = self._gpu_ids[node_id]
@@ -251,20 +280,6 @@ class Planner:
             for place in start.places
         )
         return replace(start, places=places)
-
-
-def _asked(spec: JobSpec) -> Job:
-    """A job that nobody has submitted."""
-    return Job(
-        job_id="",
-        tenant="",
-        owner="",
-        spec=spec,
-        state=JobState.QUEUED,
-        reason="",
-        submitted_at=0.0,
-        sequence=0,
-    )
 
 
 def _has_gpu(info: NodeInfo) -> bool:

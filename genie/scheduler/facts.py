@@ -7,8 +7,9 @@ What a node has beyond what the index can count is not given out either.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
-from genie.model.job import Accelerator, Job
+from genie.model.job import Accelerator, Job, JobSpec
 from genie.model.node import GPUInfo, NodeInfo
 from genie.scheduler.placement.protocol import GPUS_MAX
 from genie.scheduler.request import CPU, GpuFacts, NodeFacts, Request, Shape
@@ -54,11 +55,11 @@ def _outside_mib(gpu: GPUInfo) -> int:
     return min(-(-gpu.memory_outside_bytes // _MIB), _whole_mib(gpu.memory_total_bytes))
 
 
-def request_of(job: Job, *, has_gpus: bool, positions: dict[int, int] | None = None) -> Request:
-    """What the job asks for. `has_gpus`: whether the cluster has any, by which AUTO is decided. `positions`
-    has those of its node's accelerators by their ids, for a job that is pinned to some."""
-    spec, wish, wishes = job.spec, job.spec.resources, job.spec.wishes
-    shape = Shape(
+def shape_of(spec: JobSpec, *, has_gpus: bool, positions: Mapping[int, int]) -> Shape:
+    """What one worker asks for. `has_gpus`: whether the cluster has any, by which AUTO is decided.
+    `positions` has those of its node's accelerators by their ids, for a job that is pinned to some."""
+    wish, wishes = spec.resources, spec.wishes
+    return Shape(
         gpus=wish.gpus,
         gpu_milli=wish.gpu_milli,
         gpu_memory_mib=_mib_up(wish.gpu_memory_bytes),
@@ -71,8 +72,13 @@ def request_of(job: Job, *, has_gpus: bool, positions: dict[int, int] | None = N
         capability_min=wishes.capability_min,
         labels=frozenset(wishes.labels.items()),
         nodes=frozenset([spec.node_id]) if spec.node_id else frozenset(),
-        gpu_ids=tuple(sorted((positions or {}).get(gpu_id, GPU_UNKNOWN) for gpu_id in spec.gpu_ids)),
+        gpu_ids=tuple(sorted(positions.get(gpu_id, GPU_UNKNOWN) for gpu_id in spec.gpu_ids)),
     )
+
+
+def request_of(job: Job, shape: Shape) -> Request:
+    """What the job asks for, of which each worker has this shape."""
+    spec, wishes = job.spec, job.spec.wishes
     return Request(
         job_id=job.job_id,
         tenant=job.tenant,
