@@ -3,8 +3,9 @@
 What a controller uses today: `decision.py` has what goes in and out and the protocol of a scheduler, `fit.py`
 whether and where one job fits, `fifo.py` the scheduler behind the protocol.
 What takes its place, and the simulator uses: `scheduler.py` decides, over `request.py` (what is asked for and
-what there is), `book.py` (who holds what), `order.py`, `quota.py`, `victims.py`, `migration.py`, and
-`placement/`, which chooses among many nodes; `explain.py` says why a job waits.
+what there is), `book.py` (who holds what), `order.py`, `quota.py`, `victims.py`, `migration.py`, `pins.py`
+(jobs that name their GPUs), and `placement/`, which chooses among many nodes; `policies.py` and `filters.py`
+are for what users write; `explain.py` says why a job waits.
 Not for: carrying a decision out.
 """
 
