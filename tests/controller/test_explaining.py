@@ -40,7 +40,8 @@ class DeskPlanner:
         self._told: dict[str, Wait] = {}
 
     def decide(self) -> None:
-        self._told = {each.job_id: each for each in self._desk.decide() if isinstance(each, Wait)}
+        self._desk.decide()
+        self._told = {each.job_id: each for each in self._desk.scheduler.told}
 
     def waiting(self) -> list[Wait]:
         def ahead(wait: Wait) -> int:

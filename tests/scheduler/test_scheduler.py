@@ -665,3 +665,14 @@ def test_no_preemption_for_more_than_was_asked_back() -> None:
         desk.pass_time(desk.now + 1.0)
     assert len([each for each in desk.log if type(each).__name__ == "Preempt"]) <= 1
     assert len(desk.book.held["elastic"].places) == 1
+
+
+def test_what_is_left_of_a_gpu_that_was_kept_goes_to_who_has_the_reservation() -> None:
+    desk = Desk(node("n", 1), node("m", 1), rules=FIFO)
+    desk.submit("other", shape=Shape(gpus=1, nodes=frozenset({"m"})), time_limit_s=50.0)
+    desk.submit("most", shape=on(0, milli=800), time_limit_s=10.0)
+    desk.submit("pinned", shape=on(0, milli=300))
+    desk.submit("half", shape=Shape(gpus=1, gpu_milli=500))
+    assert desk.started() == ["other", "most"]
+    assert desk.why("half").starts_at == 50.0
+    assert desk.pass_time(10.0) == ["pinned", "half"]
