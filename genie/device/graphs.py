@@ -8,8 +8,9 @@ Not for: how a graph is kept and replayed (native/torch).
 from __future__ import annotations
 
 import collections
+import contextlib
 import weakref
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -217,7 +218,8 @@ class Graph:
         try:
             copies = [self._inputs[i] for i in self._copied]
             stood = [(copy.untyped_storage(), _stand(copy)) for copy in copies]  # kept: addresses come again
-            self.results = run(self._inputs)
+            with _nothing_cast_before():
+                self.results = run(self._inputs)
             if [_stand(copy) for copy in copies] != [how for _, how in stood]:
                 raise OpRefusedError(
                     "a captured model may write to its arguments, but not give them other shapes or memory"
@@ -313,6 +315,23 @@ def look(leaf: Any) -> Hashable:
             f"an argument of type {type(leaf).__name__} cannot be captured; pass tensors and plain values"
         ) from None
     return type(leaf), leaf
+
+
+@contextlib.contextmanager
+def _nothing_cast_before() -> Iterator[None]:
+    """Autocast keeps the weights that it has cast. A recording must cast them itself, to see their changes.
+
+    A model may turn that on again for a part of itself; then the casts of the recording are used there, and
+    not left to anybody else.
+    """
+    kept = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    torch.clear_autocast_cache()
+    try:
+        yield
+    finally:
+        torch.clear_autocast_cache()
+        torch.set_autocast_cache_enabled(kept)
 
 
 def _described(leaf: Any) -> str:

@@ -1,0 +1,71 @@
+"""What a recording was made with: where it no longer holds, captured models are recorded again, or say so."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+from genie.device import capture, graphs
+from tests.device.conftest import D0
+
+pytestmark = pytest.mark.usefixtures("devices")
+
+
+def recordings(captured: graphs.Captured) -> int:
+    return len(captured.report())
+
+
+# --- autocast -----------------------------------------------------------------------------------
+
+
+def in_bfloat16(**options: bool) -> torch.autocast:
+    return torch.autocast("remote_accelerator", dtype=torch.bfloat16, **options)
+
+
+class Inside(nn.Module):
+    """With an autocast of its own, which keeps what it casts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.part = nn.Linear(4, 4, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with in_bfloat16(cache_enabled=True):
+            return self.part(x)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("make", [lambda: nn.Linear(4, 4, bias=False), Inside], ids=["outside", "inside"])
+def test_weights_that_autocast_has_cast_before_are_cast_by_every_replay(
+    make: Callable[[], nn.Module],
+) -> None:
+    model = make().to(D0)
+    captured = capture(model)
+    one, two = torch.ones(1, 4, device=D0), torch.ones(2, 4, device=D0)
+    with in_bfloat16():
+        model(one)
+        for x in (one, two):
+            captured(x)
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.mul_(2)
+    for x in (one, two):
+        with in_bfloat16():
+            got = captured(x).cpu()
+        with in_bfloat16():
+            assert torch.equal(got, model(x).cpu())
+
+
+@pytest.mark.parametrize("make", [lambda: nn.Linear(4, 4, bias=False), Inside], ids=["outside", "inside"])
+def test_what_autocast_casts_in_a_recording_is_the_recordings_own(make: Callable[[], nn.Module]) -> None:
+    model = make().to(D0)
+    captured = capture(model)
+    x = torch.ones(1, 4, device=D0)
+    with in_bfloat16():
+        captured(x)
+        with torch.no_grad():
+            for weight in model.parameters():
+                weight.mul_(2)
+        assert torch.equal(model(x).cpu(), captured(x).cpu())
