@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import threading
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
@@ -23,6 +24,8 @@ from genie.errors import OpRefusedError, UsageError
 
 GRAPHS_KEPT_MAX = 32
 """For each captured model: one for each combination of shapes. The one unused for longest goes."""
+RECORDER_IDLE_S_MAX = 10.0
+"""Other threads wait until a recording is over, and raise when its thread has not used the device for so long."""
 _DESCRIBED_CHARACTERS_MAX = 100
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.layout)
 
@@ -213,7 +216,9 @@ class Graph:
         self._connection = roster.slot(index).connection(first_seed=torch.initial_seed())
         if sharing:
             self.send(inputs)
-        self._number = self._connection.begin_graph()
+        self._number = self._connection.begin_graph(
+            thread=threading.current_thread().name, idle_s_max=RECORDER_IDLE_S_MAX
+        )
         whole = False
         try:
             copies = [self._inputs[i] for i in self._copied]

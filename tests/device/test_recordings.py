@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -10,6 +12,7 @@ import torch
 from torch import nn
 
 from genie.device import capture, graphs
+from genie.errors import OpRefusedError
 from tests.device.conftest import D0
 
 pytestmark = pytest.mark.usefixtures("devices")
@@ -118,3 +121,81 @@ def test_a_weight_on_other_parts_of_its_memory_is_seen(
         change(model)
         for _ in range(2):
             assert torch.equal(made(x).cpu(), model(x).cpu())
+
+
+# --- other threads ------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(graphs, "RECORDER_IDLE_S_MAX", 1.0)
+
+
+@pytest.mark.usefixtures("impatient")
+def test_a_model_whose_branches_run_on_other_threads_is_refused_by_their_names() -> None:
+    x = torch.ones(3, device=D0)
+    with ThreadPoolExecutor(2, thread_name_prefix="branch") as pool:
+
+        def model(x: torch.Tensor) -> torch.Tensor:
+            return torch.stack(list(pool.map(lambda k: x * k, (1, 2)))).sum(0)
+
+        with pytest.raises(OpRefusedError, match=r"thread branch_.* thread MainThread"):
+            capture(model)(x)
+        assert model(x).tolist() == [3, 3, 3]
+    assert capture(lambda x: x + 1)(x).tolist() == [2, 2, 2]
+
+
+@pytest.mark.usefixtures("impatient")
+def test_a_thread_that_has_what_the_recording_waits_for_is_told_so() -> None:
+    lock, inside, taken = threading.Lock(), threading.Event(), threading.Event()
+    there = torch.zeros(3, device=D0)
+    refused: list[str] = []
+
+    def model(x: torch.Tensor) -> torch.Tensor:
+        y = x * 2
+        inside.set()
+        assert taken.wait(30)
+        with lock:
+            return y + 1
+
+    def other() -> None:
+        assert inside.wait(30)
+        with lock:
+            taken.set()
+            try:
+                there.add_(1)
+            except OpRefusedError as error:
+                refused.append(str(error))
+
+    thread = threading.Thread(target=other, name="the other")
+    thread.start()
+    captured = capture(model)
+    x = torch.ones(3, device=D0)
+    assert [captured(x).tolist() for _ in range(2)] == [[3, 3, 3]] * 2
+    thread.join(30)
+    assert len(refused) == 1
+    assert "thread the other" in refused[0]
+    assert "thread MainThread" in refused[0]
+    assert (there + 1).tolist() == [1, 1, 1]
+
+
+@pytest.mark.usefixtures("impatient")
+def test_a_recording_that_goes_on_may_take_its_time() -> None:
+    done: list[float] = []
+
+    def work() -> None:
+        done.append(torch.ones(4, device=D0).sum().item())
+
+    threads: list[threading.Thread] = []
+
+    def model(x: torch.Tensor) -> torch.Tensor:
+        threads.append(threading.Thread(target=work))
+        threads[-1].start()
+        for _ in range(30):
+            x = x + 1
+            threads[-1].join(0.05)
+        return x
+
+    assert capture(model)(torch.zeros(1, device=D0)).item() == 30
+    threads[0].join(30)
+    assert done == [4]

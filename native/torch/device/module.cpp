@@ -272,7 +272,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def("seed", &seed, without_gil)
       .def("executor_counters", &read_executor_counters, py::kw_only(), py::arg("forget_peak") = false)
       .def("client_counters", &client_counters)
-      .def("begin_graph", &Connection::begin_graph, without_gil)
+      .def("begin_graph", &Connection::begin_graph, without_gil, py::kw_only(), py::arg("thread"),
+           py::arg("idle_s_max"))
       .def("end_graph", &Connection::end_graph, without_gil)
       .def("graph_report", &graph_report)
       .def("graph_uses", &graph_uses)
