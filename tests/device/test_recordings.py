@@ -123,6 +123,34 @@ def test_a_weight_on_other_parts_of_its_memory_is_seen(
             assert torch.equal(made(x).cpu(), model(x).cpu())
 
 
+class Scaled(nn.Module):
+    """With a number on this machine, which CUDA and remote accelerators take as it is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3, device=D0), requires_grad=False)
+        self.register_buffer("scale", torch.tensor(2.0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.weight * self.scale
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["captured", "compiled"])
+def test_a_number_that_the_model_has_on_this_machine_is_watched(compiled: bool) -> None:
+    torch._dynamo.reset()
+    model = Scaled()
+    made: Any = torch.compile(model, backend="genie") if compiled else capture(model)
+    x = torch.ones(3, device=D0)
+    with torch.no_grad():
+        assert [made(x)[0].item() for _ in range(2)] == [2, 2]
+        model.scale.add_(1)
+        assert [made(x)[0].item() for _ in range(2)] == [3, 3]
+        model.load_state_dict({"weight": torch.ones(3), "scale": torch.tensor(7.0)})
+        assert [made(x)[0].item() for _ in range(2)] == [7, 7]
+        model.scale.data.numpy()[...] = 9
+        assert [made(x)[0].item() for _ in range(2)] == [9, 9]
+
+
 # --- other threads ------------------------------------------------------------------------------
 
 

@@ -1,6 +1,7 @@
 // See watch.h. Every replay asks, so that a weight costs a few comparisons and nothing is made.
 #include "watch.h"
 
+#include <cstring>
 #include <tuple>
 #include <utility>
 #include <vector>
@@ -17,7 +18,10 @@ namespace genie {
 
 namespace {
 
-// On which memory a tensor is, and how.
+constexpr size_t NUMBER_BYTES_MAX = 16;  // no dtype has larger ones
+
+// On which memory a tensor is, and how. A number on this machine goes into a recording as it is, so it
+// counts.
 class Stand {
  public:
   explicit Stand(const c10::TensorImpl& tensor)
@@ -29,6 +33,8 @@ class Stand {
     if (!tensor.has_storage()) return;
     sizes_.append(tensor.sizes().begin(), tensor.sizes().end());
     strides_.append(tensor.strides().begin(), tensor.strides().end());
+    number_bytes_ = is_number(tensor) ? tensor.itemsize() : 0;
+    if (number_bytes_) std::memcpy(number_, number_of(tensor), number_bytes_);
   }
 
   bool holds(const c10::TensorImpl& tensor) const {
@@ -36,15 +42,27 @@ class Stand {
     return !tensor.has_storage() ||
            (tensor.storage_offset() == offset_ && tensor.dtype() == dtype_ &&
             tensor.is_conj() == conjugate_ && tensor.is_neg() == negative_ &&
-            tensor.sizes() == c10::IntArrayRef(sizes_) && tensor.strides() == c10::IntArrayRef(strides_));
+            tensor.sizes() == c10::IntArrayRef(sizes_) && tensor.strides() == c10::IntArrayRef(strides_) &&
+            (!number_bytes_ || std::memcmp(number_, number_of(tensor), number_bytes_) == 0));
   }
 
  private:
+  static bool is_number(const c10::TensorImpl& tensor) {
+    return tensor.device().is_cpu() && tensor.dim() == 0 && tensor.itemsize() <= NUMBER_BYTES_MAX &&
+           tensor.unsafe_storage().data();
+  }
+  static const void* number_of(const c10::TensorImpl& tensor) {
+    return static_cast<const uint8_t*>(tensor.unsafe_storage().data()) +
+           static_cast<size_t>(tensor.storage_offset()) * tensor.itemsize();
+  }
+
   c10::weak_intrusive_ptr<c10::StorageImpl> storage_;  // so that no other one comes to its address
   int64_t offset_;
   caffe2::TypeMeta dtype_;
   bool conjugate_, negative_;
   c10::SmallVector<int64_t, 4> sizes_, strides_;
+  size_t number_bytes_ = 0;
+  uint8_t number_[NUMBER_BYTES_MAX];
 };
 
 // Tensors that a graph has been made with; dicts that made up the model: its weights, modules, hooks; and
