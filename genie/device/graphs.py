@@ -104,17 +104,20 @@ class Captured:
         key = (looks, self._mode(), sharing)
         graph = self._graphs.get(key)
         if graph is None or graph.lost:
+            self._last = None
             graph = self._graphs[key] = self._record(leaves, spec, [Sharing(*each) for each in sharing or ()])
             while len(self._graphs) > GRAPHS_KEPT_MAX:
                 self._graphs.popitem(last=False)
             results = graph.results
+            if self._watch.holds():
+                self._last = looks, graph
         else:
             graph.check_apart(leaves)
             if graph is not guessed:
                 graph.send(leaves)
             results = graph.replay()
             self._graphs.move_to_end(key)
-        self._last = looks, graph
+            self._last = looks, graph
         if graph.written:
             graph.write_back(leaves)
         take = backend.library().take_result
@@ -123,7 +126,11 @@ class Captured:
         return pytree.tree_map_only(torch.Tensor, take, results)
 
     def _guess(self, looks: Hashable) -> Graph | None:
-        """Most calls are like the last one. Inputs sent to a graph that is then not replayed do no harm."""
+        """Most calls are like the last one. Inputs sent to a graph that is then not replayed do no harm.
+
+        They would if the model itself kept the graph's copy of an argument, as a buffer: but after a run that
+        has left it with other weights and buffers than the watch has seen, nothing is guessed.
+        """
         if self._last is None or self._last[0] != looks or self._last[1].lost:
             return None
         return self._last[1]

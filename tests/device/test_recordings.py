@@ -123,6 +123,25 @@ def test_a_weight_on_other_parts_of_its_memory_is_seen(
             assert torch.equal(made(x).cpu(), model(x).cpu())
 
 
+class Previous(nn.Module):
+    """Keeps its argument in a buffer until the next call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("previous", torch.zeros(3, device=D0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = x + self.previous
+        self.previous = x
+        return y
+
+
+def test_an_argument_that_the_model_keeps_as_a_buffer_is_kept() -> None:
+    captured = capture(Previous())
+    got = [captured(torch.full((3,), float(i + 1), device=D0))[0].item() for i in range(5)]
+    assert got == [1, 3, 5, 7, 9]
+
+
 class Scaled(nn.Module):
     """With a number on this machine, which CUDA and remote accelerators take as it is."""
 
