@@ -319,7 +319,10 @@ _alive: weakref.WeakSet[Graph] = weakref.WeakSet()
 def look(leaf: Any) -> Hashable:
     """What two inputs must have in common to share a graph."""
     if isinstance(leaf, torch.Tensor):
-        return leaf.shape, leaf.dtype, leaf.stride() if leaf.device.type == roster.DEVICE_TYPE else None
+        device = leaf.device
+        if device.type == roster.DEVICE_TYPE:
+            return leaf.shape, leaf.dtype, leaf.stride(), device.index
+        return leaf.shape, leaf.dtype
     try:
         hash(leaf)
     except TypeError:

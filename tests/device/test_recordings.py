@@ -13,7 +13,7 @@ from torch import nn
 
 from genie.device import capture, graphs
 from genie.errors import OpRefusedError
-from tests.device.conftest import D0
+from tests.device.conftest import D0, D1
 
 pytestmark = pytest.mark.usefixtures("devices")
 
@@ -246,3 +246,36 @@ def test_a_recording_that_goes_on_may_take_its_time() -> None:
     assert capture(model)(torch.zeros(1, device=D0)).item() == 30
     threads[0].join(30)
     assert done == [4]
+
+
+# --- which device -------------------------------------------------------------------------------
+
+
+def test_a_captured_function_works_where_its_arguments_are() -> None:
+    captured = capture(lambda x: x * 2)
+    for device in (D0, D1, D0, D1):
+        got = captured(torch.ones(2, device=device))
+        assert got.device == torch.device(device)
+        assert (got + torch.ones(2, device=device)).tolist() == [3, 3]
+    write = capture(lambda x: x.add_(1))
+    both = [torch.zeros(2, device=device) for device in (D0, D1)]
+    for _ in range(2):
+        for each in both:
+            write(each)
+    assert [each.tolist() for each in both] == [[2, 2], [2, 2]]
+
+
+def test_arguments_on_two_devices_are_refused_before_and_after_a_recording() -> None:
+    here, there = torch.ones(2, device=D0), torch.ones(2, device=D1)
+    captured = capture(lambda x, y: x + y)
+    for _ in range(2):
+        with pytest.raises(OpRefusedError, match="remote_accelerator:0, remote_accelerator:1"):
+            captured(here, there)
+        assert captured(here, here).tolist() == [2, 2]
+
+
+def test_a_compiled_function_works_where_its_arguments_are() -> None:
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda x: x * 2, backend="genie")
+    for device in (D0, D1, D0, D1):
+        assert compiled(torch.ones(2, device=device)).device == torch.device(device)
