@@ -93,10 +93,12 @@ class Captured:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         spec: pytree.TreeSpec | None = None
+        keys: tuple[Hashable, ...] = ()
         leaves: Sequence[Any] = args
         if kwargs or not all(type(each) is torch.Tensor for each in args):
             leaves, spec = pytree.tree_flatten((args, kwargs))
-        looks = (spec, torch.is_inference_mode_enabled(), *map(look, leaves))
+            keys = tuple(_keys((args, kwargs)))
+        looks = (spec, keys, torch.is_inference_mode_enabled(), *map(look, leaves))
         guessed = self._guess(looks)
         if guessed is not None:
             guessed.send(leaves)  # under way while the rest is looked at, which takes as long
@@ -324,12 +326,36 @@ def look(leaf: Any) -> Hashable:
             return leaf.shape, leaf.dtype, leaf.stride(), device.index
         return leaf.shape, leaf.dtype
     try:
-        hash(leaf)
+        exact = _exact(leaf)
+        hash(exact)
     except TypeError:
         raise UsageError(
             f"an argument of type {type(leaf).__name__} cannot be captured; pass tensors and plain values"
         ) from None
-    return type(leaf), leaf
+    return exact
+
+
+def _exact(value: Any) -> Hashable:
+    """Equal where plain values are the same: 0.0 is not -0.0, 1 is not 1.0, and nan is nan."""
+    kind = type(value)
+    if isinstance(value, float):
+        return kind, value.hex()
+    if isinstance(value, complex):
+        return kind, value.real.hex(), value.imag.hex()
+    if isinstance(value, (tuple, frozenset)):
+        items = map(_exact, value)
+        return kind, tuple(items) if isinstance(value, tuple) else frozenset(items)
+    if isinstance(value, (slice, range)):
+        return kind, _exact(value.start), _exact(value.stop), _exact(value.step)
+    return kind, value
+
+
+def _keys(tree: Any) -> list[Hashable]:
+    """Of the dicts among arguments, those that are no texts. torch compares them as dicts do."""
+    if isinstance(tree, dict):
+        odd = [_exact(key) for key in tree if type(key) is not str]
+        return odd + [key for each in tree.values() for key in _keys(each)]
+    return [key for each in tree for key in _keys(each)] if isinstance(tree, (tuple, list)) else []
 
 
 @contextlib.contextmanager

@@ -279,3 +279,40 @@ def test_a_compiled_function_works_where_its_arguments_are() -> None:
     compiled = torch.compile(lambda x: x * 2, backend="genie")
     for device in (D0, D1, D0, D1):
         assert compiled(torch.ones(2, device=device)).device == torch.device(device)
+
+
+# --- plain arguments ----------------------------------------------------------------------------
+
+
+def _signed(x: torch.Tensor, value: Any) -> torch.Tensor:
+    return torch.copysign(x, torch.full_like(x, value))
+
+
+@pytest.mark.parametrize(
+    ("model", "values"),
+    [
+        (_signed, (0.0, -0.0)),
+        (lambda x, value: x * value.imag.hex().startswith("-"), (0j, complex(0.0, -0.0))),
+        (lambda x, value: x * len(str(value)), (frozenset([1]), frozenset([1.0]), frozenset([True]))),
+        (lambda x, value: x * len(str(value)), (slice(1), slice(1.0), slice(True))),
+        (lambda x, value: x * len(str(value)), (frozenset([(0.0,)]), frozenset([(-0.0,)]))),
+        (lambda x, value: x * len(str(value)), (range(0), range(10, 10))),
+        (lambda x, value: x * len(str(value)), ({1: 2}, {1.0: 2}, {True: 2})),
+    ],
+    ids=["zero", "complex zero", "set", "slice", "inside", "range", "keys"],
+)
+def test_values_that_are_equal_and_not_the_same_are_told_apart(
+    model: Callable[[torch.Tensor, object], torch.Tensor], values: tuple[object, ...]
+) -> None:
+    captured = capture(model)
+    x = torch.ones(2, device=D0)
+    for value in values * 2:
+        assert captured(x, value).tolist() == model(x.cpu(), value).tolist()
+    assert recordings(captured) == len(values)
+
+
+def test_what_is_no_number_needs_one_recording() -> None:
+    captured = capture(lambda x, value: x + value)
+    for _ in range(3):
+        assert captured(torch.ones(2, device=D0), float("nan")).isnan().all().item()
+    assert recordings(captured) == 1
