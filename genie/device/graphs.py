@@ -168,9 +168,7 @@ class Captured:
         self, leaves: Sequence[Any], spec: pytree.TreeSpec | None, sharing: Sequence[Sharing]
     ) -> Graph:
         """Without a `spec` the leaves are the arguments."""
-        # A method may be about a part of its module, which has parts elsewhere.
-        weights = _weights(self._modules) if isinstance(self._model, torch.nn.Module) else []
-        index = _index_of(weights or leaves)
+        index = self._index(leaves)
 
         def run(inputs: Sequence[Any]) -> Any:
             if spec is None:
@@ -180,6 +178,19 @@ class Captured:
 
         with torch.no_grad():
             return Graph(run, leaves, index=index, sharing=sharing, inductor=self._inductor)
+
+    def _index(self, leaves: Sequence[Any]) -> int:
+        """Of the device that is worked on: a module's own, else that of the arguments, else the current one."""
+        weights = _devices(_weights(self._modules))
+        if weights and isinstance(self._model, torch.nn.Module):
+            return _only(weights, "weights", hint='move it there first: model.to("remote_accelerator:0")')
+        arguments = {device for device in _devices(leaves) if device.type == roster.DEVICE_TYPE}
+        if arguments:
+            return _only(arguments, "arguments", hint="pass arguments that are on one, or on this machine")
+        if weights:  # of the module that a method belongs to; it may have parts elsewhere
+            hint = 'move the module there first, module.to("remote_accelerator:0"), or an argument'
+            return _only(weights, "weights", hint=hint)
+        return int(backend.library().current_device())
 
 
 class Sharing(NamedTuple):
@@ -452,17 +463,19 @@ def _parts(modules: Sequence[torch.nn.Module]) -> list[dict[Any, Any]]:
     ]
 
 
-def _index_of(leaves: Sequence[Any]) -> int:
-    """Of the one device that all of them are on."""
-    devices = {leaf.device for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dim() > 0}
-    remote = [device for device in devices if device.type == roster.DEVICE_TYPE]
-    if len(remote) != 1 or len(devices) > 1:
-        found = ", ".join(sorted(map(str, devices))) or "none"
-        raise OpRefusedError(
-            f"a captured model is on one remote accelerator; its tensors are on: {found}",
-            hint='move it there first: model.to("remote_accelerator:0")',
-        )
-    return int(remote[0].index)
+def _devices(leaves: Sequence[Any]) -> set[torch.device]:
+    """Without those of numbers on this machine, which every device takes."""
+    tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    return {each.device for each in tensors if each.dim() > 0 or each.device.type == roster.DEVICE_TYPE}
+
+
+def _only(devices: set[torch.device], what: str, *, hint: str) -> int:
+    device = min(devices, key=str)
+    if len(devices) > 1 or device.type != roster.DEVICE_TYPE:
+        found = ", ".join(sorted(map(str, devices)))
+        message = f"a captured model is on one remote accelerator; its {what} are on: {found}"
+        raise OpRefusedError(message, hint=hint)
+    return int(device.index)
 
 
 def _check_results(results: Any, index: int) -> None:

@@ -281,6 +281,45 @@ def test_a_compiled_function_works_where_its_arguments_are() -> None:
         assert compiled(torch.ones(2, device=device)).device == torch.device(device)
 
 
+class Parts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.part = nn.Linear(3, 3)
+
+    def method(self, x: torch.Tensor) -> torch.Tensor:
+        return self.part(x)  # type: ignore[no-any-return]
+
+
+def test_a_method_takes_arguments_from_this_machine() -> None:
+    model = Parts().to(D1)
+    captured = capture(model.method)
+    x = torch.ones(1, 3)
+    for _ in range(2):
+        assert torch.equal(captured(x).cpu(), model.method(x.to(D1)).cpu())
+
+
+def test_a_function_takes_arguments_from_this_machine() -> None:
+    captured = capture(lambda x, y: x + y)
+    x, y = torch.ones(2), torch.ones(2, device=D1)
+    for _ in range(2):
+        assert captured(x, y).device == torch.device(D1)
+        assert captured(y, x).tolist() == [2, 2]
+        assert captured(x, x).device == torch.device(D0)
+        with torch.remote_accelerator.device(1):  # type: ignore[attr-defined]
+            assert captured(x, x).device == torch.device(D1)
+
+
+def test_what_is_on_the_wrong_device_is_told_what_to_move() -> None:
+    with pytest.raises(OpRefusedError, match=r"weights are on: cpu.*module\.to"):
+        capture(Parts().method)(torch.ones(1, 3))
+    both = nn.ModuleList([Parts().to(D0), Parts().to(D1)])
+    both.forward = both[1].method  # type: ignore[method-assign]
+    with pytest.raises(OpRefusedError, match=r"weights are on: .*:0, .*:1"):
+        capture(both)(torch.ones(1, 3))
+    with pytest.raises(OpRefusedError, match=r"arguments are on: .*:0, .*:1"):
+        capture(lambda x, y: x)(torch.ones(1, device=D0), torch.ones(1, device=D1))
+
+
 # --- plain arguments ----------------------------------------------------------------------------
 
 
