@@ -45,10 +45,11 @@ def capture(
     `inductor`: the executor compiles each graph at its first replay, which may take minutes; where it
     cannot, the graph is replayed as it is, and `report()` says why.
 
-    `batch_sizes`: recordings are made for these sizes of the first dimension only. A batch between them is
+    `batch_sizes`: recordings are made for these sizes of the first dimension only, each for every combination
+    of the other sizes and arguments. A batch between them is
     filled up to the next one by repeating its last row, in every tensor whose first size is that of the
     first tensor, and results whose first size is the larger one are cut back. Rows must not depend on each
-    other. UsageError for a batch that is larger than the last size.
+    other. UsageError for a batch that is empty or larger than the last size.
     """
     if not callable(model):
         raise UsageError(f"capture takes a module or a function, not {model!r:.80}")

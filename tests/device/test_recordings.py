@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from genie.device import capture, graphs
-from genie.errors import OpRefusedError
+from genie.errors import OpRefusedError, UsageError
 from tests.device.conftest import D0, D1
 
 pytestmark = pytest.mark.usefixtures("devices")
@@ -355,3 +355,14 @@ def test_what_is_no_number_needs_one_recording() -> None:
     for _ in range(3):
         assert captured(torch.ones(2, device=D0), float("nan")).isnan().all().item()
     assert recordings(captured) == 1
+
+
+# --- batch sizes --------------------------------------------------------------------------------
+
+
+def test_an_empty_batch_is_not_told_to_find_a_larger_size() -> None:
+    captured = capture(nn.Linear(4, 4).to(D0), batch_sizes=(2,))
+    with pytest.raises(UsageError, match="a batch of 0 rows") as caught:
+        captured(torch.ones(0, 4))
+    assert "larger" not in caught.value.hint
+    assert "leave it out" in caught.value.hint
