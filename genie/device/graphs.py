@@ -25,7 +25,7 @@ from genie.errors import OpRefusedError, UsageError
 GRAPHS_KEPT_MAX = 32
 """For each captured model: one for each combination of shapes. The one unused for longest goes."""
 RECORDER_IDLE_S_MAX = 10.0
-"""Other threads wait until a recording is over, and raise when its thread has not used the device for so long."""
+"""Other threads wait for a recording's end, and raise when its thread has not used the device for so long."""
 _DESCRIBED_CHARACTERS_MAX = 100
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.layout)
 
@@ -145,7 +145,7 @@ class Captured:
         return [graph.report() for graph in self._graphs.values() if not graph.lost]
 
     def _mode(self) -> Hashable:
-        """What else decides about the work: train or eval of every part, and autocast.
+        """What else decides about the work: train or eval of every part, autocast, settings of torch.
 
         The model is looked over first. When it is not made of what it was, its recordings are let go.
         """
@@ -159,10 +159,10 @@ class Captured:
                 _parts(self._modules),
                 [(module.__dict__, "forward") for module in self._modules],
             )
-        cast = torch.is_autocast_enabled(roster.DEVICE_TYPE)
         return (
             tuple([module.training for module in self._modules]),
-            torch.get_autocast_dtype(roster.DEVICE_TYPE) if cast else None,
+            backend.library().settings(),
+            torch.get_default_device() if torch._C._len_torch_function_stack() else None,
         )
 
     def _record(
@@ -181,7 +181,7 @@ class Captured:
             return Graph(run, leaves, index=index, sharing=sharing, inductor=self._inductor)
 
     def _index(self, leaves: Sequence[Any]) -> int:
-        """Of the device that is worked on: a module's own, else that of the arguments, else the current one."""
+        """Of the device that is worked on: a module's own, else that of the arguments, else the current."""
         weights = _devices(_weights(self._modules))
         if weights and isinstance(self._model, torch.nn.Module):
             return _only(weights, "weights", hint='move it there first: model.to("remote_accelerator:0")')

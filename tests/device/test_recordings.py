@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -175,7 +176,7 @@ def test_a_number_that_the_model_has_on_this_machine_is_watched(compiled: bool) 
 
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(graphs, "RECORDER_IDLE_S_MAX", 1.0)
+    monkeypatch.setattr(graphs, "RECORDER_IDLE_S_MAX", 2.0)
 
 
 @pytest.mark.usefixtures("impatient")
@@ -238,12 +239,12 @@ def test_a_recording_that_goes_on_may_take_its_time() -> None:
     def model(x: torch.Tensor) -> torch.Tensor:
         threads.append(threading.Thread(target=work))
         threads[-1].start()
-        for _ in range(30):
+        for _ in range(60):
             x = x + 1
             threads[-1].join(0.05)
         return x
 
-    assert capture(model)(torch.zeros(1, device=D0)).item() == 30
+    assert capture(model)(torch.zeros(1, device=D0)).item() == 60
     threads[0].join(30)
     assert done == [4]
 
@@ -355,6 +356,84 @@ def test_what_is_no_number_needs_one_recording() -> None:
     for _ in range(3):
         assert captured(torch.ones(2, device=D0), float("nan")).isnan().all().item()
     assert recordings(captured) == 1
+
+
+# --- settings of the process --------------------------------------------------------------------
+
+
+@contextmanager
+def default_dtype() -> Iterator[None]:
+    torch.set_default_dtype(torch.float64)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+@contextmanager
+def deterministic() -> Iterator[None]:
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+@contextmanager
+def only_warned() -> Iterator[None]:
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+@contextmanager
+def precision() -> Iterator[None]:
+    torch.set_float32_matmul_precision("medium")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision("highest")
+
+
+@contextmanager
+def default_device() -> Iterator[None]:
+    with torch.device("meta"):
+        yield
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [default_dtype, deterministic, only_warned, precision, default_device],
+    ids=lambda f: f.__name__,
+)
+def test_settings_that_a_model_may_ask_for_have_recordings_of_their_own(
+    setting: Callable[[], Any],
+) -> None:
+    def asked() -> list[object]:
+        return [
+            torch.get_default_dtype(),
+            torch.are_deterministic_algorithms_enabled(),
+            torch.is_deterministic_algorithms_warn_only_enabled(),
+            torch.get_float32_matmul_precision(),
+            torch.get_default_device(),
+        ]
+
+    known: list[list[object]] = []
+
+    def model(x: torch.Tensor) -> torch.Tensor:
+        if asked() not in known:
+            known.append(asked())
+        return x * known.index(asked())
+
+    captured = capture(model)
+    x = torch.ones(1, device=D0)
+    for _ in range(2):
+        assert captured(x).item() == 0
+        with setting():
+            assert captured(x).item() == 1
+    assert recordings(captured) == 2
 
 
 # --- batch sizes --------------------------------------------------------------------------------

@@ -6,11 +6,16 @@
 #include <utility>
 #include <vector>
 
+#include <ATen/Context.h>
+#include <ATen/autocast_mode.h>
 #include <ATen/core/Tensor.h>
+#include <c10/core/DefaultDtype.h>
 #include <c10/core/StorageImpl.h>
 #include <c10/util/SmallVector.h>
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/utils/pybind.h>
+
+#include "roster.h"
 
 namespace py = pybind11;
 
@@ -146,6 +151,29 @@ class Watch {
   std::vector<std::tuple<py::dict, py::object, py::object>> contents_;  // without a value: not there
 };
 
+// torch's getter raises for settings that do not fit together; those count as one.
+uint64_t matmul_precision() {
+  try {
+    return 1 + static_cast<uint64_t>(at::globalContext().float32MatmulPrecision());
+  } catch (const c10::Error&) {
+    return 0;
+  }
+}
+
+// What else decides about a model's work, of the process and of this thread, as one number.
+uint64_t settings() {
+  constexpr auto REMOTE = c10::DeviceType::PrivateUse1;
+  const at::Context& context = at::globalContext();
+  bool casts = at::autocast::is_autocast_enabled(REMOTE);
+  uint64_t packed = casts ? 1 + static_cast<uint64_t>(at::autocast::get_autocast_dtype(REMOTE)) : 0;
+  packed = packed << 8 | static_cast<uint64_t>(c10::get_default_dtype_as_scalartype());
+  packed = packed << 8 | static_cast<uint64_t>(roster().current());
+  packed = packed << 2 | matmul_precision();
+  packed = packed << 1 | context.deterministicAlgorithms();
+  packed = packed << 1 | context.deterministicAlgorithmsWarnOnly();
+  return packed << 1 | context.deterministicFillUninitializedMemory();
+}
+
 }  // namespace
 
 void bind_watch(py::module_& m) {
@@ -153,6 +181,7 @@ void bind_watch(py::module_& m) {
       .def(py::init<const std::vector<py::object>&, const std::vector<py::dict>&,
                     const std::vector<Watch::Entry>&>())
       .def("holds", &Watch::holds);
+  m.def("settings", &settings);
 }
 
 }  // namespace genie

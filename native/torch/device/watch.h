@@ -1,4 +1,5 @@
-// What recordings were made with, and whether it still holds: a model's tensors, modules and hooks.
+// What recordings were made with, and whether it still holds: a model's tensors, modules and hooks, and
+// settings of torch.
 #pragma once
 
 #include <pybind11/pybind11.h>
