@@ -28,6 +28,7 @@ RECORDER_IDLE_S_MAX = 10.0
 """Other threads wait for a recording's end, and raise when its thread has not used the device for so long."""
 _DESCRIBED_CHARACTERS_MAX = 100
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.layout)
+_SAME_IF_EQUAL = frozenset(_PLAIN) - {float, complex}
 
 
 def capture(
@@ -337,6 +338,8 @@ def look(leaf: Any) -> Hashable:
         if device.type == roster.DEVICE_TYPE:
             return leaf.shape, leaf.dtype, leaf.stride(), device.index
         return leaf.shape, leaf.dtype
+    if type(leaf) in _SAME_IF_EQUAL:
+        return type(leaf), leaf
     try:
         exact = _exact(leaf)
         hash(exact)
