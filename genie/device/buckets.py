@@ -67,7 +67,7 @@ class Bucketed(Captured):
                 return size
         raise UsageError(
             f"a batch of {rows} rows fits none of the batch sizes {', '.join(map(str, self._sizes))}",
-            hint="give capture() a larger size, or cut the batch in parts",
+            hint="give capture() a larger size, or cut the batch in parts" if rows else "leave it out",
         )
 
 

@@ -92,7 +92,8 @@ class Shipped:
 
 def _remote_index(inputs: Sequence[Any]) -> int | None:
     """Of the one remote device that all inputs are on."""
-    devices = {each.device for each in inputs if isinstance(each, torch.Tensor) and each.dim() > 0}
+    tensors = [each for each in inputs if isinstance(each, torch.Tensor)]
+    devices = {each.device for each in tensors if each.dim() > 0 or each.device.type == roster.DEVICE_TYPE}
     if len(devices) != 1:
         return None
     (device,) = devices

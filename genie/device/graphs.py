@@ -8,8 +8,10 @@ Not for: how a graph is kept and replayed (native/torch).
 from __future__ import annotations
 
 import collections
+import contextlib
+import threading
 import weakref
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -22,8 +24,11 @@ from genie.errors import OpRefusedError, UsageError
 
 GRAPHS_KEPT_MAX = 32
 """For each captured model: one for each combination of shapes. The one unused for longest goes."""
+RECORDER_IDLE_S_MAX = 10.0
+"""Other threads wait for a recording's end, and raise when its thread has not used the device for so long."""
 _DESCRIBED_CHARACTERS_MAX = 100
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.layout)
+_SAME_IF_EQUAL = frozenset(_PLAIN) - {float, complex}
 
 
 def capture(
@@ -41,10 +46,11 @@ def capture(
     `inductor`: the executor compiles each graph at its first replay, which may take minutes; where it
     cannot, the graph is replayed as it is, and `report()` says why.
 
-    `batch_sizes`: recordings are made for these sizes of the first dimension only. A batch between them is
+    `batch_sizes`: recordings are made for these sizes of the first dimension only, each for every combination
+    of the other sizes and arguments. A batch between them is
     filled up to the next one by repeating its last row, in every tensor whose first size is that of the
     first tensor, and results whose first size is the larger one are cut back. Rows must not depend on each
-    other. UsageError for a batch that is larger than the last size.
+    other. UsageError for a batch that is empty or larger than the last size.
     """
     if not callable(model):
         raise UsageError(f"capture takes a module or a function, not {model!r:.80}")
@@ -89,10 +95,12 @@ class Captured:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         spec: pytree.TreeSpec | None = None
+        keys: tuple[Hashable, ...] = ()
         leaves: Sequence[Any] = args
         if kwargs or not all(type(each) is torch.Tensor for each in args):
             leaves, spec = pytree.tree_flatten((args, kwargs))
-        looks = (spec, torch.is_inference_mode_enabled(), *map(look, leaves))
+            keys = tuple(_keys((args, kwargs)))
+        looks = (spec, keys, torch.is_inference_mode_enabled(), *map(look, leaves))
         guessed = self._guess(looks)
         if guessed is not None:
             guessed.send(leaves)  # under way while the rest is looked at, which takes as long
@@ -100,17 +108,20 @@ class Captured:
         key = (looks, self._mode(), sharing)
         graph = self._graphs.get(key)
         if graph is None or graph.lost:
+            self._last = None
             graph = self._graphs[key] = self._record(leaves, spec, [Sharing(*each) for each in sharing or ()])
             while len(self._graphs) > GRAPHS_KEPT_MAX:
                 self._graphs.popitem(last=False)
             results = graph.results
+            if self._watch.holds():
+                self._last = looks, graph
         else:
             graph.check_apart(leaves)
             if graph is not guessed:
                 graph.send(leaves)
             results = graph.replay()
             self._graphs.move_to_end(key)
-        self._last = looks, graph
+            self._last = looks, graph
         if graph.written:
             graph.write_back(leaves)
         take = backend.library().take_result
@@ -119,7 +130,11 @@ class Captured:
         return pytree.tree_map_only(torch.Tensor, take, results)
 
     def _guess(self, looks: Hashable) -> Graph | None:
-        """Most calls are like the last one. Inputs sent to a graph that is then not replayed do no harm."""
+        """Most calls are like the last one. Inputs sent to a graph that is then not replayed do no harm.
+
+        They would if the model itself kept the graph's copy of an argument, as a buffer: but after a run that
+        has left it with other weights and buffers than the watch has seen, nothing is guessed.
+        """
         if self._last is None or self._last[0] != looks or self._last[1].lost:
             return None
         return self._last[1]
@@ -131,7 +146,7 @@ class Captured:
         return [graph.report() for graph in self._graphs.values() if not graph.lost]
 
     def _mode(self) -> Hashable:
-        """What else decides about the work: train or eval of every part, and autocast.
+        """What else decides about the work: train or eval of every part, autocast, settings of torch.
 
         The model is looked over first. When it is not made of what it was, its recordings are let go.
         """
@@ -145,19 +160,17 @@ class Captured:
                 _parts(self._modules),
                 [(module.__dict__, "forward") for module in self._modules],
             )
-        cast = torch.is_autocast_enabled(roster.DEVICE_TYPE)
         return (
             tuple([module.training for module in self._modules]),
-            torch.get_autocast_dtype(roster.DEVICE_TYPE) if cast else None,
+            backend.library().settings(),
+            torch.get_default_device() if torch._C._len_torch_function_stack() else None,
         )
 
     def _record(
         self, leaves: Sequence[Any], spec: pytree.TreeSpec | None, sharing: Sequence[Sharing]
     ) -> Graph:
         """Without a `spec` the leaves are the arguments."""
-        # A method may be about a part of its module, which has parts elsewhere.
-        weights = _weights(self._modules) if isinstance(self._model, torch.nn.Module) else []
-        index = _index_of(weights or leaves)
+        index = self._index(leaves)
 
         def run(inputs: Sequence[Any]) -> Any:
             if spec is None:
@@ -167,6 +180,19 @@ class Captured:
 
         with torch.no_grad():
             return Graph(run, leaves, index=index, sharing=sharing, inductor=self._inductor)
+
+    def _index(self, leaves: Sequence[Any]) -> int:
+        """Of the device that is worked on: a module's own, else that of the arguments, else the current."""
+        weights = _devices(_weights(self._modules))
+        if weights and isinstance(self._model, torch.nn.Module):
+            return _only(weights, "weights", hint='move it there first: model.to("remote_accelerator:0")')
+        arguments = {device for device in _devices(leaves) if device.type == roster.DEVICE_TYPE}
+        if arguments:
+            return _only(arguments, "arguments", hint="pass arguments that are on one, or on this machine")
+        if weights:  # of the module that a method belongs to; it may have parts elsewhere
+            hint = 'move the module there first, module.to("remote_accelerator:0"), or an argument'
+            return _only(weights, "weights", hint=hint)
+        return int(backend.library().current_device())
 
 
 class Sharing(NamedTuple):
@@ -212,12 +238,15 @@ class Graph:
         self._connection = roster.slot(index).connection(first_seed=torch.initial_seed())
         if sharing:
             self.send(inputs)
-        self._number = self._connection.begin_graph()
+        self._number = self._connection.begin_graph(
+            thread=threading.current_thread().name, idle_s_max=RECORDER_IDLE_S_MAX
+        )
         whole = False
         try:
             copies = [self._inputs[i] for i in self._copied]
             stood = [(copy.untyped_storage(), _stand(copy)) for copy in copies]  # kept: addresses come again
-            self.results = run(self._inputs)
+            with _nothing_cast_before():
+                self.results = run(self._inputs)
             if [_stand(copy) for copy in copies] != [how for _, how in stood]:
                 raise OpRefusedError(
                     "a captured model may write to its arguments, but not give them other shapes or memory"
@@ -305,14 +334,60 @@ _alive: weakref.WeakSet[Graph] = weakref.WeakSet()
 def look(leaf: Any) -> Hashable:
     """What two inputs must have in common to share a graph."""
     if isinstance(leaf, torch.Tensor):
-        return leaf.shape, leaf.dtype, leaf.stride() if leaf.device.type == roster.DEVICE_TYPE else None
+        device = leaf.device
+        if device.type == roster.DEVICE_TYPE:
+            return leaf.shape, leaf.dtype, leaf.stride(), device.index
+        return leaf.shape, leaf.dtype
+    if type(leaf) in _SAME_IF_EQUAL:
+        return type(leaf), leaf
     try:
-        hash(leaf)
+        exact = _exact(leaf)
+        hash(exact)
     except TypeError:
         raise UsageError(
             f"an argument of type {type(leaf).__name__} cannot be captured; pass tensors and plain values"
         ) from None
-    return type(leaf), leaf
+    return exact
+
+
+def _exact(value: Any) -> Hashable:
+    """Equal where plain values are the same: 0.0 is not -0.0, 1 is not 1.0, and nan is nan."""
+    kind = type(value)
+    if isinstance(value, float):
+        return kind, value.hex()
+    if isinstance(value, complex):
+        return kind, value.real.hex(), value.imag.hex()
+    if isinstance(value, (tuple, frozenset)):
+        items = map(_exact, value)
+        return kind, tuple(items) if isinstance(value, tuple) else frozenset(items)
+    if isinstance(value, (slice, range)):
+        return kind, _exact(value.start), _exact(value.stop), _exact(value.step)
+    return kind, value
+
+
+def _keys(tree: Any) -> list[Hashable]:
+    """Of the dicts among arguments, those that are no texts. torch compares them as dicts do."""
+    if isinstance(tree, dict):
+        odd = [_exact(key) for key in tree if type(key) is not str]
+        return odd + [key for each in tree.values() for key in _keys(each)]
+    return [key for each in tree for key in _keys(each)] if isinstance(tree, (tuple, list)) else []
+
+
+@contextlib.contextmanager
+def _nothing_cast_before() -> Iterator[None]:
+    """Autocast keeps the weights that it has cast. A recording must cast them itself, to see their changes.
+
+    A model may turn that on again for a part of itself; then the casts of the recording are used there, and
+    not left to anybody else.
+    """
+    kept = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    torch.clear_autocast_cache()
+    try:
+        yield
+    finally:
+        torch.clear_autocast_cache()
+        torch.set_autocast_cache_enabled(kept)
 
 
 def _described(leaf: Any) -> str:
@@ -392,17 +467,19 @@ def _parts(modules: Sequence[torch.nn.Module]) -> list[dict[Any, Any]]:
     ]
 
 
-def _index_of(leaves: Sequence[Any]) -> int:
-    """Of the one device that all of them are on."""
-    devices = {leaf.device for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dim() > 0}
-    remote = [device for device in devices if device.type == roster.DEVICE_TYPE]
-    if len(remote) != 1 or len(devices) > 1:
-        found = ", ".join(sorted(map(str, devices))) or "none"
-        raise OpRefusedError(
-            f"a captured model is on one remote accelerator; its tensors are on: {found}",
-            hint='move it there first: model.to("remote_accelerator:0")',
-        )
-    return int(remote[0].index)
+def _devices(leaves: Sequence[Any]) -> set[torch.device]:
+    """Without those of numbers on this machine, which every device takes."""
+    tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    return {each.device for each in tensors if each.dim() > 0 or each.device.type == roster.DEVICE_TYPE}
+
+
+def _only(devices: set[torch.device], what: str, *, hint: str) -> int:
+    device = min(devices, key=str)
+    if len(devices) > 1 or device.type != roster.DEVICE_TYPE:
+        found = ", ".join(sorted(map(str, devices)))
+        message = f"a captured model is on one remote accelerator; its {what} are on: {found}"
+        raise OpRefusedError(message, hint=hint)
+    return int(device.index)
 
 
 def _check_results(results: Any, index: int) -> None:

@@ -34,6 +34,16 @@ def test_every_batch_is_right_and_few_are_recorded(here: bool) -> None:
     ]
 
 
+def test_sizes_of_other_dimensions_are_recorded_each() -> None:
+    captured = capture(small_model().to(D0), batch_sizes=(2,))
+    for length in (1, 2, 3, 1):
+        for rows in (1, 2):
+            captured(torch.ones(rows, length, 4))
+    assert [each.inputs for each in captured.report()] == [
+        (f"float32[2, {length}, 4]",) for length in (2, 3, 1)
+    ]
+
+
 class Several(nn.Module):
     def forward(self, x: torch.Tensor, table: torch.Tensor, scale: float, *, mask: torch.Tensor) -> object:
         return {"rows": x @ table * scale, "mask": [~mask], "table": table + 1, "sum": table.sum()}

@@ -116,9 +116,15 @@ void Connection::Batch::wait_for_room() {
   }
 }
 
-// What other threads do must not be written down: they wait until the graph is whole.
+// What other threads do must not be written down: they wait until the graph is whole. The recorder may wait
+// for one of them, for a lock that it has or for a part of the model that was given to it; neither would ever
+// go on.
 void Connection::Batch::wait_for_recorder() {
+  auto started = Clock::now();
+  if (connection_.is_recorder()) connection_.recorder_seen_ = started;
   while (connection_.recording_flag_ && !connection_.is_recorder()) {
+    std::chrono::duration<double> idle = Clock::now() - std::max(started, connection_.recorder_seen_.load());
+    if (idle.count() > connection_.recorder_idle_s_max_) raise_recorder_idle();
     lock_.unlock();
     {
       LetInterpreterGo go;
@@ -130,6 +136,19 @@ void Connection::Batch::wait_for_recorder() {
     if (connection_.lost()) connection_.raise_lost();
     lock_.lock();
   }
+}
+
+void Connection::Batch::raise_recorder_idle() {
+  std::string recorder = connection_.recorder_name_;
+  auto seconds = static_cast<int64_t>(connection_.recorder_idle_s_max_);
+  lock_.unlock();
+  raise(
+      "device.op_refused",
+      "thread " + thread_name() + " cannot use " + connection_.options_.device_name +
+          ": a captured model is being recorded there by thread " + recorder +
+          ", which has not used it for " + std::to_string(seconds) +
+          " s. It may wait for this thread: a captured model must not run parts of itself on other threads, "
+          "nor wait for what a thread holds that uses the device");
 }
 
 void Connection::Batch::acquire() {
@@ -474,7 +493,7 @@ bool Connection::graph_writes(uint32_t graph) const {
   return found != graphs_.end() && !found->second->written.empty();
 }
 
-uint32_t Connection::begin_graph() {
+uint32_t Connection::begin_graph(const std::string& thread, double idle_s_max) {
   check_not_recording("another graph");
   Batch batch(*this);
   if (free_graphs_.empty() && next_graph_ >= GRAPHS_MAX) {
@@ -487,6 +506,9 @@ uint32_t Connection::begin_graph() {
   auto& made = graphs_[recording_number_] = std::make_unique<Graph>();
   recording_ = made.get();
   recorder_ = std::this_thread::get_id();
+  recorder_seen_ = Clock::now();
+  recorder_name_ = thread;
+  recorder_idle_s_max_ = idle_s_max;
   recording_flag_ = true;
   records_.record(Record::GraphBegin);
   records_.u32(recording_number_);

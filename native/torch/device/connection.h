@@ -119,6 +119,7 @@ class Connection final : public c10::intrusive_ptr_target {
    private:
     void wait_for_room();
     void wait_for_recorder();
+    [[noreturn]] void raise_recorder_idle();  // lock_ held
 
     Connection& connection_;
     std::unique_lock<std::mutex> lock_;
@@ -161,7 +162,9 @@ class Connection final : public c10::intrusive_ptr_target {
   // A graph: what the calling thread does from begin to end is written down by the executor, and carried out
   // again by replay. Storages that the graph reads stay alive with it, and the numbers of those that it makes
   // are its own. Raises where something cannot be part of a graph; end_graph must be called all the same.
-  uint32_t begin_graph();
+  // Other threads wait until it has ended; when this one, whose name is `thread`, has had nothing to do here
+  // for so long, it may wait for them, and they raise.
+  uint32_t begin_graph(const std::string& thread, double idle_s_max);
   // `how`: an argument of GraphEnd.
   void end_graph(uint32_t how);
   void replay_graph(uint32_t graph);
@@ -305,6 +308,9 @@ class Connection final : public c10::intrusive_ptr_target {
   uint32_t recording_number_ = 0;
   std::atomic<bool> recording_flag_{false};
   std::atomic<std::thread::id> recorder_;
+  std::atomic<std::chrono::steady_clock::time_point> recorder_seen_;  // when it last had something to do here
+  std::string recorder_name_;
+  double recorder_idle_s_max_ = 0;
   std::vector<uint32_t> free_generators_;
   uint32_t next_generator_ = 1;
   std::vector<std::vector<uint8_t>> spare_buffers_, large_spare_buffers_;

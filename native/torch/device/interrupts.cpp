@@ -33,4 +33,9 @@ void check_signals() {
   if (PyErr_CheckSignals() != 0) throw py::error_already_set();
 }
 
+std::string thread_name() {
+  py::gil_scoped_acquire gil;
+  return py::module_::import("threading").attr("current_thread")().attr("name").cast<std::string>();
+}
+
 }  // namespace genie

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <chrono>
+#include <string>
 
 struct _ts;  // PyThreadState; Python's header stays out of most files
 
@@ -28,5 +29,8 @@ constexpr auto SIGNALS_EVERY = std::chrono::milliseconds(200);
 // Between two slices of a wait, without any lock: runs the handlers of the signals that have come, and throws
 // what they raise. They may use the device. On every other thread than Python's main one this does nothing.
 void check_signals();
+
+// What Python calls this thread. Takes the GIL.
+std::string thread_name();
 
 }  // namespace genie

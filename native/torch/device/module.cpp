@@ -18,6 +18,7 @@
 #include "memory.h"
 #include "roster.h"
 #include "storage.h"
+#include "watch.h"
 
 namespace py = pybind11;
 
@@ -121,87 +122,6 @@ py::tuple graph_report(Connection& connection, uint32_t graph) {
     connection.fail(error);
   }
 }
-
-// Tensors whose memory a graph has been made with; dicts that made up the model: its weights, modules, hooks;
-// and single entries of dicts, by name. Python's collector sees what it holds.
-class Watch {
- public:
-  using Entry = std::pair<py::dict, py::object>;
-  Watch(const std::vector<py::object>& tensors, const std::vector<py::dict>& parts,
-        const std::vector<Entry>& entries) {
-    for (const py::object& tensor : tensors) {
-      if (!THPVariable_Check(tensor.ptr())) throw py::type_error("a Watch takes tensors");
-      tensors_.emplace_back(tensor, storage_of(tensor));
-    }
-    for (const py::dict& part : parts) {
-      sizes_.emplace_back(part, part.size());
-      for (const auto& [name, value] : part) {
-        contents_.emplace_back(part, py::reinterpret_borrow<py::object>(name),
-                               py::reinterpret_borrow<py::object>(value));
-      }
-    }
-    for (const auto& [part, name] : entries) {
-      contents_.emplace_back(part, name, py::reinterpret_borrow<py::object>(found(part, name)));
-    }
-  }
-  // Whether each tensor stands on the memory that it stood on, and each dict has what it had.
-  bool holds() const {
-    for (const auto& [tensor, storage] : tensors_)
-      if (storage_of(tensor) != storage) return false;
-    for (const auto& [part, size] : sizes_)
-      if (part.size() != size) return false;
-    for (const auto& [part, name, value] : contents_)
-      if (found(part, name) != value.ptr()) return false;
-    return true;
-  }
-
-  static void collect(PyHeapTypeObject* type) {
-    type->ht_type.tp_flags |= Py_TPFLAGS_HAVE_GC;
-    type->ht_type.tp_traverse = [](PyObject* self, visitproc visit, void* arg) {
-      Py_VISIT(Py_TYPE(self));
-      const Watch* watch = made(self);
-      return watch ? watch->traverse(visit, arg) : 0;
-    };
-    type->ht_type.tp_clear = [](PyObject* self) {
-      Watch* watch = made(self);
-      // Whatever dies may look at this one again, so it is empty by then.
-      if (watch) Watch dying(std::move(*watch));
-      return 0;
-    };
-  }
-
- private:
-  Watch(Watch&&) = default;
-
-  // None while it is being made.
-  static Watch* made(PyObject* self) {
-    auto* instance = reinterpret_cast<py::detail::instance*>(self);
-    auto held = instance->get_value_and_holder();
-    return held.holder_constructed() ? held.value_ptr<Watch>() : nullptr;
-  }
-  static const c10::StorageImpl* storage_of(const py::object& tensor) {
-    return THPVariable_Unpack(tensor.ptr()).storage().unsafeGetStorageImpl();
-  }
-  static PyObject* found(const py::dict& part, const py::object& name) {
-    PyObject* value = PyDict_GetItemWithError(part.ptr(), name.ptr());
-    if (!value && PyErr_Occurred()) throw py::error_already_set();
-    return value;
-  }
-  int traverse(visitproc visit, void* arg) const {
-    for (const auto& [tensor, storage] : tensors_) Py_VISIT(tensor.ptr());
-    for (const auto& [part, size] : sizes_) Py_VISIT(part.ptr());
-    for (const auto& [part, name, value] : contents_) {
-      Py_VISIT(part.ptr());
-      Py_VISIT(name.ptr());
-      Py_VISIT(value.ptr());
-    }
-    return 0;
-  }
-
-  std::vector<std::pair<py::object, const c10::StorageImpl*>> tensors_;
-  std::vector<std::pair<py::dict, size_t>> sizes_;
-  std::vector<std::tuple<py::dict, py::object, py::object>> contents_;  // without a value: not there
-};
 
 // What a graph does with the memory of each tensor: one of Connection::Use.
 std::vector<int> graph_uses(const Connection& connection, uint32_t graph,
@@ -352,7 +272,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def("seed", &seed, without_gil)
       .def("executor_counters", &read_executor_counters, py::kw_only(), py::arg("forget_peak") = false)
       .def("client_counters", &client_counters)
-      .def("begin_graph", &Connection::begin_graph, without_gil)
+      .def("begin_graph", &Connection::begin_graph, without_gil, py::kw_only(), py::arg("thread"),
+           py::arg("idle_s_max"))
       .def("end_graph", &Connection::end_graph, without_gil)
       .def("graph_report", &graph_report)
       .def("graph_uses", &graph_uses)
@@ -360,10 +281,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def("replay_graph", &Connection::replay_graph, without_gil)
       .def("free_graph", &Connection::free_graph, without_gil)
       .def("close", &Connection::close, without_gil);
-  py::class_<Watch>(m, "Watch", py::module_local(), py::custom_type_setup(&Watch::collect))
-      .def(py::init<const std::vector<py::object>&, const std::vector<py::dict>&,
-                    const std::vector<Watch::Entry>&>())
-      .def("holds", &Watch::holds);
+  bind_watch(m);
   for (py::handle each : py::module_::import("genie.errors").attr("all_errors")()) {
     set_error_class(each.attr("code").cast<std::string>(), each.ptr());
   }

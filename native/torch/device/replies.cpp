@@ -83,6 +83,7 @@ void Connection::wait_until(std::unique_lock<std::mutex>& lock, c10::function_re
       raise_lost();
     }
     auto now = Clock::now();
+    if (is_recorder()) recorder_seen_ = now;
     if (now - signals_heard > SIGNALS_EVERY) {
       lock.unlock();
       check_signals();

@@ -1,0 +1,447 @@
+"""What a recording was made with: where it no longer holds, captured models are recorded again, or say so."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from genie.device import capture, graphs
+from genie.errors import OpRefusedError, UsageError
+from tests.device.conftest import D0, D1
+
+pytestmark = pytest.mark.usefixtures("devices")
+
+
+def recordings(captured: graphs.Captured) -> int:
+    return len(captured.report())
+
+
+# --- autocast -----------------------------------------------------------------------------------
+
+
+def in_bfloat16(**options: bool) -> torch.autocast:
+    return torch.autocast("remote_accelerator", dtype=torch.bfloat16, **options)
+
+
+class Inside(nn.Module):
+    """With an autocast of its own, which keeps what it casts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.part = nn.Linear(4, 4, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with in_bfloat16(cache_enabled=True):
+            return self.part(x)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("make", [lambda: nn.Linear(4, 4, bias=False), Inside], ids=["outside", "inside"])
+def test_weights_that_autocast_has_cast_before_are_cast_by_every_replay(
+    make: Callable[[], nn.Module],
+) -> None:
+    model = make().to(D0)
+    captured = capture(model)
+    one, two = torch.ones(1, 4, device=D0), torch.ones(2, 4, device=D0)
+    with in_bfloat16():
+        model(one)
+        for x in (one, two):
+            captured(x)
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.mul_(2)
+    for x in (one, two):
+        with in_bfloat16():
+            got = captured(x).cpu()
+        with in_bfloat16():
+            assert torch.equal(got, model(x).cpu())
+
+
+@pytest.mark.parametrize("make", [lambda: nn.Linear(4, 4, bias=False), Inside], ids=["outside", "inside"])
+def test_what_autocast_casts_in_a_recording_is_the_recordings_own(make: Callable[[], nn.Module]) -> None:
+    model = make().to(D0)
+    captured = capture(model)
+    x = torch.ones(1, 4, device=D0)
+    with in_bfloat16():
+        captured(x)
+        with torch.no_grad():
+            for weight in model.parameters():
+                weight.mul_(2)
+        assert torch.equal(model(x).cpu(), captured(x).cpu())
+
+
+# --- where the weights are ----------------------------------------------------------------------
+
+
+class Flat(nn.Module):
+    """Its weight is a part of a larger tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.flat = torch.arange(18.0, device=D0).view(2, 3, 3)
+        self.weight = nn.Parameter(self.flat[0], requires_grad=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.weight
+
+
+def _other_part(model: Flat) -> None:
+    model.weight.data = model.flat[1]
+
+
+def _other_strides(model: Flat) -> None:
+    model.weight.data = model.weight.data.t()
+
+
+def _other_shape(model: Flat) -> None:
+    model.weight.data = model.flat.view(6, 3)[:3, :2]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [_other_part, _other_strides, _other_shape, lambda model: model.weight.t_()],
+    ids=["part", "strides", "shape", "in place"],
+)
+@pytest.mark.parametrize("compiled", [False, True], ids=["captured", "compiled"])
+def test_a_weight_on_other_parts_of_its_memory_is_seen(
+    change: Callable[[Flat], object], compiled: bool
+) -> None:
+    torch._dynamo.reset()
+    model = Flat()
+    made: Any = torch.compile(model, backend="genie") if compiled else capture(model)
+    x = torch.arange(3.0, device=D0).view(1, 3)
+    with torch.no_grad():
+        for _ in range(2):
+            assert torch.equal(made(x).cpu(), model(x).cpu())
+        change(model)
+        for _ in range(2):
+            assert torch.equal(made(x).cpu(), model(x).cpu())
+
+
+class Previous(nn.Module):
+    """Keeps its argument in a buffer until the next call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("previous", torch.zeros(3, device=D0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = x + self.previous
+        self.previous = x
+        return y
+
+
+def test_an_argument_that_the_model_keeps_as_a_buffer_is_kept() -> None:
+    captured = capture(Previous())
+    got = [captured(torch.full((3,), float(i + 1), device=D0))[0].item() for i in range(5)]
+    assert got == [1, 3, 5, 7, 9]
+
+
+class Scaled(nn.Module):
+    """With a number on this machine, which CUDA and remote accelerators take as it is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3, device=D0), requires_grad=False)
+        self.register_buffer("scale", torch.tensor(2.0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.weight * self.scale
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["captured", "compiled"])
+def test_a_number_that_the_model_has_on_this_machine_is_watched(compiled: bool) -> None:
+    torch._dynamo.reset()
+    model = Scaled()
+    made: Any = torch.compile(model, backend="genie") if compiled else capture(model)
+    x = torch.ones(3, device=D0)
+    with torch.no_grad():
+        assert [made(x)[0].item() for _ in range(2)] == [2, 2]
+        model.scale.add_(1)
+        assert [made(x)[0].item() for _ in range(2)] == [3, 3]
+        model.load_state_dict({"weight": torch.ones(3), "scale": torch.tensor(7.0)})
+        assert [made(x)[0].item() for _ in range(2)] == [7, 7]
+        model.scale.data.numpy()[...] = 9
+        assert [made(x)[0].item() for _ in range(2)] == [9, 9]
+
+
+# --- other threads ------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(graphs, "RECORDER_IDLE_S_MAX", 2.0)
+
+
+@pytest.mark.usefixtures("impatient")
+def test_a_model_whose_branches_run_on_other_threads_is_refused_by_their_names() -> None:
+    x = torch.ones(3, device=D0)
+    with ThreadPoolExecutor(2, thread_name_prefix="branch") as pool:
+
+        def model(x: torch.Tensor) -> torch.Tensor:
+            return torch.stack(list(pool.map(lambda k: x * k, (1, 2)))).sum(0)
+
+        with pytest.raises(OpRefusedError, match=r"thread branch_.* thread MainThread"):
+            capture(model)(x)
+        assert model(x).tolist() == [3, 3, 3]
+    assert capture(lambda x: x + 1)(x).tolist() == [2, 2, 2]
+
+
+@pytest.mark.usefixtures("impatient")
+def test_a_thread_that_has_what_the_recording_waits_for_is_told_so() -> None:
+    lock, inside, taken = threading.Lock(), threading.Event(), threading.Event()
+    there = torch.zeros(3, device=D0)
+    refused: list[str] = []
+
+    def model(x: torch.Tensor) -> torch.Tensor:
+        y = x * 2
+        inside.set()
+        assert taken.wait(30)
+        with lock:
+            return y + 1
+
+    def other() -> None:
+        assert inside.wait(30)
+        with lock:
+            taken.set()
+            try:
+                there.add_(1)
+            except OpRefusedError as error:
+                refused.append(str(error))
+
+    thread = threading.Thread(target=other, name="the other")
+    thread.start()
+    captured = capture(model)
+    x = torch.ones(3, device=D0)
+    assert [captured(x).tolist() for _ in range(2)] == [[3, 3, 3]] * 2
+    thread.join(30)
+    assert len(refused) == 1
+    assert "thread the other" in refused[0]
+    assert "thread MainThread" in refused[0]
+    assert (there + 1).tolist() == [1, 1, 1]
+
+
+@pytest.mark.usefixtures("impatient")
+def test_a_recording_that_goes_on_may_take_its_time() -> None:
+    done: list[float] = []
+
+    def work() -> None:
+        done.append(torch.ones(4, device=D0).sum().item())
+
+    threads: list[threading.Thread] = []
+
+    def model(x: torch.Tensor) -> torch.Tensor:
+        threads.append(threading.Thread(target=work))
+        threads[-1].start()
+        for _ in range(60):
+            x = x + 1
+            threads[-1].join(0.05)
+        return x
+
+    assert capture(model)(torch.zeros(1, device=D0)).item() == 60
+    threads[0].join(30)
+    assert done == [4]
+
+
+# --- which device -------------------------------------------------------------------------------
+
+
+def test_a_captured_function_works_where_its_arguments_are() -> None:
+    captured = capture(lambda x: x * 2)
+    for device in (D0, D1, D0, D1):
+        got = captured(torch.ones(2, device=device))
+        assert got.device == torch.device(device)
+        assert (got + torch.ones(2, device=device)).tolist() == [3, 3]
+    write = capture(lambda x: x.add_(1))
+    both = [torch.zeros(2, device=device) for device in (D0, D1)]
+    for _ in range(2):
+        for each in both:
+            write(each)
+    assert [each.tolist() for each in both] == [[2, 2], [2, 2]]
+
+
+def test_arguments_on_two_devices_are_refused_before_and_after_a_recording() -> None:
+    here, there = torch.ones(2, device=D0), torch.ones(2, device=D1)
+    captured = capture(lambda x, y: x + y)
+    for _ in range(2):
+        with pytest.raises(OpRefusedError, match="remote_accelerator:0, remote_accelerator:1"):
+            captured(here, there)
+        assert captured(here, here).tolist() == [2, 2]
+
+
+def test_a_compiled_function_works_where_its_arguments_are() -> None:
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda x: x * 2, backend="genie")
+    for device in (D0, D1, D0, D1):
+        assert compiled(torch.ones(2, device=device)).device == torch.device(device)
+
+
+class Parts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.part = nn.Linear(3, 3)
+
+    def method(self, x: torch.Tensor) -> torch.Tensor:
+        return self.part(x)  # type: ignore[no-any-return]
+
+
+def test_a_method_takes_arguments_from_this_machine() -> None:
+    model = Parts().to(D1)
+    captured = capture(model.method)
+    x = torch.ones(1, 3)
+    for _ in range(2):
+        assert torch.equal(captured(x).cpu(), model.method(x.to(D1)).cpu())
+
+
+def test_a_function_takes_arguments_from_this_machine() -> None:
+    captured = capture(lambda x, y: x + y)
+    x, y = torch.ones(2), torch.ones(2, device=D1)
+    for _ in range(2):
+        assert captured(x, y).device == torch.device(D1)
+        assert captured(y, x).tolist() == [2, 2]
+        assert captured(x, x).device == torch.device(D0)
+        with torch.remote_accelerator.device(1):  # type: ignore[attr-defined]
+            assert captured(x, x).device == torch.device(D1)
+
+
+def test_what_is_on_the_wrong_device_is_told_what_to_move() -> None:
+    with pytest.raises(OpRefusedError, match=r"weights are on: cpu.*module\.to"):
+        capture(Parts().method)(torch.ones(1, 3))
+    both = nn.ModuleList([Parts().to(D0), Parts().to(D1)])
+    both.forward = both[1].method  # type: ignore[method-assign]
+    with pytest.raises(OpRefusedError, match=r"weights are on: .*:0, .*:1"):
+        capture(both)(torch.ones(1, 3))
+    with pytest.raises(OpRefusedError, match=r"arguments are on: .*:0, .*:1"):
+        capture(lambda x, y: x)(torch.ones(1, device=D0), torch.ones(1, device=D1))
+
+
+# --- plain arguments ----------------------------------------------------------------------------
+
+
+def _signed(x: torch.Tensor, value: Any) -> torch.Tensor:
+    return torch.copysign(x, torch.full_like(x, value))
+
+
+@pytest.mark.parametrize(
+    ("model", "values"),
+    [
+        (_signed, (0.0, -0.0)),
+        (lambda x, value: x * value.imag.hex().startswith("-"), (0j, complex(0.0, -0.0))),
+        (lambda x, value: x * len(str(value)), (frozenset([1]), frozenset([1.0]), frozenset([True]))),
+        (lambda x, value: x * len(str(value)), (slice(1), slice(1.0), slice(True))),
+        (lambda x, value: x * len(str(value)), (frozenset([(0.0,)]), frozenset([(-0.0,)]))),
+        (lambda x, value: x * len(str(value)), (range(0), range(10, 10))),
+        (lambda x, value: x * len(str(value)), ({1: 2}, {1.0: 2}, {True: 2})),
+    ],
+    ids=["zero", "complex zero", "set", "slice", "inside", "range", "keys"],
+)
+def test_values_that_are_equal_and_not_the_same_are_told_apart(
+    model: Callable[[torch.Tensor, object], torch.Tensor], values: tuple[object, ...]
+) -> None:
+    captured = capture(model)
+    x = torch.ones(2, device=D0)
+    for value in values * 2:
+        assert captured(x, value).tolist() == model(x.cpu(), value).tolist()
+    assert recordings(captured) == len(values)
+
+
+def test_what_is_no_number_needs_one_recording() -> None:
+    captured = capture(lambda x, value: x + value)
+    for _ in range(3):
+        assert captured(torch.ones(2, device=D0), float("nan")).isnan().all().item()
+    assert recordings(captured) == 1
+
+
+# --- settings of the process --------------------------------------------------------------------
+
+
+@contextmanager
+def default_dtype() -> Iterator[None]:
+    torch.set_default_dtype(torch.float64)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+@contextmanager
+def deterministic() -> Iterator[None]:
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+@contextmanager
+def only_warned() -> Iterator[None]:
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+@contextmanager
+def precision() -> Iterator[None]:
+    torch.set_float32_matmul_precision("medium")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision("highest")
+
+
+@contextmanager
+def default_device() -> Iterator[None]:
+    with torch.device("meta"):
+        yield
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [default_dtype, deterministic, only_warned, precision, default_device],
+    ids=lambda f: f.__name__,
+)
+def test_settings_that_a_model_may_ask_for_have_recordings_of_their_own(
+    setting: Callable[[], Any],
+) -> None:
+    def asked() -> list[object]:
+        return [
+            torch.get_default_dtype(),
+            torch.are_deterministic_algorithms_enabled(),
+            torch.is_deterministic_algorithms_warn_only_enabled(),
+            torch.get_float32_matmul_precision(),
+            torch.get_default_device(),
+        ]
+
+    known: list[list[object]] = []
+
+    def model(x: torch.Tensor) -> torch.Tensor:
+        if asked() not in known:
+            known.append(asked())
+        return x * known.index(asked())
+
+    captured = capture(model)
+    x = torch.ones(1, device=D0)
+    for _ in range(2):
+        assert captured(x).item() == 0
+        with setting():
+            assert captured(x).item() == 1
+    assert recordings(captured) == 2
+
+
+# --- batch sizes --------------------------------------------------------------------------------
+
+
+def test_an_empty_batch_is_not_told_to_find_a_larger_size() -> None:
+    captured = capture(nn.Linear(4, 4).to(D0), batch_sizes=(2,))
+    with pytest.raises(UsageError, match="a batch of 0 rows") as caught:
+        captured(torch.ones(0, 4))
+    assert "larger" not in caught.value.hint
+    assert "leave it out" in caught.value.hint
