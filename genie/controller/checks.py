@@ -27,7 +27,7 @@ TEXT_BYTES_MAX = 128 * 1024
 GPUS_MAX = 1024
 MEMORY_BYTES_MAX = 1 << 60
 CPUS_MAX = 1_000_000.0
-WORKERS_MAX = 4096
+WORKERS_MAX = 1024
 NAMED_MAX = 64
 """Of each thing that a job names: labels, GPU models, other jobs."""
 PRIORITY_MAX = 1000

@@ -42,6 +42,8 @@ from genie.scheduler.scheduler import Start
 from genie.tenancy.masking import masked
 
 LAUNCH_ATTEMPTS_MAX = 5
+NODES_OF_JOB_MAX = 120
+"""What a job begins to hold is written at once, and a store takes so many rows in one transaction."""
 _BACKOFF_S = 0.5
 _DROP_AT_ONCE = 100
 _STOPPING = "being stopped: "
@@ -269,6 +271,11 @@ class Jobs:
     def _place(self, start: Start, txn: Transaction) -> Job | None:
         job = self.get(start.job_id)
         if job is None or job.state is not JobState.QUEUED:
+            return None
+        nodes = len({place.node_id for place in start.places})
+        if nodes > NODES_OF_JOB_MAX:
+            why = f"its workers would be on {nodes} nodes, and {NODES_OF_JOB_MAX} are the most"
+            self._end(txn, job, JobState.CANCELLED, f"cancelled: {why}")
             return None
         epoch = txn.next_number("epoch")
         placements = []

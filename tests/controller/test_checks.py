@@ -21,7 +21,7 @@ def spec(*, gpus: int = 1, **fields: object) -> JobSpec:
     "wishes",
     [
         Wishes(),
-        Wishes(workers=4096, workers_min=4096),
+        Wishes(workers=1024, workers_min=1024),
         Wishes(workers=2, workers_min=0, spread=Spread.SPREAD, within=Within.RACK),
         Wishes(within=Within.NODE, spread=Spread.SPREAD),
         Wishes(priority=-1000, grace_s=0.0, time_limit_s=0.5, deadline_at=1.0),

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from genie.config import ControllerConfig
 from genie.controller.election import Election, StoreHealth
-from genie.controller.jobs import Jobs
+from genie.controller.jobs import NODES_OF_JOB_MAX, Jobs
 from genie.controller.ledger import Counter, Ledger, NodeRecord, Table, Transaction
 from genie.controller.store import Compare, Delete, Put, TxnResult
 from genie.controller.store.protocol import TXN_OPS_MAX
@@ -299,6 +299,25 @@ async def test_a_transaction_has_no_more_bytes_than_a_store_takes() -> None:
         jobs = await all_at_once(*(one.jobs.submit(large, WHO, f"r{number}") for number in range(3)))
         assert [job.sequence for job in jobs] == [1, 2, 3]
         assert one.commits == 3
+
+
+async def test_a_job_on_as_many_nodes_as_are_allowed_is_one_transaction_and_on_more_it_ends() -> None:
+    async with books() as one:
+        several = tuple(f"many-{number}" for number in range(NODES_OF_JOB_MAX + 1))
+        for node_id in several:
+            record = NodeRecord(info=node_info(node_id))
+            await one.ledger.write(partial(_put, one.ledger.nodes, node_id, record))
+        one.commits = 0
+        for number, nodes in enumerate((several[1:], several)):
+            await submit(number)(one)
+            start = Start(job_id(number), tuple(WorkerPlace(node_id, (0,)) for node_id in nodes), "because")
+            await one.jobs.place([start], placed=lambda job: None)
+        held, refused = one.ledger.jobs[job_id(0)], one.ledger.jobs[job_id(1)]
+        assert (held.state, len(held.placements)) == (JobState.PLACING, NODES_OF_JOB_MAX)
+        assert refused.state is JobState.CANCELLED
+        assert refused.reason == "cancelled: its workers would be on 121 nodes, and 120 are the most"
+        await one.jobs.cancel(job_id(0), "asked for")
+        assert not any(one.ledger.holds[node_id].holds for node_id in several[1:])
 
 
 async def test_a_bad_write_fails_alone_and_leaves_nothing() -> None:
