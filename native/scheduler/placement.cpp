@@ -127,9 +127,9 @@ std::unique_ptr<Placement::Lesson> Placement::learn() {
     supply = std::make_unique<Supply>(cluster_, *lesson_->supply);
   } else {
     while (due_ <= observed_) due_ += std::min(due_, kLessonEvery);
-    std::vector<RequestClass> history = history_;  // the oldest first
-    if (!history.empty())
-      std::rotate(history.begin(), history.begin() + observed_ % history.size(), history.end());
+    const auto oldest = history_.begin() + (history_.empty() ? 0 : observed_ % history_.size());
+    std::vector<RequestClass> history(oldest, history_.end());
+    history.insert(history.end(), history_.begin(), oldest);
     supply = std::make_unique<Supply>(cluster_, history, options_);
   }
   lesson->supply = supply.get();
