@@ -401,6 +401,7 @@ class Controller:
             raise
         finally:
             self._planner.settle(each.job_id for each in decisions if isinstance(each, Start))
+        self._planner.refresh()
 
     async def _place(self, starts: list[Start]) -> None:
         level = logging.INFO

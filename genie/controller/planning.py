@@ -29,6 +29,8 @@ from genie.scheduler.scheduler import Decision, Rules, Scheduler, Start, Wait
 
 _log = logging.getLogger(__name__)
 
+_REFRESH_BUDGET = 20_000
+"""Judgements of a request on a node at a time: some milliseconds."""
 _KINDS_MAX = 1024
 """Of wishes that are remembered."""
 _HELD = (JobState.PLACING, JobState.RUNNING)
@@ -125,6 +127,11 @@ class Planner:
         self._take_up_later()
         decisions = self._scheduler.decide(self._clock.wall_s())
         return [self._by_id(each) if isinstance(each, Start) else each for each in decisions]
+
+    def refresh(self) -> None:
+        """Between two decisions: what the next one would have to work out first, so that it need not."""
+        if not self._is_stale:
+            self._scheduler.book.refresh(_REFRESH_BUDGET)
 
     def settle(self, job_ids: Iterable[str]) -> None:
         """These were decided on. What has not come about is undone."""

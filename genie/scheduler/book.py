@@ -306,6 +306,10 @@ class Book:
 
     # -- jobs ---------------------------------------------------------------------------------
 
+    def refresh(self, budget: int) -> bool:
+        """Prepares the next choices, up to so many judgements; True when that is done."""
+        return self._real.refresh(budget)
+
     def observe(self, request: Request) -> None:
         """It has arrived; policies learn from that."""
         self._real.observe(self._class(request, request.shape), self._tenant(request.tenant))

@@ -13,6 +13,7 @@ from genie.model.job import Job, JobSpec, JobState, Resources, Spread, Stop, Wis
 from genie.model.messages import CancelJob, ExitReport, Launch, ReadLog, SetQuota
 from genie.model.node import GPUInfo, NodeInfo, Vendor
 from genie.model.tenant import QuotaRecord, TokenKind
+from genie.scheduler.book import Book
 from tests.controller.standing import Client, Standing, standing
 from tests.fakes.agent import FakeAgent, node_info
 from tests.fakes.clock import FakeClock
@@ -468,3 +469,21 @@ async def test_what_is_borrowed_is_taken_back_by_whom_it_belongs_to(tmp_path: Pa
             )
             await a.beat()
             assert (await a.start_next()).job_id == mine.job_id
+
+
+async def test_the_next_choice_is_prepared_between_decisions(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    budgets: list[int] = []
+    refresh = Book.refresh
+
+    def counted(book: Book, budget: int) -> bool:
+        budgets.append(budget)
+        return refresh(book, budget)
+
+    monkeypatch.setattr(Book, "refresh", counted)
+    async with standing(tmp_path) as one, one.client() as owner, one.agent("a") as a:
+        await owner.submit_spec(spec())
+        await a.start_next()
+        await until(lambda: bool(budgets))
+        assert 0 < budgets[0] <= 100_000, "it must not hold up what comes meanwhile"
