@@ -137,7 +137,11 @@ def logs(
     invocation: Invocation,
     *,
     job_id: Annotated[
-        str, typer.Argument(metavar="JOB", help="Id of the job, or its name where only one has it.")
+        str,
+        typer.Argument(
+            metavar="JOB[.RANK]",
+            help="Id of the job, or its name where only one has it; JOB.2: of one worker.",
+        ),
     ],
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on until the job ends.")] = False,
     as_json: AsJson = False,
