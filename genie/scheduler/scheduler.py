@@ -517,9 +517,13 @@ class _Pass:
         if why := never[waiting.kind]:
             return self._wait(request, why)
         several = self._those_who_matter(request)
-        leaving = [running for running in several if running.is_leaving]
+        # Who must be over before the last of those who leave is gone need not be sent away: such jobs are let
+        # in before a reservation, and would be let in again.
+        until = max((running.ends_at for running in several if running.is_leaving), default=-math.inf)
+        leaving = [running for running in several if running.ends_at <= until]
         if self._rules.preempts:
-            candidates = victims.who_may_go(request, several, book=self._book, quotas=self._rules.quotas)
+            others = [running for running in several if running.ends_at > until]
+            candidates = victims.who_may_go(request, others, book=self._book, quotas=self._rules.quotas)
             eviction = victims.plan(
                 request,
                 candidates,
