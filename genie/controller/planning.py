@@ -236,8 +236,7 @@ class Planner:
         try:
             self._scheduler.started(self._request(job), places, at)
         except (UsageError, KeyError) as error:
-            # Its node has fewer accelerators than it had, say. It runs on; what it holds counts in the
-            # ledger.
+            # It runs on; what it holds counts in the ledger.
             _log.warning("job %s cannot be accounted for where it runs: %s", job.job_id, error)
 
     def _take_up_later(self) -> None:

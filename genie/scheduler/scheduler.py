@@ -226,8 +226,8 @@ class Scheduler:
         self.book.observe(request)
 
     def started(self, request: Request, places: tuple[WorkerPlace, ...], at: float) -> None:
-        """It runs there already, whoever decided that."""
-        self.book.hold(request, places)
+        """It runs there already, whoever decided that, and whatever its nodes have lost since then."""
+        self.book.hold(request, places, is_there=True)
         self._unqueue(request.job_id)
         self._run(request, places, at)
         self._is_other = True

@@ -225,6 +225,21 @@ async def test_a_launch_that_one_node_refuses_is_void_on_all(tmp_path: Path) -> 
         await started_together((a, again), (b, other))
 
 
+async def test_what_is_left_of_a_gang_that_lost_an_accelerator_is_held(tmp_path: Path) -> None:
+    async with standing(tmp_path) as one, one.client() as owner, one.agent("a") as a, one.agent("b") as b:
+        await owner.submit_spec(spec("gang", workers=2))
+        first, second = await a.next_launch(), await b.next_launch()
+        await started_together((a, first), (b, second))
+        await a.beat(node=msgspec.structs.replace(a.info, gpus=()))
+        job = await owner.submit_spec(spec("next"))
+        assert job.state is JobState.QUEUED
+        assert "has a reservation on b" in job.reason
+        for agent, launch in ((a, first), (b, second)):
+            agent.end(launch)
+            await agent.beat(node=msgspec.structs.replace(agent.info, gpus=b.info.gpus * (agent is b)))
+        assert (await b.next_launch()).job_id == job.job_id
+
+
 async def test_each_worker_has_its_own_log(tmp_path: Path) -> None:
     async with standing(tmp_path) as one, one.client() as owner, one.agent("a", gpus=2) as a:
         job = await owner.submit_spec(spec("pair", workers=2))

@@ -18,9 +18,8 @@ import pytest
 
 from genie.agent.journal import Journal
 from genie.controller.controller import Controller
-from genie.controller.jobs import Jobs
 from genie.controller.planning import Planner
-from genie.errors import GenieError, JobRefusedError
+from genie.errors import JobRefusedError
 from genie.model.job import Job, JobSpec, JobState, Resources, Spread, Wishes, Within
 from genie.model.messages import CancelJob
 from genie.scheduler.request import FULL_MILLI
@@ -186,9 +185,9 @@ def _check_ends(cluster: SimCluster, outcome: Outcome) -> Iterator[str]:
                 yield f"{job_id} had no time for that: {job}"
         elif job.state is JobState.CANCELLED and job_id not in outcome.cancelled:
             yield f"{job_id} was not cancelled by anybody: {job}"
-        elif job.state is JobState.FAILED and "time limit" in job.reason:
-            if limit_s is None or (seconds <= limit_s and job_id not in outcome.cancelled):
-                yield f"{job_id} had time enough: {job}"
+        had_time = limit_s is None or seconds <= limit_s
+        if job.state is JobState.FAILED and had_time and "time limit" in job.reason:
+            yield f"{job_id} had time enough: {job}"
 
 
 class _Errors(logging.Handler):
