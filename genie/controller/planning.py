@@ -216,6 +216,8 @@ class Planner:
         elif job.state in _HELD:
             if not scheduler.is_running(job_id):
                 self._hold(job)
+            elif len(job.placements) > 1:
+                self._give_back(job)
             if job.stop and scheduler.is_running(job_id):
                 scheduler.leaves(job_id, self._clock.wall_s() + job.spec.wishes.grace_s)
         elif self._jobs.not_before_s(job_id) > self._clock.monotonic_s():
@@ -229,15 +231,19 @@ class Planner:
 
     def _hold(self, job: Job) -> None:
         """It runs, as another controller decided or this one in an earlier term."""
-        places = tuple(
-            self._by_position(placement.node_id, placement.gpu_ids) for placement in job.placements
-        )
+        places = self._places(job)
         at = job.started_at or job.history[-1].at
         try:
             self._scheduler.started(self._request(job), places, at)
         except (UsageError, KeyError) as error:
             # It runs on; what it holds counts in the ledger.
             _log.warning("job %s cannot be accounted for where it runs: %s", job.job_id, error)
+
+    def _give_back(self, job: Job) -> None:
+        """What those of its workers held that are over."""
+        left = sum(placement.outcome is None for placement in job.placements)
+        if left < len(self._scheduler.book.held[job.job_id].places):
+            self._scheduler.keeps(job.job_id, self._places(job))
 
     def _take_up_later(self) -> None:
         now_s = self._clock.monotonic_s()
@@ -264,6 +270,14 @@ class Planner:
         shape = shape_of(spec, has_gpus=self._has_gpus, positions={})
         self._shapes[spec.resources] = (spec.wishes, shape)
         return shape
+
+    def _places(self, job: Job) -> tuple[WorkerPlace, ...]:
+        """Where it holds something."""
+        return tuple(
+            self._by_position(placement.node_id, placement.gpu_ids)
+            for placement in job.placements
+            if placement.outcome is None
+        )
 
     def _by_position(self, node_id: str, gpu_ids: tuple[int, ...]) -> WorkerPlace:
         known = self._gpu_ids[node_id]

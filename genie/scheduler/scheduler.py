@@ -232,6 +232,14 @@ class Scheduler:
         self._run(request, places, at)
         self._is_other = True
 
+    def keeps(self, job_id: str, places: tuple[WorkerPlace, ...]) -> None:
+        """Of one that runs, only the workers at these places are left."""
+        running = self._running[job_id]
+        self.book.release(job_id)
+        self.book.hold(running.request, places, is_there=True)
+        self._running[job_id] = replace(running, held=Held(running.request, places))
+        self._is_other = True
+
     def leaves(self, job_id: str, until: float) -> None:
         """One that runs has been told to go by then, whoever decided that."""
         running = self._running[job_id]

@@ -240,6 +240,19 @@ async def test_what_is_left_of_a_gang_that_lost_an_accelerator_is_held(tmp_path:
         assert (await b.next_launch()).job_id == job.job_id
 
 
+async def test_what_a_worker_held_that_is_over_goes_to_others_while_the_rest_runs_on(tmp_path: Path) -> None:
+    async with standing(tmp_path) as one, one.client() as owner, one.agent("a") as a, one.agent("b") as b:
+        gang = await owner.submit_spec(spec("gang", workers=2))
+        first, second = await a.next_launch(), await b.next_launch()
+        await started_together((a, first), (b, second))
+        a.end(first)
+        await a.beat()
+        job = await owner.submit_spec(spec("next"))
+        assert (await a.start_next()).job_id == job.job_id
+        assert (await owner.submit_spec(spec("last"))).state is JobState.QUEUED
+        assert (await owner.job(gang.job_id)).state is JobState.RUNNING
+
+
 async def test_each_worker_has_its_own_log(tmp_path: Path) -> None:
     async with standing(tmp_path) as one, one.client() as owner, one.agent("a", gpus=2) as a:
         job = await owner.submit_spec(spec("pair", workers=2))
