@@ -24,7 +24,7 @@ from genie.scheduler.book import Book, MakePlacer
 from genie.scheduler.explain import Explanation, explain, in_order
 from genie.scheduler.facts import GPU_UNKNOWN, facts_of, request_of, shape_of
 from genie.scheduler.placement.protocol import GPUS_MAX
-from genie.scheduler.request import Request, Shape, WorkerPlace
+from genie.scheduler.request import CPU, NodeFacts, Request, Shape, WorkerPlace
 from genie.scheduler.scheduler import Decision, Rules, Scheduler, Start, Wait
 
 _log = logging.getLogger(__name__)
@@ -193,6 +193,8 @@ class Planner:
             self._gpu_ids.pop(node_id, None)
             self._seen.pop(node_id, None)
             self._never.clear()
+            if self._has_gpus and not any(map(_has_gpu_facts, self._scheduler.book.nodes)):
+                self.forget()  # as in _node_looked_at
         except UsageError:  # something is still held there in the book
             self.forget()
 
@@ -297,3 +299,7 @@ class Planner:
 
 def _has_gpu(info: NodeInfo) -> bool:
     return any(gpu.vendor is not Vendor.CPU for gpu in info.gpus)
+
+
+def _has_gpu_facts(facts: NodeFacts) -> bool:
+    return any(gpu.vendor != CPU for gpu in facts.gpus)
