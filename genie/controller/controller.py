@@ -396,8 +396,8 @@ class Controller:
             for decision in decisions:
                 if isinstance(decision, Preempt):
                     await self._preempt(decision)
-        except (StoreError, LeadershipError):
-            self._planner.forget()
+        except Exception:
+            self._planner.forget()  # what was decided and not done must not count
             raise
         finally:
             self._planner.settle(each.job_id for each in decisions if isinstance(each, Start))
@@ -423,8 +423,8 @@ class Controller:
         _log.info("job %s %s", job.job_id, decision.reason)
         if job.state is JobState.PLACING:
             await self._jobs.requeue(job.job_id, epoch=job.epoch, reason=decision.reason)
-        else:
-            await self._stop(job, Stop.PREEMPT, decision.reason)
+        # Nothing when it waits again; but it may have been confirmed a moment before.
+        await self._stop(job, Stop.PREEMPT, decision.reason)
 
     async def _stop(self, job: Job, stop: Stop, reason: str) -> None:
         stopped = await self._jobs.stop(job.job_id, epoch=job.epoch, stop=stop, reason=reason)

@@ -382,14 +382,12 @@ class Jobs:
 
         `refused` says that the agent said no: after a few of those the job fails.
         """
-        if refused and job_id in self._ledger.jobs:
-            self._note_refusal(job_id, epoch)
 
         def build(txn: Transaction) -> None:
             job = self.get(job_id)
             if job is None or job.state is not JobState.PLACING or job.epoch != epoch:
-                return
-            count = self._refusals.get(job_id, _Refusal()).times if refused else 0
+                return  # a launch that was void before it was refused says nothing about the job
+            count = self._note_refusal(job_id, epoch) if refused else 0
             if count >= LAUNCH_ATTEMPTS_MAX:
                 self._end(txn, job, JobState.FAILED, f"refused {count} times, the last time: {reason}")
                 return
@@ -397,13 +395,15 @@ class Jobs:
 
         await self._ledger.write(build)
 
-    def _note_refusal(self, job_id: str, epoch: int) -> None:
-        """Once for a launch, however many of its workers were refused."""
+    def _note_refusal(self, job_id: str, epoch: int) -> int:
+        """Once for a launch, however many of its workers were refused; how often it has happened."""
         before = self._refusals.get(job_id, _Refusal())
-        if before.epoch != epoch:
-            count = before.times + 1
-            not_before_s = self._clock.monotonic_s() + _BACKOFF_S * 2**count
-            self._refusals[job_id] = _Refusal(epoch, count, not_before_s)
+        if before.epoch == epoch:
+            return before.times
+        count = before.times + 1
+        not_before_s = self._clock.monotonic_s() + _BACKOFF_S * 2**count
+        self._refusals[job_id] = _Refusal(epoch, count, not_before_s)
+        return count
 
     async def lose(
         self, unit: str, *, epoch: int, reason: str, still: Callable[[], bool] = lambda: True

@@ -24,7 +24,7 @@ from genie.scheduler.book import Book, MakePlacer
 from genie.scheduler.explain import Explanation, explain, in_order
 from genie.scheduler.facts import GPU_UNKNOWN, facts_of, request_of, shape_of
 from genie.scheduler.placement.protocol import GPUS_MAX
-from genie.scheduler.request import Request, Shape, WorkerPlace
+from genie.scheduler.request import CPU, NodeFacts, Request, Shape, WorkerPlace
 from genie.scheduler.scheduler import Decision, Rules, Scheduler, Start, Wait
 
 _log = logging.getLogger(__name__)
@@ -200,6 +200,8 @@ class Planner:
             self._gpu_ids.pop(node_id, None)
             self._seen.pop(node_id, None)
             self._never.clear()
+            if self._has_gpus and not any(map(_has_gpu_facts, self._scheduler.book.nodes)):
+                self.forget()  # as in _node_looked_at
         except UsageError:  # something is still held there in the book
             self.forget()
 
@@ -223,6 +225,8 @@ class Planner:
         elif job.state in _HELD:
             if not scheduler.is_running(job_id):
                 self._hold(job)
+            elif len(job.placements) > 1:
+                self._give_back(job)
             if job.stop and scheduler.is_running(job_id):
                 scheduler.leaves(job_id, self._clock.wall_s() + job.spec.wishes.grace_s)
         elif self._jobs.not_before_s(job_id) > self._clock.monotonic_s():
@@ -236,16 +240,19 @@ class Planner:
 
     def _hold(self, job: Job) -> None:
         """It runs, as another controller decided or this one in an earlier term."""
-        places = tuple(
-            self._by_position(placement.node_id, placement.gpu_ids) for placement in job.placements
-        )
+        places = self._places(job)
         at = job.started_at or job.history[-1].at
         try:
             self._scheduler.started(self._request(job), places, at)
         except (UsageError, KeyError) as error:
-            # Its node has fewer accelerators than it had, say. It runs on; what it holds counts in the
-            # ledger.
+            # It runs on; what it holds counts in the ledger.
             _log.warning("job %s cannot be accounted for where it runs: %s", job.job_id, error)
+
+    def _give_back(self, job: Job) -> None:
+        """What those of its workers held that are over."""
+        left = sum(placement.outcome is None for placement in job.placements)
+        if left < len(self._scheduler.book.held[job.job_id].places):
+            self._scheduler.keeps(job.job_id, self._places(job))
 
     def _take_up_later(self) -> None:
         now_s = self._clock.monotonic_s()
@@ -273,6 +280,14 @@ class Planner:
         self._shapes[spec.resources] = (spec.wishes, shape)
         return shape
 
+    def _places(self, job: Job) -> tuple[WorkerPlace, ...]:
+        """Where it holds something."""
+        return tuple(
+            self._by_position(placement.node_id, placement.gpu_ids)
+            for placement in job.placements
+            if placement.outcome is None
+        )
+
     def _by_position(self, node_id: str, gpu_ids: tuple[int, ...]) -> WorkerPlace:
         known = self._gpu_ids[node_id]
         return WorkerPlace(
@@ -291,3 +306,7 @@ class Planner:
 
 def _has_gpu(info: NodeInfo) -> bool:
     return any(gpu.vendor is not Vendor.CPU for gpu in info.gpus)
+
+
+def _has_gpu_facts(facts: NodeFacts) -> bool:
+    return any(gpu.vendor != CPU for gpu in facts.gpus)

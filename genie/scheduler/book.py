@@ -327,20 +327,31 @@ class Book:
         self._note(request, places)
         return places
 
-    def hold(self, request: Request, places: Sequence[WorkerPlace]) -> None:
-        """At these places and no others. UsageError, and nothing is held, when they are not free."""
-        parts = [(request.shape.bare, place) for place in places]
+    def hold(self, request: Request, places: Sequence[WorkerPlace], *, is_there: bool = False) -> None:
+        """At these places and no others. UsageError, and nothing is held, when they are not free.
+
+        `is_there`: it runs there already. Of GPUs that its nodes have lost nothing is held, and of other
+        things not more than there is, as when a node changes. It counts as used all the same.
+        """
+        counts = Counter(places) if is_there else {}
+        parts: dict[WorkerPlace, _Part] = {}
         taken: list[_Part] = []
         try:
-            for part in parts:
-                self._take(self._real, request.tenant, part)
-                taken.append(part)
+            for place in sorted(places):  # equal ones together: they get the same
+                if place not in parts:
+                    facts, whole = self._known(place.node_id).facts, (request.shape.bare, place)
+                    parts[place] = self._left(request, place, facts, counts[place]) if is_there else whole
+                self._take(self._real, request.tenant, parts[place])
+                taken.append(parts[place])
         except UsageError:
             for part in reversed(taken):
                 self._give_back(self._real, part)
             raise
-        for part in parts:
+        for part in taken:
             self._follow(request.tenant, part, taken=True, but=self._real)
+        for place, part in parts.items():
+            if part != (request.shape.bare, place):
+                self._parts[request.job_id, place] = part
         self._note(request, tuple(places))
 
     def release(self, job_id: str) -> Held:

@@ -226,10 +226,18 @@ class Scheduler:
         self.book.observe(request)
 
     def started(self, request: Request, places: tuple[WorkerPlace, ...], at: float) -> None:
-        """It runs there already, whoever decided that."""
-        self.book.hold(request, places)
+        """It runs there already, whoever decided that, and whatever its nodes have lost since then."""
+        self.book.hold(request, places, is_there=True)
         self._unqueue(request.job_id)
         self._run(request, places, at)
+        self._is_other = True
+
+    def keeps(self, job_id: str, places: tuple[WorkerPlace, ...]) -> None:
+        """Of one that runs, only the workers at these places are left."""
+        running = self._running[job_id]
+        self.book.release(job_id)
+        self.book.hold(running.request, places, is_there=True)
+        self._running[job_id] = replace(running, held=Held(running.request, places))
         self._is_other = True
 
     def leaves(self, job_id: str, until: float) -> None:
@@ -517,9 +525,13 @@ class _Pass:
         if why := never[waiting.kind]:
             return self._wait(request, why)
         several = self._those_who_matter(request)
-        leaving = [running for running in several if running.is_leaving]
+        # Who must be over before the last of those who leave is gone need not be sent away: such jobs are let
+        # in before a reservation, and would be let in again.
+        until = max((running.ends_at for running in several if running.is_leaving), default=-math.inf)
+        leaving = [running for running in several if running.ends_at <= until]
         if self._rules.preempts:
-            candidates = victims.who_may_go(request, several, book=self._book, quotas=self._rules.quotas)
+            others = [running for running in several if running.ends_at > until]
+            candidates = victims.who_may_go(request, others, book=self._book, quotas=self._rules.quotas)
             eviction = victims.plan(
                 request,
                 candidates,

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
+
+import msgspec
 
 from genie.agent.agent import Agent
 from genie.agent.identity import read_identity
@@ -25,7 +27,7 @@ from genie.model.messages import CreateToken, ListJobs, ListNodes, Message, Node
 from genie.model.node import GPUInfo, Vendor
 from genie.model.tenant import TokenKind
 from genie.runtime.credentials import OWNER_TOKEN_FILE, Access, greet
-from genie.sim.processes import DURATION_VARIABLE, Machines, SimLauncher
+from genie.sim.processes import DURATION_VARIABLE, SHARE_VARIABLE, Machines, SimLauncher
 from genie.sim.store import MemoryStore
 from genie.sim.world import SimClock, SimNetwork, World
 from genie.tenancy.access import parse_token
@@ -37,15 +39,17 @@ _CLIENT = "127.0.9.9"
 _CALL_S = 5.0
 
 
-class _FixedAccelerators:
-    def __init__(self, count: int) -> None:
-        self._gpus = tuple(
-            GPUInfo(gpu_id=index, name="simulated", vendor=Vendor.CPU, memory_total_bytes=1 << 30)
-            for index in range(count)
-        )
+class _Accelerators:
+    """Those with these ids, asked for anew each time."""
+
+    def __init__(self, ids: Callable[[], Collection[int]]) -> None:
+        self._ids = ids
 
     async def read_async(self, held: Collection[int] = ()) -> tuple[GPUInfo, ...]:
-        return self._gpus
+        return tuple(
+            GPUInfo(gpu_id=gpu_id, name="simulated", vendor=Vendor.CPU, memory_total_bytes=1 << 30)
+            for gpu_id in sorted(self._ids())
+        )
 
 
 @dataclass
@@ -54,6 +58,7 @@ class _Running:
 
     task: asyncio.Task[None]
     launcher: SimLauncher | None = None
+    controller: Controller | None = None
 
 
 @dataclass
@@ -76,6 +81,9 @@ class SimCluster:
         self._stores: dict[str, MemoryStore] = {}
         self._dying: dict[str, list[asyncio.Task[None]]] = {}
         self._requests = 0
+        self._tokens: dict[str, str] = {}
+        """Of users, by tenant."""
+        self._gpu_ids = {host: tuple(range(self.gpus)) for host in self.node_hosts}
 
     @property
     def controller_hosts(self) -> list[str]:
@@ -85,8 +93,23 @@ class SimCluster:
     def node_hosts(self) -> list[str]:
         return [f"127.0.2.{index + 1}" for index in range(self.nodes)]
 
+    def node_id(self, host: str) -> str:
+        return host.replace(".", "-")
+
     def is_up(self, host: str) -> bool:
         return host in self._lives
+
+    @property
+    def leader(self) -> Controller | None:
+        """One that believes that it leads."""
+        lives = (self._lives[host] for host in self.controller_hosts if host in self._lives)
+        several = (life.controller for life in lives)
+        return next((one for one in several if one is not None and one.is_leading), None)
+
+    @property
+    def memory(self) -> MemoryStore:
+        """The store as it is, whoever can reach it."""
+        return self._memory
 
     async def start(self) -> None:
         self._memory = await MemoryStore.open(clock=SimClock(self.world, "store"))
@@ -122,9 +145,10 @@ class SimCluster:
                 name=host,
                 random_bytes=self.world.random.randbytes,
             )
+            life.controller = controller
             await controller.run()
 
-        self._lives[host] = _Running(self.group.create_task(live()))
+        life = self._lives[host] = _Running(self.group.create_task(live()))
 
     def start_agent(self, host: str) -> None:
         launcher = SimLauncher(self.world, self.machines, host)
@@ -139,7 +163,7 @@ class SimCluster:
                 network=SimNetwork(self.world, host),
                 clock=SimClock(self.world, host),
                 rng=random.Random(self.world.random.random()),
-                inventory=_FixedAccelerators(self.gpus),
+                inventory=_Accelerators(lambda: self._gpu_ids[host]),
                 launcher=launcher,
                 facts=lambda: HostFacts(
                     cpus=8.0, memory_total_bytes=1 << 34, memory_used_bytes=0, hostname=host
@@ -174,39 +198,54 @@ class SimCluster:
         if host not in self._lives:
             (self.start_controller if host in self.controller_hosts else self.start_agent)(host)
 
+    def set_gpus(self, host: str, gpu_ids: Collection[int]) -> None:
+        """From its next look on, the node's agent finds these."""
+        self._gpu_ids[host] = tuple(gpu_ids)
+
+    def lose_answer(self, host: str) -> None:
+        """This controller's next change happens, and it does not hear so."""
+        self._stores[host].lose_next_answer()
+
     def set_store(self, host: str, *, available: bool) -> None:
         self._stores[host].set_available(available)
 
     # --- as a client ------------------------------------------------------------------------
 
     async def submit(self, *, gpus: int, seconds: float) -> str:
-        """The job's id, once it is taken. Asked as often as needed: the request id makes that safe."""
+        """The job's id, once it is taken."""
+        spec = JobSpec(name="sim", command=("simulated",), resources=Resources(gpus=gpus))
+        return await self.submit_spec(spec, seconds=seconds)
+
+    async def submit_spec(self, spec: JobSpec, *, seconds: float, tenant: str = "") -> str:
+        """Asked as often as needed: the request id makes that safe. Of the owner's tenant unless told."""
         self._requests += 1
-        spec = JobSpec(
-            name=f"sim-{self._requests}",
-            command=("simulated",),
-            resources=Resources(gpus=gpus),
-            env={DURATION_VARIABLE: str(seconds)},
-        )
+        env = {DURATION_VARIABLE: str(seconds), SHARE_VARIABLE: str(spec.resources.gpu_milli)}
+        spec = msgspec.structs.replace(spec, name=f"{spec.name}-{self._requests}", env=env)
         request = SubmitJob(spec=spec, request_id=f"request-{self.seed}-{self._requests}")
-        return (await self._ask_leader(request)).job.job_id
+        token = await self._token(tenant) if tenant else ""
+        return (await self.ask(request, token=token)).job.job_id
+
+    async def _token(self, tenant: str) -> str:
+        if tenant not in self._tokens:
+            created = await self.ask(CreateToken(kind=TokenKind.USER, tenant=tenant))
+            self._tokens[tenant] = created.token
+        return self._tokens[tenant]
 
     async def jobs(self) -> dict[str, Job]:
-        answer = await self._ask_leader(ListJobs(limit=1000))
+        answer = await self.ask(ListJobs(limit=1000))
         return {job.job_id: job for job in answer.jobs}
 
     async def node_views(self) -> tuple[NodeView, ...]:
-        return (await self._ask_leader(ListNodes())).nodes
+        return (await self.ask(ListNodes())).nodes
 
-    async def _ask_leader(self, request: Request[_Reply]) -> _Reply:
+    async def ask(self, request: Request[_Reply], *, token: str = "") -> _Reply:
+        """Of whoever leads, until it is answered; as the owner unless there is a token."""
         while True:
             for host in self.controller_hosts:
+                access = self._access(host, token)
                 try:
-                    async with greet(self._network, self._access(host), timeout_s=_CALL_S, program="sim") as (
-                        peer,
-                        welcome,
-                    ):
-                        if welcome.leading:
+                    async with greet(self._network, access, timeout_s=_CALL_S, program="sim") as (peer, now):
+                        if now.leading:
                             return await peer.call(request, timeout_s=_CALL_S)
                 except GenieError as error:
                     if not error.retryable:
@@ -217,9 +256,9 @@ class SimCluster:
     def _network(self) -> SimNetwork:
         return SimNetwork(self.world, _CLIENT)
 
-    def _access(self, host: str) -> Access:
+    def _access(self, host: str, token: str) -> Access:
         paths = [self.directory / each / OWNER_TOKEN_FILE for each in self.controller_hosts]
-        text = next(path for path in paths if path.exists()).read_text("utf-8")
+        text = token or next(path for path in paths if path.exists()).read_text("utf-8")
         return Access(host=host, port=PORT, token=parse_token(text), tls=None)
 
     async def _until_leading(self) -> None:
@@ -228,13 +267,13 @@ class SimCluster:
             await asyncio.sleep(0.1)
 
     async def _join(self, host: str) -> None:
-        created = await self._ask_leader(CreateToken(kind=TokenKind.JOIN))
+        created = await self.ask(CreateToken(kind=TokenKind.JOIN))
         leader = next(each for each in self.controller_hosts if self.is_up(each))
         await join(
             leader,
             PORT,
             created.token,
             state_dir=self.directory / host,
-            node_id_wish=host.replace(".", "-"),
+            node_id_wish=self.node_id(host),
             network=SimNetwork(self.world, host),
         )

@@ -1,6 +1,6 @@
 """Processes without processes: what runs on which accelerator is known exactly, and checked at every start.
 
-`Machines` is the truth that no actor can see: two processes on one accelerator, or one job twice,
+`Machines` is the truth that no actor can see: an accelerator that is given out twice, or one job twice,
 goes into `violations` (an error could be caught by the code under test). `SimLauncher` is what an
 agent gets; a process under it ends by its plan, by order, or because its dead-man timer was not
 refreshed, and leaves its exit record on disk as the real shim does.
@@ -9,17 +9,21 @@ refreshed, and leaves its exit record on disk as the real shim does.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
 
 from genie.agent.launcher import LaunchPlan
+from genie.model.allocation import FULL_MILLI
+from genie.model.job import parse_unit
 from genie.model.messages import ExitReport
 from genie.runtime import files
 from genie.sim.world import EPOCH_S, SimClock, World
 
 DURATION_VARIABLE = "SIM_SECONDS"
+SHARE_VARIABLE = "SIM_GPU_MILLI"
 
 
 @dataclass
@@ -40,6 +44,12 @@ class SimProcess:
     """When SIGKILL comes; until then it may linger."""
     exit_code: int | None = None
     alive: bool = True
+    gpu_milli: int = FULL_MILLI
+
+    @property
+    def launch(self) -> tuple[str, int]:
+        """The job, and the decision by which this is one of its workers."""
+        return parse_unit(self.job_id)[0], self.epoch
 
 
 class Machines:
@@ -48,18 +58,40 @@ class Machines:
         self.processes: list[SimProcess] = []
         self.finished: dict[str, int] = {}
         """How often each job ran to its own end."""
+        self.finished_launches: set[tuple[str, int]] = set()
+        """Workers and launches of those."""
         self.violations: list[str] = []
+        self.on_spawn: list[Callable[[SimProcess], None]] = []
 
     def alive(self, node_id: str = "") -> list[SimProcess]:
         return [one for one in self.processes if one.alive and node_id in ("", one.node_id)]
 
     def spawn(self, process: SimProcess) -> None:
         for other in self.alive():
-            if other.node_id == process.node_id and other.gpu_ids & process.gpu_ids:
-                self.violations.append(f"{self._world.now_s:.2f}: {process} meets {other} on one accelerator")
-            if other.job_id == process.job_id:
-                self.violations.append(f"{self._world.now_s:.2f}: {process} runs twice, also as {other}")
+            if other.job_id == process.job_id and other.epoch == process.epoch:
+                self.violated(f"{process} runs twice, also as {other}")
+            elif other.launch[0] == process.launch[0] and other.epoch != process.epoch:
+                self._runs_beside(process, other)
         self.processes.append(process)
+        for gpu_id in process.gpu_ids:
+            there = [one for one in self.alive(process.node_id) if gpu_id in one.gpu_ids]
+            if sum(one.gpu_milli for one in there) > FULL_MILLI:
+                self.violated(f"{process} has too much of accelerator {gpu_id}, where there is {there}")
+        for told in self.on_spawn:
+            told(process)
+
+    def _runs_beside(self, process: SimProcess, other: SimProcess) -> None:
+        if not self.is_overdue(other):
+            self.violated(f"{process} runs beside {other}, which is of another launch")
+
+    def violated(self, what: str) -> None:
+        self.violations.append(f"{self._world.now_s:.2f}: {what}")
+
+    def is_overdue(self, process: SimProcess) -> bool:
+        """Whether its dead-man timer should have ended it: a whole machine was stopped meanwhile, and nobody
+        can reach into that. It ends as soon as that goes on."""
+        over_s = process.until_s + process.deadman_grace_s
+        return SimClock(self._world, process.node_id).monotonic_s() > over_s
 
     def lose_host(self, node_id: str) -> None:
         """A power cut: everything on the node is gone and nothing was written down."""
@@ -88,6 +120,7 @@ class Machines:
         if now_s >= process.ends_at_s and not process.doomed:
             process.exit_code = 0
             self.finished[process.job_id] = self.finished.get(process.job_id, 0) + 1
+            self.finished_launches.add((process.job_id, process.epoch))
         elif now_s < process.killed_at_s:
             return
         process.alive = False
@@ -137,6 +170,7 @@ class SimLauncher:
             until_s=until_s,
             grace_s=plan.grace_s,
             deadman_grace_s=plan.deadman_grace_s,
+            gpu_milli=int(plan.env.get(SHARE_VARIABLE, FULL_MILLI)),
         )
         self._machines.spawn(process)
         self._mine[plan.job_id] = process

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from bisect import bisect_left, insort
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 
 from genie.controller.store import Compare, Delete, KeyValue, Put, RangeResult, TxnResult, WatchEvent
@@ -52,6 +52,10 @@ class MemoryStore:
         """False: this client's calls and watches raise StoreUnavailableError until True. Leases run on."""
         self._available = available
         self._memory.wake()
+
+    def on_commit(self, told: Callable[[Sequence[Put | Delete]], None]) -> None:
+        """Told of every transaction of any client at the moment it takes effect."""
+        self._memory.told.append(told)
 
     def lose_next_answer(self) -> None:
         """The next commit takes effect, and its caller gets StoreUnavailableError all the same."""
@@ -151,6 +155,7 @@ class _Memory:
         self.dropped = 0
         self.compacted = 0
         self.clients = 0
+        self.told: list[Callable[[Sequence[Put | Delete]], None]] = []
         self._history_revisions = history_revisions
         self._keys: list[bytes] = []
         self._revision = 1
@@ -179,6 +184,8 @@ class _Memory:
             self._apply(operation)
         if len(self.history) + self.dropped > before:
             self._advance()
+        for told in self.told:
+            told(operations)
         return TxnResult(succeeded=True, revision=self._revision)
 
     def grant_lease(self, ttl_s: float) -> int:

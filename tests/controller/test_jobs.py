@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from genie.controller.jobs import LAUNCH_ATTEMPTS_MAX
 from genie.errors import FencedError, JobNotFoundError, JobRefusedError, LaunchError, UsageError
 from genie.model.job import JobSpec, JobState, Resources, Stop
 from genie.model.messages import CancelJob, GetJob, ListJobs, ReadLog, SubmitJob
@@ -194,6 +195,19 @@ async def test_an_agent_that_refuses_again_and_again_fails_the_job(tmp_path: Pat
         assert "refused 5 times" in ended.reason
         assert "no shim here" in ended.reason
         assert await owner.held("n1") == []
+
+
+async def test_a_refusal_of_a_launch_that_was_void_is_not_held_against_the_job(tmp_path: Path) -> None:
+    async with standing(tmp_path) as one, one.client() as owner, one.agent() as agent:
+        job = await owner.submit(gpus=1)
+        assert one.controller is not None
+        jobs = one.controller._jobs
+        for _ in range(2 * LAUNCH_ATTEMPTS_MAX):
+            epoch = (await agent.next_launch()).placement.epoch
+            await jobs.requeue(job.job_id, epoch=epoch, reason="makes room for another")
+            await jobs.requeue(job.job_id, epoch=epoch, reason="it is refused", refused=True)
+        await agent.start_next()
+        assert (await owner.job(job.job_id)).state is JobState.RUNNING
 
 
 async def test_get_job_waits_while_the_job_is_in_a_state_and_no_longer(tmp_path: Path) -> None:

@@ -8,9 +8,10 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from genie.controller.jobs import Jobs
 from genie.errors import FencedError, JobRefusedError, LaunchError, UsageError, WorkersMissingError
 from genie.model.job import Job, JobSpec, JobState, Resources, Spread, Stop, Wishes, Within, parse_unit
-from genie.model.messages import CancelJob, ExitReport, Launch, ReadLog, SetQuota
+from genie.model.messages import CancelJob, ExitReport, Launch, ReadLog, RemoveNode, SetQuota
 from genie.model.node import GPUInfo, NodeInfo, Vendor
 from genie.model.tenant import QuotaRecord, TokenKind
 from genie.scheduler.book import Book
@@ -226,6 +227,34 @@ async def test_a_launch_that_one_node_refuses_is_void_on_all(tmp_path: Path) -> 
         await started_together((a, again), (b, other))
 
 
+async def test_what_is_left_of_a_gang_that_lost_an_accelerator_is_held(tmp_path: Path) -> None:
+    async with standing(tmp_path) as one, one.client() as owner, one.agent("a") as a, one.agent("b") as b:
+        await owner.submit_spec(spec("gang", workers=2))
+        first, second = await a.next_launch(), await b.next_launch()
+        await started_together((a, first), (b, second))
+        await a.beat(node=msgspec.structs.replace(a.info, gpus=()))
+        job = await owner.submit_spec(spec("next"))
+        assert job.state is JobState.QUEUED
+        assert "has a reservation on b" in job.reason
+        for agent, launch in ((a, first), (b, second)):
+            agent.end(launch)
+            await agent.beat(node=msgspec.structs.replace(agent.info, gpus=b.info.gpus * (agent is b)))
+        assert (await b.next_launch()).job_id == job.job_id
+
+
+async def test_what_a_worker_held_that_is_over_goes_to_others_while_the_rest_runs_on(tmp_path: Path) -> None:
+    async with standing(tmp_path) as one, one.client() as owner, one.agent("a") as a, one.agent("b") as b:
+        gang = await owner.submit_spec(spec("gang", workers=2))
+        first, second = await a.next_launch(), await b.next_launch()
+        await started_together((a, first), (b, second))
+        a.end(first)
+        await a.beat()
+        job = await owner.submit_spec(spec("next"))
+        assert (await a.start_next()).job_id == job.job_id
+        assert (await owner.submit_spec(spec("last"))).state is JobState.QUEUED
+        assert (await owner.job(gang.job_id)).state is JobState.RUNNING
+
+
 async def test_each_worker_has_its_own_log(tmp_path: Path) -> None:
     async with standing(tmp_path) as one, one.client() as owner, one.agent("a", gpus=2) as a:
         job = await owner.submit_spec(spec("pair", workers=2))
@@ -318,6 +347,41 @@ async def test_a_higher_priority_takes_the_place_of_what_may_be_preempted_which_
         assert (await a.start_next()).job_id == low.job_id
 
 
+async def test_what_is_confirmed_while_it_is_taken_back_is_told_to_go(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with standing(tmp_path) as one, one.client() as owner, one.agent("a") as a:
+        low = await owner.submit_spec(spec("low", preemptible=True))
+        launch = await a.next_launch()
+        requeue = Jobs.requeue
+
+        async def too_late(self: Jobs, job_id: str, *, epoch: int, reason: str) -> None:
+            await a.confirm(launch)
+            await requeue(self, job_id, epoch=epoch, reason=reason)
+
+        monkeypatch.setattr(Jobs, "requeue", too_late)
+        high = await owner.submit_spec(spec("high", priority=10))
+        assert (await a.next_kill()).job_id == low.job_id
+        a.end(launch, -15)
+        await a.beat()
+        assert (await a.start_next()).job_id == high.job_id
+
+
+async def test_what_was_decided_and_not_done_is_decided_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with standing(tmp_path) as one, one.client() as owner, one.agent("a") as a:
+        low, _ = await _running(owner, a, preemptible=True)
+
+        async def broken(self: Jobs, job_id: str, *, epoch: int, stop: Stop, reason: str) -> None:
+            monkeypatch.undo()
+            raise AssertionError("broken once")
+
+        monkeypatch.setattr(Jobs, "stop", broken)
+        await owner.submit_spec(spec("high", priority=10))
+        assert (await a.next_kill()).job_id == low.job_id
+
+
 async def test_what_may_not_be_preempted_is_left_alone(tmp_path: Path) -> None:
     async with standing(tmp_path) as one, one.client() as owner, one.agent("a") as a:
         low, _ = await _running(owner, a)
@@ -397,6 +461,19 @@ async def test_small_jobs_with_time_limits_go_before_a_large_one_that_waits(tmp_
         assert long.reason == f"would delay {large.job_id}, which has a reservation"
         short = await owner.submit_spec(spec("short", time_limit_s=10.0))
         assert (await a.next_launch()).job_id == short.job_id
+
+
+async def test_when_the_last_gpus_are_gone_for_good_accelerators_are_cpus_again(tmp_path: Path) -> None:
+    async with standing(tmp_path) as one, one.client() as owner, AsyncExitStack() as stack:
+        cpu = await agent_of(one, node_info("c", vendor=Vendor.CPU), stack)
+        gpu = await agent_of(one, node_info("g"), stack)
+        job = await owner.submit_spec(spec())
+        assert (await gpu.next_launch()).job_id == job.job_id
+        await owner.ask(CancelJob(job_id=job.job_id))
+        await gpu.leave()
+        await owner.ask(RemoveNode(node_id="g"))
+        job = await owner.submit_spec(spec())
+        assert (await cpu.next_launch()).job_id == job.job_id
 
 
 async def test_near_and_apart_go_by_names(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from genie.errors import UsageError
 from genie.model.job import Within
 from genie.scheduler import book
 from genie.scheduler.book import Book
+from genie.scheduler.facts import GPU_UNKNOWN
 from genie.scheduler.numbers import Numbers
 from genie.scheduler.placement.plain import PlainPlacer
 from genie.scheduler.request import GpuFacts, Request, Shape, WorkerPlace
@@ -291,3 +292,23 @@ def test_nodes_come_and_go_and_no_number_is_lost() -> None:
     assert len(made.nodes) == 5
     assert len(made._ids) <= 6
     assert len(made._models) <= 2
+
+
+def test_what_runs_at_a_place_that_is_not_all_there_is_held_as_far_as_it_is() -> None:
+    made = Book(PlainPlacer, policy="bestfit")
+    made.set_node(node("n", 2))
+    made.set_node(node("m", 1))
+    gone = WorkerPlace("n", (GPU_UNKNOWN,))
+    places = (gone, WorkerPlace("m", (0,)), gone, WorkerPlace("n", (1,)))
+    with pytest.raises(UsageError):
+        made.hold(request("gang", workers=4), places)
+    assert made.free_on("m")[2] == ((1000, 141_000),)
+    made.hold(request("gang", workers=4), places, is_there=True)
+    assert made.free_on("m")[2] == ((0, 141_000),)
+    assert made.free_on("n")[2] == ((1000, 141_000), (0, 141_000))
+    assert made.usage("a").gpu_milli == 4000, "as much as it was given"
+    made.set_node(node("n", 3))
+    assert made.free_on("n")[2] == ((1000, 141_000), (0, 141_000), (1000, 141_000))
+    made.release("gang")
+    assert (made.usage("a"), made._parts) == (made.usage("nobody"), {})
+    assert made.free_on("n")[2] == ((1000, 141_000),) * 3

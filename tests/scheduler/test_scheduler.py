@@ -272,6 +272,21 @@ def test_what_would_start_and_be_preempted_at_once_does_not_start() -> None:
     assert decisions[1].reason == "gives way to high"
 
 
+def test_who_starts_before_others_are_gone_and_ends_in_time_is_not_sent_away_again() -> None:
+    desk = Desk(node("n", 4))
+    desk.submit("slow", 2, preemptible=True, grace_s=60.0)
+    assert desk.started() == ["slow"]
+    desk.submit("large", 4, priority=9)
+    assert desk.preempted() == ["slow"]
+    desk.submit("short", 2, preemptible=True, grace_s=0.0, time_limit_s=30.0)
+    assert desk.started() == ["short"], "it ends before the other one is gone"
+    desk.scheduler.set_node(node("n", 4, memory_mib=255_000))  # all are looked at again
+    assert desk.preempted() == []
+    assert desk.why("large").starts_at == 60.0
+    desk.scheduler.ended("slow")
+    assert desk.preempted() == ["short"], "now it is all that is in the way"
+
+
 def test_no_endless_preemption_between_two_tenants() -> None:
     quotas = Quotas({"a": Quota(of_gpus(2)), "b": Quota(of_gpus(2))})
     desk = Desk(node("n", 4), rules=Rules(order=Priority(), quotas=quotas))
