@@ -252,7 +252,10 @@ class Agent:
         self._launcher.refresh(self._lease.until_s)
         for order in actions.kill:
             self._jobs.kill(
-                order.job_id, epoch=order.epoch, reason=f"ended by Genie: {order.reason or 'not held'}"
+                order.job_id,
+                epoch=order.epoch,
+                reason=f"ended by Genie: {order.reason or 'not held'}",
+                grace_s=order.grace_s,
             )
         self._jobs.settle(actions.settle)
         self._prune_due |= bool(actions.settle)
@@ -274,7 +277,9 @@ class Agent:
                 return Done()
             case Kill():
                 self._journal.obey(request.leader_token, what=f"the end of {request.job_id}")
-                self._jobs.kill(request.job_id, epoch=request.epoch, reason=request.reason)
+                self._jobs.kill(
+                    request.job_id, epoch=request.epoch, reason=request.reason, grace_s=request.grace_s
+                )
                 return Done()
             case ReadLog():
                 return await self._serve_log(request)

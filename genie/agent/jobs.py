@@ -189,13 +189,13 @@ class Jobs:
                 return f"{there[0].job_id} has not ended on accelerator {gpu_id} yet"
         return ""
 
-    def kill(self, job_id: str, *, epoch: int, reason: str) -> None:
+    def kill(self, job_id: str, *, epoch: int, reason: str, grace_s: float | None = None) -> None:
         """Takes effect at once or, for a job that is being prepared, at its next step."""
         job = self.live.get(job_id)
         if job is not None and job.epoch == epoch:
             job.unwanted = job.unwanted or reason
             if job.started:
-                self._launcher.kill(job_id, reason=reason)
+                self._launcher.kill(job_id, reason=reason, grace_s=grace_s)
 
     def kill_all(self, reason: str) -> None:
         for job_id, job in self.live.items():
@@ -266,14 +266,9 @@ class Jobs:
             work_dir=job.directory / "work",
             log_bytes_max=self._config.log_bytes_max,
             log_files_max=self._config.log_files_max,
-            grace_s=self._grace_s(launch),
+            grace_s=self._config.stop_grace_s,
             deadman_grace_s=self._lease.grace_s(self._config.stop_grace_s),
         )
-
-    def _grace_s(self, launch: Launch) -> float:
-        """Between SIGTERM and SIGKILL. A job that may be preempted has said how long it needs."""
-        wishes = launch.spec.wishes
-        return wishes.grace_s if wishes.preemptible else self._config.stop_grace_s
 
     async def _confirm(self, job: LocalJob) -> None:
         # A heartbeat that was written before the acceptance must not be read after the confirmation:

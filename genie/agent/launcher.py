@@ -71,8 +71,9 @@ class Launcher(Protocol):
         """Every running job may go on until then."""
         ...
 
-    def kill(self, job_id: str, *, reason: str) -> None:
-        """Takes the order; the end comes through `exits`. Unknown jobs and second orders are fine."""
+    def kill(self, job_id: str, *, reason: str, grace_s: float | None = None) -> None:
+        """Takes the order; the end comes through `exits`. Unknown jobs and second orders are fine: the
+        shortest grace counts. None is that of the plan."""
         ...
 
     def running(self) -> frozenset[str]: ...
@@ -99,6 +100,7 @@ class _Shim:
     reason: str = ""
     """Why it was told to end the job; empty while it was not."""
     ordered_s: float = 0.0
+    grace_s: float = 0.0
     unsent: bytes = field(default=b"")
 
 
@@ -140,14 +142,16 @@ class ShimLauncher:
             if not held.unsent:
                 self._say(held, line)
 
-    def kill(self, job_id: str, *, reason: str) -> None:
+    def kill(self, job_id: str, *, reason: str, grace_s: float | None = None) -> None:
         held = self._shims.get(job_id)
         if held is None:
             return
-        if not held.reason:
-            held.reason, held.ordered_s = reason, time.monotonic()
-            held.unsent += b"k %s\n" % json.dumps(reason).encode()
-        elif time.monotonic() > held.ordered_s + held.plan.grace_s + STUBBORN_S:
+        grace_s = held.plan.grace_s if grace_s is None else grace_s
+        if not held.reason or grace_s < held.grace_s:
+            held.reason = held.reason or reason
+            held.ordered_s, held.grace_s = time.monotonic(), grace_s
+            held.unsent += b"k %s\n" % json.dumps([reason, grace_s]).encode()
+        elif time.monotonic() > held.ordered_s + held.grace_s + STUBBORN_S:
             _log.error("the shim of %s does not obey; ending it and its job by force", job_id)
             self._end_by_force(held)
         self._say(held, b"")

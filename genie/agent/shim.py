@@ -256,8 +256,9 @@ class Shim:
             if order == b"r":
                 self._until = max(self._until, _since_boot(float(rest)))
             elif order == b"k":
-                self._begin_end(str(json.loads(rest)), grace_s=self._given["grace_s"])
-        except ValueError:
+                why, grace_s = json.loads(rest)
+                self._begin_end(str(why), grace_s=float(grace_s))
+        except (ValueError, TypeError):
             pass  # half a line from a dying agent
 
     def _take_output(self) -> None:

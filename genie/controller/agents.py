@@ -34,7 +34,7 @@ from genie.errors import (
     UsageError,
 )
 from genie.model.allocation import NodeLedger
-from genie.model.job import Job, JobKind, JobState, parse_unit
+from genie.model.job import Job, JobKind, JobState, Stop, parse_unit
 from genie.model.messages import (
     ConfirmLaunch,
     Done,
@@ -408,7 +408,14 @@ class Agents:
             if job is None or not is_at(job, rank, node_id, item.epoch):
                 orders.append(JobOrder(job_id=item.job_id, epoch=item.epoch, reason="not in the ledger"))
             elif job.stop:
-                orders.append(JobOrder(job_id=item.job_id, epoch=item.epoch, reason=stop_reason(job)))
+                orders.append(
+                    JobOrder(
+                        job_id=item.job_id,
+                        epoch=item.epoch,
+                        reason=stop_reason(job),
+                        grace_s=_grace_s(job),
+                    )
+                )
             elif job.state is JobState.PLACING:
                 self._extend(job)
             elif item.endpoint is not None and job.spec.kind is JobKind.SESSION:
@@ -460,6 +467,15 @@ class Agents:
             return
         token = self._election.require_token()
         order = Kill(
-            job_id=job.unit(rank), epoch=placement.epoch, leader_token=token, reason=stop_reason(job)
+            job_id=job.unit(rank),
+            epoch=placement.epoch,
+            leader_token=token,
+            reason=stop_reason(job),
+            grace_s=_grace_s(job),
         )
         await peer.call(order, timeout_s=ORDER_TIMEOUT_S)
+
+
+def _grace_s(job: Job) -> float | None:
+    """What a job asked for counts when it is preempted, and not when it is cancelled or its time is over."""
+    return job.spec.wishes.grace_s if job.stop is Stop.PREEMPT else None

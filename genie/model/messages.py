@@ -158,9 +158,12 @@ class Leave(Request[Done], frozen=True, kw_only=True):
 
 
 class JobOrder(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`grace_s`: as in Kill."""
+
     job_id: str
     epoch: int
     reason: str = ""
+    grace_s: float | None = None
 
 
 class HeartbeatAck(Message, frozen=True, kw_only=True):
@@ -210,12 +213,14 @@ class Launch(Request[Done], frozen=True, kw_only=True):
 
 
 class Kill(Request[Done], frozen=True, kw_only=True):
-    """Controller to agent. Answered when the order is taken; the end comes as an ExitReport."""
+    """Controller to agent. Answered when the order is taken; the end comes as an ExitReport. `grace_s` lies
+    between SIGTERM and SIGKILL; None for what the agent is set to. Of two orders the shorter counts."""
 
     job_id: str
     epoch: int
     leader_token: int
     reason: str
+    grace_s: float | None = None
 
 
 # --- Jobs -------------------------------------------------------------------------------------

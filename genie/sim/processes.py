@@ -180,10 +180,10 @@ class SimLauncher:
             for process in self._mine.values():
                 process.until_s = until_s
 
-    def kill(self, job_id: str, *, reason: str) -> None:
+    def kill(self, job_id: str, *, reason: str, grace_s: float | None = None) -> None:
         process = self._mine.get(job_id)
         if process is not None and not self.dead and not process.doomed:
-            self._machines.doom(process, reason, within_s=process.grace_s)
+            self._machines.doom(process, reason, within_s=process.grace_s if grace_s is None else grace_s)
 
     def running(self) -> frozenset[str]:
         return frozenset(self._mine)
