@@ -6,11 +6,12 @@ Not for: deciding, and working out what a job lacks (scheduler/explain.py).
 
 from __future__ import annotations
 
-from typing import Protocol
+import asyncio
+from typing import Any, Protocol
 
 import msgspec
 
-from genie.controller.connection import Connection, Handlers
+from genie.controller.connection import Connection, Handler, Handlers
 from genie.controller.jobs import sees
 from genie.controller.users import Cluster, first_fitting
 from genie.model.job import Job, JobState
@@ -19,6 +20,7 @@ from genie.model.messages import (
     ExplainJob,
     ExplainReply,
     GetQueue,
+    Message,
     NodesRuledOut,
     QueuedJob,
     QueueReply,
@@ -48,9 +50,23 @@ class Explaining:
     def __init__(self, cluster: Cluster, planner: Planner) -> None:
         self._cluster = cluster
         self._planner = planner
+        self._turn = asyncio.Lock()
 
     def handlers(self) -> Handlers:
-        return {GetQueue: self.get_queue, ExplainJob: self.explain_job}
+        return {GetQueue: self._paced(self.get_queue), ExplainJob: self._paced(self.explain_job)}
+
+    def _paced(self, answer: Handler) -> Handler:
+        """One at a time, and as long a rest afterwards as it took: however many ask, heartbeats come
+        through."""
+
+        async def paced(connection: Connection, request: Any) -> Message:
+            async with self._turn:
+                began_s = self._cluster.clock.monotonic_s()
+                reply = await answer(connection, request)
+                await self._cluster.clock.sleep(self._cluster.clock.monotonic_s() - began_s)
+                return reply
+
+        return paced
 
     async def get_queue(self, connection: Connection, request: GetQueue) -> QueueReply:
         self._cluster.check_readable()

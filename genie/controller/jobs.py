@@ -46,6 +46,7 @@ NODES_OF_JOB_MAX = 120
 """What a job begins to hold is written at once, and a store takes so many rows in one transaction."""
 _BACKOFF_S = 0.5
 _DROP_AT_ONCE = 100
+_FOR_OTHERS = 10
 _STOPPING = "being stopped: "
 
 
@@ -208,6 +209,7 @@ class Jobs:
                 raise JobRefusedError(
                     f"the queue is full: {self._config.queue_max} jobs wait", hint="try again later"
                 )
+            self._check_share(identity.tenant)
             now, reason = self._clock.wall_s(), "submitted"
             job = Job(
                 job_id=self._new_id(),
@@ -227,6 +229,18 @@ class Jobs:
             return job
 
         return await self._ledger.write(build)
+
+    def _check_share(self, tenant: str) -> None:
+        """No tenant fills the queue alone."""
+        queued, most = self._by_state[JobState.QUEUED], self._config.queue_max
+        if len(queued) < most - most // _FOR_OTHERS:
+            return
+        mine = sum(job.tenant == tenant for job in queued.values())
+        if mine >= most - most // _FOR_OTHERS:
+            raise JobRefusedError(
+                f"{mine} jobs of tenant {tenant} wait, and a tenth of the queue is for others",
+                hint="try again later",
+            )
 
     def requested(self, tenant: str, request_id: str) -> Job | None:
         job_id = self._by_request.get((tenant, request_id))

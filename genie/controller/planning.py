@@ -29,6 +29,9 @@ from genie.scheduler.scheduler import Decision, Rules, Scheduler, Start, Wait
 
 _log = logging.getLogger(__name__)
 
+KINDS_WAITING_MAX = 1000
+"""Lines of jobs of one tenant that ask for the same. A pass looks at each, and the book knows about so
+many."""
 _REFRESH_BUDGET = 20_000
 """Judgements of a request on a node at a time: some milliseconds."""
 _KINDS_MAX = 1024
@@ -82,6 +85,8 @@ class Planner:
         self._views.registered()
         if self._is_stale:
             self._start_anew()
+        if missing := self._missing_gpus(spec):
+            return f"node {spec.node_id} has no accelerator {min(missing)}"
         shape, wishes = self._shape(spec), spec.wishes
         key = (shape, wishes.workers, wishes.workers_min, wishes.within, wishes.spread)
         if key not in self._never:
@@ -99,6 +104,12 @@ class Planner:
             )
             self._never[key] = possible.why_never(request, self._scheduler.book.nodes)
         return self._never[key]
+
+    def has_room(self, spec: JobSpec, tenant: str) -> bool:
+        """Whether one more kind of jobs may wait, or this one does already: each kind costs a decision."""
+        if self._is_stale or self._scheduler.kinds_waiting < KINDS_WAITING_MAX:
+            return True
+        return self._scheduler.has_alike(request_of(_asked(spec, tenant), self._shape(spec)))
 
     def waiting(self) -> list[Wait]:
         """Who waits and for what, in the order in which they are gone through."""
@@ -262,6 +273,10 @@ class Planner:
 
     # -- names and numbers --------------------------------------------------------------------
 
+    def _missing_gpus(self, spec: JobSpec) -> set[int]:
+        known = self._gpu_ids.get(spec.node_id)
+        return set() if known is None else set(spec.gpu_ids) - set(known)
+
     def _request(self, job: Job) -> Request:
         return request_of(job, self._shape(job.spec))
 
@@ -302,6 +317,20 @@ class Planner:
             for place in start.places
         )
         return replace(start, places=places)
+
+
+def _asked(spec: JobSpec, tenant: str) -> Job:
+    """A job that nobody has submitted."""
+    return Job(
+        job_id="",
+        tenant=tenant,
+        owner="",
+        spec=spec,
+        state=JobState.QUEUED,
+        reason="",
+        submitted_at=0.0,
+        sequence=0,
+    )
 
 
 def _has_gpu(info: NodeInfo) -> bool:

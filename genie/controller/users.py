@@ -22,7 +22,7 @@ from genie.controller.connection import Connection, Handlers
 from genie.controller.election import Election, StoreHealth
 from genie.controller.jobs import Jobs, sees
 from genie.controller.ledger import Ledger
-from genie.controller.planning import Planner
+from genie.controller.planning import KINDS_WAITING_MAX, Planner
 from genie.controller.sessions import Sessions
 from genie.controller.tokens import Tokens
 from genie.controller.views import NodeState, Views
@@ -155,6 +155,11 @@ class Users:
         reason = self._cluster.planner.why_never(spec)
         if reason:
             raise JobRefusedError(f"job {spec.name!r} can never run here: {reason}", hint="ask for less")
+        if not self._cluster.planner.has_room(spec, identity.tenant):
+            raise JobRefusedError(
+                f"{KINDS_WAITING_MAX} different kinds of jobs wait already",
+                hint="ask for the same as other jobs do, or try again later",
+            )
         if spec.workdir is None:
             return
         status = await self._cluster.offload(
@@ -197,7 +202,7 @@ class Users:
         after = await self._cluster.jobs.cancel(job.job_id, reason)
         if was_placed:
             self._cluster.agents.kill(after)
-        return JobReply(job=after)
+        return JobReply(job=self._cluster.jobs.told(after, connection.identity))
 
     async def read_log(self, connection: Connection, request: ReadLog) -> LogChunk:
         self._cluster.check_readable()
@@ -273,7 +278,7 @@ class Users:
             gpus_free=sum(_free_gpus(node, cluster.held_on(node.node_id)) for node in up if not node.closed),
             clients=len(cluster.sessions),
             policy=cluster.policy_name,
-            policy_fault=cluster.planner.fault,
+            policy_fault=_fault(cluster.planner.fault, connection.identity),
         )
 
     # -- devices ------------------------------------------------------------------------------
@@ -357,6 +362,11 @@ def _masked(ledger: NodeLedger, identity: Identity) -> NodeLedger:
 
 def _anonymous(hold: Hold) -> Hold:
     return msgspec.structs.replace(hold, job_id="", tenant="", epoch=0)
+
+
+def _fault(fault: str, identity: Identity) -> str:
+    """A user hears that there is one; what it says may be of others' jobs."""
+    return fault if identity.kind is TokenKind.OWNER else fault and "the policy is out of use"
 
 
 def _counted(words: Iterable[str]) -> dict[str, int]:

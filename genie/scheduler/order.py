@@ -116,6 +116,12 @@ class Lines:
         self._entries: dict[str, _Entry] = {}
         """As they stand in their lines: an order of a user's own may answer something else the next time."""
 
+    def __len__(self) -> int:
+        return len(self._lines)
+
+    def has(self, tenant: str, kind: Kind) -> bool:
+        return (tenant, kind) in self._lines
+
     def add(self, request: Request, kind: Kind) -> None:
         entry = (self._order.within(request), request.sequence, request.job_id)
         self._requests[request.job_id], self._entries[request.job_id] = request, entry

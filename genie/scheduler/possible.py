@@ -22,7 +22,8 @@ def why_never(request: Request, nodes: Sequence[NodeFacts]) -> str:
     reasons = {node.node_id: why_not(request.shape, node) for node in open_nodes}
     rooms = [(node, room(request, node)) for node in open_nodes if not reasons[node.node_id]]
     if not rooms:
-        return f"it asks for {asked_text(request.shape)} on one node; {grouped(reasons)}"
+        asked = asked_text(request.shape)
+        return f"it asks for {asked} on one node; {grouped(reasons)}" if asked else grouped(reasons)
     most, what = _most_together(request, rooms)
     if most < request.least_workers:
         return f"it asks for {request.least_workers} workers {what}; there is room for {most}"
@@ -34,8 +35,7 @@ def room(request: Request, node: NodeFacts) -> int:
     shape = request.shape
     limits = [1 if request.spread is Spread.SPREAD else request.workers]
     if shape.gpus:
-        count = len(node.gpus)
-        limits.append(count * (FULL_MILLI // shape.gpu_milli) if shape.gpus == 1 else count // shape.gpus)
+        limits.append(_room_on_gpus(request, node))
     if shape.cpu_milli:
         limits.append(node.cpu_milli // shape.cpu_milli)
     if shape.memory_mib:
@@ -43,8 +43,20 @@ def room(request: Request, node: NodeFacts) -> int:
     return min(limits)
 
 
+def _room_on_gpus(request: Request, node: NodeFacts) -> int:
+    shape = request.shape
+    islands = Counter(gpu.island for gpu in node.gpus)
+    count = max(islands.values(), default=0) if request.within is Within.ISLAND else len(node.gpus)
+    if shape.gpus > 1:
+        return count // shape.gpus
+    beside = FULL_MILLI // shape.gpu_milli
+    if shape.gpu_memory_mib:
+        beside = min(beside, min(gpu.memory_mib for gpu in node.gpus) // shape.gpu_memory_mib)
+    return count * beside
+
+
 def asked_text(shape: Shape) -> str:
-    """What one worker asks for, in words: `1 GPU, 2 CPUs, 4.0 GiB of memory`."""
+    """What one worker asks for, in words: `1 GPU, 2 CPUs, 4.0 GiB of memory`; empty for nothing."""
     word = "CPU accelerator" if shape.kind == "cpu" else "GPU"
     share = "" if shape.gpu_milli == FULL_MILLI else f" (share {shape.gpu_milli / FULL_MILLI:g})"
     parts = [
@@ -52,7 +64,7 @@ def asked_text(shape: Shape) -> str:
         _counted(shape.cpu_milli / 1000, "CPU") if shape.cpu_milli else "",
         f"{shape.memory_mib / 1024:.1f} GiB of memory" if shape.memory_mib else "",
     ]
-    return ", ".join(part for part in parts if part) or "nothing"
+    return ", ".join(part for part in parts if part)
 
 
 def _most_together(request: Request, rooms: Sequence[tuple[NodeFacts, int]]) -> tuple[int, str]:

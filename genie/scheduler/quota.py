@@ -59,9 +59,9 @@ class Quotas:
             return ""
         more = request.amounts(workers)
         holds = f"{request.tenant} holds {_text(usage)}, and its quota is {_text(quota.own)}"
-        if not request.preemptible and not fits(fixed + more, quota.own):
+        if not request.preemptible and not _grows_within(fixed, more, quota.own):
             return f"{holds}; only preemptible jobs may borrow more"
-        if fits(usage + more, quota.own + quota.borrowed):
+        if _grows_within(usage, more, quota.own + quota.borrowed):
             return ""
         return f"{holds}; it may borrow {_text(quota.borrowed)}"
 
@@ -69,6 +69,15 @@ class Quotas:
 def _first_owned(claim: Claim) -> tuple[bool, int, int]:
     request, _ = claim
     return (request.preemptible, -request.priority, request.sequence)
+
+
+def _grows_within(held: Amounts, more: Amounts, whole: Amounts) -> bool:
+    """A bound that was lowered below what is held bounds only what more is asked of."""
+    return (
+        (not more.gpu_milli or held.gpu_milli + more.gpu_milli <= whole.gpu_milli)
+        and (not more.cpu_milli or held.cpu_milli + more.cpu_milli <= whole.cpu_milli)
+        and (not more.memory_mib or held.memory_mib + more.memory_mib <= whole.memory_mib)
+    )
 
 
 def fits(part: Amounts, whole: Amounts) -> bool:

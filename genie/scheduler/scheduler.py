@@ -169,6 +169,15 @@ class Scheduler:
         """What each that waits was told last."""
         return [each.told for each in self._waiting.values()]
 
+    @property
+    def kinds_waiting(self) -> int:
+        """How many lines of alike jobs there are; a pass looks at each."""
+        return len(self._lines)
+
+    def has_alike(self, request: Request) -> bool:
+        """Whether a job like this one waits already."""
+        return self._lines.has(request.tenant, (self._kinds.of(request), request.priority))
+
     def is_waiting(self, job_id: str) -> bool:
         return job_id in self._waiting
 

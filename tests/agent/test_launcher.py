@@ -6,6 +6,9 @@ import asyncio
 import json
 import os
 import subprocess
+import sys
+import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,6 +18,7 @@ from genie.agent import launcher, processes
 from genie.agent.launcher import LaunchPlan, ShimLauncher
 from genie.agent.logs import read_chunk
 from genie.model.messages import ExitReport
+from tests.waiting import until
 
 RECORD = {"job_id": "j-1", "epoch": 3, "exit_code": 0, "reason": "exit code 0", "ended_at": 1.0}
 
@@ -59,6 +63,34 @@ def test_an_end_is_heard_though_the_shim_left_a_line_unread(
 
     with asyncio.Runner(loop_factory=factory) as runner:  # type: ignore[arg-type]
         assert [(end.job_id, end.exit_code) for end in runner.run(heard())] == [("j-1", 0)]
+
+
+STUBBORN = """
+import signal, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+print("up", flush=True)
+time.sleep(600)
+"""
+
+
+def test_a_later_order_may_shorten_the_grace_of_an_earlier_one(tmp_path: Path) -> None:
+    (tmp_path / "log").mkdir()
+    plan = replace(_plan(tmp_path), argv=(sys.executable, "-c", STUBBORN), grace_s=0.1)
+
+    async def ended() -> list[ExitReport]:
+        shims = ShimLauncher()
+        shims.start(plan, until_s=time.monotonic() + 60)
+        await until(lambda: b"up" in read_chunk(tmp_path, offset=0, bytes_max=100, live=True).data)
+        shims.kill("j-1", reason="makes room", grace_s=86400.0)
+        assert shims.exits() == []
+        shims.kill("j-1", reason="cancelled")
+        async with asyncio.timeout(20):
+            await shims.wait_exit()
+        return shims.exits()
+
+    assert ["makes room" in end.reason for end in asyncio.run(ended())] == [True], (
+        "why it ends stays the first"
+    )
 
 
 def test_only_files_that_a_shim_would_name_are_a_log(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from genie.controller import planning
 from genie.controller.jobs import Jobs
 from genie.errors import FencedError, JobRefusedError, LaunchError, UsageError, WorkersMissingError
 from genie.model.job import Job, JobSpec, JobState, Resources, Spread, Stop, Wishes, Within, parse_unit
@@ -564,3 +565,65 @@ async def test_the_next_choice_is_prepared_between_decisions(
         await a.start_next()
         await until(lambda: bool(budgets))
         assert 0 < budgets[0] <= 100_000, "it must not hold up what comes meanwhile"
+
+
+# -- bounds -----------------------------------------------------------------------------------------
+
+
+async def test_no_tenant_fills_the_queue_alone(tmp_path: Path) -> None:
+    async with standing(tmp_path, queue_max=10) as one, one.client() as owner:
+        token = await one.token(TokenKind.USER, tenant="blue")
+        async with one.client(token) as blue:
+            for _ in range(9):
+                await blue.submit_spec(spec())
+            with pytest.raises(JobRefusedError, match="9 jobs of tenant blue wait, and a tenth"):
+                await blue.submit_spec(spec())
+        await owner.submit_spec(spec())
+        with pytest.raises(JobRefusedError, match="the queue is full"):
+            await owner.submit_spec(spec())
+
+
+async def test_so_many_kinds_of_jobs_may_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(planning, "KINDS_WAITING_MAX", 3)
+    async with standing(tmp_path) as one, one.client() as owner, one.agent("a", gpus=8) as a:
+        await owner.submit_spec(spec("all", gpus=8))
+        await a.start_next()
+        for gpus in (1, 2, 3):
+            await owner.submit_spec(spec(gpus=gpus))
+        with pytest.raises(JobRefusedError, match="different kinds of jobs wait already"):
+            await owner.submit_spec(spec(gpus=4))
+        await owner.submit_spec(spec(gpus=3))
+
+
+async def test_a_cancelled_job_names_no_job_of_others(tmp_path: Path) -> None:
+    async with standing(tmp_path) as one, one.client() as owner, one.agent("a") as a:
+        token = await one.token(TokenKind.USER, tenant="blue")
+        async with one.client(token) as blue:
+            mine = await blue.submit_spec(spec(preemptible=True))
+            launch = await a.start_next()
+            high = await owner.submit_spec(spec("high", priority=9))
+            await a.next_kill()
+            a.end(launch, -15)
+            await a.beat()
+            await a.start_next()
+            told = (await blue.ask(CancelJob(job_id=mine.job_id))).job
+        assert high.job_id not in str(told)
+        assert "makes room for another job" in str(told.history)
+
+
+async def test_accelerators_that_are_not_there_are_named(tmp_path: Path) -> None:
+    async with standing(tmp_path) as one, one.client() as owner, one.agent("a"):
+        pinned = msgspec.structs.replace(spec(node_id="a"), gpu_ids=(99,))
+        with pytest.raises(JobRefusedError, match="node a has no accelerator 99"):
+            await owner.submit_spec(pinned)
+
+
+async def test_a_grace_counts_for_preemption_and_not_for_cancelling(tmp_path: Path) -> None:
+    async with standing(tmp_path) as one, one.client() as owner, one.agent("a") as a:
+        low, _ = await _running(owner, a, preemptible=True, grace_s=86400.0)
+        await owner.submit_spec(spec("high", priority=9))
+        assert (await a.next_kill()).grace_s == 86400.0
+        assert [order.grace_s for order in (await a.beat()).kill] == [86400.0]
+        await owner.ask(CancelJob(job_id=low.job_id))
+        assert (await a.next_kill()).grace_s is None
+        assert [order.grace_s for order in (await a.beat()).kill] == [None]

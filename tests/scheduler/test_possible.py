@@ -1,0 +1,49 @@
+"""Why a request could never start, were all nodes free."""
+
+from __future__ import annotations
+
+import pytest
+
+from genie.model.job import Within
+from genie.scheduler.possible import why_never
+from genie.scheduler.quota import Quota, Quotas, of_gpus
+from genie.scheduler.request import Amounts, GpuFacts, NodeFacts, Request, Shape
+
+ISLANDS = tuple(GpuFacts("H200", "nvidia", 1000, island=number // 2) for number in range(4))
+NODE = NodeFacts("n", 8000, 64_000, ISLANDS, closed="draining")
+
+
+@pytest.mark.parametrize(
+    ("shape", "wishes", "why"),
+    [
+        (Shape(gpus=1), {"workers": 4}, ""),
+        (Shape(gpus=1), {"workers": 5}, "it asks for 5 workers in all; there is room for 4"),
+        (Shape(gpus=1, gpu_milli=500, gpu_memory_mib=600), {"workers": 8}, "there is room for 4"),
+        (Shape(gpus=1, gpu_milli=500, gpu_memory_mib=500), {"workers": 8}, ""),
+        (
+            Shape(gpus=1),
+            {"workers": 3, "within": Within.ISLAND},
+            "3 workers in one island; there is room for 2",
+        ),
+        (Shape(gpus=2), {"within": Within.ISLAND}, ""),
+        (Shape(gpus=5), {}, "it asks for 5 GPUs on one node; n: has 4 GPUs"),
+        (Shape(labels=frozenset({("a", "b")})), {}, "n: no label a=b"),
+        (Shape(nodes=frozenset({"m"})), {}, "it asks for node m, and no such node is registered"),
+    ],
+)
+def test_what_could_never_start_is_told(shape: Shape, wishes: dict[str, object], why: str) -> None:
+    request = Request("j", "t", 1, shape, **wishes)  # type: ignore[arg-type]
+    found = why_never(request, [NODE])
+    assert found.endswith(why) and bool(found) == bool(why)
+    assert why_never(request, []) == ""
+
+
+def test_a_quota_below_what_is_held_bounds_only_what_more_is_asked_of() -> None:
+    quotas = Quotas({"t": Quota(of_gpus(1), of_gpus(0))})
+    held = Amounts(gpu_milli=2000, cpu_milli=1000)
+
+    def why(shape: Shape) -> str:
+        return quotas.why_not(Request("j", "t", 1, shape), 1, usage=held, fixed=held)
+
+    assert why(Shape(cpu_milli=1000, memory_mib=10)) == ""
+    assert "its quota is 1 GPU" in why(Shape(gpus=1))
