@@ -254,6 +254,24 @@ async def test_what_a_worker_held_that_is_over_goes_to_others_while_the_rest_run
         assert (await owner.job(gang.job_id)).state is JobState.RUNNING
 
 
+async def test_a_gang_of_which_one_worker_cannot_start_is_launched_again(tmp_path: Path) -> None:
+    async with standing(tmp_path) as one, one.client() as owner, one.agent("a") as a, one.agent("b") as b:
+        job = await owner.submit_spec(spec(workers=2))
+        first, second = await a.next_launch(), await b.next_launch()
+        b.end(second, None, reason="the node lost contact", started=False)
+        await b.beat()
+        waiting = await owner.job(job.job_id)
+        assert waiting.state is JobState.QUEUED
+        assert [step.reason for step in waiting.history][-1] == (
+            f"worker {second.rank} on node b: the node lost contact"
+        )
+        assert (await owner.held("a"), await owner.held("b")) == ([], [])
+        with pytest.raises(FencedError):
+            await a.confirm(first)
+        await started_together((a, await a.next_launch()), (b, await b.next_launch()))
+        assert (await owner.job(job.job_id)).state is JobState.RUNNING
+
+
 async def test_each_worker_has_its_own_log(tmp_path: Path) -> None:
     async with standing(tmp_path) as one, one.client() as owner, one.agent("a", gpus=2) as a:
         job = await owner.submit_spec(spec("pair", workers=2))
@@ -449,6 +467,17 @@ async def test_a_job_ends_when_its_time_is_over(tmp_path: Path) -> None:
             JobState.FAILED,
             "its time limit of 5 s is over (killed by signal 15)",
         )
+
+
+async def test_a_job_that_had_its_time_has_failed_although_its_node_is_gone(tmp_path: Path) -> None:
+    async with standing(tmp_path) as one, one.client() as owner, one.agent("a") as a:
+        job, launch = await _running(owner, a, time_limit_s=3600.0)
+        assert one.controller is not None
+        jobs, epoch = one.controller._jobs, launch.placement.epoch
+        await jobs.stop(job.job_id, epoch=epoch, stop=Stop.LIMIT, reason="its time limit is over")
+        await jobs.lose(job.job_id, epoch=epoch, reason="node a was silent")
+        over = await owner.job(job.job_id)
+        assert (over.state, over.reason) == (JobState.FAILED, "its time limit is over (node a was silent)")
 
 
 async def test_small_jobs_with_time_limits_go_before_a_large_one_that_waits(tmp_path: Path) -> None:
