@@ -113,11 +113,33 @@ async def _cancel(cluster: SimCluster, job_id: str, *, after_s: float) -> None:
     await cluster.ask(CancelJob(job_id=job_id))
 
 
+# -- all the time -----------------------------------------------------------------------------------
+
+
+async def _audit(cluster: SimCluster) -> None:
+    """What the ledger of the leader has as held is so in its planner's book, at every moment."""
+    while True:
+        await asyncio.sleep(0.3)
+        leader = cluster.leader
+        if leader is not None and leader._ledger.is_loaded and not leader._planner._is_stale:
+            for wrong in _not_in_the_book(leader):
+                cluster.machines.violated(wrong)
+
+
+def _not_in_the_book(controller: Controller) -> Iterator[str]:
+    planner, jobs = controller._planner, controller._ledger.jobs
+    held = planner._scheduler.book.held
+    for job in jobs.values():
+        if job.state in (JobState.PLACING, JobState.RUNNING):
+            there = held[job.job_id].places if job.job_id in held else ()
+            if there != planner._places(job):
+                yield f"the book has {there} for {job}"
+    for job_id in held:
+        if (job := jobs.get(job_id)) is None or job.state.is_final:
+            yield f"the book has {held[job_id]}, and the job is {job}"
+
+
 # -- in the end -------------------------------------------------------------------------------------
-
-
-def _planner(controller: Controller) -> Planner:
-    return controller._planner
 
 
 def _held_by(planner: Planner) -> dict[str, object]:
@@ -135,7 +157,7 @@ def _held_by(planner: Planner) -> dict[str, object]:
 
 def _differs(controller: Controller) -> str:
     """How the planner's book is not what the ledger's rows say; empty when it is."""
-    planner, fresh = _planner(controller), controller._build_planner()
+    planner, fresh = controller._planner, controller._build_planner()
     planner._views.current()
     if planner._is_stale:
         planner._start_anew()
@@ -230,7 +252,7 @@ async def _run(
         )
         await cluster.start()
         cluster.memory.on_commit(witness.seen)
-        watching = group.create_task(witness.run())
+        watching = [group.create_task(witness.run()), group.create_task(_audit(cluster))]
         outcome = Outcome(cluster.machines.violations)
         with _errors_count(outcome.violations):
             submitting = group.create_task(_submit_all(cluster, outcome))
@@ -238,7 +260,8 @@ async def _run(
             await submitting
             witness.is_calm = True
             await _settle(cluster, outcome)
-        watching.cancel()
+        for task in watching:
+            task.cancel()
         await cluster.stop()
     return outcome
 
