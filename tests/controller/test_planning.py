@@ -11,10 +11,10 @@ import pytest
 from genie.controller.jobs import Jobs
 from genie.errors import FencedError, JobRefusedError, LaunchError, UsageError, WorkersMissingError
 from genie.model.job import Job, JobSpec, JobState, Resources, Spread, Stop, Wishes, Within, parse_unit
-from genie.model.messages import CancelJob, ExitReport, Launch, ReadLog, RemoveNode, SetQuota
+from genie.model.messages import CancelJob, ExitReport, Launch, ReadLog, RemoveNode, RunningJob, SetQuota
 from genie.model.node import GPUInfo, NodeInfo, Vendor
 from genie.model.tenant import QuotaRecord, TokenKind
-from tests.controller.standing import Client, Standing, standing
+from tests.controller.standing import Client, Standing, launched_while, standing
 from tests.fakes.agent import FakeAgent, node_info
 from tests.fakes.clock import FakeClock
 from tests.waiting import until
@@ -270,6 +270,28 @@ async def test_a_gang_of_which_one_worker_cannot_start_is_launched_again(tmp_pat
             await a.confirm(first)
         await started_together((a, await a.next_launch()), (b, await b.next_launch()))
         assert (await owner.job(job.job_id)).state is JobState.RUNNING
+
+
+async def test_a_gang_of_which_one_launch_is_lost_does_not_wait_for_it_for_ever(tmp_path: Path) -> None:
+    clock = FakeClock()
+    async with (
+        standing(tmp_path, clock=clock) as one,
+        one.client() as owner,
+        one.agent("a") as a,
+        one.agent("b") as b,
+    ):
+        job = await owner.submit_spec(spec(workers=2))
+        first = await launched_while(clock, a, b)
+        a.running[first.job_id] = RunningJob(job_id=first.job_id, epoch=first.placement.epoch)
+
+        async def is_void() -> bool:
+            await clock.advance(1.0)
+            await a.beat()
+            await b.beat()
+            steps = (await owner.job(job.job_id)).history
+            return any("not confirmed in time on b" in step.reason for step in steps)
+
+        await until(is_void)
 
 
 async def test_each_worker_has_its_own_log(tmp_path: Path) -> None:
