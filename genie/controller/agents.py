@@ -102,6 +102,7 @@ class Agents:
         self._ttl_s = config.node_ttl_s
         self._confirm_s = config.node_ttl_s + config.reclaim_grace_s
         self._confirm_by_s: dict[str, float] = {}
+        """By worker: one that is being prepared must not make up for another that nobody has."""
         self._missing: dict[str, dict[tuple[str, int], int]] = {}
 
     def handlers(self) -> Handlers:
@@ -196,7 +197,7 @@ class Agents:
         await self._jobs.confirm(
             connection.identity.name, request.job_id, epoch=request.epoch, incarnation=request.incarnation
         )
-        self._confirm_by_s.pop(parse_unit(request.job_id)[0], None)
+        self._confirm_by_s.pop(request.job_id, None)
         return Done()
 
     async def executor_ready(self, connection: Connection, request: ExecutorReady) -> Done:
@@ -210,9 +211,9 @@ class Agents:
 
     def launch(self, job: Job) -> None:
         """Sends a job that was just placed on its way."""
-        self._confirm_by_s[job.job_id] = self._clock.monotonic_s() + self._confirm_s
         hosts = self._hosts(job)
         for rank in range(len(job.placements)):
+            self._confirm_by_s[job.unit(rank)] = self._clock.monotonic_s() + self._confirm_s
             self._orders.send(self._deliver(job, rank, hosts), name=f"launch of {job.unit(rank)}")
 
     def kill(self, job: Job) -> None:
@@ -237,11 +238,12 @@ class Agents:
     def preparing(self, node_id: str, digest: str) -> str | None:
         """The tenant whose unfinished job on this node needs that blob; its time to confirm starts anew."""
         held = self._ledger.holds.get(node_id)
-        jobs = [self._jobs.get(parse_unit(hold.job_id)[0]) for hold in held.holds] if held else []
-        mine = [job for job in jobs if job and job.spec.workdir and job.spec.workdir.digest == digest]
-        for job in mine:
-            self._extend(job)
-        return mine[0].tenant if mine else None
+        units = [parse_unit(hold.job_id) for hold in held.holds] if held else []
+        jobs = [(self._jobs.get(job_id), rank) for job_id, rank in units]
+        mine = [(job, rank) for job, rank in jobs if job and _needs(job, digest)]
+        for job, rank in mine:
+            self._extend(job, rank)
+        return mine[0][0].tenant if mine else None
 
     # -- what the clock asks for --------------------------------------------------------------
 
@@ -262,11 +264,19 @@ class Agents:
     async def requeue_unconfirmed(self) -> None:
         now_s = self._clock.monotonic_s()
         for job in self._jobs.in_states(JobState.PLACING):
-            if now_s >= self._confirm_by_s.setdefault(job.job_id, now_s + self._confirm_s):
-                nodes = ", ".join(sorted({placement.node_id for placement in job.placements})[:_NAMED])
-                reason = f"the launch was not confirmed in time on {nodes}"
+            late = {
+                placement.node_id
+                for rank, placement in enumerate(job.placements)
+                if now_s >= self._confirm_by_s.setdefault(job.unit(rank), now_s + self._confirm_s)
+            }
+            if late:
+                reason = f"the launch was not confirmed in time on {', '.join(sorted(late)[:_NAMED])}"
                 await self._jobs.requeue(job.job_id, epoch=job.epoch, reason=reason)
-        placing = {job.job_id for job in self._jobs.in_states(JobState.PLACING)}
+        placing = {
+            job.unit(rank)
+            for job in self._jobs.in_states(JobState.PLACING)
+            for rank in range(len(job.placements))
+        }
         self._confirm_by_s = {key: by_s for key, by_s in self._confirm_by_s.items() if key in placing}
 
     async def reclaim(self) -> None:
@@ -417,16 +427,16 @@ class Agents:
                     )
                 )
             elif job.state is JobState.PLACING:
-                self._extend(job)
+                self._extend(job, rank)
             elif item.endpoint is not None and job.spec.kind is JobKind.SESSION:
                 self._sessions.ready(job, item.epoch, item.endpoint)
             elif job.spec.kind is JobKind.SESSION:
                 self._sessions.noted(job, item.note)
         return orders
 
-    def _extend(self, job: Job) -> None:
+    def _extend(self, job: Job, rank: int) -> None:
         if job.state is JobState.PLACING:
-            self._confirm_by_s[job.job_id] = self._clock.monotonic_s() + self._confirm_s
+            self._confirm_by_s[job.unit(rank)] = self._clock.monotonic_s() + self._confirm_s
 
     def _hosts(self, job: Job) -> tuple[str, ...]:
         """Under which addresses the workers reach each other, by rank."""
@@ -479,3 +489,7 @@ class Agents:
 def _grace_s(job: Job) -> float | None:
     """What a job asked for counts when it is preempted, and not when it is cancelled or its time is over."""
     return job.spec.wishes.grace_s if job.stop is Stop.PREEMPT else None
+
+
+def _needs(job: Job, digest: str) -> bool:
+    return job.spec.workdir is not None and job.spec.workdir.digest == digest

@@ -378,7 +378,7 @@ class Jobs:
         several = len(placements) > 1
         words = f"worker {rank} on node {over.node_id}: {reason}" if several else reason
         if job.state is JobState.PLACING:  # none of them has started
-            self._end(txn, job, state, words)
+            self._requeue_refused(txn, msgspec.structs.replace(job, exit_code=None), words)
         elif any(placement.outcome is None for placement in placements):
             if is_first_bad:
                 self._stop(txn, job, Stop.WORKER, words)
@@ -401,13 +401,20 @@ class Jobs:
             job = self.get(job_id)
             if job is None or job.state is not JobState.PLACING or job.epoch != epoch:
                 return  # a launch that was void before it was refused says nothing about the job
-            count = self._note_refusal(job_id, epoch) if refused else 0
-            if count >= LAUNCH_ATTEMPTS_MAX:
-                self._end(txn, job, JobState.FAILED, f"refused {count} times, the last time: {reason}")
-                return
-            self._requeue(txn, job, reason)
+            if refused:
+                self._requeue_refused(txn, job, reason)
+            else:
+                self._requeue(txn, job, reason)
 
         await self._ledger.write(build)
+
+    def _requeue_refused(self, txn: Transaction, job: Job, reason: str) -> None:
+        """A launch that an agent did not take, or could not start: after a few of those the job fails."""
+        count = self._note_refusal(job.job_id, job.epoch)
+        if count >= LAUNCH_ATTEMPTS_MAX:
+            self._end(txn, job, JobState.FAILED, f"refused {count} times, the last time: {reason}")
+        else:
+            self._requeue(txn, job, reason)
 
     def _note_refusal(self, job_id: str, epoch: int) -> int:
         """Once for a launch, however many of its workers were refused; how often it has happened."""
@@ -441,6 +448,8 @@ class Jobs:
             state, words = JobState.LOST, reason
             if job.stop is Stop.CANCEL:
                 state, words = JobState.CANCELLED, f"cancelled: {stop_reason(job)} ({reason})"
+            elif job.stop is Stop.LIMIT:
+                state, words = JobState.FAILED, f"{stop_reason(job)} ({reason})"
             self._worker_over(txn, job, rank, state=state, reason=words, exit_code=None)
 
         await self._ledger.write(build)

@@ -274,6 +274,11 @@ class Ledger:
         for told in self.on_load:
             told()
 
+    @property
+    def is_current(self) -> bool:
+        """Whether nobody else can have written since it was read."""
+        return self.is_loaded and self._election.is_leading
+
     def forget(self) -> None:
         """Another controller leads: what is in memory here grows stale."""
         self.is_loaded = False

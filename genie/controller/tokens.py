@@ -164,7 +164,9 @@ class Tokens:
 
     async def _record(self, token_id: str) -> TokenRecord | None:
         if self._ledger.is_loaded:
-            return self._ledger.tokens.get(token_id)
+            known = self._ledger.tokens.get(token_id)
+            if known is not None or self._ledger.is_current:
+                return known  # else another controller may have made it since
         now_s = self._clock.monotonic_s()
         kept = self._cache.get(token_id)
         if kept is not None and now_s - kept[1] < _CACHE_S:

@@ -7,6 +7,7 @@ all faults are over (the tests look at that).
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import Callable, Sequence
 
 import msgspec
@@ -20,6 +21,8 @@ from genie.sim.world import World
 _HELD = (JobState.PLACING, JobState.RUNNING)
 _JOBS, _LEDGERS = "job/", "ledger/"
 _LOOK_S = 0.5
+_PLACED_MAX, _PLACED_WITHIN_S = 6, 1.0
+"""More often in that time nothing is placed that gets anywhere."""
 
 Accepted = Callable[[str, str], int]
 """Of a node and a worker: the newest launch that the agent there has taken on; 0 when it knows of none."""
@@ -40,6 +43,7 @@ class Witness:
         """By job and by worker: where, and what."""
         self._began: set[tuple[str, int]] = set()
         """Launches that were confirmed as a whole."""
+        self._placed_at_s: dict[str, deque[float]] = {}
         self._alone_since_s: dict[tuple[str, int], float] = {}
         self.is_calm = False
         """Whether faults are over. Only then it is known how long anything may take."""
@@ -74,6 +78,7 @@ class Witness:
         was = before.state if before is not None else None
         if job.state is JobState.PLACING and was is not JobState.PLACING:
             self._check_places(job)
+            self._check_pace(job_id)
         if job.state is JobState.RUNNING and was is not JobState.RUNNING:
             self._began.add((job_id, job.epoch))
             for rank, placement in enumerate(job.placements):
@@ -117,6 +122,12 @@ class Witness:
         )
         if not is_right:
             self._violated(f"this is not where it asked to be: {job}")
+
+    def _check_pace(self, job_id: str) -> None:
+        recent = self._placed_at_s.setdefault(job_id, deque(maxlen=_PLACED_MAX))
+        if len(recent) == _PLACED_MAX and self._world.now_s - recent[0] < _PLACED_WITHIN_S:
+            self._violated(f"{job_id} is placed again and again")
+        recent.append(self._world.now_s)
 
     def _check_holds(self, job_id: str) -> None:
         """What counts is held, and nothing else is."""

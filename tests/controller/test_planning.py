@@ -12,11 +12,11 @@ from genie.controller import planning
 from genie.controller.jobs import Jobs
 from genie.errors import FencedError, JobRefusedError, LaunchError, UsageError, WorkersMissingError
 from genie.model.job import Job, JobSpec, JobState, Resources, Spread, Stop, Wishes, Within, parse_unit
-from genie.model.messages import CancelJob, ExitReport, Launch, ReadLog, RemoveNode, SetQuota
+from genie.model.messages import CancelJob, ExitReport, Launch, ReadLog, RemoveNode, RunningJob, SetQuota
 from genie.model.node import GPUInfo, NodeInfo, Vendor
 from genie.model.tenant import QuotaRecord, TokenKind
 from genie.scheduler.book import Book
-from tests.controller.standing import Client, Standing, standing
+from tests.controller.standing import Client, Standing, launched_while, standing
 from tests.fakes.agent import FakeAgent, node_info
 from tests.fakes.clock import FakeClock
 from tests.waiting import until
@@ -256,6 +256,46 @@ async def test_what_a_worker_held_that_is_over_goes_to_others_while_the_rest_run
         assert (await owner.job(gang.job_id)).state is JobState.RUNNING
 
 
+async def test_a_gang_of_which_one_worker_cannot_start_is_launched_again(tmp_path: Path) -> None:
+    async with standing(tmp_path) as one, one.client() as owner, one.agent("a") as a, one.agent("b") as b:
+        job = await owner.submit_spec(spec(workers=2))
+        first, second = await a.next_launch(), await b.next_launch()
+        b.end(second, None, reason="the node lost contact", started=False)
+        await b.beat()
+        waiting = await owner.job(job.job_id)
+        assert waiting.state is JobState.QUEUED
+        assert [step.reason for step in waiting.history][-1] == (
+            f"worker {second.rank} on node b: the node lost contact"
+        )
+        assert (await owner.held("a"), await owner.held("b")) == ([], [])
+        with pytest.raises(FencedError):
+            await a.confirm(first)
+        await started_together((a, await a.next_launch()), (b, await b.next_launch()))
+        assert (await owner.job(job.job_id)).state is JobState.RUNNING
+
+
+async def test_a_gang_of_which_one_launch_is_lost_does_not_wait_for_it_for_ever(tmp_path: Path) -> None:
+    clock = FakeClock()
+    async with (
+        standing(tmp_path, clock=clock) as one,
+        one.client() as owner,
+        one.agent("a") as a,
+        one.agent("b") as b,
+    ):
+        job = await owner.submit_spec(spec(workers=2))
+        first = await launched_while(clock, a, b)
+        a.running[first.job_id] = RunningJob(job_id=first.job_id, epoch=first.placement.epoch)
+
+        async def is_void() -> bool:
+            await clock.advance(1.0)
+            await a.beat()
+            await b.beat()
+            steps = (await owner.job(job.job_id)).history
+            return any("not confirmed in time on b" in step.reason for step in steps)
+
+        await until(is_void)
+
+
 async def test_each_worker_has_its_own_log(tmp_path: Path) -> None:
     async with standing(tmp_path) as one, one.client() as owner, one.agent("a", gpus=2) as a:
         job = await owner.submit_spec(spec("pair", workers=2))
@@ -451,6 +491,17 @@ async def test_a_job_ends_when_its_time_is_over(tmp_path: Path) -> None:
             JobState.FAILED,
             "its time limit of 5 s is over (killed by signal 15)",
         )
+
+
+async def test_a_job_that_had_its_time_has_failed_although_its_node_is_gone(tmp_path: Path) -> None:
+    async with standing(tmp_path) as one, one.client() as owner, one.agent("a") as a:
+        job, launch = await _running(owner, a, time_limit_s=3600.0)
+        assert one.controller is not None
+        jobs, epoch = one.controller._jobs, launch.placement.epoch
+        await jobs.stop(job.job_id, epoch=epoch, stop=Stop.LIMIT, reason="its time limit is over")
+        await jobs.lose(job.job_id, epoch=epoch, reason="node a was silent")
+        over = await owner.job(job.job_id)
+        assert (over.state, over.reason) == (JobState.FAILED, "its time limit is over (node a was silent)")
 
 
 async def test_small_jobs_with_time_limits_go_before_a_large_one_that_waits(tmp_path: Path) -> None:
