@@ -209,6 +209,9 @@ def _check_together(spec: JobSpec) -> None:
     wishes = spec.wishes
     if wishes.within is Within.ISLAND and not spec.resources.gpus:
         raise UsageError("within one island without gpus", hint="say how many gpus, or ask for one node")
+    of_gpus = (wishes.gpu_models, wishes.vendor, wishes.gpu_memory_min_bytes, spec.resources.gpu_memory_bytes)
+    if not spec.resources.gpus and (any(of_gpus) or wishes.capability_min != (0, 0)):
+        raise UsageError("it says what gpus must be like, and not how many", hint="say how many gpus")
     if wishes.workers > 1 and spec.gpu_ids:
         raise UsageError(
             f"gpu_ids with {wishes.workers} workers", hint="name accelerators for a job of one worker only"

@@ -111,7 +111,7 @@ class Jobs:
     def find_worker(self, key: str, identity: Identity) -> tuple[Job, int]:
         """A job and a rank; JOB.RANK is one of its workers, and the job alone its first."""
         job_id, rank = parse_unit(key)
-        if job_id in self._ledger.jobs:
+        if key not in self._by_name and (job_id in self._ledger.jobs or job_id in self._by_name):
             return self.find(job_id, identity), rank
         return self.find(key, identity), 0
 
@@ -375,8 +375,8 @@ class Jobs:
             placements=placements,
             exit_code=exit_code if is_first_bad or job.exit_code is None else job.exit_code,
         )
-        several = len(placements) > 1
-        words = f"worker {rank} on node {over.node_id}: {reason}" if several else reason
+        is_named = len(placements) > 1 and state is not JobState.SUCCEEDED
+        words = f"worker {rank} on node {over.node_id}: {reason}" if is_named else reason
         if job.state is JobState.PLACING:  # none of them has started
             self._requeue_refused(txn, msgspec.structs.replace(job, exit_code=None), words)
         elif any(placement.outcome is None for placement in placements):

@@ -28,7 +28,7 @@ def make_policy(config: ControllerConfig, *, clock: Clock) -> Order:
             guard=Alarm(HANGS_S, TooLongError),
         )
     except UsageError as error:
-        raise ConfigError(f"controller.policy: {error}", hint=error.hint) from error
+        raise ConfigError(f"controller.policy: {error.message}", hint=error.hint) from error
 
 
 def _imported(name: str) -> type:

@@ -82,6 +82,21 @@ def test_an_island_is_one_of_gpus() -> None:
         check_job(spec(gpus=0, wishes=Wishes(within=Within.ISLAND)))
 
 
+@pytest.mark.parametrize(
+    "wishes",
+    [
+        Wishes(gpu_models=("H200",)),
+        Wishes(vendor="nvidia"),
+        Wishes(gpu_memory_min_bytes=1),
+        Wishes(capability_min=(8, 0)),
+    ],
+)
+def test_who_says_what_gpus_must_be_like_says_how_many(wishes: Wishes) -> None:
+    check_job(spec(gpus=1, wishes=wishes))
+    with pytest.raises(UsageError, match="not how many"):
+        check_job(spec(gpus=0, wishes=wishes))
+
+
 def test_accelerators_are_named_for_one_worker_only() -> None:
     check_job(spec(node_id="n1", gpu_ids=(0,)))
     with pytest.raises(UsageError, match="gpu_ids with 2 workers"):

@@ -122,7 +122,7 @@ async def test_workers_start_together_and_know_each_other(tmp_path: Path) -> Non
         b.end(second)
         await b.beat()
         over = await owner.job(job.job_id)
-        assert (over.state, over.exit_code) == (JobState.SUCCEEDED, 0)
+        assert (over.state, over.exit_code, over.reason) == (JobState.SUCCEEDED, 0, "exit code 0")
         assert [place.outcome for place in over.placements] == [JobState.SUCCEEDED] * 2
 
 
@@ -305,9 +305,9 @@ async def test_each_worker_has_its_own_log(tmp_path: Path) -> None:
             a.logs[f"{job.job_id}.{rank}"] = f"rank {rank}".encode()
         logs = [
             (await owner.ask(ReadLog(job_id=key))).data
-            for key in (job.job_id, f"{job.job_id}.0", f"{job.job_id}.1")
+            for key in (job.job_id, f"{job.job_id}.0", f"{job.job_id}.1", "pair.1", "pair")
         ]
-        assert logs == [b"rank 0", b"rank 0", b"rank 1"]
+        assert logs == [b"rank 0", b"rank 0", b"rank 1", b"rank 1", b"rank 0"]
         with pytest.raises(UsageError, match="has 2 workers; there is no rank 2"):
             await owner.ask(ReadLog(job_id=f"{job.job_id}.2"))
 
