@@ -276,16 +276,19 @@ class Jobs:
     async def place(self, starts: Iterable[Start], *, placed: Callable[[Job], None]) -> None:
         """Placing, with a hold for each worker; `placed` is told of each when all that could be are durable.
         Those whose job or node is not as it was decided on are left out. Accelerators go by their ids."""
-        outcomes = await self._ledger.write_each(partial(self._place, start) for start in starts)
+        loads = self._ledger.loads
+        outcomes = await self._ledger.write_each(partial(self._place, start, loads) for start in starts)
         for job in outcomes:
             if isinstance(job, Job):
                 placed(job)
         _raise_first(outcomes)
 
-    def _place(self, start: Start, txn: Transaction) -> Job | None:
+    def _place(self, start: Start, loads: int, txn: Transaction) -> Job | None:
         job = self.get(start.job_id)
         if job is None or job.state is not JobState.QUEUED:
             return None
+        if self._ledger.loads != loads:
+            return None  # a write before this one was made after all, and may have taken the place
         nodes = len({place.node_id for place in start.places})
         if nodes > NODES_OF_JOB_MAX:
             why = f"its workers would be on {nodes} nodes, and {NODES_OF_JOB_MAX} are the most"

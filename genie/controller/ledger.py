@@ -258,6 +258,8 @@ class Ledger:
         self._reading_or_writing = asyncio.Lock()
         """A write that is committed while everything is read would be overwritten in memory."""
         self.is_loaded = False
+        self.loads = 0
+        """How often all tables were read."""
         self.on_load: list[Callable[[], None]] = []
         """Told when all tables were read anew."""
 
@@ -271,6 +273,7 @@ class Ledger:
         for table, rows in zip(self._tables, fresh, strict=True):
             table._replace(rows)
         self.is_loaded, self._uncertain = True, False
+        self.loads += 1
         for told in self.on_load:
             told()
 

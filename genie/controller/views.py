@@ -61,7 +61,7 @@ class Views:
         whoever asks what there is, and not how it is."""
         if self._stale:
             now_s = self._clock.monotonic_s()
-            for node_id in self._stale:
+            for node_id in sorted(self._stale):  # the same order every time: where jobs go depends on it
                 self._look_at(node_id, now_s)
                 for told in self.on_look:
                     told(node_id, self._states.get(node_id))

@@ -12,10 +12,21 @@ from genie.controller import planning
 from genie.controller.jobs import Jobs
 from genie.errors import FencedError, JobRefusedError, LaunchError, UsageError, WorkersMissingError
 from genie.model.job import Job, JobSpec, JobState, Resources, Spread, Stop, Wishes, Within, parse_unit
-from genie.model.messages import CancelJob, ExitReport, Launch, ReadLog, RemoveNode, RunningJob, SetQuota
+from genie.model.messages import (
+    CancelJob,
+    DrainNode,
+    ExitReport,
+    Launch,
+    ReadLog,
+    RemoveNode,
+    RunningJob,
+    SetQuota,
+)
 from genie.model.node import GPUInfo, NodeInfo, Vendor
 from genie.model.tenant import QuotaRecord, TokenKind
 from genie.scheduler.book import Book
+from genie.scheduler.request import WorkerPlace
+from genie.scheduler.scheduler import Start
 from tests.controller.standing import Client, Standing, launched_while, standing
 from tests.fakes.agent import FakeAgent, node_info
 from tests.fakes.clock import FakeClock
@@ -421,6 +432,20 @@ async def test_what_was_decided_and_not_done_is_decided_again(
         monkeypatch.setattr(Jobs, "stop", broken)
         await owner.submit_spec(spec("high", priority=10))
         assert (await a.next_kill()).job_id == low.job_id
+
+
+async def test_a_start_that_was_decided_before_everything_was_read_anew_is_left_out(tmp_path: Path) -> None:
+    async with standing(tmp_path) as one, one.client() as owner, one.agent("a"):
+        await owner.ask(DrainNode(node_id="a"))
+        job = await owner.submit_spec(spec())
+        assert one.controller is not None
+        jobs, ledger = one.controller._jobs, one.controller._ledger
+        start, placed = Start(job.job_id, (WorkerPlace("a", (0,)),), "decided"), list[Job]()
+        ledger._uncertain = True
+        await jobs.place([start], placed=placed.append)
+        assert (placed, (await owner.job(job.job_id)).state) == ([], JobState.QUEUED)
+        await jobs.place([start], placed=placed.append)
+        assert [one.job_id for one in placed] == [job.job_id]
 
 
 async def test_what_may_not_be_preempted_is_left_alone(tmp_path: Path) -> None:

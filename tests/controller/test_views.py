@@ -136,3 +136,12 @@ def test_a_node_is_not_looked_at_again_while_nothing_is_heard_of_it() -> None:
     cluster.clock._now_s += 1.0
     cluster.views.current()
     assert looks == ["n0"]
+
+
+def test_nodes_are_looked_at_in_one_order_whoever_was_heard_first() -> None:
+    cluster, looked_at = Cluster(), list[str]()
+    cluster.views.on_look.append(lambda node_id, state: looked_at.append(node_id))
+    names = [f"n{number:02}" for number in range(30)]
+    for node_id in reversed(names):
+        cluster.register(node_id)
+    assert list(cluster.views.current()) == looked_at == names
