@@ -64,9 +64,8 @@ def parse_duration(text: str, *, what: str, none_too: bool = False, high_s: floa
     seconds = _duration_s(text)
     if seconds is None or not (0 < seconds <= high_s or (none_too and seconds == 0)):
         most = "ten years" if high_s == _SECONDS_MAX else duration_text(high_s)
-        raise UsageError(
-            f"{what} {_quoted(text)} is not a duration", hint=f"write 90s, 15m, 1h or 7d, at most {most}"
-        )
+        why = "is not a duration" if seconds is None else "is not allowed"
+        raise UsageError(f"{what} {_quoted(text)} {why}", hint=f"write 90s, 15m or 1h, at most {most}")
     return seconds
 
 

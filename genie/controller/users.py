@@ -154,7 +154,10 @@ class Users:
     async def _check_can_run(self, spec: JobSpec, identity: Identity) -> None:
         reason = self._cluster.planner.why_never(spec)
         if reason:
-            raise JobRefusedError(f"job {spec.name!r} can never run here: {reason}", hint="ask for less")
+            raise JobRefusedError(
+                f"job {spec.name!r} can never run here: {reason}",
+                hint="ask for less, or see what there is with 'genie nodes'",
+            )
         if not self._cluster.planner.has_room(spec, identity.tenant):
             raise JobRefusedError(
                 f"{KINDS_WAITING_MAX} different kinds of jobs wait already",
@@ -222,7 +225,9 @@ class Users:
                 data=b"", start=request.offset, next_offset=request.offset, eof=job.state.is_final
             )
         if rank >= len(job.placements):
-            raise UsageError(f"job {job.job_id} has {len(job.placements)} workers; there is no rank {rank}")
+            raise UsageError(
+                f"job {job.job_id} has no worker of rank {rank}: the last is {len(job.placements) - 1}"
+            )
         return await self._cluster.agents.read_log(job, rank, request)
 
     # -- directories that are sent along ------------------------------------------------------

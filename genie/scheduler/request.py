@@ -201,7 +201,8 @@ def why_not(shape: Shape, node: NodeFacts) -> str:
     if shape.memory_mib > node.memory_mib:
         return f"has {node.memory_mib} MiB of memory"
     if shape.gpus > len(node.gpus):
-        return f"has {len(node.gpus)} GPUs"
+        is_cpu = bool(node.gpus) and all(gpu.vendor == CPU for gpu in node.gpus)
+        return f"has {len(node.gpus)} {'CPU accelerators' if is_cpu else 'GPUs'}"
     if shape.gpu_ids:
         return _why_not_these(shape, node)
     return why_not_gpus(shape, node.gpus) if shape.gpus else ""

@@ -638,6 +638,8 @@ class _Pass:
         claims = self._scheduler.claims
         if why := in_the_way(self._book, request, claims):
             return why
+        if request.near:
+            return f"waits for room beside a job named {' or '.join(sorted(request.near))}"
         kept = f" but what is kept for {claims.text()}" if len(claims) else ""
         return f"does not fit even when all is free{kept}"
 

@@ -14,10 +14,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from genie.errors import UsageError
-from genie.model.job import Within
 from genie.runtime.placers import placer_factory
 from genie.scheduler.book import Book
 from genie.scheduler.placement.protocol import ANY_MODEL, MODELS_MAX, TypicalShape
+from genie.scheduler.possible import why_never
 from genie.scheduler.request import NodeFacts, Request, why_not
 from genie.scheduler.scheduler import Preempt, Rules, Scheduler, Start
 from genie.sim.workload import SimJob, gpu_milli_of
@@ -120,34 +120,6 @@ def _typical(nodes: Sequence[NodeFacts], jobs: Sequence[SimJob], most: int = 64)
     ]
 
 
-def is_possible(job: SimJob, nodes: Sequence[NodeFacts]) -> bool:
-    """Whether it would start were the whole cluster free."""
-    open_nodes = [node for node in nodes if not why_not(job.shape, node)]
-    rooms = [_room(job, node) for node in open_nodes]
-    if job.within is Within.NODE:
-        return max(rooms, default=0) >= job.workers
-    if job.within is Within.ANYWHERE:
-        return sum(rooms) >= job.workers
-    racks: Counter[str] = Counter()
-    for node, room in zip(open_nodes, rooms, strict=True):
-        racks[node.rack] += room
-    return max(racks.values(), default=0) >= job.workers
-
-
-def _room(job: SimJob, node: NodeFacts) -> int:
-    """How many workers the node holds when it is free."""
-    limits = [job.workers]
-    if job.gpus:
-        limits.append(
-            len(node.gpus) * (1000 // job.gpu_milli) if job.gpus == 1 else len(node.gpus) // job.gpus
-        )
-    if job.cpu_milli:
-        limits.append(node.cpu_milli // job.cpu_milli)
-    if job.memory_mib:
-        limits.append(node.memory_mib // job.memory_mib)
-    return min(limits)
-
-
 @dataclass(slots=True)
 class _Life:
     """A job on its way. `epoch` counts its runs: an event of an earlier one is void."""
@@ -198,7 +170,7 @@ class _Simulation:
         for number, job in enumerate(sorted(jobs, key=lambda job: job.submitted_s)):
             kind = (job.shape, job.workers, job.within)
             if kind not in known:
-                known[kind] = is_possible(job, nodes)
+                known[kind] = not why_never(job.request(number), nodes)
             if job.job_id in self._lives:
                 raise UsageError(f"there are two jobs {job.job_id!r}", hint="give each another name")
             if not known[kind]:

@@ -138,3 +138,9 @@ def test_a_size_is_shown_in_the_nearest_unit(size_bytes: int, text: str) -> None
 )
 def test_a_duration_is_shown_short_and_rounded_to_the_nearest(seconds: float, text: str) -> None:
     assert duration_text(seconds) == text
+
+
+def test_a_duration_that_is_too_long_is_told_the_most() -> None:
+    with pytest.raises(UsageError) as raised:
+        parse_duration("2d", what="--grace", high_s=86400.0)
+    assert str(raised.value) == "--grace '2d' is not allowed (write 90s, 15m or 1h, at most 1 d)"

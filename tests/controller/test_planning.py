@@ -319,7 +319,7 @@ async def test_each_worker_has_its_own_log(tmp_path: Path) -> None:
             for key in (job.job_id, f"{job.job_id}.0", f"{job.job_id}.1", "pair.1", "pair")
         ]
         assert logs == [b"rank 0", b"rank 0", b"rank 1", b"rank 1", b"rank 0"]
-        with pytest.raises(UsageError, match="has 2 workers; there is no rank 2"):
+        with pytest.raises(UsageError, match="has no worker of rank 2: the last is 1"):
             await owner.ask(ReadLog(job_id=f"{job.job_id}.2"))
 
 
@@ -560,6 +560,8 @@ async def test_near_and_apart_go_by_names(tmp_path: Path) -> None:
         one.agent("a", gpus=3) as a,
         one.agent("b", gpus=3) as b,
     ):
+        lonely = await owner.submit_spec(spec("lonely", near=("nobody",)))
+        assert lonely.reason == "waits for room beside a job named nobody"
         await owner.submit_spec(spec("base", node_id="b"))
         await b.start_next()
         beside = await owner.submit_spec(spec("beside", near=("base",)))

@@ -38,6 +38,12 @@ def test_what_could_never_start_is_told(shape: Shape, wishes: dict[str, object],
     assert why_never(request, []) == ""
 
 
+def test_accelerators_are_called_what_they_are() -> None:
+    node = NodeFacts("n", 8000, 64_000, (GpuFacts("Xeon", "cpu"),))
+    found = why_never(Request("j", "t", 1, Shape(gpus=2, kind="cpu")), [node])
+    assert found == "it asks for 2 CPU accelerators on one node; n: has 1 CPU accelerators"
+
+
 def test_a_quota_below_what_is_held_bounds_only_what_more_is_asked_of() -> None:
     quotas = Quotas({"t": Quota(of_gpus(1), of_gpus(0))})
     held = Amounts(gpu_milli=2000, cpu_milli=1000)
