@@ -92,16 +92,7 @@ class Planner:
         if key not in self._never:
             if len(self._never) >= _KINDS_MAX:
                 self._never.clear()
-            request = Request(
-                "",
-                "",
-                0,
-                shape,
-                workers=wishes.workers,
-                workers_min=wishes.workers_min,
-                within=wishes.within,
-                spread=wishes.spread,
-            )
+            request = request_of(_asked(spec, tenant=""), shape)
             self._never[key] = possible.why_never(request, self._scheduler.book.nodes)
         return self._never[key]
 
@@ -304,7 +295,7 @@ class Planner:
         )
 
     def _by_position(self, node_id: str, gpu_ids: tuple[int, ...]) -> WorkerPlace:
-        known = self._gpu_ids[node_id]
+        known = self._gpu_ids.get(node_id, ())  # a node that is not registered any more has none
         return WorkerPlace(
             node_id, tuple(known.index(gpu_id) if gpu_id in known else GPU_UNKNOWN for gpu_id in gpu_ids)
         )
