@@ -50,7 +50,7 @@ bench: $(VENV)/.native ## run every benchmark; ARGS=--json for machines
 lock: build/lock/bin/uv ## write requirements/dev.txt anew
 	@build/lock/bin/uv pip compile --quiet --universal --python-version 3.11 --fork-strategy fewest \
 	  --generate-hashes --no-header --no-emit-index-url --no-emit-find-links $(ARGS) \
-	  --extra etcd --extra dev pyproject.toml requirements/dev.in -o requirements/dev.txt
+	  --extra etcd --extra ray --extra dev pyproject.toml requirements/dev.in -o requirements/dev.txt
 	@echo "requirements/dev.txt: $$(grep -c == requirements/dev.txt) packages"
 
 clean: ## remove caches and build results; the environment stays (rm -rf .venv)

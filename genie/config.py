@@ -183,6 +183,18 @@ class WorkdirConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class GridConfig:
+    """`genie grid`, which is also `grid-cli`: where its own file is, and what OpenSSH keeps."""
+
+    file: Path = setting(
+        Path("config/cluster_config.yaml"), "The grid's file: its nodes and how to use them."
+    )
+    ssh_config: Path = setting(
+        Path("~/.ssh/config"), "OpenSSH's settings: aliases, users, ports, keys, jump hosts."
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
 class Settings:
     """The tree. `sources` says for each dotted key where its value came from."""
 
@@ -192,6 +204,7 @@ class Settings:
     paths: PathsConfig
     log: LogConfig
     workdir: WorkdirConfig
+    grid: GridConfig
     sources: Mapping[str, str]
 
 
@@ -202,6 +215,7 @@ SECTIONS: dict[str, type[Any]] = {
     "paths": PathsConfig,
     "log": LogConfig,
     "workdir": WorkdirConfig,
+    "grid": GridConfig,
 }
 
 # Other spellings that the visual guide uses.

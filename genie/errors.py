@@ -20,7 +20,11 @@ GenieError
 │   ├── TokenMissingError       no token was given or found
 │   ├── TokenRefusedError       unknown, wrong, revoked, expired or used up
 │   ├── PermissionError_        a good token that may not do this
-│   └── TlsError                certificates: missing, untrusted, or TLS is required here
+│   ├── TlsError                certificates: missing, untrusted, or TLS is required here
+│   └── SshAccessError          SSH: who the host is, and who we are to it
+│       ├── HostKeyUnknownError no key of that host is in known_hosts
+│       ├── HostKeyChangedError the host shows another key than the one in known_hosts
+│       └── LoginRefusedError   the host takes none of our keys
 ├── StoreError                  the cluster's memory
 │   ├── StoreUnavailableError   the engine does not answer
 │   ├── StoreFullError          no space left under the engine
@@ -41,6 +45,12 @@ GenieError
 │   ├── NodeNotFoundError       no node has that id
 │   ├── LaunchError             an agent refused or failed to start something
 │   └── AgentRunningError       another agent already runs on this state directory
+├── GridError                   one of the SSH nodes of a grid
+│   ├── NodeRefusedError        the node could not do what it was asked to; it says why
+│   ├── NoNodeError             no node fits what was asked for
+│   ├── RunNotFoundError        no run has that id
+│   ├── SyncError               a tree could not be brought to a node
+│   └── RayError                Ray on the nodes: missing, of another version, or not up
 ├── HardwareError               an accelerator does not answer
 └── DeviceError                 the torch device
     ├── RemoteOpError           an op raised on the executor
@@ -164,6 +174,23 @@ class TlsError(AccessError):
     code = "access.tls"
 
 
+class SshAccessError(AccessError):
+    code = "access.ssh"
+    exit_code = 255
+
+
+class HostKeyUnknownError(SshAccessError):
+    code = "access.ssh.host_key_unknown"
+
+
+class HostKeyChangedError(SshAccessError):
+    code = "access.ssh.host_key_changed"
+
+
+class LoginRefusedError(SshAccessError):
+    code = "access.ssh.login"
+
+
 class StoreError(GenieError):
     code = "store"
 
@@ -249,6 +276,36 @@ class LaunchError(NodeError):
 
 class AgentRunningError(NodeError):
     code = "node.agent_running"
+
+
+class GridError(GenieError):
+    code = "grid"
+
+
+class NodeRefusedError(GridError):
+    """`reason` is a word for programs: 'missing', 'exists', 'denied', 'no_space', 'read_only', 'os', ..."""
+
+    code = "grid.node"
+
+    def __init__(self, message: str, *, hint: str = "", reason: str = "os") -> None:
+        super().__init__(message, hint=hint)
+        self.reason = reason
+
+
+class NoNodeError(GridError):
+    code = "grid.no_node"
+
+
+class RunNotFoundError(GridError):
+    code = "grid.run_not_found"
+
+
+class SyncError(GridError):
+    code = "grid.sync"
+
+
+class RayError(GridError):
+    code = "grid.ray"
 
 
 class HardwareError(GenieError):

@@ -19,4 +19,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     return run(argv)
 
 
-__all__ = ["main"]
+def grid_main(argv: Sequence[str] | None = None) -> int:
+    """`grid-cli`: the commands of `genie grid`, with the same exit codes."""
+    from genie.cli.app import grid, run
+
+    return run(argv, door=grid, prog="grid-cli")
+
+
+__all__ = ["grid_main", "main"]

@@ -45,6 +45,7 @@ _COMMAND_MODULES = (
     "token_commands",
     "config_commands",
     "sim_commands",
+    "grid_node_commands",
     "doctor",
 )
 
@@ -79,8 +80,17 @@ _TokenFile = Annotated[
         rich_help_panel=_PANEL,
     ),
 ]
+_GridFile = Annotated[
+    str | None,
+    typer.Option(
+        "--config",
+        metavar="FILE",
+        help="The grid's file (or GENIE_GRID_FILE); without it config/cluster_config.yaml.",
+        rich_help_panel=_PANEL,
+    ),
+]
 _ARGUMENT = re.compile(r"[a-z_.]+ = (?P<value>.*) \(argument (?P<name>[a-z_]+)\)", re.DOTALL)
-_OPTIONS = {"level": "--log-level", "token": "--token-file", "master_addr": "--address"}
+_OPTIONS = {"level": "--log-level", "token": "--token-file", "master_addr": "--address", "file": "--config"}
 """Options that are not spelled like the setting that they give a value to."""
 _SHARED = {
     "debug": (_Debug, False),
@@ -88,6 +98,8 @@ _SHARED = {
     "address": (_Address, None),
     "token_file": (_TokenFile, None),
 }
+_GRID_SHARED = {"debug": _SHARED["debug"], "log_level": _SHARED["log_level"], "grid_file": (_GridFile, None)}
+"""A grid has no controller, so neither its address nor its tokens; it has a file."""
 
 
 @dataclass
@@ -98,12 +110,14 @@ class Invocation:
     log_level: str | None = None
     address: str | None = None
     token_file: str | None = None
+    grid_file: str | None = None
     _token: str | None = None
 
     def add(self, given: Mapping[str, Any]) -> None:
-        for name, (_, default) in _SHARED.items():
-            if given[name] != default:
-                setattr(self, name, given[name])
+        for name, value in given.items():
+            _, default = {**_SHARED, **_GRID_SHARED}[name]
+            if value != default:
+                setattr(self, name, value)
 
     def load_settings(
         self, arguments: Mapping[str, object] | None = None, *, keep_logs: bool = False
@@ -135,6 +149,7 @@ class Invocation:
             "cluster.master_addr": host,
             "cluster.master_port": port,
             "cluster.token": self.read_token(),
+            "grid.file": self.grid_file,
             "log.level": "DEBUG" if self.debug else (self.log_level.upper() if self.log_level else None),
         }
 
@@ -149,14 +164,28 @@ app = typer.Typer(
 )
 
 
-def run(argv: Sequence[str] | None = None) -> int:
-    """Parses, runs, reports. The exit code is what the process should end with."""
+grid = typer.Typer(
+    name="grid",
+    help="A few SSH hosts as a cluster, with nothing installed on them. Also: grid-cli.",
+    no_args_is_help=True,
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
+    context_settings=app.info.context_settings,
+)
+app.add_typer(grid)
+
+
+def run(argv: Sequence[str] | None = None, *, door: typer.Typer = app, prog: str = "genie") -> int:
+    """Parses, runs, reports. The exit code is what the process should end with.
+
+    `grid-cli` is a door of its own to the commands of `genie grid`.
+    """
     _register()
     invocation = Invocation()
     output.open_closed_streams()
     try:
         _check_text(sys.argv[1:] if argv is None else argv)
-        get_command(app).main(args=argv, prog_name="genie", obj=invocation)
+        get_command(door).main(args=argv, prog_name=prog, obj=invocation)
     except SystemExit as end:
         return _checked_flush(end.code if isinstance(end.code, int) else int(bool(end.code)))
     except GenieError as error:
@@ -185,8 +214,20 @@ def _check_text(argv: Sequence[str]) -> None:
             ) from None
 
 
+def grid_command(
+    name: str, *, example: str, group: typer.Typer = grid, context_settings: dict[str, Any] | None = None
+) -> Callable[[_Function], _Function]:
+    """Registers a command of the grid, like `command` does for the others."""
+    return command(group, name, example=example, context_settings=context_settings, shared=_GRID_SHARED)
+
+
 def command(
-    group: typer.Typer, name: str, *, example: str, context_settings: dict[str, Any] | None = None
+    group: typer.Typer,
+    name: str,
+    *,
+    example: str,
+    context_settings: dict[str, Any] | None = None,
+    shared: Mapping[str, tuple[Any, Any]] = _SHARED,
 ) -> Callable[[_Function], _Function]:
     """Registers a function that takes the Invocation first and its own options by keyword.
 
@@ -206,7 +247,7 @@ def command(
         def call(context: typer.Context, **given: Any) -> None:
             invocation = context.find_object(Invocation)
             assert invocation is not None
-            invocation.add({shared: given.pop(shared) for shared in _SHARED})
+            invocation.add({each: given.pop(each) for each in shared})
             for name, group in groups.items():
                 names = [field.name for field in dataclasses.fields(group)]
                 given[name] = group(**{each: given.pop(each) for each in names})
@@ -214,7 +255,11 @@ def command(
 
         # The parser reads the signature: the function's own parameters, then the shared ones.
         first = inspect.Parameter("context", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context)
-        merged = [first, *(p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in parameters), *_shared()]
+        merged = [
+            first,
+            *(p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in parameters),
+            *_options(shared),
+        ]
         call.__signature__ = own.replace(parameters=merged)  # type: ignore[attr-defined]
         call.__annotations__ = {parameter.name: parameter.annotation for parameter in merged}
         group.command(name, epilog=f"Example: [bold]{example}[/bold]", context_settings=context_settings)(
@@ -246,6 +291,15 @@ def _root(
     invocation = context.find_object(Invocation)
     assert invocation is not None
     invocation.add({"debug": debug, "log_level": log_level, "address": address, "token_file": token_file})
+
+
+@grid.callback()
+def _grid_root(
+    context: typer.Context, debug: _Debug = False, log_level: _LogLevel = None, config: _GridFile = None
+) -> None:
+    invocation = context.find_object(Invocation)
+    assert invocation is not None
+    invocation.add({"debug": debug, "log_level": log_level, "grid_file": config})
 
 
 def read_token_file(name: str, *, what: str) -> str:
@@ -291,10 +345,10 @@ def _unfolded(parameter: inspect.Parameter) -> list[inspect.Parameter]:
     ]
 
 
-def _shared() -> list[inspect.Parameter]:
+def _options(shared: Mapping[str, tuple[Any, Any]]) -> list[inspect.Parameter]:
     return [
         inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
-        for name, (annotation, default) in _SHARED.items()
+        for name, (annotation, default) in shared.items()
     ]
 
 

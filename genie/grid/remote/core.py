@@ -1,0 +1,291 @@
+"""The helper's loop: requests come in on standard input, answers go out on standard output.
+
+A message is two lengths (JSON, blob), then both. Requests are {"id", "op", "args"}; answers have the
+id and either "ok" or "error" (a reason and a text). Answers come in any order. Ops that may take long
+run in threads, so one of them never holds up another. When standard input ends, so does all of it,
+except what was started through the spawner: a small process that was forked before there were threads.
+
+Runs on nodes, so: standard library only, Python 3.8. Not for: the ops themselves.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import struct
+import sys
+import threading
+import types
+from typing import Any, Callable, NoReturn  # noqa: UP035 - Callable[...] at run time needs Python 3.9
+
+VERSION = 1
+MAGIC = b"\0genie-grid-1\0"
+"""Comes before the first answer: whatever a login shell printed stands in front of it."""
+HEADER = struct.Struct(">II")
+JSON_BYTES_MAX = 8 << 20
+BLOB_BYTES_MAX = 16 << 20
+THREADS_MAX = 64
+
+Answer = Any  # what JSON can carry, or (that, bytes)
+Args = Any  # a JSON object
+Op = Callable[[Args, bytes], Answer]
+
+OPS: dict[str, tuple[Op, bool]] = {}
+
+
+class OpError(Exception):
+    """The op could not be done. `reason` is a word for programs, the text is for people."""
+
+    def __init__(self, reason: str, text: str) -> None:
+        super().__init__(text)
+        self.reason = reason
+
+
+def op(name: str, *, quick: bool = False) -> Callable[[Op], Op]:
+    """Registers a function of (args, blob). A quick one never waits, and runs in the loop itself."""
+
+    def register(function: Op) -> Op:
+        OPS[name] = (function, quick)
+        return function
+
+    return register
+
+
+def load(name: str, text: str) -> None:
+    """Makes a module of a text, under the name that imports use."""
+    parts = name.split(".")
+    for end in range(1, len(parts)):
+        parent = ".".join(parts[:end])
+        if parent not in sys.modules:
+            package = types.ModuleType(parent)
+            package.__path__ = []
+            sys.modules[parent] = package
+    module = types.ModuleType(name)
+    sys.modules[name] = module
+    exec(compile(text, name, "exec"), module.__dict__)  # noqa: S102 - our own text, from the one who logged in
+
+
+class Spawner:
+    """Forks processes that outlive the connection. One request at a time."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._ours, theirs = socket.socketpair()
+        pid = os.fork()
+        if pid == 0:
+            self._ours.close()
+            _spawner_main(theirs)
+        theirs.close()
+        self.pid = pid
+
+    def load(self, name: str, text: str) -> None:
+        self._ask({"load": name, "text": text})
+
+    def spawn(self, module: str, function: str, args: Args) -> int:
+        """Calls module.function(args) in a process of its own, with a session of its own; gives its pid."""
+        return int(self._ask({"module": module, "function": function, "args": args})["pid"])
+
+    def _ask(self, message: Args) -> Args:
+        with self._lock:
+            _send(self._ours, message)
+            answer = _receive(self._ours)
+        if answer is None:
+            raise OpError("spawner", "the process that starts others is gone")
+        return answer
+
+
+SPAWNER: Spawner
+
+
+def main() -> NoReturn:
+    """Never returns: ends with the connection."""
+    global SPAWNER  # noqa: PLW0603 - it must be forked here, before there are threads
+    # What ops print by mistake, and what a child inherits, must not become part of the answers.
+    answers = os.fdopen(os.dup(1), "wb", buffering=0)
+    os.dup2(2, 1)
+    os.set_inheritable(answers.fileno(), False)
+    SPAWNER = Spawner()
+    Loop(sys.stdin.buffer, answers).run()
+
+
+class Loop:
+    def __init__(self, requests: Any, answers: Any) -> None:
+        self._requests = requests
+        self._answers = answers
+        self._writing = threading.Lock()
+        self._threads = threading.Semaphore(THREADS_MAX)
+
+    def run(self) -> NoReturn:
+        python = ".".join(map(str, sys.version_info[:3]))
+        self._write(MAGIC)
+        self.answer({"id": 0, "ok": {"version": VERSION, "python": python, "pid": os.getpid()}})
+        while True:
+            head = self._read(HEADER.size)
+            json_bytes, blob_bytes = HEADER.unpack(head)
+            if json_bytes > JSON_BYTES_MAX or blob_bytes > BLOB_BYTES_MAX:
+                os._exit(3)
+            request = json.loads(self._read(json_bytes).decode())
+            self._dispatch(request, self._read(blob_bytes))
+
+    def _dispatch(self, request: Args, blob: bytes) -> None:
+        if request["op"] == "load":
+            load(request["args"]["name"], blob.decode())
+            SPAWNER.load(request["args"]["name"], blob.decode())
+            return
+        function, quick = OPS.get(request["op"], (_unknown, True))
+        if quick:
+            self._carry_out(function, request, blob)
+        elif not self._threads.acquire(blocking=False):
+            self._fail(request, "busy", f"more than {THREADS_MAX} requests are under way")
+        else:
+            threading.Thread(target=self._in_thread, args=(function, request, blob), daemon=True).start()
+
+    def _in_thread(self, function: Op, request: Args, blob: bytes) -> None:
+        try:
+            self._carry_out(function, request, blob)
+        finally:
+            self._threads.release()
+
+    def _carry_out(self, function: Op, request: Args, blob: bytes) -> None:
+        try:
+            answer = function(request.get("args", {}), blob)
+        except OpError as error:
+            self._fail(request, error.reason, str(error))
+        except OSError as error:
+            where = ": " + str(error.filename) if error.filename else ""
+            self._fail(request, _REASONS.get(error.errno or 0, "os"), (error.strerror or str(error)) + where)
+        except Exception as error:
+            import traceback
+
+            self._fail(request, "bug", f"{type(error).__name__}: {error}\n{traceback.format_exc()}")
+        else:
+            value, data = answer if isinstance(answer, tuple) else (answer, b"")
+            self.answer({"id": request["id"], "ok": value}, data)
+
+    def _fail(self, request: Args, reason: str, text: str) -> None:
+        self.answer({"id": request["id"], "error": {"reason": reason, "text": text}})
+
+    def answer(self, message: Args, blob: bytes = b"") -> None:
+        body = json.dumps(message, separators=(",", ":")).encode()
+        self._write(HEADER.pack(len(body), len(blob)) + body + blob)
+
+    def _write(self, data: bytes) -> None:
+        view = memoryview(data)
+        with self._writing:
+            try:
+                while view:
+                    view = view[self._answers.write(view) :]
+            except OSError:
+                os._exit(0)
+
+    def _read(self, count: int) -> bytes:
+        data = self._requests.read(count)
+        if len(data) < count:
+            os._exit(0)
+        return bytes(data)
+
+
+def _unknown(args: Args, blob: bytes) -> Answer:
+    raise OpError("unknown", "this helper knows no such op")
+
+
+_REASONS = {
+    1: "denied",
+    2: "missing",
+    13: "denied",
+    17: "exists",
+    28: "no_space",
+    30: "read_only",
+    122: "no_space",
+}
+"""errno numbers of Linux that callers tell apart."""
+
+
+def _spawner_main(channel: socket.socket) -> NoReturn:
+    """In the spawner: one request after the other, until the helper is gone."""
+    _leave_stdio()
+    while True:
+        request = _receive(channel)
+        if request is None:
+            os._exit(0)
+        _reap()
+        if "load" in request:
+            load(request["load"], request["text"])
+            _send(channel, {})
+            continue
+        pid = os.fork()
+        if pid == 0:
+            channel.close()
+            _spawned(request)
+        _send(channel, {"pid": pid})
+
+
+def _spawned(request: Args) -> NoReturn:
+    status = 70
+    try:
+        os.setsid()
+        getattr(sys.modules[request["module"]], request["function"])(request["args"])
+        status = 0
+    finally:
+        os._exit(status)
+
+
+def _leave_stdio() -> None:
+    """The connection's own pipes would keep the channel open after the helper has ended."""
+    nothing = os.open(os.devnull, os.O_RDWR)
+    for number in (0, 1, 2):
+        os.dup2(nothing, number)
+    for name in os.listdir("/proc/self/fd") if os.path.isdir("/proc/self/fd") else []:
+        number = int(name)
+        if number > 2 and not _is_socket(number) and number != nothing:
+            _close_quietly(number)
+
+
+def _is_socket(number: int) -> bool:
+    import stat
+
+    try:
+        return stat.S_ISSOCK(os.fstat(number).st_mode)
+    except OSError:
+        return False
+
+
+def _close_quietly(number: int) -> None:
+    try:
+        os.close(number)
+    except OSError:
+        pass
+
+
+def _reap() -> None:
+    try:
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
+    except ChildProcessError:
+        pass
+
+
+def _send(channel: socket.socket, message: Args) -> None:
+    body = json.dumps(message).encode()
+    channel.sendall(struct.pack(">I", len(body)) + body)
+
+
+def _receive(channel: socket.socket) -> Args:
+    head = _exactly(channel, 4)
+    body = _exactly(channel, struct.unpack(">I", head)[0]) if head else None
+    return json.loads(body.decode()) if body else None
+
+
+def _exactly(channel: socket.socket, count: int) -> bytes | None:
+    parts = []
+    while count:
+        try:
+            part = channel.recv(min(count, 1 << 16))
+        except OSError:
+            return None
+        if not part:
+            return None
+        parts.append(part)
+        count -= len(part)
+    return b"".join(parts)

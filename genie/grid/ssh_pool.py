@@ -1,0 +1,577 @@
+"""Connections to the nodes: one for each, shared by all who ask, bounded, kept alive.
+
+`SshPool.use(name)` gives a `Link`; as long as someone uses it, it stays. On the connection runs one
+helper (remote/core.py), to which requests go without starting anything on the node; a node without a
+usable Python has none, and takes plain commands. Host keys are strict, and ~/.ssh/config has the last
+word about how a host is reached.
+
+Not for: what is asked of a node (health_check, runner, sync), and starting again what may have begun:
+a request whose connection breaks raises, and the caller decides.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import random
+import zlib
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from importlib import resources
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import asyncssh
+
+from genie.errors import (
+    ConnectionLostError,
+    DeadlineError,
+    GenieError,
+    HostKeyChangedError,
+    HostKeyUnknownError,
+    LoginRefusedError,
+    NodeRefusedError,
+    ProtocolError,
+    UnreachableError,
+    UsageError,
+)
+from genie.grid.grid_file import GridFile, GridNode
+from genie.grid.remote import core
+
+_log = logging.getLogger(__name__)
+
+_REMOTE = "genie.grid.remote"
+# Understood by every login shell: no variable, no backslash, no quote within quotes.
+_BOOT = (
+    'exec python3 -ISc "import sys,zlib;f=sys.stdin.buffer;exec(zlib.decompress(f.read(int(f.readline()))))"'
+)
+_NOISE_BYTES_MAX = 1 << 16
+_KEEPALIVE_S = 5.0
+_KEEPALIVE_COUNT = 3
+_BACKOFF_S = 0.1
+_BACKOFF_S_MAX = 5.0
+_CLOSE_S = 2.0
+_SSH_PORT = 22
+_KNOWN_HOSTS = "~/.ssh/known_hosts"
+
+
+@dataclass(frozen=True)
+class Completed:
+    """A plain command that has ended. `exit_code` is 128+n after signal n, as a shell gives it."""
+
+    exit_code: int
+    stdout: bytes
+    stderr: bytes
+
+
+class Link:
+    """One node's connection. Requests may be made side by side."""
+
+    def __init__(
+        self, node: GridNode, connection: asyncssh.SSHClientConnection, helper: _Helper | None
+    ) -> None:
+        self.node = node
+        self.connection = connection
+        self._helper = helper
+        self.users = 0
+
+    @property
+    def name(self) -> str:
+        return self.node.name
+
+    @property
+    def has_helper(self) -> bool:
+        """False where the node has no usable Python: plain commands are all that there is."""
+        return self._helper is not None
+
+    @property
+    def python(self) -> str:
+        """The version of the node's Python, '' without a helper."""
+        return self._helper.python if self._helper else ""
+
+    @property
+    def is_open(self) -> bool:
+        broken = self._helper is not None and self._helper.broken is not None
+        return not broken and not self.connection.is_closed()
+
+    async def call(
+        self, op: str, args: Mapping[str, Any] | None = None, blob: bytes = b"", *, timeout_s: float
+    ) -> tuple[Any, bytes]:
+        """Asks the helper for `op`, named MODULE.NAME after the module of remote/ that has it.
+
+        Raises NodeRefusedError for what the node could not do, ConnectionLostError and DeadlineError
+        when nobody knows whether it was done.
+        """
+        assert self._helper is not None, "ask has_helper first"
+        return await self._helper.call(op, args or {}, blob, timeout_s=timeout_s)
+
+    async def command(self, command: str, *, stdin: bytes = b"", timeout_s: float) -> Completed:
+        """Runs a line of shell that the caller has quoted, to its end. Raises like `call`."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                done = await self.connection.run(command, input=stdin, encoding=None, check=False)
+        except TimeoutError:
+            raise DeadlineError(f"node {self.name}: a command took longer than {timeout_s:g} s") from None
+        except (asyncssh.Error, OSError) as error:
+            raise ConnectionLostError(f"node {self.name}: the connection broke: {_told(error)}") from error
+        if done.exit_status is None and done.exit_signal is None:
+            raise ConnectionLostError(f"node {self.name}: the connection broke while a command ran")
+        return Completed(_exit_code(done), _as_bytes(done.stdout), _as_bytes(done.stderr))
+
+    async def close(self) -> None:
+        self.connection.close()
+        try:
+            async with asyncio.timeout(_CLOSE_S):
+                await self.connection.wait_closed()
+        except TimeoutError:
+            self.connection.abort()
+
+
+class SshPool:
+    """All connections of this process. Use it as an async context; leaving it closes them."""
+
+    def __init__(self, file: GridFile, *, ssh_config: Path) -> None:
+        self._file = file
+        self._ssh_config = ssh_config.expanduser()
+        self._links: dict[str, Link] = {}
+        self._locks: dict[str, asyncio.Lock] = {}
+        self._opening = 0
+        self._changed = asyncio.Condition()
+        self._closed = False
+        self._trusted = KnownHosts()
+
+    async def __aenter__(self) -> SshPool:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._closed = True
+        links, self._links = list(self._links.values()), {}
+        await asyncio.gather(*(link.close() for link in links))
+
+    @property
+    def open_links(self) -> list[str]:
+        return [name for name, link in self._links.items() if link.is_open]
+
+    @contextlib.asynccontextmanager
+    async def use(
+        self, name: str, *, timeout_s: float | None = None, retries: int | None = None
+    ) -> AsyncIterator[Link]:
+        """The node's link, opened if need be; it stays open afterwards for whoever comes next.
+
+        `timeout_s` is for one attempt to connect, waiting for a free place in the pool included.
+        Raises UnreachableError, HostKeyUnknownError, HostKeyChangedError or LoginRefusedError.
+        """
+        node = self._file.node(name)
+        link = await self._take(node, timeout_s=timeout_s, retries=retries)
+        try:
+            yield link
+        finally:
+            link.users -= 1
+            async with self._changed:
+                self._changed.notify_all()
+
+    async def _take(self, node: GridNode, *, timeout_s: float | None, retries: int | None) -> Link:
+        each_s = timeout_s if timeout_s is not None else self._file.ssh.connect_timeout
+        attempts = 1 + (retries if retries is not None else self._file.ssh.max_retries)
+        async with self._locks.setdefault(node.name, asyncio.Lock()):
+            link = self._links.get(node.name)
+            if link is not None and link.is_open:
+                self._links[node.name] = self._links.pop(node.name)  # last used, last in the order
+            else:
+                link = await self._open(node, each_s=each_s, attempts=attempts)
+            link.users += 1
+            return link
+
+    async def _open(self, node: GridNode, *, each_s: float, attempts: int) -> Link:
+        stale = self._links.pop(node.name, None)
+        if stale is not None:
+            await stale.close()
+        for attempt in range(attempts):
+            try:
+                return await self._open_once(node, timeout_s=each_s)
+            except (UnreachableError, ConnectionLostError, DeadlineError) as error:
+                if attempt + 1 == attempts:
+                    raise
+                pause_s = _pause_s(attempt)
+                _log.info(
+                    "connecting again",
+                    extra={"node": node.name, "pause_s": round(pause_s, 2), "why": error.message},
+                )
+                await asyncio.sleep(pause_s)
+        raise AssertionError
+
+    async def _open_once(self, node: GridNode, *, timeout_s: float) -> Link:
+        limit = asyncio.timeout(timeout_s)
+        try:
+            async with limit, self._place(node):
+                connection = await self._connect(node)
+                try:
+                    helper = await _start_helper(connection, node)
+                except BaseException:
+                    connection.abort()
+                    raise
+                link = Link(node, connection, helper)
+                self._links[node.name] = link
+                return link
+        except TimeoutError:
+            if not limit.expired():
+                raise
+            raise UnreachableError(
+                f"node {node.name}: no connection within {timeout_s:g} s",
+                hint=f"try 'ssh {node.name}'; ssh.connect_timeout and ssh.pool_size are in the grid's file",
+            ) from None
+
+    @contextlib.asynccontextmanager
+    async def _place(self, node: GridNode) -> AsyncIterator[None]:
+        """Waits until one more connection is allowed, closing the longest unused one if all are open."""
+        while len(self._links) + self._opening >= self._file.ssh.pool_size:
+            idle = next((link for link in self._links.values() if not link.users or not link.is_open), None)
+            if idle is not None:
+                del self._links[idle.name]
+                _log.debug("closing an unused connection", extra={"node": idle.name, "for_node": node.name})
+                await idle.close()
+                continue
+            async with self._changed:
+                await self._changed.wait()
+        if self._closed:
+            raise UsageError("the pool of connections is closed")
+        self._opening += 1
+        try:
+            yield
+        finally:
+            self._opening -= 1
+
+    async def _connect(self, node: GridNode) -> asyncssh.SSHClientConnection:
+        target = await resolve(node, self._file, self._ssh_config, trusted=self._trusted)
+        try:
+            return await asyncssh.connect(
+                node.name,
+                config=target.config,
+                options=target.options,
+                known_hosts=target.known_hosts,
+                keepalive_interval=_KEEPALIVE_S,
+                keepalive_count_max=_KEEPALIVE_COUNT,
+            )
+        except (asyncssh.Error, OSError, ValueError) as error:
+            raise _connect_error(target, error) from error
+
+
+class KnownHosts:
+    """known_hosts files, each set of them read once."""
+
+    def __init__(self) -> None:
+        self._read: dict[tuple[str, ...], asyncssh.SSHKnownHosts] = {}
+
+    def of(self, files: Sequence[Path]) -> asyncssh.SSHKnownHosts:
+        there = tuple(str(file) for file in files if file.is_file())
+        if there not in self._read:
+            try:
+                read = asyncssh.read_known_hosts(list(there)) if there else asyncssh.import_known_hosts("")
+            except (ValueError, OSError, UnicodeDecodeError) as error:
+                raise UsageError(f"{' or '.join(there)} cannot be read: {error}") from None
+            self._read[there] = read
+        return self._read[there]
+
+
+@dataclass(frozen=True)
+class Target:
+    """Where ~/.ssh/config leads for a node. `host` and `port` are what known_hosts names it by."""
+
+    node: GridNode
+    host: str
+    port: int
+    config: list[str]
+    options: asyncssh.SSHClientConnectionOptions
+    known_hosts: asyncssh.SSHKnownHosts
+    known_hosts_files: tuple[Path, ...]
+
+    @property
+    def known_keys(self) -> list[asyncssh.SSHKey]:
+        """The host's keys in known_hosts, certificates of its authorities included."""
+        port = self.port if self.port != _SSH_PORT else None
+        keys, authorities, *_ = asyncssh.match_known_hosts(self.known_hosts, self.host, "", port)
+        return [*keys, *authorities]
+
+
+async def resolve(node: GridNode, file: GridFile, ssh_config: Path, *, trusted: KnownHosts) -> Target:
+    """What ~/.ssh/config says about the host, under what the grid's file says. Raises UsageError."""
+    given: dict[str, Any] = {}
+    if node.user is not None:
+        given["username"] = node.user
+    if node.port is not None:
+        given["port"] = node.port
+    if file.ssh.key_file is not None:
+        given["client_keys"] = [_expanded(file.ssh.key_file)]
+    config = [str(ssh_config)] if _is_file(ssh_config) else []
+    try:
+        options = await asyncssh.SSHClientConnectionOptions.construct(config=config, host=node.name, **given)
+    except (asyncssh.Error, OSError, ValueError) as error:
+        raise UsageError(
+            f"node {node.name}: {ssh_config} or ssh.key_file cannot be used: {_told(error)}",
+            hint=f"try 'ssh {node.name}'",
+        ) from error
+    # With "UserKnownHostsFile none" the library would trust any host; here that means that none is known.
+    named = options.known_hosts if isinstance(options.known_hosts, list) else None
+    files = [Path(_expanded(str(each))) for each in named or [_KNOWN_HOSTS]] if named is not None else []
+    return Target(
+        node,
+        host=options.host_key_alias or options.host,
+        port=options.port or _SSH_PORT,
+        config=config,
+        options=options,
+        known_hosts=trusted.of(files),
+        known_hosts_files=tuple(files),
+    )
+
+
+def _expanded(path: str) -> str:
+    return str(Path(path).expanduser())
+
+
+def _is_file(path: Path) -> bool:
+    return path.is_file()
+
+
+def _connect_error(target: Target, error: Exception) -> GenieError:
+    name = target.node.name
+    where = target.host if target.port == _SSH_PORT else f"{target.host} port {target.port}"
+    if isinstance(error, asyncssh.KeyExchangeFailed | asyncssh.HostKeyNotVerifiable):
+        return _host_key_error(target, error, where=where)
+    if isinstance(error, asyncssh.PermissionDenied):
+        return LoginRefusedError(
+            f"node {name}: {where} refused the login of {target.options.username}",
+            hint=f"try 'ssh {name}'; a key with a passphrase must be in the agent (ssh-add), "
+            "and ssh.key_file or IdentityFile names another one",
+        )
+    if isinstance(error, asyncssh.KeyEncryptionError | asyncssh.KeyImportError):
+        return LoginRefusedError(f"node {name}: a private key cannot be used: {error}", hint="ssh-add it")
+    return UnreachableError(
+        f"node {name}: {where} cannot be reached: {_told(error)}", hint=f"try 'ssh {name}'"
+    )
+
+
+def _host_key_error(target: Target, error: Exception, *, where: str) -> GenieError:
+    name = target.node.name
+    if target.known_keys:
+        entry = target.host if target.port == _SSH_PORT else f"[{target.host}]:{target.port}"
+        known = ", ".join(key.get_fingerprint() for key in target.known_keys[:4])
+        return HostKeyChangedError(
+            f"node {name}: {where} shows another host key than known_hosts has ({known}); "
+            "someone may be listening in",
+            hint="when you know that the host was installed anew, remove the old key with "
+            f"'ssh-keygen -R {entry}', then 'grid-cli nodes trust {name}'",
+        )
+    if isinstance(error, asyncssh.HostKeyNotVerifiable):
+        return HostKeyUnknownError(
+            f"node {name}: the host key of {where} is in no known_hosts file",
+            hint=f"'grid-cli nodes trust {name}' shows its fingerprint and asks",
+        )
+    return UnreachableError(
+        f"node {name}: {where} and we have no way of encrypting in common: {_told(error)}"
+    )
+
+
+async def _start_helper(connection: asyncssh.SSHClientConnection, node: GridNode) -> _Helper | None:
+    """None where the node has no Python that can run it."""
+    boot = _boot_text()
+    helper = _Helper(node.name)
+    try:
+        channel, _ = await connection.create_session(lambda: helper, _BOOT, encoding=None)
+    except asyncssh.ChannelOpenError as error:
+        raise UnreachableError(f"node {node.name} opens no session: {error.reason}") from error
+    channel.write(b"%d\n" % len(boot))
+    channel.write(boot)
+    await helper.started
+    if helper.broken is None:
+        return helper
+    channel.close()
+    _log.info("no helper; plain commands are used", extra={"node": node.name, "why": helper.noise_text()})
+    return None
+
+
+@cache
+def _boot_text() -> bytes:
+    name = f"{_REMOTE}.core"
+    text = _source("core")
+    prelude = f"import sys,types;m=types.ModuleType({name!r});sys.modules[{name!r}]=m\n"
+    run = f"exec(compile({text!r},{name!r},'exec'),m.__dict__);m.main()\n"
+    return zlib.compress((prelude + run).encode())
+
+
+@cache
+def _source(module: str) -> str:
+    return resources.files(_REMOTE).joinpath(f"{module}.py").read_text("utf-8")
+
+
+class _Helper(asyncssh.SSHClientSession[bytes]):
+    """The client's side of remote/core.py, on one channel."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._buffer = bytearray()
+        self._in_answers = False
+        self._noise = bytearray()
+        self._next_id = 1
+        self._waiting: dict[int, asyncio.Future[tuple[Any, bytes]]] = {}
+        self._loaded = {"core"}
+        self._writable = asyncio.Event()
+        self._writable.set()
+        self._channel: asyncssh.SSHClientChannel[bytes]
+        self.started: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.broken: GenieError | None = None
+        self.python = ""
+
+    async def call(
+        self, op: str, args: Mapping[str, Any], blob: bytes, *, timeout_s: float
+    ) -> tuple[Any, bytes]:
+        limit = asyncio.timeout(timeout_s)
+        number, self._next_id = self._next_id, self._next_id + 1
+        answer: asyncio.Future[tuple[Any, bytes]] = asyncio.get_running_loop().create_future()
+        try:
+            async with limit:
+                await self._writable.wait()
+                if self.broken is not None:
+                    raise self.broken
+                self._waiting[number] = answer
+                self._load(op.partition(".")[0])
+                self._send({"id": number, "op": op, "args": args}, blob)
+                return await answer
+        except TimeoutError:
+            if not limit.expired():
+                raise
+            raise DeadlineError(f"node {self._name}: no answer to {op} within {timeout_s:g} s") from None
+        finally:
+            self._waiting.pop(number, None)
+
+    def noise_text(self) -> str:
+        """What came instead of an answer: a shell's complaint, most likely."""
+        return bytes(self._noise[-400:]).decode(errors="replace").strip()
+
+    def _load(self, module: str) -> None:
+        if module not in self._loaded:
+            self._loaded.add(module)
+            text = _source(module).encode()
+            self._send({"id": 0, "op": "load", "args": {"name": f"{_REMOTE}.{module}"}}, text)
+
+    def _send(self, message: Mapping[str, Any], blob: bytes) -> None:
+        body = json.dumps(message, separators=(",", ":")).encode()
+        if len(body) > core.JSON_BYTES_MAX or len(blob) > core.BLOB_BYTES_MAX:
+            raise ProtocolError(f"a request of {len(body)} and {len(blob)} bytes is too large for a node")
+        self._channel.write(core.HEADER.pack(len(body), len(blob)) + body + blob)
+
+    # --- called by asyncssh ---
+
+    def connection_made(self, chan: asyncssh.SSHClientChannel[bytes]) -> None:
+        self._channel = chan
+
+    def pause_writing(self) -> None:
+        self._writable.clear()
+
+    def resume_writing(self) -> None:
+        self._writable.set()
+
+    def data_received(self, data: bytes, datatype: asyncssh.DataType) -> None:
+        if datatype is not None or self.broken is not None:
+            self._keep_noise(data)
+            return
+        self._buffer += data
+        try:
+            while self._take_one():
+                pass
+        except (ProtocolError, ValueError, KeyError, TypeError, AttributeError) as error:
+            self._break(
+                ProtocolError(f"node {self._name}: its helper sent something else than answers: {error}")
+            )
+            self._channel.close()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        why = _told(exc) if exc is not None else "its helper has ended"
+        self._break(ConnectionLostError(f"node {self._name}: the connection broke: {why}"))
+
+    def _take_one(self) -> bool:
+        if not self._in_answers:
+            return self._skip_noise()
+        if len(self._buffer) < core.HEADER.size:
+            return False
+        json_bytes, blob_bytes = core.HEADER.unpack_from(self._buffer)
+        if json_bytes > core.JSON_BYTES_MAX or blob_bytes > core.BLOB_BYTES_MAX:
+            raise ProtocolError(f"an answer of {json_bytes} and {blob_bytes} bytes")
+        end = core.HEADER.size + json_bytes + blob_bytes
+        if len(self._buffer) < end:
+            return False
+        message = json.loads(self._buffer[core.HEADER.size : core.HEADER.size + json_bytes])
+        blob = bytes(self._buffer[core.HEADER.size + json_bytes : end])
+        del self._buffer[:end]
+        self._answer(message, blob)
+        return True
+
+    def _skip_noise(self) -> bool:
+        start = self._buffer.find(core.MAGIC)
+        if start >= 0:
+            self._in_answers = True
+            del self._buffer[: start + len(core.MAGIC)]
+            return True
+        if len(self._buffer) > _NOISE_BYTES_MAX:
+            raise ProtocolError("a login shell that prints without end")
+        return False
+
+    def _answer(self, message: dict[str, Any], blob: bytes) -> None:
+        if message["id"] == 0:
+            self.python = str(message["ok"]["python"])
+            if not self.started.done():
+                self.started.set_result(None)
+            return
+        answer = self._waiting.pop(message["id"], None)
+        if answer is None or answer.done():
+            return
+        error = message.get("error")
+        if error is None:
+            answer.set_result((message["ok"], blob))
+        else:
+            reason, text = str(error["reason"]), str(error["text"])
+            answer.set_exception(NodeRefusedError(f"node {self._name}: {text}", reason=reason))
+
+    def _keep_noise(self, data: bytes) -> None:
+        self._noise += data
+        del self._noise[:-_NOISE_BYTES_MAX]
+
+    def _break(self, error: GenieError) -> None:
+        if self.broken is None:
+            self.broken = error
+            self._keep_noise(bytes(self._buffer))
+            self._buffer.clear()
+        self._writable.set()
+        if not self.started.done():
+            self.started.set_result(None)
+        for answer in self._waiting.values():
+            if not answer.done():
+                answer.set_exception(self.broken)
+        self._waiting.clear()
+
+
+def _pause_s(attempt: int) -> float:
+    """Full jitter: nodes that fail together do not come back together."""
+    share = random.uniform(0.5, 1.0)  # noqa: S311 - not a secret
+    return min(_BACKOFF_S_MAX, _BACKOFF_S * 2.0**attempt) * share
+
+
+def _told(error: BaseException | None) -> str:
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    return str(error) or type(error).__name__
+
+
+def _exit_code(done: asyncssh.SSHCompletedProcess) -> int:
+    if done.exit_status is not None and done.exit_status >= 0:
+        return done.exit_status
+    return 128 - done.returncode if done.returncode is not None and done.returncode < 0 else 255
+
+
+def _as_bytes(data: Any) -> bytes:
+    return data if isinstance(data, bytes) else str(data or "").encode()

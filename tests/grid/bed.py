@@ -1,0 +1,260 @@
+"""Real SSH servers to test against: each node is an sshd in mount and UTS namespaces of its own.
+
+A node has its own address (127.0.77.N), host key, home and host name, and a scripted nvidia-smi; what
+it starts is found by its namespace and ended with it. Needs root and Debian's openssh-server.
+
+Not for: anything that the grid itself does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Self
+
+import asyncssh
+
+SSHD = "/usr/sbin/sshd"
+KEX = "curve25519-sha256"
+"""The default exchange of today's OpenSSH costs a tenth of a second of processor time for each connection."""
+_START_S = 20.0
+_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+_NVIDIA_SMI = """#!/bin/sh
+# Answers any --query-gpu with the lines of a file, and fails while there is none.
+if [ -e "{folder}/smi-hangs" ]; then exec sleep 3600; fi
+exec cat "{folder}/gpus.csv"
+"""
+
+
+class Node:
+    """One server. `name` is its alias in the bed's ssh_config, and its host name."""
+
+    def __init__(self, folder: Path, *, number: int, port: int) -> None:
+        self.folder = folder
+        self.name = f"gpu{number}"
+        self.address = f"127.0.77.{number}"
+        self.port = port
+        self.home = folder / "home"
+        self.bin = folder / "bin"
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def prepare(self, authorized: Path) -> None:
+        self.home.mkdir(parents=True)
+        self.bin.mkdir()
+        self.write_host_key()
+        self.gpus(0)
+        (self.folder / "sshd_config").write_text(
+            f"Port {self.port}\nListenAddress {self.address}\nHostKey {self.folder}/host_key\n"
+            f"PidFile {self.folder}/sshd.pid\nAuthorizedKeysFile {authorized}\nKexAlgorithms {KEX}\n"
+            "PermitRootLogin prohibit-password\nPasswordAuthentication no\nKbdInteractiveAuthentication no\n"
+            "UsePAM no\nUseDNS no\nStrictModes no\nPrintMotd no\nPrintLastLog no\nMaxStartups 500\n"
+            f"MaxSessions 100\nSubsystem sftp internal-sftp\nSetEnv PATH={self.bin}:{_PATH}\n"
+        )
+
+    def write_host_key(self) -> None:
+        """A new key. A server that runs keeps the old one until it is started again."""
+        key = asyncssh.generate_private_key("ssh-ed25519")
+        path = self.folder / "host_key"
+        path.write_bytes(key.export_private_key())
+        path.chmod(0o600)
+        self.public_key = key.export_public_key().decode().strip()
+
+    def gpus(self, count: int, *, lines: Sequence[str] = ()) -> None:
+        """What nvidia-smi answers; 0 takes the program away. `lines` replaces the made-up answer."""
+        program = self.bin / "nvidia-smi"
+        program.unlink(missing_ok=True)
+        if not count and not lines:
+            return
+        made = [
+            f"{i}, NVIDIA H100 80GB HBM3, GPU-{self.name}-{i}, 81559, {i * 1000}, {i * 7}, {30 + i}, 0"
+            for i in range(count)
+        ]
+        (self.folder / "gpus.csv").write_text("\n".join([*(lines or made), ""]))
+        program.write_text(_NVIDIA_SMI.format(folder=self.folder))
+        program.chmod(0o755)
+
+    def start(self, *, before: str = "") -> None:
+        """`before` is a line of shell that runs in the node's namespace first."""
+        script = (
+            f"hostname {self.name} && mount --bind {self.home} /root && {before or 'true'} && "
+            f"exec {SSHD} -D -e -f {self.folder}/sshd_config 2>>{self.folder}/sshd.log"
+        )
+        self._process = subprocess.Popen(
+            ["unshare", "--mount", "--uts", "--propagation", "private", "sh", "-c", script],
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+
+    def wait_ready(self) -> None:
+        deadline = time.monotonic() + _START_S
+        while True:
+            with (
+                contextlib.suppress(OSError),
+                socket.create_connection((self.address, self.port), 1) as probe,
+            ):
+                if probe.recv(4) == b"SSH-":
+                    return
+            if time.monotonic() > deadline:
+                raise AssertionError(f"{self.name} did not start: {(self.folder / 'sshd.log').read_text()}")
+            time.sleep(0.005)
+
+    def stop(self) -> None:
+        """Ends the server and everything that runs in its namespace."""
+        process, self._process = self._process, None
+        if process is None:
+            return
+        for pid in self._pids(process.pid):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        process.wait(10)
+
+    def restart(self, *, before: str = "") -> None:
+        self.stop()
+        self.start(before=before)
+        self.wait_ready()
+
+    def cut(self) -> None:
+        """Breaks every connection at once, without a goodbye; the server goes on listening."""
+        for pid in self._sessions():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+    @contextlib.contextmanager
+    def hanging(self) -> Iterator[None]:
+        """Nothing of the node runs any more, and nothing says so."""
+        assert self._process is not None
+        pids = self._pids(self._process.pid)
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            for pid in pids:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGCONT)
+
+    def run(self, command: str) -> str:
+        """A line of shell in the node's namespaces, as root would type it there."""
+        assert self._process is not None
+        done = subprocess.run(
+            ["nsenter", f"--target={self._process.pid}", "--mount", "--uts", "sh", "-c", command],
+            capture_output=True,
+            text=True,
+            timeout=30,
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    def processes(self, text: str) -> list[int]:
+        """Pids in the node whose command line has `text`."""
+        assert self._process is not None
+        found = []
+        for pid in self._pids(self._process.pid):
+            with contextlib.suppress(OSError):
+                if text.encode() in Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" "):
+                    found.append(pid)
+        return found
+
+    def _sessions(self) -> list[int]:
+        assert self._process is not None
+        found = []
+        for pid in self._pids(self._process.pid):
+            with contextlib.suppress(OSError):
+                if pid != self._process.pid and Path(f"/proc/{pid}/comm").read_text().startswith("sshd"):
+                    found.append(pid)
+        return found
+
+    def _pids(self, root: int) -> list[int]:
+        try:
+            space = Path(f"/proc/{root}/ns/mnt").readlink()
+        except OSError:
+            return []
+        if space == Path("/proc/self/ns/mnt").readlink():
+            return [root]  # unshare has not got there yet
+        found = []
+        for entry in Path("/proc").iterdir():
+            with contextlib.suppress(OSError):
+                if entry.name.isdigit() and (entry / "ns/mnt").readlink() == space:
+                    found.append(int(entry.name))
+        return found
+
+
+class Bed:
+    """Several nodes, one key that all of them take, and what OpenSSH and the grid need to know of them."""
+
+    def __init__(self, folder: Path, *, count: int) -> None:
+        self.folder = folder
+        self.key = folder / "id_ed25519"
+        self.ssh_config = folder / "ssh_config"
+        self.known_hosts = folder / "known_hosts"
+        port = _free_port()
+        self.nodes = [Node(folder / f"node{n}", number=n, port=port) for n in range(1, count + 1)]
+
+    def __enter__(self) -> Self:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        Path("/run/sshd").mkdir(exist_ok=True)
+        key = asyncssh.generate_private_key("ssh-ed25519")
+        self.key.write_bytes(key.export_private_key())
+        self.key.chmod(0o600)
+        authorized = self.folder / "authorized_keys"
+        authorized.write_bytes(key.export_public_key())
+        for node in self.nodes:
+            node.prepare(authorized)
+            node.start()
+        self.write_known_hosts()
+        self.write_ssh_config()
+        try:
+            for node in self.nodes:
+                node.wait_ready()
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for node in self.nodes:
+            node.stop()
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def __getitem__(self, name: str) -> Node:
+        return next(node for node in self.nodes if node.name == name)
+
+    def write_known_hosts(self, *, without: Sequence[str] = ()) -> None:
+        self.known_hosts.write_text(
+            "".join(
+                f"[{node.address}]:{node.port} {node.public_key}\n"
+                for node in self.nodes
+                if node.name not in without
+            )
+        )
+
+    def write_ssh_config(self, *, ports: dict[str, int] | None = None, more: str = "") -> None:
+        """`ports` sends some nodes through another port of their address: a proxy's."""
+        self.ssh_config.write_text(
+            "".join(
+                f"Host {node.name}\n  HostName {node.address}\n"
+                f"  Port {(ports or {}).get(node.name, node.port)}\n"
+                for node in self.nodes
+            )
+            + f"Host *\n  User root\n  IdentityFile {self.key}\n  IdentitiesOnly yes\n"
+            f"  UserKnownHostsFile {self.known_hosts}\n  KexAlgorithms {KEX}\n{more}"
+        )
+
+    def grid_yaml(self, *, nodes: Sequence[str] | None = None, more: str = "") -> str:
+        names = nodes if nodes is not None else [node.name for node in self.nodes]
+        return "nodes:\n" + "".join(f"  - {name}\n" for name in names) + more
+
+
+def _free_port() -> int:
+    """Free on every address at the time of asking; each worker of the suite gets another one."""
+    with socket.socket() as probe:
+        probe.bind(("0.0.0.0", 0))
+        return int(probe.getsockname()[1])

@@ -1,0 +1,177 @@
+"""Connections to real SSH servers: shared, bounded, strict about host keys, honest about faults."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+
+import asyncssh
+import pytest
+
+from genie.errors import (
+    ConnectionLostError,
+    DeadlineError,
+    HostKeyChangedError,
+    HostKeyUnknownError,
+    LoginRefusedError,
+    NodeRefusedError,
+    UnreachableError,
+)
+from genie.grid.grid_file import GridFile
+from genie.grid.ssh_pool import SshPool
+from tests.grid.bed import Bed
+from tests.grid.conftest import grid_file_of
+from tests.waiting import until
+
+
+async def test_all_who_ask_share_one_connection(pool: SshPool) -> None:
+    async def connection() -> object:
+        async with pool.use("gpu1") as link:
+            await asyncio.sleep(0)
+            return link.connection
+
+    assert len(set(await asyncio.gather(*(connection() for _ in range(20))))) == 1
+    assert pool.open_links == ["gpu1"]
+
+
+async def test_a_plain_command_gives_its_output_and_its_exit_code(pool: SshPool) -> None:
+    async with pool.use("gpu2") as link:
+        done = await link.command("hostname; cat; echo no >&2; exit 3", stdin=b"in\n", timeout_s=10)
+        assert (done.exit_code, done.stdout, done.stderr) == (3, b"gpu2\nin\n", b"no\n")
+        assert (await link.command("kill -TERM $$", timeout_s=10)).exit_code == 128 + 15
+
+
+async def test_a_command_that_takes_too_long_is_a_deadline(pool: SshPool) -> None:
+    async with pool.use("gpu2") as link:
+        with pytest.raises(DeadlineError, match="gpu2"):
+            await link.command("sleep 60", timeout_s=0.2)
+
+
+async def test_the_helper_answers_and_says_what_it_cannot_do(pool: SshPool) -> None:
+    async with pool.use("gpu3") as link:
+        assert link.has_helper
+        assert link.python.startswith("3.")
+        with pytest.raises(NodeRefusedError, match="no such op") as caught:
+            await link.call("core.nothing", timeout_s=10)
+        assert caught.value.reason == "unknown"
+
+
+async def test_the_helper_leaves_nothing_on_the_node(bed: Bed, grid_file: GridFile) -> None:
+    before = bed["gpu4"].run("find /root | sort")
+    async with SshPool(grid_file, ssh_config=bed.ssh_config) as pool, pool.use("gpu4") as link:
+        with pytest.raises(NodeRefusedError):
+            await link.call("core.nothing", timeout_s=10)
+        assert bed["gpu4"].processes("python3 -ISc")
+    await until(lambda: not bed["gpu4"].processes("python3 -ISc"), what="the helper's end")
+    assert bed["gpu4"].run("find /root | sort") == before
+
+
+async def test_a_login_shell_that_prints_does_not_disturb_the_helper(bed: Bed, pool: SshPool) -> None:
+    (bed["gpu5"].home / ".bashrc").write_text("echo welcome to this machine\n")
+    try:
+        async with pool.use("gpu5") as link:
+            assert link.has_helper
+            with pytest.raises(NodeRefusedError, match="no such op"):
+                await link.call("core.nothing", timeout_s=10)
+    finally:
+        (bed["gpu5"].home / ".bashrc").unlink()
+
+
+async def test_a_node_without_python_takes_plain_commands(bed: Bed, pool: SshPool) -> None:
+    node = bed["gpu6"]
+    (node.bin / "python3").write_text("#!/bin/sh\nexit 127\n")
+    (node.bin / "python3").chmod(0o755)
+    try:
+        async with pool.use("gpu6") as link:
+            assert not link.has_helper
+            assert (await link.command("hostname", timeout_s=10)).stdout == b"gpu6\n"
+    finally:
+        (node.bin / "python3").unlink()
+
+
+async def open_link(bed: Bed, name: str) -> None:
+    async with SshPool(grid_file_of(bed), ssh_config=bed.ssh_config) as pool, pool.use(name):
+        pass
+
+
+async def test_an_unknown_host_key_is_an_error_that_names_the_way_out(own_bed: Bed) -> None:
+    own_bed.write_known_hosts(without=["gpu1"])
+    with pytest.raises(HostKeyUnknownError, match="grid-cli nodes trust gpu1"):
+        await open_link(own_bed, "gpu1")
+    await open_link(own_bed, "gpu2")
+
+
+async def test_a_changed_host_key_is_a_hard_error(own_bed: Bed) -> None:
+    own_bed["gpu1"].write_host_key()
+    own_bed["gpu1"].restart()
+    with pytest.raises(HostKeyChangedError, match="ssh-keygen -R"):
+        await open_link(own_bed, "gpu1")
+
+
+async def test_settings_of_openssh_that_switch_the_check_off_are_not_followed(own_bed: Bed) -> None:
+    text = own_bed.ssh_config.read_text()
+    lax = "UserKnownHostsFile none\n  StrictHostKeyChecking no"
+    own_bed.ssh_config.write_text(text.replace(f"UserKnownHostsFile {own_bed.known_hosts}", lax))
+    with pytest.raises(HostKeyUnknownError):
+        await open_link(own_bed, "gpu1")
+
+
+async def test_a_key_that_the_node_does_not_take_is_a_refused_login(own_bed: Bed) -> None:
+    own_bed.key.write_bytes(asyncssh.generate_private_key("ssh-ed25519").export_private_key())
+    with pytest.raises(LoginRefusedError, match="gpu1"):
+        await open_link(own_bed, "gpu1")
+
+
+async def test_nothing_that_listens_is_said(own_bed: Bed) -> None:
+    own_bed["gpu1"].stop()
+    with pytest.raises(UnreachableError, match="gpu1"):
+        await open_link(own_bed, "gpu1")
+
+
+async def test_a_cut_connection_fails_what_is_under_way_and_the_next_use_connects_again(
+    bed: Bed, pool: SshPool
+) -> None:
+    async with pool.use("gpu7") as link:
+        waiting = asyncio.ensure_future(link.command("sleep 60", timeout_s=30))
+        await until(lambda: bool(bed["gpu7"].processes("sleep 60")), what="the command")
+        bed["gpu7"].cut()
+        with pytest.raises(ConnectionLostError, match="gpu7"):
+            await waiting
+    async with pool.use("gpu7") as again:
+        assert again is not link
+        assert (await again.command("hostname", timeout_s=10)).stdout == b"gpu7\n"
+
+
+async def test_a_hanging_node_costs_its_own_timeout_only(bed: Bed, pool: SshPool) -> None:
+    with bed["gpu8"].hanging():
+        with pytest.raises(UnreachableError, match=r"gpu8: no connection within 0\.5 s"):
+            async with pool.use("gpu8", timeout_s=0.5, retries=0):
+                pass
+        async with pool.use("gpu9") as link:
+            assert link.is_open
+
+
+async def test_no_more_connections_than_the_pool_may_have(bed: Bed, grid_file: GridFile) -> None:
+    small = dataclasses.replace(grid_file, ssh=dataclasses.replace(grid_file.ssh, pool_size=2))
+    most = 0
+
+    async with SshPool(small, ssh_config=bed.ssh_config) as pool:
+
+        async def ask(name: str) -> bytes:
+            nonlocal most
+            async with pool.use(name) as link:
+                most = max(most, len(pool.open_links))
+                return (await link.command("hostname", timeout_s=10)).stdout.strip()
+
+        names = [node.name for node in bed.nodes[:6]]
+        assert await asyncio.gather(*map(ask, names)) == [name.encode() for name in names]
+    assert most == 2
+
+
+async def test_a_hundred_requests_at_once_are_all_answered(pool: SshPool, bed: Bed) -> None:
+    async def ask(name: str) -> bytes:
+        async with pool.use(name) as link:
+            return (await link.command("hostname", timeout_s=30)).stdout.strip()
+
+    names = [bed.nodes[number % 10].name for number in range(100)]
+    assert await asyncio.gather(*map(ask, names)) == [name.encode() for name in names]
