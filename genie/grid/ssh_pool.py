@@ -71,12 +71,11 @@ class Completed:
 class Link:
     """One node's connection. Requests may be made side by side."""
 
-    def __init__(
-        self, node: GridNode, connection: asyncssh.SSHClientConnection, helper: _Helper | None
-    ) -> None:
+    def __init__(self, node: GridNode, connection: asyncssh.SSHClientConnection) -> None:
         self.node = node
         self.connection = connection
-        self._helper = helper
+        self._helper: _Helper | None = None
+        self._helper_tried = False
         self.users = 0
 
     @property
@@ -85,7 +84,7 @@ class Link:
 
     @property
     def has_helper(self) -> bool:
-        """False where the node has no usable Python: plain commands are all that there is."""
+        """False where the node has no usable Python, or nobody has started the helper yet."""
         return self._helper is not None
 
     @property
@@ -121,6 +120,12 @@ class Link:
         if done.exit_status is None and done.exit_signal is None:
             raise ConnectionLostError(f"node {self.name}: the connection broke while a command ran")
         return Completed(_exit_code(done), _as_bytes(done.stdout), _as_bytes(done.stderr))
+
+    async def start_helper(self) -> None:
+        """Once for each connection; where the node cannot run it, `has_helper` stays False."""
+        if not self._helper_tried:
+            self._helper = await _start_helper(self.connection, self.node)
+            self._helper_tried = True
 
     async def close(self) -> None:
         self.connection.close()
@@ -160,15 +165,16 @@ class SshPool:
 
     @contextlib.asynccontextmanager
     async def use(
-        self, name: str, *, timeout_s: float | None = None, retries: int | None = None
+        self, name: str, *, timeout_s: float | None = None, retries: int | None = None, bare: bool = False
     ) -> AsyncIterator[Link]:
         """The node's link, opened if need be; it stays open afterwards for whoever comes next.
 
-        `timeout_s` is for one attempt to connect, waiting for a free place in the pool included.
+        `timeout_s` is for one attempt to connect, waiting for a free place in the pool included. With
+        `bare` the helper is not started for this, which costs a node more than one plain command does.
         Raises UnreachableError, HostKeyUnknownError, HostKeyChangedError or LoginRefusedError.
         """
         node = self._file.node(name)
-        link = await self._take(node, timeout_s=timeout_s, retries=retries)
+        link = await self._take(node, timeout_s=timeout_s, retries=retries, bare=bare)
         try:
             yield link
         finally:
@@ -176,48 +182,38 @@ class SshPool:
             async with self._changed:
                 self._changed.notify_all()
 
-    async def _take(self, node: GridNode, *, timeout_s: float | None, retries: int | None) -> Link:
+    async def _take(
+        self, node: GridNode, *, timeout_s: float | None, retries: int | None, bare: bool
+    ) -> Link:
         each_s = timeout_s if timeout_s is not None else self._file.ssh.connect_timeout
         attempts = 1 + (retries if retries is not None else self._file.ssh.max_retries)
         async with self._locks.setdefault(node.name, asyncio.Lock()):
-            link = self._links.get(node.name)
-            if link is not None and link.is_open:
-                self._links[node.name] = self._links.pop(node.name)  # last used, last in the order
-            else:
-                link = await self._open(node, each_s=each_s, attempts=attempts)
-            link.users += 1
-            return link
-
-    async def _open(self, node: GridNode, *, each_s: float, attempts: int) -> Link:
-        stale = self._links.pop(node.name, None)
-        if stale is not None:
-            await stale.close()
-        for attempt in range(attempts):
-            try:
-                return await self._open_once(node, timeout_s=each_s)
-            except (UnreachableError, ConnectionLostError, DeadlineError) as error:
-                if attempt + 1 == attempts:
-                    raise
-                pause_s = _pause_s(attempt)
-                _log.info(
-                    "connecting again",
-                    extra={"node": node.name, "pause_s": round(pause_s, 2), "why": error.message},
-                )
-                await asyncio.sleep(pause_s)
+            for attempt in range(attempts):
+                try:
+                    link = await self._ready(node, timeout_s=each_s, bare=bare)
+                except (UnreachableError, ConnectionLostError, DeadlineError) as error:
+                    if attempt + 1 == attempts:
+                        raise
+                    pause_s = _pause_s(attempt)
+                    why = {"node": node.name, "pause_s": round(pause_s, 2), "why": error.message}
+                    _log.info("connecting again", extra=why)
+                    await asyncio.sleep(pause_s)
+                else:
+                    return link
         raise AssertionError
 
-    async def _open_once(self, node: GridNode, *, timeout_s: float) -> Link:
+    async def _ready(self, node: GridNode, *, timeout_s: float, bare: bool) -> Link:
         limit = asyncio.timeout(timeout_s)
         try:
-            async with limit, self._place(node):
-                connection = await self._connect(node)
+            async with limit:
+                link = await self._open(node)
+                link.users += 1
                 try:
-                    helper = await _start_helper(connection, node)
+                    if not bare:
+                        await link.start_helper()
                 except BaseException:
-                    connection.abort()
+                    link.users -= 1
                     raise
-                link = Link(node, connection, helper)
-                self._links[node.name] = link
                 return link
         except TimeoutError:
             if not limit.expired():
@@ -226,6 +222,17 @@ class SshPool:
                 f"node {node.name}: no connection within {timeout_s:g} s",
                 hint=f"try 'ssh {node.name}'; ssh.connect_timeout and ssh.pool_size are in the grid's file",
             ) from None
+
+    async def _open(self, node: GridNode) -> Link:
+        link = self._links.pop(node.name, None)
+        if link is not None and not link.is_open:
+            await link.close()
+            link = None
+        if link is None:
+            async with self._place(node):
+                link = Link(node, await self._connect(node))
+        self._links[node.name] = link  # last used, last in the order
+        return link
 
     @contextlib.asynccontextmanager
     async def _place(self, node: GridNode) -> AsyncIterator[None]:

@@ -175,3 +175,12 @@ async def test_a_hundred_requests_at_once_are_all_answered(pool: SshPool, bed: B
 
     names = [bed.nodes[number % 10].name for number in range(100)]
     assert await asyncio.gather(*map(ask, names)) == [name.encode() for name in names]
+
+
+async def test_a_bare_link_starts_no_helper_until_someone_needs_one(bed: Bed, pool: SshPool) -> None:
+    async with pool.use("gpu10", bare=True) as link:
+        assert not link.has_helper
+        assert not bed["gpu10"].processes("python3 -ISc")
+        async with pool.use("gpu10") as same:
+            assert same is link
+            assert link.has_helper
