@@ -392,11 +392,15 @@ async def _start_helper(connection: asyncssh.SSHClientConnection, node: GridNode
         channel, _ = await connection.create_session(lambda: helper, _BOOT, encoding=None)
     except asyncssh.ChannelOpenError as error:
         raise UnreachableError(f"node {node.name} opens no session: {error.reason}") from error
-    channel.write(b"%d\n" % len(boot))
-    channel.write(boot)
-    await helper.started
-    if helper.broken is None:
-        return helper
+    try:
+        channel.write(b"%d\n" % len(boot))
+        channel.write(boot)
+        await helper.started
+        if helper.broken is None:
+            return helper
+    except BaseException:
+        channel.close()
+        raise
     channel.close()
     _log.info("no helper; plain commands are used", extra={"node": node.name, "why": helper.noise_text()})
     return None

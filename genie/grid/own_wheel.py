@@ -1,0 +1,62 @@
+"""This Genie as a wheel, made of its own files, so that a node gets the very version that runs here.
+
+Works for an installed package and for a checkout, needs no build tool, and gives the same bytes for the
+same files. Not for: publishing (pyproject.toml has the build backend for that).
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import importlib.metadata
+import io
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import genie
+
+DISTRIBUTION = "genie-gpu"
+_EPOCH = (1980, 1, 1, 0, 0, 0)
+_SOURCES = {".py", ".typed", ".yml", ".cpp", ".h", ".txt", ".proto"}
+
+
+def wheel() -> tuple[str, bytes]:
+    """The file's name and its content."""
+    found = importlib.metadata.distribution(DISTRIBUTION)
+    info = f"{DISTRIBUTION.replace('-', '_')}-{found.version}.dist-info"
+    files = dict(_package_files())
+    for name in ("METADATA", "entry_points.txt"):
+        files[f"{info}/{name}"] = (found.read_text(name) or "").encode()
+    files[f"{info}/WHEEL"] = (
+        b"Wheel-Version: 1.0\nGenerator: genie\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+    )
+    files[f"{info}/RECORD"] = _record(files, f"{info}/RECORD")
+    packed = io.BytesIO()
+    with zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name in sorted(files):
+            archive.writestr(zipfile.ZipInfo(name, _EPOCH), files[name], zipfile.ZIP_DEFLATED)
+    return f"{DISTRIBUTION.replace('-', '_')}-{found.version}-py3-none-any.whl", packed.getvalue()
+
+
+def _package_files() -> Iterator[tuple[str, bytes]]:
+    package = Path(genie.__file__).parent
+    yield from _under(package, "genie")
+    # A checkout keeps its C++ beside the package; a wheel carries it inside.
+    beside = package.parent / "native"
+    if not (package / "_native").is_dir() and beside.is_dir():
+        yield from _under(beside, "genie/_native")
+
+
+def _under(folder: Path, prefix: str) -> Iterator[tuple[str, bytes]]:
+    for path in sorted(folder.rglob("*")):
+        if path.is_file() and path.suffix in _SOURCES and "__pycache__" not in path.parts:
+            yield f"{prefix}/{path.relative_to(folder).as_posix()}", path.read_bytes()
+
+
+def _record(files: dict[str, bytes], own: str) -> bytes:
+    lines = []
+    for name, content in sorted(files.items()):
+        digest = base64.urlsafe_b64encode(hashlib.sha256(content).digest()).rstrip(b"=").decode()
+        lines.append(f"{name},sha256={digest},{len(content)}\n")
+    return "".join([*lines, f"{own},,\n"]).encode()
