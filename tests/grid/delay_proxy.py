@@ -1,0 +1,83 @@
+"""A network that is slower than loopback: a TCP proxy in a process of its own that holds everything back.
+
+    python -m tests.grid.delay_proxy DELAY_MS PORT TARGET_PORT ADDRESS...
+
+listens on PORT of each address and passes on to TARGET_PORT there; each direction takes DELAY_MS, so a
+round trip takes twice that. Order is kept and nothing is lost. Not for: losing packets, or bandwidth.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+
+_CHUNK_BYTES = 1 << 16
+_QUEUE_MAX = 4096
+
+
+@contextlib.contextmanager
+def delayed(addresses: Sequence[str], *, port: int, target_port: int, delay_ms: float) -> Iterator[None]:
+    """Runs the proxy for the length of the block."""
+    command = [sys.executable, "-m", "tests.grid.delay_proxy", str(delay_ms), str(port), str(target_port)]
+    process = subprocess.Popen([*command, *addresses], stdout=subprocess.PIPE, stdin=subprocess.DEVNULL)
+    assert process.stdout is not None
+    try:
+        assert process.stdout.readline() == b"ready\n"
+        yield
+    finally:
+        process.terminate()
+        process.wait(10)
+        process.stdout.close()
+
+
+async def _pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, delay_s: float) -> None:
+    loop = asyncio.get_running_loop()
+    held: asyncio.Queue[tuple[float, bytes]] = asyncio.Queue(_QUEUE_MAX)
+
+    async def read() -> None:
+        while True:
+            data = await reader.read(_CHUNK_BYTES)
+            await held.put((loop.time() + delay_s, data))
+            if not data:
+                return
+
+    async def write() -> None:
+        while True:
+            due, data = await held.get()
+            await asyncio.sleep(max(0.0, due - loop.time()))
+            if not data:
+                writer.close()
+                return
+            writer.write(data)
+            await writer.drain()
+
+    with contextlib.suppress(ConnectionError):
+        await asyncio.gather(read(), write())
+    writer.close()
+
+
+async def _main(delay_ms: float, port: int, target_port: int, addresses: Sequence[str]) -> None:
+    async def serve(address: str) -> asyncio.Server:
+        async def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            try:
+                there = await asyncio.open_connection(address, target_port)
+            except OSError:
+                writer.close()
+                return
+            delay_s = delay_ms / 1000
+            await asyncio.gather(_pump(reader, there[1], delay_s), _pump(there[0], writer, delay_s))
+
+        return await asyncio.start_server(connected, address, port, backlog=512)
+
+    servers = [await serve(address) for address in addresses]
+    sys.stdout.write("ready\n")
+    sys.stdout.flush()
+    await asyncio.gather(*(server.serve_forever() for server in servers))
+
+
+if __name__ == "__main__":
+    with contextlib.suppress(KeyboardInterrupt):
+        asyncio.run(_main(float(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4:]))
