@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import subprocess
 
 import asyncssh
 import pytest
@@ -17,7 +18,7 @@ from genie.errors import (
     NodeRefusedError,
     UnreachableError,
 )
-from genie.grid.grid_file import GridFile
+from genie.grid.grid_file import GridFile, parse_grid_file
 from genie.grid.ssh_pool import SshPool
 from tests.grid.bed import Bed
 from tests.grid.conftest import grid_file_of
@@ -184,3 +185,33 @@ async def test_a_bare_link_starts_no_helper_until_someone_needs_one(bed: Bed, po
         async with pool.use("gpu10") as same:
             assert same is link
             assert link.has_helper
+
+
+async def test_a_jump_host_of_openssh_s_settings_is_used(own_bed: Bed) -> None:
+    text = own_bed.ssh_config.read_text()
+    own_bed.ssh_config.write_text(text.replace("Host gpu2\n", "Host gpu2\n  ProxyJump gpu1\n"))
+    async with (
+        SshPool(grid_file_of(own_bed), ssh_config=own_bed.ssh_config) as pool,
+        pool.use("gpu2") as link,
+    ):
+        assert (await link.command("hostname", timeout_s=10)).stdout == b"gpu2\n"
+        assert own_bed["gpu1"].processes("sshd: root")
+    await until(lambda: not own_bed["gpu1"].processes("sshd: root"), what="the jump's own connection to end")
+
+
+async def test_user_and_port_of_the_grid_s_file_come_before_openssh_s_settings(own_bed: Bed) -> None:
+    text = own_bed.ssh_config.read_text()
+    own_bed.ssh_config.write_text(
+        text.replace("User root", "User nobody-here").replace("  Port ", "  Port 1")
+    )
+    port = own_bed.nodes[0].port
+    file = parse_grid_file(f"nodes: ['root@gpu1:{port}']", name="f.yaml")
+    async with SshPool(file, ssh_config=own_bed.ssh_config) as pool, pool.use("gpu1") as link:
+        assert (await link.command("id -un", timeout_s=10)).stdout == b"root\n"
+
+
+async def test_a_key_with_a_passphrase_that_no_agent_has_says_so(own_bed: Bed) -> None:
+    lock = ["ssh-keygen", "-q", "-p", "-N", "secret", "-P", "", "-f", str(own_bed.key)]
+    await asyncio.to_thread(subprocess.run, lock, check=True, timeout=30)
+    with pytest.raises(LoginRefusedError, match="ssh-add"):
+        await open_link(own_bed, "gpu1")
