@@ -453,13 +453,16 @@ def _output(argv: list[str], deadline: float) -> str:
     assert process.stdout is not None
     try:
         data = _until(process.stdout.fileno(), deadline)
-        code = process.wait(max(0.05, deadline - time.monotonic())) if data is not None else None
+        whole = data is not None and len(data) < _OUTPUT_BYTES_MAX
+        code = process.wait(max(0.05, deadline - time.monotonic())) if whole else None
     except subprocess.TimeoutExpired:
         data = code = None
     finally:
         process.stdout.close()
         if process.poll() is None:
             _end(process)
+    if data is not None and len(data) >= _OUTPUT_BYTES_MAX:
+        raise OpError("output", f"{name} prints more than {_OUTPUT_BYTES_MAX} bytes")
     if data is None:
         raise OpError("timeout", f"{name} took longer than {timeout_s:.3g} s")
     text = data.decode("utf-8", "replace")
