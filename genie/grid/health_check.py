@@ -14,8 +14,10 @@ Not for: reading on the node (remote/health.py, shell_readings.py), or keeping f
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import logging
+import os
 from collections.abc import Callable, Mapping, Sequence
 from enum import StrEnum
 from pathlib import Path
@@ -261,13 +263,19 @@ class HealthCache:
 
     def write(self, file: GridFile, nodes: Sequence[NodeHealth]) -> None:
         kept = _Kept(identity=identity(file), nodes=tuple(nodes))
+        beside = self._path.with_name(f".{self._path.name}.{os.getpid()}.new")
         try:
-            files.write_private(self._path, msgspec.json.encode(kept))
-        except GenieError as error:
-            _log.warning("the health could not be kept", extra={"why": error.message})
+            files.make_private_directory(self._path.parent)
+            # Renamed, not synced: that would take longer than most readings, and a loss costs one reading.
+            with os.fdopen(os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as out:
+                out.write(msgspec.json.encode(kept))
+            beside.replace(self._path)
+        except (GenieError, OSError) as error:
+            _log.warning("the health could not be kept", extra={"why": str(error)})
 
     def forget(self) -> None:
-        self._path.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            self._path.unlink(missing_ok=True)
 
 
 class _Kept(msgspec.Struct, frozen=True):
