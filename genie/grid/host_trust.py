@@ -7,6 +7,7 @@ key than the known one is a hard error here as everywhere. Not for: asking the p
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,8 @@ import asyncssh
 from genie.errors import HostKeyChangedError, UnreachableError, UsageError
 from genie.grid.grid_file import GridFile, GridNode
 from genie.grid.ssh_pool import KnownHosts, Target, resolve
+
+_log = logging.getLogger(__name__)
 
 _SSH_PORT = 22
 
@@ -84,16 +87,7 @@ async def _fetch(target: Target, keys: list[asyncssh.SSHKey], *, timeout_s: floa
     kinds = list(dict.fromkeys(kind.decode() for key in keys for kind in key.sig_algorithms))
     try:
         async with asyncio.timeout(timeout_s):
-            key = await asyncssh.get_server_host_key(
-                name,
-                config=target.config,
-                options=target.options,
-                server_host_key_algs=kinds or (),
-            )
-    except asyncssh.KeyExchangeFailed as error:
-        if kinds:
-            raise _changed(name, _entry(target), f"none of {', '.join(kinds)}", keys) from error
-        raise UnreachableError(f"node {name}: no way of encrypting in common: {error}") from error
+            key = await _shown(target, kinds)
     except (asyncssh.Error, OSError, ValueError) as error:
         why = str(error) or f"no answer within {timeout_s:g} s"
         raise UnreachableError(
@@ -102,6 +96,19 @@ async def _fetch(target: Target, keys: list[asyncssh.SSHKey], *, timeout_s: floa
     if key is None:
         raise UnreachableError(f"node {name}: {target.host} showed no host key")
     return key
+
+
+async def _shown(target: Target, kinds: list[str]) -> asyncssh.SSHKey | None:
+    """A host that has no key of these kinds hangs up; it is asked for any."""
+    name, config, options = target.node.name, target.config, target.options
+    if kinds:
+        try:
+            return await asyncssh.get_server_host_key(
+                name, config=config, options=options, server_host_key_algs=kinds
+            )
+        except (asyncssh.DisconnectError, OSError) as error:
+            _log.info("no host key of the known kinds", extra={"node": name, "why": str(error)})
+    return await asyncssh.get_server_host_key(name, config=config, options=options)
 
 
 def _entry(target: Target) -> str:
@@ -117,7 +124,10 @@ def _expanded(path: Path) -> Path:
 def _known(target: Target) -> tuple[list[asyncssh.SSHKey], list[asyncssh.SSHKey], list[asyncssh.SSHKey]]:
     port = target.port if target.port != _SSH_PORT else None
     keys, authorities, revoked, *_ = asyncssh.match_known_hosts(target.known_hosts, target.host, "", port)
-    return list(keys), list(authorities), list(revoked)
+    # Where a host and port have revoked keys alone, the library goes on to the host without the port.
+    spelled = f"[{target.host}]:{target.port}"
+    _, _, also_revoked, *_ = asyncssh.match_known_hosts(target.known_hosts, spelled, "", None)
+    return list(keys), list(authorities), [*revoked, *also_revoked]
 
 
 def _changed(name: str, where: str, shown: str, keys: list[asyncssh.SSHKey]) -> HostKeyChangedError:
