@@ -186,6 +186,8 @@ def trust(
         output.show_error(error, debug=False)
     if errors:
         raise errors[0]
+    if not all(agreed for _, agreed in answers):
+        raise typer.Exit(1)
 
 
 async def _fetch_keys(
