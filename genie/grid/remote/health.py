@@ -50,22 +50,23 @@ def read(args: Any, blob: bytes) -> Reading:
     root = os.path.expanduser(str(args["root"]))
     timeout_s = float(args["timeout_s"])
     nvidia = find_program("nvidia-smi")
-    parts: dict[str, Callable[[], Reading]] = {
-        "load": _load,
-        "memory": _memory,
-        "disk": lambda: _disk(root),
-        "gpus": lambda: _gpus(nvidia, timeout_s),
-    }
+    tool = nvidia or find_program("rocm-smi") or find_program("amd-smi")
+    # What never waits is read at once; what might, in threads, which cost more than most readings.
+    at_once: dict[str, Callable[[], Reading]] = {"load": _load, "memory": _memory}
+    apart: dict[str, Callable[[], Reading]] = {"disk": lambda: _disk(root)}
+    (apart if tool else at_once)["gpus"] = lambda: _gpus(tool, timeout_s)
     if nvidia or os.path.isdir("/proc/driver/nvidia"):
-        parts["xids"] = lambda: _xids(timeout_s)
-    return _side_by_side(parts, timeout_s)
+        (at_once if _KERNEL_LOG.is_ready else apart)["xids"] = lambda: _xids(timeout_s)
+    return _side_by_side(apart, at_once, timeout_s)
 
 
 _UNDER_WAY: dict[str, threading.Thread] = {}
 
 
-def _side_by_side(parts: dict[str, Callable[[], Reading]], timeout_s: float) -> Reading:
-    """Runs each part in a thread, and waits no longer than its time for any of them."""
+def _side_by_side(
+    parts: dict[str, Callable[[], Reading]], at_once: dict[str, Callable[[], Reading]], timeout_s: float
+) -> Reading:
+    """Runs each of the parts in a thread, and waits no longer than its time for any of them."""
     found: Reading = {}
     failed: dict[str, str] = {}
     results: dict[str, Reading] = {}
@@ -78,10 +79,13 @@ def _side_by_side(parts: dict[str, Callable[[], Reading]], timeout_s: float) -> 
         thread = threading.Thread(target=_into, args=(results, name, part), daemon=True)
         _UNDER_WAY[name] = started[name] = thread
         thread.start()
+    for name, part in at_once.items():
+        _into(results, name, part)
     # A tool is ended at its time; a little more lets its part say so.
     deadline = time.monotonic() + timeout_s + 0.1
-    for name, thread in started.items():
+    for thread in started.values():
         thread.join(max(0.0, deadline - time.monotonic()))
+    for name in [*at_once, *started]:
         result = results.get(name)
         if result is None:
             failed[name] = f"took longer than {timeout_s:.3g} s"
@@ -138,18 +142,17 @@ def _disk(root: str) -> Reading:
 # --- GPUs -------------------------------------------------------------------------------------
 
 
-def _gpus(nvidia: str | None, timeout_s: float) -> Reading:
+def _gpus(tool: str | None, timeout_s: float) -> Reading:
     deadline = time.monotonic() + timeout_s
-    if nvidia:
-        return _nvidia(nvidia, deadline)
-    rocm = find_program("rocm-smi")
-    if rocm:
+    name = os.path.basename(tool or "")
+    if tool and name == "nvidia-smi":
+        return _nvidia(tool, deadline)
+    if tool and name == "rocm-smi":
         shown = ["--showproductname", "--showuniqueid", "--showmeminfo", "vram", "--showuse", "--showtemp"]
-        return parse_rocm(_output([rocm, *shown, "--json"], deadline))
-    amd = find_program("amd-smi")
-    if amd:
-        metric = _output([amd, "metric", "--json"], deadline)
-        return parse_amd(metric, _amd_names(amd, deadline))
+        return parse_rocm(_output([tool, *shown, "--json"], deadline))
+    if tool:
+        metric = _output([tool, "metric", "--json"], deadline)
+        return parse_amd(metric, _amd_names(tool, deadline))
     return {"vendor": "none", "gpus": []}
 
 
@@ -340,6 +343,11 @@ class _KernelLog:
         self.descriptor = -1
         self.seen: list[Reading] = []
         self.refused = ""
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether the next reading is only of what is new."""
+        return self.descriptor >= 0 or bool(self.refused)
 
     def read(self, timeout_s: float) -> list[Reading]:
         deadline = time.monotonic() + timeout_s
