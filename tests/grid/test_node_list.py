@@ -121,6 +121,13 @@ def test_a_file_that_is_wrong_is_not_edited(text: str) -> None:
         add(text, GridNode(name="new"), name="f")
 
 
+def test_an_edit_that_would_change_something_else_is_refused() -> None:
+    # The last node is an alias, which stands where its anchor is: among the patterns.
+    text = "sync: {exclude_patterns: [&last a, z]}\nnodes: [b, *last]\n"
+    with pytest.raises(UsageError, match="by hand"):
+        add(text, GridNode(name="new"), name="f")
+
+
 _NAMES = st.from_regex(r"[a-z_][a-z0-9_.-]{0,8}", fullmatch=True).filter(lambda name: ".." not in name)
 
 
