@@ -39,11 +39,19 @@ def complete_node(context: typer.Context, incomplete: str) -> list[str]:
     from genie.grid.grid_file import read_grid_file
 
     try:
-        settings = load({"grid.file": context.params.get("grid_file")})
+        settings = load({"grid.file": _given_file(context)})
         names = [node.name for node in read_grid_file(settings.grid.file).nodes]
     except GenieError:
         return []
     return [name for name in names if name.startswith(incomplete)]
+
+
+def _given_file(context: typer.Context) -> str | None:
+    """--config, which may stand behind the command's name or before it."""
+    found: str | None = context.params.get("grid_file") or context.params.get("config")
+    if found is None and context.parent is not None:
+        return _given_file(context.parent)  # type: ignore[arg-type]  # click's own type of it
+    return found
 
 
 NodeNames = Annotated[

@@ -21,7 +21,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from enum import StrEnum
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
@@ -46,6 +46,13 @@ _PART_SHARE = 0.7
 """Of the time that is left for a node: the rest is for its answer to come back."""
 _REASONS_SHOWN = 20
 _CACHE_BYTES_MAX = 64 << 20
+_REASONS_MAX = 64
+_REASON_CHARS_MAX = 300
+
+# A node's word is checked: no score may come from a number that cannot be.
+_Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 62)]
+_Amount = Annotated[float, msgspec.Meta(ge=0, le=1e12)]
+_Degrees = Annotated[float, msgspec.Meta(ge=-273.15, le=10000)]
 
 
 class NodeState(StrEnum):
@@ -70,11 +77,11 @@ class GpuReading(msgspec.Struct, frozen=True):
     index: int
     name: str = ""
     uuid: str = ""
-    memory_total_bytes: int | None = None
-    memory_used_bytes: int | None = None
-    utilization_pct: float | None = None
-    temperature_c: float | None = None
-    ecc_uncorrected: int | None = None
+    memory_total_bytes: _Count | None = None
+    memory_used_bytes: _Count | None = None
+    utilization_pct: _Amount | None = None
+    temperature_c: _Degrees | None = None
+    ecc_uncorrected: _Count | None = None
     throttled: tuple[str, ...] = ()
 
     @property
@@ -97,12 +104,12 @@ class GpuReading(msgspec.Struct, frozen=True):
 class Readings(msgspec.Struct, frozen=True):
     """What a node said. `failed` names what it could not read (load, memory, disk, gpus, xids), and why."""
 
-    load: tuple[float, float, float] | None = None
-    cores: int | None = None
-    memory_total_bytes: int | None = None
-    memory_available_bytes: int | None = None
-    disk_total_bytes: int | None = None
-    disk_free_bytes: int | None = None
+    load: tuple[_Amount, _Amount, _Amount] | None = None
+    cores: _Count | None = None
+    memory_total_bytes: _Count | None = None
+    memory_available_bytes: _Count | None = None
+    disk_total_bytes: _Count | None = None
+    disk_free_bytes: _Count | None = None
     vendor: str = "none"
     gpus: tuple[GpuReading, ...] = ()
     xids: tuple[Xid, ...] | None = None
@@ -359,6 +366,7 @@ class HealthChecker:
 
     def _judged(self, node: GridNode, readings: Readings, *, took_s: float) -> NodeHealth:
         state, reasons = judge(readings)
+        reasons = tuple(reason[:_REASON_CHARS_MAX] for reason in reasons[:_REASONS_MAX])
         found = score(readings, self._file.health_check, node.weight)
         _log.debug("health", extra={"node": node.name, "state": state.value, "score": found})
         return NodeHealth(

@@ -106,22 +106,34 @@ def test_list_shows_where_openssh_leads(bed: Bed, genie) -> None:
     assert genie("grid", "nodes", "list").out.splitlines()[1].split()[:2] == ["gpu1", node.address]
 
 
-def test_names_are_completed_from_the_file(folder: Path, genie) -> None:
-    genie("grid", "nodes", "add", "gpu1", "gpu2", "box")
+def completed(words: str) -> list[str]:
     from typer.testing import CliRunner
 
     from genie.cli.app import grid
 
-    environment = {
-        "_GRID_CLI_COMPLETE": "complete_bash",
-        "COMP_WORDS": "grid-cli health gp",
-        "COMP_CWORD": "2",
-    }
-    ran = CliRunner().invoke(grid, [], prog_name="grid-cli", env=environment)
-    assert ran.output.split() == ["gpu1", "gpu2"]
+    place = str(len(words.split()) - 1)
+    environment = {"_GRID_CLI_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": place}
+    return CliRunner().invoke(grid, [], prog_name="grid-cli", env=environment).output.split()
+
+
+def test_names_are_completed_from_the_file(folder: Path, genie) -> None:
+    genie("grid", "nodes", "add", "gpu1", "gpu2", "box")
+    assert completed("grid-cli health gp") == ["gpu1", "gpu2"]
+    assert completed("grid-cli nodes remove b") == ["box"]
+
+
+@pytest.mark.parametrize("words", ["--config f.yaml nodes trust o", "nodes trust --config f.yaml o"])
+def test_names_are_completed_from_the_file_that_is_named(folder: Path, words: str, genie) -> None:
+    genie("--version")  # registers the commands
+    (folder / "f.yaml").write_text("nodes: [other]\n")
+    assert completed(f"grid-cli {words}") == ["other"]
+
+
+def test_a_file_that_cannot_be_read_completes_to_nothing(folder: Path, genie) -> None:
+    genie("--version")
+    (folder / "config").mkdir()
     (folder / "config/cluster_config.yaml").write_text("nodes: {")
-    ran = CliRunner().invoke(grid, [], prog_name="grid-cli", env=environment)
-    assert ran.output.split() == []
+    assert completed("grid-cli health g") == []
 
 
 # --- trust ------------------------------------------------------------------------------------

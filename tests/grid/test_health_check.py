@@ -261,13 +261,13 @@ async def test_all_nodes_are_read_in_the_order_of_the_file(bed: Bed) -> None:
 
 async def test_a_hanging_node_costs_only_its_own_timeout(own_bed: Bed) -> None:
     # One place for both: the second node begins when the time of the first is over.
-    file = file_of(own_bed, "ssh: {connect_timeout: 20, pool_size: 1}\nhealth_check: {timeout: 4}\n")
+    file = file_of(own_bed, "ssh: {connect_timeout: 20, pool_size: 1}\nhealth_check: {timeout: 6}\n")
     async with SshPool(file, ssh_config=own_bed.ssh_config) as pool:
         checker = HealthChecker(pool, file, clock=Clock())
         with own_bed["gpu1"].hanging():
             first, second = await checker.check_all()
         assert (first.state, second.state) == (NodeState.UNREACHABLE, NodeState.OK)
-        assert "within 4 s" in first.note
+        assert "within 6 s" in first.note
         assert choose([first, second]).name == "gpu2"
 
 
@@ -286,8 +286,9 @@ async def test_a_hung_nvidia_smi_leaves_the_other_readings(own_bed: Bed) -> None
     (own_bed["gpu1"].folder / "smi-hangs").touch()
     file = file_of(own_bed, "ssh: {connect_timeout: 20}\nhealth_check: {timeout: 3}\n")
     async with SshPool(file, ssh_config=own_bed.ssh_config) as pool:
-        async with pool.use("gpu1", timeout_s=20):
-            pass  # connecting is not what is tested
+        for name in ("gpu1", "gpu2"):
+            async with pool.use(name, timeout_s=20):
+                pass  # connecting is not what is tested
         first, second = await HealthChecker(pool, file, clock=Clock()).check_all()
     assert (first.state, first.score) == (NodeState.DEGRADED, None)
     assert "nvidia-smi took longer" in first.note
@@ -358,16 +359,36 @@ async def test_a_swapped_host_key_is_unreachable_and_says_why(own_bed: Bed, own_
     assert "another host key" in first.note and "ssh-keygen -R" in first.note
 
 
+@pytest.mark.parametrize(
+    "answer",
+    [
+        {"load": "high", "cores": 1},
+        {"load": [math.nan, 0, 0], "cores": 1},
+        {"load": [-5.0, 0, 0], "cores": 1},
+        {"load": [1, 1, 1], "cores": -1},
+        {"gpus": [{"index": 0, "memory_total_bytes": 1, "memory_used_bytes": -9}]},
+        [],
+    ],
+)
 async def test_a_node_that_answers_with_nonsense_is_degraded(
-    own_bed: Bed, own_pool: SshPool, monkeypatch
+    own_bed: Bed, own_pool: SshPool, monkeypatch, answer: object
 ) -> None:
     async def nonsense(link: object, root: str, *, left_s: float) -> object:
-        return {"load": "high", "cores": -1}
+        return answer
 
     monkeypatch.setattr("genie.grid.health_check._fetch", nonsense)
     found = await HealthChecker(own_pool, file_of(own_bed), clock=Clock()).check("gpu1")
-    assert found.state is NodeState.DEGRADED
+    assert (found.state, found.score) == (NodeState.DEGRADED, None)
     assert "not understood" in found.note
+
+
+async def test_words_of_a_node_without_end_are_cut(own_bed: Bed, own_pool: SshPool, monkeypatch) -> None:
+    async def chatter(link: object, root: str, *, left_s: float) -> object:
+        return {"failed": {f"part{number}": "x" * 10_000 for number in range(1000)}}
+
+    monkeypatch.setattr("genie.grid.health_check._fetch", chatter)
+    found = await HealthChecker(own_pool, file_of(own_bed), clock=Clock()).check("gpu1")
+    assert len(found.note) < 20_000
 
 
 async def test_a_name_that_is_not_in_the_file_is_an_error(own_bed: Bed, own_pool: SshPool) -> None:

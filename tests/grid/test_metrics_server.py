@@ -191,7 +191,7 @@ def test_the_alerts_fire_in_a_real_prometheus(own_bed: Bed, tmp_path: Path, monk
     """gpu2 is not there, tasks fail and syncs are slow; gpu1 is well, and no alert names it."""
     state = tmp_path / "state"
     (tmp_path / "grid.yaml").write_text(
-        own_bed.grid_yaml(more="health_check: {refresh_interval: 1, cpu_weight: 0}\nssh: {max_retries: 0}\n")
+        own_bed.grid_yaml(more="health_check: {timeout: 20, refresh_interval: 1, cpu_weight: 0}\n")
     )
     monkeypatch.setenv("GENIE_GRID_FILE", str(tmp_path / "grid.yaml"))
     monkeypatch.setenv("GENIE_GRID_SSH_CONFIG", str(own_bed.ssh_config))
