@@ -45,6 +45,7 @@ _COMMAND_MODULES = (
     "token_commands",
     "config_commands",
     "sim_commands",
+    "grid_health_commands",
     "grid_node_commands",
     "grid_promote_commands",
     "doctor",

@@ -1,0 +1,400 @@
+"""The nodes' health, and which of them is the best for the next piece of work.
+
+`HealthChecker` asks (each node within its own time, side by side); `judge`, `score` and `choose` decide
+and are pure. The score of a node is
+
+    (cpu_weight x load per core in percent + gpu_weight x GPU memory in use in percent) / node's weight
+
+with the load of the last minute and the mean over the node's GPUs (0 without one); the lowest is the best.
+A node whose readings failed, or that is unhealthy or unreachable, is never chosen.
+
+Not for: reading on the node (remote/health.py, shell_readings.py), or keeping figures (metrics.py).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import logging
+import os
+from collections.abc import Callable, Mapping, Sequence
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+
+from genie.errors import GenieError, NoNodeError, UnreachableError
+from genie.grid import shell_readings
+from genie.grid.grid_file import GridFile, GridNode, HealthKeys
+from genie.grid.ssh_pool import Link, SshPool
+from genie.runtime import files
+
+_log = logging.getLogger(__name__)
+
+HOT_C = 90.0
+DISK_BYTES_MIN = 1 << 30
+DISK_SHARE_MIN = 0.01
+FREE_MEMORY_SHARE = 0.05
+FREE_MEMORY_BYTES = 1 << 30
+FREE_UTILIZATION_PCT = 10.0
+XID_AGE_S_MAX = 86400.0
+PROGRAM_XIDS = frozenset({13, 31, 43, 45, 68, 69})
+"""Errors that a program on the GPU makes; all others speak of the GPU, its driver or its link."""
+_PART_SHARE = 0.7
+"""Of the time that is left for a node: the rest is for its answer to come back."""
+_REASONS_SHOWN = 20
+_CACHE_BYTES_MAX = 64 << 20
+_REASONS_MAX = 64
+_REASON_CHARS_MAX = 300
+
+# A node's word is checked: no score may come from a number that cannot be.
+_Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 62)]
+_Amount = Annotated[float, msgspec.Meta(ge=0, le=1e12)]
+_Degrees = Annotated[float, msgspec.Meta(ge=-273.15, le=10000)]
+
+
+class NodeState(StrEnum):
+    OK = "ok"
+    DEGRADED = "degraded"  # some reading failed
+    UNHEALTHY = "unhealthy"  # work would fail there, or fill its disk
+    UNREACHABLE = "unreachable"
+
+
+class Xid(msgspec.Struct, frozen=True):
+    """What the NVIDIA driver told the kernel. `age_s` is None where the log has no times."""
+
+    bus: str
+    code: int
+    text: str = ""
+    age_s: float | None = None
+
+
+class GpuReading(msgspec.Struct, frozen=True):
+    """None is a value that the GPU or its driver does not give."""
+
+    index: int
+    name: str = ""
+    uuid: str = ""
+    memory_total_bytes: _Count | None = None
+    memory_used_bytes: _Count | None = None
+    utilization_pct: _Amount | None = None
+    temperature_c: _Degrees | None = None
+    ecc_uncorrected: _Count | None = None
+    throttled: tuple[str, ...] = ()
+
+    @property
+    def memory_share(self) -> float | None:
+        """Memory in use, 0 to 1. Where memory is the host's own and not told, the utilisation instead."""
+        if self.memory_total_bytes and self.memory_used_bytes is not None:
+            return min(1.0, self.memory_used_bytes / self.memory_total_bytes)
+        return self.utilization_pct / 100 if self.utilization_pct is not None else None
+
+    @property
+    def is_free(self) -> bool:
+        """Nobody computes there: hardly any memory in use (5% or 1 GiB), and less than 10% busy."""
+        share = self.memory_share
+        little = share is not None and share < FREE_MEMORY_SHARE
+        if self.memory_used_bytes is not None:
+            little = little or self.memory_used_bytes < FREE_MEMORY_BYTES
+        return little and (self.utilization_pct or 0.0) < FREE_UTILIZATION_PCT
+
+
+class Readings(msgspec.Struct, frozen=True):
+    """What a node said. `failed` names what it could not read (load, memory, disk, gpus, xids), and why."""
+
+    load: tuple[_Amount, _Amount, _Amount] | None = None
+    cores: _Count | None = None
+    memory_total_bytes: _Count | None = None
+    memory_available_bytes: _Count | None = None
+    disk_total_bytes: _Count | None = None
+    disk_free_bytes: _Count | None = None
+    vendor: str = "none"
+    gpus: tuple[GpuReading, ...] = ()
+    xids: tuple[Xid, ...] | None = None
+    xids_unknown: str = ""
+    failed: dict[str, str] = {}
+
+    @property
+    def load_pct(self) -> float | None:
+        """Load of the last minute for each core, in percent."""
+        return 100 * self.load[0] / self.cores if self.load is not None and self.cores else None
+
+    @property
+    def gpu_memory_pct(self) -> float | None:
+        """Mean over the GPUs, 0 without one."""
+        shares = [gpu.memory_share for gpu in self.gpus]
+        known = [share for share in shares if share is not None]
+        if "gpus" in self.failed or len(known) < len(shares):
+            return None
+        return 100 * sum(known) / len(known) if known else 0.0
+
+    @property
+    def gpus_free(self) -> int:
+        return sum(gpu.is_free for gpu in self.gpus)
+
+    @property
+    def hottest_c(self) -> float | None:
+        return max((gpu.temperature_c for gpu in self.gpus if gpu.temperature_c is not None), default=None)
+
+
+class NodeHealth(msgspec.Struct, frozen=True):
+    """One node at one time (`at`, Unix seconds). `score` is None where a reading for it is missing."""
+
+    name: str
+    state: NodeState
+    score: float | None
+    reasons: tuple[str, ...]
+    at: float
+    took_s: float = 0.0
+    readings: Readings | None = None
+    labels: dict[str, str] = {}
+
+    @property
+    def rank(self) -> float:
+        """The score, or infinity for a node that is not to be chosen."""
+        usable = self.state is NodeState.OK and self.score is not None
+        return self.score if usable and self.score is not None else float("inf")
+
+    @property
+    def note(self) -> str:
+        return "; ".join(self.reasons)
+
+
+def score(readings: Readings, keys: HealthKeys, weight: float) -> float | None:
+    """Lower is better; the formula stands at the top. None where load or GPU memory is not known."""
+    load_pct, gpu_pct = readings.load_pct, readings.gpu_memory_pct
+    if load_pct is None or gpu_pct is None:
+        return None
+    return (keys.cpu_weight * load_pct + keys.gpu_weight * gpu_pct) / weight
+
+
+def judge(readings: Readings) -> tuple[NodeState, tuple[str, ...]]:
+    """The state that readings mean, and why. Unhealthy comes before degraded."""
+    ill = [*_disk_faults(readings), *_gpu_faults(readings)]
+    missing = [f"{part}: {why}" for part, why in readings.failed.items() if part != "xids"]
+    if "gpus" not in readings.failed:
+        missing += [f"GPU {gpu.index}: no memory told" for gpu in readings.gpus if gpu.memory_share is None]
+    if readings.load_pct is None and "load" not in readings.failed:
+        missing.append("load: none told")
+    remarks = [
+        f"GPU {gpu.index} is held down by {', '.join(gpu.throttled)}"
+        for gpu in readings.gpus
+        if gpu.throttled
+    ]
+    if ill:
+        return NodeState.UNHEALTHY, (*ill, *missing, *remarks)
+    return (NodeState.DEGRADED if missing else NodeState.OK), (*missing, *remarks)
+
+
+def _disk_faults(readings: Readings) -> list[str]:
+    free, total = readings.disk_free_bytes, readings.disk_total_bytes
+    if free is None or total is None:
+        return []
+    if free >= DISK_BYTES_MIN and free >= DISK_SHARE_MIN * total:
+        return []
+    return [f"disk: {free / (1 << 30):.1f} GiB free"]
+
+
+def _gpu_faults(readings: Readings) -> list[str]:
+    found = []
+    for gpu in readings.gpus:
+        if gpu.temperature_c is not None and gpu.temperature_c >= HOT_C:
+            found.append(f"GPU {gpu.index} is at {gpu.temperature_c:.0f} C")
+        if gpu.ecc_uncorrected:
+            found.append(f"GPU {gpu.index} has {gpu.ecc_uncorrected} uncorrected memory errors")
+    for xid in readings.xids or ():
+        recent = xid.age_s is None or xid.age_s <= XID_AGE_S_MAX
+        if recent and xid.code not in PROGRAM_XIDS:
+            found.append(f"Xid {xid.code} on {xid.bus}: {xid.text}".rstrip(": "))
+    return list(dict.fromkeys(found))
+
+
+def choose(
+    nodes: Sequence[NodeHealth], *, gpus: int = 0, labels: Mapping[str, str] | None = None
+) -> NodeHealth:
+    """The best node that has the labels and enough free GPUs; of equals the first.
+
+    Raises NoNodeError, with why not for each node.
+    """
+    fitting = []
+    unfit = []
+    for node in nodes:
+        why = _unfit(node, gpus=gpus, labels=labels or {})
+        if why:
+            unfit.append(f"{node.name}: {why}")
+        else:
+            fitting.append(node)
+    if fitting:
+        return min(fitting, key=lambda node: node.rank)
+    more = [f"and {len(unfit) - _REASONS_SHOWN} more"] if len(unfit) > _REASONS_SHOWN else []
+    raise NoNodeError(
+        "\n".join(["no node fits", *unfit[:_REASONS_SHOWN], *more]),
+        hint="'grid-cli health --fresh' reads all of them again; --node names one by hand",
+    )
+
+
+def _unfit(node: NodeHealth, *, gpus: int, labels: Mapping[str, str]) -> str:
+    missing = [f"{key}={value}" for key, value in labels.items() if node.labels.get(key) != value]
+    if missing:
+        return f"it has no label {', '.join(missing)}"
+    if node.rank == float("inf"):
+        return f"{node.state.value}: {node.note}" if node.note else node.state.value
+    free = node.readings.gpus_free if node.readings else 0
+    if free < gpus:
+        total = len(node.readings.gpus) if node.readings else 0
+        return f"{free} of {total} GPUs are free, {gpus} wanted"
+    return ""
+
+
+class HealthCache:
+    """The last health of each node, for every process of this user. Losing it costs a reading, no more."""
+
+    def __init__(self, state_dir: Path) -> None:
+        self._path = state_dir / "grid" / "health.json"
+
+    def read(self, file: GridFile) -> dict[str, NodeHealth]:
+        """Empty when there is none for exactly this file of the grid."""
+        try:
+            raw = self._path.read_bytes()
+            kept = msgspec.json.decode(raw, type=_Kept) if len(raw) <= _CACHE_BYTES_MAX else None
+        except FileNotFoundError:
+            return {}
+        except (OSError, msgspec.DecodeError) as error:
+            _log.info("the kept health cannot be used", extra={"why": str(error)})
+            return {}
+        if kept is None or kept.identity != identity(file):
+            return {}
+        return {node.name: node for node in kept.nodes}
+
+    def write(self, file: GridFile, nodes: Sequence[NodeHealth]) -> None:
+        kept = _Kept(identity=identity(file), nodes=tuple(nodes))
+        beside = self._path.with_name(f".{self._path.name}.{os.getpid()}.new")
+        try:
+            files.make_private_directory(self._path.parent)
+            # Renamed, not synced: that would take longer than most readings, and a loss costs one reading.
+            with os.fdopen(os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as out:
+                out.write(msgspec.json.encode(kept))
+            beside.replace(self._path)
+        except (GenieError, OSError) as error:
+            _log.warning("the health could not be kept", extra={"why": str(error)})
+
+    def forget(self) -> None:
+        with contextlib.suppress(OSError):
+            self._path.unlink(missing_ok=True)
+
+
+class _Kept(msgspec.Struct, frozen=True):
+    identity: str
+    nodes: tuple[NodeHealth, ...]
+
+
+def identity(file: GridFile) -> str:
+    """Changes with everything in the file: other nodes or weights mean other scores."""
+    return hashlib.sha256(repr(file).encode()).hexdigest()
+
+
+class HealthChecker:
+    """Asks the nodes. Answers are good for health_check.refresh_interval; `clock` gives Unix seconds.
+
+    With a cache they are that for other processes, too.
+    """
+
+    def __init__(
+        self, pool: SshPool, file: GridFile, *, clock: Callable[[], float], cache: HealthCache | None = None
+    ) -> None:
+        self._pool = pool
+        self._file = file
+        self._clock = clock
+        self._cache = cache
+        self._known = cache.read(file) if cache is not None else {}
+        # Not more than there are connections: a node must not spend its time waiting for another's.
+        keys = file.health_check
+        self._places = asyncio.Semaphore(min(keys.max_workers, file.ssh.pool_size))
+
+    async def check_all(self, *, fresh: bool = False) -> list[NodeHealth]:
+        """One for each node of the file, in its order. Nothing raises: what cannot be reached says so."""
+        stale = [node for node in self._file.nodes if fresh or not self._is_good(node.name)]
+        async with asyncio.TaskGroup() as group:
+            asked = [group.create_task(self._ask(node)) for node in stale]
+        self._keep([task.result() for task in asked])
+        return [self._known[node.name] for node in self._file.nodes]
+
+    async def check(self, name: str, *, fresh: bool = False) -> NodeHealth:
+        """Raises NoNodeError for a name that is not in the file."""
+        node = self._file.node(name)
+        if fresh or not self._is_good(name):
+            self._keep([await self._ask(node)])
+        return self._known[name]
+
+    def _is_good(self, name: str) -> bool:
+        known = self._known.get(name)
+        return known is not None and 0 <= self._clock() - known.at < self._file.health_check.refresh_interval
+
+    def _keep(self, answers: Sequence[NodeHealth]) -> None:
+        self._known.update({answer.name: answer for answer in answers})
+        if answers and self._cache is not None:
+            self._cache.write(self._file, list(self._known.values()))
+
+    async def _ask(self, node: GridNode) -> NodeHealth:
+        async with self._places:
+            loop = asyncio.get_running_loop()
+            started = loop.time()
+            limit = asyncio.timeout(self._file.health_check.timeout)
+            try:
+                async with limit:
+                    readings = await self._read(node, deadline=started + self._file.health_check.timeout)
+            except TimeoutError:
+                if not limit.expired():
+                    raise
+                late = f"no answer within {self._file.health_check.timeout:g} s"
+                return self._unreached(node, UnreachableError(late), took_s=loop.time() - started)
+            except GenieError as error:
+                return self._unreached(node, error, took_s=loop.time() - started)
+            return self._judged(node, readings, took_s=loop.time() - started)
+
+    async def _read(self, node: GridNode, *, deadline: float) -> Readings:
+        loop = asyncio.get_running_loop()
+        async with self._pool.use(node.name, timeout_s=self._file.health_check.timeout, retries=1) as link:
+            left_s = max(0.05, deadline - loop.time())
+            answer = await _fetch(link, self._file.remote_root, left_s=left_s)
+        try:
+            return msgspec.convert(answer, Readings)
+        except msgspec.ValidationError as error:
+            return Readings(failed={"answer": f"not understood: {error}"})
+
+    def _judged(self, node: GridNode, readings: Readings, *, took_s: float) -> NodeHealth:
+        state, reasons = judge(readings)
+        reasons = tuple(reason[:_REASON_CHARS_MAX] for reason in reasons[:_REASONS_MAX])
+        found = score(readings, self._file.health_check, node.weight)
+        _log.debug("health", extra={"node": node.name, "state": state.value, "score": found})
+        return NodeHealth(
+            node.name, state, found, reasons, self._clock(), round(took_s, 3), readings, dict(node.labels)
+        )
+
+    def _unreached(self, node: GridNode, error: GenieError, *, took_s: float) -> NodeHealth:
+        why = error.message.removeprefix(f"node {node.name}: ")
+        _log.info("a node cannot be reached", extra={"node": node.name, "why": why})
+        hint = f"{why} ({error.hint})" if error.hint else why
+        return NodeHealth(
+            node.name,
+            NodeState.UNREACHABLE,
+            None,
+            (hint,),
+            self._clock(),
+            round(took_s, 3),
+            None,
+            dict(node.labels),
+        )
+
+
+async def _fetch(link: Link, root: str, *, left_s: float) -> Any:  # Any: a node's JSON, not yet checked
+    part_s = _PART_SHARE * left_s
+    if link.has_helper:
+        answer, _ = await link.call("health.read", {"root": root, "timeout_s": part_s}, timeout_s=left_s)
+        return answer
+    done = await link.command(
+        "exec sh", stdin=shell_readings.script(root, timeout_s=part_s), timeout_s=left_s
+    )
+    return shell_readings.parse(done.stdout.decode("utf-8", "replace"))

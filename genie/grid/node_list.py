@@ -1,0 +1,203 @@
+"""Adding and removing a node in the text of the grid's file, with its comments and layout kept.
+
+Lines are changed, the rest of the text is not touched; the result is read again and must differ by
+that node alone, else the edit is refused. `add` and `remove` are pure; `write` replaces the file at once.
+
+Not for: what the file may say (grid_file.py).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from pathlib import Path
+
+import yaml
+
+from genie.errors import ConfigError, UsageError
+from genie.grid.grid_file import FILE_BYTES_MAX, GridFile, GridNode, parse_grid_file
+
+_NEW_FILE = """\
+# The grid: its nodes and how they are used. Names are hosts or aliases of ~/.ssh/config, which also has
+# users, ports, keys and jump hosts. 'grid-cli config show' lists every key with its default.
+nodes:
+"""
+
+
+def add(text: str, node: GridNode, *, name: str) -> str:
+    """The text with one node more, as the last. `name` is the file's, for errors. Raises UsageError."""
+    before = _parse(text, name) if text.strip() else None
+    if before is not None and any(each.name == node.name for each in before.nodes):
+        raise UsageError(f"{name} has a node {node.name!r} already", hint="'grid-cli nodes list' shows all")
+    made = _Text(text or _NEW_FILE).added(_spelled(node))
+    nodes = (*(before.nodes if before else ()), node)
+    _check(made, before, nodes, name=name)
+    return made
+
+
+def remove(text: str, node: str, *, name: str) -> str:
+    """The text without that node and the lines that belong to it. Raises NoNodeError or UsageError."""
+    before = parse_grid_file(text, name=name)
+    before.node(node)
+    left = tuple(each for each in before.nodes if each.name != node)
+    if not left:
+        raise UsageError(
+            f"{node!r} is the only node in {name}", hint="add another one first, or delete the file"
+        )
+    place = [each.name for each in before.nodes].index(node)
+    made = _Text(text).removed(place)
+    _check(made, before, left, name=name)
+    return made
+
+
+def read(path: Path) -> str:
+    """'' where there is no file yet. Raises ConfigError."""
+    try:
+        raw = path.expanduser().read_bytes()
+        if len(raw) > FILE_BYTES_MAX:
+            raise ConfigError(f"the grid's file {path} is larger than {FILE_BYTES_MAX} bytes")
+        return raw.decode("utf-8")
+    except FileNotFoundError:
+        return ""
+    except OSError as error:
+        raise ConfigError(f"the grid's file {path} cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise ConfigError(f"the grid's file {path} is not UTF-8 text") from None
+
+
+def write(path: Path, text: str) -> None:
+    """Replaces the file, or what it links to, and keeps its mode. Raises ConfigError."""
+    path = path.expanduser()
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path = path.resolve()
+        mode = path.stat().st_mode & 0o777 if path.exists() else 0o644
+        beside = path.with_name(f".{path.name}.{os.getpid()}.new")
+        try:
+            beside.write_bytes(text.encode())
+            beside.chmod(mode)
+            beside.replace(path)
+        finally:
+            beside.unlink(missing_ok=True)
+    except OSError as error:
+        raise ConfigError(f"the grid's file {path} cannot be written: {error.strerror}") from error
+
+
+def _parse(text: str, name: str) -> GridFile | None:
+    """None for a file that is right except that it has no nodes yet."""
+    root = _compose(text, name)
+    if isinstance(root, yaml.MappingNode) and _is_empty(_nodes_of(root)):
+        return None
+    return parse_grid_file(text, name=name) if root is not None else None
+
+
+def _compose(text: str, name: str) -> yaml.Node | None:
+    try:
+        found: yaml.Node | None = yaml.compose(text, Loader=yaml.SafeLoader)
+    except (yaml.YAMLError, ValueError, RecursionError):
+        parse_grid_file(text, name=name)  # says what is wrong, and where
+        raise ConfigError(f"{name}: this is not YAML") from None
+    return found
+
+
+def _nodes_of(root: yaml.MappingNode) -> yaml.Node | None:
+    return next((value for key, value in root.value if key.value == "nodes"), None)
+
+
+def _is_empty(node: yaml.Node | None) -> bool:
+    if isinstance(node, yaml.SequenceNode):
+        return not node.value
+    return node is None or node.tag == "tag:yaml.org,2002:null"
+
+
+def _check(made: str, before: GridFile | None, nodes: tuple[GridNode, ...], *, name: str) -> None:
+    after = parse_grid_file(made, name=name)
+    wanted = dataclasses.replace(before, nodes=nodes) if before else dataclasses.replace(after, nodes=nodes)
+    if after != wanted:
+        raise UsageError(f"the nodes in {name} are written in a way that cannot be edited; edit it by hand")
+
+
+def _spelled(node: GridNode) -> str:
+    """One line that means the node in a block as well as within brackets."""
+    if node == GridNode(name=node.name, user=node.user, port=node.port):
+        user = f"{node.user}@" if node.user else ""
+        return f"{user}{node.name}" + (f":{node.port}" if node.port else "")
+    given = {key: value for key, value in dataclasses.asdict(node).items() if value}
+    if node.weight == 1:
+        given.pop("weight")
+    text: str = yaml.safe_dump(given, default_flow_style=True, sort_keys=False, width=1 << 20)
+    return text.strip()
+
+
+class _Text:
+    """A text and where its nodes stand in it."""
+
+    def __init__(self, text: str) -> None:
+        self._newline = "\r\n" if "\r\n" in text else "\n"
+        if text and not text.endswith("\n"):
+            text += self._newline
+        self._text = text
+        root = yaml.compose(text, Loader=yaml.SafeLoader)
+        self._root = root if isinstance(root, yaml.MappingNode) else None
+        self._nodes = _nodes_of(self._root) if self._root is not None else None
+
+    def added(self, spelled: str) -> str:
+        nodes = self._nodes
+        if nodes is None:
+            return f"{self._text}nodes:{self._newline}  - {spelled}{self._newline}"
+        if isinstance(nodes, yaml.SequenceNode) and nodes.flow_style:
+            if not nodes.value:
+                return self._with(nodes.start_mark.index + 1, nodes.end_mark.index - 1, spelled)
+            end = nodes.value[-1].end_mark.index
+            return self._with(end, end, f", {spelled}")
+        if isinstance(nodes, yaml.SequenceNode):
+            line = _last_line(nodes.value[-1]) + 1
+            return self._inserted(line, f"{self._dash_indent(nodes.value[0])}- {spelled}")
+        # 'nodes:' with nothing behind it: null stands where the value would begin.
+        return self._inserted(self._key_line() + 1, f"  - {spelled}")
+
+    def removed(self, place: int) -> str:
+        nodes = self._nodes
+        assert isinstance(nodes, yaml.SequenceNode)
+        entry = nodes.value[place]
+        if nodes.flow_style:
+            if place:
+                return self._with(nodes.value[place - 1].end_mark.index, entry.end_mark.index, "")
+            return self._with(entry.start_mark.index, nodes.value[1].start_mark.index, "")
+        lines = self._text.splitlines(keepends=True)
+        del lines[self._dash_line(entry) : _last_line(entry) + 1]
+        return "".join(lines)
+
+    def _with(self, start: int, end: int, text: str) -> str:
+        return self._text[:start] + text + self._text[end:]
+
+    def _inserted(self, line: int, text: str) -> str:
+        lines = self._text.splitlines(keepends=True)
+        return "".join([*lines[:line], text + self._newline, *lines[line:]])
+
+    def _key_line(self) -> int:
+        assert self._root is not None
+        return next(int(key.start_mark.line) for key, _ in self._root.value if key.value == "nodes")
+
+    def _dash_line(self, entry: yaml.Node) -> int:
+        """The entry may begin a line or more below its dash."""
+        lines = self._text.splitlines()
+        line = int(entry.start_mark.line)
+        while line > 0 and not lines[line].lstrip().startswith("-"):
+            line -= 1
+        return line
+
+    def _dash_indent(self, entry: yaml.Node) -> str:
+        line = self._text.splitlines()[self._dash_line(entry)]
+        return line[: len(line) - len(line.lstrip())]
+
+
+def _last_line(node: yaml.Node) -> int:
+    """Of what the node itself says: the end of a block is only seen where the next thing begins."""
+    if isinstance(node, yaml.MappingNode) and not node.flow_style and node.value:
+        return max(_last_line(each) for pair in node.value for each in pair)
+    if isinstance(node, yaml.SequenceNode) and not node.flow_style and node.value:
+        return max(_last_line(each) for each in node.value)
+    if isinstance(node, yaml.ScalarNode) and node.style in ("|", ">"):
+        return int(node.end_mark.line) - 1
+    return int(node.end_mark.line)

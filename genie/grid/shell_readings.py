@@ -1,0 +1,137 @@
+"""A node's readings where it has no Python: one script for sh, and its output made into the same readings.
+
+The script goes to `sh` on standard input, so that the login shell does not matter. Pure. Not for: asking
+(health_check.py), or nodes with a helper (remote/health.py).
+"""
+
+from __future__ import annotations
+
+import shlex
+from typing import Any
+
+from genie.grid.remote import health
+from genie.grid.remote.core import OpError
+
+_MARK = "@@genie"
+# Each part between marks; what a part starts is ended after its time by a watcher, since there may be
+# no `timeout` on a system this small.
+_SCRIPT = """\
+LC_ALL=C; export LC_ALL
+PATH="$PATH:/usr/local/bin:/usr/bin:/bin:/usr/sbin:/sbin"
+part() {{ echo; echo "{mark} $1"; }}
+limited() {{
+  "$@" </dev/null 2>&1 &
+  started=$!
+  ( sleep {limit}; kill -9 $started ) </dev/null >/dev/null 2>&1 &
+  watcher=$!
+  wait $started; code=$?
+  kill $watcher 2>/dev/null
+  echo; echo "{mark} code $code"
+}}
+part load; cat /proc/loadavg
+part cores; getconf _NPROCESSORS_ONLN 2>/dev/null || grep -c '^processor' /proc/cpuinfo
+part memory; head -n 8 /proc/meminfo
+part disk; folder={root}
+while [ ! -e "$folder" ] && [ -n "$folder" ]; do folder="${{folder%/*}}"; done
+limited df -Pk "${{folder:-/}}"
+if command -v nvidia-smi >/dev/null 2>&1; then
+  part nvidia; limited nvidia-smi --query-gpu={query} --format={form}
+  part xids; if log=$(dmesg 2>/dev/null); then
+    echo readable; printf '%s\\n' "$log" | grep 'NVRM: Xid' | tail -n 100
+  fi
+elif command -v rocm-smi >/dev/null 2>&1; then
+  part rocm
+  limited rocm-smi --showproductname --showuniqueid --showmeminfo vram --showuse --showtemp --json
+else part none
+fi
+part end
+"""
+
+
+def script(root: str, *, timeout_s: float) -> bytes:
+    """`root` is a checked path that begins with '/' or '~/'."""
+    quoted = f'"$HOME"/{shlex.quote(root[2:])}' if root.startswith("~/") else shlex.quote(root)
+    return _SCRIPT.format(
+        mark=_MARK,
+        limit=max(1, round(timeout_s)),
+        root=quoted,
+        query=health.NVIDIA_QUERY,
+        form=health.NVIDIA_FORMAT,
+    ).encode()
+
+
+def parse(output: str) -> dict[str, Any]:
+    """As `health.read` answers. A part that is missing or not understood is named in `failed`."""
+    parts = _parts(output)
+    found: dict[str, Any] = {"vendor": "none", "gpus": []}
+    failed: dict[str, str] = {}
+    for name, read in (("load", _load), ("memory", _memory), ("disk", _disk), ("gpus", _gpus)):
+        try:
+            found.update(read(parts))
+        except (KeyError, ValueError, IndexError, TypeError, AttributeError, OpError) as error:
+            failed[name] = str(error) if isinstance(error, OpError) else "the node's answer has none"
+    failed.update(found.pop("failed", {}))
+    if "nvidia" in parts:
+        lines = parts.get("xids", "").split("\n", 1)
+        readable = lines[0].strip() == "readable"
+        found["xids"] = _xids(lines[-1]) if readable else None
+        if not readable:
+            found["xids_unknown"] = "the kernel's log cannot be read"
+    found["failed"] = failed
+    return found
+
+
+def _parts(output: str) -> dict[str, str]:
+    parts: dict[str, str] = {}
+    name = ""
+    for line in output.splitlines():
+        if line.startswith(f"{_MARK} code "):
+            parts[f"{name} code"] = line.rsplit(" ", 1)[1]
+        elif line.startswith(f"{_MARK} "):
+            name = line[len(_MARK) + 1 :]
+            parts[name] = ""
+        elif name and (line or parts[name]):
+            parts[name] += f"{line}\n"
+    return parts
+
+
+def _load(parts: dict[str, str]) -> dict[str, Any]:
+    return {"load": [float(word) for word in parts["load"].split()[:3]], "cores": int(parts["cores"].strip())}
+
+
+def _memory(parts: dict[str, str]) -> dict[str, Any]:
+    return health.parse_meminfo(parts["memory"])
+
+
+def _disk(parts: dict[str, str]) -> dict[str, Any]:
+    _check_code(parts, "disk", program="df")
+    words = parts["disk"].strip().splitlines()[-1].split()
+    return {"disk_total_bytes": int(words[1]) * 1024, "disk_free_bytes": int(words[3]) * 1024}
+
+
+def _gpus(parts: dict[str, str]) -> dict[str, Any]:
+    if "nvidia" in parts:
+        if "no devices were found" not in parts["nvidia"].lower():
+            _check_code(parts, "nvidia", program="nvidia-smi")
+        return health.parse_nvidia(parts["nvidia"])
+    if "rocm" in parts:
+        _check_code(parts, "rocm", program="rocm-smi")
+        return health.parse_rocm(parts["rocm"])
+    if "none" not in parts:
+        raise OpError("output", "the node's answer has none")
+    return {"vendor": "none", "gpus": []}
+
+
+def _check_code(parts: dict[str, str], part: str, *, program: str) -> None:
+    code = int(parts[f"{part} code"])
+    if code == 137:
+        raise OpError("timeout", f"{program} took too long and was ended")
+    if code:
+        raise OpError("exit", f"{program} ended with {code}: {' '.join(parts[part].split())[-160:]}")
+
+
+def _xids(text: str) -> list[dict[str, Any]]:
+    return [
+        {"bus": xid["bus"], "code": xid["code"], "text": xid["text"], "age_s": None}
+        for xid in health.parse_xids(text)
+    ]

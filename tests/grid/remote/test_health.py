@@ -1,0 +1,269 @@
+"""The readings that are taken on a node, with tools that answer, answer oddly, fail and hang."""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import json
+import os
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from genie.grid.remote import health
+from genie.grid.remote.core import OPS
+from tests.house.sources import ROOT
+from tests.waiting import wait_until
+
+MIB = 1 << 20
+# As rocm-smi 6 prints it, with a line in front that is not JSON.
+ROCM = """WARNING: AMD GPU device(s) is/are in a low-power state.
+{"card1": {"Card Series": "AMD Instinct MI300X", "Unique ID": "0xb", "VRAM Total Memory (B)": "1000",
+ "VRAM Total Used Memory (B)": "250", "GPU use (%)": "7", "Temperature (Sensor edge) (C)": "N/A"},
+ "card0": {"Card series": "AMD Instinct MI300X", "Unique ID": "0xa", "VRAM Total Memory (B)": "1000",
+ "VRAM Total Used Memory (B)": "0", "GPU use (%)": "0", "Temperature (Sensor edge) (C)": "35.0",
+ "Temperature (Sensor junction) (C)": "41.0"}, "system": {"Driver version": "6.7.0"}}
+"""
+AMD = [
+    {
+        "gpu": 0,
+        "usage": {"gfx_activity": {"value": 12, "unit": "%"}},
+        "temperature": {"edge": "N/A", "hotspot": {"value": 44, "unit": "C"}},
+        "mem_usage": {"total_vram": {"value": 64, "unit": "GB"}, "used_vram": {"value": 512, "unit": "MB"}},
+        "ecc": {"total_uncorrectable_count": 1},
+    }
+]
+
+
+@pytest.fixture
+def tools(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str, str], Path]]:
+    """Writes a tool as a line of shell into a PATH of its own; nothing else of the machine is found."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    monkeypatch.setenv("PATH", f"{folder}")
+    monkeypatch.setattr(health, "_MORE_FOLDERS", ())
+    monkeypatch.setattr(health, "_KERNEL_LOG", health._KernelLog())
+    monkeypatch.setattr(health, "_UNDER_WAY", {})
+
+    def write(name: str, line: str) -> Path:
+        path = folder / name
+        path.write_text(f"#!/bin/sh\nPATH=/usr/bin:/bin\n{line}\n")
+        path.chmod(0o755)
+        return path
+
+    yield write
+    if health._KERNEL_LOG.descriptor >= 0:
+        os.close(health._KERNEL_LOG.descriptor)
+
+
+def read(timeout_s: float = 20.0, root: str = "/") -> dict[str, Any]:
+    function, quick = OPS["health.read"]
+    assert not quick
+    return dict(function({"root": root, "timeout_s": timeout_s}, b""))
+
+
+def living(group: int) -> list[int]:
+    """Processes of a group that still run; the machine may be slow to bury the others."""
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error, ProcessLookupError):
+            if os.getpgid(process.pid) == group and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process.pid)
+    return found
+
+
+def test_it_is_python_that_old_nodes_understand() -> None:
+    text = (ROOT / "genie/grid/remote/health.py").read_text("utf-8")
+    ast.parse(text, feature_version=(3, 8))
+
+
+def test_a_node_without_gpus_has_the_rest(tools) -> None:
+    found = read(root="~/not/made/yet")
+    assert (found["vendor"], found["gpus"], found["failed"]) == ("none", [], {})
+    assert found["cores"] == os.cpu_count()
+    assert len(found["load"]) == 3
+    assert 0 < found["memory_available_bytes"] <= found["memory_total_bytes"]
+    assert 0 <= found["disk_free_bytes"] <= found["disk_total_bytes"]
+    assert "xids" not in found
+
+
+def test_nvidia_is_asked_for_eight_columns(tools, tmp_path: Path) -> None:
+    asked = tmp_path / "asked"
+    tools("nvidia-smi", f'echo "$@" > {asked}; echo "0, NVIDIA H200, GPU-a, 143771, 1000, 5, 33, 0"')
+    (gpu,) = read()["gpus"]
+    assert asked.read_text().split()[0] == (
+        "--query-gpu=index,name,uuid,memory.total,memory.used,utilization.gpu,temperature.gpu,"
+        "ecc.errors.uncorrected.volatile.total"
+    )
+    assert (gpu["index"], gpu["name"], gpu["uuid"]) == (0, "NVIDIA H200", "GPU-a")
+    assert (gpu["memory_total_bytes"], gpu["memory_used_bytes"]) == (143771 * MIB, 1000 * MIB)
+    assert (gpu["utilization_pct"], gpu["temperature_c"], gpu["ecc_uncorrected"]) == (5, 33, 0)
+
+
+@pytest.mark.parametrize("nothing", ["[N/A]", "[Not Supported]", "[Unknown Error]", "N/A", "ERR!", ""])
+def test_a_value_that_is_not_told_is_none(nothing: str) -> None:
+    line = f"0, Orin, GPU-a, {nothing}, {nothing}, {nothing}, {nothing}, {nothing}"
+    found = health.parse_nvidia(line)
+    (gpu,) = found["gpus"]
+    told = ("memory_total_bytes", "memory_used_bytes", "utilization_pct", "temperature_c", "ecc_uncorrected")
+    assert [gpu[name] for name in told] == [None] * 5
+    assert "failed" not in found
+
+
+def test_missing_columns_and_names_with_commas_are_taken() -> None:
+    short, odd = health.parse_nvidia("0, Tesla K80, GPU-a, 100, 50\n1, Two, Three, GPU-b, 9, 1, 2, 3, 4\n")[
+        "gpus"
+    ]
+    assert (short["memory_used_bytes"], short["utilization_pct"]) == (50 * MIB, None)
+    assert (odd["name"], odd["uuid"], odd["ecc_uncorrected"]) == ("Two, Three", "GPU-b", 4)
+
+
+def test_a_gpu_that_is_lost_fails_the_reading_and_keeps_the_others() -> None:
+    lost = "Unable to determine the device handle for GPU0000:3B:00.0: Unknown Error"
+    found = health.parse_nvidia(f"{lost}\n1, T4, GPU-b, 9, 1, 2, 3, 0\n")
+    assert [gpu["index"] for gpu in found["gpus"]] == [1]
+    assert "device handle" in found["failed"]["gpus"]
+
+
+def test_a_tool_that_fails_is_said_with_its_words(tools) -> None:
+    tools("nvidia-smi", "echo 'could not talk to the driver'; exit 9")
+    found = read()
+    assert "nvidia-smi ended with 9: could not talk to the driver" in found["failed"]["gpus"]
+    assert found["cores"]
+
+
+def test_no_devices_means_none(tools) -> None:
+    tools("nvidia-smi", "echo 'No devices were found'; exit 6")
+    found = read()
+    assert (found["gpus"], found["failed"]) == ([], {})
+
+
+def test_a_tool_that_hangs_costs_its_own_reading_and_is_ended(tools, tmp_path: Path) -> None:
+    tools("nvidia-smi", f"echo $$ > {tmp_path}/pid; sleep 3600 & wait")
+    found = read(timeout_s=0.5)
+    assert found["failed"] == {"gpus": "nvidia-smi took longer than 0.5 s"}
+    assert found["load"] and found["disk_total_bytes"]
+    group = int((tmp_path / "pid").read_text())
+    wait_until(lambda: not living(group), what="the end of the tool and of what it has started")
+
+
+def test_a_part_that_still_hangs_is_not_started_again(tools, monkeypatch) -> None:
+    begun = []
+    release = health.threading.Event()
+
+    def hangs(root: str) -> dict[str, Any]:
+        begun.append(root)
+        release.wait(60)
+        return {}
+
+    monkeypatch.setattr(health, "_disk", hangs)
+    try:
+        assert "longer than 0.05 s" in read(timeout_s=0.05)["failed"]["disk"]
+        assert "still hangs" in read(timeout_s=0.05)["failed"]["disk"]
+        assert len(begun) == 1
+    finally:
+        release.set()
+        health._UNDER_WAY["disk"].join(10)
+
+
+def test_a_tool_that_prints_without_end_is_cut(tools) -> None:
+    tools("nvidia-smi", "exec yes '0, T4, GPU-a, 9, 1, 2, 3, 0'")
+    assert read(timeout_s=60)["failed"] == {"gpus": "nvidia-smi prints more than 1048576 bytes"}
+
+
+def test_a_hot_gpu_is_asked_what_holds_it_down(tools) -> None:
+    tools(
+        "nvidia-smi",
+        "case $1 in *throttle*) echo '0, 0x0000000000000020'; echo '1, 0x0000000000000001';;"
+        "*) echo '0, T4, GPU-a, 9, 1, 2, 85, 0'; echo '1, T4, GPU-b, 9, 1, 2, 30, 0';; esac",
+    )
+    assert [gpu["throttled"] for gpu in read()["gpus"]] == [["heat"], []]
+
+
+def test_a_cool_gpu_is_not_asked_a_second_time(tools, tmp_path: Path) -> None:
+    tools("nvidia-smi", f"echo x >> {tmp_path}/asked; echo '0, T4, GPU-a, 9, 1, 2, 30, 0'")
+    read()
+    assert (tmp_path / "asked").read_text() == "x\n"
+
+
+def test_rocm_smi_gives_its_cards_in_order(tools, tmp_path: Path) -> None:
+    (tmp_path / "rocm.json").write_text(ROCM)
+    tools("rocm-smi", f"cat {tmp_path}/rocm.json")
+    found = read()
+    assert (found["vendor"], found["failed"]) == ("amd", {})
+    first, second = found["gpus"]
+    assert (first["index"], first["uuid"], first["temperature_c"]) == (0, "0xa", 41.0)
+    assert (second["name"], second["memory_total_bytes"], second["memory_used_bytes"]) == (
+        "AMD Instinct MI300X",
+        1000,
+        250,
+    )
+    assert (second["utilization_pct"], second["temperature_c"]) == (7, None)
+
+
+@pytest.mark.parametrize("wrapped", [True, False])
+def test_amd_smi_is_asked_where_there_is_no_rocm_smi(tools, tmp_path: Path, wrapped: bool) -> None:
+    (tmp_path / "metric").write_text(json.dumps({"gpu_data": AMD} if wrapped else AMD))
+    static = [{"gpu": 0, "asic": {"market_name": "MI300A", "asic_serial": "0x1"}}]
+    (tmp_path / "static").write_text(json.dumps(static))
+    tools("amd-smi", f"cat {tmp_path}/$1")
+    (gpu,) = read()["gpus"]
+    assert (gpu["name"], gpu["uuid"], gpu["utilization_pct"]) == ("MI300A", "0x1", 12)
+    assert (gpu["memory_total_bytes"], gpu["memory_used_bytes"]) == (64 << 30, 512 * MIB)
+    assert (gpu["temperature_c"], gpu["ecc_uncorrected"]) == (44, 1)
+
+
+def test_a_tool_without_json_fails_the_reading(tools) -> None:
+    tools("rocm-smi", "echo ERROR: GPU not found")
+    assert "no JSON" in read()["failed"]["gpus"]
+
+
+@pytest.mark.parametrize(
+    ("line", "at_s"),
+    [
+        ("4,1234,5000000,-;NVRM: Xid (PCI:0000:3b:00): 79, pid=7, GPU has fallen off the bus.", 5.0),
+        ("[    5.000000] NVRM: Xid (PCI:0000:3b:00): 79, pid=7, GPU has fallen off the bus.", 5.0),
+        (
+            "[    5.000000] gpu1 kernel: NVRM: Xid (PCI:0000:3b:00): 79, pid=7, GPU has fallen off the bus.",
+            5.0,
+        ),
+        ("NVRM: Xid (PCI:0000:3b:00): 79, pid=7, GPU has fallen off the bus.", None),
+    ],
+)
+def test_an_xid_is_found_in_every_kind_of_log(line: str, at_s: float | None) -> None:
+    (xid,) = health.parse_xids(f"something else\n{line}\nand more\n")
+    assert (xid["bus"], xid["code"], xid["at_s"]) == ("PCI:0000:3b:00", 79, at_s)
+    assert xid["text"].endswith("fallen off the bus.")
+
+
+def test_the_kernels_log_that_may_not_be_read_is_unknown_and_not_a_failure(tools, monkeypatch) -> None:
+    tools("nvidia-smi", "echo '0, T4, GPU-a, 9, 1, 2, 30, 0'")
+    tools("dmesg", "echo 'dmesg: read kernel buffer failed: Operation not permitted' >&2; exit 1")
+    opened = []
+
+    def refuse(self: object, timeout_s: float) -> list[Any]:
+        opened.append(timeout_s)
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(health._KernelLog, "read", refuse)
+    found = read()
+    assert (found["xids"], found["xids_unknown"], found["failed"]) == (None, "Operation not permitted", {})
+    read()
+    assert len(opened) == 1, "it is not tried again on this connection"
+
+
+def test_dmesg_is_asked_where_the_log_itself_is_closed(tools, monkeypatch) -> None:
+    tools("nvidia-smi", "echo '0, T4, GPU-a, 9, 1, 2, 30, 0'")
+    tools("dmesg", "echo '[    0.500000] NVRM: Xid (PCI:0000:01:00): 48, pid=1, DBE'")
+
+    def refuse(self: object, timeout_s: float) -> list[Any]:
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(health._KernelLog, "read", refuse)
+    (xid,) = read()["xids"]
+    assert (xid["code"], xid["text"]) == (48, "pid=1, DBE")
+    assert xid["age_s"] == pytest.approx(time.monotonic() - 0.5, abs=60)

@@ -1,0 +1,171 @@
+"""Adding and removing nodes in the text of the file: everything else in it stays as it was."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from genie.errors import ConfigError, NoNodeError, UsageError
+from genie.grid.grid_file import GridNode, parse_grid_file
+from genie.grid.node_list import add, read, remove, write
+
+BLOCK = """\
+# our boxes
+nodes:
+  - gpu1   # the old one
+  # bought in spring
+  - name: gpu2
+    weight: 2
+    labels:
+      zone: a
+
+  - alice@gpu3:2222
+# where things go
+remote_root: /srv  # fast disk
+"""
+
+
+def names(text: str) -> list[str]:
+    return [node.name for node in parse_grid_file(text, name="f").nodes]
+
+
+def test_a_node_is_added_behind_the_last_and_nothing_else_changes() -> None:
+    made = add(BLOCK, GridNode(name="gpu4"), name="f")
+    assert made == BLOCK.replace("alice@gpu3:2222\n", "alice@gpu3:2222\n  - gpu4\n")
+
+
+def test_a_node_with_more_than_a_name_is_one_line() -> None:
+    node = GridNode(name="gpu4", user="bob", port=23, weight=2.0, labels={"zone": "null"})
+    made = add(BLOCK, node, name="f")
+    assert "  - {name: gpu4, user: bob, port: 23, weight: 2.0, labels: {zone: 'null'}}\n" in made
+    assert parse_grid_file(made, name="f").nodes[-1] == node
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("nodes: [a, b] # x\n", "nodes: [a, b, new] # x\n"),
+        ("nodes: [a,\n  b,  # x\n]\n", "nodes: [a,\n  b, new,  # x\n]\n"),
+        ("nodes: []\nssh: {}\n", "nodes: [new]\nssh: {}\n"),
+        ("nodes:\nssh: {}\n", "nodes:\n  - new\nssh: {}\n"),
+        ("nodes:\n- a\n- b\n", "nodes:\n- a\n- b\n- new\n"),
+        ("nodes:\n    - a", "nodes:\n    - a\n    - new\n"),
+        ("ssh: {}", "ssh: {}\nnodes:\n  - new\n"),
+        ("nodes:\r\n  - a\r\n", "nodes:\r\n  - a\r\n  - new\r\n"),
+        ("nodes:\n  - name: a\n    labels: {x: y}\n\n\nssh: {}\n", None),
+        ("# only a comment\n", "# only a comment\nnodes:\n  - new\n"),
+    ],
+)
+def test_every_way_to_write_the_list_takes_one_more(before: str, after: str | None) -> None:
+    made = add(before, GridNode(name="new"), name="f")
+    assert made == (after or before.replace("{x: y}\n", "{x: y}\n  - new\n"))
+
+
+def test_an_empty_file_becomes_one_with_words() -> None:
+    made = add("", GridNode(name="gpu1"), name="f")
+    assert made.startswith("# ")
+    assert names(made) == ["gpu1"]
+
+
+def test_a_node_that_is_there_is_not_added_again() -> None:
+    with pytest.raises(UsageError, match="'gpu2' already"):
+        add(BLOCK, GridNode(name="gpu2"), name="f")
+
+
+@pytest.mark.parametrize(
+    ("node", "gone"),
+    [
+        ("gpu1", "  - gpu1   # the old one\n"),
+        ("gpu2", "  - name: gpu2\n    weight: 2\n    labels:\n      zone: a\n"),
+        ("gpu3", "  - alice@gpu3:2222\n"),
+    ],
+)
+def test_a_node_is_removed_with_its_own_lines_alone(node: str, gone: str) -> None:
+    assert remove(BLOCK, node, name="f") == BLOCK.replace(gone, "")
+
+
+@pytest.mark.parametrize(
+    ("node", "after"),
+    [
+        ("a", "nodes: [{name: b}, c] # x\n"),
+        ("b", "nodes: [a, c] # x\n"),
+        ("c", "nodes: [a, {name: b}] # x\n"),
+    ],
+)
+def test_a_node_is_removed_from_within_brackets(node: str, after: str) -> None:
+    assert remove("nodes: [a, {name: b}, c] # x\n", node, name="f") == after
+
+
+def test_the_only_node_and_an_unknown_one_are_not_removed() -> None:
+    with pytest.raises(UsageError, match="only node"):
+        remove("nodes: [a]\n", "a", name="f")
+    with pytest.raises(NoNodeError):
+        remove("nodes: [a, b]\n", "c", name="f")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "nodes: &all\n  - a\n  - b\nssh: {key_file: *all}\n",
+        "nodes: ['a', 'b\n    ']\n",
+        "nodes: [a]\nssh: {timout: 3}\n",
+        "nodes: [a\n",
+        "- a\n",
+    ],
+)
+def test_a_file_that_is_wrong_is_not_edited(text: str) -> None:
+    with pytest.raises((ConfigError, UsageError)):
+        add(text, GridNode(name="new"), name="f")
+
+
+def test_an_edit_that_would_change_something_else_is_refused() -> None:
+    # The last node is an alias, which stands where its anchor is: among the patterns.
+    text = "sync: {exclude_patterns: [&last a, z]}\nnodes: [b, *last]\n"
+    with pytest.raises(UsageError, match="by hand"):
+        add(text, GridNode(name="new"), name="f")
+
+
+_NAMES = st.from_regex(r"[a-z_][a-z0-9_.-]{0,8}", fullmatch=True).filter(lambda name: ".." not in name)
+
+
+@given(st.lists(_NAMES, min_size=1, max_size=6, unique=True), _NAMES, st.booleans())
+def test_what_is_added_and_removed_again_leaves_the_text_as_it_was(
+    before: list[str], new: str, in_brackets: bool
+) -> None:
+    lines = [f"  - {name}  # {number}" for number, name in enumerate(before)]
+    text = f"nodes: [{', '.join(before)}]\n" if in_brackets else "\n".join(["nodes:", *lines, "ssh: {}", ""])
+    if new in before:
+        return
+    made = add(text, GridNode(name=new), name="f")
+    assert names(made) == [*before, new]
+    assert remove(made, new, name="f") == text
+
+
+def test_a_file_keeps_its_mode_and_stays_behind_its_link(tmp_path: Path) -> None:
+    real = tmp_path / "real.yaml"
+    real.write_text("nodes: [a]\n")
+    real.chmod(0o640)
+    link = tmp_path / "link.yaml"
+    link.symlink_to(real)
+    write(link, add(read(link), GridNode(name="b"), name="f"))
+    assert link.is_symlink()
+    assert (real.read_text(), real.stat().st_mode & 0o777) == ("nodes: [a, b]\n", 0o640)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["link.yaml", "real.yaml"]
+
+
+def test_folders_are_made_for_a_new_file(tmp_path: Path) -> None:
+    path = tmp_path / "config" / "cluster_config.yaml"
+    assert read(path) == ""
+    write(path, "nodes: [a]\n")
+    assert path.read_text() == "nodes: [a]\n"
+
+
+def test_a_file_that_is_no_text_is_said(tmp_path: Path) -> None:
+    (tmp_path / "f").write_bytes(b"\xff\xfe")
+    with pytest.raises(ConfigError, match="UTF-8"):
+        read(tmp_path / "f")
+    with pytest.raises(ConfigError, match="cannot be read"):
+        read(tmp_path)

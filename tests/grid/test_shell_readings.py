@@ -1,0 +1,84 @@
+"""Readings by plain shell: the script is run by a real sh, and its output read as the helper's would be."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from genie.grid import shell_readings
+from genie.grid.health_check import NodeState, Readings, judge
+
+
+def run(folder: Path, *, root: str = "/", timeout_s: float = 20.0, home: str = "/") -> Readings:
+    script = shell_readings.script(root, timeout_s=timeout_s)
+    done = subprocess.run(
+        ["sh"],
+        input=script,
+        capture_output=True,
+        timeout=60,
+        env={"PATH": f"{folder}:/usr/bin:/bin", "HOME": home},
+    )
+    assert done.returncode == 0, done.stderr
+    return msgspec.convert(shell_readings.parse(done.stdout.decode()), Readings)
+
+
+def tool(folder: Path, name: str, line: str) -> None:
+    (folder / name).write_text(f"#!/bin/sh\n{line}\n")
+    (folder / name).chmod(0o755)
+
+
+def test_a_node_without_gpus(tmp_path: Path) -> None:
+    found = run(tmp_path)
+    assert found.failed == {}
+    assert (found.vendor, found.gpus, found.cores) == ("none", (), os.cpu_count())
+    assert found.load is not None and found.memory_total_bytes and found.disk_total_bytes
+
+
+def test_nvidia_and_its_errors(tmp_path: Path) -> None:
+    tool(tmp_path, "nvidia-smi", "echo '0, T4, GPU-a, 100, 50, 5, 33, 0'")
+    tool(tmp_path, "dmesg", "echo '[ 1.0] NVRM: Xid (PCI:0000:01:00): 79, pid=1, gone'; echo other")
+    found = run(tmp_path)
+    assert (found.vendor, found.gpus[0].name, found.gpus[0].memory_share) == ("nvidia", "T4", 0.5)
+    assert found.xids is not None
+    assert [xid.code for xid in found.xids] == [79]
+
+
+def test_a_log_that_is_closed_is_unknown(tmp_path: Path) -> None:
+    tool(tmp_path, "nvidia-smi", "echo '0, T4, GPU-a, 100, 50, 5, 33, 0'")
+    tool(tmp_path, "dmesg", "exit 1")
+    found = run(tmp_path)
+    assert (found.xids, found.failed) == (None, {})
+    assert judge(found)[0] is not NodeState.DEGRADED
+
+
+def test_a_tool_that_hangs_is_ended_and_said(tmp_path: Path) -> None:
+    tool(tmp_path, "nvidia-smi", "exec sleep 3600")
+    found = run(tmp_path, timeout_s=1)
+    assert found.failed == {"gpus": "nvidia-smi took too long and was ended"}
+    assert found.load is not None
+
+
+def test_a_tool_that_fails_is_said_with_its_words(tmp_path: Path) -> None:
+    tool(tmp_path, "nvidia-smi", "echo no driver; exit 9")
+    assert run(tmp_path).failed == {"gpus": "nvidia-smi ended with 9: no driver"}
+
+
+@pytest.mark.parametrize("root", ["~/it's; touch x/y", "/no such/$(touch x)/place"])
+def test_a_path_never_becomes_shell(tmp_path: Path, root: str) -> None:
+    found = run(tmp_path, root=root, home=str(tmp_path))
+    assert found.failed == {}
+    assert found.disk_total_bytes
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "output", ["", "welcome\n", "@@genie load\nx y z\n", "@@genie disk\n@@genie code 1\n"]
+)
+def test_an_answer_that_is_cut_fails_every_reading_it_lacks(output: str) -> None:
+    found = msgspec.convert(shell_readings.parse(output), Readings)
+    assert set(found.failed) == {"load", "memory", "disk", "gpus"}
+    assert judge(found)[0] is NodeState.DEGRADED
