@@ -47,7 +47,7 @@ PARTS = ("cold", "many", "warm", "sync", "peers")
 READINGS = (
     "cat /proc/loadavg; nproc; head -3 /proc/meminfo; df -Pk .; nvidia-smi "
     "--query-gpu=index,name,uuid,memory.total,memory.used,utilization.gpu,temperature.gpu,"
-    "ecc.errors.uncorrected.volatile.total --format=csv,noheader,nounits"
+    "ecc.errors.uncorrected.volatile.total --format=csv,noheader,nounits; dmesg 2>/dev/null | grep 'NVRM: Xid'; true"
 )
 """What the baseline asks a node for; the grid reads the same."""
 COMMAND = "hostname"
@@ -170,7 +170,7 @@ def cold_many(place: Place) -> list[report.Figure]:
 async def _cold_health(place: Place, names: Sequence[str]) -> None:
     file = place.file(names)
     async with SshPool(file, ssh_config=place.bed.ssh_config) as pool:
-        answers = await HealthChecker(pool, file).check_all(fresh=True)
+        answers = await HealthChecker(pool, file, clock=time.time).check_all(fresh=True)
         assert all(answer.state is NodeState.OK for answer in answers), answers
 
 
@@ -192,7 +192,7 @@ async def warm(place: Place) -> list[report.Figure]:
     file = place.file(place.twenty)
     with _masters(place, place.twenty) as through:
         async with SshPool(file, ssh_config=place.bed.ssh_config) as pool:
-            checker, runner = HealthChecker(pool, file), Runner(pool, file)
+            checker, runner = HealthChecker(pool, file, clock=time.time), Runner(pool, file)
             await checker.check_all(fresh=True)
             await checker.check_all(fresh=True)
 

@@ -309,6 +309,7 @@ class HealthChecker:
         self._clock = clock
         self._cache = cache
         self._known = cache.read(file) if cache is not None else {}
+        self._seen: set[str] = set()
         # Not more than there are connections: a node must not spend its time waiting for another's.
         keys = file.health_check
         self._places = asyncio.Semaphore(min(keys.max_workers, file.ssh.pool_size))
@@ -356,9 +357,13 @@ class HealthChecker:
 
     async def _read(self, node: GridNode, *, deadline: float) -> Readings:
         loop = asyncio.get_running_loop()
-        async with self._pool.use(node.name, timeout_s=self._file.health_check.timeout, retries=1) as link:
+        # A first look is one plain command: starting Python costs a node more than the readings do.
+        async with self._pool.use(
+            node.name, timeout_s=self._file.health_check.timeout, retries=1, bare=node.name not in self._seen
+        ) as link:
             left_s = max(0.05, deadline - loop.time())
             answer = await _fetch(link, self._file.remote_root, left_s=left_s)
+        self._seen.add(node.name)
         try:
             return msgspec.convert(answer, Readings)
         except msgspec.ValidationError as error:

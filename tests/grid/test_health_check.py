@@ -335,9 +335,15 @@ async def test_an_xid_in_the_kernels_log_makes_the_node_unhealthy(own_bed: Bed, 
     # The time in the file is that of this machine's start, which may be longer ago than a day.
     log.write_text(log.read_text().replace("2000000", str(_uptime_us())))
     node.restart(before=f"mount --bind {log} /dev/kmsg")
-    found = await HealthChecker(own_pool, file_of(own_bed), clock=Clock()).check("gpu1")
-    assert found.state is NodeState.UNHEALTHY
-    assert "Xid 79 on PCI:0000:3b:00" in found.note
+    (node.bin / "dmesg").write_text(
+        f"#!/bin/sh\necho '[{_uptime_us() / 1e6:.1f}] NVRM: Xid (PCI:0000:3b:00): 79, GPU lost'\n"
+    )
+    (node.bin / "dmesg").chmod(0o755)
+    checker = HealthChecker(own_pool, file_of(own_bed), clock=Clock())
+    for _ in range(2):  # by the shell, and then by the helper, which reads the log itself
+        found = await checker.check("gpu1", fresh=True)
+        assert found.state is NodeState.UNHEALTHY
+        assert "Xid 79 on PCI:0000:3b:00" in found.note
 
 
 def _uptime_us() -> int:
@@ -459,3 +465,17 @@ def test_what_cannot_be_kept_is_no_error(tmp_path: Path) -> None:
 def test_health_goes_through_json_unchanged() -> None:
     node = health("a", readings=readings(xids=(Xid("PCI", 79),)), labels={"zone": "x"})
     assert msgspec.json.decode(msgspec.json.encode(node), type=NodeHealth) == node
+
+
+async def test_a_first_look_starts_no_python_on_the_node_and_later_ones_use_the_helper(
+    own_bed: Bed, own_pool: SshPool
+) -> None:
+    checker = HealthChecker(own_pool, file_of(own_bed), clock=Clock())
+    first = await checker.check("gpu1", fresh=True)
+    assert not own_bed["gpu1"].processes("python3 -ISc")
+    second = await checker.check("gpu1", fresh=True)
+    assert own_bed["gpu1"].processes("python3 -ISc")
+    assert first.readings is not None
+    assert second.readings is not None
+    assert first.readings.cores == second.readings.cores
+    assert first.readings.memory_total_bytes == second.readings.memory_total_bytes

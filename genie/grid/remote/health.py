@@ -377,7 +377,7 @@ def _xids(timeout_s: float) -> Reading:
     if log.refused:
         return {"xids": None, "xids_unknown": log.refused}
     try:
-        return {"xids": _with_age(log.read(timeout_s))}
+        return {"xids": with_age(log.read(timeout_s), time.monotonic())}
     except OSError as error:
         refused = error.strerror or str(error)
     deadline = time.monotonic() + timeout_s
@@ -400,7 +400,9 @@ def _xids(timeout_s: float) -> Reading:
         program = find_program(command[0])
         if program:
             try:
-                return {"xids": _with_age(parse_xids(_output([program, *command[1:]], deadline)))}
+                return {
+                    "xids": with_age(parse_xids(_output([program, *command[1:]], deadline)), time.monotonic())
+                }
             except (OpError, OSError):
                 continue
     log.refused = refused
@@ -419,14 +421,14 @@ def parse_xids(text: str) -> list[Reading]:
     return found[-_XIDS_MAX:]
 
 
-def _with_age(xids: list[Reading]) -> list[Reading]:
-    now = time.monotonic()
+def with_age(xids: list[Reading], now_s: float) -> list[Reading]:
+    """`now_s` is on the same clock: seconds since the start."""
     return [
         {
             "bus": xid["bus"],
             "code": xid["code"],
             "text": xid["text"],
-            "age_s": None if xid["at_s"] is None else max(0.0, round(now - xid["at_s"], 1)),
+            "age_s": None if xid["at_s"] is None else max(0.0, round(now_s - xid["at_s"], 1)),
         }
         for xid in xids
     ]
