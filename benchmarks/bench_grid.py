@@ -32,10 +32,10 @@ import report
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from genie.grid.health_check import HealthChecker, NodeState  # noqa: E402
 from genie.grid.runner import Runner  # noqa: E402
 
 from genie.grid.grid_file import GridFile, parse_grid_file  # noqa: E402 - the path comes first
+from genie.grid.health_check import HealthChecker, NodeState  # noqa: E402
 from genie.grid.ssh_pool import SshPool  # noqa: E402
 from tests.grid.bed import Bed  # noqa: E402
 from tests.grid.delay_proxy import delayed  # noqa: E402
@@ -47,7 +47,8 @@ PARTS = ("cold", "many", "warm", "sync", "peers")
 READINGS = (
     "cat /proc/loadavg; nproc; head -3 /proc/meminfo; df -Pk .; nvidia-smi "
     "--query-gpu=index,name,uuid,memory.total,memory.used,utilization.gpu,temperature.gpu,"
-    "ecc.errors.uncorrected.volatile.total --format=csv,noheader,nounits; dmesg 2>/dev/null | grep 'NVRM: Xid'; true"
+    "ecc.errors.uncorrected.volatile.total --format=csv,noheader,nounits; "
+    "dmesg 2>/dev/null | grep 'NVRM: Xid'; true"
 )
 """What the baseline asks a node for; the grid reads the same."""
 COMMAND = "hostname"

@@ -11,7 +11,7 @@ import pytest
 import typer.main
 
 from genie.cli import app as app_module
-from genie.cli import job_commands, main
+from genie.cli import grid_main, job_commands, main
 from genie.cli.app import app
 from tests.house.sources import ROOT
 
@@ -34,7 +34,16 @@ def _below(group: object, path: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
 def test_help_of_every_command_has_an_example_that_names_it(path, genie) -> None:
     ran = genie(*path, "--help")
     assert ran.code == 0
-    assert f"Example: genie {' '.join(path)}" in ran.out
+    # The grid's commands are shown as its own program has them, which is what people type.
+    typed = ("grid-cli", *path[1:]) if path[0] == "grid" else ("genie", *path)
+    assert f"Example: {' '.join(typed)}" in ran.out
+
+
+def test_the_grid_has_a_program_of_its_own(capfd: pytest.CaptureFixture[str]) -> None:
+    assert grid_main(["nodes", "--help"]) == 0
+    assert "Usage: grid-cli nodes" in capfd.readouterr().out
+    assert grid_main(["health", "--config", "no-such-file.yaml"]) == 2
+    assert "no-such-file.yaml is not there" in capfd.readouterr().err
 
 
 def test_the_page_of_commands_lists_exactly_the_commands() -> None:

@@ -1,0 +1,1 @@
+"""The grid, with real SSH servers on this machine as its nodes."""
