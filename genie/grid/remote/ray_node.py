@@ -365,7 +365,19 @@ def _ray_env(folder: str, args: Args) -> dict[str, str]:
             "NO_COLOR": "1",
         }
     )
+    if args["loopback"]:
+        env.update(_loopback_env(folder))
     return env
+
+
+def _loopback_env(folder: str) -> dict[str, str]:
+    """Ray replaces a loopback address by another of the node's, unless this hook sets it afterwards."""
+    place = os.path.join(folder, "loopback")
+    os.makedirs(place, mode=0o700, exist_ok=True)
+    text = "def bind(params, head):\n    params.node_ip_address = '127.0.0.1'\n"
+    _write_private(os.path.join(place, "genie_grid_loopback.py"), text.encode())
+    path = os.pathsep.join(filter(None, [place, os.environ.get("PYTHONPATH", "")]))
+    return {"RAY_START_HOOK": "genie_grid_loopback.bind", "PYTHONPATH": path}
 
 
 def _session_dir(members: dict[int, str]) -> str:
@@ -437,6 +449,7 @@ def _remove_files(folder: str, entry: Args) -> None:
             os.unlink(os.path.join(folder, name))
         except FileNotFoundError:
             pass
+    shutil.rmtree(os.path.join(folder, "loopback"), ignore_errors=True)
     _forget_address(entry)
 
 
