@@ -21,9 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-import asyncssh
-
-from genie.errors import GenieError, RayError
+from genie.errors import GenieError, NodeRefusedError, RayError
 from genie.grid.grid_file import GridFile
 from genie.grid.ray_plan import ClusterView, RayFacts, RayRecord, StartOrder, plan, view
 from genie.grid.ssh_pool import Link, SshPool
@@ -54,6 +52,18 @@ class StopReport:
     ended: int = 0
     killed: int = 0
     error: str = ""
+
+
+@dataclass(frozen=True)
+class Tunnel:
+    """`url` leads to the dashboard for as long as the connection to the head holds."""
+
+    url: str
+    head: str
+    link: Link
+
+    async def wait_lost(self) -> None:
+        await self.link.connection.wait_closed()
 
 
 class RayCluster:
@@ -132,15 +142,18 @@ class RayCluster:
 
     async def find_head(self) -> str:
         """The node on which the head runs. Raises RayError where there is none."""
+        return (await self._head())[0]
+
+    async def _head(self) -> tuple[str, RayRecord]:
         kept = self._kept.head()
         if kept is not None and any(node.name == kept for node in self._file.nodes):
             record = await self._record(kept)
             if record is not None and record.role == "head" and record.alive:
-                return kept
+                return kept, record
         records, unreachable = await self._records()
         for name, record in records.items():
             if record is not None and record.role == "head" and record.alive:
-                return name
+                return name, record
         where = f"; not reached: {', '.join(unreachable)}" if unreachable else ""
         raise RayError(f"no Ray cluster runs on these nodes{where}", hint="start one: grid-cli cluster start")
 
@@ -177,13 +190,13 @@ class RayCluster:
             return await link.call(f"ray_node.{name}", whole, blob, timeout_s=timeout_s)
 
     @contextlib.asynccontextmanager
-    async def tunnel(self, *, local_port: int) -> AsyncIterator[str]:
+    async def tunnel(self, *, local_port: int) -> AsyncIterator[Tunnel]:
         """The dashboard under an address of this machine while the block runs. 0 takes any free port."""
-        head = await self.find_head()
+        head, record = await self._head()
         async with self._pool.use(head) as link:
             try:
                 listener = await link.connection.forward_local_port(
-                    "127.0.0.1", local_port, "127.0.0.1", self._file.ray.dashboard_port
+                    "127.0.0.1", local_port, "127.0.0.1", record.dashboard_port
                 )
             except OSError as error:
                 raise RayError(
@@ -191,13 +204,7 @@ class RayCluster:
                     hint="give another one with --port",
                 ) from error
             async with listener:
-                yield f"http://127.0.0.1:{listener.get_port()}"
-
-    async def wait_tunnel_lost(self) -> None:
-        """Returns when the connection to the head is gone."""
-        async with self._pool.use(await self.find_head()) as link:
-            with contextlib.suppress(asyncssh.Error, OSError):
-                await link.connection.wait_closed()
+                yield Tunnel(f"http://127.0.0.1:{listener.get_port()}", head, link)
 
     # --- starting ---
 
@@ -253,8 +260,11 @@ class RayCluster:
         try:
             async with asyncio.timeout(JOIN_S):
                 while missing:
-                    alive = {str(each.get("node_name")) for each in await self._told(head) if _is_alive(each)}
-                    missing = [name for name in wanted if name not in alive]
+                    with contextlib.suppress(NodeRefusedError, RayError):  # the dashboard may be on its way
+                        alive = {
+                            str(each.get("node_name")) for each in await self._told(head) if _lives(each)
+                        }
+                        missing = [name for name in wanted if name not in alive]
                     if missing:
                         await asyncio.sleep(_POLL_S)
         except TimeoutError:
@@ -365,7 +375,7 @@ class KeptCluster:
         return str(cluster), str(head)
 
 
-def _is_alive(told: Mapping[str, Any]) -> bool:
+def _lives(told: Mapping[str, Any]) -> bool:
     return told.get("state") == "ALIVE"
 
 

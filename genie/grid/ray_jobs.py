@@ -18,7 +18,7 @@ from typing import Any
 from genie.errors import ConnectionLostError, DeadlineError, RayError, TransportError
 from genie.grid.ray_cluster import RayCluster
 
-WAIT_S = 10.0
+WAIT_S = 1.0
 _MARGIN_S = 20.0
 _RECONNECTS_MAX = 30
 _PAUSE_S = 1.0
