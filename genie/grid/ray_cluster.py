@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import hashlib
 import json
 import logging
@@ -124,10 +125,16 @@ class RayCluster:
                 say(name, report.error or f"ended {report.ended} processes")
             return report
 
-        reports = await asyncio.gather(*(one(node.name) for node in self._file.nodes))
+        records, _ = await self._records()
+        head = [name for name, record in records.items() if record is not None and record.role == "head"]
+        names = [node.name for node in self._file.nodes]
+        # Workers sign off with the head, so it goes last.
+        reports = await asyncio.gather(*(one(name) for name in names if name not in head))
+        reports += await asyncio.gather(*(one(name) for name in head))
+        reports.sort(key=lambda report: names.index(report.node))
         if not any(report.error for report in reports):
             self._kept.remove()
-        return list(reports)
+        return reports
 
     async def status(self) -> ClusterView:
         """A node that cannot be reached is said to be so; what it does is not known."""
@@ -285,7 +292,9 @@ class RayCluster:
         """Takes back a start, also one that is being cancelled; bounded."""
 
         async def all_of_them() -> None:
-            for report in await asyncio.gather(*(self._stop_one(name, cluster=cluster) for name in begun)):
+            stop = functools.partial(self._stop_one, cluster=cluster)
+            reports = [*await asyncio.gather(*map(stop, begun[1:])), await stop(begun[0])]
+            for report in reports:
                 if report.error:
                     say(report.node, f"something may be left: {report.error}")
 

@@ -84,6 +84,7 @@ class StartOrder:
 
     def args(self, keys: RayKeys) -> dict[str, Any]:
         return {
+            "node": self.node,
             "role": self.role,
             "ray": self.ray,
             "head": self.head,

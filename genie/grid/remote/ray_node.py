@@ -21,7 +21,7 @@ from typing import Any
 from genie.grid.remote.core import Answer, Args, OpError, op
 
 MARK = "GENIE_GRID_RAY"
-"""In the environment of all that is started, with the id of the cluster."""
+"""In the environment of all that is started, with the id of the cluster and the name of the node."""
 _RECORD_BYTES_MAX = 1 << 20
 _TAIL_BYTES = 4000
 _LOG_BYTES_MAX = 1 << 20
@@ -71,6 +71,7 @@ def _start(folder: str, args: Args, token: bytes) -> Answer:
         _check_free(port["host"], port["port"], port["key"])
     entry = {
         "cluster": args["cluster"],
+        "mark": args["cluster"] + "." + args["node"],
         "role": args["role"],
         "head": args["head"],
         "dashboard_port": args["dashboard_port"],
@@ -344,7 +345,9 @@ def _run_start(folder: str, args: Args, entry: Args) -> None:
         raise OpError("timeout", text) from None
     table = _table()
     members = _members(entry, table)
-    entry["processes"] = [[pid, table[pid].start] for pid in sorted(members)]
+    # Only the daemons: workers come and go, and are found as what descends from these.
+    daemons = sorted(pid for pid in members if table[pid].parent not in members)
+    entry["processes"] = [[pid, table[pid].start] for pid in daemons]
     entry["session_dir"] = _session_dir(members)
     _write_record(folder, entry)
     if code != 0:
@@ -356,7 +359,7 @@ def _ray_env(folder: str, args: Args) -> dict[str, str]:
     env.pop("RAY_ADDRESS", None)
     env.update(
         {
-            MARK: args["cluster"],
+            MARK: args["cluster"] + "." + args["node"],
             "RAY_AUTH_MODE": "token",
             "RAY_AUTH_TOKEN_PATH": os.path.join(folder, "token"),
             "RAY_BACKEND_LOG_LEVEL": args["log_level"],
@@ -501,7 +504,7 @@ def _members(entry: Args, table: dict[int, _Process]) -> dict[int, str]:
     if entry["boot"] != _boot():
         return {}
     known = {pid for pid, start in entry["processes"] if _lives(table, pid, start)}
-    mark = (MARK + "=" + entry["cluster"]).encode()
+    mark = (MARK + "=" + entry["mark"]).encode()
     known |= {pid for pid in table if mark in _read_bytes(f"/proc/{pid}/environ").split(b"\0")}
     if entry["session"] and any(table[pid].session == entry["session"] for pid in known):
         known |= {pid for pid, process in table.items() if process.session == entry["session"]}
@@ -517,13 +520,22 @@ def _end(entry: Args, grace_s: float) -> tuple[int, int, list[int]]:
     """TERM, then KILL for what is left. Gives how many there were, how many were killed, what is left."""
     members = _members(entry, _table())
     total = len(members)
-    _signal(members, signal.SIGTERM)
-    left = _wait_gone(members, grace_s)
+    # The others sign off with the GCS; without it they would wait for nothing.
+    last = {pid: start for pid, start in members.items() if _program(pid) == b"gcs_server"}
+    first = {pid: start for pid, start in members.items() if pid not in last}
+    left = {}
+    for each in (first, last):
+        _signal(each, signal.SIGTERM)
+        left.update(_wait_gone(each, grace_s / 2))
     left.update(_members(entry, _table()))
     killed = len(left)
     _signal(left, signal.SIGKILL)
     left = _wait_gone(left, _KILL_WAIT_S)
     return total, killed, sorted(left)
+
+
+def _program(pid: int) -> bytes:
+    return os.path.basename(_read_bytes(f"/proc/{pid}/cmdline").split(b"\0")[0])
 
 
 def _signal(members: dict[int, str], number: int) -> None:
