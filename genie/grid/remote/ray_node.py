@@ -28,6 +28,7 @@ _LOG_BYTES_MAX = 1 << 20
 _SHORT_S = 10.0
 _POLL_S = 0.05
 _KILL_WAIT_S = 5.0
+_LOCK_S = 5.0  # the helper of a connection that was cut needs a moment to end
 _FACTS = (
     "import sys\n"
     "from importlib.metadata import version\n"
@@ -272,11 +273,17 @@ class _Alone:
         import fcntl
 
         self._descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
-        try:
-            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            os.close(self._descriptor)
-            raise OpError("busy", "another start or stop is under way here") from None
+        deadline = time.monotonic() + _LOCK_S
+        while True:
+            try:
+                fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                if time.monotonic() >= deadline:
+                    os.close(self._descriptor)
+                    raise OpError("busy", "another start or stop is under way here") from None
+                time.sleep(_POLL_S)
+            else:
+                return
 
     def __exit__(self, *_: object) -> None:
         os.close(self._descriptor)
