@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 import hashlib
 import re
+import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -191,12 +192,18 @@ class Setup:
         missing = [each for each in wanted.wheels if there.get(each[0]) != each[1]]
         for number, (name, sha256, path) in enumerate(missing, 1):
             progress(link.name, f"sending {name} ({number} of {len(missing)})")
-            size = path.stat().st_size
+            size, upload = path.stat().st_size, secrets.token_hex(8)
             with path.open("rb") as file:
                 for offset in range(0, max(size, 1), _PART_BYTES):
                     part = file.read(_PART_BYTES)
-                    args = {"root": self._file.remote_root, "name": name, "sha256": sha256, "offset": offset}
-                    args["last"] = offset + _PART_BYTES >= size
+                    args = {
+                        "root": self._file.remote_root,
+                        "name": name,
+                        "sha256": sha256,
+                        "upload": upload,
+                        "offset": offset,
+                        "last": offset + _PART_BYTES >= size,
+                    }
                     await link.call("environment.put_wheel", args, part, timeout_s=_PUT_S)
 
     async def _install(

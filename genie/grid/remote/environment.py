@@ -21,6 +21,7 @@ _STAMP = "genie-grid.json"
 _TAIL_BYTES = 16000
 _LINES = 25
 _CHUNK_BYTES = 1 << 20
+_PART_S = 3600.0
 _ACTIVATE = """
 # Written by grid-cli setup: where the grid has started Ray, `ray` finds it and its token.
 if [ -r {path} ]; then . {path}; fi
@@ -46,7 +47,9 @@ def put_wheel(args: Args, blob: bytes) -> Answer:
     folder = os.path.join(_setup_folder(args), "wheels")
     os.makedirs(folder, mode=0o700, exist_ok=True)
     path = os.path.join(folder, _file_name(args["name"]))
-    part = path + ".part"
+    part = path + "." + _file_name(args["upload"]) + ".part"
+    if not args["offset"]:
+        _remove_old_parts(folder)
     with open(part, "r+b" if args["offset"] else "wb") as file:
         file.seek(int(args["offset"]))
         file.write(blob)
@@ -244,6 +247,17 @@ def _wheels(folder: str) -> dict[str, str]:
             with open(os.path.join(place, name)) as file:
                 found[name[: -len(".sha256")]] = file.read(100)
     return found
+
+
+def _remove_old_parts(folder: str) -> None:
+    """Of uploads that broke off; those under way are younger."""
+    for name in os.listdir(folder):
+        path = os.path.join(folder, name)
+        try:
+            if name.endswith(".part") and os.path.getmtime(path) < time.time() - _PART_S:
+                os.unlink(path)
+        except OSError:
+            pass
 
 
 def _file_name(name: str) -> str:
