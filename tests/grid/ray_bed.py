@@ -11,7 +11,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from genie.grid.grid_file import GridFile, parse_grid_file
+from genie.grid.grid_file import GridFile, read_grid_file
 from tests.grid.bed import Bed, Node
 
 # As pip writes it, but with little memory: all nodes are one machine.
@@ -40,7 +40,7 @@ def install_ray(node: Node, text: str) -> None:
     (node.bin / "ray").chmod(0o755)
 
 
-def ray_file(bed: Bed, *, nodes: list[str] | None = None, more: str = "") -> GridFile:
+def ray_file(bed: Bed, path: Path, *, nodes: list[str] | None = None, more: str = "") -> GridFile:
     """A grid's file with ports that nobody has."""
     redis, dashboard = free_ports(2)
     text = bed.grid_yaml(
@@ -48,7 +48,8 @@ def ray_file(bed: Bed, *, nodes: list[str] | None = None, more: str = "") -> Gri
         more="ssh: {connect_timeout: 20, max_retries: 1}\n"
         f"ray: {{redis_port: {redis}, dashboard_port: {dashboard}{more}}}\n",
     )
-    return parse_grid_file(text, name="grid.yaml")
+    path.write_text(text)
+    return read_grid_file(path)
 
 
 def free_ports(count: int) -> list[int]:

@@ -81,7 +81,8 @@ async def test_one_node_that_fails_does_not_stop_the_other_and_pips_last_lines_a
 
 
 async def test_a_python_without_venv_gets_the_hint_for_debian(own_bed: Bed) -> None:
-    script = '#!/bin/sh\nif [ "$1" = -m ]; then echo "No module named venv"; exit 1; fi\nexec /usr/bin/python3 "$@"\n'
+    refuse = 'if [ "$1" = -m ]; then echo "No module named venv"; exit 1; fi'
+    script = f'#!/bin/sh\n{refuse}\nexec /usr/bin/python3 "$@"\n'
     (own_bed["gpu1"].bin / "python3.bare").write_text(script)
     (own_bed["gpu1"].bin / "python3.bare").chmod(0o755)
     file = grid_file_of(own_bed)
