@@ -16,6 +16,7 @@ import asyncio
 from pathlib import Path
 
 from genie.config import load
+from genie.errors import GenieError
 from genie.grid.grid_file import read_grid_file
 from genie.grid.ray_cluster import RayCluster
 from genie.grid.setup import Setup, wish
@@ -50,7 +51,11 @@ def main() -> int:
     parser.add_argument("--package", action="append", default=[], help="install this; may be repeated")
     parser.add_argument("--wheels", type=Path, help="install from the wheels in this folder")
     args = parser.parse_args()
-    return asyncio.run(set_up(args.package or ["ray[default]"], args.wheels))
+    try:
+        return asyncio.run(set_up(args.package or ["ray[default]"], args.wheels))
+    except GenieError as error:
+        print(f"{error.message}\n{error.hint}")
+        return error.exit_code
 
 
 if __name__ == "__main__":

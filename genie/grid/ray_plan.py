@@ -204,7 +204,10 @@ def _common_options(facts: RayFacts, *, address: str) -> list[str]:
 
 @dataclass(frozen=True)
 class RayNode:
-    """One node of the picture. `state`: alive, dead, joining, not started, stray or unreachable."""
+    """One node of the picture.
+
+    `state`: alive, failing (some of its daemons have ended), dead, joining, stray, not started, unreachable.
+    """
 
     node: str
     state: str
@@ -247,7 +250,8 @@ def view(
         if name in unreachable:
             row = RayNode(name, "unreachable", message=unreachable[name])
         else:
-            row = _row(name, records[name], known.get(name), cluster=head[1].cluster if head else None)
+            cluster = head[1].cluster if head else None
+            row = _row(name, records[name], known.get(name), cluster=cluster, silent=told is None)
         rows.append(_with_resources(row, known.get(name)))
     if head is None:
         left = any(row.state in ("stray", "dead") for row in rows)
@@ -264,7 +268,12 @@ def view(
 
 
 def _row(
-    name: str, record: RayRecord | None, told: Mapping[str, Any] | None, *, cluster: str | None
+    name: str,
+    record: RayRecord | None,
+    told: Mapping[str, Any] | None,
+    *,
+    cluster: str | None,
+    silent: bool,
 ) -> RayNode:
     if record is None:
         return RayNode(name, "not started")
@@ -276,13 +285,15 @@ def _row(
     if cluster is None:
         return replace(row, state="stray", message="the head of its cluster is gone")
     if told is None:
-        return replace(row, state="joining", message="Ray's head does not know it")
+        why = "Ray's head does not answer" if silent else "Ray's head does not know it"
+        return replace(row, state="failing" if silent else "joining", message=why)
     if told.get("state") != "ALIVE":
         return replace(
             row, state="dead", message=str(told.get("state_message") or "Ray says that it is dead")
         )
     if record.alive < record.recorded:
-        return replace(row, state="alive", message=f"{record.recorded - record.alive} processes have ended")
+        ended = record.recorded - record.alive
+        return replace(row, state="failing", message=f"{ended} of the processes started here have ended")
     return replace(row, state="alive")
 
 

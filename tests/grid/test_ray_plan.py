@@ -124,6 +124,14 @@ def test_what_was_started_and_died_is_shown() -> None:
     assert states(found) == {"gpu1": "alive", "gpu2": "dead", "gpu3": "dead"}
 
 
+def test_a_node_that_has_lost_a_daemon_is_failing_before_ray_sees_it() -> None:
+    found = view({"gpu1": record("head", alive=1)}, {}, [told("gpu1")])
+    assert (found.state, states(found)) == ("broken", {"gpu1": "failing"})
+    assert "1 of the processes" in found.nodes[0].message
+    found = view({"gpu1": record("head")}, {}, None)
+    assert (found.state, states(found)) == ("broken", {"gpu1": "failing"})
+
+
 def test_a_worker_whose_head_is_gone_is_astray() -> None:
     found = view({"gpu1": None, "gpu2": record()}, {}, None)
     assert (found.state, states(found)["gpu2"]) == ("broken", "stray")

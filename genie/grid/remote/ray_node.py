@@ -16,7 +16,7 @@ import signal
 import socket
 import subprocess
 import time
-from typing import Any
+from typing import Any, Callable  # noqa: UP035 - Callable[...] at run time needs Python 3.9
 
 from genie.grid.remote.core import Answer, Args, OpError, op
 
@@ -100,11 +100,12 @@ def stop(args: Args, blob: bytes) -> Answer:
     folder = _folder(root)
     if not os.path.isdir(folder):
         return {"was": None, "ended": 0, "killed": 0}
-    with _Alone(folder):
+    # A start that is under way is ended too: it then cleans up after itself and gives the lock back.
+    with _Alone(folder, meanwhile=lambda: _stop(root, args, forget=False)):
         return _stop(root, args)
 
 
-def _stop(root: str, args: Args) -> Answer:
+def _stop(root: str, args: Args, forget: bool = True) -> Answer:
     entry = _read_record(root)
     if entry is None:
         return {"was": None, "ended": 0, "killed": 0}
@@ -113,7 +114,8 @@ def _stop(root: str, args: Args) -> Answer:
     ended, killed, left = _end(entry, grace_s=float(args["grace_s"]))
     if left:
         raise OpError("left", "these processes could not be ended: " + ", ".join(map(str, left[:20])))
-    _remove_files(_folder(root), entry)
+    if forget:
+        _remove_files(_folder(root), entry)
     return {"was": {"cluster": entry["cluster"], "role": entry["role"]}, "ended": ended, "killed": killed}
 
 
@@ -265,8 +267,10 @@ def _own_address() -> str:
 class _Alone:
     """One start or stop at a time on this node; the kernel gives it back, however the helper ends."""
 
-    def __init__(self, folder: str) -> None:
+    def __init__(self, folder: str, meanwhile: Callable[[], object] = lambda: None) -> None:
+        """`meanwhile` is called again and again while another holds the lock."""
         self._path = os.path.join(folder, "lock")
+        self._meanwhile = meanwhile
         self._descriptor = -1
 
     def __enter__(self) -> None:
@@ -281,6 +285,7 @@ class _Alone:
                 if time.monotonic() >= deadline:
                     os.close(self._descriptor)
                     raise OpError("busy", "another start or stop is under way here") from None
+                self._meanwhile()
                 time.sleep(_POLL_S)
             else:
                 return
@@ -369,12 +374,13 @@ def _ray_env(folder: str, args: Args) -> dict[str, str]:
             MARK: args["cluster"] + "." + args["node"],
             "RAY_AUTH_MODE": "token",
             "RAY_AUTH_TOKEN_PATH": os.path.join(folder, "token"),
-            "RAY_BACKEND_LOG_LEVEL": args["log_level"],
             "RAY_NAMESPACE": args["namespace"],
             "RAY_USAGE_STATS_ENABLED": "0",
             "NO_COLOR": "1",
         }
     )
+    if args["log_level"] != "info":  # setting Ray's own default makes every program on it say so
+        env["RAY_BACKEND_LOG_LEVEL"] = args["log_level"]
     if args["loopback"]:
         env.update(_loopback_env(folder))
     return env
