@@ -12,7 +12,7 @@ import subprocess
 import sys
 import urllib.error
 import urllib.request
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,7 +27,7 @@ from genie.grid.ssh_pool import SshPool
 from tests.grid.bed import Bed
 from tests.grid.ray_bed import ray_bed, ray_file
 from tests.grid.test_setup import make_wheel
-from tests.waiting import until
+from tests.waiting import until, wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = "grid_workspace/.grid/ray"
@@ -164,24 +164,24 @@ def status_of(url: str, token: str | None) -> int:
             return error.code
 
 
+def nodes_told_to(token: str, address: str) -> str:
+    """How many nodes the head itself names to someone with this token, or its refusal."""
+    ask = f"GcsClient(address={address!r}).get_all_node_info(timeout=20)"
+    program = f"from ray._raylet import GcsClient; print(len({ask}))"
+    env = {**os.environ, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": token}
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
+    return done.stdout.strip() if done.returncode == 0 else done.stderr
+
+
 async def test_nobody_gets_in_without_the_token(cluster: RayCluster, running: Running) -> None:
     async with cluster.tunnel(local_port=0) as tunnel:
         asked = [None, "0" * 64, cluster.token_file.read_text()]
         codes = [await asyncio.to_thread(status_of, f"{tunnel.url}/api/v0/nodes", each) for each in asked]
     assert codes == [401, 403, 200]
     address = f"127.0.77.1:{running.file.ray.redis_port}"
-    program = f"import ray; ray.init(address={address!r}, log_to_driver=False); print(ray.nodes())"
-    env = {**os.environ, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "0" * 64}
-    refused = await asyncio.to_thread(
-        subprocess.run,
-        [sys.executable, "-c", program],
-        env=env,
-        capture_output=True,
-        timeout=120,
-        check=False,
-    )
-    assert refused.returncode != 0
-    assert b"127.0.77.1" not in refused.stdout
+    assert await asyncio.to_thread(nodes_told_to, cluster.token_file.read_text(), address) == "2"
+    assert "token" in await asyncio.to_thread(nodes_told_to, "0" * 64, address)
 
 
 async def test_the_token_is_private_and_on_no_command_line(cluster: RayCluster, running: Running) -> None:
@@ -233,6 +233,48 @@ async def test_the_example_of_batches_runs_as_a_job(cluster: RayCluster) -> None
     code, said = await output_of(cluster, run_script(example, "--tasks", "12", "--size", "50"))
     assert code == 0, said
     assert "Results: 12 tasks completed on cpu" in said
+
+
+@pytest.fixture
+def grid_cli(running: Running, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[str]]:
+    """The command line for the running cluster, as a list to start."""
+    monkeypatch.setenv("GENIE_GRID_FILE", str(running.file.path))
+    monkeypatch.setenv("GENIE_GRID_SSH_CONFIG", str(running.bed.ssh_config))
+    monkeypatch.setenv("GENIE_STATE_DIR", str(running.state_dir))
+    run = "import sys; from genie.cli import grid_main; sys.exit(grid_main())"
+    return lambda *words: [sys.executable, "-c", run, *words]
+
+
+def test_the_command_line_passes_on_output_and_exit_code(grid_cli: Callable[..., list[str]]) -> None:
+    command = grid_cli(
+        "cluster", "submit", "--env", "WORD=two words", "--", "sh", "-c", 'echo "$WORD"; exit 3'
+    )
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, "two words\n" in done.stdout) == (3, True), done.stdout + done.stderr
+    shown = subprocess.run(grid_cli("cluster", "status", "--json"), capture_output=True, timeout=120)
+    assert json.loads(shown.stdout)["state"] == "running"
+
+
+def test_ctrl_c_ends_the_job(grid_cli: Callable[..., list[str]], running: Running) -> None:
+    node = running.bed["gpu1"]
+    command = grid_cli("cluster", "submit", "--", "sleep", "5902")
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        wait_until(lambda: node.processes("sleep 5902"), what="the job", timeout_s=60)
+        process.send_signal(signal.SIGINT)
+        _, said = process.communicate(timeout=60)
+    assert (process.returncode, "ending job" in said) == (130, True), said
+    assert node.processes("sleep 5902") == []
+
+
+def test_the_dashboard_is_reached_until_ctrl_c(grid_cli: Callable[..., list[str]], running: Running) -> None:
+    command = grid_cli("cluster", "dashboard", "--port", "0")
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        url = process.stdout.readline().strip()
+        token = next(running.state_dir.rglob("token")).read_text()
+        assert status_of(f"{url}/api/version", token) == 200
+        process.send_signal(signal.SIGINT)
+        assert process.wait(60) == 130
 
 
 async def test_stop_ends_what_was_started_and_nothing_else(nodes: Bed, tmp_path: Path) -> None:
