@@ -37,6 +37,7 @@ JOIN_S = 60.0
 GRACE_S = 8.0
 ASK_S = 30.0
 _MARGIN_S = 20.0
+_UNDO_S = 60.0
 _POLL_S = 0.5
 _TOKEN_BYTES = 32
 
@@ -96,6 +97,11 @@ class RayCluster:
         """
         names = [self._file.node(name).name for name in nodes] or [node.name for node in self._file.nodes]
         facts = await self._facts(names, allow_missing=allow_missing, say=say)
+        if allow_missing and any(each.ray for each in facts):
+            for each in facts:
+                if not each.ray:
+                    say(each.node, "left out: there is no Ray on it")
+            facts = [each for each in facts if each.ray]
         orders = plan(facts, self._file.ray, head=head)
         cluster, token = secrets.token_hex(8), secrets.token_hex(_TOKEN_BYTES)
         begun: list[str] = []
@@ -299,7 +305,10 @@ class RayCluster:
                     say(report.node, f"something may be left: {report.error}")
 
         if begun:
-            await asyncio.shield(asyncio.wait_for(all_of_them(), 2 * (GRACE_S + _MARGIN_S)))
+            try:
+                await asyncio.shield(asyncio.wait_for(all_of_them(), _UNDO_S))
+            except TimeoutError:
+                say(begun[0], "something may be left: 'grid-cli cluster stop' ends it")
 
     # --- stopping and looking ---
 

@@ -118,12 +118,17 @@ async def test_a_port_in_use_is_named_with_its_key(own_bed: Bed, tmp_path: Path)
 
 
 async def test_a_node_without_ray_or_that_does_not_answer_stops_the_start(
-    own_bed: Bed, tmp_path: Path
+    own_bed: Bed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     install_ray(own_bed["gpu1"], scripted("sleep 5601 & exit 0"))
     async with cluster_of(own_bed, tmp_path) as cluster:
         with pytest.raises(RayError, match="no Ray on gpu2"):
             await cluster.start()
+        monkeypatch.setattr("genie.grid.ray_cluster.JOIN_S", 0.5)
+        said: list[tuple[str, str]] = []
+        with pytest.raises(RayError, match="did not see gpu1 within"):
+            await cluster.start(allow_missing=True, say=lambda *each: said.append(each))
+        assert ("gpu2", "left out: there is no Ray on it") in said
         own_bed["gpu2"].stop()
         with pytest.raises(RayError, match="do not answer") as caught:
             await cluster.start()

@@ -312,7 +312,8 @@ def _claim_record(folder: str, entry: Args) -> None:
     try:
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     except FileExistsError:
-        raise OpError("running", "a Ray cluster already runs here") from None
+        text = "a Ray cluster already runs here; 'grid-cli cluster stop' ends it"
+        raise OpError("running", text) from None
     with os.fdopen(descriptor, "w") as file:
         json.dump(entry, file)
 
