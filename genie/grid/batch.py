@@ -166,6 +166,7 @@ class BatchExecutor:
             try:
                 result = ray.cloudpickle.loads(value)
             except Exception as error:
+                _log.warning("a result cannot be read", extra={"task": index}, exc_info=True)
                 result = TaskFailure(index, f"its result cannot be read here: {error!r}")
         else:
             result = TaskFailure(index, value, trace)

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from genie.errors import DeadlineError, GenieError, NodeRefusedError, UsageError
+from genie.errors import GenieError, NodeRefusedError, UsageError
 from genie.grid.grid_file import GridFile
 from genie.grid.ssh_pool import Link, SshPool
 
@@ -217,27 +217,34 @@ class Setup:
             "timeout_s": INSTALL_S,
         }
 
-        async def show() -> None:
-            shown = ""
-            while True:
-                await asyncio.sleep(_PROGRESS_S)
-                with contextlib.suppress(NodeRefusedError, DeadlineError):
-                    told, _ = await link.call(
-                        "environment.progress", {"root": args["root"]}, timeout_s=_LOOK_S
-                    )
-                    if told["line"] and told["line"] != shown:
-                        shown = str(told["line"])
-                        progress(link.name, shown[:200])
-
-        showing = asyncio.ensure_future(show())
-        try:
-            blob = wanted.requirements.encode()
-            answer, _ = await link.call("environment.install", whole, blob, timeout_s=INSTALL_S + _MARGIN_S)
-        finally:
-            showing.cancel()
-            await asyncio.gather(showing, return_exceptions=True)
-        found: Mapping[str, Any] = answer
+        found: Mapping[str, Any] = {}
+        failure: GenieError | None = None
+        async with asyncio.TaskGroup() as tasks:
+            showing = tasks.create_task(self._show(link, progress))
+            try:
+                blob = wanted.requirements.encode()
+                found, _ = await link.call(
+                    "environment.install", whole, blob, timeout_s=INSTALL_S + _MARGIN_S
+                )
+            except GenieError as error:  # raised outside of the group, which would wrap it
+                failure = error
+            finally:
+                showing.cancel()
+        if failure is not None:
+            raise failure
         return found
+
+    async def _show(self, link: Link, progress: Progress) -> None:
+        """Tells the last line of the log whenever it is another one, until it is cancelled."""
+        shown = ""
+        while True:
+            await asyncio.sleep(_PROGRESS_S)
+            with contextlib.suppress(GenieError):  # the installation itself will say so
+                args = {"root": self._file.remote_root}
+                told, _ = await link.call("environment.progress", args, timeout_s=_LOOK_S)
+                if told["line"] and told["line"] != shown:
+                    shown = str(told["line"])
+                    progress(link.name, shown[:200])
 
 
 def _hint(error: GenieError) -> str:

@@ -20,7 +20,7 @@ from typing import Any, Callable  # noqa: UP035 - Callable[...] at run time need
 
 from genie.grid.remote.core import Answer, Args, OpError, op
 
-MARK = "GENIE_GRID_RAY"
+MARK = "GRID_RAY_CLUSTER"
 """In the environment of all that is started, with the id of the cluster and the name of the node."""
 _RECORD_BYTES_MAX = 1 << 20
 _TAIL_BYTES = 4000
