@@ -45,7 +45,8 @@ def written_down(bed: Bed) -> str:
 
 
 async def test_when_one_node_fails_the_others_are_ended_too(own_bed: Bed, tmp_path: Path) -> None:
-    install_ray(own_bed["gpu1"], scripted("sleep 5101 & exit 0"))
+    # Ray's workers write over their environment, and outlive their parents.
+    install_ray(own_bed["gpu1"], scripted("sleep 5101 & (env -i sleep 5103 &); exit 0"))
     install_ray(own_bed["gpu2"], scripted("sleep 5102 & echo the raylet is not well; exit 7"))
     async with cluster_of(own_bed, tmp_path) as cluster:
         with pytest.raises(RayError) as caught:
