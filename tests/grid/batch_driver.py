@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -54,20 +56,27 @@ def plain(results: list[Any]) -> list[Any]:
     return [[each.index, each.error] if isinstance(each, TaskFailure) else each for each in results]
 
 
-def cancelled(folder: Path) -> list[Any]:
-    """Two batches run and are stuck; the rest waits when they are cancelled."""
+def stuck(folder: Path, end: Callable[[BatchExecutor], None]) -> list[Any]:
+    """Two batches run and are stuck, the rest waits: then `end` is called from another thread."""
+    folder.mkdir()
     executor = BatchExecutor(batch_size=1, num_gpus=0, num_cpus=1, in_flight_max=2)
 
-    def cancel() -> None:
+    def end_them() -> None:
         while len(list(folder.iterdir())) < 2:
             time.sleep(0.05)
-        executor.cancel()
+        end(executor)
 
-    other = threading.Thread(target=cancel)
+    other = threading.Thread(target=end_them)
     other.start()
-    results = executor.submit_batched_tasks(touch_and_wait, ((str(folder), number) for number in range(20)))
+    try:
+        tasks = ((str(folder), number) for number in range(20))
+        results: Any = plain(executor.submit_batched_tasks(touch_and_wait, tasks))
+    except KeyboardInterrupt:
+        results = "interrupted"
     other.join()
-    return [plain(results), len(list(folder.iterdir()))]
+    while ray.available_resources().get("CPU", 0) < ray.cluster_resources()["CPU"]:
+        time.sleep(0.05)  # until nothing is stuck any more
+    return [results, len(list(folder.iterdir()))]
 
 
 def error_of(executor: BatchExecutor, tasks: list[int]) -> str:
@@ -84,7 +93,7 @@ def main() -> None:
     except GenieError as error:
         unconnected = error.message
     ray.init(address="auto", log_to_driver=False)
-    counted = Counted()
+    counted, marks = Counted(), Path(sys.argv[1])
     small = BatchExecutor(batch_size=4, num_gpus=0, metrics=counted)
     told = {
         "unconnected": unconnected,
@@ -95,7 +104,8 @@ def main() -> None:
         "empty": small.submit_batched_tasks(halve, []),
         "raised": error_of(BatchExecutor(batch_size=2, num_gpus=0, raise_on_error=True), [1, 3, 3]),
         "too_much": error_of(BatchExecutor(num_gpus=1000), [1]),
-        "cancelled": cancelled(Path(sys.argv[1])),
+        "cancelled": stuck(marks / "cancelled", BatchExecutor.cancel),
+        "interrupted": stuck(marks / "interrupted", lambda _: os.kill(os.getpid(), signal.SIGINT)),
     }
     ray.shutdown()
     print(f"TOLD {json.dumps(told)}")

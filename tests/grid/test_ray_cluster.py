@@ -226,6 +226,7 @@ async def test_batches_give_results_in_order_and_failures_by_task(
     results, begun = told["cancelled"]
     assert results == [[number, "cancelled"] for number in range(20)]
     assert begun == 2
+    assert told["interrupted"] == ["interrupted", 2]
 
 
 async def test_the_example_of_batches_runs_as_a_job(cluster: RayCluster) -> None:
