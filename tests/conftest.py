@@ -29,6 +29,7 @@ _TEST_NUMBERS = itertools.count(1)
 # Files are given to workers in this order, then as they are found: so that none is left with a long one
 # when the others are done. Without workers it makes no difference.
 LONGEST_FIRST = (
+    "tests/grid/test_ray_cluster.py",
     "tests/device/test_inductor.py",
     "tests/examples/test_examples.py",
     "tests/device/test_interrupts.py",

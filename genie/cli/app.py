@@ -48,6 +48,7 @@ _COMMAND_MODULES = (
     "grid_health_commands",
     "grid_node_commands",
     "grid_promote_commands",
+    "grid_ray_commands",
     "doctor",
 )
 

@@ -5,3 +5,32 @@ connected. Everything else stands on these three.
 
 Not for: nodes with an agent (genie/agent), and jobs that the cluster's scheduler places.
 """
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from genie.grid.batch import BatchExecutor, TaskFailure, batch_gpu_task
+
+__all__ = ["BatchExecutor", "TaskFailure", "batch_gpu_task"]
+
+_HOMES = {
+    "BatchExecutor": "genie.grid.batch",
+    "Executor": "genie.grid.runner",
+    "TaskFailure": "genie.grid.batch",
+    "batch_gpu_task": "genie.grid.batch",
+}
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'genie.grid' has no attribute {name!r}")
+    value: object = getattr(importlib.import_module(_HOMES[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return __all__

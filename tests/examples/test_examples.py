@@ -32,6 +32,8 @@ SCHEDULER_LINES_MAX = 60
 RUN_HERE = {
     "basic_client.py",
     "gpu_server.py",
+    "grid/batch_gpu_tasks.py",  # tests/grid/test_ray_cluster.py
+    "grid/setup_cluster.py",  # tests/grid/test_ray_cluster.py
     "monitoring_dashboard.py",
     "multimodal.py",
     "tour.py",

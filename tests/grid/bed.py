@@ -36,13 +36,14 @@ exec cat "{folder}/gpus.csv"
 class Node:
     """One server. `name` is its alias in the bed's ssh_config, and its host name."""
 
-    def __init__(self, folder: Path, *, number: int, port: int) -> None:
+    def __init__(self, folder: Path, *, number: int, port: int, kept: Sequence[Path] = ()) -> None:
         self.folder = folder
         self.name = f"gpu{number}"
         self.address = f"127.0.77.{number}"
         self.port = port
         self.home = folder / "home"
         self.bin = folder / "bin"
+        self.kept = [path for path in kept if path.is_relative_to("/root")]
         self._process: subprocess.Popen[bytes] | None = None
 
     def prepare(self, authorized: Path) -> None:
@@ -82,8 +83,10 @@ class Node:
 
     def start(self, *, before: str = "") -> None:
         """`before` is a line of shell that runs in the node's namespace first."""
+        places = [(path, self.home / path.relative_to("/root")) for path in self.kept]
+        binds = "".join(f"mkdir -p {place} && mount --bind {path} {place} && " for path, place in places)
         script = (
-            f"hostname {self.name} && mount --bind {self.home} /root && {before or 'true'} && "
+            f"hostname {self.name} && {binds}mount --rbind {self.home} /root && {before or 'true'} && "
             f"exec {SSHD} -D -e -f {self.folder}/sshd_config 2>>{self.folder}/sshd.log"
         )
         self._process = subprocess.Popen(
@@ -188,15 +191,18 @@ class Node:
 
 
 class Bed:
-    """Several nodes, one key that all of them take, and what OpenSSH and the grid need to know of them."""
+    """Several nodes, one key that all of them take, and what OpenSSH and the grid need to know of them.
 
-    def __init__(self, folder: Path, *, count: int) -> None:
+    `kept` are folders of this machine that all nodes see, also where their own home hides them.
+    """
+
+    def __init__(self, folder: Path, *, count: int, kept: Sequence[Path] = ()) -> None:
         self.folder = folder
         self.key = folder / "id_ed25519"
         self.ssh_config = folder / "ssh_config"
         self.known_hosts = folder / "known_hosts"
         port = _free_port()
-        self.nodes = [Node(folder / f"node{n}", number=n, port=port) for n in range(1, count + 1)]
+        self.nodes = [Node(folder / f"node{n}", number=n, port=port, kept=kept) for n in range(1, count + 1)]
 
     def __enter__(self) -> Self:
         self.folder.mkdir(parents=True, exist_ok=True)

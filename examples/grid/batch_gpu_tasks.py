@@ -1,0 +1,40 @@
+"""A hundred small tasks on the GPUs of the grid, ten in each batch.
+
+Runs on a node of the Ray cluster. From here:
+
+    grid-cli cluster submit -- python examples/grid/batch_gpu_tasks.py
+
+The workers need Ray and torch or numpy, and no Genie: what they run is sent to them.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+import ray
+
+from genie.grid import BatchExecutor, TaskFailure, batch_gpu_task
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--tasks", type=int, default=100)
+    parser.add_argument("--size", type=int, default=2000, help="rows and columns of each matrix")
+    args = parser.parse_args()
+
+    ray.init(address="auto")
+    executor = BatchExecutor(batch_size=10)
+    tasks = [(i, args.size) for i in range(args.tasks)]
+    results = executor.submit_batched_tasks(batch_gpu_task, tasks)
+    ray.shutdown()
+
+    failures = [each for each in results if isinstance(each, TaskFailure)]
+    for failure in failures[:5]:
+        print(f"task {failure.index} failed: {failure.error}")
+    devices = sorted({each["device"] for each in results if not isinstance(each, TaskFailure)})
+    print(f"Results: {len(results) - len(failures)} tasks completed on {', '.join(devices) or 'nothing'}")
+    return 1 if failures else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,585 @@
+"""Ray on this node: what is installed, starting it, what runs of it, ending it, and asking its dashboard.
+
+What was started is written down in ROOT/.grid/ray/cluster.json: processes with their start times, and
+the id of the cluster, which all of them have in their environment. Only those are ever ended, with what
+descends from them; `ray stop` would end the clusters of others too.
+
+Runs on nodes, so: standard library only, Python 3.8. Not for: deciding which node does what.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import time
+from typing import Any, Callable  # noqa: UP035 - Callable[...] at run time needs Python 3.9
+
+from genie.grid.remote.core import Answer, Args, OpError, op
+
+MARK = "GRID_RAY_CLUSTER"
+"""In the environment of all that is started, with the id of the cluster and the name of the node."""
+_RECORD_BYTES_MAX = 1 << 20
+_TAIL_BYTES = 4000
+_LOG_BYTES_MAX = 1 << 20
+_SHORT_S = 10.0
+_POLL_S = 0.05
+_KILL_WAIT_S = 5.0
+_LOCK_S = 5.0  # the helper of a connection that was cut needs a moment to end
+_FACTS = (
+    "import sys\n"
+    "from importlib.metadata import version\n"
+    "print(version('ray'), '%d.%d.%d' % sys.version_info[:3])\n"
+)
+
+
+@op("ray_node.facts")
+def facts(args: Args, blob: bytes) -> Answer:
+    """What is needed to decide whether this node can take part, and what is written down about it."""
+    root = _root(args)
+    program = _find_ray(root)
+    version, python = _versions(program) if program else ("", "")
+    return {
+        "root": root,
+        "address": _own_address(),
+        "ray": program or "",
+        "version": version,
+        "python": python,
+        "gpus": _count_gpus(),
+        "record": _shown(_read_record(root)),
+    }
+
+
+@op("ray_node.record", quick=True)
+def record(args: Args, blob: bytes) -> Answer:
+    return _shown(_read_record(_root(args)))
+
+
+@op("ray_node.start")
+def start(args: Args, blob: bytes) -> Answer:
+    """Runs `ray start` with these options; the token is the blob. Ends with all of it up, or none."""
+    folder = _folder(_root(args))
+    os.makedirs(folder, mode=0o700, exist_ok=True)
+    with _Alone(folder):
+        return _start(folder, args, blob)
+
+
+def _start(folder: str, args: Args, token: bytes) -> Answer:
+    for port in args["free_ports"]:
+        _check_free(port["host"], port["port"], port["key"])
+    entry = {
+        "cluster": args["cluster"],
+        "mark": args["cluster"] + "." + args["node"],
+        "role": args["role"],
+        "head": args["head"],
+        "dashboard_port": args["dashboard_port"],
+        "boot": _boot(),
+        "session": 0,
+        "processes": [],
+        "session_dir": "",
+    }
+    _claim_record(folder, entry)
+    try:
+        _write_private(os.path.join(folder, "token"), token)
+        _write_private(os.path.join(folder, "env.sh"), _shell_env(folder, args).encode())
+        _run_start(folder, args, entry)
+    except BaseException:
+        _end(entry, grace_s=1.0)
+        _remove_files(folder, entry)
+        raise
+    return _shown(entry)
+
+
+@op("ray_node.stop")
+def stop(args: Args, blob: bytes) -> Answer:
+    """Ends what is written down, and forgets it. `cluster` names the only one that may be ended, if given."""
+    root = _root(args)
+    folder = _folder(root)
+    if not os.path.isdir(folder):
+        return {"was": None, "ended": 0, "killed": 0}
+    # A start that is under way is ended too: it then cleans up after itself and gives the lock back.
+    with _Alone(folder, meanwhile=lambda: _stop(root, args, forget=False)):
+        return _stop(root, args)
+
+
+def _stop(root: str, args: Args, forget: bool = True) -> Answer:
+    entry = _read_record(root)
+    if entry is None:
+        return {"was": None, "ended": 0, "killed": 0}
+    if args.get("cluster") and args["cluster"] != entry["cluster"]:
+        raise OpError("other", "another cluster runs here: " + entry["cluster"])
+    ended, killed, left = _end(entry, grace_s=float(args["grace_s"]))
+    if left:
+        raise OpError("left", "these processes could not be ended: " + ", ".join(map(str, left[:20])))
+    if forget:
+        _remove_files(_folder(root), entry)
+    return {"was": {"cluster": entry["cluster"], "role": entry["role"]}, "ended": ended, "killed": killed}
+
+
+@op("ray_node.ask")
+def ask(args: Args, blob: bytes) -> Answer:
+    """One HTTP request to the dashboard on this node's loopback, with the token that is kept here."""
+    import http.client
+
+    root = _root(args)
+    entry = _read_record(root)
+    if entry is None:
+        raise OpError("missing", "no Ray cluster is written down here")
+    with open(os.path.join(_folder(root), "token"), "rb") as file:
+        token = file.read(4096).decode().strip()
+    link = http.client.HTTPConnection("127.0.0.1", int(entry["dashboard_port"]), timeout=args["timeout_s"])
+    headers = {"Authorization": "Bearer " + token, "Content-Type": "application/json"}
+    try:
+        link.request(args["method"], args["path"], body=blob or None, headers=headers)
+        answer = link.getresponse()
+        body = answer.read((8 << 20) + 1)
+    except http.client.HTTPException as error:
+        raise OpError("http", "the dashboard sent no HTTP: " + repr(error)) from None
+    finally:
+        link.close()
+    if len(body) > 8 << 20:
+        raise OpError("large", "the dashboard sent more than 8 MiB")
+    return {"status": answer.status}, body
+
+
+@op("ray_node.job_log")
+def job_log(args: Args, blob: bytes) -> Answer:
+    """The log of a job from an offset; waits up to wait_s for more. `there` is False where no log is."""
+    entry = _read_record(_root(args))
+    name = args["job"]
+    if entry is None or not name.replace("-", "").replace("_", "").isalnum():
+        raise OpError("missing", "no such job here")
+    path = os.path.join(entry["session_dir"], "logs", "job-driver-" + name + ".log")
+    deadline = time.monotonic() + min(float(args["wait_s"]), 30.0)
+    while True:
+        there, data = _read_from(path, int(args["offset"]))
+        if data or time.monotonic() >= deadline:
+            return {"there": there, "next": int(args["offset"]) + len(data)}, data
+        time.sleep(0.1)
+
+
+def _read_from(path: str, offset: int) -> tuple[bool, bytes]:
+    try:
+        with open(path, "rb") as file:
+            file.seek(offset)
+            return True, file.read(_LOG_BYTES_MAX)
+    except FileNotFoundError:
+        return False, b""
+
+
+# --- what is installed ---
+
+
+def _root(args: Args) -> str:
+    return os.path.expanduser(str(args["root"]))
+
+
+def _folder(root: str) -> str:
+    return os.path.join(root, ".grid", "ray")
+
+
+def _find_ray(root: str) -> str | None:
+    own = os.path.join(root, "grid_env", "bin", "ray")
+    if os.access(own, os.X_OK):
+        return own
+    return _on_login_path("ray")
+
+
+def _on_login_path(program: str) -> str | None:
+    """On the PATH of this session, else of a login shell: profiles are what adds most folders to it."""
+    found = shutil.which(program)
+    if found:
+        return found
+    shell = os.environ.get("SHELL") or "/bin/sh"
+    code, out = _output([shell, "-lc", "command -v " + program])
+    lines = out.strip().splitlines()
+    path = lines[-1].strip() if code == 0 and lines else ""
+    return path if os.path.isabs(path) and os.access(path, os.X_OK) else None
+
+
+def _versions(program: str) -> tuple[str, str]:
+    """Of Ray and of the Python that it runs on; '' for what cannot be told."""
+    python = _interpreter(program)
+    if python:
+        code, out = _output([python, "-c", _FACTS])
+        parts = out.split()
+        if code == 0 and len(parts) == 2:
+            return parts[0], parts[1]
+    code, out = _output([program, "--version"], timeout_s=60.0)
+    words = out.split()
+    return (words[-1] if code == 0 and words else ""), ""
+
+
+def _interpreter(program: str) -> str | None:
+    """What the script's first line names; importing all of Ray only for its version would take seconds."""
+    try:
+        with open(program, "rb") as file:
+            first = file.readline(1024)
+    except OSError:
+        return None
+    words = first[2:].decode("utf-8", "replace").split() if first.startswith(b"#!") else []
+    if words and os.path.basename(words[0]) == "env" and len(words) == 2:
+        words = [shutil.which(words[1]) or ""]
+    path = words[0] if len(words) == 1 else ""
+    return path if os.path.basename(path).startswith("python") else None
+
+
+def _output(command: list[str], timeout_s: float = _SHORT_S) -> tuple[int, str]:
+    try:
+        done = subprocess.run(
+            command,
+            check=False,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            timeout=timeout_s,
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return 127, ""
+    return done.returncode, done.stdout[:65536].decode("utf-8", "replace")
+
+
+def _count_gpus() -> int | None:
+    """None where it cannot be told; Ray then looks for itself."""
+    program = _on_path("nvidia-smi")
+    if program is None:
+        return None
+    code, out = _output([program, "--query-gpu=index", "--format=csv,noheader"])
+    return len([line for line in out.splitlines() if line.strip()]) if code == 0 else None
+
+
+def _on_path(program: str) -> str | None:
+    return shutil.which(program)
+
+
+def _own_address() -> str:
+    """The address under which the caller reached this node: one that it has, whatever stands in between."""
+    words = os.environ.get("SSH_CONNECTION", "").split()
+    return words[2] if len(words) == 4 else ""
+
+
+# --- starting ---
+
+
+class _Alone:
+    """One start or stop at a time on this node; the kernel gives it back, however the helper ends."""
+
+    def __init__(self, folder: str, meanwhile: Callable[[], object] = lambda: None) -> None:
+        """`meanwhile` is called again and again while another holds the lock."""
+        self._path = os.path.join(folder, "lock")
+        self._meanwhile = meanwhile
+        self._descriptor = -1
+
+    def __enter__(self) -> None:
+        import fcntl
+
+        self._descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+        deadline = time.monotonic() + _LOCK_S
+        while True:
+            try:
+                fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                if time.monotonic() >= deadline:
+                    os.close(self._descriptor)
+                    raise OpError("busy", "another start or stop is under way here") from None
+                self._meanwhile()
+                time.sleep(_POLL_S)
+            else:
+                return
+
+    def __exit__(self, *_: object) -> None:
+        os.close(self._descriptor)
+
+
+def _check_free(host: str, port: int, key: str) -> None:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            raise OpError("port", f"port {port} ({key}) cannot be had: {error.strerror}") from None
+
+
+def _claim_record(folder: str, entry: Args) -> None:
+    path = os.path.join(folder, "cluster.json")
+    old = _read_record(os.path.dirname(os.path.dirname(folder)))
+    if old is not None and not _members(old, _table()):
+        _remove_files(folder, old)
+    try:
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    except FileExistsError:
+        text = "a Ray cluster already runs here; 'grid-cli cluster stop' ends it"
+        raise OpError("running", text) from None
+    with os.fdopen(descriptor, "w") as file:
+        json.dump(entry, file)
+
+
+def _shell_env(folder: str, args: Args) -> str:
+    """For people on the node: `grid_env/bin/activate` reads it, and then `ray status` works."""
+    lines = ["export RAY_AUTH_MODE=token", "export RAY_AUTH_TOKEN_PATH=" + _quoted(folder + "/token")]
+    if args["role"] == "head":
+        lines.append(f"export RAY_API_SERVER_ADDRESS=http://127.0.0.1:{args['dashboard_port']}")
+    lines.append("export RAY_ADDRESS=" + _quoted(args["head"]))
+    lines.append("export RAY_NAMESPACE=" + _quoted(args["namespace"]))
+    return "\n".join(lines) + "\n"
+
+
+def _quoted(text: str) -> str:
+    import shlex
+
+    return shlex.quote(text)
+
+
+def _run_start(folder: str, args: Args, entry: Args) -> None:
+    log_path = os.path.join(folder, "start.log")
+    command = [args["ray"], "start", *args["options"]]
+    with open(log_path, "wb") as log:
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            env=_ray_env(folder, args),
+            cwd=os.path.dirname(os.path.dirname(folder)),
+            start_new_session=True,
+            close_fds=True,
+        )
+    entry["session"] = process.pid
+    entry["processes"] = [[process.pid, _table().get(process.pid, _Process()).start]]
+    _write_record(folder, entry)
+    try:
+        code = process.wait(float(args["timeout_s"]))
+    except subprocess.TimeoutExpired:
+        text = f"'ray start' took longer than {args['timeout_s']:g} s; it said:\n{_tail(log_path)}"
+        raise OpError("timeout", text) from None
+    table = _table()
+    members = _members(entry, table)
+    # Only the daemons: workers come and go, and are found as what descends from these.
+    daemons = sorted(pid for pid in members if table[pid].parent not in members)
+    entry["processes"] = [[pid, table[pid].start] for pid in daemons]
+    entry["session_dir"] = _session_dir(members)
+    _write_record(folder, entry)
+    if code != 0:
+        raise OpError("start", f"'ray start' ended with code {code}:\n{_tail(log_path)}")
+
+
+def _ray_env(folder: str, args: Args) -> dict[str, str]:
+    env = {name: value for name, value in os.environ.items() if not name.startswith("RAY_AUTH")}
+    env.pop("RAY_ADDRESS", None)
+    env.update(
+        {
+            MARK: args["cluster"] + "." + args["node"],
+            "RAY_AUTH_MODE": "token",
+            "RAY_AUTH_TOKEN_PATH": os.path.join(folder, "token"),
+            "RAY_NAMESPACE": args["namespace"],
+            "RAY_USAGE_STATS_ENABLED": "0",
+            "NO_COLOR": "1",
+        }
+    )
+    if args["log_level"] != "info":  # setting Ray's own default makes every program on it say so
+        env["RAY_BACKEND_LOG_LEVEL"] = args["log_level"]
+    if args["loopback"]:
+        env.update(_loopback_env(folder))
+    return env
+
+
+def _loopback_env(folder: str) -> dict[str, str]:
+    """Ray replaces a loopback address by another of the node's, unless this hook sets it afterwards."""
+    place = os.path.join(folder, "loopback")
+    os.makedirs(place, mode=0o700, exist_ok=True)
+    text = "def bind(params, head):\n    params.node_ip_address = '127.0.0.1'\n"
+    _write_private(os.path.join(place, "genie_grid_loopback.py"), text.encode())
+    path = os.pathsep.join(filter(None, [place, os.environ.get("PYTHONPATH", "")]))
+    return {"RAY_START_HOOK": "genie_grid_loopback.bind", "PYTHONPATH": path}
+
+
+def _session_dir(members: dict[int, str]) -> str:
+    for pid in members:
+        for word in _read_bytes(f"/proc/{pid}/cmdline").split(b"\0"):
+            name, _, value = word.partition(b"=")
+            if name in (b"--session_dir", b"--session-dir") and value:
+                return os.fsdecode(value)
+    return ""
+
+
+def _tail(path: str) -> str:
+    """The end of what `ray start` printed, without the colours that it prints all the same."""
+    import re
+
+    text = _read_bytes(path)[-_TAIL_BYTES:].decode("utf-8", "replace")
+    lines = re.sub(r"\x1b\[[0-9;]*m", "", text).strip().splitlines()
+    return "\n".join(lines[-15:])
+
+
+# --- what is written down ---
+
+
+def _read_record(root: str) -> Args | None:
+    path = os.path.join(_folder(root), "cluster.json")
+    try:
+        with open(path, "rb") as file:
+            entry = json.loads(file.read(_RECORD_BYTES_MAX).decode())
+    except FileNotFoundError:
+        return None
+    except ValueError:
+        raise OpError("damaged", "this file is damaged: " + path) from None
+    return entry
+
+
+def _shown(entry: Args | None) -> Args | None:
+    """The record with how many of its processes live."""
+    if entry is None:
+        return None
+    table = _table()
+    same_boot = entry["boot"] == _boot()
+    alive = [pid for pid, began in entry["processes"] if same_boot and _lives(table, pid, began)]
+    return {
+        "cluster": entry["cluster"],
+        "role": entry["role"],
+        "head": entry["head"],
+        "dashboard_port": entry["dashboard_port"],
+        "session_dir": entry["session_dir"],
+        "recorded": len(entry["processes"]),
+        "alive": len(alive),
+    }
+
+
+def _write_record(folder: str, entry: Args) -> None:
+    _write_private(os.path.join(folder, "cluster.json"), json.dumps(entry).encode())
+
+
+def _write_private(path: str, data: bytes) -> None:
+    beside = f"{path}.{os.getpid()}.part"
+    descriptor = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600)
+    with os.fdopen(descriptor, "wb") as file:
+        file.write(data)
+    os.replace(beside, path)
+
+
+def _remove_files(folder: str, entry: Args) -> None:
+    for name in ("token", "env.sh", "cluster.json"):
+        try:
+            os.unlink(os.path.join(folder, name))
+        except FileNotFoundError:
+            pass
+    shutil.rmtree(os.path.join(folder, "loopback"), ignore_errors=True)
+    _forget_address(entry)
+
+
+def _forget_address(entry: Args) -> None:
+    """Ray's own note of where a cluster is, if it is still about this one."""
+    temporary = os.path.dirname(entry["session_dir"]) if entry["session_dir"] else ""
+    path = os.path.join(temporary, "ray_current_cluster")
+    if temporary and _read_bytes(path).decode("utf-8", "replace").strip() == entry["head"]:
+        try:
+            os.unlink(path)
+        except OSError:
+            pass
+
+
+# --- processes ---
+
+
+class _Process:
+    def __init__(self, parent: int = 0, session: int = 0, start: str = "", state: str = "Z") -> None:
+        self.parent = parent
+        self.session = session
+        self.start = start
+        self.state = state
+
+
+def _table() -> dict[int, _Process]:
+    """Every process that lives; a zombie does not."""
+    found = {}
+    for name in os.listdir("/proc"):
+        if not name.isdigit():
+            continue
+        data = _read_bytes(f"/proc/{name}/stat")
+        words = data[data.rfind(b")") + 2 :].split()
+        if len(words) > 19 and words[0] not in (b"Z", b"X"):
+            found[int(name)] = _Process(int(words[1]), int(words[3]), words[19].decode(), words[0].decode())
+    return found
+
+
+def _lives(table: dict[int, _Process], pid: int, start: str) -> bool:
+    return pid in table and table[pid].start == start
+
+
+def _members(entry: Args, table: dict[int, _Process]) -> dict[int, str]:
+    """The cluster's processes here and when each began.
+
+    Those that are written down, those that have its id in their environment, all of their session (Ray
+    writes over the environment of its workers), and what descends from any of them.
+    """
+    if entry["boot"] != _boot():
+        return {}
+    known = {pid for pid, start in entry["processes"] if _lives(table, pid, start)}
+    mark = (MARK + "=" + entry["mark"]).encode()
+    known |= {pid for pid in table if mark in _read_bytes(f"/proc/{pid}/environ").split(b"\0")}
+    if entry["session"] and any(table[pid].session == entry["session"] for pid in known):
+        known |= {pid for pid, process in table.items() if process.session == entry["session"]}
+    grown = -1
+    while grown != len(known):
+        grown = len(known)
+        known |= {pid for pid, process in table.items() if process.parent in known}
+    known.discard(os.getpid())
+    return {pid: table[pid].start for pid in known}
+
+
+def _end(entry: Args, grace_s: float) -> tuple[int, int, list[int]]:
+    """TERM, then KILL for what is left. Gives how many there were, how many were killed, what is left."""
+    members = _members(entry, _table())
+    total = len(members)
+    # The others sign off with the GCS; without it they would wait for nothing.
+    last = {pid: start for pid, start in members.items() if _program(pid) == b"gcs_server"}
+    first = {pid: start for pid, start in members.items() if pid not in last}
+    left = {}
+    for each in (first, last):
+        _signal(each, signal.SIGTERM)
+        left.update(_wait_gone(each, grace_s / 2))
+    left.update(_members(entry, _table()))
+    killed = len(left)
+    _signal(left, signal.SIGKILL)
+    left = _wait_gone(left, _KILL_WAIT_S)
+    return total, killed, sorted(left)
+
+
+def _program(pid: int) -> bytes:
+    return os.path.basename(_read_bytes(f"/proc/{pid}/cmdline").split(b"\0")[0])
+
+
+def _signal(members: dict[int, str], number: int) -> None:
+    table = _table()
+    for pid, start in members.items():
+        if _lives(table, pid, start):
+            try:
+                os.kill(pid, number)
+            except (ProcessLookupError, PermissionError):
+                pass
+
+
+def _wait_gone(members: dict[int, str], limit_s: float) -> dict[int, str]:
+    deadline = time.monotonic() + limit_s
+    while True:
+        table = _table()
+        left = {pid: start for pid, start in members.items() if _lives(table, pid, start)}
+        if not left or time.monotonic() >= deadline:
+            return left
+        time.sleep(_POLL_S)
+
+
+def _boot() -> str:
+    return _read_bytes("/proc/sys/kernel/random/boot_id").decode().strip()
+
+
+def _read_bytes(path: str) -> bytes:
+    try:
+        with open(path, "rb") as file:
+            data: Any = file.read(_RECORD_BYTES_MAX)
+    except OSError:
+        return b""
+    return bytes(data)

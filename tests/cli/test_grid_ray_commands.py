@@ -1,0 +1,80 @@
+"""`grid-cli setup` and `grid-cli cluster` as a person types them; the nodes' `ray` is a script."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.cli.conftest import Ran
+from tests.grid.bed import Bed
+from tests.grid.ray_bed import install_ray
+from tests.grid.test_ray_faults import scripted
+from tests.grid.test_setup import make_wheel
+
+
+@pytest.fixture
+def bed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bed]:
+    with Bed(tmp_path / "nodes", count=2) as bed:
+        file = tmp_path / "grid.yaml"
+        file.write_text(bed.grid_yaml(more="ssh: {connect_timeout: 10, max_retries: 0}\n"))
+        monkeypatch.setenv("GENIE_GRID_FILE", str(file))
+        monkeypatch.setenv("GENIE_GRID_SSH_CONFIG", str(bed.ssh_config))
+        monkeypatch.chdir(tmp_path)
+        yield bed
+
+
+def test_setup_takes_the_requirements_of_the_folder(
+    bed: Bed, genie: Callable[..., Ran], tmp_path: Path
+) -> None:
+    ran = genie("grid", "setup")
+    assert (ran.code, "no requirements.txt here" in ran.err) == (2, True)
+    make_wheel(tmp_path / "wheels")
+    (tmp_path / "requirements.txt").write_text("small-thing==1.0\n")
+    ran = genie("grid", "setup", "--wheels", "wheels", "--json", "--node", "gpu1")
+    assert ran.code == 0, ran.err
+    assert [(each["node"], each["state"]) for each in json.loads(ran.out)] == [("gpu1", "installed")]
+    assert "gpu1: installing with Python" in ran.err
+    ran = genie("grid", "setup", "--wheels", "wheels", "--node", "gpu1")
+    assert (ran.code, "unchanged" in ran.out) == (0, True)
+
+
+def test_setup_that_fails_on_a_node_ends_with_1_and_says_why(bed: Bed, genie: Callable[..., Ran]) -> None:
+    ran = genie("grid", "setup", "--package", "x", "--python", "no-such-python", "--node", "gpu2")
+    assert ran.code == 1
+    assert "gpu2" in ran.out and "failed" in ran.out
+    assert "there is no program no-such-python" in ran.err
+
+
+def test_a_start_that_is_refused_lists_the_versions(bed: Bed, genie: Callable[..., Ran]) -> None:
+    install_ray(bed["gpu1"], scripted("exit 0"))
+    install_ray(bed["gpu2"], scripted("exit 0", version="2.0.0"))
+    ran = genie("grid", "cluster", "start")
+    assert ran.code == 1
+    assert "gpu1: Ray 2.60.0" in ran.err and "gpu2: Ray 2.0.0" in ran.err
+    assert "hint: " in ran.err
+
+
+def test_without_a_cluster_it_is_said(bed: Bed, genie: Callable[..., Ran]) -> None:
+    assert genie("grid", "cluster", "stop").out == "no Ray cluster was running\n"
+    status = genie("grid", "cluster", "status")
+    assert status.code == 0
+    assert status.out.splitlines()[0].split() == ["state", "stopped"]
+    submit = genie("grid", "cluster", "submit", "--", "true")
+    assert (submit.code, "grid-cli cluster start" in submit.err) == (1, True)
+
+
+def test_a_node_that_cannot_be_reached_is_not_said_to_be_stopped(bed: Bed, genie: Callable[..., Ran]) -> None:
+    bed["gpu2"].stop()
+    shown = json.loads(genie("grid", "cluster", "status", "--json").out)
+    assert [each["state"] for each in shown["nodes"]] == ["not started", "unreachable"]
+    assert genie("grid", "cluster", "stop").code == 1
+
+
+def test_a_program_must_be_given(bed: Bed, genie: Callable[..., Ran]) -> None:
+    ran = genie("grid", "cluster", "submit")
+    assert (ran.code, "no program was given" in ran.err) == (2, True)
+    ran = genie("grid", "cluster", "submit", "--env", "NOTHING", "--", "true")
+    assert (ran.code, "has no '='" in ran.err) == (2, True)

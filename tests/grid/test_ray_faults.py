@@ -1,0 +1,173 @@
+"""Starting Ray where something is wrong: nothing is left, nothing of others is touched, and it is said.
+
+The `ray` of these nodes is a script, so that it fails as told; test_ray_cluster.py has the real one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from genie.errors import RayError
+from genie.grid.grid_file import GridFile
+from genie.grid.ray_cluster import RayCluster
+from genie.grid.ssh_pool import SshPool
+from tests.grid.bed import Bed
+from tests.grid.ray_bed import install_ray, ray_file
+from tests.waiting import until
+
+FOLDER = "/root/grid_workspace/.grid/ray"
+
+
+def scripted(start: str, *, version: str = "2.60.0") -> str:
+    return f'#!/bin/sh\ncase "$1" in\n--version) echo "ray, version {version}";;\nstart) {start};;\nesac\n'
+
+
+@contextlib.asynccontextmanager
+async def cluster_of(bed: Bed, folder: Path, file: GridFile | None = None) -> AsyncIterator[RayCluster]:
+    file = file or ray_file(bed, folder / "grid.yaml")
+    async with SshPool(file, ssh_config=bed.ssh_config) as pool:
+        yield RayCluster(pool, file, state_dir=folder / "state")
+
+
+def left(bed: Bed, text: str) -> list[int]:
+    return [pid for node in bed.nodes for pid in node.processes(text)]
+
+
+def written_down(bed: Bed) -> str:
+    files = f"ls {FOLDER} 2>/dev/null | grep -v -e lock -e start.log || true"
+    return "".join(node.run(files) for node in bed.nodes)
+
+
+async def test_when_one_node_fails_the_others_are_ended_too(own_bed: Bed, tmp_path: Path) -> None:
+    # Ray's workers write over their environment, and outlive their parents.
+    install_ray(own_bed["gpu1"], scripted("sleep 5101 & (env -i sleep 5103 &); exit 0"))
+    install_ray(own_bed["gpu2"], scripted("sleep 5102 & echo the raylet is not well; exit 7"))
+    async with cluster_of(own_bed, tmp_path) as cluster:
+        with pytest.raises(RayError) as caught:
+            await cluster.start()
+        assert "gpu2" in caught.value.message
+        assert "ended with code 7" in caught.value.message
+        assert "the raylet is not well" in caught.value.message
+        assert (left(own_bed, "sleep 510"), written_down(own_bed)) == ([], "")
+        assert not cluster.token_file.exists()
+        assert (await cluster.status()).state == "stopped"
+
+
+async def test_a_start_that_is_cut_off_is_taken_back(own_bed: Bed, tmp_path: Path) -> None:
+    install_ray(own_bed["gpu1"], scripted("sleep 5201 & sleep 5202; exit 0"))
+    file = ray_file(own_bed, tmp_path / "grid.yaml", nodes=["gpu1"])
+    async with cluster_of(own_bed, tmp_path, file) as cluster:
+        starting = asyncio.ensure_future(cluster.start())
+        await until(lambda: left(own_bed, "sleep 5202"), what="the start")
+        own_bed["gpu1"].cut()
+        with pytest.raises(RayError, match="not started: node gpu1: the connection broke"):
+            await starting
+        assert (left(own_bed, "sleep 520"), written_down(own_bed)) == ([], "")
+
+
+async def test_a_start_that_is_given_up_is_taken_back(own_bed: Bed, tmp_path: Path) -> None:
+    install_ray(own_bed["gpu1"], scripted("sleep 5301 & sleep 5302; exit 0"))
+    file = ray_file(own_bed, tmp_path / "grid.yaml", nodes=["gpu1"])
+    async with cluster_of(own_bed, tmp_path, file) as cluster:
+        starting = asyncio.ensure_future(cluster.start())
+        await until(lambda: left(own_bed, "sleep 5302"), what="the start")
+        starting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await starting
+        await until(lambda: not left(own_bed, "sleep 530") and not written_down(own_bed), what="the end")
+
+
+async def test_another_version_is_refused_before_anything_starts(own_bed: Bed, tmp_path: Path) -> None:
+    install_ray(own_bed["gpu1"], scripted("sleep 5401 & exit 0"))
+    install_ray(own_bed["gpu2"], scripted("sleep 5402 & exit 0", version="2.9.1"))
+    async with cluster_of(own_bed, tmp_path) as cluster:
+        with pytest.raises(RayError, match="one version") as caught:
+            await cluster.start()
+    assert "gpu1: Ray 2.60.0" in caught.value.message
+    assert "gpu2: Ray 2.9.1" in caught.value.message
+    assert (left(own_bed, "sleep 540"), written_down(own_bed)) == ([], "")
+
+
+async def test_the_ray_of_the_environment_comes_before_that_of_the_path(own_bed: Bed, tmp_path: Path) -> None:
+    install_ray(own_bed["gpu1"], scripted("exit 1", version="1.0.0"))
+    install_ray(own_bed["gpu2"], scripted("exit 1", version="2.0.0"))
+    own = own_bed["gpu1"].home / "grid_workspace" / "grid_env" / "bin"
+    own.mkdir(parents=True)
+    (own / "ray").write_text(scripted("exit 1", version="3.0.0"))
+    (own / "ray").chmod(0o755)
+    async with cluster_of(own_bed, tmp_path) as cluster:
+        with pytest.raises(RayError, match=r"gpu1: Ray 3\.0\.0") as caught:
+            await cluster.start()
+    assert "gpu2: Ray 2.0.0" in caught.value.message
+
+
+async def test_a_port_in_use_is_named_with_its_key(own_bed: Bed, tmp_path: Path) -> None:
+    for node in own_bed.nodes:
+        install_ray(node, scripted("sleep 5501 & exit 0"))
+    file = ray_file(own_bed, tmp_path / "grid.yaml")
+    with socket.create_server(("127.0.0.1", file.ray.redis_port)):
+        async with cluster_of(own_bed, tmp_path, file) as cluster:
+            with pytest.raises(RayError, match=rf"port {file.ray.redis_port} \(ray.redis_port\)"):
+                await cluster.start()
+    assert (left(own_bed, "sleep 5501"), written_down(own_bed)) == ([], "")
+
+
+async def test_a_node_without_ray_or_that_does_not_answer_stops_the_start(
+    own_bed: Bed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install_ray(own_bed["gpu1"], scripted("sleep 5601 & exit 0"))
+    async with cluster_of(own_bed, tmp_path) as cluster:
+        with pytest.raises(RayError, match="no Ray on gpu2"):
+            await cluster.start()
+        monkeypatch.setattr("genie.grid.ray_cluster.JOIN_S", 0.5)
+        said: list[tuple[str, str]] = []
+        with pytest.raises(RayError, match="did not see gpu1 within"):
+            await cluster.start(allow_missing=True, say=lambda *each: said.append(each))
+        assert ("gpu2", "left out: there is no Ray on it") in said
+        own_bed["gpu2"].stop()
+        with pytest.raises(RayError, match="do not answer") as caught:
+            await cluster.start()
+        assert "gpu2" in caught.value.message
+        assert "--allow-missing" in caught.value.hint
+        assert (await cluster.status()).nodes[1].state == "unreachable"
+    assert own_bed["gpu1"].processes("sleep 5601") == []
+
+
+async def test_a_start_without_the_head_listening_says_so_and_leaves_nothing(
+    own_bed: Bed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("genie.grid.ray_cluster.JOIN_S", 0.5)
+    install_ray(own_bed["gpu1"], scripted("sleep 5701 & exit 0"))
+    file = ray_file(own_bed, tmp_path / "grid.yaml", nodes=["gpu1"])
+    async with cluster_of(own_bed, tmp_path, file) as cluster:
+        with pytest.raises(RayError, match="did not see gpu1"):
+            await cluster.start()
+    assert (left(own_bed, "sleep 5701"), written_down(own_bed)) == ([], "")
+
+
+async def test_a_record_of_before_a_reboot_ends_nothing(own_bed: Bed, tmp_path: Path) -> None:
+    """Process ids begin anew then, and belong to others."""
+    node = own_bed["gpu1"]
+    node.run("sleep 5801 >/dev/null 2>&1 & sleep 0")
+    (pid,) = node.processes("sleep 5801")
+    start = node.run(f"cat /proc/{pid}/stat").rpartition(")")[2].split()[19]
+    record = (
+        f'{{"cluster": "c", "mark": "c.gpu1", "role": "head", "head": "h:1", "dashboard_port": 1, '
+        f'"boot": "another", "session": {pid}, "processes": [[{pid}, "{start}"]], "session_dir": ""}}'
+    )
+    folder = node.home / "grid_workspace" / ".grid" / "ray"
+    folder.mkdir(parents=True)
+    (folder / "cluster.json").write_text(record)
+    file = ray_file(own_bed, tmp_path / "grid.yaml", nodes=["gpu1"])
+    async with cluster_of(own_bed, tmp_path, file) as cluster:
+        assert (await cluster.status()).nodes[0].state == "dead"
+        (report,) = await cluster.stop()
+        assert (report.was, report.ended, report.error) == ("head", 0, "")
+    assert node.processes("sleep 5801") == [pid]
+    assert not (folder / "cluster.json").exists()

@@ -1,0 +1,169 @@
+"""How Ray is started, and what its state means: decided without a node."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from genie.errors import RayError
+from genie.grid.grid_file import RayKeys
+from genie.grid.ray_jobs import exit_code_of, shell_line
+from genie.grid.ray_plan import RayFacts, RayRecord, plan, view
+
+KEYS = RayKeys(redis_port=7000, dashboard_port=7001)
+
+
+def facts(node: str, **given: Any) -> RayFacts:
+    number = int(node.removeprefix("gpu"))
+    known: dict[str, Any] = {
+        "address": f"10.0.0.{number}",
+        "ray": "/opt/ray",
+        "version": "2.60.0",
+        "python": "3.11.7",
+        "gpus": None,
+        "record": None,
+        **given,
+    }
+    return RayFacts(node, **known)
+
+
+def record(role: str = "worker", **given: Any) -> RayRecord:
+    known = {"cluster": "c1", "head": "h", "dashboard_port": 7001, "recorded": 2, "alive": 2, **given}
+    return RayRecord(role=role, **known)
+
+
+def test_the_first_node_is_the_head_and_the_others_join_it() -> None:
+    head, worker = plan([facts("gpu1"), facts("gpu2", gpus=4)], KEYS)
+    assert (head.node, head.role, head.head) == ("gpu1", "head", "10.0.0.1:7000")
+    assert {"--head", "--port=7000", "--node-ip-address=10.0.0.1"} <= set(head.options)
+    assert {"--dashboard-host=127.0.0.1", "--dashboard-port=7001"} <= set(head.options)
+    assert ("0.0.0.0", 7000, "ray.redis_port") in head.free_ports
+    assert (worker.role, worker.free_ports) == ("worker", ())
+    assert {"--address=10.0.0.1:7000", "--node-ip-address=10.0.0.2", "--num-gpus=4"} <= set(worker.options)
+
+
+def test_gpus_are_left_to_ray_where_they_cannot_be_counted() -> None:
+    (head,) = plan([facts("gpu1", gpus=None)], KEYS)
+    assert not [option for option in head.options if option.startswith("--num-gpus")]
+    (head,) = plan([facts("gpu1", gpus=0)], KEYS)
+    assert "--num-gpus=0" in head.options
+
+
+def test_another_node_can_be_the_head() -> None:
+    orders = plan([facts("gpu1"), facts("gpu2")], KEYS, head="gpu2")
+    assert [(order.node, order.role) for order in orders] == [("gpu2", "head"), ("gpu1", "worker")]
+    with pytest.raises(RayError, match="gpu9"):
+        plan([facts("gpu1")], KEYS, head="gpu9")
+
+
+def test_an_address_of_the_sixth_version_is_bracketed() -> None:
+    (head,) = plan([facts("gpu1", address="fd00::1")], KEYS)
+    assert head.head == "[fd00::1]:7000"
+
+
+@pytest.mark.parametrize("other", [{"version": "2.59.0"}, {"python": "3.12.1"}])
+def test_versions_that_differ_are_refused_and_listed(other: dict[str, str]) -> None:
+    with pytest.raises(RayError) as caught:
+        plan([facts("gpu1"), facts("gpu2", **other)], KEYS)
+    assert "gpu1: Ray 2.60.0, Python 3.11.7" in caught.value.message
+    assert next(iter(other.values())) in caught.value.message
+
+
+def test_a_patch_release_of_python_makes_no_difference() -> None:
+    assert len(plan([facts("gpu1"), facts("gpu2", python="3.11.9"), facts("gpu3", python="")], KEYS)) == 3
+
+
+def test_a_node_without_ray_is_named_with_the_way_out() -> None:
+    with pytest.raises(RayError, match="no Ray on gpu2") as caught:
+        plan([facts("gpu1"), facts("gpu2", ray="", version="")], KEYS)
+    assert "grid-cli setup" in caught.value.hint
+
+
+def test_a_cluster_that_runs_is_not_started_again_and_one_that_died_is() -> None:
+    with pytest.raises(RayError, match="already runs on gpu2"):
+        plan([facts("gpu1"), facts("gpu2", record=record())], KEYS)
+    assert plan([facts("gpu1", record=record(alive=0))], KEYS)
+
+
+def test_a_head_on_loopback_takes_no_workers() -> None:
+    keys = RayKeys(redis_port=7000, head_bind_all=False)
+    (head,) = plan([facts("gpu1")], keys)
+    assert (head.loopback, head.head) == (True, "127.0.0.1:7000")
+    with pytest.raises(RayError, match="head_bind_all"):
+        plan([facts("gpu1"), facts("gpu2")], keys)
+    with pytest.raises(RayError, match="cannot use"):
+        plan([facts("gpu1", address="127.0.0.1"), facts("gpu2")], KEYS)
+
+
+def told(name: str, state: str = "ALIVE", **more: Any) -> dict[str, Any]:
+    return {"node_name": name, "state": state, "node_ip": "10.0.0.1", "resources_total": {"CPU": 8.0}, **more}
+
+
+def states(found: Any) -> dict[str, str]:
+    return {row.node: row.state for row in found.nodes}
+
+
+def test_a_cluster_whose_nodes_are_all_in_runs() -> None:
+    records = {"gpu1": record("head"), "gpu2": record(), "gpu3": None}
+    found = view(records, {"gpu4": "no route"}, [told("gpu1"), told("gpu2")], version="2.60.0")
+    assert (found.state, found.head, found.cluster) == ("running", "gpu1", "c1")
+    assert states(found) == {
+        "gpu1": "alive",
+        "gpu2": "alive",
+        "gpu3": "not started",
+        "gpu4": "unreachable",
+    }
+    assert found.nodes[0].cpus == 8
+
+
+def test_what_was_started_and_died_is_shown() -> None:
+    records = {"gpu1": record("head"), "gpu2": record(alive=0), "gpu3": record()}
+    found = view(records, {}, [told("gpu1"), told("gpu2", "DEAD"), told("gpu3", "DEAD")])
+    assert found.state == "broken"
+    assert states(found) == {"gpu1": "alive", "gpu2": "dead", "gpu3": "dead"}
+
+
+def test_a_node_that_has_lost_a_daemon_is_failing_before_ray_sees_it() -> None:
+    found = view({"gpu1": record("head", alive=1)}, {}, [told("gpu1")])
+    assert (found.state, states(found)) == ("broken", {"gpu1": "failing"})
+    assert "1 of the processes" in found.nodes[0].message
+    found = view({"gpu1": record("head")}, {}, None)
+    assert (found.state, states(found)) == ("broken", {"gpu1": "failing"})
+
+
+def test_a_worker_whose_head_is_gone_is_astray() -> None:
+    found = view({"gpu1": None, "gpu2": record()}, {}, None)
+    assert (found.state, states(found)["gpu2"]) == ("broken", "stray")
+    found = view({"gpu1": record("head"), "gpu2": record(cluster="c2")}, {}, [told("gpu1")])
+    assert states(found)["gpu2"] == "stray"
+
+
+def test_a_node_that_came_back_counts_as_it_is_now() -> None:
+    records = {"gpu1": record("head")}
+    assert states(view(records, {}, [told("gpu1", "DEAD"), told("gpu1")])) == {"gpu1": "alive"}
+    assert states(view(records, {}, [told("gpu1"), told("gpu1", "DEAD")])) == {"gpu1": "alive"}
+
+
+def test_nothing_is_stopped() -> None:
+    assert view({"gpu1": None}, {}, None).state == "stopped"
+
+
+@pytest.mark.parametrize(
+    ("info", "code"),
+    [
+        ({"status": "FAILED", "driver_exit_code": 3}, 3),
+        ({"status": "FAILED", "driver_exit_code": -9}, 137),
+        ({"status": "SUCCEEDED", "driver_exit_code": 0}, 0),
+        ({"status": "SUCCEEDED"}, 0),
+        ({"status": "STOPPED", "driver_exit_code": None}, 143),
+        ({"status": "FAILED", "driver_exit_code": None}, 1),
+    ],
+)
+def test_a_job_ends_with_the_code_of_its_command(info: dict[str, Any], code: int) -> None:
+    assert exit_code_of(info) == code
+
+
+def test_one_word_is_a_line_of_shell_and_several_are_quoted() -> None:
+    assert shell_line(["echo a; exit 3"]) == "echo a; exit 3"
+    assert shell_line(["echo", "a; exit 3"]) == "echo 'a; exit 3'"

@@ -1,0 +1,135 @@
+"""One Python environment on all nodes: what is asked for, the stamp, wheels for nodes without a network."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from genie.errors import UsageError
+from genie.grid.setup import Setup, Wish, wish
+from genie.grid.ssh_pool import SshPool
+from tests.grid.bed import Bed
+from tests.grid.conftest import grid_file_of
+
+
+def make_wheel(folder: Path, *, version: str = "1.0", value: int = 1) -> None:
+    """The smallest wheel that pip takes."""
+    folder.mkdir(exist_ok=True)
+    info = f"small_thing-{version}.dist-info"
+    with zipfile.ZipFile(folder / f"small_thing-{version}-py3-none-any.whl", "w") as wheel:
+        wheel.writestr("small_thing.py", f"VALUE = {value}\n")
+        wheel.writestr(f"{info}/METADATA", f"Metadata-Version: 2.1\nName: small-thing\nVersion: {version}\n")
+        wheel.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        wheel.writestr(
+            f"{info}/RECORD", f"small_thing.py,,\n{info}/METADATA,,\n{info}/WHEEL,,\n{info}/RECORD,,\n"
+        )
+
+
+@pytest.fixture
+def wheels(tmp_path: Path) -> Path:
+    make_wheel(tmp_path / "wheels")
+    return tmp_path / "wheels"
+
+
+async def test_wheels_are_sent_and_installed_and_the_same_again_does_nothing(
+    own_bed: Bed, wheels: Path
+) -> None:
+    file = grid_file_of(own_bed)
+    wanted = wish(requirements=None, packages=["small-thing"], wheels=wheels)
+    said: list[str] = []
+    async with SshPool(file, ssh_config=own_bed.ssh_config) as pool:
+        setup = Setup(pool, file)
+        reports = await setup.run(wanted, progress=lambda node, text: said.append(f"{node} {text}"))
+        assert [(each.node, each.state, each.error) for each in reports] == [
+            ("gpu1", "installed", ""),
+            ("gpu2", "installed", ""),
+        ]
+        assert any("gpu2 sending small_thing" in each for each in said)
+        env = "/root/grid_workspace/grid_env"
+        assert own_bed["gpu1"].run(f"{env}/bin/python -c 'import small_thing as t; print(t.VALUE)'") == "1\n"
+        # People who activate it find the grid's Ray, if there is one.
+        own_bed["gpu1"].run(f"mkdir -p {env}/../.grid/ray && echo 'export X=ray' > {env}/../.grid/ray/env.sh")
+        assert own_bed["gpu1"].run(f". {env}/bin/activate; echo $X") == "ray\n"
+        again = await setup.run(wanted, progress=lambda node, text: None)
+        assert [each.state for each in again] == ["unchanged", "unchanged"]
+        make_wheel(wheels, value=2)
+        changed = wish(requirements=None, packages=["small-thing"], wheels=wheels)
+        assert [each.state for each in await setup.run(changed, ["gpu1"])] == ["installed"]
+
+
+async def test_one_node_that_fails_does_not_stop_the_other_and_pips_last_lines_are_shown(
+    own_bed: Bed, wheels: Path
+) -> None:
+    broken = own_bed["gpu2"]
+    (broken.bin / "python3.special").write_text("#!/bin/sh\nexit 3\n")
+    (broken.bin / "python3.special").chmod(0o755)
+    (own_bed["gpu1"].bin / "python3.special").symlink_to("/usr/bin/python3")
+    file = grid_file_of(own_bed)
+    wanted = wish(requirements=None, packages=["not-there"], wheels=wheels, python="python3.special")
+    async with SshPool(file, ssh_config=own_bed.ssh_config) as pool:
+        first, second = await Setup(pool, file).run(wanted)
+        assert first.state == second.state == "failed"
+        assert "No matching distribution found for not-there" in first.error
+        assert "no Python that runs" in second.error
+        # What failed has no stamp, so it is tried again.
+        right = dataclasses.replace(wanted, packages=("small-thing",))
+        assert [each.state for each in await Setup(pool, file).run(right, ["gpu1"])] == ["installed"]
+
+
+async def test_a_python_without_venv_gets_the_hint_for_debian(own_bed: Bed) -> None:
+    refuse = 'if [ "$1" = -m ]; then echo "No module named venv"; exit 1; fi'
+    script = f'#!/bin/sh\n{refuse}\nexec /usr/bin/python3 "$@"\n'
+    (own_bed["gpu1"].bin / "python3.bare").write_text(script)
+    (own_bed["gpu1"].bin / "python3.bare").chmod(0o755)
+    file = grid_file_of(own_bed)
+    async with SshPool(file, ssh_config=own_bed.ssh_config) as pool:
+        (report,) = await Setup(pool, file).run(Wish(packages=("x",), python="python3.bare"), ["gpu1"])
+    assert "No module named venv" in report.error
+    assert report.hint == "on Debian and Ubuntu: apt install python3-venv"
+
+
+async def test_two_at_the_same_time_do_not_spoil_each_other(own_bed: Bed, wheels: Path) -> None:
+    file = grid_file_of(own_bed)
+    wanted = wish(requirements=None, packages=["small-thing"], wheels=wheels)
+    async with SshPool(file, ssh_config=own_bed.ssh_config) as pool:
+        both = await asyncio.gather(*(Setup(pool, file).run(wanted, ["gpu1"]) for _ in range(2)))
+    reports = [report for each in both for report in each]
+    assert "installed" in [report.state for report in reports]
+    errors = [report.error for report in reports if report.state == "failed"]
+    assert [error for error in errors if "under way" not in error] == []
+
+
+def test_a_wish_is_the_same_whatever_its_order() -> None:
+    one, other = Wish(packages=("a", "b")), Wish(packages=("b", "a"))
+    assert one.stamp("3.11.7") == other.stamp("3.11.7")
+    assert one.stamp("3.11.7") != one.stamp("3.12.0")
+    assert one.stamp("3.11.7") != Wish(packages=("a",)).stamp("3.11.7")
+
+
+@pytest.mark.parametrize("package", ["-rfile", "--index-url=x", "", "a\nb", "./x"])
+def test_a_package_can_not_be_an_option(package: str) -> None:
+    with pytest.raises(UsageError, match="--package"):
+        wish(requirements=None, packages=[package])
+
+
+@pytest.mark.parametrize("line", ["-r more.txt", "-e .", "  -c x", "./local", "--find-links here"])
+def test_a_requirement_that_names_a_file_of_this_machine_is_refused_with_its_line(
+    tmp_path: Path, line: str
+) -> None:
+    path = tmp_path / "requirements.txt"
+    path.write_text(f"numpy\n{line}\n")
+    with pytest.raises(UsageError, match=r"requirements\.txt:2"):
+        wish(requirements=path)
+
+
+def test_a_folder_without_wheels_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="no wheels"):
+        wish(requirements=None, packages=["a"], wheels=tmp_path)
+    with pytest.raises(UsageError, match="not a directory"):
+        wish(requirements=None, packages=["a"], wheels=tmp_path / "none")
+    with pytest.raises(UsageError, match="--python"):
+        wish(requirements=None, python="-c evil")
