@@ -102,7 +102,9 @@ class RayKeys:
         8265, "Port of the dashboard, on the head's loopback and here.", low=1, high=65535
     )
     redis_port: int = key(6379, "Port of the head, which workers connect to.", low=1, high=65535)
-    head_bind_all: bool = key(True, "The head listens on its own address; without it on loopback alone.")
+    head_bind_all: bool = key(
+        True, "Ray listens on all addresses, guarded by its token; without it one node, on loopback."
+    )
     namespace: str = key("default", "Ray's namespace.")
     log_level: str = key("info", "Ray's log level.", allowed=("debug", "info", "warning", "error"))
 
