@@ -49,7 +49,7 @@ facts() {
 # $1 is the run's folder, $2 the command, $3 its time limit or nothing. No variable has a name that one of
 # the command's own could have: those are in the environment already.
 _WATCH = r"""
-_grid_began() { sed 's/.*) //' "/proc/$1/stat" | cut -d ' ' -f 20; }
+_grid_began() { sed 's/.*) //' "/proc/$1/stat" 2>/dev/null | cut -d ' ' -f 20 | grep . || echo 0; }
 setsid "${SHELL:-/bin/sh}" -c "$2" </dev/null >>"$1/out" 2>>"$1/err" &
 _grid_child=$!
 printf '{"boot":"%s","watcher":%s,"watcher_start":%s,"pid":%s,"pid_start":%s}' \
