@@ -1,0 +1,1 @@
+"""What runs on nodes, tested without one."""
