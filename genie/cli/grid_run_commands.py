@@ -32,7 +32,7 @@ from genie.errors import GenieError, RunLostError, TransportError, UsageError
 if TYPE_CHECKING:
     from genie.config import Settings
     from genie.grid.grid_file import GridFile
-    from genie.grid.launch import Launch
+    from genie.grid.launch import Launch, Launcher
     from genie.grid.run import Run
     from genie.grid.runner import NodeRuns, Runner
     from genie.grid.ssh_pool import SshPool
@@ -292,8 +292,7 @@ async def _run(settings: Settings, launch: Launch, options: RunOptions, *, as_js
         for name in names:
             file.node(name)  # before anything starts anywhere
         if len(names) <= 1:
-            started = await (launcher.on(names[0], launch) if names else launcher.on_best(launch))
-            runs, failed = [started], list[_Outcome]()
+            runs, failed = [await _start_one(launcher, names, launch)], list[_Outcome]()
         else:
             runs, failed = await _start_all(launcher, names, launch)
         if options.detach:
@@ -306,11 +305,23 @@ async def _run(settings: Settings, launch: Launch, options: RunOptions, *, as_js
         return _conclude(outcomes, followed, several=several, as_json=as_json)
 
 
-async def _start_all(launcher: Any, names: Sequence[str], launch: Launch) -> tuple[list[Run], list[_Outcome]]:
+async def _start_one(launcher: Launcher, names: Sequence[str], launch: Launch) -> Run:
+    from genie.grid.run import new_run_id
+
+    known = dataclasses.replace(launch, run_id=new_run_id())
+    try:
+        return await (launcher.on(names[0], known) if names else launcher.on_best(known))
+    except asyncio.CancelledError:
+        output.say(f"if run {known.run_id} has begun, it goes on; 'grid-cli cancel {known.run_id}' ends it")
+        raise
+
+
+async def _start_all(
+    launcher: Launcher, names: Sequence[str], launch: Launch
+) -> tuple[list[Run], list[_Outcome]]:
     async def start(name: str) -> Run | _Outcome:
         try:
-            started: Run = await launcher.on(name, launch)
-            return started
+            return await launcher.on(name, launch)
         except GenieError as error:
             output.show_error(error, debug=False)
             return _Outcome(name, None, error.exit_code, error)
@@ -397,9 +408,11 @@ class _Follower:
             except RunLostError as lost:
                 ended("lost")
                 error = lost
-            except (GenieError, OSError) as trouble:
-                error = trouble
-                code = trouble.exit_code if isinstance(trouble, GenieError) else 1
+            except GenieError as trouble:
+                error, code = trouble, trouble.exit_code
+            except OSError as trouble:  # of our own output: whoever read it has gone, or the disk is full
+                error, code = trouble, 1
+                output.say(f"run {run.run_id} goes on; 'grid-cli attach {run.run_id}' follows it")
             else:
                 ended("cancelled" if self._interrupted and code else "failed" if code else "succeeded")
         return _Outcome(run.node, run, code, error, took_s=time.monotonic() - began)

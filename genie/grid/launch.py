@@ -23,7 +23,10 @@ from genie.grid.ssh_pool import SshPool
 
 @dataclass(frozen=True, kw_only=True)
 class Launch:
-    """A run that is wanted. `labels` and `gpus` choose the node, where none is named."""
+    """A run that is wanted. `labels` and `gpus` choose the node, where none is named.
+
+    `run_id` is for one node only; without it, one is made for each.
+    """
 
     command: str
     env: Mapping[str, str] = field(default_factory=dict)
@@ -33,6 +36,7 @@ class Launch:
     timeout_s: float | None = None
     labels: Mapping[str, str] = field(default_factory=dict)
     sync: Path | None = None
+    run_id: str | None = None
 
 
 class Launcher:
@@ -66,6 +70,7 @@ class Launcher:
             gpus=launch.gpus,
             stdin=launch.stdin,
             timeout_s=launch.timeout_s,
+            run_id=launch.run_id,
         )
 
     async def on_best(self, launch: Launch) -> Run:

@@ -310,6 +310,17 @@ def test_an_interrupt_while_the_node_is_gone_says_so_and_the_second_one_leaves(
         assert process.wait(60) == 255
 
 
+def test_an_interrupt_while_a_run_is_started_names_it(own_bed: Bed, own_cli: Cli) -> None:
+    with (
+        own_bed["gpu1"].hanging(),
+        grid_cli("run", "true", "--node", "gpu1", "--log-level", "DEBUG") as process,
+    ):
+        wait_for(process, b"")
+        process.send_signal(signal.SIGINT)
+        wait_for(process, b"'grid-cli cancel r-")
+        assert process.wait(30) == 130
+
+
 def wait_for(process: subprocess.Popen[bytes], text: bytes) -> None:
     assert process.stderr is not None
     lines = []
@@ -325,6 +336,8 @@ def test_a_reader_that_goes_away_leaves_the_run_alone(own_bed: Bed, own_cli: Cli
         process.stdout.close()
         assert process.wait(30) == 1
         assert process.stderr is not None
-        assert b"Traceback" not in process.stderr.read()
+        said = process.stderr.read()
+    assert b"Traceback" not in said
+    assert b"goes on; 'grid-cli attach r-" in said
     (one,) = json.loads(own_cli("ps", "--json").out)["runs"]
     assert own_cli("cancel", one["run_id"]).code == 0

@@ -86,7 +86,7 @@ def read(args: Args, blob: bytes) -> Answer:
     """Output from the offsets `out` and `err` on; waits up to wait_s until there is some, or the end."""
     folder = _folder(args)
     deadline = time.monotonic() + min(float(args.get("wait_s", 0)), _WAIT_S_MAX)
-    pause_s = 0.002
+    pause_s = 0.001
     while True:
         found = _state(folder)  # before the output: what has ended has written everything
         ended = found["state"] in ("exited", "lost")
@@ -95,7 +95,7 @@ def read(args: Args, blob: bytes) -> Answer:
         if out or err or ended or time.monotonic() >= deadline:
             break
         time.sleep(pause_s)
-        pause_s = min(pause_s * 1.5, _PAUSE_S_MAX)
+        pause_s = min(pause_s * 1.25, _PAUSE_S_MAX)
     end = ended and len(out) < CHUNK_BYTES and len(err) < CHUNK_BYTES
     return dict(found, out=len(out), err=len(err), end=end), out + err
 
