@@ -312,25 +312,32 @@ async def _start_one(launcher: Launcher, names: Sequence[str], launch: Launch) -
     try:
         return await (launcher.on(names[0], known) if names else launcher.on_best(known))
     except asyncio.CancelledError:
-        output.say(f"if run {known.run_id} has begun, it goes on; 'grid-cli cancel {known.run_id}' ends it")
+        output.say(f"if run {known.run_id} still goes on, 'grid-cli cancel {known.run_id}' ends it")
         raise
 
 
 async def _start_all(
     launcher: Launcher, names: Sequence[str], launch: Launch
 ) -> tuple[list[Run], list[_Outcome]]:
-    async def start(name: str) -> Run | _Outcome:
+    async def start(name: str) -> Run | GenieError:
         try:
-            return await launcher.on(name, launch)
+            return await launcher.on(name, dataclasses.replace(launch, sync=None))
         except GenieError as error:
-            output.show_error(error, debug=False)
-            return _Outcome(name, None, error.exit_code, error)
+            return error
 
+    wrong = await launcher.sync(launch.sync, names) if launch.sync is not None else {}
     async with asyncio.TaskGroup() as group:
-        tasks = [group.create_task(start(name)) for name in names]
-    results = [task.result() for task in tasks]
-    failed = [each for each in results if isinstance(each, _Outcome)]
-    return [each for each in results if not isinstance(each, _Outcome)], failed
+        tasks = {name: group.create_task(start(name)) for name in names if name not in wrong}
+    runs = []
+    for name, task in tasks.items():
+        result = task.result()
+        if isinstance(result, GenieError):
+            wrong[name] = result
+        else:
+            runs.append(result)
+    for error in wrong.values():
+        output.show_error(error, debug=False)
+    return runs, [_Outcome(name, None, error.exit_code, error) for name, error in wrong.items()]
 
 
 def _show_started(runs: Sequence[Run], failed: Sequence[_Outcome], *, as_json: bool) -> int:

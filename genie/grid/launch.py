@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from genie.errors import GenieError, NodeRefusedError, NoNodeError, SyncError, UnreachableError
+from genie.errors import GenieError, NodeRefusedError, NoNodeError, UnreachableError
 from genie.grid.grid_file import GridFile
 from genie.grid.run import Run
 from genie.grid.runner import Runner
@@ -61,7 +61,8 @@ class Launcher:
         """Raises what Runner.start does, and SyncError."""
         self._file.node(node)
         if launch.sync is not None:
-            await self._sync(launch.sync, node)
+            for error in (await self.sync(launch.sync, [node])).values():
+                raise error
         return await self._runner.start(
             node,
             launch.command,
@@ -110,12 +111,13 @@ class Launcher:
                     raise
         raise AssertionError
 
-    async def _sync(self, local: Path, node: str) -> None:
-        syncer = _part("sync").Syncer(self._pool, self._file)
-        for report in await syncer.sync(local, [node], progress=self._progress):
-            error = getattr(report, "error", None)
-            if error:
-                raise error if isinstance(error, GenieError) else SyncError(f"node {node}: {error}")
+    async def sync(self, local: Path, nodes: Sequence[str]) -> dict[str, GenieError]:
+        """Brings a folder to nodes, side by side; what went wrong, by node."""
+        syncer = _part("sync.syncer").Syncer(
+            self._pool, self._file, state_dir=self._state_dir, metrics=figures(self._state_dir)
+        )
+        reports = await syncer.sync(local, nodes, progress=self._progress)
+        return {report.node: report.error for report in reports if report.error is not None}
 
 
 def figures(state_dir: Path) -> Any:

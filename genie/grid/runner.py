@@ -54,6 +54,7 @@ _ENV_BYTES_MAX = 1 << 20
 _WAIT_S = 5.0
 _WAIT_S_SHORT = 0.5
 _START_S = 15.0
+_INTERRUPT_S = 2.0
 _PAUSE_S = 0.1
 _PAUSE_S_MAX = 5.0
 _NOTE_EVERY_S = 10.0
@@ -109,7 +110,8 @@ class Runner:
         """Starts a line of shell, as `ssh NODE COMMAND` would, in `cwd` (below remote_root unless whole).
 
         Raises UnreachableError where it provably has not begun, ConnectionLostError where that is not
-        known, and NodeRefusedError with reason 'busy' where not so many GPUs are free.
+        known, and NodeRefusedError with reason 'busy' where not so many GPUs are free. When the caller
+        is cancelled meanwhile, what may have begun is interrupted.
         """
         args = {
             "id": checked_run_id(run_id or new_run_id()),
@@ -144,11 +146,27 @@ class Runner:
                 if not asked:
                     raise
                 error = gone
+            except asyncio.CancelledError:
+                if asked:
+                    await self._interrupt_begun(node, str(args["id"]))
+                raise
         assert error is not None
         raise ConnectionLostError(
             f"node {node}: whether run {args['id']} has begun is not known: {error.message}",
             hint=f"when the node is back, 'grid-cli attach {args['id']}' follows it, if it has",
         )
+
+    async def _interrupt_begun(self, node: str, run_id: str) -> None:
+        """Nobody waits for that start any more. It may be under way there, so it is looked for a while."""
+        deadline = self._clock() + _INTERRUPT_S
+        while self._clock() < deadline:
+            with contextlib.suppress(GenieError, TimeoutError):
+                async with asyncio.timeout(_INTERRUPT_S):
+                    args = {"id": run_id, "signal": "INT"}
+                    answer, _ = await self._ask(node, "signal", args, retries=0)
+                    if answer["sent"] or answer["state"] in ("exited", "lost"):
+                        return
+            await asyncio.sleep(_PAUSE_S)
 
     async def wait(
         self, run: Run, on_output: OnOutput, *, out: int = 0, err: int = 0, on_note: OnNote | None = None

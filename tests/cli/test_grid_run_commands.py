@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 from genie.grid.launch import figures
@@ -101,6 +102,16 @@ def test_all_nodes_run_it_and_one_that_is_gone_is_255(own_bed: Bed, own_cli: Cli
     done = own_cli("run", "hostname", "--all")
     assert (done.code, done.out) == (255, "gpu1: gpu1\n")
     assert "gpu2: unreachable" in done.err
+
+
+def test_a_folder_is_sent_to_all_nodes_at_once_and_those_that_did_not_get_it_run_nothing(
+    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced = parts.install_syncer(monkeypatch, failing=["gpu2"])
+    done = cli("run", "hostname", "--node", "gpu1", "--node", "gpu2", "--sync", str(tmp_path))
+    assert synced == [(tmp_path, ["gpu1", "gpu2"])]
+    assert (done.code, done.out) == (1, "gpu1: gpu1\n")
+    assert "gpu2: refused" in done.err
 
 
 def test_a_run_as_json(cli: Cli) -> None:
@@ -311,11 +322,8 @@ def test_an_interrupt_while_the_node_is_gone_says_so_and_the_second_one_leaves(
 
 
 def test_an_interrupt_while_a_run_is_started_names_it(own_bed: Bed, own_cli: Cli) -> None:
-    with (
-        own_bed["gpu1"].hanging(),
-        grid_cli("run", "true", "--node", "gpu1", "--log-level", "DEBUG") as process,
-    ):
-        wait_for(process, b"")
+    with own_bed["gpu1"].hanging(), grid_cli("run", "true", "--node", "gpu1") as process:
+        wait_until(psutil.Process(process.pid).net_connections, timeout_s=30, what="an attempt to connect")
         process.send_signal(signal.SIGINT)
         wait_for(process, b"'grid-cli cancel r-")
         assert process.wait(30) == 130

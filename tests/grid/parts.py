@@ -1,4 +1,4 @@
-"""Stand-ins for parts of the grid that a checkout may not have: health and metrics.
+"""Stand-ins for parts of the grid that a checkout may not have: health, metrics and sync.
 
 Only what is missing is put in; where the real part is there, it is used. `BOOT` does the same at the start
 of a grid-cli of its own process. Not for: tests of those parts.
@@ -9,8 +9,13 @@ from __future__ import annotations
 import importlib.util
 import sys
 import types
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+import pytest
+
+from genie.errors import NoNodeError, SyncError
 
 BOOT = (
     "import sys; from tests.grid.parts import install_missing; install_missing(); "
@@ -35,8 +40,6 @@ class _Checker:
 
 
 def _choose(nodes: list[_Health], *, gpus: int = 0, labels: Any = None) -> _Health:
-    from genie.errors import NoNodeError
-
     for node in nodes:
         if all(node.labels.get(key) == value for key, value in (labels or {}).items()):
             return node
@@ -65,6 +68,28 @@ class _Metrics:
 
     def text(self) -> str:
         return self._path.read_text() if self._path.exists() else ""
+
+
+def install_syncer(patch: pytest.MonkeyPatch, *, failing: Sequence[str] = ()) -> list[tuple[Path, list[str]]]:
+    """A sync that sends nothing; gives the list of what it was asked for."""
+    asked: list[tuple[Path, list[str]]] = []
+
+    class Syncer:
+        def __init__(self, pool: object, file: object, *, state_dir: Path, metrics: object) -> None:
+            pass
+
+        async def sync(self, local: Path, nodes: Sequence[str], *, progress: object) -> list[object]:
+            asked.append((local, list(nodes)))
+            return [
+                types.SimpleNamespace(node=name, error=SyncError(f"node {name}") if name in failing else None)
+                for name in nodes
+            ]
+
+    module = types.ModuleType("genie.grid.sync.syncer")
+    module.__dict__["Syncer"] = Syncer
+    patch.setitem(sys.modules, "genie.grid.sync", types.ModuleType("genie.grid.sync"))
+    patch.setitem(sys.modules, module.__name__, module)
+    return asked
 
 
 def install_missing() -> None:

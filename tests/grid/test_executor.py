@@ -10,11 +10,10 @@ import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
-from genie.errors import ConfigError, NodeRefusedError, UnreachableError
+from genie.errors import ConfigError, NodeRefusedError, SyncError, UnreachableError
 from genie.grid import executor as executor_module
 from genie.grid.executor import Executor, RunResult
 from genie.grid.launch import figures
@@ -122,21 +121,18 @@ def test_a_busy_node_is_left_out_and_the_next_one_taken(own_bed: Bed, own_execut
 
 
 def test_a_folder_is_brought_to_the_node_first(executor: Executor, monkeypatch: pytest.MonkeyPatch) -> None:
-    synced: list[tuple[Path, list[str]]] = []
-
-    class Syncer:
-        def __init__(self, pool: object, file: object) -> None:
-            pass
-
-        async def sync(self, local: Path, nodes: list[str], *, progress: object) -> list[object]:
-            synced.append((local, list(nodes)))
-            return []
-
-    module = ModuleType("genie.grid.sync")
-    module.Syncer = Syncer  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "genie.grid.sync", module)
+    synced = parts.install_syncer(monkeypatch)
     executor.run_distributed("true", node="gpu1", sync="/some/where")
     assert synced == [(Path("/some/where"), ["gpu1"])]
+
+
+def test_a_folder_that_does_not_arrive_means_no_run(
+    executor: Executor, monkeypatch: pytest.MonkeyPatch, bed: Bed
+) -> None:
+    parts.install_syncer(monkeypatch, failing=["gpu1"])
+    with pytest.raises(SyncError, match="gpu1"):
+        executor.run_distributed("touch ~/ran-without-its-folder", node="gpu1", sync="/some/where")
+    assert not (bed["gpu1"].home / "ran-without-its-folder").exists()
 
 
 def test_nothing_that_can_be_reached_is_an_error(own_bed: Bed, own_executor: Executor) -> None:

@@ -452,6 +452,28 @@ async def test_a_start_whose_answer_is_lost_begins_once(
     assert (node.home / "begun").read_text() == "begun\n"
 
 
+async def test_a_start_that_is_cancelled_interrupts_what_has_begun(
+    own_bed: Bed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    call: Callable[..., Awaitable[object]] = Link.call
+
+    async def answer_late(link: Link, op: str, *args: object, **more: object) -> object:
+        answer = await call(link, op, *args, **more)
+        if op == "runs.start":
+            await asyncio.sleep(60)
+        return answer
+
+    async with runner_of(own_bed) as runner:
+        monkeypatch.setattr(Link, "call", answer_late)
+        starting = asyncio.ensure_future(runner.start("gpu1", "sleep 7007"))
+        await until(lambda: own_bed["gpu1"].processes("sleep 7007"), what="the command")
+        starting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await starting
+        (run,) = await runner.list("gpu1")
+        assert await runner.wait(run, lambda *_: None) == 128 + 2
+
+
 async def test_two_starts_with_one_id_are_one_run(runner: Runner, bed: Bed) -> None:
     run_id = new_run_id()
     async with asyncio.TaskGroup() as group:
