@@ -380,8 +380,11 @@ def _told(outcome: _Outcome, followed: _Follower) -> dict[str, Any]:
 class _Follower:
     """Follows runs to their ends, with Ctrl-C for all of them."""
 
-    def __init__(self, runner: Runner, settings: Settings, *, several: bool, as_json: bool) -> None:
+    def __init__(
+        self, runner: Runner, settings: Settings, *, several: bool, as_json: bool, counts: bool = True
+    ) -> None:
         self._runner = runner
+        self._counts = counts
         self._state_dir = settings.paths.state_dir
         self._several = several
         self._as_json = as_json
@@ -409,7 +412,8 @@ class _Follower:
         began = time.monotonic()
         error: BaseException | None = None
         code = _TRANSPORT
-        with counted(self._state_dir) as ended, self._sink(run.node) as sink:
+        counting = counted(self._state_dir) if self._counts else contextlib.nullcontext(_not_counted)
+        with counting as ended, self._sink(run.node) as sink:
             try:
                 code = await self._runner.wait(run, sink, on_note=output.say)
             except RunLostError as lost:
@@ -472,6 +476,10 @@ class _Follower:
                 following.cancel()
 
 
+def _not_counted(_: str) -> None:
+    pass
+
+
 _NEXT = {"INT": "kill", "KILL": "leave at once"}
 
 
@@ -520,7 +528,9 @@ async def _read_all(runner: Runner, run: Run, show: Write) -> None:
 async def _attach(settings: Settings, run_id: str, *, as_json: bool) -> int:
     async with _open(settings) as (_, _, runner):
         found = await runner.find(run_id)
-        followed = _Follower(runner, settings, several=False, as_json=as_json)
+        # One that has ended was counted by whoever saw its end.
+        counts = not found.is_over
+        followed = _Follower(runner, settings, several=False, as_json=as_json, counts=counts)
         return _conclude(await followed.follow([found]), followed, several=False, as_json=as_json)
 
 

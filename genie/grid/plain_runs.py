@@ -96,6 +96,9 @@ done
 printf 'created\n'
 facts
 printf -- '--\n'
+ls -t -- "$runs" | tail -n +$((kept + 1)) | while IFS= read -r id; do
+  case $id in r-*) if grep -q '"code"' "$runs/$id/exit"; then rm -rf -- "$runs/$id"; fi ;; esac
+done
 """
 
 _READ = r"""
@@ -174,6 +177,7 @@ def script(name: str, args: Mapping[str, Any], *, marker: str) -> str:
     if name == "start":
         values |= {"command": args["command"], "cwd": args.get("cwd") or ".", "watch": _WATCH}
         values |= {"meta": _meta(args), "timeout_s": args.get("timeout_s") or ""}
+        values["kept"] = runs.RUNS_KEPT
         # Only where none of our own variables is needed any more: the user's may have the same names.
         exports = "".join(
             f"export {key}={shlex.quote(value)}; " for key, value in (args.get("env") or {}).items()

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import random
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -46,6 +47,8 @@ from genie.grid.run import (
 from genie.grid.ssh_pool import Link, SshPool
 from genie.model.names import checked_env_key
 
+_log = logging.getLogger(__name__)
+
 COMMAND_BYTES_MAX = 131_000
 """The longest single argument that Linux takes, less a little."""
 STDIN_BYTES_MAX = core.BLOB_BYTES_MAX
@@ -53,7 +56,9 @@ GPUS_MAX = 1024
 _ENV_BYTES_MAX = 1 << 20
 _WAIT_S = 5.0
 _WAIT_S_SHORT = 0.5
-_START_S = 15.0
+_START_S = 5.0
+_START_S_GPUS = 30.0
+"""Beyond ssh.timeout: others may be choosing GPUs, and their driver may be slow to say which are in use."""
 _INTERRUPT_S = 2.0
 _PAUSE_S = 0.1
 _PAUSE_S_MAX = 5.0
@@ -139,13 +144,16 @@ class Runner:
             try:
                 async with self._pool.use(node, retries=None if not asked else 0) as link:
                     asked = True
-                    timeout_s = self._file.ssh.timeout + _START_S
+                    timeout_s = self._file.ssh.timeout + (_START_S_GPUS if args["gpus"] else _START_S)
                     answer, _ = await self._ask_link(link, "start", args, stdin, timeout_s=timeout_s)
                     return answer
             except _GONE as gone:
                 if not asked:
                     raise
                 error = gone
+                _log.info(
+                    "asking again for a start", extra={"node": node, "run": args["id"], "why": gone.message}
+                )
             except asyncio.CancelledError:
                 if asked:
                     await self._interrupt_begun(node, str(args["id"]))

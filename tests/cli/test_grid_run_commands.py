@@ -176,6 +176,13 @@ def test_runs_are_counted(cli: Cli, state_dir: Path) -> None:
     assert 'grid_tasks_completed_total{status="failed"} 1' in text
 
 
+def test_a_run_is_counted_once_however_often_it_is_looked_at(cli: Cli, state_dir: Path) -> None:
+    done = cli("run", "true", "--node", "gpu1", "--json")
+    run_id = json.loads(done.out)["runs"][0]["run_id"]
+    assert cli("attach", run_id).code == 0
+    assert figures(state_dir).text().count('grid_tasks_completed_total{status="succeeded"} 1') == 1
+
+
 # --- detached ------------------------------------------------------------------------------------
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import shutil
 import subprocess
 from collections.abc import AsyncIterator, Iterator
@@ -12,12 +13,13 @@ import pytest_asyncio
 
 from genie.errors import NodeRefusedError, RunLostError, RunNotFoundError
 from genie.grid import plain_runs
+from genie.grid.remote import runs as remote_runs
 from genie.grid.run import RunState, new_run_id
 from genie.grid.runner import Runner
 from genie.grid.ssh_pool import SshPool
 from tests.grid.bed import Bed, Node
 from tests.grid.conftest import grid_file_of
-from tests.grid.test_runner import COUNTED, COUNTING, Heard, ran, without_python
+from tests.grid.test_runner import COUNTED, COUNTING, Heard, folder_of, ran, without_python
 from tests.waiting import until
 
 
@@ -84,6 +86,20 @@ async def test_a_start_that_is_asked_for_twice_begins_once(runner: Runner, node:
         run = await runner.start("gpu1", "echo x >> ~/twice", run_id=run_id)
         assert await runner.wait(run, lambda *_: None) == 0
     assert (node.home / "twice").read_text() == "x\n"
+
+
+async def test_the_oldest_ended_runs_are_removed(runner: Runner, node: Node) -> None:
+    first = await runner.start("gpu1", "true")
+    assert await runner.wait(first, lambda *_: None) == 0
+    folder = folder_of(node, first)
+    for number in range(remote_runs.RUNS_KEPT + 5):
+        copy = shutil.copytree(folder, folder.with_name(f"r-{number}"))
+        os.utime(copy, (1000 + number, 1000 + number))
+    last = await runner.start("gpu1", "true")
+    assert await runner.wait(last, lambda *_: None) == 0
+    await until(lambda: len(list(folder.parent.iterdir())) == remote_runs.RUNS_KEPT, what="their removal")
+    assert folder.exists()
+    assert not folder.with_name("r-0").exists()
 
 
 async def test_a_node_that_goes_down_makes_its_runs_lost(runner: Runner, node: Node) -> None:

@@ -130,6 +130,10 @@ async def test_a_run_has_the_shell_the_folder_and_the_variables_that_were_asked_
     assert not list(bed["gpu2"].home.glob("grid_workspace/.grid/runs/.new-*"))
 
 
+async def test_a_pipe_whose_reader_ends_is_quiet_as_in_any_shell(runner: Runner) -> None:
+    assert await ran(runner, "gpu2", "yes | head -n 1") == (0, b"y\n", b"")
+
+
 async def test_values_of_variables_and_standard_input_are_not_kept_on_the_node(
     bed: Bed, runner: Runner
 ) -> None:
@@ -163,15 +167,15 @@ async def test_a_hostile_command_is_just_a_command(bed: Bed, runner: Runner) -> 
     assert (await ran(runner, "gpu4", text))[1] == b"--help\n-oProxyCommand=x\n`\n"
 
 
-@pytest.mark.parametrize(
-    "run_id", ["../../etc/x", "-oProxyCommand=x", "r-a; touch x", "", "r-ABCDEFGHIJ", "r-"]
-)
+HOSTILE = ["../../etc/x", "-oProxyCommand=x", "r-a; touch x", "r-ABCDEFGHIJ", "x", "r-aaaaaaaaaaa", "r-a\n"]
+
+
+@pytest.mark.parametrize("run_id", HOSTILE)
 async def test_a_hostile_run_id_is_refused_before_it_is_used(runner: Runner, run_id: str) -> None:
     with pytest.raises(NameInvalidError):
-        await runner.start("gpu1", "true", run_id=run_id or "x")
-    if run_id not in ("r-",):
-        with pytest.raises(NameInvalidError):
-            await runner.find(run_id)
+        await runner.start("gpu1", "true", run_id=run_id)
+    with pytest.raises(NameInvalidError):
+        await runner.find(run_id)
 
 
 async def test_a_node_refuses_a_hostile_run_id_too(pool: SshPool) -> None:

@@ -70,6 +70,8 @@ def start(args: Args, blob: bytes) -> Answer:
         return _begin(folder, dict(args, cwd=cwd, root=root, gpu_env={}), [], blob)
     lock = _lock(runs)
     try:
+        if os.path.isdir(folder):  # this very run was being started, and now holds its GPUs
+            return dict(_status(folder), created=False)
         gpus, env = _take_gpus(runs, int(args["gpus"]))
         return _begin(folder, dict(args, cwd=cwd, root=root, gpu_env=env), gpus, blob)
     finally:
