@@ -112,7 +112,7 @@ class Executor:
     def _open(self) -> _Session:
         with self._lock:
             if self._session is None:
-                self._session = _Session(SshPool(self._file, ssh_config=self._ssh_config))
+                self._session = _Session(self._file, self._ssh_config)
                 weakref.finalize(self, self._session.close)
             return self._session
 
@@ -120,7 +120,7 @@ class Executor:
         session = self._session
         if session is None:
             raise UsageError("this Executor is closed")
-        runner = Runner(session.pool, self._file)
+        runner = session.runner
         launcher = Launcher(session.pool, self._file, runner, state_dir=self._state_dir)
         kept = _Kept()
         with counted(self._state_dir) as ended:
@@ -167,8 +167,9 @@ class _Kept:
 class _Session:
     """A loop in a thread of its own, with the pool that lives on it."""
 
-    def __init__(self, pool: SshPool) -> None:
-        self.pool = pool
+    def __init__(self, file: GridFile, ssh_config: Path) -> None:
+        self.pool = SshPool(file, ssh_config=ssh_config)
+        self.runner = Runner(self.pool, file)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="genie-grid", daemon=True)
         self._thread.start()

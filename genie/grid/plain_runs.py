@@ -11,6 +11,7 @@ Not for: nodes with a helper.
 from __future__ import annotations
 
 import json
+import math
 import secrets
 import shlex
 from collections.abc import Mapping
@@ -183,7 +184,7 @@ def script(name: str, args: Mapping[str, Any], *, marker: str) -> str:
             f"export {key}={shlex.quote(value)}; " for key, value in (args.get("env") or {}).items()
         )
     elif name == "read":
-        wait_s = min(int(args.get("wait_s", 0)), _WAIT_S_MAX)
+        wait_s = min(math.ceil(args.get("wait_s", 0)), _WAIT_S_MAX)
         values |= {"out": int(args["out"]), "err": int(args["err"])}
         values |= {"wait_s": wait_s, "chunk": runs.CHUNK_BYTES}
     elif name == "signal":

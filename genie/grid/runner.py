@@ -64,7 +64,8 @@ _PAUSE_S = 0.1
 _PAUSE_S_MAX = 5.0
 _NOTE_EVERY_S = 10.0
 _READS_MAX = 40
-"""Long questions to one node at a time: its helper takes 64 of all kinds."""
+_STARTS_MAX = 16
+"""Of each, to one node at a time: its helper takes 64 requests of all kinds."""
 _GONE = (UnreachableError, ConnectionLostError, DeadlineError)
 _KEPT_REASONS = ("no_space", "read_only", "denied")
 
@@ -99,6 +100,7 @@ class Runner:
         self._clock = clock
         self._followed: dict[str, int] = {}
         self._reads: dict[str, asyncio.Semaphore] = {}
+        self._starts: dict[str, asyncio.Semaphore] = {}
 
     async def start(
         self,
@@ -132,7 +134,8 @@ class Runner:
             raise UsageError(
                 f"standard input has more than {STDIN_BYTES_MAX} bytes", hint="send it as a file"
             )
-        answer = await self._start(node, args, stdin)
+        async with self._starts.setdefault(node, asyncio.Semaphore(_STARTS_MAX)):
+            answer = await self._start(node, args, stdin)
         return run_of(node, answer)
 
     async def _start(self, node: str, args: Mapping[str, Any], stdin: bytes) -> Any:
@@ -189,7 +192,7 @@ class Runner:
         with self._following(run.node):
             while True:
                 try:
-                    chunk = await self.read(run, out=out, err=err, wait_s=self._wait_s())
+                    chunk = await self.read(run, out=out, err=err, wait_s=self._wait_s(run.node))
                 except _GONE as error:
                     await asyncio.sleep(outage.goes_on(error))
                     continue
@@ -302,9 +305,10 @@ class Runner:
         except NodeRefusedError as error:
             raise _explained(error, op, root=self._file.remote_root) from None
 
-    def _wait_s(self) -> float:
-        """Shorter where more nodes are followed than there are connections: each gets its turn."""
-        return _WAIT_S if len(self._followed) <= self._file.ssh.pool_size else _WAIT_S_SHORT
+    def _wait_s(self, node: str) -> float:
+        """Short where more is followed than can be asked for at a time: everything gets its turn."""
+        crowded = len(self._followed) > self._file.ssh.pool_size or self._followed[node] > _READS_MAX
+        return _WAIT_S_SHORT if crowded else min(_WAIT_S, self._file.ssh.timeout)
 
     @contextlib.contextmanager
     def _following(self, node: str) -> Iterator[None]:

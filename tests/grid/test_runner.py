@@ -196,13 +196,14 @@ async def test_a_node_that_is_not_in_the_file_is_refused(runner: Runner) -> None
         await runner.start("-oProxyCommand=x", "true")
 
 
-async def test_fifty_runs_at_once_on_one_node(runner: Runner) -> None:
+@pytest.mark.parametrize("count", [50, 90], ids=["fifty", "more than a helper answers at a time"])
+async def test_many_runs_at_once_on_one_node(runner: Runner, count: int) -> None:
     async with asyncio.TaskGroup() as group:
         tasks = [
-            group.create_task(ran(runner, "gpu5", f"sleep 0.2; echo {number}; exit {number}"))
-            for number in range(50)
+            group.create_task(ran(runner, "gpu5", f"sleep 0.5; echo {number}; exit {number}"))
+            for number in range(count)
         ]
-    assert [task.result()[:2] for task in tasks] == [(n, b"%d\n" % n) for n in range(50)]
+    assert [task.result()[:2] for task in tasks] == [(n, b"%d\n" % n) for n in range(count)]
 
 
 # --- signals ------------------------------------------------------------------------------------
@@ -231,6 +232,7 @@ async def _has_output(runner: Runner, run: Run) -> bool:
 async def test_another_process_with_the_number_of_a_run_gets_no_signal(bed: Bed, runner: Runner) -> None:
     """As after a reboot, or when numbers have come round: the number lives, and is not ours."""
     run = await runner.start("gpu6", "sleep 7002")
+    await until(lambda: bed["gpu6"].processes("sleep 7002"), what="the command")
     folder = folder_of(bed["gpu6"], run)
     before = (folder / "pid").read_text()
     record = json.loads(before)
