@@ -98,8 +98,9 @@ def run(
 ) -> None:
     """Run a command on the best node, show its output, and end with its exit code.
 
-    Ctrl-C interrupts it there; a second one kills it. When this program ends or the connection breaks, the
-    command goes on: 'grid-cli attach' follows it again.
+    Ctrl-C interrupts it there; a second one kills it.
+
+    When this program ends, the command goes on: 'grid-cli attach' follows it again.
     """
     settings = invocation.load_settings()
     launch = _launch(command, options)
@@ -360,7 +361,7 @@ def _conclude(outcomes: Sequence[_Outcome], followed: _Follower, *, several: boo
             output.say(f"{each.node}: {each.word}{took}")
     if not several:
         for each in outcomes:
-            if isinstance(each.error, BaseException):
+            if each.error is not None:
                 raise each.error
     return code
 

@@ -180,7 +180,7 @@ def _begin(folder: str, args: Args, gpus: Any, blob: bytes) -> Answer:
     try:
         _prepare(new, args, gpus, blob)
     except OSError as error:
-        _remove(new)
+        _remove_files(new)
         raise _named(error, new) from None
     keys = ("command", "env", "gpu_env", "cwd", "root", "id", "timeout_s")
     passed = {key: args.get(key) for key in keys}
@@ -195,8 +195,9 @@ def _begin(folder: str, args: Args, gpus: Any, blob: bytes) -> Answer:
         time.sleep(pause_s)
         pause_s = min(pause_s * 1.5, 0.02)
     if not os.path.isdir(folder):
-        _remove(new)
-        raise OpError("start", "the process that was to watch the run has ended before it began")
+        _remove(new)  # now it can begin no more, if it has not just done so
+        if not os.path.isdir(folder):
+            raise OpError("start", "the process that was to watch the run has not begun")
     return dict(_status(folder), created=True)
 
 
