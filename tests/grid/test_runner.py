@@ -489,7 +489,8 @@ async def test_two_starts_with_one_id_are_one_run(runner: Runner, bed: Bed) -> N
     assert {task.result().run_id for task in tasks} == {run_id}
     assert await runner.wait(tasks[0].result(), lambda *_: None) == 0
     assert (bed["gpu9"].home / "twice").read_text() == "x\n"
-    assert not list(bed["gpu9"].home.glob("grid_workspace/.grid/runs/.new-*"))
+    runs = bed["gpu9"].home / "grid_workspace/.grid/runs"
+    await until(lambda: not list(runs.glob(".new-*")), what="the end of those who came too late")
 
 
 async def test_a_start_that_never_reached_the_node_says_that_nothing_has_begun(own_bed: Bed) -> None:
