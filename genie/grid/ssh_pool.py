@@ -385,8 +385,8 @@ async def _start_helper(connection: asyncssh.SSHClientConnection, node: GridNode
         channel, _ = await connection.create_session(lambda: helper, _BOOT, encoding=None)
     except asyncssh.ChannelOpenError as error:
         raise UnreachableError(f"node {node.name} opens no session: {error.reason}") from error
-    channel.write(b"%d\n" % len(boot))
-    channel.write(boot)
+    with contextlib.suppress(BrokenPipeError):  # no such program: it may be over already
+        channel.write(b"%d\n" % len(boot) + boot)
     await helper.started
     if helper.broken is None:
         return helper

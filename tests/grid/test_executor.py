@@ -150,11 +150,11 @@ def test_an_interrupt_is_passed_on_to_the_command(own_bed: Bed, own_executor: Ex
     text = (
         "from tests.grid.parts import install_missing; install_missing()\n"
         "from genie.grid.executor import Executor\n"
-        "Executor().run_distributed('touch ~/begun; sleep 7302', node='gpu1')\n"
+        "Executor().run_distributed('sleep 7302', node='gpu1')\n"
     )
     with subprocess.Popen([sys.executable, "-c", text], cwd=ROOT, stderr=subprocess.PIPE) as process:
         try:
-            wait_until((own_bed["gpu1"].home / "begun").exists, timeout_s=30, what="the command")
+            wait_until(lambda: own_bed["gpu1"].processes("sleep 7302"), timeout_s=30, what="the command")
             process.send_signal(signal.SIGINT)
             _, err = process.communicate(timeout=30)
         finally:
