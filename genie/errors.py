@@ -49,6 +49,7 @@ GenieError
 │   ├── NodeRefusedError        the node could not do what it was asked to; it says why
 │   ├── NoNodeError             no node fits what was asked for
 │   ├── RunNotFoundError        no run has that id
+│   ├── RunLostError            a run is gone, and nobody knows how it ended
 │   ├── SyncError               a tree could not be brought to a node
 │   └── RayError                Ray on the nodes: missing, of another version, or not up
 ├── HardwareError               an accelerator does not answer
@@ -298,6 +299,11 @@ class NoNodeError(GridError):
 
 class RunNotFoundError(GridError):
     code = "grid.run_not_found"
+
+
+class RunLostError(GridError):
+    code = "grid.run_lost"
+    exit_code = 255  # not a code of the run's own: it has none
 
 
 class SyncError(GridError):

@@ -49,6 +49,7 @@ _COMMAND_MODULES = (
     "grid_node_commands",
     "grid_promote_commands",
     "grid_ray_commands",
+    "grid_run_commands",
     "doctor",
 )
 

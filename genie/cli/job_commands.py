@@ -8,10 +8,7 @@ Not for: what jobs are (model/job.py) and how requests travel (cluster/client.py
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import signal
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -19,6 +16,7 @@ import typer
 
 from genie.cli import output
 from genie.cli.app import INTERRUPTED, AsJson, Invocation, app, command
+from genie.cli.interrupts import caught_interrupts
 from genie.cli.quantities import duration_text, parse_whole
 from genie.cli.wishes import WishOptions, gpus_text, resources_of, wishes_of
 from genie.errors import GenieError, UsageError
@@ -307,7 +305,7 @@ async def _submit_and_wait(settings: Settings, spec: JobSpec, workdir: Path | No
 
 async def _follow_to_end(client: ClusterClient, job_id: str) -> Job | None:
     """The job as it ended, after its output; None when a second Ctrl-C came first."""
-    with _interrupts() as interrupts:
+    with caught_interrupts() as interrupts:
         async with asyncio.TaskGroup() as group:
             follow = group.create_task(_stream(client, job_id))
             watch = group.create_task(_cancel_on_interrupt(client, job_id, interrupts, follow))
@@ -343,18 +341,6 @@ async def _cancel_on_interrupt(
         output.show_error(error, debug=False)
     await interrupts.get()
     follow.cancel()
-
-
-@contextlib.contextmanager
-def _interrupts() -> Iterator[asyncio.Queue[None]]:
-    """Each Ctrl-C as an item, for as long as the block lasts."""
-    presses: asyncio.Queue[None] = asyncio.Queue()
-    loop = asyncio.get_running_loop()
-    loop.add_signal_handler(signal.SIGINT, presses.put_nowait, None)
-    try:
-        yield presses
-    finally:
-        loop.remove_signal_handler(signal.SIGINT)
 
 
 def _exit_code(job: Job) -> int:

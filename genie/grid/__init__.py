@@ -13,12 +13,13 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from genie.grid.batch import BatchExecutor, TaskFailure, batch_gpu_task
+    from genie.grid.executor import Executor
 
-__all__ = ["BatchExecutor", "TaskFailure", "batch_gpu_task"]
+__all__ = ["BatchExecutor", "Executor", "TaskFailure", "batch_gpu_task"]
 
 _HOMES = {
     "BatchExecutor": "genie.grid.batch",
-    "Executor": "genie.grid.runner",
+    "Executor": "genie.grid.executor",
     "TaskFailure": "genie.grid.batch",
     "batch_gpu_task": "genie.grid.batch",
 }

@@ -393,14 +393,14 @@ async def _start_helper(connection: asyncssh.SSHClientConnection, node: GridNode
     except asyncssh.ChannelOpenError as error:
         raise UnreachableError(f"node {node.name} opens no session: {error.reason}") from error
     try:
-        channel.write(b"%d\n" % len(boot))
-        channel.write(boot)
+        with contextlib.suppress(BrokenPipeError):  # no such program: it may be over already
+            channel.write(b"%d\n" % len(boot) + boot)
         await helper.started
-        if helper.broken is None:
-            return helper
     except BaseException:
         channel.close()
         raise
+    if helper.broken is None:
+        return helper
     channel.close()
     _log.info("no helper; plain commands are used", extra={"node": node.name, "why": helper.noise_text()})
     return None

@@ -17,8 +17,11 @@ import pytest
 
 from genie.cluster import local
 from tests.cluster.small_controller import SmallController
+from tests.grid.bed import Bed
+from tests.grid.conftest import own_bed
 from tests.waiting import wait_until
 
+__all__ = ["own_bed"]
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples"
 SCHEDULERS = {
@@ -34,6 +37,7 @@ RUN_HERE = {
     "gpu_server.py",
     "grid/batch_gpu_tasks.py",  # tests/grid/test_ray_cluster.py
     "grid/setup_cluster.py",  # tests/grid/test_ray_cluster.py
+    "grid/run_job.py",
     "monitoring_dashboard.py",
     "multimodal.py",
     "tour.py",
@@ -139,6 +143,49 @@ def test_the_dashboard_shows_a_cluster(given: str, monkeypatch: pytest.MonkeyPat
         shown = run_example("monitoring_dashboard.py", *where, "--rounds", "1", "--refresh", "0.1")
     assert shown.returncode == 0, shown.stderr
     assert "n1" in shown.stdout
+
+
+# --- the grid ---------------------------------------------------------------------------------
+
+WITH_ALL_PARTS = """
+import runpy, sys
+from tests.grid.parts import install_missing
+
+install_missing()
+sys.argv = sys.argv[1:]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+def test_a_job_runs_on_a_node_of_the_grid_by_both_doors(
+    own_bed: Bed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys = "ssh: {connect_timeout: 10}\nhealth_check: {timeout: 10}\n"
+    (tmp_path / "grid.yaml").write_text(own_bed.grid_yaml(more=keys))
+    monkeypatch.setenv("GENIE_GRID_FILE", str(tmp_path / "grid.yaml"))
+    monkeypatch.setenv("GENIE_GRID_SSH_CONFIG", str(own_bed.ssh_config))
+    example = str(EXAMPLES / "grid" / "run_job.py")
+
+    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, "-c", WITH_ALL_PARTS, example, *arguments],
+            capture_output=True,
+            text=True,
+            timeout=60,
+            stdin=subprocess.DEVNULL,
+            cwd=ROOT,
+        )
+
+    done = run()
+    assert done.returncode == 0, done.stderr
+    assert len(re.findall(r"^a job on gpu[12]$", done.stdout, re.MULTILINE)) == 2, done.stdout
+    assert re.search(r"ran on gpu[12] as r-[a-z2-7]{10}, exit code 0", done.stdout)
+    assert run("exit 3").returncode == 3
+    for node in own_bed.nodes:
+        node.stop()
+    gone = run()
+    assert gone.returncode in (1, 255)
+    assert "Traceback" not in gone.stderr
 
 
 # --- the tour ---------------------------------------------------------------------------------

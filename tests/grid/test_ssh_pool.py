@@ -90,6 +90,25 @@ async def test_a_node_without_python_takes_plain_commands(bed: Bed, pool: SshPoo
         (node.bin / "python3").unlink()
 
 
+async def test_a_node_whose_python_ends_before_it_is_sent_anything_takes_plain_commands(
+    bed: Bed, pool: SshPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    node = bed["gpu6"]
+    (node.bin / "python3").write_text("#!/bin/sh\nexit 127\n")
+    (node.bin / "python3").chmod(0o755)
+
+    def write(channel: object, data: bytes) -> None:
+        raise BrokenPipeError("Channel not open for sending")
+
+    try:
+        with monkeypatch.context() as patch:
+            patch.setattr(asyncssh.SSHClientChannel, "write", write)
+            async with pool.use("gpu6") as link:
+                assert not link.has_helper
+    finally:
+        (node.bin / "python3").unlink()
+
+
 async def open_link(bed: Bed, name: str) -> None:
     async with SshPool(grid_file_of(bed), ssh_config=bed.ssh_config) as pool, pool.use(name):
         pass

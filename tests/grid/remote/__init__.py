@@ -1,1 +1,1 @@
-"""What runs on nodes, run here."""
+"""What runs on nodes, tested without one."""

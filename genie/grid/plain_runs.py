@@ -1,0 +1,252 @@
+"""Runs on a node without Python: what remote/runs.py does there, in lines of POSIX shell.
+
+`call` takes the same ops and gives the same answers, and both keep runs in the same files. The shell
+only tells what it finds; remote/runs.py's `state_of` decides what that means. Everything goes to `sh` on
+standard input, quoted: the login shell sees nothing of it. GPUs are not chosen here, and there is no
+standard input for the command.
+
+Not for: nodes with a helper.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import secrets
+import shlex
+from collections.abc import Mapping
+from typing import Any
+
+from genie.errors import NodeRefusedError, ProtocolError
+from genie.grid.remote import runs
+from genie.grid.ssh_pool import Link
+
+_WAIT_S_MAX = 10
+_NO_PYTHON = "the node has no usable python3, and without one"
+
+_COMMON = r"""
+case $root in "~/"*) root=$HOME/${root#"~/"} ;; esac
+runs=$root/.grid/runs
+run=$runs/$id
+printf '%s\n' "$marker"
+refuse() { printf 'refused %s\n--\n' "$(printf '%s' "$*" | tr '\n' ' ')"; exit 0; }
+one_line() { cat -- "$1" 2>/dev/null | tr '\n' ' '; }
+field() { sed -n "s/.*\"$1\":\([0-9]*\).*/\1/p" "$run/pid" 2>/dev/null; }
+process() { sed 's/.*) //' "/proc/$1/stat" 2>/dev/null | cut -d ' ' -f 1,20; }
+facts() {
+  [ -d "$run" ] || refuse "missing no run has the id $id"
+  printf 'run %s\n' "${run##*/}"
+  printf 'boot %s\n' "$(one_line /proc/sys/kernel/random/boot_id)"
+  printf 'pid %s\n' "$(one_line "$run/pid")"
+  for who in pid watcher; do
+    number=$(field $who)
+    [ -z "$number" ] || printf 'process %s %s\n' "$number" "$(process "$number")"
+  done
+  printf 'exit %s\n' "$(one_line "$run/exit")"
+  printf 'meta %s\n' "$(one_line "$run/meta.json")"
+}
+"""
+
+# $1 is the run's folder, $2 the command, $3 its time limit or nothing. No variable has a name that one of
+# the command's own could have: those are in the environment already.
+_WATCH = r"""
+_grid_began() { sed 's/.*) //' "/proc/$1/stat" 2>/dev/null | cut -d ' ' -f 20 | grep . || echo 0; }
+setsid "${SHELL:-/bin/sh}" -c "$2" </dev/null >>"$1/out" 2>>"$1/err" &
+_grid_child=$!
+printf '{"boot":"%s","watcher":%s,"watcher_start":%s,"pid":%s,"pid_start":%s}' \
+  "$(cat /proc/sys/kernel/random/boot_id)" $$ "$(_grid_began $$)" \
+  $_grid_child "$(_grid_began $_grid_child)" 1<>"$1/pid"
+if [ -n "$3" ]; then
+  (sleep "$3"; : >"$1/late"; kill -s TERM -- -$_grid_child; sleep 10; kill -s KILL -- -$_grid_child) &
+fi
+wait $_grid_child
+_grid_code=$?
+_grid_late=false
+if [ -e "$1/late" ]; then _grid_late=true; rm -f -- "$1/late"; fi
+printf '{"code":%s,"timed_out":%s,"ended":%s}' $_grid_code $_grid_late "$(date +%s)" 1<>"$1/exit"
+# Who waits for the time limit is in our own process group, and the command is not.
+if [ -n "$3" ]; then kill -s KILL -- -$$; fi
+"""
+
+_START = r"""
+if [ -d "$run" ]; then facts; printf -- '--\n'; exit 0; fi
+command -v setsid >/dev/null 2>&1 || refuse "missing there is neither python3 nor setsid"
+said=$(mkdir -p -m 700 -- "$runs" 2>&1) || refuse "os $said"
+case $cwd in "~/"*) cwd=$HOME/${cwd#"~/"} ;; "~") cwd=$HOME ;; esac
+cd -- "$root" && cd -- "$cwd" 2>/dev/null || refuse "missing there is no folder $cwd"
+said=$(mkdir -m 700 -- "$run" 2>&1) || {
+  if [ -d "$run" ]; then facts; printf -- '--\n'; exit 0; fi
+  refuse "os $said"
+}
+said=$( { printf '%s' "$meta" >"$run/meta.json" && : >"$run/out" && : >"$run/err" &&
+  printf '%512s' '' >"$run/pid" && printf '%512s' '' >"$run/exit"; } 2>&1) || {
+  rm -rf -- "$run"
+  refuse "os $said"
+}
+set -- "$watch" "$run" "$command" "$timeout_s"
+(
+  export GRID_RUN_ID="$id" GRID_ROOT="$root"
+  @EXPORTS@
+  exec setsid sh -c "$1" sh "$2" "$3" "$4"
+) </dev/null >/dev/null 2>&1 &
+tries=0
+while [ $tries -lt 100 ] && ! grep -q '"pid"' "$run/pid"; do
+  tries=$((tries + 1))
+  sleep 0.05 2>/dev/null || sleep 1
+done
+printf 'created\n'
+facts
+printf -- '--\n'
+ls -t -- "$runs" | tail -n +$((kept + 1)) | while IFS= read -r id; do
+  case $id in r-*) if grep -q '"code"' "$runs/$id/exit"; then rm -rf -- "$runs/$id"; fi ;; esac
+done
+"""
+
+_READ = r"""
+size() { wc -c <"$1" 2>/dev/null | tr -d ' '; }
+until=$(($(date +%s) + wait_s))
+while [ -d "$run" ] && [ "$(date +%s)" -lt $until ]; do
+  if [ "$(size "$run/out")" -gt $out ] || [ "$(size "$run/err")" -gt $err ]; then break; fi
+  if grep -q '"code"' "$run/exit"; then break; fi
+  sleep 0.1 2>/dev/null || sleep 1
+done
+facts
+part() { left=$(($(size "$1") - $2)); [ $left -gt 0 ] || left=0; [ $left -lt $chunk ] || left=$chunk; }
+part "$run/out" $out; more_out=$left
+part "$run/err" $err; more_err=$left
+printf 'lengths %s %s\n--\n' $more_out $more_err
+tail -c +$((out + 1)) -- "$run/out" | head -c $more_out
+tail -c +$((err + 1)) -- "$run/err" | head -c $more_err
+"""
+
+_SIGNAL = r"""
+facts
+number=$(field pid)
+if [ -n "$number" ] && [ "$(process "$number" | cut -d ' ' -f 2)" = "$(field pid_start)" ] &&
+  ! grep -q '"code"' "$run/exit" && kill -s "$signal" -- -"$number" 2>/dev/null; then printf 'sent\n'; fi
+printf -- '--\n'
+"""
+
+_LIST = r"""
+ls -t -- "$runs" 2>/dev/null | head -n 1000 | while IFS= read -r id; do
+  run=$runs/$id
+  case $id in "$prefix"*) [ ! -f "$run/meta.json" ] || facts ;; esac
+done
+printf -- '--\n'
+"""
+
+_REMOVE = r"""
+[ -d "$run" ] || refuse "missing no run has the id $id"
+rm -rf -- "$run"
+printf -- '--\n'
+"""
+
+_SCRIPTS = {
+    "start": _START,
+    "status": "facts\nprintf -- '--\\n'\n",
+    "read": _READ,
+    "signal": _SIGNAL,
+    "list": _LIST,
+    "remove": _REMOVE,
+}
+
+
+async def call(
+    link: Link, name: str, args: Mapping[str, Any], blob: bytes = b"", *, timeout_s: float
+) -> tuple[Any, bytes]:
+    """Asks as `Link.call("runs.NAME", ...)` does. Raises the same errors."""
+    if blob or args.get("gpus"):
+        what = "a run gets no standard input" if blob else "GPUs cannot be chosen"
+        raise NodeRefusedError(f"node {link.name}: {_NO_PYTHON} {what}", reason="missing")
+    marker = f"@{secrets.token_hex(8)}"
+    text = script(name, args, marker=marker)
+    done = await link.command("exec sh -s", stdin=text.encode(), timeout_s=timeout_s)
+    _, found, rest = done.stdout.partition(f"{marker}\n".encode())
+    if not found:
+        said = done.stderr[-400:].decode(errors="replace").strip()
+        raise NodeRefusedError(f"node {link.name}: its shell cannot run our lines: {said}", reason="os")
+    try:
+        return _answer(link.name, name, rest)
+    except (ValueError, KeyError, TypeError, IndexError) as error:
+        raise ProtocolError(f"node {link.name}: its shell says something else: {error!r}") from None
+
+
+def script(name: str, args: Mapping[str, Any], *, marker: str) -> str:
+    """The whole text for `sh -s`. Every value is quoted, and stands in a variable."""
+    values: dict[str, object] = {"root": args["root"], "id": args.get("id", ""), "marker": marker}
+    exports = ""
+    if name == "start":
+        values |= {"command": args["command"], "cwd": args.get("cwd") or ".", "watch": _WATCH}
+        values |= {"meta": _meta(args), "timeout_s": args.get("timeout_s") or ""}
+        values["kept"] = runs.RUNS_KEPT
+        # Only where none of our own variables is needed any more: the user's may have the same names.
+        exports = "".join(
+            f"export {key}={shlex.quote(value)}; " for key, value in (args.get("env") or {}).items()
+        )
+    elif name == "read":
+        wait_s = min(math.ceil(args.get("wait_s", 0)), _WAIT_S_MAX)
+        values |= {"out": int(args["out"]), "err": int(args["err"])}
+        values |= {"wait_s": wait_s, "chunk": runs.CHUNK_BYTES}
+    elif name == "signal":
+        values["signal"] = args["signal"]
+    elif name == "list":
+        values["prefix"] = args.get("prefix", "")
+    assigned = "".join(f"{key}={shlex.quote(str(value))}\n" for key, value in values.items())
+    return f"{assigned}{_COMMON}{_SCRIPTS[name].replace('@EXPORTS@', exports)}"
+
+
+def _meta(args: Mapping[str, Any]) -> str:
+    keys = ("id", "command", "cwd", "who", "started", "timeout_s")
+    return json.dumps(
+        {**{key: args.get(key) for key in keys}, "env": sorted(args.get("env") or {}), "gpus": []}
+    )
+
+
+def _answer(node: str, name: str, text: bytes) -> tuple[Any, bytes]:
+    head, _, data = (b"\n" + text).partition(b"\n--\n")
+    lines = [line for line in head.decode(errors="replace").splitlines() if line]
+    if lines and lines[-1].startswith("refused "):
+        _, reason, why = lines[-1].split(" ", 2)
+        raise NodeRefusedError(f"node {node}: {why.strip()}", reason=_reason(reason, why))
+    found = [_run(lines[start:]) for start, line in enumerate(lines) if line.startswith("run ")]
+    if name == "list":
+        return {"runs": found, "more": False}, b""
+    if name == "remove":
+        return {}, b""
+    (one,) = found
+    if name == "read":
+        out, err = (int(each) for each in lines[-1].split()[1:])
+        over = one["state"] in ("exited", "lost")
+        end = over and out < runs.CHUNK_BYTES and err < runs.CHUNK_BYTES
+        return {**one, "out": out, "err": err, "end": end}, data
+    return {**one, "created": "created" in lines, "sent": "sent" in lines}, b""
+
+
+def _run(lines: list[str]) -> dict[str, Any]:
+    """The facts of one run, from its first line on."""
+    facts: dict[str, str] = {}
+    processes: dict[int, tuple[str, int]] = {}
+    for number, line in enumerate(lines):
+        word, _, rest = line.partition(" ")
+        if word == "run" and number:
+            break
+        if word == "process":
+            pid, *told = rest.split()
+            processes[int(pid)] = (told[0], int(told[1])) if len(told) == 2 else ("", 0)
+        else:
+            facts[word] = rest.strip()
+    ended = json.loads(facts["exit"]) if facts.get("exit") else None
+    pid_record = json.loads(facts["pid"]) if facts.get("pid") else {}
+    meta = json.loads(facts["meta"])
+
+    def look(pid: int) -> tuple[str, int]:
+        return processes.get(pid, ("", 0))
+
+    return {**meta, **runs.state_of(ended, pid_record, facts.get("boot", ""), look)}
+
+
+def _reason(reason: str, why: str) -> str:
+    if reason != "os":
+        return reason
+    known = {"No space left": "no_space", "Read-only file": "read_only", "Permission denied": "denied"}
+    return next((word for text, word in known.items() if text in why), "os")

@@ -1,0 +1,132 @@
+"""A run: one command on one node, which goes on there without us. What it is, and how its id looks.
+
+Not for: starting and following runs (runner.py).
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+from genie.errors import NameInvalidError, ProtocolError
+
+_ALPHABET = "abcdefghijklmnopqrstuvwxyz234567"
+_RANDOM_CHARACTERS = 10
+_ID = re.compile(r"r-[a-z2-7]{10}")
+_ID_BEGINNING = re.compile(r"r(-[a-z2-7]{0,10})?")
+
+
+class RunState(StrEnum):
+    STARTING = "starting"
+    RUNNING = "running"
+    EXITED = "exited"
+    LOST = "lost"
+    """It is gone and nobody knows how it ended: the node went down, or someone killed its supervisor."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """As the node last told it. `exit_code` is 128+n after signal n, 124 after the run's own time limit."""
+
+    run_id: str
+    node: str
+    command: str
+    state: RunState
+    started: float
+    cwd: str = ""
+    who: str = ""
+    gpus: tuple[int, ...] = ()
+    ended: float | None = None
+    exit_code: int | None = None
+    signal: int | None = None
+    error: str = ""
+
+    @property
+    def is_over(self) -> bool:
+        return self.state in (RunState.EXITED, RunState.LOST)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chunk:
+    """Output of a run from some offset on. `end`: there is no more, and never will be."""
+
+    out: bytes
+    err: bytes
+    state: RunState
+    exit_code: int | None
+    signal: int | None
+    error: str
+    end: bool
+
+
+def new_run_id() -> str:
+    return "r-" + "".join(secrets.choice(_ALPHABET) for _ in range(_RANDOM_CHARACTERS))
+
+
+def is_run_id(text: str) -> bool:
+    """Whether it is a whole one."""
+    return _ID.fullmatch(text) is not None
+
+
+def checked_run_id(text: str) -> str:
+    """Raises NameInvalidError before it gets into any path."""
+    if not is_run_id(text):
+        raise NameInvalidError(f"{text[:80]!r} is not the id of a run", hint="ids look like r-7k2m4xabcd")
+    return text
+
+
+def checked_id_beginning(text: str) -> str:
+    """The beginning of a run's id, or all of it. Raises NameInvalidError before it gets into any path."""
+    if not _ID_BEGINNING.fullmatch(text):
+        raise NameInvalidError(
+            f"{text[:80]!r} is not the id of a run",
+            hint="ids look like r-7k2m4xabcd, and their beginning is enough; 'grid-cli ps' lists them",
+        )
+    return text
+
+
+def run_of(node: str, answer: Mapping[str, Any]) -> Run:
+    """What a node said. It is not trusted: raises ProtocolError."""
+    try:
+        return Run(
+            run_id=str(answer["id"]),
+            node=node,
+            command=str(answer["command"]),
+            state=RunState(answer["state"]),
+            started=float(answer["started"]),
+            cwd=str(answer.get("cwd", "")),
+            who=str(answer.get("who", "")),
+            gpus=tuple(int(each) for each in answer.get("gpus") or ()),
+            ended=None if answer.get("ended") is None else float(answer["ended"]),
+            exit_code=_whole(answer.get("exit_code")),
+            signal=_whole(answer.get("signal")),
+            error=str(answer.get("error", "")),
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        raise ProtocolError(f"node {node}: a run is told in a way that we do not know: {error!r}") from None
+
+
+def chunk_of(node: str, answer: Mapping[str, Any], data: bytes) -> Chunk:
+    try:
+        out, err = int(answer["out"]), int(answer["err"])
+        if min(out, err) < 0 or out + err != len(data):
+            raise ValueError(f"{out} and {err} of {len(data)} bytes")
+        return Chunk(
+            out=data[:out],
+            err=data[out:],
+            state=RunState(answer["state"]),
+            exit_code=_whole(answer.get("exit_code")),
+            signal=_whole(answer.get("signal")),
+            error=str(answer.get("error", "")),
+            end=bool(answer["end"]),
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        raise ProtocolError(f"node {node}: output is told in a way that we do not know: {error!r}") from None
+
+
+def _whole(value: Any) -> int | None:
+    return None if value is None else int(value)

@@ -1,0 +1,43 @@
+"""Output of several runs in one stream."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from genie.cli.run_output import COLLECTED_BYTES_MAX, LINE_BYTES_MAX, Collected, PrefixedLines
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_lines_stay_whole_however_they_arrive(seed: int) -> None:
+    chance = random.Random(seed)
+    text = b"one\n\ntwo\r\nthree \xff\x00\nfour\rfive\nlast"
+    written: list[bytes] = []
+    lines = PrefixedLines("gpu1", lambda stream, data: written.append(data))
+    rest = text
+    while rest:
+        size = chance.randint(1, 6)
+        lines("out", rest[:size])
+        rest = rest[size:]
+    lines.close()
+    assert b"".join(written) == b"".join(b"gpu1: " + line + b"\n" for line in text.split(b"\n"))
+
+
+def test_a_line_without_end_is_written_in_pieces() -> None:
+    written: list[bytes] = []
+    lines = PrefixedLines("n", lambda stream, data: written.append(data))
+    for _ in range(LINE_BYTES_MAX // 1000 + 1):
+        lines("err", b"x" * 1000)
+    assert len(written) == 1
+    assert len(written[0]) >= LINE_BYTES_MAX
+
+
+def test_what_is_collected_has_a_bound_and_says_so() -> None:
+    kept = Collected()
+    kept("out", b"x" * COLLECTED_BYTES_MAX)
+    assert kept.as_object()["truncated"] is False
+    kept("out", b"y")
+    told = kept.as_object()
+    assert told["truncated"] is True
+    assert told["stdout"] == "x" * COLLECTED_BYTES_MAX

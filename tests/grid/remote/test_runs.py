@@ -1,0 +1,91 @@
+"""What the node decides by itself: which GPUs, how a run is, and what its command gets."""
+
+from __future__ import annotations
+
+import ast
+import importlib.resources
+from pathlib import Path
+
+import pytest
+
+from genie.grid.remote import runs
+from genie.grid.remote.core import OpError
+
+MIB = 1 << 20
+
+
+def test_free_gpus_are_those_that_nobody_holds_or_uses() -> None:
+    used = {0: 0, 1: 20 * MIB, 2: 40_000 * MIB, 3: 0, 4: 511 * MIB}
+    assert runs.choose_gpus(used, {0: "r-a"}, 2) == [1, 3]
+    assert runs.choose_gpus(used, {}, 4) == [0, 1, 3, 4]
+
+
+def test_too_few_free_gpus_are_told_one_by_one() -> None:
+    with pytest.raises(OpError, match="1 of 3 GPUs are free and 2 wanted") as caught:
+        runs.choose_gpus({0: 0, 1: 0, 2: 9000 * MIB}, {0: "r-a"}, 2)
+    assert caught.value.reason == "busy"
+    assert "GPU 0 is held by run r-a; GPU 2 has 9000 MiB in use" in str(caught.value)
+
+
+PID = {"boot": "b", "watcher": 10, "watcher_start": 100, "pid": 11, "pid_start": 101}
+
+
+@pytest.mark.parametrize(
+    ("ended", "pid", "boot", "processes", "state"),
+    [
+        (None, PID, "b", {10: ("S", 100), 11: ("R", 101)}, "running"),
+        (None, PID, "b", {11: ("R", 101)}, "running"),
+        (None, PID, "b", {10: ("S", 100), 11: ("Z", 101)}, "running"),
+        (
+            None,
+            {key: PID[key] for key in ("boot", "watcher", "watcher_start")},
+            "b",
+            {10: ("S", 100)},
+            "starting",
+        ),
+        (None, PID, "b", {}, "lost"),
+        (None, PID, "b", {10: ("S", 999), 11: ("R", 999)}, "lost"),
+        (None, PID, "other boot", {10: ("S", 100), 11: ("R", 101)}, "lost"),
+        (None, PID, "b", {10: ("Z", 100), 11: ("Z", 101)}, "lost"),
+        (None, {}, "b", {}, "lost"),
+        ({"code": 0, "ended": 5.0}, PID, "other boot", {}, "exited"),
+    ],
+)
+def test_how_a_run_is_by_its_records(
+    ended: dict[str, object] | None,
+    pid: dict[str, object],
+    boot: str,
+    processes: dict[int, tuple[str, int]],
+    state: str,
+) -> None:
+    found = runs.state_of(ended, pid, boot, lambda number: processes.get(number, ("", 0)))
+    assert found["state"] == state
+    assert (found["exit_code"] is None) == (state != "exited")
+
+
+def test_a_record_that_is_only_half_there_is_none(tmp_path: Path) -> None:
+    (tmp_path / "exit").write_bytes(b'{"code":3,"en')
+    assert runs._record(str(tmp_path / "exit")) is None
+
+
+def test_variables_of_the_user_have_the_last_word(tmp_path: Path) -> None:
+    args = {
+        "id": "r-a",
+        "root": str(tmp_path),
+        "gpu_env": {"CUDA_VISIBLE_DEVICES": "1"},
+        "env": {"PATH": "/mine"},
+    }
+    env = runs.environment({"PATH": "/bin", "HOME": "/root"}, args)
+    assert env == {
+        "PATH": "/mine",
+        "HOME": "/root",
+        "GRID_RUN_ID": "r-a",
+        "GRID_ROOT": str(tmp_path),
+        "CUDA_VISIBLE_DEVICES": "1",
+    }
+
+
+def test_what_is_sent_to_nodes_is_python_3_8() -> None:
+    for path in importlib.resources.files("genie.grid.remote").iterdir():
+        if path.name.endswith(".py"):
+            ast.parse(path.read_text(), feature_version=(3, 8))

@@ -1,0 +1,180 @@
+"""Executor: commands on nodes for programs without asyncio."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from genie.errors import ConfigError, NodeRefusedError, SyncError, UnreachableError
+from genie.grid import executor as executor_module
+from genie.grid.executor import Executor, RunResult
+from genie.grid.launch import figures
+from tests.grid import parts
+from tests.grid.bed import Bed
+from tests.waiting import wait_until
+
+ROOT = Path(__file__).resolve().parents[2]
+ONE = ["gpu1"]
+
+
+def write_file(bed: Bed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    path = tmp_path / "grid.yaml"
+    more = "ssh: {connect_timeout: 10, max_retries: 0}\nhealth_check: {timeout: 10, refresh_interval: 0}\n"
+    path.write_text(bed.grid_yaml(more=more))
+    monkeypatch.setenv("GENIE_GRID_SSH_CONFIG", str(bed.ssh_config))
+    monkeypatch.setenv("GENIE_GRID_FILE", str(path))
+    return path
+
+
+@pytest.fixture
+def executor(bed: Bed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Executor]:
+    parts.install_missing()
+    with Executor(write_file(bed, tmp_path, monkeypatch)) as executor:
+        yield executor
+
+
+@pytest.fixture
+def own_executor(own_bed: Bed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Executor]:
+    parts.install_missing()
+    with Executor(write_file(own_bed, tmp_path, monkeypatch)) as executor:
+        yield executor
+
+
+def test_a_command_gives_its_output_and_its_exit_code(executor: Executor) -> None:
+    result = executor.run_distributed("hostname; echo no >&2; exit 3", node="gpu2")
+    assert (result.exit_code, result.stdout, result.stderr, result.node) == (3, "gpu2\n", "no\n", "gpu2")
+    assert not result.ok
+    assert str(result) == f"gpu2\nno\nexit code 3 on gpu2 (run {result.run_id})"
+
+
+def test_a_result_prints_as_what_the_command_wrote(executor: Executor) -> None:
+    assert str(executor.run_distributed("echo done")) == "done"
+
+
+def test_the_settings_name_the_file_where_no_argument_does(executor: Executor) -> None:
+    with Executor() as other:
+        assert other.run_distributed("hostname", node="gpu3").stdout == "gpu3\n"
+
+
+def test_several_threads_may_use_one(executor: Executor) -> None:
+    results: dict[str, str] = {}
+
+    def run(name: str) -> None:
+        results[name] = executor.run_distributed("hostname", node=name).stdout.strip()
+
+    threads = [threading.Thread(target=run, args=(f"gpu{number}",)) for number in (1, 2, 3, 4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert results == {f"gpu{number}": f"gpu{number}" for number in (1, 2, 3, 4)}
+
+
+async def test_it_works_where_a_loop_runs_already(executor: Executor) -> None:
+    assert asyncio.get_running_loop().is_running()
+    assert executor.run_distributed("echo x", node="gpu1").stdout == "x\n"
+
+
+def test_output_beyond_the_bound_is_left_out_and_told(
+    executor: Executor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(executor_module, "OUTPUT_BYTES_MAX", 1000)
+    result = executor.run_distributed("seq 1 1000", node="gpu1")
+    assert result.truncated
+    assert len(result.stdout) == 1000
+
+
+def test_runs_are_counted_with_how_they_ended(executor: Executor) -> None:
+    executor.run_distributed("true", node="gpu1")
+    executor.run_distributed("false", node="gpu1")
+    text = figures(Path(os.environ["GENIE_STATE_DIR"])).text()
+    assert 'status="succeeded"' in text
+    assert 'status="failed"' in text
+
+
+def test_a_busy_node_is_left_out_and_the_next_one_taken(own_bed: Bed, own_executor: Executor) -> None:
+    for node in own_bed.nodes:
+        node.gpus(1)
+    with Executor() as other:
+        run = threading.Thread(
+            target=other.run_distributed,
+            args=("touch ~/begun; sleep 7301",),
+            kwargs={"gpus": 1, "node": "gpu1"},
+        )
+        run.start()
+        wait_until((own_bed["gpu1"].home / "begun").exists, what="the first")
+        assert own_executor.run_distributed("hostname", gpus=1).stdout == "gpu2\n"
+        with pytest.raises(NodeRefusedError, match="0 of 1 GPUs are free") as caught:
+            own_executor.run_distributed("hostname", gpus=1, node="gpu1")
+        assert caught.value.reason == "busy"
+        for pid in own_bed["gpu1"].processes("sleep 7301"):
+            os.kill(pid, signal.SIGKILL)
+        run.join()
+
+
+def test_a_folder_is_brought_to_the_node_first(executor: Executor, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced = parts.install_syncer(monkeypatch)
+    executor.run_distributed("true", node="gpu1", sync="/some/where")
+    assert synced == [(Path("/some/where"), ["gpu1"])]
+
+
+def test_a_folder_that_does_not_arrive_means_no_run(
+    executor: Executor, monkeypatch: pytest.MonkeyPatch, bed: Bed
+) -> None:
+    parts.install_syncer(monkeypatch, failing=["gpu1"])
+    with pytest.raises(SyncError, match="gpu1"):
+        executor.run_distributed("touch ~/ran-without-its-folder", node="gpu1", sync="/some/where")
+    assert not (bed["gpu1"].home / "ran-without-its-folder").exists()
+
+
+def test_nothing_that_can_be_reached_is_an_error(own_bed: Bed, own_executor: Executor) -> None:
+    own_bed["gpu1"].stop()
+    with pytest.raises(UnreachableError):
+        own_executor.run_distributed("true", node="gpu1")
+
+
+def test_a_file_that_is_not_there_is_an_error_at_once(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="is not there"):
+        Executor(tmp_path / "none.yaml")
+
+
+def test_an_interrupt_is_passed_on_to_the_command(own_bed: Bed, own_executor: Executor) -> None:
+    text = (
+        "from tests.grid.parts import install_missing; install_missing()\n"
+        "from genie.grid.executor import Executor\n"
+        "Executor().run_distributed('sleep 7302', node='gpu1')\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", text], cwd=ROOT, stderr=subprocess.PIPE) as process:
+        try:
+            wait_until(lambda: own_bed["gpu1"].processes("sleep 7302"), timeout_s=30, what="the command")
+            process.send_signal(signal.SIGINT)
+            _, err = process.communicate(timeout=30)
+        finally:
+            process.kill()
+    assert b"KeyboardInterrupt" in err
+    wait_until(lambda: not own_bed["gpu1"].processes("sleep 7302"), what="the end of the command")
+
+
+def test_a_program_that_does_not_close_it_ends_all_the_same(own_executor: Executor) -> None:
+    text = (
+        "from tests.grid.parts import install_missing; install_missing()\n"
+        "from genie.grid.executor import Executor\n"
+        "executor = Executor()\n"
+        "print(executor.run_distributed('echo done', node='gpu1'))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", text], cwd=ROOT, capture_output=True, timeout=60
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, b"done\n", b"")
+
+
+def test_a_result_without_output_prints_nothing() -> None:
+    assert str(RunResult(exit_code=0, stdout="", stderr="x", node="n", run_id="r")) == ""

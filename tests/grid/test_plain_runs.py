@@ -1,0 +1,153 @@
+"""Runs on a node without Python: the same behaviour, by lines of shell."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import subprocess
+from collections.abc import AsyncIterator, Iterator
+
+import pytest
+import pytest_asyncio
+
+from genie.errors import NodeRefusedError, RunLostError, RunNotFoundError
+from genie.grid import plain_runs
+from genie.grid.remote import runs as remote_runs
+from genie.grid.run import RunState, new_run_id
+from genie.grid.runner import Runner
+from genie.grid.ssh_pool import SshPool
+from tests.grid.bed import Bed, Node
+from tests.grid.conftest import grid_file_of
+from tests.grid.test_runner import COUNTED, COUNTING, Heard, folder_of, ran, without_python
+from tests.waiting import until
+
+
+@pytest.fixture
+def node(own_bed: Bed) -> Iterator[Node]:
+    with without_python(own_bed["gpu1"]):
+        yield own_bed["gpu1"]
+
+
+@pytest_asyncio.fixture
+async def runner(own_bed: Bed, node: Node) -> AsyncIterator[Runner]:
+    file = grid_file_of(own_bed)
+    async with SshPool(file, ssh_config=own_bed.ssh_config) as pool:
+        async with pool.use("gpu1") as link:
+            assert not link.has_helper
+        yield Runner(pool, file)
+
+
+async def test_a_run_gives_its_exit_code_its_output_and_has_its_variables(runner: Runner) -> None:
+    env = {"A": "x y'$(z)", "run": "r", "watch": "w", "id": "i"}
+    command = r"""echo "$PWD|$A|$run|$watch|$id"; printf '\377\000a' ; echo no >&2; exit 3"""
+    code, out, err = await ran(runner, "gpu1", command, env=env)
+    assert (code, out, err) == (3, b"/root/grid_workspace|x y'$(z)|r|w|i\n\xff\x00a", b"no\n")
+    assert (await ran(runner, "gpu1", "pwd", cwd="/tmp"))[1] == b"/tmp\n"
+    assert (await ran(runner, "gpu1", "kill -TERM $$"))[0] == 128 + 15
+    with pytest.raises(NodeRefusedError, match="no folder nowhere"):
+        await runner.start("gpu1", "true", cwd="nowhere")
+
+
+async def test_runs_are_listed_signalled_and_removed(runner: Runner, node: Node) -> None:
+    ended = await runner.start("gpu1", "exit 4")
+    assert await runner.wait(ended, lambda *_: None) == 4
+    run = await runner.start("gpu1", "echo 'a -- b'; sleep 7101 & sleep 7101")
+    states = {each.run_id: each.state for each in await runner.list("gpu1")}
+    assert states == {ended.run_id: RunState.EXITED, run.run_id: RunState.RUNNING}
+    assert (await runner.find(run.run_id[:10])).command == "echo 'a -- b'; sleep 7101 & sleep 7101"
+    assert (await runner.cancel(run)).exit_code == 128 + 15
+    await until(lambda: not node.processes("sleep 7101"), what="the end of its group")
+    assert not await runner.signal(run, "TERM")
+    await runner.remove(run)
+    with pytest.raises(RunNotFoundError):
+        await runner.status(run)
+
+
+async def test_a_time_limit_holds_and_leaves_no_process(runner: Runner, node: Node) -> None:
+    assert (await ran(runner, "gpu1", "sleep 7102", timeout_s=1))[0] == 124
+    assert (await ran(runner, "gpu1", "exit 5", timeout_s=7103))[0] == 5
+    await until(lambda: not node.processes("sleep 710"), what="the end of those who waited")
+
+
+async def test_a_cut_link_loses_nothing_and_repeats_nothing(runner: Runner, node: Node) -> None:
+    heard = Heard()
+    run = await runner.start("gpu1", COUNTING)
+    following = asyncio.ensure_future(runner.wait(run, heard))
+    await until(lambda: len(heard.out) > 500, what="output")
+    node.cut()
+    assert await following == 7
+    assert heard.out == COUNTED
+
+
+async def test_a_start_that_is_asked_for_twice_begins_once(runner: Runner, node: Node) -> None:
+    run_id = new_run_id()
+    for _ in range(2):
+        run = await runner.start("gpu1", "echo x >> ~/twice", run_id=run_id)
+        assert await runner.wait(run, lambda *_: None) == 0
+    assert (node.home / "twice").read_text() == "x\n"
+
+
+async def test_the_oldest_ended_runs_are_removed(runner: Runner, node: Node) -> None:
+    first = await runner.start("gpu1", "true")
+    assert await runner.wait(first, lambda *_: None) == 0
+    folder = folder_of(node, first)
+    for number in range(remote_runs.RUNS_KEPT + 5):
+        copy = shutil.copytree(folder, folder.with_name(f"r-{number}"))
+        os.utime(copy, (1000 + number, 1000 + number))
+    last = await runner.start("gpu1", "true")
+    assert await runner.wait(last, lambda *_: None) == 0
+    await until(lambda: len(list(folder.parent.iterdir())) == remote_runs.RUNS_KEPT, what="their removal")
+    assert folder.exists()
+    assert not folder.with_name("r-0").exists()
+
+
+async def test_a_node_that_goes_down_makes_its_runs_lost(runner: Runner, node: Node) -> None:
+    run = await runner.start("gpu1", "sleep 7104")
+    node.restart()
+    with pytest.raises(RunLostError):
+        await runner.wait(run, lambda *_: None)
+
+
+async def test_a_helper_reads_what_a_shell_has_started(own_bed: Bed, node: Node, runner: Runner) -> None:
+    run = await runner.start("gpu1", "echo from a shell; exit 8")
+    assert await runner.wait(run, lambda *_: None) == 8
+    (node.bin / "python3").rename(node.bin / "python3.away")
+    file = grid_file_of(own_bed)
+    try:
+        async with SshPool(file, ssh_config=own_bed.ssh_config) as pool, pool.use("gpu1") as link:
+            assert link.has_helper
+            heard = Heard()
+            assert await Runner(pool, file).wait(run, heard) == 8
+            assert heard.out == b"from a shell\n"
+    finally:
+        (node.bin / "python3.away").rename(node.bin / "python3")
+
+
+@pytest.mark.parametrize("more", [{"stdin": b"x"}, {"gpus": 1}])
+async def test_what_takes_python_is_refused(runner: Runner, more: dict[str, object]) -> None:
+    with pytest.raises(NodeRefusedError, match="no usable python3"):
+        await runner.start("gpu1", "true", **more)  # type: ignore[arg-type]
+
+
+async def test_a_read_only_home_is_said(own_bed: Bed, node: Node) -> None:
+    node.restart(before="mount -o remount,ro,bind /root")
+    file = grid_file_of(own_bed)
+    async with SshPool(file, ssh_config=own_bed.ssh_config) as pool:
+        with pytest.raises(NodeRefusedError, match="Read-only file system") as caught:
+            await Runner(pool, file).start("gpu1", "true")
+    assert caught.value.reason == "read_only"
+    assert "/root/grid_workspace" in caught.value.message
+
+
+def test_values_are_never_shell_syntax() -> None:
+    hostile = "'; touch /tmp/x; echo '"
+    args = {"root": hostile, "id": "r-x", "command": hostile, "cwd": hostile, "env": {"A": hostile}}
+    text = plain_runs.script("start", args, marker="@m")
+    shells = [shell for shell in ("dash", "bash") if shutil.which(shell)]
+    assert shells
+    for shell in shells:
+        done = subprocess.run([shell, "-n"], input=text, text=True, capture_output=True)
+        assert (done.returncode, done.stderr) == (0, "")
+    lines = [line for line in text.splitlines() if "touch" in line]
+    assert all(line.startswith(("root=", "command=", "cwd=", "meta=", "  export A=")) for line in lines)

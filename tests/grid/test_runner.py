@@ -1,0 +1,557 @@
+"""Runs on real nodes: started once, followed through faults, and told as they are."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+
+from genie.errors import (
+    ConnectionLostError,
+    NameInvalidError,
+    NodeRefusedError,
+    NoNodeError,
+    RunLostError,
+    RunNotFoundError,
+    UnreachableError,
+    UsageError,
+)
+from genie.grid.grid_file import GridFile
+from genie.grid.remote import runs as remote_runs
+from genie.grid.run import Run, RunState, new_run_id
+from genie.grid.runner import Runner
+from genie.grid.ssh_pool import Link, SshPool
+from tests.grid.bed import Bed, Node
+from tests.grid.conftest import grid_file_of
+from tests.waiting import until
+
+IMPATIENT = "ssh: {connect_timeout: 10, max_retries: 2, timeout: 0.5}\n"
+
+
+@pytest_asyncio.fixture
+async def runner(pool: SshPool, grid_file: GridFile) -> Runner:
+    return Runner(pool, grid_file)
+
+
+@asynccontextmanager
+async def runner_of(bed: Bed, *, more: str = "") -> AsyncIterator[Runner]:
+    file = grid_file_of(bed, more=more)
+    async with SshPool(file, ssh_config=bed.ssh_config) as pool:
+        yield Runner(pool, file)
+
+
+class Heard:
+    """Collects what a run writes, and what is said about its node."""
+
+    def __init__(self) -> None:
+        self.out = b""
+        self.err = b""
+        self.notes: list[str] = []
+
+    def __call__(self, stream: str, data: bytes) -> None:
+        if stream == "out":
+            self.out += data
+        else:
+            self.err += data
+
+
+async def ran(runner: Runner, node: str, command: str, **more: object) -> tuple[int, bytes, bytes]:
+    heard = Heard()
+    run = await runner.start(node, command, **more)  # type: ignore[arg-type]
+    return await runner.wait(run, heard), heard.out, heard.err
+
+
+def folder_of(node: Node, run: Run) -> Path:
+    return node.home / "grid_workspace" / ".grid" / "runs" / run.run_id
+
+
+@contextmanager
+def without_python(node: Node) -> Iterator[None]:
+    (node.bin / "python3").write_text("#!/bin/sh\nexit 127\n")
+    (node.bin / "python3").chmod(0o755)
+    try:
+        yield
+    finally:
+        (node.bin / "python3").unlink()
+
+
+# --- what a run gives back ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("command", "code"),
+    [
+        ("true", 0),
+        ("exit 3", 3),
+        ("no-such-program-here", 127),
+        ("kill -TERM $$", 128 + 15),
+        ("kill -KILL $$", 128 + 9),
+        ("exit 255", 255),
+    ],
+)
+async def test_the_exit_code_is_the_commands_own(runner: Runner, command: str, code: int) -> None:
+    assert (await ran(runner, "gpu1", command))[0] == code
+
+
+async def test_output_comes_as_bytes_each_stream_by_itself(runner: Runner) -> None:
+    code, out, err = await ran(runner, "gpu1", r"printf '\377\000a\r\n'; printf 'no\n' >&2; hostname")
+    assert (code, out, err) == (0, b"\xff\x00a\r\ngpu1\n", b"no\n")
+
+
+async def test_large_output_comes_whole(runner: Runner) -> None:
+    code, out, _ = await ran(runner, "gpu1", "seq 1 300000")
+    assert code == 0
+    assert out == b"".join(b"%d\n" % number for number in range(1, 300001))
+
+
+async def test_a_run_has_the_shell_the_folder_and_the_variables_that_were_asked_for(
+    bed: Bed, runner: Runner
+) -> None:
+    code, out, _ = await ran(
+        runner, "gpu2", 'echo "$PWD|$A|$GRID_ROOT|$0"; cat', env={"A": "x y'$(z)"}, stdin=b"given"
+    )
+    shell = os.environ.get("SHELL", "/bin/bash")
+    assert code == 0
+    first, _, rest = out.partition(b"\n")
+    pwd, a, root, zero = first.decode().split("|")
+    assert (pwd, a, root) == ("/root/grid_workspace", "x y'$(z)", "/root/grid_workspace")
+    assert Path(zero).name in (Path(shell).name, "bash", "sh")
+    assert rest == b"given"
+    assert (await ran(runner, "gpu2", "pwd", cwd="/tmp"))[1] == b"/tmp\n"
+    assert (await ran(runner, "gpu2", "pwd", cwd="~"))[1] == b"/root\n"
+    with pytest.raises(NodeRefusedError, match="no folder /root/grid_workspace/nowhere"):
+        await runner.start("gpu2", "true", cwd="nowhere")
+    assert not list(bed["gpu2"].home.glob("grid_workspace/.grid/runs/.new-*"))
+
+
+async def test_a_pipe_whose_reader_ends_is_quiet_as_in_any_shell(runner: Runner) -> None:
+    assert await ran(runner, "gpu2", "yes | head -n 1") == (0, b"y\n", b"")
+
+
+async def test_values_of_variables_and_standard_input_are_not_kept_on_the_node(
+    bed: Bed, runner: Runner
+) -> None:
+    run = await runner.start("gpu2", "cat", env={"TOKEN": "s3cret-value"}, stdin=b"s3cret-input")
+    assert await runner.wait(run, lambda *_: None) == 0
+    folder = folder_of(bed["gpu2"], run)
+    assert json.loads((folder / "meta.json").read_text())["env"] == ["TOKEN"]
+    assert not (folder / "in").exists()
+    kept = b"".join(path.read_bytes() for path in folder.iterdir() if path.name != "out")
+    assert b"s3cret" not in kept
+
+
+async def test_a_run_over_its_time_limit_is_ended_by_the_node_with_code_124(runner: Runner) -> None:
+    assert (await ran(runner, "gpu3", "sleep 60", timeout_s=0.2))[0] == 124
+    assert (await ran(runner, "gpu3", "exit 5", timeout_s=60))[0] == 5
+
+
+async def test_the_environment_that_setup_made_comes_first_in_the_path(bed: Bed, runner: Runner) -> None:
+    folder = bed["gpu3"].home / "grid_workspace" / "grid_env" / "bin"
+    folder.mkdir(parents=True)
+    (folder / "python").write_text("#!/bin/sh\necho ours $VIRTUAL_ENV\n")
+    (folder / "python").chmod(0o755)
+    try:
+        assert (await ran(runner, "gpu3", "python"))[1] == b"ours /root/grid_workspace/grid_env\n"
+    finally:
+        (folder / "python").unlink()
+
+
+async def test_a_hostile_command_is_just_a_command(bed: Bed, runner: Runner) -> None:
+    text = "echo '--help'; echo \"$(echo -oProxyCommand=x)\"; echo '`'; # \\"
+    assert (await ran(runner, "gpu4", text))[1] == b"--help\n-oProxyCommand=x\n`\n"
+
+
+HOSTILE = ["../../etc/x", "-oProxyCommand=x", "r-a; touch x", "r-ABCDEFGHIJ", "x", "r-aaaaaaaaaaa", "r-a\n"]
+
+
+@pytest.mark.parametrize("run_id", HOSTILE)
+async def test_a_hostile_run_id_is_refused_before_it_is_used(runner: Runner, run_id: str) -> None:
+    with pytest.raises(NameInvalidError):
+        await runner.start("gpu1", "true", run_id=run_id)
+    with pytest.raises(NameInvalidError):
+        await runner.find(run_id)
+
+
+async def test_a_node_refuses_a_hostile_run_id_too(pool: SshPool) -> None:
+    async with pool.use("gpu1") as link:
+        for run_id in ("../../etc", ".", "a/b", "A"):
+            with pytest.raises(NodeRefusedError, match="not the id of a run"):
+                await link.call("runs.remove", {"root": "~/x", "id": run_id}, timeout_s=10)
+
+
+@pytest.mark.parametrize("command", ["", "  ", "a\0b", "x" * 200_000])
+async def test_a_command_that_no_shell_takes_is_refused_here(runner: Runner, command: str) -> None:
+    with pytest.raises(UsageError):
+        await runner.start("gpu1", command)
+
+
+async def test_a_node_that_is_not_in_the_file_is_refused(runner: Runner) -> None:
+    with pytest.raises(NoNodeError):
+        await runner.start("-oProxyCommand=x", "true")
+
+
+@pytest.mark.parametrize("count", [50, 90], ids=["fifty", "more than a helper answers at a time"])
+async def test_many_runs_at_once_on_one_node(runner: Runner, count: int) -> None:
+    async with asyncio.TaskGroup() as group:
+        tasks = [
+            group.create_task(ran(runner, "gpu5", f"sleep 0.5; echo {number}; exit {number}"))
+            for number in range(count)
+        ]
+    assert [task.result()[:2] for task in tasks] == [(n, b"%d\n" % n) for n in range(count)]
+
+
+# --- signals ------------------------------------------------------------------------------------
+
+
+async def test_a_signal_goes_to_the_whole_process_group(bed: Bed, runner: Runner) -> None:
+    run = await runner.start("gpu6", "sleep 7001 & sleep 7001; true")
+    await until(lambda: len(bed["gpu6"].processes("sleep 7001")) >= 2, what="the sleepers")
+    assert await runner.signal(run, "TERM")
+    assert await runner.wait(run, lambda *_: None) == 128 + 15
+    await until(lambda: not bed["gpu6"].processes("sleep 7001"), what="their end")
+    assert not await runner.signal(run, "TERM")
+
+
+async def test_cancelling_kills_what_does_not_listen(runner: Runner) -> None:
+    run = await runner.start("gpu6", "trap '' TERM; echo ready; while :; do sleep 0.1; done")
+    await until(lambda: _has_output(runner, run), what="the trap")
+    cancelled = await runner.cancel(run, grace_s=0.3)
+    assert (cancelled.state, cancelled.exit_code, cancelled.signal) == (RunState.EXITED, 137, 9)
+
+
+async def _has_output(runner: Runner, run: Run) -> bool:
+    return bool((await runner.read(run, out=0, err=0)).out)
+
+
+async def test_another_process_with_the_number_of_a_run_gets_no_signal(bed: Bed, runner: Runner) -> None:
+    """As after a reboot, or when numbers have come round: the number lives, and is not ours."""
+    run = await runner.start("gpu6", "sleep 7002")
+    await until(lambda: bed["gpu6"].processes("sleep 7002"), what="the command")
+    folder = folder_of(bed["gpu6"], run)
+    before = (folder / "pid").read_text()
+    record = json.loads(before)
+    moved = {name: value - 1 if name.endswith("_start") else value for name, value in record.items()}
+    (folder / "pid").write_text(json.dumps(moved).ljust(512))
+    try:
+        assert (await runner.status(run)).state is RunState.LOST
+        assert not await runner.signal(run, "KILL")
+        assert bed["gpu6"].processes("sleep 7002")
+    finally:
+        (folder / "pid").write_text(before)
+    assert (await runner.cancel(run)).exit_code == 128 + 15
+
+
+# --- GPUs ---------------------------------------------------------------------------------------
+
+
+async def test_runs_get_gpus_of_their_own(bed: Bed, runner: Runner) -> None:
+    node = bed["gpu7"]
+    node.gpus(
+        4, lines=[f"{i}, NVIDIA H100, GPU-{i}, 81559, {used}" for i, used in enumerate((3, 9000, 0, 5))]
+    )
+    try:
+        first = await runner.start(
+            "gpu7", 'echo "$CUDA_VISIBLE_DEVICES $CUDA_DEVICE_ORDER"; sleep 7003', gpus=2
+        )
+        second = await runner.start("gpu7", "sleep 7003", gpus=1)
+        assert (first.gpus, second.gpus) == ((0, 2), (3,))
+        await until(lambda: _has_output(runner, first), what="its variables")
+        assert (await runner.read(first, out=0, err=0)).out == b"0,2 PCI_BUS_ID\n"
+        with pytest.raises(NodeRefusedError, match="GPU 1 has 9000 MiB in use") as caught:
+            await runner.start("gpu7", "true", gpus=1)
+        assert caught.value.reason == "busy"
+        assert f"GPU 3 is held by run {second.run_id}" in caught.value.message
+        await runner.cancel(first)
+        third = await runner.start("gpu7", "sleep 7003", gpus=2)
+        assert third.gpus == (0, 2)
+        for run in (second, third):
+            await runner.cancel(run)
+    finally:
+        node.gpus(0)
+
+
+async def test_gpus_of_amd_are_counted_by_rocm_smi(bed: Bed, runner: Runner) -> None:
+    program = bed["gpu8"].bin / "rocm-smi"
+    cards = {
+        f"card{i}": {"VRAM Total Used Memory (B)": str(used)} for i, used in enumerate((10 << 30, 1 << 20))
+    }
+    program.write_text(f"#!/bin/sh\necho '{json.dumps(cards)}'\n")
+    program.chmod(0o755)
+    try:
+        run = await runner.start("gpu8", 'echo "$HIP_VISIBLE_DEVICES"', gpus=1)
+        heard = Heard()
+        assert await runner.wait(run, heard) == 0
+        assert (run.gpus, heard.out) == ((1,), b"1\n")
+    finally:
+        program.unlink()
+
+
+async def test_a_node_without_gpus_refuses_a_run_that_wants_one(runner: Runner) -> None:
+    with pytest.raises(NodeRefusedError, match="shows no GPU"):
+        await runner.start("gpu9", "true", gpus=1)
+
+
+# --- lists --------------------------------------------------------------------------------------
+
+
+async def test_runs_are_listed_and_found_by_the_beginning_of_their_id(runner: Runner) -> None:
+    run = await runner.start("gpu10", "exit 4")
+    await runner.wait(run, lambda *_: None)
+    assert (await runner.list("gpu10"))[0].exit_code == 4
+    assert (await runner.find(run.run_id)).node == "gpu10"
+    assert (await runner.find(run.run_id[:9])).run_id == run.run_id
+    with pytest.raises(RunNotFoundError, match="no run has the id"):
+        await runner.find(new_run_id())
+    await runner.remove(run)
+    with pytest.raises(RunNotFoundError, match=run.run_id):
+        await runner.status(run)
+    with pytest.raises(RunNotFoundError):
+        await runner.wait(run, lambda *_: None)
+
+
+async def test_the_oldest_ended_runs_are_removed_when_there_are_too_many(bed: Bed, runner: Runner) -> None:
+    first = await runner.start("gpu10", "true")
+    await runner.wait(first, lambda *_: None)
+    folder = folder_of(bed["gpu10"], first)
+    exit_record = json.loads((folder / "exit").read_text())
+    made = []
+    for number in range(remote_runs.RUNS_KEPT + 40):
+        copy = folder.with_name(f"r-{number:0>10}".translate(str.maketrans("0189", "abcd")))
+        copy.mkdir()
+        for name in ("meta.json", "pid", "out", "err"):
+            (copy / name).write_bytes((folder / name).read_bytes())
+        (copy / "exit").write_text(json.dumps({**exit_record, "ended": 1000.0 + number}).ljust(512))
+        made.append(copy)
+    await runner.wait(await runner.start("gpu10", "true"), lambda *_: None)
+    left = [copy for copy in made if copy.exists()]
+    assert left == made[-len(left) :]
+    assert remote_runs.RUNS_KEPT - 10 <= len(left) <= remote_runs.RUNS_KEPT
+    assert folder.exists()
+
+
+async def test_a_run_that_still_runs_is_not_removed(runner: Runner) -> None:
+    run = await runner.start("gpu9", "sleep 7004")
+    with pytest.raises(NodeRefusedError, match="still runs"):
+        await runner.remove(run)
+    await runner.cancel(run)
+
+
+# --- quick commands of the grid's own -------------------------------------------------------------
+
+
+async def test_a_quick_command_is_a_program_with_arguments_and_no_shell(pool: SshPool) -> None:
+    async with pool.use("gpu1") as link:
+        answer, data = await link.call("runs.exec", {"argv": ["cat", "-"]}, b"x" * 100_000, timeout_s=10)
+        assert answer == {"exit_code": 0, "out": 100_000, "err": 0}
+        assert data == b"x" * 100_000
+        answer, data = await link.call("runs.exec", {"argv": ["echo", "$HOME; x"]}, timeout_s=10)
+        assert data == b"$HOME; x\n"
+        with pytest.raises(NodeRefusedError, match=r"longer than 0\.1 s"):
+            await link.call("runs.exec", {"argv": ["sleep", "60"], "timeout_s": 0.1}, timeout_s=10)
+        with pytest.raises(NodeRefusedError, match="more than 4194304 bytes"):
+            await link.call("runs.exec", {"argv": ["yes"]}, timeout_s=10)
+
+
+# --- faults -------------------------------------------------------------------------------------
+
+COUNTING = (
+    "i=0; while [ $i -lt 400 ]; do i=$((i+1)); echo line $i; echo err $i >&2; sleep 0.005; done; exit 7"
+)
+COUNTED = b"".join(b"line %d\n" % number for number in range(1, 401))
+
+
+async def test_a_link_cut_in_the_middle_of_output_loses_nothing_and_repeats_nothing(own_bed: Bed) -> None:
+    async with runner_of(own_bed) as runner:
+        heard = Heard()
+        run = await runner.start("gpu1", COUNTING)
+        following = asyncio.ensure_future(runner.wait(run, heard, on_note=heard.notes.append))
+        for share in (1, 2, 3):
+            await until(lambda share=share: len(heard.out) > len(COUNTED) * share // 5, what="output")
+            own_bed["gpu1"].cut()
+        assert await following == 7
+    assert heard.out == COUNTED
+    assert heard.err == COUNTED.replace(b"line", b"err")
+    assert any("gpu1 is unreachable since" in note and "goes on there" in note for note in heard.notes)
+    assert "gpu1 is back" in heard.notes[-1]
+
+
+async def test_a_node_that_hangs_in_the_middle_of_output_is_followed_on_when_it_is_back(own_bed: Bed) -> None:
+    async with runner_of(own_bed, more=IMPATIENT) as runner:
+        heard = Heard()
+        run = await runner.start("gpu1", COUNTING)
+        following = asyncio.ensure_future(runner.wait(run, heard, on_note=heard.notes.append))
+        await until(lambda: len(heard.out) > 100, what="output")
+        with own_bed["gpu1"].hanging():
+            await until(lambda: heard.notes, timeout_s=30, what="a word about it")
+        assert await following == 7
+    assert heard.out == COUNTED
+
+
+async def test_a_node_that_goes_down_makes_its_runs_lost_and_never_failed(own_bed: Bed) -> None:
+    async with runner_of(own_bed) as runner:
+        heard = Heard()
+        run = await runner.start("gpu1", "echo begun; sleep 7005")
+        following = asyncio.ensure_future(runner.wait(run, heard, on_note=heard.notes.append))
+        await until(lambda: heard.out, what="output")
+        own_bed["gpu1"].restart()
+        with pytest.raises(RunLostError, match=f"{run.run_id} on gpu1 is lost"):
+            await following
+        assert heard.out == b"begun\n"
+        found = await runner.status(run)
+        assert (found.state, found.exit_code) == (RunState.LOST, None)
+
+
+async def test_a_killed_supervisor_leaves_a_run_that_runs_and_then_is_lost(own_bed: Bed) -> None:
+    async with runner_of(own_bed) as runner:
+        run = await runner.start("gpu1", "sleep 7006")
+        record = json.loads((folder_of(own_bed["gpu1"], run) / "pid").read_text())
+        os.kill(record["watcher"], 9)
+        assert (await runner.status(run)).state is RunState.RUNNING
+        os.kill(record["pid"], 9)
+        await until(lambda: _is_lost(runner, run), what="its loss")
+
+
+async def _is_lost(runner: Runner, run: Run) -> bool:
+    return (await runner.status(run)).state is RunState.LOST
+
+
+class Cutting:
+    """Stands in for a link's door: cuts the connection after the first request for a start was sent."""
+
+    def __init__(self, node: Node, monkeypatch: pytest.MonkeyPatch, *, answered: bool) -> None:
+        self.cuts = 0
+        call: Callable[..., Awaitable[object]] = Link.call
+
+        async def cut(link: Link, op: str, *args: object, **more: object) -> object:
+            if op != "runs.start" or self.cuts:
+                return await call(link, op, *args, **more)
+            self.cuts += 1
+            if answered:
+                await call(link, op, *args, **more)
+                node.cut()
+                raise ConnectionLostError("the answer was lost")
+            asking = asyncio.ensure_future(call(link, op, *args, **more))
+            await asyncio.sleep(0)
+            node.cut()
+            return await asking
+
+        monkeypatch.setattr(Link, "call", cut)
+
+
+@pytest.mark.parametrize("answered", [True, False], ids=["after the start", "right after sending"])
+async def test_a_start_whose_answer_is_lost_begins_once(
+    own_bed: Bed, monkeypatch: pytest.MonkeyPatch, answered: bool
+) -> None:
+    node = own_bed["gpu1"]
+    async with runner_of(own_bed) as runner:
+        cutting = Cutting(node, monkeypatch, answered=answered)
+        run = await runner.start("gpu1", "echo begun >> ~/begun")
+        assert await runner.wait(run, lambda *_: None) == 0
+        assert cutting.cuts == 1
+        assert len(await runner.list("gpu1")) == 1
+    assert (node.home / "begun").read_text() == "begun\n"
+
+
+async def test_a_start_that_is_cancelled_interrupts_what_has_begun(
+    own_bed: Bed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    call: Callable[..., Awaitable[object]] = Link.call
+
+    async def answer_late(link: Link, op: str, *args: object, **more: object) -> object:
+        answer = await call(link, op, *args, **more)
+        if op == "runs.start":
+            await asyncio.sleep(60)
+        return answer
+
+    async with runner_of(own_bed) as runner:
+        monkeypatch.setattr(Link, "call", answer_late)
+        starting = asyncio.ensure_future(runner.start("gpu1", "sleep 7007"))
+        await until(lambda: own_bed["gpu1"].processes("sleep 7007"), what="the command")
+        starting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await starting
+        (run,) = await runner.list("gpu1")
+        assert await runner.wait(run, lambda *_: None) == 128 + 2
+
+
+async def test_two_starts_with_one_id_are_one_run(runner: Runner, bed: Bed) -> None:
+    run_id = new_run_id()
+    async with asyncio.TaskGroup() as group:
+        tasks = [
+            group.create_task(runner.start("gpu9", "echo x >> ~/twice", run_id=run_id)) for _ in range(8)
+        ]
+    assert {task.result().run_id for task in tasks} == {run_id}
+    assert await runner.wait(tasks[0].result(), lambda *_: None) == 0
+    assert (bed["gpu9"].home / "twice").read_text() == "x\n"
+    runs = bed["gpu9"].home / "grid_workspace/.grid/runs"
+    await until(lambda: not list(runs.glob(".new-*")), what="the end of those who came too late")
+
+
+async def test_a_start_that_never_reached_the_node_says_that_nothing_has_begun(own_bed: Bed) -> None:
+    own_bed["gpu1"].stop()
+    async with runner_of(own_bed) as runner:
+        with pytest.raises(UnreachableError, match="gpu1"):
+            await runner.start("gpu1", "true")
+
+
+async def test_a_start_of_which_nothing_is_known_says_so(
+    own_bed: Bed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    node = own_bed["gpu1"]
+
+    async def lose(link: Link, op: str, *args: object, **more: object) -> object:
+        node.stop()
+        raise ConnectionLostError("the connection broke")
+
+    async with runner_of(own_bed) as runner:
+        monkeypatch.setattr(Link, "call", lose)
+        with pytest.raises(ConnectionLostError, match=r"has begun is not known.*grid-cli attach r-"):
+            await runner.start("gpu1", "true")
+
+
+async def test_a_run_goes_on_when_its_client_is_gone(own_bed: Bed) -> None:
+    async with runner_of(own_bed) as runner:
+        run = await runner.start("gpu1", "while [ ! -e ~/go ]; do sleep 0.05; done; echo done; exit 6")
+    (own_bed["gpu1"].home / "go").touch()
+    async with runner_of(own_bed) as later:
+        heard = Heard()
+        assert await later.wait(await later.find(run.run_id), heard) == 6
+    assert heard.out == b"done\n"
+
+
+async def test_a_full_disk_is_said_with_the_path_and_what_to_do(own_bed: Bed) -> None:
+    node = own_bed["gpu1"]
+    node.restart(before="mount -t tmpfs -o size=1m tmpfs /root")
+    node.run("head -c 2000000 /dev/zero > /root/fill || true")
+    async with runner_of(own_bed) as runner:
+        with pytest.raises(
+            NodeRefusedError, match=r"No space left on device: /root/grid_workspace"
+        ) as caught:
+            await runner.start("gpu1", "true")
+    assert caught.value.reason == "no_space"
+    assert "remote_root" in caught.value.hint
+
+
+async def test_a_run_that_fills_the_disk_keeps_its_exit_code(own_bed: Bed) -> None:
+    own_bed["gpu1"].restart(before="mount -t tmpfs -o size=1m tmpfs /root")
+    async with runner_of(own_bed) as runner:
+        heard = Heard()
+        run = await runner.start("gpu1", "head -c 3000000 /dev/zero; echo code $? >&2; exit 9")
+        assert await runner.wait(run, heard) == 9
+    assert 500_000 < len(heard.out) < 1_100_000
+    assert not heard.out.strip(b"\0")
+
+
+async def test_a_read_only_home_is_said_with_the_path_and_what_to_do(own_bed: Bed) -> None:
+    own_bed["gpu1"].restart(before="mount -o remount,ro,bind /root")
+    async with runner_of(own_bed) as runner:
+        with pytest.raises(NodeRefusedError, match="Read-only file system: /root/grid_workspace") as caught:
+            await runner.start("gpu1", "true")
+    assert caught.value.reason == "read_only"
+    assert "remote_root" in caught.value.hint
