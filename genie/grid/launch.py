@@ -16,6 +16,8 @@ from typing import Any
 
 from genie.errors import GenieError, NodeRefusedError, NoNodeError, UnreachableError
 from genie.grid.grid_file import GridFile
+from genie.grid.health_check import HealthCache, HealthChecker, choose
+from genie.grid.metrics import GridMetrics
 from genie.grid.run import Run
 from genie.grid.runner import Runner
 from genie.grid.ssh_pool import SshPool
@@ -97,15 +99,14 @@ class Launcher:
         self, *, gpus: int = 0, labels: Mapping[str, str] | None = None, without: Mapping[str, object]
     ) -> str:
         """Readings that are still good are used; when none of those fits, all nodes are asked anew."""
-        health = _part("health_check")
-        cache = health.HealthCache(self._state_dir)
-        checker = health.HealthChecker(self._pool, self._file, clock=time.time, cache=cache)
+        cache = HealthCache(self._state_dir)
+        checker = HealthChecker(self._pool, self._file, clock=time.time, cache=cache)
         for fresh in (False, True):
             nodes = await checker.check_all(fresh=fresh)
             figures(self._state_dir).node_scores({each.name: each.rank for each in nodes})
             try:
                 fitting = [each for each in nodes if each.name not in without]
-                return str(health.choose(fitting, gpus=gpus, labels=labels or {}).name)
+                return choose(fitting, gpus=gpus, labels=labels or {}).name
             except NoNodeError:
                 if fresh:
                     raise
@@ -120,9 +121,9 @@ class Launcher:
         return {report.node: report.error for report in reports if report.error is not None}
 
 
-def figures(state_dir: Path) -> Any:
+def figures(state_dir: Path) -> GridMetrics:
     """What the grid counts, for all processes of this user."""
-    return _part("metrics").GridMetrics(state_dir.expanduser())
+    return GridMetrics(state_dir.expanduser())
 
 
 @contextlib.contextmanager

@@ -27,11 +27,6 @@ ROOT = Path(__file__).resolve().parents[2]
 Cli = Callable[..., Ran]
 
 
-@pytest.fixture(autouse=True)
-def _parts() -> None:
-    parts.install_missing()
-
-
 def use(bed: Bed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, more: str = "") -> None:
     more = more or "ssh: {connect_timeout: 10, max_retries: 0}\nhealth_check: {timeout: 10}\n"
     (tmp_path / "grid.yaml").write_text(bed.grid_yaml(more=more))
@@ -78,7 +73,18 @@ def test_a_node_that_cannot_be_reached_is_left_out_of_the_choice(own_bed: Bed, o
 def test_output_is_not_changed(cli: Cli, tmp_path: Path) -> None:
     (tmp_path / "in").write_bytes(bytes(range(256)) * 1000)
     done = subprocess.run(
-        [sys.executable, "-c", parts.BOOT, "run", "cat", "--node", "gpu1", "--stdin", str(tmp_path / "in")],
+        [
+            sys.executable,
+            "-m",
+            "genie",
+            "grid",
+            "run",
+            "cat",
+            "--node",
+            "gpu1",
+            "--stdin",
+            str(tmp_path / "in"),
+        ],
         capture_output=True,
         timeout=60,
         cwd=ROOT,
@@ -246,7 +252,7 @@ def test_ps_says_which_node_cannot_be_asked(own_bed: Bed, own_cli: Cli) -> None:
 @contextlib.contextmanager
 def grid_cli(*argv: str, stdin: int = subprocess.DEVNULL) -> Iterator[subprocess.Popen[bytes]]:
     process = subprocess.Popen(
-        [sys.executable, "-c", parts.BOOT, *argv],
+        [sys.executable, "-m", "genie", "grid", *argv],
         stdin=stdin,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -284,7 +290,7 @@ def test_ctrl_c_on_a_terminal_interrupts_the_command(own_bed: Bed, own_cli: Cli)
         os.chdir(ROOT)
         os.execv(
             sys.executable,
-            [sys.executable, "-c", parts.BOOT, "run", "echo ready; sleep 7203", "--node", "gpu1"],
+            [sys.executable, "-m", "genie", "grid", "run", "echo ready; sleep 7203", "--node", "gpu1"],
         )
     try:
         shown = b""

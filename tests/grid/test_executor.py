@@ -36,14 +36,12 @@ def write_file(bed: Bed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pat
 
 @pytest.fixture
 def executor(bed: Bed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Executor]:
-    parts.install_missing()
     with Executor(write_file(bed, tmp_path, monkeypatch)) as executor:
         yield executor
 
 
 @pytest.fixture
 def own_executor(own_bed: Bed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Executor]:
-    parts.install_missing()
     with Executor(write_file(own_bed, tmp_path, monkeypatch)) as executor:
         yield executor
 
@@ -147,11 +145,7 @@ def test_a_file_that_is_not_there_is_an_error_at_once(tmp_path: Path) -> None:
 
 
 def test_an_interrupt_is_passed_on_to_the_command(own_bed: Bed, own_executor: Executor) -> None:
-    text = (
-        "from tests.grid.parts import install_missing; install_missing()\n"
-        "from genie.grid.executor import Executor\n"
-        "Executor().run_distributed('sleep 7302', node='gpu1')\n"
-    )
+    text = "from genie.grid.executor import Executor\nExecutor().run_distributed('sleep 7302', node='gpu1')\n"
     with subprocess.Popen([sys.executable, "-c", text], cwd=ROOT, stderr=subprocess.PIPE) as process:
         try:
             wait_until(lambda: own_bed["gpu1"].processes("sleep 7302"), timeout_s=30, what="the command")
@@ -165,7 +159,6 @@ def test_an_interrupt_is_passed_on_to_the_command(own_bed: Bed, own_executor: Ex
 
 def test_a_program_that_does_not_close_it_ends_all_the_same(own_executor: Executor) -> None:
     text = (
-        "from tests.grid.parts import install_missing; install_missing()\n"
         "from genie.grid.executor import Executor\n"
         "executor = Executor()\n"
         "print(executor.run_distributed('echo done', node='gpu1'))\n"
