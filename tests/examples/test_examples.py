@@ -147,16 +147,6 @@ def test_the_dashboard_shows_a_cluster(given: str, monkeypatch: pytest.MonkeyPat
 
 # --- the grid ---------------------------------------------------------------------------------
 
-WITH_ALL_PARTS = """
-import runpy, sys
-from tests.grid.parts import install_missing
-
-install_missing()
-sys.argv = sys.argv[1:]
-runpy.run_path(sys.argv[0], run_name="__main__")
-"""
-
-
 def test_a_job_runs_on_a_node_of_the_grid_by_both_doors(
     own_bed: Bed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -168,7 +158,7 @@ def test_a_job_runs_on_a_node_of_the_grid_by_both_doors(
 
     def run(*arguments: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
-            [sys.executable, "-c", WITH_ALL_PARTS, example, *arguments],
+            [sys.executable, example, *arguments],
             capture_output=True,
             text=True,
             timeout=60,
