@@ -32,10 +32,9 @@ import report
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from genie.grid.runner import Runner  # noqa: E402
-
 from genie.grid.grid_file import GridFile, parse_grid_file  # noqa: E402 - the path comes first
 from genie.grid.health_check import HealthChecker, NodeState  # noqa: E402
+from genie.grid.runner import Runner  # noqa: E402
 from genie.grid.ssh_pool import SshPool  # noqa: E402
 from tests.grid.bed import Bed  # noqa: E402
 from tests.grid.delay_proxy import delayed  # noqa: E402
@@ -198,6 +197,11 @@ async def warm(place: Place) -> list[report.Figure]:
             await checker.check_all(fresh=True)
 
             async def commands() -> None:
+                async with pool.use("gpu1") as link:
+                    for _ in range(WARM_COMMANDS):
+                        assert (await link.command(COMMAND, timeout_s=60)).stdout == b"gpu1\n"
+
+            async def runs() -> None:
                 for _ in range(WARM_COMMANDS):
                     run = await runner.start("gpu1", COMMAND)
                     assert await runner.wait(run, lambda *_: None) == 0
@@ -219,8 +223,14 @@ async def warm(place: Place) -> list[report.Figure]:
                 [each / WARM_COMMANDS for each in other],
                 goal=report.ratio_at_most(0.5),
             )
+            one, other = await _in_turns_async(place.rounds, runs, their_commands)
+            run = _compared(
+                "warm_run_that_outlives_us",
+                [each / WARM_COMMANDS for each in one],
+                [each / WARM_COMMANDS for each in other],
+            )
             ours, theirs = await _in_turns_async(place.rounds, health, their_health)
-    return [command, _compared("warm_health_20_nodes", ours, theirs, goal=report.ratio_at_most(0.1))]
+    return [command, run, _compared("warm_health_20_nodes", ours, theirs, goal=report.ratio_at_most(0.1))]
 
 
 @contextlib.contextmanager

@@ -29,7 +29,7 @@ _PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 _NVIDIA_SMI = """#!/bin/sh
 # Answers any --query-gpu with the lines of a file, and fails while there is none.
 if [ -e "{folder}/smi-hangs" ]; then exec sleep 3600; fi
-exec cat "{folder}/gpus.csv"
+while read -r line; do echo "$line"; done < "{folder}/gpus.csv"
 """
 
 
