@@ -37,6 +37,7 @@ RUN_HERE = {
     "gpu_server.py",
     "grid/batch_gpu_tasks.py",  # tests/grid/test_ray_cluster.py
     "grid/setup_cluster.py",  # tests/grid/test_ray_cluster.py
+    "grid/monitor.py",
     "grid/run_job.py",
     "monitoring_dashboard.py",
     "multimodal.py",
@@ -252,3 +253,23 @@ def test_a_process_that_is_left_is_seen(tour: dict[str, Any], tmp_path: Path) ->
             wait_until(lambda: len(tour["processes_left"](tmp_path)) == 1)
         finally:
             left.kill()
+
+
+def test_a_grid_is_watched(own_bed: Bed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    own_bed["gpu1"].gpus(2)
+    keys = "ssh: {connect_timeout: 10}\nhealth_check: {timeout: 10}\n"
+    (tmp_path / "grid.yaml").write_text(own_bed.grid_yaml(more=keys))
+    monkeypatch.setenv("GENIE_GRID_FILE", str(tmp_path / "grid.yaml"))
+    monkeypatch.setenv("GENIE_GRID_SSH_CONFIG", str(own_bed.ssh_config))
+    done = subprocess.run(
+        [sys.executable, str(EXAMPLES / "grid" / "monitor.py"), "--rounds", "2", "--every", "0.1"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        stdin=subprocess.DEVNULL,
+        cwd=tmp_path,
+    )
+    assert done.returncode == 0, done.stderr
+    assert len(re.findall(r"^gpu[12] +ok +[0-9.]+", done.stdout, re.MULTILINE)) == 4, done.stdout
+    assert "DEBUG" in done.stderr
+    assert 'grid_node_health_score{node="gpu1"}' in (tmp_path / "metrics.txt").read_text()
