@@ -16,6 +16,7 @@ import contextlib
 import json
 import logging
 import random
+import re
 import zlib
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -49,6 +50,7 @@ _REMOTE = "genie.grid.remote"
 _BOOT = (
     'exec python3 -ISc "import sys,zlib;f=sys.stdin.buffer;exec(zlib.decompress(f.read(int(f.readline()))))"'
 )
+_REMOTE_IMPORT = re.compile(r"^from genie\.grid\.remote(?:\.(\w+))? import ([\w, ]+)$", re.MULTILINE)
 _NOISE_BYTES_MAX = 1 << 16
 _KEEPALIVE_S = 5.0
 _KEEPALIVE_COUNT = 3
@@ -398,15 +400,26 @@ async def _start_helper(connection: asyncssh.SSHClientConnection, node: GridNode
 @cache
 def _boot_text() -> bytes:
     name = f"{_REMOTE}.core"
-    text = _source("core")
+    text = source("core")
     prelude = f"import sys,types;m=types.ModuleType({name!r});sys.modules[{name!r}]=m\n"
     run = f"exec(compile({text!r},{name!r},'exec'),m.__dict__);m.main()\n"
     return zlib.compress((prelude + run).encode())
 
 
 @cache
-def _source(module: str) -> str:
+def source(module: str) -> str:
+    """The text of a module of remote/."""
     return resources.files(_REMOTE).joinpath(f"{module}.py").read_text("utf-8")
+
+
+@cache
+def with_needs(module: str) -> tuple[str, ...]:
+    """A module of remote/ behind those that it imports, in the order of loading them."""
+    found: list[str] = []
+    for whole, names in _REMOTE_IMPORT.findall(source(module)):
+        for name in [whole] if whole else names.split(","):
+            found += [each for each in with_needs(name.strip()) if each not in found]
+    return (*found, module)
 
 
 class _Helper(asyncssh.SSHClientSession[bytes]):
@@ -453,11 +466,12 @@ class _Helper(asyncssh.SSHClientSession[bytes]):
         """What came instead of an answer: a shell's complaint, most likely."""
         return bytes(self._noise[-400:]).decode(errors="replace").strip()
 
-    def _load(self, module: str) -> None:
-        if module not in self._loaded:
-            self._loaded.add(module)
-            text = _source(module).encode()
-            self._send({"id": 0, "op": "load", "args": {"name": f"{_REMOTE}.{module}"}}, text)
+    def _load(self, wanted: str) -> None:
+        for module in (wanted,) if wanted in self._loaded else with_needs(wanted):
+            if module not in self._loaded:
+                self._loaded.add(module)
+                text = source(module).encode()
+                self._send({"id": 0, "op": "load", "args": {"name": f"{_REMOTE}.{module}"}}, text)
 
     def _send(self, message: Mapping[str, Any], blob: bytes) -> None:
         body = json.dumps(message, separators=(",", ":")).encode()
