@@ -46,6 +46,7 @@ _COMMAND_MODULES = (
     "config_commands",
     "sim_commands",
     "grid_node_commands",
+    "grid_sync_commands",
     "doctor",
 )
 

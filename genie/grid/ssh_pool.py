@@ -27,6 +27,7 @@ from types import TracebackType
 from typing import Any
 
 import asyncssh
+from asyncssh.encryption import get_default_encryption_algs
 
 from genie.errors import (
     ConnectionLostError,
@@ -256,6 +257,7 @@ class SshPool:
                 node.name,
                 config=target.config,
                 options=target.options,
+                encryption_algs=target.ciphers,
                 known_hosts=target.known_hosts,
                 keepalive_interval=_KEEPALIVE_S,
                 keepalive_count_max=_KEEPALIVE_COUNT,
@@ -290,6 +292,7 @@ class Target:
     port: int
     config: list[str]
     options: asyncssh.SSHClientConnectionOptions
+    ciphers: list[str]
     known_hosts: asyncssh.SSHKnownHosts
     known_hosts_files: tuple[Path, ...]
 
@@ -327,9 +330,18 @@ async def resolve(node: GridNode, file: GridFile, ssh_config: Path, *, trusted: 
         port=options.port or _SSH_PORT,
         config=config,
         options=options,
+        ciphers=_ciphers(options),
         known_hosts=trusted.of(files),
         known_hosts_files=tuple(files),
     )
+
+
+def _ciphers(options: asyncssh.SSHClientConnectionOptions) -> list[str]:
+    """Those of ~/.ssh/config in its order; without any, AES-GCM first, which costs us half as much here."""
+    known = [each.decode() for each in options.encryption_algs]
+    if list(options.encryption_algs) != get_default_encryption_algs():
+        return known
+    return sorted(known, key=lambda each: "gcm" not in each)
 
 
 def _expanded(path: str) -> str:

@@ -118,6 +118,10 @@ class Site:
             os.close(fd)
         os.rename(made, name, src_dir_fd=self.folder, dst_dir_fd=self.folder)
 
+    def free_bytes(self) -> int:
+        found = os.fstatvfs(self.folder)
+        return found.f_bavail * found.f_frsize
+
     def remove(self, name: str) -> None:
         try:
             os.unlink(name, dir_fd=self.folder)

@@ -33,6 +33,7 @@ PIECE_BYTES_MAX = 1 << 20
 """Of a frame with contents, except whole small files."""
 ANSWER_BYTES = 8 << 20
 _NAMES_SHOWN = 100
+_SPARE_BYTES = 64 << 20
 _READ_BYTES = 1 << 20
 _COMPILE_S = 120
 _COMPILERS = ("c++", "g++", "clang++")
@@ -274,7 +275,8 @@ def change(site: Site, objects: int, plan: bytes) -> Any:
     try:
         _copy_objects(objects, parts["copies"])
         # Takes the space for the state now: once the journal is written, nothing should fail.
-        site.write_state(merged, taken_ns=0, digest=digest, name="next")
+        if site.free_bytes() < _SPARE_BYTES + 4 * len(merged):
+            site.write_state(merged, taken_ns=0, digest=digest, name="next")
         site.write("journal", plan)
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
@@ -393,9 +395,9 @@ def carry_out(site: Site, objects: int, state: State, plan: bytes) -> Any:
         # Whatever went wrong, the next check sees what is not as recorded.
         taken_ns = time.time_ns()
         stamped = site.engine.stamped(site.root, merged)
+        site.remove("next")
         site.write_state(stamped, taken_ns=taken_ns, digest=bytes.fromhex(head["digest"]))
         site.remove("journal")
-        site.remove("next")
     site.empty(objects)
     return {"deleted": deleted, "kept": kept}
 

@@ -115,6 +115,20 @@ def is_racy(stamp: bytes, taken_ns: int) -> bool:
     return bool(max(mtime_ns, ctime_ns) + (2 * _SECOND if whole else _TICK_NS) >= taken_ns)
 
 
+def unstamped(data: bytes | bytearray, at: int) -> bytes:
+    """The record at this place with no stamp: quicker than reading all of it."""
+    end = at + HEAD.size + int.from_bytes(data[at + 4 : at + 6], "little")
+    return bytes(data[at : end + int.from_bytes(data[at + 6 : at + 8], "little")]) + NO_STAMP
+
+
+def size_at(data: bytes | bytearray, at: int) -> int:
+    return int.from_bytes(data[at + 8 : at + 16], "little")
+
+
+def sha_at(data: bytes | bytearray, at: int) -> bytes:
+    return bytes(data[at + 24 : at + 56])
+
+
 def object_name(sha: bytes, size: int) -> bytes:
     """With its size: an object that is shorter was never finished."""
     return b"%s.%x" % (sha.hex().encode(), size)

@@ -48,6 +48,9 @@ def delta_of(
     actual = engine.merge(theirs, drift) if drift else theirs
     kept: set[bytes] = set()
     for old_at, new_at in engine.compare(actual, ours):
+        if old_at == NONE and not drift:
+            _places_of(found, ours[new_at]).append(new_at)
+            continue
         old = Record(actual, old_at) if old_at != NONE else None
         if new_at == NONE:
             assert old is not None
@@ -69,16 +72,19 @@ def _add(found: Delta, old: Record | None, new: Record, *, checksums: bool) -> N
     if old is not None and (old.kind == FOLDER) != (new.kind == FOLDER):
         found.gone.append(tree.record(REMOVED, new.path, flags=REPLACE))
         old = None
-    if new.kind == FOLDER:
-        found.folders.append(new.at)
-    elif new.kind != FILE:
-        found.links.append(new.at)
-    elif old is None:
-        found.added.append(new.at)
+    if new.kind != FILE or old is None:
+        _places_of(found, new.kind).append(new.at)
     elif _differs(old, new, checksums=checksums):
         found.changed.append(new.at)
     else:
         found.metas.append(new.at)
+
+
+def _places_of(found: Delta, kind: int) -> list[int]:
+    """Where something goes that was not there."""
+    if kind == FOLDER:
+        return found.folders
+    return found.added if kind == FILE else found.links
 
 
 def _differs(old: Record, new: Record, *, checksums: bool) -> bool:
@@ -93,19 +99,15 @@ def plan_of(delta: Delta, ours: bytes, *, base: str, digest: str) -> bytes:
     parts: dict[str, list[bytes]] = {"added": [], "changed": [], "copies": []}
     for name, places in (("added", delta.added), ("changed", delta.changed)):
         for place in places:
-            one = Record(ours, place)
-            parts["copies" if one.sha in seen else name].append(_unstamped(one))
-            seen.add(one.sha)
+            sha = tree.sha_at(ours, place)
+            parts["copies" if sha in seen else name].append(tree.unstamped(ours, place))
+            seen.add(sha)
     parts["copies"].sort(key=lambda one: tree.order(Record(one).path))
     for name, places in (("folders", delta.folders), ("links", delta.links), ("metas", delta.metas)):
-        parts[name] = [_unstamped(Record(ours, place)) for place in places]
+        parts[name] = [tree.unstamped(ours, place) for place in places]
     parts["gone"] = delta.gone
     head: dict[str, Any] = {"base": base, "digest": digest}
     return join(head, {name: b"".join(records) for name, records in parts.items()})
-
-
-def _unstamped(one: Record) -> bytes:
-    return one.plain + tree.NO_STAMP
 
 
 def paths_of(ours: bytes, places: list[int]) -> list[bytes]:
@@ -114,5 +116,6 @@ def paths_of(ours: bytes, places: list[int]) -> list[bytes]:
 
 def bytes_of(ours: bytes, places: list[int], *, without: Set[bytes] = frozenset()) -> int:
     """How much is to be sent, leaving out contents that are there already."""
-    records = (Record(ours, place) for place in places)
-    return sum(one.size for one in records if one.sha not in without)
+    if not without:
+        return sum(tree.size_at(ours, place) for place in places)
+    return sum(tree.size_at(ours, place) for place in places if tree.sha_at(ours, place) not in without)

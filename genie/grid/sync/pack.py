@@ -47,7 +47,7 @@ def pack_files(
     engine: tree.Plain, snapshot: Snapshot, places: list[int], *, there: set[bytes]
 ) -> Iterator[Chunk]:
     """Frames of these files. What is in `there` by its SHA-256 is left out, and what is sent is added."""
-    missing = [place for place in places if Record(snapshot.records, place).sha not in there]
+    missing = [place for place in places if tree.sha_at(snapshot.records, place) not in there]
     return _Packer(engine, snapshot, known=there).chunks(missing)
 
 
