@@ -336,6 +336,7 @@ class Walker {
     }
     const uint8_t* old = find(bytes);
     const bool is_rules = type == DT_REG && strcmp(name, ".gitignore") == 0;
+    if (old != nullptr && !is_rules && had_rules(Record(old))) out_->rules_changed = 1;
     const int left_out = is_left_out(old, bytes, type == DT_DIR);
     if (left_out < 0) return fail(out_, -1, path_, bytes);
     if (!left_out || is_rules) {
@@ -432,15 +433,18 @@ class Walker {
   }
 
   void pass_over() {
+    const Record gone(old_);
+    if (had_rules(gone)) out_->rules_changed = 1;
+    old_ += gone.bytes();
+  }
+
+  static bool had_rules(const Record& old) {
     static constexpr char kRules[] = ".gitignore";
     constexpr size_t kBytes = sizeof kRules - 1;
-    const Record gone(old_);
-    const size_t bytes = gone.head.path_bytes;
-    if (bytes >= kBytes && !gone.is_folder() && memcmp(gone.path() + bytes - kBytes, kRules, kBytes) == 0 &&
-        (bytes == kBytes || gone.path()[bytes - kBytes - 1] == '/')) {
-      out_->rules_changed = 1;
-    }
-    old_ += gone.bytes();
+    const size_t bytes = old.head.path_bytes;
+    const bool is_file = old.head.kind == 'f' || (old.head.kind == 'x' && old.stamp().inode != 0);
+    return is_file && bytes >= kBytes && memcmp(old.path() + bytes - kBytes, kRules, kBytes) == 0 &&
+           (bytes == kBytes || old.path()[bytes - kBytes - 1] == '/');
   }
 
   const uint8_t* old_;

@@ -314,7 +314,7 @@ class _Walk:
         fd = os.open(self._root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         self._folder(fd, b"", 0)
         for path, one in self._old.items():
-            if path.rpartition(b"/")[2] == b".gitignore" and not one.is_folder:
+            if path.rpartition(b"/")[2] == b".gitignore" and _had_rules(one):
                 self._rules_changed |= path not in self._rules_seen
         records = b"".join(self._parts)
         return Walked(
@@ -412,6 +412,11 @@ class _Walk:
     def _add(self, one: bytes) -> None:
         self._parts.append(one)
         self._size += len(one)
+
+
+def _had_rules(one: Record) -> bool:
+    """Of a record that is named like one: whether it was a file. One that is left out has a stamp then."""
+    return one.kind == FILE or (one.kind == LEFT_OUT and one.stamp[:8] != NO_STAMP[:8])
 
 
 def _read_small(folders: Folders, one: Record) -> bytes | None:
