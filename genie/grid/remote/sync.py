@@ -51,9 +51,9 @@ def check(args: Any, blob: bytes) -> Any:
     except FileNotFoundError:
         return answer
     with site:
-        if site.read("journal") is not None:
-            site.lock(wait_s=args["wait_s"])
-            finish(site)
+        # One whose connection broke may still be at it: what has arrived is whole when it lets go.
+        site.lock(wait_s=args["wait_s"])
+        finish(site)
         state = site.state()
         drift = look_closer(site, state)
         _drift.clear()  # for one tree at a time
@@ -83,6 +83,7 @@ def records(args: Any, blob: bytes) -> Any:
 def objects(args: Any, blob: bytes) -> Any:
     """The SHA-256 of what has arrived and is not in its place yet. What is half-written goes."""
     with Site(args, create=False) as site:
+        site.lock(wait_s=args["wait_s"])
         return {}, b"".join(_staged(site))[: ANSWER_BYTES // 32 * 32]
 
 
@@ -549,18 +550,9 @@ def look_closer(site: Site, state: State) -> bytes:
             else:
                 drift.append(now)
     if healed:
-        _keep_healed(site, state, b"".join(healed), taken_ns=taken_ns)
-    return b"".join(drift)
-
-
-def _keep_healed(site: Site, state: State, healed: bytes, *, taken_ns: int) -> None:
-    try:
-        site.lock(wait_s=0)
-    except OpError:
-        return  # whoever has the lock writes a newer state
-    if site.state().digest == state.digest:
-        merged = site.engine.merge(state.records, healed)
+        merged = site.engine.merge(state.records, b"".join(healed))
         site.write_state(merged, taken_ns=taken_ns, digest=state.digest)
+    return b"".join(drift)
 
 
 def _as_it_is(folders: Folders, one: Record) -> bytes:
@@ -601,11 +593,7 @@ def _sha_of(holder: int, name: bytes) -> bytes:
 
 
 def _staged(site: Site) -> list[bytes]:
-    """What has arrived whole; what has not is removed. Nothing, while someone is at it."""
-    try:
-        site.lock(wait_s=0)
-    except OpError:
-        return []
+    """What has arrived whole; what has not is removed. Only with the lock."""
     objects = site.objects()
     found = []
     for name in os.listdir(objects):

@@ -69,6 +69,7 @@ class _Packer:
         self._snapshot = snapshot
         self._known = known
         self._number = 0
+        self._large: set[int] = set()
 
     def chunks(self, places: list[int]) -> Iterator[Chunk]:
         root = os.open(self._snapshot.root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -127,23 +128,35 @@ class _Packer:
                     raise VanishedError
                 self._snapshot.restat(place, before)
                 digest = hashlib.sha256()
-                yield from self._pieces(fd, number, before, digest)
+                sending = self._known is not None and not self._is_known(fd, before)
+                yield from self._pieces(fd, number, before, digest, sending=sending)
                 after = os.fstat(fd)
             finally:
                 os.close(fd)
             if tree.stamp_of(before) == tree.stamp_of(after) and before.st_size == after.st_size:
                 sha = digest.digest()
                 self._snapshot.set_sha(place, sha)
-                yield self._last(number, before, sha)
+                yield self._last(number, before, sha, sending=sending)
                 return
-            yield Chunk(frame("A", number=number) if self._known is not None else b"", files=0, size=0)
+            yield Chunk(frame("A", number=number) if sending else b"", files=0, size=0)
         raise SyncError(
             f"{self._snapshot.root / Path(os.fsdecode(path))} changed while it was read, {_TRIES} times",
             hint="sync again when nothing writes to it, or leave it out with sync.exclude_patterns",
         )
 
-    def _last(self, number: int, found: os.stat_result, sha: bytes) -> Chunk:
-        if self._known is None:
+    def _is_known(self, fd: int, found: os.stat_result) -> bool:
+        """Whether the node has it. One as large as an earlier one is read first: it may be the same."""
+        assert self._known is not None
+        if found.st_size not in self._large:
+            self._large.add(found.st_size)
+            return False
+        digest = hashlib.sha256()
+        for _ in self._pieces(fd, 0, found, digest, sending=False):
+            pass
+        return digest.digest() in self._known
+
+    def _last(self, number: int, found: os.stat_result, sha: bytes, *, sending: bool) -> Chunk:
+        if not sending or self._known is None:
             return Chunk(b"", files=1, size=0)
         self._known.add(sha)
         mode = found.st_mode & 0o7777
@@ -173,8 +186,9 @@ class _Packer:
         real = (root / Path(os.fsdecode(path))).resolve()
         return str(real) if real.is_relative_to(root) and real != root / Path(os.fsdecode(path)) else None
 
-    def _pieces(self, fd: int, number: int, found: os.stat_result, digest: hashlib._Hash) -> Iterator[Chunk]:
-        sending = self._known is not None
+    def _pieces(
+        self, fd: int, number: int, found: os.stat_result, digest: hashlib._Hash, *, sending: bool
+    ) -> Iterator[Chunk]:
         for kind, offset, size in _extents(fd, found):
             if kind == "H":
                 zeros = bytes(min(size, _CHUNK_BYTES))
@@ -190,7 +204,7 @@ class _Packer:
                 digest.update(data)
                 at += len(data)
                 head = frame("D", number=number, size=len(data))
-                yield Chunk(head + data if sending else b"", files=0, size=len(data))
+                yield Chunk(head + data if sending else b"", files=0, size=len(data) if sending else 0)
 
 
 def _extents(fd: int, found: os.stat_result) -> Iterator[tuple[str, int, int]]:

@@ -35,13 +35,13 @@ def build(root: Path, entries: dict[bytes, tuple[str, bytes]]) -> None:
     """As much of it as fits together: a file is no folder."""
     empty(root)
     for path, (kind, data) in sorted(entries.items()):
-        full = os.path.join(os.fsencode(root), path)
+        full = root / os.fsdecode(path)
         try:
-            os.makedirs(os.path.dirname(full), exist_ok=True)
+            full.parent.mkdir(parents=True, exist_ok=True)
             if kind == "d":
-                os.mkdir(full)
+                full.mkdir()
             elif kind == "l":
-                os.symlink(data.replace(b"\0", b"")[:100] or b"nowhere", full)
+                full.symlink_to(os.fsdecode(data.replace(b"\0", b"")[:100] or b"nowhere"))
             else:
                 write(root, {path: b"z" * 70_000 if data == LARGE else data})
         except (FileExistsError, NotADirectoryError, IsADirectoryError, FileNotFoundError):

@@ -30,33 +30,30 @@ def compiled() -> tree.Plain:
 
 def write(root: Path, files: dict[bytes, bytes]) -> None:
     for name, data in files.items():
-        path = os.path.join(os.fsencode(root), name)
-        os.makedirs(os.path.dirname(path), exist_ok=True)
-        with open(path, "wb") as file:
-            file.write(data)
+        path = root / os.fsdecode(name)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(data)
 
 
 def told(root: Path, *, without: tuple[bytes, ...] = tree.RESERVED) -> dict[bytes, Entry]:
     """All that is in a folder, except some names at its top."""
     found: dict[bytes, Entry] = {}
-    base = os.fsencode(root)
-    for folder, folders, files in os.walk(base):
+    for folder, folders, files in os.walk(root):
         for name in [*folders, *files]:
-            path = os.path.join(folder, name)
-            inner = os.path.relpath(path, base)
-            if inner.split(b"/")[0] not in without:
-                found[inner] = _entry(path)
+            path = Path(folder) / name
+            inner = path.relative_to(root)
+            if os.fsencode(inner.parts[0]) not in without:
+                found[os.fsencode(inner)] = _entry(path)
     return found
 
 
-def _entry(path: bytes) -> Entry:
-    status = os.lstat(path)
+def _entry(path: Path) -> Entry:
+    status = path.lstat()
     if stat.S_ISLNK(status.st_mode):
-        return "l", 0, os.readlink(path)
+        return "l", 0, os.fsencode(path.readlink())
     if stat.S_ISDIR(status.st_mode):
         return "d", stat.S_IMODE(status.st_mode), b""
-    with open(path, "rb") as file:
-        return "f", stat.S_IMODE(status.st_mode), file.read()
+    return "f", stat.S_IMODE(status.st_mode), path.read_bytes()
 
 
 def empty(root: Path) -> None:
