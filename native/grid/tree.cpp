@@ -413,7 +413,7 @@ class Walker {
     head.path_bytes = static_cast<uint16_t>(bytes);
     records_.add(&head, sizeof head);
     records_.add(path_, bytes);
-    records_.add(link, head.link_bytes);
+    if (link != nullptr) records_.add(link, head.link_bytes);
     records_.add(&stamp, sizeof stamp);
   }
 
@@ -609,19 +609,19 @@ const uint8_t* next_sent(const uint8_t* at, const uint8_t* end) {
 
 extern "C" {
 
-#define GENIE_EXPORT __attribute__((visibility("default")))
+#define EXPORTED __attribute__((visibility("default")))
 
 // Records of all that is in a folder. `list` has the places of files whose contents are not known.
-GENIE_EXPORT int32_t genie_walk(const char* root, const uint8_t* old, uint64_t old_bytes,
-                                int64_t old_taken_ns, int32_t reuse, Decide decide, Out* out) {
+EXPORTED int32_t genie_walk(const char* root, const uint8_t* old, uint64_t old_bytes, int64_t old_taken_ns,
+                            int32_t reuse, Decide decide, Out* out) {
   if (!are_whole(old, old_bytes)) return fail(out, EBADMSG, "", 0);
   return Walker(old, old_bytes, old_taken_ns, reuse != 0, decide, out).run(root);
 }
 
 // Frames of the small files at `places`, as many as fit. `list` has 0 for one that stands in the buffer and
 // 1 for one that needs the slow path; `size` is how much of the buffer is used.
-GENIE_EXPORT int32_t genie_read(int32_t root, const uint8_t* records, const uint64_t* places, uint64_t count,
-                                uint32_t first_number, uint8_t* into, uint64_t room, Out* out) {
+EXPORTED int32_t genie_read(int32_t root, const uint8_t* records, const uint64_t* places, uint64_t count,
+                            uint32_t first_number, uint8_t* into, uint64_t room, Out* out) {
   Folders folders(root);
   Buffer list;
   uint64_t used = 0;
@@ -639,7 +639,7 @@ GENIE_EXPORT int32_t genie_read(int32_t root, const uint8_t* records, const uint
 }
 
 // Writes the whole frames at the beginning of `data`. `size` is how far it came, `count` how many there were.
-GENIE_EXPORT int32_t genie_stage(int32_t objects, const uint8_t* data, uint64_t bytes, Out* out) {
+EXPORTED int32_t genie_stage(int32_t objects, const uint8_t* data, uint64_t bytes, Out* out) {
   while (bytes - out->size >= sizeof(Frame)) {
     Frame frame;
     memcpy(&frame, data + out->size, sizeof frame);
@@ -655,8 +655,8 @@ GENIE_EXPORT int32_t genie_stage(int32_t objects, const uint8_t* data, uint64_t 
 }
 
 // Makes folders and moves objects to where their records say. `size` is how far it came.
-GENIE_EXPORT int32_t genie_place(int32_t root, int32_t objects, const uint8_t* records, uint64_t bytes,
-                                 Out* out) {
+EXPORTED int32_t genie_place(int32_t root, int32_t objects, const uint8_t* records, uint64_t bytes,
+                             Out* out) {
   if (!are_whole(records, bytes)) return fail(out, EBADMSG, "", 0);
   Folders folders(root);
   while (out->size < bytes) {
@@ -670,8 +670,8 @@ GENIE_EXPORT int32_t genie_place(int32_t root, int32_t objects, const uint8_t* r
 
 // `list` has the places of records that do not match what is there. With `fill`, records without a stamp
 // get the one of what is there, and nothing else is looked at.
-GENIE_EXPORT int32_t genie_check(int32_t root, uint8_t* records, uint64_t bytes, int64_t taken_ns,
-                                 int32_t fill, Out* out) {
+EXPORTED int32_t genie_check(int32_t root, uint8_t* records, uint64_t bytes, int64_t taken_ns, int32_t fill,
+                             Out* out) {
   if (!are_whole(records, bytes)) return fail(out, EBADMSG, "", 0);
   Folders folders(root);
   Buffer list;
@@ -694,8 +694,8 @@ GENIE_EXPORT int32_t genie_check(int32_t root, uint8_t* records, uint64_t bytes,
 }
 
 // `list` has pairs of places, old and new, of records that differ; one of a pair may be missing.
-GENIE_EXPORT int32_t genie_compare(const uint8_t* old, uint64_t old_bytes, const uint8_t* now,
-                                   uint64_t now_bytes, Out* out) {
+EXPORTED int32_t genie_compare(const uint8_t* old, uint64_t old_bytes, const uint8_t* now, uint64_t now_bytes,
+                               Out* out) {
   if (!are_whole(old, old_bytes) || !are_whole(now, now_bytes)) return fail(out, EBADMSG, "", 0);
   Buffer list;
   const uint8_t *a = old, *b = now, *a_end = old + old_bytes, *b_end = now + now_bytes;
@@ -719,8 +719,8 @@ GENIE_EXPORT int32_t genie_compare(const uint8_t* old, uint64_t old_bytes, const
 }
 
 // The records of `old` with those of `changes` in their place; one of kind 'r' takes a record away.
-GENIE_EXPORT int32_t genie_merge(const uint8_t* old, uint64_t old_bytes, const uint8_t* changes,
-                                 uint64_t change_bytes, Out* out) {
+EXPORTED int32_t genie_merge(const uint8_t* old, uint64_t old_bytes, const uint8_t* changes,
+                             uint64_t change_bytes, Out* out) {
   if (!are_whole(old, old_bytes) || !are_whole(changes, change_bytes)) return fail(out, EBADMSG, "", 0);
   Buffer merged;
   const uint8_t *a = old, *b = changes, *a_end = old + old_bytes, *b_end = changes + change_bytes;
@@ -736,7 +736,7 @@ GENIE_EXPORT int32_t genie_merge(const uint8_t* old, uint64_t old_bytes, const u
 }
 
 // The records without stamps and without what is left out: what both sides must agree on.
-GENIE_EXPORT int32_t genie_plain(const uint8_t* records, uint64_t bytes, Out* out) {
+EXPORTED int32_t genie_plain(const uint8_t* records, uint64_t bytes, Out* out) {
   if (!are_whole(records, bytes)) return fail(out, EBADMSG, "", 0);
   Buffer plain;
   for (const uint8_t* at = records; at < records + bytes;) {
@@ -748,7 +748,7 @@ GENIE_EXPORT int32_t genie_plain(const uint8_t* records, uint64_t bytes, Out* ou
   return 0;
 }
 
-GENIE_EXPORT void genie_free(Out* out) {
+EXPORTED void genie_free(Out* out) {
   free(out->data);
   free(out->list);
 }

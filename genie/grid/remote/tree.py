@@ -581,13 +581,14 @@ class Compiled(Plain):
     ) -> Walked:
         if follow:
             return Plain.walk(self, root, old, taken_ns=taken_ns, reuse=reuse, decide=decide, follow=True)
-        raised: list[BaseException] = []
+        failure: BaseException | None = None
 
         def asked(path: Any, path_bytes: int, is_folder: int) -> int:
+            nonlocal failure
             try:
                 return int(decide(path[:path_bytes], bool(is_folder)))
             except BaseException as error:  # it is raised again below; C++ cannot carry it
-                raised.append(error)
+                failure = error
                 return -1
 
         taken = self._ctypes.c_int64(taken_ns)
@@ -597,8 +598,8 @@ class Compiled(Plain):
                 "genie_walk", os.fsencode(root), old, self._u64(len(old)), taken, int(reuse), callback
             )
         except OSError:
-            if raised:
-                raise raised[0] from None
+            if failure is not None:
+                raise failure from None
             raise
         return Walked(
             records,
