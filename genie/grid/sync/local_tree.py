@@ -108,16 +108,21 @@ class LocalTree:
         )
 
     def settle(self, snapshot: Snapshot) -> None:
-        """All contents are known: the digest is made, and the cache written if anything is new."""
-        if snapshot.digest:
+        """All contents are known: the digest is made."""
+        if not snapshot.digest:
+            records = bytes(snapshot.records)
+            snapshot.digest = hashlib.sha256(self.engine.plain(records)).hexdigest()
+            snapshot.dirty = []
+
+    def save(self, snapshot: Snapshot) -> None:
+        """Writes the cache, if anything is new."""
+        if snapshot.is_same or not snapshot.digest:
             return
-        records = bytes(snapshot.records)
-        digest = hashlib.sha256(self.engine.plain(records)).digest()
-        snapshot.digest = digest.hex()
-        snapshot.dirty = []
+        snapshot.is_same = True
+        digest = bytes.fromhex(snapshot.digest)
         head = STATE_HEAD.pack(STATE_MAGIC, snapshot.taken_ns, digest, snapshot.rules)
         try:
-            self._write_index(head + records)
+            self._write_index(head + bytes(snapshot.records))
         except OSError as error:
             _log.warning("the cache of a sync cannot be written", extra={"why": error.strerror})
 

@@ -183,6 +183,7 @@ class _Job:
             "wait_s": _LOCK_WAIT_S,
         }
         self._reports: dict[str, SyncReport] = {}
+        self._scan: asyncio.Future[Snapshot] | None = None
 
     async def run(self, nodes: list[str]) -> list[SyncReport]:
         todo = nodes
@@ -198,19 +199,22 @@ class _Job:
         """Brings the nodes up to date. Gives those that are worth another round."""
         again: list[str] = []
         width = self._file.sync.max_parallel_transfers
-        scan: asyncio.Future[Snapshot] | None = None
+        self._scan = None
         for at in range(0, len(nodes), width):
-            if scan is None:
-                scan = asyncio.get_running_loop().run_in_executor(None, self._local.scan)
-            again += await self._some(nodes[at : at + width], scan, final=final)
+            again += await self._some(nodes[at : at + width], final=final)
         return again
 
-    async def _some(self, nodes: list[str], scan: asyncio.Future[Snapshot], *, final: bool) -> list[str]:
+    async def _some(self, nodes: list[str], *, final: bool) -> list[str]:
         started = time.monotonic()
         async with contextlib.AsyncExitStack() as links:
-            gates = [self._enter(name, links, started) for name in nodes]
-            found = await asyncio.gather(*gates, return_exceptions=True)
-            snapshot = await scan
+            looking = asyncio.gather(
+                *(self._enter(name, links, started) for name in nodes), return_exceptions=True
+            )
+            await asyncio.sleep(0)  # the nodes are asked first: they look while we do
+            if self._scan is None:
+                self._scan = asyncio.get_running_loop().run_in_executor(None, self._local.scan)
+            found = await looking
+            snapshot = await self._scan
             tasks: list[_Task] = []
             for name, each in zip(nodes, found, strict=True):
                 if isinstance(each, _Task):
@@ -262,6 +266,7 @@ class _Job:
             if not snapshot.dirty:
                 await asyncio.to_thread(self._local.settle, snapshot)
             again = await self._compare_and_send(tasks, snapshot, final=final)
+            await asyncio.to_thread(self._local.save, snapshot)
         except VanishedError:
             if final:
                 raise SyncError(
