@@ -82,6 +82,8 @@ class Site:
     def state(self) -> State:
         """An empty one where there is none, or where what is there cannot be read any more."""
         data = self.read("state")
+        if data is None:
+            data = self.read("state.old")
         if data is None or len(data) < STATE_HEAD.size:
             return State()
         magic, taken_ns, digest, _ = STATE_HEAD.unpack_from(data)
@@ -94,7 +96,14 @@ class Site:
         return State(records, taken_ns=taken_ns, digest=digest)
 
     def write_state(self, records: bytes, *, taken_ns: int, digest: bytes, name: str = "state") -> None:
-        self.write(name, STATE_HEAD.pack(STATE_MAGIC, taken_ns, digest, bytes(32)) + records)
+        data = STATE_HEAD.pack(STATE_MAGIC, taken_ns, digest, bytes(32)) + records
+        self.write(name + ".whole", data)
+        # Not over the old one: file systems then wait for the disk. In between, the old one counts.
+        try:
+            os.rename(name, name + ".old", src_dir_fd=self.folder, dst_dir_fd=self.folder)
+        except FileNotFoundError:
+            pass
+        os.rename(name + ".whole", name, src_dir_fd=self.folder, dst_dir_fd=self.folder)
 
     def read(self, name: str) -> bytes | None:
         try:

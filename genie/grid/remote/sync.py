@@ -284,7 +284,7 @@ def change(site: Site, objects: int, plan: bytes) -> Any:
             site.empty(objects)
             site.remove("next")
         raise
-    done = carry_out(site, objects, state, plan)
+    done = carry_out(site, objects, state, plan, merged=merged)
     done["overwritten"] = overwritten
     return done
 
@@ -382,10 +382,11 @@ def _shown(path: bytes) -> str:
     return path.decode("utf-8", "backslashreplace")
 
 
-def carry_out(site: Site, objects: int, state: State, plan: bytes) -> Any:
+def carry_out(site: Site, objects: int, state: State, plan: bytes, *, merged: bytes | None = None) -> Any:
     """Puts everything into place. Doing it a second time finishes what the first time left undone."""
     head, parts = split(plan)
-    merged = merged_records(site, state, parts)
+    if merged is None:
+        merged = merged_records(site, state, parts)
     try:
         deleted, kept = _delete(site, state, parts["gone"])
         _place(site, objects, parts)

@@ -163,6 +163,8 @@ class LocalTree:
         self._index.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         part = self._index.with_suffix(f".{os.getpid()}.part")
         part.write_bytes(data)
+        # Not over the old one: file systems then wait for the disk, and a lost cache costs little.
+        self._index.unlink(missing_ok=True)
         part.replace(self._index)
         kept = sorted(self._index.parent.glob("*.index"), key=lambda path: path.stat().st_mtime, reverse=True)
         for path in kept[_INDEXES_KEPT:]:
