@@ -190,9 +190,11 @@ def engine(folder: str, key: str) -> tree.Plain:
         path = library_path(folder, key) if key else ""
         if not path or not os.path.exists(path):
             return tree.Plain()
+        found = tree.engine_at(path)
         _ENGINES.clear()
-        _ENGINES[key] = tree.engine_at(path)
-    return _ENGINES[key]
+        _ENGINES[key] = found
+        return found
+    return _ENGINES.get(key) or tree.Plain()
 
 
 def _boot() -> str:

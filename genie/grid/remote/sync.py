@@ -15,6 +15,7 @@ import os
 import stat
 import struct
 import sys
+import threading
 import time
 from typing import Any, NoReturn
 
@@ -106,7 +107,7 @@ def library(args: Any, blob: bytes) -> Any:
         binary, source = blob[: args["binary"]], blob[args["binary"] :]
         if binary and args["machine"] == _machine() and _is_good_library(path, binary):
             return {"how": "given"}
-        source_path = path[: -len(".so")] + ".cpp"
+        source_path = f"{path[: -len('.so')]}-{os.getpid()}-{threading.get_ident()}.cpp"
         with open(source_path, "wb") as file:
             file.write(source)
     core.SPAWNER.spawn(__name__, "compile_library", {"source": source_path, "path": path})
@@ -119,7 +120,7 @@ def compile_library(args: Any) -> None:
     import subprocess
 
     compiler = next((found for name in _COMPILERS for found in [shutil.which(name)] if found), None)
-    part = args["path"] + ".part"
+    part = args["source"] + ".part"
     if compiler is not None:
         command = [compiler, *_FLAGS, "-o", part, args["source"]]
         done = subprocess.run(command, check=False, timeout=_COMPILE_S)
@@ -607,7 +608,8 @@ def _staged(site: Site) -> list[bytes]:
 
 
 def _is_good_library(path: str, binary: bytes) -> bool:
-    part = path + ".part"
+    # A name of its own: someone else may be loading theirs, and must not see it change.
+    part = f"{path}.{os.getpid()}-{threading.get_ident()}.part"
     with open(part, "wb") as file:
         file.write(binary)
     try:

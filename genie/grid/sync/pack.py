@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 from genie.errors import SyncError
@@ -37,15 +37,16 @@ class Chunk:
         self.data, self.files, self.size = data, files, size
 
 
+Chunks = Generator[Chunk, None, None]
+
+
 def hash_files(engine: tree.Plain, snapshot: Snapshot, places: list[int]) -> None:
     """Makes their contents known, without sending anything."""
     for _ in _Packer(engine, snapshot, known=None).chunks(places):
         pass
 
 
-def pack_files(
-    engine: tree.Plain, snapshot: Snapshot, places: list[int], *, there: set[bytes]
-) -> Iterator[Chunk]:
+def pack_files(engine: tree.Plain, snapshot: Snapshot, places: list[int], *, there: set[bytes]) -> Chunks:
     """Frames of these files. What is in `there` by its SHA-256 is left out, and what is sent is added."""
     missing = [place for place in places if tree.sha_at(snapshot.records, place) not in there]
     return _Packer(engine, snapshot, known=there).chunks(missing)
@@ -71,7 +72,7 @@ class _Packer:
         self._number = 0
         self._large: set[int] = set()
 
-    def chunks(self, places: list[int]) -> Iterator[Chunk]:
+    def chunks(self, places: list[int]) -> Chunks:
         root = os.open(self._snapshot.root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         records = bytes(self._snapshot.records)
         try:

@@ -17,7 +17,7 @@ import logging
 import os
 import re
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -38,7 +38,7 @@ from genie.grid.ssh_pool import Link, SshPool
 from genie.grid.sync import tar_pipe
 from genie.grid.sync.delta import Delta, bytes_of, delta_of, paths_of, plan_of
 from genie.grid.sync.local_tree import LocalTree, Snapshot, library, local_engine, local_root
-from genie.grid.sync.pack import Chunk, VanishedError, hash_files, pack_files, plan_frames
+from genie.grid.sync.pack import Chunk, Chunks, VanishedError, hash_files, pack_files, plan_frames
 from genie.grid.sync.stream import Stream
 
 _log = logging.getLogger(__name__)
@@ -216,14 +216,15 @@ class _Job:
             found = await looking
             snapshot = await self._scan
             tasks: list[_Task] = []
+            again: list[str] = []
             for name, each in zip(nodes, found, strict=True):
                 if isinstance(each, _Task):
                     tasks.append(each)
                 elif isinstance(each, GenieError):
-                    self._fail(name, each, started)
+                    again += self._retry_or_fail(name, each, started, final=final)
                 else:
                     raise each
-            return await self._bring(tasks, snapshot, final=final)
+            return again + await self._bring(tasks, snapshot, final=final)
 
     async def _enter(self, name: str, links: contextlib.AsyncExitStack, started: float) -> _Task:
         """Takes the link and looks at what is there."""
@@ -240,7 +241,10 @@ class _Job:
             await self._offer_library(task, answer["machine"])
         while len(drift) < answer["drift"]:
             args = {**self._args, "offset": len(drift)}
-            drift += (await task.link.call("sync.drift", args, timeout_s=_CHECK_S))[1]
+            _, piece = await task.link.call("sync.drift", args, timeout_s=_CHECK_S)
+            if not piece:
+                raise NodeRefusedError(f"node {task.name}: another sync is under way", reason="moved")
+            drift += piece
         task.digest, task.drift = str(answer["digest"]), drift
         if answer["objects"]:
             _, shas = await task.link.call("sync.objects", self._args, timeout_s=_CHECK_S)
@@ -284,7 +288,7 @@ class _Job:
             try:
                 task.delta = await self._delta(task, snapshot)
             except GenieError as error:
-                again += self._retry_or_fail(task, error, final=final)
+                again += self._retry_or_fail(task.name, error, task.started, final=final)
                 continue
             if not task.delta:
                 self._done(task, unchanged=True)
@@ -339,11 +343,11 @@ class _Job:
         else:
             await self._send_streams(transfer, chunks, snapshot)
         again: list[str] = []
-        for task, error in transfer.failed.items():
-            again += self._retry_or_fail(_named(group, task), error, final=final)
+        for name, error in transfer.failed.items():
+            again += self._retry_or_fail(name, error, group[0].started, final=final)
         return again
 
-    async def _send_inline(self, transfer: _Transfer, chunks: Iterator[Chunk], snapshot: Snapshot) -> None:
+    async def _send_inline(self, transfer: _Transfer, chunks: Chunks, snapshot: Snapshot) -> None:
         packed = await asyncio.to_thread(list, chunks)
         await asyncio.to_thread(self._local.settle, snapshot)
         frames = b"".join(chunk.data for chunk in packed)
@@ -363,7 +367,7 @@ class _Job:
 
         await transfer.each(one)
 
-    async def _send_streams(self, transfer: _Transfer, chunks: Iterator[Chunk], snapshot: Snapshot) -> None:
+    async def _send_streams(self, transfer: _Transfer, chunks: Chunks, snapshot: Snapshot) -> None:
         async def begin(task: _Task) -> None:
             task.stream = await Stream.open(task.link, self._args, stall_s=_STALL_S)
 
@@ -376,6 +380,8 @@ class _Job:
                 await transfer.send(chunk)
         finally:
             await asyncio.wait([coming])
+            coming.exception()  # told above, unless all nodes are gone: then it is of no interest
+            chunks.close()
         if not transfer.alive:
             return
         await asyncio.to_thread(self._local.settle, snapshot)
@@ -437,15 +443,15 @@ class _Job:
             paths=tuple(names[:_NAMES_SHOWN]),
         )
 
-    def _retry_or_fail(self, task: _Task, error: GenieError, *, final: bool) -> list[str]:
+    def _retry_or_fail(self, name: str, error: GenieError, started: float, *, final: bool) -> list[str]:
         """A cut, a stall and another sync are worth another round: what has arrived is not sent again."""
         is_worth_it = isinstance(error, ConnectionLostError | DeadlineError) or (
             isinstance(error, NodeRefusedError) and error.reason == "moved"
         )
         if is_worth_it and not final:
-            _log.info("syncing again", extra={"node": task.name, "why": error.message})
-            return [task.name]
-        self._fail(task.name, error, task.started)
+            _log.info("syncing again", extra={"node": name, "why": error.message})
+            return [name]
+        self._fail(name, error, started)
         return []
 
     def _fail(self, name: str, error: GenieError, started: float) -> None:
@@ -496,10 +502,6 @@ def tree_name(root: Path) -> str:
     """Of the folder on nodes: two folders of the same name are the same project, from wherever."""
     digest = hashlib.sha256(os.fsencode(root.name)).hexdigest()[:8]
     return f"{re.sub('[^A-Za-z0-9_-]', '_', root.name)[:64]}-{digest}"
-
-
-def _named(tasks: list[_Task], name: str) -> _Task:
-    return next(task for task in tasks if task.name == name)
 
 
 def _sync_error(error: GenieError) -> GenieError:

@@ -119,6 +119,22 @@ async def test_files_folders_and_links_can_take_each_others_place(project: Proje
     assert told(project.there) == told(project.root)
 
 
+async def test_a_folder_with_the_nodes_own_files_does_not_become_a_file(project: Project) -> None:
+    write(project.root, {b"b/c": b"1", b"d": b"2"})
+    await project.sync()
+    write(project.there, {b"b/mine": b"mine"})
+    (project.root / "b/c").unlink()
+    (project.root / "b").rmdir()
+    write(project.root, {b"b": b"now a file", b"d": b"changed"})
+    before = told(project.there)
+    with pytest.raises(SyncError, match=r"b is to become a file, and has b/mine in it"):
+        await project.sync()
+    assert told(project.there) == before
+    (project.there / "b/mine").unlink()
+    await project.sync()
+    assert told(project.there) == told(project.root)
+
+
 async def test_what_is_left_out_is_neither_sent_nor_deleted(project: Project) -> None:
     write(project.root, {b"a.py": b"1", b".env": b"secret", b"x.log": b"log", b".gitignore": b"*.log\n"})
     write(project.root, {b".grid/x": b"not ours", b"grid_env/y": b"not ours"})
