@@ -86,11 +86,12 @@ async def test_a_full_disk_is_said_and_leaves_the_tree_as_it_was(own_bed: Bed, t
         (report,) = await one.sync(root, ["gpu1"])
         assert isinstance(report.error, SyncError) and "disk there is full" in str(report.error)
         assert own_bed["gpu1"].run(look) == before
+        assert own_bed["gpu1"].run("ls /root/ws/.grid/sync/*/objects-*") == "", "the space was given back"
         for path in root.rglob("*"):
             if path.is_file() and path.name != "a":
                 path.unlink()
         (report,) = await one.sync(root, ["gpu1"])
-        assert report.error is None, "the space was given back"
+        assert report.error is None
     assert own_bed["gpu1"].run("cat /root/ws/a") == "second"
 
 
