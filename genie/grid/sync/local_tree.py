@@ -54,11 +54,17 @@ class Snapshot:
         return [one.at for one in tree.records_of(bytes(self.records)) if one.kind == tree.FILE]
 
     def set_sha(self, place: int, sha: bytes) -> None:
+        if self.digest and tree.sha_at(self.records, place) != sha:
+            self._forget_digest()
         self.records[place + _SHA_AT : place + tree.HEAD.size] = sha
+
+    def _forget_digest(self) -> None:
+        self.digest, self.is_same = "", False
 
     def restat(self, place: int, found: os.stat_result) -> None:
         """The file is not as the walk saw it: from here on it is as it was when it was read."""
         one = Record(self.records, place)
+        self._forget_digest()
         head = tree.HEAD.pack(
             tree.FILE,
             0,

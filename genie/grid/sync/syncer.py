@@ -264,13 +264,11 @@ class _Job:
         # Where nothing of ours is yet, contents are hashed while they are sent.
         is_first = all(not task.digest and not task.there for task in tasks)
         try:
-            if snapshot.dirty and (not is_first or self._dry_run or not tasks):
-                await asyncio.to_thread(hash_files, self._engine, snapshot, snapshot.dirty)
-                snapshot.dirty = []
-            if not snapshot.dirty:
-                await asyncio.to_thread(self._local.settle, snapshot)
+            if not snapshot.digest and (not snapshot.dirty or not is_first or self._dry_run or not tasks):
+                await asyncio.to_thread(self._read_dirty, snapshot)
             again = await self._compare_and_send(tasks, snapshot, final=final)
-            await asyncio.to_thread(self._local.save, snapshot)
+            if not snapshot.is_same:
+                await asyncio.to_thread(self._local.save, snapshot)
         except VanishedError:
             if final:
                 raise SyncError(
@@ -280,6 +278,10 @@ class _Job:
             return [task.name for task in (*tasks, *plain)]
         await asyncio.gather(*(self._tar(task, snapshot) for task in plain))
         return again
+
+    def _read_dirty(self, snapshot: Snapshot) -> None:
+        hash_files(self._engine, snapshot, snapshot.dirty)
+        self._local.settle(snapshot)
 
     async def _compare_and_send(self, tasks: list[_Task], snapshot: Snapshot, *, final: bool) -> list[str]:
         again: list[str] = []
@@ -349,7 +351,8 @@ class _Job:
 
     async def _send_inline(self, transfer: _Transfer, chunks: Chunks, snapshot: Snapshot) -> None:
         packed = await asyncio.to_thread(list, chunks)
-        await asyncio.to_thread(self._local.settle, snapshot)
+        if not snapshot.digest:  # a file is not as it was when it was hashed
+            await asyncio.to_thread(self._local.settle, snapshot)
         frames = b"".join(chunk.data for chunk in packed)
 
         async def one(task: _Task) -> None:

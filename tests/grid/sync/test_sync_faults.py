@@ -135,6 +135,24 @@ def _grow_while_read(path: Path, left: list[int], monkeypatch) -> None:
     monkeypatch.setattr(pack, "_extents", growing)
 
 
+async def test_a_file_that_changes_after_it_was_compared_is_sent_as_it_is(
+    project: Project, monkeypatch
+) -> None:
+    write(project.root, {b"a": b"1", b"b": b"1"})
+    await project.sync()
+    hash_files = syncer.hash_files
+
+    def late(*args: object) -> None:
+        hash_files(*args)  # type: ignore[arg-type]
+        write(project.root, {b"a": b"latest"})
+
+    monkeypatch.setattr(syncer, "hash_files", late)
+    write(project.root, {b"a": b"2", b"b": b"3"})
+    await project.sync()
+    assert told(project.there) == told(project.root)
+    assert (project.there / "a").read_bytes() == b"latest"
+
+
 async def test_a_file_that_disappears_while_it_is_sent_is_no_error(project: Project, monkeypatch) -> None:
     write(project.root, {b"a": b"1", b"gone": b"2"})
     scan = LocalTree.scan
