@@ -50,6 +50,7 @@ _COMMAND_MODULES = (
     "grid_promote_commands",
     "grid_ray_commands",
     "grid_run_commands",
+    "grid_sync_commands",
     "doctor",
 )
 

@@ -16,6 +16,7 @@ import contextlib
 import json
 import logging
 import random
+import re
 import zlib
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -26,6 +27,7 @@ from types import TracebackType
 from typing import Any
 
 import asyncssh
+from asyncssh.encryption import get_default_encryption_algs
 
 from genie.errors import (
     ConnectionLostError,
@@ -49,6 +51,7 @@ _REMOTE = "genie.grid.remote"
 _BOOT = (
     'exec python3 -ISc "import sys,zlib;f=sys.stdin.buffer;exec(zlib.decompress(f.read(int(f.readline()))))"'
 )
+_REMOTE_IMPORT = re.compile(r"^from genie\.grid\.remote(?:\.(\w+))? import ([\w, ]+)$", re.MULTILINE)
 _NOISE_BYTES_MAX = 1 << 16
 _KEEPALIVE_S = 5.0
 _KEEPALIVE_COUNT = 3
@@ -56,15 +59,6 @@ _BACKOFF_S = 0.1
 _BACKOFF_S_MAX = 5.0
 _CLOSE_S = 2.0
 _SSH_PORT = 22
-_CIPHERS = ",".join(
-    [
-        "aes128-gcm@openssh.com",
-        "aes256-gcm@openssh.com",
-        "chacha20-poly1305@openssh.com",
-        "aes256-ctr",
-        "aes128-ctr",
-    ]
-)
 _KNOWN_HOSTS = "~/.ssh/known_hosts"
 
 
@@ -305,13 +299,9 @@ class Target:
     port: int
     config: list[str]
     options: asyncssh.SSHClientConnectionOptions
+    ciphers: list[str]
     known_hosts: asyncssh.SSHKnownHosts
     known_hosts_files: tuple[Path, ...]
-
-    @property
-    def ciphers(self) -> str | tuple[()]:
-        """Processors have AES built in, and the library's other default costs three times as much."""
-        return () if self.options.config.get("Ciphers") else _CIPHERS
 
     @property
     def known_keys(self) -> list[asyncssh.SSHKey]:
@@ -347,9 +337,18 @@ async def resolve(node: GridNode, file: GridFile, ssh_config: Path, *, trusted: 
         port=options.port or _SSH_PORT,
         config=config,
         options=options,
+        ciphers=_ciphers(options),
         known_hosts=trusted.of(files),
         known_hosts_files=tuple(files),
     )
+
+
+def _ciphers(options: asyncssh.SSHClientConnectionOptions) -> list[str]:
+    """Those of ~/.ssh/config in its order; without any, AES-GCM first, which costs us half as much here."""
+    known = [each.decode() for each in options.encryption_algs]
+    if list(options.encryption_algs) != get_default_encryption_algs():
+        return known
+    return sorted(known, key=lambda each: "gcm" not in each)
 
 
 def _expanded(path: str) -> str:
@@ -424,15 +423,26 @@ async def _start_helper(connection: asyncssh.SSHClientConnection, node: GridNode
 @cache
 def _boot_text() -> bytes:
     name = f"{_REMOTE}.core"
-    text = _source("core")
+    text = source("core")
     prelude = f"import sys,types;m=types.ModuleType({name!r});sys.modules[{name!r}]=m\n"
     run = f"exec(compile({text!r},{name!r},'exec'),m.__dict__);m.main()\n"
     return zlib.compress((prelude + run).encode())
 
 
 @cache
-def _source(module: str) -> str:
+def source(module: str) -> str:
+    """The text of a module of remote/."""
     return resources.files(_REMOTE).joinpath(f"{module}.py").read_text("utf-8")
+
+
+@cache
+def with_needs(module: str) -> tuple[str, ...]:
+    """A module of remote/ behind those that it imports, in the order of loading them."""
+    found: list[str] = []
+    for whole, names in _REMOTE_IMPORT.findall(source(module)):
+        for name in [whole] if whole else names.split(","):
+            found += [each for each in with_needs(name.strip()) if each not in found]
+    return (*found, module)
 
 
 class _Helper(asyncssh.SSHClientSession[bytes]):
@@ -479,11 +489,12 @@ class _Helper(asyncssh.SSHClientSession[bytes]):
         """What came instead of an answer: a shell's complaint, most likely."""
         return bytes(self._noise[-400:]).decode(errors="replace").strip()
 
-    def _load(self, module: str) -> None:
-        if module not in self._loaded:
-            self._loaded.add(module)
-            text = _source(module).encode()
-            self._send({"id": 0, "op": "load", "args": {"name": f"{_REMOTE}.{module}"}}, text)
+    def _load(self, wanted: str) -> None:
+        for module in (wanted,) if wanted in self._loaded else with_needs(wanted):
+            if module not in self._loaded:
+                self._loaded.add(module)
+                text = source(module).encode()
+                self._send({"id": 0, "op": "load", "args": {"name": f"{_REMOTE}.{module}"}}, text)
 
     def _send(self, message: Mapping[str, Any], blob: bytes) -> None:
         body = json.dumps(message, separators=(",", ":")).encode()

@@ -39,10 +39,12 @@ from genie import config
 from genie.errors import NativeBuildError
 from genie.runtime.files import FileLock, lock_holder
 
-Library: TypeAlias = Literal["genie_device", "genie_executor", "genie_scheduler"]
+Library: TypeAlias = Literal["genie_device", "genie_executor", "genie_scheduler", "genie_tree"]
 LIBRARIES: tuple[Library, ...] = get_args(Library)
 TORCH_LIBRARIES: tuple[Library, ...] = ("genie_device", "genie_executor")
 """Those that are made for one torch; the others do without."""
+BARE_LIBRARIES: tuple[Library, ...] = ("genie_tree",)
+"""Those with a C interface, which know nothing of Python: build() gives the file, ctypes opens it."""
 
 NO_COMPILER_EXIT_CODE = 69
 """Of `python -m genie.runtime.native`: nothing is wrong with the sources, so a Makefile may go on."""
@@ -87,6 +89,7 @@ def load(name: Library) -> ModuleType:
     Imports torch for a library of the torch device. NativeBuildError when there is no compiler, or when
     compiling or loading fails.
     """
+    assert name not in BARE_LIBRARIES, "it is no module"
     with _loading:
         if name not in _libraries:
             _libraries[name] = _loaded(name, Workshop.of_this_installation().build(name))
@@ -209,6 +212,25 @@ class PlainTarget:
         return tuple(part for folder in (*map(str, folders), self.python_include) for part in (flag, folder))
 
 
+@dataclass(frozen=True, kw_only=True)
+class BareTarget:
+    """What a library without Python is compiled for: this kind of machine."""
+
+    soabi: str = f"{sys.platform}-{platform.machine()}"
+    version: str = ""
+
+    @property
+    def name(self) -> str:
+        return f"{platform.machine()} machines"
+
+    def compile_flags(self) -> tuple[str, ...]:
+        # Nodes with older compilers make it, too.
+        return ("-O2", *_COMPILE, "-std=c++17", "-fno-exceptions", "-fno-rtti")
+
+    def link_flags(self) -> tuple[str, ...]:
+        return ("-shared",)
+
+
 @dataclass(frozen=True)
 class Workshop:
     """A folder of sources and a folder for what is made of them."""
@@ -252,7 +274,15 @@ class Workshop:
 
     def _plan(self, name: Library) -> _Plan:
         """What the library is made of. Its key leaves out the compiler: what is there needs none."""
-        units = self._torch_units(name) if name in TORCH_LIBRARIES else self._plain_units(name)
+        if name in BARE_LIBRARIES:
+            target = BareTarget()
+            own = _own_files(self.sources / "grid", name)
+            units = [_Unit(path, target.compile_flags(), target) for path in own]
+        else:
+            units = self._torch_units(name) if name in TORCH_LIBRARIES else self._plain_units(name)
+        return self._plan_of(name, units)
+
+    def _plan_of(self, name: Library, units: list[_Unit]) -> _Plan:
         target = units[0].target
         key = _hash(*target.link_flags(), *(unit.key for unit in units))
         return _Plan(name, target, units, library=self.cache / f"{name}-{key}.so")
@@ -313,7 +343,7 @@ class _Unit:
 
     source: Path
     flags: tuple[str, ...]
-    target: Target | PlainTarget
+    target: Target | PlainTarget | BareTarget
 
     @functools.cached_property
     def key(self) -> str:
@@ -328,7 +358,7 @@ class _Unit:
 @dataclass(frozen=True)
 class _Plan:
     name: Library
-    target: Target | PlainTarget
+    target: Target | PlainTarget | BareTarget
     units: Sequence[_Unit]
     library: Path
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 import io
 import logging
@@ -40,6 +41,11 @@ extern "C" __attribute__((visibility("default"))) PyObject* PyInit_{name}() {{
 PLAIN_MODULE = """
 #include <nanobind/nanobind.h>
 NB_MODULE(genie_scheduler, module) { module.attr("value") = 7; }
+"""
+
+
+BARE_LIBRARY = """
+extern "C" __attribute__((visibility("default"))) int value() { return 7; }
 """
 
 
@@ -85,6 +91,9 @@ def workshop(tmp_path: Path) -> Workshop:
     plain = tmp_path / "sources" / "scheduler"
     plain.mkdir()
     (plain / "bindings.cpp").write_text(PLAIN_MODULE)
+    bare = tmp_path / "sources" / "grid"
+    bare.mkdir()
+    (bare / "tree.cpp").write_text(BARE_LIBRARY)
     return Workshop(sources.parent, tmp_path / "cache")
 
 
@@ -109,6 +118,12 @@ def test_both_libraries_share_what_is_common(workshop: Workshop, compiler: Compi
     compiler.compiled()
     workshop.build("genie_executor")
     assert compiler.compiled() == ["module.cpp"]
+
+
+def test_a_library_with_a_c_interface_is_opened_by_ctypes(workshop: Workshop, compiler: Compiler) -> None:
+    path = workshop.build("genie_tree")
+    assert ctypes.CDLL(str(path)).value() == 7
+    assert compiler.compiled() == ["tree.cpp"]
 
 
 def test_the_schedulers_library_needs_no_torch(
@@ -391,7 +406,7 @@ def test_the_command_builds_all_and_says_why_it_cannot(
         monkeypatch.setenv("CXX", "/no/such/compiler")
     code = native.main()
     assert code == {"built": 0, "broken": 1, "no compiler": native.NO_COMPILER_EXIT_CODE}[outcome]
-    assert len(list(workshop.cache.glob("*.so"))) == (3 if outcome == "built" else 0)
+    assert len(list(workshop.cache.glob("*.so"))) == (4 if outcome == "built" else 0)
     assert {"built": "", "broken": "stream.cpp:1", "no compiler": "apt install g++"}[
         outcome
     ] in capsys.readouterr().err
@@ -419,7 +434,7 @@ def test_in_a_checkout_nothing_depends_on_the_home_directory() -> None:
     assert (workshop.sources, workshop.cache) == (ROOT / "native", ROOT / "build" / "native")
 
 
-@pytest.mark.parametrize("name", native.LIBRARIES)
+@pytest.mark.parametrize("name", [each for each in native.LIBRARIES if each not in native.BARE_LIBRARIES])
 def test_a_library_is_one_module_for_the_process(name: native.Library) -> None:
     with ThreadPoolExecutor(4) as pool:
         modules = list(pool.map(lambda _: native.load(name), range(4)))

@@ -1,0 +1,142 @@
+"""For nodes without Python: the whole tree as a tar archive, each time, and nothing is deleted there.
+
+A shell unpacks it beside the tree, then moves file by file into place, so a file is whole or not there.
+Links of the node are never followed: a folder that is a link there is an error. Not for: nodes with Python.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shlex
+import tarfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import asyncssh
+
+from genie.errors import ConnectionLostError, DeadlineError, NodeRefusedError, SyncError
+from genie.grid.remote import tree
+from genie.grid.ssh_pool import Link
+from genie.grid.sync.local_tree import Snapshot
+
+NOTE = "no Python there: all of it is sent every time, and nothing is deleted"
+_CHUNK_BYTES = 1 << 20
+_SAID_BYTES_MAX = 4096
+_SCRIPT = r"""
+set -eu
+mkdir -p -- "$root"
+cd -- "$root"
+ROOT=$(pwd)
+export ROOT
+mkdir -p .grid/sync
+stage=.grid/sync/tar.$$
+rm -rf "$stage"
+trap 'rm -rf "$ROOT/$stage"' EXIT
+mkdir "$stage"
+tar -xpf - -C "$stage"
+cd "$stage"
+find . -type d -exec sh -c '
+for each; do
+  to="$ROOT/$each"
+  if [ -L "$to" ] || { [ -e "$to" ] && [ ! -d "$to" ]; }; then
+    echo "$each is no folder here, and no sync put it there" >&2; exit 1
+  fi
+  [ -d "$to" ] || mkdir -- "$to"
+done' sh {} +
+find . ! -type d -exec sh -c '
+for each; do
+  to="$ROOT/$each"
+  if [ -L "$to" ]; then rm -f -- "$to"; fi
+  if [ -d "$to" ]; then echo "$each is a folder here" >&2; exit 1; fi
+  mv -f -- "$each" "$to" || exit 1
+done' sh {} +
+"""
+
+
+async def send(
+    link: Link, snapshot: Snapshot, *, root: str, stall_s: float, apply_s: float
+) -> tuple[int, int]:
+    """The number of files, and of their bytes."""
+    records = [one for one in tree.records_of(bytes(snapshot.records)) if one.kind != tree.LEFT_OUT]
+    command = f"root={_quoted(root)}\n{_SCRIPT}"
+    try:
+        process = await link.connection.create_process(
+            f"sh -c {shlex.quote(command)}", encoding=None, stderr=asyncssh.STDOUT
+        )
+        try:
+            async with asyncio.timeout(apply_s):
+                said = await _feed(process, snapshot.root, records, stall_s=stall_s)
+        finally:
+            process.close()
+    except TimeoutError:
+        raise DeadlineError(f"node {link.name}: a transfer came to a stop") from None
+    except (asyncssh.Error, OSError) as error:
+        raise ConnectionLostError(f"node {link.name}: the connection broke: {error}") from error
+    if process.exit_status is None or process.exit_status < 0:
+        raise ConnectionLostError(f"node {link.name}: the connection broke in the middle of a transfer")
+    if process.exit_status != 0:
+        text = said.decode(errors="replace").strip() or f"tar ended with {process.exit_status}"
+        raise NodeRefusedError(f"node {link.name}: {text}", reason=_reason(text))
+    files = [one for one in records if one.kind == tree.FILE]
+    return len(files), sum(one.size for one in files)
+
+
+async def _feed(
+    process: asyncssh.SSHClientProcess[bytes], root: Path, records: list[tree.Record], *, stall_s: float
+) -> bytes:
+    pieces = _archive(root, records)
+    try:
+        while (piece := await asyncio.to_thread(next, pieces, None)) is not None:
+            async with asyncio.timeout(stall_s):
+                process.stdin.write(piece)
+                await process.stdin.drain()
+        process.stdin.write_eof()
+    except (BrokenPipeError, ConnectionResetError):
+        pass  # what it says tells why
+    said = await process.stdout.read(_SAID_BYTES_MAX)
+    await process.wait_closed()
+    return said
+
+
+def _archive(root: Path, records: list[tree.Record]) -> Iterator[bytes]:
+    """A tar stream. Names are bytes; the archive carries them as they are."""
+    for one in records:
+        info = tarfile.TarInfo(os.fsdecode(one.path))
+        info.mode, info.mtime = one.mode, one.mtime_ns // 10**9
+        if one.kind == tree.FOLDER:
+            info.type = tarfile.DIRTYPE
+        elif one.kind == tree.LINK:
+            info.type, info.linkname = tarfile.SYMTYPE, os.fsdecode(one.link)
+        else:
+            info.size = one.size
+        yield info.tobuf(tarfile.GNU_FORMAT, errors="surrogateescape")
+        if one.kind == tree.FILE:
+            yield from _contents(root / os.fsdecode(one.path), one.size)
+    yield bytes(2 * tarfile.BLOCKSIZE)
+
+
+def _contents(path: Path, size: int) -> Iterator[bytes]:
+    left = size
+    try:
+        with path.open("rb") as file:
+            while left:
+                data = file.read(min(left, _CHUNK_BYTES))
+                if not data:
+                    raise SyncError(f"{path} became shorter while it was read", hint="sync again")
+                left -= len(data)
+                yield data
+    except OSError as error:
+        raise SyncError(f"{path} cannot be read: {error.strerror}") from None
+    yield bytes(-size % tarfile.BLOCKSIZE)
+
+
+def _quoted(root: str) -> str:
+    """'~' is for the shell, the rest is not."""
+    return "~/" + shlex.quote(root[2:]) if root.startswith("~/") else shlex.quote(root)
+
+
+def _reason(text: str) -> str:
+    if "No space left" in text:
+        return "no_space"
+    return "conflict" if "no sync put it there" in text or "is a folder here" in text else "os"

@@ -1,0 +1,757 @@
+// Trees of files for the grid's sync: walking, reading, staging, placing and checking many small files.
+//
+// genie/grid/remote/tree.py has the format, a plain twin of every function, and calls these through ctypes,
+// on this machine and on nodes. So: a C interface, C++17, nothing linked but the C library. A property test
+// holds both equal. Not for: deciding what is sent or deleted.
+//
+// A record: Head, path, link target, Stamp. Records are in the order of a walk: a folder, then what is in it.
+// No link is ever followed, on either side: every folder is opened from its parent.
+
+#include <dirent.h>
+#include <errno.h>
+#include <fcntl.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <algorithm>
+
+#ifdef __APPLE__
+#define st_mtim st_mtimespec
+#define st_ctim st_ctimespec
+#endif
+
+namespace genie {
+namespace {
+
+constexpr int kDepthMax = 256;
+constexpr int kPathMax = 4096;
+constexpr uint64_t kNone = ~uint64_t{0};
+constexpr int64_t kSecond = 1000000000;
+// Times of files come from a clock that ticks every 1 to 10 ms; some file systems keep whole seconds only.
+constexpr int64_t kTick = 20000000;
+constexpr int64_t kSmallMax = 256 << 10;
+constexpr int64_t kSparseMin = 64 << 10;
+
+struct Head {
+  uint8_t kind;   // 'd', 'f', 'l', 'x' for what is left out, 'r' for what is removed
+  uint8_t flags;  // of 'x': 1 for a folder
+  uint16_t mode;
+  uint16_t path_bytes;
+  uint16_t link_bytes;
+  uint64_t size;
+  int64_t mtime_ns;
+  uint8_t sha[32];
+};
+static_assert(sizeof(Head) == 56);
+
+// What a clean file still looks like. All zero: not known.
+struct Stamp {
+  uint64_t inode;
+  int64_t mtime_ns;
+  int64_t ctime_ns;
+};
+static_assert(sizeof(Stamp) == 24);
+
+// A whole small file on its way to a node; its bytes follow.
+struct Frame {
+  uint8_t kind;
+  uint8_t pad;
+  uint16_t mode;
+  uint32_t number;
+  uint64_t size;
+  int64_t mtime_ns;
+  uint8_t sha[32];
+};
+static_assert(sizeof(Frame) == 56);
+
+struct Record {
+  Head head;
+  const uint8_t* at;
+
+  explicit Record(const uint8_t* from) : at(from) { memcpy(&head, from, sizeof head); }
+  const char* path() const { return reinterpret_cast<const char*>(at + sizeof(Head)); }
+  const uint8_t* link() const { return at + sizeof(Head) + head.path_bytes; }
+  uint64_t plain_bytes() const { return sizeof(Head) + head.path_bytes + head.link_bytes; }
+  uint64_t bytes() const { return plain_bytes() + sizeof(Stamp); }
+  Stamp stamp() const {
+    Stamp found;
+    memcpy(&found, at + plain_bytes(), sizeof found);
+    return found;
+  }
+  bool is_folder() const { return head.kind == 'd' || (head.kind == 'x' && head.flags != 0); }
+};
+
+// '/' before every other byte, so that what is in a folder comes right behind it.
+int compare_paths(const char* a, size_t a_bytes, const char* b, size_t b_bytes) {
+  const size_t common = std::min(a_bytes, b_bytes);
+  for (size_t i = 0; i < common; ++i) {
+    if (a[i] != b[i]) {
+      const int left = a[i] == '/' ? 0 : static_cast<uint8_t>(a[i]);
+      const int right = b[i] == '/' ? 0 : static_cast<uint8_t>(b[i]);
+      return left - right;
+    }
+  }
+  return a_bytes == b_bytes ? 0 : a_bytes < b_bytes ? -1 : 1;
+}
+
+int compare(const Record& a, const Record& b) {
+  return compare_paths(a.path(), a.head.path_bytes, b.path(), b.head.path_bytes);
+}
+
+timespec time_of(int64_t nanoseconds) {
+  const int64_t rest = (nanoseconds % kSecond + kSecond) % kSecond;
+  timespec time = {};
+  time.tv_sec = (nanoseconds - rest) / kSecond;
+  time.tv_nsec = rest;
+  return time;
+}
+
+int64_t nanoseconds(const timespec& time) { return time.tv_sec * kSecond + time.tv_nsec; }
+
+Stamp stamp_of(const struct stat& found) {
+  return {static_cast<uint64_t>(found.st_ino), nanoseconds(found.st_mtim), nanoseconds(found.st_ctim)};
+}
+
+bool same(const Stamp& a, const Stamp& b) {
+  return a.inode == b.inode && a.mtime_ns == b.mtime_ns && a.ctime_ns == b.ctime_ns;
+}
+
+// Written so shortly before it was looked at that a later write may have left the same times.
+bool is_racy(const Stamp& stamp, int64_t taken_ns) {
+  const bool whole = stamp.mtime_ns % kSecond == 0 && stamp.ctime_ns % kSecond == 0;
+  return std::max(stamp.mtime_ns, stamp.ctime_ns) + (whole ? 2 * kSecond : kTick) >= taken_ns;
+}
+
+struct Buffer {
+  uint8_t* data = nullptr;
+  uint64_t size = 0;
+  uint64_t room = 0;
+
+  uint8_t* grow(uint64_t more) {
+    if (size + more > room) {
+      room = std::max(room * 2, size + more + 4096);
+      data = static_cast<uint8_t*>(realloc(data, room));
+      if (data == nullptr) abort();
+    }
+    size += more;
+    return data + size - more;
+  }
+  void add(const void* from, uint64_t bytes) {
+    if (bytes != 0) memcpy(grow(bytes), from, bytes);
+  }
+  void add_number(uint64_t number) { add(&number, sizeof number); }
+};
+
+}  // namespace
+
+// What every function fills in; the caller gives it back to genie_free().
+struct Out {
+  uint8_t* data;
+  uint64_t size;
+  uint64_t* list;
+  uint64_t count;
+  uint64_t skipped;
+  int32_t is_same;
+  int32_t rules_changed;
+  int32_t error;  // an errno, or -1 when the one who decides gave up
+  char where[kPathMax + 8];
+};
+
+namespace {
+
+int fail(Out* out, int error, const char* path, size_t bytes) {
+  out->error = error;
+  const size_t kept = std::min(bytes, sizeof out->where - 1);
+  if (kept != 0) memcpy(out->where, path, kept);
+  out->where[kept] = 0;
+  return -1;
+}
+
+void hand_over(Out* out, const Buffer& data, const Buffer& list) {
+  out->data = data.data;
+  out->size = data.size;
+  out->list = reinterpret_cast<uint64_t*>(list.data);
+  out->count = list.size / sizeof(uint64_t);
+}
+
+// The folder of a path, opened step by step from the root. Neighbours in a walk share most of the steps.
+class Folders {
+ public:
+  explicit Folders(int root) { fds_[0] = root; }
+  ~Folders() { pop_to(0); }
+  Folders(const Folders&) = delete;
+  Folders& operator=(const Folders&) = delete;
+
+  // The folder that holds `path`, and the path's last name; -1 with errno.
+  int holder(const char* path, size_t bytes, const char** name) {
+    if (bytes == 0 || bytes >= kPathMax) return refuse(ENAMETOOLONG);
+    memcpy(text_, path, bytes);
+    text_[bytes] = 0;
+    if (memchr(text_, 0, bytes) != nullptr) return refuse(EINVAL);
+    const char* slash = strrchr(text_, '/');
+    const size_t folder_bytes = slash == nullptr ? 0 : static_cast<size_t>(slash - text_);
+    *name = slash == nullptr ? text_ : slash + 1;
+    if (!is_plain_name(*name)) return refuse(EINVAL);
+    while (depth_ > 0 && !is_within(folder_bytes)) pop_to(depth_ - 1);
+    while (ends_[depth_] < folder_bytes) {
+      if (step(folder_bytes) < 0) return -1;
+    }
+    return fds_[depth_];
+  }
+
+ private:
+  static int refuse(int error) {
+    errno = error;
+    return -1;
+  }
+  static bool is_plain_name(const char* name) {
+    return *name != 0 && strcmp(name, ".") != 0 && strcmp(name, "..") != 0;
+  }
+  bool is_within(size_t folder_bytes) const {
+    const size_t end = ends_[depth_];
+    return end <= folder_bytes && memcmp(open_, text_, end) == 0 &&
+           (end == folder_bytes || text_[end] == '/');
+  }
+  int step(size_t folder_bytes) {
+    if (depth_ + 1 >= kDepthMax) return refuse(ENAMETOOLONG);
+    const size_t begin = ends_[depth_] == 0 ? 0 : ends_[depth_] + 1;
+    const void* slash = memchr(text_ + begin, '/', folder_bytes - begin);
+    const size_t end =
+        slash == nullptr ? folder_bytes : static_cast<size_t>(static_cast<const char*>(slash) - text_);
+    char name[kPathMax];
+    memcpy(name, text_ + begin, end - begin);
+    name[end - begin] = 0;
+    if (!is_plain_name(name)) return refuse(EINVAL);
+    const int fd = openat(fds_[depth_], name, O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC);
+    if (fd < 0) return -1;
+    memcpy(open_, text_, end);
+    fds_[++depth_] = fd;
+    ends_[depth_] = end;
+    return 0;
+  }
+  void pop_to(int depth) {
+    while (depth_ > depth) close(fds_[depth_--]);
+  }
+
+  int fds_[kDepthMax];
+  size_t ends_[kDepthMax] = {0};
+  int depth_ = 0;
+  char open_[kPathMax];
+  char text_[kPathMax];
+};
+
+using Decide = int32_t (*)(const char* path, uint64_t bytes, int32_t is_folder);
+
+struct Name {
+  uint64_t at;
+  uint8_t type;
+};
+
+class Walker {
+ public:
+  Walker(const uint8_t* old, uint64_t old_bytes, int64_t old_taken_ns, bool reuse, Decide decide, Out* out)
+      : old_(old),
+        old_end_(old + old_bytes),
+        old_taken_ns_(old_taken_ns),
+        reuse_(reuse),
+        decide_(decide),
+        out_(out) {}
+
+  int run(const char* root) {
+    const int fd = open(root, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+    if (fd < 0) return fail(out_, errno, "", 0);
+    const uint8_t* old = old_;
+    const uint64_t old_bytes = static_cast<uint64_t>(old_end_ - old_);
+    int status = folder(fd, 0, 0);
+    while (status == 0 && old_ < old_end_) pass_over();
+    out_->is_same = status == 0 && dirty_.size == 0 && records_.size == old_bytes &&
+                    (old_bytes == 0 || memcmp(records_.data, old, old_bytes) == 0);
+    hand_over(out_, records_, dirty_);
+    return status;
+  }
+
+ private:
+  // Takes the descriptor. path_ has the folder's own path in its first bytes.
+  int folder(int fd, size_t path_bytes, int depth) {
+    DIR* dir = fdopendir(fd);
+    if (dir == nullptr) {
+      const int error = errno;
+      close(fd);
+      return fail(out_, error, path_, path_bytes);
+    }
+    Buffer text, names;
+    const int error = list(dir, depth, &text, &names);
+    Name* first = reinterpret_cast<Name*>(names.data);
+    const uint64_t count = names.size / sizeof(Name);
+    const char* base = reinterpret_cast<const char*>(text.data);
+    std::sort(first, first + count,
+              [base](const Name& a, const Name& b) { return strcmp(base + a.at, base + b.at) < 0; });
+    int status = error == 0 ? 0 : fail(out_, error, path_, path_bytes);
+    for (uint64_t i = 0; status == 0 && i < count; ++i) {
+      status = entry(fd, base + first[i].at, first[i].type, path_bytes, depth);
+    }
+    closedir(dir);
+    free(text.data);
+    free(names.data);
+    return status;
+  }
+
+  static int list(DIR* dir, int depth, Buffer* text, Buffer* names) {
+    for (;;) {
+      errno = 0;
+      const dirent* found = readdir(dir);
+      if (found == nullptr) return errno;
+      const char* name = found->d_name;
+      if (strcmp(name, ".") == 0 || strcmp(name, "..") == 0) continue;
+      if (depth == 0 && (strcmp(name, ".grid") == 0 || strcmp(name, "grid_env") == 0)) continue;
+      const Name kept = {text->size, found->d_type};
+      text->add(name, strlen(name) + 1);
+      names->add(&kept, sizeof kept);
+    }
+  }
+
+  int entry(int fd, const char* name, uint8_t type, size_t folder_bytes, int depth) {
+    const size_t begin = folder_bytes == 0 ? 0 : folder_bytes + 1;
+    const size_t name_bytes = strlen(name);
+    if (begin + name_bytes >= kPathMax || depth + 1 >= kDepthMax) {
+      return fail(out_, ENAMETOOLONG, path_, folder_bytes);
+    }
+    if (folder_bytes != 0) path_[folder_bytes] = '/';
+    memcpy(path_ + begin, name, name_bytes + 1);
+    const size_t bytes = begin + name_bytes;
+    struct stat found;
+    bool have_stat = false;
+    if (type == DT_UNKNOWN) {
+      if (fstatat(fd, name, &found, AT_SYMLINK_NOFOLLOW) < 0) return gone(bytes);
+      have_stat = true;
+      type = IFTODT(found.st_mode);
+    }
+    if (type != DT_DIR && type != DT_REG && type != DT_LNK) {
+      ++out_->skipped;
+      return 0;
+    }
+    const uint8_t* old = find(bytes);
+    const bool is_rules = type == DT_REG && strcmp(name, ".gitignore") == 0;
+    if (old != nullptr && !is_rules && had_rules(Record(old))) out_->rules_changed = 1;
+    const int left_out = is_left_out(old, bytes, type == DT_DIR);
+    if (left_out < 0) return fail(out_, -1, path_, bytes);
+    if (!left_out || is_rules) {
+      if (!have_stat && fstatat(fd, name, &found, AT_SYMLINK_NOFOLLOW) < 0) return gone(bytes);
+      if (IFTODT(found.st_mode) != type) return 0;  // replaced just now: the next walk sees it
+    }
+    if (is_rules && !(old != nullptr && same(Record(old).stamp(), stamp_of(found)))) out_->rules_changed = 1;
+    if (left_out) return add_left_out(bytes, type == DT_DIR, is_rules ? &found : nullptr);
+    if (type == DT_REG) return add_file(old, bytes, found);
+    if (type == DT_LNK) return add_link(fd, name, bytes, found);
+    return add_folder(fd, name, bytes, found, depth);
+  }
+
+  int gone(size_t bytes) { return errno == ENOENT ? 0 : fail(out_, errno, path_, bytes); }
+
+  int is_left_out(const uint8_t* old, size_t bytes, bool is_folder) {
+    if (reuse_ && old != nullptr) {
+      const Record known(old);
+      if (known.is_folder() == is_folder) return known.head.kind == 'x';
+    }
+    return decide_(path_, bytes, is_folder);
+  }
+
+  int add_left_out(size_t bytes, bool is_folder, const struct stat* found) {
+    Head head = {};
+    head.kind = 'x';
+    head.flags = is_folder;
+    add(head, bytes, nullptr, found == nullptr ? Stamp{} : stamp_of(*found));
+    return 0;
+  }
+
+  int add_file(const uint8_t* old, size_t bytes, const struct stat& found) {
+    const Stamp stamp = stamp_of(found);
+    Head head = {};
+    head.kind = 'f';
+    head.mode = found.st_mode & 07777;
+    head.size = static_cast<uint64_t>(found.st_size);
+    head.mtime_ns = stamp.mtime_ns;
+    bool is_clean = false;
+    if (old != nullptr) {
+      const Record known(old);
+      is_clean = known.head.kind == 'f' && known.head.size == head.size && same(known.stamp(), stamp) &&
+                 !is_racy(stamp, old_taken_ns_);
+      if (is_clean) memcpy(head.sha, known.head.sha, sizeof head.sha);
+    }
+    if (!is_clean) dirty_.add_number(records_.size);
+    add(head, bytes, nullptr, stamp);
+    return 0;
+  }
+
+  int add_link(int fd, const char* name, size_t bytes, const struct stat& found) {
+    char target[kPathMax];
+    const ssize_t count = readlinkat(fd, name, target, sizeof target);
+    if (count < 0) return gone(bytes);
+    Head head = {};
+    head.kind = 'l';
+    head.mode = 0777;
+    head.link_bytes = static_cast<uint16_t>(count);
+    add(head, bytes, target, stamp_of(found));
+    return 0;
+  }
+
+  int add_folder(int fd, const char* name, size_t bytes, const struct stat& found, int depth) {
+    const int inner = openat(fd, name, O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC);
+    if (inner < 0) return gone(bytes);
+    Head head = {};
+    head.kind = 'd';
+    head.mode = found.st_mode & 07777;
+    add(head, bytes, nullptr, Stamp{});
+    return folder(inner, bytes, depth + 1);
+  }
+
+  void add(Head head, size_t bytes, const char* link, const Stamp& stamp) {
+    head.path_bytes = static_cast<uint16_t>(bytes);
+    records_.add(&head, sizeof head);
+    records_.add(path_, bytes);
+    if (link != nullptr) records_.add(link, head.link_bytes);
+    records_.add(&stamp, sizeof stamp);
+  }
+
+  // The old record of path_, if there is one. Both go in the same order.
+  const uint8_t* find(size_t bytes) {
+    while (old_ < old_end_) {
+      const Record next(old_);
+      const int order = compare_paths(next.path(), next.head.path_bytes, path_, bytes);
+      if (order > 0) return nullptr;
+      if (order == 0) {
+        old_ += next.bytes();
+        return next.at;
+      }
+      pass_over();
+    }
+    return nullptr;
+  }
+
+  void pass_over() {
+    const Record gone(old_);
+    if (had_rules(gone)) out_->rules_changed = 1;
+    old_ += gone.bytes();
+  }
+
+  static bool had_rules(const Record& old) {
+    static constexpr char kRules[] = ".gitignore";
+    constexpr size_t kBytes = sizeof kRules - 1;
+    const size_t bytes = old.head.path_bytes;
+    const bool is_file = old.head.kind == 'f' || (old.head.kind == 'x' && old.stamp().inode != 0);
+    return is_file && bytes >= kBytes && memcmp(old.path() + bytes - kBytes, kRules, kBytes) == 0 &&
+           (bytes == kBytes || old.path()[bytes - kBytes - 1] == '/');
+  }
+
+  const uint8_t* old_;
+  const uint8_t* old_end_;
+  int64_t old_taken_ns_;
+  bool reuse_;
+  Decide decide_;
+  Out* out_;
+  Buffer records_;
+  Buffer dirty_;
+  char path_[kPathMax];
+};
+
+bool read_all(int fd, uint8_t* into, uint64_t size) {
+  for (uint64_t done = 0; done < size;) {
+    const ssize_t count = read(fd, into + done, size - done);
+    if (count < 0 && errno == EINTR) continue;
+    if (count <= 0) return false;
+    done += static_cast<uint64_t>(count);
+  }
+  return true;
+}
+
+bool write_all(int fd, const uint8_t* from, uint64_t size) {
+  for (uint64_t done = 0; done < size;) {
+    const ssize_t count = write(fd, from + done, size - done);
+    if (count < 0 && errno == EINTR) continue;
+    if (count < 0) return false;
+    done += static_cast<uint64_t>(count);
+  }
+  return true;
+}
+
+bool is_as_recorded(const struct stat& found, const Record& record) {
+  return S_ISREG(found.st_mode) && static_cast<uint64_t>(found.st_size) == record.head.size &&
+         same(stamp_of(found), record.stamp());
+}
+
+bool is_sparse(const struct stat& found) {
+  return found.st_size >= kSparseMin && found.st_blocks * 512 < found.st_size;
+}
+
+// 0 when the file stands in the buffer, 1 when it is for the slow path, -1 when there is no room left.
+int read_one(Folders* folders, const Record& record, uint32_t number, uint8_t* into, uint64_t room) {
+  if (record.head.size > static_cast<uint64_t>(kSmallMax)) return 1;
+  if (sizeof(Frame) + record.head.size > room) return -1;
+  const char* name;
+  const int holder = folders->holder(record.path(), record.head.path_bytes, &name);
+  if (holder < 0) return 1;
+  const int fd = openat(holder, name, O_RDONLY | O_NOFOLLOW | O_NONBLOCK | O_CLOEXEC);
+  if (fd < 0) return 1;
+  struct stat before, after;
+  const bool is_whole = fstat(fd, &before) == 0 && is_as_recorded(before, record) && !is_sparse(before) &&
+                        read_all(fd, into + sizeof(Frame), record.head.size) && fstat(fd, &after) == 0 &&
+                        is_as_recorded(after, record);
+  close(fd);
+  if (!is_whole) return 1;
+  Frame frame = {};
+  frame.kind = 'F';
+  frame.mode = record.head.mode;
+  frame.number = number;
+  frame.size = record.head.size;
+  frame.mtime_ns = record.head.mtime_ns;
+  memcpy(into, &frame, sizeof frame);
+  return 0;
+}
+
+void object_name(const uint8_t* sha, uint64_t size, char* into) {
+  static constexpr char kDigits[] = "0123456789abcdef";
+  for (int i = 0; i < 32; ++i) {
+    *into++ = kDigits[sha[i] >> 4];
+    *into++ = kDigits[sha[i] & 15];
+  }
+  snprintf(into, 24, ".%llx", static_cast<unsigned long long>(size));
+}
+
+int stage_one(int objects, const Frame& frame, const uint8_t* data, const char* name) {
+  const int fd =
+      openat(objects, name, O_WRONLY | O_CREAT | O_EXCL | O_NOFOLLOW | O_CLOEXEC, frame.mode & 0777);
+  if (fd < 0) return errno == EEXIST ? 0 : errno;
+  const timespec times[2] = {{0, UTIME_OMIT}, time_of(frame.mtime_ns)};
+  int error = write_all(fd, data, frame.size) && futimens(fd, times) == 0 ? 0 : errno;
+  if (close(fd) < 0 && error == 0) error = errno;
+  if (error != 0) unlinkat(objects, name, 0);
+  return error;
+}
+
+// 0 when the object has the mode and the time of the record, or the file is in its place already.
+int prepare(int objects, const char* object, int holder, const char* name, const Record& record,
+            bool* is_placed) {
+  struct stat found;
+  if (fstatat(objects, object, &found, AT_SYMLINK_NOFOLLOW) < 0) {
+    if (errno != ENOENT) return errno;
+    *is_placed = fstatat(holder, name, &found, AT_SYMLINK_NOFOLLOW) == 0 && S_ISREG(found.st_mode) &&
+                 static_cast<uint64_t>(found.st_size) == record.head.size &&
+                 nanoseconds(found.st_mtim) == record.head.mtime_ns;
+    return *is_placed ? 0 : ENOENT;
+  }
+  if ((found.st_mode & 07777) != record.head.mode && fchmodat(objects, object, record.head.mode, 0) < 0) {
+    return errno;
+  }
+  const int64_t mtime_ns = record.head.mtime_ns;
+  const timespec times[2] = {{0, UTIME_OMIT}, time_of(mtime_ns)};
+  if (nanoseconds(found.st_mtim) != mtime_ns && utimensat(objects, object, times, AT_SYMLINK_NOFOLLOW) < 0) {
+    return errno;
+  }
+  return 0;
+}
+
+int place_folder(int holder, const char* name) {
+  if (mkdirat(holder, name, 0700) == 0) return 0;
+  struct stat found;
+  if (errno != EEXIST || fstatat(holder, name, &found, AT_SYMLINK_NOFOLLOW) < 0) return errno;
+  return S_ISDIR(found.st_mode) ? 0 : ENOTDIR;
+}
+
+int place_one(Folders* folders, int objects, const Record& record) {
+  const char* name;
+  const int holder = folders->holder(record.path(), record.head.path_bytes, &name);
+  if (holder < 0) return errno;
+  if (record.head.kind == 'd') return place_folder(holder, name);
+  char object[96];
+  object_name(record.head.sha, record.head.size, object);
+  bool is_placed = false;
+  const int error = prepare(objects, object, holder, name, record, &is_placed);
+  if (error != 0 || is_placed) return error;
+  return renameat(objects, object, holder, name) == 0 ? 0 : errno;
+}
+
+// Whether what stands at the record's path is what was put there. `found` is filled where something is.
+bool is_untouched(Folders* folders, const Record& record, int64_t taken_ns, struct stat* found,
+                  bool* is_there) {
+  const char* name;
+  const int holder = folders->holder(record.path(), record.head.path_bytes, &name);
+  *is_there = holder >= 0 && fstatat(holder, name, found, AT_SYMLINK_NOFOLLOW) == 0;
+  if (!*is_there) return false;
+  if (record.head.kind == 'd') return S_ISDIR(found->st_mode) && (found->st_mode & 07777) == record.head.mode;
+  const mode_t kind = record.head.kind == 'f' ? S_IFREG : S_IFLNK;
+  if ((found->st_mode & S_IFMT) != kind || !same(record.stamp(), stamp_of(*found))) return false;
+  if (record.head.kind == 'l') return true;
+  return static_cast<uint64_t>(found->st_size) == record.head.size &&
+         (found->st_mode & 07777) == record.head.mode && !is_racy(record.stamp(), taken_ns);
+}
+
+// Records come from disks and other machines: nothing is read past their end.
+bool are_whole(const uint8_t* records, uint64_t bytes) {
+  for (uint64_t at = 0; at < bytes;) {
+    if (bytes - at < sizeof(Head) + sizeof(Stamp)) return false;
+    const uint64_t size = Record(records + at).bytes();
+    if (size > bytes - at) return false;
+    at += size;
+  }
+  return true;
+}
+
+const uint8_t* next_sent(const uint8_t* at, const uint8_t* end) {
+  while (at < end && Record(at).head.kind == 'x') at += Record(at).bytes();
+  return at;
+}
+
+}  // namespace
+
+extern "C" {
+
+#define EXPORTED __attribute__((visibility("default")))
+
+// Records of all that is in a folder. `list` has the places of files whose contents are not known.
+EXPORTED int32_t genie_walk(const char* root, const uint8_t* old, uint64_t old_bytes, int64_t old_taken_ns,
+                            int32_t reuse, Decide decide, Out* out) {
+  if (!are_whole(old, old_bytes)) return fail(out, EBADMSG, "", 0);
+  return Walker(old, old_bytes, old_taken_ns, reuse != 0, decide, out).run(root);
+}
+
+// Frames of the small files at `places`, as many as fit. `list` has 0 for one that stands in the buffer and
+// 1 for one that needs the slow path; `size` is how much of the buffer is used.
+EXPORTED int32_t genie_read(int32_t root, const uint8_t* records, const uint64_t* places, uint64_t count,
+                            uint32_t first_number, uint8_t* into, uint64_t room, Out* out) {
+  Folders folders(root);
+  Buffer list;
+  uint64_t used = 0;
+  for (uint64_t i = 0; i < count; ++i) {
+    const Record record(records + places[i]);
+    const uint32_t number = first_number + static_cast<uint32_t>(i);
+    const int status = read_one(&folders, record, number, into + used, room - used);
+    if (status < 0) break;
+    list.add_number(static_cast<uint64_t>(status));
+    if (status == 0) used += sizeof(Frame) + record.head.size;
+  }
+  hand_over(out, Buffer{}, list);
+  out->size = used;
+  return 0;
+}
+
+// Writes the whole frames at the beginning of `data`. `size` is how far it came, `count` how many there were.
+EXPORTED int32_t genie_stage(int32_t objects, const uint8_t* data, uint64_t bytes, Out* out) {
+  while (bytes - out->size >= sizeof(Frame)) {
+    Frame frame;
+    memcpy(&frame, data + out->size, sizeof frame);
+    if (frame.kind != 'F' || frame.size > bytes - out->size - sizeof frame) break;
+    char name[96];
+    object_name(frame.sha, frame.size, name);
+    const int error = stage_one(objects, frame, data + out->size + sizeof frame, name);
+    if (error != 0) return fail(out, error, name, strlen(name));
+    out->size += sizeof frame + frame.size;
+    ++out->count;
+  }
+  return 0;
+}
+
+// Makes folders and moves objects to where their records say. `size` is how far it came.
+EXPORTED int32_t genie_place(int32_t root, int32_t objects, const uint8_t* records, uint64_t bytes,
+                             Out* out) {
+  if (!are_whole(records, bytes)) return fail(out, EBADMSG, "", 0);
+  Folders folders(root);
+  while (out->size < bytes) {
+    const Record record(records + out->size);
+    const int error = place_one(&folders, objects, record);
+    if (error != 0) return fail(out, error, record.path(), record.head.path_bytes);
+    out->size += record.bytes();
+  }
+  return 0;
+}
+
+// `list` has the places of records that do not match what is there. With `fill`, records without a stamp
+// get the one of what is there, and nothing else is looked at.
+EXPORTED int32_t genie_check(int32_t root, uint8_t* records, uint64_t bytes, int64_t taken_ns, int32_t fill,
+                             Out* out) {
+  if (!are_whole(records, bytes)) return fail(out, EBADMSG, "", 0);
+  Folders folders(root);
+  Buffer list;
+  for (uint64_t at = 0; at < bytes;) {
+    const Record record(records + at);
+    const bool is_new = record.head.kind != 'd' && record.stamp().inode == 0;
+    struct stat found;
+    bool is_there = false;
+    if (fill == 0) {
+      if (!is_untouched(&folders, record, taken_ns, &found, &is_there)) list.add_number(at);
+    } else if (is_new) {
+      is_untouched(&folders, record, taken_ns, &found, &is_there);
+      const Stamp stamp = is_there ? stamp_of(found) : Stamp{};
+      memcpy(records + at + record.plain_bytes(), &stamp, sizeof stamp);
+    }
+    at += record.bytes();
+  }
+  hand_over(out, Buffer{}, list);
+  return 0;
+}
+
+// `list` has pairs of places, old and new, of records that differ; one of a pair may be missing.
+EXPORTED int32_t genie_compare(const uint8_t* old, uint64_t old_bytes, const uint8_t* now, uint64_t now_bytes,
+                               Out* out) {
+  if (!are_whole(old, old_bytes) || !are_whole(now, now_bytes)) return fail(out, EBADMSG, "", 0);
+  Buffer list;
+  const uint8_t *a = old, *b = now, *a_end = old + old_bytes, *b_end = now + now_bytes;
+  for (;;) {
+    a = next_sent(a, a_end);
+    b = next_sent(b, b_end);
+    if (a >= a_end && b >= b_end) break;
+    const int order = a >= a_end ? 1 : b >= b_end ? -1 : compare(Record(a), Record(b));
+    const uint64_t a_bytes = order <= 0 ? Record(a).bytes() : 0;
+    const uint64_t b_bytes = order >= 0 ? Record(b).bytes() : 0;
+    const bool is_equal = order == 0 && a_bytes == b_bytes && memcmp(a, b, a_bytes - sizeof(Stamp)) == 0;
+    if (!is_equal) {
+      list.add_number(order <= 0 ? static_cast<uint64_t>(a - old) : kNone);
+      list.add_number(order >= 0 ? static_cast<uint64_t>(b - now) : kNone);
+    }
+    a += a_bytes;
+    b += b_bytes;
+  }
+  hand_over(out, Buffer{}, list);
+  return 0;
+}
+
+// The records of `old` with those of `changes` in their place; one of kind 'r' takes a record away.
+EXPORTED int32_t genie_merge(const uint8_t* old, uint64_t old_bytes, const uint8_t* changes,
+                             uint64_t change_bytes, Out* out) {
+  if (!are_whole(old, old_bytes) || !are_whole(changes, change_bytes)) return fail(out, EBADMSG, "", 0);
+  Buffer merged;
+  const uint8_t *a = old, *b = changes, *a_end = old + old_bytes, *b_end = changes + change_bytes;
+  while (a < a_end || b < b_end) {
+    const int order = a >= a_end ? 1 : b >= b_end ? -1 : compare(Record(a), Record(b));
+    if (order < 0) merged.add(a, Record(a).bytes());
+    if (order >= 0 && Record(b).head.kind != 'r') merged.add(b, Record(b).bytes());
+    if (order <= 0) a += Record(a).bytes();
+    if (order >= 0) b += Record(b).bytes();
+  }
+  hand_over(out, merged, Buffer{});
+  return 0;
+}
+
+// The records without stamps and without what is left out: what both sides must agree on.
+EXPORTED int32_t genie_plain(const uint8_t* records, uint64_t bytes, Out* out) {
+  if (!are_whole(records, bytes)) return fail(out, EBADMSG, "", 0);
+  Buffer plain;
+  for (const uint8_t* at = records; at < records + bytes;) {
+    const Record record(at);
+    if (record.head.kind != 'x') plain.add(at, record.plain_bytes());
+    at += record.bytes();
+  }
+  hand_over(out, plain, Buffer{});
+  return 0;
+}
+
+EXPORTED void genie_free(Out* out) {
+  free(out->data);
+  free(out->list);
+}
+
+}  // extern "C"
+}  // namespace genie

@@ -1,0 +1,73 @@
+"""grid-cli sync: what it prints, its JSON, and its exit codes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.grid.bed import Bed
+from tests.grid.sync.trees import told, write
+
+
+@pytest.fixture(scope="module")
+def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bed]:
+    with Bed(tmp_path_factory.mktemp("bed") / "nodes", count=2) as bed:
+        yield bed
+
+
+@pytest.fixture
+def grid(genie, nodes: Bed, tmp_path: Path, monkeypatch):
+    """Runs a command of the grid on these nodes."""
+    file = tmp_path / "grid.yaml"
+    file.write_text(nodes.grid_yaml(more="ssh: {connect_timeout: 10, max_retries: 0}\n"))
+    monkeypatch.setenv("GENIE_GRID_SSH_CONFIG", str(nodes.ssh_config))
+    return lambda *argv: genie("grid", "--config", str(file), *argv)
+
+
+def test_sync_tells_what_it_did(grid, nodes: Bed, tmp_path: Path) -> None:
+    write(tmp_path / "one", {b"a": b"1", b"b/c": b"22"})
+    first = grid("sync", str(tmp_path / "one"))
+    assert first.code == 0, first.err
+    assert [line.split()[:3] for line in first.out.splitlines()[1:]] == [
+        ["gpu1", "2", "3"],
+        ["gpu2", "2", "3"],
+    ]
+    assert told(nodes["gpu2"].home / "grid_workspace") == told(tmp_path / "one")
+    assert "up to date" in grid("sync", str(tmp_path / "one")).out
+
+
+def test_sync_gives_json(grid, tmp_path: Path) -> None:
+    write(tmp_path / "two", {b"x": b"1"})
+    (report,) = json.loads(grid("sync", str(tmp_path / "two"), "--node", "gpu1", "--json").out)
+    assert (report["node"], report["sent_files"], report["error"]) == ("gpu1", 1, None)
+    (report,) = json.loads(grid("sync", str(tmp_path / "two"), "--node", "gpu1", "--json").out)
+    assert report["unchanged"] is True
+
+
+def test_a_dry_run_names_the_files(grid, nodes: Bed, tmp_path: Path) -> None:
+    write(tmp_path / "three", {b"would-be": b"1"})
+    ran = grid("sync", str(tmp_path / "three"), "--node", "gpu1", "--dry-run")
+    assert ran.code == 0 and "would-be would be sent" in ran.err
+    assert not (nodes["gpu1"].home / "grid_workspace/would-be").exists()
+
+
+def test_wrong_arguments_end_with_2(grid, tmp_path: Path) -> None:
+    write(tmp_path / "four", {b"a": b"1"})
+    assert grid("sync", str(tmp_path / "nowhere")).code == 2
+    ran = grid("sync", str(tmp_path / "four"), "--node", "gpu9")
+    assert ran.code != 0 and "gpu9" in ran.err
+
+
+def test_a_node_that_is_gone_ends_with_255_and_the_others_get_it(grid, nodes: Bed, tmp_path: Path) -> None:
+    write(tmp_path / "five", {b"five": b"1"})
+    nodes["gpu2"].stop()
+    try:
+        ran = grid("sync", str(tmp_path / "five"))
+        assert ran.code == 255 and "gpu2" in ran.err
+        assert (nodes["gpu1"].home / "grid_workspace/five").exists()
+    finally:
+        nodes["gpu2"].start()
+        nodes["gpu2"].wait_ready()

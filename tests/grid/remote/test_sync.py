@@ -1,0 +1,168 @@
+"""Changes on a node: ended in the middle by force, and finished by whoever comes next."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from genie.grid.remote import sync, tree
+from genie.grid.remote.core import OpError
+from genie.grid.remote.site import Site
+from tests.grid.sync.trees import told, write
+
+ENGINE = tree.Plain()
+# Dies, as a machine would, at the Nth step that is visible or is written down.
+DYING = """
+import os, sys
+from genie.grid.remote import sync
+left = int(sys.argv[3])
+def dying(function):
+    def call(*args, **kwargs):
+        global left
+        left -= 1
+        if left < 0:
+            os._exit(9)
+        return function(*args, **kwargs)
+    return call
+for name in ("rename", "unlink", "mkdir", "rmdir", "symlink", "chmod"):
+    setattr(os, name, dying(getattr(os, name)))
+sync.apply({"root": sys.argv[1], "tree": "t", "wait_s": 5}, open(sys.argv[2], "rb").read())
+"""
+
+
+def args_of(root: Path) -> dict[str, object]:
+    return {"root": str(root), "tree": "t", "key": "0" * 32, "wait_s": 5}
+
+
+def records_of(folder: Path) -> bytes:
+    """With contents known and without stamps, as they are sent."""
+    walked = ENGINE.walk(str(folder), b"", taken_ns=0, reuse=False, decide=lambda *_: False)
+    parts = []
+    for one in tree.records_of(walked.records):
+        plain = bytearray(one.plain)
+        if one.kind == tree.FILE:
+            plain[24:56] = hashlib.sha256((folder / os.fsdecode(one.path)).read_bytes()).digest()
+        parts.append(bytes(plain) + tree.NO_STAMP)
+    return b"".join(parts)
+
+
+def change(before: bytes, folder: Path) -> bytes:
+    """The frames that bring a node from some records to what is in a folder."""
+    from genie.grid.sync.delta import delta_of, plan_of
+    from genie.grid.sync.pack import plan_frames
+
+    after = records_of(folder)
+    delta = delta_of(ENGINE, theirs=before, drift=b"", ours=after)
+    frames = []
+    for place in delta.contents:
+        one = tree.Record(after, place)
+        head = tree.FRAME.pack(ord("F"), 0, one.mode, 0, one.size, one.mtime_ns, one.sha)
+        frames.append(head + (folder / os.fsdecode(one.path)).read_bytes())
+    base = hashlib.sha256(ENGINE.plain(before)).hexdigest() if before else ""
+    plan = plan_of(delta, after, base=base, digest=hashlib.sha256(ENGINE.plain(after)).hexdigest())
+    return b"".join(frames) + b"".join(plan_frames(plan))
+
+
+@pytest.fixture
+def two_states(tmp_path: Path) -> tuple[Path, Path]:
+    old, new = tmp_path / "old", tmp_path / "new"
+    write(old, {b"a": b"1", b"b": b"2", b"gone/c": b"3", b"turns": b"file", b"d/e": b"4"})
+    write(new, {b"a": b"changed", b"b": b"2", b"turns/x": b"folder", b"d/e": b"4", b"d/f": b"5"})
+    write(new, {b"same1": b"same", b"same2": b"same"})
+    (new / "b").chmod(0o600)
+    (new / "link").symlink_to("a")
+    return old, new
+
+
+def test_a_change_that_was_killed_anywhere_is_finished_by_the_next_one(two_states, tmp_path: Path) -> None:
+    old, new = two_states
+    first, second = change(b"", old), change(records_of(old), new)
+    (tmp_path / "change").write_bytes(second)
+    finished = 0
+    for step in range(100):
+        root = tmp_path / f"node{step}"
+        sync.apply(args_of(root), first)
+        command = [sys.executable, "-c", DYING, str(root), str(tmp_path / "change"), str(step)]
+        code = subprocess.run(command, timeout=30, cwd=Path(__file__).parents[3]).returncode
+        if code == 0:
+            finished = step
+            break
+        assert code == 9
+        whole = {b"1", b"2", b"3", b"4", b"5", b"file", b"changed", b"folder", b"same", b""}
+        assert {data for kind, _, data in told(root).values() if kind == "f"} <= whole
+        _, drift = sync.check(args_of(root), b"")
+        assert not drift
+        if told(root) != told(new):
+            assert told(root) == told(old), f"killed at step {step}"
+            sync.apply(args_of(root), second)
+        assert told(root) == told(new), f"killed at step {step}"
+    assert finished > 10
+
+
+def test_a_change_from_another_state_than_the_nodes_is_refused(two_states, tmp_path: Path) -> None:
+    old, new = two_states
+    root = tmp_path / "node"
+    sync.apply(args_of(root), change(b"", old))
+    with pytest.raises(OpError) as caught:
+        sync.apply(args_of(root), change(b"", new))
+    assert caught.value.reason == "moved"
+    assert told(root) == told(old)
+
+
+def test_an_object_that_was_never_finished_is_thrown_away(two_states, tmp_path: Path) -> None:
+    old, _ = two_states
+    root = tmp_path / "node"
+    sync.apply(args_of(root), change(b"", old))
+    with Site(args_of(root), create=True) as site:
+        folder = Path(f"/proc/self/fd/{site.objects()}").readlink()
+    sha = hashlib.sha256(b"whole").digest()
+    (folder / os.fsdecode(tree.object_name(sha, 5))).write_bytes(b"whole")
+    (folder / os.fsdecode(tree.object_name(bytes(32), 500))).write_bytes(b"half")
+    assert sync.check(args_of(root), b"")[0]["objects"] == 1
+    assert sync.objects(args_of(root), b"")[1] == sha
+
+
+def test_what_an_earlier_boot_left_is_thrown_away(two_states, tmp_path: Path) -> None:
+    old, _ = two_states
+    root = tmp_path / "node"
+    sync.apply(args_of(root), change(b"", old))
+    write(root, {b".grid/sync/t/objects-before/x": b"1"})
+    sync.check(args_of(root), b"")
+    assert not (root / ".grid/sync/t/objects-before").exists()
+
+
+def test_frames_that_are_cut_anywhere_wait_for_the_rest(two_states, tmp_path: Path) -> None:
+    old, _ = two_states
+    frames = change(b"", old)
+    for step in (1, 7, 100):
+        root = tmp_path / f"node{step}"
+        with Site(args_of(root), create=True) as site:
+            intake, held = sync.Intake(site), bytearray()
+            for at in range(0, len(frames), step):
+                held += frames[at : at + step]
+                del held[: intake.take(bytes(held))]
+            assert intake.is_complete
+            intake.finish()
+        assert told(root) == told(old)
+
+
+def test_a_tree_whose_own_folder_is_a_link_is_refused(two_states, tmp_path: Path) -> None:
+    old, _ = two_states
+    root, outside = tmp_path / "node", tmp_path / "outside"
+    root.mkdir()
+    outside.mkdir()
+    (root / ".grid").symlink_to(outside)
+    with pytest.raises(OSError):  # noqa: PT011 - a link or no folder, as the system puts it
+        sync.apply(args_of(root), change(b"", old))
+    assert list(outside.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", ["../x", "", ".", "a/b", "-x"])
+def test_a_tree_cannot_be_named_like_a_path(tmp_path: Path, name: str) -> None:
+    with pytest.raises(OpError):
+        Site({"root": str(tmp_path), "tree": name}, create=True)

@@ -1,0 +1,196 @@
+"""Trees as records: the plain engine and the compiled one give the same, whatever is in a folder."""
+
+from __future__ import annotations
+
+import errno
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from genie.grid.remote import tree
+from tests.grid.sync.trees import compiled, empty, told, write
+
+PLAIN = tree.Plain()
+LARGE = b"large"
+"""Stands for more than fits into one buffer; a failure prints what it found."""
+NAMES = st.sampled_from(
+    [b"a", b"b.txt", b"-rf", b"a b", b"new\nline", b"\xff\xfe", b"A" * 255, b"a.b", b".gitignore", b"x"]
+)
+PATHS = st.lists(NAMES, min_size=1, max_size=4).map(b"/".join)
+CONTENTS = st.one_of(st.binary(max_size=40), st.just(LARGE))
+ENTRIES = st.dictionaries(PATHS, st.tuples(st.sampled_from("fffdl"), CONTENTS), max_size=12)
+
+
+@pytest.fixture(scope="module")
+def engine() -> tree.Plain:
+    return compiled()
+
+
+def build(root: Path, entries: dict[bytes, tuple[str, bytes]]) -> None:
+    """As much of it as fits together: a file is no folder."""
+    empty(root)
+    for path, (kind, data) in sorted(entries.items()):
+        full = root / os.fsdecode(path)
+        try:
+            full.parent.mkdir(parents=True, exist_ok=True)
+            if kind == "d":
+                full.mkdir()
+            elif kind == "l":
+                full.symlink_to(os.fsdecode(data.replace(b"\0", b"")[:100] or b"nowhere"))
+            else:
+                write(root, {path: b"z" * 70_000 if data == LARGE else data})
+        except (FileExistsError, NotADirectoryError, IsADirectoryError, FileNotFoundError):
+            continue
+
+
+def left_out(path: bytes, is_folder: bool) -> bool:
+    return path.endswith(b"x")
+
+
+def walk(engine: tree.Plain, root: Path, old: bytes = b"", *, taken_ns: int = 0, reuse: bool = False):
+    walked = engine.walk(str(root), old, taken_ns=taken_ns, reuse=reuse, decide=left_out)
+    return walked.records, walked.dirty, walked.is_same, walked.rules_changed, walked.skipped
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Callable[[str], Path]:
+    return lambda name: tmp_path / name
+
+
+@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(before=ENTRIES, after=ENTRIES)
+def test_both_engines_see_the_same(engine, place, before, after) -> None:
+    root = place("tree")
+    build(root, before)
+    old = walk(PLAIN, root)
+    assert walk(engine, root) == old
+    later = time.time_ns() + 10**10
+    assert walk(engine, root, old[0], taken_ns=later, reuse=True) == walk(
+        PLAIN, root, old[0], taken_ns=later, reuse=True
+    )
+    build(root, after)
+    new = walk(PLAIN, root, old[0], taken_ns=later, reuse=True)
+    assert walk(engine, root, old[0], taken_ns=later, reuse=True) == new
+    fd = os.open(root, os.O_RDONLY)
+    try:
+        both = [each.check(fd, old[0], taken_ns=later) for each in (PLAIN, engine)]
+        assert both[0] == both[1]
+        bare = b"".join(one.plain + tree.NO_STAMP for one in tree.records_of(new[0]))
+        assert PLAIN.stamped(fd, bare) == engine.stamped(fd, bare)
+        read = [each.read(fd, new[0], new[1], first=3, room=100_000) for each in (PLAIN, engine)]
+        assert read[0] == read[1]
+    finally:
+        os.close(fd)
+    assert PLAIN.compare(old[0], new[0]) == engine.compare(old[0], new[0])
+    assert PLAIN.plain(new[0]) == engine.plain(new[0])
+    changes = b"".join(one.plain + tree.NO_STAMP for one in tree.records_of(new[0]) if one.kind != ord("x"))
+    assert PLAIN.merge(old[0], changes) == engine.merge(old[0], changes)
+
+
+@settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(entries=ENTRIES)
+def test_both_engines_put_the_same_into_place(engine, place, entries) -> None:
+    root = place("tree")
+    build(root, entries)
+    records, dirty, *_ = walk(PLAIN, root)
+    made = []
+    for each in (PLAIN, engine):
+        target, objects = place(f"{each.name}-target"), place(f"{each.name}-objects")
+        empty(target)
+        empty(objects)
+        made.append(sent(each, root, records, dirty, target=target, objects=objects))
+    assert made[0] == made[1]
+    kept = {one.path for one in tree.records_of(records) if one.kind in (tree.FILE, tree.FOLDER)}
+    want = {path: (kind, data) for path, (kind, _, data) in told(root, without=()).items() if path in kept}
+    assert {path: (kind, data) for path, (kind, _, data) in made[0].items()} == want
+
+
+def sent(engine: tree.Plain, root: Path, records: bytes, dirty: list[int], *, target: Path, objects: Path):
+    import hashlib
+
+    fds = [os.open(folder, os.O_RDONLY) for folder in (root, objects, target)]
+    try:
+        frames, states = engine.read(fds[0], records, dirty, first=0, room=10_000_000)
+        assert not any(states)
+        named, known, at = bytearray(records), bytearray(frames), 0
+        for position in dirty:
+            end = at + tree.FRAME.size + tree.size_at(records, position)
+            sha = hashlib.sha256(known[at + tree.FRAME.size : end]).digest()
+            known[at + 24 : at + 56] = named[position + 24 : position + 56] = sha
+            at = end
+        assert engine.stage(fds[1], known) == (len(known), len(dirty))
+        seen: set[bytes] = set()
+        once = []
+        for one in tree.records_of(bytes(named)):
+            if one.kind == tree.FOLDER or (one.kind == tree.FILE and one.sha not in seen):
+                once.append(one.plain + tree.NO_STAMP)
+                seen.add(one.sha)
+        engine.place(fds[2], fds[1], b"".join(once))
+        with tree.Folders(fds[2]) as folders:
+            for one in tree.records_of(bytes(named)):
+                if one.kind == tree.FILE and folders.look(one.path) is None:
+                    holder, name = folders.holder(one.path)
+                    os.close(os.open(name, os.O_CREAT | os.O_WRONLY, dir_fd=holder))
+                    data = (root / os.fsdecode(one.path)).read_bytes()
+                    (target / os.fsdecode(one.path)).write_bytes(data)
+    finally:
+        for fd in fds:
+            os.close(fd)
+    return told(target, without=())
+
+
+@pytest.mark.parametrize("kind", ["plain", "compiled"])
+def test_records_that_end_too_soon_are_refused(engine, kind) -> None:
+    one = PLAIN if kind == "plain" else engine
+    whole = tree.record(tree.FILE, b"a") + tree.record(tree.FILE, b"b")
+    for data in (whole[:-1], whole[:100], whole[:10]):
+        with pytest.raises(OSError) as caught:  # noqa: PT011 - the number is what counts
+            one.plain(data)
+        assert caught.value.errno == errno.EBADMSG
+
+
+@pytest.mark.parametrize("kind", ["plain", "compiled"])
+@pytest.mark.parametrize("path", [b"../out", b"/etc/x", b"a/../../out", b"link/x", b".", b"a//b", b""])
+def test_no_path_leads_out_of_the_tree(engine, tmp_path, kind, path) -> None:
+    one = PLAIN if kind == "plain" else engine
+    root, objects, outside = (tmp_path / name for name in ("root", "objects", "outside"))
+    for folder in (root, objects, outside):
+        folder.mkdir()
+    (root / "link").symlink_to(outside)
+    sha = bytes(32)
+    (objects / tree.object_name(sha, 0).decode()).touch()
+    fds = [os.open(folder, os.O_RDONLY) for folder in (root, objects)]
+    try:
+        with pytest.raises(OSError):  # noqa: PT011 - several kinds, all fine
+            one.place(fds[0], fds[1], tree.record(tree.FILE, path, mode=0o644, sha=sha))
+    finally:
+        for fd in fds:
+            os.close(fd)
+    assert list(outside.iterdir()) == []
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("kind", ["plain", "compiled"])
+def test_a_file_written_just_before_the_last_look_is_read_again(engine, tmp_path, kind) -> None:
+    one = PLAIN if kind == "plain" else engine
+    write(tmp_path, {b"a": b"1"})
+    records, dirty, *_ = walk(one, tmp_path)
+    assert dirty == [0]
+    written_ns = (tmp_path / "a").stat().st_ctime_ns
+    assert walk(one, tmp_path, records, taken_ns=written_ns + 10**6)[1] == [0]
+    assert walk(one, tmp_path, records, taken_ns=written_ns + 10**9)[1] == []
+
+
+def test_an_error_of_the_one_who_decides_comes_through(engine, tmp_path) -> None:
+    write(tmp_path, {b"a": b"1"})
+
+    def refuse(path: bytes, is_folder: bool) -> bool:
+        raise KeyError(path)
+
+    with pytest.raises(KeyError):
+        engine.walk(str(tmp_path), b"", taken_ns=0, reuse=False, decide=refuse)

@@ -1,0 +1,1 @@
+"""Tests of bringing a folder to nodes."""

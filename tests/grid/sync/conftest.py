@@ -1,0 +1,55 @@
+"""A project to send, and a way to send it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+
+from genie.grid.grid_file import GridFile
+from genie.grid.ssh_pool import SshPool
+from genie.grid.sync.syncer import Syncer, SyncReport
+from tests.grid.bed import Bed
+from tests.grid.conftest import grid_file_of
+
+
+class Project:
+    """A folder here, and where it goes on a node."""
+
+    def __init__(self, bed: Bed, syncer: Syncer, root: Path, *, node: str, remote: str) -> None:
+        self.root = root
+        self.there = bed[node].home / remote
+        self.node = node
+        self._syncer = syncer
+
+    async def sync(self, **options: object) -> SyncReport:
+        """To its node. An error of the node is raised."""
+        (report,) = await self._syncer.sync(self.root, [self.node], **options)  # type: ignore[arg-type]
+        if report.error is not None:
+            raise report.error
+        return report
+
+
+Make = Callable[..., Project]
+
+
+def file_for(bed: Bed, remote: str, more: str = "") -> GridFile:
+    return grid_file_of(
+        bed, more=f"remote_root: ~/{remote}\nssh: {{connect_timeout: 10, max_retries: 1}}\n{more}"
+    )
+
+
+@pytest_asyncio.fixture
+async def project(bed: Bed, tmp_path: Path, request: pytest.FixtureRequest) -> AsyncIterator[Project]:
+    """On gpu1, in a folder of the test's own."""
+    remote = f"ws-{abs(hash(request.node.nodeid))}"
+    file = file_for(bed, remote)
+    root = tmp_path / "project"
+    root.mkdir()
+    async with SshPool(file, ssh_config=bed.ssh_config) as pool:
+        syncer = Syncer(pool, file, state_dir=tmp_path / "state")
+        yield Project(bed, syncer, root, node="gpu1", remote=remote)
+    await asyncio.sleep(0)

@@ -1,0 +1,58 @@
+"""What is left out: patterns as .gitignore writes them, from the grid's file and from the tree."""
+
+from __future__ import annotations
+
+import pytest
+
+from genie.errors import ConfigError
+from genie.grid.grid_file import SyncKeys
+from genie.grid.sync.excludes import Excludes
+
+
+def test_the_documented_patterns_leave_out_what_they_name(tmp_path) -> None:
+    excludes = Excludes(tmp_path, SyncKeys().exclude_patterns)
+    for path, is_folder in [
+        (b".git", True),
+        (b"a/__pycache__", True),
+        (b".env", False),
+        (b"a/b.pyc", False),
+        (b"web/node_modules", True),
+        (b"web/.next", True),
+    ]:
+        assert excludes.is_left_out(path, is_folder), path
+    for path in (b"git", b"a/env", b"b.py", b"\xff\n.txt"):
+        assert not excludes.is_left_out(path, False), path
+
+
+def test_the_nearest_gitignore_decides_and_can_bring_back(tmp_path) -> None:
+    (tmp_path / "a").mkdir()
+    (tmp_path / ".gitignore").write_text("*.log\n/top\nbuild/\n")
+    (tmp_path / "a" / ".gitignore").write_text("# a comment\n!keep.log\nlocal\n")
+    excludes = Excludes(tmp_path, ())
+    assert excludes.is_left_out(b"x.log", False)
+    assert excludes.is_left_out(b"a/x.log", False)
+    assert not excludes.is_left_out(b"a/keep.log", False)
+    assert excludes.is_left_out(b"a/local", False)
+    assert not excludes.is_left_out(b"local", False)
+    assert excludes.is_left_out(b"top", False)
+    assert not excludes.is_left_out(b"a/top", False)
+    assert excludes.is_left_out(b"a/build", True)
+    assert not excludes.is_left_out(b"a/build", False)
+
+
+def test_no_gitignore_brings_back_what_the_grid_file_leaves_out(tmp_path) -> None:
+    (tmp_path / ".gitignore").write_text("!.env\n")
+    assert Excludes(tmp_path, (".env",)).is_left_out(b".env", False)
+
+
+def test_a_line_that_means_nothing_is_passed_over_in_a_gitignore_and_refused_in_the_file(tmp_path) -> None:
+    (tmp_path / ".gitignore").write_text("!\n*.log\n")
+    assert Excludes(tmp_path, ()).is_left_out(b"x.log", False)
+    with pytest.raises(ConfigError, match="exclude_patterns"):
+        Excludes(tmp_path, ("!",))
+
+
+def test_a_gitignore_that_is_a_link_does_not_count(tmp_path) -> None:
+    (tmp_path / "rules").write_text("*\n")
+    (tmp_path / ".gitignore").symlink_to("rules")
+    assert not Excludes(tmp_path, ()).is_left_out(b"a", False)

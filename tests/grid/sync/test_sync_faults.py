@@ -1,0 +1,258 @@
+"""A sync that meets trouble: cuts, full disks, files that do not hold still, others at the same time."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import fcntl
+import os
+import random
+from pathlib import Path
+
+import pytest
+
+from genie.errors import SyncError
+from genie.grid.ssh_pool import SshPool
+from genie.grid.sync import local_tree, pack, syncer
+from genie.grid.sync.local_tree import LocalTree, Snapshot
+from genie.grid.sync.syncer import Progress, Syncer, tree_name
+from tests.grid.bed import Bed
+from tests.grid.sync.conftest import Project, file_for
+from tests.grid.sync.trees import told, write
+from tests.waiting import until
+
+
+def many(root: Path, *, count: int = 200, size: int = 60_000) -> int:
+    dice = random.Random(5)
+    write(root, {b"d%d/f%d" % (n % 7, n): dice.randbytes(size) for n in range(count)})
+    return count * size
+
+
+async def test_a_cut_during_a_first_sync_is_taken_up_where_it_was(own_bed: Bed, tmp_path: Path) -> None:
+    file = file_for(own_bed, "ws")
+    root, there = tmp_path / "project", own_bed["gpu1"].home / "ws"
+    total = many(root)
+    seen: list[dict[bytes, object]] = []
+
+    def cut_once(progress: Progress) -> None:
+        if not seen and progress.bytes > total // 2:
+            seen.append(dict(told(there)))
+            own_bed["gpu1"].cut()
+
+    async with SshPool(file, ssh_config=own_bed.ssh_config) as pool:
+        one = Syncer(pool, file, state_dir=tmp_path / "state")
+        (report,) = await one.sync(root, ["gpu1"], progress=cut_once)
+    assert report.error is None
+    assert seen == [{}], "nothing is visible before all of it is there"
+    assert 0 < report.sent_bytes < total - total // 8, "what had arrived is not sent again"
+    assert told(there) == told(root)
+
+
+async def test_a_node_that_hangs_ends_its_own_sync_only(own_bed: Bed, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(syncer, "_STALL_S", 0.5)
+    monkeypatch.setattr(syncer, "_TRIES", 1)
+    file = file_for(own_bed, "ws")
+    root = tmp_path / "project"
+    total = many(root, count=400)
+    with contextlib.ExitStack() as until_then:
+
+        def hang(progress: Progress) -> None:
+            if progress.bytes > total // 4 and not hung:
+                hung.append(until_then.enter_context(own_bed["gpu2"].hanging()))
+
+        hung: list[None] = []
+        async with SshPool(file, ssh_config=own_bed.ssh_config) as pool:
+            one, two = await Syncer(pool, file, state_dir=tmp_path / "state").sync(
+                root, ["gpu1", "gpu2"], progress=hang
+            )
+            until_then.close()
+    assert one.error is None
+    assert two.error is not None and "took nothing" in str(two.error)
+    assert told(own_bed["gpu1"].home / "ws") == told(root)
+
+
+async def test_a_full_disk_is_said_and_leaves_the_tree_as_it_was(own_bed: Bed, tmp_path: Path) -> None:
+    own_bed["gpu1"].restart(before="mount -t tmpfs -o size=1m tmpfs /root")
+    file = file_for(own_bed, "ws")
+    root = tmp_path / "project"
+    write(root, {b"a": b"first"})
+    look = "cd /root/ws && find . -path ./.grid -prune -o -type f -print | sort | xargs md5sum"
+    async with SshPool(file, ssh_config=own_bed.ssh_config) as pool:
+        one = Syncer(pool, file, state_dir=tmp_path / "state")
+        assert (await one.sync(root, ["gpu1"]))[0].error is None
+        before = own_bed["gpu1"].run(look)
+        write(root, {b"a": b"second", b"b": os.urandom(300_000)})
+        many(root, count=40)
+        (report,) = await one.sync(root, ["gpu1"])
+        assert isinstance(report.error, SyncError) and "disk there is full" in str(report.error)
+        assert own_bed["gpu1"].run(look) == before
+        assert own_bed["gpu1"].run("ls /root/ws/.grid/sync/*/objects-*") == "", "the space was given back"
+        for path in root.rglob("*"):
+            if path.is_file() and path.name != "a":
+                path.unlink()
+        (report,) = await one.sync(root, ["gpu1"])
+        assert report.error is None
+    assert own_bed["gpu1"].run("cat /root/ws/a") == "second"
+
+
+async def test_a_home_that_cannot_be_written_is_said(own_bed: Bed, tmp_path: Path) -> None:
+    own_bed["gpu1"].restart(before="mount -o remount,bind,ro /root")
+    write(tmp_path / "project", {b"a": b"1"})
+    file = file_for(own_bed, "ws")
+    async with SshPool(file, ssh_config=own_bed.ssh_config) as pool:
+        one = Syncer(pool, file, state_dir=tmp_path / "state")
+        (report,) = await one.sync(tmp_path / "project", ["gpu1"])
+    assert isinstance(report.error, SyncError) and "cannot be written" in str(report.error)
+
+
+async def test_a_file_that_changes_while_it_is_read_is_read_again(project: Project, monkeypatch) -> None:
+    write(project.root, {b"log": b"x" * 400_000})
+    left = [1]
+    _grow_while_read(project.root / "log", left, monkeypatch)
+    await project.sync()
+    assert left == [0]
+    assert (project.there / "log").read_bytes() == b"x" * 400_000 + b"more"
+
+
+async def test_a_file_that_never_holds_still_is_named(project: Project, monkeypatch) -> None:
+    write(project.root, {b"a": b"1", b"log": b"x" * 400_000})
+    _grow_while_read(project.root / "log", [100], monkeypatch)
+    with pytest.raises(SyncError, match="project/log changed while it was read"):
+        await project.sync()
+    assert told(project.there) == {}
+
+
+def _grow_while_read(path: Path, left: list[int], monkeypatch) -> None:
+    extents = pack._extents
+
+    def growing(fd: int, found: os.stat_result):
+        yield from extents(fd, found)
+        if left[0]:
+            left[0] -= 1
+            with path.open("ab") as file:
+                file.write(b"more")
+
+    monkeypatch.setattr(pack, "_extents", growing)
+
+
+async def test_a_file_that_changes_after_it_was_compared_is_sent_as_it_is(
+    project: Project, monkeypatch
+) -> None:
+    write(project.root, {b"a": b"1", b"b": b"1"})
+    await project.sync()
+    hash_files = syncer.hash_files
+
+    def late(*args: object) -> None:
+        hash_files(*args)  # type: ignore[arg-type]
+        write(project.root, {b"a": b"latest"})
+
+    monkeypatch.setattr(syncer, "hash_files", late)
+    write(project.root, {b"a": b"2", b"b": b"3"})
+    await project.sync()
+    assert told(project.there) == told(project.root)
+    assert (project.there / "a").read_bytes() == b"latest"
+
+
+async def test_a_file_that_disappears_while_it_is_sent_is_no_error(project: Project, monkeypatch) -> None:
+    write(project.root, {b"a": b"1", b"gone": b"2"})
+    scan = LocalTree.scan
+
+    def losing(self: LocalTree) -> Snapshot:
+        found = scan(self)
+        (project.root / "gone").unlink(missing_ok=True)
+        return found
+
+    monkeypatch.setattr(LocalTree, "scan", losing)
+    await project.sync()
+    assert set(told(project.there)) == {b"a"}
+
+
+async def test_a_file_that_may_not_be_read_is_named(project: Project, monkeypatch) -> None:
+    write(project.root, {b"a": b"1"})
+
+    def refused(*_: object) -> int:
+        raise SyncError("project/a cannot be read: Permission denied")
+
+    monkeypatch.setattr(pack._Packer, "_open", refused)
+    monkeypatch.setattr(pack.tree.Plain, "read", lambda *_, **__: (bytearray(), [1]))
+    project._syncer._engine = pack.tree.Plain()
+    with pytest.raises(SyncError, match="cannot be read"):
+        await project.sync()
+
+
+async def test_two_syncs_of_one_tree_do_not_disturb_each_other(project: Project) -> None:
+    total = many(project.root, count=100)
+    one, two = await asyncio.gather(project.sync(), project.sync())
+    assert one.sent_bytes + two.sent_bytes >= total
+    assert told(project.there) == told(project.root)
+    assert (await project.sync()).unchanged
+
+
+async def test_a_sync_waits_for_another_one_and_then_gives_up(project: Project, monkeypatch) -> None:
+    write(project.root, {b"a": b"1"})
+    await project.sync()
+    monkeypatch.setattr(syncer, "_LOCK_WAIT_S", 0.1)
+    with (project.there / ".grid/sync" / tree_name(project.root) / "lock").open("rb+") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with pytest.raises(SyncError, match="another sync of this tree is under way"):
+            await project.sync()
+    assert (await project.sync()).unchanged
+
+
+async def test_a_state_that_was_destroyed_costs_sending_again_and_nothing_else(project: Project) -> None:
+    write(project.root, {b"a": b"1", b"b": b"2"})
+    await project.sync()
+    state = project.there / ".grid/sync" / tree_name(project.root) / "state"
+    for broken in (b"", b"GGTREE1\n", state.read_bytes()[:-5], os.urandom(500)):
+        state.write_bytes(broken)
+        assert (await project.sync()).sent_files == 2
+        assert told(project.there) == told(project.root)
+
+
+async def test_a_cache_that_was_destroyed_costs_reading_again_and_nothing_else(project: Project) -> None:
+    write(project.root, {b"a": b"1", b"b": b"2"})
+    await project.sync()
+    (index,) = (project.root.parent / "state/grid/sync").glob("*.index")
+    for broken in (b"", os.urandom(300), index.read_bytes()[:-3]):
+        index.write_bytes(broken)
+        assert (await project.sync()).unchanged
+
+
+async def test_a_library_that_does_not_fit_is_compiled_on_the_node(project: Project, monkeypatch) -> None:
+    key, _, source = local_tree.library()
+    monkeypatch.setattr(syncer, "library", lambda: (key, b"no library", source))
+    write(project.root, {b"a": b"1"})
+    await project.sync()
+    made = project.there / ".grid/sync" / f"tree-{key}.so"
+    await until(made.exists, timeout_s=60, what="the library")
+    write(project.root, {b"a": b"2"})
+    await project.sync()
+    assert told(project.there) == told(project.root)
+
+
+async def test_a_node_without_python_gets_all_of_it_by_tar(bed: Bed, tmp_path: Path) -> None:
+    node = bed["gpu6"]
+    root, there = tmp_path / "project", node.home / "ws tar"
+    write(root, {b"a b": b"1", b"d/-x\n": b"2" * 2000, b"n" * 200 + b"/" + b"m" * 200: b"3"})
+    (root / "link").symlink_to("/etc/passwd")
+    (root / "a b").chmod(0o755)
+    file = file_for(bed, "ws tar")
+    (node.bin / "python3").write_text("#!/bin/sh\nexit 127\n")
+    (node.bin / "python3").chmod(0o755)
+    try:
+        async with SshPool(file, ssh_config=bed.ssh_config) as pool:
+            one = Syncer(pool, file, state_dir=tmp_path / "state")
+            (report,) = await one.sync(root, ["gpu6"])
+            assert report.error is None and "no Python there" in report.note
+            assert (report.sent_files, report.sent_bytes) == (3, 2002)
+            assert told(there) == told(root)
+            outside = node.home / "outside"
+            outside.mkdir()
+            (there / "d/-x\n").unlink()
+            (there / "d").rmdir()
+            (there / "d").symlink_to(outside)
+            (report,) = await one.sync(root, ["gpu6"])
+            assert isinstance(report.error, SyncError) and "no folder here" in str(report.error)
+            assert list(outside.iterdir()) == []
+    finally:
+        (node.bin / "python3").unlink()

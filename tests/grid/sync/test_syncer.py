@@ -1,0 +1,332 @@
+"""A folder on real nodes: what is sent, what is deleted, what stays, and what is never touched."""
+
+from __future__ import annotations
+
+import os
+import random
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from genie.errors import NoNodeError, SyncError, UsageError
+from genie.grid.remote import tree
+from genie.grid.ssh_pool import SshPool
+from genie.grid.sync.syncer import Progress, Syncer
+from tests.grid.bed import Bed
+from tests.grid.remote.test_tree import ENTRIES, build
+from tests.grid.sync.conftest import Project, file_for
+from tests.grid.sync.trees import told, write
+
+
+async def test_a_first_sync_brings_everything_and_a_second_one_nothing(project: Project) -> None:
+    write(
+        project.root,
+        {b"a.py": b"1", b"pkg/b.py": b"2" * 5000, b"pkg/__init__.py": b"", b"c/__init__.py": b""},
+    )
+    (project.root / "run.sh").write_text("#!/bin/sh\n")
+    (project.root / "run.sh").chmod(0o755)
+    (project.root / "empty").mkdir(mode=0o750)
+    (project.root / "link").symlink_to("pkg/b.py")
+    report = await project.sync()
+    assert (report.sent_files, report.sent_bytes, report.unchanged) == (5, 5011, False)
+    assert told(project.there) == told(project.root)
+    assert (project.there / "a.py").stat().st_mtime_ns == (project.root / "a.py").stat().st_mtime_ns
+    again = await project.sync()
+    assert (again.unchanged, again.sent_files, again.sent_bytes) == (True, 0, 0)
+
+
+async def test_only_what_changed_is_sent(project: Project) -> None:
+    write(project.root, {b"f%d" % n: b"x%d" % n for n in range(50)})
+    await project.sync()
+    write(project.root, {b"f7": b"new", b"g/h": b"added"})
+    (project.root / "f9").unlink()
+    (project.root / "f3").chmod(0o600)
+    report = await project.sync()
+    assert (report.sent_files, report.sent_bytes, report.deleted) == (2, 8, 1)
+    assert told(project.there) == told(project.root)
+
+
+async def test_a_file_that_was_only_touched_is_not_sent_again(project: Project) -> None:
+    write(project.root, {b"a": b"1"})
+    await project.sync()
+    os.utime(project.root / "a", ns=(10**18, 10**18))
+    report = await project.sync()
+    assert (report.sent_files, report.unchanged) == (0, False)
+    assert (project.there / "a").stat().st_mtime_ns == 10**18
+    assert (await project.sync()).unchanged
+
+
+async def test_without_checksums_a_touched_file_is_sent_again(bed: Bed, tmp_path: Path) -> None:
+    file = file_for(bed, "ws-nosums", "sync: {use_checksums: false}\n")
+    root = tmp_path / "project"
+    write(root, {b"a": b"1"})
+    async with SshPool(file, ssh_config=bed.ssh_config) as pool:
+        syncer = Syncer(pool, file, state_dir=tmp_path / "state")
+        await syncer.sync(root, ["gpu1"])
+        os.utime(root / "a", ns=(10**18, 10**18))
+        (report,) = await syncer.sync(root, ["gpu1"])
+    assert report.sent_files == 1
+
+
+async def test_what_the_node_made_itself_stays(project: Project) -> None:
+    write(project.root, {b"src/a.py": b"1", b"src/b.py": b"2", b"old/c.py": b"3"})
+    await project.sync()
+    write(project.there, {b"src/results.csv": b"mine", b"old/mine.txt": b"mine", b"grid_env/bin/x": b"env"})
+    (project.root / "old" / "c.py").unlink()
+    (project.root / "old").rmdir()
+    report = await project.sync()
+    assert report.deleted == 1
+    assert (project.there / "src/results.csv").read_bytes() == b"mine"
+    assert (project.there / "old/mine.txt").read_bytes() == b"mine"
+    assert (project.there / "grid_env/bin/x").read_bytes() == b"env"
+    assert not (project.there / "old/c.py").exists()
+
+
+async def test_a_file_changed_on_the_node_is_put_back_and_one_gone_here_stays_there(project: Project) -> None:
+    write(project.root, {b"a": b"ours", b"b": b"ours", b"c": b"ours"})
+    await project.sync()
+    write(project.there, {b"a": b"edit", b"b": b"edited there"})
+    (project.there / "c").unlink()
+    (project.root / "b").unlink()
+    report = await project.sync()
+    assert (report.restored, report.kept, report.deleted) == (2, ("b",), 0)
+    assert (project.there / "a").read_bytes() == b"ours"
+    assert (project.there / "b").read_bytes() == b"edited there"
+    assert (project.there / "c").read_bytes() == b"ours"
+    assert (await project.sync()).unchanged
+
+
+async def test_a_file_of_the_node_in_the_way_is_replaced_and_named(project: Project) -> None:
+    write(project.there, {b"a": b"theirs"})
+    write(project.root, {b"a": b"ours"})
+    report = await project.sync()
+    assert report.overwritten == ("a",)
+    assert (project.there / "a").read_bytes() == b"ours"
+
+
+async def test_files_folders_and_links_can_take_each_others_place(project: Project) -> None:
+    write(project.root, {b"a": b"file", b"b/c/d": b"in a folder", b"e": b"file"})
+    await project.sync()
+    for name in ("a", "e", "b/c/d"):
+        (project.root / name).unlink()
+    (project.root / "b/c").rmdir()
+    (project.root / "b").rmdir()
+    write(project.root, {b"a/x/y": b"now a folder", b"b": b"now a file"})
+    (project.root / "e").symlink_to("a")
+    await project.sync()
+    assert told(project.there) == told(project.root)
+
+
+async def test_a_folder_with_the_nodes_own_files_does_not_become_a_file(project: Project) -> None:
+    write(project.root, {b"b/c": b"1", b"d": b"2"})
+    await project.sync()
+    write(project.there, {b"b/mine": b"mine"})
+    (project.root / "b/c").unlink()
+    (project.root / "b").rmdir()
+    write(project.root, {b"b": b"now a file", b"d": b"changed"})
+    before = told(project.there)
+    with pytest.raises(SyncError, match=r"b is to become a file, and has b/mine in it"):
+        await project.sync()
+    assert told(project.there) == before
+    (project.there / "b/mine").unlink()
+    await project.sync()
+    assert told(project.there) == told(project.root)
+
+
+async def test_what_is_left_out_is_neither_sent_nor_deleted(project: Project) -> None:
+    write(project.root, {b"a.py": b"1", b".env": b"secret", b"x.log": b"log", b".gitignore": b"*.log\n"})
+    write(project.root, {b".grid/x": b"not ours", b"grid_env/y": b"not ours"})
+    await project.sync()
+    assert set(told(project.there, without=())) - {b".grid"} >= {b"a.py", b".gitignore"}
+    assert set(told(project.there)) == {b"a.py", b".gitignore"}
+    assert not (project.there / ".grid/x").exists()
+    assert not (project.there / "grid_env").exists()
+    write(project.root, {b".gitignore": b"*.py\n"})
+    await project.sync()
+    assert set(told(project.there)) == {b"x.log", b".gitignore"}
+
+
+async def test_hostile_names_arrive_as_they_are(project: Project) -> None:
+    names = [
+        b"-rf",
+        b"--delete",
+        b"new\nline",
+        b"\xff\xfe",
+        b"n" * 255,
+        b" ",
+        b"a'b\"c$(touch x)`",
+        b"CASE",
+        b"case",
+    ]
+    write(project.root, {name: name for name in names})
+    write(project.root, {b"-d/" + name: b"deep" for name in names})
+    await project.sync()
+    assert told(project.there) == told(project.root)
+    for name in names:
+        (project.root / os.fsdecode(name)).unlink()
+    assert (await project.sync()).deleted == len(names)
+    assert told(project.there) == told(project.root)
+
+
+async def test_a_link_that_points_out_of_the_tree_is_kept_and_not_followed(project: Project) -> None:
+    outside = project.root.parent / "outside"
+    write(outside, {b"secret": b"secret"})
+    write(project.root, {b"a": b"1"})
+    (project.root / "out").symlink_to(outside)
+    (project.root / "etc").symlink_to("/etc/passwd")
+    await project.sync()
+    assert (project.there / "out").readlink() == outside
+    assert (project.there / "etc").readlink() == Path("/etc/passwd")
+    assert (await project.sync()).unchanged
+
+
+async def test_links_within_the_tree_can_be_followed(bed: Bed, tmp_path: Path) -> None:
+    file = file_for(bed, "ws-follow", "sync: {follow_symlinks: true}\n")
+    root = tmp_path / "project"
+    write(root, {b"real/a": b"1"})
+    write(tmp_path / "outside", {b"secret": b"secret"})
+    (root / "alias").symlink_to("real")
+    (root / "file").symlink_to("real/a")
+    (root / "out").symlink_to("../outside")
+    (root / "real" / "loop").symlink_to("..")
+    async with SshPool(file, ssh_config=bed.ssh_config) as pool:
+        (report,) = await Syncer(pool, file, state_dir=tmp_path / "state").sync(root, ["gpu1"])
+    assert report.error is None
+    there = bed["gpu1"].home / "ws-follow"
+    assert (there / "alias/a").read_bytes() == b"1" and not (there / "alias").is_symlink()
+    assert not (there / "file").is_symlink()
+    assert (there / "out").readlink() == Path("../outside")
+    assert (there / "real/loop").is_symlink()
+
+
+async def test_a_link_planted_on_the_node_leads_no_write_out(bed: Bed, project: Project) -> None:
+    write(project.root, {b"data/a": b"1", b"b": b"2"})
+    await project.sync()
+    outside = bed["gpu1"].home / "outside"
+    write(outside, {b"a": b"precious"})
+    (project.there / "data/a").unlink()
+    (project.there / "data").rmdir()
+    (project.there / "data").symlink_to(outside)
+    (project.there / "b").unlink()
+    (project.there / "b").symlink_to(outside / "a")
+    write(project.root, {b"data/a": b"new", b"data/c": b"new", b"b": b"new"})
+    await project.sync()
+    assert told(outside, without=()) == {b"a": ("f", 0o644, b"precious")}
+    assert told(project.there) == told(project.root)
+
+
+async def test_a_link_of_the_nodes_own_in_the_way_is_an_error_that_names_it(
+    bed: Bed, project: Project
+) -> None:
+    outside = bed["gpu1"].home / "disk"
+    outside.mkdir()
+    write(project.there, {b"mine": b"1"})
+    (project.there / "data").symlink_to(outside)
+    write(project.root, {b"data/a": b"1", b"b": b"2"})
+    with pytest.raises(SyncError, match=r"data is a link here.*exclude_patterns"):
+        await project.sync()
+    assert list(outside.iterdir()) == []
+    assert set(told(project.there)) == {b"mine", b"data"}
+
+
+async def test_a_large_file_is_sent_in_pieces_and_holes_stay_holes(project: Project) -> None:
+    (project.root / "large").write_bytes(random.Random(1).randbytes(3_500_001))
+    with (project.root / "sparse").open("wb") as file:
+        file.seek(50_000_000)
+        file.write(b"end")
+        file.truncate(60_000_000)
+    report = await project.sync()
+    assert report.sent_bytes < 5_000_000
+    assert (project.there / "large").read_bytes() == (project.root / "large").read_bytes()
+    status = (project.there / "sparse").stat()
+    assert status.st_size == 60_000_000 and status.st_blocks * 512 < 1_000_000
+    with (project.there / "sparse").open("rb") as there:
+        there.seek(49_999_990)
+        assert there.read(20) == bytes(10) + b"end" + bytes(7)
+
+
+async def test_the_same_contents_are_sent_once(project: Project) -> None:
+    data = random.Random(2).randbytes(300_000)
+    write(project.root, {b"copy%d" % n: data for n in range(4)})
+    write(project.root, {b"small%d" % n: b"same" for n in range(4)})
+    report = await project.sync()
+    assert report.sent_bytes == len(data) + 4
+    assert told(project.there) == told(project.root)
+
+
+async def test_several_nodes_get_the_same_and_one_that_fails_holds_up_no_other(
+    own_bed: Bed, tmp_path: Path
+) -> None:
+    file = file_for(own_bed, "ws", "sync: {max_parallel_transfers: 2}\n")
+    root = tmp_path / "project"
+    write(root, {b"f%d" % n: os.urandom(9000) for n in range(300)})
+    seen: list[Progress] = []
+    own_bed["gpu2"].stop()
+    async with SshPool(file, ssh_config=own_bed.ssh_config) as pool:
+        syncer = Syncer(pool, file, state_dir=tmp_path / "state")
+        one, two = await syncer.sync(root, ["gpu1", "gpu2"], progress=seen.append)
+        assert one.error is None and two.error is not None and two.error.exit_code == 255
+        own_bed["gpu2"].restart()
+        one, two = await syncer.sync(root, ["gpu1", "gpu2"])
+        assert (one.unchanged, two.sent_files) == (True, 300)
+    assert told(own_bed["gpu2"].home / "ws") == told(root)
+    assert (seen[-1].node, seen[-1].files, seen[-1].bytes) == ("gpu1", 300, seen[-1].bytes_total)
+
+
+async def test_another_machine_with_the_same_project_sends_nothing(bed: Bed, project: Project) -> None:
+    write(project.root, {b"a": b"1", b"b/c": b"2"})
+    await project.sync()
+    file = file_for(bed, project.there.name)
+    async with SshPool(file, ssh_config=bed.ssh_config) as pool:
+        (report,) = await Syncer(pool, file, state_dir=project.root.parent / "other").sync(
+            project.root, ["gpu1"]
+        )
+    assert report.unchanged
+
+
+async def test_a_dry_run_says_what_would_be_sent_and_changes_nothing(project: Project) -> None:
+    write(project.root, {b"a": b"1"})
+    await project.sync()
+    write(project.root, {b"a": b"22", b"b": b"3"})
+    before = told(project.there)
+    report = await project.sync(dry_run=True)
+    assert (report.sent_files, report.sent_bytes, report.paths) == (2, 3, ("a", "b"))
+    assert told(project.there) == before
+
+
+async def test_a_folder_that_is_none_and_an_unknown_node_are_refused(project: Project) -> None:
+    write(project.root, {b"a": b"1"})
+    with pytest.raises(UsageError, match="not a folder"):
+        await project._syncer.sync(project.root / "a", ["gpu1"])
+    with pytest.raises(NoNodeError):
+        await project._syncer.sync(project.root, ["gpu77"])
+
+
+async def test_metrics_hear_of_every_sync(bed: Bed, tmp_path: Path) -> None:
+    class Heard(list[float]):
+        def sync_finished(self, duration_s: float) -> None:
+            self.append(duration_s)
+
+    heard = Heard()
+    write(tmp_path / "project", {b"a": b"1"})
+    file = file_for(bed, "ws-metrics")
+    async with SshPool(file, ssh_config=bed.ssh_config) as pool:
+        await Syncer(pool, file, state_dir=tmp_path, metrics=heard).sync(
+            tmp_path / "project", ["gpu1", "gpu2"]
+        )
+    assert len(heard) == 2
+
+
+@settings(max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(states=st.lists(ENTRIES, min_size=2, max_size=3), plain=st.booleans())
+async def test_after_any_edits_both_trees_are_equal(project: Project, states, plain) -> None:
+    if plain:
+        project._syncer._engine = tree.Plain()
+    mine = {b"node-made": ("f", 0o644, b"mine")}
+    write(project.there, {b"node-made": b"mine"})
+    for entries in states:
+        build(project.root, {path: each for path, each in entries.items() if b".gitignore" not in path})
+        await project.sync()
+        assert told(project.there) == {**told(project.root), **mine}

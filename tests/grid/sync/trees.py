@@ -1,0 +1,61 @@
+"""Folders for tests: made from a description, and told back as one."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import stat
+from pathlib import Path
+
+from genie.errors import NativeBuildError
+from genie.grid.remote import tree
+from genie.grid.sync.local_tree import local_engine
+from tests import needs
+
+Entry = tuple[str, int, bytes]
+"""'d', 'f' or 'l', the mode, contents or target."""
+
+
+def compiled() -> tree.Plain:
+    """The compiled engine; where there is no compiler, the file is skipped and listed."""
+    try:
+        engine = local_engine()
+    except NativeBuildError:
+        engine = tree.Plain()
+    if engine.name != "compiled":
+        needs.require_program("c++", package="g++")
+        raise AssertionError("the engine for trees was not compiled")
+    return engine
+
+
+def write(root: Path, files: dict[bytes, bytes]) -> None:
+    for name, data in files.items():
+        path = root / os.fsdecode(name)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(data)
+
+
+def told(root: Path, *, without: tuple[bytes, ...] = tree.RESERVED) -> dict[bytes, Entry]:
+    """All that is in a folder, except some names at its top."""
+    found: dict[bytes, Entry] = {}
+    for folder, folders, files in os.walk(root):
+        for name in [*folders, *files]:
+            path = Path(folder) / name
+            inner = path.relative_to(root)
+            if os.fsencode(inner.parts[0]) not in without:
+                found[os.fsencode(inner)] = _entry(path)
+    return found
+
+
+def _entry(path: Path) -> Entry:
+    status = path.lstat()
+    if stat.S_ISLNK(status.st_mode):
+        return "l", 0, os.fsencode(path.readlink())
+    if stat.S_ISDIR(status.st_mode):
+        return "d", stat.S_IMODE(status.st_mode), b""
+    return "f", stat.S_IMODE(status.st_mode), path.read_bytes()
+
+
+def empty(root: Path) -> None:
+    shutil.rmtree(root, ignore_errors=True)
+    root.mkdir(parents=True)
