@@ -3,10 +3,10 @@
     python benchmarks/bench_grid.py [--json] [--rounds N] [--delay-ms MS] [--peers FOLDER] [--only PART...]
 
 The nodes are real SSH servers on loopback, all on this machine, so the cost of a node's side is paid here
-too, by us and by the baseline alike. Everyone uses the same key exchange. We and the baseline take turns,
-round by round, and both ask for the same readings. --delay-ms holds everything back on its way, so that a
-round trip takes that long. --peers names a virtual environment with ansible-core, clustershell, paramiko
-and parallel-ssh; each runs the same command on the same ten nodes. Needs root, openssh-server and rsync.
+too, by us and by the baseline alike. Everyone uses the same key exchange and cipher. We and the baseline take
+turns, round by round, and both ask for the same readings. --delay-ms holds everything back on its way, so that
+a round trip takes that long. --peers names a virtual environment with ansible-core, clustershell, paramiko and
+parallel-ssh; each runs the same command on the same ten nodes. Needs root, openssh-server and rsync.
 Not for: real networks.
 """
 
@@ -51,6 +51,8 @@ READINGS = (
 )
 """What the baseline asks a node for; the grid reads the same."""
 COMMAND = "hostname"
+CIPHER = "  Ciphers aes128-gcm@openssh.com\n"
+"""What the grid would choose by itself; everyone gets it, as everyone gets the same key exchange."""
 WARM_COMMANDS = 20
 _LIMITS = (
     "ssh: {pool_size: 200, connect_timeout: 60, timeout: 60, max_retries: 0}\n"
@@ -119,13 +121,14 @@ def _place(folder: Path, *, delay_ms: float, rounds: int) -> Iterator[Place]:
         for node in bed.nodes:
             node.gpus(GPUS)
         port = bed.nodes[0].port
+        bed.write_ssh_config(more=CIPHER)
         if delay_ms:
             port = _free_port()
             addresses = [node.address for node in bed.nodes]
             stack.enter_context(
                 delayed(addresses, port=port, target_port=bed.nodes[0].port, delay_ms=delay_ms / 2)
             )
-            bed.write_ssh_config(ports={node.name: port for node in bed.nodes})
+            bed.write_ssh_config(ports={node.name: port for node in bed.nodes}, more=CIPHER)
             known = bed.known_hosts.read_text()
             bed.known_hosts.write_text(known + known.replace(f"]:{bed.nodes[0].port} ", f"]:{port} "))
         aliases = "".join(
@@ -306,7 +309,7 @@ def peers(place: Place, environment: Path | None) -> list[report.Figure]:
 def sync(place: Place, *, files: int) -> list[report.Figure]:
     import grid_sync_cases
 
-    return grid_sync_cases.cases(place.bed, rounds=place.rounds, files=files)
+    return grid_sync_cases.cases(place.bed, rounds=place.rounds, files=files, folder=place.folder)
 
 
 # --- measuring --------------------------------------------------------------------------------

@@ -23,7 +23,7 @@ from genie.grid.metrics import GridMetrics
 from genie.grid.ssh_pool import SshPool
 
 
-async def watch(*, rounds: int, every_s: float) -> None:
+async def watch(*, rounds: int, every_s: float) -> GridMetrics:
     settings = load()
     file = read_grid_file(settings.grid.file)
     figures = GridMetrics(settings.paths.state_dir.expanduser())
@@ -37,8 +37,7 @@ async def watch(*, rounds: int, every_s: float) -> None:
             for node in nodes:
                 score = "-" if node.score is None else f"{node.score:.1f}"
                 print(f"{node.name:<12} {node.state.value:<12} {score:>8}  {node.note}")
-    Path("metrics.txt").write_text(figures.text())
-    print("the figures are in metrics.txt")
+    return figures
 
 
 def main() -> int:
@@ -46,7 +45,9 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--every", type=float, default=1.0, metavar="SECONDS")
     given = parser.parse_args()
-    asyncio.run(watch(rounds=given.rounds, every_s=given.every))
+    figures = asyncio.run(watch(rounds=given.rounds, every_s=given.every))
+    Path("metrics.txt").write_text(figures.text())
+    print("the figures are in metrics.txt")
     return grid_main(["run", "echo test", "--log-level", "DEBUG"])
 
 

@@ -60,11 +60,13 @@ def sync(
 async def _synced(
     settings: Settings, file: GridFile, folder: Path, names: list[str], bar: _Bar, *, dry_run: bool
 ) -> list[SyncReport]:
+    from genie.grid.metrics import GridMetrics
     from genie.grid.ssh_pool import SshPool
     from genie.grid.sync.syncer import Syncer
 
+    state_dir = settings.paths.state_dir.expanduser()
     async with SshPool(file, ssh_config=settings.grid.ssh_config) as pool:
-        syncer = Syncer(pool, file, state_dir=settings.paths.state_dir.expanduser())
+        syncer = Syncer(pool, file, state_dir=state_dir, metrics=GridMetrics(state_dir))
         return await syncer.sync(folder, names, progress=bar, dry_run=dry_run)
 
 

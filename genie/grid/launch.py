@@ -10,9 +10,7 @@ import contextlib
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from importlib import import_module
 from pathlib import Path
-from typing import Any
 
 from genie.errors import GenieError, NodeRefusedError, NoNodeError, UnreachableError
 from genie.grid.grid_file import GridFile
@@ -21,6 +19,7 @@ from genie.grid.metrics import GridMetrics
 from genie.grid.run import Run
 from genie.grid.runner import Runner
 from genie.grid.ssh_pool import SshPool
+from genie.grid.sync.syncer import OnProgress, Syncer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +50,7 @@ class Launcher:
         runner: Runner,
         *,
         state_dir: Path,
-        progress: Any = None,  # Any: whatever the sync takes
+        progress: OnProgress | None = None,
     ) -> None:
         self._pool = pool
         self._file = file
@@ -114,9 +113,7 @@ class Launcher:
 
     async def sync(self, local: Path, nodes: Sequence[str]) -> dict[str, GenieError]:
         """Brings a folder to nodes, side by side; what went wrong, by node."""
-        syncer = _part("sync.syncer").Syncer(
-            self._pool, self._file, state_dir=self._state_dir, metrics=figures(self._state_dir)
-        )
+        syncer = Syncer(self._pool, self._file, state_dir=self._state_dir, metrics=figures(self._state_dir))
         reports = await syncer.sync(local, nodes, progress=self._progress)
         return {report.node: report.error for report in reports if report.error is not None}
 
@@ -140,7 +137,3 @@ def counted(
     finally:
         kept.task_ended()
         kept.task_finished(status[-1], clock() - began)
-
-
-def _part(name: str) -> Any:
-    return import_module(f"genie.grid.{name}")

@@ -148,6 +148,7 @@ def test_the_dashboard_shows_a_cluster(given: str, monkeypatch: pytest.MonkeyPat
 
 # --- the grid ---------------------------------------------------------------------------------
 
+
 def test_a_job_runs_on_a_node_of_the_grid_by_both_doors(
     own_bed: Bed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

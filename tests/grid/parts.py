@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import types
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from genie.errors import SyncError
+from genie.grid import launch
 
 
 def install_syncer(patch: pytest.MonkeyPatch, *, failing: Sequence[str] = ()) -> list[tuple[Path, list[str]]]:
@@ -27,8 +27,5 @@ def install_syncer(patch: pytest.MonkeyPatch, *, failing: Sequence[str] = ()) ->
                 for name in nodes
             ]
 
-    module = types.ModuleType("genie.grid.sync.syncer")
-    module.__dict__["Syncer"] = Syncer
-    patch.setitem(sys.modules, "genie.grid.sync", types.ModuleType("genie.grid.sync"))
-    patch.setitem(sys.modules, module.__name__, module)
+    patch.setattr(launch, "Syncer", Syncer)
     return asked

@@ -14,6 +14,7 @@ _READERS = {"environ", "environb", "getenv", "getenvb", "putenv"}
 
 # Files besides config.py that may name os.environ, each with its reason.
 MAY_READ: dict[str, str] = {
+    "genie/grid/remote/health.py": "runs on nodes, and looks for their tools",
     "genie/grid/remote/environment.py": "runs on nodes, and hands their own environment on to pip",
     "genie/grid/remote/ray_node.py": "runs on nodes, and hands their own environment on to Ray",
     "genie/grid/remote/runs.py": "runs on nodes, where a command gets the environment of the login",
