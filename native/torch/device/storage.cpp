@@ -100,6 +100,13 @@ c10::DataPtr allocate(Connection& connection, uint64_t bytes) {
 
 void resize_storage(c10::StorageImpl& storage, uint64_t bytes) {
   Handle& handle = handle_of(storage);
+  if (storage.nbytes() == 0 && handle.connection->is_made_by_recording(handle.storage)) {
+    // Nothing is in it: another memory does as well, and making one can be written down.
+    ConnectionPtr connection = handle.connection;
+    storage.set_data_ptr_noswap(allocate(*connection, bytes));
+    storage.set_nbytes(bytes);
+    return;
+  }
   handle.connection->check_not_recording("a change of a tensor's size");
   Connection::Batch batch(*handle.connection);
   batch.records().record(Record::Resize);
