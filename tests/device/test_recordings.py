@@ -481,6 +481,16 @@ def test_positions_and_masks_are_captured(inductor: bool) -> None:
     assert [report.replays for report in captured.report()] == [1, 2]
 
 
+def test_positions_and_masks_are_compiled() -> None:
+    torch.manual_seed(0)
+    local, there = Reads(), Reads()
+    there.load_state_dict(local.state_dict())
+    compiled = torch.compile(there.to(D0), backend="genie")
+    for _ in range(3):
+        tokens = torch.randint(0, 11, (2, 5))
+        torch.testing.assert_close(compiled(tokens.to(D0)).cpu(), local(tokens), rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize(
     ("numbers", "dtype"),
     [

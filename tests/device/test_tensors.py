@@ -340,6 +340,21 @@ def test_ever_longer_lists_do_not_fill_the_executor_with_what_was_sent_once() ->
     assert last.sum().item() == 20_109
 
 
+def test_long_lists_with_the_same_tensors_and_the_same_memory_in_them() -> None:
+    def play(whole: torch.Tensor) -> list[torch.Tensor]:
+        rows = [*whole.unbind(), *whole.t().unbind(), *[whole[0]] * 3]
+        sums = torch._foreach_add(rows, rows[::-1])
+        torch._foreach_mul_(rows[:40], [float(i) for i in range(40)])
+        joined = torch.cat([*rows, *sums, rows[0]])
+        again = torch.atleast_2d(rows)
+        again[1].add_(1)  # a view of the second row
+        return [whole, joined, *sums, *torch.broadcast_tensors(*rows)]
+
+    here, there = (play(torch.arange(1600.0, device=device).view(40, 40)) for device in ("cpu", D0))
+    for mine, theirs in zip(there, here, strict=True):
+        assert torch.equal(mine.cpu(), theirs)
+
+
 # --- what is kept over there --------------------------------------------------------------------
 
 

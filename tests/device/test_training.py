@@ -123,6 +123,19 @@ def test_a_data_loader_that_pins_its_batches(workers: int) -> None:
     assert found == pytest.approx(expected, rel=1e-5)
 
 
+@pytest.mark.parametrize("count", [10, 100_000])
+def test_pinned_memory_is_ordinary_memory(count: int) -> None:
+    pinned = torch.ones(count).pin_memory()
+    assert not pinned.is_pinned()
+    there = pinned.to(D0, non_blocking=True)
+    pinned.zero_()
+    back = torch.zeros(count, pin_memory=True)
+    back.copy_(there, non_blocking=True)
+    assert back.sum().item() == count
+    with pytest.raises(RuntimeError, match="only dense CPU tensors can be pinned"):
+        there.pin_memory()
+
+
 # --- states, files, copies ------------------------------------------------------------------------
 
 
