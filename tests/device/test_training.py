@@ -269,6 +269,10 @@ def point(device: str) -> torch.Tensor:
     return torch.linspace(-1, 1, 12).view(4, 3).to(device)
 
 
+def attended(x: torch.Tensor) -> torch.Tensor:
+    return F.scaled_dot_product_attention(x, x + 1, x * 2, is_causal=True)
+
+
 @scripts
 @pytest.mark.parametrize(
     "work",
@@ -284,6 +288,7 @@ def point(device: str) -> torch.Tensor:
         lambda x: torch.func.jacfwd(lambda y: y.square())(x[0]),
         lambda x: torch.func.hessian(lambda y: y.pow(3).sum())(x[0]),
         torch.vmap(torch.func.grad(lambda row: row.exp().sum())),
+        torch.func.grad(lambda y: attended(y.view(1, 1, 4, 3)).square().sum()),
         lambda x: torch.func.functional_call(
             nn.Linear(3, 2), {"weight": x[:2], "bias": x[2, :2]}, (x,)
         ),

@@ -60,6 +60,12 @@ Handle& handle_of(const c10::TensorImpl& tensor) {
   return handle_of(*tensor.unsafe_storage().unsafeGetStorageImpl());
 }
 
+bool has_handle(const at::Tensor& tensor) {
+  const auto* impl = tensor.unsafeGetTensorImpl();
+  return impl->has_storage() &&
+         impl->unsafe_storage().unsafeGetStorageImpl()->data_ptr().get_deleter() == &release;
+}
+
 at::Tensor make_tensor(Connection& connection, uint32_t storage, const Output& output) {
   auto impl = c10::make_intrusive<c10::StorageImpl>(
       c10::StorageImpl::use_byte_size_t(), c10::SymInt(output.storage_bytes),
