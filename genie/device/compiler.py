@@ -3,8 +3,7 @@
 torch finds it by its entry point. Training works: torch gives the forward and the backward pass as
 graphs of their own, with the weights among the inputs; those are used where they are, everything else
 is copied in. Graphs without remote tensors run as they are. Without backend="genie" torch's own compiler
-is told that it has no part here. Not for: capturing without torch.compile
-(graphs.py).
+is told that it has no part here. Not for: capturing without torch.compile (graphs.py).
 """
 
 from __future__ import annotations

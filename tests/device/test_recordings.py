@@ -524,11 +524,13 @@ def test_a_range_is_one_op() -> None:
     assert torch.remote_accelerator.stream_stats(D0)["ops"] - before == len(made)
 
 
+@pytest.mark.filterwarnings("ignore:torch.range is deprecated:UserWarning")
 @pytest.mark.parametrize(
     "make",
     [
         lambda x: torch.linspace(0, 1, 7, device=x.device),
         lambda x: torch.logspace(0, 1, 7, device=x.device),
+        lambda x: torch.range(1, 6, 2, device=x.device),
         lambda x: torch.arange(3, out=torch.empty(0, dtype=torch.int64, device=x.device)),
         lambda x: torch.add(x, x, out=torch.empty(0, device=x.device)),
         lambda x: torch.empty(0, device=x.device).resize_(2, 2).fill_(3),
