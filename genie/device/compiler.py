@@ -119,12 +119,21 @@ class NoInductor(metaclass=_Refusing):
         return cls(*args)
 
 
-def inductor_part() -> type[NoInductor]:
+def inductor_part() -> Any:  # Any: it stands for several classes of torch
     """For inductor, which asks once it is imported, and looks among its overrides before it gets here."""
     from torch._inductor.codegen import common
 
+    common.get_device_op_overrides("cpu")  # an older torch makes its own only where there are none yet
     common.register_device_op_overrides(roster.DEVICE_TYPE, common.DeviceOpOverrides())
     return NoInductor
+
+
+def tell_inductor() -> None:
+    """Where inductor was in use before the device had its name: it asks once in a process."""
+    from torch._inductor.codegen import common
+
+    part = inductor_part()
+    common.register_backend_for_device(roster.DEVICE_TYPE, part, part, part, part)
 
 
 def _no_inductor() -> OpRefusedError:

@@ -17,6 +17,7 @@ from torch._dynamo.exc import BackendCompilerFailed
 from genie.device import capture
 from genie.errors import OpRefusedError, UsageError
 from tests.device.conftest import D0, D1
+from tests.device.scripts import run_script
 
 pytestmark = pytest.mark.usefixtures("devices")
 
@@ -689,3 +690,17 @@ def test_without_a_backend_local_models_are_compiled_as_ever() -> None:
     model, x = nn.Linear(2, 2), torch.ones(1, 2)
     with config.patch(compile_threads=1):  # no processes that outlive the test
         torch.testing.assert_close(torch.compile(model)(x), model(x))
+
+
+def test_inductor_is_told_of_the_device_also_when_it_came_first() -> None:
+    run_script("""
+        import torch
+        from torch._inductor.codegen import common
+        common.init_backend_registration()
+        assert common.get_scheduling_for_device("remote_accelerator") is None
+        import genie
+        from genie.device.compiler import NoInductor
+        assert common.get_scheduling_for_device("remote_accelerator") is NoInductor
+        assert common.get_wrapper_codegen_for_device("remote_accelerator") is NoInductor
+        assert common.get_device_op_overrides("cuda") and common.get_device_op_overrides("remote_accelerator")
+    """)
