@@ -20,7 +20,7 @@ import typer
 from genie.cli import output
 from genie.cli.app import INTERRUPTED, AsJson, Invocation, app, command
 from genie.cli.quantities import duration_text, parse_whole
-from genie.cli.wishes import WishOptions, gpus_text, resources_of, wishes_of
+from genie.cli.wishes import WishOptions, gpus_text, places_text, resources_of, wishes_of
 from genie.errors import GenieError, UsageError
 
 if TYPE_CHECKING:
@@ -379,14 +379,12 @@ def _say_why_waiting(job: Job) -> None:
 
 
 def _row(job: Job, *, now: float) -> tuple[str, ...]:
-    placement = job.placement
-    ids = "" if placement is None or not placement.gpu_ids else f" ({','.join(map(str, placement.gpu_ids))})"
     return (
         job.job_id,
         job.spec.name,
         job.state.value,
         gpus_text(job.spec.resources, job.spec.wishes),
-        "-" if placement is None else f"{placement.node_id}{ids}",
+        places_text(job.placements) or "-",
         duration_text(now - job.submitted_at),
         "-" if job.exit_code is None else str(job.exit_code),
         job.reason,

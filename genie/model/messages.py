@@ -309,6 +309,8 @@ class ExplainReply(Message, frozen=True, kw_only=True):
     """So many jobs come before it; None when it does not wait, or nobody has looked at it yet."""
     starts_at: float | None = None
     """When it would start if nobody came and all ran as long as they may; None when nobody can say."""
+    starts_why: str = ""
+    """What that rests on beside time limits, or why nobody can say; empty for nothing."""
     ruled_out: tuple[NodesRuledOut, ...] = ()
     ruled_out_more: int = 0
     """So many nodes are ruled out for further reasons."""

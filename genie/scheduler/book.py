@@ -600,8 +600,10 @@ class Supposition:
         for place in held.places:
             self._change((False, held.request.tenant, self._book._part(held.request, place)))
 
-    def place(self, request: Request, workers: int) -> tuple[WorkerPlace, ...] | None:
-        places = self._book._placed(self._placer, request, workers, workers)
+    def place(
+        self, request: Request, workers: int, *, avoiding: Iterable[str] = ()
+    ) -> tuple[WorkerPlace, ...] | None:
+        places = self._book._placed(self._placer, request, workers, workers, avoiding)
         self._done += [(True, request.tenant, (request.shape.bare, place)) for place in places or ()]
         return places
 

@@ -165,6 +165,11 @@ class Scheduler:
         return [each.request for each in self._waiting.values()]
 
     @property
+    def lined_up(self) -> list[tuple[Request, Kind]]:
+        """Those that wait, each with what it is like."""
+        return [(each.request, each.line) for each in self._waiting.values()]
+
+    @property
     def told(self) -> list[Wait]:
         """What each that waits was told last."""
         return [each.told for each in self._waiting.values()]
@@ -622,7 +627,7 @@ class _Pass:
             self._those_who_matter(request), key=lambda running: (running.ends_at, running.request.sequence)
         )
         with self._book.supposing() as then:
-            gone = _fewest_gone(request, ends, then)
+            gone = fewest_gone(request, ends, then)
             if gone is None:
                 why = self._hopeless[waiting.line] = self._why_not_ever(request)
                 return self._wait(request, why)
@@ -699,7 +704,7 @@ class _Pass:
         return self._wait(request, why)
 
 
-def _fewest_gone(request: Request, ends: Sequence[Running], then: Supposition) -> int | None:
+def fewest_gone(request: Request, ends: Sequence[Running], then: Supposition) -> int | None:
     """How many of the first must be gone so that it fits; None when all are not enough.
 
     Who fits fits with more gone, too: the number is doubled and then halved. Leaves exactly those gone.

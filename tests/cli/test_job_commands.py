@@ -248,7 +248,7 @@ def test_jobs_lists_those_that_wait_or_run(genie, controller) -> None:
     assert ran.code == 0
     head, row = ran.out.splitlines()
     assert head.split()[:3] == ["JOB", "NAME", "STATE"]
-    assert row.split()[:3] == ["j1", "train", "running"]
+    assert row.split()[:6] == ["j1", "train", "running", "1", "box:", "0"]
     assert set(controller.asked[0].states) == {"queued", "placing", "running"}
 
 

@@ -1,0 +1,247 @@
+"""When a job that waits would start, if nobody came and everybody ran as long as he may.
+
+At each end of a job those that wait are gone through as a pass does it: in order, the first that does not fit
+gets a reservation, and who comes behind it starts where that does not put it off. Nobody knows when a job
+without a time limit ends; where one must be over first, that is said instead of a time. Preemption is left
+out. Not for: deciding (scheduler.py).
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from genie.scheduler.book import Held, Supposition
+from genie.scheduler.order import Kind, Lines, Scales
+from genie.scheduler.pins import Reservation
+from genie.scheduler.request import Amounts, Request, WorkerPlace
+from genie.scheduler.scheduler import Scheduler, fewest_gone
+from genie.scheduler.victims import Running
+
+TRIES_MAX = 5_000
+"""So often it is tried at most whether somebody fits, to find out when a job starts."""
+_LOOKS_OF_A_TRY = 20
+"""Going over so many jobs costs about as much as trying whether one fits."""
+
+
+@dataclass(frozen=True)
+class Outlook:
+    """`why` says what a time rests on, or why there is none; empty when nothing is to be said."""
+
+    starts_at: float | None
+    why: str = ""
+
+
+def outlook(scheduler: Scheduler, request: Request, now: float) -> Outlook:
+    """Of a job that waits."""
+    with _open_claims(scheduler), scheduler.book.supposing() as then:
+        found = _Future(scheduler, then, now).find(request)
+    if found.starts_at is not None:
+        return found
+    kept = _kept_for(scheduler, request)
+    if kept is None or not found.why:
+        return found
+    return Outlook(kept.starts_at, f"{found.why}; one without is taken to run for {_assumed_text(scheduler)}")
+
+
+class _TooManyError(Exception):
+    """It would take more tries than are allowed."""
+
+
+@dataclass
+class _Blocked:
+    """The first that does not fit, and what is kept for it."""
+
+    request: Request
+    at: float
+    places: tuple[WorkerPlace, ...]
+
+
+class _Future:
+    def __init__(self, scheduler: Scheduler, then: Supposition, now: float) -> None:
+        self._scheduler = scheduler
+        self._book = scheduler.book
+        self._then = then
+        self._at = now
+        self._lines = Lines(scheduler.rules.order)
+        self._kinds: dict[str, Kind] = {}
+        for request, kind in scheduler.lined_up:
+            self._lines.add(request, kind)
+            self._kinds[request.job_id] = kind
+        self._known: list[tuple[float, int, Running]] = []
+        """Who ends at the time that is said, the first first."""
+        self._open: list[tuple[float, int, Running]] = []
+        """Who has no time limit."""
+        for running in scheduler.running:
+            self._run(running)
+        self._usage: dict[str, Amounts] = {}
+        self._fixed: dict[str, Amounts] = {}
+        self._blocked = self._holder()
+        self._hopeless: set[Kind] = set()
+        self._tries = 0.0
+
+    def find(self, wanted: Request) -> Outlook:
+        last = ""
+        try:
+            while not self._walk(wanted):
+                if not self._known and not self._open:
+                    return Outlook(None)
+                if not self._known:
+                    last = self._open[0][2].request.job_id
+                self._end_next()
+        except _TooManyError:
+            return Outlook(None, "too many jobs are in between to look so far ahead")
+        if last:
+            return Outlook(None, f"{last} has no time limit, and must be over first")
+        return Outlook(self._at)
+
+    # -- one moment ---------------------------------------------------------------------------
+
+    def _walk(self, wanted: Request) -> bool:
+        """Whether the job starts now. Those before it do where they can, and those behind it if it does not."""
+        full: set[Kind] = set()
+        scales = Scales(
+            self._at, self._book.capacity, self._usage_of, self._scheduler.rules.weights
+        )  # what tenants hold changes as jobs start and end
+        blocked = self._blocked
+        if blocked is not None and self._try(blocked.request, full):
+            self._blocked = None
+            if blocked.request.job_id == wanted.job_id:
+                return True
+
+        def why_all(tenant: str, kind: Kind) -> str:
+            return "full" if kind in full or kind in self._hopeless else ""
+
+        for request in self._lines.walk(scales, why_all=why_all, tell=lambda *_: None):
+            is_blocked = self._blocked is not None and self._blocked.request is request
+            is_started = not is_blocked and self._try(request, full)
+            if is_started and request.job_id == wanted.job_id:
+                return True
+        return False
+
+    def _try(self, request: Request, full: set[Kind]) -> bool:
+        """Starts it if it fits and may. The first that does not fit is the blocked one from now on."""
+        quotas, tenant = self._scheduler.rules.quotas, request.tenant
+        usage, fixed = self._usage_of(tenant), self._fixed_of(tenant)
+        if quotas.why_not(request, request.least_workers, usage=usage, fixed=fixed):
+            return False
+        kind = self._kinds[request.job_id]
+        mark, blocked = self._then.mark, self._blocked
+        self._count(1)
+        places = self._then.place(request, request.least_workers)
+        if places is None:
+            full.add(kind)
+            if blocked is None and not request.shape.gpu_ids and not self._block(request):
+                self._hopeless.add(kind)
+            return False
+        if blocked is not None and blocked.request is not request and self._delays(request, blocked):
+            self._then.undo(mark)
+            kept = {place.node_id for place in blocked.places}
+            self._count(1)
+            places = self._then.place(request, request.least_workers, avoiding=kept)
+            if places is None:
+                return False
+        self._start(request, places)
+        return True
+
+    def _start(self, request: Request, places: tuple[WorkerPlace, ...]) -> None:
+        self._lines.remove(request, self._kinds[request.job_id])
+        held = Held(request, places)
+        limit_s = request.time_limit_s
+        ends_at = self._at + (self._scheduler.rules.assumed_s if limit_s is None else limit_s)
+        self._run(Running(held, self._at, ends_at))
+        self._add_usage(request, held.amounts)
+
+    def _end_next(self) -> None:
+        """Time goes on to the next end, and to all at that moment. Those without a limit come last."""
+        those = self._known or self._open
+        at = those[0][0]
+        self._at = max(self._at, at)
+        while those and those[0][0] == at:
+            _, _, running = heapq.heappop(those)
+            self._then.release(running.held)
+            self._add_usage(running.request, running.held.amounts.times(-1))
+            if those is self._open:
+                return
+
+    # -- who is in the way --------------------------------------------------------------------
+
+    def _holder(self) -> _Blocked | None:
+        reservation = self._scheduler.reservation
+        if reservation is None or not all(map(self._book.is_open, reservation.places)):
+            return None
+        waiting = {request.job_id: request for request, _ in self._scheduler.lined_up}
+        request = waiting.get(reservation.job_id)
+        return None if request is None else _Blocked(request, reservation.starts_at, reservation.places)
+
+    def _block(self, request: Request) -> bool:
+        """Keeps for it what is free first; False when it does not fit whoever ends."""
+        ends = [running for _, _, running in sorted([*self._known, *self._open])]
+        mark = self._then.mark
+        self._count(1 + 2 * len(ends) / _LOOKS_OF_A_TRY)
+        gone = fewest_gone(request, ends, self._then)
+        if gone is not None:
+            places = self._then.place(request, request.least_workers)
+            assert places is not None
+            at = ends[gone - 1].ends_at if gone else self._at
+            self._blocked = _Blocked(request, max(at, self._at), places)
+        self._then.undo(mark)
+        return gone is not None
+
+    def _delays(self, request: Request, blocked: _Blocked) -> bool:
+        """Whether what was just placed is in the way of what is kept."""
+        limit_s = request.time_limit_s
+        if limit_s is not None and self._at + limit_s <= blocked.at:
+            return False
+        several = [running for _, _, running in [*self._known, *self._open]]
+        self._count(len(several) / _LOOKS_OF_A_TRY)
+        mark = self._then.mark
+        for running in several:
+            if running.ends_at <= blocked.at:
+                self._then.release(running.held)
+        is_free = self._then.hold(blocked.request, blocked.places)
+        self._then.undo(mark)
+        return not is_free
+
+    # -- counting -----------------------------------------------------------------------------
+
+    def _run(self, running: Running) -> None:
+        is_known = running.is_leaving or running.request.time_limit_s is not None
+        entry = (running.ends_at, running.request.sequence, running)
+        heapq.heappush(self._known if is_known else self._open, entry)
+
+    def _count(self, tries: float) -> None:
+        self._tries += tries
+        if self._tries > TRIES_MAX:
+            raise _TooManyError
+
+    def _usage_of(self, tenant: str) -> Amounts:
+        return self._usage.get(tenant) or self._book.usage(tenant)
+
+    def _fixed_of(self, tenant: str) -> Amounts:
+        return self._fixed.get(tenant) or self._book.fixed(tenant)
+
+    def _add_usage(self, request: Request, more: Amounts) -> None:
+        self._usage[request.tenant] = self._usage_of(request.tenant) + more
+        if not request.preemptible:
+            self._fixed[request.tenant] = self._fixed_of(request.tenant) + more
+
+
+@contextmanager
+def _open_claims(scheduler: Scheduler) -> Iterator[None]:
+    """GPUs that are kept for jobs which named them: here all are gone through in order instead."""
+    with scheduler.claims.lifted(tuple(scheduler.claims)):
+        yield
+
+
+def _kept_for(scheduler: Scheduler, request: Request) -> Reservation | None:
+    reservation = scheduler.reservation
+    if reservation is not None and reservation.job_id == request.job_id:
+        return reservation
+    return scheduler.claims.get(request.job_id)
+
+
+def _assumed_text(scheduler: Scheduler) -> str:
+    return f"{scheduler.rules.assumed_s / 3600:g} hours"
