@@ -142,6 +142,18 @@ class Book:
         """Why the node could not hold one such worker, were it all free; empty when it could."""
         return why_not(request.shape, facts) or self._filters.why_not(self._filters.kind(request), facts)
 
+    def why_not_beside(self, request: Request) -> str:
+        """Why there is no node beside or apart from the jobs that it names; empty when there is one."""
+        if (not request.near and not request.apart) or any(map(_neighbours(request), self._nodes.values())):
+            return ""
+        near, apart = (" or ".join(sorted(names)) for names in (request.near, request.apart))
+        if not near:
+            return f"waits for a node on which no job named {apart} runs"
+        there = {name for node in self._nodes.values() for name in node.names}
+        if not any((request.tenant, name) in there for name in request.near):
+            return f"waits for a job named {near} to run"
+        return f"a job named {apart} runs wherever one named {near} does"
+
     def is_open(self, place: WorkerPlace) -> bool:
         """Whether something new may go there, were it free."""
         if (node := self._nodes.get(place.node_id)) is None:
@@ -509,11 +521,7 @@ class Book:
         avoided = frozenset(self._nodes[node_id].number for node_id in avoiding)
         if not request.near and not request.apart:
             return self._sets.of((avoided, True)) if avoided else None
-
-        def will_do(node: _Node) -> bool:
-            here = {name for tenant, name in node.names if tenant == request.tenant}
-            return (not request.near or bool(here & request.near)) and not here & request.apart
-
+        will_do = _neighbours(request)
         numbers = frozenset(node.number for node in self._nodes.values() if will_do(node))
         return self._sets.of((numbers - avoided, False))
 
@@ -533,6 +541,16 @@ class Book:
         for place in places:
             self._take(placer, request.tenant, (request.shape.bare, place))
         return places
+
+
+def _neighbours(request: Request) -> Callable[[_Node], bool]:
+    """Whether a node has those jobs that it wants to be near to, and none from which it wants to be apart."""
+
+    def will_do(node: _Node) -> bool:
+        here = {name for tenant, name in node.names if tenant == request.tenant}
+        return (not request.near or bool(here & request.near)) and not here & request.apart
+
+    return will_do
 
 
 def _register_amounts(shape: Shape) -> _Tell:

@@ -100,11 +100,10 @@ class _Future:
     # -- one moment ---------------------------------------------------------------------------
 
     def _walk(self, wanted: Request) -> bool:
-        """Whether the job starts now. Those before it do where they can, and those behind it if it does not."""
+        """Whether the job starts now. Those before it do where they can; if it does not, those behind it."""
         full: set[Kind] = set()
-        scales = Scales(
-            self._at, self._book.capacity, self._usage_of, self._scheduler.rules.weights
-        )  # what tenants hold changes as jobs start and end
+        # What tenants hold changes as jobs start and end.
+        scales = Scales(self._at, self._book.capacity, self._usage_of, self._scheduler.rules.weights)
         blocked = self._blocked
         if blocked is not None and self._try(blocked.request, full):
             self._blocked = None

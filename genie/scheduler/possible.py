@@ -79,13 +79,13 @@ def _most_together(request: Request, rooms: Sequence[tuple[NodeFacts, int]]) -> 
     return max(racks.values()), "in one rack"
 
 
-def grouped(reasons: dict[str, str]) -> str:
-    """`a, b: has 2 GPUs; c: no label zone=x`, the most frequent first."""
+def grouped(reasons: dict[str, str], *, first: frozenset[str] = frozenset()) -> str:
+    """`a, b: has 2 GPUs; c: no label zone=x`: that of the nodes in `first` first, then the most frequent."""
     nodes: dict[str, list[str]] = {}
     for node_id, why in reasons.items():
         nodes.setdefault(why, []).append(node_id)
-    first = sorted(nodes.items(), key=lambda item: -len(item[1]))[:_NAMED]
-    return "; ".join(f"{_names(names)}: {why}" for why, names in first)
+    several = sorted(nodes.items(), key=lambda item: (first.isdisjoint(item[1]), -len(item[1])))[:_NAMED]
+    return "; ".join(f"{_names(names)}: {why}" for why, names in several)
 
 
 def _names(names: Sequence[str]) -> str:

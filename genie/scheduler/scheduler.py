@@ -531,12 +531,7 @@ class _Pass:
     def _make_room(self, waiting: _Waiting) -> None:
         """By preemption, or by waiting for what ends first. A job that could never fit reserves nothing."""
         request = waiting.request
-        never = self._scheduler._never
-        if waiting.kind not in never:
-            if len(never) >= _KINDS_MAX:
-                never.clear()
-            never[waiting.kind] = self._why_never(request)
-        if why := never[waiting.kind]:
+        if why := self._why_never(waiting):
             return self._wait(request, why)
         several = self._those_who_matter(request)
         # Who must be over before the last of those who leave is gone need not be sent away: such jobs are let
@@ -641,18 +636,36 @@ class _Pass:
 
     def _why_not_ever(self, request: Request) -> str:
         claims = self._scheduler.claims
-        if why := in_the_way(self._book, request, claims):
+        if why := in_the_way(self._book, request, claims) or self._book.why_not_beside(request):
             return why
         if request.near:
             return f"waits for room beside a job named {' or '.join(sorted(request.near))}"
         kept = f" but what is kept for {claims.text()}" if len(claims) else ""
         return f"does not fit even when all is free{kept}"
 
-    def _why_never(self, request: Request) -> str:
-        reasons = {node.node_id: self._book.why_not(request, node) for node in self._book.nodes}
+    def _why_never(self, waiting: _Waiting) -> str:
+        """Why no node will do for its kind; found out once while the nodes stay as they are."""
+        never = self._scheduler._never
+        if waiting.kind not in never:
+            if len(never) >= _KINDS_MAX:
+                never.clear()
+            never[waiting.kind] = self._why_no_node(waiting.request)
+        return never[waiting.kind]
+
+    def _why_no_node(self, request: Request) -> str:
+        reasons: dict[str, str] = {}
+        for node in self._book.nodes:
+            if not (why := self._book.why_not(request, node)):
+                return ""
+            reasons[node.node_id] = why
         if not reasons:
             return "no node has joined the cluster yet"
-        return "" if not all(reasons.values()) else f"no node will do: {grouped(reasons)}"
+        closed = frozenset(
+            node.node_id
+            for node in self._book.nodes
+            if node.closed and not self._book.why_not(request, replace(node, closed=""))
+        )
+        return f"no node will do: {grouped(reasons, first=closed)}"
 
     # -- behind a reservation -----------------------------------------------------------------
 
@@ -700,6 +713,8 @@ class _Pass:
             if places is not None:
                 self._book.release(request.job_id)
         why = in_the_way(self._book, request, self._scheduler.claims)
+        if not why and refused is self._full:  # perhaps for want of something else than what is reserved
+            why = self._why_never(waiting) or self._book.why_not_beside(request)
         refused[line] = why = why or f"would delay {holder.job_id}, which has a reservation"
         return self._wait(request, why)
 

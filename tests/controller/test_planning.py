@@ -561,7 +561,7 @@ async def test_near_and_apart_go_by_names(tmp_path: Path) -> None:
         one.agent("b", gpus=3) as b,
     ):
         lonely = await owner.submit_spec(spec("lonely", near=("nobody",)))
-        assert lonely.reason == "waits for room beside a job named nobody"
+        assert lonely.reason == "waits for a job named nobody to run"
         await owner.submit_spec(spec("base", node_id="b"))
         await b.start_next()
         beside = await owner.submit_spec(spec("beside", near=("base",)))
