@@ -215,7 +215,7 @@ def asked_text(resources: Resources, wishes: Wishes) -> str:
 
 
 def places_text(placements: Sequence[Placement]) -> str:
-    """Where all workers are, with their accelerators: `n1: 0-7, n2: 0-3`; without any, `n1, n2 (2 workers)`."""
+    """Where all workers are: `n1: 0-7, n2: 0-3` with accelerators, and `n1, n2 (2 workers)` without."""
     nodes: dict[str, list[Placement]] = {}
     for placement in placements:
         nodes.setdefault(placement.node_id, []).append(placement)

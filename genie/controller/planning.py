@@ -96,6 +96,12 @@ class Planner:
             self._never[key] = possible.why_never(request, self._scheduler.book.nodes)
         return self._never[key]
 
+    def why_over_quota(self, spec: JobSpec, tenant: str) -> str:
+        """Why its tenant could not start it, held it nothing else; empty if it could."""
+        if self._is_stale:
+            self._start_anew()
+        return self._scheduler.rules.quotas.why_never(request_of(_asked(spec, tenant), self._shape(spec)))
+
     def has_room(self, spec: JobSpec, tenant: str) -> bool:
         """Whether one more kind of jobs may wait, or this one does already: each kind costs a decision."""
         if self._is_stale or self._scheduler.kinds_waiting < KINDS_WAITING_MAX:

@@ -158,6 +158,7 @@ class Users:
                 f"job {spec.name!r} can never run here: {reason}",
                 hint="ask for less, or see what there is with 'genie nodes'",
             )
+        self._check_quota(spec, identity)
         if not self._cluster.planner.has_room(spec, identity.tenant):
             raise JobRefusedError(
                 f"{KINDS_WAITING_MAX} different kinds of jobs wait already",
@@ -172,6 +173,14 @@ class Users:
             raise WorkdirError(
                 f"the directory {spec.workdir.digest[:12]} of job {spec.name!r} is not here",
                 hint="send it first",
+            )
+
+    def _check_quota(self, spec: JobSpec, identity: Identity) -> None:
+        if reason := self._cluster.planner.why_over_quota(spec, identity.tenant):
+            raise JobRefusedError(
+                f"job {spec.name!r} can never start under the present quota: {reason}",
+                hint="ask for less, submit it with --preemptible where that may borrow, or ask the cluster's "
+                "owner for more ('genie quota' shows yours)",
             )
 
     async def get_job(self, connection: Connection, request: GetJob) -> JobReply:
@@ -302,7 +311,8 @@ class Users:
 
     async def open_device(self, connection: Connection, request: OpenDevice) -> DeviceReply:
         self._cluster.election.require_token()
-        return await self._cluster.sessions.open_device(request, connection.identity)
+        check = partial(self._check_quota, identity=connection.identity)
+        return await self._cluster.sessions.open_device(request, connection.identity, check=check)
 
     async def wait_device(self, connection: Connection, request: WaitDevice) -> DeviceReply:
         self._cluster.check_readable()
