@@ -49,6 +49,7 @@ class _ExitRecord(msgspec.Struct, frozen=True, kw_only=True):
     reason: str
     ended_at: float
     started: bool = True
+    by_node: bool = False
     log_bytes_lost: int = 0
 
 
@@ -235,6 +236,7 @@ def _as_report_of(record: _ExitRecord) -> ExitReport:
         reason=reason,
         ended_at=record.ended_at,
         started=record.started,
+        by_node=record.by_node,
     )
 
 

@@ -17,7 +17,7 @@ from genie.config import ControllerConfig
 from genie.controller.checks import check_node, checked_wait_s
 from genie.controller.connection import Connection, Handlers
 from genie.controller.election import Election
-from genie.controller.jobs import Jobs, is_at, stop_reason
+from genie.controller.jobs import Jobs, ends_at, is_at, stop_reason
 from genie.controller.ledger import Ledger, NodeRecord, Transaction
 from genie.controller.membership import Membership
 from genie.controller.orders import Orders
@@ -423,7 +423,7 @@ class Agents:
                         job_id=item.job_id,
                         epoch=item.epoch,
                         reason=stop_reason(job),
-                        grace_s=_grace_s(job),
+                        grace_s=self._grace_s(job),
                     )
                 )
             elif job.state is JobState.PLACING:
@@ -437,6 +437,13 @@ class Agents:
     def _extend(self, job: Job, rank: int) -> None:
         if job.state is JobState.PLACING:
             self._confirm_by_s[job.unit(rank)] = self._clock.monotonic_s() + self._confirm_s
+
+    def _grace_s(self, job: Job) -> float | None:
+        """What a job asked for counts when it is preempted, up to its time limit; not when it is cancelled or
+        its time is over."""
+        if job.stop is not Stop.PREEMPT:
+            return None
+        return min(job.spec.wishes.grace_s, max(ends_at(job) - self._clock.wall_s(), 0.0))
 
     def _hosts(self, job: Job) -> tuple[str, ...]:
         """Under which addresses the workers reach each other, by rank."""
@@ -481,14 +488,9 @@ class Agents:
             epoch=placement.epoch,
             leader_token=token,
             reason=stop_reason(job),
-            grace_s=_grace_s(job),
+            grace_s=self._grace_s(job),
         )
         await peer.call(order, timeout_s=ORDER_TIMEOUT_S)
-
-
-def _grace_s(job: Job) -> float | None:
-    """What a job asked for counts when it is preempted, and not when it is cancelled or its time is over."""
-    return job.spec.wishes.grace_s if job.stop is Stop.PREEMPT else None
 
 
 def _needs(job: Job, digest: str) -> bool:

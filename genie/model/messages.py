@@ -132,6 +132,8 @@ class ExitReport(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     reason: str
     ended_at: float
     started: bool = True
+    by_node: bool = False
+    """The node did not let it start, for a reason of its own: it has not failed."""
 
 
 class Registered(Message, frozen=True, kw_only=True):

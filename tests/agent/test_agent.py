@@ -381,6 +381,23 @@ async def test_a_cut_link_ends_the_job_in_time(
         assert "lost contact" in (await controller.end_of("j1")).reason
 
 
+async def test_a_job_whose_confirmation_was_under_way_when_the_link_was_cut_has_not_failed(
+    controller: FakeController, run_agent: RunAgent, node_dir: Path
+) -> None:
+    controller.ttl_s = 1.0
+    controller.confirm_error = StoreUnavailableError("its answer did not come")
+    async with run_agent():
+        await controller.launch("j1", "/bin/true")
+        await until(lambda: controller.confirms, what="it is to be confirmed")
+        controller.silent = True
+        journal = node_dir / "jobs" / "j1" / "exit.json"
+        await until(journal.exists, what="it is given up")
+        controller.silent = False
+        report = await controller.end_of("j1")
+    assert "lost contact" in report.reason
+    assert (report.started, report.by_node) == (False, True)
+
+
 async def test_a_leader_that_answers_keeps_a_job_running(
     controller: FakeController, run_agent: RunAgent
 ) -> None:

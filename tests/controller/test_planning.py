@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 from contextlib import AsyncExitStack
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -705,3 +707,35 @@ async def test_a_grace_counts_for_preemption_and_not_for_cancelling(tmp_path: Pa
         await owner.ask(CancelJob(job_id=low.job_id))
         assert (await a.next_kill()).grace_s is None
         assert [order.grace_s for order in (await a.beat()).kill] == [None]
+
+
+async def test_who_is_preempted_is_over_no_later_than_at_its_limit(tmp_path: Path) -> None:
+    clock = FakeClock()
+    async with standing(tmp_path, clock=clock) as one, one.client() as owner, one.agent("a") as a:
+
+        async def until_something(queue: asyncio.Queue[Any]) -> None:
+            async def has_come() -> bool:
+                await clock.advance(0.1)
+                return not queue.empty()
+
+            await until(has_come)
+
+        low = await owner.submit_spec(spec("low", preemptible=True, grace_s=60.0, time_limit_s=20.0))
+        await until_something(a.launches)
+        launch = await a.start_next()
+        over_at = clock.wall_s() + 20.0
+        await owner.submit_spec(spec("high", priority=9))
+        await until_something(a.kills)
+        grace_s = (await a.next_kill()).grace_s
+        assert grace_s is not None and 0 < grace_s <= over_at - clock.wall_s() + 0.2
+        await clock.advance(5.0)
+        (order,) = (await a.beat()).kill
+        assert order.grace_s == pytest.approx(over_at - clock.wall_s(), abs=0.2)
+        await clock.advance(30.0)
+        (order,) = (await a.beat()).kill
+        assert order.grace_s == 0.0
+        a.end(launch, -9)
+        await a.beat()
+        assert (await owner.job(low.job_id)).state is JobState.QUEUED, (
+            "it was preempted before its time was up"
+        )

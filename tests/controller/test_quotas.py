@@ -105,9 +105,7 @@ async def test_a_job_larger_than_the_quota_is_refused_and_told_what_to_do(tmp_pa
         await owner.ask(SetQuota(quota=QuotaRecord(tenant="blue", gpus=2.0)))
         blue = await one.token(TokenKind.USER, tenant="blue")
         async with one.client(blue) as user:
-            with pytest.raises(
-                JobRefusedError, match=r"3 GPUs, and the quota .* is 2 GPUs"
-            ) as caught:
+            with pytest.raises(JobRefusedError, match=r"3 GPUs, and the quota .* is 2 GPUs") as caught:
                 await user.submit(gpus=3)
             assert "--preemptible" in caught.value.hint and "'genie quota'" in caught.value.hint
             await owner.ask(SetQuota(quota=QuotaRecord(tenant="blue", gpus=0.5)))

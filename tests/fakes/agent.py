@@ -131,7 +131,13 @@ class FakeAgent:
         return launch
 
     def end(
-        self, launch: Launch, exit_code: int | None = 0, *, reason: str = "", started: bool = True
+        self,
+        launch: Launch,
+        exit_code: int | None = 0,
+        *,
+        reason: str = "",
+        started: bool = True,
+        by_node: bool = False,
     ) -> ExitReport:
         """The process is over; the next heartbeat says so."""
         self.running.pop(launch.job_id, None)
@@ -142,6 +148,7 @@ class FakeAgent:
             reason=reason,
             ended_at=0.0,
             started=started,
+            by_node=by_node,
         )
         self.exits[launch.job_id] = report
         return report
