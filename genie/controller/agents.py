@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable, Sequence
 import msgspec
 
 from genie.config import ControllerConfig
-from genie.controller.checks import check_node, checked_wait_s
+from genie.controller.checks import check_node
 from genie.controller.connection import Connection, Handlers
 from genie.controller.election import Election
 from genie.controller.jobs import Jobs, ends_at, is_at, stop_reason
@@ -222,18 +222,16 @@ class Agents:
             if placement.outcome is None and self._orders.has_room:
                 self._orders.send(self._kill(job, rank), name=f"kill of {job.unit(rank)}")
 
-    async def read_log(self, job: Job, rank: int, request: ReadLog) -> LogChunk:
+    async def read_log(self, unit: str, node_id: str, request: ReadLog) -> LogChunk:
         """From the agent that has it."""
-        node_id = job.placements[rank].node_id
         peer = self._membership.connection(node_id)
         if peer is None:
             raise UnreachableError(
-                f"the log of {job.unit(rank)} is on node {node_id}, which is not connected",
+                f"the log of {unit} is on node {node_id}, which is not connected",
                 hint="try again when the node is back",
             )
-        wait_s = checked_wait_s(request.wait_s)
-        ask = msgspec.structs.replace(request, job_id=job.unit(rank), wait_s=wait_s)
-        return await peer.call(ask, timeout_s=wait_s + ORDER_TIMEOUT_S)
+        ask = msgspec.structs.replace(request, job_id=unit)
+        return await peer.call(ask, timeout_s=request.wait_s + ORDER_TIMEOUT_S)
 
     def preparing(self, node_id: str, digest: str) -> str | None:
         """The tenant whose unfinished job on this node needs that blob; its time to confirm starts anew."""

@@ -23,6 +23,7 @@ from genie.controller.election import Election, StoreHealth
 from genie.controller.explaining import Explaining
 from genie.controller.jobs import Jobs
 from genie.controller.ledger import ClusterRecord, Ledger, Transaction
+from genie.controller.logs import Logs
 from genie.controller.membership import Membership
 from genie.controller.orders import Orders
 from genie.controller.planning import Planner
@@ -194,6 +195,7 @@ class Controller:
         )
         self._service.add(self._agents.handlers())
         self._service.add(Users(self._cluster, hang_up=self._service.hang_up).handlers())
+        self._service.add(Logs(self._cluster).handlers())
         self._service.add(Explaining(self._cluster, self._planner).handlers())
         quotas = QuotaRequests(self._quotas, check_readable=self._cluster.check_readable)
         self._service.add(quotas.handlers())

@@ -324,12 +324,16 @@ class ExplainJob(Request[ExplainReply], frozen=True, kw_only=True):
 
 class LogChunk(Message, frozen=True, kw_only=True):
     """`next_offset` is where to go on; `start` > the offset asked for when rotation has eaten a part.
-    `eof` when the job has ended and nothing follows."""
+    `eof` when that run of the job has ended and nothing follows in its log."""
 
     data: bytes
     start: int
     next_offset: int
     eof: bool
+    run: int = 0
+    """Which it is of; 0 when the job has not run, or not so often."""
+    runs: tuple[int, ...] = ()
+    """Those that have a log, the oldest first."""
 
 
 class ReadLog(Request[LogChunk], frozen=True, kw_only=True):
@@ -339,6 +343,10 @@ class ReadLog(Request[LogChunk], frozen=True, kw_only=True):
     offset: int = 0
     bytes_max: int = CHUNK_BYTES_MAX
     wait_s: float = 0.0
+    run: int = 0
+    """Of a job that ran several times, which; 0 for the last. One more than there were: the next."""
+    epoch: int = 0
+    """For agents, which know runs by this; 0 for the last."""
 
 
 class BlobStatus(Message, frozen=True, kw_only=True):

@@ -476,6 +476,25 @@ async def test_a_log_is_followed_while_it_is_written(
         assert (end.data, end.eof) == (b"", True)
 
 
+async def test_the_log_of_an_earlier_run_is_kept_and_read_by_its_epoch(
+    controller: FakeController, run_agent: RunAgent, node_dir: Path
+) -> None:
+    async with run_agent():
+        first = await controller.launch("j1", "/bin/sh", "-c", "echo one")
+        await controller.end_of("j1")
+        controller.exits.clear()
+        second = await controller.launch("j1", *STAY)
+        await job_process(node_dir, "j1")
+        old = await controller.log("j1", epoch=first.placement.epoch)
+        assert old.data == b"one\n"
+        end = await controller.log("j1", epoch=first.placement.epoch, offset=4)
+        assert end.eof, "that run is over, though the job runs again"
+        new = await controller.log("j1", epoch=second.placement.epoch, wait_s=5)
+        assert (new.data, (await controller.log("j1")).data) == (b"here\n", b"here\n")
+        with pytest.raises(JobNotFoundError):
+            await controller.log("j1", epoch=999)
+
+
 async def test_a_log_that_is_not_here_is_an_error(controller: FakeController, run_agent: RunAgent) -> None:
     async with run_agent():
         with pytest.raises(JobNotFoundError, match="no log of j9"):
