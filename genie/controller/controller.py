@@ -158,6 +158,7 @@ class Controller:
             make_placer=lambda policy: make(policy, 0, ()),
             policy=_PLACEMENT,
             rules=self._rules,
+            workers_max=self._config.node_workers_max,
         )
 
     def _rules(self) -> Rules:

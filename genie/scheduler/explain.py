@@ -78,7 +78,7 @@ def _ruled_out(scheduler: Scheduler, request: Request) -> tuple[RuledOut, ...]:
 def _why_not_now(scheduler: Scheduler, request: Request, facts: NodeFacts) -> str:
     """What is lacking for one worker, or for all of them where they must be on one node."""
     book = scheduler.book
-    if why := in_the_way(book, request, scheduler.claims):
+    if why := book.why_crowded(facts) or in_the_way(book, request, scheduler.claims):
         return why
     workers = request.least_workers if request.within is Within.NODE else 1
     shape = request.shape.times(workers)

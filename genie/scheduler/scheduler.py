@@ -144,6 +144,8 @@ class Scheduler:
         """Whether anything but arrivals happened since the last pass."""
         self._never: dict[int, str] = {}
         """Why no node will do for a kind of jobs, while the nodes stay as they are; empty when one would."""
+        self._crowds = 0
+        """The book's count of when that was found out."""
         self._running: dict[str, Running] = {}
         self._reservation: Reservation | None = None
         self.claims = Claims(book)
@@ -337,6 +339,7 @@ class _Pass:
         """The same of those that would not end before the reservation begins."""
         self._is_ahead = False
         """Whether the foresight stands at the time of the reservation."""
+        self._heed_crowds()
 
     def run(self) -> list[Decision]:
         scheduler = self._scheduler
@@ -645,6 +648,7 @@ class _Pass:
 
     def _why_never(self, waiting: _Waiting) -> str:
         """Why no node will do for its kind; found out once while the nodes stay as they are."""
+        self._heed_crowds()
         never = self._scheduler._never
         if waiting.kind not in never:
             if len(never) >= _KINDS_MAX:
@@ -652,10 +656,16 @@ class _Pass:
             never[waiting.kind] = self._why_no_node(waiting.request)
         return never[waiting.kind]
 
+    def _heed_crowds(self) -> None:
+        """What was said of nodes holds while none of them is newly full of workers, or not any more."""
+        if self._scheduler._crowds != self._book.crowds:
+            self._scheduler._crowds = self._book.crowds
+            self._scheduler._never.clear()
+
     def _why_no_node(self, request: Request) -> str:
         reasons: dict[str, str] = {}
         for node in self._book.nodes:
-            if not (why := self._book.why_not(request, node)):
+            if not (why := self._book.why_not(request, node) or self._book.why_crowded(node)):
                 return ""
             reasons[node.node_id] = why
         if not reasons:

@@ -18,6 +18,7 @@ from genie.model.messages import (
     CancelJob,
     DrainNode,
     ExitReport,
+    ExplainJob,
     Launch,
     ReadLog,
     RemoveNode,
@@ -739,3 +740,25 @@ async def test_who_is_preempted_is_over_no_later_than_at_its_limit(tmp_path: Pat
         assert (await owner.job(low.job_id)).state is JobState.QUEUED, (
             "it was preempted before its time was up"
         )
+
+
+async def test_jobs_of_nothing_are_bounded_on_a_node_and_hear_it(tmp_path: Path) -> None:
+    async with (
+        standing(tmp_path, node_workers_max=2) as one,
+        one.client() as owner,
+        one.agent("a", gpus=1) as a,
+    ):
+        await owner.submit()
+        first = await a.start_next()
+        await owner.submit()
+        await a.start_next()
+        third = await owner.submit()
+        why = "runs 2 workers, the most on one node (controller.node_workers_max)"
+        assert (third.state, third.reason) == (JobState.QUEUED, f"no node will do: a: {why}")
+        (ruled_out,) = (await owner.ask(ExplainJob(job_id=third.job_id))).ruled_out
+        assert (ruled_out.reason, ruled_out.ever) == (why, False)
+        with pytest.raises(JobRefusedError, match="3 workers in all; there is room for 2"):
+            await owner.submit_spec(JobSpec(name="x", command=("x",), wishes=Wishes(workers=3)))
+        a.end(first)
+        await a.beat()
+        assert (await a.start_next()).job_id == third.job_id

@@ -73,3 +73,10 @@ def test_what_is_more_than_the_whole_quota_can_never_start() -> None:
     assert why(3) == f"it asks for 3 GPUs, {mine}; only preemptible jobs may borrow more"
     assert why(2, workers=2) == why(4, preemptible=True) == f"it asks for 4 GPUs, {mine} and 1 GPU on loan"
     assert why(4, tenant="u") == "it asks for 4 GPUs, and the quota of tenant u is 2 GPUs"
+
+
+def test_workers_that_hold_nothing_are_counted_too() -> None:
+    request = Request("j", "t", 1, Shape(), workers=9)
+    assert why_never(request, [NODE], workers_max=9) == ""
+    found = why_never(request, [NODE], workers_max=8)
+    assert found == "it asks for 9 workers in all; there is room for 8"
