@@ -47,6 +47,7 @@ from genie.model.tenant import TokenKind
 from genie.runtime import files
 from genie.runtime.credentials import LOCAL_CLUSTER_FILE, OWNER_TOKEN_FILE, LocalCluster, is_loopback
 from genie.runtime.network import TcpNetwork
+from genie.runtime.placers import why_plain
 from genie.tenancy.access import NO_PIN, parse_token
 
 _log = logging.getLogger(__name__)
@@ -120,6 +121,8 @@ class Supervisor:
         # A port that the system chose must stay the same after a crash: agents know it.
         self._controller.restart_with(self._controller_arguments(found.port))
         self._progress(f"the controller listens on {found.host}:{found.port}")
+        if why := why_plain():
+            self._progress(why)
         return found
 
     async def start_agent(self, access: ClusterConfig) -> NodeInfo | None:

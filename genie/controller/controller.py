@@ -144,18 +144,13 @@ class Controller:
         )
 
     def _build_planner(self) -> Planner:
-        make, kind = placer_factory(build=False)
-        if kind != "native":
-            _log.warning(
-                "the scheduler's library is not compiled, and without it large clusters are slow: "
-                "'python -m genie.runtime.native genie_scheduler' compiles it"
-            )
+        self._make_placer, _ = placer_factory(build=False)
         return Planner(
             self._ledger,
             self._jobs,
             self._views,
             clock=self._clock,
-            make_placer=lambda policy: make(policy, 0, ()),
+            make_placer=lambda policy: self._make_placer(policy, 0, ()),
             policy=_PLACEMENT,
             rules=self._rules,
             workers_max=self._config.node_workers_max,
@@ -209,6 +204,16 @@ class Controller:
     @property
     def is_leading(self) -> bool:
         return self._election.is_leading
+
+    def use_compiled(self) -> bool:
+        """The scheduler's library is there now, and decides from the next pass on; False when it is not."""
+        make, kind = placer_factory(build=False)
+        if kind != "native":
+            return False
+        self._make_placer = make
+        self._planner.forget()
+        self._wake.set()
+        return True
 
     async def wait_ready(self) -> None:
         """Until it listens and knows whether it leads."""

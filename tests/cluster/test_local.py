@@ -238,6 +238,14 @@ async def test_the_state_directory_may_be_a_relative_path(
         assert (tmp_path / "here" / "logs" / "agent.log").exists()
 
 
+async def test_who_starts_a_cluster_hears_that_its_library_is_still_to_be_compiled(
+    tmp_path: Path, said: Said, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(local, "why_plain", lambda: "not compiled yet")
+    async with local.up(settings(tmp_path), progress=said, agent=False):
+        assert said.lines[-1] == "not compiled yet"
+
+
 async def test_only_a_controller_may_be_started(tmp_path: Path, said: Said) -> None:
     async with local.up(settings(tmp_path), progress=said, agent=False) as running:
         assert set(running.pids) == {"controller"}
