@@ -16,6 +16,7 @@ from genie.errors import UsageError
 from genie.model.job import Spread, Within
 from genie.scheduler.filters import Filter, Filters, as_open
 from genie.scheduler.numbers import Numbers
+from genie.scheduler.placement.plain import PlainPlacer
 from genie.scheduler.placement.protocol import ANY_MODEL, GPUS_MAX, MODELS_MAX, Placer
 from genie.scheduler.quota import UNBOUNDED, Claim
 from genie.scheduler.request import Amounts, NodeFacts, Request, Shape, WorkerPlace, why_not, why_not_gpus
@@ -109,6 +110,11 @@ class Book:
     def held(self) -> dict[str, Held]:
         """By job; not to be changed."""
         return self._held
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether each choice looks at every node."""
+        return isinstance(self._real, PlainPlacer)
 
     @property
     def nodes(self) -> list[NodeFacts]:

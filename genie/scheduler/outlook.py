@@ -9,21 +9,24 @@ out. Not for: deciding (scheduler.py).
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 from genie.scheduler.book import Held, Supposition
 from genie.scheduler.order import Kind, Lines, Scales
 from genie.scheduler.pins import Reservation
-from genie.scheduler.request import Amounts, Request, WorkerPlace
+from genie.scheduler.request import FULL_MILLI, Amounts, Request, WorkerPlace
 from genie.scheduler.scheduler import Scheduler, fewest_gone
 from genie.scheduler.victims import Running
 
-TRIES_MAX = 5_000
-"""So often it is tried at most whether somebody fits, to find out when a job starts."""
-_LOOKS_OF_A_TRY = 20
-"""Going over so many jobs costs about as much as trying whether one fits."""
+TRIES_MAX = 40_000
+"""So often it is tried at most whether somebody fits, to find out when a job starts: some tenths of a
+second."""
+_LOOKS_OF_A_TRY = 2
+_NODES_OF_A_TRY, _NODES_OF_A_PLAIN_TRY = 250, 4
+"""Looking at so many jobs, or at so many more nodes, costs about as much as trying whether one fits."""
+_RUNNING_LOOKED_AT_MAX = 500
 
 
 @dataclass(frozen=True)
@@ -36,6 +39,8 @@ class Outlook:
 
 def outlook(scheduler: Scheduler, request: Request, now: float) -> Outlook:
     """Of a job that waits."""
+    if scheduler.rules.quotas.why_never(request):
+        return Outlook(None)
     with _open_claims(scheduler), scheduler.book.supposing() as then:
         found = _Future(scheduler, then, now).find(request)
     if found.starts_at is not None:
@@ -67,9 +72,13 @@ class _Future:
         self._at = now
         self._lines = Lines(scheduler.rules.order)
         self._kinds: dict[str, Kind] = {}
+        self._fits: dict[Kind, tuple[object, ...]] = {}
+        """What decides whether jobs of a kind fit."""
         for request, kind in scheduler.lined_up:
             self._lines.add(request, kind)
             self._kinds[request.job_id] = kind
+            if kind not in self._fits:
+                self._fits[kind] = _fit(request, is_filtered=scheduler.rules.allowed is not None)
         self._known: list[tuple[float, int, Running]] = []
         """Who ends at the time that is said, the first first."""
         self._open: list[tuple[float, int, Running]] = []
@@ -80,7 +89,13 @@ class _Future:
         self._fixed: dict[str, Amounts] = {}
         self._blocked = self._holder()
         self._hopeless: set[Kind] = set()
+        self._full: set[tuple[object, ...]] = set()
+        """What has no room at this moment."""
+        self._delaying: set[Kind] = set()
+        """Who would put the blocked one off at this moment, unless he is over before."""
         self._tries = 0.0
+        nodes_of_a_try = _NODES_OF_A_PLAIN_TRY if self._book.is_plain else _NODES_OF_A_TRY
+        self._try_cost = 1 + len(self._book.nodes) / nodes_of_a_try
 
     def find(self, wanted: Request) -> Outlook:
         last = ""
@@ -101,49 +116,66 @@ class _Future:
 
     def _walk(self, wanted: Request) -> bool:
         """Whether the job starts now. Those before it do where they can; if it does not, those behind it."""
-        full: set[Kind] = set()
+        self._count(1 + len(self._lines) / _LOOKS_OF_A_TRY)
+        self._full.clear()
+        self._delaying.clear()
         # What tenants hold changes as jobs start and end.
         scales = Scales(self._at, self._book.capacity, self._usage_of, self._scheduler.rules.weights)
         blocked = self._blocked
-        if blocked is not None and self._try(blocked.request, full):
+        if blocked is not None and self._try(blocked.request):
             self._blocked = None
             if blocked.request.job_id == wanted.job_id:
                 return True
-
-        def why_all(tenant: str, kind: Kind) -> str:
-            return "full" if kind in full or kind in self._hopeless else ""
-
-        for request in self._lines.walk(scales, why_all=why_all, tell=lambda *_: None):
+        for request in self._lines.walk(scales, why_all=self._why_all, tell=lambda *_: None):
             is_blocked = self._blocked is not None and self._blocked.request is request
-            is_started = not is_blocked and self._try(request, full)
-            if is_started and request.job_id == wanted.job_id:
+            if not is_blocked and self._try(request) and request.job_id == wanted.job_id:
                 return True
         return False
 
-    def _try(self, request: Request, full: set[Kind]) -> bool:
+    def _why_all(self, tenant: str, kind: Kind) -> str:
+        is_out = self._fits.get(kind) in self._full or kind in self._hopeless
+        return "there is no room" if is_out else ""
+
+    def _try(self, request: Request) -> bool:
         """Starts it if it fits and may. The first that does not fit is the blocked one from now on."""
         quotas, tenant = self._scheduler.rules.quotas, request.tenant
         usage, fixed = self._usage_of(tenant), self._fixed_of(tenant)
+        self._count(1 / _LOOKS_OF_A_TRY)
         if quotas.why_not(request, request.least_workers, usage=usage, fixed=fixed):
             return False
-        kind = self._kinds[request.job_id]
-        mark, blocked = self._then.mark, self._blocked
-        self._count(1)
-        places = self._then.place(request, request.least_workers)
-        if places is None:
-            full.add(kind)
-            if blocked is None and not request.shape.gpu_ids and not self._block(request):
-                self._hopeless.add(kind)
+        kind, blocked = self._kinds[request.job_id], self._blocked
+        if blocked is not None and blocked.request is not request:
+            return self._try_behind(request, kind, blocked)
+        if (places := self._placed(request)) is not None:
+            self._start(request, places)
+            return True
+        self._full.add(self._fits[kind])
+        if blocked is None and not request.shape.gpu_ids and not self._block(request):
+            self._hopeless.add(kind)
+        return False
+
+    def _try_behind(self, request: Request, kind: Kind, blocked: _Blocked) -> bool:
+        limit_s = request.time_limit_s
+        is_over = limit_s is not None and self._at + limit_s <= blocked.at
+        if not is_over and kind in self._delaying:
             return False
-        if blocked is not None and blocked.request is not request and self._delays(request, blocked):
-            self._then.undo(mark)
-            kept = {place.node_id for place in blocked.places}
-            self._count(1)
-            places = self._then.place(request, request.least_workers, avoiding=kept)
-            if places is None:
+        kept = () if is_over else {place.node_id for place in blocked.places}
+        mark, places = self._then.mark, self._placed(request, avoiding=kept)
+        if places is None and not is_over:
+            places = self._placed(request)
+            if places is not None and self._may_be_in_the_way_of(blocked):
+                self._then.undo(mark)
+                self._delaying.add(kind)
                 return False
+        if places is None:
+            self._full.add(self._fits[kind])
+            return False
         self._start(request, places)
         return True
+
+    def _placed(self, request: Request, *, avoiding: Iterable[str] = ()) -> tuple[WorkerPlace, ...] | None:
+        self._count(self._try_cost)
+        return self._then.place(request, request.least_workers, avoiding=avoiding)
 
     def _start(self, request: Request, places: tuple[WorkerPlace, ...]) -> None:
         self._lines.remove(request, self._kinds[request.job_id])
@@ -179,8 +211,8 @@ class _Future:
         """Keeps for it what is free first; False when it does not fit whoever ends."""
         ends = [running for _, _, running in sorted([*self._known, *self._open])]
         mark = self._then.mark
-        self._count(1 + 2 * len(ends) / _LOOKS_OF_A_TRY)
         gone = fewest_gone(request, ends, self._then)
+        self._count(2 * len(ends) if gone is None else 4 * gone)
         if gone is not None:
             places = self._then.place(request, request.least_workers)
             assert places is not None
@@ -189,13 +221,13 @@ class _Future:
         self._then.undo(mark)
         return gone is not None
 
-    def _delays(self, request: Request, blocked: _Blocked) -> bool:
-        """Whether what was just placed is in the way of what is kept."""
-        limit_s = request.time_limit_s
-        if limit_s is not None and self._at + limit_s <= blocked.at:
-            return False
+    def _may_be_in_the_way_of(self, blocked: _Blocked) -> bool:
+        """Whether what was just placed takes what is kept, when those are gone who must be by then. Where
+        very many run that is not looked at: beside the nodes that are kept there is room enough."""
         several = [running for _, _, running in [*self._known, *self._open]]
-        self._count(len(several) / _LOOKS_OF_A_TRY)
+        if len(several) > _RUNNING_LOOKED_AT_MAX:
+            return True
+        self._count(len(several))
         mark = self._then.mark
         for running in several:
             if running.ends_at <= blocked.at:
@@ -226,6 +258,16 @@ class _Future:
         self._usage[request.tenant] = self._usage_of(request.tenant) + more
         if not request.preemptible:
             self._fixed[request.tenant] = self._fixed_of(request.tenant) + more
+
+
+def _fit(request: Request, *, is_filtered: bool) -> tuple[object, ...]:
+    """Jobs that have this in common fit alike. Only parts of GPUs are one tenant's."""
+    shape = request.shape
+    is_own = is_filtered or request.near or request.apart or (shape.gpus and shape.gpu_milli < FULL_MILLI)
+    tenant = request.tenant if is_own else ""
+    return (
+        shape, tenant, request.least_workers, request.within, request.spread, request.near, request.apart,
+    )  # fmt: skip
 
 
 @contextmanager

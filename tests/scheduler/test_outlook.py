@@ -92,6 +92,18 @@ def test_looking_ahead_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found == Outlook(None, "too many jobs are in between to look so far ahead")
 
 
+def test_looking_ahead_is_bounded_too_where_nobody_may_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "TRIES_MAX", 5)
+    quotas = Quotas({"a": Quota(of_gpus(2), of_gpus(0))})
+    desk = Desk(node("n", 16), rules=Rules(order=Fifo(), quotas=quotas))
+    desk.submit("own", gpus=2)
+    for number in range(8):
+        desk.submit(f"b{number}", tenant="b", time_limit_s=1.0 + number)
+    desk.started()
+    found = foreseen(desk, desk.submit("more", gpus=2))
+    assert found == Outlook(None, "too many jobs are in between to look so far ahead")
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_where_all_run_to_their_limits_the_scheduler_does_what_was_foreseen(seed: int) -> None:
     """Of jobs of one size, whatever the order: where they go makes no difference then."""
