@@ -29,7 +29,8 @@ class Logs:
         jobs = self._cluster.jobs
         job, rank = jobs.find_worker(request.job_id, connection.identity)
         _check(request, job)
-        wait_s = checked_wait_s(request.wait_s)
+        wait_s, clock = checked_wait_s(request.wait_s), self._cluster.clock
+        until_s = clock.monotonic_s() + wait_s
         if wait_s and _is_to_come(job, request.run):
             await jobs.wait_while(job.job_id, lambda now: _is_to_come(now, request.run), timeout_s=wait_s)
             job = jobs.find(job.job_id, connection.identity)
@@ -46,7 +47,7 @@ class Logs:
         chunk = await self._cluster.agents.read_log(
             unit_name(job.job_id, rank, workers=len(run.nodes)),
             run.nodes[rank],
-            msgspec.structs.replace(request, wait_s=wait_s, epoch=run.epoch),
+            msgspec.structs.replace(request, wait_s=max(until_s - clock.monotonic_s(), 0.0), epoch=run.epoch),
         )
         return msgspec.structs.replace(chunk, run=run.number, runs=_numbers(job))
 

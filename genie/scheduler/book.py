@@ -446,9 +446,8 @@ class Book:
         node = self._nodes[place.node_id]
         _add_to(node.names, (request.tenant, request.name), more)
         _add_to(node.jobs, request.job_id, more)
-        was_crowded = self._is_crowded(node)
-        node.workers += more
-        if self._is_crowded(node) is not was_crowded:
+        before, node.workers = node.workers, node.workers + more
+        if (before >= self.workers_max) is not (node.workers >= self.workers_max):
             self.crowds += 1
             self._set_open(node)
 
