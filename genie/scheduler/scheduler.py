@@ -339,6 +339,7 @@ class _Pass:
         """The same of those that would not end before the reservation begins."""
         self._is_ahead = False
         """Whether the foresight stands at the time of the reservation."""
+        self._is_past_claims = False
         self._heed_crowds()
 
     def run(self) -> list[Decision]:
@@ -469,7 +470,11 @@ class _Pass:
             yield
             return
         with claims.lifted(lower):
-            yield
+            self._is_past_claims = True
+            try:
+                yield
+            finally:
+                self._is_past_claims = False
             reservation = self._scheduler._reservation
             is_kept = reservation is not None and reservation.job_id == request.job_id
             if reservation is not None and is_kept:
@@ -522,12 +527,16 @@ class _Pass:
         if (waiting.told.reason, waiting.told.starts_at) != (reason, starts_at):
             waiting.told = self._news[request.job_id] = Wait(request.job_id, reason, starts_at)
 
-    def _rank(self, request: Request) -> victims.Rank:
+    def _rank(self, request: Request, workers: int = 0) -> victims.Rank:
         """The higher one may take over a reservation."""
-        return victims.rank(request, book=self._book, quotas=self._rules.quotas)
+        return victims.rank(request, book=self._book, quotas=self._rules.quotas, workers=workers)
 
     def _may_start(self, request: Request, workers: int) -> bool:
-        return not self._scheduler.why_quota(request, workers)
+        """Where it takes what is kept for others, only with so many workers that it keeps the rank for which
+        it may: with more it may be on loan, and go in turn."""
+        if self._scheduler.why_quota(request, workers):
+            return False
+        return not self._is_past_claims or self._rank(request, workers) >= self._rank(request)
 
     # -- room ---------------------------------------------------------------------------------
 

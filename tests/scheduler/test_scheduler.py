@@ -711,3 +711,17 @@ def test_behind_a_reservation_the_real_reason_is_told() -> None:
     assert desk.why("torn").reason == "a job named other or runs runs wherever one named runs does"
     desk.scheduler.remove_node("shut")
     assert desk.why("shy").reason == "waits for a node on which no job named other or runs runs"
+
+
+def test_an_elastic_job_that_takes_what_is_kept_for_others_is_not_sent_away_for_them_again() -> None:
+    desk = Desk(node("n", 2), node("m", 2), rules=Rules(quotas=Quotas({"a": Quota(of_gpus(2.5))})))
+    desk.submit("runs", tenant="b", shape=Shape(gpus=1, nodes=frozenset({"n"}), gpu_ids=(1,)))
+    desk.started()
+    both = Shape(gpus=2, nodes=frozenset({"n"}), gpu_ids=(0, 1))
+    desk.submit("pinned", tenant="b", shape=both)
+    assert "GPU 1 of n is held by runs" in desk.why("pinned").reason
+    desk.submit("elastic", priority=5, preemptible=True, workers=8, workers_min=2, grace_s=0.0)
+    assert desk.started() == ["elastic"]
+    assert len(desk.book.held["elastic"].places) == 2, "a third worker would be on loan"
+    desk.scheduler.set_node(node("n", 2))
+    assert desk.preempted() == []
