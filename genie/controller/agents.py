@@ -14,10 +14,10 @@ from collections.abc import Awaitable, Callable, Sequence
 import msgspec
 
 from genie.config import ControllerConfig
-from genie.controller.checks import check_node, checked_wait_s
+from genie.controller.checks import check_node
 from genie.controller.connection import Connection, Handlers
 from genie.controller.election import Election
-from genie.controller.jobs import Jobs, is_at, stop_reason
+from genie.controller.jobs import Jobs, ends_at, is_at, stop_reason
 from genie.controller.ledger import Ledger, NodeRecord, Transaction
 from genie.controller.membership import Membership
 from genie.controller.orders import Orders
@@ -222,18 +222,16 @@ class Agents:
             if placement.outcome is None and self._orders.has_room:
                 self._orders.send(self._kill(job, rank), name=f"kill of {job.unit(rank)}")
 
-    async def read_log(self, job: Job, rank: int, request: ReadLog) -> LogChunk:
+    async def read_log(self, unit: str, node_id: str, request: ReadLog) -> LogChunk:
         """From the agent that has it."""
-        node_id = job.placements[rank].node_id
         peer = self._membership.connection(node_id)
         if peer is None:
             raise UnreachableError(
-                f"the log of {job.unit(rank)} is on node {node_id}, which is not connected",
+                f"the log of {unit} is on node {node_id}, which is not connected",
                 hint="try again when the node is back",
             )
-        wait_s = checked_wait_s(request.wait_s)
-        ask = msgspec.structs.replace(request, job_id=job.unit(rank), wait_s=wait_s)
-        return await peer.call(ask, timeout_s=wait_s + ORDER_TIMEOUT_S)
+        ask = msgspec.structs.replace(request, job_id=unit)
+        return await peer.call(ask, timeout_s=request.wait_s + ORDER_TIMEOUT_S)
 
     def preparing(self, node_id: str, digest: str) -> str | None:
         """The tenant whose unfinished job on this node needs that blob; its time to confirm starts anew."""
@@ -423,7 +421,7 @@ class Agents:
                         job_id=item.job_id,
                         epoch=item.epoch,
                         reason=stop_reason(job),
-                        grace_s=_grace_s(job),
+                        grace_s=self._grace_s(job),
                     )
                 )
             elif job.state is JobState.PLACING:
@@ -437,6 +435,13 @@ class Agents:
     def _extend(self, job: Job, rank: int) -> None:
         if job.state is JobState.PLACING:
             self._confirm_by_s[job.unit(rank)] = self._clock.monotonic_s() + self._confirm_s
+
+    def _grace_s(self, job: Job) -> float | None:
+        """What a job asked for counts when it is preempted, up to its time limit; not when it is cancelled or
+        its time is over."""
+        if job.stop is not Stop.PREEMPT:
+            return None
+        return min(job.spec.wishes.grace_s, max(ends_at(job) - self._clock.wall_s(), 0.0))
 
     def _hosts(self, job: Job) -> tuple[str, ...]:
         """Under which addresses the workers reach each other, by rank."""
@@ -481,14 +486,9 @@ class Agents:
             epoch=placement.epoch,
             leader_token=token,
             reason=stop_reason(job),
-            grace_s=_grace_s(job),
+            grace_s=self._grace_s(job),
         )
         await peer.call(order, timeout_s=ORDER_TIMEOUT_S)
-
-
-def _grace_s(job: Job) -> float | None:
-    """What a job asked for counts when it is preempted, and not when it is cancelled or its time is over."""
-    return job.spec.wishes.grace_s if job.stop is Stop.PREEMPT else None
 
 
 def _needs(job: Job, digest: str) -> bool:

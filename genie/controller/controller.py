@@ -23,6 +23,7 @@ from genie.controller.election import Election, StoreHealth
 from genie.controller.explaining import Explaining
 from genie.controller.jobs import Jobs
 from genie.controller.ledger import ClusterRecord, Ledger, Transaction
+from genie.controller.logs import Logs
 from genie.controller.membership import Membership
 from genie.controller.orders import Orders
 from genie.controller.planning import Planner
@@ -143,20 +144,16 @@ class Controller:
         )
 
     def _build_planner(self) -> Planner:
-        make, kind = placer_factory(build=False)
-        if kind != "native":
-            _log.warning(
-                "the scheduler's library is not compiled, and without it large clusters are slow: "
-                "'python -m genie.runtime.native genie_scheduler' compiles it"
-            )
+        self._make_placer, _ = placer_factory(build=False)
         return Planner(
             self._ledger,
             self._jobs,
             self._views,
             clock=self._clock,
-            make_placer=lambda policy: make(policy, 0, ()),
+            make_placer=lambda policy: self._make_placer(policy, 0, ()),
             policy=_PLACEMENT,
             rules=self._rules,
+            workers_max=self._config.node_workers_max,
         )
 
     def _rules(self) -> Rules:
@@ -194,6 +191,7 @@ class Controller:
         )
         self._service.add(self._agents.handlers())
         self._service.add(Users(self._cluster, hang_up=self._service.hang_up).handlers())
+        self._service.add(Logs(self._cluster).handlers())
         self._service.add(Explaining(self._cluster, self._planner).handlers())
         quotas = QuotaRequests(self._quotas, check_readable=self._cluster.check_readable)
         self._service.add(quotas.handlers())
@@ -206,6 +204,16 @@ class Controller:
     @property
     def is_leading(self) -> bool:
         return self._election.is_leading
+
+    def use_compiled(self) -> bool:
+        """The scheduler's library is there now, and decides from the next pass on; False when it is not."""
+        make, kind = placer_factory(build=False)
+        if kind != "native":
+            return False
+        self._make_placer = make
+        self._planner.forget()
+        self._wake.set()
+        return True
 
     async def wait_ready(self) -> None:
         """Until it listens and knows whether it leads."""

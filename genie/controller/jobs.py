@@ -160,7 +160,7 @@ class Jobs:
     def overdue(self, now: float) -> list[Job]:
         """Those that run and have had their time."""
         running = self._by_state[JobState.RUNNING].values()
-        return [job for job in running if not job.stop and _ends_at(job) <= now]
+        return [job for job in running if not job.stop and ends_at(job) <= now]
 
     def needed_blobs(self) -> set[str]:
         unfinished = self.in_states(JobState.QUEUED, JobState.PLACING, JobState.RUNNING)
@@ -599,8 +599,8 @@ def outcome(job: Job, report: ExitReport) -> tuple[JobState, str]:
     if code == 0:
         # A launch that was never confirmed cannot have succeeded.
         return (JobState.SUCCEEDED if job.state is JobState.RUNNING else JobState.FAILED), words
-    if code is None and report.started and job.state is JobState.RUNNING:
-        # It did not fail: the node ended it, because it lost contact or was stopped.
+    if code is None and (report.started or report.by_node) and job.state is JobState.RUNNING:
+        # It did not fail: the node ended it or did not start it, because it lost contact or was stopped.
         return JobState.LOST, words
     return JobState.FAILED, words
 
@@ -629,7 +629,7 @@ def _hold_of(job: Job, rank: int) -> Hold:
     )
 
 
-def _ends_at(job: Job) -> float:
+def ends_at(job: Job) -> float:
     """When its time is up."""
     limit_s = job.spec.wishes.time_limit_s
     return math.inf if limit_s is None or job.started_at is None else job.started_at + limit_s

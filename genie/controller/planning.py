@@ -24,6 +24,7 @@ from genie.scheduler.book import Book, MakePlacer
 from genie.scheduler.explain import Explanation, explain, in_order
 from genie.scheduler.facts import GPU_UNKNOWN, facts_of, request_of, shape_of
 from genie.scheduler.placement.protocol import GPUS_MAX
+from genie.scheduler.quota import UNBOUNDED
 from genie.scheduler.request import CPU, NodeFacts, Request, Shape, WorkerPlace
 from genie.scheduler.scheduler import Decision, Rules, Scheduler, Start, Wait
 
@@ -40,7 +41,8 @@ _HELD = (JobState.PLACING, JobState.RUNNING)
 
 
 class Planner:
-    """`make_placer` gives an empty placer of a policy; `policy` is the one that places jobs."""
+    """`make_placer` gives an empty placer of a policy; `policy` is the one that places jobs. No node runs
+    more than `workers_max` workers at a time."""
 
     def __init__(
         self,
@@ -52,6 +54,7 @@ class Planner:
         make_placer: MakePlacer,
         policy: str,
         rules: Callable[[], Rules] = Rules,
+        workers_max: int = UNBOUNDED,
     ) -> None:
         self._ledger = ledger
         self._jobs = jobs
@@ -60,6 +63,7 @@ class Planner:
         self._make_placer = make_placer
         self._policy = policy
         self._make_rules = rules
+        self._workers_max = workers_max
         self._gpu_ids: dict[str, tuple[int, ...]] = {}
         """Of each node: the ids of its accelerators by their positions."""
         self._has_gpus = False
@@ -93,8 +97,15 @@ class Planner:
             if len(self._never) >= _KINDS_MAX:
                 self._never.clear()
             request = request_of(_asked(spec, tenant=""), shape)
-            self._never[key] = possible.why_never(request, self._scheduler.book.nodes)
+            nodes = self._scheduler.book.nodes
+            self._never[key] = possible.why_never(request, nodes, workers_max=self._workers_max)
         return self._never[key]
+
+    def why_over_quota(self, spec: JobSpec, tenant: str) -> str:
+        """Why its tenant could not start it, held it nothing else; empty if it could."""
+        if self._is_stale:
+            self._start_anew()
+        return self._scheduler.rules.quotas.why_never(request_of(_asked(spec, tenant), self._shape(spec)))
 
     def has_room(self, spec: JobSpec, tenant: str) -> bool:
         """Whether one more kind of jobs may wait, or this one does already: each kind costs a decision."""
@@ -148,7 +159,8 @@ class Planner:
     # -- following ----------------------------------------------------------------------------
 
     def _new_scheduler(self) -> Scheduler:
-        return Scheduler(Book(self._make_placer, policy=self._policy), self._make_rules())
+        book = Book(self._make_placer, policy=self._policy, workers_max=self._workers_max)
+        return Scheduler(book, self._make_rules())
 
     def _start_anew(self) -> None:
         self._scheduler = self._new_scheduler()
