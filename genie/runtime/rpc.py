@@ -110,7 +110,7 @@ class Peer:
 
     async def _read(self, answers: asyncio.TaskGroup) -> None:
         while True:
-            frame = await self.channel.receive()
+            frame = self.channel.try_receive_nowait() or await self.channel.receive()
             if frame.kind is wire.Kind.REQUEST:
                 while self._under_way >= IN_FLIGHT_MAX:
                     self._has_room.clear()
@@ -122,7 +122,16 @@ class Peer:
 
     async def _answer(self, frame: wire.Frame) -> None:
         try:
-            answer = await self._outcome(frame)
+            answer: Message | GenieError
+            try:
+                if self._decoder is None or self._handler is None:
+                    raise ProtocolError("this side answers no requests")
+                answer = await self._handler(self, self._decoder.decode(frame.payload, peer=self.name))
+            except GenieError as error:
+                answer = error
+            except Exception:
+                _log.exception("a request from %s failed", self.name)
+                answer = GenieError("internal error", hint="the log of the other side has the details")
             if not self._sending.locked() and self.channel.try_send_nowait(_packed(answer, frame.call_id)):
                 return
             # One at a time, and encoded only when it is its turn: a peer that does not read its answers
@@ -135,17 +144,6 @@ class Peer:
         finally:
             self._under_way -= 1
             self._has_room.set()
-
-    async def _outcome(self, frame: wire.Frame) -> Message | GenieError:
-        try:
-            if self._decoder is None or self._handler is None:
-                raise ProtocolError("this side answers no requests")
-            return await self._handler(self, self._decoder.decode(frame.payload, peer=self.name))
-        except GenieError as error:
-            return error
-        except Exception:
-            _log.exception("a request from %s failed", self.name)
-            return GenieError("internal error", hint="the log of the other side has the details")
 
 
 def _give_up(future: asyncio.Future[wire.Frame]) -> None:

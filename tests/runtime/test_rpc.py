@@ -194,6 +194,9 @@ class _Unread:
         await self.closed.wait()
         raise ConnectionLostError("closed")
 
+    def try_receive_nowait(self) -> wire.Frame | None:
+        return None
+
     def close(self) -> None:
         self.closed.set()
 
