@@ -153,13 +153,17 @@ class Agents:
 
     async def heartbeat(self, connection: Connection, request: Heartbeat) -> HeartbeatAck:
         node_id = connection.check_is(request.node_id)
-        check_node(request.node)
-        member = self._membership.get(node_id)
+        member, info = self._membership.get(node_id), request.node
+        if member is not None and member.said == info:
+            info = member.said  # nothing new, and looked at before
+        else:
+            check_node(info)
         registered = member is not None and member.peer is connection.peer
         first = member is not None and not member.has_beaten
         if registered:
             self._check_incarnation(node_id, request.incarnation, exactly=True)
-            info = msgspec.structs.replace(request.node, node_id=node_id, incarnation=request.incarnation)
+            if (info.node_id, info.incarnation) != (node_id, request.incarnation):
+                info = msgspec.structs.replace(info, node_id=node_id, incarnation=request.incarnation)
             self._membership.heard(info, now_s=self._clock.monotonic_s(), now_at=self._clock.wall_s())
         if not self._election.is_leading or not self._ledger.is_loaded:
             return HeartbeatAck(leading=False, leader_token=self._election.token)

@@ -251,7 +251,10 @@ class Ledger:
             self.tokens,
             self.quotas,
         )
-        self._queue: asyncio.Queue[_Write] = asyncio.Queue(WRITES_WAITING_MAX)
+        self._queue: deque[_Write] = deque()
+        """At most WRITES_WAITING_MAX; beyond that callers wait for room."""
+        self._has_work = asyncio.Event()
+        self._has_room = asyncio.Event()
         self._taken: deque[_Write] = deque()
         """Off the queue and not yet in a transaction; at most BATCH_WRITES_MAX."""
         self._uncertain = False
@@ -292,38 +295,55 @@ class Ledger:
 
         `build` must not await, and may be called again when its changes were not committed.
         """
-        return await (await self._begin(build))
+        if len(self._queue) >= WRITES_WAITING_MAX:
+            await self._wait_room()
+        return await self._begin(build)
 
     async def write_each(self, builds: Iterable[Build[_Result]]) -> list[_Result | BaseException]:
         """What came of each, as `write` would have it, when all are answered. They go together where they
         fit, and one that fails takes no other with it unless they shared a transaction."""
-        answers = [await self._begin(build) for build in builds]
-        return await asyncio.gather(*answers, return_exceptions=True)
+        answers: list[asyncio.Future[_Result]] = []
+        try:
+            for build in builds:
+                if len(self._queue) >= WRITES_WAITING_MAX:
+                    await self._wait_room()
+                answers.append(self._begin(build))
+            # Mostly all are answered at once, so that only the first is really waited for.
+            return [await _outcome(answer) for answer in answers]
+        finally:
+            for answer in answers:
+                if not answer.cancel() and not answer.cancelled():
+                    answer.exception()  # nobody else will ask
 
-    async def _begin(self, build: Build[_Result]) -> asyncio.Future[_Result]:
+    async def _wait_room(self) -> None:
+        while len(self._queue) >= WRITES_WAITING_MAX:
+            self._has_room.clear()
+            await self._has_room.wait()
+
+    def _begin(self, build: Build[_Result]) -> asyncio.Future[_Result]:
         self._election.require_token()
         answer: asyncio.Future[_Result] = asyncio.get_running_loop().create_future()
-        write = _Write(build, answer)
-        if self._queue.full():
-            await self._queue.put(write)
-        else:
-            self._queue.put_nowait(write)
+        self._queue.append(_Write(build, answer))
+        self._has_work.set()
         return answer
 
     async def run(self) -> None:
         """Carries out writes until cancelled; those still waiting then are told."""
         try:
             while True:
-                if not self._taken:
-                    self._taken.append(await self._queue.get())
                 # What waits now goes together; nothing is waited for to make a batch larger.
-                while len(self._taken) < BATCH_WRITES_MAX and not self._queue.empty():
-                    self._taken.append(self._queue.get_nowait())
-                await self._carry_out()
+                while self._queue and len(self._taken) < BATCH_WRITES_MAX:
+                    self._taken.append(self._queue.popleft())
+                self._has_room.set()
+                if self._taken:
+                    await self._carry_out()
+                else:
+                    self._has_work.clear()
+                    await self._has_work.wait()
         finally:
-            while not self._queue.empty():
-                self._taken.append(self._queue.get_nowait())
-            _refuse(self._taken, _stopping())
+            _refuse([*self._taken, *self._queue], _stopping())
+            self._taken.clear()
+            self._queue.clear()
 
     async def _carry_out(self) -> None:
         """One transaction of as many as fit; those left over stay in `_taken`."""
@@ -431,6 +451,13 @@ def _operation(change: _Change) -> Put | Delete:
     table, row_id, row = change
     key = table.prefix + row_id
     return Delete(key) if row is None else Put(key, _encoder.encode(row))
+
+
+async def _outcome(answer: asyncio.Future[_Result]) -> _Result | BaseException:
+    try:
+        return await answer
+    except Exception as error:
+        return error
 
 
 def _answer(built: _Built) -> None:

@@ -7,6 +7,7 @@ off the wire. Long waits are bounded polls (`wait_s`). Not for: framing (runtime
 
 from __future__ import annotations
 
+import functools
 import typing
 from typing import Generic, TypeVar
 
@@ -523,6 +524,7 @@ class WaitDevice(Request[DeviceReply], frozen=True, kw_only=True):
     wait_s: float = 0.0
 
 
+@functools.cache
 def reply_type(request: type[Request[_Reply]]) -> type[_Reply]:
     """The type that answers this type of request."""
     (answer,) = typing.get_args(request.__orig_bases__[0])  # type: ignore[attr-defined]
