@@ -25,7 +25,7 @@ from genie.errors import GenieError, LeadershipError
 from genie.runtime import files
 from genie.runtime.clock import SystemClock
 from genie.runtime.network import TcpNetwork
-from genie.runtime.tasks import collect_seldom, file_thread, loop_factory
+from genie.runtime.tasks import file_thread, loop_factory, tune_for_serving
 from genie.telemetry import log
 
 _log = logging.getLogger("genie.controller")
@@ -74,7 +74,7 @@ async def _until_signal(controller: Controller) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
     failure: GenieError | None = None
-    collect_seldom()
+    tune_for_serving()
     async with asyncio.TaskGroup() as group:
 
         async def serve() -> None:

@@ -76,7 +76,7 @@ Work = Callable[["SqliteFile"], object]
 _Item = TypeVar("_Item")
 
 # Rows in one statement. The thread lets the program go on at each, and then has to wait for its turn.
-_PART_SIZES = (64, 16, 4, 1)
+_PART_SIZES = (512, 256, 128, 64, 32, 16, 8, 4, 2, 1)
 
 
 @dataclass(frozen=True, slots=True)
