@@ -12,7 +12,7 @@ import asyncio
 import logging
 import os
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from genie.config import ControllerConfig
@@ -125,6 +125,10 @@ class Controller:
         self._quotas = QuotaTable(ledger)
         self._policy = make_policy(config, clock=clock)
         self._planner = self._build_planner()
+        jobs.starter = self._planner
+        ledger.jobs.on_change.append(self._launch_placed)
+        self._launched: list[Job] = []
+        """With their submission, since the last pass."""
         self._orders = Orders()
         self._admission = Admission(ledger, self._tokens, self._certificates, jobs, clock=clock)
         self._agents = Agents(
@@ -157,6 +161,7 @@ class Controller:
             make_placer=lambda policy: make(policy, 0, ()),
             policy=_PLACEMENT,
             rules=self._rules,
+            room=lambda: self._orders.room,
         )
 
     def _rules(self) -> Rules:
@@ -365,6 +370,8 @@ class Controller:
         if self._clock.monotonic_s() >= self._next_tick_s:
             self._next_tick_s = self._clock.monotonic_s() + self._tick_s
             await self._tick()
+        _log_placed(self._launched)
+        self._launched.clear()
         await self._schedule()
 
     async def _tick(self) -> None:
@@ -404,17 +411,22 @@ class Controller:
         self._planner.refresh()
 
     async def _place(self, starts: list[Start]) -> None:
-        level = logging.INFO
-        if len(starts) > _LOGGED_MAX:
-            # A line for each of very many would cost more than the placing.
-            _log.info("placing %d jobs", len(starts))
-            level = logging.DEBUG
+        placed: list[Job] = []
 
         def launch(job: Job) -> None:
-            _log.log(level, "job %s: %s", job.job_id, job.reason)
+            placed.append(job)
             self._agents.launch(job)
 
-        await self._jobs.place(starts, placed=launch)
+        try:
+            await self._jobs.place(starts, placed=launch)
+        finally:
+            _log_placed(placed)
+
+    def _launch_placed(self, job_id: str, before: Job | None, after: Job | None) -> None:
+        """One that was placed with its submission: from now on that is durable."""
+        if before is None and after is not None and after.state is JobState.PLACING:
+            self._agents.launch(after)
+            self._launched.append(after)
 
     async def _preempt(self, decision: Preempt) -> None:
         job = self._jobs.get(decision.job_id)
@@ -457,3 +469,12 @@ class Controller:
         if self._config.advertise:
             return self._config.advertise
         return socket.gethostname() if self._config.bind in _WILDCARDS else self._config.bind
+
+
+def _log_placed(jobs: Sequence[Job]) -> None:
+    if len(jobs) > _LOGGED_MAX:
+        # A line for each of very many would cost more than the placing.
+        _log.info("placed %d jobs", len(jobs))
+        return
+    for job in jobs:
+        _log.info("job %s: %s", job.job_id, job.reason)

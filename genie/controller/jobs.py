@@ -13,7 +13,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from operator import attrgetter
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import msgspec
 
@@ -58,6 +58,18 @@ class _Refusal(NamedTuple):
     not_before_s: float = 0.0
 
 
+class Starter(Protocol):
+    """Places jobs with their submission."""
+
+    def start_now(self, job: Job) -> Start | None:
+        """Where it goes; None when it has to wait for its turn."""
+        ...
+
+    def take_back(self, job_id: str) -> None:
+        """It was not submitted after all."""
+        ...
+
+
 class Jobs:
     """`bell` is rung with a job's id at each of its changes, and `wake` is called."""
 
@@ -77,6 +89,7 @@ class Jobs:
         self._random_bytes = random_bytes
         self._bell = bell
         self._wake = wake
+        self.starter: Starter | None = None
         self._by_state: dict[JobState, dict[str, Job]] = {state: {} for state in JobState}
         self._by_name: dict[str, set[str]] = {}
         self._by_request: dict[tuple[str, str], str] = {}
@@ -225,10 +238,26 @@ class Jobs:
                 session=session,
                 ticket_sha256=ticket_sha256,
             )
+            job = self._started_now(txn, job)
             txn.put(self._ledger.jobs, job.job_id, job)
             return job
 
         return await self._ledger.write(build)
+
+    def _started_now(self, txn: Transaction, job: Job) -> Job:
+        """Placed where nobody waits, so that a job which need not wait is one step and not two. Those that
+        are not durable yet are among those who wait."""
+        if self.starter is None or self._by_state[JobState.QUEUED]:
+            return job
+        start = self.starter.start_now(job)
+        if start is None:
+            return job
+        txn.otherwise(partial(self.starter.take_back, job.job_id))
+        placements = self._placements(txn, start)
+        if placements is None:
+            self.starter.take_back(job.job_id)
+            return job
+        return self._placed(txn, job, placements, start.reason)
 
     def _check_share(self, tenant: str) -> None:
         """No tenant fills the queue alone."""
@@ -294,22 +323,33 @@ class Jobs:
             why = f"its workers would be on {nodes} nodes, and {NODES_OF_JOB_MAX} are the most"
             self._end(txn, job, JobState.CANCELLED, f"cancelled: {why}")
             return None
+        placements = self._placements(txn, start)
+        if placements is None:
+            return None
+        step = self._placed(txn, job, placements, start.reason)
+        txn.put(self._ledger.jobs, job.job_id, step)
+        return step
+
+    def _placements(self, txn: Transaction, start: Start) -> tuple[Placement, ...] | None:
+        """None when a node is not there any more."""
+        nodes = [self._ledger.nodes.get(place.node_id) for place in start.places]
+        if None in nodes:
+            return None
         epoch = txn.next_number("epoch")
-        placements = []
-        for place in start.places:
-            node = self._ledger.nodes.get(place.node_id)
-            if node is None:
-                return None
-            incarnation = node.info.incarnation
-            placements.append(
-                Placement(node_id=place.node_id, incarnation=incarnation, gpu_ids=place.gpu_ids, epoch=epoch)
+        return tuple(
+            Placement(
+                node_id=place.node_id, incarnation=node.info.incarnation, gpu_ids=place.gpu_ids, epoch=epoch
             )
-        step = moved(job, JobState.PLACING, reason=start.reason, at=self._clock.wall_s())
-        step = msgspec.structs.replace(step, placements=tuple(placements))
+            for place, node in zip(start.places, nodes, strict=True)
+            if node is not None
+        )
+
+    def _placed(self, txn: Transaction, job: Job, placements: tuple[Placement, ...], reason: str) -> Job:
+        """The job with what it holds from now on; its own row is left to the caller."""
+        step = moved(job, JobState.PLACING, reason=reason, at=self._clock.wall_s(), placements=placements)
         for rank, placement in enumerate(placements):
             held = txn.get(self._ledger.holds, placement.node_id) or NodeLedger(node_id=placement.node_id)
             txn.put(self._ledger.holds, placement.node_id, held.with_hold(_hold_of(step, rank)))
-        txn.put(self._ledger.jobs, job.job_id, step)
         return step
 
     async def confirm(self, node_id: str, unit: str, *, epoch: int, incarnation: int) -> None:

@@ -14,7 +14,7 @@ import asyncio
 import copy
 import logging
 from collections import deque
-from collections.abc import Callable, ItemsView, Iterable, Iterator
+from collections.abc import Callable, ItemsView, Iterable, Iterator, Sequence
 from typing import Any, Generic, TypeVar
 
 import msgspec
@@ -149,7 +149,13 @@ class Transaction:
     def __init__(self, counters: Table[Counter]) -> None:
         # Any: tables of every row type share one list of changes.
         self.staged: dict[tuple[str, str], tuple[Table[Any], str, Any]] = {}
+        self.undo: list[Callable[[], None]] = []
         self._counters = counters
+
+    def otherwise(self, undo: Callable[[], None]) -> None:
+        """Called once if these changes are not committed, or if nobody knows whether they are: for a build
+        that has to count on them before they are durable. It does not await and does not raise."""
+        self.undo.append(undo)
 
     def put(self, table: Table[_Row], row_id: str, row: _Row) -> None:
         self.staged[table.prefix, row_id] = (table, row_id, row)
@@ -188,6 +194,7 @@ class _Built(msgspec.Struct):
     changes: list[_Change]
     outcome: Any  # Any: see _Write
     failure: Exception | None = None
+    undo: Sequence[Callable[[], None]] = ()
 
 
 class _Batch:
@@ -369,6 +376,8 @@ class Ledger:
     def _asked(self, batch: _Batch | None) -> list[_Write]:
         """The writes of a transaction that failed, or all that waited when it did not come to one."""
         if batch is not None:
+            for built in reversed(batch.writes):
+                _undo(built.undo)
             return [built.write for built in batch.writes]
         asked = list(self._taken)
         self._taken.clear()
@@ -399,10 +408,14 @@ class Ledger:
         transaction = Transaction(self.counters)
         try:
             outcome = write.build(transaction)
-            built = _Built(write, list(transaction.staged.values()), outcome)
-            return built if batch.try_add(built) else None
+            built = _Built(write, list(transaction.staged.values()), outcome, None, transaction.undo)
+            if batch.try_add(built):
+                return built
+            _undo(transaction.undo)
+            return None
         # A request boundary. It is answered with the others: it may have failed because of what they staged.
         except Exception as error:
+            _undo(transaction.undo)
             built = _Built(write, [], None, error)
             batch.writes.append(built)
             return built
@@ -451,6 +464,11 @@ def _operation(change: _Change) -> Put | Delete:
     table, row_id, row = change
     key = table.prefix + row_id
     return Delete(key) if row is None else Put(key, _encoder.encode(row))
+
+
+def _undo(several: Sequence[Callable[[], None]]) -> None:
+    for undo in reversed(several):
+        undo()
 
 
 async def _outcome(answer: asyncio.Future[_Result]) -> _Result | BaseException:

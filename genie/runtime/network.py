@@ -160,9 +160,7 @@ class TcpChannel:
         taken, start = self._taken, self._at + wire.HEADER_BYTES
         if len(taken) < start:
             return None
-        length, kind, call_id = wire.unpack_header(
-            taken, self._at, cap_bytes=self.cap_bytes, peer=self.peer
-        )
+        length, kind, call_id = wire.unpack_header(taken, self._at, cap_bytes=self.cap_bytes, peer=self.peer)
         end = start + length
         if len(taken) < end:
             return None

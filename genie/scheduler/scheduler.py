@@ -289,6 +289,20 @@ class Scheduler:
             self.set_rules(self._rules)
         return _Pass(self, now).run()
 
+    def start_now(self, request: Request, now: float) -> Start | None:
+        """Starts one that has just come without a pass, where nobody waits and nothing is kept for anybody.
+        None, and nothing has changed, where it must be gone through with others. `ended` takes it back."""
+        is_alone = not self._waiting and self._reservation is None and not len(self.claims)
+        if not is_alone or request.near or isinstance(self._rules.order, Fenced):
+            return None
+        walk = _Pass(self, now)
+        if not walk._try_start(request, "it fits"):
+            return None
+        self.book.observe(request)
+        start = walk._done[0]
+        assert isinstance(start, Start)
+        return start
+
     def _run(self, request: Request, places: tuple[WorkerPlace, ...], at: float) -> None:
         limit_s = request.time_limit_s
         ends_at = at + (self.rules.assumed_s if limit_s is None else limit_s)
