@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable
-from dataclasses import replace
 
 from genie.controller.jobs import Jobs
 from genie.controller.ledger import Ledger
@@ -334,13 +333,11 @@ class Planner:
         )
 
     def _by_id(self, start: Start) -> Start:
-        places = tuple(
-            replace(
-                place, gpu_ids=tuple(self._gpu_ids[place.node_id][position] for position in place.gpu_ids)
-            )
-            for place in start.places
-        )
-        return replace(start, places=places)
+        places = []
+        for place in start.places:
+            ids = self._gpu_ids[place.node_id]
+            places.append(WorkerPlace(place.node_id, tuple([ids[position] for position in place.gpu_ids])))
+        return Start(start.job_id, tuple(places), start.reason)
 
 
 def _asked(spec: JobSpec, tenant: str) -> Job:
