@@ -7,7 +7,6 @@ node's ledger with it: so a hold is released exactly once. Not for: which job go
 
 from __future__ import annotations
 
-import base64
 import heapq
 import math
 from collections.abc import Callable, Iterable, Sequence
@@ -46,6 +45,9 @@ NODES_OF_JOB_MAX = 120
 """What a job begins to hold is written at once, and a store takes so many rows in one transaction."""
 _BACKOFF_S = 0.5
 _DROP_AT_ONCE = 100
+_DIGITS = "abcdefghijklmnopqrstuvwxyz234567"
+_PAIRS = tuple(first + second for first in _DIGITS for second in _DIGITS)
+"""Two digits of an id, by ten bits."""
 _FOR_OTHERS = 10
 _STOPPING = "being stopped: "
 
@@ -356,23 +358,17 @@ class Jobs:
         """Running. FencedError when that launch is void; WorkersMissingError while other workers are not
         ready: they start together. Asking twice is fine: an answer may be lost."""
         job_id, rank = parse_unit(unit)
-        void = FencedError(f"launch {epoch} of job {unit} is void")
-
-        def current() -> Job:
-            job = self.get(job_id)
-            if job is None or not is_at(job, rank, node_id, epoch) or job.stop:
-                raise void
-            if job.placements[rank].incarnation != incarnation:
-                raise void
-            return job
 
         def build(txn: Transaction) -> None:
-            job = current()
+            job = self.get(job_id)
+            is_void = job is None or not is_at(job, rank, node_id, epoch) or bool(job.stop)
+            if is_void or job is None or job.placements[rank].incarnation != incarnation:
+                raise FencedError(f"launch {epoch} of job {unit} is void")
             if job.state is JobState.RUNNING:
                 return
             self._arrive(job, rank)
-            nodes = sorted({placement.node_id for placement in job.placements})
-            where = f"node {nodes[0]}" if len(nodes) == 1 else f"{len(nodes)} nodes"
+            nodes = {placement.node_id for placement in job.placements}
+            where = f"node {node_id}" if len(nodes) == 1 else f"{len(nodes)} nodes"
             step = moved(job, JobState.RUNNING, reason=f"started on {where}", at=self._clock.wall_s())
             txn.put(self._ledger.jobs, job_id, step)
 
@@ -548,7 +544,8 @@ class Jobs:
 
     def _new_id(self) -> str:
         while True:
-            job_id = "j-" + base64.b32encode(self._random_bytes(5)).decode().lower()
+            number = int.from_bytes(self._random_bytes(5))
+            job_id = "j-" + "".join([_PAIRS[number >> shift & 1023] for shift in (30, 20, 10, 0)])
             if job_id not in self._ledger.jobs:
                 return job_id
 

@@ -148,7 +148,7 @@ class Transaction:
 
     def __init__(self, counters: Table[Counter]) -> None:
         # Any: tables of every row type share one list of changes.
-        self.staged: dict[tuple[str, str], tuple[Table[Any], str, Any]] = {}
+        self.staged: dict[str, tuple[Table[Any], str, Any]] = {}
         self.undo: list[Callable[[], None]] = []
         self._counters = counters
 
@@ -158,15 +158,16 @@ class Transaction:
         self.undo.append(undo)
 
     def put(self, table: Table[_Row], row_id: str, row: _Row) -> None:
-        self.staged[table.prefix, row_id] = (table, row_id, row)
+        self.staged[table.prefix + row_id] = (table, row_id, row)
 
     def delete(self, table: Table[_Row], row_id: str) -> None:
         if row_id in table:
-            self.staged[table.prefix, row_id] = (table, row_id, None)
+            self.staged[table.prefix + row_id] = (table, row_id, None)
 
     def get(self, table: Table[_Row], row_id: str) -> _Row | None:
-        if (table.prefix, row_id) in self.staged:
-            row: _Row | None = self.staged[table.prefix, row_id][2]
+        staged = self.staged.get(table.prefix + row_id)
+        if staged is not None:
+            row: _Row | None = staged[2]
             return row
         return table.get(row_id)
 
@@ -219,7 +220,7 @@ class _Batch:
         transaction is: UsageError, so that it is the bad write that fails and not its neighbours."""
         operations = [_operation(change) for change in built.changes]
         # Each row is compared, too, and the leader's key is one compare more.
-        more_bytes, more_rows = check_transaction([], operations, ops_max=TXN_OPS_MAX - 1), 0
+        more_bytes, more_rows = check_transaction((), operations, ops_max=TXN_OPS_MAX - 1), 0
         for operation in operations:
             more_bytes += len(operation.key) * _BYTES_PER_CHARACTER_MAX
             more_rows += operation.key not in self._operations
@@ -260,6 +261,8 @@ class Ledger:
         )
         self._queue: deque[_Write] = deque()
         """At most WRITES_WAITING_MAX; beyond that callers wait for room."""
+        self._loop: asyncio.AbstractEventLoop | None = None
+        """Asked for once: Python makes a system call of it."""
         self._has_work = asyncio.Event()
         self._has_room = asyncio.Event()
         self._taken: deque[_Write] = deque()
@@ -329,7 +332,9 @@ class Ledger:
 
     def _begin(self, build: Build[_Result]) -> asyncio.Future[_Result]:
         self._election.require_token()
-        answer: asyncio.Future[_Result] = asyncio.get_running_loop().create_future()
+        if self._loop is None:
+            self._loop = asyncio.get_running_loop()
+        answer: asyncio.Future[_Result] = self._loop.create_future()
         self._queue.append(_Write(build, answer))
         self._has_work.set()
         return answer

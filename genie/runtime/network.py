@@ -130,9 +130,10 @@ class TcpChannel:
             raise ConnectionLostError(f"the connection to {self.peer} was lost: {error}") from error
 
     def try_send_nowait(self, frame: bytes) -> bool:
+        if self._going_bytes > SEND_NOW_BYTES_MAX:
+            self._flush()
         transport = self._transport
-        waiting_bytes = self._going_bytes + transport.get_write_buffer_size()
-        if transport.is_closing() or waiting_bytes > SEND_NOW_BYTES_MAX:
+        if transport.is_closing() or transport.get_write_buffer_size() > SEND_NOW_BYTES_MAX:
             return False
         if not self._going:
             self._loop.call_soon(self._flush)
