@@ -12,7 +12,7 @@ import asyncio
 import logging
 import os
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 from genie.config import ControllerConfig
@@ -126,9 +126,11 @@ class Controller:
         self._policy = make_policy(config, clock=clock)
         self._planner = self._build_planner()
         jobs.starter = self._planner
-        ledger.jobs.on_change.append(self._launch_placed)
+        ledger.jobs.on_change.append(self._follow)
+        self._placed: list[Job] = []
+        """And not yet sent on their way; only while the loop turns once."""
         self._launched: list[Job] = []
-        """With their submission, since the last pass."""
+        """Since the last tick, for the log."""
         self._orders = Orders()
         self._admission = Admission(ledger, self._tokens, self._certificates, jobs, clock=clock)
         self._agents = Agents(
@@ -369,9 +371,8 @@ class Controller:
     async def _pass(self) -> None:
         if self._clock.monotonic_s() >= self._next_tick_s:
             self._next_tick_s = self._clock.monotonic_s() + self._tick_s
+            self._log_launched()
             await self._tick()
-        _log_placed(self._launched)
-        self._launched.clear()
         await self._schedule()
 
     async def _tick(self) -> None:
@@ -411,22 +412,32 @@ class Controller:
         self._planner.refresh()
 
     async def _place(self, starts: list[Start]) -> None:
-        placed: list[Job] = []
-
-        def launch(job: Job) -> None:
-            placed.append(job)
-            self._agents.launch(job)
-
         try:
-            await self._jobs.place(starts, placed=launch)
+            await self._jobs.place(starts, placed=self._placed.append)
         finally:
-            _log_placed(placed)
+            self._launch()
 
-    def _launch_placed(self, job_id: str, before: Job | None, after: Job | None) -> None:
-        """One that was placed with its submission: from now on that is durable."""
+    def _follow(self, job_id: str, before: Job | None, after: Job | None) -> None:
+        """One that was placed with its submission is launched when all of its transaction are known."""
         if before is None and after is not None and after.state is JobState.PLACING:
-            self._agents.launch(after)
-            self._launched.append(after)
+            if not self._placed:
+                asyncio.get_running_loop().call_soon(self._launch)
+            self._placed.append(after)
+
+    def _launch(self) -> None:
+        """Those that were placed, now that it is durable."""
+        jobs, self._placed = self._placed, []
+        self._agents.launch(jobs)
+        self._launched.extend(jobs)
+
+    def _log_launched(self) -> None:
+        jobs, self._launched = self._launched, []
+        if len(jobs) > _LOGGED_MAX:
+            # A line for each of very many would cost more than the placing.
+            _log.info("placed %d jobs", len(jobs))
+            return
+        for job in jobs:
+            _log.info("job %s: %s", job.job_id, job.reason)
 
     async def _preempt(self, decision: Preempt) -> None:
         job = self._jobs.get(decision.job_id)
@@ -469,12 +480,3 @@ class Controller:
         if self._config.advertise:
             return self._config.advertise
         return socket.gethostname() if self._config.bind in _WILDCARDS else self._config.bind
-
-
-def _log_placed(jobs: Sequence[Job]) -> None:
-    if len(jobs) > _LOGGED_MAX:
-        # A line for each of very many would cost more than the placing.
-        _log.info("placed %d jobs", len(jobs))
-        return
-    for job in jobs:
-        _log.info("job %s: %s", job.job_id, job.reason)

@@ -318,8 +318,14 @@ class Ledger:
                 if len(self._queue) >= WRITES_WAITING_MAX:
                     await self._wait_room()
                 answers.append(self._begin(build))
-            # Mostly all are answered at once, so that only the first is really waited for.
-            return [await _outcome(answer) for answer in answers]
+            outcomes: list[_Result | BaseException] = []
+            for answer in answers:
+                # Mostly all are answered at once, so that only the first is really waited for.
+                try:
+                    outcomes.append(await answer)
+                except Exception as error:
+                    outcomes.append(error)
+            return outcomes
         finally:
             for answer in answers:
                 if not answer.cancel() and not answer.cancelled():
@@ -474,13 +480,6 @@ def _operation(change: _Change) -> Put | Delete:
 def _undo(several: Sequence[Callable[[], None]]) -> None:
     for undo in reversed(several):
         undo()
-
-
-async def _outcome(answer: asyncio.Future[_Result]) -> _Result | BaseException:
-    try:
-        return await answer
-    except Exception as error:
-        return error
 
 
 def _answer(built: _Built) -> None:

@@ -524,11 +524,15 @@ class WaitDevice(Request[DeviceReply], frozen=True, kw_only=True):
     wait_s: float = 0.0
 
 
-@functools.cache
 def reply_type(request: type[Request[_Reply]]) -> type[_Reply]:
     """The type that answers this type of request."""
+    return typing.cast("type[_Reply]", _reply_type(request))
+
+
+@functools.cache
+def _reply_type(request: type[Message]) -> type[Message]:
     (answer,) = typing.get_args(request.__orig_bases__[0])  # type: ignore[attr-defined]
-    return typing.cast("type[_Reply]", answer)
+    return typing.cast("type[Message]", answer)
 
 
 BEFORE_HELLO = (Hello, FetchTrust, Join)
