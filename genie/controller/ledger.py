@@ -21,7 +21,7 @@ import msgspec
 
 from genie.controller.election import LEADER_KEY, Election, StoreHealth
 from genie.controller.store import Compare, Delete, Put, Store
-from genie.controller.store.limits import check_transaction
+from genie.controller.store.limits import check_transaction, operation_bytes
 from genie.controller.store.protocol import TXN_BYTES_MAX, TXN_OPS_MAX
 from genie.errors import (
     GenieError,
@@ -218,19 +218,25 @@ class _Batch:
     def try_add(self, built: _Built) -> bool:
         """False when it does not fit beside those that are here. Alone it is only checked as every
         transaction is: UsageError, so that it is the bad write that fails and not its neighbours."""
-        operations = [_operation(change) for change in built.changes]
-        # Each row is compared, too, and the leader's key is one compare more.
-        more_bytes, more_rows = check_transaction((), operations, ops_max=TXN_OPS_MAX - 1), 0
-        for operation in operations:
-            more_bytes += len(operation.key) * _BYTES_PER_CHARACTER_MAX
-            more_rows += operation.key not in self._operations
+        known, operations = self._operations, []
+        more_bytes = more_rows = 0
+        for table, row_id, row in built.changes:
+            key = table.prefix + row_id
+            operation = Delete(key) if row is None else Put(key, _encoder.encode(row))
+            operations.append(operation)
+            # Each row is compared, too.
+            more_bytes += operation_bytes(operation) + len(key) * _BYTES_PER_CHARACTER_MAX
+            more_rows += key not in known
+        if len(operations) >= TXN_OPS_MAX or more_bytes > TXN_BYTES_MAX:
+            # The leader's key is one compare more.
+            check_transaction((), operations, ops_max=TXN_OPS_MAX - 1)
         # What is changed a second time is counted a second time: that is only on the safe side.
-        is_full = len(self._operations) + more_rows >= self._ops_max
+        is_full = len(known) + more_rows >= self._ops_max
         if self.writes and (is_full or self._size_bytes + more_bytes > TXN_BYTES_MAX):
             return False
         for operation, (table, row_id, _) in zip(operations, built.changes, strict=True):
             self._rows[operation.key] = (table, row_id)
-            self._operations[operation.key] = operation
+            known[operation.key] = operation
         self._size_bytes += more_bytes
         self.writes.append(built)
         return True
@@ -469,12 +475,6 @@ class Ledger:
                 after = item.key
             more = page.more
         return rows
-
-
-def _operation(change: _Change) -> Put | Delete:
-    table, row_id, row = change
-    key = table.prefix + row_id
-    return Delete(key) if row is None else Put(key, _encoder.encode(row))
 
 
 def _undo(several: Sequence[Callable[[], None]]) -> None:

@@ -169,7 +169,7 @@ async def test_a_peer_that_asks_too_much_at_once_is_not_read_further() -> None:
 
 
 async def test_calls_that_go_together_have_each_its_own_outcome() -> None:
-    async with serving() as (server, port), dialled(port) as peer:
+    async with serving() as (_, port), dialled(port) as peer:
         good, missing, late = await peer.call_each(
             [FetchTrust(), GetJob(job_id="a"), ReadLog(job_id="a")],  # type: ignore[list-item]
             timeout_s=0.2,

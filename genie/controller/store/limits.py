@@ -68,7 +68,7 @@ def check_transaction(
     for compare in compares:
         size_bytes += _compare_bytes(compare)
     for operation in operations:
-        size_bytes += _operation_bytes(operation)
+        size_bytes += operation_bytes(operation)
     if size_bytes > TXN_BYTES_MAX:
         raise UsageError(f"a transaction of {size_bytes} bytes is over {TXN_BYTES_MAX}", hint="split it")
     if len(operations) > 1 and len({operation.key for operation in operations}) != len(operations):
@@ -84,7 +84,8 @@ def _compare_bytes(compare: Compare) -> int:
     return len(key) if key.isascii() and 0 < len(key) <= KEY_BYTES_MAX else len(encode_key(key))
 
 
-def _operation_bytes(operation: Put | Delete) -> int:
+def operation_bytes(operation: Put | Delete) -> int:
+    """What it counts against TXN_BYTES_MAX; UsageError when no engine takes it."""
     key = operation.key
     key_bytes = len(key) if key.isascii() and 0 < len(key) <= KEY_BYTES_MAX else len(encode_key(key))
     if operation.__class__ is Delete:
