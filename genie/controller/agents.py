@@ -474,10 +474,12 @@ class Agents:
         else:
             outcomes = [UnreachableError(f"node {node_id} is not connected")] * len(orders)
         for (job, rank), error in zip(workers, outcomes, strict=True):
-            if isinstance(error, GenieError):
-                # Each by itself: the store may fail for one of them.
-                order = self._undelivered(job, node_id, error)
-                self._orders.send(order, name=f"launch of {job.unit(rank)}")
+            if not isinstance(error, GenieError):
+                continue
+            try:
+                await self._undelivered(job, node_id, error)
+            except GenieError as failure:  # the others have theirs to come yet
+                _log.info("launch of %s: %s", job.unit(rank), failure)
 
     async def _undelivered(self, job: Job, node_id: str, error: GenieError) -> None:
         if isinstance(error, TransportError):
