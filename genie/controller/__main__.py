@@ -28,7 +28,7 @@ from genie.runtime.building import build_ahead, command_for
 from genie.runtime.clock import SystemClock
 from genie.runtime.network import TcpNetwork
 from genie.runtime.placers import why_plain
-from genie.runtime.tasks import collect_seldom, file_thread, loop_factory
+from genie.runtime.tasks import file_thread, loop_factory, tune_for_serving
 from genie.telemetry import log
 
 _log = logging.getLogger("genie.controller")
@@ -77,7 +77,7 @@ async def _until_signal(controller: Controller, *, compile_ahead: bool) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
     failure: GenieError | None = None
-    collect_seldom()
+    tune_for_serving()
     async with asyncio.TaskGroup() as group:
 
         async def serve() -> None:

@@ -126,6 +126,12 @@ class Controller:
         self._quotas = QuotaTable(ledger)
         self._policy = make_policy(config, clock=clock)
         self._planner = self._build_planner()
+        jobs.starter = self._planner
+        ledger.jobs.on_change.append(self._follow)
+        self._placed: list[Job] = []
+        """And not yet sent on their way; only while the loop turns once."""
+        self._launched: list[Job] = []
+        """Since the last tick, for the log."""
         self._orders = Orders()
         self._admission = Admission(ledger, self._tokens, self._certificates, jobs, clock=clock)
         self._agents = Agents(
@@ -154,6 +160,7 @@ class Controller:
             policy=_PLACEMENT,
             rules=self._rules,
             workers_max=self._config.node_workers_max,
+            room=lambda: self._orders.room,
         )
 
     def _rules(self) -> Rules:
@@ -372,6 +379,7 @@ class Controller:
     async def _pass(self) -> None:
         if self._clock.monotonic_s() >= self._next_tick_s:
             self._next_tick_s = self._clock.monotonic_s() + self._tick_s
+            self._log_launched()
             await self._tick()
         await self._schedule()
 
@@ -412,17 +420,32 @@ class Controller:
         self._planner.refresh()
 
     async def _place(self, starts: list[Start]) -> None:
-        level = logging.INFO
-        if len(starts) > _LOGGED_MAX:
+        try:
+            await self._jobs.place(starts, placed=self._placed.append)
+        finally:
+            self._launch()
+
+    def _follow(self, job_id: str, before: Job | None, after: Job | None) -> None:
+        """One that was placed with its submission is launched when all of its transaction are known."""
+        if before is None and after is not None and after.state is JobState.PLACING:
+            if not self._placed:
+                asyncio.get_running_loop().call_soon(self._launch)
+            self._placed.append(after)
+
+    def _launch(self) -> None:
+        """Those that were placed, now that it is durable."""
+        jobs, self._placed = self._placed, []
+        self._agents.launch(jobs)
+        self._launched.extend(jobs)
+
+    def _log_launched(self) -> None:
+        jobs, self._launched = self._launched, []
+        if len(jobs) > _LOGGED_MAX:
             # A line for each of very many would cost more than the placing.
-            _log.info("placing %d jobs", len(starts))
-            level = logging.DEBUG
-
-        def launch(job: Job) -> None:
-            _log.log(level, "job %s: %s", job.job_id, job.reason)
-            self._agents.launch(job)
-
-        await self._jobs.place(starts, placed=launch)
+            _log.info("placed %d jobs", len(jobs))
+            return
+        for job in jobs:
+            _log.info("job %s: %s", job.job_id, job.reason)
 
     async def _preempt(self, decision: Preempt) -> None:
         job = self._jobs.get(decision.job_id)

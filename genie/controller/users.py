@@ -135,16 +135,20 @@ class Users:
     async def submit_job(self, connection: Connection, request: SubmitJob) -> JobReply:
         """Durable when answered, and with what it waits for if it has to."""
         jobs, identity = self._cluster.jobs, connection.identity
-        check_job(request.spec)
+        if request.spec != connection.checked:
+            check_job(request.spec)
+            connection.checked = request.spec
+        spec = connection.checked  # the same object for all that are alike
         self._cluster.election.require_token()
         if jobs.requested(identity.tenant, request.request_id) is None:
-            await self._check_can_run(request.spec, identity)
-        job = await jobs.submit(request.spec, identity, request.request_id)
+            await self._check_can_run(spec, identity)
+        job = await jobs.submit(spec, identity, request.request_id)
 
         def undecided(job: Job) -> bool:
             return job.state is JobState.QUEUED and jobs.shown(job) is job
 
-        await jobs.wait_while(job.job_id, undecided, timeout_s=_DECISION_WAIT_S)
+        if undecided(job):
+            await jobs.wait_while(job.job_id, undecided, timeout_s=_DECISION_WAIT_S)
         return JobReply(job=jobs.told(jobs.get(job.job_id) or job, identity))
 
     async def _check_can_run(self, spec: JobSpec, identity: Identity) -> None:

@@ -257,8 +257,11 @@ ALLOWED_MOVES: dict[JobState, frozenset[JobState]] = {
 }
 
 
-def moved(job: Job, state: JobState, *, reason: str, at: float) -> Job:
-    """The job after one step of its life cycle; a step that the table does not allow is a bug."""
+def moved(
+    job: Job, state: JobState, *, reason: str, at: float, placements: tuple[Placement, ...] | None = None
+) -> Job:
+    """The job after one step of its life cycle; a step that the table does not allow is a bug. It stays where
+    it is placed unless `placements` says otherwise; queued again, it is nowhere."""
     assert state in ALLOWED_MOVES[job.state], f"{job.job_id}: {job.state} -> {state} is not a step"
     step = Transition(state=state, at=at, reason=reason)
     return msgspec.structs.replace(
@@ -268,7 +271,7 @@ def moved(job: Job, state: JobState, *, reason: str, at: float) -> Job:
         history=_trimmed((*job.history, step)),
         started_at=_started_at(job, state, at),
         ended_at=at if state.is_final else job.ended_at,
-        placements=() if state is JobState.QUEUED else job.placements,
+        placements=() if state is JobState.QUEUED else placements or job.placements,
         stop=Stop.NO if state is JobState.QUEUED else job.stop,
         earlier=_with_run(job, at) if state is JobState.QUEUED else job.earlier,
     )

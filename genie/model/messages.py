@@ -7,6 +7,7 @@ off the wire. Long waits are bounded polls (`wait_s`). Not for: framing (runtime
 
 from __future__ import annotations
 
+import functools
 import typing
 from typing import Generic, TypeVar
 
@@ -537,8 +538,13 @@ class WaitDevice(Request[DeviceReply], frozen=True, kw_only=True):
 
 def reply_type(request: type[Request[_Reply]]) -> type[_Reply]:
     """The type that answers this type of request."""
+    return typing.cast("type[_Reply]", _reply_type(request))
+
+
+@functools.cache
+def _reply_type(request: type[Message]) -> type[Message]:
     (answer,) = typing.get_args(request.__orig_bases__[0])  # type: ignore[attr-defined]
-    return typing.cast("type[_Reply]", answer)
+    return typing.cast("type[Message]", answer)
 
 
 BEFORE_HELLO = (Hello, FetchTrust, Join)

@@ -7,10 +7,12 @@ changed to see what would be, and changed back. Not for: which job comes next (s
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TypeAlias, TypeVar
+
+import msgspec
 
 from genie.errors import UsageError
 from genie.model.job import Spread, Within
@@ -26,6 +28,7 @@ MakePlacer = Callable[[str], Placer]
 
 _Name = TypeVar("_Name", bound=Hashable)
 
+_NOTHING = Amounts()
 _SUPPOSING = "bestfit"
 _TRIES_MAX = 8
 """So often another place is looked for, where one would have too many workers."""
@@ -45,8 +48,7 @@ _Change: TypeAlias = tuple[bool, str, _Part]
 """Whether it is taken or given back, by which tenant, what."""
 
 
-@dataclass(frozen=True)
-class Held:
+class Held(msgspec.Struct, frozen=True):
     """What a running job holds."""
 
     request: Request
@@ -121,11 +123,11 @@ class Book:
         return [node.facts for node in self._nodes.values()]
 
     def usage(self, tenant: str) -> Amounts:
-        return self._usage.get(tenant, Amounts())
+        return self._usage.get(tenant, _NOTHING)
 
     def fixed(self, tenant: str) -> Amounts:
         """Of the tenant's usage, what cannot be taken back."""
-        return self._fixed.get(tenant, Amounts())
+        return self._fixed.get(tenant, _NOTHING)
 
     def claims(self, tenant: str) -> list[Claim]:
         return [(held.request, held.amounts) for held in self._held.values() if held.request.tenant == tenant]
@@ -322,7 +324,7 @@ class Book:
             cpu_milli=min(whole.cpu_milli, cpu_milli // count),
             memory_mib=min(whole.memory_mib, memory_mib // count),
         )
-        return (whole, place) if shape == whole else (shape, replace(place, gpu_ids=kept))
+        return (whole, place) if shape == whole else (shape, WorkerPlace(place.node_id, kept))
 
     def _set_gpus(self, node: _Node) -> None:
         facts = node.facts
@@ -353,7 +355,7 @@ class Book:
         self._real.observe(self._class(request, request.shape), self._tenant(request.tenant))
 
     def place(
-        self, request: Request, workers: int, *, least: int | None = None, avoiding: Iterable[str] = ()
+        self, request: Request, workers: int, *, least: int | None = None, avoiding: Collection[str] = ()
     ) -> tuple[WorkerPlace, ...] | None:
         """All workers, or as many as fit if those are `least` or more, or none; they are held from now on.
         None of them is on a node that is to be avoided."""
@@ -453,15 +455,17 @@ class Book:
 
     def _follow(self, tenant: str, part: _Part, *, taken: bool, but: Placer | None = None) -> None:
         """All placers do it; the one that is ahead of time later."""
+        shape, place = part
+        node, number = self._known(place.node_id).number, self._amounts.of(shape)
         for placer in self._placers:
             if placer is but:
                 continue
             if placer is self._ahead and self._foresight is not None:
                 self._foresight.later.append((taken, tenant, part))
             elif taken:
-                self._take(placer, tenant, part)
+                placer.take(number, self._tenant(tenant), node=node, gpus=place.gpu_ids)
             else:
-                self._give_back(placer, part)
+                placer.release(number, node=node, gpus=place.gpu_ids)
 
     # -- suppositions -------------------------------------------------------------------------
 
@@ -531,7 +535,7 @@ class Book:
     # -- placing ------------------------------------------------------------------------------
 
     def _placed(
-        self, placer: Placer, request: Request, workers: int, least: int, avoiding: Iterable[str] = ()
+        self, placer: Placer, request: Request, workers: int, least: int, avoiding: Collection[str] = ()
     ) -> tuple[WorkerPlace, ...] | None:
         """Chosen and taken in this placer."""
         among = self._among(request, avoiding)
@@ -568,8 +572,10 @@ class Book:
                 placer.drop_node_set(number)
         self._racks = None
 
-    def _among(self, request: Request, avoiding: Iterable[str]) -> int | None:
+    def _among(self, request: Request, avoiding: Collection[str]) -> int | None:
         """The set of nodes that will do; None for all."""
+        if not avoiding and not request.near and not request.apart:
+            return None
         avoided = frozenset(self._nodes[node_id].number for node_id in avoiding)
         if not request.near and not request.apart:
             return self._sets.of((avoided, True)) if avoided else None
@@ -671,7 +677,7 @@ class Supposition:
             self._change((False, held.request.tenant, self._book._part(held.request, place)))
 
     def place(
-        self, request: Request, workers: int, *, avoiding: Iterable[str] = ()
+        self, request: Request, workers: int, *, avoiding: Collection[str] = ()
     ) -> tuple[WorkerPlace, ...] | None:
         places = self._book._placed(self._placer, request, workers, workers, avoiding)
         self._done += [(True, request.tenant, (request.shape.bare, place)) for place in places or ()]

@@ -22,6 +22,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
+import msgspec
+
 from genie.errors import UsageError
 from genie.scheduler import migration, victims
 from genie.scheduler.book import Book, Foresight, Held, Supposition
@@ -35,8 +37,7 @@ from genie.scheduler.request import NodeFacts, Request, WorkerPlace
 from genie.scheduler.victims import Running
 
 
-@dataclass(frozen=True)
-class Start:
+class Start(msgspec.Struct, frozen=True):
     """Run it there."""
 
     job_id: str
@@ -285,6 +286,8 @@ class Scheduler:
 
     def why_quota(self, request: Request, workers: int = 0) -> str:
         """Why its tenant may not start it now with so many workers, or its least; empty when it may."""
+        if request.tenant not in self.rules.quotas.by_tenant:
+            return ""
         usage, fixed = self.book.usage(request.tenant), self.book.fixed(request.tenant)
         return self.rules.quotas.why_not(request, workers or request.least_workers, usage=usage, fixed=fixed)
 
@@ -296,10 +299,24 @@ class Scheduler:
             self.set_rules(self._rules)
         return _Pass(self, now).run()
 
+    def start_now(self, request: Request, now: float) -> Start | None:
+        """Starts one that has just come without a pass, where nobody waits and nothing is kept for anybody.
+        None, and nothing has changed, where it must be gone through with others. `ended` takes it back."""
+        is_alone = not self._waiting and self._reservation is None and not len(self.claims)
+        if not is_alone or request.near or isinstance(self._rules.order, Fenced):
+            return None
+        walk = _Pass(self, now)
+        if not walk._try_start(request, "it fits"):
+            return None
+        self.book.observe(request)
+        start = walk._done[0]
+        assert isinstance(start, Start)
+        return start
+
     def _run(self, request: Request, places: tuple[WorkerPlace, ...], at: float) -> None:
         limit_s = request.time_limit_s
         ends_at = at + (self.rules.assumed_s if limit_s is None else limit_s)
-        self._running[request.job_id] = Running(Held(request, places), at, ends_at)
+        self._running[request.job_id] = Running(self.book.held[request.job_id], at, ends_at)
         self._drop_reservation(request.job_id)
 
     def _queue(self, request: Request) -> None:
@@ -519,7 +536,9 @@ class _Pass:
     def _start(self, request: Request, places: tuple[WorkerPlace, ...], reason: str) -> None:
         self._scheduler._unqueue(request.job_id)
         self._scheduler._run(request, places, self._now)
-        where = ", ".join(sorted({place.node_id for place in places})[:3])
+        where = places[0].node_id
+        if len(places) > 1:
+            where = ", ".join(sorted({place.node_id for place in places})[:3])
         self._done.append(Start(request.job_id, places, f"{reason}: {where}"))
 
     def _wait(self, request: Request, reason: str, starts_at: float | None = None) -> None:

@@ -10,7 +10,7 @@ from genie.errors import UsageError
 from genie.model.job import Spread, Within
 from genie.scheduler.order import FairShare, Fifo, Priority
 from genie.scheduler.quota import Quota, Quotas, of_gpus
-from genie.scheduler.request import GpuFacts, Shape, WorkerPlace
+from genie.scheduler.request import GpuFacts, Request, Shape, WorkerPlace
 from genie.scheduler.scheduler import Rules, Start
 from tests.scheduler.clusters import Desk, node
 
@@ -725,3 +725,40 @@ def test_an_elastic_job_that_takes_what_is_kept_for_others_is_not_sent_away_for_
     assert len(desk.book.held["elastic"].places) == 2, "a third worker would be on loan"
     desk.scheduler.set_node(node("n", 2))
     assert desk.preempted() == []
+
+
+def test_one_that_comes_while_nobody_waits_can_start_without_a_pass() -> None:
+    desk = Desk(node("n", 2))
+    first = request_like(desk, "first")
+    start = desk.scheduler.start_now(first, 5.0)
+    assert start == Start("first", (WorkerPlace("n", (0,)),), "it fits: n")
+    assert desk.scheduler.is_running("first")
+    assert desk.book.usage("a").gpu_milli == 1000
+    assert desk.decide() == []
+    assert desk.scheduler.start_now(request_like(desk, "large", gpus=2), 5.0) is None
+    assert not desk.scheduler.is_running("large"), "nothing has changed"
+    assert not desk.scheduler.is_waiting("large")
+    desk.scheduler.ended("first")
+    assert desk.book.usage("a").gpu_milli == 0
+
+
+def test_nobody_starts_without_a_pass_past_those_who_wait_or_against_a_quota() -> None:
+    desk = Desk(node("n", 2))
+    desk.submit("large", 4)
+    assert desk.scheduler.start_now(request_like(desk, "small"), 0.0) is None, "one has just come"
+    desk.decide()
+    assert desk.scheduler.start_now(request_like(desk, "small"), 0.0) is None, "one waits"
+    desk.scheduler.withdraw("large")
+    assert desk.scheduler.start_now(request_like(desk, "small"), 0.0) is not None
+
+    bound = Rules(quotas=Quotas({"a": Quota(own=of_gpus(1))}))
+    desk = Desk(node("n", 2), rules=bound)
+    assert desk.scheduler.start_now(request_like(desk, "one"), 0.0) is not None
+    assert desk.scheduler.start_now(request_like(desk, "two"), 0.0) is None
+
+
+def request_like(desk: Desk, name: str, gpus: int = 1) -> Request:
+    """What the desk would submit, without submitting it."""
+    request = desk.submit(name, gpus)
+    desk.scheduler.withdraw(name)
+    return request
