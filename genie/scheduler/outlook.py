@@ -9,7 +9,7 @@ out. Not for: deciding (scheduler.py).
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -173,7 +173,7 @@ class _Future:
         self._start(request, places)
         return True
 
-    def _placed(self, request: Request, *, avoiding: Iterable[str] = ()) -> tuple[WorkerPlace, ...] | None:
+    def _placed(self, request: Request, *, avoiding: Collection[str] = ()) -> tuple[WorkerPlace, ...] | None:
         self._count(self._try_cost)
         return self._then.place(request, request.least_workers, avoiding=avoiding)
 
