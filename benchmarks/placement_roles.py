@@ -45,7 +45,7 @@ from genie.runtime.clock import SystemClock
 from genie.runtime.credentials import find_access, greet
 from genie.runtime.network import TcpNetwork
 from genie.runtime.rpc import Peer
-from genie.runtime.tasks import collect_seldom, loop_factory
+from genie.runtime.tasks import loop_factory, tune_for_serving
 from genie.telemetry import log
 
 TICK_S = 0.2
@@ -183,7 +183,7 @@ async def until_told(work: Coroutine[Any, Any, None], ready: Coroutine[Any, Any,
     """Runs `work` until SIGTERM; says `ready` when that comes true."""
     stop = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
-    collect_seldom()
+    tune_for_serving()
     async with asyncio.TaskGroup() as group:
         running = group.create_task(work)
         await ready

@@ -121,7 +121,13 @@ class ControllerConfig:
         0.01, "Seconds that one call of a policy of your own may take.", low=0.00001, high=1
     )
     queue_max: int = setting(10_000, "Jobs that may wait at once.", low=1, high=1_000_000)
+    node_workers_max: int = setting(
+        1000, "Workers that a node runs at once, also of jobs that ask for nothing.", low=1, high=1000
+    )
     jobs_kept: int = setting(10_000, "Finished jobs that are remembered.", low=1, high=1_000_000)
+    compile_ahead: bool = setting(
+        True, "Compile the scheduler's library when the controller starts, where that is still to be done."
+    )
     blobs_bytes_max: int = setting(
         10 * 1024**3, "Disk space for directories that were sent along.", low=1024, high=1 << 50
     )

@@ -115,6 +115,7 @@ def _point_home_at(patch: pytest.MonkeyPatch, folder: Path) -> None:
     patch.setenv("HOME", str(home))
     patch.setenv("GENIE_STATE_DIR", str(folder / "state"))
     patch.setenv("GENIE_AGENT_COMPILE_AHEAD", "false")  # it is compiled, and looking takes torch's import
+    patch.setenv("GENIE_CONTROLLER_COMPILE_AHEAD", "false")
 
 
 # --- order ------------------------------------------------------------------------------------

@@ -17,13 +17,13 @@ from pathlib import Path
 
 from genie import config, hardware
 from genie.agent.agent import Agent
-from genie.agent.building import build_ahead
 from genie.agent.identity import find_node_dir, read_identity
 from genie.agent.joining import join
 from genie.agent.launcher import ShimLauncher
 from genie.config import Settings
 from genie.errors import GenieError, TlsError, TokenMissingError, UsageError
 from genie.model.names import node_id_from, parse_endpoint
+from genie.runtime.building import build_ahead, command_for
 from genie.runtime.clock import SystemClock
 from genie.runtime.credentials import Access, is_loopback
 from genie.runtime.network import TcpNetwork, address_towards
@@ -101,7 +101,12 @@ async def _run_beside_build(agent: Agent, *, compile_ahead: bool) -> None:
         return
     try:
         async with asyncio.TaskGroup() as group:
-            building = group.create_task(build_ahead())
+            ahead = build_ahead(
+                command_for("genie_executor"),
+                what="the executors' library",
+                without="remote_accelerator will not work on this node",
+            )
+            building = group.create_task(ahead)
             await agent.run()
             building.cancel()
     except* GenieError as several:

@@ -38,6 +38,7 @@ from genie.errors import (
     ProtocolError,
 )
 from genie.hardware import HostFacts, host_facts
+from genie.model.job import RUNS_KEPT
 from genie.model.messages import (
     Done,
     ExitReport,
@@ -286,15 +287,19 @@ class Agent:
         raise ProtocolError(f"an agent does not answer {type(request).__name__}")
 
     async def _serve_log(self, request: ReadLog) -> Message:
-        directory = self._journal.job_dir(request.job_id)
+        directory = self._journal.run_dir(request.job_id, request.epoch)
         if not directory.is_dir():
             raise JobNotFoundError(
                 f"node {self._node.node_id} has no log of {request.job_id}",
-                hint=f"logs of the last {self._config.jobs_kept} jobs are kept (GENIE_AGENT_JOBS_KEPT)",
+                hint=f"logs of the last {self._config.jobs_kept} jobs are kept (GENIE_AGENT_JOBS_KEPT), "
+                f"and of each those of its last {RUNS_KEPT + 1} runs",
             )
-        return await serve_log(
-            request, directory, is_live=lambda: request.job_id in self._jobs.live, clock=self._clock
-        )
+
+        def is_live() -> bool:
+            job = self._jobs.live.get(request.job_id)
+            return job is not None and request.epoch in (0, job.epoch)
+
+        return await serve_log(request, directory, is_live=is_live, clock=self._clock)
 
     # --- the tasks beside the link ----------------------------------------------------------
 

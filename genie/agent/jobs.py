@@ -359,6 +359,7 @@ class Jobs:
                 reason=reason,
                 ended_at=self._clock.wall_s(),
                 started=False,
+                by_node=bool(job.unwanted),
             )
         )
 

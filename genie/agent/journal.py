@@ -2,9 +2,9 @@
 
 One directory per node; each file is replaced whole and durably. A job's directory holds
 `job.json` (what was accepted), `exit.json` (how it ended, until the controller has it for good,
-then `settled.json`), `log/`, `work/` and `tmp/`. The job can spoil all of these; that costs it its
-record and nobody else anything. Directories whose names start with a dot wait to be removed. Not for:
-processes (processes.py, launcher.py).
+then `settled.json`), `log/`, `work/` and `tmp/`, and in `earlier/` the logs of its runs before. The job
+can spoil all of these; that costs it its record and nobody else anything. Directories whose names start
+with a dot wait to be removed. Not for: processes (processes.py, launcher.py).
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import msgspec
 
 from genie.agent import jobfiles
 from genie.errors import AgentRunningError, FencedError, LaunchError, StoreCorruptError, StoreFullError
+from genie.model.job import RUNS_KEPT
 from genie.model.messages import ExitReport
 from genie.model.names import checked_name
 from genie.runtime import files
@@ -31,6 +32,7 @@ REASON_CHARS_MAX = 600
 FENCE_FILE = "fence.json"
 REGISTERED_FILE = "registered.json"
 _ASIDE = "."
+_EARLIER = "earlier"
 
 
 class JobRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -49,6 +51,7 @@ class _ExitRecord(msgspec.Struct, frozen=True, kw_only=True):
     reason: str
     ended_at: float
     started: bool = True
+    by_node: bool = False
     log_bytes_lost: int = 0
 
 
@@ -124,16 +127,45 @@ class Journal:
             return None
 
     def accept(self, record: JobRecord) -> Path:
-        """A fresh directory for a job; what an earlier attempt left there is set aside. LaunchError."""
+        """A fresh directory for a job; what an earlier attempt left there is set aside, but for logs.
+        LaunchError."""
         directory = self.job_dir(record.job_id)
-        if jobfiles.exists(directory) and not self._set_aside(directory):
+        aside: Path | None = None
+        before = self.record(record.job_id)
+        if jobfiles.exists(directory) and (aside := self._set_aside(directory)) is None:
             raise LaunchError(f"what an earlier attempt left at {directory} cannot be moved")
         self._settled.discard(record.job_id)
         for name in ("log", "work", "tmp"):
             files.make_private_directory(directory / name)
+        if aside is not None and before is not None:
+            self._keep_logs(aside, directory, epoch=before.epoch)
         files.write_private(directory / "job.json", msgspec.json.encode(record))
         files.sync_directory(self.jobs_dir)
         return directory
+
+    def run_dir(self, job_id: str, epoch: int) -> Path:
+        """Where the log of that run is, or was; 0 for the last."""
+        directory = self.job_dir(job_id)
+        record = self.record(job_id) if epoch else None
+        return directory if record is None or record.epoch == epoch else directory / _EARLIER / str(epoch)
+
+    def _keep_logs(self, aside: Path, directory: Path, *, epoch: int) -> None:
+        """Those of the newest runs go on to the next attempt."""
+        kept = directory / _EARLIER
+        try:
+            if _is_directory(aside / _EARLIER):
+                (aside / _EARLIER).rename(kept)
+            if _is_directory(aside / "log") and any((aside / "log").iterdir()):
+                files.make_private_directory(kept / str(epoch))
+                (aside / "log").rename(kept / str(epoch) / "log")
+            if _is_directory(kept):
+                runs = sorted(
+                    kept.iterdir(), key=lambda path: (path.name.isdecimal(), len(path.name), path.name)
+                )
+                for old in runs[:-RUNS_KEPT]:
+                    self._set_aside(old)
+        except OSError as error:
+            _log.warning("logs of earlier runs of %s are not kept: %s", directory.name, error.strerror)
 
     def write_exit(self, report: ExitReport) -> None:
         """For jobs that never got as far as a shim, or whose shim could not write it. StoreFullError."""
@@ -174,7 +206,7 @@ class Journal:
                 pass
             except OSError as error:
                 _log.warning("the end of %s cannot be marked as settled: %s", job_id, error.strerror)
-                if not self._set_aside(directory):
+                if self._set_aside(directory) is None:
                     self._settled.add(job_id)
         if moved:
             # Once for all: an end that is told again after a crash does no harm.
@@ -199,8 +231,8 @@ class Journal:
     def _directories(self) -> list[Path]:
         return [path for path in self.jobs_dir.iterdir() if not path.name.startswith(_ASIDE)]
 
-    def _set_aside(self, directory: Path) -> bool:
-        """Out of the way at once; whoever asks for `prunable` removes it. Whether it worked."""
+    def _set_aside(self, directory: Path) -> Path | None:
+        """Out of the way at once; whoever asks for `prunable` removes it. Where it is; None if it stays."""
         while True:
             self._aside_count += 1
             name = f"{_ASIDE}{directory.name}.{self.incarnation}.{self._aside_count}"
@@ -210,9 +242,9 @@ class Journal:
             os.rename(directory, self.jobs_dir / name)  # noqa: PTH104 - a link itself, not its target
         except OSError as error:
             _log.warning("%s cannot be set aside: %s", directory, error.strerror)
-            return False
+            return None
         self.has_rubbish = True
-        return True
+        return self.jobs_dir / name
 
 
 def parse_exit(line: bytes) -> ExitReport:
@@ -235,7 +267,18 @@ def _as_report_of(record: _ExitRecord) -> ExitReport:
         reason=reason,
         ended_at=record.ended_at,
         started=record.started,
+        by_node=record.by_node,
     )
+
+
+def _is_directory(path: Path) -> bool:
+    """And not a link to one."""
+    return path.is_dir() and not path.is_symlink()
+
+
+def _run_mark(path: Path) -> tuple[bool, int, str]:
+    """Sorts runs by their epochs, behind what is none."""
+    return (path.name.isdecimal(), len(path.name), path.name)
 
 
 def _age_mark(directory: Path) -> float:

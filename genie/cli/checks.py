@@ -30,6 +30,7 @@ from genie.config import Settings
 from genie.errors import ConfigError, GenieError, NativeBuildError, UnreachableError
 from genie.model.names import address_text, parse_endpoint
 from genie.runtime import native
+from genie.runtime.placers import why_plain
 
 _COMMAND_S = 10.0
 _CONNECT_S = 5.0
@@ -112,6 +113,7 @@ def _torch() -> Check:
 def tools() -> Iterator[Check]:
     yield _compiler()
     yield _libraries()
+    yield _scheduler_library()
     yield _etcd()
 
 
@@ -142,6 +144,14 @@ def _libraries() -> Check:
         found = f"{' and '.join(missing)} not compiled for torch {torch} yet; the first use does that"
         return Check(name=name, verdict=Verdict.ABSENT, found=found, fix="python -m genie.runtime.native")
     return Check(name=name, verdict=Verdict.OK, found=f"compiled for torch {torch}, in {workshop.cache}")
+
+
+def _scheduler_library() -> Check:
+    """Whether decisions are made by compiled code."""
+    name, fix = "scheduler library", "python -m genie.runtime.native genie_scheduler"
+    if why := why_plain():
+        return Check(name=name, verdict=Verdict.ABSENT, found=why, fix=fix)
+    return Check(name=name, verdict=Verdict.OK, found="compiled")
 
 
 def _etcd() -> Check:

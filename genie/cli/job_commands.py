@@ -18,8 +18,8 @@ from genie.cli import output
 from genie.cli.app import INTERRUPTED, AsJson, Invocation, app, command
 from genie.cli.interrupts import caught_interrupts
 from genie.cli.quantities import duration_text, parse_whole
-from genie.cli.wishes import WishOptions, gpus_text, resources_of, wishes_of
-from genie.errors import GenieError, UsageError
+from genie.cli.wishes import WishOptions, gpus_text, places_text, resources_of, wishes_of
+from genie.errors import GenieError, JobNotFoundError, UnreachableError, UsageError
 
 if TYPE_CHECKING:
     from genie.cluster.client import ClusterClient
@@ -30,6 +30,7 @@ _JOB_COLUMNS = ("job", "name", "state", "gpus", "node", "age", "exit", "reason")
 _STATES = ("queued", "placing", "running", "succeeded", "failed", "cancelled", "lost")
 _JOB_SPARE = ("age", "gpus", "exit")
 _LIMIT_MAX = 1000
+_RUN_MAX = 1_000_000
 _NAME_CHARACTERS_MAX = 63
 
 
@@ -142,15 +143,27 @@ def logs(
         ),
     ],
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on until the job ends.")] = False,
+    run: Annotated[
+        str | None, typer.Option(metavar="N", help="Of a job that was preempted: its first run is 1.")
+    ] = None,
+    all_runs: Annotated[bool, typer.Option("--all-runs", help="Every run that is kept, in turn.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Print what a job wrote: standard output and error, in the order in which they came."""
+    """Print what a job wrote: standard output and error, in the order in which they came.
+
+    Of a job that was preempted and ran again, that of its last run; those of a few before are kept.
+    """
+    number = 0 if run is None else parse_whole(run, what="--run", low=1, high=_RUN_MAX)
+    if all_runs and (number or follow):
+        raise UsageError("--all-runs excludes --run and --follow", hint="give one of them")
     settings = invocation.load_settings()
-    if not as_json:
-        asyncio.run(_show_log(settings, job_id, follow=follow))
-        return
-    log = asyncio.run(_whole_log(settings, job_id, follow=follow))
-    output.write_json({"job": job_id, "log": log.decode("utf-8", errors="replace")})
+    if all_runs:
+        asyncio.run(_show_all_runs(settings, job_id, as_json=as_json))
+    elif not as_json:
+        asyncio.run(_show_log(settings, job_id, follow=follow, run=number))
+    else:
+        log = asyncio.run(_whole_log(settings, job_id, follow=follow, run=number))
+        output.write_json({"job": job_id, "log": _text(log)})
 
 
 @command(app, "cancel", example="genie cancel j-7k2m4xab")
@@ -277,19 +290,46 @@ async def _cancel(settings: Settings, job_ids: list[str]) -> tuple[list[Job], li
     return cancelled, failed
 
 
-async def _show_log(settings: Settings, job_id: str, *, follow: bool) -> None:
+async def _show_log(settings: Settings, job_id: str, *, follow: bool, run: int) -> None:
     from genie.cluster.client import open_client
 
     async with open_client(settings) as client:
-        async for data in client.follow_log(job_id, follow=follow):
+        async for data in client.follow_log(job_id, follow=follow, run=run):
             output.write_bytes(data)
 
 
-async def _whole_log(settings: Settings, job_id: str, *, follow: bool) -> bytes:
+async def _whole_log(settings: Settings, job_id: str, *, follow: bool, run: int) -> bytes:
     from genie.cluster.client import open_client
 
     async with open_client(settings) as client:
-        return b"".join([data async for data in client.follow_log(job_id, follow=follow)])
+        return b"".join([data async for data in client.follow_log(job_id, follow=follow, run=run)])
+
+
+async def _show_all_runs(settings: Settings, job_id: str, *, as_json: bool) -> None:
+    """One that its node has not any more is an error that leaves the others as they are."""
+    from genie.cluster.client import open_client
+
+    found = []
+    async with open_client(settings) as client:
+        runs = (await client.read_log(job_id, bytes_max=1)).runs
+        for run in runs:
+            if not as_json:
+                output.say(f"run {run}:")
+            log = b""
+            try:
+                async for data in client.follow_log(job_id, follow=False, run=run):
+                    log += data if as_json else b""
+                    if not as_json:
+                        output.write_bytes(data)
+            except (JobNotFoundError, UnreachableError) as error:
+                output.show_error(error, debug=False)
+            found.append({"run": run, "log": _text(log)})
+    if as_json:
+        output.write_json({"job": job_id, "runs": found})
+
+
+def _text(log: bytes) -> str:
+    return log.decode("utf-8", errors="replace")
 
 
 async def _submit_and_wait(settings: Settings, spec: JobSpec, workdir: Path | None) -> int:
@@ -365,14 +405,12 @@ def _say_why_waiting(job: Job) -> None:
 
 
 def _row(job: Job, *, now: float) -> tuple[str, ...]:
-    placement = job.placement
-    ids = "" if placement is None or not placement.gpu_ids else f" ({','.join(map(str, placement.gpu_ids))})"
     return (
         job.job_id,
         job.spec.name,
         job.state.value,
         gpus_text(job.spec.resources, job.spec.wishes),
-        "-" if placement is None else f"{placement.node_id}{ids}",
+        places_text(job.placements) or "-",
         duration_text(now - job.submitted_at),
         "-" if job.exit_code is None else str(job.exit_code),
         job.reason,

@@ -14,7 +14,7 @@ import typer
 from genie.cli import output
 from genie.cli.app import AsJson, Invocation, app, command
 from genie.cli.quantities import count_text, duration_text, parse_whole
-from genie.cli.wishes import asked_text
+from genie.cli.wishes import asked_text, places_text
 
 if TYPE_CHECKING:
     from genie.config import Settings
@@ -123,9 +123,8 @@ def _facts(job: Job, *, now: float) -> list[tuple[str, str]]:
         ("state", f"{job.state}{_since_text(job, now=now)}"),
         ("asks for", asked_text(job.spec.resources, job.spec.wishes)),
     ]
-    if job.placement is not None:
-        gpus = ",".join(map(str, job.placement.gpu_ids))
-        facts.append(("where", f"{job.placement.node_id}{f', accelerators {gpus}' if gpus else ''}"))
+    if job.placements:
+        facts.append(("where", places_text(job.placements)))
         if why := _why_there(job):
             facts.append(("why there", why))
     return facts
@@ -140,10 +139,15 @@ def _waiting_facts(reply: ExplainReply, *, now: float) -> list[tuple[str, str]]:
     facts = [("waits for", job.reason)]
     if reply.ahead is None:
         return facts
-    starts = "nobody can say"
-    if reply.starts_at is not None:
-        starts = f"{_in_text(reply.starts_at - now)} ({_at(reply.starts_at)}), if nothing changes"
-    return [*facts, ("ahead", count_text(reply.ahead, "job")), ("starts", starts)]
+    return [*facts, ("ahead", count_text(reply.ahead, "job")), ("starts", _starts_text(reply, now=now))]
+
+
+def _starts_text(reply: ExplainReply, *, now: float) -> str:
+    why = reply.starts_why
+    if reply.starts_at is None:
+        return f"nobody can say{f': {why}' if why else ''}"
+    when = f"{_in_text(reply.starts_at - now, about=True)} ({_at(reply.starts_at)})"
+    return f"{when}: {why}" if why else f"at the latest {when}, if jobs run to their limits"
 
 
 def _since_text(job: Job, *, now: float) -> str:
@@ -167,8 +171,8 @@ def _ruled_out_row(several: NodesRuledOut) -> tuple[str, ...]:
     return (str(several.count), names, "good" if several.ever else "now", several.reason)
 
 
-def _in_text(seconds: float) -> str:
-    return f"in {duration_text(seconds)}" if seconds >= 1 else "now"
+def _in_text(seconds: float, *, about: bool = False) -> str:
+    return f"in {'about ' if about else ''}{duration_text(seconds)}" if seconds >= 1 else "now"
 
 
 def _at(moment: float) -> str:

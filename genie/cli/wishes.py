@@ -25,7 +25,7 @@ from genie.cli.quantities import (
 from genie.errors import UsageError
 
 if TYPE_CHECKING:
-    from genie.model.job import Resources, Wishes
+    from genie.model.job import Placement, Resources, Wishes
 
 _Value = TypeVar("_Value")
 
@@ -212,6 +212,31 @@ def asked_text(resources: Resources, wishes: Wishes) -> str:
     least = wishes.workers_min or wishes.workers
     few = "" if least == wishes.workers else f"{least} to "
     return f"{few}{count_text(wishes.workers, 'worker')}{f' of {each}' if each else ''}"
+
+
+def places_text(placements: Sequence[Placement]) -> str:
+    """Where all workers are: `n1: 0-7, n2: 0-3` with accelerators, and `n1, n2 (2 workers)` without."""
+    nodes: dict[str, list[Placement]] = {}
+    for placement in placements:
+        nodes.setdefault(placement.node_id, []).append(placement)
+    return ", ".join(f"{node_id}{_on_node_text(there)}" for node_id, there in nodes.items())
+
+
+def _on_node_text(there: Sequence[Placement]) -> str:
+    if gpu_ids := sorted({gpu_id for placement in there for gpu_id in placement.gpu_ids}):
+        return f": {_ranges_text(gpu_ids)}"
+    return f" ({len(there)} workers)" if len(there) > 1 else ""
+
+
+def _ranges_text(numbers: Sequence[int]) -> str:
+    """`0-3 6` for 0, 1, 2, 3 and 6."""
+    parts: list[list[int]] = []
+    for number in numbers:
+        if parts and number == parts[-1][1] + 1:
+            parts[-1][1] = number
+        else:
+            parts.append([number, number])
+    return " ".join(f"{first}" if first == last else f"{first}-{last}" for first, last in parts)
 
 
 def gpus_text(resources: Resources, wishes: Wishes) -> str:

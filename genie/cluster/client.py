@@ -176,26 +176,37 @@ class ClusterClient:
     # --- logs ---------------------------------------------------------------------------------
 
     async def read_log(
-        self, job_id: str, *, offset: int = 0, bytes_max: int = CHUNK_BYTES_MAX, wait_s: float = 0.0
+        self,
+        job_id: str,
+        *,
+        offset: int = 0,
+        bytes_max: int = CHUNK_BYTES_MAX,
+        wait_s: float = 0.0,
+        run: int = 0,
     ) -> LogChunk:
-        """One piece of a job's output; waits up to `wait_s` while there is nothing new."""
+        """One piece of a job's output; waits up to `wait_s` while there is nothing new. `run` is for one that
+        was queued again; 0 is the last."""
         wait_s = min(wait_s, WAIT_S_MAX)
-        request = ReadLog(
-            job_id=job_id, offset=offset, bytes_max=min(bytes_max, CHUNK_BYTES_MAX), wait_s=wait_s
-        )
+        bytes_max = min(bytes_max, CHUNK_BYTES_MAX)
+        request = ReadLog(job_id=job_id, offset=offset, bytes_max=bytes_max, wait_s=wait_s, run=run)
         return await self._link.call(request, timeout_s=wait_s + CALL_S)
 
-    async def follow_log(self, job_id: str, *, offset: int = 0, follow: bool = True) -> AsyncIterator[bytes]:
-        """The output from `offset` on: up to now, or with `follow` until the job has ended.
+    async def follow_log(
+        self, job_id: str, *, offset: int = 0, follow: bool = True, run: int = 0
+    ) -> AsyncIterator[bytes]:
+        """The output from `offset` on: up to now, or with `follow` until the job has ended, over every run
+        that follows. With `run`, only of that run.
 
         Goes on where it was after a lost connection, and waits a while for a node that is away: its
         agent may be on its way back. In place of what rotation has eaten it says how much that was.
         """
         loop = asyncio.get_running_loop()
-        heard_s = loop.time()
+        heard_s, asked = loop.time(), run
         while True:
             try:
-                chunk = await self.read_log(job_id, offset=offset, wait_s=_POLL_S if follow else 0.0)
+                chunk = await self.read_log(
+                    job_id, offset=offset, wait_s=_POLL_S if follow else 0.0, run=asked
+                )
             except (DeadlineError, UnreachableError) as error:
                 if not follow or loop.time() - heard_s > LOG_PATIENCE_S:
                     raise
@@ -204,14 +215,18 @@ class ClusterClient:
                     self._link.drop()
                 await asyncio.sleep(_AWAY_STEP_S)
                 continue
-            heard_s = loop.time()
+            heard_s, asked = loop.time(), chunk.run or asked
             if chunk.start > offset:
                 yield f"[genie: {chunk.start - offset} bytes of output were dropped]\n".encode()
             if chunk.data:
                 yield chunk.data
             offset = chunk.next_offset
-            if chunk.eof or (not follow and not chunk.data):
+            if not follow and not chunk.data:
                 return
+            if chunk.eof and (run or not chunk.run):
+                return
+            if chunk.eof:  # it may run again, having been preempted
+                asked, offset = chunk.run + 1, 0
 
     # --- the cluster --------------------------------------------------------------------------
 

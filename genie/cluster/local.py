@@ -39,6 +39,7 @@ from genie.errors import (
     GenieError,
     TokenMissingError,
     UnreachableError,
+    UsageError,
 )
 from genie.model.names import address_text, checked_node_id, node_id_from, parse_endpoint
 from genie.model.node import NodeInfo, NodeStatus
@@ -46,6 +47,7 @@ from genie.model.tenant import TokenKind
 from genie.runtime import files
 from genie.runtime.credentials import LOCAL_CLUSTER_FILE, OWNER_TOKEN_FILE, LocalCluster, is_loopback
 from genie.runtime.network import TcpNetwork
+from genie.runtime.placers import why_plain
 from genie.tenancy.access import NO_PIN, parse_token
 
 _log = logging.getLogger(__name__)
@@ -119,6 +121,8 @@ class Supervisor:
         # A port that the system chose must stay the same after a crash: agents know it.
         self._controller.restart_with(self._controller_arguments(found.port))
         self._progress(f"the controller listens on {found.host}:{found.port}")
+        if why := why_plain():
+            self._progress(why)
         return found
 
     async def start_agent(self, access: ClusterConfig) -> NodeInfo | None:
@@ -216,13 +220,28 @@ class Supervisor:
         ]
 
     def _known_node(self, access: ClusterConfig) -> Path | None:
-        """The directory of a node that has joined this cluster from here before."""
-        # Where the name was taken, the controller has put a number behind it.
-        given = re.compile(re.escape(self.node_id) + r"(-\d+)?")
-        for path in sorted((self._state_dir / AGENTS_DIR).glob("*/node.token")):
-            if given.fullmatch(path.parent.name) and _has_joined(path.parent, access):
-                return path.parent
-        return None
+        """The directory of a node that has joined this cluster from here before.
+
+        UsageError where nobody said which of several it is, and there is no token to make another one with.
+        """
+        tokens = sorted((self._state_dir / AGENTS_DIR).glob("*/node.token"))
+        joined = [path.parent for path in tokens if _has_joined(path.parent, access)]
+        # Where the host's name was taken, the controller has put a number behind it.
+        given = re.compile(re.escape(self.node_id) + ("" if self._is_named else r"(-\d+)?"))
+        named = [path for path in joined if given.fullmatch(path.name)]
+        if named or self._is_named or access.token is not None:
+            return named[0] if named else None
+        if len(joined) > 1:
+            raise UsageError(
+                f"several nodes of this cluster live here: {', '.join(path.name for path in joined)}",
+                hint="say which with --node-id",
+            )
+        return joined[0] if joined else None
+
+    @property
+    def _is_named(self) -> bool:
+        """Whether someone chose the name of this node."""
+        return self._settings.sources["cluster.node_id"] != "default"
 
     async def _join(self, access: ClusterConfig) -> Path:
         """A new node, admitted with a join token: the given one, or one that the owner's token asks for."""
@@ -246,7 +265,7 @@ class Supervisor:
             node_id_wish=self.node_id,
             network=TcpNetwork(),
             # A name that was made of the host's may get a number; one that someone chose may not.
-            exact=self._settings.sources["cluster.node_id"] != "default",
+            exact=self._is_named,
         )
 
     async def _wait_registered(self, node_dir: Path, *, after: int) -> None:

@@ -11,9 +11,10 @@ import argparse
 import asyncio
 import logging
 import os
+import shlex
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -23,9 +24,11 @@ from genie.controller.controller import DIRECTORY, Controller
 from genie.controller.store.open import open_store
 from genie.errors import GenieError, LeadershipError
 from genie.runtime import files
+from genie.runtime.building import build_ahead, command_for
 from genie.runtime.clock import SystemClock
 from genie.runtime.network import TcpNetwork
-from genie.runtime.tasks import collect_seldom, file_thread, loop_factory
+from genie.runtime.placers import why_plain
+from genie.runtime.tasks import file_thread, loop_factory, tune_for_serving
 from genie.telemetry import log
 
 _log = logging.getLogger("genie.controller")
@@ -63,18 +66,18 @@ async def _run(settings: config.Settings) -> None:
                 name=_own_name(directory),
                 offload=offload,
             )
-            await _until_signal(controller)
+            await _until_signal(controller, compile_ahead=settings.controller.compile_ahead)
         finally:
             await store.close()
 
 
-async def _until_signal(controller: Controller) -> None:
+async def _until_signal(controller: Controller, *, compile_ahead: bool) -> None:
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
     failure: GenieError | None = None
-    collect_seldom()
+    tune_for_serving()
     async with asyncio.TaskGroup() as group:
 
         async def serve() -> None:
@@ -86,11 +89,27 @@ async def _until_signal(controller: Controller) -> None:
                 stop.set()
 
         serving = group.create_task(serve())
+        compiling = group.create_task(compile_beside(controller, is_wanted=compile_ahead))
         await stop.wait()
         _log.info("stopping")
         serving.cancel()
+        compiling.cancel()
     if failure is not None:
         raise failure
+
+
+async def compile_beside(
+    controller: Controller, *, is_wanted: bool, command: Sequence[str] = command_for("genie_scheduler")
+) -> None:
+    """Where the scheduler's library is still to be compiled: says so, and does it. Plain Python decides
+    meanwhile."""
+    if not (why := why_plain()):
+        return
+    _log.warning("%s", why)
+    if not is_wanted:
+        _log.info("'%s' compiles it", shlex.join(("python", *command_for("genie_scheduler")[1:])))
+    elif await build_ahead(command, what="the scheduler's library", without="it could not be compiled"):
+        controller.use_compiled()
 
 
 @contextmanager

@@ -9,15 +9,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 
 import msgspec
 
 from genie.config import ControllerConfig
-from genie.controller.checks import check_node, checked_wait_s
+from genie.controller.checks import check_node
 from genie.controller.connection import Connection, Handlers
 from genie.controller.election import Election
-from genie.controller.jobs import Jobs, is_at, stop_reason
+from genie.controller.jobs import Jobs, ends_at, is_at, stop_reason
 from genie.controller.ledger import Ledger, NodeRecord, Transaction
 from genie.controller.membership import Membership
 from genie.controller.orders import Orders
@@ -153,13 +153,17 @@ class Agents:
 
     async def heartbeat(self, connection: Connection, request: Heartbeat) -> HeartbeatAck:
         node_id = connection.check_is(request.node_id)
-        check_node(request.node)
-        member = self._membership.get(node_id)
+        member, info = self._membership.get(node_id), request.node
+        if member is not None and member.said == info:
+            info = member.said  # nothing new, and looked at before
+        else:
+            check_node(info)
         registered = member is not None and member.peer is connection.peer
         first = member is not None and not member.has_beaten
         if registered:
             self._check_incarnation(node_id, request.incarnation, exactly=True)
-            info = msgspec.structs.replace(request.node, node_id=node_id, incarnation=request.incarnation)
+            if (info.node_id, info.incarnation) != (node_id, request.incarnation):
+                info = msgspec.structs.replace(info, node_id=node_id, incarnation=request.incarnation)
             self._membership.heard(info, now_s=self._clock.monotonic_s(), now_at=self._clock.wall_s())
         if not self._election.is_leading or not self._ledger.is_loaded:
             return HeartbeatAck(leading=False, leader_token=self._election.token)
@@ -209,12 +213,17 @@ class Agents:
 
     # -- what agents are told -----------------------------------------------------------------
 
-    def launch(self, job: Job) -> None:
-        """Sends a job that was just placed on its way."""
-        hosts = self._hosts(job)
-        for rank in range(len(job.placements)):
-            self._confirm_by_s[job.unit(rank)] = self._clock.monotonic_s() + self._confirm_s
-            self._orders.send(self._deliver(job, rank, hosts), name=f"launch of {job.unit(rank)}")
+    def launch(self, jobs: Iterable[Job]) -> None:
+        """Sends jobs that were just placed on their way; those for one node together."""
+        confirm_by_s = self._clock.monotonic_s() + self._confirm_s
+        by_node: dict[str, list[tuple[Job, int]]] = {}
+        for job in jobs:
+            for rank, placement in enumerate(job.placements):
+                self._confirm_by_s[job.unit(rank)] = confirm_by_s
+                by_node.setdefault(placement.node_id, []).append((job, rank))
+        for node_id, workers in by_node.items():
+            order = self._deliver(node_id, workers)
+            self._orders.send(order, name=f"launches on {node_id}", count=len(workers))
 
     def kill(self, job: Job) -> None:
         """Asks the agents to end it now. Heartbeats ask again until it is gone."""
@@ -222,18 +231,16 @@ class Agents:
             if placement.outcome is None and self._orders.has_room:
                 self._orders.send(self._kill(job, rank), name=f"kill of {job.unit(rank)}")
 
-    async def read_log(self, job: Job, rank: int, request: ReadLog) -> LogChunk:
+    async def read_log(self, unit: str, node_id: str, request: ReadLog) -> LogChunk:
         """From the agent that has it."""
-        node_id = job.placements[rank].node_id
         peer = self._membership.connection(node_id)
         if peer is None:
             raise UnreachableError(
-                f"the log of {job.unit(rank)} is on node {node_id}, which is not connected",
+                f"the log of {unit} is on node {node_id}, which is not connected",
                 hint="try again when the node is back",
             )
-        wait_s = checked_wait_s(request.wait_s)
-        ask = msgspec.structs.replace(request, job_id=job.unit(rank), wait_s=wait_s)
-        return await peer.call(ask, timeout_s=wait_s + ORDER_TIMEOUT_S)
+        ask = msgspec.structs.replace(request, job_id=unit)
+        return await peer.call(ask, timeout_s=request.wait_s + ORDER_TIMEOUT_S)
 
     def preparing(self, node_id: str, digest: str) -> str | None:
         """The tenant whose unfinished job on this node needs that blob; its time to confirm starts anew."""
@@ -423,7 +430,7 @@ class Agents:
                         job_id=item.job_id,
                         epoch=item.epoch,
                         reason=stop_reason(job),
-                        grace_s=_grace_s(job),
+                        grace_s=self._grace_s(job),
                     )
                 )
             elif job.state is JobState.PLACING:
@@ -438,37 +445,56 @@ class Agents:
         if job.state is JobState.PLACING:
             self._confirm_by_s[job.unit(rank)] = self._clock.monotonic_s() + self._confirm_s
 
+    def _grace_s(self, job: Job) -> float | None:
+        """What a job asked for counts when it is preempted, up to its time limit; not when it is cancelled or
+        its time is over."""
+        if job.stop is not Stop.PREEMPT:
+            return None
+        return min(job.spec.wishes.grace_s, max(ends_at(job) - self._clock.wall_s(), 0.0))
+
     def _hosts(self, job: Job) -> tuple[str, ...]:
         """Under which addresses the workers reach each other, by rank."""
         records = [self._ledger.nodes.get(placement.node_id) for placement in job.placements]
         return tuple(record.info.host if record is not None else "" for record in records)
 
-    async def _deliver(self, job: Job, rank: int, hosts: tuple[str, ...]) -> None:
-        placement = job.placements[rank]
-        node_id, epoch = placement.node_id, placement.epoch
-        order = Launch(
-            job_id=job.unit(rank),
-            tenant=job.tenant,
-            spec=job.spec,
-            placement=placement,
-            leader_token=self._election.require_token(),
-            ticket_sha256=job.ticket_sha256,
-            rank=rank,
-            hosts=hosts,
-        )
+    async def _deliver(self, node_id: str, workers: Sequence[tuple[Job, int]]) -> None:
+        token = self._election.require_token()
+        orders = [
+            Launch(
+                job_id=job.unit(rank),
+                tenant=job.tenant,
+                spec=job.spec,
+                placement=job.placements[rank],
+                leader_token=token,
+                ticket_sha256=job.ticket_sha256,
+                rank=rank,
+                hosts=self._hosts(job),
+            )
+            for job, rank in workers
+        ]
         peer = self._membership.connection(node_id)
-        try:
-            if peer is None:
-                raise UnreachableError(f"node {node_id} is not connected")
-            await peer.call(order, timeout_s=ORDER_TIMEOUT_S)
-        except TransportError as error:
+        outcomes: Sequence[Done | GenieError]
+        if peer is not None:
+            outcomes = await peer.call_each(orders, timeout_s=ORDER_TIMEOUT_S)
+        else:
+            outcomes = [UnreachableError(f"node {node_id} is not connected")] * len(orders)
+        for (job, rank), error in zip(workers, outcomes, strict=True):
+            if not isinstance(error, GenieError):
+                continue
+            try:
+                await self._undelivered(job, node_id, error)
+            except GenieError as failure:  # the others have theirs to come yet
+                _log.info("launch of %s: %s", job.unit(rank), failure)
+
+    async def _undelivered(self, job: Job, node_id: str, error: GenieError) -> None:
+        if isinstance(error, TransportError):
             reason = f"the launch on node {node_id} could not be delivered: {error}"
-            await self._jobs.requeue(job.job_id, epoch=epoch, reason=reason)
-        except GenieError as error:
-            if isinstance(error, FencedError):
-                await self._election.check()
-            reason = f"node {node_id} refused the launch: {error}"
-            await self._jobs.requeue(job.job_id, epoch=epoch, reason=reason, refused=True)
+            await self._jobs.requeue(job.job_id, epoch=job.epoch, reason=reason)
+            return
+        if isinstance(error, FencedError):
+            await self._election.check()
+        reason = f"node {node_id} refused the launch: {error}"
+        await self._jobs.requeue(job.job_id, epoch=job.epoch, reason=reason, refused=True)
 
     async def _kill(self, job: Job, rank: int) -> None:
         placement = job.placements[rank]
@@ -481,14 +507,9 @@ class Agents:
             epoch=placement.epoch,
             leader_token=token,
             reason=stop_reason(job),
-            grace_s=_grace_s(job),
+            grace_s=self._grace_s(job),
         )
         await peer.call(order, timeout_s=ORDER_TIMEOUT_S)
-
-
-def _grace_s(job: Job) -> float | None:
-    """What a job asked for counts when it is preempted, and not when it is cancelled or its time is over."""
-    return job.spec.wishes.grace_s if job.stop is Stop.PREEMPT else None
 
 
 def _needs(job: Job, digest: str) -> bool:

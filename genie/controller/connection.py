@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from genie.errors import PermissionError_
+from genie.model.job import JobSpec
 from genie.model.messages import Message
 from genie.model.tenant import Identity
 from genie.runtime.rpc import Peer
@@ -18,6 +19,8 @@ class Connection:
 
     peer: Peer
     who: Identity | None = None
+    checked: JobSpec | None = None
+    """The last job that was submitted on it and found good: jobs come in series."""
     told: tuple[str, ...] = ()
     """The controllers that the answer to Hello named."""
 

@@ -23,6 +23,7 @@ from genie.controller.election import Election, StoreHealth
 from genie.controller.explaining import Explaining
 from genie.controller.jobs import Jobs
 from genie.controller.ledger import ClusterRecord, Ledger, Transaction
+from genie.controller.logs import Logs
 from genie.controller.membership import Membership
 from genie.controller.orders import Orders
 from genie.controller.planning import Planner
@@ -125,6 +126,12 @@ class Controller:
         self._quotas = QuotaTable(ledger)
         self._policy = make_policy(config, clock=clock)
         self._planner = self._build_planner()
+        jobs.starter = self._planner
+        ledger.jobs.on_change.append(self._follow)
+        self._placed: list[Job] = []
+        """And not yet sent on their way; only while the loop turns once."""
+        self._launched: list[Job] = []
+        """Since the last tick, for the log."""
         self._orders = Orders()
         self._admission = Admission(ledger, self._tokens, self._certificates, jobs, clock=clock)
         self._agents = Agents(
@@ -143,20 +150,17 @@ class Controller:
         )
 
     def _build_planner(self) -> Planner:
-        make, kind = placer_factory(build=False)
-        if kind != "native":
-            _log.warning(
-                "the scheduler's library is not compiled, and without it large clusters are slow: "
-                "'python -m genie.runtime.native genie_scheduler' compiles it"
-            )
+        self._make_placer, _ = placer_factory(build=False)
         return Planner(
             self._ledger,
             self._jobs,
             self._views,
             clock=self._clock,
-            make_placer=lambda policy: make(policy, 0, ()),
+            make_placer=lambda policy: self._make_placer(policy, 0, ()),
             policy=_PLACEMENT,
             rules=self._rules,
+            workers_max=self._config.node_workers_max,
+            room=lambda: self._orders.room,
         )
 
     def _rules(self) -> Rules:
@@ -194,6 +198,7 @@ class Controller:
         )
         self._service.add(self._agents.handlers())
         self._service.add(Users(self._cluster, hang_up=self._service.hang_up).handlers())
+        self._service.add(Logs(self._cluster).handlers())
         self._service.add(Explaining(self._cluster, self._planner).handlers())
         quotas = QuotaRequests(self._quotas, check_readable=self._cluster.check_readable)
         self._service.add(quotas.handlers())
@@ -206,6 +211,16 @@ class Controller:
     @property
     def is_leading(self) -> bool:
         return self._election.is_leading
+
+    def use_compiled(self) -> bool:
+        """The scheduler's library is there now, and decides from the next pass on; False when it is not."""
+        make, kind = placer_factory(build=False)
+        if kind != "native":
+            return False
+        self._make_placer = make
+        self._planner.forget()
+        self._wake.set()
+        return True
 
     async def wait_ready(self) -> None:
         """Until it listens and knows whether it leads."""
@@ -364,6 +379,7 @@ class Controller:
     async def _pass(self) -> None:
         if self._clock.monotonic_s() >= self._next_tick_s:
             self._next_tick_s = self._clock.monotonic_s() + self._tick_s
+            self._log_launched()
             await self._tick()
         await self._schedule()
 
@@ -404,17 +420,32 @@ class Controller:
         self._planner.refresh()
 
     async def _place(self, starts: list[Start]) -> None:
-        level = logging.INFO
-        if len(starts) > _LOGGED_MAX:
+        try:
+            await self._jobs.place(starts, placed=self._placed.append)
+        finally:
+            self._launch()
+
+    def _follow(self, job_id: str, before: Job | None, after: Job | None) -> None:
+        """One that was placed with its submission is launched when all of its transaction are known."""
+        if before is None and after is not None and after.state is JobState.PLACING:
+            if not self._placed:
+                asyncio.get_running_loop().call_soon(self._launch)
+            self._placed.append(after)
+
+    def _launch(self) -> None:
+        """Those that were placed, now that it is durable."""
+        jobs, self._placed = self._placed, []
+        self._agents.launch(jobs)
+        self._launched.extend(jobs)
+
+    def _log_launched(self) -> None:
+        jobs, self._launched = self._launched, []
+        if len(jobs) > _LOGGED_MAX:
             # A line for each of very many would cost more than the placing.
-            _log.info("placing %d jobs", len(starts))
-            level = logging.DEBUG
-
-        def launch(job: Job) -> None:
-            _log.log(level, "job %s: %s", job.job_id, job.reason)
-            self._agents.launch(job)
-
-        await self._jobs.place(starts, placed=launch)
+            _log.info("placed %d jobs", len(jobs))
+            return
+        for job in jobs:
+            _log.info("job %s: %s", job.job_id, job.reason)
 
     async def _preempt(self, decision: Preempt) -> None:
         job = self._jobs.get(decision.job_id)

@@ -103,6 +103,7 @@ class Explaining:
             job=msgspec.structs.replace(told, reason=self._masked(found.reason, identity)),
             ahead=found.ahead,
             starts_at=found.starts_at,
+            starts_why=self._masked(found.starts_why, identity),
             ruled_out=tuple(_shortened(each) for each in found.ruled_out[:REASONS_MAX]),
             ruled_out_more=sum(len(each.nodes) for each in found.ruled_out[REASONS_MAX:]),
         )

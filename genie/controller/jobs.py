@@ -7,13 +7,12 @@ node's ledger with it: so a hold is released exactly once. Not for: which job go
 
 from __future__ import annotations
 
-import base64
 import heapq
 import math
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from operator import attrgetter
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import msgspec
 
@@ -46,6 +45,9 @@ NODES_OF_JOB_MAX = 120
 """What a job begins to hold is written at once, and a store takes so many rows in one transaction."""
 _BACKOFF_S = 0.5
 _DROP_AT_ONCE = 100
+_DIGITS = "abcdefghijklmnopqrstuvwxyz234567"
+_PAIRS = tuple(first + second for first in _DIGITS for second in _DIGITS)
+"""Two digits of an id, by ten bits."""
 _FOR_OTHERS = 10
 _STOPPING = "being stopped: "
 
@@ -56,6 +58,18 @@ class _Refusal(NamedTuple):
     epoch: int = 0
     times: int = 0
     not_before_s: float = 0.0
+
+
+class Starter(Protocol):
+    """Places jobs with their submission."""
+
+    def start_now(self, job: Job) -> Start | None:
+        """Where it goes; None when it has to wait for its turn."""
+        ...
+
+    def take_back(self, job_id: str) -> None:
+        """It was not submitted after all."""
+        ...
 
 
 class Jobs:
@@ -77,6 +91,7 @@ class Jobs:
         self._random_bytes = random_bytes
         self._bell = bell
         self._wake = wake
+        self.starter: Starter | None = None
         self._by_state: dict[JobState, dict[str, Job]] = {state: {} for state in JobState}
         self._by_name: dict[str, set[str]] = {}
         self._by_request: dict[tuple[str, str], str] = {}
@@ -160,7 +175,7 @@ class Jobs:
     def overdue(self, now: float) -> list[Job]:
         """Those that run and have had their time."""
         running = self._by_state[JobState.RUNNING].values()
-        return [job for job in running if not job.stop and _ends_at(job) <= now]
+        return [job for job in running if not job.stop and ends_at(job) <= now]
 
     def needed_blobs(self) -> set[str]:
         unfinished = self.in_states(JobState.QUEUED, JobState.PLACING, JobState.RUNNING)
@@ -225,10 +240,26 @@ class Jobs:
                 session=session,
                 ticket_sha256=ticket_sha256,
             )
+            job = self._started_now(txn, job)
             txn.put(self._ledger.jobs, job.job_id, job)
             return job
 
         return await self._ledger.write(build)
+
+    def _started_now(self, txn: Transaction, job: Job) -> Job:
+        """Placed where nobody waits, so that a job which need not wait is one step and not two. Those that
+        are not durable yet are among those who wait."""
+        if self.starter is None or self._by_state[JobState.QUEUED]:
+            return job
+        start = self.starter.start_now(job)
+        if start is None:
+            return job
+        txn.otherwise(partial(self.starter.take_back, job.job_id))
+        placements = self._placements(txn, start)
+        if placements is None:
+            self.starter.take_back(job.job_id)
+            return job
+        return self._placed(txn, job, placements, start.reason)
 
     def _check_share(self, tenant: str) -> None:
         """No tenant fills the queue alone."""
@@ -294,45 +325,50 @@ class Jobs:
             why = f"its workers would be on {nodes} nodes, and {NODES_OF_JOB_MAX} are the most"
             self._end(txn, job, JobState.CANCELLED, f"cancelled: {why}")
             return None
+        placements = self._placements(txn, start)
+        if placements is None:
+            return None
+        step = self._placed(txn, job, placements, start.reason)
+        txn.put(self._ledger.jobs, job.job_id, step)
+        return step
+
+    def _placements(self, txn: Transaction, start: Start) -> tuple[Placement, ...] | None:
+        """None when a node is not there any more."""
+        nodes = [self._ledger.nodes.get(place.node_id) for place in start.places]
+        if None in nodes:
+            return None
         epoch = txn.next_number("epoch")
-        placements = []
-        for place in start.places:
-            node = self._ledger.nodes.get(place.node_id)
-            if node is None:
-                return None
-            incarnation = node.info.incarnation
-            placements.append(
-                Placement(node_id=place.node_id, incarnation=incarnation, gpu_ids=place.gpu_ids, epoch=epoch)
+        return tuple(
+            Placement(
+                node_id=place.node_id, incarnation=node.info.incarnation, gpu_ids=place.gpu_ids, epoch=epoch
             )
-        step = moved(job, JobState.PLACING, reason=start.reason, at=self._clock.wall_s())
-        step = msgspec.structs.replace(step, placements=tuple(placements))
+            for place, node in zip(start.places, nodes, strict=True)
+            if node is not None
+        )
+
+    def _placed(self, txn: Transaction, job: Job, placements: tuple[Placement, ...], reason: str) -> Job:
+        """The job with what it holds from now on; its own row is left to the caller."""
+        step = moved(job, JobState.PLACING, reason=reason, at=self._clock.wall_s(), placements=placements)
         for rank, placement in enumerate(placements):
             held = txn.get(self._ledger.holds, placement.node_id) or NodeLedger(node_id=placement.node_id)
             txn.put(self._ledger.holds, placement.node_id, held.with_hold(_hold_of(step, rank)))
-        txn.put(self._ledger.jobs, job.job_id, step)
         return step
 
     async def confirm(self, node_id: str, unit: str, *, epoch: int, incarnation: int) -> None:
         """Running. FencedError when that launch is void; WorkersMissingError while other workers are not
         ready: they start together. Asking twice is fine: an answer may be lost."""
         job_id, rank = parse_unit(unit)
-        void = FencedError(f"launch {epoch} of job {unit} is void")
-
-        def current() -> Job:
-            job = self.get(job_id)
-            if job is None or not is_at(job, rank, node_id, epoch) or job.stop:
-                raise void
-            if job.placements[rank].incarnation != incarnation:
-                raise void
-            return job
 
         def build(txn: Transaction) -> None:
-            job = current()
+            job = self.get(job_id)
+            is_void = job is None or not is_at(job, rank, node_id, epoch) or bool(job.stop)
+            if is_void or job is None or job.placements[rank].incarnation != incarnation:
+                raise FencedError(f"launch {epoch} of job {unit} is void")
             if job.state is JobState.RUNNING:
                 return
             self._arrive(job, rank)
-            nodes = sorted({placement.node_id for placement in job.placements})
-            where = f"node {nodes[0]}" if len(nodes) == 1 else f"{len(nodes)} nodes"
+            nodes = {placement.node_id for placement in job.placements}
+            where = f"node {node_id}" if len(nodes) == 1 else f"{len(nodes)} nodes"
             step = moved(job, JobState.RUNNING, reason=f"started on {where}", at=self._clock.wall_s())
             txn.put(self._ledger.jobs, job_id, step)
 
@@ -508,7 +544,8 @@ class Jobs:
 
     def _new_id(self) -> str:
         while True:
-            job_id = "j-" + base64.b32encode(self._random_bytes(5)).decode().lower()
+            number = int.from_bytes(self._random_bytes(5))
+            job_id = "j-" + "".join([_PAIRS[number >> shift & 1023] for shift in (30, 20, 10, 0)])
             if job_id not in self._ledger.jobs:
                 return job_id
 
@@ -599,8 +636,8 @@ def outcome(job: Job, report: ExitReport) -> tuple[JobState, str]:
     if code == 0:
         # A launch that was never confirmed cannot have succeeded.
         return (JobState.SUCCEEDED if job.state is JobState.RUNNING else JobState.FAILED), words
-    if code is None and report.started and job.state is JobState.RUNNING:
-        # It did not fail: the node ended it, because it lost contact or was stopped.
+    if code is None and (report.started or report.by_node) and job.state is JobState.RUNNING:
+        # It did not fail: the node ended it or did not start it, because it lost contact or was stopped.
         return JobState.LOST, words
     return JobState.FAILED, words
 
@@ -629,7 +666,7 @@ def _hold_of(job: Job, rank: int) -> Hold:
     )
 
 
-def _ends_at(job: Job) -> float:
+def ends_at(job: Job) -> float:
     """When its time is up."""
     limit_s = job.spec.wishes.time_limit_s
     return math.inf if limit_s is None or job.started_at is None else job.started_at + limit_s

@@ -14,14 +14,14 @@ import asyncio
 import copy
 import logging
 from collections import deque
-from collections.abc import Callable, ItemsView, Iterable, Iterator
+from collections.abc import Callable, ItemsView, Iterable, Iterator, Sequence
 from typing import Any, Generic, TypeVar
 
 import msgspec
 
 from genie.controller.election import LEADER_KEY, Election, StoreHealth
 from genie.controller.store import Compare, Delete, Put, Store
-from genie.controller.store.limits import check_transaction
+from genie.controller.store.limits import check_transaction, operation_bytes
 from genie.controller.store.protocol import TXN_BYTES_MAX, TXN_OPS_MAX
 from genie.errors import (
     GenieError,
@@ -41,7 +41,7 @@ _Row = TypeVar("_Row", bound=msgspec.Struct)
 _Result = TypeVar("_Result")
 
 WRITES_WAITING_MAX = 1024
-BATCH_WRITES_MAX = 256
+BATCH_WRITES_MAX = 1024
 _PAGE = 1000
 _BYTES_PER_CHARACTER_MAX = 4
 _encoder = msgspec.json.Encoder()
@@ -148,19 +148,26 @@ class Transaction:
 
     def __init__(self, counters: Table[Counter]) -> None:
         # Any: tables of every row type share one list of changes.
-        self.staged: dict[tuple[str, str], tuple[Table[Any], str, Any]] = {}
+        self.staged: dict[str, tuple[Table[Any], str, Any]] = {}
+        self.undo: list[Callable[[], None]] = []
         self._counters = counters
 
+    def otherwise(self, undo: Callable[[], None]) -> None:
+        """Called once if these changes are not committed, or if nobody knows whether they are: for a build
+        that has to count on them before they are durable. It does not await and does not raise."""
+        self.undo.append(undo)
+
     def put(self, table: Table[_Row], row_id: str, row: _Row) -> None:
-        self.staged[table.prefix, row_id] = (table, row_id, row)
+        self.staged[table.prefix + row_id] = (table, row_id, row)
 
     def delete(self, table: Table[_Row], row_id: str) -> None:
         if row_id in table:
-            self.staged[table.prefix, row_id] = (table, row_id, None)
+            self.staged[table.prefix + row_id] = (table, row_id, None)
 
     def get(self, table: Table[_Row], row_id: str) -> _Row | None:
-        if (table.prefix, row_id) in self.staged:
-            row: _Row | None = self.staged[table.prefix, row_id][2]
+        staged = self.staged.get(table.prefix + row_id)
+        if staged is not None:
+            row: _Row | None = staged[2]
             return row
         return table.get(row_id)
 
@@ -188,6 +195,7 @@ class _Built(msgspec.Struct):
     changes: list[_Change]
     outcome: Any  # Any: see _Write
     failure: Exception | None = None
+    undo: Sequence[Callable[[], None]] = ()
 
 
 class _Batch:
@@ -210,19 +218,25 @@ class _Batch:
     def try_add(self, built: _Built) -> bool:
         """False when it does not fit beside those that are here. Alone it is only checked as every
         transaction is: UsageError, so that it is the bad write that fails and not its neighbours."""
-        operations = [_operation(change) for change in built.changes]
-        # Each row is compared, too, and the leader's key is one compare more.
-        more_bytes, more_rows = check_transaction([], operations, ops_max=TXN_OPS_MAX - 1), 0
-        for operation in operations:
-            more_bytes += len(operation.key) * _BYTES_PER_CHARACTER_MAX
-            more_rows += operation.key not in self._operations
+        known, operations = self._operations, []
+        more_bytes = more_rows = 0
+        for table, row_id, row in built.changes:
+            key = table.prefix + row_id
+            operation = Delete(key) if row is None else Put(key, _encoder.encode(row))
+            operations.append(operation)
+            # Each row is compared, too.
+            more_bytes += operation_bytes(operation) + len(key) * _BYTES_PER_CHARACTER_MAX
+            more_rows += key not in known
+        if len(operations) >= TXN_OPS_MAX or more_bytes > TXN_BYTES_MAX:
+            # The leader's key is one compare more.
+            check_transaction((), operations, ops_max=TXN_OPS_MAX - 1)
         # What is changed a second time is counted a second time: that is only on the safe side.
-        is_full = len(self._operations) + more_rows >= self._ops_max
+        is_full = len(known) + more_rows >= self._ops_max
         if self.writes and (is_full or self._size_bytes + more_bytes > TXN_BYTES_MAX):
             return False
         for operation, (table, row_id, _) in zip(operations, built.changes, strict=True):
             self._rows[operation.key] = (table, row_id)
-            self._operations[operation.key] = operation
+            known[operation.key] = operation
         self._size_bytes += more_bytes
         self.writes.append(built)
         return True
@@ -251,7 +265,12 @@ class Ledger:
             self.tokens,
             self.quotas,
         )
-        self._queue: asyncio.Queue[_Write] = asyncio.Queue(WRITES_WAITING_MAX)
+        self._queue: deque[_Write] = deque()
+        """At most WRITES_WAITING_MAX; beyond that callers wait for room."""
+        self._loop: asyncio.AbstractEventLoop | None = None
+        """Asked for once: Python makes a system call of it."""
+        self._has_work = asyncio.Event()
+        self._has_room = asyncio.Event()
         self._taken: deque[_Write] = deque()
         """Off the queue and not yet in a transaction; at most BATCH_WRITES_MAX."""
         self._uncertain = False
@@ -292,38 +311,63 @@ class Ledger:
 
         `build` must not await, and may be called again when its changes were not committed.
         """
-        return await (await self._begin(build))
+        if len(self._queue) >= WRITES_WAITING_MAX:
+            await self._wait_room()
+        return await self._begin(build)
 
     async def write_each(self, builds: Iterable[Build[_Result]]) -> list[_Result | BaseException]:
         """What came of each, as `write` would have it, when all are answered. They go together where they
         fit, and one that fails takes no other with it unless they shared a transaction."""
-        answers = [await self._begin(build) for build in builds]
-        return await asyncio.gather(*answers, return_exceptions=True)
+        answers: list[asyncio.Future[_Result]] = []
+        try:
+            for build in builds:
+                if len(self._queue) >= WRITES_WAITING_MAX:
+                    await self._wait_room()
+                answers.append(self._begin(build))
+            outcomes: list[_Result | BaseException] = []
+            for answer in answers:
+                # Mostly all are answered at once, so that only the first is really waited for.
+                try:
+                    outcomes.append(await answer)
+                except Exception as error:
+                    outcomes.append(error)
+            return outcomes
+        finally:
+            for answer in answers:
+                if not answer.cancel() and not answer.cancelled():
+                    answer.exception()  # nobody else will ask
 
-    async def _begin(self, build: Build[_Result]) -> asyncio.Future[_Result]:
+    async def _wait_room(self) -> None:
+        while len(self._queue) >= WRITES_WAITING_MAX:
+            self._has_room.clear()
+            await self._has_room.wait()
+
+    def _begin(self, build: Build[_Result]) -> asyncio.Future[_Result]:
         self._election.require_token()
-        answer: asyncio.Future[_Result] = asyncio.get_running_loop().create_future()
-        write = _Write(build, answer)
-        if self._queue.full():
-            await self._queue.put(write)
-        else:
-            self._queue.put_nowait(write)
+        if self._loop is None:
+            self._loop = asyncio.get_running_loop()
+        answer: asyncio.Future[_Result] = self._loop.create_future()
+        self._queue.append(_Write(build, answer))
+        self._has_work.set()
         return answer
 
     async def run(self) -> None:
         """Carries out writes until cancelled; those still waiting then are told."""
         try:
             while True:
-                if not self._taken:
-                    self._taken.append(await self._queue.get())
                 # What waits now goes together; nothing is waited for to make a batch larger.
-                while len(self._taken) < BATCH_WRITES_MAX and not self._queue.empty():
-                    self._taken.append(self._queue.get_nowait())
-                await self._carry_out()
+                while self._queue and len(self._taken) < BATCH_WRITES_MAX:
+                    self._taken.append(self._queue.popleft())
+                self._has_room.set()
+                if self._taken:
+                    await self._carry_out()
+                else:
+                    self._has_work.clear()
+                    await self._has_work.wait()
         finally:
-            while not self._queue.empty():
-                self._taken.append(self._queue.get_nowait())
-            _refuse(self._taken, _stopping())
+            _refuse([*self._taken, *self._queue], _stopping())
+            self._taken.clear()
+            self._queue.clear()
 
     async def _carry_out(self) -> None:
         """One transaction of as many as fit; those left over stay in `_taken`."""
@@ -349,6 +393,8 @@ class Ledger:
     def _asked(self, batch: _Batch | None) -> list[_Write]:
         """The writes of a transaction that failed, or all that waited when it did not come to one."""
         if batch is not None:
+            for built in reversed(batch.writes):
+                _undo(built.undo)
             return [built.write for built in batch.writes]
         asked = list(self._taken)
         self._taken.clear()
@@ -379,10 +425,14 @@ class Ledger:
         transaction = Transaction(self.counters)
         try:
             outcome = write.build(transaction)
-            built = _Built(write, list(transaction.staged.values()), outcome)
-            return built if batch.try_add(built) else None
+            built = _Built(write, list(transaction.staged.values()), outcome, None, transaction.undo)
+            if batch.try_add(built):
+                return built
+            _undo(transaction.undo)
+            return None
         # A request boundary. It is answered with the others: it may have failed because of what they staged.
         except Exception as error:
+            _undo(transaction.undo)
             built = _Built(write, [], None, error)
             batch.writes.append(built)
             return built
@@ -427,10 +477,9 @@ class Ledger:
         return rows
 
 
-def _operation(change: _Change) -> Put | Delete:
-    table, row_id, row = change
-    key = table.prefix + row_id
-    return Delete(key) if row is None else Put(key, _encoder.encode(row))
+def _undo(several: Sequence[Callable[[], None]]) -> None:
+    for undo in reversed(several):
+        undo()
 
 
 def _answer(built: _Built) -> None:

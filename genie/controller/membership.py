@@ -25,8 +25,10 @@ _CLOSED_STATUS = frozenset(
 class Member:
     """A node that has registered with this controller since it started."""
 
+    said: NodeInfo
+    """What it last said of itself, which was checked when it came."""
     info: NodeInfo
-    """With its latest readings."""
+    """The same as we judge it."""
     peer: Peer
     heard_s: float
     heard_at: float
@@ -59,7 +61,7 @@ class Membership:
     def attach(self, info: NodeInfo, peer: Peer, *, now_s: float, now_at: float) -> Peer | None:
         """A node has registered over this connection; returns the one that it used before, if another."""
         before = self._members.get(info.node_id)
-        self._members[info.node_id] = Member(_well(info), peer, now_s, now_at)
+        self._members[info.node_id] = Member(info, _well(info), peer, now_s, now_at)
         self._changed(info.node_id)
         return before.peer if before is not None and before.peer is not peer else None
 
@@ -70,7 +72,9 @@ class Membership:
 
     def heard(self, info: NodeInfo, *, now_s: float, now_at: float) -> None:
         member = self._members[info.node_id]
-        member.info, member.heard_s, member.heard_at = _well(info), now_s, now_at
+        if info is not member.said:
+            member.said, member.info = info, _well(info)
+        member.heard_s, member.heard_at = now_s, now_at
         member.has_beaten = True
         self._changed(info.node_id)
 
@@ -118,12 +122,12 @@ class Membership:
 
     def _by_clock(self, info: NodeInfo, now_s: float, *, unheard: str) -> NodeInfo:
         silence_s = self.silence_s(info.node_id, now_s)
+        if silence_s < self._suspect_s and not unheard:
+            return info
         reason = unheard or f"no heartbeat for {silence_s:.1f} s"
         if silence_s >= self._down_s:
             return msgspec.structs.replace(info, status=NodeStatus.DISCONNECTED, status_reason=reason)
-        if unheard or silence_s >= self._suspect_s:
-            return msgspec.structs.replace(info, status=NodeStatus.SUSPECT, status_reason=reason)
-        return info
+        return msgspec.structs.replace(info, status=NodeStatus.SUSPECT, status_reason=reason)
 
 
 def _well(info: NodeInfo) -> NodeInfo:

@@ -39,15 +39,16 @@ class Orders:
         finally:
             self._group = None
 
-    def send(self, order: Coroutine[Any, Any, None], *, name: str) -> None:
+    def send(self, order: Coroutine[Any, Any, None], *, name: str, count: int = 1) -> None:
+        """`count` says for how many it stands."""
         if self._group is None or not self.has_room:
             order.close()
             _log.warning("not sent now: %s", name)
             return
-        self._under_way += 1
-        self._group.create_task(self._carry_out(order, name), name=name)
+        self._under_way += count
+        self._group.create_task(self._carry_out(order, name, count), name=name)
 
-    async def _carry_out(self, order: Coroutine[Any, Any, None], name: str) -> None:
+    async def _carry_out(self, order: Coroutine[Any, Any, None], name: str, count: int) -> None:
         try:
             await order
         except GenieError as error:
@@ -55,4 +56,4 @@ class Orders:
         except Exception:  # a task boundary
             _log.exception("%s failed", name)
         finally:
-            self._under_way -= 1
+            self._under_way -= count

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable
-from dataclasses import replace
 
 from genie.controller.jobs import Jobs
 from genie.controller.ledger import Ledger
@@ -24,6 +23,7 @@ from genie.scheduler.book import Book, MakePlacer
 from genie.scheduler.explain import Explanation, explain, in_order
 from genie.scheduler.facts import GPU_UNKNOWN, facts_of, request_of, shape_of
 from genie.scheduler.placement.protocol import GPUS_MAX
+from genie.scheduler.quota import UNBOUNDED
 from genie.scheduler.request import CPU, NodeFacts, Request, Shape, WorkerPlace
 from genie.scheduler.scheduler import Decision, Rules, Scheduler, Start, Wait
 
@@ -40,7 +40,8 @@ _HELD = (JobState.PLACING, JobState.RUNNING)
 
 
 class Planner:
-    """`make_placer` gives an empty placer of a policy; `policy` is the one that places jobs."""
+    """`make_placer` gives an empty placer of a policy; `policy` is the one that places jobs. No node runs
+    more than `workers_max` workers at a time; `room` says how many more launches can be sent."""
 
     def __init__(
         self,
@@ -52,6 +53,8 @@ class Planner:
         make_placer: MakePlacer,
         policy: str,
         rules: Callable[[], Rules] = Rules,
+        workers_max: int = UNBOUNDED,
+        room: Callable[[], int] = lambda: 1,
     ) -> None:
         self._ledger = ledger
         self._jobs = jobs
@@ -60,6 +63,8 @@ class Planner:
         self._make_placer = make_placer
         self._policy = policy
         self._make_rules = rules
+        self._workers_max = workers_max
+        self._room = room
         self._gpu_ids: dict[str, tuple[int, ...]] = {}
         """Of each node: the ids of its accelerators by their positions."""
         self._has_gpus = False
@@ -71,6 +76,8 @@ class Planner:
         """Of jobs that may go to any node, the last of each."""
         self._seen: dict[str, tuple[tuple[object, ...], str]] = {}
         """What the scheduler was told of each node."""
+        self._pending: dict[str, tuple[Request, tuple[WorkerPlace, ...]]] = {}
+        """Started with their submission, which is not durable yet; no more than one transaction has."""
         self._is_stale = True
         self._scheduler = self._new_scheduler()
         ledger.on_load.append(self.forget)
@@ -93,8 +100,15 @@ class Planner:
             if len(self._never) >= _KINDS_MAX:
                 self._never.clear()
             request = request_of(_asked(spec, tenant=""), shape)
-            self._never[key] = possible.why_never(request, self._scheduler.book.nodes)
+            nodes = self._scheduler.book.nodes
+            self._never[key] = possible.why_never(request, nodes, workers_max=self._workers_max)
         return self._never[key]
+
+    def why_over_quota(self, spec: JobSpec, tenant: str) -> str:
+        """Why its tenant could not start it, held it nothing else; empty if it could."""
+        if self._is_stale:
+            self._start_anew()
+        return self._scheduler.rules.quotas.why_never(request_of(_asked(spec, tenant), self._shape(spec)))
 
     def has_room(self, spec: JobSpec, tenant: str) -> bool:
         """Whether one more kind of jobs may wait, or this one does already: each kind costs a decision."""
@@ -130,6 +144,30 @@ class Planner:
         decisions = self._scheduler.decide(self._clock.wall_s())
         return [self._by_id(each) if isinstance(each, Start) else each for each in decisions]
 
+    def start_now(self, job: Job) -> Start | None:
+        """Where a job goes that is about to be submitted, so that both are one step; None when it has to be
+        decided on like all others. It counts as started: `take_back` must follow if it is not submitted."""
+        if job.spec.wishes.workers > 1 or self._room() <= len(self._pending):
+            return None
+        self._views.by_clock()
+        if self._is_stale:
+            return None
+        request = self._request(job)
+        start = self._scheduler.start_now(request, self._clock.wall_s())
+        if start is None:
+            return None
+        if not self._views.is_connected(start.places[0].node_id):
+            self._scheduler.ended(job.job_id)
+            return None
+        self._pending[job.job_id] = (request, start.places)
+        return self._by_id(start)
+
+    def take_back(self, job_id: str) -> None:
+        """It was not submitted after all."""
+        is_pending = self._pending.pop(job_id, None) is not None
+        if is_pending and not self._is_stale and self._scheduler.is_running(job_id):
+            self._scheduler.ended(job_id)
+
     def refresh(self) -> None:
         """Between two decisions: what the next one would have to work out first, so that it need not."""
         if not self._is_stale:
@@ -148,7 +186,8 @@ class Planner:
     # -- following ----------------------------------------------------------------------------
 
     def _new_scheduler(self) -> Scheduler:
-        return Scheduler(Book(self._make_placer, policy=self._policy), self._make_rules())
+        book = Book(self._make_placer, policy=self._policy, workers_max=self._workers_max)
+        return Scheduler(book, self._make_rules())
 
     def _start_anew(self) -> None:
         self._scheduler = self._new_scheduler()
@@ -164,6 +203,8 @@ class Planner:
             self._set_node(node_id, state)
         for job in sorted(self._ledger.jobs.values(), key=lambda job: job.sequence):
             self._compare(job.job_id, job)
+        for request, places in self._pending.values():
+            self._account(request, places, self._clock.wall_s())
 
     def _node_looked_at(self, node_id: str, state: NodeState | None) -> None:
         if self._is_stale:
@@ -212,6 +253,7 @@ class Planner:
             self._scheduler.set_rules(self._make_rules())
 
     def _job_changed(self, job_id: str, before: Job | None, after: Job | None) -> None:
+        self._pending.pop(job_id, None)
         if not self._is_stale:
             self._compare(job_id, after)
 
@@ -242,13 +284,14 @@ class Planner:
 
     def _hold(self, job: Job) -> None:
         """It runs, as another controller decided or this one in an earlier term."""
-        places = self._places(job)
-        at = job.started_at or job.history[-1].at
+        self._account(self._request(job), self._places(job), job.started_at or job.history[-1].at)
+
+    def _account(self, request: Request, places: tuple[WorkerPlace, ...], at: float) -> None:
         try:
-            self._scheduler.started(self._request(job), places, at)
+            self._scheduler.started(request, places, at)
         except (UsageError, KeyError) as error:
             # It runs on; what it holds counts in the ledger.
-            _log.warning("job %s cannot be accounted for where it runs: %s", job.job_id, error)
+            _log.warning("job %s cannot be accounted for where it runs: %s", request.job_id, error)
 
     def _give_back(self, job: Job) -> None:
         """What those of its workers held that are over."""
@@ -301,13 +344,11 @@ class Planner:
         )
 
     def _by_id(self, start: Start) -> Start:
-        places = tuple(
-            replace(
-                place, gpu_ids=tuple(self._gpu_ids[place.node_id][position] for position in place.gpu_ids)
-            )
-            for place in start.places
-        )
-        return replace(start, places=places)
+        places = []
+        for place in start.places:
+            ids = self._gpu_ids[place.node_id]
+            places.append(WorkerPlace(place.node_id, tuple([ids[position] for position in place.gpu_ids])))
+        return Start(start.job_id, tuple(places), start.reason)
 
 
 def _asked(spec: JobSpec, tenant: str) -> Job:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 
 import genie
 from genie.controller.admission import Admission, Certificates
@@ -28,6 +28,7 @@ from genie.errors import (
     TokenRefusedError,
 )
 from genie.model.messages import (
+    BEFORE_HELLO,
     CONTROLLER_REQUESTS,
     Certificate,
     FetchTrust,
@@ -95,13 +96,13 @@ class Service:
         """One connection, from the greeting to its end."""
         asked_early = 0
 
-        async def handle(peer: Peer, request: Message) -> Message:
+        def handle(peer: Peer, request: Message) -> Awaitable[Message]:
             nonlocal asked_early
             if connection.who is None:
                 asked_early += 1
                 if asked_early > _STRANGERS_ASK_MAX:
                     peer.close()
-            return await self._answer(connection, request)
+            return self._answer(connection, request)
 
         connection = Connection(Peer(channel, requests=CONTROLLER_REQUESTS, handler=handle))
         self._connections.add(connection)
@@ -125,15 +126,15 @@ class Service:
             _log.info("dropped %s: no Hello within %g s", connection.peer.name, HELLO_WITHIN_S)
             connection.peer.close()
 
-    async def _answer(self, connection: Connection, request: Message) -> Message:
-        if not isinstance(request, (Hello, FetchTrust, Join)):
+    def _answer(self, connection: Connection, request: Message) -> Awaitable[Message]:
+        if type(request) not in BEFORE_HELLO:
             if connection.who is None:
                 raise TokenMissingError(
                     "this connection has not shown a token", hint="say Hello with a token first"
                 )
             check_allowed(connection.who, request)
             self._tokens.check_still_good(connection.who)
-        return await self._handlers[type(request)](connection, request)
+        return self._handlers[type(request)](connection, request)
 
     async def _hello(self, connection: Connection, request: Hello) -> Welcome:
         if connection.who is not None:

@@ -74,12 +74,14 @@ class Sessions:
             client = self._clients[identity.tenant, node_id] = _Client(0.0)
         client.heard_s = self._clock.monotonic_s()
 
-    async def open_device(self, request: OpenDevice, identity: Identity) -> DeviceReply:
-        """A session job for one accelerator; asked again, the same one."""
+    async def open_device(
+        self, request: OpenDevice, identity: Identity, *, check: Callable[[JobSpec], None]
+    ) -> DeviceReply:
+        """A session job for one accelerator; asked again, the same one. `check` refuses by raising."""
         self.heard(identity, request.session_node_id)
         again = self._jobs.requested(identity.tenant, request.request_id)
         if again is None:
-            again = await self._submit(request, identity)
+            again = await self._submit(request, identity, check)
         if again.spec.kind is not JobKind.SESSION:
             raise UsageError(f"request id {request.request_id!r} was used for another kind of job")
         if again.job_id not in self._tickets and not again.state.is_final:
@@ -147,7 +149,7 @@ class Sessions:
         self._notes = {key: note for key, note in self._notes.items() if key in alive}
         return cancelled
 
-    async def _submit(self, request: OpenDevice, identity: Identity) -> Job:
+    async def _submit(self, request: OpenDevice, identity: Identity, check: Callable[[JobSpec], None]) -> Job:
         gpu = self._accelerator(request.node_id, request.gpu_id)
         is_cpu = gpu.vendor is Vendor.CPU
         spec = JobSpec(
@@ -162,6 +164,7 @@ class Sessions:
             node_id=request.node_id,
             gpu_ids=(request.gpu_id,),
         )
+        check(spec)
         ticket = encoded(self._random_bytes(32))
         job = await self._jobs.submit(
             spec,

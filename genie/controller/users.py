@@ -1,4 +1,4 @@
-"""What people and their programs ask: jobs, logs, directories, nodes, status, tokens, devices.
+"""What people and their programs ask: jobs, directories, nodes, status, tokens, devices.
 
 A user sees its own tenant's jobs, and of others only how many there are and how much they hold; the
 owner sees all. Answers stay under the frame cap. Not for: deciding anything; each request is one
@@ -26,11 +26,10 @@ from genie.controller.planning import KINDS_WAITING_MAX, Planner
 from genie.controller.sessions import Sessions
 from genie.controller.tokens import Tokens
 from genie.controller.views import NodeState, Views
-from genie.errors import JobRefusedError, NotLeaderError, PermissionError_, UsageError, WorkdirError
+from genie.errors import JobRefusedError, NotLeaderError, PermissionError_, WorkdirError
 from genie.model.allocation import Hold, NodeLedger
 from genie.model.job import Job, JobSpec, JobState
 from genie.model.messages import (
-    CHUNK_BYTES_MAX,
     LIST_MAX,
     BlobChunk,
     BlobStatus,
@@ -46,12 +45,10 @@ from genie.model.messages import (
     ListJobs,
     ListNodes,
     ListTokens,
-    LogChunk,
     NodesReply,
     NodeView,
     OpenDevice,
     PutBlob,
-    ReadLog,
     RevokeToken,
     SessionEnd,
     SessionHeartbeat,
@@ -119,7 +116,6 @@ class Users:
             GetJob: self.get_job,
             ListJobs: self.list_jobs,
             CancelJob: self.cancel_job,
-            ReadLog: self.read_log,
             StatBlob: self.stat_blob,
             PutBlob: self.put_blob,
             GetBlob: self.get_blob,
@@ -139,16 +135,20 @@ class Users:
     async def submit_job(self, connection: Connection, request: SubmitJob) -> JobReply:
         """Durable when answered, and with what it waits for if it has to."""
         jobs, identity = self._cluster.jobs, connection.identity
-        check_job(request.spec)
+        if request.spec != connection.checked:
+            check_job(request.spec)
+            connection.checked = request.spec
+        spec = connection.checked  # the same object for all that are alike
         self._cluster.election.require_token()
         if jobs.requested(identity.tenant, request.request_id) is None:
-            await self._check_can_run(request.spec, identity)
-        job = await jobs.submit(request.spec, identity, request.request_id)
+            await self._check_can_run(spec, identity)
+        job = await jobs.submit(spec, identity, request.request_id)
 
         def undecided(job: Job) -> bool:
             return job.state is JobState.QUEUED and jobs.shown(job) is job
 
-        await jobs.wait_while(job.job_id, undecided, timeout_s=_DECISION_WAIT_S)
+        if undecided(job):
+            await jobs.wait_while(job.job_id, undecided, timeout_s=_DECISION_WAIT_S)
         return JobReply(job=jobs.told(jobs.get(job.job_id) or job, identity))
 
     async def _check_can_run(self, spec: JobSpec, identity: Identity) -> None:
@@ -158,6 +158,7 @@ class Users:
                 f"job {spec.name!r} can never run here: {reason}",
                 hint="ask for less, or see what there is with 'genie nodes'",
             )
+        self._check_quota(spec, identity)
         if not self._cluster.planner.has_room(spec, identity.tenant):
             raise JobRefusedError(
                 f"{KINDS_WAITING_MAX} different kinds of jobs wait already",
@@ -172,6 +173,14 @@ class Users:
             raise WorkdirError(
                 f"the directory {spec.workdir.digest[:12]} of job {spec.name!r} is not here",
                 hint="send it first",
+            )
+
+    def _check_quota(self, spec: JobSpec, identity: Identity) -> None:
+        if reason := self._cluster.planner.why_over_quota(spec, identity.tenant):
+            raise JobRefusedError(
+                f"job {spec.name!r} can never start under the present quota: {reason}",
+                hint="ask for less, submit it with --preemptible where that may borrow, or ask the cluster's "
+                "owner for more ('genie quota' shows yours)",
             )
 
     async def get_job(self, connection: Connection, request: GetJob) -> JobReply:
@@ -206,29 +215,6 @@ class Users:
         if was_placed:
             self._cluster.agents.kill(after)
         return JobReply(job=self._cluster.jobs.told(after, connection.identity))
-
-    async def read_log(self, connection: Connection, request: ReadLog) -> LogChunk:
-        self._cluster.check_readable()
-        jobs = self._cluster.jobs
-        job, rank = jobs.find_worker(request.job_id, connection.identity)
-        if request.offset < 0 or not 1 <= request.bytes_max <= CHUNK_BYTES_MAX:
-            raise UsageError(f"offset must be 0 or more and bytes_max from 1 to {CHUNK_BYTES_MAX}")
-        if job.started_at is None and not job.state.is_final:
-            await jobs.wait_while(
-                job.job_id,
-                lambda now: now.started_at is None and not now.state.is_final,
-                timeout_s=checked_wait_s(request.wait_s),
-            )
-            job = jobs.find(job.job_id, connection.identity)
-        if job.started_at is None or not job.placements:
-            return LogChunk(
-                data=b"", start=request.offset, next_offset=request.offset, eof=job.state.is_final
-            )
-        if rank >= len(job.placements):
-            raise UsageError(
-                f"job {job.job_id} has no worker of rank {rank}: the last is {len(job.placements) - 1}"
-            )
-        return await self._cluster.agents.read_log(job, rank, request)
 
     # -- directories that are sent along ------------------------------------------------------
 
@@ -302,7 +288,8 @@ class Users:
 
     async def open_device(self, connection: Connection, request: OpenDevice) -> DeviceReply:
         self._cluster.election.require_token()
-        return await self._cluster.sessions.open_device(request, connection.identity)
+        check = partial(self._check_quota, identity=connection.identity)
+        return await self._cluster.sessions.open_device(request, connection.identity, check=check)
 
     async def wait_device(self, connection: Connection, request: WaitDevice) -> DeviceReply:
         self._cluster.check_readable()

@@ -50,11 +50,20 @@ class Views:
 
     def current(self) -> Mapping[str, NodeState]:
         """Every registered node as it stands, the closed ones too."""
-        now_s = self._clock.monotonic_s()
         self._stale.update(node_id for node_id, peer in self._peers.items() if peer.is_closed)
+        return self.by_clock()
+
+    def by_clock(self) -> Mapping[str, NodeState]:
+        """The same, but one whose connection was closed a moment ago may not show it: `is_connected` does."""
+        now_s = self._clock.monotonic_s()
         if now_s >= self._next_change_s:
             self._stale.update(key for key, until_s in self._good_until_s.items() if now_s >= until_s)
         return self.registered()
+
+    def is_connected(self, node_id: str) -> bool:
+        """Whether its agent can be spoken to, as far as it was looked at."""
+        peer = self._peers.get(node_id)
+        return peer is not None and not peer.is_closed
 
     def registered(self) -> Mapping[str, NodeState]:
         """The same, but whether a node is still connected and well may have been true a moment ago: for

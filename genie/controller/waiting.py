@@ -15,6 +15,7 @@ class Bell:
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self._waiting: dict[str, list[asyncio.Future[None]]] = {}
+        self._loop: asyncio.AbstractEventLoop | None = None
 
     def ring(self, key: str) -> None:
         for waiter in self._waiting.get(key, ()):
@@ -32,7 +33,9 @@ class Bell:
 
     async def _wait(self, key: str, timeout_s: float) -> None:
         """Until the next ring, or until the time is over."""
-        waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        if self._loop is None:
+            self._loop = asyncio.get_running_loop()
+        waiter: asyncio.Future[None] = self._loop.create_future()
         group = self._waiting.setdefault(key, [])
         group.append(waiter)
         timer = self._clock.call_later(timeout_s, partial(_wake, waiter))

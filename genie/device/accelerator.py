@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from genie.device.graphs import GraphReport
 
 Device: TypeAlias = int | str | torch.device | None
+_INDUCTOR_PARTS = ("Scheduling", "PythonWrapperCodegen", "CppWrapperCodegen", "WrapperFxCodegen")
 
 
 @dataclass(frozen=True)
@@ -167,6 +168,10 @@ def get_amp_supported_dtype() -> list[torch.dtype]:
 def __getattr__(name: str) -> Any:
     if name == "_initialized":  # torch's checkpointing asks before it keeps the state of random numbers
         return is_initialized()
+    if name in _INDUCTOR_PARTS:
+        from genie.device import compiler  # it imports this module
+
+        return compiler.inductor_part()
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

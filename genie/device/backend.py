@@ -9,6 +9,7 @@ Not for: what the ops do (native/torch/device).
 from __future__ import annotations
 
 import logging
+import sys
 import threading
 from types import ModuleType
 from typing import Any
@@ -98,6 +99,10 @@ def _name_device() -> None:
     backend_registration.rename_privateuse1_backend(roster.DEVICE_TYPE)
     torch._register_device_module(roster.DEVICE_TYPE, accelerator)  # type: ignore[no-untyped-call]
     backend_registration.generate_methods_for_privateuse1_backend(for_storage=True)
+    if "torch._inductor.codegen.common" in sys.modules:
+        from genie.device import compiler  # it imports this module
+
+        compiler.tell_inductor()
 
 
 def _replace_engine() -> None:

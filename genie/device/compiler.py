@@ -2,8 +2,8 @@
 
 torch finds it by its entry point. Training works: torch gives the forward and the backward pass as
 graphs of their own, with the weights among the inputs; those are used where they are, everything else
-is copied in. Graphs without remote tensors run as they are. Not for: capturing without torch.compile
-(graphs.py).
+is copied in. Graphs without remote tensors run as they are. Without backend="genie" torch's own compiler
+is told that it has no part here. Not for: capturing without torch.compile (graphs.py).
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from torch._dynamo.backends.common import aot_autograd
 
 from genie.device import backend, roster
 from genie.device.graphs import GRAPHS_KEPT_MAX, Graph, look
+from genie.errors import OpRefusedError
 
 
 def genie(
@@ -98,3 +99,47 @@ def _remote_index(inputs: Sequence[Any]) -> int | None:
         return None
     (device,) = devices
     return int(device.index) if device.type == roster.DEVICE_TYPE else None
+
+
+class _Refusing(type):
+    @property
+    def supports_caching(cls) -> bool:
+        """What inductor asks first, before it takes the model apart; later its own errors are around this."""
+        raise _no_inductor()
+
+
+class NoInductor(metaclass=_Refusing):
+    """Stands where torch's inductor, its default backend, looks for what makes code for this device."""
+
+    def __init__(self, *args: object) -> None:
+        raise _no_inductor()
+
+    @classmethod
+    def create(cls, *args: object) -> NoInductor:
+        return cls(*args)
+
+
+def inductor_part() -> Any:  # Any: it stands for several classes of torch
+    """For inductor, which asks once it is imported, and looks among its overrides before it gets here."""
+    from torch._inductor.codegen import common
+
+    common.get_device_op_overrides("cpu")  # an older torch makes its own only where there are none yet
+    common.register_device_op_overrides(roster.DEVICE_TYPE, common.DeviceOpOverrides())
+    return NoInductor
+
+
+def tell_inductor() -> None:
+    """Where inductor was in use before the device had its name: it asks once in a process."""
+    from torch._inductor.codegen import common
+
+    part = inductor_part()
+    common.register_backend_for_device(roster.DEVICE_TYPE, part, part, part, part)
+
+
+def _no_inductor() -> OpRefusedError:
+    return OpRefusedError(
+        "torch.compile without a backend makes code for devices of this machine (inductor), not for "
+        + roster.DEVICE_TYPE,
+        hint='say torch.compile(model, backend="genie"); with options={"inductor": True} the executor '
+        "compiles the graphs with inductor itself",
+    )

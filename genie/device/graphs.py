@@ -27,6 +27,7 @@ GRAPHS_KEPT_MAX = 32
 RECORDER_IDLE_S_MAX = 10.0
 """Other threads wait for a recording's end, and raise when its thread has not used the device for so long."""
 _DESCRIBED_CHARACTERS_MAX = 100
+_NAMED_MAX = 8
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.layout)
 _SAME_IF_EQUAL = frozenset(_PLAIN) - {float, complex}
 
@@ -41,7 +42,8 @@ def capture(
     result with memory of its own. The model must do the same work for every input of one shape, and may
     change its own buffers (a KV cache) and the tensors that it is given, which may share memory with each
     other. Results are tensors and plain values, in tuples, lists and dicts.
-    OpRefusedError names what cannot be written down: values that are needed here, copies to and fro.
+    OpRefusedError names what cannot be written down: values that are needed here, copies to and fro; and, as
+    the model has run up to there, which of its tensors it has changed.
 
     `inductor`: the executor compiles each graph at its first replay, which may take minutes; where it
     cannot, the graph is replayed as it is, and `report()` says why.
@@ -178,8 +180,9 @@ class Captured:
             args, kwargs = pytree.tree_unflatten(list(inputs), spec)
             return self._model(*args, **kwargs)
 
+        held = _named(self._model)
         with torch.no_grad():
-            return Graph(run, leaves, index=index, sharing=sharing, inductor=self._inductor)
+            return Graph(run, leaves, index=index, sharing=sharing, held=held, inductor=self._inductor)
 
     def _index(self, leaves: Sequence[Any]) -> int:
         """Of the device that is worked on: a module's own, else that of the arguments, else the current."""
@@ -221,9 +224,13 @@ class Graph:
         index: int,
         sharing: Sequence[Sharing] = (),
         baked: Sequence[int] = (),
+        held: Sequence[tuple[str, torch.Tensor]] = (),
         inductor: bool = False,
     ) -> None:
-        """`baked`: positions of inputs that are used where they are, not copied. `sharing`: of the others."""
+        """`baked`: positions of inputs that are used where they are, not copied. `sharing`: of the others.
+
+        `held`: tensors of the model, with names for messages.
+        """
         self.index = index
         self._described = tuple(map(_described, inputs))
         self._inputs = list(inputs)
@@ -258,11 +265,26 @@ class Graph:
             self._writes = self._connection.graph_writes(self._number)
             self.check_apart(inputs)
             whole = True
+        except OpRefusedError as refused:
+            refused.message += self._left_behind(held)
+            raise
         finally:
             self._connection.end_graph((_COMPILE if inductor else _KEEP) if whole else _FORGET)
             if not whole:
                 self._number = None
         _alive.add(self)
+
+    def _left_behind(self, held: Sequence[tuple[str, torch.Tensor]]) -> str:
+        """What a model whose recording is refused has done all the same; for the message."""
+        tensors = [*(tensor for _, tensor in held), *self._places]
+        uses = self._connection.graph_uses(self._number, tensors)
+        written = [i for i, use in enumerate(uses) if use == _WRITTEN]
+        names = [held[i][0] for i in written if i < len(held)]
+        known = {tensors[i].untyped_storage()._cdata for i in written}
+        more = self._connection.graph_writes(self._number) - len(known) + len(names[_NAMED_MAX:])
+        shown = [*names[:_NAMED_MAX], *([f"{more} other tensor{'s' * (more > 1)}"] if more else [])]
+        kept = f"what it wrote to {', '.join(shown)} stays" if shown else "no tensor of before has changed"
+        return f"; the model has run up to there: {kept}, and what its Python code did stays done"
 
     def _copy(self, inputs: Sequence[Any], sharing: Sequence[Sharing]) -> None:
         """Inputs that share memory have copies that do, and what is given twice is copied once."""
@@ -449,6 +471,15 @@ def _weights(modules: Sequence[torch.nn.Module]) -> list[torch.Tensor]:
         for tensor in owner.values()
         if tensor is not None
     ]
+
+
+def _named(model: object) -> list[tuple[str, torch.Tensor]]:
+    """The weights and buffers of a model, by their names in it."""
+    owner = _owner(model)
+    if owner is None:
+        return []
+    parameters = owner.named_parameters(remove_duplicate=False)
+    return [*parameters, *owner.named_buffers(remove_duplicate=False)]
 
 
 def _parts(modules: Sequence[torch.nn.Module]) -> list[dict[Any, Any]]:

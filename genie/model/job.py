@@ -157,6 +157,18 @@ class Placement(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     exit_code: int | None = None
 
 
+class Run(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, gc=False):
+    """A time that a job ran and was then queued again, so that its log can still be found."""
+
+    number: int
+    """The first is 1."""
+    epoch: int
+    nodes: tuple[str, ...]
+    """Of each worker, by its rank."""
+    started_at: float
+    ended_at: float
+
+
 class Job(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, gc=False):
     """One job as the store has it."""
 
@@ -185,6 +197,13 @@ class Job(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True,
     """Sessions only: node id of the client that holds it open."""
     ticket_sha256: str = ""
     """Sessions only: hash of what the client shows to the executor."""
+    earlier: tuple[Run, ...] = ()
+    """How it ran before it was queued again; of many times the newest."""
+
+    @property
+    def run(self) -> int:
+        """The number of the run that is under way, or of the last, or, where it waits, of the next."""
+        return self.earlier[-1].number + 1 if self.earlier else 1
 
     @property
     def placement(self) -> Placement | None:
@@ -198,10 +217,14 @@ class Job(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True,
 
     def unit(self, rank: int) -> str:
         """What agents know one of its workers by: the job's id, with the rank where there are several."""
-        return self.job_id if len(self.placements) == 1 else f"{self.job_id}{UNIT_MARK}{rank}"
+        return unit_name(self.job_id, rank, workers=len(self.placements))
 
 
 UNIT_MARK = "."
+
+
+def unit_name(job_id: str, rank: int, *, workers: int) -> str:
+    return job_id if workers == 1 else f"{job_id}{UNIT_MARK}{rank}"
 
 
 def parse_unit(unit: str) -> tuple[str, int]:
@@ -212,6 +235,10 @@ def parse_unit(unit: str) -> tuple[str, int]:
 
 RANK_DIGITS_MAX = 6
 HISTORY_MAX = 64
+RUNS_KEPT = 4
+"""Earlier runs of a job whose logs are kept."""
+_WORKERS_OF_RUNS_MAX = 1024
+"""So many workers of earlier runs are remembered in all, but those of the newest in any case."""
 
 FINAL_STATES = frozenset({JobState.SUCCEEDED, JobState.FAILED, JobState.CANCELLED, JobState.LOST})
 
@@ -230,8 +257,11 @@ ALLOWED_MOVES: dict[JobState, frozenset[JobState]] = {
 }
 
 
-def moved(job: Job, state: JobState, *, reason: str, at: float) -> Job:
-    """The job after one step of its life cycle; a step that the table does not allow is a bug."""
+def moved(
+    job: Job, state: JobState, *, reason: str, at: float, placements: tuple[Placement, ...] | None = None
+) -> Job:
+    """The job after one step of its life cycle; a step that the table does not allow is a bug. It stays where
+    it is placed unless `placements` says otherwise; queued again, it is nowhere."""
     assert state in ALLOWED_MOVES[job.state], f"{job.job_id}: {job.state} -> {state} is not a step"
     step = Transition(state=state, at=at, reason=reason)
     return msgspec.structs.replace(
@@ -241,9 +271,27 @@ def moved(job: Job, state: JobState, *, reason: str, at: float) -> Job:
         history=_trimmed((*job.history, step)),
         started_at=_started_at(job, state, at),
         ended_at=at if state.is_final else job.ended_at,
-        placements=() if state is JobState.QUEUED else job.placements,
+        placements=() if state is JobState.QUEUED else placements or job.placements,
         stop=Stop.NO if state is JobState.QUEUED else job.stop,
+        earlier=_with_run(job, at) if state is JobState.QUEUED else job.earlier,
     )
+
+
+def _with_run(job: Job, at: float) -> tuple[Run, ...]:
+    """What it did until now is an earlier run, if it did anything."""
+    if job.started_at is None:
+        return job.earlier
+    run = Run(
+        number=job.run,
+        epoch=job.epoch,
+        nodes=tuple(placement.node_id for placement in job.placements),
+        started_at=job.started_at,
+        ended_at=at,
+    )
+    runs = (*job.earlier, run)[-RUNS_KEPT:]
+    while len(runs) > 1 and sum(len(each.nodes) for each in runs) > _WORKERS_OF_RUNS_MAX:
+        runs = runs[1:]
+    return runs
 
 
 def _started_at(job: Job, state: JobState, at: float) -> float | None:

@@ -7,6 +7,7 @@ off the wire. Long waits are bounded polls (`wait_s`). Not for: framing (runtime
 
 from __future__ import annotations
 
+import functools
 import typing
 from typing import Generic, TypeVar
 
@@ -132,6 +133,8 @@ class ExitReport(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     reason: str
     ended_at: float
     started: bool = True
+    by_node: bool = False
+    """The node did not let it start, for a reason of its own: it has not failed."""
 
 
 class Registered(Message, frozen=True, kw_only=True):
@@ -309,6 +312,8 @@ class ExplainReply(Message, frozen=True, kw_only=True):
     """So many jobs come before it; None when it does not wait, or nobody has looked at it yet."""
     starts_at: float | None = None
     """When it would start if nobody came and all ran as long as they may; None when nobody can say."""
+    starts_why: str = ""
+    """What that rests on beside time limits, or why nobody can say; empty for nothing."""
     ruled_out: tuple[NodesRuledOut, ...] = ()
     ruled_out_more: int = 0
     """So many nodes are ruled out for further reasons."""
@@ -320,12 +325,16 @@ class ExplainJob(Request[ExplainReply], frozen=True, kw_only=True):
 
 class LogChunk(Message, frozen=True, kw_only=True):
     """`next_offset` is where to go on; `start` > the offset asked for when rotation has eaten a part.
-    `eof` when the job has ended and nothing follows."""
+    `eof` when that run of the job has ended and nothing follows in its log."""
 
     data: bytes
     start: int
     next_offset: int
     eof: bool
+    run: int = 0
+    """Which it is of; 0 when the job has not run, or not so often."""
+    runs: tuple[int, ...] = ()
+    """Those that have a log, the oldest first."""
 
 
 class ReadLog(Request[LogChunk], frozen=True, kw_only=True):
@@ -335,6 +344,10 @@ class ReadLog(Request[LogChunk], frozen=True, kw_only=True):
     offset: int = 0
     bytes_max: int = CHUNK_BYTES_MAX
     wait_s: float = 0.0
+    run: int = 0
+    """Of a job that ran several times, which; 0 for the last. One more than there were: the next."""
+    epoch: int = 0
+    """For agents, which know runs by this; 0 for the last."""
 
 
 class BlobStatus(Message, frozen=True, kw_only=True):
@@ -525,8 +538,13 @@ class WaitDevice(Request[DeviceReply], frozen=True, kw_only=True):
 
 def reply_type(request: type[Request[_Reply]]) -> type[_Reply]:
     """The type that answers this type of request."""
+    return typing.cast("type[_Reply]", _reply_type(request))
+
+
+@functools.cache
+def _reply_type(request: type[Message]) -> type[Message]:
     (answer,) = typing.get_args(request.__orig_bases__[0])  # type: ignore[attr-defined]
-    return typing.cast("type[_Reply]", answer)
+    return typing.cast("type[Message]", answer)
 
 
 BEFORE_HELLO = (Hello, FetchTrust, Join)

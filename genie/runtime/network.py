@@ -64,6 +64,10 @@ class Channel(Protocol):
 
     async def receive(self) -> wire.Frame: ...
 
+    def try_receive_nowait(self) -> wire.Frame | None:
+        """The next frame if it is here already; the errors are those of `receive`."""
+        ...
+
     def close(self) -> None:
         """At once; idempotent. What was sent before may or may not arrive."""
         ...
@@ -110,47 +114,73 @@ class TcpChannel:
         """Read and not yet given out from `_at` on. Small frames come many at a time."""
         self._at = 0
         self._writer = writer
+        self._transport = writer.transport
+        self._loop = asyncio.get_running_loop()
+        self._going: list[bytes] = []
+        """Sent and not yet given to the transport: what one turn of the loop sends goes as one write, which
+        with TLS is one record and one system call instead of many."""
+        self._going_bytes = 0
 
     async def send(self, frame: bytes) -> None:
         try:
-            self._writer.write(frame)
+            self._going.append(frame)
+            self._flush()
             await self._writer.drain()
         except (OSError, RuntimeError) as error:
             raise ConnectionLostError(f"the connection to {self.peer} was lost: {error}") from error
 
     def try_send_nowait(self, frame: bytes) -> bool:
-        transport = self._writer.transport
+        if self._going_bytes > SEND_NOW_BYTES_MAX:
+            self._flush()
+        transport = self._transport
         if transport.is_closing() or transport.get_write_buffer_size() > SEND_NOW_BYTES_MAX:
             return False
-        self._writer.write(frame)
+        if not self._going:
+            self._loop.call_soon(self._flush)
+        self._going.append(frame)
+        self._going_bytes += len(frame)
         return True
+
+    def _flush(self) -> None:
+        going, self._going, self._going_bytes = self._going, [], 0
+        if going:
+            self._writer.write(going[0] if len(going) == 1 else b"".join(going))
 
     async def receive(self) -> wire.Frame:
         try:
-            while len(self._taken) - self._at < wire.HEADER_BYTES:
-                await self._take_more(self._taken[self._at :])
-            start = self._at + wire.HEADER_BYTES
-            header = self._taken[self._at : start]
-            length, kind, call_id = wire.unpack_header(header, cap_bytes=self.cap_bytes, peer=self.peer)
-            missing = start + length - len(self._taken)
-            if missing > 0:
-                self._taken += await self._reader.readexactly(missing)
-            self._at = start + length
-            payload = self._taken[start : self._at]
-            if self._at == len(self._taken):
-                # A large frame must not stay in memory for as long as its sender is silent.
-                self._taken, self._at = b"", 0
-            return wire.Frame(kind, call_id, payload)
+            while (frame := self.try_receive_nowait()) is None:
+                await self._take_more()
+            return frame
         except asyncio.IncompleteReadError as error:
             cut = " in the middle of a frame" if error.partial or self._at < len(self._taken) else ""
             raise ConnectionLostError(f"{self.peer} closed the connection{cut}") from None
         except OSError as error:
             raise ConnectionLostError(f"the connection to {self.peer} was lost: {error}") from error
 
-    async def _take_more(self, left: bytes) -> None:
-        data = await self._reader.read(_TAKE_BYTES)
-        if not data:
-            raise asyncio.IncompleteReadError(left, None)
+    def try_receive_nowait(self) -> wire.Frame | None:
+        taken, start = self._taken, self._at + wire.HEADER_BYTES
+        if len(taken) < start:
+            return None
+        length, kind, call_id = wire.unpack_header(taken, self._at, cap_bytes=self.cap_bytes, peer=self.peer)
+        end = start + length
+        if len(taken) < end:
+            return None
+        if end == len(taken):
+            # A large frame must not stay in memory for as long as its sender is silent.
+            self._taken, self._at = b"", 0
+        else:
+            self._at = end
+        return wire.Frame(kind, call_id, taken[start:end])
+
+    async def _take_more(self) -> None:
+        left = self._taken[self._at :]
+        if len(left) < wire.HEADER_BYTES:
+            data = await self._reader.read(_TAKE_BYTES)
+            if not data:
+                raise asyncio.IncompleteReadError(left, None)
+        else:
+            length, _, _ = wire.unpack_header(left, cap_bytes=self.cap_bytes, peer=self.peer)
+            data = await self._reader.readexactly(wire.HEADER_BYTES + length - len(left))
         self._taken, self._at = left + data, 0
 
     async def exchange_prefaces(self) -> None:
@@ -174,6 +204,7 @@ class TcpChannel:
 
     def close(self) -> None:
         if self._lingers:
+            self._flush()
             self._writer.close()
         else:
             self._writer.transport.abort()

@@ -14,6 +14,10 @@ MakeSeeded: TypeAlias = Callable[[str, int, Sequence[TypicalShape]], Placer]
 """Of a policy, from a seed and the typical requests."""
 
 
+_HOW = "a controller does that in the background, once, in half a minute or so"
+_SLOW = "decisions for many nodes are slow"
+
+
 def placer_factory(*, build: bool = True) -> tuple[MakeSeeded, str]:
     """Native placers, or plain ones where those cannot be built, or are not and `build` is False; and which
     of the two."""
@@ -30,6 +34,19 @@ def placer_factory(*, build: bool = True) -> tuple[MakeSeeded, str]:
         return made
 
     return make, "native"
+
+
+def why_plain() -> str:
+    """Why plain placers decide for now, what follows from that, and what it takes to change it; empty when
+    native ones do."""
+    try:
+        if native.Workshop.of_this_installation().is_built("genie_scheduler"):
+            return ""
+    except NativeBuildError as error:
+        return f"{error.message}; {_SLOW}"
+    if native.find_compiler() is None:
+        return f"the scheduler's library is not compiled, and {native.no_compiler()}; {_SLOW}"
+    return f"the scheduler's library is not compiled yet; {_HOW}, and until then {_SLOW}"
 
 
 def _plain(policy: str, seed: int, typical: Sequence[TypicalShape]) -> Placer:

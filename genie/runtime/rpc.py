@@ -28,6 +28,9 @@ IN_FLIGHT_MAX = 256
 ANSWER_S_MAX = 30.0
 """How long a peer may take to read an answer before its connection is closed."""
 
+_CALL_IDS = 1 << 32
+"""As many as a frame's header can tell apart."""
+
 Handler = Callable[["Peer", Message], Awaitable[Message]]
 
 
@@ -42,6 +45,7 @@ class Peer:
         self._decoder = wire.RequestDecoder(requests) if requests else None
         self._handler = handler
         self._waiting: dict[int, asyncio.Future[wire.Frame]] = {}
+        self._loop = asyncio.get_running_loop()
         self._next_call = 0
         self._under_way = 0
         self._has_room = asyncio.Event()
@@ -61,32 +65,63 @@ class Peer:
 
     async def call(self, request: Request[_Reply], *, timeout_s: float) -> _Reply:
         """The peer's answer, or the GenieError it answered with; DeadlineError past `timeout_s`."""
-        if self.is_closed:
-            raise ConnectionLostError(f"the connection to {self.name} is closed")
-        call_id = self._next_call = (self._next_call + 1) % (1 << 32)
-        loop = asyncio.get_running_loop()
+        (outcome,) = await self.call_each((request,), timeout_s=timeout_s)
+        if isinstance(outcome, GenieError):
+            raise outcome
+        return outcome
+
+    async def call_each(
+        self, requests: Sequence[Request[_Reply]], *, timeout_s: float
+    ) -> list[_Reply | GenieError]:
+        """What came of each, as `call` would have it, when all are answered. They are sent together."""
+        loop, first = self._loop, self._next_call + 1
+        if first + len(requests) > _CALL_IDS:
+            first = 1
         deadline_s = loop.time() + timeout_s
-        future: asyncio.Future[wire.Frame] = loop.create_future()
-        self._waiting[call_id] = future
-        packed = wire.pack(wire.Kind.REQUEST, call_id, wire.encode(request))
+        futures: list[asyncio.Future[wire.Frame]] = [loop.create_future() for _ in requests]
+        self._next_call = first + len(futures) - 1
+        self._waiting.update(enumerate(futures, first))
+        timer = loop.call_at(deadline_s, _give_up, futures)
         try:
+            for call_id, request in enumerate(requests, first):
+                await self._send(call_id, request, deadline_s)
+            return [
+                await self._outcome(request, future, timeout_s)
+                for request, future in zip(requests, futures, strict=True)
+            ]
+        finally:
+            timer.cancel()
+            for call_id in range(first, first + len(futures)):
+                del self._waiting[call_id]
+
+    async def _send(self, call_id: int, request: Request[_Reply], deadline_s: float) -> None:
+        """Whatever goes wrong is the outcome of that call."""
+        future = self._waiting[call_id]
+        try:
+            if self.is_closed:
+                raise ConnectionLostError(f"the connection to {self.name} is closed")
+            packed = wire.pack(wire.Kind.REQUEST, call_id, wire.encode(request))
             if not self.channel.try_send_nowait(packed):
                 async with asyncio.timeout_at(deadline_s):
                     await self.channel.send(packed)
-            timer = loop.call_at(deadline_s, _give_up, future)
-            try:
-                frame = await future
-            finally:
-                timer.cancel()
+        except (GenieError, TimeoutError) as error:
+            if not future.done():
+                future.set_exception(error)
+
+    async def _outcome(
+        self, request: Request[_Reply], future: asyncio.Future[wire.Frame], timeout_s: float
+    ) -> _Reply | GenieError:
+        try:
+            frame = await future
+            if frame.kind is wire.Kind.ERROR:
+                return wire.decode_error(frame.payload, peer=self.name)
+            return wire.decode_reply(reply_type(type(request)), frame.payload, peer=self.name)
         except TimeoutError:
-            raise DeadlineError(
+            return DeadlineError(
                 f"{self.name} did not answer {type(request).__name__} within {timeout_s:g} s"
-            ) from None
-        finally:
-            self._waiting.pop(call_id, None)
-        if frame.kind is wire.Kind.ERROR:
-            raise wire.decode_error(frame.payload, peer=self.name)
-        return wire.decode_reply(reply_type(type(request)), frame.payload, peer=self.name)
+            )
+        except GenieError as error:
+            return error
 
     async def run(self) -> None:
         """Reads until the connection ends; returns then. Requests under way are cancelled."""
@@ -110,7 +145,7 @@ class Peer:
 
     async def _read(self, answers: asyncio.TaskGroup) -> None:
         while True:
-            frame = await self.channel.receive()
+            frame = self.channel.try_receive_nowait() or await self.channel.receive()
             if frame.kind is wire.Kind.REQUEST:
                 while self._under_way >= IN_FLIGHT_MAX:
                     self._has_room.clear()
@@ -122,7 +157,16 @@ class Peer:
 
     async def _answer(self, frame: wire.Frame) -> None:
         try:
-            answer = await self._outcome(frame)
+            answer: Message | GenieError
+            try:
+                if self._decoder is None or self._handler is None:
+                    raise ProtocolError("this side answers no requests")
+                answer = await self._handler(self, self._decoder.decode(frame.payload, peer=self.name))
+            except GenieError as error:
+                answer = error
+            except Exception:
+                _log.exception("a request from %s failed", self.name)
+                answer = GenieError("internal error", hint="the log of the other side has the details")
             if not self._sending.locked() and self.channel.try_send_nowait(_packed(answer, frame.call_id)):
                 return
             # One at a time, and encoded only when it is its turn: a peer that does not read its answers
@@ -136,21 +180,12 @@ class Peer:
             self._under_way -= 1
             self._has_room.set()
 
-    async def _outcome(self, frame: wire.Frame) -> Message | GenieError:
-        try:
-            if self._decoder is None or self._handler is None:
-                raise ProtocolError("this side answers no requests")
-            return await self._handler(self, self._decoder.decode(frame.payload, peer=self.name))
-        except GenieError as error:
-            return error
-        except Exception:
-            _log.exception("a request from %s failed", self.name)
-            return GenieError("internal error", hint="the log of the other side has the details")
 
-
-def _give_up(future: asyncio.Future[wire.Frame]) -> None:
-    if not future.done():
-        future.set_exception(TimeoutError())
+def _give_up(futures: Sequence[asyncio.Future[wire.Frame]]) -> None:
+    for future in futures:
+        if not future.done():
+            future.set_exception(TimeoutError())
+            future.exception()  # whoever waits for another one of them may go away first
 
 
 def _packed(answer: Message | GenieError, call_id: int) -> bytes:

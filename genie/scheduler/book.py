@@ -7,17 +7,20 @@ changed to see what would be, and changed back. Not for: which job comes next (s
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TypeAlias, TypeVar
+
+import msgspec
 
 from genie.errors import UsageError
 from genie.model.job import Spread, Within
 from genie.scheduler.filters import Filter, Filters, as_open
 from genie.scheduler.numbers import Numbers
+from genie.scheduler.placement.plain import PlainPlacer
 from genie.scheduler.placement.protocol import ANY_MODEL, GPUS_MAX, MODELS_MAX, Placer
-from genie.scheduler.quota import Claim
+from genie.scheduler.quota import UNBOUNDED, Claim
 from genie.scheduler.request import Amounts, NodeFacts, Request, Shape, WorkerPlace, why_not, why_not_gpus
 
 MakePlacer = Callable[[str], Placer]
@@ -25,7 +28,10 @@ MakePlacer = Callable[[str], Placer]
 
 _Name = TypeVar("_Name", bound=Hashable)
 
+_NOTHING = Amounts()
 _SUPPOSING = "bestfit"
+_TRIES_MAX = 8
+"""So often another place is looked for, where one would have too many workers."""
 CLASSES_MAX = 1024
 NODE_SETS_MAX = 256
 """Kinds of requests, and sets of nodes that jobs are near to or apart from, that are known at a time."""
@@ -42,8 +48,7 @@ _Change: TypeAlias = tuple[bool, str, _Part]
 """Whether it is taken or given back, by which tenant, what."""
 
 
-@dataclass(frozen=True)
-class Held:
+class Held(msgspec.Struct, frozen=True):
     """What a running job holds."""
 
     request: Request
@@ -62,12 +67,18 @@ class _Node:
     """How many workers of a tenant's job with that name run there."""
     jobs: dict[str, int] = field(default_factory=dict)
     """How many workers of a job run there."""
+    workers: int = 0
+    """Of all jobs, also of those that hold nothing."""
 
 
 class Book:
     """The same calls in the same order give the same answers."""
 
-    def __init__(self, make_placer: MakePlacer, *, policy: str) -> None:
+    def __init__(self, make_placer: MakePlacer, *, policy: str, workers_max: int = UNBOUNDED) -> None:
+        """A node that runs `workers_max` workers takes no more, whatever they hold."""
+        self.workers_max = workers_max
+        self.crowds = 0
+        """Grows whenever a node has so many, or has not any more."""
         self._real = make_placer(policy)
         self._scratch, self._ahead = make_placer(_SUPPOSING), make_placer(_SUPPOSING)
         self._placers = (self._real, self._scratch, self._ahead)
@@ -103,15 +114,20 @@ class Book:
         return self._held
 
     @property
+    def is_plain(self) -> bool:
+        """Whether each choice looks at every node."""
+        return isinstance(self._real, PlainPlacer)
+
+    @property
     def nodes(self) -> list[NodeFacts]:
         return [node.facts for node in self._nodes.values()]
 
     def usage(self, tenant: str) -> Amounts:
-        return self._usage.get(tenant, Amounts())
+        return self._usage.get(tenant, _NOTHING)
 
     def fixed(self, tenant: str) -> Amounts:
         """Of the tenant's usage, what cannot be taken back."""
-        return self._fixed.get(tenant, Amounts())
+        return self._fixed.get(tenant, _NOTHING)
 
     def claims(self, tenant: str) -> list[Claim]:
         return [(held.request, held.amounts) for held in self._held.values() if held.request.tenant == tenant]
@@ -142,9 +158,30 @@ class Book:
         """Why the node could not hold one such worker, were it all free; empty when it could."""
         return why_not(request.shape, facts) or self._filters.why_not(self._filters.kind(request), facts)
 
+    def why_not_beside(self, request: Request) -> str:
+        """Why there is no node beside or apart from the jobs that it names; empty when there is one."""
+        if (not request.near and not request.apart) or any(map(_neighbours(request), self._nodes.values())):
+            return ""
+        near, apart = (" or ".join(sorted(names)) for names in (request.near, request.apart))
+        if not near:
+            return f"waits for a node on which no job named {apart} runs"
+        there = {name for node in self._nodes.values() for name in node.names}
+        if not any((request.tenant, name) in there for name in request.near):
+            return f"waits for a job named {near} to run"
+        return f"a job named {apart} runs wherever one named {near} does"
+
+    def why_crowded(self, facts: NodeFacts) -> str:
+        """Why the node takes nothing now, though it would have room; empty when it does."""
+        if not self._is_crowded(self._nodes[facts.node_id]):
+            return ""
+        return f"runs {self.workers_max} workers, the most on one node (controller.node_workers_max)"
+
+    def _is_crowded(self, node: _Node) -> bool:
+        return node.workers >= self.workers_max
+
     def is_open(self, place: WorkerPlace) -> bool:
         """Whether something new may go there, were it free."""
-        if (node := self._nodes.get(place.node_id)) is None:
+        if (node := self._nodes.get(place.node_id)) is None or self._is_crowded(node):
             return False
         return not node.facts.closed and not node.facts.closed_gpus & set(place.gpu_ids)
 
@@ -182,9 +219,12 @@ class Book:
             self._classes.clear()
         if is_other or was.rack != facts.rack:
             self._forget_racks()
-        for placer in self._placers:
-            placer.set_open(known.number, is_open=not facts.closed)
+        self._set_open(known)
         self._set_gpus(known)
+
+    def _set_open(self, node: _Node) -> None:
+        for placer in self._placers:
+            placer.set_open(node.number, is_open=not node.facts.closed and not self._is_crowded(node))
 
     def remove_node(self, node_id: str) -> None:
         """It is forgotten. UsageError when there is none, or something is held there."""
@@ -284,7 +324,7 @@ class Book:
             cpu_milli=min(whole.cpu_milli, cpu_milli // count),
             memory_mib=min(whole.memory_mib, memory_mib // count),
         )
-        return (whole, place) if shape == whole else (shape, replace(place, gpu_ids=kept))
+        return (whole, place) if shape == whole else (shape, WorkerPlace(place.node_id, kept))
 
     def _set_gpus(self, node: _Node) -> None:
         facts = node.facts
@@ -315,11 +355,11 @@ class Book:
         self._real.observe(self._class(request, request.shape), self._tenant(request.tenant))
 
     def place(
-        self, request: Request, workers: int, *, least: int | None = None, avoiding: Iterable[str] = ()
+        self, request: Request, workers: int, *, least: int | None = None, avoiding: Collection[str] = ()
     ) -> tuple[WorkerPlace, ...] | None:
         """All workers, or as many as fit if those are `least` or more, or none; they are held from now on.
         None of them is on a node that is to be avoided."""
-        places = self._placed(self._real, request, workers, least or workers, avoiding)
+        places = self._placed_apart(request, workers, least or workers, set(avoiding))
         if places is None:
             return None
         for place in places:
@@ -327,12 +367,34 @@ class Book:
         self._note(request, places)
         return places
 
+    def _placed_apart(
+        self, request: Request, workers: int, least: int, avoided: set[str]
+    ) -> tuple[WorkerPlace, ...] | None:
+        """Chosen and taken in the real placer, with no more workers on a node than it may run."""
+        for _ in range(_TRIES_MAX):
+            places = self._placed(self._real, request, workers, least, avoided)
+            if places is None or not (too_many := self._overcrowded(places)):
+                return places
+            for place in places:
+                self._give_back(self._real, (request.shape.bare, place))
+            avoided |= too_many
+        return None
+
+    def _overcrowded(self, places: Sequence[WorkerPlace]) -> set[str]:
+        """Nodes that would run too many workers with these."""
+        if len(places) == 1:  # a node that has no room for one more is not chosen
+            return set()
+        more = Counter(place.node_id for place in places)
+        return {name for name, count in more.items() if self._nodes[name].workers + count > self.workers_max}
+
     def hold(self, request: Request, places: Sequence[WorkerPlace], *, is_there: bool = False) -> None:
         """At these places and no others. UsageError, and nothing is held, when they are not free.
 
         `is_there`: it runs there already. Of GPUs that its nodes have lost nothing is held, and of other
         things not more than there is, as when a node changes. It counts as used all the same.
         """
+        if not is_there and self._overcrowded(places):
+            raise UsageError(f"a node would run more than {self.workers_max} workers")
         counts = Counter(places) if is_there else {}
         parts: dict[WorkerPlace, _Part] = {}
         taken: list[_Part] = []
@@ -386,18 +448,24 @@ class Book:
         node = self._nodes[place.node_id]
         _add_to(node.names, (request.tenant, request.name), more)
         _add_to(node.jobs, request.job_id, more)
+        before, node.workers = node.workers, node.workers + more
+        if (before >= self.workers_max) is not (node.workers >= self.workers_max):
+            self.crowds += 1
+            self._set_open(node)
 
     def _follow(self, tenant: str, part: _Part, *, taken: bool, but: Placer | None = None) -> None:
         """All placers do it; the one that is ahead of time later."""
+        shape, place = part
+        node, number = self._known(place.node_id).number, self._amounts.of(shape)
         for placer in self._placers:
             if placer is but:
                 continue
             if placer is self._ahead and self._foresight is not None:
                 self._foresight.later.append((taken, tenant, part))
             elif taken:
-                self._take(placer, tenant, part)
+                placer.take(number, self._tenant(tenant), node=node, gpus=place.gpu_ids)
             else:
-                self._give_back(placer, part)
+                placer.release(number, node=node, gpus=place.gpu_ids)
 
     # -- suppositions -------------------------------------------------------------------------
 
@@ -467,7 +535,7 @@ class Book:
     # -- placing ------------------------------------------------------------------------------
 
     def _placed(
-        self, placer: Placer, request: Request, workers: int, least: int, avoiding: Iterable[str] = ()
+        self, placer: Placer, request: Request, workers: int, least: int, avoiding: Collection[str] = ()
     ) -> tuple[WorkerPlace, ...] | None:
         """Chosen and taken in this placer."""
         among = self._among(request, avoiding)
@@ -504,16 +572,14 @@ class Book:
                 placer.drop_node_set(number)
         self._racks = None
 
-    def _among(self, request: Request, avoiding: Iterable[str]) -> int | None:
+    def _among(self, request: Request, avoiding: Collection[str]) -> int | None:
         """The set of nodes that will do; None for all."""
+        if not avoiding and not request.near and not request.apart:
+            return None
         avoided = frozenset(self._nodes[node_id].number for node_id in avoiding)
         if not request.near and not request.apart:
             return self._sets.of((avoided, True)) if avoided else None
-
-        def will_do(node: _Node) -> bool:
-            here = {name for tenant, name in node.names if tenant == request.tenant}
-            return (not request.near or bool(here & request.near)) and not here & request.apart
-
+        will_do = _neighbours(request)
         numbers = frozenset(node.number for node in self._nodes.values() if will_do(node))
         return self._sets.of((numbers - avoided, False))
 
@@ -533,6 +599,16 @@ class Book:
         for place in places:
             self._take(placer, request.tenant, (request.shape.bare, place))
         return places
+
+
+def _neighbours(request: Request) -> Callable[[_Node], bool]:
+    """Whether a node has those jobs that it wants to be near to, and none from which it wants to be apart."""
+
+    def will_do(node: _Node) -> bool:
+        here = {name for tenant, name in node.names if tenant == request.tenant}
+        return (not request.near or bool(here & request.near)) and not here & request.apart
+
+    return will_do
 
 
 def _register_amounts(shape: Shape) -> _Tell:
@@ -600,8 +676,10 @@ class Supposition:
         for place in held.places:
             self._change((False, held.request.tenant, self._book._part(held.request, place)))
 
-    def place(self, request: Request, workers: int) -> tuple[WorkerPlace, ...] | None:
-        places = self._book._placed(self._placer, request, workers, workers)
+    def place(
+        self, request: Request, workers: int, *, avoiding: Collection[str] = ()
+    ) -> tuple[WorkerPlace, ...] | None:
+        places = self._book._placed(self._placer, request, workers, workers, avoiding)
         self._done += [(True, request.tenant, (request.shape.bare, place)) for place in places or ()]
         return places
 

@@ -9,16 +9,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from genie.model.job import Within
-from genie.scheduler.book import Supposition
 from genie.scheduler.order import Lines
+from genie.scheduler.outlook import outlook
 from genie.scheduler.pins import in_the_way
 from genie.scheduler.request import FULL_MILLI, NodeFacts, Request
 from genie.scheduler.scheduler import Scheduler
-
-TRIES_MAX = 5_000
-"""So often it is tried at most whether somebody fits, to find out when a job starts."""
-ENDS_MAX = 10_000
-"""So many ends of running jobs are looked ahead at most."""
 
 
 @dataclass(frozen=True)
@@ -36,10 +31,12 @@ class Explanation:
     reason: str
     """As the last decision said."""
     starts_at: float | None
-    """When it would start if nobody came and all ran as long as they may; None when never."""
+    """When it would start if nobody came and all ran as long as they may; None when nobody can say."""
     ahead: int
     """So many jobs come before it."""
     ruled_out: tuple[RuledOut, ...]
+    starts_why: str = ""
+    """What `starts_at` rests on beside time limits, or why it is not known; empty for nothing to say."""
 
 
 def explain(scheduler: Scheduler, job_id: str, *, reason: str, now: float) -> Explanation:
@@ -48,13 +45,14 @@ def explain(scheduler: Scheduler, job_id: str, *, reason: str, now: float) -> Ex
     if request is None:
         raise KeyError(job_id)
     line = in_order(scheduler, now)
-    ahead = line[: line.index(request)]
+    found = outlook(scheduler, request, now)
     return Explanation(
         job_id=job_id,
         reason=reason,
-        starts_at=_foreseen(scheduler, ahead, request, now),
-        ahead=len(ahead),
+        starts_at=found.starts_at,
+        ahead=line.index(request),
         ruled_out=_ruled_out(scheduler, request),
+        starts_why=found.why,
     )
 
 
@@ -64,48 +62,6 @@ def in_order(scheduler: Scheduler, now: float) -> list[Request]:
     for each in scheduler.waiting:
         lines.add(each, (0, 0))
     return list(lines.walk(scheduler.scales(now), why_all=lambda *_: "", tell=lambda *_: None))
-
-
-def _foreseen(scheduler: Scheduler, ahead: Sequence[Request], request: Request, now: float) -> float | None:
-    """Those ahead of it go first wherever they fit, when enough has ended. What they hold, they keep. None
-    also when that would take very many tries to find out."""
-    if (claim := scheduler.claims.get(request.job_id)) is not None:
-        return claim.starts_at
-    ends = sorted(scheduler.running, key=lambda running: (running.ends_at, running.request.sequence))
-    waiting = [each for each in ahead if not scheduler.why_quota(each)]
-    if scheduler.why_quota(request):
-        return None
-    with scheduler.book.supposing() as then:
-        times = [now, *(max(running.ends_at, now) for running in ends[:ENDS_MAX])]
-        tries = 0
-        for number, at in enumerate(times):
-            if number:
-                then.release(ends[number - 1].held)
-            waiting, tried = _still_waiting(waiting, then)
-            tries += tried + 1
-            if tries > TRIES_MAX:
-                return None
-            if then.place(request, request.least_workers) is not None:
-                return at
-    return None
-
-
-def _still_waiting(waiting: Sequence[Request], then: Supposition) -> tuple[list[Request], int]:
-    """Who finds no room, and how often that was tried: where one does not fit, those like it do not."""
-    left: list[Request] = []
-    full: set[tuple[object, ...]] = set()
-    tries = 0
-    for each in waiting:
-        kind = (
-            each.shape, each.tenant, each.least_workers, each.within, each.spread, each.near, each.apart,
-        )  # fmt: skip
-        if kind not in full:
-            tries += 1
-            if then.place(each, each.least_workers) is not None:
-                continue
-            full.add(kind)
-        left.append(each)
-    return left, tries
 
 
 def _ruled_out(scheduler: Scheduler, request: Request) -> tuple[RuledOut, ...]:
@@ -122,7 +78,7 @@ def _ruled_out(scheduler: Scheduler, request: Request) -> tuple[RuledOut, ...]:
 def _why_not_now(scheduler: Scheduler, request: Request, facts: NodeFacts) -> str:
     """What is lacking for one worker, or for all of them where they must be on one node."""
     book = scheduler.book
-    if why := in_the_way(book, request, scheduler.claims):
+    if why := book.why_crowded(facts) or in_the_way(book, request, scheduler.claims):
         return why
     workers = request.least_workers if request.within is Within.NODE else 1
     shape = request.shape.times(workers)

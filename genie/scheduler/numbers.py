@@ -33,15 +33,22 @@ class Numbers(Generic[Key]):
         self._drop = drop
         self._count_max = count_max
         self._known: OrderedDict[Key, int] = OrderedDict()
+        self._last: Key | None = None
+        """The one that was asked for last, which is often asked for several times."""
+        self._last_number = 0
 
     def __len__(self) -> int:
         return len(self._known)
 
     def of(self, key: Key) -> int:
         """Good until the next call."""
-        if key in self._known:
+        if key is self._last:
+            return self._last_number
+        number = self._known.get(key)
+        if number is not None:
             self._known.move_to_end(key)
-            return self._known[key]
+            self._last, self._last_number = key, number
+            return number
         if len(self._known) >= self._count_max:
             self._forget(self._known.popitem(last=False)[1])
         register = self._register(key)
@@ -55,5 +62,6 @@ class Numbers(Generic[Key]):
             self._forget(self._known.popitem()[1])
 
     def _forget(self, number: int) -> None:
+        self._last = None
         for placer in self._placers:
             self._drop(placer, number)

@@ -7,20 +7,24 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from genie.model.job import Spread, Within
+from genie.scheduler.quota import UNBOUNDED
 from genie.scheduler.request import FULL_MILLI, NodeFacts, Request, Shape, why_not
 
 _NAMED = 3
 
 
-def why_never(request: Request, nodes: Sequence[NodeFacts]) -> str:
-    """Empty when it could. A cluster without nodes refuses nothing: they may be about to join."""
+def why_never(request: Request, nodes: Sequence[NodeFacts], *, workers_max: int = UNBOUNDED) -> str:
+    """Empty when it could. `workers_max` is the most on one node, whatever they hold. A cluster without nodes
+    refuses nothing: they may be about to join."""
     if not nodes:
         return ""
     open_nodes = [replace(node, closed="") for node in nodes]
     if missing := request.shape.nodes - {node.node_id for node in nodes}:
         return f"it asks for node {min(missing)}, and no such node is registered"
     reasons = {node.node_id: why_not(request.shape, node) for node in open_nodes}
-    rooms = [(node, room(request, node)) for node in open_nodes if not reasons[node.node_id]]
+    rooms = [
+        (node, min(room(request, node), workers_max)) for node in open_nodes if not reasons[node.node_id]
+    ]
     if not rooms:
         asked = asked_text(request.shape)
         return f"it asks for {asked} on one node; {grouped(reasons)}" if asked else grouped(reasons)
@@ -79,13 +83,13 @@ def _most_together(request: Request, rooms: Sequence[tuple[NodeFacts, int]]) -> 
     return max(racks.values()), "in one rack"
 
 
-def grouped(reasons: dict[str, str]) -> str:
-    """`a, b: has 2 GPUs; c: no label zone=x`, the most frequent first."""
+def grouped(reasons: dict[str, str], *, first: frozenset[str] = frozenset()) -> str:
+    """`a, b: has 2 GPUs; c: no label zone=x`: that of the nodes in `first` first, then the most frequent."""
     nodes: dict[str, list[str]] = {}
     for node_id, why in reasons.items():
         nodes.setdefault(why, []).append(node_id)
-    first = sorted(nodes.items(), key=lambda item: -len(item[1]))[:_NAMED]
-    return "; ".join(f"{_names(names)}: {why}" for why, names in first)
+    several = sorted(nodes.items(), key=lambda item: (first.isdisjoint(item[1]), -len(item[1])))[:_NAMED]
+    return "; ".join(f"{_names(names)}: {why}" for why, names in several)
 
 
 def _names(names: Sequence[str]) -> str:

@@ -57,6 +57,8 @@ class Quotas:
         quota = self.by_tenant.get(request.tenant)
         if quota is None:
             return ""
+        if why := self.why_never(request):
+            return f"can never start under the present quota: {why}"
         more = request.amounts(workers)
         holds = f"{request.tenant} holds {_text(usage)}, and its quota is {_text(quota.own)}"
         if not request.preemptible and not _grows_within(fixed, more, quota.own):
@@ -64,6 +66,20 @@ class Quotas:
         if _grows_within(usage, more, quota.own + quota.borrowed):
             return ""
         return f"{holds}; it may borrow {_text(quota.borrowed)}"
+
+    def why_never(self, request: Request) -> str:
+        """Why the tenant could not start it with its least workers, held it nothing else; empty when it
+        could."""
+        quota = self.by_tenant.get(request.tenant)
+        if quota is None:
+            return ""
+        asked, most = request.amounts(request.least_workers), quota.own + quota.borrowed
+        if _grows_within(Amounts(), asked, most if request.preemptible else quota.own):
+            return ""
+        why = f"it asks for {_text(asked)}, and the quota of tenant {request.tenant} is {_text(quota.own)}"
+        if not _grows_within(Amounts(), asked, most):
+            return f"{why} and {_text(quota.borrowed)} on loan" if quota.borrowed.gpu_milli else why
+        return f"{why}; only preemptible jobs may borrow more"
 
 
 def _first_owned(claim: Claim) -> tuple[bool, int, int]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+import msgspec
+
 from genie.errors import UsageError
 from genie.model.job import Spread, Within
 
@@ -12,8 +14,7 @@ FULL_MILLI = 1000
 CPU = "cpu"
 
 
-@dataclass(frozen=True)
-class Amounts:
+class Amounts(msgspec.Struct, frozen=True, gc=False):
     """What is held, of each thing that is shared. `gpu_milli` counts thousandths of GPUs."""
 
     gpu_milli: int = 0
@@ -28,9 +29,15 @@ class Amounts:
         )
 
     def __sub__(self, other: Amounts) -> Amounts:
-        return self + other.times(-1)
+        return Amounts(
+            self.gpu_milli - other.gpu_milli,
+            self.cpu_milli - other.cpu_milli,
+            self.memory_mib - other.memory_mib,
+        )
 
     def times(self, count: int) -> Amounts:
+        if count == 1:
+            return self
         return Amounts(self.gpu_milli * count, self.cpu_milli * count, self.memory_mib * count)
 
 
@@ -180,8 +187,7 @@ class NodeFacts:
         return Amounts(len(self.gpus) * FULL_MILLI, self.cpu_milli, self.memory_mib)
 
 
-@dataclass(frozen=True, order=True)
-class WorkerPlace:
+class WorkerPlace(msgspec.Struct, frozen=True, order=True):
     """Where one worker runs."""
 
     node_id: str

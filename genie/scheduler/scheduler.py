@@ -22,6 +22,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
+import msgspec
+
 from genie.errors import UsageError
 from genie.scheduler import migration, victims
 from genie.scheduler.book import Book, Foresight, Held, Supposition
@@ -35,8 +37,7 @@ from genie.scheduler.request import NodeFacts, Request, WorkerPlace
 from genie.scheduler.victims import Running
 
 
-@dataclass(frozen=True)
-class Start:
+class Start(msgspec.Struct, frozen=True):
     """Run it there."""
 
     job_id: str
@@ -144,6 +145,8 @@ class Scheduler:
         """Whether anything but arrivals happened since the last pass."""
         self._never: dict[int, str] = {}
         """Why no node will do for a kind of jobs, while the nodes stay as they are; empty when one would."""
+        self._crowds = 0
+        """The book's count of when that was found out."""
         self._running: dict[str, Running] = {}
         self._reservation: Reservation | None = None
         self.claims = Claims(book)
@@ -163,6 +166,11 @@ class Scheduler:
     @property
     def waiting(self) -> list[Request]:
         return [each.request for each in self._waiting.values()]
+
+    @property
+    def lined_up(self) -> list[tuple[Request, Kind]]:
+        """Those that wait, each with what it is like."""
+        return [(each.request, each.line) for each in self._waiting.values()]
 
     @property
     def told(self) -> list[Wait]:
@@ -278,6 +286,8 @@ class Scheduler:
 
     def why_quota(self, request: Request, workers: int = 0) -> str:
         """Why its tenant may not start it now with so many workers, or its least; empty when it may."""
+        if request.tenant not in self.rules.quotas.by_tenant:
+            return ""
         usage, fixed = self.book.usage(request.tenant), self.book.fixed(request.tenant)
         return self.rules.quotas.why_not(request, workers or request.least_workers, usage=usage, fixed=fixed)
 
@@ -289,10 +299,24 @@ class Scheduler:
             self.set_rules(self._rules)
         return _Pass(self, now).run()
 
+    def start_now(self, request: Request, now: float) -> Start | None:
+        """Starts one that has just come without a pass, where nobody waits and nothing is kept for anybody.
+        None, and nothing has changed, where it must be gone through with others. `ended` takes it back."""
+        is_alone = not self._waiting and self._reservation is None and not len(self.claims)
+        if not is_alone or request.near or isinstance(self._rules.order, Fenced):
+            return None
+        walk = _Pass(self, now)
+        if not walk._try_start(request, "it fits"):
+            return None
+        self.book.observe(request)
+        start = walk._done[0]
+        assert isinstance(start, Start)
+        return start
+
     def _run(self, request: Request, places: tuple[WorkerPlace, ...], at: float) -> None:
         limit_s = request.time_limit_s
         ends_at = at + (self.rules.assumed_s if limit_s is None else limit_s)
-        self._running[request.job_id] = Running(Held(request, places), at, ends_at)
+        self._running[request.job_id] = Running(self.book.held[request.job_id], at, ends_at)
         self._drop_reservation(request.job_id)
 
     def _queue(self, request: Request) -> None:
@@ -332,6 +356,8 @@ class _Pass:
         """The same of those that would not end before the reservation begins."""
         self._is_ahead = False
         """Whether the foresight stands at the time of the reservation."""
+        self._is_past_claims = False
+        self._heed_crowds()
 
     def run(self) -> list[Decision]:
         scheduler = self._scheduler
@@ -461,7 +487,11 @@ class _Pass:
             yield
             return
         with claims.lifted(lower):
-            yield
+            self._is_past_claims = True
+            try:
+                yield
+            finally:
+                self._is_past_claims = False
             reservation = self._scheduler._reservation
             is_kept = reservation is not None and reservation.job_id == request.job_id
             if reservation is not None and is_kept:
@@ -506,7 +536,9 @@ class _Pass:
     def _start(self, request: Request, places: tuple[WorkerPlace, ...], reason: str) -> None:
         self._scheduler._unqueue(request.job_id)
         self._scheduler._run(request, places, self._now)
-        where = ", ".join(sorted({place.node_id for place in places})[:3])
+        where = places[0].node_id
+        if len(places) > 1:
+            where = ", ".join(sorted({place.node_id for place in places})[:3])
         self._done.append(Start(request.job_id, places, f"{reason}: {where}"))
 
     def _wait(self, request: Request, reason: str, starts_at: float | None = None) -> None:
@@ -514,24 +546,23 @@ class _Pass:
         if (waiting.told.reason, waiting.told.starts_at) != (reason, starts_at):
             waiting.told = self._news[request.job_id] = Wait(request.job_id, reason, starts_at)
 
-    def _rank(self, request: Request) -> victims.Rank:
+    def _rank(self, request: Request, workers: int = 0) -> victims.Rank:
         """The higher one may take over a reservation."""
-        return victims.rank(request, book=self._book, quotas=self._rules.quotas)
+        return victims.rank(request, book=self._book, quotas=self._rules.quotas, workers=workers)
 
     def _may_start(self, request: Request, workers: int) -> bool:
-        return not self._scheduler.why_quota(request, workers)
+        """Where it takes what is kept for others, only with so many workers that it keeps the rank for which
+        it may: with more it may be on loan, and go in turn."""
+        if self._scheduler.why_quota(request, workers):
+            return False
+        return not self._is_past_claims or self._rank(request, workers) >= self._rank(request)
 
     # -- room ---------------------------------------------------------------------------------
 
     def _make_room(self, waiting: _Waiting) -> None:
         """By preemption, or by waiting for what ends first. A job that could never fit reserves nothing."""
         request = waiting.request
-        never = self._scheduler._never
-        if waiting.kind not in never:
-            if len(never) >= _KINDS_MAX:
-                never.clear()
-            never[waiting.kind] = self._why_never(request)
-        if why := never[waiting.kind]:
+        if why := self._why_never(waiting):
             return self._wait(request, why)
         several = self._those_who_matter(request)
         # Who must be over before the last of those who leave is gone need not be sent away: such jobs are let
@@ -622,7 +653,7 @@ class _Pass:
             self._those_who_matter(request), key=lambda running: (running.ends_at, running.request.sequence)
         )
         with self._book.supposing() as then:
-            gone = _fewest_gone(request, ends, then)
+            gone = fewest_gone(request, ends, then)
             if gone is None:
                 why = self._hopeless[waiting.line] = self._why_not_ever(request)
                 return self._wait(request, why)
@@ -636,18 +667,43 @@ class _Pass:
 
     def _why_not_ever(self, request: Request) -> str:
         claims = self._scheduler.claims
-        if why := in_the_way(self._book, request, claims):
+        if why := in_the_way(self._book, request, claims) or self._book.why_not_beside(request):
             return why
         if request.near:
             return f"waits for room beside a job named {' or '.join(sorted(request.near))}"
         kept = f" but what is kept for {claims.text()}" if len(claims) else ""
         return f"does not fit even when all is free{kept}"
 
-    def _why_never(self, request: Request) -> str:
-        reasons = {node.node_id: self._book.why_not(request, node) for node in self._book.nodes}
+    def _why_never(self, waiting: _Waiting) -> str:
+        """Why no node will do for its kind; found out once while the nodes stay as they are."""
+        self._heed_crowds()
+        never = self._scheduler._never
+        if waiting.kind not in never:
+            if len(never) >= _KINDS_MAX:
+                never.clear()
+            never[waiting.kind] = self._why_no_node(waiting.request)
+        return never[waiting.kind]
+
+    def _heed_crowds(self) -> None:
+        """What was said of nodes holds while none of them is newly full of workers, or not any more."""
+        if self._scheduler._crowds != self._book.crowds:
+            self._scheduler._crowds = self._book.crowds
+            self._scheduler._never.clear()
+
+    def _why_no_node(self, request: Request) -> str:
+        reasons: dict[str, str] = {}
+        for node in self._book.nodes:
+            if not (why := self._book.why_not(request, node) or self._book.why_crowded(node)):
+                return ""
+            reasons[node.node_id] = why
         if not reasons:
             return "no node has joined the cluster yet"
-        return "" if not all(reasons.values()) else f"no node will do: {grouped(reasons)}"
+        closed = frozenset(
+            node.node_id
+            for node in self._book.nodes
+            if node.closed and not self._book.why_not(request, replace(node, closed=""))
+        )
+        return f"no node will do: {grouped(reasons, first=closed)}"
 
     # -- behind a reservation -----------------------------------------------------------------
 
@@ -695,11 +751,13 @@ class _Pass:
             if places is not None:
                 self._book.release(request.job_id)
         why = in_the_way(self._book, request, self._scheduler.claims)
+        if not why and refused is self._full:  # perhaps for want of something else than what is reserved
+            why = self._why_never(waiting) or self._book.why_not_beside(request)
         refused[line] = why = why or f"would delay {holder.job_id}, which has a reservation"
         return self._wait(request, why)
 
 
-def _fewest_gone(request: Request, ends: Sequence[Running], then: Supposition) -> int | None:
+def fewest_gone(request: Request, ends: Sequence[Running], then: Supposition) -> int | None:
     """How many of the first must be gone so that it fits; None when all are not enough.
 
     Who fits fits with more gone, too: the number is doubled and then halved. Leaves exactly those gone.

@@ -52,11 +52,11 @@ Rank: TypeAlias = tuple[bool, int]
 """Whether it is within its tenant's own part, and its priority."""
 
 
-def rank(request: Request, *, book: Book, quotas: Quotas) -> Rank:
-    """Of a job that waits, were it to start now."""
+def rank(request: Request, *, book: Book, quotas: Quotas, workers: int = 0) -> Rank:
+    """Of a job that waits, were it to start now with so many workers, or its least."""
     if request.tenant not in quotas.by_tenant:
         return (True, request.priority)
-    claim = (request, request.amounts(request.least_workers))
+    claim = (request, request.amounts(workers or request.least_workers))
     owned = quotas.owned(request.tenant, [*book.claims(request.tenant), claim])
     return (request.job_id in owned, request.priority)
 

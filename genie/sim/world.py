@@ -184,6 +184,9 @@ class _Channel:
         _, kind, call_id = wire.unpack_header(header, cap_bytes=self.cap_bytes, peer=self.peer)
         return wire.Frame(kind, call_id, payload)
 
+    def try_receive_nowait(self) -> wire.Frame | None:
+        return None
+
     async def carry(self) -> None:
         """Moves frames to the other end, in order, through whatever the network does."""
         while not self._closed.is_set():

@@ -26,11 +26,11 @@ NO_PIN = "-"
 _TOKEN = re.compile(
     r"genie\.(owner|user|join|node)\.([a-z0-9]{4,32})\.([A-Za-z0-9_-]{43})\.([A-Za-z0-9_-]{43}|-)"
 )
-_ALLOWED: dict[TokenKind, tuple[type[Message], ...]] = {
-    TokenKind.OWNER: (*FOR_USERS, *FOR_OWNERS),
-    TokenKind.USER: FOR_USERS,
-    TokenKind.NODE: FOR_NODES,
-    TokenKind.JOIN: (),
+_ALLOWED: dict[TokenKind, frozenset[type[Message]]] = {
+    TokenKind.OWNER: frozenset((*FOR_USERS, *FOR_OWNERS)),
+    TokenKind.USER: frozenset(FOR_USERS),
+    TokenKind.NODE: frozenset(FOR_NODES),
+    TokenKind.JOIN: frozenset(),
 }
 _NOT_ORDERS = {
     "Heartbeat": "send heartbeats of a node",
@@ -106,7 +106,7 @@ def verify(token: Token, record: TokenRecord | None, *, now: float) -> Identity:
 
 def check_allowed(identity: Identity, request: Message) -> None:
     """PermissionError_ when this kind of identity may not ask this."""
-    if not isinstance(request, _ALLOWED[identity.kind]):
+    if request.__class__ not in _ALLOWED[identity.kind]:
         raise PermissionError_(
             f"{_a(identity.kind)} token may not {_words(type(request).__name__)}",
             hint="use the owner's token, or ask the owner of the cluster",

@@ -20,7 +20,8 @@
 //   Forget         argument: template.
 //   Allocate       u32 storage, u64 bytes.
 //   Free           u32 storage.
-//   Resize         u32 storage, u64 bytes. Contents up to the smaller size are kept.
+//   Resize         u32 storage, u64 bytes. Contents up to the smaller size are kept. Where it is smaller, the
+//                  use of a tensor that reaches beyond is a failure, until the storage has its size back.
 //   Put            argument 1: the bytes follow in the record; 0: in BYTES frames, which come next, so that
 //                  it is the last record of its frame. View, u64 bytes, [bytes].
 //   Get            View. Replied: the bytes, contiguous.

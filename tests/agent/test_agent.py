@@ -381,6 +381,23 @@ async def test_a_cut_link_ends_the_job_in_time(
         assert "lost contact" in (await controller.end_of("j1")).reason
 
 
+async def test_a_job_whose_confirmation_was_under_way_when_the_link_was_cut_has_not_failed(
+    controller: FakeController, run_agent: RunAgent, node_dir: Path
+) -> None:
+    controller.ttl_s = 1.0
+    controller.confirm_error = StoreUnavailableError("its answer did not come")
+    async with run_agent():
+        await controller.launch("j1", "/bin/true")
+        await until(lambda: controller.confirms, what="it is to be confirmed")
+        controller.silent = True
+        journal = node_dir / "jobs" / "j1" / "exit.json"
+        await until(journal.exists, what="it is given up")
+        controller.silent = False
+        report = await controller.end_of("j1")
+    assert "lost contact" in report.reason
+    assert (report.started, report.by_node) == (False, True)
+
+
 async def test_a_leader_that_answers_keeps_a_job_running(
     controller: FakeController, run_agent: RunAgent
 ) -> None:
@@ -457,6 +474,25 @@ async def test_a_log_is_followed_while_it_is_written(
         assert (second.data, second.start) == (b"two\n", 4)
         end = await controller.log("j1", offset=second.next_offset, wait_s=5)
         assert (end.data, end.eof) == (b"", True)
+
+
+async def test_the_log_of_an_earlier_run_is_kept_and_read_by_its_epoch(
+    controller: FakeController, run_agent: RunAgent, node_dir: Path
+) -> None:
+    async with run_agent():
+        first = await controller.launch("j1", "/bin/sh", "-c", "echo one")
+        await controller.end_of("j1")
+        controller.exits.clear()
+        second = await controller.launch("j1", *STAY)
+        await job_process(node_dir, "j1")
+        old = await controller.log("j1", epoch=first.placement.epoch)
+        assert old.data == b"one\n"
+        end = await controller.log("j1", epoch=first.placement.epoch, offset=4)
+        assert end.eof, "that run is over, though the job runs again"
+        new = await controller.log("j1", epoch=second.placement.epoch, wait_s=5)
+        assert (new.data, (await controller.log("j1")).data) == (b"here\n", b"here\n")
+        with pytest.raises(JobNotFoundError):
+            await controller.log("j1", epoch=999)
 
 
 async def test_a_log_that_is_not_here_is_an_error(controller: FakeController, run_agent: RunAgent) -> None:

@@ -216,6 +216,37 @@ def test_a_later_attempt_does_not_wait_for_the_removal_of_an_earlier(
     assert [path.name for path in journal.jobs_dir.iterdir()] == ["j1"]
 
 
+def test_logs_of_the_newest_runs_before_are_kept_with_the_job(journal: Journal) -> None:
+    for epoch in range(7, 14):
+        directory = journal.accept(record("j1", epoch=epoch))
+        if epoch != 12:  # one that never wrote anything is no run
+            (directory / "log" / "00.log").write_text(f"{epoch}")
+    kept = {
+        epoch: (journal.run_dir("j1", epoch) / "log" / "00.log").read_text()
+        for epoch in range(7, 14)
+        if journal.run_dir("j1", epoch).is_dir()
+    }
+    assert kept == {epoch: f"{epoch}" for epoch in (8, 9, 10, 11, 13)}
+    assert journal.run_dir("j1", 13) == journal.run_dir("j1", 0) == journal.job_dir("j1")
+    for path in journal.prunable(kept=9, live={"j1"}):
+        jobfiles.try_remove_tree(path)
+    assert [path.name for path in journal.jobs_dir.iterdir()] == ["j1"]
+
+
+@pytest.mark.parametrize("name", ["earlier", "log"])
+def test_a_job_that_puts_something_else_in_the_place_of_its_logs_starts_again(
+    journal: Journal, tmp_path: Path, name: str
+) -> None:
+    (tmp_path / "others").mkdir()
+    (tmp_path / "others" / "00.log").touch()
+    directory = journal.accept(record("j1"))
+    shutil.rmtree(directory / name, ignore_errors=True)
+    (directory / name).symlink_to(tmp_path / "others")
+    again = journal.accept(record("j1", epoch=2))
+    assert not (again / "earlier").is_symlink() and not (again / "earlier" / "1").exists()
+    assert (tmp_path / "others" / "00.log").exists()
+
+
 def test_many_ends_are_settled_with_one_sync(journal: Journal, monkeypatch: pytest.MonkeyPatch) -> None:
     for number in range(5):
         ended(journal, f"j{number}")

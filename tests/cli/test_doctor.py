@@ -88,6 +88,9 @@ def test_a_library_that_is_still_to_be_compiled_is_named(monkeypatch, tmp_path) 
     assert found.verdict is Verdict.ABSENT
     assert "genie_device and genie_executor not compiled for torch" in found.found
     assert found.fix == "python -m genie.runtime.native"
+    scheduler = next(each for each in checks.tools() if each.name == "scheduler library")
+    assert scheduler.verdict is Verdict.ABSENT and "half a minute" in scheduler.found
+    assert scheduler.fix == "python -m genie.runtime.native genie_scheduler"
 
 
 def test_without_torch_there_is_no_library_to_compile(monkeypatch) -> None:
@@ -178,7 +181,8 @@ def test_an_etcd_that_can_lose_data_is_refused(monkeypatch, line, verdict) -> No
 def test_a_machine_without_tools_says_what_they_are_for(monkeypatch) -> None:
     monkeypatch.setattr(checks.shutil, "which", lambda name: None)
     found = by_name(checks.tools())
-    assert found.pop("device library").verdict is Verdict.OK, "what is compiled needs no compiler"
+    for library in ("device library", "scheduler library"):
+        assert found.pop(library).verdict is Verdict.OK, "what is compiled needs no compiler"
     assert {check.verdict for check in found.values()} == {Verdict.ABSENT}
     assert all(check.fix for check in found.values())
 

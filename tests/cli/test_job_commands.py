@@ -248,7 +248,7 @@ def test_jobs_lists_those_that_wait_or_run(genie, controller) -> None:
     assert ran.code == 0
     head, row = ran.out.splitlines()
     assert head.split()[:3] == ["JOB", "NAME", "STATE"]
-    assert row.split()[:3] == ["j1", "train", "running"]
+    assert row.split()[:6] == ["j1", "train", "running", "1", "box:", "0"]
     assert set(controller.asked[0].states) == {"queued", "placing", "running"}
 
 
@@ -301,6 +301,60 @@ def test_logs_are_printed_as_they_are(genie, controller) -> None:
 def test_logs_as_one_document(genie, controller) -> None:
     controller.answers[ReadLog] = log_of(b"one\n\xff")
     assert json.loads(genie("logs", "j1", "--json").out) == {"job": "j1", "log": "one\n\ufffd"}
+
+
+def logs_of_runs(logs: dict[int, bytes]):
+    """A controller that has these runs; the last is still under way."""
+
+    def read(request: ReadLog) -> LogChunk:
+        run = request.run or max(logs)
+        if run > max(logs):
+            return LogChunk(data=b"", start=0, next_offset=0, eof=True)
+        if not logs[run]:
+            raise JobNotFoundError(f"node box has no log of run {run}")
+        data = logs[run][request.offset :][: request.bytes_max]
+        end = request.offset + len(data)
+        return LogChunk(
+            data=data, start=request.offset, next_offset=end, eof=not data, run=run, runs=tuple(logs)
+        )
+
+    return read
+
+
+def test_logs_of_one_run_and_of_all(genie, controller) -> None:
+    controller.answers[ReadLog] = logs_of_runs({3: b"three\n", 4: b"four\n"})
+    assert genie("logs", "j1") == (0, "four\n", "")
+    assert genie("logs", "j1", "--run", "3") == (0, "three\n", "")
+    assert genie("logs", "j1", "--all-runs") == (0, "three\nfour\n", "run 3:\nrun 4:\n")
+    document = json.loads(genie("logs", "j1", "--all-runs", "--json").out)
+    assert document == {
+        "job": "j1",
+        "runs": [{"run": 3, "log": "three\n"}, {"run": 4, "log": "four\n"}],
+    }
+    assert json.loads(genie("logs", "j1", "--run", "3", "--json").out) == {"job": "j1", "log": "three\n"}
+
+
+def test_a_run_whose_log_is_gone_leaves_the_others(genie, controller) -> None:
+    controller.answers[ReadLog] = logs_of_runs({3: b"", 4: b"four\n"})
+    ran = genie("logs", "j1", "--all-runs")
+    assert (ran.code, ran.out) == (0, "four\n")
+    assert "no log of run 3" in ran.err
+
+
+@pytest.mark.parametrize(
+    "argv", [["--run", "0"], ["--run", "x"], ["--all-runs", "-f"], ["--all-runs", "--run", "1"]]
+)
+def test_runs_that_make_no_sense_are_refused(genie, argv) -> None:
+    assert genie("logs", "j1", *argv).code == 2
+
+
+def test_who_follows_goes_on_with_the_next_run(genie, controller) -> None:
+    controller.answers[ReadLog] = logs_of_runs({1: b"one\n", 2: b"two\n"})
+    first = logs_of_runs({1: b"one\n"})
+    read = controller.answers[ReadLog]
+    controller.answers[ReadLog] = lambda request: (read if request.run else first)(request)
+    assert genie("logs", "-f", "j1").out == "one\ntwo\n"
+    assert genie("logs", "-f", "j1", "--run", "1").out == "one\n"
 
 
 def test_logs_of_a_job_that_is_not_there(genie, controller) -> None:

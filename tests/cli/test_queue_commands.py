@@ -8,7 +8,7 @@ import time
 import pytest
 
 from genie.errors import JobNotFoundError
-from genie.model.job import JobState, Resources, Transition, Wishes
+from genie.model.job import JobState, Placement, Resources, Transition, Wishes
 from genie.model.messages import ExplainJob, ExplainReply, GetQueue, NodesRuledOut, QueuedJob, QueueReply
 from genie.model.tenant import TokenKind
 from genie.runtime.files import write_private
@@ -104,7 +104,9 @@ def test_a_job_that_waits_is_told_what_is_in_the_way(genie, controller) -> None:
     assert "asks for   1 GPU\n" in facts
     assert "waits for  waits for j9 to make room\n" in facts
     assert "ahead      2 jobs\n" in facts
-    assert "starts     in 2 h (" in facts and "if nothing changes" in facts
+    assert "starts     at the latest in about 2 h (" in facts and facts.endswith(
+        "), if jobs run to their limits"
+    )
     _, first, second = nodes.splitlines()
     assert first.split(None, 1)[0] == "5" and "  a, b, c and 2 more  now   1 of 8 GPUs are free" in first
     assert "  tiny " in second and second.endswith("  good  has 1 GPUs")
@@ -118,6 +120,27 @@ def test_when_nobody_can_say_when_it_starts_that_is_said(genie, controller) -> N
     ran = genie("explain", "j1")
     assert "starts     nobody can say\n" in ran.out
     assert "ahead      0 jobs\n" in ran.out
+
+
+def test_a_job_without_a_limit_that_is_in_the_way_of_an_estimate_is_named(genie, controller) -> None:
+    why = "j9 has no time limit, and must be over first"
+    controller.answers[ExplainJob] = explained(ahead=1, starts_why=why)
+    assert f"starts     nobody can say: {why}\n" in genie("explain", "j1").out
+    controller.answers[ExplainJob] = explained(ahead=1, starts_why=why, starts_at=time.time() + 7200)
+    shown = genie("explain", "j1").out
+    assert "starts     in about 2 h (" in shown and f"): {why}\n" in shown and "latest" not in shown
+
+
+def test_every_worker_of_a_gang_is_shown_where_it_is(genie, controller) -> None:
+    places = [
+        Placement(node_id=node_id, incarnation=1, gpu_ids=gpu_ids, epoch=4)
+        for node_id, gpu_ids in (("n1", (0, 1)), ("n1", (2, 3)), ("n2", (0, 1)))
+    ]
+    gang = job(JobState.RUNNING, placements=tuple(places))
+    controller.answers[ExplainJob] = ExplainReply(job=gang)
+    assert "where     n1: 0-3, n2: 0-1\n" in genie("explain", "j1").out
+    document = json.loads(genie("explain", "j1", "--json").out)
+    assert [each["node_id"] for each in document["job"]["placements"]] == ["n1", "n1", "n2"]
 
 
 def test_a_job_that_nobody_has_looked_at_yet_has_its_reason_only(genie, controller) -> None:
@@ -137,7 +160,7 @@ def test_a_job_that_runs_is_told_where_since_when_and_why_there(genie, controlle
     controller.answers[ExplainJob] = ExplainReply(job=runs)
     ran = genie("explain", "j1")
     assert "state      running for 10 min\n" in ran.out
-    assert "where      box, accelerators 0\n" in ran.out
+    assert "where      box: 0\n" in ran.out
     assert "why there  it fits: box\n" in ran.out
     assert "waits for" not in ran.out
     _, history = ran.out.split("\n\n")

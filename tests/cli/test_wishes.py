@@ -8,10 +8,10 @@ import time
 import msgspec
 import pytest
 
-from genie.cli.wishes import WishOptions, asked_text, gpus_text, resources_of, wishes_of
+from genie.cli.wishes import WishOptions, asked_text, gpus_text, places_text, resources_of, wishes_of
 from genie.controller.checks import check_job
 from genie.errors import UsageError
-from genie.model.job import JobSpec, JobState, Resources, Spread, Wishes, Within
+from genie.model.job import JobSpec, JobState, Placement, Resources, Spread, Wishes, Within
 from genie.model.messages import JobReply, JobsReply, ListJobs, SubmitJob
 from tests.cli.nouns import job, placed
 
@@ -175,3 +175,20 @@ def test_the_list_of_jobs_counts_workers(genie, controller) -> None:
     gang = msgspec.structs.replace(placed(JobState.RUNNING), spec=spec)
     controller.answers[ListJobs] = JobsReply(jobs=(gang,), more=False)
     assert " 4x8 " in genie("jobs").out
+
+
+@pytest.mark.parametrize(
+    ("places", "text"),
+    [
+        ([], ""),
+        ([("n1", ())], "n1"),
+        ([("n1", ()), ("n2", ()), ("n2", ())], "n1, n2 (2 workers)"),
+        ([("n1", (0, 1, 2, 3)), ("n1", (4, 5, 6, 7)), ("n2", (0, 1, 2, 3))], "n1: 0-7, n2: 0-3"),
+        ([("n1", (3, 0, 1)), ("n1", (6,)), ("n1", (6,))], "n1: 0-1 3 6"),
+    ],
+)
+def test_all_places_of_a_job_are_shown_short(places: list[tuple[str, tuple[int, ...]]], text: str) -> None:
+    placements = [
+        Placement(node_id=node_id, incarnation=1, gpu_ids=gpu_ids, epoch=1) for node_id, gpu_ids in places
+    ]
+    assert places_text(placements) == text

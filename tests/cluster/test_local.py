@@ -238,6 +238,14 @@ async def test_the_state_directory_may_be_a_relative_path(
         assert (tmp_path / "here" / "logs" / "agent.log").exists()
 
 
+async def test_who_starts_a_cluster_hears_that_its_library_is_still_to_be_compiled(
+    tmp_path: Path, said: Said, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(local, "why_plain", lambda: "not compiled yet")
+    async with local.up(settings(tmp_path), progress=said, agent=False):
+        assert said.lines[-1] == "not compiled yet"
+
+
 async def test_only_a_controller_may_be_started(tmp_path: Path, said: Said) -> None:
     async with local.up(settings(tmp_path), progress=said, agent=False) as running:
         assert set(running.pids) == {"controller"}
@@ -347,6 +355,33 @@ async def test_an_agent_alone_joins_with_a_join_token_and_later_without(
         async with local.up_agent(again, again.cluster, progress=said) as running:
             assert running.node_id == "w1"
             await until(lambda: _is_listed(owner, "w1"), timeout_s=30)
+
+
+async def test_a_node_that_was_named_is_found_again_without_its_name_or_a_token(
+    cluster: local.Supervisor, tmp_path: Path, said: Said
+) -> None:
+    there = tmp_path / "elsewhere"
+    async with join_token(cluster, tmp_path) as (owner, _):
+        where = _as_arguments(owner.cluster)
+    unnamed = settings(there, **(where | {"cluster__token": None, "cluster__node_id": None}))
+
+    async def join(name: str) -> None:
+        async with join_token(cluster, tmp_path) as (_, token):
+            given = settings(there, **(where | {"cluster__token": token, "cluster__node_id": name}))
+            async with local.up_agent(given, given.cluster, progress=said):
+                pass
+
+    await join("trainer")
+    async with local.up_agent(unnamed, unnamed.cluster, progress=said) as running:
+        assert running.node_id == "trainer"
+    await join("trainer-2")
+    with pytest.raises(UsageError, match=r"several nodes .*: trainer, trainer-2") as caught:
+        async with local.up_agent(unnamed, unnamed.cluster, progress=said):
+            pass
+    assert "--node-id" in caught.value.hint
+    third = settings(there, **(where | {"cluster__token": None, "cluster__node_id": "trainer-2"}))
+    async with local.up_agent(third, third.cluster, progress=said) as running:
+        assert running.node_id == "trainer-2"
 
 
 async def _check_other_clusters_are_told_apart(

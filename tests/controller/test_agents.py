@@ -61,6 +61,24 @@ async def test_what_a_node_says_of_itself_is_checked(tmp_path: Path) -> None:
                     await agent.register()
 
 
+async def test_what_a_heartbeat_says_anew_is_checked_and_what_it_repeats_is_the_same(tmp_path: Path) -> None:
+    async with standing(tmp_path) as one, one.client() as owner, one.agent("n1", gpus=2) as agent:
+        assert one.controller is not None
+        await agent.beat()
+        said = one.controller._membership.get("n1")
+        assert said is not None
+        first = said.said
+        await agent.beat()
+        assert said.said is first, "nothing new"
+        good = agent.info
+        agent.info = msgspec.structs.replace(good, memory_total_bytes=-1)
+        with pytest.raises(UsageError):
+            await agent.beat()
+        agent.info = msgspec.structs.replace(good, cpus=3.0)
+        await agent.beat()
+        assert (await owner.node("n1")).cpus == 3.0
+
+
 def bad_labels() -> list[dict[str, str]]:
     too_many = {f"k{number}": "v" for number in range(65)}
     return [too_many, {"": "v"}, {"k": ""}, {"k" * 64: "v"}, {"k": "v" * 64}, {"a=b": "c"}, {"k": "a\nb"}]

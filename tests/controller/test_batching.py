@@ -5,7 +5,10 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
+import pytest
+
 from genie.controller.store import Store
+from genie.errors import StoreFullError
 from genie.model.job import JobState
 from tests.controller.standing import Standing, standing
 from tests.waiting import until
@@ -61,6 +64,49 @@ async def test_many_on_one_connection_share_commits_from_submission_to_end(tmp_p
         for job in jobs:
             assert b'"succeeded"' in await kept(one, job.job_id)
         assert await client.held("n1") == []
+
+
+async def test_a_job_that_need_not_wait_is_durable_and_placed_in_one_commit(tmp_path: Path) -> None:
+    async with standing(tmp_path) as one, one.client() as client, one.agent(gpus=1) as agent:
+        commits = Commits(one.store)
+        job = await client.submit(gpus=1)
+        assert (job.state, commits.count) == (JobState.PLACING, 1)
+        assert [step.state for step in job.history] == ["queued", "placing"]
+        assert b'"placing"' in await kept(one, job.job_id)
+        assert (await agent.next_launch()).job_id == job.job_id
+        waiting = await client.submit(gpus=1)
+        assert waiting.state is JobState.QUEUED
+
+
+async def test_a_place_that_is_not_durable_yet_counts_and_one_that_never_was_does_not(tmp_path: Path) -> None:
+    async with standing(tmp_path) as one, one.client() as client, one.agent(gpus=1) as agent:
+        assert one.controller is not None
+        planner, commit, seen = one.controller._planner, one.store.commit, []
+
+        async def failing(*_: object, **__: object) -> object:
+            planner.forget()  # as when a node comes back with something else
+            planner.decide()
+            seen.extend(running.request.job_id for running in planner._scheduler.running)
+            raise StoreFullError("no space")
+
+        one.store.commit = failing  # type: ignore[method-assign, assignment]
+        with pytest.raises(StoreFullError):
+            await client.submit(gpus=1)
+        one.store.commit = commit  # type: ignore[method-assign]
+        assert len(seen) == 1, "nobody else is given the place meanwhile"
+        assert planner._scheduler.running == [], "it is free again"
+        job = await client.submit(gpus=1)
+        assert (await agent.next_launch()).job_id == job.job_id
+
+
+async def test_nothing_is_placed_at_once_where_the_agent_has_just_gone(tmp_path: Path) -> None:
+    async with standing(tmp_path) as one, one.client() as client:
+        async with one.agent("n1", gpus=1):
+            assert one.controller is not None
+            planner = one.controller._planner
+        job = await client.submit(gpus=1)
+        assert job.state is JobState.QUEUED
+        assert planner._scheduler.running == []
 
 
 async def test_the_oldest_finished_jobs_are_forgotten_beside_the_passes(tmp_path: Path) -> None:

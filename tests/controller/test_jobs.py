@@ -39,21 +39,22 @@ async def test_a_job_is_placed_confirmed_and_ends_with_its_exit_code(tmp_path: P
 
 
 @pytest.mark.parametrize(
-    ("code", "started", "state", "reason"),
+    ("code", "how", "state", "reason"),
     [
-        (0, True, JobState.SUCCEEDED, "exit code 0"),
-        (-9, True, JobState.FAILED, "killed by signal 9"),
-        (None, True, JobState.LOST, "said by the node"),
-        (None, False, JobState.FAILED, "said by the node"),
+        (0, {}, JobState.SUCCEEDED, "exit code 0"),
+        (-9, {}, JobState.FAILED, "killed by signal 9"),
+        (None, {}, JobState.LOST, "said by the node"),
+        (None, {"started": False}, JobState.FAILED, "said by the node"),
+        (None, {"started": False, "by_node": True}, JobState.LOST, "said by the node"),
     ],
 )
 async def test_an_exit_becomes_a_state_and_words(
-    tmp_path: Path, code: int | None, started: bool, state: JobState, reason: str
+    tmp_path: Path, code: int | None, how: dict[str, bool], state: JobState, reason: str
 ) -> None:
     async with standing(tmp_path) as one, one.client() as owner, one.agent() as agent:
         job = await owner.submit(gpus=1)
         launch = await agent.start_next()
-        agent.end(launch, code, reason="said by the node", started=started)
+        agent.end(launch, code, reason="said by the node", **how)
         await agent.beat()
         ended = await owner.job(job.job_id)
         assert (ended.state, ended.reason) == (state, reason)

@@ -22,7 +22,8 @@ from genie.controller.store import Compare, Delete, Put, TxnResult
 from genie.controller.store.protocol import TXN_OPS_MAX
 from genie.controller.waiting import Bell
 from genie.errors import FencedError, StoreFullError, StoreUnavailableError, UsageError
-from genie.model.job import JobSpec, JobState, Resources
+from genie.model.allocation import NodeLedger
+from genie.model.job import Job, JobSpec, JobState, Resources
 from genie.model.messages import ExitReport
 from genie.model.tenant import Identity, TokenKind
 from genie.scheduler.request import WorkerPlace
@@ -30,6 +31,7 @@ from genie.scheduler.scheduler import Start
 from genie.sim.store import MemoryStore
 from tests.fakes.agent import node_info
 from tests.fakes.clock import FakeClock
+from tests.waiting import until
 
 NODES = ("n0", "n1")
 WHO = Identity(token_id="t", tenant="default", kind=TokenKind.USER, name="")
@@ -60,6 +62,7 @@ class Books:
             wake=lambda: None,
         )
         self.jobs._new_id = self._new_id  # type: ignore[method-assign]
+        self.starter = AtOnce(self.ledger)
         self.told: list[tuple[str, str, object, object]] = []
         self.commits = 0
         for table in self.ledger._tables:
@@ -109,11 +112,33 @@ class Books:
             store.commit = commit  # type: ignore[method-assign]
 
 
+class AtOnce:
+    """Starts every job with its submission, on the first GPU that nobody holds as the builds see it."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        self._ledger = ledger
+        self.counted: set[str] = set()
+
+    def start_now(self, job: Job) -> Start | None:
+        for node_id in NODES:
+            held = self._ledger.holds.get(node_id) or NodeLedger(node_id=node_id)
+            for gpu in range(2):
+                if not held.gpu_used_milli(gpu):
+                    self.counted.add(job.job_id)
+                    return Start(job.job_id, (WorkerPlace(node_id, (gpu,)),), "at once")
+        return None
+
+    def take_back(self, job_id: str) -> None:
+        self.counted.remove(job_id)
+
+
 @asynccontextmanager
-async def books() -> AsyncIterator[Books]:
+async def books(*, at_once: bool = False) -> AsyncIterator[Books]:
     clock = FakeClock()
     store = await MemoryStore.open(clock=clock)
     one = Books(store, clock)
+    if at_once:
+        one.jobs.starter = one.starter
     assert await one.election.try_win("a:1")
     await one.ledger.load()
     async with asyncio.TaskGroup() as group:
@@ -229,12 +254,14 @@ def _plain(outcome: object) -> object:
     return (type(outcome), str(outcome)) if isinstance(outcome, BaseException) else outcome
 
 
-async def carried_out(groups: Sequence[Sequence[Step]]) -> tuple[object, ...]:
+async def carried_out(groups: Sequence[Sequence[Step]], *, at_once: bool) -> tuple[object, ...]:
     """What came of each step, and everything that can be seen of the books afterwards."""
-    async with books() as one:
+    async with books(at_once=at_once) as one:
         outcomes = [await all_at_once(*(step(one) for step in group)) for group in groups]
         flat = [_plain(outcome) for group in outcomes for outcome in group]
         before = one.shown(), one.indexes()
+        placed = {row_id for _, row_id, was, now in one.told if was is None and is_placing(now)}
+        assert one.starter.counted == placed, "what is not durable was taken back"
         kept = await one.kept()
         await one.ledger.load()
         assert one.shown() == before[0], "memory is what the store has"
@@ -242,10 +269,14 @@ async def carried_out(groups: Sequence[Sequence[Step]]) -> tuple[object, ...]:
         return flat, kept, list(one.shown()), one.told, before
 
 
-@given(st.lists(st.lists(steps, min_size=1, max_size=12), max_size=5))
-def test_writes_together_come_out_as_one_by_one(groups: list[list[Step]]) -> None:
-    together = asyncio.run(carried_out(groups))
-    alone = asyncio.run(carried_out([[step] for group in groups for step in group]))
+def is_placing(row: object) -> bool:
+    return isinstance(row, Job) and row.state is JobState.PLACING
+
+
+@given(st.lists(st.lists(steps, min_size=1, max_size=12), max_size=5), st.booleans())
+def test_writes_together_come_out_as_one_by_one(groups: list[list[Step]], at_once: bool) -> None:
+    together = asyncio.run(carried_out(groups, at_once=at_once))
+    alone = asyncio.run(carried_out([[step] for group in groups for step in group], at_once=at_once))
     assert together == alone
 
 
@@ -262,6 +293,89 @@ async def test_what_waits_together_is_one_commit_and_one_alone_does_not_wait() -
         assert one.commits == 1
         kept = await one.kept()
         assert kept["counter/epoch"] == b'{"value":100}'
+
+
+async def test_a_job_that_need_not_wait_is_placed_with_its_submission() -> None:
+    async with books(at_once=True) as one:
+        job = await submit(0)(one)
+        assert one.commits == 1
+        assert [step.state for step in job.history] == ["queued", "placing"]
+        assert (job.reason, job.placement.gpu_ids) == ("at once", (0,))
+        assert [hold.job_id for hold in one.ledger.holds["n0"].holds] == [job.job_id]
+        assert one.jobs.in_states(JobState.PLACING) == [job]
+
+
+async def test_nobody_is_placed_at_once_past_those_who_wait_even_in_one_commit() -> None:
+    async with books(at_once=True) as one:
+        start_now = one.starter.start_now
+
+        def refusing(job: Job) -> Start | None:
+            return None if job.spec.name == "job-1" else start_now(job)
+
+        one.starter.start_now = refusing  # type: ignore[method-assign]
+        before, waits, behind = await all_at_once(*(submit(number)(one) for number in (0, 1, 2)))
+        assert one.commits == 1
+        states = [job.state for job in (before, waits, behind)]
+        assert states == [JobState.PLACING, JobState.QUEUED, JobState.QUEUED]
+        assert (await submit(4)(one)).state is JobState.QUEUED
+
+
+async def test_what_a_build_counted_on_is_taken_back_when_it_is_not_committed() -> None:
+    async with books() as one:
+        done: list[str] = []
+
+        def build(name: str, fails: bool, txn: Transaction) -> None:
+            txn.otherwise(partial(done.append, name))
+            txn.next_number("sequence")
+            if fails:
+                raise ZeroDivisionError
+
+        await all_at_once(
+            one.ledger.write(partial(build, "good", False)), one.ledger.write(partial(build, "bad", True))
+        )
+        assert done == ["bad"]
+        done.clear()
+
+        async def full(*_: object, **__: object) -> TxnResult:
+            raise StoreFullError("no space")
+
+        commit, one.store.commit = one.store.commit, full  # type: ignore[method-assign]
+        await all_at_once(*(one.ledger.write(partial(build, name, False)) for name in "ab"))
+        one.store.commit = commit  # type: ignore[method-assign]
+        assert done == ["b", "a"], "in reverse order"
+        done.clear()
+
+        def large(number: int, txn: Transaction) -> None:
+            txn.otherwise(partial(done.append, str(number)))
+            for index in range(100):
+                txn.put(one.ledger.counters, f"{number}-{index}", Counter(value=1))
+
+        await all_at_once(*(one.ledger.write(partial(large, number)) for number in range(2)))
+        assert done == ["1"], "built once more, for a transaction of its own"
+
+
+async def test_several_writes_whose_caller_goes_away_are_not_made() -> None:
+    async with books() as one:
+        held = asyncio.Event()
+        commit = one.store.commit
+
+        async def slow(*arguments: Any, **more: Any) -> TxnResult:
+            await held.wait()
+            return await commit(*arguments, **more)
+
+        one.store.commit = slow  # type: ignore[method-assign]
+        async with asyncio.TaskGroup() as group:
+            first = group.create_task(one.ledger.write(lambda txn: txn.next_number("first")))
+            await asyncio.sleep(0)
+            builds = [lambda txn: txn.next_number("second")] * 3
+            several = group.create_task(one.ledger.write_each(builds))
+            await until(lambda: len(one.ledger._queue) == 3, what="they wait behind the first")
+            several.cancel()
+            await asyncio.wait([several])
+            held.set()
+        assert first.result() == 1
+        await one.ledger.write(lambda txn: txn.next_number("last"))
+        assert "second" not in one.ledger.counters
 
 
 async def test_the_same_request_twice_in_one_commit_is_one_job() -> None:

@@ -14,9 +14,15 @@ from pathlib import Path
 import pytest
 
 from genie.config import ClusterConfig
+from genie.controller.__main__ import compile_beside
+from genie.model.job import JobState
 from genie.model.messages import GetStatus
+from genie.runtime import native
 from genie.runtime.credentials import LocalCluster, find_access, greet
 from genie.runtime.network import TcpNetwork
+from genie.runtime.placers import why_plain
+from genie.scheduler.placement.plain import PlainPlacer
+from tests.controller.standing import standing
 from tests.waiting import until, wait_until
 
 
@@ -133,3 +139,56 @@ def test_the_log_can_be_read_by_machines(tmp_path: Path, monkeypatch: pytest.Mon
         _, log = process.communicate(timeout=20)
     said = [json.loads(line)["message"] for line in log.splitlines()]
     assert any("listening on" in what for what in said)
+
+
+@pytest.fixture
+def not_compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[str, ...]:
+    """The scheduler's library is still to be compiled; gives a command that does it at once."""
+    here = native.Workshop.of_this_installation()
+    library = here.build("genie_scheduler")
+    empty = native.Workshop(here.sources, tmp_path / "cache")
+    monkeypatch.setattr(native.Workshop, "of_this_installation", lambda: empty)
+    code = "import pathlib, shutil, sys; pathlib.Path(sys.argv[2]).mkdir(); shutil.copy(*sys.argv[1:])"
+    return (sys.executable, "-c", code, str(library), str(empty.cache))
+
+
+async def test_the_schedulers_library_is_compiled_beside_the_work_and_decides_from_then_on(
+    tmp_path: Path, not_compiled: tuple[str, ...], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    async with standing(tmp_path / "s") as one, one.client() as owner, one.agent("a", gpus=2) as agent:
+        assert one.controller is not None
+        planner = one.controller._planner
+        first = await owner.submit(gpus=1)
+        launch = await agent.start_next()
+        assert isinstance(planner._scheduler.book._real, PlainPlacer), "it does not wait for the library"
+        await compile_beside(one.controller, is_wanted=True, command=not_compiled)
+        await owner.submit(gpus=1)
+        second = await agent.start_next()
+        assert not isinstance(planner._scheduler.book._real, PlainPlacer)
+        assert launch.placement.gpu_ids != second.placement.gpu_ids, "what runs is still accounted for"
+        assert (await owner.job(first.job_id)).state is JobState.RUNNING
+    assert "is not compiled yet; a controller does that in the background" in caplog.text
+    assert "half a minute" in caplog.text
+    assert "the scheduler's library is ready" in caplog.text
+
+
+async def test_where_it_is_not_to_be_compiled_it_is_said_how_to(
+    tmp_path: Path, not_compiled: tuple[str, ...], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    async with standing(tmp_path / "s") as one:
+        assert one.controller is not None
+        await compile_beside(one.controller, is_wanted=False, command=not_compiled)
+        assert "'python -m genie.runtime.native genie_scheduler' compiles it" in caplog.text
+        assert not one.controller.use_compiled()
+
+
+def test_a_machine_without_a_compiler_is_told_what_that_means(
+    not_compiled: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    assert why_plain() == (
+        "the scheduler's library is not compiled, and CXX names 'no-such-compiler', which is not there; "
+        "decisions for many nodes are slow"
+    )

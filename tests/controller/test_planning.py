@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 from contextlib import AsyncExitStack
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -16,6 +18,7 @@ from genie.model.messages import (
     CancelJob,
     DrainNode,
     ExitReport,
+    ExplainJob,
     Launch,
     ReadLog,
     RemoveNode,
@@ -561,7 +564,7 @@ async def test_near_and_apart_go_by_names(tmp_path: Path) -> None:
         one.agent("b", gpus=3) as b,
     ):
         lonely = await owner.submit_spec(spec("lonely", near=("nobody",)))
-        assert lonely.reason == "waits for room beside a job named nobody"
+        assert lonely.reason == "waits for a job named nobody to run"
         await owner.submit_spec(spec("base", node_id="b"))
         await b.start_next()
         beside = await owner.submit_spec(spec("beside", near=("base",)))
@@ -705,3 +708,64 @@ async def test_a_grace_counts_for_preemption_and_not_for_cancelling(tmp_path: Pa
         await owner.ask(CancelJob(job_id=low.job_id))
         assert (await a.next_kill()).grace_s is None
         assert [order.grace_s for order in (await a.beat()).kill] == [None]
+
+
+async def test_who_is_preempted_is_over_no_later_than_at_its_limit(tmp_path: Path) -> None:
+    clock = FakeClock()
+    async with standing(tmp_path, clock=clock) as one, one.client() as owner, one.agent("a") as a:
+
+        async def next_grace_s() -> float:
+            """A little later, as the answer to a heartbeat says it."""
+            await clock.advance(0.25)
+            (order,) = (await a.beat()).kill
+            assert order.grace_s is not None
+            return order.grace_s
+
+        async def until_something(queue: asyncio.Queue[Any]) -> None:
+            async def has_come() -> bool:
+                await clock.advance(0.05)
+                await a.beat()
+                return not queue.empty()
+
+            await until(has_come)
+
+        low = await owner.submit_spec(spec("low", preemptible=True, grace_s=600.0, time_limit_s=12.0))
+        await until_something(a.launches)
+        launch = await a.start_next()
+        started_at = (await owner.job(low.job_id)).started_at
+        assert started_at is not None
+        await owner.submit_spec(spec("high", priority=9))
+        await until_something(a.kills)
+        first_s = (await a.next_kill()).grace_s
+        assert first_s is not None and first_s <= 12.0
+        graces = [await next_grace_s() for _ in range(3)]
+        assert graces[-1] == pytest.approx(started_at + 12.0 - clock.wall_s(), abs=0.5)
+        assert first_s > graces[0] > graces[1] > graces[2]
+        while clock.wall_s() < started_at + 12.5:
+            last_s = await next_grace_s()
+        assert last_s == 0.0
+        a.end(launch, -9)
+        await a.beat()
+        assert (await owner.job(low.job_id)).state is JobState.QUEUED, "it had time left when it had to go"
+
+
+async def test_jobs_of_nothing_are_bounded_on_a_node_and_hear_it(tmp_path: Path) -> None:
+    async with (
+        standing(tmp_path, node_workers_max=2) as one,
+        one.client() as owner,
+        one.agent("a", gpus=1) as a,
+    ):
+        await owner.submit()
+        first = await a.start_next()
+        await owner.submit()
+        await a.start_next()
+        third = await owner.submit()
+        why = "runs 2 workers, the most on one node (controller.node_workers_max)"
+        assert (third.state, third.reason) == (JobState.QUEUED, f"no node will do: a: {why}")
+        (ruled_out,) = (await owner.ask(ExplainJob(job_id=third.job_id))).ruled_out
+        assert (ruled_out.reason, ruled_out.ever) == (why, False)
+        with pytest.raises(JobRefusedError, match="3 workers in all; there is room for 2"):
+            await owner.submit_spec(JobSpec(name="x", command=("x",), wishes=Wishes(workers=3)))
+        a.end(first)
+        await a.beat()
+        assert (await a.start_next()).job_id == third.job_id

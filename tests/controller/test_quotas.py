@@ -10,15 +10,25 @@ import pytest
 from genie.controller import quotas
 from genie.controller.ledger import Ledger, Table
 from genie.controller.quotas import QuotaTable
-from genie.errors import PermissionError_, UsageError
+from genie.errors import JobRefusedError, PermissionError_, UsageError
 from genie.model.allocation import Hold, NodeLedger
-from genie.model.messages import ListQuotas, QuotaView, RemoveQuota, SetQuota
+from genie.model.job import JobState
+from genie.model.messages import (
+    ExplainJob,
+    ListJobs,
+    ListQuotas,
+    OpenDevice,
+    QuotaView,
+    RemoveQuota,
+    SetQuota,
+)
 from genie.model.tenant import Identity, QuotaRecord, TokenKind
 from genie.scheduler.quota import Quota, of_gpus
 from genie.scheduler.request import Request, Shape
 from genie.scheduler.scheduler import Rules
 from tests.controller.standing import Client, standing
 from tests.scheduler.clusters import Desk, node
+from tests.waiting import until
 
 OWNER = Identity(token_id="o", kind=TokenKind.OWNER, tenant="default")
 
@@ -88,6 +98,44 @@ async def test_what_tenants_hold_is_counted_with_and_without_a_quota(tmp_path: P
             ("blue", 2.5),
             ("idle", 0.0),
         ]
+
+
+async def test_a_job_larger_than_the_quota_is_refused_and_told_what_to_do(tmp_path: Path) -> None:
+    async with standing(tmp_path) as one, one.client() as owner, one.agent(gpus=4):
+        await owner.ask(SetQuota(quota=QuotaRecord(tenant="blue", gpus=2.0)))
+        blue = await one.token(TokenKind.USER, tenant="blue")
+        async with one.client(blue) as user:
+            with pytest.raises(JobRefusedError, match=r"3 GPUs, and the quota .* is 2 GPUs") as caught:
+                await user.submit(gpus=3)
+            assert "--preemptible" in caught.value.hint and "'genie quota'" in caught.value.hint
+            await owner.ask(SetQuota(quota=QuotaRecord(tenant="blue", gpus=0.5)))
+            device = OpenDevice(node_id="n1", gpu_id=0, session_node_id="c", request_id="r")
+            with pytest.raises(JobRefusedError, match="can never start under the present quota"):
+                await user.ask(device)
+            assert (await user.ask(ListJobs())).jobs == ()
+
+
+async def test_under_a_quota_that_was_lowered_it_waits_and_hears_that_it_can_never_start(
+    tmp_path: Path,
+) -> None:
+    async with standing(tmp_path) as one, one.client() as owner, one.agent(gpus=4) as agent:
+        blue = await one.token(TokenKind.USER, tenant="blue")
+        await owner.submit(gpus=4)
+        await agent.start_next()
+        async with one.client(blue) as user:
+            job = await user.submit(gpus=3)
+            await owner.ask(SetQuota(quota=QuotaRecord(tenant="blue", gpus=2.0)))
+            why = (
+                "can never start under the present quota: it asks for 3 GPUs, and the quota of tenant blue "
+                "is 2 GPUs; only preemptible jobs may borrow more"
+            )
+
+            async def told() -> bool:
+                return (await user.ask(ExplainJob(job_id=job.job_id))).job.reason == why
+
+            await until(told, what="it is told so")
+            reply = await user.ask(ExplainJob(job_id=job.job_id))
+            assert (reply.job.state, reply.starts_at) == (JobState.QUEUED, None)
 
 
 def table(*rows: QuotaRecord, holds: dict[str, NodeLedger] | None = None) -> QuotaTable:

@@ -12,10 +12,12 @@ from dataclasses import dataclass
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.exc import BackendCompilerFailed
 
 from genie.device import capture
 from genie.errors import OpRefusedError, UsageError
 from tests.device.conftest import D0, D1
+from tests.device.scripts import run_script
 
 pytestmark = pytest.mark.usefixtures("devices")
 
@@ -663,3 +665,42 @@ def test_compiling_leaves_local_models_alone() -> None:
     model = nn.Linear(2, 2)
     x = torch.ones(1, 2)
     assert torch.equal(torch.compile(model, backend="genie")(x), model(x))
+
+
+def small_convnet() -> nn.Module:
+    return nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2), nn.ReLU())
+
+
+@pytest.mark.filterwarnings("ignore:.*script_method.*:DeprecationWarning")  # torch's own, when it is loaded
+@pytest.mark.parametrize(("make", "shape"), [(small_model, (1, 4)), (small_convnet, (2, 1, 4, 4))])
+def test_without_a_backend_the_way_out_is_named(
+    make: Callable[[], nn.Module], shape: tuple[int, ...]
+) -> None:
+    model, x = make().to(D0), torch.ones(shape, device=D0)
+    with pytest.raises(BackendCompilerFailed, match=r"say torch.compile.model, backend=.genie") as failed:
+        torch.compile(model)(x)
+    assert isinstance(failed.value.inner_exception, OpRefusedError)
+    assert torch.compile(model, backend="genie")(x).shape == model(x).shape
+
+
+@pytest.mark.filterwarnings("ignore:.*script_method.*:DeprecationWarning")
+def test_without_a_backend_local_models_are_compiled_as_ever() -> None:
+    from torch._inductor import config  # it warns while it is loaded
+
+    model, x = nn.Linear(2, 2), torch.ones(1, 2)
+    with config.patch(compile_threads=1):  # no processes that outlive the test
+        torch.testing.assert_close(torch.compile(model)(x), model(x))
+
+
+def test_inductor_is_told_of_the_device_also_when_it_came_first() -> None:
+    run_script("""
+        import torch
+        from torch._inductor.codegen import common
+        common.init_backend_registration()
+        assert common.get_scheduling_for_device("remote_accelerator") is None
+        import genie
+        from genie.device.compiler import NoInductor
+        assert common.get_scheduling_for_device("remote_accelerator") is NoInductor
+        assert common.get_wrapper_codegen_for_device("remote_accelerator") is NoInductor
+        assert common.get_device_op_overrides("cuda") and common.get_device_op_overrides("remote_accelerator")
+    """)

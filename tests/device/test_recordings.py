@@ -445,3 +445,145 @@ def test_an_empty_batch_is_not_told_to_find_a_larger_size() -> None:
         captured(torch.ones(0, 4))
     assert "larger" not in caught.value.hint
     assert "leave it out" in caught.value.hint
+
+
+# --- tensors that are made of numbers -----------------------------------------------------------
+
+
+class Reads(nn.Module):
+    """Like a small transformer: embeddings of positions, and a mask of what comes later."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(11, 8)
+        self.places = nn.Embedding(16, 8)
+        self.layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+        self.out = nn.Linear(8, 11)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        places = torch.arange(tokens.shape[1], device=tokens.device)
+        x = self.words(tokens) + self.places(places)
+        later = places[None, :] > places[:, None]
+        return self.out(self.layer(x, src_mask=later))  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("inductor", [False, True])
+def test_positions_and_masks_are_captured(inductor: bool) -> None:
+    torch.manual_seed(0)
+    local = Reads().eval()
+    there = Reads().eval()
+    there.load_state_dict(local.state_dict())
+    captured = capture(there.to(D0), inductor=inductor)
+    for length in (5, 7, 5, 7, 5):
+        tokens = torch.randint(0, 11, (2, length))
+        with torch.no_grad():
+            torch.testing.assert_close(captured(tokens).cpu(), local(tokens), rtol=1e-4, atol=1e-5)
+    assert [report.replays for report in captured.report()] == [1, 2]
+
+
+def test_positions_and_masks_are_compiled() -> None:
+    torch.manual_seed(0)
+    local, there = Reads(), Reads()
+    there.load_state_dict(local.state_dict())
+    compiled = torch.compile(there.to(D0), backend="genie")
+    for _ in range(3):
+        tokens = torch.randint(0, 11, (2, 5))
+        torch.testing.assert_close(compiled(tokens.to(D0)).cpu(), local(tokens), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("numbers", "dtype"),
+    [
+        ((5,), None), ((2, 9), None), ((2, 9, 3), None), ((9, 2, -2), None), ((0,), None), ((True,), None),
+        ((2.5,), None), ((0, 1, 0.25), None), ((0.1, 1.0, 0.1), None), ((7,), torch.float16),
+        ((1, 4, 0.5), torch.int32), ((0, 6, 2), torch.bfloat16), ((3,), torch.float64),
+    ],
+)  # fmt: skip
+def test_a_range_is_captured_as_it_is_made_eagerly(numbers: Any, dtype: torch.dtype | None) -> None:
+    expected = torch.arange(*numbers, dtype=dtype)
+    captured = capture(lambda x: torch.arange(*numbers, dtype=dtype, device=x.device))
+    x = torch.ones(1, device=D0)
+    for found in (torch.arange(*numbers, dtype=dtype, device=D0), captured(x), captured(x), captured(x)):
+        assert found.device == x.device
+        assert found.dtype == expected.dtype
+        assert torch.equal(found.cpu(), expected)
+    assert recordings(captured) == 1
+
+
+def test_a_range_has_the_default_dtype_of_this_process() -> None:
+    torch.set_default_dtype(torch.float64)
+    try:
+        assert torch.arange(0, 1, 0.25, device=D0).dtype == torch.float64
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def test_a_range_is_one_op() -> None:
+    before = torch.remote_accelerator.stream_stats(D0)["ops"]
+    made = [torch.arange(4, device=D0), torch.arange(1, 4, device=D0), torch.arange(1, 4, 2, device=D0)]
+    assert torch.remote_accelerator.stream_stats(D0)["ops"] - before == len(made)
+
+
+@pytest.mark.filterwarnings("ignore:torch.range is deprecated:UserWarning")
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda x: torch.linspace(0, 1, 7, device=x.device),
+        lambda x: torch.logspace(0, 1, 7, device=x.device),
+        lambda x: torch.range(1, 6, 2, device=x.device),
+        lambda x: torch.arange(3, out=torch.empty(0, dtype=torch.int64, device=x.device)),
+        lambda x: torch.add(x, x, out=torch.empty(0, device=x.device)),
+        lambda x: torch.empty(0, device=x.device).resize_(2, 2).fill_(3),
+        lambda x: torch.cumsum(x, 0, out=torch.empty(0, device=x.device)) + x,
+    ],
+)
+def test_what_is_given_its_size_in_the_model_is_captured(
+    make: Callable[[torch.Tensor], torch.Tensor],
+) -> None:
+    captured = capture(make)
+    for value in range(3):
+        x = torch.full((4,), float(value))
+        torch.testing.assert_close(captured(x.to(D0)).cpu(), make(x))
+    assert recordings(captured) == 1
+
+
+def test_what_was_there_before_is_not_given_another_size_by_a_recording() -> None:
+    kept, x = torch.empty(0, device=D0), torch.ones(2, device=D0)
+    with pytest.raises(OpRefusedError, match="change of a tensor's size"):
+        capture(lambda x: torch.add(x, x, out=kept))(x)
+    assert torch.add(x, x, out=kept).tolist() == [2, 2]
+
+
+# --- refusals -----------------------------------------------------------------------------------
+
+
+class Counts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(2)
+        self.still = nn.Linear(2, 2)
+        self.notes = [torch.zeros(1, device=D0)]
+
+    def forward(self, x: torch.Tensor, *, more: bool) -> torch.Tensor:
+        x.add_(1)
+        y: torch.Tensor = self.norm(self.still(x))
+        if more:
+            self.notes[0].add_(1)
+        return y * y.sum().item()
+
+
+def test_a_refusal_says_which_tensors_have_changed() -> None:
+    model = Counts().to(D0)
+    x = torch.ones(3, 2, device=D0)
+    with pytest.raises(OpRefusedError) as refused:
+        capture(model)(x, more=False)
+    said = str(refused.value)
+    names = "norm.running_mean, norm.running_var, norm.num_batches_tracked"
+    assert "copy to this machine cannot be part of a captured graph; the model has run up to there: " in said
+    assert f"what it wrote to {names} stays" in said
+    assert model.norm.num_batches_tracked.item() == 1
+    assert x.tolist() == [[1, 1]] * 3  # it worked on a copy
+    with pytest.raises(OpRefusedError, match=rf"{names}, 1 other tensor stays"):
+        capture(model)(x, more=True)
+    with pytest.raises(OpRefusedError, match="no tensor of before has changed"):
+        capture(model.eval())(x, more=False)

@@ -10,8 +10,10 @@ import pickle
 
 import pytest
 import torch
+from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
+from genie.device import capture
 from genie.errors import (
     DeviceUnavailableError,
     OpRefusedError,
@@ -338,6 +340,21 @@ def test_ever_longer_lists_do_not_fill_the_executor_with_what_was_sent_once() ->
     assert last.sum().item() == 20_109
 
 
+def test_long_lists_with_the_same_tensors_and_the_same_memory_in_them() -> None:
+    def play(whole: torch.Tensor) -> list[torch.Tensor]:
+        rows = [*whole.unbind(), *whole.t().unbind(), *[whole[0]] * 3]
+        sums = torch._foreach_add(rows, rows[::-1])
+        torch._foreach_mul_(rows[:40], [float(i) for i in range(40)])
+        joined = torch.cat([*rows, *sums, rows[0]])
+        again = torch.atleast_2d(rows)
+        again[1].add_(1)  # a view of the second row
+        return [whole, joined, *sums, *torch.broadcast_tensors(*rows)]
+
+    here, there = (play(torch.arange(1600.0, device=device).view(40, 40)) for device in ("cpu", D0))
+    for mine, theirs in zip(there, here, strict=True):
+        assert torch.equal(mine.cpu(), theirs)
+
+
 # --- what is kept over there --------------------------------------------------------------------
 
 
@@ -354,6 +371,46 @@ def test_dead_tensors_are_freed_over_there() -> None:
         before["tensors"],
         before["allocated_bytes.current"],
     )
+
+
+@pytest.mark.parametrize("left", [0, 40])
+def test_memory_is_freed_under_a_tensor_and_comes_back(left: int) -> None:
+    weight = torch.ones(1000, device=D0)
+    rows, first, last = weight.view(10, 100), weight[: left // 4], weight[500:]
+    before = kept_there()["allocated_bytes.current"]
+    weight.untyped_storage().resize_(left)
+    assert before - kept_there()["allocated_bytes.current"] == 4000 - left
+    used = f"resized to {left} bytes"
+    for use in (weight.cpu, lambda: rows.sum().item(), lambda: weight.fill_(2).sum().item()):
+        with pytest.raises(OpRefusedError, match=used):
+            use()
+    for send in (lambda: weight.to(D1), lambda: last.copy_(torch.ones(500))):
+        send()
+        with pytest.raises(OpRefusedError, match=used):
+            torch.remote_accelerator.synchronize(D0)
+    assert first.sum().item() == left // 4
+    weight.untyped_storage().resize_(4000)
+    weight.fill_(3)
+    assert rows.sum().item() == 3000
+    assert kept_there()["allocated_bytes.current"] == before
+
+
+def test_a_captured_model_whose_weights_are_freed_fails_until_they_are_back() -> None:
+    model = nn.Linear(2, 2, bias=False).to(D0)
+    captured, x = capture(model), torch.ones(1, 2)
+    with torch.no_grad():
+        expected = model.weight.sum(1).cpu()
+    for _ in range(2):
+        torch.testing.assert_close(captured(x).cpu()[0], expected)
+    here = model.weight.detach().cpu()
+    for _ in range(2):
+        model.weight.untyped_storage().resize_(0)
+        with pytest.raises(OpRefusedError, match="resized to 0 bytes"):
+            captured(x).cpu()
+        model.weight.untyped_storage().resize_(16)
+        with torch.no_grad():
+            model.weight.copy_(here)
+        torch.testing.assert_close(captured(x).cpu()[0], expected)
 
 
 def test_a_long_computation_keeps_nothing_behind() -> None:

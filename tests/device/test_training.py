@@ -123,6 +123,19 @@ def test_a_data_loader_that_pins_its_batches(workers: int) -> None:
     assert found == pytest.approx(expected, rel=1e-5)
 
 
+@pytest.mark.parametrize("count", [10, 100_000])
+def test_pinned_memory_is_ordinary_memory(count: int) -> None:
+    pinned = torch.ones(count).pin_memory()
+    assert pinned.is_pinned() == torch.cuda.is_available()
+    there = pinned.to(D0, non_blocking=True)
+    pinned.zero_()
+    back = torch.zeros(count, pin_memory=True)
+    back.copy_(there, non_blocking=True)
+    assert back.sum().item() == count
+    with pytest.raises(RuntimeError, match="only dense CPU tensors can be pinned"):
+        there.pin_memory()
+
+
 # --- states, files, copies ------------------------------------------------------------------------
 
 
@@ -256,6 +269,10 @@ def point(device: str) -> torch.Tensor:
     return torch.linspace(-1, 1, 12).view(4, 3).to(device)
 
 
+def attended(x: torch.Tensor) -> torch.Tensor:
+    return F.scaled_dot_product_attention(x, x + 1, x * 2, is_causal=True)
+
+
 @scripts
 @pytest.mark.parametrize(
     "work",
@@ -271,6 +288,7 @@ def point(device: str) -> torch.Tensor:
         lambda x: torch.func.jacfwd(lambda y: y.square())(x[0]),
         lambda x: torch.func.hessian(lambda y: y.pow(3).sum())(x[0]),
         torch.vmap(torch.func.grad(lambda row: row.exp().sum())),
+        torch.func.grad(lambda y: attended(y.view(1, 1, 4, 3)).square().sum()),
         lambda x: torch.func.functional_call(
             nn.Linear(3, 2), {"weight": x[:2], "bias": x[2, :2]}, (x,)
         ),

@@ -70,6 +70,7 @@ class FakeAgent:
         self.running: dict[str, RunningJob] = {}
         self.exits: dict[str, ExitReport] = {}
         self.logs: dict[str, bytes] = {}
+        """By job, or by job@epoch where its runs differ."""
         self.refuse: GenieError | None = None
         self.hang: asyncio.Event | None = None
 
@@ -131,7 +132,13 @@ class FakeAgent:
         return launch
 
     def end(
-        self, launch: Launch, exit_code: int | None = 0, *, reason: str = "", started: bool = True
+        self,
+        launch: Launch,
+        exit_code: int | None = 0,
+        *,
+        reason: str = "",
+        started: bool = True,
+        by_node: bool = False,
     ) -> ExitReport:
         """The process is over; the next heartbeat says so."""
         self.running.pop(launch.job_id, None)
@@ -142,6 +149,7 @@ class FakeAgent:
             reason=reason,
             ended_at=0.0,
             started=started,
+            by_node=by_node,
         )
         self.exits[launch.job_id] = report
         return report
@@ -166,7 +174,8 @@ class FakeAgent:
         elif isinstance(request, Kill):
             await self.kills.put(request)
         elif isinstance(request, ReadLog):
-            data = self.logs.get(request.job_id, b"")[request.offset :][: request.bytes_max]
+            log = self.logs.get(f"{request.job_id}@{request.epoch}", self.logs.get(request.job_id, b""))
+            data = log[request.offset :][: request.bytes_max]
             end = request.offset + len(data)
             return LogChunk(data=data, start=request.offset, next_offset=end, eof=True)
         return Done()

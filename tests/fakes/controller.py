@@ -279,9 +279,15 @@ class FakeController:
         await (await self.peer()).call(order, timeout_s=5)
 
     async def log(
-        self, job_id: str, *, offset: int = 0, wait_s: float = 0.0, bytes_max: int = 1 << 19
+        self,
+        job_id: str,
+        *,
+        offset: int = 0,
+        wait_s: float = 0.0,
+        bytes_max: int = 1 << 19,
+        epoch: int = 0,
     ) -> LogChunk:
-        request = ReadLog(job_id=job_id, offset=offset, wait_s=wait_s, bytes_max=bytes_max)
+        request = ReadLog(job_id=job_id, offset=offset, wait_s=wait_s, bytes_max=bytes_max, epoch=epoch)
         return await (await self.peer()).call(request, timeout_s=wait_s + 5)
 
     async def whole_log(self, job_id: str) -> str:

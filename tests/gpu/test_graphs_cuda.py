@@ -50,6 +50,23 @@ class Keeper(nn.Module):
         return self.table.t() * 2
 
 
+class Positions(nn.Module):
+    """What models make on the way: positions, a causal mask, and attention."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.places = nn.Embedding(32, 16)
+        self.mix = nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        n = x.shape[-2]
+        x = x + self.places(torch.arange(n, device=x.device))
+        later = torch.arange(n, device=x.device)[None, :] > torch.arange(n, device=x.device)[:, None]
+        scores = (x @ x.transpose(-2, -1)).masked_fill(later, float("-inf"))
+        y = self.mix(scores.softmax(-1) @ x)
+        return nn.functional.scaled_dot_product_attention(y, y, y, is_causal=True)
+
+
 def mlp() -> nn.Module:
     return nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.LayerNorm(8), nn.Linear(8, 2))
 
@@ -65,6 +82,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], tuple[torch.Ten
         lambda: device_models.DecodeStep(64, 2, 16, torch.float32),
         lambda call: (torch.tensor([[call + 3]]), torch.tensor([call])),
     ),
+    "positions": (Positions, lambda call: (torch.full((2, 8, 16), 0.1 * call),)),
     "buffers": (Keeper, lambda _: (torch.ones(3),)),
 }
 
@@ -89,6 +107,32 @@ def test_a_graph_gives_what_the_cpu_gives(name: str, inductor: bool, how: str) -
     torch.testing.assert_close(kept, dict(local.state_dict()), rtol=1e-2, atol=1e-3)
     (report,) = captured.report()
     assert (report.how, report.why) == (how, "")
+
+
+def test_attention_and_positions_compile() -> None:
+    torch.manual_seed(0)
+    local = Positions()
+    remote = copy.deepcopy(local).to(D0)
+    compiled = torch.compile(remote, backend="genie")
+    for call in range(3):
+        x = torch.full((2, 8, 16), 0.1 * call)
+        torch.testing.assert_close(compiled(x.to(D0)).cpu(), local(x), rtol=1e-2, atol=1e-3)
+
+
+def test_weights_whose_memory_was_freed_come_back_under_a_graph() -> None:
+    remote = nn.Linear(256, 256, bias=False, device=D0)
+    kept, x = remote.weight.detach().cpu(), torch.ones(1, 256, device=D0)
+    captured = capture(remote)
+    with torch.no_grad():
+        for _ in range(3):
+            before = captured(x).cpu()
+        storage = remote.weight.untyped_storage()
+        size = storage.nbytes()
+        storage.resize_(0)
+        storage.resize_(size)
+        remote.weight.copy_(kept)
+        for _ in range(3):
+            torch.testing.assert_close(captured(x).cpu(), before)
 
 
 def test_work_that_must_wait_for_the_gpu_is_replayed_step_by_step() -> None:

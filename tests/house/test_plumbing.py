@@ -181,7 +181,7 @@ def test_home(pytestconfig):
     assert os.environ["GENIE_STATE_DIR"].startswith(base)
     assert len(os.environ["GENIE_STATE_DIR"].removeprefix(base)) <= len("s/1/9999/state")
     ours = [name for name in os.environ if name.startswith(("GENIE_", "XDG_"))]
-    assert ours == ["GENIE_STATE_DIR", "GENIE_AGENT_COMPILE_AHEAD"]
+    assert ours == ["GENIE_STATE_DIR", "GENIE_AGENT_COMPILE_AHEAD", "GENIE_CONTROLLER_COMPILE_AHEAD"]
     Path("~/touched").expanduser().touch()
 
 def test_a_home_of_its_own():

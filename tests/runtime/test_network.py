@@ -25,7 +25,7 @@ from genie.errors import (
     VersionError,
 )
 from genie.runtime import tls, wire
-from genie.runtime.network import Channel, ClientTls, TcpNetwork
+from genie.runtime.network import Channel, ClientTls, TcpChannel, TcpNetwork
 from tests.waiting import until
 
 
@@ -271,4 +271,50 @@ async def test_what_is_sent_at_once_is_bounded_and_goes_on_when_it_is_read() -> 
         await done.wait()
         for _ in range(sent + 1):
             assert len((await channel.receive()).payload) == 10_000
+        channel.close()
+
+
+async def test_what_one_turn_sends_is_one_write_in_order_and_outlives_the_close() -> None:
+    writes: list[int] = []
+
+    async def talk(channel: Channel) -> None:
+        assert isinstance(channel, TcpChannel)
+        write = channel._writer.write
+
+        def counted(data: bytes) -> None:
+            writes.append(len(data))
+            write(data)
+
+        channel._writer.write = counted  # type: ignore[method-assign, assignment]
+        for number in range(3):
+            assert channel.try_send_nowait(wire.pack(wire.Kind.REPLY, number, b"x"))
+        assert writes == [], "not before the turn is over"
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        assert len(writes) == 1
+        assert channel.try_send_nowait(wire.pack(wire.Kind.REPLY, 3, b"x"))
+        await channel.send(wire.pack(wire.Kind.REPLY, 4, b"x"))
+        assert len(writes) == 2, "what waits goes first, in the same write"
+        assert channel.try_send_nowait(wire.pack(wire.Kind.REPLY, 5, b"last"))
+        channel.close()
+
+    async with serving(talk) as port, asyncio.timeout(20):
+        channel = await TcpNetwork().connect("127.0.0.1", port, tls=None, timeout_s=5)
+        assert [(await channel.receive()).call_id for _ in range(6)] == [0, 1, 2, 3, 4, 5]
+        channel.close()
+
+
+async def test_a_frame_that_is_here_need_not_be_waited_for() -> None:
+    async def talk(channel: Channel) -> None:
+        await channel.send(b"".join(wire.pack(wire.Kind.REPLY, number, b"x") for number in range(2)))
+        await channel.receive()
+
+    async with serving(talk) as port, asyncio.timeout(20):
+        channel = await TcpNetwork().connect("127.0.0.1", port, tls=None, timeout_s=5)
+        assert channel.try_receive_nowait() is None
+        assert (await channel.receive()).call_id == 0
+        second = channel.try_receive_nowait()
+        assert second is not None
+        assert second.call_id == 1
+        assert channel.try_receive_nowait() is None
         channel.close()

@@ -168,6 +168,29 @@ async def test_a_peer_that_asks_too_much_at_once_is_not_read_further() -> None:
         assert all(task.result().data == b"late" for task in flood), "they wait their turn, none is lost"
 
 
+async def test_calls_that_go_together_have_each_its_own_outcome() -> None:
+    async with serving() as (_, port), dialled(port) as peer:
+        good, missing, late = await peer.call_each(
+            [FetchTrust(), GetJob(job_id="a"), ReadLog(job_id="a")],  # type: ignore[list-item]
+            timeout_s=0.2,
+        )
+        assert good == TrustAnchor(ca_pem="pem")
+        assert isinstance(missing, JobNotFoundError)
+        assert isinstance(late, DeadlineError)
+        assert not peer._waiting, "nothing is remembered of them"
+        peer.close()
+        outcomes = await peer.call_each([FetchTrust(), FetchTrust()], timeout_s=5)
+        assert [type(outcome) for outcome in outcomes] == [ConnectionLostError] * 2
+
+
+async def test_numbers_of_calls_begin_anew_where_a_frame_has_no_more() -> None:
+    async with serving() as (_, port), dialled(port) as peer:
+        peer._next_call = (1 << 32) - 2
+        for _ in range(3):
+            assert (await peer.call(FetchTrust(), timeout_s=5)).ca_pem == "pem"
+        assert peer._next_call < 10
+
+
 class _Unread:
     """A channel whose other end asks again and again and reads nothing."""
 
@@ -193,6 +216,9 @@ class _Unread:
             return wire.Frame(wire.Kind.REQUEST, self._asks, wire.encode(FetchTrust()))
         await self.closed.wait()
         raise ConnectionLostError("closed")
+
+    def try_receive_nowait(self) -> wire.Frame | None:
+        return None
 
     def close(self) -> None:
         self.closed.set()

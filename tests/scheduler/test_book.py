@@ -312,3 +312,33 @@ def test_what_runs_at_a_place_that_is_not_all_there_is_held_as_far_as_it_is() ->
     made.release("gang")
     assert (made.usage("a"), made._parts) == (made.usage("nobody"), {})
     assert made.free_on("n")[2] == ((1000, 141_000),) * 3
+
+
+# --- jobs of nothing ----------------------------------------------------------------------------
+
+
+def test_a_node_takes_so_many_workers_and_no_more_whatever_they_hold() -> None:
+    made = Book(PlainPlacer, policy="bestfit", workers_max=2)
+    made.set_node(node("n", 4))
+    for number in range(2):
+        assert made.place(Request(f"j{number}", "t", number, Shape()), 1) is not None
+    assert made.place(Request("more", "t", 9, Shape(gpus=1)), 1) is None
+    assert made.why_crowded(made.nodes[0]).startswith("runs 2 workers, the most on one node")
+    made.set_node(node("n", 4, labels=frozenset({("a", "b")})))
+    assert made.place(Request("more", "t", 9, Shape()), 1) is None, "what changes of a node does not open it"
+    made.release("j0")
+    assert made.why_crowded(made.nodes[0]) == ""
+    assert made.place(Request("more", "t", 9, Shape(gpus=1)), 1) is not None
+
+
+def test_a_gang_of_nothing_does_not_crowd_a_node_either() -> None:
+    made = Book(PlainPlacer, policy="bestfit", workers_max=3)
+    for name in ("a", "b"):
+        made.set_node(node(name, 4))
+    places = made.place(Request("two", "t", 1, Shape(), workers=2), 2)
+    assert places is not None
+    gang = made.place(Request("gang", "t", 2, Shape(), workers=3), 3)
+    assert gang is not None and {place.node_id for place in gang}.isdisjoint(p.node_id for p in places)
+    assert made.place(Request("last", "t", 3, Shape(), workers=2), 2) is None
+    with pytest.raises(UsageError, match="more than 3 workers"):
+        made.hold(Request("last", "t", 3, Shape(), workers=2), places)

@@ -72,16 +72,16 @@ def test_those_ahead_go_first_in_what_is_foreseen() -> None:
     desk.submit("next", gpus=2, time_limit_s=10.0)
     desk.submit("last", gpus=2)
     assert (told(desk, "next").starts_at, told(desk, "next").ahead) == (10.0, 0)
-    assert (told(desk, "last").starts_at, told(desk, "last").ahead) == (None, 1)
+    assert (told(desk, "last").starts_at, told(desk, "last").ahead) == (20.0, 1)
 
 
-def test_who_is_over_his_quota_has_no_time_and_who_does_not_wait_no_explanation() -> None:
+def test_who_is_over_his_quota_waits_for_his_own_and_who_does_not_wait_has_no_explanation() -> None:
     desk = Desk(node("n", 2), rules=Rules(quotas=Quotas({"a": Quota(of_gpus(1))})))
     desk.submit("one", time_limit_s=5.0)
     desk.submit("two")
     desk.started()
     found = told(desk, "two")
-    assert found.starts_at is None
+    assert found.starts_at == 5.0
     assert "its quota is 1 GPU" in found.reason
     with pytest.raises(KeyError):
         explain(desk.scheduler, "one", reason="", now=0.0)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from genie.model.job import Within
@@ -53,3 +55,28 @@ def test_a_quota_below_what_is_held_bounds_only_what_more_is_asked_of() -> None:
 
     assert why(Shape(cpu_milli=1000, memory_mib=10)) == ""
     assert "its quota is 1 GPU" in why(Shape(gpus=1))
+
+
+def test_what_is_more_than_the_whole_quota_can_never_start() -> None:
+    quotas = Quotas({"t": Quota(of_gpus(2), of_gpus(1)), "u": Quota(of_gpus(2), of_gpus(0))})
+
+    def why(gpus: int, *, tenant: str = "t", **wishes: object) -> str:
+        request = replace(Request("j", tenant, 1, Shape(gpus=gpus)), **wishes)  # type: ignore[arg-type]
+        found = quotas.why_never(request)
+        said = quotas.why_not(request, request.least_workers, usage=Amounts(), fixed=Amounts())
+        assert said == (f"can never start under the present quota: {found}" if found else "")
+        return found
+
+    mine = "and the quota of tenant t is 2 GPUs"
+    assert why(2) == why(3, preemptible=True) == why(9, tenant="other") == ""
+    assert why(1, workers=4, workers_min=2) == "", "it starts with fewer"
+    assert why(3) == f"it asks for 3 GPUs, {mine}; only preemptible jobs may borrow more"
+    assert why(2, workers=2) == why(4, preemptible=True) == f"it asks for 4 GPUs, {mine} and 1 GPU on loan"
+    assert why(4, tenant="u") == "it asks for 4 GPUs, and the quota of tenant u is 2 GPUs"
+
+
+def test_workers_that_hold_nothing_are_counted_too() -> None:
+    request = Request("j", "t", 1, Shape(), workers=9)
+    assert why_never(request, [NODE], workers_max=9) == ""
+    found = why_never(request, [NODE], workers_max=8)
+    assert found == "it asks for 9 workers in all; there is room for 8"

@@ -10,7 +10,7 @@ from genie.errors import UsageError
 from genie.model.job import Spread, Within
 from genie.scheduler.order import FairShare, Fifo, Priority
 from genie.scheduler.quota import Quota, Quotas, of_gpus
-from genie.scheduler.request import GpuFacts, Shape, WorkerPlace
+from genie.scheduler.request import GpuFacts, Request, Shape, WorkerPlace
 from genie.scheduler.scheduler import Rules, Start
 from tests.scheduler.clusters import Desk, node
 
@@ -691,3 +691,74 @@ def test_what_is_left_of_a_gpu_that_was_kept_goes_to_who_has_the_reservation() -
     assert desk.started() == ["other", "most"]
     assert desk.why("half").starts_at == 50.0
     assert desk.pass_time(10.0) == ["pinned", "half"]
+
+
+def test_behind_a_reservation_the_real_reason_is_told() -> None:
+    desk = Desk(node("n", 2), node("shut", 4, closed="draining"), node("m", 1))
+    desk.submit("runs", gpus=2, time_limit_s=50.0, shape=Shape(gpus=2, nodes=frozenset({"n"})))
+    desk.submit("other", shape=Shape(gpus=1, nodes=frozenset({"m"})), time_limit_s=60.0)
+    desk.started()
+    desk.submit("first", gpus=2, time_limit_s=50.0)
+    desk.submit("drained", gpus=4)
+    desk.submit("lonely", near=frozenset({"nobody"}))
+    desk.submit("shy", apart=frozenset({"runs", "other"}), shape=Shape(gpus=1, labels=frozenset()))
+    desk.submit("torn", near=frozenset({"runs"}), apart=frozenset({"runs", "other"}))
+    desk.submit("late")
+    assert desk.why("first").reason == "has a reservation on n"
+    assert desk.why("drained").reason == "no node will do: shut: draining; n: has 2 GPUs; m: has 1 GPUs"
+    assert desk.why("lonely").reason == "waits for a job named nobody to run"
+    assert desk.why("late").reason == "would delay first, which has a reservation"
+    assert desk.why("torn").reason == "a job named other or runs runs wherever one named runs does"
+    desk.scheduler.remove_node("shut")
+    assert desk.why("shy").reason == "waits for a node on which no job named other or runs runs"
+
+
+def test_an_elastic_job_that_takes_what_is_kept_for_others_is_not_sent_away_for_them_again() -> None:
+    desk = Desk(node("n", 2), node("m", 2), rules=Rules(quotas=Quotas({"a": Quota(of_gpus(2.5))})))
+    desk.submit("runs", tenant="b", shape=Shape(gpus=1, nodes=frozenset({"n"}), gpu_ids=(1,)))
+    desk.started()
+    both = Shape(gpus=2, nodes=frozenset({"n"}), gpu_ids=(0, 1))
+    desk.submit("pinned", tenant="b", shape=both)
+    assert "GPU 1 of n is held by runs" in desk.why("pinned").reason
+    desk.submit("elastic", priority=5, preemptible=True, workers=8, workers_min=2, grace_s=0.0)
+    assert desk.started() == ["elastic"]
+    assert len(desk.book.held["elastic"].places) == 2, "a third worker would be on loan"
+    desk.scheduler.set_node(node("n", 2))
+    assert desk.preempted() == []
+
+
+def test_one_that_comes_while_nobody_waits_can_start_without_a_pass() -> None:
+    desk = Desk(node("n", 2))
+    first = request_like(desk, "first")
+    start = desk.scheduler.start_now(first, 5.0)
+    assert start == Start("first", (WorkerPlace("n", (0,)),), "it fits: n")
+    assert desk.scheduler.is_running("first")
+    assert desk.book.usage("a").gpu_milli == 1000
+    assert desk.decide() == []
+    assert desk.scheduler.start_now(request_like(desk, "large", gpus=2), 5.0) is None
+    assert not desk.scheduler.is_running("large"), "nothing has changed"
+    assert not desk.scheduler.is_waiting("large")
+    desk.scheduler.ended("first")
+    assert desk.book.usage("a").gpu_milli == 0
+
+
+def test_nobody_starts_without_a_pass_past_those_who_wait_or_against_a_quota() -> None:
+    desk = Desk(node("n", 2))
+    desk.submit("large", 4)
+    assert desk.scheduler.start_now(request_like(desk, "small"), 0.0) is None, "one has just come"
+    desk.decide()
+    assert desk.scheduler.start_now(request_like(desk, "small"), 0.0) is None, "one waits"
+    desk.scheduler.withdraw("large")
+    assert desk.scheduler.start_now(request_like(desk, "small"), 0.0) is not None
+
+    bound = Rules(quotas=Quotas({"a": Quota(own=of_gpus(1))}))
+    desk = Desk(node("n", 2), rules=bound)
+    assert desk.scheduler.start_now(request_like(desk, "one"), 0.0) is not None
+    assert desk.scheduler.start_now(request_like(desk, "two"), 0.0) is None
+
+
+def request_like(desk: Desk, name: str, gpus: int = 1) -> Request:
+    """What the desk would submit, without submitting it."""
+    request = desk.submit(name, gpus)
+    desk.scheduler.withdraw(name)
+    return request

@@ -96,7 +96,7 @@ def test_the_same_seed_gives_the_same_run(tmp_path: Path) -> None:
 
 
 def _some_seed_is_violated(tmp_path: Path, kinds: tuple[str, ...]) -> bool:
-    return any(loop.run(_scenario(seed, tmp_path / str(seed), kinds=kinds)).violations for seed in range(10))
+    return any(loop.run(_scenario(seed, tmp_path / str(seed), kinds=kinds)).violations for seed in range(20))
 
 
 def test_an_agent_that_leaves_orphans_would_be_caught(

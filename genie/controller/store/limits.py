@@ -64,38 +64,38 @@ def check_transaction(
             f"a transaction of {len(compares)} compares and {len(operations)} operations is too long",
             hint=f"at most {ops_max} of each; split it",
         )
-    size_bytes = sum(map(_compare_bytes, compares)) + sum(map(_operation_bytes, operations))
+    size_bytes = 0
+    for compare in compares:
+        size_bytes += _compare_bytes(compare)
+    for operation in operations:
+        size_bytes += operation_bytes(operation)
     if size_bytes > TXN_BYTES_MAX:
         raise UsageError(f"a transaction of {size_bytes} bytes is over {TXN_BYTES_MAX}", hint="split it")
-    if len({operation.key for operation in operations}) != len(operations):
+    if len(operations) > 1 and len({operation.key for operation in operations}) != len(operations):
         raise UsageError("a key occurs twice among the operations of one transaction")
     return size_bytes
 
 
 def _compare_bytes(compare: Compare) -> int:
+    key = compare.key
     if compare.revision < 0:
-        raise UsageError(f"compare of {compare.key!r} with revision {compare.revision}; the least is 0")
-    return _key_bytes(compare.key)
+        raise UsageError(f"compare of {key!r} with revision {compare.revision}; the least is 0")
+    # What nearly all keys are; the rest, and errors, are seen to over there. Here and below.
+    return len(key) if key.isascii() and 0 < len(key) <= KEY_BYTES_MAX else len(encode_key(key))
 
 
-def _operation_bytes(operation: Put | Delete) -> int:
-    key_bytes = _key_bytes(operation.key)
-    if isinstance(operation, Delete):
+def operation_bytes(operation: Put | Delete) -> int:
+    """What it counts against TXN_BYTES_MAX; UsageError when no engine takes it."""
+    key = operation.key
+    key_bytes = len(key) if key.isascii() and 0 < len(key) <= KEY_BYTES_MAX else len(encode_key(key))
+    if operation.__class__ is Delete:
         return key_bytes
+    assert isinstance(operation, Put)
     if len(operation.value) > VALUE_BYTES_MAX:
-        raise UsageError(
-            f"the value of {operation.key!r} has {len(operation.value)} bytes, over {VALUE_BYTES_MAX}"
-        )
+        raise UsageError(f"the value of {key!r} has {len(operation.value)} bytes, over {VALUE_BYTES_MAX}")
     if operation.lease_id < 0:
         raise UsageError(f"put of {operation.key!r} names lease {operation.lease_id}; ids are above 0")
     return key_bytes + len(operation.value)
-
-
-def _key_bytes(key: str) -> int:
-    # What nearly all keys are; the rest, and errors, are seen to below.
-    if key.isascii() and 0 < len(key) <= KEY_BYTES_MAX:
-        return len(key)
-    return len(encode_key(key))
 
 
 def _encode(text: str, *, what: str) -> bytes:

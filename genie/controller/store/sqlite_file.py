@@ -76,7 +76,7 @@ Work = Callable[["SqliteFile"], object]
 _Item = TypeVar("_Item")
 
 # Rows in one statement. The thread lets the program go on at each, and then has to wait for its turn.
-_PART_SIZES = (64, 16, 4, 1)
+_PART_SIZES = (512, 256, 128, 64, 32, 16, 8, 4, 2, 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,13 +191,13 @@ class SqliteFile:
             if lease_id in lost_leases or not self._has_lease(lease_id):
                 raise LeaseLostError(f"lease {lease_id} has expired or was revoked", hint="grant a new one")
         revision = self._revision + 1
-        gone = self._delete([encode_key(op.key) for op in operations if isinstance(op, Delete)])
-        puts = [(encode_key(op.key), op.value, op.lease_id) for op in operations if isinstance(op, Put)]
-        self._put(puts, revision)
+        keyed = [(encode_key(op.key), op) for op in operations]
+        gone = self._delete([key for key, op in keyed if isinstance(op, Delete)])
+        self._put([(key, op.value, op.lease_id) for key, op in keyed if isinstance(op, Put)], revision)
         changes = [
-            (encode_key(op.key), op.value if isinstance(op, Put) else None)
-            for op in operations
-            if isinstance(op, Put) or encode_key(op.key) in gone
+            (key, op.value if isinstance(op, Put) else None)
+            for key, op in keyed
+            if isinstance(op, Put) or key in gone
         ]
         if changes:
             self._record(revision, changes)

@@ -44,6 +44,8 @@ at::SDPBackend choice_there(const Tensor& query, const Tensor& key, const Tensor
 int64_t choose_attention(const Tensor& query, const Tensor& key, const Tensor& value,
                          const std::optional<Tensor>& mask, double dropout, bool causal,
                          std::optional<double> scale, bool grouped) {
+  // A stand-in tells nothing of the executor; plain ops are right on all of them.
+  if (!has_handle(query)) return static_cast<int64_t>(at::SDPBackend::math);
   bool cuda = on_cuda(query);
   bool plain = query.dim() != 4 || grouped || query.size(-1) != value.size(-1) || query.numel() == 0 ||
                key.numel() == 0;

@@ -487,10 +487,17 @@ Connection::Use Connection::graph_use(uint32_t graph, uint32_t storage) const {
   return found->second->written.contains(storage) ? Use::Written : Use::Read;
 }
 
-bool Connection::graph_writes(uint32_t graph) const {
+size_t Connection::graph_writes(uint32_t graph) const {
   std::lock_guard<std::mutex> lock(mutex_);
   auto found = graphs_.find(graph);
-  return found != graphs_.end() && !found->second->written.empty();
+  return found == graphs_.end() ? 0 : found->second->written.size();
+}
+
+bool Connection::is_made_by_recording(uint32_t storage) const {
+  if (!is_recorder()) return false;
+  std::lock_guard<std::mutex> lock(mutex_);
+  auto owner = graph_of_.find(storage);
+  return owner != graph_of_.end() && owner->second == recording_;
 }
 
 uint32_t Connection::begin_graph(const std::string& thread, double idle_s_max) {

@@ -178,10 +178,12 @@ class Connection final : public c10::intrusive_ptr_target {
   enum class Use : uint8_t { No, Read, Written };
   // What a graph does, or has done so far while it is recorded, with a storage that it has not made.
   Use graph_use(uint32_t graph, uint32_t storage) const;
-  // Whether it writes to any of those.
-  bool graph_writes(uint32_t graph) const;
+  // To how many of those it writes.
+  size_t graph_writes(uint32_t graph) const;
   // Whether this thread records a graph.
   bool is_recorder() const { return recording_flag_ && recorder_.load() == std::this_thread::get_id(); }
+  // Whether it does, and the storage is one that the graph makes.
+  bool is_made_by_recording(uint32_t storage) const;
   // Something that cannot be written down is about to be done: raises while this thread records.
   void check_not_recording(const char* what) const;
 

@@ -46,17 +46,23 @@ ConnectionPtr connection_at(std::optional<c10::Device> device) {
   return roster().connection(device && device->has_index() ? device->index() : -1);
 }
 
-Tensor empty_strided(c10::IntArrayRef sizes, c10::IntArrayRef strides, std::optional<at::ScalarType> dtype,
-                     std::optional<at::Layout> layout, std::optional<c10::Device> device,
-                     std::optional<bool> pin_memory) {
+void check_plain(std::optional<at::Layout> layout, std::optional<bool> pin_memory) {
   if (layout && *layout != at::kStrided) {
     raise("device.op_refused", "a tensor on remote_accelerator is strided; other layouts are not carried");
   }
   if (pin_memory && *pin_memory) {
     raise("device.op_refused", "memory on remote_accelerator cannot be pinned; pin the tensor on the CPU");
   }
+}
+
+at::ScalarType default_dtype() { return at::typeMetaToScalarType(at::get_default_dtype()); }
+
+Tensor empty_strided(c10::IntArrayRef sizes, c10::IntArrayRef strides, std::optional<at::ScalarType> dtype,
+                     std::optional<at::Layout> layout, std::optional<c10::Device> device,
+                     std::optional<bool> pin_memory) {
+  check_plain(layout, pin_memory);
   Output output;
-  output.dtype = dtype.value_or(at::typeMetaToScalarType(at::get_default_dtype()));
+  output.dtype = dtype.value_or(default_dtype());
   if (!is_carried(output.dtype)) {
     raise("device.op_refused", std::string("tensors of ") + c10::toString(output.dtype) + " are not carried");
   }
@@ -104,6 +110,33 @@ Tensor zeros_for_autograd(c10::IntArrayRef sizes, std::optional<at::ScalarType> 
                           std::optional<at::Layout> layout, std::optional<c10::Device> device,
                           std::optional<bool> pin_memory) {
   return empty(sizes, dtype, layout, device, pin_memory, std::nullopt).zero_();
+}
+
+// One op that gives a tensor. torch itself makes an empty one and gives it its size later, which takes two
+// ops and cannot be part of a graph. The default dtype is this process's, so it is named.
+Tensor arange(const at::Scalar& start, const at::Scalar& end, const at::Scalar& step,
+              std::optional<at::ScalarType> dtype, std::optional<at::Layout> layout,
+              std::optional<c10::Device> device, std::optional<bool> pin_memory) {
+  check_plain(layout, pin_memory);
+  if (!dtype) {
+    bool whole = start.isIntegral(true) && end.isIntegral(true) && step.isIntegral(true);
+    dtype = whole ? at::kLong : default_dtype();
+  }
+  static auto op = c10::Dispatcher::singleton().findSchemaOrThrow("aten::arange", "start_step");
+  torch::jit::Stack stack{start, end, step, *dtype, layout, device, c10::IValue()};
+  send_op(op, {}, &stack);
+  return stack.back().toTensor();
+}
+
+Tensor arange_to(const at::Scalar& end, std::optional<at::ScalarType> dtype, std::optional<at::Layout> layout,
+                 std::optional<c10::Device> device, std::optional<bool> pin_memory) {
+  return arange(0, end, 1, dtype, layout, device, pin_memory);
+}
+
+Tensor arange_from(const at::Scalar& start, const at::Scalar& end, std::optional<at::ScalarType> dtype,
+                   std::optional<at::Layout> layout, std::optional<c10::Device> device,
+                   std::optional<bool> pin_memory) {
+  return arange(start, end, 1, dtype, layout, device, pin_memory);
 }
 
 // --- copying ------------------------------------------------------------------------------------
@@ -288,6 +321,9 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("empty.memory_format", genie::empty);
   m.impl("empty_strided", genie::empty_strided);
   m.impl("_efficientzerotensor", genie::zeros_for_autograd);
+  m.impl("arange", genie::arange_to);
+  m.impl("arange.start", genie::arange_from);
+  m.impl("arange.start_step", genie::arange);
   m.impl("copy_", genie::copy_);
   m.impl("_copy_from", genie::copy_from);
   m.impl("_copy_from_and_resize", genie::copy_from_and_resize);

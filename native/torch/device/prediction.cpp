@@ -19,14 +19,16 @@ using torch::jit::Stack;
 
 constexpr auto DEVICE_TYPE = c10::DeviceType::PrivateUse1;
 
-// The remote tensors of a call and what stands for them on the meta device.
+// The remote tensors of a call and what stands for them on the meta device. A list may hold thousands, so
+// nothing here looks at all of them for each of them.
 struct MetaTwins {
   std::unordered_map<const c10::StorageImpl*, c10::Storage> storages;
+  std::unordered_map<const c10::TensorImpl*, size_t> places;  // of the real ones in `tensors`
   std::vector<std::pair<Tensor, Tensor>> tensors;
 
   Tensor of(const Tensor& real) {
-    for (auto& [known, twin] : tensors)
-      if (known.unsafeGetTensorImpl() == real.unsafeGetTensorImpl()) return twin;
+    auto [place, added] = places.emplace(real.unsafeGetTensorImpl(), tensors.size());
+    if (!added) return tensors[place->second].second;
     const auto* storage = real.storage().unsafeGetStorageImpl();
     auto found = storages.find(storage);
     if (found == storages.end()) {
@@ -63,25 +65,54 @@ struct MetaTwins {
 // The executor can tell, where the meta device cannot.
 struct NotKnownHere : std::exception {};
 
-Output output_from_meta(const IValue& value, const MetaTwins& twins,
-                        const std::vector<const Tensor*>& inputs);
+// Which input a tensor that the op has given on the meta device goes back to.
+class Origins {
+ public:
+  struct Origin {
+    int input;  // the first that is this tensor, or -1
+    int64_t offset;
+  };
 
-int index_of(const std::vector<const Tensor*>& inputs, const Tensor& real) {
-  for (size_t i = 0; i < inputs.size(); i++)
-    if (inputs[i]->unsafeGetTensorImpl() == real.unsafeGetTensorImpl()) return static_cast<int>(i);
-  throw NotKnownHere();
-}
+  Origins(const MetaTwins& twins, const std::vector<const Tensor*>& inputs) {
+    std::unordered_map<const c10::TensorImpl*, int> places;
+    for (size_t i = 0; i < inputs.size(); i++)
+      places.emplace(inputs[i]->unsafeGetTensorImpl(), static_cast<int>(i));
+    for (const auto& [real, twin] : twins.tensors) {
+      auto place = places.find(real.unsafeGetTensorImpl());
+      Origin origin{place == places.end() ? -1 : place->second, twin.storage_offset()};
+      tensors_.emplace(twin.unsafeGetTensorImpl(), origin);
+      memory_.emplace(twin.storage().unsafeGetStorageImpl(), origin);
+    }
+  }
 
-Output tensor_from_meta(const Tensor& made, const MetaTwins& twins,
-                        const std::vector<const Tensor*>& inputs) {
+  // The input that it is, if it is one.
+  const Origin* of(const Tensor& made) const { return found(tensors_, made.unsafeGetTensorImpl()); }
+  // The first input whose memory it shares, if there is one.
+  const Origin* of_memory(const Tensor& made) const {
+    return found(memory_, made.storage().unsafeGetStorageImpl());
+  }
+
+ private:
+  template <class Known>
+  static const Origin* found(const Known& origins, typename Known::key_type key) {
+    auto origin = origins.find(key);
+    if (origin == origins.end()) return nullptr;
+    if (origin->second.input < 0) throw NotKnownHere();
+    return &origin->second;
+  }
+
+  std::unordered_map<const c10::TensorImpl*, Origin> tensors_;
+  std::unordered_map<const c10::StorageImpl*, Origin> memory_;
+};
+
+Output tensor_from_meta(const Tensor& made, const Origins& origins) {
   Output output;
   if (!made.defined()) return output;
   if (!made.is_meta() || made.layout() != at::kStrided || !is_carried(made.scalar_type()))
     throw NotKnownHere();
-  for (const auto& [real, twin] : twins.tensors) {
-    if (twin.unsafeGetTensorImpl() != made.unsafeGetTensorImpl()) continue;
+  if (const auto* same = origins.of(made)) {
     output.kind = OutputKind::Same;
-    output.source = index_of(inputs, real);
+    output.source = same->input;
     return output;
   }
   output.kind = OutputKind::New;
@@ -89,11 +120,10 @@ Output tensor_from_meta(const Tensor& made, const MetaTwins& twins,
   output.sizes.assign(made.sizes().begin(), made.sizes().end());
   output.strides.assign(made.strides().begin(), made.strides().end());
   output.contiguous = made.is_contiguous();
-  for (const auto& [real, twin] : twins.tensors) {
-    if (twin.storage().unsafeGetStorageImpl() != made.storage().unsafeGetStorageImpl()) continue;
+  if (const auto* shared = origins.of_memory(made)) {
     output.view = true;
-    output.source = index_of(inputs, real);
-    output.offset = made.storage_offset() - twin.storage_offset();
+    output.source = shared->input;
+    output.offset = made.storage_offset() - shared->offset;
     return output;
   }
   if (made.storage_offset() || made.is_conj() || made.is_neg()) throw NotKnownHere();
@@ -102,14 +132,12 @@ Output tensor_from_meta(const Tensor& made, const MetaTwins& twins,
   return output;
 }
 
-Output output_from_meta(const IValue& value, const MetaTwins& twins,
-                        const std::vector<const Tensor*>& inputs) {
-  if (value.isTensor()) return tensor_from_meta(value.toTensor(), twins, inputs);
+Output output_from_meta(const IValue& value, const Origins& origins) {
+  if (value.isTensor()) return tensor_from_meta(value.toTensor(), origins);
   Output output;
   if (value.isList()) {
     output.kind = OutputKind::List;
-    for (const IValue& item : value.toListRef())
-      output.items.push_back(output_from_meta(item, twins, inputs));
+    for (const IValue& item : value.toListRef()) output.items.push_back(output_from_meta(item, origins));
     output.constant = c10::impl::GenericList(value.toList().elementType());
   } else if (value.isNone()) {
     output.constant = value;
@@ -191,8 +219,9 @@ Worked work_out(const c10::OperatorHandle& op, const OpFacts& facts, const Stack
     return worked;
   }
   try {
+    Origins origins(twins, inputs);
     for (size_t i = 0; i < facts.returns; i++) {
-      worked.outputs.push_back(output_from_meta(meta[meta.size() - facts.returns + i], twins, inputs));
+      worked.outputs.push_back(output_from_meta(meta[meta.size() - facts.returns + i], origins));
     }
     worked.way = way_of(facts, worked.outputs);
   } catch (const NotKnownHere&) {

@@ -60,6 +60,12 @@ Handle& handle_of(const c10::TensorImpl& tensor) {
   return handle_of(*tensor.unsafe_storage().unsafeGetStorageImpl());
 }
 
+bool has_handle(const at::Tensor& tensor) {
+  const auto* impl = tensor.unsafeGetTensorImpl();
+  return impl->has_storage() &&
+         impl->unsafe_storage().unsafeGetStorageImpl()->data_ptr().get_deleter() == &release;
+}
+
 at::Tensor make_tensor(Connection& connection, uint32_t storage, const Output& output) {
   auto impl = c10::make_intrusive<c10::StorageImpl>(
       c10::StorageImpl::use_byte_size_t(), c10::SymInt(output.storage_bytes),
@@ -100,6 +106,13 @@ c10::DataPtr allocate(Connection& connection, uint64_t bytes) {
 
 void resize_storage(c10::StorageImpl& storage, uint64_t bytes) {
   Handle& handle = handle_of(storage);
+  if (storage.nbytes() == 0 && handle.connection->is_made_by_recording(handle.storage)) {
+    // Nothing is in it: another memory does as well, and making one can be written down.
+    ConnectionPtr connection = handle.connection;
+    storage.set_data_ptr_noswap(allocate(*connection, bytes));
+    storage.set_nbytes(bytes);
+    return;
+  }
   handle.connection->check_not_recording("a change of a tensor's size");
   Connection::Batch batch(*handle.connection);
   batch.records().record(Record::Resize);

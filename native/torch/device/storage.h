@@ -20,6 +20,9 @@ Handle& handle_of(const c10::TensorImpl& tensor);
 Handle& handle_of(const c10::StorageImpl& storage);
 inline Handle& handle_of(const at::Tensor& tensor) { return handle_of(*tensor.unsafeGetTensorImpl()); }
 
+// Whether it has one: not so the stand-ins that torch traces and maps functions with.
+bool has_handle(const at::Tensor& tensor);
+
 // A tensor on memory that the executor has, or will have when it comes to the record.
 at::Tensor make_tensor(Connection& connection, uint32_t storage, const Output& output);
 // Another look at the same memory.

@@ -50,7 +50,11 @@ void Graphs::end(uint32_t how) {
   }
   graph->to_be_compiled = how == GRAPH_COMPILE;
   graph->warm = true;  // the work has just been done once
-  for (uint32_t number : graph->outside) storages_.at(number).watchers++;
+  for (uint32_t number : graph->outside) {
+    Slot& slot = storages_.at(number);
+    slot.watchers++;
+    graph->outside_bytes.emplace_back(number, slot.bytes);
+  }
   for (uint32_t number : graph->alive) {
     storages_.at(number).watchers++;
     owners_[number] = graph.get();
@@ -220,7 +224,10 @@ FailurePtr Graphs::stop_sharing(Graph& graph) {
 // Whether all that it needs is there. If not, the steps tell each result of it.
 bool Graphs::is_sound(const Graph& graph) {
   bool sound = true;
-  for (uint32_t number : graph.outside) sound = !storages_.known(number).failure && sound;
+  for (auto& [number, bytes] : graph.outside_bytes) {
+    const Slot& slot = storages_.known(number);
+    sound = !slot.failure && slot.bytes >= bytes && sound;
+  }
   return sound;
 }
 

@@ -128,9 +128,10 @@ class Graphs {
   };
   struct Graph {
     std::vector<GraphStep> steps;
-    uint64_t bytes = 0;                    // that the steps take
-    std::unordered_set<uint32_t> outside;  // storages that it uses and does not make
-    std::unordered_set<uint32_t> written;  // of those, what it writes to
+    uint64_t bytes = 0;                                        // that the steps take
+    std::unordered_set<uint32_t> outside;                      // storages that it uses and does not make
+    std::vector<std::pair<uint32_t, uint64_t>> outside_bytes;  // of those, what they had when it was recorded
+    std::unordered_set<uint32_t> written;                      // of those, what it writes to
     std::unordered_set<uint32_t> made;
     std::unordered_set<uint32_t> alive;     // of those it makes, what it does not free
     std::unordered_set<uint32_t> unwanted;  // of the alive ones, what the client has freed since

@@ -53,8 +53,11 @@ void StorageTable::check_free(uint32_t number) {
 const at::Tensor& StorageTable::view(Slot& slot, const Look& look, int64_t offset) {
   if (slot.failure) throw Poisoned(slot.failure);
   if (offset < 0 || offset > OFFSET_MAX) throw ProtocolError("a tensor begins outside of its storage");
-  if (look.span_bytes && static_cast<uint64_t>(offset) * look.item_bytes + look.span_bytes > slot.bytes) {
-    throw ProtocolError("a tensor reaches beyond its storage");
+  uint64_t end = static_cast<uint64_t>(offset) * look.item_bytes + look.span_bytes;
+  if (look.span_bytes && end > slot.bytes) {
+    if (end > slot.bytes_once) throw ProtocolError("a tensor reaches beyond its storage");
+    throw Refused("a tensor reaches beyond its storage, which was resized to " + std::to_string(slot.bytes) +
+                  " bytes and needs " + std::to_string(end) + ": resize it back before the tensor is used");
   }
   for (int i = 0; i < slot.views_kept; i++) {
     if (look.fits(slot.views[i], offset)) return slot.views[i];
@@ -109,6 +112,7 @@ void StorageTable::share(uint32_t number, const Slot& with) {
   Slot& slot = at(number);
   slot.storage = with.storage;
   slot.bytes = with.bytes;
+  slot.bytes_once = with.bytes_once;
   counters_.storages.fetch_add(1, std::memory_order_relaxed);
   count(static_cast<int64_t>(slot.bytes));
 }
@@ -136,6 +140,7 @@ void StorageTable::resize(Slot& slot, uint64_t bytes) {
   if (slot.failure) throw Poisoned(slot.failure);
   check_room(bytes > slot.bytes ? bytes - slot.bytes : 0);
   slot.storage = copied(slot, bytes);
+  slot.bytes_once = std::max(slot.bytes_once, slot.bytes);
   slot.forget_views();
   changed(slot);
   recount(slot);
@@ -146,7 +151,7 @@ void StorageTable::spoil(Slot& slot, FailurePtr failure) {
   changed(slot);
   slot.storage = c10::Storage();
   count(-static_cast<int64_t>(slot.bytes));
-  slot.bytes = 0;
+  slot.bytes = slot.bytes_once = 0;
   slot.failure = std::move(failure);
 }
 

@@ -23,6 +23,7 @@ constexpr int VIEWS_KEPT_MAX = 3;
 struct Slot {
   c10::Storage storage;
   uint64_t bytes = 0;
+  uint64_t bytes_once = 0;  // the most it had before the client gave it another size
   at::Tensor views[VIEWS_KEPT_MAX];
   uint8_t views_kept = 0;
   uint8_t next_view = 0;
@@ -56,8 +57,9 @@ class StorageTable {
   // ProtocolError when the number is taken or too large.
   void check_free(uint32_t number);
 
-  // The tensor that looks like this. Poisoned when it was never made; ProtocolError when it reaches beyond
-  // the storage. Valid until the next call for the same slot.
+  // The tensor that looks like this. Poisoned when it was never made; Refused when it reaches beyond what the
+  // client has left of the storage; ProtocolError when it reaches beyond all that the storage ever was. Valid
+  // until the next call for the same slot.
   const at::Tensor& view(Slot& slot, const Look& look, int64_t offset);
 
   // Takes over a tensor that nobody else has.

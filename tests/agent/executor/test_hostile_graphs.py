@@ -257,9 +257,31 @@ def test_a_storage_that_was_resized_is_taken_down_again(captured: Attacked) -> N
     captured.replay()
     assert client.floats_in(Y) == (5, 0)
     assert (capture.begun, capture.replayed) == (2, 3)
-    client.send(record(Record.RESIZE, 0, u32(1) + u64(4)))
+
+
+def test_a_graph_whose_storage_was_made_smaller_fails_until_it_has_its_size_back(captured: Attacked) -> None:
+    client, capture = captured.client, captured.capture
     captured.replay()
-    ends(captured, "reaches beyond its storage")
+    assert client.floats_in(Y) == (0, 1)
+    client.send(record(Record.RESIZE, 0, u32(1) + u64(0)))
+    captured.replay()
+    failure = client.sync()
+    assert isinstance(failure, Error)
+    assert "resized to 0 bytes and needs 8" in failure.message
+    assert (failure.code, failure.op) == ("device.op_refused", "aten::relu")
+    assert client.get(Y) == failure
+    client.send(record(Record.RESIZE, 0, u32(1) + u64(8)))
+    client.put(X, struct.pack("<2f", 5, -5))
+    captured.replay()
+    assert client.floats_in(Y) == (5, 0)
+    assert (capture.begun, capture.replayed, capture.abandoned) == (2, 2, 0)
+
+
+def test_a_tensor_beyond_all_that_its_storage_was_ends_the_session(attacked: Attacked) -> None:
+    attacked.client.send(record(Record.RESIZE, 0, u32(1) + u64(0)))
+    assert isinstance(attacked.client.get(X), Error)
+    attacked.client.send(record(Record.GET, 0, view(Tensor(1, (3,)))))
+    ends(attacked, "reaches beyond its storage")
 
 
 def test_another_storage_of_the_same_number_is_taken_down_again(captured: Attacked) -> None:

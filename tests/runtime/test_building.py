@@ -1,37 +1,40 @@
-"""Compiling the executors' library ahead: a process of its own, whose end is said and no more."""
+"""Compiling a library ahead: a process of its own, whose end is said and no more."""
 
 from __future__ import annotations
 
 import asyncio
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
-from genie.agent.building import COMMAND, build_ahead
+from genie.runtime.building import build_ahead, command_for
 from tests.waiting import until
+
+
+async def build(command: Sequence[str]) -> bool:
+    return await build_ahead(command, what="the library", without="it will not work here")
 
 
 async def test_a_library_that_is_there_costs_one_line(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO")
-    await build_ahead()
-    assert caplog.messages == ["the executors' library is ready"]
+    assert await build(command_for("genie_scheduler"))
+    assert caplog.messages == ["the library is ready"]
 
 
 async def test_a_machine_that_cannot_compile_is_told_in_one_line(caplog: pytest.LogCaptureFixture) -> None:
     code = "import sys; sys.stderr.write('there is no C++ compiler\\n(install one)\\n'); sys.exit(69)"
-    await build_ahead((sys.executable, "-c", code))
-    assert caplog.messages == [
-        "remote_accelerator will not work on this node: there is no C++ compiler (install one)"
-    ]
+    assert not await build((sys.executable, "-c", code))
+    assert caplog.messages == ["it will not work here: there is no C++ compiler (install one)"]
 
 
 async def test_an_interpreter_that_is_gone_is_told_too(caplog: pytest.LogCaptureFixture) -> None:
-    await build_ahead(("/no/such/python", *COMMAND[1:]))
-    assert "cannot be compiled ahead" in caplog.text
+    assert not await build(("/no/such/python", *command_for("genie_scheduler")[1:]))
+    assert "the library cannot be compiled ahead" in caplog.text
 
 
-async def test_the_compilers_end_with_the_agent(tmp_path: Path) -> None:
+async def test_the_compilers_end_with_who_asked(tmp_path: Path) -> None:
     started = tmp_path / "started"
     code = (
         "import os, pathlib, subprocess, sys\n"
@@ -42,7 +45,7 @@ async def test_the_compilers_end_with_the_agent(tmp_path: Path) -> None:
         "child.wait()\n"
     )
     async with asyncio.TaskGroup() as group:
-        building = group.create_task(build_ahead((sys.executable, "-c", code, str(started))))
+        building = group.create_task(build((sys.executable, "-c", code, str(started))))
         await until(started.exists, what="the compiler to run")
         building.cancel()
     pid, priority = map(int, started.read_text().split())

@@ -1,8 +1,8 @@
-"""Compiles the executors' library ahead, so that the first client of a node does not wait for it.
+"""Compiles a library ahead, so that nobody waits for it when it is needed.
 
-A process of its own does that, with the lowest priority; executors that come meanwhile wait for it
-(runtime/native.py has the lock). Where it cannot be done the log says why, and the agent goes on:
-jobs need no library. Not for: how it is compiled.
+A process of its own does that, with the lowest priority; whoever needs the library meanwhile waits for it
+(native.py has the lock) or does without. Where it cannot be done the log says why. Not for: how it is
+compiled.
 """
 
 from __future__ import annotations
@@ -15,15 +15,21 @@ import signal
 import sys
 from collections.abc import Sequence
 
+from genie.runtime.native import Library
+
 _log = logging.getLogger(__name__)
 
-COMMAND = (sys.executable, "-m", "genie.runtime.native", "genie_executor")
 _LOWEST = 19
 _WORDS_MAX = 500
 
 
-async def build_ahead(command: Sequence[str] = COMMAND) -> None:
-    """Returns when it is done or has failed; cancelled, it ends the compilers as well."""
+def command_for(library: Library) -> tuple[str, ...]:
+    return (sys.executable, "-m", "genie.runtime.native", library)
+
+
+async def build_ahead(command: Sequence[str], *, what: str, without: str) -> bool:
+    """Returns when it is done or has failed, and which; cancelled, it ends the compilers as well. `without`
+    says what follows when `what` cannot be had."""
     try:
         process = await asyncio.create_subprocess_exec(
             *command,
@@ -33,8 +39,8 @@ async def build_ahead(command: Sequence[str] = COMMAND) -> None:
             start_new_session=True,
         )
     except OSError as error:
-        _log.warning("the executors' library cannot be compiled ahead: %s", error)
-        return
+        _log.warning("%s cannot be compiled ahead: %s", what, error)
+        return False
     try:
         with contextlib.suppress(OSError):  # it may have ended already
             os.setpriority(os.PRIO_PROCESS, process.pid, _LOWEST)
@@ -44,8 +50,9 @@ async def build_ahead(command: Sequence[str] = COMMAND) -> None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             await asyncio.shield(process.wait())
-    if process.returncode == 0:
-        _log.info("the executors' library is ready")
-    else:
+    if process.returncode != 0:
         words = " ".join(said.decode("utf-8", "replace").split())[-_WORDS_MAX:]
-        _log.warning("remote_accelerator will not work on this node: %s", words or "no reason was given")
+        _log.warning("%s: %s", without, words or "no reason was given")
+        return False
+    _log.info("%s is ready", what)
+    return True
