@@ -4,9 +4,10 @@
 
 The nodes are real SSH servers on loopback, all on this machine, so the cost of a node's side is paid here
 too, by us and by the baseline alike. Everyone uses the same key exchange and cipher. We and the baseline
-take turns, round by round, and both ask for the same readings. --delay-ms holds everything back on its way, so
-that a round trip takes that long. --peers names a virtual environment with ansible-core, clustershell,
-paramiko and parallel-ssh; each runs the same command on the same ten nodes. Needs root, openssh-server and rsync.
+take turns, round by round, and both ask for the same readings. --delay-ms holds everything back on its
+way, so that a round trip takes that long. --peers names a virtual environment with ansible-core,
+clustershell, paramiko and parallel-ssh; each runs the same command on the same ten nodes. Needs root,
+openssh-server and rsync.
 Not for: real networks.
 """
 
