@@ -78,6 +78,10 @@ class Peer:
                 frame = await future
             finally:
                 timer.cancel()
+        except ConnectionLostError:
+            # Whoever reads may not have seen it yet. From here on nobody may take it for a connection.
+            self.close()
+            raise
         except TimeoutError:
             raise DeadlineError(
                 f"{self.name} did not answer {type(request).__name__} within {timeout_s:g} s"
