@@ -245,6 +245,13 @@ class Agents:
 
     # -- what the clock asks for --------------------------------------------------------------
 
+    def hears_of(self, job: Job) -> bool:
+        """Whether a node that has some of it is in contact. Of what is on silent nodes alone nobody knows
+        whether it still runs: it may be over for long, or lost."""
+        now_s = self._clock.monotonic_s()
+        there = {placement.node_id for placement in job.placements if placement.outcome is None}
+        return any(self._membership.is_in_contact(node_id, now_s) for node_id in there)
+
     async def begin_term(self) -> None:
         """Launches of an earlier term that were not confirmed are void: nothing of them has started."""
         now_s = self._clock.monotonic_s()
