@@ -28,6 +28,7 @@ from genie.errors import (
     LeadershipError,
     NodeError,
     NodeNotFoundError,
+    ProtocolError,
     StoreError,
     TransportError,
     UnreachableError,
@@ -473,10 +474,12 @@ class Agents:
             if peer is None:
                 raise UnreachableError(f"node {node_id} is not connected")
             await peer.call(order, timeout_s=ORDER_TIMEOUT_S)
-        except TransportError as error:
-            reason = f"the launch on node {node_id} could not be delivered: {error}"
-            await self._jobs.requeue(job.job_id, epoch=epoch, reason=reason)
         except GenieError as error:
+            # What an agent cannot read has reached it, and would do so again and again.
+            if isinstance(error, TransportError) and not isinstance(error, ProtocolError):
+                reason = f"the launch on node {node_id} could not be delivered: {error}"
+                await self._jobs.requeue(job.job_id, epoch=epoch, reason=reason)
+                return
             if isinstance(error, FencedError):
                 await self._election.check()
             reason = f"node {node_id} refused the launch: {error}"
