@@ -310,17 +310,21 @@ async def test_what_was_on_a_silent_node_when_its_time_was_over_is_lost(tmp_path
 
 async def test_what_still_runs_of_a_job_is_told_that_its_time_is_over(tmp_path: Path) -> None:
     clock = FakeClock()
-    async with standing(tmp_path, clock=clock) as one, one.client() as owner:
-        async with one.agent("a") as silent, one.agent("b") as heard:
-            await _start_with_limit(owner, silent, heard, clock=clock)
+    async with (
+        standing(tmp_path, clock=clock) as one,
+        one.client() as owner,
+        one.agent("a") as silent,
+        one.agent("b") as heard,
+    ):
+        await _start_with_limit(owner, silent, heard, clock=clock)
 
-            async def told() -> bool:
-                await clock.advance(0.5)
-                await heard.beat()
-                return not heard.kills.empty()
+        async def told() -> bool:
+            await clock.advance(0.5)
+            await heard.beat()
+            return not heard.kills.empty()
 
-            await until(told)
-            assert (await heard.next_kill()).reason == "its time limit of 5 s is over"
+        await until(told)
+        assert (await heard.next_kill()).reason == "its time limit of 5 s is over"
 
 
 async def test_a_node_that_does_not_know_this_controller_is_not_reclaimed(tmp_path: Path) -> None:
