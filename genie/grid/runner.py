@@ -4,7 +4,7 @@ The id of a run is made here, and a node starts a run of one id once. So a start
 asked for again, and never begins a second time. A link that is gone says nothing about the run: it goes
 on, and `wait` connects again until it has the end.
 
-Not for: choosing the node (node_choice.py), what happens on it (remote/runs.py, plain_runs.py), or
+Not for: choosing the node (launch.py), what happens on it (remote/runs.py, plain_runs.py), or
 people's terminals (cli/grid_run_commands.py).
 """
 
@@ -300,7 +300,8 @@ class Runner:
         given = {"root": self._file.remote_root, **args}
         try:
             if link.has_helper:
-                return await link.call(f"runs.{op}", given, blob, timeout_s=timeout_s)
+                module = "gpu_runs" if args.get("gpus") else "runs"
+                return await link.call(f"{module}.{op}", given, blob, timeout_s=timeout_s)
             return await plain_runs.call(link, op, given, blob, timeout_s=timeout_s)
         except NodeRefusedError as error:
             raise _explained(error, op, root=self._file.remote_root) from None
