@@ -505,7 +505,10 @@ class _Helper(asyncssh.SSHClientSession[bytes]):
         body = json.dumps(message, separators=(",", ":")).encode()
         if len(body) > core.JSON_BYTES_MAX or len(blob) > core.BLOB_BYTES_MAX:
             raise ProtocolError(f"a request of {len(body)} and {len(blob)} bytes is too large for a node")
-        self._channel.write(core.HEADER.pack(len(body), len(blob)) + body + blob)
+        try:
+            self._channel.write(core.HEADER.pack(len(body), len(blob)) + body + blob)
+        except OSError as error:  # the node has closed it, and connection_lost() is on its way
+            raise ConnectionLostError(f"node {self._name}: the connection broke: {_told(error)}") from error
 
     # --- called by asyncssh ---
 

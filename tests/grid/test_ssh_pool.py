@@ -248,3 +248,13 @@ async def test_a_place_in_the_pool_is_free_again_when_a_connection_could_not_be_
             first, second = await asyncio.gather(use("gpu1", 0.5), use("gpu2", 20), return_exceptions=True)
     assert isinstance(first, UnreachableError)
     assert second is True
+
+
+async def test_a_channel_that_the_node_has_just_closed_is_a_lost_connection(
+    bed: Bed, grid_file: GridFile
+) -> None:
+    async with SshPool(grid_file, ssh_config=bed.ssh_config) as pool, pool.use("gpu6") as link:
+        assert link._helper is not None
+        link._helper._channel.close()  # connection_lost() comes with the next turn of the loop
+        with pytest.raises(ConnectionLostError, match="gpu6"):
+            await link.call("core.nothing", timeout_s=10)

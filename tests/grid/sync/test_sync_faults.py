@@ -7,13 +7,16 @@ import contextlib
 import fcntl
 import os
 import random
+import time
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from genie.errors import SyncError
 from genie.grid.ssh_pool import SshPool
-from genie.grid.sync import local_tree, pack, syncer
+from genie.grid.sync import local_tree, pack, syncer, tar_pipe
 from genie.grid.sync.local_tree import LocalTree, Snapshot
 from genie.grid.sync.syncer import Progress, Syncer, tree_name
 from tests.grid.bed import Bed
@@ -256,3 +259,26 @@ async def test_a_node_without_python_gets_all_of_it_by_tar(bed: Bed, tmp_path: P
             assert list(outside.iterdir()) == []
     finally:
         (node.bin / "python3").unlink()
+
+
+async def test_a_slow_link_to_a_node_without_python_is_no_stop(
+    own_bed: Bed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The time for putting things into place is not for sending them."""
+    node, root = own_bed["gpu1"], tmp_path / "project"
+    write(root, {str(number).encode(): b"1" for number in range(12)})
+    (node.bin / "python3").write_text("#!/bin/sh\nexit 127\n")
+    (node.bin / "python3").chmod(0o755)
+    archive = tar_pipe._archive
+
+    def slow(*args: Any) -> Iterator[bytes]:
+        for piece in archive(*args):
+            time.sleep(0.1)
+            yield piece
+
+    monkeypatch.setattr(tar_pipe, "_archive", slow)
+    monkeypatch.setattr(syncer, "_APPLY_S", 2.0)
+    file = file_for(own_bed, "ws")
+    async with SshPool(file, ssh_config=own_bed.ssh_config) as pool:
+        (report,) = await Syncer(pool, file, state_dir=tmp_path / "state").sync(root, ["gpu1"])
+    assert (report.error, report.sent_files) == (None, 12)
