@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import fcntl
 import os
 import random
@@ -14,7 +15,8 @@ from typing import Any
 
 import pytest
 
-from genie.errors import SyncError
+from genie.errors import SyncError, UnreachableError
+from genie.grid.grid_file import SshKeys
 from genie.grid.ssh_pool import SshPool
 from genie.grid.sync import local_tree, pack, syncer, tar_pipe
 from genie.grid.sync.local_tree import LocalTree, Snapshot
@@ -282,3 +284,32 @@ async def test_a_slow_link_to_a_node_without_python_is_no_stop(
     async with SshPool(file, ssh_config=own_bed.ssh_config) as pool:
         (report,) = await Syncer(pool, file, state_dir=tmp_path / "state").sync(root, ["gpu1"])
     assert (report.error, report.sent_files) == (None, 12)
+
+
+async def test_a_node_that_hangs_does_not_hold_up_the_others(own_bed: Bed, tmp_path: Path) -> None:
+    file = file_for(own_bed, "ws")
+    file = dataclasses.replace(file, ssh=SshKeys(connect_timeout=6, max_retries=0))
+    write(tmp_path / "project", {b"a": b"1"})
+    sent_after_s: list[float] = []
+    began = time.monotonic()
+    async with SshPool(file, ssh_config=own_bed.ssh_config) as pool:
+        with own_bed["gpu2"].hanging():
+            good, bad = await Syncer(pool, file, state_dir=tmp_path / "state").sync(
+                tmp_path / "project",
+                ["gpu1", "gpu2"],
+                progress=lambda _: sent_after_s.append(time.monotonic() - began),
+            )
+    assert good.error is None and isinstance(bad.error, UnreachableError)
+    assert sent_after_s and sent_after_s[0] < 5
+
+
+async def test_a_pool_with_fewer_places_than_nodes_takes_one_after_the_other(
+    own_bed: Bed, tmp_path: Path
+) -> None:
+    file = dataclasses.replace(file_for(own_bed, "ws"), ssh=SshKeys(pool_size=1, max_retries=0))
+    write(tmp_path / "project", {b"a": b"1"})
+    async with SshPool(file, ssh_config=own_bed.ssh_config) as pool:
+        reports = await Syncer(pool, file, state_dir=tmp_path / "s").sync(
+            tmp_path / "project", ["gpu1", "gpu2"]
+        )
+    assert [report.error for report in reports] == [None, None]
