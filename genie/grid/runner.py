@@ -101,6 +101,8 @@ class Runner:
         self._followed: dict[str, int] = {}
         self._reads: dict[str, asyncio.Semaphore] = {}
         self._starts: dict[str, asyncio.Semaphore] = {}
+        # Not more than there are connections: a node must not spend its time waiting for another's.
+        self._lists = asyncio.Semaphore(file.ssh.pool_size)
 
     async def start(
         self,
@@ -274,7 +276,8 @@ class Runner:
 
     async def _runs_of(self, name: str, prefix: str) -> NodeRuns:
         try:
-            return NodeRuns(name, runs=await self.list(name, prefix=prefix))
+            async with self._lists:
+                return NodeRuns(name, runs=await self.list(name, prefix=prefix))
         except GenieError as error:
             return NodeRuns(name, error=error)
 

@@ -332,6 +332,15 @@ async def test_a_node_without_gpus_refuses_a_run_that_wants_one(runner: Runner) 
 # --- lists --------------------------------------------------------------------------------------
 
 
+async def test_nodes_that_hang_do_not_make_others_unreachable_in_a_small_pool(own_bed: Bed) -> None:
+    more = "ssh: {connect_timeout: 2, max_retries: 0, pool_size: 1}\n"
+    async with runner_of(own_bed, more=more) as runner:
+        with own_bed["gpu1"].hanging():
+            first, second = await runner.list_all()
+    assert isinstance(first.error, UnreachableError)
+    assert second.error is None
+
+
 async def test_runs_are_listed_and_found_by_the_beginning_of_their_id(runner: Runner) -> None:
     run = await runner.start("gpu10", "exit 4")
     await runner.wait(run, lambda *_: None)
