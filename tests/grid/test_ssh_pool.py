@@ -234,3 +234,27 @@ async def test_a_key_with_a_passphrase_that_no_agent_has_says_so(own_bed: Bed) -
     await asyncio.to_thread(subprocess.run, lock, check=True, timeout=30)
     with pytest.raises(LoginRefusedError, match="ssh-add"):
         await open_link(own_bed, "gpu1")
+
+
+async def test_a_place_in_the_pool_is_free_again_when_a_connection_could_not_be_opened(own_bed: Bed) -> None:
+    file = grid_file_of(own_bed, more="ssh: {pool_size: 1, max_retries: 0}\n")
+    async with SshPool(file, ssh_config=own_bed.ssh_config) as pool:
+
+        async def use(name: str, timeout_s: float) -> bool:
+            async with pool.use(name, timeout_s=timeout_s) as link:
+                return link.has_helper
+
+        with own_bed["gpu1"].hanging():
+            first, second = await asyncio.gather(use("gpu1", 0.5), use("gpu2", 20), return_exceptions=True)
+    assert isinstance(first, UnreachableError)
+    assert second is True
+
+
+async def test_a_channel_that_the_node_has_just_closed_is_a_lost_connection(
+    bed: Bed, grid_file: GridFile
+) -> None:
+    async with SshPool(grid_file, ssh_config=bed.ssh_config) as pool, pool.use("gpu6") as link:
+        assert link._helper is not None
+        link._helper._channel.close()  # connection_lost() comes with the next turn of the loop
+        with pytest.raises(ConnectionLostError, match="gpu6"):
+            await link.call("core.nothing", timeout_s=10)

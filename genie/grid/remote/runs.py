@@ -6,7 +6,8 @@ beforehand so that a full disk cannot lose them. A supervisor, detached from the
 prepared folder to its name, which only one can do: so a run that is asked for twice is started once. It
 starts the command as `ssh HOST COMMAND` would, by the user's own shell, in a session of its own.
 
-Runs on nodes, so: standard library only, Python 3.8. Not for: nodes without Python (grid/plain_runs.py).
+Runs on nodes, so: standard library only, Python 3.8. Not for: nodes without Python (grid/plain_runs.py),
+and which GPUs a run gets (gpu_runs.py).
 """
 
 from __future__ import annotations
@@ -38,11 +39,8 @@ _LOCK_S_MAX = 20.0
 _GRACE_S = 10.0
 _STALE_S = 3600.0
 _PAUSE_S_MAX = 0.1
-_QUERY_S_MAX = 10.0
 _EXEC_BYTES_MAX = 4 << 20
 _EXEC_S_MAX = 600.0
-_GPU_BYTES_IDLE = 512 << 20
-"""What a driver or a desktop may hold on a GPU that nobody computes on."""
 _ID = re.compile(r"[a-z0-9][a-z0-9-]{0,63}")
 _FILES = ("meta.json", "out", "err", "in", "pid", "exit")
 
@@ -52,7 +50,14 @@ _FILES = ("meta.json", "out", "err", "in", "pid", "exit")
 
 @op("runs.start")
 def start(args: Args, blob: bytes) -> Answer:
-    """Starts a run unless its id is there already; either way says how it is."""
+    return start_run(args, blob)
+
+
+def start_run(args: Args, blob: bytes, take_gpus: Any = None) -> Answer:
+    """Starts a run unless its id is there already; either way says how it is.
+
+    `take_gpus` is given what runs hold (a run's id by the number of a GPU), and gives numbers and variables.
+    """
     folder = _folder(args)
     if os.path.isdir(folder):
         return dict(_status(folder), created=False)
@@ -66,13 +71,13 @@ def start(args: Args, blob: bytes) -> Answer:
     cwd = os.path.join(root, os.path.expanduser(args.get("cwd") or ""))
     if not os.path.isdir(cwd):
         raise OpError("missing", "there is no folder " + cwd)
-    if not args.get("gpus"):
+    if take_gpus is None:
         return _begin(folder, dict(args, cwd=cwd, root=root, gpu_env={}), [], blob)
     lock = _lock(runs)
     try:
         if os.path.isdir(folder):  # this very run was being started, and now holds its GPUs
             return dict(_status(folder), created=False)
-        gpus, env = _take_gpus(runs, int(args["gpus"]))
+        gpus, env = take_gpus(_held(runs))
         return _begin(folder, dict(args, cwd=cwd, root=root, gpu_env=env), gpus, blob)
     finally:
         os.close(lock)
@@ -517,92 +522,17 @@ def _lock(runs: str) -> int:
         time.sleep(0.01)
 
 
-# --- GPUs ---------------------------------------------------------------------------------------
-
-
-def _take_gpus(runs: str, count: int) -> tuple[list[int], Args]:
-    """Call it with the lock, and keep that until the run has its folder."""
+def _held(runs: str) -> Args:
+    """Which run has a GPU. Call it with the lock, and keep that until the run has its folder."""
     held = {}
     for name in _names(runs):
-        found = _status(os.path.join(runs, name))
+        try:
+            found = _status(os.path.join(runs, name))
+        except OpError:
+            continue  # removed since, or not ours
         if found["state"] in ("running", "starting"):
             held.update(dict.fromkeys(found["gpus"], name))
-    amd = not _has("nvidia-smi") and _has("rocm-smi")
-    used = _amd_used() if amd else _nvidia_used()
-    gpus = choose_gpus(used, held, count)
-    text = ",".join(map(str, gpus))
-    # Without the order, CUDA counts from the fastest, and not as nvidia-smi does.
-    env = {"CUDA_VISIBLE_DEVICES": text, "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
-    if amd:
-        env["HIP_VISIBLE_DEVICES"] = text
-    return gpus, env
-
-
-def choose_gpus(used: Any, held: Any, count: int) -> list[int]:
-    """`used` has the bytes in use of each GPU, `held` the run that has it. Raises OpError('busy')."""
-    free, why = [], []
-    for number in sorted(used):
-        if number in held:
-            why.append(f"GPU {number} is held by run {held[number]}")
-        elif used[number] > _GPU_BYTES_IDLE:
-            why.append(f"GPU {number} has {used[number] >> 20} MiB in use")
-        else:
-            free.append(number)
-    if len(free) < count:
-        told = "; ".join(why) if used else "the node shows no GPU"
-        raise OpError("busy", f"{len(free)} of {len(used)} GPUs are free and {count} wanted: {told}")
-    return free[:count]
-
-
-def _has(program: str) -> bool:
-    import shutil
-
-    return shutil.which(program) is not None
-
-
-def _nvidia_used() -> Args:
-    if not _has("nvidia-smi"):
-        return {}
-    fields = "index,name,uuid,memory.total,memory.used"
-    text = _asked(["nvidia-smi", "--query-gpu=" + fields, "--format=csv,noheader,nounits"])
-    found = {}
-    for line in text.splitlines():
-        cells = [cell.strip() for cell in line.split(",")]
-        if len(cells) >= 5 and cells[0].isdigit() and cells[4].isdigit():
-            found[int(cells[0])] = int(cells[4]) << 20
-    return found
-
-
-def _amd_used() -> Args:
-    text = _asked(["rocm-smi", "--showmeminfo", "vram", "--json"])
-    found = {}
-    try:
-        for card, values in json.loads(text).items():
-            if card.startswith("card") and card[4:].isdigit():
-                found[int(card[4:])] = int(values["VRAM Total Used Memory (B)"])
-    except (ValueError, KeyError, TypeError, AttributeError):
-        raise OpError("gpus", "rocm-smi answers something else than was asked") from None
-    return found
-
-
-def _asked(argv: Any) -> str:
-    import subprocess
-
-    try:
-        done = subprocess.run(
-            argv,
-            check=False,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            timeout=_QUERY_S_MAX,
-        )
-    except subprocess.TimeoutExpired:
-        raise OpError("gpus", f"{argv[0]} has not answered within {_QUERY_S_MAX:g} s") from None
-    text = done.stdout[: 1 << 20].decode(errors="replace")
-    if done.returncode:
-        raise OpError("gpus", f"{argv[0]} fails: {text.strip()[:400]}")
-    return text
+    return held
 
 
 # --- quick commands -------------------------------------------------------------------------------

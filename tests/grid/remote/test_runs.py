@@ -1,4 +1,4 @@
-"""What the node decides by itself: which GPUs, how a run is, and what its command gets."""
+"""What the node decides by itself: how a run is, and what its command gets."""
 
 from __future__ import annotations
 
@@ -9,23 +9,6 @@ from pathlib import Path
 import pytest
 
 from genie.grid.remote import runs
-from genie.grid.remote.core import OpError
-
-MIB = 1 << 20
-
-
-def test_free_gpus_are_those_that_nobody_holds_or_uses() -> None:
-    used = {0: 0, 1: 20 * MIB, 2: 40_000 * MIB, 3: 0, 4: 511 * MIB}
-    assert runs.choose_gpus(used, {0: "r-a"}, 2) == [1, 3]
-    assert runs.choose_gpus(used, {}, 4) == [0, 1, 3, 4]
-
-
-def test_too_few_free_gpus_are_told_one_by_one() -> None:
-    with pytest.raises(OpError, match="1 of 3 GPUs are free and 2 wanted") as caught:
-        runs.choose_gpus({0: 0, 1: 0, 2: 9000 * MIB}, {0: "r-a"}, 2)
-    assert caught.value.reason == "busy"
-    assert "GPU 0 is held by run r-a; GPU 2 has 9000 MiB in use" in str(caught.value)
-
 
 PID = {"boot": "b", "watcher": 10, "watcher_start": 100, "pid": 11, "pid_start": 101}
 
