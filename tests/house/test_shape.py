@@ -35,7 +35,6 @@ QUIET_CATCHES: dict[str, str] = {
     "genie/controller/ledger.py::Ledger._carry_out": "_refuse() hands it to those who asked",
     "genie/controller/ledger.py::Ledger.write_each": "it is that write's outcome, given to the one who asked",
     "genie/controller/ledger.py::Ledger._built": "_answer() hands it to the one who asked, after the commit",
-    "genie/controller/ledger.py::Ledger.write_each": "gives it to the one who asked, as its outcome",
     "genie/grid/remote/core.py::Loop._carry_out": "who asked gets it with its traceback; a node has no log",
     "genie/grid/batch.py::run_batch": "on a worker; the traceback goes into the task's own result",
     "genie/scheduler/policies.py::Fenced._ask": "a user's code; `fault` tells it, `error` has it for the log",
