@@ -28,6 +28,7 @@ import msgspec
 from genie.errors import GenieError, NoNodeError, UnreachableError
 from genie.grid import shell_readings
 from genie.grid.grid_file import GridFile, GridNode, HealthKeys
+from genie.grid.remote.runs import in_use
 from genie.grid.ssh_pool import Link, SshPool
 from genie.runtime import files
 
@@ -36,9 +37,6 @@ _log = logging.getLogger(__name__)
 HOT_C = 90.0
 DISK_BYTES_MIN = 1 << 30
 DISK_SHARE_MIN = 0.01
-FREE_MEMORY_SHARE = 0.05
-FREE_MEMORY_BYTES = 1 << 30
-FREE_UTILIZATION_PCT = 10.0
 XID_AGE_S_MAX = 86400.0
 PROGRAM_XIDS = frozenset({13, 31, 43, 45, 68, 69})
 """Errors that a program on the GPU makes; all others speak of the GPU, its driver or its link."""
@@ -93,12 +91,8 @@ class GpuReading(msgspec.Struct, frozen=True):
 
     @property
     def is_free(self) -> bool:
-        """Nobody computes there: hardly any memory in use (5% or 1 GiB), and less than 10% busy."""
-        share = self.memory_share
-        little = share is not None and share < FREE_MEMORY_SHARE
-        if self.memory_used_bytes is not None:
-            little = little or self.memory_used_bytes < FREE_MEMORY_BYTES
-        return little and (self.utilization_pct or 0.0) < FREE_UTILIZATION_PCT
+        """Nobody computes there, by the rule that a node itself has when it gives GPUs to a run."""
+        return not in_use(self.memory_used_bytes, self.memory_total_bytes, self.utilization_pct)
 
 
 class Readings(msgspec.Struct, frozen=True):

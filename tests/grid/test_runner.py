@@ -292,6 +292,23 @@ async def test_gpus_of_amd_are_counted_by_rocm_smi(bed: Bed, runner: Runner) -> 
         program.unlink()
 
 
+async def test_gpus_of_amd_are_counted_by_amd_smi_where_that_is_all(bed: Bed, runner: Runner) -> None:
+    program = bed["gpu8"].bin / "amd-smi"
+    cards = [
+        {"gpu": i, "mem_usage": {"total_vram": {"value": 196_592}, "used_vram": {"value": used}}}
+        for i, used in enumerate((20_000, 300))
+    ]
+    program.write_text(f"#!/bin/sh\necho '{json.dumps({'gpu_data': cards})}'\n")
+    program.chmod(0o755)
+    try:
+        run = await runner.start("gpu8", 'echo "$HIP_VISIBLE_DEVICES"', gpus=1)
+        heard = Heard()
+        assert await runner.wait(run, heard) == 0
+        assert (run.gpus, heard.out) == ((1,), b"1\n")
+    finally:
+        program.unlink()
+
+
 async def test_a_node_without_gpus_refuses_a_run_that_wants_one(runner: Runner) -> None:
     with pytest.raises(NodeRefusedError, match="shows no GPU"):
         await runner.start("gpu9", "true", gpus=1)

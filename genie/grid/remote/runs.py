@@ -41,8 +41,10 @@ _PAUSE_S_MAX = 0.1
 _QUERY_S_MAX = 10.0
 _EXEC_BYTES_MAX = 4 << 20
 _EXEC_S_MAX = 600.0
-_GPU_BYTES_IDLE = 512 << 20
-"""What a driver or a desktop may hold on a GPU that nobody computes on."""
+_IDLE_SHARE = 0.05
+_IDLE_BYTES = 1 << 30
+_IDLE_PCT = 10.0
+"""What a driver or a desktop may use of a GPU that nobody computes on."""
 _ID = re.compile(r"[a-z0-9][a-z0-9-]{0,63}")
 _FILES = ("meta.json", "out", "err", "in", "pid", "exit")
 
@@ -527,7 +529,7 @@ def _take_gpus(runs: str, count: int) -> tuple[list[int], Args]:
         found = _status(os.path.join(runs, name))
         if found["state"] in ("running", "starting"):
             held.update(dict.fromkeys(found["gpus"], name))
-    amd = not _has("nvidia-smi") and _has("rocm-smi")
+    amd = not _has("nvidia-smi") and (_has("rocm-smi") or _has("amd-smi"))
     used = _amd_used() if amd else _nvidia_used()
     gpus = choose_gpus(used, held, count)
     text = ",".join(map(str, gpus))
@@ -539,19 +541,36 @@ def _take_gpus(runs: str, count: int) -> tuple[list[int], Args]:
 
 
 def choose_gpus(used: Any, held: Any, count: int) -> list[int]:
-    """`used` has the bytes in use of each GPU, `held` the run that has it. Raises OpError('busy')."""
+    """`used` has what `in_use` takes for each GPU, `held` the run that has it. Raises OpError('busy')."""
     free, why = [], []
     for number in sorted(used):
-        if number in held:
-            why.append(f"GPU {number} is held by run {held[number]}")
-        elif used[number] > _GPU_BYTES_IDLE:
-            why.append(f"GPU {number} has {used[number] >> 20} MiB in use")
+        told = f"is held by run {held[number]}" if number in held else in_use(*used[number])
+        if told:
+            why.append(f"GPU {number} {told}")
         else:
             free.append(number)
     if len(free) < count:
         told = "; ".join(why) if used else "the node shows no GPU"
         raise OpError("busy", f"{len(free)} of {len(used)} GPUs are free and {count} wanted: {told}")
     return free[:count]
+
+
+def in_use(used_bytes: int | None, total_bytes: int | None, busy_pct: float | None) -> str:
+    """Why a GPU is not free, '' if it is: under 5% or 1 GiB of memory in use, and less than 10% busy.
+
+    None is what its driver does not tell; without its memory, how busy it is takes the place of that.
+    """
+    share = None if busy_pct is None else busy_pct / 100
+    if used_bytes is not None and total_bytes:
+        share = used_bytes / total_bytes
+    little = used_bytes is not None and used_bytes < _IDLE_BYTES
+    if not little and used_bytes is not None and (share is None or share >= _IDLE_SHARE):
+        return f"has {used_bytes >> 20} MiB in use"
+    if not little and share is None:
+        return "tells neither its memory nor how busy it is"
+    if (busy_pct or 0.0) >= _IDLE_PCT or (not little and (share or 0.0) >= _IDLE_SHARE):
+        return f"is {busy_pct or 0.0:.0f}% busy"
+    return ""
 
 
 def _has(program: str) -> bool:
@@ -563,26 +582,57 @@ def _has(program: str) -> bool:
 def _nvidia_used() -> Args:
     if not _has("nvidia-smi"):
         return {}
-    fields = "index,name,uuid,memory.total,memory.used"
+    fields = "index,name,uuid,memory.total,memory.used,utilization.gpu"
     text = _asked(["nvidia-smi", "--query-gpu=" + fields, "--format=csv,noheader,nounits"])
     found = {}
     for line in text.splitlines():
-        cells = [cell.strip() for cell in line.split(",")]
-        if len(cells) >= 5 and cells[0].isdigit() and cells[4].isdigit():
-            found[int(cells[0])] = int(cells[4]) << 20
+        cells = [cell.strip() for cell in line.split(",")] + [""]
+        if len(cells) > 5 and cells[0].isdigit():
+            total, used, busy = map(_number, cells[3:6])
+            found[int(cells[0])] = _mib(used), _mib(total), busy
     return found
 
 
 def _amd_used() -> Args:
-    text = _asked(["rocm-smi", "--showmeminfo", "vram", "--json"])
+    if not _has("rocm-smi"):
+        return _amd_smi_used()
+    text = _asked(["rocm-smi", "--showmeminfo", "vram", "--showuse", "--json"])
     found = {}
     try:
         for card, values in json.loads(text).items():
             if card.startswith("card") and card[4:].isdigit():
-                found[int(card[4:])] = int(values["VRAM Total Used Memory (B)"])
+                used = int(values["VRAM Total Used Memory (B)"])
+                total, busy = map(_number, (values.get("VRAM Total Memory (B)"), values.get("GPU use (%)")))
+                found[int(card[4:])] = used, total, busy
     except (ValueError, KeyError, TypeError, AttributeError):
         raise OpError("gpus", "rocm-smi answers something else than was asked") from None
     return found
+
+
+def _amd_smi_used() -> Args:
+    body, found = _asked(["amd-smi", "metric", "--mem-usage", "--usage", "--json"]), {}
+    try:
+        cards = json.loads(body)
+        for card in cards["gpu_data"] if isinstance(cards, dict) else cards:
+            memory, use = card["mem_usage"], card.get("usage") or {}
+            cells = memory["used_vram"], memory["total_vram"], use.get("gfx_activity")
+            used, total, busy = (_number(cell["value"] if isinstance(cell, dict) else cell) for cell in cells)
+            found[int(card["gpu"])] = _mib(used), _mib(total), busy
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise OpError("gpus", "amd-smi answers something else than was asked") from None
+    return found
+
+
+def _number(cell: Any) -> float | None:
+    """None where a tool has no number: [N/A], [Not Supported]."""
+    try:
+        return float(cell)
+    except (TypeError, ValueError):
+        return None
+
+
+def _mib(amount: float | None) -> int | None:
+    return None if amount is None else int(amount) << 20
 
 
 def _asked(argv: Any) -> str:
