@@ -15,6 +15,7 @@ import typer
 
 from genie.cli import output
 from genie.cli.app import AsJson, Invocation, grid_command
+from genie.cli.grid_node_commands import NodeNames
 from genie.errors import UsageError
 
 if TYPE_CHECKING:
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
     from genie.grid.grid_file import GridFile
     from genie.grid.promotion import Moved
 
-_Names = Annotated[list[str] | None, typer.Argument(metavar="[NODE]...", help="Nodes of the grid's file.")]
 _All = Annotated[bool, typer.Option("--all", help="Every node of the grid's file.")]
 
 
@@ -30,7 +30,7 @@ _All = Annotated[bool, typer.Option("--all", help="Every node of the grid's file
 def promote(
     invocation: Invocation,
     *,
-    names: _Names = None,
+    names: NodeNames = None,
     every: _All = False,
     controller: Annotated[
         str | None,
@@ -66,7 +66,7 @@ def promote(
 def demote(
     invocation: Invocation,
     *,
-    names: _Names = None,
+    names: NodeNames = None,
     every: _All = False,
     force: Annotated[bool, typer.Option("--force", help="Also where jobs run; they end.")] = False,
     as_json: AsJson = False,

@@ -24,6 +24,7 @@ import typer
 
 from genie.cli import output
 from genie.cli.app import INTERRUPTED, AsJson, Invocation, grid_command
+from genie.cli.grid_node_commands import complete_node
 from genie.cli.interrupts import caught_interrupts
 from genie.cli.quantities import duration_text, parse_duration, parse_whole
 from genie.cli.run_output import Collected, PrefixedLines, Write, write_stream
@@ -51,7 +52,10 @@ class RunOptions:
     """As typed."""
 
     node: Annotated[
-        list[str] | None, typer.Option("--node", metavar="NAME", help="On this node; may be repeated.")
+        list[str] | None,
+        typer.Option(
+            "--node", metavar="NAME", help="On this node; may be repeated.", autocompletion=complete_node
+        ),
     ] = None
     everywhere: Annotated[bool, typer.Option("--all", help="On every node.")] = False
     gpus: Annotated[
@@ -113,7 +117,8 @@ def ps(
     *,
     everything: Annotated[bool, typer.Option("--all", "-a", help="Those that have ended, too.")] = False,
     node: Annotated[
-        list[str] | None, typer.Option("--node", metavar="NAME", help="Only of this node.")
+        list[str] | None,
+        typer.Option("--node", metavar="NAME", help="Only of this node.", autocompletion=complete_node),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
