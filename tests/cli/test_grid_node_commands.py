@@ -120,7 +120,7 @@ def test_names_are_completed_from_the_file(folder: Path, genie) -> None:
     genie("grid", "nodes", "add", "gpu1", "gpu2", "box")
     assert completed("grid-cli health gp") == ["gpu1", "gpu2"]
     assert completed("grid-cli nodes remove b") == ["box"]
-    for words in ("run --node", "ps --node", "sync --node", "setup --node", "cluster start --head", "promote"):
+    for words in ("run --node", "ps --node", "sync --node", "setup --node", "cluster start --head", "demote"):
         assert completed(f"grid-cli {words} b") == ["box"], words
 
 
