@@ -42,6 +42,7 @@ _COLUMNS = ("run", "node", "state", "exit", "gpus", "age", "command")
 _SPARE = ("gpus", "exit", "age")
 _SIGNALS = ("HUP", "INT", "QUIT", "KILL", "USR1", "USR2", "TERM", "CONT", "STOP")
 _TRANSPORT = 255
+_TIMED_OUT = 124
 _GRACE_S_MAX = 3600.0
 
 _RunId = Annotated[str, typer.Argument(metavar="RUN", help="Id of the run; its beginning is enough.")]
@@ -167,7 +168,7 @@ def cancel(
     invocation: Invocation,
     *,
     run_ids: Annotated[
-        list[str], typer.Argument(metavar="RUN...", help="Ids of runs; their beginnings are enough.")
+        list[str], typer.Argument(metavar="RUN", help="Ids of runs; their beginnings are enough.")
     ],
     signal: Annotated[str, typer.Option(metavar="NAME", help="What is sent first.")] = "TERM",
     grace: Annotated[str, typer.Option(metavar="TIME", help="How long until SIGKILL follows.")] = "10s",
@@ -308,6 +309,13 @@ async def _run(settings: Settings, launch: Launch, options: RunOptions, *, as_js
             output.say(f"run {each.run_id} on {each.node}")
         followed = _Follower(runner, settings, several=several, as_json=as_json)
         outcomes = failed + await followed.follow(runs)
+        for each in outcomes:
+            if (
+                launch.timeout_s is not None
+                and each.exit_code == _TIMED_OUT
+                and each.took_s >= launch.timeout_s
+            ):
+                output.say(f"{each.node}: the node ended the run after its --timeout {options.timeout}")
         return _conclude(outcomes, followed, several=several, as_json=as_json)
 
 
