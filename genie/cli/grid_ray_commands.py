@@ -212,7 +212,7 @@ def submit(
     invocation: Invocation,
     *,
     argv: Annotated[
-        list[str] | None, typer.Argument(metavar="-- CMD...", help="The program and its arguments.")
+        list[str] | None, typer.Argument(metavar="-- CMD", help="The program and its arguments.")
     ] = None,
     gpus: Annotated[float, typer.Option(min=0, help="GPUs for the program itself, on the head.")] = 0,
     env: Annotated[

@@ -28,7 +28,7 @@ _NAMES_SHOWN = 10
 def sync(
     invocation: Invocation,
     *,
-    folder: Annotated[Path, typer.Argument(metavar="[DIR]", help="What is sent.")] = Path(),
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="What is sent.")] = Path(),
     node: Annotated[
         list[str] | None,
         typer.Option(

@@ -131,6 +131,21 @@ def test_names_are_completed_from_the_file_that_is_named(folder: Path, words: st
     assert completed(f"grid-cli {words}") == ["other"]
 
 
+@pytest.mark.parametrize(
+    ("argv", "usage"),
+    [
+        ("grid health", "[NODE]..."),
+        ("grid nodes remove", "{NODE}..."),
+        ("grid cancel", "{RUN}..."),
+        ("grid sync", "[DIR]"),
+        ("cancel", "{JOB}..."),
+    ],
+)
+def test_arguments_have_one_pair_of_brackets(genie, argv: str, usage: str) -> None:
+    out = genie(*argv.split(), "--help").out
+    assert f" {argv} [OPTIONS] {usage} " in out.replace("\n", " \n")
+
+
 def test_a_file_that_cannot_be_read_completes_to_nothing(folder: Path, genie) -> None:
     genie("--version")
     (folder / "config").mkdir()
