@@ -309,13 +309,13 @@ async def _run(settings: Settings, launch: Launch, options: RunOptions, *, as_js
             output.say(f"run {each.run_id} on {each.node}")
         followed = _Follower(runner, settings, several=several, as_json=as_json)
         outcomes = failed + await followed.follow(runs)
-        for each in outcomes:
+        for one in outcomes:
             if (
                 launch.timeout_s is not None
-                and each.exit_code == _TIMED_OUT
-                and each.took_s >= launch.timeout_s
+                and one.exit_code == _TIMED_OUT
+                and one.took_s >= launch.timeout_s
             ):
-                output.say(f"{each.node}: the node ended the run after its --timeout {options.timeout}")
+                output.say(f"{one.node}: the node ended the run after its --timeout {options.timeout}")
         return _conclude(outcomes, followed, several=several, as_json=as_json)
 
 
