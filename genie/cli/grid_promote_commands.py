@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 _All = Annotated[bool, typer.Option("--all", help="Every node of the grid's file.")]
 
 
-@grid_command("promote", example="grid-cli promote gpu1 gpu2 --controller 10.0.0.5")
+@grid_command("promote", example="grid-cli promote gpu1 gpu2 --controller 10.0.0.5", with_cluster=True)
 def promote(
     invocation: Invocation,
     *,
@@ -62,7 +62,7 @@ def promote(
     _report(asyncio.run(_move(settings, chosen, options, forward=True)), as_json=as_json)
 
 
-@grid_command("demote", example="grid-cli demote gpu1")
+@grid_command("demote", example="grid-cli demote gpu1", with_cluster=True)
 def demote(
     invocation: Invocation,
     *,

@@ -131,6 +131,17 @@ def test_names_are_completed_from_the_file_that_is_named(folder: Path, words: st
     assert completed(f"grid-cli {words}") == ["other"]
 
 
+@pytest.mark.parametrize("word", ["promote", "demote"])
+def test_commands_that_need_a_cluster_take_the_options_that_their_errors_name(
+    folder: Path, genie, word: str
+) -> None:
+    genie("grid", "nodes", "add", "gpu1")
+    assert "give --address" in genie("grid", word, "gpu1").err
+    ran = genie("grid", word, "gpu1", "--address", "127.0.0.1:1", "--token-file", "no/file")
+    assert ran.code == 2
+    assert "--token-file 'no/file' cannot be read" in ran.err
+
+
 @pytest.mark.parametrize(
     ("argv", "usage"),
     [
