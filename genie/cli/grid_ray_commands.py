@@ -16,7 +16,7 @@ import typer
 
 from genie.cli import output
 from genie.cli.app import AsJson, Invocation, grid, grid_command
-from genie.cli.grid_node_commands import complete_node
+from genie.cli.grid_node_commands import complete_node, load_grid
 from genie.errors import ConnectionLostError, UsageError
 
 if TYPE_CHECKING:
@@ -83,7 +83,7 @@ def setup(
                 hint="give --package NAME or --requirements FILE",
             )
         requirements = _REQUIREMENTS
-    settings, file = _read(invocation)
+    settings, file = load_grid(invocation)
     wanted = wish(
         requirements=requirements,
         packages=package or [],
@@ -123,7 +123,7 @@ def start(
     as_json: AsJson = False,
 ) -> None:
     """Start Ray on the nodes: one head, the others as workers. All of them or none."""
-    settings, file = _read(invocation)
+    settings, file = load_grid(invocation)
 
     async def work() -> ClusterView:
         async with _opened(settings, file) as (_, cluster):
@@ -140,7 +140,7 @@ def start(
 @grid_command("stop", group=_cluster, example="grid-cli cluster stop")
 def stop(invocation: Invocation, *, as_json: AsJson = False) -> None:
     """End the Ray that was started with cluster start, and nothing else."""
-    settings, file = _read(invocation)
+    settings, file = load_grid(invocation)
 
     async def work() -> list[dict[str, object]]:
         async with _opened(settings, file) as (_, cluster):
@@ -161,7 +161,7 @@ def stop(invocation: Invocation, *, as_json: AsJson = False) -> None:
 @grid_command("status", group=_cluster, example="grid-cli cluster status --json")
 def status(invocation: Invocation, *, as_json: AsJson = False) -> None:
     """Show the Ray cluster: its nodes, what they have, and what was started but has ended."""
-    settings, file = _read(invocation)
+    settings, file = load_grid(invocation)
 
     async def work() -> ClusterView:
         async with _opened(settings, file) as (_, cluster):
@@ -185,7 +185,7 @@ def dashboard(
     as_json: AsJson = False,
 ) -> None:
     """Keep a way to Ray's dashboard open, from this machine only, until Ctrl-C."""
-    settings, file = _read(invocation)
+    settings, file = load_grid(invocation)
 
     async def work() -> None:
         async with _opened(settings, file) as (_, cluster):
@@ -226,7 +226,7 @@ def submit(
 
     if not argv:
         raise UsageError("no program was given", hint="grid-cli cluster submit -- python train.py")
-    settings, file = _read(invocation)
+    settings, file = load_grid(invocation)
     variables = {"RAY_NAMESPACE": file.ray.namespace, **_environment(env or [])}
 
     async def work() -> JobEnd | str:
@@ -283,13 +283,6 @@ async def _setup(
 
     async with _opened(settings, file) as (pool, _):
         return await Setup(pool, file).run(wanted, nodes, again=again, progress=_say)
-
-
-def _read(invocation: Invocation) -> tuple[Settings, GridFile]:
-    from genie.grid.grid_file import read_grid_file
-
-    settings = invocation.load_settings()
-    return settings, read_grid_file(settings.grid.file)
 
 
 @contextlib.asynccontextmanager

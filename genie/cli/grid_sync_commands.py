@@ -15,6 +15,7 @@ import typer
 from genie.cli import output
 from genie.cli.app import AsJson, Invocation, grid_command
 from genie.cli.grid_node_commands import complete_node, read_file
+from genie.cli.quantities import size_text
 
 if TYPE_CHECKING:
     from genie.config import Settings
@@ -88,7 +89,7 @@ class _Bar:
             total = sum(each.bytes_total for each in self._nodes.values())
             files = sum(each.files for each in self._nodes.values())
             nodes = "1 node" if len(self._nodes) == 1 else f"{len(self._nodes)} nodes"
-            self._line(f"sending to {nodes}: {files} files, {_size(done)}", done, total)
+            self._line(f"sending to {nodes}: {files} files, {size_text(done)}", done, total)
 
     def close(self) -> None:
         self._line.close()
@@ -99,7 +100,7 @@ def _show(reports: list[SyncReport], *, dry_run: bool) -> None:
         [
             report.node,
             str(report.sent_files),
-            _size(report.sent_bytes),
+            size_text(report.sent_bytes),
             str(report.deleted),
             f"{report.seconds:.2f} s",
             _state(report, dry_run=dry_run),
@@ -144,12 +145,3 @@ def _as_object(report: SyncReport) -> dict[str, Any]:
     error = report.error
     found["error"] = None if error is None else {"code": error.code, "message": str(error)}
     return found
-
-
-def _size(count: int) -> str:
-    size = float(count)
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if size < 1024 or unit == "GiB":
-            return f"{count} B" if unit == "B" else f"{size:.1f} {unit}"
-        size /= 1024
-    raise AssertionError

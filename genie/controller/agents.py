@@ -28,6 +28,7 @@ from genie.errors import (
     LeadershipError,
     NodeError,
     NodeNotFoundError,
+    ProtocolError,
     StoreError,
     TransportError,
     UnreachableError,
@@ -253,6 +254,13 @@ class Agents:
         return mine[0][0].tenant if mine else None
 
     # -- what the clock asks for --------------------------------------------------------------
+
+    def hears_of(self, job: Job) -> bool:
+        """Whether a node that has some of it is in contact. Of what is on silent nodes alone nobody knows
+        whether it still runs: it may be over for long, or lost."""
+        now_s = self._clock.monotonic_s()
+        there = {placement.node_id for placement in job.placements if placement.outcome is None}
+        return any(self._membership.is_in_contact(node_id, now_s) for node_id in there)
 
     async def begin_term(self) -> None:
         """Launches of an earlier term that were not confirmed are void: nothing of them has started."""
@@ -487,7 +495,8 @@ class Agents:
                 _log.info("launch of %s: %s", job.unit(rank), failure)
 
     async def _undelivered(self, job: Job, node_id: str, error: GenieError) -> None:
-        if isinstance(error, TransportError):
+        # What an agent cannot read has reached it, and would do so again and again.
+        if isinstance(error, TransportError) and not isinstance(error, ProtocolError):
             reason = f"the launch on node {node_id} could not be delivered: {error}"
             await self._jobs.requeue(job.job_id, epoch=job.epoch, reason=reason)
             return

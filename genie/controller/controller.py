@@ -391,7 +391,7 @@ class Controller:
         await self._agents.requeue_unconfirmed()
         for job in await self._sessions.drop_silent():
             self._agents.kill(job)
-        for job in self._jobs.overdue(self._clock.wall_s()):
+        for job in filter(self._agents.hears_of, self._jobs.overdue(self._clock.wall_s())):
             await self._stop(job, Stop.LIMIT, f"its time limit of {job.spec.wishes.time_limit_s:g} s is over")
 
     async def _schedule(self) -> None:

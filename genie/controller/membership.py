@@ -88,6 +88,13 @@ class Membership:
         heard_s = self._term_began_s if member is None else max(member.heard_s, self._term_began_s)
         return now_s - heard_s
 
+    def is_in_contact(self, node_id: str, now_s: float) -> bool:
+        """Whether it has been heard in this term, and lately."""
+        member = self._members.get(node_id)
+        if member is None or not member.has_beaten or member.heard_s < self._term_began_s:
+            return False
+        return self.silence_s(node_id, now_s) < self._suspect_s
+
     def is_reclaimable(self, node_id: str, now_s: float, *, granted_s: float = 0.0) -> bool:
         """`granted_s` is the time to live that the node was told: an earlier controller's may be longer."""
         return self.silence_s(node_id, now_s) >= max(self._down_s, granted_s) + self._grace_s

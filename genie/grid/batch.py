@@ -171,7 +171,7 @@ class BatchExecutor:
         else:
             result = TaskFailure(index, value, trace)
         if self._metrics is not None:
-            status = "failed" if isinstance(result, TaskFailure) else "success"
+            status = "failed" if isinstance(result, TaskFailure) else "succeeded"
             self._metrics.task_finished(status, duration_s)
         return result
 

@@ -6,6 +6,7 @@ Not for: the command line, which shows output while it comes (cli/grid_run_comma
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import contextlib
 import threading
 import weakref
@@ -92,10 +93,11 @@ class Executor:
             timeout_s=timeout_s,
             sync=None if sync is None else Path(sync),
         )
-        return self._open().run(self._run(launch, node))
+        session = self._open()
+        return session.run(self._run(session, launch, node))
 
     def close(self) -> None:
-        """Closes the connections. Runs go on."""
+        """Closes the connections. Runs go on; who waits for one in another thread gets a UsageError."""
         with self._lock:
             session, self._session = self._session, None
         if session is not None:
@@ -116,10 +118,7 @@ class Executor:
                 weakref.finalize(self, self._session.close)
             return self._session
 
-    async def _run(self, launch: Launch, node: str | None) -> RunResult:
-        session = self._session
-        if session is None:
-            raise UsageError("this Executor is closed")
+    async def _run(self, session: _Session, launch: Launch, node: str | None) -> RunResult:
         runner = session.runner
         launcher = Launcher(session.pool, self._file, runner, state_dir=self._state_dir)
         kept = _Kept()
@@ -128,6 +127,8 @@ class Executor:
             try:
                 code = await runner.wait(run, kept)
             except asyncio.CancelledError:
+                if session.is_closed:
+                    raise
                 ended("cancelled")
                 with contextlib.suppress(GenieError, TimeoutError):
                     async with asyncio.timeout(_INTERRUPT_S):
@@ -173,30 +174,46 @@ class _Session:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="genie-grid", daemon=True)
         self._thread.start()
-        self._closed = False
+        self._waiting: set[asyncio.Task[Any]] = set()
+        self._lock = threading.Lock()
+        self.is_closed = False
 
     def run(self, work: Coroutine[Any, Any, _Value]) -> _Value:
         over = threading.Event()
 
         async def watched() -> _Value:
+            own = asyncio.current_task()
+            assert own is not None
+            self._waiting.add(own)
             try:
                 return await work
             finally:
+                self._waiting.discard(own)
                 over.set()
 
-        future = asyncio.run_coroutine_threadsafe(watched(), self._loop)
+        with self._lock:
+            if self.is_closed:
+                work.close()
+                raise UsageError("this Executor is closed")
+            future = asyncio.run_coroutine_threadsafe(watched(), self._loop)
         try:
             return future.result()
         except KeyboardInterrupt:
             future.cancel()
             over.wait(_INTERRUPT_S + 1)
             raise
+        except concurrent.futures.CancelledError:
+            raise UsageError(
+                "this Executor was closed while it waited for a command",
+                hint="the command goes on if it had begun; 'grid-cli ps' shows it",
+            ) from None
 
     def close(self) -> None:
-        if self._closed or threading.current_thread() is self._thread:
-            return
-        self._closed = True
-        closing = asyncio.run_coroutine_threadsafe(self.pool.__aexit__(None, None, None), self._loop)
+        with self._lock:
+            if self.is_closed or threading.current_thread() is self._thread:
+                return
+            self.is_closed = True
+        closing = asyncio.run_coroutine_threadsafe(self._close(), self._loop)
         try:
             closing.result(_CLOSE_S)
         except (TimeoutError, GenieError):
@@ -205,3 +222,11 @@ class _Session:
         self._thread.join(_CLOSE_S)
         if not self._thread.is_alive():
             self._loop.close()
+
+    async def _close(self) -> None:
+        waiting = list(self._waiting)
+        for task in waiting:
+            task.cancel()
+        if waiting:
+            await asyncio.wait(waiting)
+        await self.pool.__aexit__(None, None, None)

@@ -28,7 +28,7 @@ import msgspec
 from genie.errors import GenieError, NoNodeError, NoNodeReachedError, UnreachableError
 from genie.grid import shell_readings
 from genie.grid.grid_file import GridFile, GridNode, HealthKeys
-from genie.grid.remote.runs import in_use
+from genie.grid.remote import health
 from genie.grid.ssh_pool import Link, SshPool
 from genie.runtime import files
 
@@ -84,15 +84,11 @@ class GpuReading(msgspec.Struct, frozen=True):
 
     @property
     def memory_share(self) -> float | None:
-        """Memory in use, 0 to 1. Where memory is the host's own and not told, the utilisation instead."""
-        if self.memory_total_bytes and self.memory_used_bytes is not None:
-            return min(1.0, self.memory_used_bytes / self.memory_total_bytes)
-        return self.utilization_pct / 100 if self.utilization_pct is not None else None
+        return health.memory_share(self.memory_total_bytes, self.memory_used_bytes, self.utilization_pct)
 
     @property
     def is_free(self) -> bool:
-        """Nobody computes there, by the rule that a node itself has when it gives GPUs to a run."""
-        return not in_use(self.memory_used_bytes, self.memory_total_bytes, self.utilization_pct)
+        return health.is_free(self.memory_total_bytes, self.memory_used_bytes, self.utilization_pct)
 
 
 class Readings(msgspec.Struct, frozen=True):

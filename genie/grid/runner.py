@@ -4,7 +4,7 @@ The id of a run is made here, and a node starts a run of one id once. So a start
 asked for again, and never begins a second time. A link that is gone says nothing about the run: it goes
 on, and `wait` connects again until it has the end.
 
-Not for: choosing the node (node_choice.py), what happens on it (remote/runs.py, plain_runs.py), or
+Not for: choosing the node (launch.py), what happens on it (remote/runs.py, plain_runs.py), or
 people's terminals (cli/grid_run_commands.py).
 """
 
@@ -101,6 +101,8 @@ class Runner:
         self._followed: dict[str, int] = {}
         self._reads: dict[str, asyncio.Semaphore] = {}
         self._starts: dict[str, asyncio.Semaphore] = {}
+        # Not more than there are connections: a node must not spend its time waiting for another's.
+        self._lists = asyncio.Semaphore(file.ssh.pool_size)
 
     async def start(
         self,
@@ -274,7 +276,8 @@ class Runner:
 
     async def _runs_of(self, name: str, prefix: str) -> NodeRuns:
         try:
-            return NodeRuns(name, runs=await self.list(name, prefix=prefix))
+            async with self._lists:
+                return NodeRuns(name, runs=await self.list(name, prefix=prefix))
         except GenieError as error:
             return NodeRuns(name, error=error)
 
@@ -300,7 +303,8 @@ class Runner:
         given = {"root": self._file.remote_root, **args}
         try:
             if link.has_helper:
-                return await link.call(f"runs.{op}", given, blob, timeout_s=timeout_s)
+                module = "gpu_runs" if args.get("gpus") else "runs"
+                return await link.call(f"{module}.{op}", given, blob, timeout_s=timeout_s)
             return await plain_runs.call(link, op, given, blob, timeout_s=timeout_s)
         except NodeRefusedError as error:
             raise _explained(error, op, root=self._file.remote_root) from None

@@ -18,7 +18,7 @@ _MARK = "@@genie"
 # no `timeout` on a system this small.
 _SCRIPT = """\
 LC_ALL=C; export LC_ALL
-PATH="$PATH:/usr/local/bin:/usr/bin:/bin:/usr/sbin:/sbin"
+PATH="$PATH:/usr/local/bin:/usr/bin:/bin:/usr/sbin:/sbin:/opt/rocm/bin"
 part() {{ echo; echo "{mark} $1"; }}
 lines() {{ n=0; while [ $n -lt "$1" ] && read -r line; do echo "$line"; n=$((n+1)); done; }}
 watched() {{
@@ -47,6 +47,7 @@ if command -v nvidia-smi >/dev/null 2>&1; then
 elif command -v rocm-smi >/dev/null 2>&1; then
   part rocm
   limited rocm-smi --showproductname --showuniqueid --showmeminfo vram --showuse --showtemp --json
+elif command -v amd-smi >/dev/null 2>&1; then part amd; limited amd-smi metric --json
 else part none
 fi
 part end
@@ -121,6 +122,9 @@ def _gpus(parts: dict[str, str]) -> dict[str, Any]:
     if "rocm" in parts:
         _check_code(parts, "rocm", program="rocm-smi")
         return health.parse_rocm(parts["rocm"])
+    if "amd" in parts:
+        _check_code(parts, "amd", program="amd-smi")
+        return health.parse_amd(parts["amd"], {})
     if "none" not in parts:
         raise OpError("output", "the node's answer has none")
     return {"vendor": "none", "gpus": []}

@@ -148,7 +148,7 @@ class SshPool:
         self._links: dict[str, Link] = {}
         self._locks: dict[str, asyncio.Lock] = {}
         self._opening = 0
-        self._changed = asyncio.Condition()
+        self._freed = asyncio.Event()
         self._closed = False
         self._trusted = KnownHosts()
 
@@ -182,8 +182,7 @@ class SshPool:
             yield link
         finally:
             link.users -= 1
-            async with self._changed:
-                self._changed.notify_all()
+            self._tell_freed()
 
     async def _take(
         self, node: GridNode, *, timeout_s: float | None, retries: int | None, bare: bool
@@ -216,6 +215,7 @@ class SshPool:
                         await link.start_helper()
                 except BaseException:
                     link.users -= 1
+                    self._tell_freed()
                     raise
                 return link
         except TimeoutError:
@@ -247,8 +247,7 @@ class SshPool:
                 _log.debug("closing an unused connection", extra={"node": idle.name, "for_node": node.name})
                 await idle.close()
                 continue
-            async with self._changed:
-                await self._changed.wait()
+            await self._freed.wait()
         if self._closed:
             raise UsageError("the pool of connections is closed")
         self._opening += 1
@@ -256,6 +255,12 @@ class SshPool:
             yield
         finally:
             self._opening -= 1
+            self._tell_freed()  # one that could not be opened leaves its place to others
+
+    def _tell_freed(self) -> None:
+        """To all who wait now; whoever comes later waits for the next time."""
+        self._freed.set()
+        self._freed = asyncio.Event()
 
     async def _connect(self, node: GridNode) -> asyncssh.SSHClientConnection:
         target = await resolve(node, self._file, self._ssh_config, trusted=self._trusted)
@@ -523,7 +528,10 @@ class _Helper(asyncssh.SSHClientSession[bytes]):
         body = json.dumps(message, separators=(",", ":")).encode()
         if len(body) > core.JSON_BYTES_MAX or len(blob) > core.BLOB_BYTES_MAX:
             raise ProtocolError(f"a request of {len(body)} and {len(blob)} bytes is too large for a node")
-        self._channel.write(core.HEADER.pack(len(body), len(blob)) + body + blob)
+        try:
+            self._channel.write(core.HEADER.pack(len(body), len(blob)) + body + blob)
+        except OSError as error:  # the node has closed it, and connection_lost() is on its way
+            raise ConnectionLostError(f"node {self._name}: the connection broke: {_told(error)}") from error
 
     # --- called by asyncssh ---
 

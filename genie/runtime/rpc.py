@@ -107,6 +107,9 @@ class Peer:
         except (GenieError, TimeoutError) as error:
             if not future.done():
                 future.set_exception(error)
+            if isinstance(error, ConnectionLostError):
+                # Whoever reads may not have seen it yet. From here on nobody may take it for a connection.
+                self.close()
 
     async def _outcome(
         self, request: Request[_Reply], future: asyncio.Future[wire.Frame], timeout_s: float

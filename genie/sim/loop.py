@@ -14,8 +14,13 @@ from typing import Any, TypeVar
 _Result = TypeVar("_Result")
 
 
+TURNS_MAX = 10_000
+"""Of the loop at one moment. A cluster that does what it should takes less than a hundred."""
+
+
 class StuckError(AssertionError):
-    """Nothing is ready and no timer is set: the simulated program waits for something that cannot come."""
+    """Nothing is ready and no timer is set: the simulated program waits for something that cannot come. Or
+    something is always ready: it goes round in circles, and time never moves."""
 
 
 class _JumpingSelector(selectors.BaseSelector):
@@ -23,12 +28,19 @@ class _JumpingSelector(selectors.BaseSelector):
 
     def __init__(self) -> None:
         self.now_s = 0.0
+        self._turns = 0
         self._keys: dict[Any, selectors.SelectorKey] = {}
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
         if timeout is None:
             raise StuckError("nothing is ready and no timer is set")
-        self.now_s += max(timeout, 0.0)
+        if timeout > 0:
+            self.now_s += timeout
+            self._turns = 0
+        self._turns += 1
+        if self._turns > TURNS_MAX:
+            self._turns = 0  # those that are cancelled for this need some, too
+            raise StuckError(f"time stands still at {self.now_s:.3f} s: {TURNS_MAX} turns, and no end")
         return []
 
     def register(self, fileobj: Any, events: int, data: Any = None) -> selectors.SelectorKey:

@@ -79,12 +79,15 @@ async def _commit(cluster: SimCluster, kind: str, node: str, controller: str, la
             world.heal(node, controller)
         case "pause_node":
             world.pause(node, lasts_s)
+            await asyncio.sleep(lasts_s)
         case "pause_controller":
             world.pause(controller, lasts_s)
+            await asyncio.sleep(lasts_s)
         case "drift":
             world.set_rate(node, world.random.choice((0.9, 1.0, 1.1)))
         case "freeze_node":
             world.freeze(node, lasts_s)
+            await asyncio.sleep(lasts_s)
         case "lose_store":
             cluster.set_store(controller, available=False)
             await asyncio.sleep(lasts_s)

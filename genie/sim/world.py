@@ -39,13 +39,14 @@ class World:
         return asyncio.get_running_loop().time()
 
     def pause(self, host: str, seconds: float) -> None:
-        """Like SIGSTOP: the host's code does not run, but time goes on."""
-        self._paused_until[host] = self.now_s + seconds
+        """Like SIGSTOP: the host's code does not run, but time goes on. One that lasts longer already is not
+        cut short: some of the host's code would go on, and some would not."""
+        self._paused_until[host] = max(self._paused_until.get(host, 0.0), self.now_s + seconds)
 
     def freeze(self, host: str, seconds: float) -> None:
         """Like a paused virtual machine: not even the host's other processes run."""
         self.pause(host, seconds)
-        self._frozen_until[host] = self.now_s + seconds
+        self._frozen_until[host] = max(self._frozen_until.get(host, 0.0), self.now_s + seconds)
 
     def is_frozen(self, host: str) -> bool:
         return self.now_s < self._frozen_until.get(host, 0.0)
@@ -79,9 +80,8 @@ class World:
         self._cut.discard(frozenset((one, other)))
 
     def heal_all(self) -> None:
+        """Links and clocks. Pauses end by themselves."""
         self._cut.clear()
-        self._paused_until.clear()
-        self._frozen_until.clear()
         for host in list(self._rates):
             self.set_rate(host, 1.0)
 

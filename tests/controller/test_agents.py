@@ -9,9 +9,9 @@ import msgspec
 import pytest
 
 from genie.controller.ledger import NodeRecord
-from genie.errors import FencedError, GenieError, PermissionError_, UsageError
-from genie.model.job import JobState
-from genie.model.messages import CancelJob, Heartbeat, ListNodes, RunningJob
+from genie.errors import FencedError, GenieError, PermissionError_, UsageError, WorkersMissingError
+from genie.model.job import JobSpec, JobState, Resources, Wishes
+from genie.model.messages import CancelJob, Heartbeat, Launch, ListNodes, RunningJob
 from genie.model.node import GPUInfo, NodeStatus
 from tests.controller.standing import Client, Standing, launched_while, standing
 from tests.fakes.agent import FakeAgent, node_info
@@ -256,6 +256,93 @@ async def test_a_cancelled_job_on_a_silent_node_ends_as_cancelled(tmp_path: Path
 
         await until(over)
         assert (await owner.job(job.job_id)).state is JobState.CANCELLED
+
+
+async def _start_with_limit(owner: Client, *agents: FakeAgent, clock: FakeClock) -> list[Launch]:
+    """One worker on each, with 5 s for the job."""
+    wishes = Wishes(workers=len(agents), time_limit_s=5.0)
+    spec = JobSpec(name="timed", command=("true",), resources=Resources(gpus=1), wishes=wishes)
+    await owner.submit_spec(spec)
+    await until(lambda: _moved_on(clock, *agents), what="launches")
+    launches = [await agent.next_launch() for agent in agents]
+    for agent, launch in zip(agents[:-1], launches, strict=False):
+        with pytest.raises(WorkersMissingError):
+            await agent.confirm(launch)
+    for agent, launch in zip(reversed(agents), reversed(launches), strict=True):
+        await agent.confirm(launch)
+    return launches
+
+
+async def _moved_on(clock: FakeClock, *agents: FakeAgent) -> bool:
+    await clock.advance(0.5)
+    for agent in agents:
+        await agent.beat()
+    return not any(agent.launches.empty() for agent in agents)
+
+
+async def test_a_job_that_ended_in_time_on_a_silent_node_was_not_too_slow(tmp_path: Path) -> None:
+    clock = FakeClock()
+    async with standing(tmp_path, clock=clock) as one, one.client() as owner, one.agent() as agent:
+        [launch] = await _start_with_limit(owner, agent, clock=clock)
+        agent.end(launch, 0)
+        for _ in range(8):
+            await clock.advance(1.0)
+        assert not (await owner.job(launch.job_id)).stop, "nobody knows whether it still runs"
+        await agent.beat()
+        assert (await owner.job(launch.job_id)).state is JobState.SUCCEEDED
+
+
+async def test_a_job_that_ended_in_time_while_nobody_led_was_not_too_slow(tmp_path: Path) -> None:
+    clock = FakeClock()
+    async with standing(tmp_path, clock=clock) as one:
+        access = await one.join("n1")
+        agent = FakeAgent(node_info("n1"))
+        async with one.client() as owner, agent.connected(one.network, access):
+            await agent.register()
+            await agent.beat()
+            [launch] = await _start_with_limit(owner, agent, clock=clock)
+        report = agent.end(launch, 0)
+        await clock.advance(8.0)
+        await one.restart()
+        for _ in range(3):
+            await clock.advance(0.5)
+        async with one.client() as owner, agent.connected(one.network, access):
+            await agent.register(report)
+            assert (await owner.job(launch.job_id)).state is JobState.SUCCEEDED
+
+
+async def test_what_was_on_a_silent_node_when_its_time_was_over_is_lost(tmp_path: Path) -> None:
+    clock = FakeClock()
+    async with standing(tmp_path, clock=clock) as one, one.client() as owner, one.agent() as agent:
+        [launch] = await _start_with_limit(owner, agent, clock=clock)
+
+        async def over() -> bool:
+            await clock.advance(1.0)
+            return (await owner.job(launch.job_id)).state.is_final
+
+        await until(over)
+        job = await owner.job(launch.job_id)
+        assert job.state is JobState.LOST
+        assert "was silent" in job.reason
+
+
+async def test_what_still_runs_of_a_job_is_told_that_its_time_is_over(tmp_path: Path) -> None:
+    clock = FakeClock()
+    async with (
+        standing(tmp_path, clock=clock) as one,
+        one.client() as owner,
+        one.agent("a") as silent,
+        one.agent("b") as heard,
+    ):
+        await _start_with_limit(owner, silent, heard, clock=clock)
+
+        async def told() -> bool:
+            await clock.advance(0.5)
+            await heard.beat()
+            return not heard.kills.empty()
+
+        await until(told)
+        assert (await heard.next_kill()).reason == "its time limit of 5 s is over"
 
 
 async def test_a_node_that_does_not_know_this_controller_is_not_reclaimed(tmp_path: Path) -> None:

@@ -8,7 +8,15 @@ from pathlib import Path
 import pytest
 
 from genie.controller.jobs import LAUNCH_ATTEMPTS_MAX
-from genie.errors import FencedError, JobNotFoundError, JobRefusedError, LaunchError, UsageError
+from genie.errors import (
+    FencedError,
+    GenieError,
+    JobNotFoundError,
+    JobRefusedError,
+    LaunchError,
+    ProtocolError,
+    UsageError,
+)
 from genie.model.job import JobSpec, JobState, Resources, Stop
 from genie.model.messages import CancelJob, GetJob, ListJobs, ReadLog, SubmitJob
 from tests.controller.standing import launched_while, standing
@@ -180,10 +188,13 @@ async def test_a_launch_that_is_not_confirmed_in_time_goes_elsewhere(tmp_path: P
         assert await owner.held("n1") == [job.job_id], "held once"
 
 
-async def test_an_agent_that_refuses_again_and_again_fails_the_job(tmp_path: Path) -> None:
+@pytest.mark.parametrize("refusal", [LaunchError("no shim here"), ProtocolError("no shim here")])
+async def test_an_agent_that_refuses_again_and_again_fails_the_job(
+    refusal: GenieError, tmp_path: Path
+) -> None:
     clock = FakeClock()
     async with standing(tmp_path, clock=clock) as one, one.client() as owner, one.agent() as agent:
-        agent.refuse = LaunchError("no shim here")
+        agent.refuse = refusal
         job = await owner.submit(gpus=1)
 
         async def failed() -> bool:

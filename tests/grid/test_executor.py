@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from genie.errors import ConfigError, NodeRefusedError, SyncError, UnreachableError
+from genie.errors import ConfigError, NodeRefusedError, SyncError, UnreachableError, UsageError
 from genie.grid import executor as executor_module
 from genie.grid.executor import Executor, RunResult
 from genie.grid.launch import figures
@@ -167,6 +167,27 @@ def test_a_program_that_does_not_close_it_ends_all_the_same(own_executor: Execut
         [sys.executable, "-W", "error", "-c", text], cwd=ROOT, capture_output=True, timeout=60
     )
     assert (done.returncode, done.stdout, done.stderr) == (0, b"done\n", b"")
+
+
+def test_closing_it_frees_a_thread_that_waits_and_the_command_goes_on(
+    own_bed: Bed, own_executor: Executor
+) -> None:
+    caught: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            own_executor.run_distributed("sleep 7303", node="gpu1")
+        except BaseException as error:
+            caught.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    wait_until(lambda: own_bed["gpu1"].processes("sleep 7303"), timeout_s=30, what="the command")
+    own_executor.close()
+    thread.join(10)
+    assert not thread.is_alive()
+    assert [type(error) for error in caught] == [UsageError]
+    assert own_bed["gpu1"].processes("sleep 7303")
 
 
 def test_a_result_without_output_prints_nothing() -> None:

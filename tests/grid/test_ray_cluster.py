@@ -213,7 +213,7 @@ async def test_batches_give_results_in_order_and_failures_by_task(
     assert told["unconnected"] == "this program is not connected to Ray"
     halves = [number / 2 for number in range(10)]
     assert told["halved"] == [*halves[:3], [3, "ValueError: three is not halved"], *halves[4:]]
-    assert told["counted"] == ["failed"] + ["success"] * 9
+    assert told["counted"] == ["failed"] + ["succeeded"] * 9
     # The worker of tasks 4 to 7 died: theirs are lost, and were not run again.
     assert [told["died"][n] for n in (0, 1, 2, 3, 8, 9)] == [0, 1, 2, 3, 8, 9]
     assert [told["died"][n][0] for n in (4, 5, 6, 7)] == [4, 5, 6, 7]

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import shlex
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
@@ -23,6 +25,7 @@ from genie.errors import (
     UsageError,
 )
 from genie.grid.grid_file import GridFile
+from genie.grid.health_check import HealthChecker
 from genie.grid.remote import runs as remote_runs
 from genie.grid.run import Run, RunState, new_run_id
 from genie.grid.runner import Runner
@@ -292,21 +295,33 @@ async def test_gpus_of_amd_are_counted_by_rocm_smi(bed: Bed, runner: Runner) -> 
         program.unlink()
 
 
-async def test_gpus_of_amd_are_counted_by_amd_smi_where_that_is_all(bed: Bed, runner: Runner) -> None:
-    program = bed["gpu8"].bin / "amd-smi"
-    cards = [
-        {"gpu": i, "mem_usage": {"total_vram": {"value": 196_592}, "used_vram": {"value": used}}}
-        for i, used in enumerate((20_000, 300))
-    ]
-    program.write_text(f"#!/bin/sh\necho '{json.dumps({'gpu_data': cards})}'\n")
-    program.chmod(0o755)
+async def test_a_folder_that_is_no_run_does_not_keep_others_from_their_gpus(bed: Bed, runner: Runner) -> None:
+    node = bed["gpu7"]
+    node.gpus(1)
     try:
-        run = await runner.start("gpu8", 'echo "$HIP_VISIBLE_DEVICES"', gpus=1)
-        heard = Heard()
-        assert await runner.wait(run, heard) == 0
-        assert (run.gpus, heard.out) == ((1,), b"1\n")
+        node.run("mkdir -p /root/grid_workspace/.grid/runs/r-aaaaaaaaaa")
+        assert (await runner.start("gpu7", "true", gpus=1)).gpus == (0,)
     finally:
-        program.unlink()
+        node.run("rmdir /root/grid_workspace/.grid/runs/r-aaaaaaaaaa")
+        node.gpus(0)
+
+
+async def test_a_node_is_chosen_for_gpus_and_gives_them_by_the_same_tool(own_bed: Bed) -> None:
+    """AMD's newer tool, in a folder that is on nobody's PATH."""
+    cards = [{"gpu": 0, "mem_usage": {"total_vram": {"value": 64, "unit": "GB"}, "used_vram": {"value": 0}}}]
+    own_bed["gpu1"].restart(
+        before="mount -t tmpfs none /opt && mkdir -p /opt/rocm/bin && cd /opt/rocm/bin && "
+        f"printf '#!/bin/sh\\necho %s\\n' {shlex.quote(shlex.quote(json.dumps(cards)))} > amd-smi && "
+        "chmod 755 amd-smi"
+    )
+    file = grid_file_of(own_bed)
+    async with SshPool(file, ssh_config=own_bed.ssh_config) as pool:
+        checker = HealthChecker(pool, file, clock=time.time)
+        for _ in range(2):  # the first look is by sh, the second by the helper
+            readings = (await checker.check("gpu1", fresh=True)).readings
+            assert readings is not None
+            assert (readings.vendor, readings.gpus_free) == ("amd", 1)
+        assert (await Runner(pool, file).start("gpu1", "true", gpus=1)).gpus == (0,)
 
 
 async def test_a_node_without_gpus_refuses_a_run_that_wants_one(runner: Runner) -> None:
@@ -315,6 +330,15 @@ async def test_a_node_without_gpus_refuses_a_run_that_wants_one(runner: Runner) 
 
 
 # --- lists --------------------------------------------------------------------------------------
+
+
+async def test_nodes_that_hang_do_not_make_others_unreachable_in_a_small_pool(own_bed: Bed) -> None:
+    more = "ssh: {connect_timeout: 2, max_retries: 0, pool_size: 1}\n"
+    async with runner_of(own_bed, more=more) as runner:
+        with own_bed["gpu1"].hanging():
+            first, second = await runner.list_all()
+    assert isinstance(first.error, UnreachableError)
+    assert second.error is None
 
 
 async def test_runs_are_listed_and_found_by_the_beginning_of_their_id(runner: Runner) -> None:

@@ -269,3 +269,27 @@ async def test_what_to_try_names_the_user_and_the_port_of_the_grids_file(own_bed
         with pytest.raises(UnreachableError, match="try 'ssh -p 2222 alice@gpu1'"):
             async with pool.use("gpu1"):
                 pass
+
+
+async def test_a_place_in_the_pool_is_free_again_when_a_connection_could_not_be_opened(own_bed: Bed) -> None:
+    file = grid_file_of(own_bed, more="ssh: {pool_size: 1, max_retries: 0}\n")
+    async with SshPool(file, ssh_config=own_bed.ssh_config) as pool:
+
+        async def use(name: str, timeout_s: float) -> bool:
+            async with pool.use(name, timeout_s=timeout_s) as link:
+                return link.has_helper
+
+        with own_bed["gpu1"].hanging():
+            first, second = await asyncio.gather(use("gpu1", 0.5), use("gpu2", 20), return_exceptions=True)
+    assert isinstance(first, UnreachableError)
+    assert second is True
+
+
+async def test_a_channel_that_the_node_has_just_closed_is_a_lost_connection(
+    bed: Bed, grid_file: GridFile
+) -> None:
+    async with SshPool(grid_file, ssh_config=bed.ssh_config) as pool, pool.use("gpu6") as link:
+        assert link._helper is not None
+        link._helper._channel.close()  # connection_lost() comes with the next turn of the loop
+        with pytest.raises(ConnectionLostError, match="gpu6"):
+            await link.call("core.nothing", timeout_s=10)

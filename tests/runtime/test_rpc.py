@@ -232,3 +232,20 @@ async def test_a_peer_that_reads_no_answers_costs_one_and_is_dropped(monkeypatch
         await peer.run()
     assert peer.is_closed
     assert deaf.sent == 1, "the others were never encoded"
+
+
+class _CannotSend(_Unread):
+    """A channel that is known to be lost by whoever sends, and not yet by whoever reads."""
+
+    async def send(self, frame: bytes) -> None:
+        raise ConnectionLostError("lost")
+
+
+async def test_a_connection_on_which_nothing_can_be_sent_counts_as_closed_at_once() -> None:
+    lost = _CannotSend(asks=0)
+    peer = rpc.Peer(lost)
+    async with asyncio.timeout(10), asyncio.TaskGroup() as group:
+        group.create_task(peer.run())
+        with pytest.raises(ConnectionLostError):
+            await peer.call(FetchTrust(), timeout_s=5)
+        assert peer.is_closed, "or else the next one is asked over it, too"

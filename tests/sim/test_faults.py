@@ -76,7 +76,7 @@ def test_no_accelerator_and_no_job_is_ever_doubled_and_nothing_stays_held(seed: 
     assert loop.run(_scenario(seed, tmp_path)).violations == []
 
 
-@pytest.mark.parametrize("seed", [100, 101, 102, 107, 108])
+@pytest.mark.parametrize("seed", [100, 101, 102, 107, 108, 6004])
 def test_two_controllers_never_double_anything_either(seed: int, tmp_path: Path) -> None:
     assert loop.run(_scenario(seed, tmp_path, controllers=2)).violations == []
 

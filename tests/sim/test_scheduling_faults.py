@@ -284,7 +284,7 @@ async def _settle(cluster: SimCluster, outcome: Outcome) -> None:
     outcome.violations.extend(_check_ends(cluster, outcome))
 
 
-@pytest.mark.parametrize("seed", [1000, 1001, 1005, 1024, 1057, 1100])
+@pytest.mark.parametrize("seed", [1000, 1001, 1005, 1024, 1057, 1100, 4082])
 def test_what_is_planned_survives_faults(seed: int, tmp_path: Path) -> None:
     assert loop.run(_run(seed, tmp_path)).violations == []
 

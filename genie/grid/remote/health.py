@@ -25,6 +25,9 @@ NVIDIA_FORMAT = "csv,noheader,nounits"
 MIB = 1 << 20
 HOT_C = 80
 """From here on a GPU is asked why its clocks are held down; that is one more start of a slow tool."""
+FREE_MEMORY_SHARE = 0.05
+FREE_MEMORY_BYTES = 1 << 30
+FREE_UTILIZATION_PCT = 10.0
 _OUTPUT_BYTES_MAX = 1 << 20
 _RECORDS_MAX = 200_000
 _XIDS_MAX = 100
@@ -37,7 +40,7 @@ _XID = re.compile(
 )
 _LOG_COMMANDS = (
     ("dmesg",),
-    ("journalctl", "-kbq", "--no-pager", "-o", "short-monotonic", "-g", "NVRM: Xid", "-n", "100"),
+    ("journalctl", "-k", "-b", "-q", "--no-pager", "-o", "short-monotonic", "-g", "NVRM: Xid", "-n", "100"),
 )
 _HELD_DOWN = ((0x8, "hardware slowdown"), (0x20, "heat"), (0x40, "heat (hardware)"), (0x80, "power brake"))
 
@@ -49,8 +52,8 @@ def read(args: Any, blob: bytes) -> Reading:
     """args: root (a path, '~' allowed) and timeout_s, which is for each part."""
     root = os.path.expanduser(str(args["root"]))
     timeout_s = float(args["timeout_s"])
-    nvidia = find_program("nvidia-smi")
-    tool = nvidia or find_program("rocm-smi") or find_program("amd-smi")
+    tool = _gpu_tool()
+    nvidia = tool is not None and os.path.basename(tool) == "nvidia-smi"
     # What never waits is read at once; what might, in threads, which cost more than most readings.
     at_once: dict[str, Callable[[], Reading]] = {"load": _load, "memory": _memory}
     apart: dict[str, Callable[[], Reading]] = {"disk": lambda: _disk(root)}
@@ -140,6 +143,31 @@ def _disk(root: str) -> Reading:
 
 
 # --- GPUs -------------------------------------------------------------------------------------
+
+
+def read_gpus(timeout_s: float) -> Reading:
+    """As `health.read` has them: vendor and gpus. Raises OpError where the tool fails."""
+    return _gpus(_gpu_tool(), timeout_s)
+
+
+def memory_share(total: int | None, used: int | None, utilization: float | None) -> float | None:
+    """Memory in use, 0 to 1. Where memory is the host's own and not told, the utilisation instead."""
+    if total and used is not None:
+        return min(1.0, used / total)
+    return utilization / 100 if utilization is not None else None
+
+
+def is_free(total: int | None, used: int | None, utilization: float | None) -> bool:
+    """Nobody computes there: hardly any memory in use (5% or 1 GiB), and less than 10% busy."""
+    share = memory_share(total, used, utilization)
+    little = share is not None and share < FREE_MEMORY_SHARE
+    if used is not None:
+        little = little or used < FREE_MEMORY_BYTES
+    return little and (utilization or 0.0) < FREE_UTILIZATION_PCT
+
+
+def _gpu_tool() -> str | None:
+    return find_program("nvidia-smi") or find_program("rocm-smi") or find_program("amd-smi")
 
 
 def _gpus(tool: str | None, timeout_s: float) -> Reading:
@@ -381,22 +409,7 @@ def _xids(timeout_s: float) -> Reading:
     except OSError as error:
         refused = error.strerror or str(error)
     deadline = time.monotonic() + timeout_s
-    for command in (
-        ["dmesg"],
-        [
-            "journalctl",
-            "-k",
-            "-b",
-            "-q",
-            "--no-pager",
-            "-o",
-            "short-monotonic",
-            "-g",
-            "NVRM: Xid",
-            "-n",
-            "100",
-        ],
-    ):
+    for command in _LOG_COMMANDS:
         program = find_program(command[0])
         if program:
             try:

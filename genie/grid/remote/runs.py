@@ -6,7 +6,8 @@ beforehand so that a full disk cannot lose them. A supervisor, detached from the
 prepared folder to its name, which only one can do: so a run that is asked for twice is started once. It
 starts the command as `ssh HOST COMMAND` would, by the user's own shell, in a session of its own.
 
-Runs on nodes, so: standard library only, Python 3.8. Not for: nodes without Python (grid/plain_runs.py).
+Runs on nodes, so: standard library only, Python 3.8. Not for: nodes without Python (grid/plain_runs.py),
+and which GPUs a run gets (gpu_runs.py).
 """
 
 from __future__ import annotations
@@ -38,13 +39,8 @@ _LOCK_S_MAX = 20.0
 _GRACE_S = 10.0
 _STALE_S = 3600.0
 _PAUSE_S_MAX = 0.1
-_QUERY_S_MAX = 10.0
 _EXEC_BYTES_MAX = 4 << 20
 _EXEC_S_MAX = 600.0
-_IDLE_SHARE = 0.05
-_IDLE_BYTES = 1 << 30
-_IDLE_PCT = 10.0
-"""What a driver or a desktop may use of a GPU that nobody computes on."""
 _ID = re.compile(r"[a-z0-9][a-z0-9-]{0,63}")
 _FILES = ("meta.json", "out", "err", "in", "pid", "exit")
 
@@ -54,7 +50,14 @@ _FILES = ("meta.json", "out", "err", "in", "pid", "exit")
 
 @op("runs.start")
 def start(args: Args, blob: bytes) -> Answer:
-    """Starts a run unless its id is there already; either way says how it is."""
+    return start_run(args, blob)
+
+
+def start_run(args: Args, blob: bytes, take_gpus: Any = None) -> Answer:
+    """Starts a run unless its id is there already; either way says how it is.
+
+    `take_gpus` is given what runs hold (a run's id by the number of a GPU), and gives numbers and variables.
+    """
     folder = _folder(args)
     if os.path.isdir(folder):
         return dict(_status(folder), created=False)
@@ -68,13 +71,13 @@ def start(args: Args, blob: bytes) -> Answer:
     cwd = os.path.join(root, os.path.expanduser(args.get("cwd") or ""))
     if not os.path.isdir(cwd):
         raise OpError("missing", "there is no folder " + cwd)
-    if not args.get("gpus"):
+    if take_gpus is None:
         return _begin(folder, dict(args, cwd=cwd, root=root, gpu_env={}), [], blob)
     lock = _lock(runs)
     try:
         if os.path.isdir(folder):  # this very run was being started, and now holds its GPUs
             return dict(_status(folder), created=False)
-        gpus, env = _take_gpus(runs, int(args["gpus"]))
+        gpus, env = take_gpus(_held(runs))
         return _begin(folder, dict(args, cwd=cwd, root=root, gpu_env=env), gpus, blob)
     finally:
         os.close(lock)
@@ -519,140 +522,17 @@ def _lock(runs: str) -> int:
         time.sleep(0.01)
 
 
-# --- GPUs ---------------------------------------------------------------------------------------
-
-
-def _take_gpus(runs: str, count: int) -> tuple[list[int], Args]:
-    """Call it with the lock, and keep that until the run has its folder."""
+def _held(runs: str) -> Args:
+    """Which run has a GPU. Call it with the lock, and keep that until the run has its folder."""
     held = {}
     for name in _names(runs):
-        found = _status(os.path.join(runs, name))
+        try:
+            found = _status(os.path.join(runs, name))
+        except OpError:
+            continue  # removed since, or not ours
         if found["state"] in ("running", "starting"):
             held.update(dict.fromkeys(found["gpus"], name))
-    amd = not _has("nvidia-smi") and (_has("rocm-smi") or _has("amd-smi"))
-    used = _amd_used() if amd else _nvidia_used()
-    gpus = choose_gpus(used, held, count)
-    text = ",".join(map(str, gpus))
-    # Without the order, CUDA counts from the fastest, and not as nvidia-smi does.
-    env = {"CUDA_VISIBLE_DEVICES": text, "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
-    if amd:
-        env["HIP_VISIBLE_DEVICES"] = text
-    return gpus, env
-
-
-def choose_gpus(used: Any, held: Any, count: int) -> list[int]:
-    """`used` has what `in_use` takes for each GPU, `held` the run that has it. Raises OpError('busy')."""
-    free, why = [], []
-    for number in sorted(used):
-        told = f"is held by run {held[number]}" if number in held else in_use(*used[number])
-        if told:
-            why.append(f"GPU {number} {told}")
-        else:
-            free.append(number)
-    if len(free) < count:
-        told = "; ".join(why) if used else "the node shows no GPU"
-        raise OpError("busy", f"{len(free)} of {len(used)} GPUs are free and {count} wanted: {told}")
-    return free[:count]
-
-
-def in_use(used_bytes: int | None, total_bytes: int | None, busy_pct: float | None) -> str:
-    """Why a GPU is not free, '' if it is: under 5% or 1 GiB of memory in use, and less than 10% busy.
-
-    None is what its driver does not tell; without its memory, how busy it is takes the place of that.
-    """
-    share = None if busy_pct is None else busy_pct / 100
-    if used_bytes is not None and total_bytes:
-        share = used_bytes / total_bytes
-    little = used_bytes is not None and used_bytes < _IDLE_BYTES
-    if not little and used_bytes is not None and (share is None or share >= _IDLE_SHARE):
-        return f"has {used_bytes >> 20} MiB in use"
-    if not little and share is None:
-        return "tells neither its memory nor how busy it is"
-    if (busy_pct or 0.0) >= _IDLE_PCT or (not little and (share or 0.0) >= _IDLE_SHARE):
-        return f"is {busy_pct or 0.0:.0f}% busy"
-    return ""
-
-
-def _has(program: str) -> bool:
-    import shutil
-
-    return shutil.which(program) is not None
-
-
-def _nvidia_used() -> Args:
-    if not _has("nvidia-smi"):
-        return {}
-    fields = "index,name,uuid,memory.total,memory.used,utilization.gpu"
-    text = _asked(["nvidia-smi", "--query-gpu=" + fields, "--format=csv,noheader,nounits"])
-    found = {}
-    for line in text.splitlines():
-        cells = [cell.strip() for cell in line.split(",")] + [""]
-        if len(cells) > 5 and cells[0].isdigit():
-            total, used, busy = map(_number, cells[3:6])
-            found[int(cells[0])] = _mib(used), _mib(total), busy
-    return found
-
-
-def _amd_used() -> Args:
-    if not _has("rocm-smi"):
-        return _amd_smi_used()
-    text = _asked(["rocm-smi", "--showmeminfo", "vram", "--showuse", "--json"])
-    found = {}
-    try:
-        for card, values in json.loads(text).items():
-            if card.startswith("card") and card[4:].isdigit():
-                used = int(values["VRAM Total Used Memory (B)"])
-                total, busy = map(_number, (values.get("VRAM Total Memory (B)"), values.get("GPU use (%)")))
-                found[int(card[4:])] = used, total, busy
-    except (ValueError, KeyError, TypeError, AttributeError):
-        raise OpError("gpus", "rocm-smi answers something else than was asked") from None
-    return found
-
-
-def _amd_smi_used() -> Args:
-    body, found = _asked(["amd-smi", "metric", "--mem-usage", "--usage", "--json"]), {}
-    try:
-        cards = json.loads(body)
-        for card in cards["gpu_data"] if isinstance(cards, dict) else cards:
-            memory, use = card["mem_usage"], card.get("usage") or {}
-            cells = memory["used_vram"], memory["total_vram"], use.get("gfx_activity")
-            used, total, busy = (_number(cell["value"] if isinstance(cell, dict) else cell) for cell in cells)
-            found[int(card["gpu"])] = _mib(used), _mib(total), busy
-    except (ValueError, KeyError, TypeError, AttributeError):
-        raise OpError("gpus", "amd-smi answers something else than was asked") from None
-    return found
-
-
-def _number(cell: Any) -> float | None:
-    """None where a tool has no number: [N/A], [Not Supported]."""
-    try:
-        return float(cell)
-    except (TypeError, ValueError):
-        return None
-
-
-def _mib(amount: float | None) -> int | None:
-    return None if amount is None else int(amount) << 20
-
-
-def _asked(argv: Any) -> str:
-    import subprocess
-
-    try:
-        done = subprocess.run(
-            argv,
-            check=False,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            timeout=_QUERY_S_MAX,
-        )
-    except subprocess.TimeoutExpired:
-        raise OpError("gpus", f"{argv[0]} has not answered within {_QUERY_S_MAX:g} s") from None
-    text = done.stdout[: 1 << 20].decode(errors="replace")
-    if done.returncode:
-        raise OpError("gpus", f"{argv[0]} fails: {text.strip()[:400]}")
-    return text
+    return held
 
 
 # --- quick commands -------------------------------------------------------------------------------

@@ -36,17 +36,17 @@ class Stream:
 
     @classmethod
     async def open(cls, link: Link, args: Mapping[str, Any], *, stall_s: float) -> Stream:
+        boot = _boot_text()
+        head = b"%d\n" % len(boot) + boot + json.dumps(dict(args)).encode() + b"\n"
         try:
             async with asyncio.timeout(stall_s):
                 process = await link.connection.create_process(_BOOT, encoding=None, stderr=asyncssh.DEVNULL)
+            process.stdin.write(head)
         except TimeoutError:
             raise DeadlineError(f"node {link.name}: no session within {stall_s:g} s") from None
         except (asyncssh.Error, OSError) as error:
             raise ConnectionLostError(f"node {link.name}: no session for a transfer: {error}") from error
-        stream = cls(link, process, stall_s=stall_s)
-        boot = _boot_text()
-        process.stdin.write(b"%d\n" % len(boot) + boot + json.dumps(dict(args)).encode() + b"\n")
-        return stream
+        return cls(link, process, stall_s=stall_s)
 
     async def send(self, data: bytes) -> None:
         """Raises what the node answered, where it gave up; ConnectionLostError and DeadlineError."""

@@ -47,6 +47,7 @@ _APPLY_S = 600.0
 _STALL_S = 30.0
 _LOCK_WAIT_S = 20.0
 _TRIES = 3
+_TOGETHER_S = 1.0
 _INLINE_BYTES_MAX = 1 << 20
 _NAMES_SHOWN = 100
 
@@ -112,6 +113,10 @@ class _Task:
     def close(self) -> None:
         if self.stream is not None:
             self.stream.close()
+
+
+_Found = tuple[str, _Task | GenieError, float]
+"""A node's name, what came of looking at it, and when that began."""
 
 
 class Syncer:
@@ -198,33 +203,50 @@ class _Job:
     async def _round(self, nodes: list[str], *, final: bool) -> list[str]:
         """Brings the nodes up to date. Gives those that are worth another round."""
         again: list[str] = []
-        width = self._file.sync.max_parallel_transfers
+        # Each holds its connection to the end: with more than the pool has, some would wait for ever.
+        width = min(self._file.sync.max_parallel_transfers, self._file.ssh.pool_size)
         self._scan = None
         for at in range(0, len(nodes), width):
             again += await self._some(nodes[at : at + width], final=final)
         return again
 
     async def _some(self, nodes: list[str], *, final: bool) -> list[str]:
-        started = time.monotonic()
-        async with contextlib.AsyncExitStack() as links:
-            looking = asyncio.gather(
-                *(self._enter(name, links, started) for name in nodes), return_exceptions=True
-            )
+        again: list[str] = []
+        failure: Exception | None = None
+        async with contextlib.AsyncExitStack() as links, asyncio.TaskGroup() as group:
+            looking = [group.create_task(self._try_enter(name, links)) for name in nodes]
             await asyncio.sleep(0)  # the nodes are asked first: they look while we do
             if self._scan is None:
                 self._scan = asyncio.get_running_loop().run_in_executor(None, self._local.scan)
-            found = await looking
-            snapshot = await self._scan
-            tasks: list[_Task] = []
-            again: list[str] = []
-            for name, each in zip(nodes, found, strict=True):
-                if isinstance(each, _Task):
-                    tasks.append(each)
-                elif isinstance(each, GenieError):
-                    again += self._retry_or_fail(name, each, started, final=final)
-                else:
-                    raise each
-            return again + await self._bring(tasks, snapshot, final=final)
+            left = set(looking)
+            try:
+                while left:
+                    ready = await _next_ready(left)
+                    left -= ready
+                    found = [task.result() for task in looking if task in ready]
+                    again += await self._bring_found(found, await self._scan, final=final)
+            except Exception as error:  # raised outside of the group, which would wrap it
+                failure = error
+                for task in looking:
+                    task.cancel()
+        if failure is not None:
+            raise failure
+        return again
+
+    async def _bring_found(self, found: list[_Found], snapshot: Snapshot, *, final: bool) -> list[str]:
+        again: list[str] = []
+        for name, each, started in found:
+            if isinstance(each, GenieError):
+                again += self._retry_or_fail(name, each, started, final=final)
+        tasks = [each for _, each, _ in found if isinstance(each, _Task)]
+        return again + await self._bring(tasks, snapshot, final=final) if tasks else again
+
+    async def _try_enter(self, name: str, links: contextlib.AsyncExitStack) -> _Found:
+        started = time.monotonic()
+        try:
+            return name, await self._enter(name, links, started), started
+        except GenieError as error:
+            return name, error, started
 
     async def _enter(self, name: str, links: contextlib.AsyncExitStack, started: float) -> _Task:
         """Takes the link and looks at what is there."""
@@ -460,6 +482,14 @@ class _Job:
     def _fail(self, name: str, error: GenieError, started: float) -> None:
         seconds = time.monotonic() - started
         self._reports[name] = SyncReport(node=name, seconds=seconds, error=_sync_error(error))
+
+
+async def _next_ready(looking: set[asyncio.Task[_Found]]) -> set[asyncio.Task[_Found]]:
+    """Those who are ready together share what is read; who hangs does not hold them up for long."""
+    began = time.monotonic()
+    await asyncio.wait(looking, return_when=asyncio.FIRST_COMPLETED)
+    ready, _ = await asyncio.wait(looking, timeout=max(_TOGETHER_S, time.monotonic() - began))
+    return ready
 
 
 class _Transfer:

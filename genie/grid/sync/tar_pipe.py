@@ -57,16 +57,19 @@ done' sh {} +
 async def send(
     link: Link, snapshot: Snapshot, *, root: str, stall_s: float, apply_s: float
 ) -> tuple[int, int]:
-    """The number of files, and of their bytes."""
+    """The number of files, and of their bytes. Every wait ends: `apply_s` is for what comes after sending."""
     records = [one for one in tree.records_of(bytes(snapshot.records)) if one.kind != tree.LEFT_OUT]
     command = f"root={_quoted(root)}\n{_SCRIPT}"
     try:
-        process = await link.connection.create_process(
-            f"sh -c {shlex.quote(command)}", encoding=None, stderr=asyncssh.STDOUT
-        )
+        async with asyncio.timeout(stall_s):
+            process = await link.connection.create_process(
+                f"sh -c {shlex.quote(command)}", encoding=None, stderr=asyncssh.STDOUT
+            )
         try:
+            await _feed(process, snapshot.root, records, stall_s=stall_s)
             async with asyncio.timeout(apply_s):
-                said = await _feed(process, snapshot.root, records, stall_s=stall_s)
+                said = await process.stdout.read(_SAID_BYTES_MAX)
+                await process.wait_closed()
         finally:
             process.close()
     except TimeoutError:
@@ -84,7 +87,7 @@ async def send(
 
 async def _feed(
     process: asyncssh.SSHClientProcess[bytes], root: Path, records: list[tree.Record], *, stall_s: float
-) -> bytes:
+) -> None:
     pieces = _archive(root, records)
     try:
         while (piece := await asyncio.to_thread(next, pieces, None)) is not None:
@@ -94,9 +97,6 @@ async def _feed(
         process.stdin.write_eof()
     except (BrokenPipeError, ConnectionResetError):
         pass  # what it says tells why
-    said = await process.stdout.read(_SAID_BYTES_MAX)
-    await process.wait_closed()
-    return said
 
 
 def _archive(root: Path, records: list[tree.Record]) -> Iterator[bytes]:

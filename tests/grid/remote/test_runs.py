@@ -1,4 +1,4 @@
-"""What the node decides by itself: which GPUs, how a run is, and what its command gets."""
+"""What the node decides by itself: how a run is, and what its command gets."""
 
 from __future__ import annotations
 
@@ -8,51 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from genie.grid.health_check import GpuReading
 from genie.grid.remote import runs
-from genie.grid.remote.core import OpError
-
-MIB = 1 << 20
-
-
-def _used(*mib: int) -> dict[int, tuple[int, int, float]]:
-    return {number: (each * MIB, 81_559 * MIB, 0.0) for number, each in enumerate(mib)}
-
-
-def test_free_gpus_are_those_that_nobody_holds_or_uses() -> None:
-    used = _used(0, 20, 40_000, 0, 1000)
-    assert runs.choose_gpus(used, {0: "r-a"}, 2) == [1, 3]
-    assert runs.choose_gpus(used, {}, 4) == [0, 1, 3, 4]
-
-
-def test_too_few_free_gpus_are_told_one_by_one() -> None:
-    with pytest.raises(OpError, match="1 of 3 GPUs are free and 2 wanted") as caught:
-        runs.choose_gpus(_used(0, 0, 9000), {0: "r-a"}, 2)
-    assert caught.value.reason == "busy"
-    assert "GPU 0 is held by run r-a; GPU 2 has 9000 MiB in use" in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("used", "total", "busy", "why"),
-    [
-        (1000 * MIB, 81_559 * MIB, 7.0, ""),
-        (1000 * MIB, 81_559 * MIB, 10.0, "is 10% busy"),
-        (4000 * MIB, 81_559 * MIB, 0.0, ""),
-        (5000 * MIB, 81_559 * MIB, 0.0, "has 5000 MiB in use"),
-        (1000 * MIB, 2000 * MIB, None, ""),
-        (2000 * MIB, None, 3.0, ""),
-        (2000 * MIB, None, None, "has 2000 MiB in use"),
-        (None, None, 3.0, ""),
-        (None, None, 7.0, "is 7% busy"),
-        (None, None, None, "tells neither its memory nor how busy it is"),
-    ],
-)
-def test_why_a_gpu_is_not_free(used: int | None, total: int | None, busy: float | None, why: str) -> None:
-    """Health counts free GPUs by this rule, too: what it promises, a run gets."""
-    assert runs.in_use(used, total, busy) == why
-    reading = GpuReading(0, memory_used_bytes=used, memory_total_bytes=total, utilization_pct=busy)
-    assert reading.is_free == (not why)
-
 
 PID = {"boot": "b", "watcher": 10, "watcher_start": 100, "pid": 11, "pid_start": 101}
 

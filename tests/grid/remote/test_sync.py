@@ -114,6 +114,17 @@ def test_a_change_from_another_state_than_the_nodes_is_refused(two_states, tmp_p
     assert told(root) == told(old)
 
 
+def test_a_file_that_changes_between_the_look_and_the_deletion_stays(two_states, tmp_path: Path) -> None:
+    old, new = two_states
+    root = tmp_path / "node"
+    sync.apply(args_of(root), change(b"", old))
+    second = change(records_of(old), new)
+    (root / "gone/c").write_bytes(b"the node's own")
+    answer = sync.apply(args_of(root), second)
+    assert answer["kept"] == ["gone/c"]
+    assert (root / "gone/c").read_bytes() == b"the node's own"
+
+
 def test_an_object_that_was_never_finished_is_thrown_away(two_states, tmp_path: Path) -> None:
     old, _ = two_states
     root = tmp_path / "node"

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import fcntl
 import os
 import random
+import time
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from genie.errors import SyncError
+from genie.errors import SyncError, UnreachableError
+from genie.grid.grid_file import SshKeys
 from genie.grid.ssh_pool import SshPool
-from genie.grid.sync import local_tree, pack, syncer
+from genie.grid.sync import local_tree, pack, syncer, tar_pipe
 from genie.grid.sync.local_tree import LocalTree, Snapshot
 from genie.grid.sync.syncer import Progress, Syncer, tree_name
 from tests.grid.bed import Bed
@@ -256,3 +261,55 @@ async def test_a_node_without_python_gets_all_of_it_by_tar(bed: Bed, tmp_path: P
             assert list(outside.iterdir()) == []
     finally:
         (node.bin / "python3").unlink()
+
+
+async def test_a_slow_link_to_a_node_without_python_is_no_stop(
+    own_bed: Bed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The time for putting things into place is not for sending them."""
+    node, root = own_bed["gpu1"], tmp_path / "project"
+    write(root, {str(number).encode(): b"1" for number in range(12)})
+    (node.bin / "python3").write_text("#!/bin/sh\nexit 127\n")
+    (node.bin / "python3").chmod(0o755)
+    archive = tar_pipe._archive
+
+    def slow(*args: Any) -> Iterator[bytes]:
+        for piece in archive(*args):
+            time.sleep(0.1)
+            yield piece
+
+    monkeypatch.setattr(tar_pipe, "_archive", slow)
+    monkeypatch.setattr(syncer, "_APPLY_S", 2.0)
+    file = file_for(own_bed, "ws")
+    async with SshPool(file, ssh_config=own_bed.ssh_config) as pool:
+        (report,) = await Syncer(pool, file, state_dir=tmp_path / "state").sync(root, ["gpu1"])
+    assert (report.error, report.sent_files) == (None, 12)
+
+
+async def test_a_node_that_hangs_does_not_hold_up_the_others(own_bed: Bed, tmp_path: Path) -> None:
+    file = file_for(own_bed, "ws")
+    file = dataclasses.replace(file, ssh=SshKeys(connect_timeout=6, max_retries=0))
+    write(tmp_path / "project", {b"a": b"1"})
+    sent_after_s: list[float] = []
+    began = time.monotonic()
+    async with SshPool(file, ssh_config=own_bed.ssh_config) as pool:
+        with own_bed["gpu2"].hanging():
+            good, bad = await Syncer(pool, file, state_dir=tmp_path / "state").sync(
+                tmp_path / "project",
+                ["gpu1", "gpu2"],
+                progress=lambda _: sent_after_s.append(time.monotonic() - began),
+            )
+    assert good.error is None and isinstance(bad.error, UnreachableError)
+    assert sent_after_s and sent_after_s[0] < 5
+
+
+async def test_a_pool_with_fewer_places_than_nodes_takes_one_after_the_other(
+    own_bed: Bed, tmp_path: Path
+) -> None:
+    file = dataclasses.replace(file_for(own_bed, "ws"), ssh=SshKeys(pool_size=1, max_retries=0))
+    write(tmp_path / "project", {b"a": b"1"})
+    async with SshPool(file, ssh_config=own_bed.ssh_config) as pool:
+        reports = await Syncer(pool, file, state_dir=tmp_path / "s").sync(
+            tmp_path / "project", ["gpu1", "gpu2"]
+        )
+    assert [report.error for report in reports] == [None, None]

@@ -1,0 +1,65 @@
+"""The simulated world itself: a host stands still as a whole, and time that stands still is found."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from genie.sim import loop
+from genie.sim.world import SimClock, World
+
+
+def test_a_pause_within_a_pause_wakes_nobody_early_and_nobody_late() -> None:
+    async def woken() -> dict[str, float]:
+        world, at_s = World(0), {}
+
+        async def wait(name: str) -> None:
+            await world.wait_unpaused("host")
+            at_s[name] = world.now_s
+
+        world.pause("host", 20.0)
+        SimClock(world, "host").call_later(1.0, lambda: at_s.update(timer=world.now_s))
+        async with asyncio.TaskGroup() as group:
+            group.create_task(wait("early"))
+            await asyncio.sleep(5.0)
+            world.pause("host", 2.0)
+            world.heal_all()
+            group.create_task(wait("late"))
+        return at_s
+
+    assert loop.run(woken()) == {"timer": 20.0, "early": 20.0, "late": 20.0}
+
+
+def test_a_longer_freeze_within_a_freeze_counts() -> None:
+    async def frozen() -> list[bool]:
+        world = World(0)
+        world.freeze("host", 2.0)
+        world.freeze("host", 9.0)
+        world.freeze("host", 1.0)
+        await asyncio.sleep(8.0)
+        before = world.is_frozen("host"), world.is_paused("host")
+        await asyncio.sleep(2.0)
+        return [*before, world.is_frozen("host"), world.is_paused("host")]
+
+    assert loop.run(frozen()) == [True, True, False, False]
+
+
+def test_code_that_goes_round_in_circles_is_found() -> None:
+    async def circle() -> None:
+        await asyncio.sleep(3.0)
+        for _ in range(2 * loop.TURNS_MAX):
+            await asyncio.sleep(0)
+
+    with pytest.raises(loop.StuckError, match=r"time stands still at 3\.000 s"):
+        loop.run(circle())
+
+
+def test_many_turns_are_no_circle_while_time_moves() -> None:
+    async def work() -> float:
+        for _ in range(loop.TURNS_MAX):
+            await asyncio.sleep(0)
+            await asyncio.sleep(0.001)
+        return asyncio.get_running_loop().time()
+
+    assert loop.run(work()) == pytest.approx(loop.TURNS_MAX / 1000)
