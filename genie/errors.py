@@ -48,6 +48,7 @@ GenieError
 ├── GridError                   one of the SSH nodes of a grid
 │   ├── NodeRefusedError        the node could not do what it was asked to; it says why
 │   ├── NoNodeError             no node fits what was asked for
+│   │   └── NoNodeReachedError  because none of them can be reached
 │   ├── RunNotFoundError        no run has that id
 │   ├── RunLostError            a run is gone, and nobody knows how it ended
 │   ├── SyncError               a tree could not be brought to a node
@@ -295,6 +296,12 @@ class NodeRefusedError(GridError):
 
 class NoNodeError(GridError):
     code = "grid.no_node"
+
+
+class NoNodeReachedError(NoNodeError):
+    code = "grid.no_node.reached"
+    retryable = True
+    exit_code = 255
 
 
 class RunNotFoundError(GridError):

@@ -220,10 +220,19 @@ def _check_text(argv: Sequence[str]) -> None:
 
 
 def grid_command(
-    name: str, *, example: str, group: typer.Typer = grid, context_settings: dict[str, Any] | None = None
+    name: str,
+    *,
+    example: str,
+    group: typer.Typer = grid,
+    context_settings: dict[str, Any] | None = None,
+    with_cluster: bool = False,
 ) -> Callable[[_Function], _Function]:
-    """Registers a command of the grid, like `command` does for the others."""
-    return command(group, name, example=example, context_settings=context_settings, shared=_GRID_SHARED)
+    """Registers a command of the grid, like `command` does for the others.
+
+    `with_cluster` is for those that speak with a controller, too.
+    """
+    shared = _GRID_SHARED | (_SHARED if with_cluster else {})
+    return command(group, name, example=example, context_settings=context_settings, shared=shared)
 
 
 def command(

@@ -56,6 +56,8 @@ def health(
         output.write_json({"best": best, "nodes": [_as_object(node) for node in found]})
     else:
         _write_nodes(found)
+        if best is not None and len(found) > 1:
+            output.say(f"the best is {best}")
         age_s = time.time() - min(node.at for node in found)
         if age_s >= 1:
             output.say(f"read {duration_text(age_s)} ago; --fresh reads again")

@@ -15,6 +15,7 @@ import typer
 
 from genie.cli import output
 from genie.cli.app import AsJson, Invocation, grid_command
+from genie.cli.grid_node_commands import NodeNames
 from genie.errors import UsageError
 
 if TYPE_CHECKING:
@@ -22,15 +23,14 @@ if TYPE_CHECKING:
     from genie.grid.grid_file import GridFile
     from genie.grid.promotion import Moved
 
-_Names = Annotated[list[str] | None, typer.Argument(metavar="[NODE]...", help="Nodes of the grid's file.")]
 _All = Annotated[bool, typer.Option("--all", help="Every node of the grid's file.")]
 
 
-@grid_command("promote", example="grid-cli promote gpu1 gpu2 --controller 10.0.0.5")
+@grid_command("promote", example="grid-cli promote gpu1 gpu2 --controller 10.0.0.5", with_cluster=True)
 def promote(
     invocation: Invocation,
     *,
-    names: _Names = None,
+    names: NodeNames = None,
     every: _All = False,
     controller: Annotated[
         str | None,
@@ -62,11 +62,11 @@ def promote(
     _report(asyncio.run(_move(settings, chosen, options, forward=True)), as_json=as_json)
 
 
-@grid_command("demote", example="grid-cli demote gpu1")
+@grid_command("demote", example="grid-cli demote gpu1", with_cluster=True)
 def demote(
     invocation: Invocation,
     *,
-    names: _Names = None,
+    names: NodeNames = None,
     every: _All = False,
     force: Annotated[bool, typer.Option("--force", help="Also where jobs run; they end.")] = False,
     as_json: AsJson = False,

@@ -16,7 +16,7 @@ import typer
 
 from genie.cli import output
 from genie.cli.app import AsJson, Invocation, grid, grid_command
-from genie.cli.grid_node_commands import load_grid
+from genie.cli.grid_node_commands import complete_node, load_grid
 from genie.errors import ConnectionLostError, UsageError
 
 if TYPE_CHECKING:
@@ -32,7 +32,10 @@ _cluster = typer.Typer(name="cluster", help="A Ray cluster on the nodes.", no_ar
 grid.add_typer(_cluster)
 
 _Nodes = Annotated[
-    list[str] | None, typer.Option("--node", metavar="NODE", help="Only these nodes; may be repeated.")
+    list[str] | None,
+    typer.Option(
+        "--node", metavar="NODE", help="Only these nodes; may be repeated.", autocompletion=complete_node
+    ),
 ]
 _STOP_S = 30.0
 _REQUIREMENTS = Path("requirements.txt")
@@ -92,7 +95,7 @@ def setup(
     if as_json:
         output.write_json([dataclasses.asdict(report) for report in reports])
     else:
-        rows = [[each.node, each.state, each.python, _first_line(each.error)] for each in reports]
+        rows = [[each.node, each.state, each.python, _last_line(each.error)] for each in reports]
         output.write_table(("node", "state", "python", "message"), rows)
     failed = [report for report in reports if report.state == "failed"]
     for report in failed:
@@ -107,7 +110,12 @@ def start(
     *,
     node: _Nodes = None,
     head: Annotated[
-        str | None, typer.Option(metavar="NODE", help="The node of the head; without it the first one.")
+        str | None,
+        typer.Option(
+            metavar="NODE",
+            help="The node of the head; without it the first one.",
+            autocompletion=complete_node,
+        ),
     ] = None,
     allow_missing: Annotated[
         bool, typer.Option("--allow-missing", help="Go on without nodes that cannot take part.")
@@ -204,7 +212,7 @@ def submit(
     invocation: Invocation,
     *,
     argv: Annotated[
-        list[str] | None, typer.Argument(metavar="-- CMD...", help="The program and its arguments.")
+        list[str] | None, typer.Argument(metavar="-- CMD", help="The program and its arguments.")
     ] = None,
     gpus: Annotated[float, typer.Option(min=0, help="GPUs for the program itself, on the head.")] = 0,
     env: Annotated[
@@ -292,6 +300,11 @@ def _say(node: str, text: str) -> None:
 
 def _first_line(text: str) -> str:
     return text.strip().splitlines()[0] if text.strip() else ""
+
+
+def _last_line(text: str) -> str:
+    """Of what pip writes, the last line says what went wrong."""
+    return text.strip().splitlines()[-1] if text.strip() else ""
 
 
 def _write_view(view: ClusterView) -> None:

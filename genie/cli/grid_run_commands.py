@@ -24,6 +24,7 @@ import typer
 
 from genie.cli import output
 from genie.cli.app import INTERRUPTED, AsJson, Invocation, grid_command
+from genie.cli.grid_node_commands import complete_node
 from genie.cli.interrupts import caught_interrupts
 from genie.cli.quantities import duration_text, parse_duration, parse_whole
 from genie.cli.run_output import Collected, PrefixedLines, Write, write_stream
@@ -41,6 +42,7 @@ _COLUMNS = ("run", "node", "state", "exit", "gpus", "age", "command")
 _SPARE = ("gpus", "exit", "age")
 _SIGNALS = ("HUP", "INT", "QUIT", "KILL", "USR1", "USR2", "TERM", "CONT", "STOP")
 _TRANSPORT = 255
+_TIMED_OUT = 124
 _GRACE_S_MAX = 3600.0
 
 _RunId = Annotated[str, typer.Argument(metavar="RUN", help="Id of the run; its beginning is enough.")]
@@ -51,7 +53,10 @@ class RunOptions:
     """As typed."""
 
     node: Annotated[
-        list[str] | None, typer.Option("--node", metavar="NAME", help="On this node; may be repeated.")
+        list[str] | None,
+        typer.Option(
+            "--node", metavar="NAME", help="On this node; may be repeated.", autocompletion=complete_node
+        ),
     ] = None
     everywhere: Annotated[bool, typer.Option("--all", help="On every node.")] = False
     gpus: Annotated[
@@ -113,7 +118,8 @@ def ps(
     *,
     everything: Annotated[bool, typer.Option("--all", "-a", help="Those that have ended, too.")] = False,
     node: Annotated[
-        list[str] | None, typer.Option("--node", metavar="NAME", help="Only of this node.")
+        list[str] | None,
+        typer.Option("--node", metavar="NAME", help="Only of this node.", autocompletion=complete_node),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -162,7 +168,7 @@ def cancel(
     invocation: Invocation,
     *,
     run_ids: Annotated[
-        list[str], typer.Argument(metavar="RUN...", help="Ids of runs; their beginnings are enough.")
+        list[str], typer.Argument(metavar="RUN", help="Ids of runs; their beginnings are enough.")
     ],
     signal: Annotated[str, typer.Option(metavar="NAME", help="What is sent first.")] = "TERM",
     grace: Annotated[str, typer.Option(metavar="TIME", help="How long until SIGKILL follows.")] = "10s",
@@ -303,6 +309,13 @@ async def _run(settings: Settings, launch: Launch, options: RunOptions, *, as_js
             output.say(f"run {each.run_id} on {each.node}")
         followed = _Follower(runner, settings, several=several, as_json=as_json)
         outcomes = failed + await followed.follow(runs)
+        for one in outcomes:
+            if (
+                launch.timeout_s is not None
+                and one.exit_code == _TIMED_OUT
+                and one.took_s >= launch.timeout_s
+            ):
+                output.say(f"{one.node}: the node ended the run after its --timeout {options.timeout}")
         return _conclude(outcomes, followed, several=several, as_json=as_json)
 
 

@@ -14,7 +14,7 @@ import typer
 
 from genie.cli import output
 from genie.cli.app import AsJson, Invocation, grid_command
-from genie.cli.grid_node_commands import read_file
+from genie.cli.grid_node_commands import complete_node, read_file
 from genie.cli.quantities import size_text
 
 if TYPE_CHECKING:
@@ -29,9 +29,12 @@ _NAMES_SHOWN = 10
 def sync(
     invocation: Invocation,
     *,
-    folder: Annotated[Path, typer.Argument(metavar="[DIR]", help="What is sent.")] = Path(),
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="What is sent.")] = Path(),
     node: Annotated[
-        list[str] | None, typer.Option("--node", metavar="NAME", help="Only to this node; may be repeated.")
+        list[str] | None,
+        typer.Option(
+            "--node", metavar="NAME", help="Only to this node; may be repeated.", autocompletion=complete_node
+        ),
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would be sent.")] = False,
     as_json: AsJson = False,

@@ -45,7 +45,7 @@ def submit(
     invocation: Invocation,
     *,
     argv: Annotated[
-        list[str] | None, typer.Argument(metavar="-- CMD...", help="The program and its arguments.")
+        list[str] | None, typer.Argument(metavar="-- CMD", help="The program and its arguments.")
     ] = None,
     name: Annotated[
         str | None, typer.Option(help="Name of the job; the program's name when not given.")
@@ -171,7 +171,7 @@ def cancel(
     invocation: Invocation,
     *,
     job_ids: Annotated[
-        list[str], typer.Argument(metavar="JOB...", help="Ids of jobs, or names where only one job has it.")
+        list[str], typer.Argument(metavar="JOB", help="Ids of jobs, or names where only one job has it.")
     ],
     as_json: AsJson = False,
 ) -> None:

@@ -25,7 +25,7 @@ from typing import Annotated, Any
 
 import msgspec
 
-from genie.errors import GenieError, NoNodeError, UnreachableError
+from genie.errors import GenieError, NoNodeError, NoNodeReachedError, UnreachableError
 from genie.grid import shell_readings
 from genie.grid.grid_file import GridFile, GridNode, HealthKeys
 from genie.grid.remote import health
@@ -206,7 +206,7 @@ def choose(
 ) -> NodeHealth:
     """The best node that has the labels and enough free GPUs; of equals the first.
 
-    Raises NoNodeError, with why not for each node.
+    Raises NoNodeError, with why not for each node; NoNodeReachedError if all that may be chosen are silent.
     """
     fitting = []
     unfit = []
@@ -219,14 +219,17 @@ def choose(
     if fitting:
         return min(fitting, key=lambda node: node.rank)
     more = [f"and {len(unfit) - _REASONS_SHOWN} more"] if len(unfit) > _REASONS_SHOWN else []
-    raise NoNodeError(
+    meant = [node for node in nodes if not _missing(node, labels or {})]
+    silent = bool(meant) and all(node.state is NodeState.UNREACHABLE for node in meant)
+    kind = NoNodeReachedError if silent else NoNodeError
+    raise kind(
         "\n".join(["no node fits", *unfit[:_REASONS_SHOWN], *more]),
         hint="'grid-cli health --fresh' reads all of them again; --node names one by hand",
     )
 
 
 def _unfit(node: NodeHealth, *, gpus: int, labels: Mapping[str, str]) -> str:
-    missing = [f"{key}={value}" for key, value in labels.items() if node.labels.get(key) != value]
+    missing = _missing(node, labels)
     if missing:
         return f"it has no label {', '.join(missing)}"
     if node.rank == float("inf"):
@@ -236,6 +239,10 @@ def _unfit(node: NodeHealth, *, gpus: int, labels: Mapping[str, str]) -> str:
         total = len(node.readings.gpus) if node.readings else 0
         return f"{free} of {total} GPUs are free, {gpus} wanted"
     return ""
+
+
+def _missing(node: NodeHealth, labels: Mapping[str, str]) -> list[str]:
+    return [f"{key}={value}" for key, value in labels.items() if node.labels.get(key) != value]
 
 
 class HealthCache:

@@ -223,7 +223,7 @@ class SshPool:
                 raise
             raise UnreachableError(
                 f"node {node.name}: no connection within {timeout_s:g} s",
-                hint=f"try 'ssh {node.name}'; ssh.connect_timeout and ssh.pool_size are in the grid's file",
+                hint=f"try '{_ssh(node)}'; ssh.connect_timeout and ssh.pool_size are in the grid's file",
             ) from None
 
     async def _open(self, node: GridNode) -> Link:
@@ -323,15 +323,14 @@ async def resolve(node: GridNode, file: GridFile, ssh_config: Path, *, trusted: 
         given["username"] = node.user
     if node.port is not None:
         given["port"] = node.port
-    if file.ssh.key_file is not None:
-        given["client_keys"] = [_expanded(file.ssh.key_file)]
     config = [str(ssh_config)] if _is_file(ssh_config) else []
+    given |= {"config": config, "host": node.name}
     try:
-        options = await asyncssh.SSHClientConnectionOptions.construct(config=config, host=node.name, **given)
+        options = await _options(given, key_file=file.ssh.key_file)
     except (asyncssh.Error, OSError, ValueError) as error:
         raise UsageError(
-            f"node {node.name}: {ssh_config} or ssh.key_file cannot be used: {_told(error)}",
-            hint=f"try 'ssh {node.name}'",
+            f"node {node.name}: {ssh_config} or a key cannot be used: {_told(error)}",
+            hint=f"try '{_ssh(node)}'",
         ) from error
     # With "UserKnownHostsFile none" the library would trust any host; here that means that none is known.
     named = options.known_hosts if isinstance(options.known_hosts, list) else None
@@ -364,6 +363,30 @@ def _is_file(path: Path) -> bool:
     return path.is_file()
 
 
+async def _options(given: dict[str, Any], *, key_file: str | None) -> asyncssh.SSHClientConnectionOptions:
+    """Keys as OpenSSH has them: key_file beside every IdentityFile, and those that are not there left out."""
+    construct = asyncssh.SSHClientConnectionOptions.construct
+    found: asyncssh.SSHClientConnectionOptions
+    if key_file is None:
+        with contextlib.suppress(FileNotFoundError):
+            found = await construct(**given)
+            return found
+    own = [] if key_file is None else [_expanded(key_file)]
+    if own and not _is_file(Path(own[0])):
+        raise UsageError(f"ssh.key_file {key_file!r} is not there", hint="name a private key, or none")
+    bare = await construct(client_keys=None, **given)
+    named = [_expanded(str(each)) for each in bare.config.get("IdentityFile", ())]
+    keys = own + [each for each in named if _is_file(Path(each))]
+    found = await construct(client_keys=keys, ignore_encrypted=True, **given)
+    return found
+
+
+def _ssh(node: GridNode) -> str:
+    """What to type to get there as the grid does."""
+    port = f"-p {node.port} " if node.port is not None else ""
+    return f"ssh {port}{node.user}@{node.name}" if node.user is not None else f"ssh {port}{node.name}"
+
+
 def _connect_error(target: Target, error: Exception) -> GenieError:
     name = target.node.name
     where = target.host if target.port == _SSH_PORT else f"{target.host} port {target.port}"
@@ -372,13 +395,13 @@ def _connect_error(target: Target, error: Exception) -> GenieError:
     if isinstance(error, asyncssh.PermissionDenied):
         return LoginRefusedError(
             f"node {name}: {where} refused the login of {target.options.username}",
-            hint=f"try 'ssh {name}'; a key with a passphrase must be in the agent (ssh-add), "
+            hint=f"try '{_ssh(target.node)}'; a key with a passphrase must be in the agent (ssh-add), "
             "and ssh.key_file or IdentityFile names another one",
         )
     if isinstance(error, asyncssh.KeyEncryptionError | asyncssh.KeyImportError):
         return LoginRefusedError(f"node {name}: a private key cannot be used: {error}", hint="ssh-add it")
     return UnreachableError(
-        f"node {name}: {where} cannot be reached: {_told(error)}", hint=f"try 'ssh {name}'"
+        f"node {name}: {where} cannot be reached: {_told(error)}", hint=f"try '{_ssh(target.node)}'"
     )
 
 

@@ -35,6 +35,7 @@ def test_health_is_a_table_with_a_line_for_each_node(bed: Bed, genie) -> None:
     assert ran.code == 0
     heading = " ".join(ran.out.splitlines()[0].split())
     assert heading == "NODE STATE SCORE CPU GPUS GPU MEMORY TEMP DISK NOTE"
+    assert "the best is gpu2\n" in ran.err
     found = rows(ran.out)
     assert found["gpu1"][1] == "ok"
     assert found["gpu1"][4:7] == ["2 of 2 free", "1%", "31 C"]

@@ -120,6 +120,8 @@ def test_names_are_completed_from_the_file(folder: Path, genie) -> None:
     genie("grid", "nodes", "add", "gpu1", "gpu2", "box")
     assert completed("grid-cli health gp") == ["gpu1", "gpu2"]
     assert completed("grid-cli nodes remove b") == ["box"]
+    for words in ("run --node", "ps --node", "sync --node", "setup --node", "cluster start --head", "demote"):
+        assert completed(f"grid-cli {words} b") == ["box"], words
 
 
 @pytest.mark.parametrize("words", ["--config f.yaml nodes trust o", "nodes trust --config f.yaml o"])
@@ -127,6 +129,32 @@ def test_names_are_completed_from_the_file_that_is_named(folder: Path, words: st
     genie("--version")  # registers the commands
     (folder / "f.yaml").write_text("nodes: [other]\n")
     assert completed(f"grid-cli {words}") == ["other"]
+
+
+@pytest.mark.parametrize("word", ["promote", "demote"])
+def test_commands_that_need_a_cluster_take_the_options_that_their_errors_name(
+    folder: Path, genie, word: str
+) -> None:
+    genie("grid", "nodes", "add", "gpu1")
+    assert "give --address" in genie("grid", word, "gpu1").err
+    ran = genie("grid", word, "gpu1", "--address", "127.0.0.1:1", "--token-file", "no/file")
+    assert ran.code == 2
+    assert "--token-file 'no/file' cannot be read" in ran.err
+
+
+@pytest.mark.parametrize(
+    ("argv", "usage"),
+    [
+        ("grid health", "[NODE]..."),
+        ("grid nodes remove", "{NODE}..."),
+        ("grid cancel", "{RUN}..."),
+        ("grid sync", "[DIR]"),
+        ("cancel", "{JOB}..."),
+    ],
+)
+def test_arguments_have_one_pair_of_brackets(genie, argv: str, usage: str) -> None:
+    out = genie(*argv.split(), "--help").out
+    assert f" {argv} [OPTIONS] {usage} " in out.replace("\n", " \n")
 
 
 def test_a_file_that_cannot_be_read_completes_to_nothing(folder: Path, genie) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from genie.cli.grid_ray_commands import _last_line
 from tests.cli.conftest import Ran
 from tests.grid.bed import Bed
 from tests.grid.ray_bed import install_ray
@@ -39,6 +40,12 @@ def test_setup_takes_the_requirements_of_the_folder(
     assert "gpu1: installing with Python" in ran.err
     ran = genie("grid", "setup", "--wheels", "wheels", "--node", "gpu1")
     assert (ran.code, "unchanged" in ran.out) == (0, True)
+
+
+def test_the_table_of_setup_has_the_line_that_says_what_went_wrong() -> None:
+    told = "node gpu1: Looking in links: wheels\nERROR: No matching distribution found for nope\n"
+    assert _last_line(told) == "ERROR: No matching distribution found for nope"
+    assert _last_line("") == ""
 
 
 def test_setup_that_fails_on_a_node_ends_with_1_and_says_why(bed: Bed, genie: Callable[..., Ran]) -> None:

@@ -131,7 +131,8 @@ def test_a_run_as_json(cli: Cli) -> None:
 def test_variables_folder_and_time_limit_reach_the_command(cli: Cli) -> None:
     done = cli("run", 'echo "$A $PWD"', "--node", "gpu1", "--env", "A=b c", "--cwd", "/tmp")
     assert done.out == "b c /tmp\n"
-    assert cli("run", "sleep 60", "--node", "gpu1", "--timeout", "0.2s").code == 124
+    ran = cli("run", "sleep 60", "--node", "gpu1", "--timeout", "0.2s")
+    assert (ran.code, "gpu1: the node ended the run after its --timeout 0.2s\n" in ran.err) == (124, True)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 import pytest_asyncio
 
-from genie.errors import NoNodeError
+from genie.errors import NoNodeError, NoNodeReachedError
 from genie.grid.grid_file import GridFile, HealthKeys, parse_grid_file
 from genie.grid.health_check import (
     GpuReading,
@@ -212,6 +212,17 @@ def test_when_none_fits_each_node_has_its_reason() -> None:
     assert "c: unreachable: no route" in text
     with pytest.raises(NoNodeError, match="a: it has no label zone=y"):
         choose(nodes, labels={"zone": "y"})
+
+
+def test_when_all_that_may_be_chosen_are_silent_it_is_a_matter_of_transport() -> None:
+    silent = NodeHealth("a", NodeState.UNREACHABLE, None, ("no route",), 0.0, labels={"zone": "x"})
+    other = health("b", labels={"zone": "y"})
+    with pytest.raises(NoNodeReachedError, match="a: unreachable: no route") as caught:
+        choose([silent, other], labels={"zone": "x"})
+    assert caught.value.exit_code == 255
+    with pytest.raises(NoNodeError) as several:
+        choose([silent, other], gpus=1)
+    assert several.value.exit_code == 1
 
 
 def test_the_reasons_of_many_nodes_are_cut() -> None:

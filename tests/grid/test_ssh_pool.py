@@ -17,6 +17,7 @@ from genie.errors import (
     LoginRefusedError,
     NodeRefusedError,
     UnreachableError,
+    UsageError,
 )
 from genie.grid.grid_file import GridFile, parse_grid_file
 from genie.grid.ssh_pool import SshPool
@@ -234,6 +235,40 @@ async def test_a_key_with_a_passphrase_that_no_agent_has_says_so(own_bed: Bed) -
     await asyncio.to_thread(subprocess.run, lock, check=True, timeout=30)
     with pytest.raises(LoginRefusedError, match="ssh-add"):
         await open_link(own_bed, "gpu1")
+
+
+async def test_a_key_of_openssh_that_is_not_there_is_passed_over_as_openssh_does(own_bed: Bed) -> None:
+    text = own_bed.ssh_config.read_text()
+    own_bed.ssh_config.write_text(f"Host *\n  IdentityFile {own_bed.folder}/nothing\n{text}")
+    await open_link(own_bed, "gpu1")
+
+
+async def test_key_file_stands_beside_the_keys_of_openssh(own_bed: Bed) -> None:
+    other = own_bed.folder / "other"
+    other.write_bytes(asyncssh.generate_private_key("ssh-ed25519").export_private_key())
+    file = parse_grid_file(f"nodes: [gpu1]\nssh: {{key_file: {other}}}", name="f.yaml")
+    async with SshPool(file, ssh_config=own_bed.ssh_config) as pool, pool.use("gpu1"):
+        pass
+    own_bed.key.rename(other)
+    async with SshPool(file, ssh_config=own_bed.ssh_config) as pool, pool.use("gpu1"):
+        pass
+
+
+async def test_key_file_that_is_not_there_is_named(own_bed: Bed) -> None:
+    file = parse_grid_file("nodes: [gpu1]\nssh: {key_file: /no/key}", name="f.yaml")
+    async with SshPool(file, ssh_config=own_bed.ssh_config) as pool:
+        with pytest.raises(UsageError, match=r"ssh\.key_file '/no/key' is not there"):
+            async with pool.use("gpu1"):
+                pass
+
+
+async def test_what_to_try_names_the_user_and_the_port_of_the_grids_file(own_bed: Bed) -> None:
+    own_bed["gpu1"].stop()
+    file = parse_grid_file("nodes: ['alice@gpu1:2222']\nssh: {max_retries: 0}", name="f.yaml")
+    async with SshPool(file, ssh_config=own_bed.ssh_config) as pool:
+        with pytest.raises(UnreachableError, match="try 'ssh -p 2222 alice@gpu1'"):
+            async with pool.use("gpu1"):
+                pass
 
 
 async def test_a_place_in_the_pool_is_free_again_when_a_connection_could_not_be_opened(own_bed: Bed) -> None:
