@@ -85,7 +85,7 @@ class Promotion:
         return await self._each(names, self._demote_one)
 
     async def _each(self, names: Sequence[str], move: Callable[[str], Awaitable[str]]) -> list[Moved]:
-        at_once = asyncio.Semaphore(self._file.sync.max_parallel_transfers)
+        at_once = asyncio.Semaphore(min(self._file.sync.max_parallel_transfers, self._file.ssh.pool_size))
 
         async def one(name: str) -> Moved:
             async with at_once:

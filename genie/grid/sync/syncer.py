@@ -200,7 +200,8 @@ class _Job:
     async def _round(self, nodes: list[str], *, final: bool) -> list[str]:
         """Brings the nodes up to date. Gives those that are worth another round."""
         again: list[str] = []
-        width = self._file.sync.max_parallel_transfers
+        # All of them are held until the last is done: more than there are connections would never come.
+        width = min(self._file.sync.max_parallel_transfers, self._file.ssh.pool_size)
         self._scan = None
         for at in range(0, len(nodes), width):
             again += await self._some(nodes[at : at + width], final=final)
