@@ -57,7 +57,7 @@ async def test_its_runs_are_an_error_and_those_of_others_are_listed(own_bed: Bed
         with pytest.raises(ProtocolError, match="gpu1"):
             await runner.start("gpu1", "true")
         run = await runner.start("gpu2", "echo hello")
-        assert await runner.find(run.run_id) == await runner.status(run)
+        assert (await runner.find(run.run_id)).node == "gpu2"
         lying, honest = await runner.list_all()
         assert isinstance(lying.error, ProtocolError)
         assert [each.run_id for each in honest.runs] == [run.run_id]
