@@ -115,7 +115,7 @@ def _reachable(where: str) -> str:
 
 
 def _say(node: str, text: str) -> None:
-    output.say(f"{node}: {text}")
+    output.say_lines(f"{node}: {text}")
 
 
 def _report(moved: list[Moved], *, as_json: bool) -> None:

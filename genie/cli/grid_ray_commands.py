@@ -99,7 +99,7 @@ def setup(
         output.write_table(("node", "state", "python", "message"), rows)
     failed = [report for report in reports if report.state == "failed"]
     for report in failed:
-        output.say(f"genie: {report.error}" + (f"\nhint: {report.hint}" if report.hint else ""))
+        output.say_lines(f"genie: {report.error}" + (f"\nhint: {report.hint}" if report.hint else ""))
     if failed:
         raise typer.Exit(1)
 
@@ -242,7 +242,7 @@ def submit(
     if as_json:
         output.write_json(dataclasses.asdict(end))
     elif end.exit_code and end.status == "FAILED" and "exit code" not in end.message:
-        output.say(f"genie: {_first_line(end.message)}")
+        output.say_lines(f"genie: {_first_line(end.message)}")
     raise typer.Exit(end.exit_code)
 
 
@@ -295,7 +295,7 @@ async def _opened(settings: Settings, file: GridFile) -> AsyncIterator[tuple[Ssh
 
 
 def _say(node: str, text: str) -> None:
-    output.say(f"{node}: {_first_line(text)}")
+    output.say_lines(f"{node}: {_first_line(text)}")
 
 
 def _first_line(text: str) -> str:

@@ -429,7 +429,7 @@ class _Follower:
         counting = counted(self._state_dir) if self._counts else contextlib.nullcontext(_not_counted)
         with counting as ended, self._sink(run.node) as sink:
             try:
-                code = await self._runner.wait(run, sink, on_note=output.say)
+                code = await self._runner.wait(run, sink, on_note=output.say_lines)
             except RunLostError as lost:
                 ended("lost")
                 error = lost
@@ -521,7 +521,7 @@ async def _logs(settings: Settings, run_id: str, *, follow: bool, stderr: bool, 
         found = await runner.find(run_id)
         if follow:
             with contextlib.suppress(RunLostError):
-                await runner.wait(found, show, on_note=output.say)
+                await runner.wait(found, show, on_note=output.say_lines)
         else:
             await _read_all(runner, found, show)
         if as_json:

@@ -68,6 +68,12 @@ def say(text: str) -> None:
     sys.stderr.flush()
 
 
+def say_lines(text: str) -> None:
+    """The same for text with words from elsewhere in it: its lines, and nothing that moves the cursor."""
+    for line in text.splitlines():
+        say(one_line(line))
+
+
 def write_table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, spare: Sequence[str] = ()) -> None:
     """Columns under headings. A pipe gets each row on one line.
 

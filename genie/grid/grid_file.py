@@ -190,7 +190,7 @@ class _Parser:
             raise ConfigError(
                 f"{self._name} is empty", hint="it needs 'nodes:' with the names of your SSH hosts"
             )
-        self._check_tags(root)
+        self._check_tags(root, seen=set())
         entries = self._mapping(root, "the file", known=_TOP)
         if "nodes" not in entries:
             raise ConfigError(
@@ -356,15 +356,21 @@ class _Parser:
             found[name.value] = value
         return found
 
-    def _check_tags(self, node: yaml.Node, *, depth: int = 0) -> None:
-        """Nothing in this file is more than text, a number, a list or a mapping, two levels below a node."""
+    def _check_tags(self, node: yaml.Node, *, seen: set[tuple[int, int]], depth: int = 0) -> None:
+        """Nothing in this file is more than text, a number, a list or a mapping, two levels below a node.
+
+        What aliases repeat is looked at once for each depth: written out, it could be without end.
+        """
+        if (id(node), depth) in seen:
+            return
+        seen.add((id(node), depth))
         if not node.tag.startswith("tag:yaml.org,2002:") or "/" in node.tag:
             raise self._error(node, f"the tag {node.tag!r}", "is not allowed")
         if depth > _DEPTH_MAX:
             raise self._error(node, "this", "is nested too deeply")
         for child in node.value if isinstance(node, yaml.CollectionNode) else ():
             for each in child if isinstance(child, tuple) else (child,):
-                self._check_tags(each, depth=depth + 1)
+                self._check_tags(each, seen=seen, depth=depth + 1)
 
     def _error(self, node: yaml.Node | None, what: str, problem: str, *, hint: str = "") -> ConfigError:
         where = f"{self._name}:{node.start_mark.line + 1}: " if node is not None and self._name else ""

@@ -208,18 +208,26 @@ def _answer(node: str, name: str, text: bytes) -> tuple[Any, bytes]:
     if lines and lines[-1].startswith("refused "):
         _, reason, why = lines[-1].split(" ", 2)
         raise NodeRefusedError(f"node {node}: {why.strip()}", reason=_reason(reason, why))
-    found = [_run(lines[start:]) for start, line in enumerate(lines) if line.startswith("run ")]
+    told = [lines[start:] for start, line in enumerate(lines) if line.startswith("run ")]
     if name == "list":
-        return {"runs": found, "more": False}, b""
+        return {"runs": [run for run in map(_try_run, told) if run is not None], "more": False}, b""
     if name == "remove":
         return {}, b""
-    (one,) = found
+    (one,) = map(_run, told)
     if name == "read":
         out, err = (int(each) for each in lines[-1].split()[1:])
         over = one["state"] in ("exited", "lost")
         end = over and out < runs.CHUNK_BYTES and err < runs.CHUNK_BYTES
         return {**one, "out": out, "err": err, "end": end}, data
     return {**one, "created": "created" in lines, "sent": "sent" in lines}, b""
+
+
+def _try_run(lines: list[str]) -> dict[str, Any] | None:
+    """None for one that is damaged: the others are told all the same."""
+    try:
+        return _run(lines)
+    except (ValueError, KeyError, TypeError, IndexError, AttributeError):
+        return None
 
 
 def _run(lines: list[str]) -> dict[str, Any]:
@@ -238,11 +246,13 @@ def _run(lines: list[str]) -> dict[str, Any]:
     ended = json.loads(facts["exit"]) if facts.get("exit") else None
     pid_record = json.loads(facts["pid"]) if facts.get("pid") else {}
     meta = json.loads(facts["meta"])
+    if not runs.is_meta(meta):
+        raise ValueError("meta.json is damaged")
 
     def look(pid: int) -> tuple[str, int]:
         return processes.get(pid, ("", 0))
 
-    return {**meta, **runs.state_of(ended, pid_record, facts.get("boot", ""), look)}
+    return {**meta, "id": facts["run"], **runs.state_of(ended, pid_record, facts.get("boot", ""), look)}
 
 
 def _reason(reason: str, why: str) -> str:

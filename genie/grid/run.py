@@ -5,9 +5,9 @@ Not for: starting and following runs (runner.py).
 
 from __future__ import annotations
 
+import math
 import re
 import secrets
-from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
@@ -17,6 +17,11 @@ from genie.errors import NameInvalidError, ProtocolError
 _ALPHABET = "abcdefghijklmnopqrstuvwxyz234567"
 _RANDOM_CHARACTERS = 10
 _ID = re.compile(r"r-[a-z2-7]{10}")
+_TOLD_ID = re.compile(r"[a-z0-9][a-z0-9-]{0,63}")
+_CODE_MAX = 255
+_TIME_S_MAX = 1e11
+MALFORMED = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError)
+"""What reading an answer of another shape than was agreed on raises."""
 _ID_BEGINNING = re.compile(r"r(-[a-z2-7]{0,10})?")
 
 
@@ -89,28 +94,28 @@ def checked_id_beginning(text: str) -> str:
     return text
 
 
-def run_of(node: str, answer: Mapping[str, Any]) -> Run:
+def run_of(node: str, answer: Any) -> Run:
     """What a node said. It is not trusted: raises ProtocolError."""
     try:
         return Run(
-            run_id=str(answer["id"]),
+            run_id=_id(answer["id"]),
             node=node,
             command=str(answer["command"]),
             state=RunState(answer["state"]),
-            started=float(answer["started"]),
+            started=_time(answer["started"]),
             cwd=str(answer.get("cwd", "")),
             who=str(answer.get("who", "")),
             gpus=tuple(int(each) for each in answer.get("gpus") or ()),
-            ended=None if answer.get("ended") is None else float(answer["ended"]),
-            exit_code=_whole(answer.get("exit_code")),
-            signal=_whole(answer.get("signal")),
+            ended=None if answer.get("ended") is None else _time(answer["ended"]),
+            exit_code=_code(answer.get("exit_code")),
+            signal=_code(answer.get("signal")),
             error=str(answer.get("error", "")),
         )
-    except (KeyError, TypeError, ValueError) as error:
+    except MALFORMED as error:
         raise ProtocolError(f"node {node}: a run is told in a way that we do not know: {error!r}") from None
 
 
-def chunk_of(node: str, answer: Mapping[str, Any], data: bytes) -> Chunk:
+def chunk_of(node: str, answer: Any, data: bytes) -> Chunk:
     try:
         out, err = int(answer["out"]), int(answer["err"])
         if min(out, err) < 0 or out + err != len(data):
@@ -119,14 +124,31 @@ def chunk_of(node: str, answer: Mapping[str, Any], data: bytes) -> Chunk:
             out=data[:out],
             err=data[out:],
             state=RunState(answer["state"]),
-            exit_code=_whole(answer.get("exit_code")),
-            signal=_whole(answer.get("signal")),
+            exit_code=_code(answer.get("exit_code")),
+            signal=_code(answer.get("signal")),
             error=str(answer.get("error", "")),
             end=bool(answer["end"]),
         )
-    except (KeyError, TypeError, ValueError) as error:
+    except MALFORMED as error:
         raise ProtocolError(f"node {node}: output is told in a way that we do not know: {error!r}") from None
 
 
-def _whole(value: Any) -> int | None:
+def _id(value: Any) -> str:
+    """Also those that others gave: they are shown, and get into paths on the node that told them."""
+    if not isinstance(value, str) or not _TOLD_ID.fullmatch(value):
+        raise ValueError("an id that is none")
+    return value
+
+
+def _time(value: Any) -> float:
+    seconds = float(value)
+    if not math.isfinite(seconds) or abs(seconds) > _TIME_S_MAX:
+        raise ValueError(f"a time of {seconds} s")
+    return seconds
+
+
+def _code(value: Any) -> int | None:
+    """256 would become 0 when our own process ends with it."""
+    if value is not None and not 0 <= int(value) <= _CODE_MAX:
+        raise ValueError(f"a code of {value}")
     return None if value is None else int(value)

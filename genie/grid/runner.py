@@ -24,6 +24,7 @@ from genie.errors import (
     DeadlineError,
     GenieError,
     NodeRefusedError,
+    ProtocolError,
     RunLostError,
     RunNotFoundError,
     TransportError,
@@ -34,6 +35,7 @@ from genie.grid import plain_runs
 from genie.grid.grid_file import GridFile
 from genie.grid.remote import core
 from genie.grid.run import (
+    MALFORMED,
     Chunk,
     Run,
     RunState,
@@ -137,8 +139,10 @@ class Runner:
                 f"standard input has more than {STDIN_BYTES_MAX} bytes", hint="send it as a file"
             )
         async with self._starts.setdefault(node, asyncio.Semaphore(_STARTS_MAX)):
-            answer = await self._start(node, args, stdin)
-        return run_of(node, answer)
+            run = run_of(node, await self._start(node, args, stdin))
+        if run.run_id != args["id"]:
+            raise ProtocolError(f"node {node}: it was asked for run {args['id']} and tells of {run.run_id}")
+        return run
 
     async def _start(self, node: str, args: Mapping[str, Any], stdin: bytes) -> Any:
         asked = False
@@ -177,7 +181,7 @@ class Runner:
                 async with asyncio.timeout(_INTERRUPT_S):
                     args = {"id": run_id, "signal": "INT"}
                     answer, _ = await self._ask(node, "signal", args, retries=0)
-                    if answer["sent"] or answer["state"] in ("exited", "lost"):
+                    if _sent(node, answer) or answer.get("state") in ("exited", "lost"):
                         return
             await asyncio.sleep(_PAUSE_S)
 
@@ -225,7 +229,7 @@ class Runner:
     async def signal(self, run: Run, name: str) -> bool:
         """Sends INT, TERM, KILL, ... to the run's process group. False for a run that has ended."""
         answer, _ = await self._ask(run.node, "signal", {"id": run.run_id, "signal": name})
-        return bool(answer["sent"])
+        return _sent(run.node, answer)
 
     async def cancel(self, run: Run, *, signal: str = "TERM", grace_s: float = 10.0) -> Run:
         """The signal, and KILL if the run is still there after `grace_s`. The run as it is afterwards."""
@@ -249,7 +253,14 @@ class Runner:
     async def list(self, node: str, *, prefix: str = "") -> tuple[Run, ...]:
         """The runs of one node, newest first: those that run, and the last ones that have ended."""
         answer, _ = await self._ask(node, "list", {"prefix": prefix}, retries=0)
-        return tuple(run_of(node, each) for each in answer["runs"])
+        try:
+            told = list(answer["runs"])
+        except MALFORMED as error:
+            raise ProtocolError(
+                f"node {node}: runs are told in a way that we do not know: {error!r}"
+            ) from None
+        runs = (run_of(node, each) for each in told)
+        return tuple(run for run in runs if run.run_id.startswith(prefix))
 
     async def list_all(self, nodes: Sequence[str] | None = None, *, prefix: str = "") -> Sequence[NodeRuns]:
         """Of all nodes at the same time. One that does not answer says so, and holds up no other."""
@@ -352,6 +363,12 @@ class _Outage:
         if self._noted is not None:
             self._note(f"{self._run.node} is back after {now - self._answered:.0f} s")
         self._answered, self._attempt, self._noted = now, 0, None
+
+
+def _sent(node: str, answer: Any) -> bool:
+    if not isinstance(answer, dict) or not isinstance(answer.get("sent"), bool):
+        raise ProtocolError(f"node {node}: whether a signal was sent is told in a way that we do not know")
+    return bool(answer["sent"])
 
 
 def the_one(beginning: str, found: Sequence[NodeRuns]) -> Run:

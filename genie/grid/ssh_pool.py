@@ -53,6 +53,7 @@ _BOOT = (
 )
 _REMOTE_IMPORT = re.compile(r"^from genie\.grid\.remote(?:\.(\w+))? import ([\w, ]+)$", re.MULTILINE)
 _NOISE_BYTES_MAX = 1 << 16
+_SAID_BYTES_MAX = 64 << 20
 _KEEPALIVE_S = 5.0
 _KEEPALIVE_COUNT = 3
 _BACKOFF_S = 0.1
@@ -115,14 +116,18 @@ class Link:
         """Runs a line of shell that the caller has quoted, to its end. Raises like `call`."""
         try:
             async with asyncio.timeout(timeout_s):
-                done = await self.connection.run(command, input=stdin, encoding=None, check=False)
+                process = await self.connection.create_process(command, encoding=None)
+                try:
+                    out, err = await _said(process, stdin, name=self.name)
+                finally:
+                    process.close()
         except TimeoutError:
             raise DeadlineError(f"node {self.name}: a command took longer than {timeout_s:g} s") from None
         except (asyncssh.Error, OSError) as error:
             raise ConnectionLostError(f"node {self.name}: the connection broke: {_told(error)}") from error
-        if done.exit_status is None and done.exit_signal is None:
+        if process.exit_status is None and process.exit_signal is None:
             raise ConnectionLostError(f"node {self.name}: the connection broke while a command ran")
-        return Completed(_exit_code(done), _as_bytes(done.stdout), _as_bytes(done.stderr))
+        return Completed(_exit_code(process), out, err)
 
     async def start_helper(self) -> None:
         """Once for each connection; where the node cannot run it, `has_helper` stays False."""
@@ -510,6 +515,8 @@ class _Helper(asyncssh.SSHClientSession[bytes]):
             if not limit.expired():
                 raise
             raise DeadlineError(f"node {self._name}: no answer to {op} within {timeout_s:g} s") from None
+        except OSError as error:  # the channel is closed, and has not told us yet
+            raise ConnectionLostError(f"node {self._name}: the connection broke: {_told(error)}") from error
         finally:
             self._waiting.pop(number, None)
 
@@ -552,7 +559,7 @@ class _Helper(asyncssh.SSHClientSession[bytes]):
         try:
             while self._take_one():
                 pass
-        except (ProtocolError, ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ProtocolError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             self._break(
                 ProtocolError(f"node {self._name}: its helper sent something else than answers: {error}")
             )
@@ -595,9 +602,10 @@ class _Helper(asyncssh.SSHClientSession[bytes]):
             if not self.started.done():
                 self.started.set_result(None)
             return
-        answer = self._waiting.pop(message["id"], None)
+        answer = self._waiting.get(message["id"])
         if answer is None or answer.done():
             return
+        # Whoever waits stays in the list until all of it is read: what is not an answer must reach them, too.
         error = message.get("error")
         if error is None:
             answer.set_result((message["ok"], blob))
@@ -635,11 +643,28 @@ def _told(error: BaseException | None) -> str:
     return str(error) or type(error).__name__
 
 
-def _exit_code(done: asyncssh.SSHCompletedProcess) -> int:
+async def _said(process: asyncssh.SSHClientProcess[bytes], stdin: bytes, *, name: str) -> tuple[bytes, bytes]:
+    """All that a command writes, up to a bound: a node must not fill our memory."""
+
+    async def all_of(reader: asyncssh.SSHReader[bytes]) -> bytes:
+        parts = []
+        room = _SAID_BYTES_MAX
+        while data := await reader.read(_NOISE_BYTES_MAX):
+            parts.append(data)
+            room -= len(data)
+            if room < 0:
+                raise ProtocolError(f"node {name}: a command wrote more than {_SAID_BYTES_MAX} bytes")
+        return b"".join(parts)
+
+    with contextlib.suppress(BrokenPipeError):  # it may be over already
+        process.stdin.write(stdin)
+        process.stdin.write_eof()
+    out, err = await asyncio.gather(all_of(process.stdout), all_of(process.stderr))
+    await process.wait_closed()
+    return out, err
+
+
+def _exit_code(done: asyncssh.SSHClientProcess[bytes]) -> int:
     if done.exit_status is not None and done.exit_status >= 0:
         return done.exit_status
     return 128 - done.returncode if done.returncode is not None and done.returncode < 0 else 255
-
-
-def _as_bytes(data: Any) -> bytes:
-    return data if isinstance(data, bytes) else str(data or "").encode()

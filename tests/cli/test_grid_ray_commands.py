@@ -85,3 +85,15 @@ def test_a_program_must_be_given(bed: Bed, genie: Callable[..., Ran]) -> None:
     assert (ran.code, "no program was given" in ran.err) == (2, True)
     ran = genie("grid", "cluster", "submit", "--env", "NOTHING", "--", "true")
     assert (ran.code, "has no '='" in ran.err) == (2, True)
+
+
+def test_what_a_node_says_about_a_failure_cannot_move_the_cursor(bed: Bed, genie: Callable[..., Ran]) -> None:
+    program = bed["gpu2"].bin / "evil-python"
+    program.write_text(
+        '#!/bin/sh\ncase "$*" in *venv*) printf \'no\\033[2Jroom\' >&2; exit 1 ;; esac\nexec python3 "$@"\n'
+    )
+    program.chmod(0o755)
+    ran = genie("grid", "setup", "--package", "x", "--python", "evil-python", "--node", "gpu2")
+    assert ran.code == 1
+    assert "room" in ran.err
+    assert "\x1b" not in ran.out + ran.err

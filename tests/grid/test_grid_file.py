@@ -134,3 +134,11 @@ def test_a_node_that_is_not_in_the_file_names_the_nearest() -> None:
 
 def test_a_node_on_the_command_line_may_carry_user_and_port() -> None:
     assert parse_node("bob@gpu1:2200") == GridNode(name="gpu1", user="bob", port=2200)
+
+
+def test_aliases_cannot_make_a_small_file_endless() -> None:
+    text = "a: &a [x]\n"
+    for before, name in zip("abcd", "bcde", strict=True):
+        text += f"{name}: &{name} [{', '.join([f'*{before}'] * 500)}]\n"
+    with pytest.raises(ConfigError):
+        parse_grid_file(text, name="f.yaml")

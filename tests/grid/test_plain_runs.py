@@ -151,3 +151,13 @@ def test_values_are_never_shell_syntax() -> None:
         assert (done.returncode, done.stderr) == (0, "")
     lines = [line for line in text.splitlines() if "touch" in line]
     assert all(line.startswith(("root=", "command=", "cwd=", "meta=", "  export A=")) for line in lines)
+
+
+async def test_a_damaged_run_does_not_hide_the_others(runner: Runner, node: Node) -> None:
+    run = await runner.start("gpu1", "true")
+    await runner.wait(run, lambda *_: None)
+    for number, text in enumerate(("", "[]", "{}", '{"id":"x"')):
+        folder = node.home / f"grid_workspace/.grid/runs/r-damaged{number}"
+        folder.mkdir()
+        (folder / "meta.json").write_text(text)
+    assert [each.run_id for each in await runner.list("gpu1")] == [run.run_id]

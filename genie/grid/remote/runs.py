@@ -377,16 +377,29 @@ def _status(folder: str) -> Args:
             meta = json.loads(file.read(_META_BYTES_MAX).decode())
     except FileNotFoundError:
         raise OpError("missing", "no run has the id " + os.path.basename(folder)) from None
-    except ValueError:
-        raise OpError("damaged", folder + "/meta.json is damaged") from None
-    return dict(meta, **_state(folder))
+    except (OSError, ValueError, RecursionError):
+        meta = None
+    if not is_meta(meta):
+        raise OpError("damaged", folder + "/meta.json is damaged")
+    return dict(meta, id=os.path.basename(folder), **_state(folder))
+
+
+def is_meta(meta: Any) -> bool:
+    """Not so after a power cut, which may leave an empty file, or where someone else wrote it."""
+    return (
+        isinstance(meta, dict)
+        and isinstance(meta.get("command"), str)
+        and isinstance(meta.get("started"), (int, float))
+        and isinstance(meta.get("gpus"), list)
+        and all(isinstance(gpu, int) for gpu in meta["gpus"])
+    )
 
 
 def _state(folder: str) -> Args:
     found: Args = {}
     for _ in range(2):  # it may end between two looks
-        ended = _record(os.path.join(folder, "exit"))
-        pid = _record(os.path.join(folder, "pid"))
+        ended = _record(os.path.join(folder, "exit"), ("code", "ended"))
+        pid = _record(os.path.join(folder, "pid"), ("boot", "watcher"))
         if pid is None and not os.path.isdir(folder):
             raise OpError("missing", "no run has the id " + os.path.basename(folder))
         found = state_of(ended, pid or {}, _boot(), _process)
@@ -415,7 +428,7 @@ def is_alive(pid: Args, who: str, boot: str, look: Any) -> bool:
     if who not in pid or pid["boot"] != boot:
         return False
     letter, began = look(pid[who])
-    return letter not in ("", "Z", "X") and began == pid[who + "_start"]
+    return letter not in ("", "Z", "X") and began == pid.get(who + "_start")
 
 
 def _process(pid: int) -> tuple[str, int]:
@@ -436,14 +449,15 @@ def _boot() -> str:
         return ""
 
 
-def _record(path: str) -> Any:
-    """None where nothing is written yet."""
+def _record(path: str, needed: tuple[str, ...] = ()) -> Any:
+    """None where nothing is written yet, or where it is not what we write."""
     try:
         with open(path, "rb") as file:
             text = file.read(_RECORD_BYTES).strip()
-        return json.loads(text.decode()) if text else None
+        found = json.loads(text.decode()) if text else None
     except (FileNotFoundError, NotADirectoryError, ValueError):
         return None
+    return found if isinstance(found, dict) and all(key in found for key in needed) else None
 
 
 def _write_record(file: int, record: Args) -> None:
@@ -529,7 +543,7 @@ def _held(runs: str) -> Args:
         try:
             found = _status(os.path.join(runs, name))
         except OpError:
-            continue  # removed since, or not ours
+            continue  # removed since, or damaged: what it still uses, the driver tells
         if found["state"] in ("running", "starting"):
             held.update(dict.fromkeys(found["gpus"], name))
     return held

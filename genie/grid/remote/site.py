@@ -71,13 +71,24 @@ class Site:
         name = "objects-" + _boot()
         for other in os.listdir(self.folder):
             if other.startswith("objects-") and other != name:
-                self.empty(self._folder(self.folder, other, create=False))
-                os.rmdir(other, dir_fd=self.folder)
+                self._remove_objects(other)
         return self._folder(self.folder, name, create=True)
 
+    def _remove_objects(self, name: str) -> None:
+        try:
+            self.empty(self._folder(self.folder, name, create=False))
+            os.rmdir(name, dir_fd=self.folder)
+        except OSError as error:  # no folder, or something in it that is not ours: it is in nobody's way
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR, errno.ELOOP):
+                raise
+
     def empty(self, folder: int) -> None:
+        """Of files. A folder that someone else has made there stays."""
         for name in os.listdir(folder):
-            os.unlink(name, dir_fd=folder)
+            try:
+                os.unlink(name, dir_fd=folder)
+            except (IsADirectoryError, PermissionError):  # which of them, depends on the system
+                pass
 
     def state(self) -> State:
         """An empty one where there is none, or where what is there cannot be read any more."""

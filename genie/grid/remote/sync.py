@@ -12,6 +12,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import stat
 import struct
 import sys
@@ -39,6 +40,7 @@ _READ_BYTES = 1 << 20
 _COMPILE_S = 120
 _COMPILERS = ("c++", "g++", "clang++")
 _FLAGS = ("-std=c++17", "-O2", "-fPIC", "-fvisibility=hidden", "-fno-exceptions", "-fno-rtti", "-shared")
+_OBJECT = re.compile(r"[0-9a-f]{64}\.[0-9a-f]{1,16}")
 _drift: dict[str, bytes] = {}
 
 
@@ -599,10 +601,13 @@ def _staged(site: Site) -> list[bytes]:
     objects = site.objects()
     found = []
     for name in os.listdir(objects):
+        if not _OBJECT.fullmatch(name):
+            continue
         sha, _, size = name.partition(".")
-        if len(sha) == 64 and os.stat(name, dir_fd=objects).st_size == int(size, 16):
+        status = os.stat(name, dir_fd=objects, follow_symlinks=False)
+        if stat.S_ISREG(status.st_mode) and status.st_size == int(size, 16):
             found.append(bytes.fromhex(sha))
-        elif len(sha) == 64:
+        elif not stat.S_ISDIR(status.st_mode):
             os.unlink(name, dir_fd=objects)
     return found
 

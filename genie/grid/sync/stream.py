@@ -90,12 +90,12 @@ class Stream:
             raise ConnectionLostError(f"node {self._name}: the connection broke in the middle of a transfer")
         try:
             message = json.loads(body)
-        except ValueError:
+            if "error" not in message:
+                return message["ok"]
+            reason, said = str(message["error"]["reason"]), str(message["error"]["text"])
+        except (ValueError, LookupError, TypeError, RecursionError):
             raise ProtocolError(f"node {self._name}: its answer to a transfer is not ours") from None
-        if "error" in message:
-            told = message["error"]
-            raise NodeRefusedError(f"node {self._name}: {told['text']}", reason=str(told["reason"]))
-        return message["ok"]
+        raise NodeRefusedError(f"node {self._name}: {said}", reason=reason)
 
 
 @functools.cache

@@ -17,7 +17,7 @@ import logging
 import os
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -28,12 +28,14 @@ from genie.errors import (
     DeadlineError,
     GenieError,
     NodeRefusedError,
+    ProtocolError,
     SyncError,
     TransportError,
 )
 from genie.grid.grid_file import GridFile
 from genie.grid.remote import tree
-from genie.grid.remote.sync import ANSWER_BYTES
+from genie.grid.remote.sync import ANSWER_BYTES, PLAN_BYTES_MAX
+from genie.grid.run import MALFORMED
 from genie.grid.ssh_pool import Link, SshPool
 from genie.grid.sync import tar_pipe
 from genie.grid.sync.delta import Delta, bytes_of, delta_of, paths_of, plan_of
@@ -254,14 +256,15 @@ class _Job:
         task = _Task(link, started)
         links.callback(task.close)
         if link.has_helper:
-            await self._look(task)
+            with _understood(name):
+                await self._look(task)
         return task
 
     async def _look(self, task: _Task) -> None:
         answer, drift = await task.link.call("sync.check", self._args, timeout_s=_CHECK_S)
         if not answer["has_library"] and not self._dry_run:
             await self._offer_library(task, answer["machine"])
-        while len(drift) < answer["drift"]:
+        while len(drift) < _bounded(answer["drift"]):
             args = {**self._args, "offset": len(drift)}
             _, piece = await task.link.call("sync.drift", args, timeout_s=_CHECK_S)
             if not piece:
@@ -336,10 +339,11 @@ class _Job:
         elif task.digest == snapshot.old_digest:
             theirs = snapshot.old_records
         else:
-            theirs = await self._fetch_records(task)
-        return delta_of(
-            self._engine, theirs=theirs, drift=task.drift, ours=ours, checksums=self._file.sync.use_checksums
-        )
+            with _understood(task.name):
+                theirs = await self._fetch_records(task)
+        checksums = self._file.sync.use_checksums
+        with _understood(task.name):
+            return delta_of(self._engine, theirs=theirs, drift=task.drift, ours=ours, checksums=checksums)
 
     async def _fetch_records(self, task: _Task) -> bytes:
         parts: list[bytes] = []
@@ -351,7 +355,7 @@ class _Job:
             size += len(piece)
             if answer["digest"] != task.digest:
                 raise NodeRefusedError(f"node {task.name}: another sync is under way", reason="moved")
-            if size >= answer["size"] or len(piece) < ANSWER_BYTES:
+            if size >= _bounded(answer["size"]) or len(piece) < ANSWER_BYTES:
                 return b"".join(parts)
 
     async def _send(self, group: list[_Task], snapshot: Snapshot, *, final: bool) -> list[str]:
@@ -440,13 +444,17 @@ class _Job:
 
     def _done(self, task: _Task, answer: Any = None, *, unchanged: bool = False, note: str = "") -> None:
         told = answer or {}
+        with _understood(task.name):
+            deleted = int(told.get("deleted", 0))
+            kept = tuple(map(str, told.get("kept", ())))
+            overwritten = tuple(map(str, told.get("overwritten", ())))
         self._reports[task.name] = SyncReport(
             node=task.name,
             sent_files=task.sent_files,
             sent_bytes=task.sent_bytes,
-            deleted=int(told.get("deleted", 0)),
-            kept=tuple(map(str, told.get("kept", ()))),
-            overwritten=tuple(map(str, told.get("overwritten", ()))),
+            deleted=deleted,
+            kept=kept,
+            overwritten=overwritten,
             restored=task.delta.restored,
             seconds=time.monotonic() - task.started,
             unchanged=unchanged,
@@ -529,6 +537,21 @@ class _Transfer:
         if chunk.files or chunk.size:
             total = max(self._bytes_total, task.sent_bytes)
             self._on_progress(Progress(task.name, task.sent_files, self._files_total, task.sent_bytes, total))
+
+
+@contextlib.contextmanager
+def _understood(name: str) -> Iterator[None]:
+    """A node's answers are not trusted: one of another shape is that node's failure, and no other's."""
+    try:
+        yield
+    except (*MALFORMED, OSError) as error:  # OSError: records that are none
+        raise ProtocolError(f"node {name}: a tree is told in a way that we do not know: {error!r}") from None
+
+
+def _bounded(size: Any) -> int:
+    if not 0 <= int(size) <= PLAN_BYTES_MAX:
+        raise ValueError(f"{size} bytes of records")
+    return int(size)
 
 
 def tree_name(root: Path) -> str:

@@ -51,6 +51,38 @@ def test_a_record_that_is_only_half_there_is_none(tmp_path: Path) -> None:
     assert runs._record(str(tmp_path / "exit")) is None
 
 
+META = '{"id":"../../x","command":"c","started":1,"gpus":[0]}'
+
+
+@pytest.mark.parametrize(
+    ("meta", "pid", "ended", "state"),
+    [
+        ("", "", "", None),
+        ("[]", "", "", None),
+        ("{}", "", "", None),
+        ('{"command":null,"started":1,"gpus":[]}', "", "", None),
+        ('{"command":"c","started":"x","gpus":[]}', "", "", None),
+        ('{"command":"c","started":1,"gpus":5}', "", "", None),
+        (META, "5", "", "lost"),
+        (META, '{"pid":1}', "", "lost"),
+        (META, '{"boot":"b","watcher":1}', "[]", "lost"),
+        (META, "", "{}", "lost"),
+    ],
+)
+def test_a_damaged_run_holds_up_neither_the_list_nor_gpus(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, meta: str, pid: str, ended: str, state: str | None
+) -> None:
+    folder = tmp_path / ".grid" / "runs" / "r-damaged"
+    folder.mkdir(parents=True)
+    for name, text in (("meta.json", meta), ("pid", pid), ("exit", ended)):
+        (folder / name).write_text(text)
+    found = runs.list_runs({"root": str(tmp_path)}, b"")["runs"]
+    assert [(one["id"], one["state"]) for one in found] == ([("r-damaged", state)] if state else [])
+    monkeypatch.setattr(runs, "_has", lambda program: program == "nvidia-smi")
+    monkeypatch.setattr(runs, "_nvidia_used", lambda: {0: 0})
+    assert runs._take_gpus(str(folder.parent), 1)[0] == [0]
+
+
 def test_variables_of_the_user_have_the_last_word(tmp_path: Path) -> None:
     args = {
         "id": "r-a",

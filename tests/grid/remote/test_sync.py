@@ -177,3 +177,21 @@ def test_a_tree_whose_own_folder_is_a_link_is_refused(two_states, tmp_path: Path
 def test_a_tree_cannot_be_named_like_a_path(tmp_path: Path, name: str) -> None:
     with pytest.raises(OpError):
         Site({"root": str(tmp_path), "tree": name}, create=True)
+
+
+def test_what_others_put_beside_what_arrives_is_in_nobodys_way(two_states, tmp_path: Path) -> None:
+    old, new = two_states
+    root = tmp_path / "node"
+    sync.apply(args_of(root), change(b"", old))
+    (objects,) = (root / ".grid/sync/t").glob("objects-*")
+    earlier = objects.with_name("objects-earlier")
+    for folder in (objects, earlier):
+        (folder / "folder" / "inner").mkdir(parents=True)
+        for name in ("z" * 64, "a" * 64, "a" * 64 + ".x", "c" * 64 + ".5"):
+            (folder / name).write_text("x")
+        (folder / ("b" * 64 + ".1")).symlink_to("/etc/passwd")
+    (root / ".grid/sync/t/objects-file").write_text("x")
+    answer, _ = sync.check(args_of(root), b"")
+    assert answer["objects"] == 0
+    sync.apply(args_of(root), change(records_of(old), new))
+    assert told(root) == told(new)

@@ -15,6 +15,7 @@ from genie.grid.remote import tree
 from genie.grid.ssh_pool import SshPool
 from genie.grid.sync.syncer import Progress, Syncer
 from tests.grid.bed import Bed
+from tests.grid.conftest import grid_file_of
 from tests.grid.remote.test_tree import ENTRIES, build
 from tests.grid.sync.conftest import Project, file_for
 from tests.grid.sync.trees import told, write
@@ -273,6 +274,15 @@ async def test_several_nodes_get_the_same_and_one_that_fails_holds_up_no_other(
         assert (one.unchanged, two.sent_files) == (True, 300)
     assert told(own_bed["gpu2"].home / "ws") == told(root)
     assert (seen[-1].node, seen[-1].files, seen[-1].bytes) == ("gpu1", 300, seen[-1].bytes_total)
+
+
+async def test_fewer_connections_than_transfers_are_enough(own_bed: Bed, tmp_path: Path) -> None:
+    file = grid_file_of(own_bed, more="ssh: {connect_timeout: 2, max_retries: 0, pool_size: 1}\n")
+    write(tmp_path / "project", {b"a": b"1"})
+    async with SshPool(file, ssh_config=own_bed.ssh_config) as pool:
+        syncer = Syncer(pool, file, state_dir=tmp_path / "state")
+        reports = await syncer.sync(tmp_path / "project", ["gpu1", "gpu2"])
+    assert [report.error for report in reports] == [None, None]
 
 
 async def test_another_machine_with_the_same_project_sends_nothing(bed: Bed, project: Project) -> None:
