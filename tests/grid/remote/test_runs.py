@@ -70,7 +70,7 @@ META = '{"id":"../../x","command":"c","started":1,"gpus":[0]}'
     ],
 )
 def test_a_damaged_run_holds_up_neither_the_list_nor_gpus(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, meta: str, pid: str, ended: str, state: str | None
+    tmp_path: Path, meta: str, pid: str, ended: str, state: str | None
 ) -> None:
     folder = tmp_path / ".grid" / "runs" / "r-damaged"
     folder.mkdir(parents=True)
@@ -78,9 +78,7 @@ def test_a_damaged_run_holds_up_neither_the_list_nor_gpus(
         (folder / name).write_text(text)
     found = runs.list_runs({"root": str(tmp_path)}, b"")["runs"]
     assert [(one["id"], one["state"]) for one in found] == ([("r-damaged", state)] if state else [])
-    monkeypatch.setattr(runs, "_has", lambda program: program == "nvidia-smi")
-    monkeypatch.setattr(runs, "_nvidia_used", lambda: {0: 0})
-    assert runs._take_gpus(str(folder.parent), 1)[0] == [0]
+    assert runs._held(str(folder.parent)) == {}
 
 
 def test_variables_of_the_user_have_the_last_word(tmp_path: Path) -> None:
