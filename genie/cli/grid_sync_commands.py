@@ -14,7 +14,7 @@ import typer
 
 from genie.cli import output
 from genie.cli.app import AsJson, Invocation, grid_command
-from genie.cli.grid_node_commands import complete_node, read_file
+from genie.cli.grid_node_commands import complete_node, load_grid
 from genie.cli.quantities import size_text
 
 if TYPE_CHECKING:
@@ -44,8 +44,7 @@ def sync(
     What a sync put there and is gone here is deleted there, unless it was changed on the node. Left out
     is what sync.exclude_patterns and .gitignore files name.
     """
-    file = read_file(invocation)
-    settings = invocation.load_settings()
+    settings, file = load_grid(invocation)
     names = list(node) if node else [each.name for each in file.nodes]
     bar = _Bar()
     try:

@@ -383,22 +383,6 @@ async def test_a_run_that_still_runs_is_not_removed(runner: Runner) -> None:
     await runner.cancel(run)
 
 
-# --- quick commands of the grid's own -------------------------------------------------------------
-
-
-async def test_a_quick_command_is_a_program_with_arguments_and_no_shell(pool: SshPool) -> None:
-    async with pool.use("gpu1") as link:
-        answer, data = await link.call("runs.exec", {"argv": ["cat", "-"]}, b"x" * 100_000, timeout_s=10)
-        assert answer == {"exit_code": 0, "out": 100_000, "err": 0}
-        assert data == b"x" * 100_000
-        answer, data = await link.call("runs.exec", {"argv": ["echo", "$HOME; x"]}, timeout_s=10)
-        assert data == b"$HOME; x\n"
-        with pytest.raises(NodeRefusedError, match=r"longer than 0\.1 s"):
-            await link.call("runs.exec", {"argv": ["sleep", "60"], "timeout_s": 0.1}, timeout_s=10)
-        with pytest.raises(NodeRefusedError, match="more than 4194304 bytes"):
-            await link.call("runs.exec", {"argv": ["yes"]}, timeout_s=10)
-
-
 # --- faults -------------------------------------------------------------------------------------
 
 COUNTING = (

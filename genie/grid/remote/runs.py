@@ -39,8 +39,6 @@ _LOCK_S_MAX = 20.0
 _GRACE_S = 10.0
 _STALE_S = 3600.0
 _PAUSE_S_MAX = 0.1
-_EXEC_BYTES_MAX = 4 << 20
-_EXEC_S_MAX = 600.0
 _ID = re.compile(r"[a-z0-9][a-z0-9-]{0,63}")
 _FILES = ("meta.json", "out", "err", "in", "pid", "exit")
 
@@ -149,32 +147,6 @@ def remove(args: Args, blob: bytes) -> Answer:
         raise OpError("running", f"run {args['id']} still runs")
     _remove(folder)
     return {}
-
-
-@op("runs.exec")
-def execute(args: Args, blob: bytes) -> Answer:
-    """A quick command of the grid's own: a program and its arguments, no shell, bounded output."""
-    import subprocess
-
-    process = subprocess.Popen(
-        [str(part) for part in args["argv"]],
-        cwd=os.path.expanduser(args.get("cwd") or "~"),
-        stdin=subprocess.PIPE if blob else subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        start_new_session=True,
-    )
-    try:
-        out, err = _collected(process, blob, min(float(args.get("timeout_s", 10)), _EXEC_S_MAX))
-    finally:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-        for pipe in (process.stdin, process.stdout, process.stderr):
-            if pipe is not None:
-                pipe.close()
-    code = process.returncode
-    return {"exit_code": code if code >= 0 else 128 - code, "out": len(out), "err": len(err)}, out + err
 
 
 # --- starting -----------------------------------------------------------------------------------
@@ -547,52 +519,3 @@ def _held(runs: str) -> Args:
         if found["state"] in ("running", "starting"):
             held.update(dict.fromkeys(found["gpus"], name))
     return held
-
-
-# --- quick commands -------------------------------------------------------------------------------
-
-
-def _collected(process: Any, blob: bytes, timeout_s: float) -> tuple[bytes, bytes]:
-    import selectors
-
-    deadline = time.monotonic() + timeout_s
-    parts: Any = {process.stdout: bytearray(), process.stderr: bytearray()}
-    view = memoryview(blob)
-    with selectors.DefaultSelector() as selector:
-        for each in parts:
-            selector.register(each, selectors.EVENT_READ)
-        if blob:
-            os.set_blocking(process.stdin.fileno(), False)
-            selector.register(process.stdin, selectors.EVENT_WRITE)
-        while selector.get_map():
-            for key, _ in selector.select(max(0.0, deadline - time.monotonic())):
-                pipe: Any = key.fileobj
-                if pipe is process.stdin:
-                    view = _fed(pipe, view)
-                    done = not view
-                else:
-                    data = os.read(pipe.fileno(), 1 << 16)
-                    parts[pipe] += data
-                    done = not data
-                if done:
-                    selector.unregister(pipe)
-                    pipe.close()
-            if sum(map(len, parts.values())) > _EXEC_BYTES_MAX:
-                raise OpError("too_large", f"a command wrote more than {_EXEC_BYTES_MAX} bytes")
-            if time.monotonic() >= deadline:
-                raise OpError("timeout", f"a command took longer than {timeout_s:g} s")
-    import subprocess
-
-    try:
-        process.wait(max(0.0, deadline - time.monotonic()))
-    except subprocess.TimeoutExpired:
-        raise OpError("timeout", f"a command took longer than {timeout_s:g} s") from None
-    out, err = parts.values()
-    return bytes(out), bytes(err)
-
-
-def _fed(pipe: Any, view: memoryview) -> memoryview:
-    try:
-        return view[os.write(pipe.fileno(), view[: 1 << 16]) :]
-    except BrokenPipeError:  # it reads no further
-        return view[len(view) :]
