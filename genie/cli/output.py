@@ -42,11 +42,21 @@ def write_json(value: object) -> None:
 
 def as_object(struct: Struct, *, without: Sequence[str] = ()) -> dict[str, Any]:
     """A struct as --json shows it: its fields, without the wire's tag and without those named."""
+    fields = [name for name in struct.__struct_fields__ if name not in without]
+    return {name: _spelled_out(getattr(struct, name)) for name in fields}
+
+
+def _spelled_out(value: object) -> object:
+    """With the fields that have their defaults, which stores and messages leave out."""
     import msgspec
 
-    built: dict[str, Any] = msgspec.to_builtins(struct)
-    fields = set(struct.__struct_encode_fields__) - set(without)
-    return {name: value for name, value in built.items() if name in fields}
+    if isinstance(value, msgspec.Struct):
+        return as_object(value)
+    if isinstance(value, dict):
+        return {key: _spelled_out(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_spelled_out(each) for each in value]
+    return value
 
 
 def write_line(text: str) -> None:

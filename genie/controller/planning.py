@@ -108,7 +108,10 @@ class Planner:
         """Why its tenant could not start it, held it nothing else; empty if it could."""
         if self._is_stale:
             self._start_anew()
-        return self._scheduler.rules.quotas.why_never(request_of(_asked(spec, tenant), self._shape(spec)))
+        quotas = self._scheduler.rules.quotas
+        if tenant not in quotas.by_tenant:
+            return ""
+        return quotas.why_never(request_of(_asked(spec, tenant), self._shape(spec)))
 
     def has_room(self, spec: JobSpec, tenant: str) -> bool:
         """Whether one more kind of jobs may wait, or this one does already: each kind costs a decision."""
@@ -254,7 +257,8 @@ class Planner:
 
     def _job_changed(self, job_id: str, before: Job | None, after: Job | None) -> None:
         self._pending.pop(job_id, None)
-        if not self._is_stale:
+        is_forgotten = after is None and before is not None and before.state.is_final
+        if not self._is_stale and not is_forgotten:  # of those it has known nothing for long
             self._compare(job_id, after)
 
     def _compare(self, job_id: str, job: Job | None) -> None:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import msgspec
 
+from genie.model.record import Record
+
 # gc=False below: for the reason, see job.py.
 
 FULL_MILLI = 1000
 
 
-class Hold(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, gc=False):
+class Hold(Record, frozen=True, kw_only=True, gc=False):
     """One job's grip on one node's resources."""
 
     job_id: str
@@ -22,7 +24,7 @@ class Hold(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     memory_bytes: int = 0
 
 
-class NodeLedger(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, gc=False):
+class NodeLedger(Record, frozen=True, kw_only=True, gc=False):
     """Everything that is held on one node. One store key per node, so one compare guards it all."""
 
     node_id: str

@@ -6,6 +6,8 @@ import enum
 
 import msgspec
 
+from genie.model.record import Record
+
 
 class EventType(enum.StrEnum):
     INIT_PHASE = "init_phase"
@@ -24,11 +26,11 @@ class EventType(enum.StrEnum):
     SHUTDOWN = "shutdown"
 
 
-class ClusterEvent(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class ClusterEvent(Record, frozen=True, kw_only=True):
     """One thing that happened: where, when, and why, in words that a log line can quote."""
 
     type: EventType
     node_id: str
     at: float
     reason: str
-    facts: dict[str, str | int | float | bool | None] = {}
+    facts: dict[str, str | int | float | bool | None] = msgspec.field(default_factory=dict)

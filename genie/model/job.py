@@ -10,6 +10,8 @@ import enum
 
 import msgspec
 
+from genie.model.record import Record
+
 # gc=False below: values that cannot refer back to themselves need no collector, and a controller
 # remembers tens of thousands of them.
 
@@ -73,7 +75,7 @@ class Spread(enum.StrEnum):
     SPREAD = "spread"
 
 
-class Resources(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, gc=False):
+class Resources(Record, frozen=True, kw_only=True, gc=False):
     """What one worker holds while it runs: `gpus` accelerators on one node, `gpu_milli` of each."""
 
     gpus: int = 0
@@ -85,7 +87,7 @@ class Resources(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     accelerator: Accelerator = Accelerator.AUTO
 
 
-class Wishes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, gc=False):
+class Wishes(Record, frozen=True, kw_only=True, gc=False):
     """How, where and when a job is to run, beside what each of its workers holds."""
 
     workers: int = 1
@@ -103,7 +105,7 @@ class Wishes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     gpu_memory_min_bytes: int = 0
     """The whole memory that an accelerator must have at least."""
     capability_min: tuple[int, int] = (0, 0)
-    labels: dict[str, str] = {}
+    labels: dict[str, str] = msgspec.field(default_factory=dict)
     """Every one of these labels of a node."""
     priority: int = 0
     preemptible: bool = False
@@ -115,21 +117,21 @@ class Wishes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """When it should be over, in seconds since the epoch."""
 
 
-class Workdir(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, gc=False):
+class Workdir(Record, frozen=True, kw_only=True, gc=False):
     """A directory sent along, named by the SHA-256 of its packed form."""
 
     digest: str
     size_bytes: int
 
 
-class JobSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, gc=False):
+class JobSpec(Record, frozen=True, kw_only=True, gc=False):
     """What a person asked for. `command` is an argument vector; no shell is ever involved."""
 
     name: str
     command: tuple[str, ...]
     kind: JobKind = JobKind.COMMAND
     resources: Resources = Resources()
-    env: dict[str, str] = {}
+    env: dict[str, str] = msgspec.field(default_factory=dict)
     workdir: Workdir | None = None
     node_id: str = ""
     """Only on this node; empty for anywhere."""
@@ -138,13 +140,13 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     wishes: Wishes = Wishes()
 
 
-class Transition(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, gc=False):
+class Transition(Record, frozen=True, kw_only=True, gc=False):
     state: JobState
     at: float
     reason: str
 
 
-class Placement(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, gc=False):
+class Placement(Record, frozen=True, kw_only=True, gc=False):
     """Where one worker of a job runs. `epoch` counts the cluster's decisions: higher is newer, everywhere;
     the workers of a job share it."""
 
@@ -157,7 +159,7 @@ class Placement(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     exit_code: int | None = None
 
 
-class Run(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, gc=False):
+class Run(Record, frozen=True, kw_only=True, gc=False):
     """A time that a job ran and was then queued again, so that its log can still be found."""
 
     number: int
@@ -169,7 +171,7 @@ class Run(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True,
     ended_at: float
 
 
-class Job(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, gc=False):
+class Job(Record, frozen=True, kw_only=True, gc=False):
     """One job as the store has it."""
 
     job_id: str

@@ -11,11 +11,10 @@ import functools
 import typing
 from typing import Generic, TypeVar
 
-import msgspec
-
 from genie.model.allocation import NodeLedger
 from genie.model.job import Job, JobSpec, JobState, Placement, Resources, Wishes
 from genie.model.node import NodeInfo
+from genie.model.record import Record
 from genie.model.tenant import QuotaRecord, TokenKind, TokenRecord
 
 CHUNK_BYTES_MAX = 512 * 1024
@@ -23,7 +22,7 @@ WAIT_S_MAX = 30.0
 LIST_MAX = 1000
 
 
-class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_fields=True):
+class Message(Record, frozen=True, kw_only=True, tag=True):
     """Base of every request and reply."""
 
 
@@ -107,7 +106,7 @@ class SignExecutor(Request[Certificate], frozen=True, kw_only=True):
 # --- Agents -----------------------------------------------------------------------------------
 
 
-class Endpoint(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Endpoint(Record, frozen=True, kw_only=True):
     """Where an executor listens. `server_name` is what its certificate must carry."""
 
     host: str
@@ -115,7 +114,7 @@ class Endpoint(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     server_name: str
 
 
-class RunningJob(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class RunningJob(Record, frozen=True, kw_only=True):
     """`note`: what an executor does that does not listen yet, where that takes long."""
 
     job_id: str
@@ -124,7 +123,7 @@ class RunningJob(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     note: str = ""
 
 
-class ExitReport(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class ExitReport(Record, frozen=True, kw_only=True):
     """How a job ended. `exit_code` is None when it never started or was ended by Genie itself."""
 
     job_id: str
@@ -160,7 +159,7 @@ class Leave(Request[Done], frozen=True, kw_only=True):
     incarnation: int
 
 
-class JobOrder(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class JobOrder(Record, frozen=True, kw_only=True):
     """`grace_s`: as in Kill."""
 
     job_id: str
@@ -265,7 +264,7 @@ class CancelJob(Request[JobReply], frozen=True, kw_only=True):
     job_id: str
 
 
-class QueuedJob(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class QueuedJob(Record, frozen=True, kw_only=True):
     """A job that waits. `position` counts all who wait, those of other tenants too; the first is 1."""
 
     position: int
@@ -293,7 +292,7 @@ class GetQueue(Request[QueueReply], frozen=True, kw_only=True):
     limit: int = 100
 
 
-class NodesRuledOut(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class NodesRuledOut(Record, frozen=True, kw_only=True):
     """Nodes that will not do, and what is in the way there. Of many only the first are named."""
 
     reason: str
@@ -383,7 +382,7 @@ class GetBlob(Request[BlobChunk], frozen=True, kw_only=True):
 # --- Cluster ----------------------------------------------------------------------------------
 
 
-class NodeView(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class NodeView(Record, frozen=True, kw_only=True):
     info: NodeInfo
     ledger: NodeLedger
     drained: str = ""
@@ -471,7 +470,7 @@ class RevokeToken(Request[Done], frozen=True, kw_only=True):
     token_id: str
 
 
-class QuotaView(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class QuotaView(Record, frozen=True, kw_only=True):
     """`quota` without bounds where none was set."""
 
     quota: QuotaRecord

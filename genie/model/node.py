@@ -10,6 +10,8 @@ import enum
 
 import msgspec
 
+from genie.model.record import Record
+
 
 class NodeRole(enum.StrEnum):
     """What a process is in the cluster. A server hosts the cluster, a worker joins one with its GPUs."""
@@ -38,7 +40,7 @@ class Vendor(enum.StrEnum):
     CPU = "cpu"
 
 
-class GPUInfo(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class GPUInfo(Record, frozen=True, kw_only=True):
     """One accelerator. A reading that the hardware does not give is None, never a made-up number."""
 
     gpu_id: int
@@ -77,7 +79,7 @@ class GPUInfo(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         return self.temperature_c
 
 
-class NodeInfo(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class NodeInfo(Record, frozen=True, kw_only=True):
     """One process's or machine's place in the cluster, as last heard."""
 
     node_id: str
@@ -97,7 +99,7 @@ class NodeInfo(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """Seconds since the epoch, by the clock of whoever heard it."""
     incarnation: int = 0
     version: str = ""
-    labels: dict[str, str] = {}
+    labels: dict[str, str] = msgspec.field(default_factory=dict)
     rack: str = ""
 
     @property

@@ -6,6 +6,8 @@ import enum
 
 import msgspec
 
+from genie.model.record import Record
+
 DEFAULT_TENANT = "default"
 
 
@@ -18,7 +20,7 @@ class TokenKind(enum.StrEnum):
     NODE = "node"
 
 
-class TokenRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class TokenRecord(Record, frozen=True, kw_only=True):
     token_id: str
     kind: TokenKind
     secret_sha256: str
@@ -32,7 +34,7 @@ class TokenRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     revoked_at: float | None = None
 
 
-class QuotaRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class QuotaRecord(Record, frozen=True, kw_only=True):
     """What a tenant may hold. None is no bound."""
 
     tenant: str

@@ -10,6 +10,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TypeAlias
 
+import msgspec
+
 from genie.scheduler.request import NodeFacts, Request
 
 Filter: TypeAlias = Callable[[Request, NodeFacts], str]
@@ -29,7 +31,9 @@ class Filters:
         """What the answers depend on; None when there is no filter."""
         if self._allowed is None:
             return None
-        return replace(request.kind, shape=replace(request.shape, nodes=frozenset(), gpu_ids=()))
+        return msgspec.structs.replace(
+            request.kind, shape=replace(request.shape, nodes=frozenset(), gpu_ids=())
+        )
 
     def why_not(self, kind: Request | None, facts: NodeFacts) -> str:
         if self._allowed is None or kind is None:

@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
+import msgspec
+
 from genie.model.job import Within
 from genie.scheduler.book import Book
 from genie.scheduler.request import Request, WorkerPlace
@@ -52,7 +54,7 @@ def _cleared(
     request: Request, node_id: str, several: list[Running], book: Book
 ) -> tuple[int, Migration] | None:
     """What it takes on this node, with the GPU share that moves."""
-    here = replace(request, shape=replace(request.shape, nodes=frozenset({node_id})))
+    here = msgspec.structs.replace(request, shape=replace(request.shape, nodes=frozenset({node_id})))
     gone: list[Running] = []
     with book.supposing() as then:
         for each in sorted(several, key=lambda each: (each.held.amounts.gpu_milli, each.request.sequence)):

@@ -104,8 +104,7 @@ class Shape:
         )
 
 
-@dataclass(frozen=True)
-class Request:
+class Request(msgspec.Struct, frozen=True, dict=True):
     """A job that waits or runs. `sequence` is its order of arrival; times are in seconds of one clock."""
 
     job_id: str

@@ -230,7 +230,7 @@ class Scheduler:
         for job_id, running in self._running.items():
             if running.request.time_limit_s is None and not running.is_leaving:
                 ends_at = running.started_at + rules.assumed_s
-                self._running[job_id] = replace(running, ends_at=ends_at)
+                self._running[job_id] = msgspec.structs.replace(running, ends_at=ends_at)
         self._reservation = None
         for job_id in self.claims:
             self.claims.drop(job_id)
@@ -254,13 +254,15 @@ class Scheduler:
         running = self._running[job_id]
         self.book.release(job_id)
         self.book.hold(running.request, places, is_there=True)
-        self._running[job_id] = replace(running, held=Held(running.request, places))
+        self._running[job_id] = msgspec.structs.replace(running, held=Held(running.request, places))
         self._is_other = True
 
     def leaves(self, job_id: str, until: float) -> None:
         """One that runs has been told to go by then, whoever decided that."""
         running = self._running[job_id]
-        self._running[job_id] = replace(running, ends_at=min(running.ends_at, until), is_leaving=True)
+        self._running[job_id] = msgspec.structs.replace(
+            running, ends_at=min(running.ends_at, until), is_leaving=True
+        )
 
     def withdraw(self, job_id: str) -> None:
         """It waits no longer; nothing when it does not wait."""
@@ -627,7 +629,7 @@ class _Pass:
         for job_id in victims_left:
             victim = running[job_id]
             until = min(victim.ends_at, self._now + victim.request.grace_s)
-            running[job_id] = replace(victim, ends_at=until, is_leaving=True)
+            running[job_id] = msgspec.structs.replace(victim, ends_at=until, is_leaving=True)
             why = f"makes room for {request.job_id}"
             self._done.append(Preempt(job_id, request.job_id, victim.request.grace_s, why))
         several = self._those_who_matter(request)

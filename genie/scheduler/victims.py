@@ -11,13 +11,14 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
+import msgspec
+
 from genie.scheduler.book import Book, Held
 from genie.scheduler.quota import Quotas
 from genie.scheduler.request import Request, WorkerPlace
 
 
-@dataclass(frozen=True)
-class Running:
+class Running(msgspec.Struct, frozen=True):
     """A job that runs. `ends_at` is when it must be over, or is taken to be."""
 
     held: Held

@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 from dataclasses import replace
 
+import msgspec
+
 from genie.scheduler.book import Book
 from genie.scheduler.placement.plain import PlainPlacer
 from genie.scheduler.request import GpuFacts, NodeFacts, Request, Shape
@@ -45,7 +47,7 @@ class Desk:
             submitted_at=self.now,
             name=name,
         )
-        request = replace(request, **wishes)  # type: ignore[arg-type]
+        request = msgspec.structs.replace(request, **wishes)
         self.scheduler.submit(request)
         return request
 

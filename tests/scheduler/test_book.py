@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import msgspec
 import pytest
 
 from genie.errors import UsageError
@@ -22,7 +23,7 @@ PAIRS = tuple(replace(H200, island=10 + gpu // 2, numa=gpu // 2) for gpu in rang
 
 def request(name: str, shape: Shape | None = None, **wishes: object) -> Request:
     made = Request(name, "a", 0, shape or Shape(gpus=1), name=name)
-    return replace(made, **wishes)  # type: ignore[arg-type]
+    return msgspec.structs.replace(made, **wishes)
 
 
 def test_workers_within_an_island_share_one_nvlink_island() -> None:

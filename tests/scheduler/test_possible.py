@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
+import msgspec
 import pytest
 
 from genie.model.job import Within
@@ -61,7 +60,7 @@ def test_what_is_more_than_the_whole_quota_can_never_start() -> None:
     quotas = Quotas({"t": Quota(of_gpus(2), of_gpus(1)), "u": Quota(of_gpus(2), of_gpus(0))})
 
     def why(gpus: int, *, tenant: str = "t", **wishes: object) -> str:
-        request = replace(Request("j", tenant, 1, Shape(gpus=gpus)), **wishes)  # type: ignore[arg-type]
+        request = msgspec.structs.replace(Request("j", tenant, 1, Shape(gpus=gpus)), **wishes)
         found = quotas.why_never(request)
         said = quotas.why_not(request, request.least_workers, usage=Amounts(), fixed=Amounts())
         assert said == (f"can never start under the present quota: {found}" if found else "")

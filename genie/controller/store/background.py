@@ -34,6 +34,11 @@ class Background:
     def start(self, work: Coroutine[object, object, None], *, name: str) -> asyncio.Task[None]:
         return self._group.create_task(work, name=f"{self._name}:{name}")
 
+    @property
+    def is_over(self) -> bool:
+        """Closed, or ended by a child that failed."""
+        return self._root is None or self._root.done()
+
     async def close(self) -> None:
         """Cancels the children and returns when they are gone. Idempotent."""
         if self._root is None:

@@ -68,13 +68,16 @@ class SqliteStore:
         self._thread = thread
         self._background = background
         self._clock = clock
-        self._queue: asyncio.Queue[_Call | None] = asyncio.Queue(QUEUE_MAX)
+        self._queue: asyncio.Queue[_Call] = asyncio.Queue(QUEUE_MAX)
+        self._group: list[_Call] = []
+        """What the thread has; empty while it has nothing."""
+        self._idle = asyncio.Event()
+        self._idle.set()
         self._leases = LeaseTimers(clock=clock, background=background, expire=self._expire)
         self._watches: set[_Watch] = set()
         self._closing = False
         self._closed = False
         self._close_lock = asyncio.Lock()
-        self._writer = background.start(self._write(), name="writer")
 
     @classmethod
     async def open(
@@ -172,13 +175,11 @@ class SqliteStore:
                 return
             for watch in self._watches:
                 watch.wake()
-            if not self._writer.done():
-                await self._queue.put(None)
-                await asyncio.wait([self._writer])
+            await self._idle.wait()
+            self._closed = True
             await self._background.close()
             await asyncio.get_running_loop().run_in_executor(self._thread, self._file.close)
             self._thread.shutdown(wait=True)
-            self._closed = True
 
     # -- the queue ----------------------------------------------------------------------------
 
@@ -189,6 +190,7 @@ class SqliteStore:
             async with asyncio.timeout(timeout_s):
                 await self._queue.put(_Call(work, answer, size_bytes))
                 self._check_running()
+                self._go_on()
                 return await answer
         except TimeoutError:
             raise StoreUnavailableError(
@@ -202,44 +204,51 @@ class SqliteStore:
         self._check_running()
 
     def _check_running(self) -> None:
-        if self._writer.done():
+        if self._closed or self._background.is_over:
             raise StoreUnavailableError(
                 f"the store {self.path} has stopped", hint="see the log for the cause"
             )
 
-    async def _write(self) -> None:
-        """Takes groups off the queue until the None that close() puts there."""
-        group: list[_Call] = []
-        try:
-            while True:
-                group, last = await self._next_group()
-                if group:
-                    await self._run_group(group)
-                if last:
-                    return
-        finally:
-            self._refuse([*group, *self._drain()])
+    def _go_on(self) -> None:
+        """Gives the thread what is queued, unless it is busy. Not a task of its own: a busy loop comes to
+        each of its tasks only after all the others, and a commit would wait for that twice more."""
+        if self._group:
+            return
+        self._group = self._next_group()
+        if not self._group:
+            self._idle.set()
+            return
+        self._idle.clear()
+        loop, works = asyncio.get_running_loop(), [call.work for call in self._group]
+        self._thread.submit(lambda: loop.call_soon_threadsafe(self._settle, self._run(works)))
 
-    async def _next_group(self) -> tuple[list[_Call], bool]:
-        """At least one call; whether close() asked for the end."""
+    def _next_group(self) -> list[_Call]:
         group: list[_Call] = []
         size_bytes = 0
-        call = await self._queue.get()
-        while call is not None:
+        while not self._queue.empty() and len(group) < GROUP_WORKS_MAX and size_bytes <= GROUP_BYTES_MAX:
+            call = self._queue.get_nowait()
             # A caller that has gone (cancelled, or past its deadline) wants nothing any more.
             if not call.answer.done():
                 group.append(call)
                 size_bytes += call.size_bytes
-            if len(group) == GROUP_WORKS_MAX or size_bytes > GROUP_BYTES_MAX or self._queue.empty():
-                return group, False
-            call = self._queue.get_nowait()
-        return group, True
+        return group
 
-    async def _run_group(self, group: list[_Call]) -> None:
-        works = [call.work for call in group]
-        ran = await asyncio.get_running_loop().run_in_executor(self._thread, self._file.run, works)
-        self._announce(ran)
-        for call, outcome in zip(group, ran.outcomes, strict=True):
+    def _run(self, works: Sequence[Work]) -> Ran | BaseException:
+        """In the thread."""
+        try:
+            return self._file.run(works)
+        # A thread boundary: whatever it is, those who wait are told and those behind them go on.
+        except BaseException as error:
+            log.exception("store %s: a group of %d failed", self.path, len(works))
+            return error
+
+    def _settle(self, ran: Ran | BaseException) -> None:
+        group, self._group = self._group, []
+        if isinstance(ran, Ran):
+            self._announce(ran)
+        outcomes = ran.outcomes if isinstance(ran, Ran) else [self._broken(ran) for _ in group]
+        self._go_on()
+        for call, outcome in zip(group, outcomes, strict=True):
             if call.answer.done():
                 continue
             if isinstance(outcome, BaseException):
@@ -247,27 +256,15 @@ class SqliteStore:
             else:
                 call.answer.set_result(outcome)
 
+    def _broken(self, error: BaseException) -> StoreUnavailableError:
+        return StoreUnavailableError(
+            f"the store {self.path} failed in a way it should not: {error!r}",
+            hint="a write may have happened all the same: read to find out",
+        )
+
     def _announce(self, ran: Ran) -> None:
         for watch in self._watches:
             watch.notice(ran)
-
-    def _drain(self) -> list[_Call]:
-        left: list[_Call] = []
-        while not self._queue.empty():
-            call = self._queue.get_nowait()
-            if call is not None:
-                left.append(call)
-        return left
-
-    def _refuse(self, calls: Sequence[_Call]) -> None:
-        for call in calls:
-            if not call.answer.done():
-                call.answer.set_exception(
-                    StoreUnavailableError(
-                        f"the store {self.path} was closed before it answered",
-                        hint="a write may have happened all the same: read to find out",
-                    )
-                )
 
     async def _expire(self, lease_id: int) -> None:
         """Tries until it works or the store closes: a full disk must not leave a dead lease's keys."""

@@ -420,7 +420,7 @@ async def test_a_store_whose_background_failed_refuses_calls_and_can_be_closed(
 ) -> None:
     store = await SqliteStore.open(path, clock=BrokenClock())
     await store.grant_lease(5)
-    await until(store._writer.done)
+    await until(lambda: store._background.is_over)
     with pytest.raises(StoreUnavailableError, match="has stopped"):
         await store.get("a")
     assert "the clock is broken" in caplog.text
