@@ -4,9 +4,10 @@
 
 DIR has the openb node list and pod lists, or a folder openb with them, and perhaps published.csv. A line for
 each workload and policy: the mean over the seeds of the allocated percentage where requests reach 100% of all
-GPUs, beside the published figure. The default policy, supply, is compared with FGD too: with what was
-published, and with our own FGD on the same arrivals. Without DIR, a small workload is made up, choices are
-timed, and --rounds is the number of seeds.
+GPUs, beside the published figure. Without --seeds they are those of the published runs: then requests arrive
+and nodes are ranked as they did there, and only random is left to chance. The default policy, supply, is
+compared with FGD too: with what was published, and with our own FGD on the same arrivals. Without DIR, a
+small workload is made up, choices are timed, and --rounds is the number of seeds.
 
 Not for: jobs that end.
 """
@@ -186,9 +187,15 @@ def seeds_of(text: str) -> range:
     return range(int(first), int(end))
 
 
+def _seeds(given: argparse.Namespace) -> range:
+    from genie.sim.replay import PUBLISHED_SEEDS
+
+    return PUBLISHED_SEEDS if given.traces else range(given.rounds)
+
+
 def measured(given: argparse.Namespace) -> Iterator[report.Figure]:
     published = read_published(given.traces) if given.traces else {}
-    bench = Bench(given.seeds or range(given.rounds), published)
+    bench = Bench(given.seeds or _seeds(given), published)
     chosen = [given.policy] if given.policy else [*PUBLISHED, "supply"]
     names = set()
     for name, workload in workloads(given.traces, given.workload):
@@ -211,7 +218,9 @@ def main() -> int:
     )
     parser.add_argument("--workload", help="only this one, such as default or gpuspec33")
     parser.add_argument("--policy", choices=[*PUBLISHED, *ABLATIONS], help="only this one")
-    parser.add_argument("--seeds", type=seeds_of, help="A:B, from A up to B-1; 0 up to the number of rounds")
+    parser.add_argument(
+        "--seeds", type=seeds_of, help="A:B, from A up to B-1; the published ones, or as many as rounds"
+    )
     given = parser.parse_args()
     return report.conclude(measured(given), as_json=given.json)
 

@@ -38,7 +38,7 @@ class TraceNode:
 
 @dataclass(frozen=True)
 class TracePod:
-    """One request. `models` is empty when any GPU model will do."""
+    """One request. `models` is as the trace writes it, and empty when any GPU model will do."""
 
     cpu_milli: int
     memory_mib: int
@@ -199,7 +199,7 @@ def _pod(row: Row) -> TracePod:
         memory_mib=row.whole("memory_mib"),
         gpus=gpus,
         gpu_milli=milli,
-        models=tuple(sorted({model for model in row.text("gpu_spec").split("|") if model})) if gpus else (),
+        models=tuple(model for model in row.text("gpu_spec").split("|") if model) if gpus else (),
     )
 
 

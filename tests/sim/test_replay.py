@@ -10,7 +10,7 @@ import pytest
 from genie.errors import UsageError
 from genie.runtime import native
 from genie.scheduler.placement.plain import PlainPlacer
-from genie.scheduler.placement.protocol import Placer, TypicalShape
+from genie.scheduler.placement.protocol import ANY_MODEL, Placer, TypicalShape
 from genie.sim.replay import Workload, replay
 from genie.sim.synthetic import synthetic_workload
 from genie.sim.traces import TraceNode, TracePod
@@ -61,9 +61,18 @@ def test_the_same_seed_is_the_same_run_and_another_is_not() -> None:
 
 def test_typical_requests_are_the_most_frequent_ones_up_to_95_percent() -> None:
     rare = TracePod(1, 0, 2, 1000, ("A",))
-    typical = Workload(nodes(1), [ONE] * 60 + [HALF] * 36 + [rare] * 4).typical()
-    assert [(shape.gpu_milli, shape.share) for shape in typical] == [(1000, 60 / 96), (500, 36 / 96)]
+    typical = Workload(nodes(1), [ONE] * 16 + [HALF] * 3 + [rare]).typical()
+    # To the last bit: 16 / 19 is another number than 0.8 / 0.95.
+    assert [(shape.gpu_milli, shape.share) for shape in typical] == [(1000, 0.8 / 0.95), (500, 0.15 / 0.95)]
     assert len(Workload(nodes(1), [ONE] * 50 + [HALF] * 44 + [rare] * 6).typical()) == 3
+
+
+def test_models_that_are_written_differently_are_two_shapes_with_the_same_models() -> None:
+    spellings = [("A",), ("A", "A"), ("B", "A"), ()]
+    workload = Workload(nodes(1), [TracePod(0, 0, 1, 1000, models) for models in spellings])
+    # Equally frequent, so in the order of what is written; nobody has model B.
+    assert [shape.models for shape in workload.typical()] == [1, 1, 1, ANY_MODEL]
+    assert [shape.share for shape in workload.typical()] == [0.25] * 4
 
 
 @dataclass
@@ -72,6 +81,7 @@ class Told:
 
     ranks: list[int] = field(default_factory=list)
     classes: list[int] = field(default_factory=list)
+    arrivals: list[int] = field(default_factory=list)
 
     def make(self, seed: int, typical: Sequence[TypicalShape]) -> Placer:
         return self  # type: ignore[return-value]
@@ -84,7 +94,8 @@ class Told:
         self.classes.append(wanted["gpu_milli"])
         return len(self.classes) - 1
 
-    def observe(self, request_class: int, tenant: int) -> None: ...
+    def observe(self, request_class: int, tenant: int) -> None:
+        self.arrivals.append(request_class)
 
     def place(self, request_class: int, tenant: int) -> None: ...
 
@@ -96,6 +107,29 @@ def test_ranks_are_drawn_for_each_run_and_each_shape_is_one_class() -> None:
     assert sorted(first.ranks) == sorted(second.ranks) == list(range(50))
     assert first.ranks != second.ranks
     assert first.classes == [1000, 500]
+
+
+def told_of(count: int, *, gpu_milli: int = 1000, seed: int) -> Told:
+    """Of so many requests that are all different, for 8 GPUs."""
+    told = Told()
+    pods = [TracePod(number, 0, 1, gpu_milli, ()) for number in range(count)]
+    replay(Workload(nodes(8, gpus=1), pods), told.make, seed=seed)
+    return told
+
+
+def test_arrivals_and_ranks_are_drawn_in_the_published_order() -> None:
+    few, many = told_of(5, seed=42), told_of(14, seed=42)
+    assert few.arrivals == [1, 3, 4, 2, 0, 0, 2, 1, 3, 3]
+    assert few.ranks == [3, 4, 6, 7, 0, 1, 5, 2]
+    assert many.arrivals == [6, 4, 1, 10, 8, 11, 9, 13, 2, 0]
+    assert many.ranks == [5, 6, 7, 0, 2, 4, 1, 3]
+
+
+def test_of_a_workload_that_asks_for_more_some_is_left_out() -> None:
+    told = told_of(50, gpu_milli=500, seed=1)
+    # 130% of 8 GPUs are 10.4, so 20 halves: none of them twice, and not only the first ones.
+    assert len(told.arrivals) == len(set(told.arrivals)) == 20
+    assert max(told.arrivals) > 40
 
 
 def test_supply_fills_more_than_fgd_from_what_it_has_seen() -> None:

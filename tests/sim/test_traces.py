@@ -36,7 +36,7 @@ def test_pods_are_read_with_their_models(write: Callable[[str], Path]) -> None:
     text = PODS + "p0,12000,16384,1,460,\np1,1000,2000,8,1000,T4|A10|T4\np2,500,100,0,1000,T4\n"
     assert traces.read_pods(write(text)) == [
         TracePod(12000, 16384, 1, 460, ()),
-        TracePod(1000, 2000, 8, 1000, ("A10", "T4")),
+        TracePod(1000, 2000, 8, 1000, ("T4", "A10", "T4")),
         TracePod(500, 100, 0, 0, ()),  # without GPUs there is no share and no model
     ]
 

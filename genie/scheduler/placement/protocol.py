@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Protocol
 
 FULL_MILLI = 1000
@@ -37,9 +37,6 @@ class TypicalShape:
     cpu_milli: int
     models: int = ANY_MODEL
     share: float = 0.0
-
-    def with_share(self, share: float) -> TypicalShape:
-        return replace(self, share=share)
 
     def as_tuple(self) -> tuple[int, int, int, int, float]:
         """As the native library takes it."""
