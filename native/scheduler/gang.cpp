@@ -1,16 +1,31 @@
 #include "gang.h"
 
 #include <algorithm>
+#include <array>
 #include <bit>
 
 namespace genie {
 namespace {
 
-// A block of nodes that may be used, and the best of them.
-struct Block {
-  int number;
-  uint64_t left;
-  Judged best;
+// In the order of the doubles, of which -0 and 0 are one.
+uint64_t ordered(double cost) {
+  constexpr uint64_t kSign = uint64_t{1} << 63;
+  const auto bits = std::bit_cast<uint64_t>(cost + 0.0);
+  return (bits & kSign) != 0 ? ~bits : bits | kSign;
+}
+
+// A node that can take a worker, and its judgement as numbers that compare without a branch: which of two
+// nodes is the better one cannot be guessed.
+struct Open {
+  uint64_t cost;
+  uint64_t tie;
+  int node;
+  uint16_t gpus;
+
+  bool operator<(const Open& other) const {
+    const bool sooner = (tie < other.tie) | ((tie == other.tie) & (node < other.node));
+    return (cost < other.cost) | ((cost == other.cost) & sooner);
+  }
 };
 
 }  // namespace
@@ -71,26 +86,46 @@ int64_t GangPlacer::room_in(const NodeSet* domain, const NodeSet* among) const {
   return room;
 }
 
+// The row is left as it is: only nodes that take workers change, and those are judged here. It catches up
+// when it is asked again.
 void GangPlacer::fill(const NodeSet* domain, const NodeSet* among, int workers) {
-  std::vector<Block> blocks;
-  for (int number = 0; number < blocks_; ++number) {
-    const uint64_t left = word(domain, among, number);
-    if (left == 0) continue;
-    const Judged best = row_.best_of(number, left);
-    if (best.fits()) blocks.push_back({number, left, best});
+  const RequestClass& wanted = cluster_.request_class(gang_.request_class);
+  std::array<Open, kBlock> fitting;  // of a block
+  std::vector<Open> open;
+  for (int block = 0; block < blocks_; ++block) {
+    if (!row_.block_best[block].fits()) continue;
+    size_t count = 0;
+    for (uint64_t left = word(domain, among, block); left != 0; left &= left - 1) {
+      const int node = block * kBlock + std::countr_zero(left);
+      fitting[count] = {ordered(row_.cost[node]), row_.tie[node], node, row_.gpus[node]};
+      count += static_cast<size_t>(row_.at(node).fits());
+    }
+    open.insert(open.end(), fitting.begin(), fitting.begin() + static_cast<std::ptrdiff_t>(count));
   }
+  const auto most = static_cast<size_t>(workers);
+  if (open.size() > most) {  // each takes one at least
+    std::nth_element(open.begin(), open.begin() + workers, open.end());
+    open.resize(most);
+  }
+  std::sort(open.begin(), open.end());
+  std::vector<Open> again;  // have taken one, and could take another
   places_.clear();
-  places_.reserve(workers);
-  while (static_cast<int>(places_.size()) < workers) {
-    const auto better = [](const Block& one, const Block& other) { return one.best.is_better(other.best); };
-    const auto block = std::min_element(blocks.begin(), blocks.end(), better);
-    if (block == blocks.end() || !block->best.fits()) return;
-    const int node = block->best.node;
-    places_.push_back({node, row_.gpus[node]});
-    cluster_.take(node, gang_.request_class, gang_.tenant, places_.back().gpus);
-    if (gang_.spread) block->left &= ~(uint64_t{1} << node % kBlock);
-    Rows::catch_up(row_, cluster_, policy_);
-    block->best = row_.best_of(block->number, block->left);
+  places_.reserve(most);
+  for (auto next = open.begin(); places_.size() < most;) {
+    const auto used = std::min_element(again.begin(), again.end());
+    const bool is_used = used != again.end() && (next == open.end() || *used < *next);
+    if (!is_used && next == open.end()) return;
+    const Open best = is_used ? *used : *next;
+    if (is_used) {
+      again.erase(used);
+    } else {
+      ++next;
+    }
+    places_.push_back({best.node, best.gpus});
+    cluster_.take(best.node, gang_.request_class, gang_.tenant, best.gpus);
+    if (gang_.spread) continue;
+    const std::optional<Candidate> found = policy_.judge(cluster_, best.node, wanted, row_.tenant);
+    if (found) again.push_back({ordered(found->cost), found->tie, best.node, found->gpus});
   }
 }
 
@@ -99,7 +134,6 @@ void GangPlacer::give_back() {
     cluster_.release(place->node, gang_.request_class, place->gpus);
   }
   places_.clear();
-  Rows::catch_up(row_, cluster_, policy_);
 }
 
 }  // namespace genie
