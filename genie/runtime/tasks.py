@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -15,8 +14,6 @@ _Result = TypeVar("_Result")
 
 # Allocations that are not freed until the youngest are looked at, and how often then the older ones.
 _COLLECT_AFTER = (20_000, 20, 50)
-# How long a thread goes on when another one is ready; Python's own figure is ten times as long.
-_HAND_OVER_AFTER_S = 0.0005
 
 
 def loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
@@ -34,13 +31,11 @@ def tune_for_serving() -> None:
 
     Collect seldom: its requests are tasks and futures that end by themselves, and looking through all of
     them every few hundred allocations costs a third of its time. What is there by now is not looked at
-    again; cycles that are made later wait a little longer. Hand over soon: the store's thread comes back
-    from SQLite many times in a commit, and each time it waits for its turn beside a busy loop.
+    again; cycles that are made later wait a little longer.
     """
     gc.collect()
     gc.freeze()
     gc.set_threshold(*_COLLECT_AFTER)
-    sys.setswitchinterval(_HAND_OVER_AFTER_S)
 
 
 class Offload(Protocol):
