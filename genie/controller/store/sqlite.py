@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from genie.controller.store.background import Background
+from genie.controller.store.history import HistoryPosition
 from genie.controller.store.leases import LeaseTimers
 from genie.controller.store.limits import (
     check_after_revision,
@@ -35,7 +36,7 @@ from genie.controller.store.limits import (
     key_span,
 )
 from genie.controller.store.protocol import Compare, Delete, KeyValue, Put, RangeResult, TxnResult, WatchEvent
-from genie.controller.store.sqlite_file import HistoryPosition, Ran, SqliteFile, Work
+from genie.controller.store.sqlite_file import Ran, SqliteFile, Work
 from genie.errors import StoreError, StoreUnavailableError
 from genie.runtime.clock import Clock, SystemClock
 
@@ -90,9 +91,10 @@ class SqliteStore:
     ) -> SqliteStore:
         """Makes the file (0600) and its directory when they are not there.
 
-        A watch can start at any of the last `history_revisions`. Past `size_bytes_max` writes
-        are a StoreFullError. StoreUnavailableError when another process has the file open,
-        StoreCorruptError when it is damaged, StoreVersionError when a newer Genie wrote it.
+        A watch can start at any of the last `history_revisions` since then, if those are not too large to be
+        remembered. Past `size_bytes_max` writes are a StoreFullError. StoreUnavailableError when another
+        process has the file open, StoreCorruptError when it is damaged, StoreVersionError when a newer Genie
+        wrote it.
         """
         thread = ThreadPoolExecutor(1, thread_name_prefix="genie-store")
         try:

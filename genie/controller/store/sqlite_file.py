@@ -1,21 +1,19 @@
-"""The SQLite file under SqliteStore: schema, transactions, history. Plain blocking code for one thread.
+"""The SQLite file under SqliteStore: schema and transactions. Plain blocking code for one thread.
 
-    meta(name, value)      format, revision, compacted (history up to that revision is gone)
+    meta(name, value)      format, revision
     kv(key, value, …)      what stands now
-    history(seq, rev, …)   every change since `compacted`, for watches; value NULL is a delete
     lease(id)              leases of the process that has the file open
 
 Write-ahead log with a full sync at every commit: what `run` returned survives a kill and a
 power cut. One process at a time: an flock on `<path>.lock`, and SQLite's own exclusive mode,
 which also keeps the log's index in memory instead of in a third file. Not for: queues,
-deadlines and lease timers (sqlite.py).
+deadlines and lease timers (sqlite.py), changes for watches (history.py).
 """
 
 from __future__ import annotations
 
 import logging
 import sqlite3
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -25,6 +23,7 @@ from typing import Any, TypeVar
 from urllib.parse import quote
 
 from genie.controller.store.file_lock import make_private_file, take_lock
+from genie.controller.store.history import Change, History, HistoryPage, HistoryPosition
 from genie.controller.store.limits import encode_key, key_span
 from genie.controller.store.protocol import (
     RANGE_BYTES_MAX,
@@ -34,10 +33,8 @@ from genie.controller.store.protocol import (
     Put,
     RangeResult,
     TxnResult,
-    WatchEvent,
 )
 from genie.errors import (
-    CompactedError,
     GenieError,
     LeaseLostError,
     StoreCorruptError,
@@ -45,17 +42,13 @@ from genie.errors import (
     StoreFullError,
     StoreUnavailableError,
     StoreVersionError,
-    UsageError,
 )
 from genie.runtime.files import FileLock
 
 log = logging.getLogger(__name__)
 
-FORMAT = 1
+FORMAT = 2
 APPLICATION_ID = 0x47454E45
-HISTORY_PAGE_EVENTS = 500
-HISTORY_PAGE_BYTES = 4 * 1024 * 1024
-HISTORY_BYTES_MAX = 256 * 1024 * 1024
 # A page that changes often is copied from the log once for all of that: 32 MiB of 4 KiB pages.
 CHECKPOINT_PAGES = 8192
 CACHE_KIB = 32 * 1024
@@ -67,8 +60,6 @@ CREATE TABLE kv (
     create_rev INTEGER NOT NULL, mod_rev INTEGER NOT NULL, lease INTEGER NOT NULL
 );
 CREATE INDEX kv_lease ON kv (lease) WHERE lease != 0;
-CREATE TABLE history (seq INTEGER PRIMARY KEY, rev INTEGER NOT NULL, key BLOB NOT NULL, value BLOB);
-CREATE INDEX history_rev ON history (rev);
 CREATE TABLE lease (id INTEGER PRIMARY KEY AUTOINCREMENT);
 """
 
@@ -88,21 +79,6 @@ class Ran:
     revision: int
 
 
-@dataclass(frozen=True, slots=True)
-class HistoryPosition:
-    """Changes still to be read: those of revision `revision` with seq above `after_seq`, and later ones."""
-
-    revision: int
-    after_seq: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class HistoryPage:
-    events: tuple[WatchEvent, ...]
-    next: HistoryPosition
-    complete: bool
-
-
 class SqliteFile:
     """Only the thread that opened it may call it. `run` is the door; the works call the rest."""
 
@@ -111,14 +87,10 @@ class SqliteFile:
         self._lock = lock
         self._history_revisions = history_revisions
         self._db: sqlite3.Connection
+        self._history: History
         self._revision = 0
-        self._compacted = 0
-        self._changed: list[bytes] = []
-        self._kept: deque[tuple[int, int]] = deque()
-        """Each revision that history has, and its bytes there; no more than history may have."""
-        self._kept_bytes = 0
-        self._recorded: list[tuple[int, int]] = []
-        """Those of the transaction that is under way."""
+        self._changed: list[Sequence[Change]] = []
+        """By the last transaction, revision by revision."""
 
     @classmethod
     def open(cls, path: Path, *, history_revisions: int, size_bytes_max: int) -> SqliteFile:
@@ -140,7 +112,7 @@ class SqliteFile:
     def run(self, works: Sequence[Work]) -> Ran:
         """All in one transaction and one sync. If that fails, each alone, so that each has its own answer:
         a read still works on a full disk, and one large write does not take small ones with it."""
-        changed: list[bytes] = []
+        changed: list[Sequence[Change]] = []
         outcomes: list[object] = []
         try:
             outcomes = self._transact(works)
@@ -151,8 +123,7 @@ class SqliteFile:
             for work in works:
                 outcomes.append(self._alone(work))
                 changed += self._changed
-        self._trim_when_due()
-        return Ran(outcomes, changed, self._revision)
+        return Ran(outcomes, [key for changes in changed for key, _ in changes], self._revision)
 
     def get(self, key: str) -> KeyValue | None:
         row = self._db.execute(
@@ -201,7 +172,6 @@ class SqliteFile:
         ]
         if changes:
             self._record(revision, changes)
-            self._set_revision(revision)
         return TxnResult(succeeded=True, revision=self._revision)
 
     def grant_lease(self) -> int:
@@ -214,36 +184,10 @@ class SqliteFile:
         self._delete_keys("lease = ? AND lease != 0", (lease_id,))
 
     def history(self, span: tuple[bytes, bytes], position: HistoryPosition) -> HistoryPage:
-        if self._compacted >= position.revision:
-            raise CompactedError(
-                f"changes up to revision {self._compacted} are no longer kept, "
-                f"and those from {position.revision} on were asked for",
-                hint="range again and watch from the revision it gives",
-            )
-        rows = self._db.execute(
-            "SELECT seq, rev, key, value FROM history"
-            " WHERE rev >= ? AND seq > ? AND key >= ? AND key < ? ORDER BY rev, seq",
-            (position.revision, position.after_seq, *span),
-        )
-        events: list[WatchEvent] = []
-        left_bytes = HISTORY_PAGE_BYTES
-        for seq, rev, key, value in rows:
-            events.append(WatchEvent(self._decode(key), value, rev))
-            left_bytes -= len(value or b"")
-            if len(events) == HISTORY_PAGE_EVENTS or left_bytes <= 0:
-                rows.close()
-                return HistoryPage(tuple(events), HistoryPosition(rev, seq), complete=False)
-        # Within one revision seq grows; across revisions it may start anew when history was emptied.
-        behind = max(position.revision, self._revision + 1)
-        return HistoryPage(tuple(events), HistoryPosition(behind), complete=True)
+        return self._history.page(span, position)
 
     def compact(self, revision: int) -> None:
-        if revision > self._revision:
-            raise UsageError(f"cannot compact to revision {revision}; the store is at {self._revision}")
-        if revision > self._compacted:
-            self._db.execute("DELETE FROM history WHERE rev <= ?", (revision,))
-            self._compacted = revision
-            self._set_meta("compacted", revision)
+        self._history.compact(revision)
 
     # -- opening ------------------------------------------------------------------------------
 
@@ -290,15 +234,16 @@ class SqliteFile:
         self._db.execute(f"PRAGMA cache_size = -{CACHE_KIB}")
         page_bytes = self._pragma("page_size")
         self._db.execute(f"PRAGMA max_page_count = {max(1, size_bytes_max // page_bytes)}")
-        if self._is_new():
+        is_new = self._is_new()
+        if is_new:
             self._make_schema()
+        elif self._meta("format") == 1:
+            self._drop_stored_history()
         self._revision = self._meta("revision")
-        self._compacted = self._meta("compacted")
-        sizes = (
-            "SELECT rev, sum(length(key) + ifnull(length(value), 0)) FROM history GROUP BY rev ORDER BY rev"
-        )
-        self._kept.extend(self._db.execute(sizes).fetchall())
-        self._kept_bytes = sum(size_bytes for _, size_bytes in self._kept)
+        known = 0 if is_new else self._revision
+        self._history = History(revision=known, revisions_max=self._history_revisions)
+        if is_new:
+            self._history.add(())  # the first revision changed nothing
         # Their holders died with the process that had the file open.
         (cleared,) = self._transact([SqliteFile._revoke_all])
         if isinstance(cleared, GenieError):
@@ -312,9 +257,17 @@ class SqliteFile:
         self._db.execute("BEGIN IMMEDIATE")
         for statement in _SCHEMA.split(";"):
             self._db.execute(statement)
-        first_rows = [("format", FORMAT), ("revision", 1), ("compacted", 0)]
+        first_rows = [("format", FORMAT), ("revision", 1)]
         self._db.executemany("INSERT INTO meta VALUES (?, ?)", first_rows)
         self._db.execute(f"PRAGMA application_id = {APPLICATION_ID}")
+        self._db.execute("COMMIT")
+
+    def _drop_stored_history(self) -> None:
+        """Files of format 1 had their changes in a table."""
+        self._db.execute("BEGIN IMMEDIATE")
+        self._db.execute("DROP TABLE history")
+        self._db.execute("DELETE FROM meta WHERE name = 'compacted'")
+        self._set_meta("format", FORMAT)
         self._db.execute("COMMIT")
 
     def _revoke_all(self) -> None:
@@ -325,24 +278,23 @@ class SqliteFile:
 
     def _transact(self, works: Sequence[Work]) -> list[object]:
         """Outcomes after the commit. StoreError when SQLite failed; then nothing has changed."""
-        before = (self._revision, self._compacted)
-        self._changed, self._recorded = [], []
+        before = self._revision
+        self._changed = []
         try:
             self._db.execute("BEGIN IMMEDIATE")
             outcomes = [self._attempt(work) for work in works]
-            if self._revision != before[0]:
+            if self._revision != before:
                 self._set_meta("revision", self._revision)
             self._db.execute("COMMIT")
-            self._kept.extend(self._recorded)
-            self._kept_bytes += sum(size_bytes for _, size_bytes in self._recorded)
-            self._forget(self._compacted)
         except BaseException as error:
-            self._revision, self._compacted = before
+            self._revision = before
             self._changed = []
             self._roll_back()
             if isinstance(error, sqlite3.Error):
                 raise self._translate(error) from error
             raise
+        for changes in self._changed:
+            self._history.add(changes)
         return outcomes
 
     def _attempt(self, work: Work) -> object:
@@ -370,34 +322,6 @@ class SqliteFile:
             self._db.execute("ROLLBACK")
         except sqlite3.Error:
             log.exception("store %s: rollback failed", self.path)
-
-    def _trim_when_due(self) -> None:
-        """History past its bounds goes, in a transaction of its own: a commit never fails for it."""
-        slack = max(1, self._history_revisions // 10)
-        too_long = self._revision - self._compacted > self._history_revisions + slack
-        if not too_long and self._kept_bytes <= HISTORY_BYTES_MAX:
-            return
-        try:
-            self._transact([SqliteFile._trim])
-        except StoreError as error:
-            log.warning("store %s: history could not be trimmed: %s", self.path, error)
-
-    def _trim(self) -> None:
-        """A little more than is due: not at every commit from now on, and not so much that others wait."""
-        keep_from = self._revision - self._history_revisions
-        left_bytes = self._kept_bytes
-        for revision, size_bytes in self._kept:
-            if revision > keep_from and left_bytes <= HISTORY_BYTES_MAX - HISTORY_BYTES_MAX // 64:
-                break
-            keep_from = max(keep_from, revision)
-            left_bytes -= size_bytes
-        if keep_from > self._compacted:
-            self.compact(keep_from)
-
-    def _forget(self, revision: int) -> None:
-        """History up to that revision is gone for good."""
-        while self._kept and self._kept[0][0] <= revision:
-            self._kept_bytes -= self._kept.popleft()[1]
 
     # -- rows ---------------------------------------------------------------------------------
 
@@ -462,19 +386,10 @@ class SqliteFile:
         revision = self._revision + 1
         self._delete([key for (key,) in keys])
         self._record(revision, [(key, None) for (key,) in keys])
-        self._set_revision(revision)
 
-    def _record(self, revision: int, changes: Sequence[tuple[bytes, bytes | None]]) -> None:
-        for part in _parts(changes):
-            self._db.execute(
-                f"INSERT INTO history (rev, key, value) VALUES {_rows(len(part), 3)}",  # noqa: S608
-                list(chain.from_iterable((revision, key, value) for key, value in part)),
-            )
-        self._changed += [key for key, _ in changes]
-        self._recorded.append((revision, sum(len(key) + len(value or b"") for key, value in changes)))
-
-    def _set_revision(self, revision: int) -> None:
-        # Written to the file once a transaction, in _transact.
+    def _record(self, revision: int, changes: Sequence[Change]) -> None:
+        """The revision is written to the file once a transaction, in _transact."""
+        self._changed.append(changes)
         self._revision = revision
 
     def _set_meta(self, name: str, value: int) -> None:

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import AsyncIterator, Sequence
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -59,9 +60,34 @@ async def test_what_was_committed_is_there_after_reopening_and_revisions_go_on(p
     assert item is not None
     assert (item.value, item.mod_revision) == (b"1", revision)
     assert (await store.commit([Compare("a", revision)], [Put("a", b"2")])).revision == revision + 1
-    async with store.watch("", after_revision=revision - 1) as events:
-        assert await anext(events) == WatchEvent("a", b"1", revision)
+    async with store.watch("", after_revision=revision) as events:
+        assert await anext(events) == WatchEvent("a", b"2", revision + 1)
+    with pytest.raises(CompactedError):  # of what happened before it was opened nothing is known
+        async with store.watch("", after_revision=revision - 1) as events:
+            await anext(events)
     await store.close()
+
+
+async def test_a_file_that_has_its_history_in_a_table_is_taken_over(path: Path) -> None:
+    store = await SqliteStore.open(path)
+    revision = (await store.commit([], [Put("a", b"1")])).revision
+    await store.close()
+    with closing(sqlite3.connect(path)) as db:
+        db.execute("CREATE TABLE history (seq INTEGER PRIMARY KEY, rev INTEGER, key BLOB, value BLOB)")
+        db.execute("INSERT INTO history VALUES (1, 2, 'a', '1')")
+        db.execute("INSERT INTO meta VALUES ('compacted', 0)")
+        db.execute("UPDATE meta SET value = 1 WHERE name = 'format'")
+        db.commit()
+    for _ in range(2):
+        store = await SqliteStore.open(path)
+        item = await store.get("a")
+        assert item is not None
+        assert (item.value, item.mod_revision) == (b"1", revision)
+        await store.close()
+    with closing(sqlite3.connect(path)) as db:
+        names = {name for (name,) in db.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
+        assert "history" not in names
+        assert dict(db.execute("SELECT name, value FROM meta")) == {"format": 2, "revision": revision}
 
 
 async def test_opening_revokes_the_leases_of_the_process_before(path: Path) -> None:
@@ -332,24 +358,18 @@ async def test_history_keeps_no_more_than_it_was_told_to(path: Path) -> None:
             await anext(events)
     async with store.watch("a", after_revision=last - 20) as events:
         assert (await anext(events)).revision == last - 19
-    rows = await store._ask(
-        lambda file: file._db.execute("SELECT count(*) FROM history").fetchone()[0], timeout_s=5
-    )
-    assert 20 <= rows <= 23
+    assert 20 <= last - store._file._history.compacted <= 22
     await store.close()
 
 
 async def test_history_keeps_no_more_bytes_than_its_bound(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("genie.controller.store.sqlite_file.HISTORY_BYTES_MAX", 80_000)
+    monkeypatch.setattr("genie.controller.store.history.BYTES_MAX", 80_000)
     store = await SqliteStore.open(path)
     for _ in range(40):
-        await store.commit([], [Put("a", b"x" * 10_000)])
-    kept = await store._ask(
-        lambda file: file._db.execute("SELECT sum(length(value)) FROM history").fetchone()[0], timeout_s=5
-    )
-    assert 50_000 <= kept <= 100_000
+        last = (await store.commit([], [Put("a", b"x" * 10_000)])).revision
+    assert last - store._file._history.compacted == 7
     await store.close()
 
 
