@@ -420,9 +420,11 @@ class Controller:
         self._planner.refresh()
 
     async def _place(self, starts: list[Start]) -> None:
+        placed: list[Job] = []
         try:
-            await self._jobs.place(starts, placed=self._placed.append)
+            await self._jobs.place(starts, placed=placed.append)
         finally:
+            self._placed += placed  # only now: meanwhile others may have been placed and launched
             self._launch()
 
     def _follow(self, job_id: str, before: Job | None, after: Job | None) -> None:

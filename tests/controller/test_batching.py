@@ -10,6 +10,8 @@ import pytest
 from genie.controller.store import Store
 from genie.errors import StoreFullError
 from genie.model.job import JobState
+from genie.model.messages import CreateToken
+from genie.model.tenant import TokenKind
 from tests.controller.standing import Standing, standing
 from tests.waiting import until
 
@@ -28,6 +30,32 @@ class Commits:
             return await commit(*arguments, **more)  # type: ignore[arg-type]
 
         store.commit = counted  # type: ignore[method-assign, assignment]
+
+
+class Gate:
+    """Commits of a store wait here until they are let through."""
+
+    def __init__(self, store: Store) -> None:
+        self._waiting: list[asyncio.Future[None]] = []
+        self._is_open = False
+        commit = store.commit
+
+        async def held(*arguments: object, **more: object) -> object:
+            if not self._is_open:
+                self._waiting.append(asyncio.get_running_loop().create_future())
+                await self._waiting[-1]
+            return await commit(*arguments, **more)  # type: ignore[arg-type]
+
+        store.commit = held  # type: ignore[method-assign, assignment]
+
+    async def reached(self, count: int, *, what: str) -> None:
+        await until(lambda: len(self._waiting) == count, what=what)
+
+    def open(self, *, for_good: bool = False) -> None:
+        self._is_open = for_good
+        waiting, self._waiting = self._waiting, []
+        for each in waiting:
+            each.set_result(None)
 
 
 async def kept(one: Standing, job_id: str) -> bytes:
@@ -76,6 +104,29 @@ async def test_a_job_that_need_not_wait_is_durable_and_placed_in_one_commit(tmp_
         assert (await agent.next_launch()).job_id == job.job_id
         waiting = await client.submit(gpus=1)
         assert waiting.state is JobState.QUEUED
+
+
+async def test_one_that_waited_and_one_that_need_not_are_both_launched(tmp_path: Path) -> None:
+    """In one commit the first is placed by a pass and the second with its submission."""
+    async with standing(tmp_path) as one, one.client() as client, one.agent(gpus=2) as agent:
+        first = await client.submit(gpus=2)
+        launch = await agent.start_next()
+        waited = await client.submit(gpus=1)
+        assert (first.state, waited.state) == (JobState.PLACING, JobState.QUEUED)
+        gate = Gate(one.store)
+        agent.end(launch)
+        async with asyncio.TaskGroup() as group:
+            group.create_task(agent.beat())
+            await gate.reached(1, what="the end of the first job")
+            group.create_task(client.ask(CreateToken(kind=TokenKind.USER)))
+            await asyncio.sleep(0.05)  # it waits behind that
+            gate.open()
+            await gate.reached(1, what="the token, while the pass decides on the job that waited")
+            submission = group.create_task(client.submit(gpus=1))
+            await asyncio.sleep(0.05)
+            gate.open(for_good=True)
+        launched = {(await agent.next_launch()).job_id for _ in range(2)}
+        assert launched == {waited.job_id, submission.result().job_id}
 
 
 async def test_a_place_that_is_not_durable_yet_counts_and_one_that_never_was_does_not(tmp_path: Path) -> None:
