@@ -5,12 +5,9 @@
 Three processes on loopback: a controller on SQLite in a fresh directory, 125 simulated nodes with 1,000
 GPUs that confirm launches and report exits (placement_roles.py), and this client. Each job asks for one
 GPU; the client counts it when the answer says where it was placed, which the controller says only when
-that is durable. At low load one job is asked for at a time, under load FREE_IN_FLIGHT, which leave some of
-the GPUs free, and FULL_IN_FLIGHT, with which all are held: a job holds its GPU until its node's next tick
-and until launch, confirmation and exit are durable, about a third of a second. Then jobs wait, and the rate
-says how soon GPUs come free; it has no goal. All are measured in turns, round by round. Beside them, without
-a goal, where the time goes: the processor time of each part for a placement. --profile says by function.
-Not for: the quality of decisions.
+that is durable. Under load IN_FLIGHT jobs are asked for at a time, at low load one. Both are measured in
+turns, round by round. Beside them, without a goal, where the time goes: the processor time of each part for a
+placement. --profile says by function. Not for: the quality of decisions.
 """
 
 from __future__ import annotations
@@ -39,8 +36,7 @@ from genie.runtime.tasks import loop_factory
 
 RATE = report.Goal("value", ">=", 3000.0)
 LATENCY_P50 = report.value_at_most(5.0)
-FREE_IN_FLIGHT = 64
-FULL_IN_FLIGHT = 256
+IN_FLIGHT = 256
 LOAD_S = 4.0
 WARM_UP_S = 1.0
 QUIET_JOBS = 200
@@ -51,21 +47,12 @@ _TICKS = os.sysconf("SC_CLK_TCK")
 
 
 @dataclass
-class Load:
-    """Of the rounds with so many jobs in flight."""
-
-    in_flight: int
+class Samples:
     rates_per_s: list[float] = field(default_factory=list)
+    busy_ms: list[float] = field(default_factory=list)
     latencies_ms: list[float] = field(default_factory=list)
     cpu_us: dict[str, list[float]] = field(default_factory=dict)
     """Of each part, for a placement."""
-
-
-@dataclass
-class Samples:
-    quiet_ms: list[float] = field(default_factory=list)
-    free: Load = field(default_factory=lambda: Load(FREE_IN_FLIGHT))
-    full: Load = field(default_factory=lambda: Load(FULL_IN_FLIGHT))
 
 
 class Client:
@@ -88,7 +75,7 @@ class Client:
         return (time.perf_counter() - began) * 1000
 
 
-async def under_load(client: Client, load: Load, parts: Parts) -> None:
+async def under_load(client: Client, samples: Samples, parts: Parts) -> None:
     """As many jobs in flight as there may be, for a while; the first second does not count."""
     began_s = time.perf_counter()
     from_s, until_s = began_s + WARM_UP_S, began_s + WARM_UP_S + LOAD_S
@@ -104,20 +91,19 @@ async def under_load(client: Client, load: Load, parts: Parts) -> None:
                 taken_ms.append(latency_ms)
 
     async with asyncio.TaskGroup() as group:
-        for _ in range(load.in_flight):
+        for _ in range(IN_FLIGHT):
             group.create_task(work())
     if not taken_ms:
         raise SystemExit("nothing was placed")
-    load.rates_per_s.append(len(taken_ms) / LOAD_S)
-    load.latencies_ms.extend(taken_ms)
+    samples.rates_per_s.append(len(taken_ms) / LOAD_S)
+    samples.busy_ms.extend(taken_ms)
     for part, now_s in parts.cpu_s().items():
-        load.cpu_us.setdefault(part, []).append((now_s - cpu_s[part]) / len(taken_ms) * 1e6)
-    print(f"{load.in_flight} in flight: {load.rates_per_s[-1]:.0f}/s", file=sys.stderr)
+        samples.cpu_us.setdefault(part, []).append((now_s - cpu_s[part]) / len(taken_ms) * 1e6)
 
 
 async def quiet(client: Client, samples: Samples) -> None:
     for _ in range(QUIET_JOBS):
-        samples.quiet_ms.append(await client.place_ms())
+        samples.latencies_ms.append(await client.place_ms())
         await asyncio.sleep(QUIET_GAP_S)
 
 
@@ -171,30 +157,28 @@ async def measure(folder: Path, *, rounds: int, parts: Parts) -> Samples:
         await client.place_ms()
         for _ in range(rounds):
             await quiet(client, samples)
-            await under_load(client, samples.free, parts)
-            await under_load(client, samples.full, parts)
+            await under_load(client, samples, parts)
+            print(f"round: {samples.rates_per_s[-1]:.0f}/s", file=sys.stderr)
     return samples
 
 
 def figures(samples: Samples) -> list[report.Figure]:
-    quiet_ms = samples.quiet_ms
+    quiet_ms, busy_ms = samples.latencies_ms, samples.busy_ms
     return [
-        *_of_load("placements", samples.free, goal=RATE),
-        *_of_load("placements_full", samples.full, goal=None),
+        report.figure(
+            "placements_rate",
+            statistics.median(samples.rates_per_s),
+            unit="1/s",
+            samples=samples.rates_per_s,
+            goal=RATE,
+        ),
         report.figure("placement_quiet_p50", statistics.median(quiet_ms), samples=quiet_ms, goal=LATENCY_P50),
         report.figure("placement_quiet_p99", report.percentile(quiet_ms, 0.99), samples=quiet_ms),
-    ]
-
-
-def _of_load(name: str, load: Load, *, goal: report.Goal | None) -> list[report.Figure]:
-    rates, taken_ms = load.rates_per_s, load.latencies_ms
-    return [
-        report.figure(f"{name}_rate", statistics.median(rates), unit="1/s", samples=rates, goal=goal),
-        report.figure(f"{name}_p50", statistics.median(taken_ms), samples=taken_ms),
-        report.figure(f"{name}_p99", report.percentile(taken_ms, 0.99), samples=taken_ms),
+        report.figure("placement_busy_p50", statistics.median(busy_ms), samples=busy_ms),
+        report.figure("placement_busy_p99", report.percentile(busy_ms, 0.99), samples=busy_ms),
         *(
-            report.figure(f"{name}_cpu_{part}", statistics.median(taken_us), unit="us", samples=taken_us)
-            for part, taken_us in load.cpu_us.items()
+            report.figure(f"cpu_{part}", statistics.median(taken_us), unit="us", samples=taken_us)
+            for part, taken_us in samples.cpu_us.items()
         ),
     ]
 

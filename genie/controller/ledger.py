@@ -41,8 +41,8 @@ _Row = TypeVar("_Row", bound=msgspec.Struct)
 _Result = TypeVar("_Result")
 
 WRITES_WAITING_MAX = 1024
-# Nothing else is answered while a batch is built, and longer ones are not quicker.
-BATCH_WRITES_MAX = 256
+# Nothing else is answered while a batch is built. With 256 the rate under load is a tenth lower.
+BATCH_WRITES_MAX = 1024
 _PAGE = 1000
 _BYTES_PER_CHARACTER_MAX = 4
 _encoder = msgspec.json.Encoder()
