@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from genie.errors import GenieError, NodeRefusedError, NoNodeError, UnreachableError
 from genie.grid.grid_file import GridFile
@@ -19,7 +20,9 @@ from genie.grid.metrics import GridMetrics
 from genie.grid.run import Run
 from genie.grid.runner import Runner
 from genie.grid.ssh_pool import SshPool
-from genie.grid.sync.syncer import OnProgress, Syncer
+
+if TYPE_CHECKING:
+    from genie.grid.sync.syncer import OnProgress
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,6 +116,8 @@ class Launcher:
 
     async def sync(self, local: Path, nodes: Sequence[str]) -> dict[str, GenieError]:
         """Brings a folder to nodes, side by side; what went wrong, by node."""
+        from genie.grid.sync.syncer import Syncer  # a tenth of a second that most runs need not wait for
+
         syncer = Syncer(self._pool, self._file, state_dir=self._state_dir, metrics=figures(self._state_dir))
         reports = await syncer.sync(local, nodes, progress=self._progress)
         return {report.node: report.error for report in reports if report.error is not None}
