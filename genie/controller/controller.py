@@ -130,6 +130,8 @@ class Controller:
         ledger.jobs.on_change.append(self._follow)
         self._placed: list[Job] = []
         """And not yet sent on their way; only while the loop turns once."""
+        self._starting = 0
+        """Workers that a pass has placed, while that is being written."""
         self._launched: list[Job] = []
         """Since the last tick, for the log."""
         self._orders = Orders()
@@ -160,7 +162,7 @@ class Controller:
             policy=_PLACEMENT,
             rules=self._rules,
             workers_max=self._config.node_workers_max,
-            room=lambda: self._orders.room,
+            room=lambda: self._launches_left,
         )
 
     def _rules(self) -> Rules:
@@ -400,7 +402,8 @@ class Controller:
             self._fault = self._planner.fault
             _log.error("%s", self._fault)
         starts: list[Start] = []
-        room = self._orders.room  # each worker becomes an order; what has no room is decided again
+        # Each worker becomes an order; what has no room is decided again.
+        room = self._launches_left - self._planner.pending
         for decision in decisions:
             if isinstance(decision, Start):
                 room -= len(decision.places)
@@ -421,11 +424,18 @@ class Controller:
 
     async def _place(self, starts: list[Start]) -> None:
         placed: list[Job] = []
+        self._starting = sum(len(start.places) for start in starts)
         try:
             await self._jobs.place(starts, placed=placed.append)
         finally:
+            self._starting = 0
             self._placed += placed  # only now: meanwhile others may have been placed and launched
             self._launch()
+
+    @property
+    def _launches_left(self) -> int:
+        """How many more workers may be placed now: those placed already, or about to be, go first."""
+        return self._orders.room - self._starting - len(self._placed)
 
     def _follow(self, job_id: str, before: Job | None, after: Job | None) -> None:
         """One that was placed with its submission is launched when all of its transaction are known."""

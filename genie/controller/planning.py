@@ -136,6 +136,11 @@ class Planner:
         """Why a policy of the user's own is out of use; empty while it is well."""
         return self._scheduler.fault
 
+    @property
+    def pending(self) -> int:
+        """How many were started with their submission, which is not durable yet."""
+        return len(self._pending)
+
     # -- deciding -----------------------------------------------------------------------------
 
     def decide(self) -> list[Decision]:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from genie.controller import orders
 from genie.controller.store import Store
 from genie.errors import StoreFullError
 from genie.model.job import JobState
@@ -127,6 +128,25 @@ async def test_one_that_waited_and_one_that_need_not_are_both_launched(tmp_path:
             gate.open(for_good=True)
         launched = {(await agent.next_launch()).job_id for _ in range(2)}
         assert launched == {waited.job_id, submission.result().job_id}
+
+
+async def test_nothing_is_placed_that_could_not_be_launched_beside_what_is_about_to_be(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(orders, "ORDERS_MAX", 1)
+    async with standing(tmp_path) as one, one.client() as client, one.agent(gpus=2) as agent:
+        agent.hang = asyncio.Event()
+        gate = Gate(one.store)
+        async with asyncio.TaskGroup() as group:
+            first = group.create_task(client.submit(gpus=1))
+            await gate.reached(1, what="the first job")
+            second = group.create_task(client.submit(gpus=1))
+            await asyncio.sleep(0.05)  # it waits behind that
+            gate.open(for_good=True)
+        assert (first.result().state, second.result().state) == (JobState.PLACING, JobState.QUEUED)
+        agent.hang.set()
+        launched = [(await agent.next_launch()).job_id for _ in range(2)]
+        assert launched == [first.result().job_id, second.result().job_id]
 
 
 async def test_a_place_that_is_not_durable_yet_counts_and_one_that_never_was_does_not(tmp_path: Path) -> None:

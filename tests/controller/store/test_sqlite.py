@@ -334,6 +334,19 @@ async def test_closing_answers_what_is_queued(
     await store.close()
 
 
+@pytest.mark.parametrize("steps", range(6))
+async def test_closing_that_was_cancelled_can_be_gone_on_with(path: Path, steps: int) -> None:
+    store = await SqliteStore.open(path)
+    closing = asyncio.ensure_future(store.close())
+    for _ in range(steps):
+        await asyncio.sleep(0)
+    closing.cancel()
+    await asyncio.wait([closing])
+    await store.close()
+    store = await SqliteStore.open(path)
+    await store.close()
+
+
 async def test_a_mistake_in_one_call_is_its_own_and_is_logged(
     store: SqliteStore, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
