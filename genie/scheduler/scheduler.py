@@ -755,6 +755,7 @@ class _Pass:
         why = in_the_way(self._book, request, self._scheduler.claims)
         if not why and refused is self._full:  # perhaps for want of something else than what is reserved
             why = self._why_never(waiting) or self._book.why_not_beside(request)
+            why = why or f"no room now, and {self._why_behind(holder)}"
         refused[line] = why = why or f"would delay {holder.job_id}, which has a reservation"
         return self._wait(request, why)
 

@@ -454,15 +454,19 @@ def test_those_who_wait_are_told_who_they_wait_for_now() -> None:
         desk.submit(f"j{number}", gpus=1, time_limit_s=10.0 + number)
     desk.decide()
     assert {desk.why(f"j{number}").reason for number in range(3)} == {
-        "would delay first, which has a reservation"
+        "no room now, and behind first, which has a reservation"
     }
     desk.submit("late", gpus=1, time_limit_s=50.0)
-    assert desk.why("late").reason == "would delay first, which has a reservation"
+    assert desk.why("late").reason == "no room now, and behind first, which has a reservation"
     desk.scheduler.withdraw("first")
     desk.submit("second", gpus=4, time_limit_s=100.0)
     desk.decide()
     assert "reservation on n" in desk.why("j0").reason
-    assert desk.why("second").reason == desk.why("late").reason == "would delay j0, which has a reservation"
+    assert (
+        desk.why("second").reason
+        == desk.why("late").reason
+        == "no room now, and behind j0, which has a reservation"
+    )
 
 
 # --- rules that change --------------------------------------------------------------------------
@@ -707,7 +711,7 @@ def test_behind_a_reservation_the_real_reason_is_told() -> None:
     assert desk.why("first").reason == "has a reservation on n"
     assert desk.why("drained").reason == "no node will do: shut: draining; n: has 2 GPUs; m: has 1 GPUs"
     assert desk.why("lonely").reason == "waits for a job named nobody to run"
-    assert desk.why("late").reason == "would delay first, which has a reservation"
+    assert desk.why("late").reason == "no room now, and behind first, which has a reservation"
     assert desk.why("torn").reason == "a job named other or runs runs wherever one named runs does"
     desk.scheduler.remove_node("shut")
     assert desk.why("shy").reason == "waits for a node on which no job named other or runs runs"
