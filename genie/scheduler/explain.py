@@ -80,7 +80,9 @@ def _why_not_now(scheduler: Scheduler, request: Request, facts: NodeFacts) -> st
     book = scheduler.book
     if why := book.why_crowded(facts) or in_the_way(book, request, scheduler.claims):
         return why
-    workers = request.least_workers if request.within is Within.NODE else 1
+    if why := book.why_not_among(request, facts):
+        return why
+    workers = request.least_workers if request.within in (Within.NODE, Within.ISLAND) else 1
     shape = request.shape.times(workers)
     cpu_milli, memory_mib, gpus = book.free_on(facts.node_id)
     if shape.cpu_milli > cpu_milli:

@@ -57,11 +57,29 @@ def test_shares_and_memory_are_told_apart(shape: Shape, why: str) -> None:
     assert [each.reason for each in told(desk, "asks").ruled_out] == [why]
 
 
-def test_workers_that_must_be_together_are_counted_together() -> None:
+def test_nodes_are_ruled_out_by_the_jobs_that_run_there() -> None:
+    desk = Desk(node("n1", 2), node("n2", 2), node("n3", 2))
+    for name, where in (("server", "n1"), ("noisy", "n2")):
+        desk.submit(name, shape=Shape(gpus=2, nodes=frozenset({where})), time_limit_s=30.0)
+    desk.started()
+    desk.submit("beside", near=frozenset({"server"}))
+    assert told(desk, "beside").ruled_out == (
+        RuledOut("no job named server runs there", ("n2", "n3"), ever=False),
+        RuledOut("0 of 2 GPUs are free", ("n1",), ever=False),
+    )
+    desk.submit("shy", shape=Shape(gpus=2), apart=frozenset({"noisy", "server"}), workers=2)
+    assert {each.reason: each.nodes for each in told(desk, "shy").ruled_out} == {
+        "a job named noisy runs there": ("n2",),
+        "a job named server runs there": ("n1",),
+    }
+
+
+@pytest.mark.parametrize("within", [Within.NODE, Within.ISLAND])
+def test_workers_that_must_be_together_are_counted_together(within: Within) -> None:
     desk = Desk(node("n", 4))
     desk.submit("other", gpus=1, time_limit_s=9.0)
     desk.started()
-    desk.submit("pair", gpus=2, workers=2, within=Within.NODE)
+    desk.submit("pair", gpus=2, workers=2, within=within)
     assert [each.reason for each in told(desk, "pair").ruled_out] == ["3 of 4 GPUs are free"]
 
 
