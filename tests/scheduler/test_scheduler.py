@@ -230,6 +230,18 @@ def test_the_cheapest_who_are_enough_make_room_and_get_their_grace() -> None:
     assert [request.job_id for request in desk.scheduler.waiting] == ["low"]
 
 
+def test_who_is_waited_for_is_still_named_when_others_come_and_go() -> None:
+    desk = Desk(node("n", 4), node("m", 1), rules=PRIORITY)
+    desk.submit("low", gpus=4, preemptible=True, grace_s=20.0)
+    desk.submit("other")
+    assert sorted(desk.started()) == ["low", "other"]
+    desk.submit("high", gpus=4, priority=5)
+    assert desk.preempted() == ["low"]
+    desk.scheduler.ended("other")
+    desk.decide()
+    assert desk.why("high").reason == "waits for low to make room"
+
+
 def test_equals_and_those_who_did_not_agree_are_not_preempted() -> None:
     desk = Desk(node("n", 2), rules=PRIORITY)
     desk.submit("equal", preemptible=True, priority=3)
