@@ -241,13 +241,13 @@ async def test_through_a_controller_the_queue_is_asked_for_over_the_wire(tmp_pat
         async with one.client(token) as blue:
             mine = await blue.submit(gpus=1)
             reply = await blue.ask(GetQueue())
-            assert [(each.position, each.job_id) for each in reply.jobs] == [(1, mine.job_id)], (
-                "its tenant holds nothing"
+            assert [(each.position, each.job_id) for each in reply.jobs] == [(2, mine.job_id)], (
+                "its tenant holds nothing, but the first has a reservation"
             )
             with pytest.raises(JobNotFoundError):
                 await blue.ask(ExplainJob(job_id=runs.job_id))
         reply = await owner.ask(GetQueue())
-        assert [each.job_id for each in reply.jobs] == [mine.job_id, first.job_id]
+        assert [each.job_id for each in reply.jobs] == [first.job_id, mine.job_id]
         assert (await owner.ask(ExplainJob(job_id="first"))).job.job_id == first.job_id
         explained = await owner.ask(ExplainJob(job_id=runs.job_id))
         assert [step.state for step in explained.job.history] == ["queued", "placing", "running"]

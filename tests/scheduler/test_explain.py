@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from genie.model.job import Within
-from genie.scheduler.explain import Explanation, RuledOut, explain
+from genie.scheduler.explain import Explanation, RuledOut, explain, in_order
 from genie.scheduler.order import Fifo
 from genie.scheduler.quota import Quota, Quotas, of_gpus
 from genie.scheduler.request import Shape
@@ -91,6 +91,19 @@ def test_those_ahead_go_first_in_what_is_foreseen() -> None:
     desk.submit("last", gpus=2)
     assert (told(desk, "next").starts_at, told(desk, "next").ahead) == (10.0, 0)
     assert (told(desk, "last").starts_at, told(desk, "last").ahead) == (20.0, 1)
+
+
+def test_who_has_a_reservation_is_first_in_line_whoever_came_after_it() -> None:
+    desk = Desk(node("n", 2))
+    desk.submit("runs", gpus=2, time_limit_s=30.0)
+    desk.started()
+    desk.submit("calm", gpus=2, time_limit_s=10.0)
+    desk.decide()
+    desk.submit("hasty", gpus=2, time_limit_s=10.0, deadline_at=60.0)
+    assert told(desk, "hasty").reason == "no room now, and behind calm, which has a reservation"
+    assert [request.job_id for request in in_order(desk.scheduler, desk.now)] == ["calm", "hasty"]
+    assert (told(desk, "calm").ahead, told(desk, "hasty").ahead) == (0, 1)
+    assert told(desk, "hasty").starts_at == 40.0
 
 
 def test_who_is_over_his_quota_waits_for_his_own_and_who_does_not_wait_has_no_explanation() -> None:
