@@ -305,7 +305,14 @@ def _model(name: str) -> str:
 
 
 def _labels(given: list[str] | None) -> dict[str, str]:
-    return dict(_each(given, _label, what="--label"))
+    found: dict[str, str] = {}
+    for key, value in _each(given, _label, what="--label"):
+        if found.setdefault(key, value) != value:
+            raise UsageError(
+                f"--label {key}={found[key]} and --label {key}={value} exclude each other",
+                hint="leave one of them out: a node has one value for each label",
+            )
+    return found
 
 
 def _label(pair: str) -> tuple[str, str]:

@@ -212,6 +212,10 @@ def _check_together(spec: JobSpec) -> None:
     of_gpus = (wishes.gpu_models, wishes.vendor, wishes.gpu_memory_min_bytes, spec.resources.gpu_memory_bytes)
     if not spec.resources.gpus and (any(of_gpus) or wishes.capability_min != (0, 0)):
         raise UsageError("it says what gpus must be like, and not how many", hint="say how many gpus")
+    if wishes.near and set(wishes.near) <= set(wishes.apart):
+        raise UsageError(
+            f"near to and apart from jobs named {' or '.join(wishes.near)}", hint="leave one of them out"
+        )
     if wishes.workers > 1 and spec.gpu_ids:
         raise UsageError(
             f"gpu_ids with {wishes.workers} workers", hint="name accelerators for a job of one worker only"

@@ -170,6 +170,15 @@ class Book:
             return f"waits for a job named {near} to run"
         return f"a job named {apart} runs wherever one named {near} does"
 
+    def why_not_among(self, request: Request, facts: NodeFacts) -> str:
+        """Why the jobs that run on the node keep it away, or do not draw it there; empty when they do not."""
+        if (not request.near and not request.apart) or _neighbours(request)(self._nodes[facts.node_id]):
+            return ""
+        here = {name for tenant, name in self._nodes[facts.node_id].names if tenant == request.tenant}
+        if unwanted := sorted(here & request.apart):
+            return f"a job named {unwanted[0]} runs there"
+        return f"no job named {' or '.join(sorted(request.near))} runs there"
+
     def why_crowded(self, facts: NodeFacts) -> str:
         """Why the node takes nothing now, though it would have room; empty when it does."""
         if not self._is_crowded(self._nodes[facts.node_id]):

@@ -57,11 +57,14 @@ def explain(scheduler: Scheduler, job_id: str, *, reason: str, now: float) -> Ex
 
 
 def in_order(scheduler: Scheduler, now: float) -> list[Request]:
-    """Those that wait, as they would be gone through if nobody started."""
+    """Those that wait, as they would be gone through if nobody started; first for whom something is kept."""
     lines = Lines(scheduler.rules.order)
     for each in scheduler.waiting:
         lines.add(each, (0, 0))
-    return list(lines.walk(scheduler.scales(now), why_all=lambda *_: "", tell=lambda *_: None))
+    line = lines.walk(scheduler.scales(now), why_all=lambda *_: "", tell=lambda *_: None)
+    reservation, kept = scheduler.reservation, set(scheduler.claims)
+    holder = "" if reservation is None else reservation.job_id
+    return sorted(line, key=lambda each: (each.job_id != holder, each.job_id not in kept))
 
 
 def _ruled_out(scheduler: Scheduler, request: Request) -> tuple[RuledOut, ...]:
@@ -80,7 +83,9 @@ def _why_not_now(scheduler: Scheduler, request: Request, facts: NodeFacts) -> st
     book = scheduler.book
     if why := book.why_crowded(facts) or in_the_way(book, request, scheduler.claims):
         return why
-    workers = request.least_workers if request.within is Within.NODE else 1
+    if why := book.why_not_among(request, facts):
+        return why
+    workers = request.least_workers if request.within in (Within.NODE, Within.ISLAND) else 1
     shape = request.shape.times(workers)
     cpu_milli, memory_mib, gpus = book.free_on(facts.node_id)
     if shape.cpu_milli > cpu_milli:

@@ -632,10 +632,12 @@ class _Pass:
             running[job_id] = msgspec.structs.replace(victim, ends_at=until, is_leaving=True)
             why = f"makes room for {request.job_id}"
             self._done.append(Preempt(job_id, request.job_id, victim.request.grace_s, why))
-        several = self._those_who_matter(request)
-        at = max((job.ends_at for job in several if job.is_leaving), default=self._now)
+        leaving = [job for job in self._those_who_matter(request) if job.is_leaving]
+        at = max((job.ends_at for job in leaving), default=self._now)
         self._keep(request, at, eviction.places)
-        self._wait(request, f"waits for {', '.join(victims_left) or 'others'} to make room", at)
+        nodes = {place.node_id for place in eviction.places}
+        there = [job.request.job_id for job in leaving if any(it.node_id in nodes for it in job.held.places)]
+        self._wait(request, f"waits for {', '.join(there) or 'others'} to make room", at)
 
     def _take_back(self, job_id: str, request: Request) -> bool:
         """A start that was decided in this pass does not happen; whether it was one."""
@@ -755,6 +757,7 @@ class _Pass:
         why = in_the_way(self._book, request, self._scheduler.claims)
         if not why and refused is self._full:  # perhaps for want of something else than what is reserved
             why = self._why_never(waiting) or self._book.why_not_beside(request)
+            why = why or f"no room now, and {self._why_behind(holder)}"
         refused[line] = why = why or f"would delay {holder.job_id}, which has a reservation"
         return self._wait(request, why)
 

@@ -155,6 +155,7 @@ class _Simulation:
         self._there_milli = gpu_milli_of(nodes)
         self._moments: list[Moment] = []
         self._samples: list[Sample] = []
+        self._arrived = 0
         self._over = 0
         self._admit(nodes, jobs)
         self._last_arrival_s = max(
@@ -215,6 +216,7 @@ class _Simulation:
                 self._send_back(life, now)
         elif kind == _ARRIVE:
             self._scheduler.submit(self._lives[name].request)
+            self._arrived += 1
         elif kind == _FAIL:
             self._fail(name, now)
         else:
@@ -222,7 +224,6 @@ class _Simulation:
         return True
 
     def _decide(self, now: float) -> None:
-        waiting = 0
         for decision in self._scheduler.decide(now):
             if isinstance(decision, Start):
                 life = self._lives[decision.job_id]
@@ -232,8 +233,7 @@ class _Simulation:
                 life = self._lives[decision.job_id]
                 life.record.preemptions += 1
                 self._push(now + decision.grace_s, _LEAVE, decision.job_id, life.epoch)
-            else:
-                waiting += 1
+        waiting = self._arrived - self._over - len(self._running)  # not all of them are told something new
         self._moments.append(Moment(now, self._used_milli, self._there_milli, waiting))
         if waiting and now >= self._next_sample_s:
             self._samples.append(self._sample(now))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import csv
 import datetime
+import difflib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -138,13 +139,26 @@ class Row:
         return UsageError(f"{self.where}: {name} is {self.text(name)!r}; it must be {allowed}")
 
 
-def read_table(path: Path, columns: set[str], parse: Callable[[Row], _Read]) -> list[_Read]:
-    """A CSV file with these columns at least, and what `parse` makes of each line."""
+def read_table(
+    path: Path, columns: set[str], parse: Callable[[Row], _Read], *, known: frozenset[str] = frozenset()
+) -> list[_Read]:
+    """A CSV file with these columns at least, and what `parse` makes of each. `known`: and no others."""
     try:
         with path.open(encoding="utf-8", newline="") as lines:
-            return [parse(row) for row in _rows(path, csv.DictReader(lines), columns)]
+            reader = csv.DictReader(lines)
+            unknown = [name for name in reader.fieldnames or () if known and name not in known]
+            if unknown:
+                raise UsageError(
+                    f"{path}:1: there is no such column as {unknown[0]!r}", hint=_like(unknown[0], known)
+                )
+            return [parse(row) for row in _rows(path, reader, columns)]
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise _unreadable(path, error) from error
+
+
+def _like(name: str, known: frozenset[str]) -> str:
+    near = difflib.get_close_matches(name, sorted(known), n=1)
+    return f"did you mean {near[0]}?" if near else f"there are {', '.join(sorted(known))}"
 
 
 def _unreadable(path: Path, error: Exception) -> UsageError:

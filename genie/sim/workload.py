@@ -123,7 +123,7 @@ def read_workload(path: Path) -> list[SimJob]:
         seen.add(job.job_id)
         return job
 
-    jobs = read_table(path, {"submitted_s", "duration_s"}, parse)
+    jobs = read_table(path, {"submitted_s", "duration_s"}, parse, known=frozenset(_COLUMNS))
     return sorted(jobs, key=lambda job: job.submitted_s)
 
 

@@ -106,6 +106,7 @@ def test_a_capability_is_two_numbers(text: str, found: tuple[int, int]) -> None:
         ({"time_limit": "0"}, "--time-limit"),
         ({"deadline": "yesterday"}, "--deadline"),
         ({"workers": "2", "spread": True, "within": "node"}, "--spread"),
+        ({"label": ["a=b", "a=c"]}, "--label a=b and --label a=c exclude each other"),
     ],
 )
 def test_what_is_wrong_is_named_with_what_is_allowed(given: dict[str, object], named: str) -> None:

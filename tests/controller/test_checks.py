@@ -70,6 +70,7 @@ def test_what_is_allowed_passes(wishes: Wishes) -> None:
         (Wishes(labels={"k": "v\0"}), "label"),
         (Wishes(workers=2, spread=Spread.SPREAD, within=Within.NODE), "within one node"),
         (Wishes(workers=2, spread=Spread.SPREAD, within=Within.ISLAND), "within one island"),
+        (Wishes(near=("a", "b"), apart=("b", "c", "a")), "near to and apart from jobs named a or b"),
     ],
 )
 def test_what_is_not_allowed_is_named(wishes: Wishes, named: str) -> None:

@@ -147,7 +147,7 @@ async def test_the_queue_is_in_order_with_what_each_waits_for() -> None:
     first, second, _ = reply.jobs
     assert (first.reason, first.starts_at) == ("has a reservation on n1", 60.0)
     assert (first.resources.gpus, first.wishes.priority, first.submitted_at) == (2, 3, 5.0)
-    assert second.reason == f"would delay {TWO}, which has a reservation"
+    assert second.reason == f"no room now, and behind {TWO}, which has a reservation"
     assert (reply.waiting, reply.more) == (3, False)
 
 
@@ -156,7 +156,7 @@ async def test_a_user_sees_its_own_and_others_are_counted_only() -> None:
     reply = await office.queue(BLUE)
     (mine,) = reply.jobs
     assert (mine.position, mine.job_id, reply.waiting) == (2, THREE, 3)
-    assert mine.reason == "would delay another job, which has a reservation"
+    assert mine.reason == "no room now, and behind another job, which has a reservation"
     assert TWO not in str(reply) and "red" not in str(reply)
 
 
@@ -200,7 +200,7 @@ async def test_an_explanation_names_no_job_of_others_and_a_name_will_do() -> Non
     office = busy_office()
     reply = await office.explain(BLUE, "name-c")
     assert (reply.job.job_id, reply.ahead) == (THREE, 1)
-    assert reply.job.reason == "would delay another job, which has a reservation"
+    assert reply.job.reason == "no room now, and behind another job, which has a reservation"
     with pytest.raises(JobNotFoundError):
         await office.explain(BLUE, TWO)
 
@@ -241,13 +241,13 @@ async def test_through_a_controller_the_queue_is_asked_for_over_the_wire(tmp_pat
         async with one.client(token) as blue:
             mine = await blue.submit(gpus=1)
             reply = await blue.ask(GetQueue())
-            assert [(each.position, each.job_id) for each in reply.jobs] == [(1, mine.job_id)], (
-                "its tenant holds nothing"
+            assert [(each.position, each.job_id) for each in reply.jobs] == [(2, mine.job_id)], (
+                "its tenant holds nothing, but the first has a reservation"
             )
             with pytest.raises(JobNotFoundError):
                 await blue.ask(ExplainJob(job_id=runs.job_id))
         reply = await owner.ask(GetQueue())
-        assert [each.job_id for each in reply.jobs] == [mine.job_id, first.job_id]
+        assert [each.job_id for each in reply.jobs] == [first.job_id, mine.job_id]
         assert (await owner.ask(ExplainJob(job_id="first"))).job.job_id == first.job_id
         explained = await owner.ask(ExplainJob(job_id=runs.job_id))
         assert [step.state for step in explained.job.history] == ["queued", "placing", "running"]

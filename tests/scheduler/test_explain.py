@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from genie.model.job import Within
-from genie.scheduler.explain import Explanation, RuledOut, explain
+from genie.scheduler.explain import Explanation, RuledOut, explain, in_order
 from genie.scheduler.order import Fifo
 from genie.scheduler.quota import Quota, Quotas, of_gpus
 from genie.scheduler.request import Shape
@@ -57,11 +57,29 @@ def test_shares_and_memory_are_told_apart(shape: Shape, why: str) -> None:
     assert [each.reason for each in told(desk, "asks").ruled_out] == [why]
 
 
-def test_workers_that_must_be_together_are_counted_together() -> None:
+def test_nodes_are_ruled_out_by_the_jobs_that_run_there() -> None:
+    desk = Desk(node("n1", 2), node("n2", 2), node("n3", 2))
+    for name, where in (("server", "n1"), ("noisy", "n2")):
+        desk.submit(name, shape=Shape(gpus=2, nodes=frozenset({where})), time_limit_s=30.0)
+    desk.started()
+    desk.submit("beside", near=frozenset({"server"}))
+    assert told(desk, "beside").ruled_out == (
+        RuledOut("no job named server runs there", ("n2", "n3"), ever=False),
+        RuledOut("0 of 2 GPUs are free", ("n1",), ever=False),
+    )
+    desk.submit("shy", shape=Shape(gpus=2), apart=frozenset({"noisy", "server"}), workers=2)
+    assert {each.reason: each.nodes for each in told(desk, "shy").ruled_out} == {
+        "a job named noisy runs there": ("n2",),
+        "a job named server runs there": ("n1",),
+    }
+
+
+@pytest.mark.parametrize("within", [Within.NODE, Within.ISLAND])
+def test_workers_that_must_be_together_are_counted_together(within: Within) -> None:
     desk = Desk(node("n", 4))
     desk.submit("other", gpus=1, time_limit_s=9.0)
     desk.started()
-    desk.submit("pair", gpus=2, workers=2, within=Within.NODE)
+    desk.submit("pair", gpus=2, workers=2, within=within)
     assert [each.reason for each in told(desk, "pair").ruled_out] == ["3 of 4 GPUs are free"]
 
 
@@ -73,6 +91,19 @@ def test_those_ahead_go_first_in_what_is_foreseen() -> None:
     desk.submit("last", gpus=2)
     assert (told(desk, "next").starts_at, told(desk, "next").ahead) == (10.0, 0)
     assert (told(desk, "last").starts_at, told(desk, "last").ahead) == (20.0, 1)
+
+
+def test_who_has_a_reservation_is_first_in_line_whoever_came_after_it() -> None:
+    desk = Desk(node("n", 2))
+    desk.submit("runs", gpus=2, time_limit_s=30.0)
+    desk.started()
+    desk.submit("calm", gpus=2, time_limit_s=10.0)
+    desk.decide()
+    desk.submit("hasty", gpus=2, time_limit_s=10.0, deadline_at=60.0)
+    assert told(desk, "hasty").reason == "no room now, and behind calm, which has a reservation"
+    assert [request.job_id for request in in_order(desk.scheduler, desk.now)] == ["calm", "hasty"]
+    assert (told(desk, "calm").ahead, told(desk, "hasty").ahead) == (0, 1)
+    assert told(desk, "hasty").starts_at == 40.0
 
 
 def test_who_is_over_his_quota_waits_for_his_own_and_who_does_not_wait_has_no_explanation() -> None:

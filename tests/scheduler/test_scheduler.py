@@ -230,6 +230,18 @@ def test_the_cheapest_who_are_enough_make_room_and_get_their_grace() -> None:
     assert [request.job_id for request in desk.scheduler.waiting] == ["low"]
 
 
+def test_who_is_waited_for_is_still_named_when_others_come_and_go() -> None:
+    desk = Desk(node("n", 4), node("m", 1), rules=PRIORITY)
+    desk.submit("low", gpus=4, preemptible=True, grace_s=20.0)
+    desk.submit("other")
+    assert sorted(desk.started()) == ["low", "other"]
+    desk.submit("high", gpus=4, priority=5)
+    assert desk.preempted() == ["low"]
+    desk.scheduler.ended("other")
+    desk.decide()
+    assert desk.why("high").reason == "waits for low to make room"
+
+
 def test_equals_and_those_who_did_not_agree_are_not_preempted() -> None:
     desk = Desk(node("n", 2), rules=PRIORITY)
     desk.submit("equal", preemptible=True, priority=3)
@@ -454,15 +466,19 @@ def test_those_who_wait_are_told_who_they_wait_for_now() -> None:
         desk.submit(f"j{number}", gpus=1, time_limit_s=10.0 + number)
     desk.decide()
     assert {desk.why(f"j{number}").reason for number in range(3)} == {
-        "would delay first, which has a reservation"
+        "no room now, and behind first, which has a reservation"
     }
     desk.submit("late", gpus=1, time_limit_s=50.0)
-    assert desk.why("late").reason == "would delay first, which has a reservation"
+    assert desk.why("late").reason == "no room now, and behind first, which has a reservation"
     desk.scheduler.withdraw("first")
     desk.submit("second", gpus=4, time_limit_s=100.0)
     desk.decide()
     assert "reservation on n" in desk.why("j0").reason
-    assert desk.why("second").reason == desk.why("late").reason == "would delay j0, which has a reservation"
+    assert (
+        desk.why("second").reason
+        == desk.why("late").reason
+        == "no room now, and behind j0, which has a reservation"
+    )
 
 
 # --- rules that change --------------------------------------------------------------------------
@@ -707,7 +723,7 @@ def test_behind_a_reservation_the_real_reason_is_told() -> None:
     assert desk.why("first").reason == "has a reservation on n"
     assert desk.why("drained").reason == "no node will do: shut: draining; n: has 2 GPUs; m: has 1 GPUs"
     assert desk.why("lonely").reason == "waits for a job named nobody to run"
-    assert desk.why("late").reason == "would delay first, which has a reservation"
+    assert desk.why("late").reason == "no room now, and behind first, which has a reservation"
     assert desk.why("torn").reason == "a job named other or runs runs wherever one named runs does"
     desk.scheduler.remove_node("shut")
     assert desk.why("shy").reason == "waits for a node on which no job named other or runs runs"

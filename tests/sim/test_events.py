@@ -41,6 +41,14 @@ def test_a_job_waits_for_room_and_runs_its_own_time_not_its_limit() -> None:
     ]
 
 
+def test_every_moment_counts_all_who_wait_also_those_who_were_told_nothing_new() -> None:
+    jobs = [SimJob(f"j{number}", float(number), 100.0, gpus=4) for number in range(4)]
+    run = simulate(alike_nodes(1, gpus=4), jobs, FIFO)
+    waiting = [(it.at_s, it.waiting) for it in run.moments]
+    assert waiting[:4] == [(0.0, 0), (1.0, 1), (2.0, 2), (3.0, 3)]
+    assert waiting[4:] == [(100.0, 2), (200.0, 1), (300.0, 0), (400.0, 0)]
+
+
 def test_a_time_limit_ends_a_job() -> None:
     run = simulate(alike_nodes(1), [SimJob("a", 0.0, 100.0, time_limit_s=30.0)], FIFO)
     assert times(run) == {"a": (0.0, 30.0)}

@@ -77,6 +77,15 @@ def test_a_bad_value_is_told_with_line_column_and_what_is_allowed(csv, column, v
     assert allowed in told.value.message
 
 
+@pytest.mark.parametrize(
+    ("column", "hint"), [("gpuss", "did you mean gpus?"), ("colour", "there are checkpoint_s, ")]
+)
+def test_a_column_that_does_not_exist_is_refused_and_not_passed_over(csv, column: str, hint: str) -> None:
+    with pytest.raises(UsageError, match=f"csv:1: there is no such column as '{column}'") as caught:
+        read_workload(csv(f"submitted_s,duration_s,{column}\n0,1,2\n"))
+    assert hint in str(caught.value.hint)
+
+
 def test_a_share_of_several_gpus_is_refused(csv) -> None:
     with pytest.raises(UsageError, match="1 for several"):
         read_workload(csv("submitted_s,duration_s,gpus,gpu_share\n0,1,2,0.5\n"))
