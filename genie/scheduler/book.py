@@ -713,6 +713,34 @@ class Supposition:
             taken, tenant, part = self._done.pop()
             self._carry_out((not taken, tenant, part))
 
+    def fewest_gone(self, request: Request, ends: Sequence[Held]) -> int | None:
+        """How many of the first must be gone so that it fits; None when all are not enough.
+
+        Who fits fits with more gone, too: the number is doubled and then halved. Leaves exactly those gone.
+        """
+        marks = [self.mark]
+
+        def fits(gone: int) -> bool:
+            self.undo(marks[min(gone, len(marks) - 1)])
+            del marks[gone + 1 :]
+            for held in ends[len(marks) - 1 : gone]:
+                self.release(held)
+                marks.append(self.mark)
+            places = self.place(request, request.least_workers)
+            self.undo(marks[gone])
+            return places is not None
+
+        low, high = 0, min(1, len(ends))
+        while not fits(high):
+            if high == len(ends):
+                return None
+            low, high = high, min(2 * high, len(ends))
+        while low + 1 < high:
+            middle = (low + high) // 2
+            low, high = (low, middle) if fits(middle) else (middle, high)
+        assert fits(high)
+        return high
+
     def _change(self, change: _Change) -> None:
         self._carry_out(change)
         self._done.append(change)

@@ -17,7 +17,7 @@ from genie.scheduler.book import Held, Supposition
 from genie.scheduler.order import Kind, Lines, Scales
 from genie.scheduler.pins import Reservation
 from genie.scheduler.request import FULL_MILLI, Amounts, Request, WorkerPlace
-from genie.scheduler.scheduler import Scheduler, fewest_gone
+from genie.scheduler.scheduler import Scheduler
 from genie.scheduler.victims import Running
 
 TRIES_MAX = 40_000
@@ -211,7 +211,7 @@ class _Future:
         """Keeps for it what is free first; False when it does not fit whoever ends."""
         ends = [running for _, _, running in sorted([*self._known, *self._open])]
         mark = self._then.mark
-        gone = fewest_gone(request, ends, self._then)
+        gone = self._then.fewest_gone(request, [running.held for running in ends])
         self._count(2 * len(ends) if gone is None else 4 * gone)
         if gone is not None:
             places = self._then.place(request, request.least_workers)

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TypeAlias
@@ -26,7 +26,7 @@ import msgspec
 
 from genie.errors import UsageError
 from genie.scheduler import migration, victims
-from genie.scheduler.book import Book, Foresight, Held, Supposition
+from genie.scheduler.book import Book, Foresight, Held
 from genie.scheduler.filters import Filter
 from genie.scheduler.order import FairShare, Kind, Lines, Order, Scales
 from genie.scheduler.pins import Claims, Reservation, in_the_way
@@ -474,8 +474,10 @@ class _Pass:
             return self._wait(request, why)
         with self._past_claims(request):
             self._backfill(waiting, holder.request, then)
-            if request.job_id in self._scheduler._waiting and in_the_way(self._book, request):
+            if self._is_waiting(request) and in_the_way(self._book, request):
                 self._make_room(waiting)
+            elif self._is_waiting(request):
+                self._reclaim(waiting, holder.request)
         return None
 
     @contextmanager
@@ -523,7 +525,13 @@ class _Pass:
         if not self._rules.backfills:
             return self._wait(waiting.request, self._why_behind(holder))
         with self._past_claims(waiting.request):
-            return self._backfill(waiting, holder, then)
+            self._backfill(waiting, holder, then)
+        if waiting.request.tenant in self._rules.quotas.by_tenant and self._is_waiting(waiting.request):
+            self._reclaim(waiting, holder)
+        return None
+
+    def _is_waiting(self, request: Request) -> bool:
+        return request.job_id in self._scheduler._waiting
 
     def _try_start(self, request: Request, reason: str) -> bool:
         least = request.least_workers
@@ -566,27 +574,41 @@ class _Pass:
         request = waiting.request
         if why := self._why_never(waiting):
             return self._wait(request, why)
-        several = self._those_who_matter(request)
+        if self._rules.preempts:
+            several = self._those_who_matter(request)
+            if (eviction := self._eviction(request, several)) is not None:
+                return self._preempt(request, eviction)
+            is_anyone_leaving = any(running.is_leaving for running in several)
+            if not is_anyone_leaving and (plan := self._moves(request)) is not None:
+                return self._preempt(request, plan)
+        return self._reserve(waiting)
+
+    def _eviction(self, request: Request, several: list[Running]) -> victims.Eviction | None:
+        """Who of these must go so that it can start; None when that would not be enough."""
         # Who must be over before the last of those who leave is gone need not be sent away: such jobs are let
         # in before a reservation, and would be let in again.
         until = max((running.ends_at for running in several if running.is_leaving), default=-math.inf)
         leaving = [running for running in several if running.ends_at <= until]
-        if self._rules.preempts:
-            others = [running for running in several if running.ends_at > until]
-            candidates = victims.who_may_go(request, others, book=self._book, quotas=self._rules.quotas)
-            eviction = victims.plan(
-                request,
-                candidates,
-                leaving=leaving,
-                book=self._book,
-                cost=self._rules.cost,
-                now=self._now,
-            )
-            if eviction is not None:
-                return self._preempt(request, eviction)
-            if not leaving and (plan := self._moves(request)) is not None:
-                return self._preempt(request, plan)
-        return self._reserve(waiting)
+        others = [running for running in several if running.ends_at > until]
+        candidates = victims.who_may_go(request, others, book=self._book, quotas=self._rules.quotas)
+        book, cost = self._book, self._rules.cost
+        return victims.plan(request, candidates, leaving=leaving, book=book, cost=cost, now=self._now)
+
+    def _reclaim(self, waiting: _Waiting, holder: Request) -> None:
+        """What is on loan comes back to whom it belongs, also behind somebody's reservation: beside the nodes
+        that are reserved, so that nobody is delayed."""
+        request, reservation = waiting.request, self._scheduler._reservation
+        if reservation is None or not self._rules.preempts or not self._rank(request)[0]:
+            return
+        kept = {place.node_id for place in reservation.places}
+        several = [
+            running
+            for running in self._those_who_matter(request)
+            if not any(place.node_id in kept for place in running.held.places)
+        ]
+        eviction = self._eviction(request, several)
+        if eviction is not None and not any(place.node_id in kept for place in eviction.places):
+            self._preempt(request, eviction)
 
     def _those_who_matter(self, request: Request) -> list[Running]:
         """Whose end could make room for it."""
@@ -599,7 +621,7 @@ class _Pass:
         """For later: the GPUs that it named and waits for, or the one reservation."""
         kept, holder = Reservation(request.job_id, at, places), self._holder
         is_behind = holder is not None and self._rank(request) <= self._rank(holder.request)
-        if in_the_way(self._book, request) or (request.shape.gpu_ids and is_behind):
+        if in_the_way(self._book, request) or is_behind:
             self._scheduler.claims.keep(kept)
         else:
             self._scheduler._reservation = kept
@@ -657,7 +679,7 @@ class _Pass:
             self._those_who_matter(request), key=lambda running: (running.ends_at, running.request.sequence)
         )
         with self._book.supposing() as then:
-            gone = fewest_gone(request, ends, then)
+            gone = then.fewest_gone(request, [running.held for running in ends])
             if gone is None:
                 why = self._hopeless[waiting.line] = self._why_not_ever(request)
                 return self._wait(request, why)
@@ -760,32 +782,3 @@ class _Pass:
             why = why or f"no room now, and {self._why_behind(holder)}"
         refused[line] = why = why or f"would delay {holder.job_id}, which has a reservation"
         return self._wait(request, why)
-
-
-def fewest_gone(request: Request, ends: Sequence[Running], then: Supposition) -> int | None:
-    """How many of the first must be gone so that it fits; None when all are not enough.
-
-    Who fits fits with more gone, too: the number is doubled and then halved. Leaves exactly those gone.
-    """
-    marks = [then.mark]
-
-    def fits(gone: int) -> bool:
-        then.undo(marks[min(gone, len(marks) - 1)])
-        del marks[gone + 1 :]
-        for running in ends[len(marks) - 1 : gone]:
-            then.release(running.held)
-            marks.append(then.mark)
-        places = then.place(request, request.least_workers)
-        then.undo(marks[gone])
-        return places is not None
-
-    low, high = 0, min(1, len(ends))
-    while not fits(high):
-        if high == len(ends):
-            return None
-        low, high = high, min(2 * high, len(ends))
-    while low + 1 < high:
-        middle = (low + high) // 2
-        low, high = (low, middle) if fits(middle) else (middle, high)
-    assert fits(high)
-    return high

@@ -350,6 +350,43 @@ def test_nobody_moves_who_would_fit_nowhere_else_or_did_not_agree() -> None:
 # --- quotas -------------------------------------------------------------------------------------
 
 
+def test_what_is_borrowed_can_be_taken_back_behind_a_reservation_that_is_not_delayed() -> None:
+    quotas = Quotas({"a": Quota(of_gpus(8)), "b": Quota(of_gpus(4)), "c": Quota(of_gpus(0))})
+    desk = Desk(node("n1", 8), node("n2", 8), rules=Rules(quotas=quotas))
+    for name, gpus, where in (("long", 8, "n1"), ("part", 4, "n2")):
+        shape = Shape(gpus=gpus, nodes=frozenset({where}))
+        desk.submit(name, tenant="other", shape=shape, time_limit_s=1000.0)
+    loans = [f"loan{number}" for number in range(4)]
+    for name in loans:
+        desk.submit(name, tenant="c", preemptible=True, grace_s=30.0)
+    assert len(desk.started()) == 6
+    desk.submit("wide", tenant="a", gpus=8)
+    assert desk.why("wide").starts_at == 1000
+    desk.submit("mine", tenant="b", gpus=4)
+    assert sorted(desk.preempted()) == loans
+    assert desk.why("mine").starts_at == 30
+    desk.submit("late", tenant="other", gpus=1, time_limit_s=5.0)
+    assert desk.started() == [], "what comes back is kept for whom it belongs to"
+    assert desk.preempted() == [], "and nobody else has to go for it"
+    assert desk.why("wide").starts_at == 1000
+    assert desk.pass_time(to=30.0) == ["mine"]
+    assert "wide" in desk.pass_time(to=1000.0)
+
+
+def test_what_is_on_loan_where_somebody_has_a_reservation_stays() -> None:
+    quotas = Quotas({"a": Quota(of_gpus(8)), "b": Quota(of_gpus(4)), "c": Quota(of_gpus(0))})
+    desk = Desk(node("n1", 8), rules=Rules(quotas=quotas))
+    desk.submit("long", tenant="other", gpus=4, time_limit_s=1000.0)
+    for number in range(4):
+        desk.submit(f"loan{number}", tenant="c", preemptible=True, time_limit_s=900.0)
+    assert len(desk.started()) == 5
+    desk.submit("wide", tenant="a", gpus=8)
+    assert desk.why("wide").starts_at == 1000
+    desk.submit("mine", tenant="b", gpus=4)
+    assert desk.preempted() == []
+    assert desk.why("wide").starts_at == 1000
+
+
 def test_what_is_borrowed_can_be_taken_back() -> None:
     quotas = Quotas({"a": Quota(of_gpus(2)), "b": Quota(of_gpus(2))})
     desk = Desk(node("n", 4), rules=Rules(quotas=quotas))
