@@ -77,6 +77,8 @@ class SqliteStore:
         self._leases = LeaseTimers(clock=clock, background=background, expire=self._expire)
         self._watches: set[_Watch] = set()
         self._closing = False
+        self._stopped = False
+        """The thread gets nothing more but the file's close."""
         self._closed = False
         self._close_lock = asyncio.Lock()
 
@@ -177,11 +179,13 @@ class SqliteStore:
                 return
             for watch in self._watches:
                 watch.wake()
-            await self._idle.wait()
-            self._closed = True
+            while not self._idle.is_set():  # one that waited for room may come before this goes on
+                await self._idle.wait()
+            self._stopped = True
             await self._background.close()
             await asyncio.get_running_loop().run_in_executor(self._thread, self._file.close)
             self._thread.shutdown(wait=True)
+            self._closed = True
 
     # -- the queue ----------------------------------------------------------------------------
 
@@ -206,7 +210,7 @@ class SqliteStore:
         self._check_running()
 
     def _check_running(self) -> None:
-        if self._closed or self._background.is_over:
+        if self._stopped or self._background.is_over:
             raise StoreUnavailableError(
                 f"the store {self.path} has stopped", hint="see the log for the cause"
             )

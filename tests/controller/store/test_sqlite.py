@@ -334,6 +334,18 @@ async def test_closing_answers_what_is_queued(
     await store.close()
 
 
+@pytest.mark.parametrize("turns", range(8))
+async def test_a_close_that_was_cancelled_is_made_good_by_another(path: Path, turns: int) -> None:
+    store = await SqliteStore.open(path)
+    closing = asyncio.ensure_future(store.close())
+    for _ in range(turns):
+        await asyncio.sleep(0)
+    closing.cancel()
+    await asyncio.wait([closing])
+    await store.close()
+    await (await SqliteStore.open(path)).close()
+
+
 async def test_a_mistake_in_one_call_is_its_own_and_is_logged(
     store: SqliteStore, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
