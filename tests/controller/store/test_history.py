@@ -18,8 +18,9 @@ revisions = st.lists(st.lists(changes, max_size=7), max_size=12)
 
 
 def read(kept: History, span: tuple[bytes, bytes], position: HistoryPosition) -> list[list[WatchEvent]]:
-    pages = []
+    pages: list[list[WatchEvent]] = []
     while True:
+        assert len(pages) < 100, "it goes round in circles"
         page = kept.page(span, position)
         pages.append(list(page.events))
         position = page.next
