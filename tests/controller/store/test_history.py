@@ -12,7 +12,7 @@ from genie.controller.store.limits import key_span
 from genie.controller.store.protocol import WatchEvent
 from genie.errors import UsageError
 
-# "b" is the first key behind the span of the prefix "a".
+# "b" is outside the span of the prefix "a".
 changes = st.tuples(st.sampled_from([b"a", b"aa", b"b"]), st.sampled_from([None, b"", b"x" * 40]))
 revisions = st.lists(st.lists(changes, max_size=7), max_size=12)
 
