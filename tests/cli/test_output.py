@@ -80,3 +80,13 @@ def test_the_tables_of_commands_fit_80_columns(genie, controller, monkeypatch) -
         assert ran.code == 0
         assert max(map(len, ran.out.splitlines())) <= 80
     assert "j-7k2m4xab" in ran.out and "failed" in ran.out
+
+
+def test_json_shows_fields_that_have_their_defaults_wherever_they_are() -> None:
+    job = placed(JobState.RUNNING)
+    shown = output.as_object(JobsReply(jobs=(job,), more=False))
+    assert "type" not in shown and "more" in shown
+    (told,) = shown["jobs"]
+    assert set(told) == set(job.__struct_fields__)
+    assert set(told["spec"]["wishes"]) == set(job.spec.wishes.__struct_fields__)
+    assert "exit_code" in told["placements"][0]

@@ -104,3 +104,11 @@ def test_a_ledger_never_holds_more_than_all_of_an_accelerator(holds: list[Hold])
                 ledger.with_hold(hold)
     assert ledger.cpus_used == sum(hold.cpus for hold in ledger.holds)
     assert ledger.memory_used_bytes == sum(hold.memory_bytes for hold in ledger.holds)
+
+
+def test_what_has_its_default_is_not_written_and_comes_back() -> None:
+    spec = JobSpec(name="n", command=("true",))
+    written = msgspec.json.encode(spec)
+    assert written == b'{"name":"n","command":["true"]}'
+    assert msgspec.json.decode(written, type=JobSpec) == spec
+    assert msgspec.json.decode(msgspec.json.encode(job()), type=Job) == job()

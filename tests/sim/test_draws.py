@@ -41,3 +41,4 @@ def test_nothing_is_lost_and_nothing_is_doubled(count: int) -> None:
 def test_seed_0_is_a_seed_and_another_seed_another_stream() -> None:
     streams = [[draws.below(10**6) for _ in range(5)] for draws in (Draws(0), Draws(1), Draws(2**31))]
     assert streams[0] != streams[1] == streams[2]
+    assert Draws(0)._bits63() == 8717895732742165505

@@ -125,6 +125,12 @@ def test_arrivals_and_ranks_are_drawn_in_the_published_order() -> None:
     assert many.ranks == [5, 6, 7, 0, 2, 4, 1, 3]
 
 
+def test_of_the_last_request_one_gpu_counts_for_the_end() -> None:
+    told = Told()
+    replay(Workload(nodes(8, gpus=1), [TracePod(0, 0, 4, 1000, ())]), told.make, seed=1)
+    assert len(told.arrivals) == 3  # 8 + 1 GPUs are less than 10.4, and 8 + 4 are not
+
+
 def test_of_a_workload_that_asks_for_more_some_is_left_out() -> None:
     told = told_of(50, gpu_milli=500, seed=1)
     # 130% of 8 GPUs are 10.4, so 20 halves: none of them twice, and not only the first ones.

@@ -78,6 +78,7 @@ class SqliteStore:
         self._watches: set[_Watch] = set()
         self._closing = False
         self._stopped = False
+        """The thread gets nothing more but the file's close."""
         self._closed = False
         self._close_lock = asyncio.Lock()
 
@@ -178,7 +179,7 @@ class SqliteStore:
                 return
             for watch in self._watches:
                 watch.wake()
-            while not self._idle.is_set():  # one that waited for room may go on after it was
+            while not self._idle.is_set():  # one that waited for room may come before this goes on
                 await self._idle.wait()
             self._stopped = True
             await self._background.close()

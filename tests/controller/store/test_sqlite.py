@@ -324,7 +324,8 @@ async def test_closing_answers_what_is_queued(
     queued = [asyncio.ensure_future(store.commit([], [Put(f"q/{n}", b"")])) for n in range(5)]
     await until(lambda: store._queue.qsize() == 5)
     closing = asyncio.ensure_future(store.close())
-    await asyncio.sleep(0)
+    for _ in range(20):  # as far as it comes while they wait
+        await asyncio.sleep(0)
     with pytest.raises(StoreUnavailableError):
         await store.get("a")
     stall.go_on.set()
@@ -334,17 +335,40 @@ async def test_closing_answers_what_is_queued(
     await store.close()
 
 
-@pytest.mark.parametrize("steps", range(6))
-async def test_closing_that_was_cancelled_can_be_gone_on_with(path: Path, steps: int) -> None:
+async def test_closing_answers_those_who_wait_for_room(
+    store: SqliteStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Even when all who were before them have gone: then the thread has nothing for a moment."""
+    stall = Stall(monkeypatch)
+    stalled = await stall.begin(store)
+    gone = [asyncio.ensure_future(store.get("a")) for _ in range(QUEUE_MAX)]
+    await until(store._queue.full)
+    go_on = threading.Event()
+    waiting = [asyncio.ensure_future(store._ask(lambda file: go_on.wait(30), timeout_s=30)) for _ in range(3)]
+    closing = asyncio.ensure_future(store.close())
+    await asyncio.sleep(0)
+    for each in gone:
+        each.cancel()
+    await asyncio.wait(gone)
+    stall.go_on.set()
+    await stalled
+    for _ in range(20):
+        await asyncio.sleep(0)
+    go_on.set()
+    assert await asyncio.gather(*waiting) == [True] * 3
+    await closing
+
+
+@pytest.mark.parametrize("turns", range(8))
+async def test_a_close_that_was_cancelled_is_made_good_by_another(path: Path, turns: int) -> None:
     store = await SqliteStore.open(path)
     closing = asyncio.ensure_future(store.close())
-    for _ in range(steps):
+    for _ in range(turns):
         await asyncio.sleep(0)
     closing.cancel()
     await asyncio.wait([closing])
     await store.close()
-    store = await SqliteStore.open(path)
-    await store.close()
+    await (await SqliteStore.open(path)).close()
 
 
 async def test_a_mistake_in_one_call_is_its_own_and_is_logged(
@@ -359,6 +383,45 @@ async def test_a_mistake_in_one_call_is_its_own_and_is_logged(
     assert "ZeroDivisionError" in str(got)
     assert "Traceback" in caplog.text
     assert [item.key for item in (await store.range("")).items] == ["a"]
+
+
+async def test_whatever_ends_a_group_is_told_to_those_in_it_and_the_next_goes_on(
+    store: SqliteStore, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(file: SqliteFile, key: str) -> object:
+        raise KeyboardInterrupt(key)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(SqliteFile, "get", broken)
+        with pytest.raises(StoreUnavailableError, match="KeyboardInterrupt"):
+            await store.get("a")
+    assert "Traceback" in caplog.text
+    assert await store.get("a") is None
+
+
+@pytest.mark.parametrize(
+    ("name", "bound", "sizes"),
+    [("GROUP_WORKS_MAX", 3, [1, 3, 3, 1]), ("GROUP_BYTES_MAX", 15, [1, 2, 2, 2, 1])],
+)
+async def test_groups_have_bounds(
+    store: SqliteStore, monkeypatch: pytest.MonkeyPatch, name: str, bound: int, sizes: list[int]
+) -> None:
+    monkeypatch.setattr(f"genie.controller.store.sqlite.{name}", bound)
+    ran: list[int] = []
+    run = SqliteFile.run
+
+    def counted(file: SqliteFile, works: Sequence[Work]) -> Ran:
+        ran.append(len(works))
+        return run(file, works)
+
+    monkeypatch.setattr(SqliteFile, "run", counted)
+    stall = Stall(monkeypatch)
+    stalled = await stall.begin(store)
+    queued = [asyncio.ensure_future(store.commit([], [Put(f"{n}", b"x" * 9)])) for n in range(7)]
+    await until(lambda: store._queue.qsize() == 7)
+    stall.go_on.set()
+    await asyncio.gather(stalled, *queued)
+    assert ran == sizes
 
 
 async def test_history_keeps_no_more_than_it_was_told_to(path: Path) -> None:

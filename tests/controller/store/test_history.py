@@ -1,0 +1,68 @@
+"""The embedded store's changes, read in pages: none twice, none left out, no page larger than its bounds."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from genie.controller.store import history
+from genie.controller.store.history import Change, History, HistoryPosition
+from genie.controller.store.limits import key_span
+from genie.controller.store.protocol import WatchEvent
+from genie.errors import UsageError
+
+# "b" is outside the span of the prefix "a".
+changes = st.tuples(st.sampled_from([b"a", b"aa", b"b"]), st.sampled_from([None, b"", b"x" * 40]))
+revisions = st.lists(st.lists(changes, max_size=7), max_size=12)
+
+
+def read(kept: History, span: tuple[bytes, bytes], position: HistoryPosition) -> list[list[WatchEvent]]:
+    pages: list[list[WatchEvent]] = []
+    while True:
+        assert len(pages) < 100, "it goes round in circles"
+        page = kept.page(span, position)
+        pages.append(list(page.events))
+        position = page.next
+        if page.complete:
+            assert position == HistoryPosition(
+                max(position.revision, kept.compacted + len(kept._entries) + 1)
+            )
+            return pages
+
+
+@settings(max_examples=200)
+@given(revisions, st.integers(0, 14), st.integers(0, 4))
+def test_pages_give_every_change_of_the_span_once(
+    entries: list[list[Change]], after: int, compacted: int
+) -> None:
+    kept = History(revision=0, revisions_max=100)
+    for each in entries:
+        kept.add(each)
+    kept.compact(min(compacted, after, len(entries)))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(history, "PAGE_EVENTS", 4)
+        patch.setattr(history, "PAGE_BYTES", 100)
+        pages = read(kept, key_span("a"), HistoryPosition(after + 1))
+    wanted = [
+        WatchEvent(key.decode(), value, revision)
+        for revision, each in enumerate(entries, 1)
+        for key, value in each
+        if revision > after and key.startswith(b"a")
+    ]
+    assert [event for page in pages for event in page] == wanted
+    assert all(len(page) <= 4 for page in pages)
+    assert all(sum(len(event.value or b"") for event in page[:-1]) < 100 for page in pages)
+
+
+def test_a_watch_from_a_revision_that_is_still_to_come_waits_for_that() -> None:
+    kept = History(revision=3, revisions_max=10)
+    assert kept.page(key_span(""), HistoryPosition(9)).next == HistoryPosition(9)
+
+
+def test_what_has_not_happened_yet_is_not_forgotten() -> None:
+    kept = History(revision=3, revisions_max=10)
+    kept.add([(b"a", b"1")])
+    with pytest.raises(UsageError, match="the store is at 4"):
+        kept.compact(5)
+    assert kept.compacted == 3
