@@ -14,6 +14,7 @@ from typer.core import TyperGroup
 from genie.cli import output
 from genie.cli.app import AsJson, Invocation, app, command
 from genie.cli.quantities import parse_amount
+from genie.errors import UsageError
 
 if TYPE_CHECKING:
     from genie.config import Settings
@@ -66,18 +67,20 @@ def set_quota(
         str, typer.Option(metavar="N", help="GPUs of its own, such as 16 or 0.5; all for no bound.")
     ],
     borrow: Annotated[
-        str, typer.Option(metavar="N", help="So many more for its preemptible jobs; all for no bound.")
-    ] = _ALL,
+        str | None, typer.Option(metavar="N", help="So many more for its preemptible jobs; all for no bound.")
+    ] = None,
     weight: Annotated[str, typer.Option(metavar="W", help="Its share beside those of others.")] = "1",
 ) -> None:
     """Set what a tenant may hold. It takes the place of what was set before, as a whole."""
     from genie.model.names import checked_name
     from genie.model.tenant import QuotaRecord
 
+    if borrow is not None and gpus == _ALL:
+        raise UsageError("--borrow says nothing where --gpus is all", hint="leave it out, or give --gpus N")
     quota = QuotaRecord(
         tenant=checked_name(tenant, what="TENANT"),
         gpus=_bound(gpus, what="--gpus"),
-        borrow_gpus=_bound(borrow, what="--borrow"),
+        borrow_gpus=_bound(borrow or _ALL, what="--borrow"),
         weight=parse_amount(weight, what="--weight", low=_WEIGHT_MIN, high=_WEIGHT_MAX),
     )
     asyncio.run(_set(invocation.load_settings(), quota))

@@ -11,7 +11,7 @@ import msgspec
 from genie.controller.checks import checked_wait_s
 from genie.controller.connection import Connection, Handlers
 from genie.controller.users import Cluster
-from genie.errors import UsageError
+from genie.errors import JobNotFoundError, UsageError
 from genie.model.job import Job, Run, unit_name
 from genie.model.messages import CHUNK_BYTES_MAX, LogChunk, ReadLog
 
@@ -41,7 +41,7 @@ class Logs:
             offset, is_over = request.offset, job.state.is_final
             return LogChunk(data=b"", start=offset, next_offset=offset, eof=is_over, runs=_numbers(job))
         if rank >= len(run.nodes):
-            raise UsageError(
+            raise JobNotFoundError(
                 f"job {job.job_id} has no worker of rank {rank}: the last is {len(run.nodes) - 1}"
             )
         chunk = await self._cluster.agents.read_log(
@@ -93,7 +93,7 @@ def _numbers(job: Job) -> tuple[int, ...]:
     return tuple(run.number for run in _runs(job))
 
 
-def _no_run(request: ReadLog, job: Job) -> UsageError:
+def _no_run(request: ReadLog, job: Job) -> JobNotFoundError:
     numbers = _numbers(job)
     there = f"there are logs of {', '.join(map(str, numbers))}" if numbers else "it has not run yet"
-    return UsageError(f"there is no log of run {request.run} of job {job.job_id}", hint=there)
+    return JobNotFoundError(f"there is no log of run {request.run} of job {job.job_id}", hint=there)

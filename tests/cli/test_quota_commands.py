@@ -101,3 +101,10 @@ def test_who_may_not_is_told(genie, controller) -> None:
     ran = genie("quota", "set", "lab", "--gpus", "1")
     assert (ran.code, ran.out) == (1, "")
     assert "may not set quota" in ran.err
+
+
+def test_a_loan_beside_no_bound_is_refused(genie, controller) -> None:
+    ran = genie("quota", "set", "lab", "--gpus", "all", "--borrow", "3")
+    assert ran.code == 2
+    assert "--borrow says nothing where --gpus is all" in ran.err
+    assert controller.asked == []

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from genie.errors import UsageError
+from genie.errors import JobNotFoundError
 from genie.model.job import RUNS_KEPT, Job, JobSpec, JobState, Resources, Wishes
 from genie.model.messages import LogChunk, ReadLog
 from tests.controller.standing import Client, standing
@@ -48,7 +48,7 @@ async def test_each_run_of_a_job_has_its_log_and_the_last_is_shown(tmp_path: Pat
 
         waiting = await read()
         assert (waiting.data, waiting.run, waiting.runs) == (b"one", 1, (1,)), "the last one that there was"
-        with pytest.raises(UsageError, match="no log of run 2") as caught:
+        with pytest.raises(JobNotFoundError, match="no log of run 2") as caught:
             await read(2)
         assert caught.value.hint == "there are logs of 1"
         launch = await agent.start_next()
@@ -56,7 +56,7 @@ async def test_each_run_of_a_job_has_its_log_and_the_last_is_shown(tmp_path: Pat
         last = await read()
         assert (last.data, last.run, last.runs) == (b"second", 2, (1, 2))
         assert ((await read(1)).data, (await read(2)).data) == (b"one", b"second")
-        with pytest.raises(UsageError, match="no log of run 4"):
+        with pytest.raises(JobNotFoundError, match="no log of run 4"):
             await read(4, wait_s=1.0)
         agent.end(launch)
         await agent.beat()
@@ -73,7 +73,7 @@ async def test_of_many_runs_the_newest_are_kept_and_survive_the_controller(tmp_p
         kept = (await owner.job(job.job_id)).earlier
         assert [run.number for run in kept] == list(range(3, RUNS_KEPT + 3))
         assert all(run.nodes == ("a",) and run.started_at <= run.ended_at for run in kept)
-        with pytest.raises(UsageError, match="no log of run 2"):
+        with pytest.raises(JobNotFoundError, match="no log of run 2"):
             await owner.ask(ReadLog(job_id=job.job_id, run=2))
         await one.restart()
         async with one.client() as again:

@@ -12,7 +12,13 @@ import pytest
 
 from genie.controller import planning
 from genie.controller.jobs import Jobs
-from genie.errors import FencedError, JobRefusedError, LaunchError, UsageError, WorkersMissingError
+from genie.errors import (
+    FencedError,
+    JobNotFoundError,
+    JobRefusedError,
+    LaunchError,
+    WorkersMissingError,
+)
 from genie.model.job import Job, JobSpec, JobState, Resources, Spread, Stop, Wishes, Within, parse_unit
 from genie.model.messages import (
     CancelJob,
@@ -322,7 +328,7 @@ async def test_each_worker_has_its_own_log(tmp_path: Path) -> None:
             for key in (job.job_id, f"{job.job_id}.0", f"{job.job_id}.1", "pair.1", "pair")
         ]
         assert logs == [b"rank 0", b"rank 0", b"rank 1", b"rank 1", b"rank 0"]
-        with pytest.raises(UsageError, match="has no worker of rank 2: the last is 1"):
+        with pytest.raises(JobNotFoundError, match="has no worker of rank 2: the last is 1"):
             await owner.ask(ReadLog(job_id=f"{job.job_id}.2"))
 
 
