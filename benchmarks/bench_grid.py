@@ -4,9 +4,9 @@
 
 The nodes are real SSH servers on loopback, all on this machine, so the cost of a node's side is paid here
 too, by us and by the baseline alike. Everyone uses the same key exchange and cipher. We and the baseline
-take turns, round by round, and both ask for the same readings. The baseline starts nvidia-smi on the node,
-which is a script here and costs less than the real one; the grid does so on a node where nothing is connected
-yet, and asks NVML when it is: a stand-in here, scripted with the same GPUs (tests/fakes/nvml). --delay-ms holds everything back on its
+take turns, round by round, and both ask for the same readings. The baseline starts nvidia-smi on the node, a
+script here that costs less than the real one; so does the grid while nothing is connected. When connected,
+it asks NVML: a stand-in here (tests/fakes/nvml) with the same GPUs. --delay-ms holds everything back on its
 way, so that a round trip takes that long. --peers names a virtual environment with ansible-core,
 clustershell, paramiko and parallel-ssh; each runs the same command on the same ten nodes. Needs root,
 openssh-server, a C compiler and rsync.

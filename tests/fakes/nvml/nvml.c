@@ -69,28 +69,30 @@ enum { GPUS_MAX = 16, VALUE_MAX = 128, STATE_MAX = 1 << 15 };
 static device_t devices[GPUS_MAX];
 static int init_count;
 
-/* The file's text, or "". Read when it has been replaced: reading it for every value would take longer than
- * a real driver does, and benchmarks use this. Each thread has a copy of its own. */
-static const char *state_text(void)
+/* The file's text. Each thread has its own, and reads the file when it has been replaced: reading it for
+ * every value would take longer than a real driver does, and benchmarks use this. */
+static _Thread_local char state[STATE_MAX];
+
+static void look_at_state(void)
 {
-    static _Thread_local char text[STATE_MAX];
     static _Thread_local struct stat seen;
     const char *path = getenv("FAKE_NVML_STATE");
     struct stat now;
     FILE *file;
 
-    if (!path || stat(path, &now) != 0)
-        return "";
+    if (!path || stat(path, &now) != 0) {
+        state[0] = '\0';
+        seen.st_ino = 0;
+        return;
+    }
     if (now.st_ino == seen.st_ino && now.st_mtim.tv_sec == seen.st_mtim.tv_sec &&
         now.st_mtim.tv_nsec == seen.st_mtim.tv_nsec && now.st_size == seen.st_size)
-        return text;
+        return;
     file = fopen(path, "r");
-    if (!file)
-        return "";
-    text[fread(text, 1, sizeof text - 1, file)] = '\0';
-    fclose(file);
+    state[file ? fread(state, 1, sizeof state - 1, file) : 0] = '\0';
+    if (file)
+        fclose(file);
     seen = now;
-    return text;
 }
 
 /* Copies the value of `key` into `out` and returns 1, or returns 0 when the file does not have it. */
@@ -99,8 +101,10 @@ static int state_value(const char *key, char out[VALUE_MAX])
     size_t key_length = strlen(key);
     int found = 0;
 
-    for (const char *line = state_text(), *end; *line; line = *end ? end + 1 : end) {
-        end = line + strcspn(line, "\n");
+    for (const char *line = state, *end; *line; line = end + 1) {
+        end = strchr(line, '\n');
+        if (!end)
+            break; /* every line has its end */
         if (strncmp(line, key, key_length) == 0 && line[key_length] == '=') {
             snprintf(out, VALUE_MAX, "%.*s", (int)(end - line - key_length - 1), line + key_length + 1);
             found = 1;
@@ -109,13 +113,17 @@ static int state_value(const char *key, char out[VALUE_MAX])
     return found;
 }
 
-static void wait_while_it_hangs(void)
+/* Comes first in every call. */
+static void begin(void)
 {
     const struct timespec pause = {0, 2000000};
     char found[VALUE_MAX];
 
-    while (state_value("hangs", found))
+    look_at_state();
+    while (state_value("hangs", found)) {
         nanosleep(&pause, NULL);
+        look_at_state();
+    }
 }
 
 /* A value or the default; "!N" becomes the error N. */
@@ -130,7 +138,7 @@ static result_t reading(device_t *device, const char *name, const char *otherwis
 {
     char key[64];
 
-    wait_while_it_hangs();
+    begin();
     if (init_count == 0)
         return UNINITIALIZED;
     if (device < devices || device >= devices + GPUS_MAX)
@@ -170,7 +178,7 @@ result_t nvmlInitWithFlags(unsigned int flags)
     result_t result;
 
     (void)flags;
-    wait_while_it_hangs();
+    begin();
     result = value_of("init", "0", found);
     if (result != OK)
         return result;
@@ -204,7 +212,7 @@ result_t nvmlDeviceGetCount_v2(unsigned int *count)
     char found[VALUE_MAX];
     result_t result;
 
-    wait_while_it_hangs();
+    begin();
     result = value_of("count", "0", found);
     if (init_count == 0)
         return UNINITIALIZED;
