@@ -4,10 +4,12 @@
 
 The nodes are real SSH servers on loopback, all on this machine, so the cost of a node's side is paid here
 too, by us and by the baseline alike. Everyone uses the same key exchange and cipher. We and the baseline
-take turns, round by round, and both ask for the same readings. --delay-ms holds everything back on its
+take turns, round by round, and both ask for the same readings. The baseline starts nvidia-smi on the node, a
+script here that costs less than the real one; so does the grid while nothing is connected. When connected,
+it asks NVML: a stand-in here (tests/fakes/nvml) with the same GPUs. --delay-ms holds everything back on its
 way, so that a round trip takes that long. --peers names a virtual environment with ansible-core,
 clustershell, paramiko and parallel-ssh; each runs the same command on the same ten nodes. Needs root,
-openssh-server and rsync.
+openssh-server, a C compiler and rsync.
 Not for: real networks.
 """
 
@@ -37,6 +39,7 @@ from genie.grid.grid_file import GridFile, parse_grid_file  # noqa: E402 - the p
 from genie.grid.health_check import HealthChecker, NodeState  # noqa: E402
 from genie.grid.runner import Runner  # noqa: E402
 from genie.grid.ssh_pool import SshPool  # noqa: E402
+from tests.fakes.nvml.fake import build  # noqa: E402
 from tests.grid.bed import Bed  # noqa: E402
 from tests.grid.delay_proxy import delayed  # noqa: E402
 
@@ -118,7 +121,8 @@ def _place(folder: Path, *, delay_ms: float, rounds: int) -> Iterator[Place]:
     with contextlib.ExitStack() as stack:
         # Not below the state directory: a control socket's path has 100 characters at most.
         short = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="gb-")))
-        bed = stack.enter_context(Bed(short / "bed", count=NODES))
+        nvml = build("cc", short)
+        bed = stack.enter_context(Bed(short / "bed", count=NODES, nvml=nvml))
         for node in bed.nodes:
             node.gpus(GPUS)
         port = bed.nodes[0].port

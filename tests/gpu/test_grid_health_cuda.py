@@ -5,11 +5,21 @@ from __future__ import annotations
 import subprocess
 from typing import Any
 
-from genie.grid.remote import health
+import pytest
+
+from genie.grid.remote import health, nvml
 from genie.grid.remote.core import OPS
 from tests.needs import require_module, require_program
 
 MIB = 1 << 20
+_NEAR_BYTES = 8 * MIB
+_NEAR_C = 10
+
+
+@pytest.fixture(autouse=True)
+def _closed_afterwards():
+    yield
+    nvml.close()
 
 
 def read() -> dict[str, Any]:
@@ -46,6 +56,28 @@ def test_every_reading_of_a_gpu_in_good_order_is_a_number() -> None:
         assert 0 <= gpu["utilization_pct"] <= 100
         assert 0 < gpu["temperature_c"] < 120
         assert gpu["ecc_uncorrected"] in (0, None)
+
+
+def test_a_reading_starts_no_program(monkeypatch) -> None:
+    def started(argv: list[str], deadline: float) -> str:
+        raise AssertionError(argv)
+
+    monkeypatch.setattr(health, "_output", started)
+    assert health.read_gpus(60.0)["gpus"]
+
+
+def test_nvml_says_what_nvidia_smi_says() -> None:
+    program = require_program("nvidia-smi", package="nvidia-smi")
+    told = health._nvidia_smi(program, health.time.monotonic() + 60)["gpus"]
+    found = [health._gpu_by_nvml(**each) for each in nvml.read()]
+    assert len(found) == len(told) > 0
+    for ours, theirs in zip(found, told, strict=True):
+        assert set(ours) == set(theirs)
+        for key in ("index", "name", "uuid", "ecc_uncorrected"):
+            assert ours[key] == theirs[key]
+        for key in ("memory_total_bytes", "memory_used_bytes"):
+            assert ours[key] == pytest.approx(theirs[key], abs=_NEAR_BYTES)
+        assert ours["temperature_c"] == pytest.approx(theirs["temperature_c"], abs=_NEAR_C)
 
 
 def test_the_driver_knows_the_question_why_clocks_are_held_down() -> None:

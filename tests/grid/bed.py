@@ -1,7 +1,8 @@
 """Real SSH servers to test against: each node is an sshd in mount and UTS namespaces of its own.
 
-A node has its own address (127.0.77.N), host key, home and host name, and a scripted nvidia-smi; what
-it starts is found by its namespace and ended with it. Needs root and Debian's openssh-server.
+A node has its own address (127.0.77.N), host key, home and host name, and a scripted nvidia-smi; with
+the fake NVML (tests/fakes/nvml) it has a driver's library too, which answers the same. What a node
+starts is found by its namespace and ended with it. Needs root and Debian's openssh-server.
 
 Not for: anything that the grid itself does.
 """
@@ -29,15 +30,24 @@ _PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 _NVIDIA_SMI = """#!/bin/sh
 # Answers any --query-gpu with the lines of a file, and fails while there is none.
 if [ -e "{folder}/smi-hangs" ]; then exec sleep 3600; fi
-while read -r line; do echo "$line"; done < "{folder}/gpus.csv"
+case $1 in *throttle*) lines=reasons.csv ;; *) lines=gpus.csv ;; esac
+while read -r line; do echo "$line"; done < "{folder}/$lines"
 """
+_NVML_KEYS = ("name", "uuid", "memory_total", "memory_used", "utilization", "temperature", "ecc")
+"""What the fake NVML calls the columns behind the index."""
+_NVML_ERRORS = {"[Unknown Error]": "!999"}
+_NOT_SUPPORTED = "!3"
+_LOST = "!15"
 
 
 class Node:
     """One server. `name` is its alias in the bed's ssh_config, and its host name."""
 
-    def __init__(self, folder: Path, *, number: int, port: int, kept: Sequence[Path] = ()) -> None:
+    def __init__(
+        self, folder: Path, *, number: int, port: int, kept: Sequence[Path] = (), nvml: Path | None = None
+    ) -> None:
         self.folder = folder
+        self._nvml = nvml
         self.name = f"gpu{number}"
         self.address = f"127.0.77.{number}"
         self.port = port
@@ -49,6 +59,8 @@ class Node:
     def prepare(self, authorized: Path) -> None:
         self.home.mkdir(parents=True)
         self.bin.mkdir()
+        (self.folder / "lib").mkdir()
+        self.nvml(self._nvml)
         self.write_host_key()
         self.gpus(0)
         (self.folder / "sshd_config").write_text(
@@ -56,7 +68,8 @@ class Node:
             f"PidFile {self.folder}/sshd.pid\nAuthorizedKeysFile {authorized}\nKexAlgorithms {KEX}\n"
             "PermitRootLogin prohibit-password\nPasswordAuthentication no\nKbdInteractiveAuthentication no\n"
             "UsePAM no\nUseDNS no\nStrictModes no\nPrintMotd no\nPrintLastLog no\nMaxStartups 500\n"
-            f"MaxSessions 100\nSubsystem sftp internal-sftp\nSetEnv PATH={self.bin}:{_PATH}\n"
+            f"MaxSessions 100\nSubsystem sftp internal-sftp\nSetEnv PATH={self.bin}:{_PATH} "
+            f"LD_LIBRARY_PATH={self.folder}/lib FAKE_NVML_STATE={self.folder}/nvml.state\n"
         )
 
     def write_host_key(self) -> None:
@@ -67,8 +80,21 @@ class Node:
         path.chmod(0o600)
         self.public_key = key.export_public_key().decode().strip()
 
-    def gpus(self, count: int, *, lines: Sequence[str] = ()) -> None:
-        """What nvidia-smi answers; 0 takes the program away. `lines` replaces the made-up answer."""
+    def nvml(self, library: Path | None) -> None:
+        """What a program finds as the driver's library. None is one that cannot be loaded, so that a real
+        one of this machine is not found either."""
+        place = self.folder / "lib" / "libnvidia-ml.so.1"
+        place.unlink(missing_ok=True)
+        if library is None:
+            place.touch()
+        else:
+            place.symlink_to(library)
+
+    def gpus(self, count: int, *, lines: Sequence[str] = (), reasons: Sequence[str] = ()) -> None:
+        """What nvidia-smi and NVML answer; 0 takes nvidia-smi away. `lines` replaces the made-up answer.
+
+        `reasons` are lines of an index and why its clocks are held down, as a hexadecimal mask.
+        """
         program = self.bin / "nvidia-smi"
         program.unlink(missing_ok=True)
         if not count and not lines:
@@ -78,8 +104,16 @@ class Node:
             for i in range(count)
         ]
         (self.folder / "gpus.csv").write_text("\n".join([*(lines or made), ""]))
+        (self.folder / "reasons.csv").write_text("\n".join([*reasons, ""]))
+        self.nvml_state(nvml_lines(lines or made, reasons))
         program.write_text(_NVIDIA_SMI.format(folder=self.folder))
         program.chmod(0o755)
+
+    def nvml_state(self, lines: Sequence[str]) -> None:
+        """What NVML alone answers from now on."""
+        fresh = self.folder / "nvml.new"
+        fresh.write_text("\n".join([*lines, ""]))
+        fresh.rename(self.folder / "nvml.state")
 
     def start(self, *, before: str = "") -> None:
         """`before` is a line of shell that runs in the node's namespace first."""
@@ -193,16 +227,21 @@ class Node:
 class Bed:
     """Several nodes, one key that all of them take, and what OpenSSH and the grid need to know of them.
 
-    `kept` are folders of this machine that all nodes see, also where their own home hides them.
+    `kept` are folders of this machine that all nodes see, also where their own home hides them. `nvml` is
+    the fake NVML, built; nodes without it have nvidia-smi alone.
     """
 
-    def __init__(self, folder: Path, *, count: int, kept: Sequence[Path] = ()) -> None:
+    def __init__(
+        self, folder: Path, *, count: int, kept: Sequence[Path] = (), nvml: Path | None = None
+    ) -> None:
         self.folder = folder
         self.key = folder / "id_ed25519"
         self.ssh_config = folder / "ssh_config"
         self.known_hosts = folder / "known_hosts"
         port = _free_port()
-        self.nodes = [Node(folder / f"node{n}", number=n, port=port, kept=kept) for n in range(1, count + 1)]
+        self.nodes = [
+            Node(folder / f"node{n}", number=n, port=port, kept=kept, nvml=nvml) for n in range(1, count + 1)
+        ]
 
     def __enter__(self) -> Self:
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -257,6 +296,28 @@ class Bed:
     def grid_yaml(self, *, nodes: Sequence[str] | None = None, more: str = "") -> str:
         names = nodes if nodes is not None else [node.name for node in self.nodes]
         return "nodes:\n" + "".join(f"  - {name}\n" for name in names) + more
+
+
+def nvml_lines(lines: Sequence[str], reasons: Sequence[str] = ()) -> list[str]:
+    """Lines of nvidia-smi as the fake NVML is told them. A line that is none is a GPU that is lost."""
+    found = [f"count={len(lines)}"]
+    for index, line in enumerate(lines):
+        cells = [cell.strip() for cell in line.split(",")]
+        if not cells[0].isdigit():
+            found.append(f"{index}.handle={_LOST}")
+            continue
+        cells += [""] * (1 + len(_NVML_KEYS) - len(cells))
+        for key, cell in zip(_NVML_KEYS, cells[1:], strict=True):
+            found.append(f"{index}.{key}={_nvml_value(key, cell)}")
+    for index, mask in (line.split(",") for line in reasons):
+        found.append(f"{index.strip()}.clocks={int(mask, 16)}")
+    return found
+
+
+def _nvml_value(key: str, cell: str) -> str:
+    if cell.isdigit():
+        return str(int(cell) << 20) if key.startswith("memory") else cell
+    return cell if key in ("name", "uuid") else _NVML_ERRORS.get(cell, _NOT_SUPPORTED)
 
 
 def _free_port() -> int:

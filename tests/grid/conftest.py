@@ -10,14 +10,22 @@ import pytest_asyncio
 
 from genie.grid.grid_file import GridFile, parse_grid_file
 from genie.grid.ssh_pool import SshPool
+from tests.fakes.nvml.fake import build
 from tests.grid.bed import Bed
+from tests.needs import require_program
 
 NODES = 10
 
 
 @pytest.fixture(scope="session")
-def bed_of_session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bed]:
-    with Bed(tmp_path_factory.mktemp("bed") / "nodes", count=NODES) as bed:
+def nvml_library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The fake NVML, which nodes of the bed have as those with a driver do."""
+    return build(require_program("cc", package="gcc"), tmp_path_factory.mktemp("nvml"))
+
+
+@pytest.fixture(scope="session")
+def bed_of_session(tmp_path_factory: pytest.TempPathFactory, nvml_library: Path) -> Iterator[Bed]:
+    with Bed(tmp_path_factory.mktemp("bed") / "nodes", count=NODES, nvml=nvml_library) as bed:
         yield bed
 
 
@@ -28,9 +36,9 @@ def bed(bed_of_session: Bed) -> Bed:
 
 
 @pytest.fixture
-def own_bed(tmp_path: Path) -> Iterator[Bed]:
+def own_bed(tmp_path: Path, nvml_library: Path) -> Iterator[Bed]:
     """Two nodes of the test's own, gpu1 and gpu2, to be broken."""
-    with Bed(tmp_path / "nodes", count=2) as bed:
+    with Bed(tmp_path / "nodes", count=2, nvml=nvml_library) as bed:
         yield bed
 
 

@@ -292,8 +292,49 @@ async def test_a_node_that_hangs_after_the_login_is_unreachable(own_bed: Bed) ->
     assert (found.state, found.score) == (NodeState.UNREACHABLE, None)
 
 
+async def test_nodes_with_and_without_nvml_have_the_same_readings(own_bed: Bed, own_pool: SshPool) -> None:
+    lines = ["0, H200, GPU-a, 143771, 5, 0, 33, 0", "1, H200, GPU-b, 143771, 90000, 88, 84, [N/A]"]
+    own_bed["gpu2"].nvml(None)
+    found = []
+    for node in own_bed.nodes:
+        node.gpus(2, lines=lines, reasons=["1, 0x20"])
+        async with own_pool.use(node.name) as link:
+            answer, _ = await link.call("health.read", {"root": "~", "timeout_s": 20}, timeout_s=40)
+        found.append((answer["vendor"], answer["gpus"], answer["failed"]))
+    assert found[0] == found[1]
+    assert [gpu["throttled"] for gpu in found[0][1]] == [[], ["heat"]]
+
+
+async def test_a_reading_by_nvml_starts_no_program(own_bed: Bed, own_pool: SshPool) -> None:
+    node = own_bed["gpu1"]
+    node.gpus(2)
+    (node.bin / "nvidia-smi").write_text("#!/bin/sh\nexit 9\n")
+    async with own_pool.use("gpu1"):
+        pass  # the first reading of a node that nobody has used is one by its shell
+    found = await HealthChecker(own_pool, file_of(own_bed), clock=Clock()).check("gpu1")
+    assert found.state is NodeState.OK, found
+    assert found.readings is not None and len(found.readings.gpus) == 2
+
+
+async def test_a_driver_that_hangs_leaves_the_other_readings(own_bed: Bed) -> None:
+    own_bed["gpu1"].gpus(2)
+    own_bed["gpu1"].nvml_state(["hangs=1"])
+    file = file_of(own_bed, "ssh: {connect_timeout: 20}\nhealth_check: {timeout: 3}\n")
+    async with SshPool(file, ssh_config=own_bed.ssh_config) as pool:
+        async with pool.use("gpu1", timeout_s=20):
+            pass
+        checker = HealthChecker(pool, file, clock=Clock())
+        found = await checker.check("gpu1")
+        again = await checker.check("gpu1", fresh=True)
+    assert (found.state, again.state) == (NodeState.DEGRADED, NodeState.DEGRADED)
+    assert found.note.startswith("gpus: took longer than")
+    assert again.note == "gpus: an earlier reading still hangs"
+    assert found.readings is not None and found.readings.load is not None
+
+
 async def test_a_hung_nvidia_smi_leaves_the_other_readings(own_bed: Bed) -> None:
     own_bed["gpu1"].gpus(2)
+    own_bed["gpu1"].nvml(None)
     (own_bed["gpu1"].folder / "smi-hangs").touch()
     file = file_of(own_bed, "ssh: {connect_timeout: 20}\nhealth_check: {timeout: 3}\n")
     async with SshPool(file, ssh_config=own_bed.ssh_config) as pool:

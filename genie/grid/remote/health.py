@@ -15,6 +15,7 @@ import threading
 import time
 from typing import Any, Callable, Dict  # noqa: UP035 - at run time, Python 3.8 needs these
 
+from genie.grid.remote import nvml
 from genie.grid.remote.core import OpError, op
 
 NVIDIA_QUERY = (
@@ -24,7 +25,7 @@ NVIDIA_QUERY = (
 NVIDIA_FORMAT = "csv,noheader,nounits"
 MIB = 1 << 20
 HOT_C = 80
-"""From here on a GPU is asked why its clocks are held down; that is one more start of a slow tool."""
+"""From here on nvidia-smi is asked why clocks are held down; that is one more start of a slow tool."""
 FREE_MEMORY_SHARE = 0.05
 FREE_MEMORY_BYTES = 1 << 30
 FREE_UTILIZATION_PCT = 10.0
@@ -63,29 +64,30 @@ def read(args: Any, blob: bytes) -> Reading:
     return _side_by_side(apart, at_once, timeout_s)
 
 
-_UNDER_WAY: dict[str, threading.Thread] = {}
+_UNDER_WAY: dict[str, tuple[threading.Thread, float]] = {}
+"""The last thread of each part, and until when it has time. With the lock, there is never a second one."""
+_STARTING = threading.Lock()
 
 
 def _side_by_side(
     parts: dict[str, Callable[[], Reading]], at_once: dict[str, Callable[[], Reading]], timeout_s: float
 ) -> Reading:
     """Runs each of the parts in a thread, and waits no longer than its time for any of them."""
+    # A tool is ended at its time; a little more lets its part say so.
+    deadline = time.monotonic() + timeout_s + 0.1
     found: Reading = {}
     failed: dict[str, str] = {}
     results: dict[str, Reading] = {}
     started = {}
-    for name, part in parts.items():
-        before = _UNDER_WAY.get(name)
-        if before is not None and before.is_alive():
-            failed[name] = "an earlier reading still hangs"
-            continue
-        thread = threading.Thread(target=_into, args=(results, name, part), daemon=True)
-        _UNDER_WAY[name] = started[name] = thread
-        thread.start()
+    # First, because beside a thread that calls into a library it would take several times as long.
     for name, part in at_once.items():
         _into(results, name, part)
-    # A tool is ended at its time; a little more lets its part say so.
-    deadline = time.monotonic() + timeout_s + 0.1
+    for name, part in parts.items():
+        thread = threading.Thread(target=_into, args=(results, name, part), daemon=True)
+        if _start(name, thread, deadline):
+            started[name] = thread
+        else:
+            failed[name] = "an earlier reading still hangs"
     for thread in started.values():
         thread.join(max(0.0, deadline - time.monotonic()))
     for name in [*at_once, *started]:
@@ -97,6 +99,21 @@ def _side_by_side(
             found.update(result)
     found["failed"] = failed
     return found
+
+
+def _start(name: str, thread: threading.Thread, deadline: float) -> bool:
+    """False where an earlier thread of this part is beyond its time. One that is not yet is waited for."""
+    while True:
+        with _STARTING:
+            before, until = _UNDER_WAY.get(name, (None, 0.0))
+            if before is None or not before.is_alive():
+                _UNDER_WAY[name] = (thread, deadline)
+                thread.start()
+                return True
+        left_s = min(until, deadline) - time.monotonic()
+        if left_s <= 0:
+            return False
+        before.join(left_s)
 
 
 def _into(results: dict[str, Reading], name: str, part: Callable[[], Reading]) -> None:
@@ -146,8 +163,12 @@ def _disk(root: str) -> Reading:
 
 
 def read_gpus(timeout_s: float) -> Reading:
-    """As `health.read` has them: vendor and gpus. Raises OpError where the tool fails."""
-    return _gpus(_gpu_tool(), timeout_s)
+    """As `health.read` has them: vendor and gpus. Raises OpError where that fails, or takes longer."""
+    tool = _gpu_tool()
+    found = _side_by_side({"gpus": lambda: _gpus(tool, timeout_s)}, {}, timeout_s)
+    if "gpus" not in found:
+        raise OpError("gpus", f"GPUs: {found['failed']['gpus']}")
+    return found
 
 
 def memory_share(total: int | None, used: int | None, utilization: float | None) -> float | None:
@@ -185,6 +206,20 @@ def _gpus(tool: str | None, timeout_s: float) -> Reading:
 
 
 def _nvidia(program: str, deadline: float) -> Reading:
+    """By NVML, which starts nothing; where that fails by nvidia-smi, whose words people know."""
+    try:
+        return {"vendor": "nvidia", "gpus": [_gpu_by_nvml(**each) for each in nvml.read()]}
+    except nvml.NvmlError:
+        return _nvidia_smi(program, deadline)
+
+
+def _gpu_by_nvml(index: int, held_down: int | None, **values: Any) -> Reading:
+    gpu = _gpu(index, **values)
+    gpu["throttled"] = _reasons(held_down or 0)
+    return gpu
+
+
+def _nvidia_smi(program: str, deadline: float) -> Reading:
     found = parse_nvidia(
         _output([program, f"--query-gpu={NVIDIA_QUERY}", f"--format={NVIDIA_FORMAT}"], deadline)
     )
@@ -203,7 +238,11 @@ def _add_reasons(gpus: list[Reading], program: str, deadline: float) -> None:
     masks = dict(re.findall(r"^ *([0-9]{1,4}) *, *(0x[0-9a-fA-F]{1,16}) *$", text, re.MULTILINE))
     for gpu in gpus:
         mask = int(masks.get(str(gpu["index"]), "0x0"), 16)
-        gpu["throttled"] = [reason for bit, reason in _HELD_DOWN if mask & bit]
+        gpu["throttled"] = _reasons(mask)
+
+
+def _reasons(mask: int) -> list[str]:
+    return [reason for bit, reason in _HELD_DOWN if mask & bit]
 
 
 def parse_nvidia(text: str) -> Reading:

@@ -25,7 +25,19 @@ def build(compiler: str, folder: Path) -> Path:
     """Compiles the library into `folder`, under the name that pynvml looks for."""
     library = folder / "libnvidia-ml.so.1"
     subprocess.run(
-        [compiler, "-std=c11", "-Wall", "-Wextra", "-Werror", "-shared", "-fPIC", "-o", library, SOURCE],
+        [
+            compiler,
+            "-std=c11",
+            "-O1",
+            "-Wall",
+            "-Wextra",
+            "-Werror",
+            "-shared",
+            "-fPIC",
+            "-o",
+            library,
+            SOURCE,
+        ],
         check=True,
     )
     return library

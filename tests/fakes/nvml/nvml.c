@@ -1,17 +1,20 @@
 /*
- * A stand-in for libnvidia-ml.so.1 under the real pynvml, scripted by a text file.
+ * A stand-in for libnvidia-ml.so.1 under the real pynvml and the grid's readings, scripted by a text file.
  *
- * FAKE_NVML_STATE names the file. It is read anew on every call, so a test changes the hardware by
+ * FAKE_NVML_STATE names the file. It is looked at on every call, so a test changes the hardware by
  * writing it (replace it by rename, so that no half-written file is seen). Lines:
  *
+ *   hangs=1                 every call waits for as long as this stands there
  *   count=2                 how many GPUs there are
  *   init=!9                 nvmlInit fails with error 9; likewise count=!1
  *   0.name=NVIDIA H200      readings of GPU 0; what is not given has a default
  *   0.uuid=GPU-...
- *   0.memory_total=1000     bytes, likewise memory_used
+ *   0.memory_total=1000     bytes, likewise memory_used, and memory_reserved, which the older call counts
+ *                           as used; 0.memory_v2=!13 plays a driver that has only that one
  *   0.utilization=97        percent
  *   0.temperature=91        degrees Celsius
  *   0.power=700000          milliwatts
+ *   0.ecc=2                 uncorrected errors of the memory since the driver was loaded
  *   0.capability=9.0        compute capability
  *   0.bus=7                 its number on the PCI bus
  *   0.link.3=switch         an active link to a switch; gpu:7, npu:7 (a processor) and other:7 (a thing of
@@ -32,10 +35,13 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/stat.h>
+#include <time.h>
 
 typedef int result_t;
 typedef struct { int index; } device_t;
 typedef struct { unsigned long long total, free, used; } memory_t;
+typedef struct { unsigned int version; unsigned long long total, reserved, free, used; } memory_v2_t;
 typedef struct { unsigned int gpu, memory; } utilization_t;
 typedef struct { unsigned int version; int sensor; int temperature; } temperature_v1_t;
 typedef struct {
@@ -56,33 +62,68 @@ typedef struct {
     union { double d; unsigned int ui; unsigned long long ull; } value;
 } field_t;
 
-enum { OK = 0, UNINITIALIZED = 1, INVALID = 2, NOT_SUPPORTED = 3, TOO_SMALL = 7 };
+enum { OK = 0, UNINITIALIZED = 1, INVALID = 2, NOT_SUPPORTED = 3, TOO_SMALL = 7, WRONG_VERSION = 25 };
 enum { LINKS_MAX = 18, TO_GPU = 0, TO_NPU = 1, TO_SWITCH = 2, TO_OTHER = 255, RECOVERY_ACTION = 230 };
-enum { GPUS_MAX = 16, VALUE_MAX = 128 };
+enum { GPUS_MAX = 16, VALUE_MAX = 128, STATE_MAX = 1 << 15 };
 
 static device_t devices[GPUS_MAX];
 static int init_count;
 
+/* The file's text. Each thread has its own, and reads the file when it has been replaced: reading it for
+ * every value would take longer than a real driver does, and benchmarks use this. */
+static _Thread_local char state[STATE_MAX];
+
+static void look_at_state(void)
+{
+    static _Thread_local struct stat seen;
+    const char *path = getenv("FAKE_NVML_STATE");
+    struct stat now;
+    FILE *file;
+
+    if (!path || stat(path, &now) != 0) {
+        state[0] = '\0';
+        seen.st_ino = 0;
+        return;
+    }
+    if (now.st_ino == seen.st_ino && now.st_mtim.tv_sec == seen.st_mtim.tv_sec &&
+        now.st_mtim.tv_nsec == seen.st_mtim.tv_nsec && now.st_size == seen.st_size)
+        return;
+    file = fopen(path, "r");
+    state[file ? fread(state, 1, sizeof state - 1, file) : 0] = '\0';
+    if (file)
+        fclose(file);
+    seen = now;
+}
+
 /* Copies the value of `key` into `out` and returns 1, or returns 0 when the file does not have it. */
 static int state_value(const char *key, char out[VALUE_MAX])
 {
-    const char *path = getenv("FAKE_NVML_STATE");
-    FILE *file = path ? fopen(path, "r") : NULL;
-    char line[256];
     size_t key_length = strlen(key);
     int found = 0;
 
-    if (!file)
-        return 0;
-    while (fgets(line, sizeof line, file)) {
-        line[strcspn(line, "\r\n")] = '\0';
+    for (const char *line = state, *end; *line; line = end + 1) {
+        end = strchr(line, '\n');
+        if (!end)
+            break; /* every line has its end */
         if (strncmp(line, key, key_length) == 0 && line[key_length] == '=') {
-            snprintf(out, VALUE_MAX, "%.*s", VALUE_MAX - 1, line + key_length + 1);
+            snprintf(out, VALUE_MAX, "%.*s", (int)(end - line - key_length - 1), line + key_length + 1);
             found = 1;
         }
     }
-    fclose(file);
     return found;
+}
+
+/* Comes first in every call. */
+static void begin(void)
+{
+    const struct timespec pause = {0, 2000000};
+    char found[VALUE_MAX];
+
+    look_at_state();
+    while (state_value("hangs", found)) {
+        nanosleep(&pause, NULL);
+        look_at_state();
+    }
 }
 
 /* A value or the default; "!N" becomes the error N. */
@@ -97,6 +138,7 @@ static result_t reading(device_t *device, const char *name, const char *otherwis
 {
     char key[64];
 
+    begin();
     if (init_count == 0)
         return UNINITIALIZED;
     if (device < devices || device >= devices + GPUS_MAX)
@@ -133,15 +175,22 @@ static result_t text(device_t *device, const char *name, const char *otherwise, 
 result_t nvmlInitWithFlags(unsigned int flags)
 {
     char found[VALUE_MAX];
-    result_t result = value_of("init", "0", found);
+    result_t result;
 
     (void)flags;
+    begin();
+    result = value_of("init", "0", found);
     if (result != OK)
         return result;
     for (int index = 0; index < GPUS_MAX; index++)
         devices[index].index = index;
     init_count++;
     return OK;
+}
+
+result_t nvmlInit_v2(void)
+{
+    return nvmlInitWithFlags(0);
 }
 
 result_t nvmlShutdown(void)
@@ -161,8 +210,10 @@ const char *nvmlErrorString(result_t result)
 result_t nvmlDeviceGetCount_v2(unsigned int *count)
 {
     char found[VALUE_MAX];
-    result_t result = value_of("count", "0", found);
+    result_t result;
 
+    begin();
+    result = value_of("count", "0", found);
     if (init_count == 0)
         return UNINITIALIZED;
     if (result == OK)
@@ -200,16 +251,38 @@ result_t nvmlDeviceGetUUID(device_t *device, char *uuid, unsigned int size)
 
 result_t nvmlDeviceGetMemoryInfo(device_t *device, memory_t *memory)
 {
-    unsigned long long total = 0, used = 0;
+    unsigned long long total = 0, used = 0, reserved = 0;
     result_t result = number(device, "memory_total", "85899345920", &total);
 
     if (result == OK)
         result = number(device, "memory_used", "1073741824", &used);
+    if (result == OK)
+        result = number(device, "memory_reserved", "0", &reserved);
     if (result != OK)
         return result;
     memory->total = total;
-    memory->used = used;
-    memory->free = total - used;
+    memory->used = used + reserved;
+    memory->free = total - used - reserved;
+    return OK;
+}
+
+result_t nvmlDeviceGetMemoryInfo_v2(device_t *device, memory_v2_t *memory)
+{
+    char found[VALUE_MAX];
+    memory_t older;
+    result_t result = reading(device, "memory_v2", "0", found);
+
+    if (memory->version != (sizeof *memory | 2u << 24))
+        return WRONG_VERSION;
+    if (result == OK)
+        result = nvmlDeviceGetMemoryInfo(device, &older);
+    if (result == OK)
+        result = number(device, "memory_reserved", "0", &memory->reserved);
+    if (result != OK)
+        return result;
+    memory->total = older.total;
+    memory->used = older.used - memory->reserved;
+    memory->free = older.free;
     return OK;
 }
 
@@ -248,6 +321,12 @@ result_t nvmlDeviceGetTemperatureV(device_t *device, temperature_v1_t *temperatu
     if (result == OK)
         temperature->temperature = (int)celsius;
     return result;
+}
+
+/* Only uncorrected errors (1) since the driver was loaded (0) are scripted. */
+result_t nvmlDeviceGetTotalEccErrors(device_t *device, int kind, int counter, unsigned long long *count)
+{
+    return kind == 1 && counter == 0 ? number(device, "ecc", "0", count) : NOT_SUPPORTED;
 }
 
 result_t nvmlDeviceGetPowerUsage(device_t *device, unsigned int *milliwatts)

@@ -6,8 +6,8 @@ import ast
 import contextlib
 import json
 import os
+import threading
 import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from genie.grid.remote import health
-from genie.grid.remote.core import OPS
+from tests.grid.remote.readings import read
 from tests.house.sources import ROOT
 from tests.waiting import wait_until
 
@@ -37,33 +37,6 @@ AMD = [
         "ecc": {"total_uncorrectable_count": 1},
     }
 ]
-
-
-@pytest.fixture
-def tools(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str, str], Path]]:
-    """Writes a tool as a line of shell into a PATH of its own; nothing else of the machine is found."""
-    folder = tmp_path / "bin"
-    folder.mkdir()
-    monkeypatch.setenv("PATH", f"{folder}")
-    monkeypatch.setattr(health, "_MORE_FOLDERS", ())
-    monkeypatch.setattr(health, "_KERNEL_LOG", health._KernelLog())
-    monkeypatch.setattr(health, "_UNDER_WAY", {})
-
-    def write(name: str, line: str) -> Path:
-        path = folder / name
-        path.write_text(f"#!/bin/sh\nPATH=/usr/bin:/bin\n{line}\n")
-        path.chmod(0o755)
-        return path
-
-    yield write
-    if health._KERNEL_LOG.descriptor >= 0:
-        os.close(health._KERNEL_LOG.descriptor)
-
-
-def read(timeout_s: float = 20.0, root: str = "/") -> dict[str, Any]:
-    function, quick = OPS["health.read"]
-    assert not quick
-    return dict(function({"root": root, "timeout_s": timeout_s}, b""))
 
 
 def living(group: int) -> list[int]:
@@ -167,7 +140,32 @@ def test_a_part_that_still_hangs_is_not_started_again(tools, monkeypatch) -> Non
         assert len(begun) == 1
     finally:
         release.set()
-        health._UNDER_WAY["disk"].join(10)
+        health._UNDER_WAY["disk"][0].join(10)
+
+
+class Awaited(threading.Thread):
+    """Ends when somebody waits for it."""
+
+    def __init__(self) -> None:
+        self.release = threading.Event()
+        super().__init__(target=self.release.wait, args=(60,), daemon=True)
+
+    def join(self, timeout: float | None = None) -> None:
+        self.release.set()
+        super().join(timeout)
+
+
+@pytest.mark.parametrize(
+    ("left_s", "failed"), [(60.0, {}), (-1.0, {"disk": "an earlier reading still hangs"})]
+)
+def test_one_that_is_under_way_is_waited_for_within_its_time(tools, left_s: float, failed: object) -> None:
+    other = Awaited()
+    other.start()
+    health._UNDER_WAY["disk"] = (other, time.monotonic() + left_s)
+    try:
+        assert read(timeout_s=60)["failed"] == failed
+    finally:
+        other.join(10)
 
 
 def test_a_tool_that_prints_without_end_is_cut(tools) -> None:

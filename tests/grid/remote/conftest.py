@@ -1,0 +1,35 @@
+"""The tools of a node, scripted."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from genie.grid.remote import health, nvml
+
+
+@pytest.fixture
+def tools(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str, str], Path]]:
+    """Writes a tool as a line of shell into a PATH of its own; nothing else of the machine is found."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    monkeypatch.setenv("PATH", f"{folder}")
+    monkeypatch.setattr(health, "_MORE_FOLDERS", ())
+    monkeypatch.setattr(health, "_KERNEL_LOG", health._KernelLog())
+    monkeypatch.setattr(health, "_UNDER_WAY", {})
+    monkeypatch.setattr(nvml, "LIBRARY", str(folder / "no-such-library.so"))
+    nvml.close()
+
+    def write(name: str, line: str) -> Path:
+        path = folder / name
+        path.write_text(f"#!/bin/sh\nPATH=/usr/bin:/bin\n{line}\n")
+        path.chmod(0o755)
+        return path
+
+    yield write
+    nvml.close()
+    if health._KERNEL_LOG.descriptor >= 0:
+        os.close(health._KERNEL_LOG.descriptor)

@@ -1,0 +1,14 @@
+"""A node's readings, taken in this process as its helper takes them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from genie.grid.remote import health  # noqa: F401 - it registers the op
+from genie.grid.remote.core import OPS
+
+
+def read(timeout_s: float = 20.0, root: str = "/") -> dict[str, Any]:
+    function, quick = OPS["health.read"]
+    assert not quick
+    return dict(function({"root": root, "timeout_s": timeout_s}, b""))

@@ -1,0 +1,197 @@
+"""NVIDIA GPUs by NVML: the same readings as nvidia-smi gives, and nvidia-smi where NVML fails or hangs."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from genie.grid.remote import health, nvml
+from genie.grid.remote.core import OpError
+from tests.grid.bed import nvml_lines
+from tests.grid.remote.readings import read
+from tests.waiting import wait_until
+
+MIB = 1 << 20
+T4 = "0, T4, GPU-a, 15360, 300, 5, 33, 0"
+
+
+class Driver:
+    """nvidia-smi and NVML of one machine, which say the same until told otherwise."""
+
+    def __init__(self, folder: Path, write_tool: Callable[[str, str], Path], library: Path) -> None:
+        self._folder = folder
+        self._tool = write_tool
+        self.library = library
+
+    def has(self, *lines: str, reasons: Sequence[str] = ()) -> None:
+        (self._folder / "gpus.csv").write_text("\n".join([*lines, ""]))
+        (self._folder / "reasons.csv").write_text("\n".join([*reasons, ""]))
+        self._tool(
+            "nvidia-smi",
+            f"echo x >> {self._folder}/started; case $1 in *throttle*) cat {self._folder}/reasons.csv;; "
+            f"*) cat {self._folder}/gpus.csv;; esac",
+        )
+        self.nvml(*nvml_lines([line for line in lines if "No devices" not in line], reasons))
+
+    def nvml(self, *lines: str) -> None:
+        fresh = self._folder / "fresh"
+        fresh.write_text("\n".join([*lines, ""]))
+        fresh.rename(self._folder / "nvml.state")
+
+    @property
+    def smi_starts(self) -> int:
+        started = self._folder / "started"
+        return len(started.read_text().split()) if started.exists() else 0
+
+
+@pytest.fixture
+def driver(tools, nvml_library: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Driver:
+    monkeypatch.setenv("FAKE_NVML_STATE", str(tmp_path / "nvml.state"))
+    monkeypatch.setattr(nvml, "LIBRARY", str(nvml_library))
+    return Driver(tmp_path, tools, nvml_library)
+
+
+@pytest.fixture
+def opened(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What was opened, in the order of it."""
+    names: list[str] = []
+    init = nvml._Library.__init__
+
+    def spied(self: nvml._Library, name: str) -> None:
+        names.append(name)
+        init(self, name)
+
+    monkeypatch.setattr(nvml._Library, "__init__", spied)
+    return names
+
+
+@pytest.fixture
+def hanging(driver: Driver) -> Iterator[Driver]:
+    """Every call of NVML hangs until the state is replaced."""
+    driver.has(T4)
+    driver.nvml("hangs=1", *nvml_lines([T4]))
+    yield driver
+    driver.has(T4)
+    health._UNDER_WAY["gpus"][0].join(20)
+
+
+def gpus() -> Any:
+    found = read()
+    assert found["failed"] == {}
+    return found["vendor"], found["gpus"]
+
+
+@pytest.mark.parametrize(
+    ("lines", "reasons"),
+    [
+        ([T4, "1, NVIDIA H100 80GB HBM3, GPU-b, 81559, 9000, 97, 61, 3"], []),
+        (["0, Orin, GPU-a, [N/A], [N/A], 3, [N/A], [N/A]"], []),
+        (["0, H100, GPU-a, 81559, 10, [N/A], 40, 0", "1, T4, GPU-b, 9, 1, 2, 3, [N/A]"], []),
+        (["0, T4, GPU-a, 9, 1, 2, 85, 0", "1, T4, GPU-b, 9, 1, 2, 30, 0"], ["0, 0x64", "1, 0x1"]),
+        (["No devices were found"], []),
+    ],
+)
+def test_the_readings_are_those_of_nvidia_smi(
+    driver: Driver, monkeypatch, lines: list[str], reasons: list[str]
+) -> None:
+    driver.has(*lines, reasons=reasons)
+    by_nvml = gpus()
+    assert driver.smi_starts == 0
+    nvml.close()
+    monkeypatch.setattr(nvml, "LIBRARY", "no-such-library.so")
+    by_smi = gpus()
+    assert driver.smi_starts > 0
+    assert by_nvml == by_smi
+
+
+def test_a_gpu_need_not_be_hot_to_say_what_holds_it_down(driver: Driver) -> None:
+    driver.has("0, T4, GPU-a, 9, 1, 2, 30, 0", reasons=["0, 0x81"])
+    assert gpus()[1][0]["throttled"] == ["power brake"]
+
+
+def test_memory_that_the_driver_keeps_is_not_in_use_where_the_driver_tells(driver: Driver) -> None:
+    driver.has(T4)
+    lines = [*nvml_lines([T4]), f"0.memory_reserved={600 * MIB}"]
+    driver.nvml(*lines)
+    assert gpus()[1][0]["memory_used_bytes"] == 300 * MIB
+    driver.nvml(*lines, "0.memory_v2=!13")
+    (gpu,) = gpus()[1]
+    assert (gpu["memory_total_bytes"], gpu["memory_used_bytes"]) == (15360 * MIB, 900 * MIB)
+    assert driver.smi_starts == 0
+
+
+def test_it_stays_open_and_its_readings_are_fresh(driver: Driver, opened: list[str]) -> None:
+    driver.has(T4)
+    first = gpus()
+    driver.has(T4.replace("300", "400"))
+    second = gpus()
+    assert [each[1][0]["memory_used_bytes"] // MIB for each in (first, second)] == [300, 400]
+    assert opened == [str(driver.library)]
+
+
+@pytest.mark.parametrize(
+    "error", ["init=!9", "count=!999", "0.handle=!15", "0.temperature=!999", "0.lost=15"]
+)
+def test_an_error_is_told_by_nvidia_smi_and_the_next_reading_begins_anew(
+    driver: Driver, opened: list[str], error: str
+) -> None:
+    driver.has("Unable to determine the device handle for GPU0000:3B:00.0: Unknown Error")
+    driver.nvml(*nvml_lines([T4]), error)
+    assert "Unable to determine the device handle" in read()["failed"]["gpus"]
+    driver.has(T4)
+    assert len(gpus()[1]) == 1
+    assert (driver.smi_starts, len(opened)) == (1, 2)
+
+
+@pytest.mark.parametrize("library", ["no-such-library.so", "libc.so.6"])
+def test_without_the_library_or_its_functions_nvidia_smi_is_asked(
+    driver: Driver, monkeypatch, library: str
+) -> None:
+    driver.has(T4)
+    monkeypatch.setattr(nvml, "LIBRARY", library)
+    assert gpus()[1][0]["uuid"] == "GPU-a"
+    assert driver.smi_starts == 1
+
+
+def test_without_ctypes_nvidia_smi_is_asked(driver: Driver, monkeypatch) -> None:
+    driver.has(T4)
+    monkeypatch.setitem(sys.modules, "ctypes", None)
+    assert gpus()[1][0]["uuid"] == "GPU-a"
+    assert driver.smi_starts == 1
+
+
+def test_without_nvidia_smi_there_are_no_nvidia_gpus(driver: Driver, opened: list[str]) -> None:
+    driver.nvml(*nvml_lines([T4]))
+    assert gpus() == ("none", [])
+    assert opened == []
+
+
+def test_a_driver_that_hangs_costs_its_own_reading_and_one_thread(hanging: Driver) -> None:
+    before = threading.active_count()
+    first = read(timeout_s=0.3)
+    assert first["failed"] == {"gpus": "took longer than 0.3 s"}
+    assert first["load"] and first["disk_total_bytes"]
+    for _ in range(3):
+        assert read(timeout_s=0.3)["failed"] == {"gpus": "an earlier reading still hangs"}
+    assert threading.active_count() == before + 1
+    assert hanging.smi_starts == 0
+    hanging.has(T4)
+    wait_until(lambda: not health._UNDER_WAY["gpus"][0].is_alive(), what="the end of the call that hung")
+    assert len(gpus()[1]) == 1
+
+
+def test_a_driver_that_hangs_does_not_hold_up_the_choice_of_gpus(hanging: Driver) -> None:
+    with pytest.raises(OpError, match=r"GPUs: took longer than 0\.1 s"):
+        health.read_gpus(0.1)
+    with pytest.raises(OpError, match="GPUs: an earlier reading still hangs"):
+        health.read_gpus(0.1)
+
+
+def test_gpus_of_which_one_is_lost_can_still_be_chosen(driver: Driver) -> None:
+    driver.has("Unable to determine the device handle for GPU0000:3B:00.0", "1, T4, GPU-b, 9, 1, 2, 3, 0")
+    assert [gpu["index"] for gpu in health.read_gpus(20.0)["gpus"]] == [1]
