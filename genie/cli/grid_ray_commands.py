@@ -17,7 +17,7 @@ import typer
 from genie.cli import output
 from genie.cli.app import AsJson, Invocation, grid, grid_command
 from genie.cli.grid_node_commands import complete_node, load_grid
-from genie.errors import ConnectionLostError, UsageError
+from genie.errors import ConnectionLostError, TransportError, UsageError
 
 if TYPE_CHECKING:
     from genie.config import Settings
@@ -160,7 +160,10 @@ def stop(invocation: Invocation, *, as_json: AsJson = False) -> None:
 
 @grid_command("status", group=_cluster, example="grid-cli cluster status --json")
 def status(invocation: Invocation, *, as_json: AsJson = False) -> None:
-    """Show the Ray cluster: its nodes, what they have, and what was started but has ended."""
+    """Show the Ray cluster: its nodes, what they have, and what was started but has ended.
+
+    Ends with 255 when no node can be reached.
+    """
     settings, file = load_grid(invocation)
 
     async def work() -> ClusterView:
@@ -172,6 +175,8 @@ def status(invocation: Invocation, *, as_json: AsJson = False) -> None:
         output.write_json(dataclasses.asdict(view))
     else:
         _write_view(view)
+    if view.state == "unreachable":
+        raise typer.Exit(TransportError.exit_code)
 
 
 @grid_command("dashboard", group=_cluster, example="grid-cli cluster dashboard --port 8265")
