@@ -93,7 +93,12 @@ class RunOptions:
     ] = None
 
 
-@grid_command("run", example='grid-cli run "python train.py --epochs 100"')
+@grid_command(
+    "run",
+    example='grid-cli run "python train.py --epochs 100"',
+    about_arguments='the command is one argument, in quotes: grid-cli run "nvidia-smi -L"; '
+    "one that begins with '-' goes behind --",
+)
 def run(
     invocation: Invocation,
     *,

@@ -56,6 +56,20 @@ def test_a_run_shows_the_output_and_ends_with_the_exit_code(cli: Cli) -> None:
     assert "run r-" in done.err
 
 
+@pytest.mark.parametrize("argv", [["nvidia-smi", "-L"], ["echo", "hello"], ["-L"]])
+def test_a_command_without_quotes_is_told_to_be_one_argument(genie: Cli, argv: list[str]) -> None:
+    done = genie("grid", "run", *argv)
+    assert (done.code, done.out) == (2, "")
+    assert argv[-1] in done.err.splitlines()[0]
+    assert "the command is one argument, in quotes" in done.err
+    assert "--help" in done.err
+
+
+def test_a_mistyped_option_still_names_the_right_one(genie: Cli) -> None:
+    done = genie("grid", "run", "true", "--gpu", "1")
+    assert (done.code, "--gpus" in done.err.splitlines()[0]) == (2, True)
+
+
 def test_the_options_of_every_command_may_stand_behind_it(cli: Cli) -> None:
     done = cli("run", "echo test", "--log-level", "DEBUG")
     assert (done.code, done.out) == (0, "test\n")
