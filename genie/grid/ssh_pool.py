@@ -177,8 +177,9 @@ class SshPool:
     ) -> AsyncIterator[Link]:
         """The node's link, opened if need be; it stays open afterwards for whoever comes next.
 
-        `timeout_s` is for one attempt to connect, waiting for a free place in the pool included. With
-        `bare` the helper is not started for this, which costs a node more than one plain command does.
+        `timeout_s` is for one attempt to connect, waiting for a free place in the pool and for others who
+        connect to the same node included. With `bare` the helper is not started for this, which costs a
+        node more than one plain command does.
         Raises UnreachableError, HostKeyUnknownError, HostKeyChangedError or LoginRefusedError.
         """
         node = self._file.node(name)
@@ -194,25 +195,22 @@ class SshPool:
     ) -> Link:
         each_s = timeout_s if timeout_s is not None else self._file.ssh.connect_timeout
         attempts = 1 + (retries if retries is not None else self._file.ssh.max_retries)
-        async with self._locks.setdefault(node.name, asyncio.Lock()):
-            for attempt in range(attempts):
-                try:
-                    link = await self._ready(node, timeout_s=each_s, bare=bare)
-                except (UnreachableError, ConnectionLostError, DeadlineError) as error:
-                    if attempt + 1 == attempts:
-                        raise
-                    pause_s = _pause_s(attempt)
-                    why = {"node": node.name, "pause_s": round(pause_s, 2), "why": error.message}
-                    _log.info("connecting again", extra=why)
-                    await asyncio.sleep(pause_s)
-                else:
-                    return link
+        for attempt in range(attempts):
+            try:
+                return await self._ready(node, timeout_s=each_s, bare=bare)
+            except (UnreachableError, ConnectionLostError, DeadlineError) as error:
+                if attempt + 1 == attempts:
+                    raise
+                pause_s = _pause_s(attempt)
+                why = {"node": node.name, "pause_s": round(pause_s, 2), "why": error.message}
+                _log.info("connecting again", extra=why)
+                await asyncio.sleep(pause_s)
         raise AssertionError
 
     async def _ready(self, node: GridNode, *, timeout_s: float, bare: bool) -> Link:
         limit = asyncio.timeout(timeout_s)
         try:
-            async with limit:
+            async with limit, self._locks.setdefault(node.name, asyncio.Lock()):
                 link = await self._open(node)
                 link.users += 1
                 try:

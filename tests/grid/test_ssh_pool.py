@@ -172,6 +172,22 @@ async def test_a_hanging_node_costs_its_own_timeout_only(bed: Bed, pool: SshPool
             assert link.is_open
 
 
+async def test_waiting_for_another_who_connects_to_the_node_counts_as_connecting(own_bed: Bed) -> None:
+    async with SshPool(grid_file_of(own_bed), ssh_config=own_bed.ssh_config) as pool:
+
+        async def use(timeout_s: float) -> None:
+            async with pool.use("gpu1", timeout_s=timeout_s, retries=0):
+                pass
+
+        with own_bed["gpu1"].hanging():
+            patient = asyncio.ensure_future(use(60))
+            await asyncio.sleep(0)
+            with pytest.raises(UnreachableError, match=r"gpu1: no connection within 0\.3 s"):
+                await asyncio.wait_for(use(0.3), 20)
+            assert not patient.done()
+        await patient
+
+
 async def test_no_more_connections_than_the_pool_may_have(bed: Bed, grid_file: GridFile) -> None:
     small = dataclasses.replace(grid_file, ssh=dataclasses.replace(grid_file.ssh, pool_size=2))
     most = 0
