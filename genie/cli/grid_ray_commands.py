@@ -287,7 +287,7 @@ async def _setup(
     from genie.grid.setup import Setup
 
     async with _opened(settings, file) as (pool, _):
-        return await Setup(pool, file).run(wanted, nodes, again=again, progress=_say)
+        return await Setup(pool, file).run(wanted, nodes, again=again, say=_say)
 
 
 @contextlib.asynccontextmanager

@@ -19,13 +19,13 @@ from typing import Any
 
 from genie.errors import NodeRefusedError, ProtocolError
 from genie.grid.remote import runs
+from genie.grid.shell_words import path_word
 from genie.grid.ssh_pool import Link
 
 _WAIT_S_MAX = 10
 _NO_PYTHON = "the node has no usable python3, and without one"
 
 _COMMON = r"""
-case $root in "~/"*) root=$HOME/${root#"~/"} ;; esac
 runs=$root/.grid/runs
 run=$runs/$id
 printf '%s\n' "$marker"
@@ -72,7 +72,6 @@ _START = r"""
 if [ -d "$run" ]; then facts; printf -- '--\n'; exit 0; fi
 command -v setsid >/dev/null 2>&1 || refuse "missing there is neither python3 nor setsid"
 said=$(mkdir -p -m 700 -- "$runs" 2>&1) || refuse "os $said"
-case $cwd in "~/"*) cwd=$HOME/${cwd#"~/"} ;; "~") cwd=$HOME ;; esac
 cd -- "$root" && cd -- "$cwd" 2>/dev/null || refuse "missing there is no folder $cwd"
 said=$(mkdir -m 700 -- "$run" 2>&1) || {
   if [ -d "$run" ]; then facts; printf -- '--\n'; exit 0; fi
@@ -173,10 +172,12 @@ async def call(
 
 def script(name: str, args: Mapping[str, Any], *, marker: str) -> str:
     """The whole text for `sh -s`. Every value is quoted, and stands in a variable."""
-    values: dict[str, object] = {"root": args["root"], "id": args.get("id", ""), "marker": marker}
+    paths = {"root": args["root"]}
+    values: dict[str, object] = {"id": args.get("id", ""), "marker": marker}
     exports = ""
     if name == "start":
-        values |= {"command": args["command"], "cwd": args.get("cwd") or ".", "watch": _WATCH}
+        paths["cwd"] = args.get("cwd") or "."
+        values |= {"command": args["command"], "watch": _WATCH}
         values |= {"meta": _meta(args), "timeout_s": args.get("timeout_s") or ""}
         values["kept"] = runs.RUNS_KEPT
         # Only where none of our own variables is needed any more: the user's may have the same names.
@@ -191,7 +192,8 @@ def script(name: str, args: Mapping[str, Any], *, marker: str) -> str:
         values["signal"] = args["signal"]
     elif name == "list":
         values["prefix"] = args.get("prefix", "")
-    assigned = "".join(f"{key}={shlex.quote(str(value))}\n" for key, value in values.items())
+    assigned = "".join(f"{key}={path_word(str(path))}\n" for key, path in paths.items())
+    assigned += "".join(f"{key}={shlex.quote(str(value))}\n" for key, value in values.items())
     return f"{assigned}{_COMMON}{_SCRIPTS[name].replace('@EXPORTS@', exports)}"
 
 

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from genie.errors import GenieError, NodeRefusedError, RayError
-from genie.grid.grid_file import GridFile
+from genie.grid.grid_file import GridFile, Say
 from genie.grid.ray_plan import ClusterView, RayFacts, RayRecord, StartOrder, plan, view
 from genie.grid.ssh_pool import Link, SshPool
 from genie.runtime import files
@@ -40,9 +40,6 @@ _MARGIN_S = 20.0
 _UNDO_S = 60.0
 _POLL_S = 0.5
 _TOKEN_BYTES = 32
-
-Say = Callable[[str, str], None]
-"""Told (node, what happens there) as it happens."""
 
 
 @dataclass(frozen=True)

@@ -6,11 +6,11 @@ The script goes to `sh` on standard input, so that the login shell does not matt
 
 from __future__ import annotations
 
-import shlex
 from typing import Any
 
 from genie.grid.remote import health
 from genie.grid.remote.core import OpError
+from genie.grid.shell_words import path_word
 
 _MARK = "@@genie"
 # Each part between marks. A process costs a node a millisecond, and this is what every first look starts:
@@ -56,11 +56,10 @@ part end
 
 def script(root: str, *, timeout_s: float) -> bytes:
     """`root` is a checked path that begins with '/' or '~/'."""
-    quoted = f'"$HOME"/{shlex.quote(root[2:])}' if root.startswith("~/") else shlex.quote(root)
     return _SCRIPT.format(
         mark=_MARK,
         limit=max(1, round(timeout_s)),
-        root=quoted,
+        root=path_word(root),
         query=health.NVIDIA_QUERY,
         form=health.NVIDIA_FORMAT,
     ).encode()

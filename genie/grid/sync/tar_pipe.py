@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import shlex
 import tarfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +16,7 @@ import asyncssh
 
 from genie.errors import ConnectionLostError, DeadlineError, NodeRefusedError, SyncError
 from genie.grid.remote import tree
+from genie.grid.shell_words import path_word, through_login_shell
 from genie.grid.ssh_pool import Link
 from genie.grid.sync.local_tree import Snapshot
 
@@ -59,12 +59,10 @@ async def send(
 ) -> tuple[int, int]:
     """The number of files, and of their bytes. Every wait ends: `apply_s` is for what comes after sending."""
     records = [one for one in tree.records_of(bytes(snapshot.records)) if one.kind != tree.LEFT_OUT]
-    command = f"root={_quoted(root)}\n{_SCRIPT}"
+    command = through_login_shell(f"root={path_word(root)}\n{_SCRIPT}")
     try:
         async with asyncio.timeout(stall_s):
-            process = await link.connection.create_process(
-                f"sh -c {shlex.quote(command)}", encoding=None, stderr=asyncssh.STDOUT
-            )
+            process = await link.connection.create_process(command, encoding=None, stderr=asyncssh.STDOUT)
         try:
             await _feed(process, snapshot.root, records, stall_s=stall_s)
             async with asyncio.timeout(apply_s):
@@ -129,11 +127,6 @@ def _contents(path: Path, size: int) -> Iterator[bytes]:
     except OSError as error:
         raise SyncError(f"{path} cannot be read: {error.strerror}") from None
     yield bytes(-size % tarfile.BLOCKSIZE)
-
-
-def _quoted(root: str) -> str:
-    """'~' is for the shell, the rest is not."""
-    return "~/" + shlex.quote(root[2:]) if root.startswith("~/") else shlex.quote(root)
 
 
 def _reason(text: str) -> str:
