@@ -17,6 +17,7 @@ import typer
 from genie.cli import output
 from genie.cli.app import AsJson, Invocation, grid, grid_command
 from genie.cli.grid_node_commands import complete_node, load_grid
+from genie.cli.quantities import parse_pairs
 from genie.errors import ConnectionLostError, TransportError, UsageError
 
 if TYPE_CHECKING:
@@ -272,13 +273,8 @@ def _to_stderr(data: bytes) -> None:
 def _environment(pairs: list[str]) -> dict[str, str]:
     from genie.model.names import checked_env_key
 
-    found = {}
-    for pair in pairs:
-        key, equals, value = pair.partition("=")
-        if not equals:
-            raise UsageError(f"--env {pair!r} has no '='", hint="give NAME=VALUE")
-        found[checked_env_key(key, what="--env")] = value
-    return found
+    found = parse_pairs(pairs, what="--env")
+    return {checked_env_key(key, what="--env"): value for key, value in found.items()}
 
 
 async def _setup(

@@ -26,15 +26,21 @@ from genie.cli import output
 from genie.cli.app import INTERRUPTED, AsJson, Invocation, grid_command
 from genie.cli.grid_node_commands import complete_node
 from genie.cli.interrupts import caught_interrupts
-from genie.cli.quantities import duration_text, parse_duration, parse_whole
-from genie.cli.run_output import Collected, PrefixedLines, Write, write_stream
+from genie.cli.quantities import duration_text, parse_duration, parse_pairs, parse_whole
+from genie.cli.run_output import (
+    COLLECTED_BYTES_MAX,
+    PrefixedLines,
+    Write,
+    collected_object,
+    write_stream,
+)
 from genie.errors import GenieError, RunLostError, TransportError, UsageError
 
 if TYPE_CHECKING:
     from genie.config import Settings
     from genie.grid.grid_file import GridFile
     from genie.grid.launch import Launch, Launcher
-    from genie.grid.run import Run
+    from genie.grid.run import Collected, Run
     from genie.grid.runner import NodeRuns, Runner
     from genie.grid.ssh_pool import SshPool
 
@@ -213,7 +219,7 @@ def _launch(command: str, options: RunOptions) -> Launch:
         )
     if options.sync is not None and not options.sync.is_dir():
         raise UsageError(f"--sync {str(options.sync)!r} is not a folder", hint="give one that exists")
-    env = _pairs(options.env or [], "--env")
+    env = parse_pairs(options.env, what="--env")
     for name in env:
         checked_env_key(name, what="--env")
     return Launch(
@@ -223,19 +229,9 @@ def _launch(command: str, options: RunOptions) -> Launch:
         gpus=parse_whole(options.gpus, what="--gpus", low=0, high=GPUS_MAX),
         stdin=_read_stdin(options.stdin),
         timeout_s=None if options.timeout is None else parse_duration(options.timeout, what="--timeout"),
-        labels=checked_labels(_pairs(options.label or [], "--label"), what="--label"),
+        labels=checked_labels(parse_pairs(options.label, what="--label"), what="--label"),
         sync=options.sync,
     )
-
-
-def _pairs(texts: Sequence[str], what: str) -> dict[str, str]:
-    found = {}
-    for text in texts:
-        name, equals, value = text.partition("=")
-        if not equals:
-            raise UsageError(f"{what} {text[:80]!r} has no value", hint=f"write {what} NAME=VALUE")
-        found[name] = value
-    return found
 
 
 def _read_stdin(name: str | None) -> bytes:
@@ -412,7 +408,7 @@ class _Follower:
         self._out_of_reach: set[Run] = set()
 
     def collected(self, node: str) -> dict[str, object]:
-        return self._kept.get(node, Collected()).as_object()
+        return collected_object(self._kept.get(node))
 
     async def follow(self, runs: Sequence[Run]) -> list[_Outcome]:
         with caught_interrupts() as presses:
@@ -450,7 +446,9 @@ class _Follower:
     @contextlib.contextmanager
     def _sink(self, node: str) -> Any:
         if self._as_json:
-            self._kept[node] = Collected()
+            from genie.grid.run import Collected
+
+            self._kept[node] = Collected(bytes_max=COLLECTED_BYTES_MAX)
             yield self._kept[node]
         elif self._several:
             lines = PrefixedLines(node, write_stream)
@@ -513,8 +511,10 @@ async def _list(settings: Settings, nodes: Sequence[str] | None) -> Sequence[Nod
 
 
 async def _logs(settings: Settings, run_id: str, *, follow: bool, stderr: bool, as_json: bool) -> None:
+    from genie.grid.run import Collected
+
     wanted = "err" if stderr else "out"
-    kept = Collected()
+    kept = Collected(bytes_max=COLLECTED_BYTES_MAX)
 
     def show(stream: str, data: bytes) -> None:
         if as_json:
@@ -530,7 +530,7 @@ async def _logs(settings: Settings, run_id: str, *, follow: bool, stderr: bool, 
         else:
             await _read_all(runner, found, show)
         if as_json:
-            output.write_json({"run_id": found.run_id, "node": found.node, **kept.as_object()})
+            output.write_json({"run_id": found.run_id, "node": found.node, **collected_object(kept)})
 
 
 async def _read_all(runner: Runner, run: Run, show: Write) -> None:

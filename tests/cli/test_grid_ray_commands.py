@@ -93,7 +93,7 @@ def test_a_program_must_be_given(bed: Bed, genie: Callable[..., Ran]) -> None:
     ran = genie("grid", "cluster", "submit")
     assert (ran.code, "no program was given" in ran.err) == (2, True)
     ran = genie("grid", "cluster", "submit", "--env", "NOTHING", "--", "true")
-    assert (ran.code, "has no '='" in ran.err) == (2, True)
+    assert (ran.code, "is not KEY=VALUE" in ran.err) == (2, True)
 
 
 def test_what_a_node_says_about_a_failure_cannot_move_the_cursor(bed: Bed, genie: Callable[..., Ran]) -> None:
