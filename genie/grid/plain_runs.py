@@ -19,7 +19,7 @@ from typing import Any
 
 from genie.errors import NodeRefusedError, ProtocolError
 from genie.grid.remote import runs
-from genie.grid.shell_words import path_word
+from genie.grid.shell_words import OWN_FOLDER, path_word
 from genie.grid.ssh_pool import Link
 
 _WAIT_S_MAX = 10
@@ -33,6 +33,7 @@ refuse() { printf 'refused %s\n--\n' "$(printf '%s' "$*" | tr '\n' ' ')"; exit 0
 one_line() { cat -- "$1" 2>/dev/null | tr '\n' ' '; }
 field() { sed -n "s/.*\"$1\":\([0-9]*\).*/\1/p" "$run/pid" 2>/dev/null; }
 process() { sed 's/.*) //' "/proc/$1/stat" 2>/dev/null | cut -d ' ' -f 1,20; }
+why=$(_grid_refused_link) && refuse "link $why"
 facts() {
   [ -d "$run" ] || refuse "missing no run has the id $id"
   printf 'run %s\n' "${run##*/}"
@@ -194,7 +195,7 @@ def script(name: str, args: Mapping[str, Any], *, marker: str) -> str:
         values["prefix"] = args.get("prefix", "")
     assigned = "".join(f"{key}={path_word(str(path))}\n" for key, path in paths.items())
     assigned += "".join(f"{key}={shlex.quote(str(value))}\n" for key, value in values.items())
-    return f"{assigned}{_COMMON}{_SCRIPTS[name].replace('@EXPORTS@', exports)}"
+    return f"{assigned}{OWN_FOLDER}{_COMMON}{_SCRIPTS[name].replace('@EXPORTS@', exports)}"
 
 
 def _meta(args: Mapping[str, Any]) -> str:

@@ -11,6 +11,21 @@ from __future__ import annotations
 import re
 import shlex
 
+from genie.grid.remote.own_folder import refusal
+
+OWN_FOLDER = """
+_grid_refused_link() {
+  [ -L "$root/.grid" ] || return 1
+  _grid_real=$(cd -P -- "$root/.grid" 2>/dev/null && pwd -P) || _grid_real=nowhere
+  for _grid_place in "$HOME" "$root"; do
+    _grid_place=$(cd -P -- "$_grid_place" && pwd -P) || continue
+    case $_grid_real/ in "${_grid_place%/}"/*) return 1 ;; esac
+  done
+  printf '%s' "@REFUSAL@"
+}
+""".replace("@REFUSAL@", refusal("$root/.grid", "$_grid_real"))
+"""sh's twin of remote/own_folder.py: says why the link at $root/.grid is not followed, else fails."""
+
 # What single quotes do not keep everywhere (' \ ! and line ends), and what double quotes within them do not.
 _SPECIAL = re.compile(r"[^\x20\x23\x25-\x5b\x5d-\x5f\x61-\x7e]|'")
 

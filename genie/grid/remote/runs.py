@@ -22,6 +22,7 @@ from typing import Any, NoReturn
 
 from genie.grid.remote import core
 from genie.grid.remote.core import Answer, Args, OpError, op
+from genie.grid.remote.own_folder import own_folder
 
 RUNS_KEPT = 200
 """Ended runs that a node keeps. Older ones go when a new run starts."""
@@ -450,7 +451,7 @@ def _runs(args: Args) -> str:
     root = os.path.expanduser(str(args["root"]))
     if not os.path.isabs(root) or ".." in root.split("/"):
         raise OpError("usage", "remote_root must be a whole path: " + root)
-    return os.path.join(root, ".grid", "runs")
+    return own_folder(root, "runs")
 
 
 def _folder(args: Args) -> str:

@@ -16,7 +16,7 @@ import asyncssh
 
 from genie.errors import ConnectionLostError, DeadlineError, NodeRefusedError, SyncError
 from genie.grid.remote import tree
-from genie.grid.shell_words import path_word, through_login_shell
+from genie.grid.shell_words import OWN_FOLDER, path_word, through_login_shell
 from genie.grid.ssh_pool import Link
 from genie.grid.sync.local_tree import Snapshot
 
@@ -26,6 +26,7 @@ _SAID_BYTES_MAX = 4096
 _SCRIPT = r"""
 set -eu
 mkdir -p -- "$root"
+if why=$(_grid_refused_link); then echo "$why" >&2; exit 1; fi
 cd -- "$root"
 ROOT=$(pwd)
 export ROOT
@@ -59,7 +60,7 @@ async def send(
 ) -> tuple[int, int]:
     """The number of files, and of their bytes. Every wait ends: `apply_s` is for what comes after sending."""
     records = [one for one in tree.records_of(bytes(snapshot.records)) if one.kind != tree.LEFT_OUT]
-    command = through_login_shell(f"root={path_word(root)}\n{_SCRIPT}")
+    command = through_login_shell(f"root={path_word(root)}\n{OWN_FOLDER}{_SCRIPT}")
     try:
         async with asyncio.timeout(stall_s):
             process = await link.connection.create_process(command, encoding=None, stderr=asyncssh.STDOUT)
@@ -132,4 +133,6 @@ def _contents(path: Path, size: int) -> Iterator[bytes]:
 def _reason(text: str) -> str:
     if "No space left" in text:
         return "no_space"
+    if "is a link that leads out" in text:
+        return "link"
     return "conflict" if "no sync put it there" in text or "is a folder here" in text else "os"
