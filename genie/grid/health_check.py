@@ -28,6 +28,7 @@ import msgspec
 from genie.errors import GenieError, NoNodeError, NoNodeReachedError, UnreachableError
 from genie.grid import shell_readings
 from genie.grid.grid_file import GridFile, GridNode, HealthKeys
+from genie.grid.login_shell import check_login_shell
 from genie.grid.remote import health
 from genie.grid.ssh_pool import Link, SshPool
 from genie.runtime import files
@@ -399,4 +400,6 @@ async def _fetch(link: Link, root: str, *, left_s: float) -> Any:  # Any: a node
     done = await link.command(
         "exec sh", stdin=shell_readings.script(root, timeout_s=part_s), timeout_s=left_s
     )
+    if shell_readings.MARK.encode() not in done.stdout:
+        await check_login_shell(link, timeout_s=left_s)
     return shell_readings.parse(done.stdout.decode("utf-8", "replace"))

@@ -18,6 +18,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from genie.errors import NodeRefusedError, ProtocolError
+from genie.grid.login_shell import check_login_shell
 from genie.grid.remote import runs
 from genie.grid.shell_words import OWN_FOLDER, path_word
 from genie.grid.ssh_pool import Link
@@ -163,6 +164,7 @@ async def call(
     done = await link.command("exec sh -s", stdin=text.encode(), timeout_s=timeout_s)
     _, found, rest = done.stdout.partition(f"{marker}\n".encode())
     if not found:
+        await check_login_shell(link, timeout_s=timeout_s)
         said = done.stderr[-400:].decode(errors="replace").strip()
         raise NodeRefusedError(f"node {link.name}: its shell cannot run our lines: {said}", reason="os")
     try:

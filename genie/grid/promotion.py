@@ -19,6 +19,7 @@ from genie.cluster.client import ClusterClient
 from genie.errors import DeadlineError, GenieError, GridError, NodeNotFoundError
 from genie.grid import own_wheel
 from genie.grid.grid_file import GridFile, Say
+from genie.grid.login_shell import check_login_shell
 from genie.grid.shell_words import path_word, through_login_shell
 from genie.grid.ssh_pool import Completed, Link, SshPool
 from genie.model.node import NodeStatus
@@ -244,7 +245,10 @@ def _places(root: str) -> _Places:
 
 async def _sh(link: Link, line: str, *, stdin: bytes = b"", timeout_s: float) -> Completed:
     """Our lines are sh's; the login shell may be another one."""
-    return await link.command(through_login_shell(line), stdin=stdin, timeout_s=timeout_s)
+    done = await link.command(through_login_shell(line), stdin=stdin, timeout_s=timeout_s)
+    if done.exit_code != 0:
+        await check_login_shell(link, timeout_s=timeout_s)
+    return done
 
 
 async def _put(link: Link, folder: str, name: str, content: bytes) -> None:

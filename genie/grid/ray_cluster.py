@@ -24,6 +24,7 @@ from typing import Any, TypeVar
 
 from genie.errors import GenieError, NodeRefusedError, RayError
 from genie.grid.grid_file import GridFile, Say
+from genie.grid.login_shell import check_login_shell
 from genie.grid.ray_plan import ClusterView, RayFacts, RayRecord, StartOrder, plan, view
 from genie.grid.ssh_pool import Link, SshPool
 from genie.runtime import files
@@ -195,7 +196,7 @@ class RayCluster:
     ) -> tuple[Any, bytes]:
         """An op of remote/ray_node.py on a node, with the root of the grid's file."""
         async with self._pool.use(node) as link:
-            _check_helper(link)
+            await _check_helper(link)
             whole = {"root": self._file.remote_root, **(args or {})}
             return await link.call(f"ray_node.{name}", whole, blob, timeout_s=timeout_s)
 
@@ -394,8 +395,9 @@ def _lives(told: Mapping[str, Any]) -> bool:
     return told.get("state") == "ALIVE"
 
 
-def _check_helper(link: Link) -> None:
+async def _check_helper(link: Link) -> None:
     if not link.has_helper:
+        await check_login_shell(link, timeout_s=ASK_S)
         raise RayError(
             f"node {link.name} has no usable python3, which Ray and the grid need there",
             hint="install Python 3.9 or newer on it",

@@ -20,6 +20,7 @@ from typing import Any
 
 from genie.errors import GenieError, NodeRefusedError, UsageError
 from genie.grid.grid_file import GridFile, Say
+from genie.grid.login_shell import check_login_shell
 from genie.grid.ssh_pool import Link, SshPool
 
 INSTALL_S = 3600.0
@@ -168,6 +169,7 @@ class Setup:
 
     async def _one(self, link: Link, wanted: Wish, *, again: bool, say: Say) -> SetupReport:
         if not link.has_helper:
+            await check_login_shell(link, timeout_s=_LOOK_S)
             raise NodeRefusedError(f"node {link.name} has no usable python3", reason="missing")
         args = {"root": self._file.remote_root, "python": wanted.python}
         found, _ = await link.call("environment.look", args, timeout_s=_LOOK_S)

@@ -15,6 +15,7 @@ from pathlib import Path
 import asyncssh
 
 from genie.errors import ConnectionLostError, DeadlineError, NodeRefusedError, SyncError
+from genie.grid.login_shell import check_login_shell
 from genie.grid.remote import tree
 from genie.grid.shell_words import OWN_FOLDER, path_word, through_login_shell
 from genie.grid.ssh_pool import Link
@@ -78,6 +79,7 @@ async def send(
     if process.exit_status is None or process.exit_status < 0:
         raise ConnectionLostError(f"node {link.name}: the connection broke in the middle of a transfer")
     if process.exit_status != 0:
+        await check_login_shell(link, timeout_s=stall_s)
         text = said.decode(errors="replace").strip() or f"tar ended with {process.exit_status}"
         raise NodeRefusedError(f"node {link.name}: {text}", reason=_reason(text))
     files = [one for one in records if one.kind == tree.FILE]
