@@ -637,7 +637,7 @@ def _pause_s(attempt: int) -> float:
 
 def _told(error: BaseException | None) -> str:
     if isinstance(error, OSError) and error.strerror:
-        return error.strerror
+        return f"{error.strerror}: {error.filename}" if error.filename else error.strerror
     return str(error) or type(error).__name__
 
 

@@ -12,6 +12,7 @@ import pytest
 from genie.errors import (
     ConnectionLostError,
     DeadlineError,
+    GenieError,
     HostKeyChangedError,
     HostKeyUnknownError,
     LoginRefusedError,
@@ -233,6 +234,15 @@ async def test_a_jump_host_of_openssh_s_settings_is_used(own_bed: Bed) -> None:
         assert (await link.command("hostname", timeout_s=10)).stdout == b"gpu2\n"
         assert own_bed["gpu1"].processes("sshd: root")
     await until(lambda: not own_bed["gpu1"].processes("sshd: root"), what="the jump's own connection to end")
+
+
+async def test_a_key_that_is_missing_for_a_jump_host_is_named(own_bed: Bed) -> None:
+    text = own_bed.ssh_config.read_text()
+    text = text.replace("Host gpu2\n", "Host gpu2\n  ProxyJump gpu1\n")
+    missing = own_bed.folder / "no-such-key"
+    own_bed.ssh_config.write_text(f"Host gpu1\n  IdentityFile {missing}\n{text}")
+    with pytest.raises(GenieError, match=f"node gpu2: .*{missing}"):
+        await open_link(own_bed, "gpu2")
 
 
 async def test_user_and_port_of_the_grid_s_file_come_before_openssh_s_settings(own_bed: Bed) -> None:
