@@ -141,6 +141,13 @@ class NodeHealth(msgspec.Struct, frozen=True):
     took_s: float = 0.0
     readings: Readings | None = None
     labels: dict[str, str] = {}
+    chosen: int = 0
+    """How often it was chosen since it was read: the score does not know of that work yet."""
+
+    @property
+    def order(self) -> tuple[float, int]:
+        """By what is chosen first: the lowest score, and of equals the one that was chosen least."""
+        return self.rank, self.chosen
 
     @property
     def rank(self) -> float:
@@ -205,7 +212,7 @@ def _gpu_faults(readings: Readings) -> list[str]:
 def choose(
     nodes: Sequence[NodeHealth], *, gpus: int = 0, labels: Mapping[str, str] | None = None
 ) -> NodeHealth:
-    """The best node that has the labels and enough free GPUs; of equals the first.
+    """The best node that has the labels and enough free GPUs; of equals the one that was chosen least.
 
     Raises NoNodeError, with why not for each node; NoNodeReachedError if all that may be chosen are silent.
     """
@@ -218,7 +225,7 @@ def choose(
         else:
             fitting.append(node)
     if fitting:
-        return min(fitting, key=lambda node: node.rank)
+        return min(fitting, key=lambda node: node.order)
     more = [f"and {len(unfit) - _REASONS_SHOWN} more"] if len(unfit) > _REASONS_SHOWN else []
     meant = [node for node in nodes if not _missing(node, labels or {})]
     silent = bool(meant) and all(node.state is NodeState.UNREACHABLE for node in meant)
@@ -326,6 +333,11 @@ class HealthChecker:
         if fresh or not self._is_good(name):
             self._keep([await self._ask(node)])
         return self._known[name]
+
+    def note_chosen(self, name: str) -> None:
+        """Work goes to that node now: until it is read again, others that are as good come before it."""
+        known = self._known[name]
+        self._keep([msgspec.structs.replace(known, chosen=known.chosen + 1)])
 
     def _is_good(self, name: str) -> bool:
         known = self._known.get(name)
