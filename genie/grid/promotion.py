@@ -24,6 +24,7 @@ from genie.grid.shell_words import path_word, through_login_shell
 from genie.grid.ssh_pool import Completed, Link, SshPool
 from genie.model.node import NodeStatus
 from genie.model.tenant import TokenKind
+from genie.runtime.tasks import all_of
 
 PYTHONS = ("python3", "python3.12", "python3.11", "python3.13")
 _OLDEST = (3, 11)
@@ -94,7 +95,7 @@ class Promotion:
                 except GenieError as error:
                     return Moved(node=name, outcome="failed", error=str(error))
 
-        return list(await asyncio.gather(*map(one, names)))
+        return await all_of(map(one, names))
 
     async def _promote_one(self, name: str) -> str:
         if await self._is_up(name):

@@ -28,6 +28,7 @@ from genie.grid.login_shell import check_login_shell
 from genie.grid.ray_plan import ClusterView, RayFacts, RayRecord, StartOrder, plan, view
 from genie.grid.ssh_pool import Link, SshPool
 from genie.runtime import files
+from genie.runtime.tasks import all_of
 
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
@@ -133,8 +134,8 @@ class RayCluster:
         head = [name for name, record in records.items() if record is not None and record.role == "head"]
         names = [node.name for node in self._file.nodes]
         # Workers sign off with the head, so it goes last.
-        reports = await asyncio.gather(*(one(name) for name in names if name not in head))
-        reports += await asyncio.gather(*(one(name) for name in head))
+        reports = await all_of(one(name) for name in names if name not in head)
+        reports += await all_of(one(name) for name in head)
         reports.sort(key=lambda report: names.index(report.node))
         if not any(report.error for report in reports):
             self._kept.remove()

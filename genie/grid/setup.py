@@ -22,6 +22,7 @@ from genie.errors import GenieError, NodeRefusedError, UsageError
 from genie.grid.grid_file import GridFile, Say
 from genie.grid.login_shell import check_login_shell
 from genie.grid.ssh_pool import Link, SshPool
+from genie.runtime.tasks import all_of
 
 INSTALL_S = 3600.0
 _LOOK_S = 60.0
@@ -165,7 +166,7 @@ class Setup:
             except GenieError as error:
                 return SetupReport(name, "failed", error=error.message, hint=error.hint or _hint(error))
 
-        return list(await asyncio.gather(*map(one, names)))
+        return await all_of(map(one, names))
 
     async def _one(self, link: Link, wanted: Wish, *, again: bool, say: Say) -> SetupReport:
         if not link.has_helper:

@@ -43,6 +43,7 @@ from genie.errors import (
 )
 from genie.grid.grid_file import GridFile, GridNode
 from genie.grid.remote import core
+from genie.runtime.tasks import all_of
 
 _log = logging.getLogger(__name__)
 
@@ -644,7 +645,7 @@ def _told(error: BaseException | None) -> str:
 async def _said(process: asyncssh.SSHClientProcess[bytes], stdin: bytes, *, name: str) -> tuple[bytes, bytes]:
     """All that a command writes, up to a bound: a node must not fill our memory."""
 
-    async def all_of(reader: asyncssh.SSHReader[bytes]) -> bytes:
+    async def whole(reader: asyncssh.SSHReader[bytes]) -> bytes:
         parts = []
         room = _SAID_BYTES_MAX
         while data := await reader.read(_NOISE_BYTES_MAX):
@@ -657,7 +658,7 @@ async def _said(process: asyncssh.SSHClientProcess[bytes], stdin: bytes, *, name
     with contextlib.suppress(BrokenPipeError):  # it may be over already
         process.stdin.write(stdin)
         process.stdin.write_eof()
-    out, err = await asyncio.gather(all_of(process.stdout), all_of(process.stderr))
+    out, err = await all_of(map(whole, (process.stdout, process.stderr)))
     await process.wait_closed()
     return out, err
 

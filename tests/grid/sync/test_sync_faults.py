@@ -336,3 +336,22 @@ async def test_a_pool_with_fewer_places_than_nodes_takes_one_after_the_other(
             tmp_path / "project", ["gpu1", "gpu2"]
         )
     assert [report.error for report in reports] == [None, None]
+
+
+async def test_a_node_that_hangs_keeps_one_place_and_the_others_go_on_through_the_rest(
+    bed: Bed, tmp_path: Path
+) -> None:
+    file = file_for(bed, "ws-places", "sync: {max_parallel_transfers: 2}\n")
+    file = dataclasses.replace(file, ssh=SshKeys(connect_timeout=120, max_retries=0))
+    write(tmp_path / "project", {b"a": b"1"})
+    names = ["gpu2", "gpu3", "gpu4", "gpu5"]
+    sent: set[str] = set()
+    async with SshPool(file, ssh_config=bed.ssh_config) as pool:
+        syncing = Syncer(pool, file, state_dir=tmp_path / "state").sync(
+            tmp_path / "project", names, progress=lambda one: sent.add(one.node)
+        )
+        with bed["gpu2"].hanging():
+            task = asyncio.ensure_future(syncing)
+            await until(lambda: sent == {"gpu3", "gpu4", "gpu5"}, what="the nodes behind the one that hangs")
+        reports = await task
+    assert [(report.node, report.error) for report in reports] == [(name, None) for name in names]
