@@ -20,6 +20,7 @@ from typing import Any
 from genie.errors import NodeRefusedError, ProtocolError
 from genie.grid.login_shell import check_login_shell
 from genie.grid.remote import runs
+from genie.grid.run import MALFORMED, run_of
 from genie.grid.shell_words import OWN_FOLDER, path_word
 from genie.grid.ssh_pool import Link
 
@@ -35,8 +36,8 @@ one_line() { cat -- "$1" 2>/dev/null | tr '\n' ' '; }
 field() { sed -n "s/.*\"$1\":\([0-9]*\).*/\1/p" "$run/pid" 2>/dev/null; }
 process() { sed 's/.*) //' "/proc/$1/stat" 2>/dev/null | cut -d ' ' -f 1,20; }
 why=$(_grid_refused_link) && refuse "link $why"
+there() { [ -d "$run" ] || refuse "missing no run has the id $id"; }
 facts() {
-  [ -d "$run" ] || refuse "missing no run has the id $id"
   printf 'run %s\n' "${run##*/}"
   printf 'boot %s\n' "$(one_line /proc/sys/kernel/random/boot_id)"
   printf 'pid %s\n' "$(one_line "$run/pid")"
@@ -104,6 +105,7 @@ done
 """
 
 _READ = r"""
+there
 size() { wc -c <"$1" 2>/dev/null | tr -d ' '; }
 until=$(($(date +%s) + wait_s))
 while [ -d "$run" ] && [ "$(date +%s)" -lt $until ]; do
@@ -121,6 +123,7 @@ tail -c +$((err + 1)) -- "$run/err" | head -c $more_err
 """
 
 _SIGNAL = r"""
+there
 facts
 number=$(field pid)
 if [ -n "$number" ] && [ "$(process "$number" | cut -d ' ' -f 2)" = "$(field pid_start)" ] &&
@@ -137,14 +140,14 @@ printf -- '--\n'
 """
 
 _REMOVE = r"""
-[ -d "$run" ] || refuse "missing no run has the id $id"
+there
 rm -rf -- "$run"
 printf -- '--\n'
 """
 
 _SCRIPTS = {
     "start": _START,
-    "status": "facts\nprintf -- '--\\n'\n",
+    "status": "there\nfacts\nprintf -- '--\\n'\n",
     "read": _READ,
     "signal": _SIGNAL,
     "list": _LIST,
@@ -169,7 +172,7 @@ async def call(
         raise NodeRefusedError(f"node {link.name}: its shell cannot run our lines: {said}", reason="os")
     try:
         return _answer(link.name, name, rest)
-    except (ValueError, KeyError, TypeError, IndexError) as error:
+    except (*MALFORMED, RecursionError) as error:
         raise ProtocolError(f"node {link.name}: its shell says something else: {error!r}") from None
 
 
@@ -209,7 +212,8 @@ def _meta(args: Mapping[str, Any]) -> str:
 
 def _answer(node: str, name: str, text: bytes) -> tuple[Any, bytes]:
     head, _, data = (b"\n" + text).partition(b"\n--\n")
-    lines = [line for line in head.decode(errors="replace").splitlines() if line]
+    # Only at what ends lines in a shell: what a file holds may have other ends of lines in it.
+    lines = [line for line in head.decode(errors="replace").split("\n") if line]
     if lines and lines[-1].startswith("refused "):
         _, reason, why = lines[-1].split(" ", 2)
         raise NodeRefusedError(f"node {node}: {why.strip()}", reason=_reason(reason, why))
@@ -230,9 +234,11 @@ def _answer(node: str, name: str, text: bytes) -> tuple[Any, bytes]:
 def _try_run(lines: list[str]) -> dict[str, Any] | None:
     """None for one that is damaged: the others are told all the same."""
     try:
-        return _run(lines)
-    except (ValueError, KeyError, TypeError, IndexError, AttributeError):
+        found = _run(lines)
+        run_of("", found)
+    except (*MALFORMED, RecursionError, ProtocolError):
         return None
+    return found
 
 
 def _run(lines: list[str]) -> dict[str, Any]:

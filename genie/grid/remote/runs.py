@@ -31,6 +31,7 @@ TIMED_OUT = 124
 CANNOT_START = 126
 _PRUNE_EVERY = 32
 _RECORD_BYTES = 512
+_TIME_S_MAX = 1e11
 _META_BYTES_MAX = 1 << 20
 _LISTED_MAX = 1000
 _COMMAND_SHOWN = 400
@@ -363,6 +364,7 @@ def is_meta(meta: Any) -> bool:
         isinstance(meta, dict)
         and isinstance(meta.get("command"), str)
         and isinstance(meta.get("started"), (int, float))
+        and 0 <= meta["started"] <= _TIME_S_MAX
         and isinstance(meta.get("gpus"), list)
         and all(isinstance(gpu, int) for gpu in meta["gpus"])
     )
