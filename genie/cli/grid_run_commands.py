@@ -550,7 +550,19 @@ async def _attach(settings: Settings, run_id: str, *, as_json: bool) -> int:
         # One that has ended was counted by whoever saw its end.
         counts = not found.is_over
         followed = _Follower(runner, settings, several=False, as_json=as_json, counts=counts)
-        return _conclude(await followed.follow([found]), followed, several=False, as_json=as_json)
+        outcomes = [await _with_duration(each, runner) for each in await followed.follow([found])]
+        return _conclude(outcomes, followed, several=False, as_json=as_json)
+
+
+async def _with_duration(outcome: _Outcome, runner: Runner) -> _Outcome:
+    """A run that is attached to began before we did; its node knows how long it took."""
+    if outcome.run is None or outcome.error is not None:
+        return outcome
+    with contextlib.suppress(GenieError):
+        told = await runner.status(outcome.run)
+        if told.ended is not None:
+            return dataclasses.replace(outcome, took_s=max(0.0, told.ended - told.started))
+    return outcome
 
 
 async def _cancel(

@@ -323,6 +323,18 @@ def test_ctrl_c_on_a_terminal_interrupts_the_command(own_bed: Bed, own_cli: Cli)
     wait_until(lambda: not own_bed["gpu1"].processes("sleep 7203"), what="the end of the command")
 
 
+def test_attach_tells_how_long_the_run_took_and_not_how_long_it_was_watched(
+    own_bed: Bed, own_cli: Cli
+) -> None:
+    run_id = own_cli("run", "true", "--node", "gpu1", "-d").out.strip()
+    assert own_cli("attach", run_id).code == 0
+    meta = own_bed["gpu1"].home / f"grid_workspace/.grid/runs/{run_id}/meta.json"
+    told = json.loads(meta.read_text())
+    meta.write_text(json.dumps({**told, "started": told["started"] - 1000}))
+    (one,) = json.loads(own_cli("attach", run_id, "--json").out)["runs"]
+    assert 1000 <= one["took_s"] < 2000
+
+
 def test_a_killed_client_leaves_the_run_and_another_one_attaches(own_bed: Bed, own_cli: Cli) -> None:
     command = "echo begun; while [ ! -e ~/go ]; do sleep 0.05; done; echo ended; exit 6"
     with grid_cli("run", command, "--node", "gpu1") as process:
