@@ -32,7 +32,7 @@ async def set_up(packages: list[str], wheels: Path | None) -> int:
     file = read_grid_file(settings.grid.file)
     async with SshPool(file, ssh_config=settings.grid.ssh_config) as pool:
         wanted = wish(requirements=None, packages=packages, wheels=wheels)
-        reports = await Setup(pool, file).run(wanted, progress=say)
+        reports = await Setup(pool, file).run(wanted, say=say)
         failed = [report for report in reports if report.state == "failed"]
         for report in failed:
             print(f"{report.node} failed: {report.error}\n{report.hint}")

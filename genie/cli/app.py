@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Annotated, Any, TypeVar, get_type_hints
 
 import typer
+from typer.core import TyperCommand
 from typer.main import get_command
 
 import genie
@@ -33,6 +34,8 @@ from genie.telemetry import log
 
 _log = logging.getLogger(__name__)
 _Function = TypeVar("_Function", bound=Callable[..., None])
+# The parser's own word for wrong usage, which the library does not export.
+_Misread: type[BaseException] = typer.BadParameter.__mro__[1]
 
 INTERRUPTED = 130
 _TOKEN_BYTES_MAX = 4096
@@ -226,13 +229,34 @@ def grid_command(
     group: typer.Typer = grid,
     context_settings: dict[str, Any] | None = None,
     with_cluster: bool = False,
+    about_arguments: str = "a name that begins with '-' goes behind --",
 ) -> Callable[[_Function], _Function]:
     """Registers a command of the grid, like `command` does for the others.
 
-    `with_cluster` is for those that speak with a controller, too.
+    `with_cluster` is for those that speak with a controller, too. `about_arguments` is the hint when an
+    option or an argument too many was typed.
     """
     shared = _GRID_SHARED | (_SHARED if with_cluster else {})
-    return command(group, name, example=example, context_settings=context_settings, shared=shared)
+    kind: type[TyperCommand] = type("_Hinted", (_GridCommand,), {"about_arguments": about_arguments})
+    return command(group, name, example=example, context_settings=context_settings, shared=shared, kind=kind)
+
+
+class _GridCommand(TyperCommand):
+    """Says more than "no such option": what was meant as an argument may look like one."""
+
+    about_arguments = ""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:  # Any: the parser's own context
+        try:
+            return super().parse_args(ctx, args)
+        except _Misread as error:
+            unknown_option, too_many = hasattr(error, "possibilities"), type(error) is _Misread
+            if not unknown_option and not too_many:
+                raise
+            text = error.format_message()  # type: ignore[attr-defined]
+            raise UsageError(
+                text, hint=f"{self.about_arguments}; '{ctx.command_path} --help' has the options"
+            ) from None
 
 
 def command(
@@ -242,6 +266,7 @@ def command(
     example: str,
     context_settings: dict[str, Any] | None = None,
     shared: Mapping[str, tuple[Any, Any]] = _SHARED,
+    kind: type[TyperCommand] | None = None,
 ) -> Callable[[_Function], _Function]:
     """Registers a function that takes the Invocation first and its own options by keyword.
 
@@ -276,9 +301,8 @@ def command(
         ]
         call.__signature__ = own.replace(parameters=merged)  # type: ignore[attr-defined]
         call.__annotations__ = {parameter.name: parameter.annotation for parameter in merged}
-        group.command(name, epilog=f"Example: [bold]{example}[/bold]", context_settings=context_settings)(
-            call
-        )
+        epilog = f"Example: [bold]{example}[/bold]"
+        group.command(name, cls=kind, epilog=epilog, context_settings=context_settings)(call)
         return function
 
     return register
@@ -290,6 +314,11 @@ def _show_version(wanted: bool) -> None:
         raise typer.Exit
 
 
+_Version = Annotated[
+    bool, typer.Option("--version", help="Print the version and end.", is_eager=True, callback=_show_version)
+]
+
+
 @app.callback()
 def _root(
     context: typer.Context,
@@ -297,10 +326,7 @@ def _root(
     log_level: _LogLevel = None,
     address: _Address = None,
     token_file: _TokenFile = None,
-    _version: Annotated[
-        bool,
-        typer.Option("--version", help="Print the version and end.", is_eager=True, callback=_show_version),
-    ] = False,
+    _version: _Version = False,
 ) -> None:
     invocation = context.find_object(Invocation)
     assert invocation is not None
@@ -309,7 +335,11 @@ def _root(
 
 @grid.callback()
 def _grid_root(
-    context: typer.Context, debug: _Debug = False, log_level: _LogLevel = None, config: _GridFile = None
+    context: typer.Context,
+    debug: _Debug = False,
+    log_level: _LogLevel = None,
+    config: _GridFile = None,
+    _version: _Version = False,
 ) -> None:
     invocation = context.find_object(Invocation)
     assert invocation is not None

@@ -204,7 +204,7 @@ def _figures_object(figures: GridMetrics) -> dict[str, Any]:
 
 
 def _best(nodes: Sequence[NodeHealth]) -> str | None:
-    best = min(nodes, key=lambda node: node.rank)
+    best = min(nodes, key=lambda node: node.order)
     return best.name if best.rank != float("inf") else None
 
 

@@ -14,7 +14,7 @@ import typer
 
 from genie.cli import output
 from genie.cli.app import AsJson, Invocation, grid, grid_command
-from genie.cli.quantities import parse_amount
+from genie.cli.quantities import parse_amount, parse_pairs
 from genie.errors import GenieError, HostKeyUnknownError, UsageError
 
 if TYPE_CHECKING:
@@ -131,9 +131,13 @@ def add(
     """Add nodes to the grid's file, and write the file if there is none. Comments in it stay."""
     from genie.grid import node_list
     from genie.grid.grid_file import parse_node
+    from genie.model.names import checked_labels
 
     path = invocation.load_settings().grid.file
-    shared = {"weight": parse_amount(weight, what="--weight", low=0.01, high=100), "labels": _labels(labels)}
+    shared = {
+        "weight": parse_amount(weight, what="--weight", low=0.01, high=100),
+        "labels": checked_labels(parse_pairs(labels, what="--label"), what="--label"),
+    }
     text = node_list.read(path)
     made: list[GridNode] = []
     for spelled in nodes:
@@ -259,18 +263,6 @@ def _add_keys(settings: Settings, answers: list[tuple[HostKey, bool]], *, as_jso
     HealthCache(settings.paths.state_dir).forget()
     if as_json:
         output.write_json({"nodes": rows})
-
-
-def _labels(given: list[str] | None) -> dict[str, str]:
-    from genie.config import LABEL, LABEL_RULE
-
-    found = {}
-    for text in given or ():
-        key, sign, value = text.partition("=")
-        if not sign or not LABEL.fullmatch(key) or not LABEL.fullmatch(value):
-            raise UsageError(f"--label {text[:80]!r} is not KEY=VALUE", hint=f"use {LABEL_RULE}")
-        found[key] = value
-    return found
 
 
 @grid_command("check", group=_config, example="grid-cli config check")

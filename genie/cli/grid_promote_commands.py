@@ -98,7 +98,7 @@ async def _move(
     file, names = chosen
     async with open_client(settings) as client, SshPool(file, ssh_config=settings.grid.ssh_config) as pool:
         where = options.get("controller") or (_reachable(client.where) if forward else client.where)
-        moving = Promotion(pool, file, client, said=_say, **{**options, "controller": where})
+        moving = Promotion(pool, file, client, say=_say, **{**options, "controller": where})
         return await (moving.promote(names) if forward else moving.demote(names))
 
 

@@ -17,7 +17,8 @@ import typer
 from genie.cli import output
 from genie.cli.app import AsJson, Invocation, grid, grid_command
 from genie.cli.grid_node_commands import complete_node, load_grid
-from genie.errors import ConnectionLostError, UsageError
+from genie.cli.quantities import parse_pairs
+from genie.errors import ConnectionLostError, TransportError, UsageError
 
 if TYPE_CHECKING:
     from genie.config import Settings
@@ -160,7 +161,10 @@ def stop(invocation: Invocation, *, as_json: AsJson = False) -> None:
 
 @grid_command("status", group=_cluster, example="grid-cli cluster status --json")
 def status(invocation: Invocation, *, as_json: AsJson = False) -> None:
-    """Show the Ray cluster: its nodes, what they have, and what was started but has ended."""
+    """Show the Ray cluster: its nodes, what they have, and what was started but has ended.
+
+    Ends with 255 when no node can be reached.
+    """
     settings, file = load_grid(invocation)
 
     async def work() -> ClusterView:
@@ -172,6 +176,8 @@ def status(invocation: Invocation, *, as_json: AsJson = False) -> None:
         output.write_json(dataclasses.asdict(view))
     else:
         _write_view(view)
+    if view.state == "unreachable":
+        raise typer.Exit(TransportError.exit_code)
 
 
 @grid_command("dashboard", group=_cluster, example="grid-cli cluster dashboard --port 8265")
@@ -267,13 +273,8 @@ def _to_stderr(data: bytes) -> None:
 def _environment(pairs: list[str]) -> dict[str, str]:
     from genie.model.names import checked_env_key
 
-    found = {}
-    for pair in pairs:
-        key, equals, value = pair.partition("=")
-        if not equals:
-            raise UsageError(f"--env {pair!r} has no '='", hint="give NAME=VALUE")
-        found[checked_env_key(key, what="--env")] = value
-    return found
+    found = parse_pairs(pairs, what="--env")
+    return {checked_env_key(key, what="--env"): value for key, value in found.items()}
 
 
 async def _setup(
@@ -282,7 +283,7 @@ async def _setup(
     from genie.grid.setup import Setup
 
     async with _opened(settings, file) as (pool, _):
-        return await Setup(pool, file).run(wanted, nodes, again=again, progress=_say)
+        return await Setup(pool, file).run(wanted, nodes, again=again, say=_say)
 
 
 @contextlib.asynccontextmanager

@@ -26,15 +26,21 @@ from genie.cli import output
 from genie.cli.app import INTERRUPTED, AsJson, Invocation, grid_command
 from genie.cli.grid_node_commands import complete_node
 from genie.cli.interrupts import caught_interrupts
-from genie.cli.quantities import duration_text, parse_duration, parse_whole
-from genie.cli.run_output import Collected, PrefixedLines, Write, write_stream
+from genie.cli.quantities import duration_text, parse_duration, parse_pairs, parse_whole
+from genie.cli.run_output import (
+    COLLECTED_BYTES_MAX,
+    PrefixedLines,
+    Write,
+    collected_object,
+    write_stream,
+)
 from genie.errors import GenieError, RunLostError, TransportError, UsageError
 
 if TYPE_CHECKING:
     from genie.config import Settings
     from genie.grid.grid_file import GridFile
     from genie.grid.launch import Launch, Launcher
-    from genie.grid.run import Run
+    from genie.grid.run import Collected, Run
     from genie.grid.runner import NodeRuns, Runner
     from genie.grid.ssh_pool import SshPool
 
@@ -93,7 +99,12 @@ class RunOptions:
     ] = None
 
 
-@grid_command("run", example='grid-cli run "python train.py --epochs 100"')
+@grid_command(
+    "run",
+    example='grid-cli run "python train.py --epochs 100"',
+    about_arguments='the command is one argument, in quotes: grid-cli run "nvidia-smi -L"; '
+    "one that begins with '-' goes behind --",
+)
 def run(
     invocation: Invocation,
     *,
@@ -208,7 +219,7 @@ def _launch(command: str, options: RunOptions) -> Launch:
         )
     if options.sync is not None and not options.sync.is_dir():
         raise UsageError(f"--sync {str(options.sync)!r} is not a folder", hint="give one that exists")
-    env = _pairs(options.env or [], "--env")
+    env = parse_pairs(options.env, what="--env")
     for name in env:
         checked_env_key(name, what="--env")
     return Launch(
@@ -218,19 +229,9 @@ def _launch(command: str, options: RunOptions) -> Launch:
         gpus=parse_whole(options.gpus, what="--gpus", low=0, high=GPUS_MAX),
         stdin=_read_stdin(options.stdin),
         timeout_s=None if options.timeout is None else parse_duration(options.timeout, what="--timeout"),
-        labels=checked_labels(_pairs(options.label or [], "--label"), what="--label"),
+        labels=checked_labels(parse_pairs(options.label, what="--label"), what="--label"),
         sync=options.sync,
     )
-
-
-def _pairs(texts: Sequence[str], what: str) -> dict[str, str]:
-    found = {}
-    for text in texts:
-        name, equals, value = text.partition("=")
-        if not equals:
-            raise UsageError(f"{what} {text[:80]!r} has no value", hint=f"write {what} NAME=VALUE")
-        found[name] = value
-    return found
 
 
 def _read_stdin(name: str | None) -> bytes:
@@ -407,7 +408,7 @@ class _Follower:
         self._out_of_reach: set[Run] = set()
 
     def collected(self, node: str) -> dict[str, object]:
-        return self._kept.get(node, Collected()).as_object()
+        return collected_object(self._kept.get(node))
 
     async def follow(self, runs: Sequence[Run]) -> list[_Outcome]:
         with caught_interrupts() as presses:
@@ -445,7 +446,9 @@ class _Follower:
     @contextlib.contextmanager
     def _sink(self, node: str) -> Any:
         if self._as_json:
-            self._kept[node] = Collected()
+            from genie.grid.run import Collected
+
+            self._kept[node] = Collected(bytes_max=COLLECTED_BYTES_MAX)
             yield self._kept[node]
         elif self._several:
             lines = PrefixedLines(node, write_stream)
@@ -508,8 +511,10 @@ async def _list(settings: Settings, nodes: Sequence[str] | None) -> Sequence[Nod
 
 
 async def _logs(settings: Settings, run_id: str, *, follow: bool, stderr: bool, as_json: bool) -> None:
+    from genie.grid.run import Collected
+
     wanted = "err" if stderr else "out"
-    kept = Collected()
+    kept = Collected(bytes_max=COLLECTED_BYTES_MAX)
 
     def show(stream: str, data: bytes) -> None:
         if as_json:
@@ -525,7 +530,7 @@ async def _logs(settings: Settings, run_id: str, *, follow: bool, stderr: bool, 
         else:
             await _read_all(runner, found, show)
         if as_json:
-            output.write_json({"run_id": found.run_id, "node": found.node, **kept.as_object()})
+            output.write_json({"run_id": found.run_id, "node": found.node, **collected_object(kept)})
 
 
 async def _read_all(runner: Runner, run: Run, show: Write) -> None:
@@ -545,7 +550,19 @@ async def _attach(settings: Settings, run_id: str, *, as_json: bool) -> int:
         # One that has ended was counted by whoever saw its end.
         counts = not found.is_over
         followed = _Follower(runner, settings, several=False, as_json=as_json, counts=counts)
-        return _conclude(await followed.follow([found]), followed, several=False, as_json=as_json)
+        outcomes = [await _with_duration(each, runner) for each in await followed.follow([found])]
+        return _conclude(outcomes, followed, several=False, as_json=as_json)
+
+
+async def _with_duration(outcome: _Outcome, runner: Runner) -> _Outcome:
+    """A run that is attached to began before we did; its node knows how long it took."""
+    if outcome.run is None or outcome.error is not None:
+        return outcome
+    with contextlib.suppress(GenieError):
+        told = await runner.status(outcome.run)
+        if told.ended is not None:
+            return dataclasses.replace(outcome, took_s=max(0.0, told.ended - told.started))
+    return outcome
 
 
 async def _cancel(

@@ -1,4 +1,4 @@
-"""Quantities as people write and read them: numbers, sizes and durations. Bytes and seconds inside.
+"""Quantities as people write and read them: numbers, sizes, durations, pairs. Bytes and seconds inside.
 
 Pure. A text that is not understood is a UsageError that names the option it came from.
 """
@@ -6,6 +6,7 @@ Pure. A text that is not understood is a UsageError that names the option it cam
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from datetime import datetime
 
 from genie.errors import UsageError
@@ -81,6 +82,17 @@ def parse_moment(text: str, *, what: str, now: float) -> float:
             f"{what} {_quoted(text)} {why}", hint="write 2h or 2030-01-31T18:00, within the next ten years"
         )
     return moment
+
+
+def parse_pairs(texts: Sequence[str] | None, *, what: str) -> dict[str, str]:
+    """What an option that may be repeated says with KEY=VALUE; of one key the last. Neither is checked."""
+    found = {}
+    for text in texts or ():
+        key, equals, value = text.partition("=")
+        if not equals or not key:
+            raise UsageError(f"{what} {_quoted(text)} is not KEY=VALUE", hint=f"write {what} KEY=VALUE")
+        found[key] = value
+    return found
 
 
 def size_text(size_bytes: int) -> str:

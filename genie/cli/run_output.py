@@ -7,7 +7,10 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from typing import BinaryIO
+from typing import TYPE_CHECKING, BinaryIO
+
+if TYPE_CHECKING:
+    from genie.grid.run import Collected
 
 LINE_BYTES_MAX = 1 << 16
 COLLECTED_BYTES_MAX = 1 << 20
@@ -53,19 +56,8 @@ class PrefixedLines:
         self._partial = {"out": b"", "err": b""}
 
 
-class Collected:
-    """The beginning of both streams, for --json."""
-
-    def __init__(self) -> None:
-        self._streams = {"out": bytearray(), "err": bytearray()}
-        self.truncated = False
-
-    def __call__(self, stream: str, data: bytes) -> None:
-        kept = self._streams[stream]
-        room = COLLECTED_BYTES_MAX - len(kept)
-        self.truncated = self.truncated or len(data) > room
-        kept += data[: max(0, room)]
-
-    def as_object(self) -> dict[str, object]:
-        out, err = (bytes(self._streams[name]).decode(errors="replace") for name in ("out", "err"))
-        return {"stdout": out, "stderr": err, "truncated": self.truncated}
+def collected_object(kept: Collected | None) -> dict[str, object]:
+    """For --json; None is a run that wrote nothing."""
+    if kept is None:
+        return {"stdout": "", "stderr": "", "truncated": False}
+    return {"stdout": kept.text("out"), "stderr": kept.text("err"), "truncated": kept.truncated}

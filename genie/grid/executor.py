@@ -20,6 +20,7 @@ from genie.config import load
 from genie.errors import GenieError, RunLostError, UsageError
 from genie.grid.grid_file import GridFile, read_grid_file
 from genie.grid.launch import Launch, Launcher, counted
+from genie.grid.run import Collected
 from genie.grid.runner import Runner
 from genie.grid.ssh_pool import SshPool
 
@@ -121,7 +122,7 @@ class Executor:
     async def _run(self, session: _Session, launch: Launch, node: str | None) -> RunResult:
         runner = session.runner
         launcher = Launcher(session.pool, self._file, runner, state_dir=self._state_dir)
-        kept = _Kept()
+        kept = Collected(bytes_max=OUTPUT_BYTES_MAX)
         with counted(self._state_dir) as ended:
             run = await (launcher.on_best(launch) if node is None else launcher.on(node, launch))
             try:
@@ -146,23 +147,6 @@ class Executor:
             run_id=run.run_id,
             truncated=kept.truncated,
         )
-
-
-class _Kept:
-    """The beginning of what a run writes."""
-
-    def __init__(self) -> None:
-        self._streams = {"out": bytearray(), "err": bytearray()}
-        self.truncated = False
-
-    def __call__(self, stream: str, data: bytes) -> None:
-        kept = self._streams[stream]
-        room = OUTPUT_BYTES_MAX - len(kept)
-        self.truncated = self.truncated or len(data) > room
-        kept += data[: max(0, room)]
-
-    def text(self, stream: str) -> str:
-        return self._streams[stream].decode(errors="replace")
 
 
 class _Session:

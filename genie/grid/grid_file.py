@@ -35,6 +35,8 @@ NAME_RULE = "1 to 253 letters, digits, '.', '_' or '-', not beginning with '.' o
 _SPELLED = re.compile(r"(?:(?P<user>[^@]*)@)?(?P<name>[^@:]*)(?::(?P<port>[^@:]*))?")
 _REMOTE_ROOT = re.compile(r"(~/|/)[^\0\n]{1,1023}")
 _REMOTE_ROOT_RULE = "a path that begins with '/' or '~/', without '..'"
+Say = Callable[[str, str], None]
+"""Told (node, what happens there) as it happens."""
 
 
 def key(

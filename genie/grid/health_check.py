@@ -28,6 +28,7 @@ import msgspec
 from genie.errors import GenieError, NoNodeError, NoNodeReachedError, UnreachableError
 from genie.grid import shell_readings
 from genie.grid.grid_file import GridFile, GridNode, HealthKeys
+from genie.grid.login_shell import check_login_shell
 from genie.grid.remote import health
 from genie.grid.ssh_pool import Link, SshPool
 from genie.runtime import files
@@ -140,6 +141,13 @@ class NodeHealth(msgspec.Struct, frozen=True):
     took_s: float = 0.0
     readings: Readings | None = None
     labels: dict[str, str] = {}
+    chosen: int = 0
+    """How often it was chosen since it was read: the score does not know of that work yet."""
+
+    @property
+    def order(self) -> tuple[float, int]:
+        """By what is chosen first: the lowest score, and of equals the one that was chosen least."""
+        return self.rank, self.chosen
 
     @property
     def rank(self) -> float:
@@ -204,7 +212,7 @@ def _gpu_faults(readings: Readings) -> list[str]:
 def choose(
     nodes: Sequence[NodeHealth], *, gpus: int = 0, labels: Mapping[str, str] | None = None
 ) -> NodeHealth:
-    """The best node that has the labels and enough free GPUs; of equals the first.
+    """The best node that has the labels and enough free GPUs; of equals the one that was chosen least.
 
     Raises NoNodeError, with why not for each node; NoNodeReachedError if all that may be chosen are silent.
     """
@@ -217,7 +225,7 @@ def choose(
         else:
             fitting.append(node)
     if fitting:
-        return min(fitting, key=lambda node: node.rank)
+        return min(fitting, key=lambda node: node.order)
     more = [f"and {len(unfit) - _REASONS_SHOWN} more"] if len(unfit) > _REASONS_SHOWN else []
     meant = [node for node in nodes if not _missing(node, labels or {})]
     silent = bool(meant) and all(node.state is NodeState.UNREACHABLE for node in meant)
@@ -326,6 +334,11 @@ class HealthChecker:
             self._keep([await self._ask(node)])
         return self._known[name]
 
+    def note_chosen(self, name: str) -> None:
+        """Work goes to that node now: until it is read again, others that are as good come before it."""
+        known = self._known[name]
+        self._keep([msgspec.structs.replace(known, chosen=known.chosen + 1)])
+
     def _is_good(self, name: str) -> bool:
         known = self._known.get(name)
         return known is not None and 0 <= self._clock() - known.at < self._file.health_check.refresh_interval
@@ -399,4 +412,6 @@ async def _fetch(link: Link, root: str, *, left_s: float) -> Any:  # Any: a node
     done = await link.command(
         "exec sh", stdin=shell_readings.script(root, timeout_s=part_s), timeout_s=left_s
     )
+    if shell_readings.MARK.encode() not in done.stdout:
+        await check_login_shell(link, timeout_s=left_s)
     return shell_readings.parse(done.stdout.decode("utf-8", "replace"))

@@ -1,20 +1,23 @@
 """The grid's figures for Prometheus, added up over all processes of this user on this machine.
 
 Each command is a process of its own, so the figures are in a file under the state directory, changed
-under a lock. A figure that cannot be kept is logged and never fails the work that it counts. `text()` is
-Prometheus' text format 0.0.4.
+under a lock. A figure that cannot be kept is logged and never fails the work that it counts. Waiting for
+that lock is a thread's work wherever an event loop runs. `text()` is Prometheus' text format 0.0.4.
 
 Not for: serving them (metrics_server.py), or reading health (health_check.py).
 """
 
 from __future__ import annotations
 
+import asyncio
 import bisect
 import contextlib
 import logging
 import math
 import os
+import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -35,6 +38,8 @@ _STATUSES = ("succeeded", "failed")
 _LOCK_S = 0.5
 _LOCK_STEP_S = 0.005
 _FILE_BYTES_MAX = 8 << 20
+_WAITING_MAX = 10_000
+_WAITING_S = 5.0
 
 
 class Histogram(msgspec.Struct):
@@ -83,8 +88,59 @@ class Figures(msgspec.Struct):
         )
 
 
+class _Writer:
+    """What event loops of this process want to have done, in their order, by a thread that lives meanwhile.
+
+    It is no daemon: a program that ends waits for its last figures.
+    """
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._waiting: deque[Callable[[], None]] = deque()
+        self._is_at_it = False
+
+    def put(self, work: Callable[[], None]) -> None:
+        with self._changed:
+            if len(self._waiting) >= _WAITING_MAX:
+                _log.warning("a figure could not be kept", extra={"why": "too many are waiting"})
+                return
+            self._waiting.append(work)
+            if self._is_at_it:
+                return
+            self._is_at_it = True
+        try:
+            threading.Thread(target=self._work, name="genie-grid-figures").start()
+        except RuntimeError:  # the interpreter is about to end
+            self._work()
+
+    def wait(self) -> None:
+        """Until all that was put is done; not for ever."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._is_at_it, timeout=_WAITING_S)
+
+    def _work(self) -> None:
+        while True:
+            with self._changed:
+                if not self._waiting:
+                    self._is_at_it = False
+                    self._changed.notify_all()
+                    return
+                work = self._waiting.popleft()
+            try:
+                work()
+            except Exception:
+                _log.exception("a figure could not be kept")
+
+
+_WRITER = _Writer()
+
+
 class GridMetrics:
-    """Every method is safe to call from several processes at once, and none raises."""
+    """Every method is safe to call from several processes at once, and none raises.
+
+    On an event loop, what changes a figure returns at once; what reads figures waits for that, so loops
+    ask for it in a thread.
+    """
 
     def __init__(self, state_dir: Path) -> None:
         self._path = state_dir / "grid" / "metrics.json"
@@ -117,6 +173,7 @@ class GridMetrics:
 
     def figures(self) -> Figures:
         """As they are now, without the tasks of processes that are gone."""
+        _WRITER.wait()
         figures = self._read()
         _drop_gone(figures)
         return figures
@@ -126,6 +183,15 @@ class GridMetrics:
 
     def _change(self, change: Callable[[Figures], None]) -> None:
         try:
+            asyncio.get_running_loop()
+        except RuntimeError:
+            _WRITER.wait()
+            self._write(change)
+        else:
+            _WRITER.put(lambda: self._write(change))
+
+    def _write(self, change: Callable[[Figures], None]) -> None:
+        try:
             files.make_private_directory(self._path.parent)
             with self._locked():
                 figures = self._read()
@@ -133,7 +199,9 @@ class GridMetrics:
                 change(figures)
                 # Renamed, not synced: after a power cut counters may begin anew, which Prometheus knows.
                 beside = self._path.with_name(".metrics.json.new")
-                beside.write_bytes(msgspec.json.encode(figures))
+                with os.fdopen(os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as out:
+                    os.fchmod(out.fileno(), 0o600)  # one that was left there may have other rights
+                    out.write(msgspec.json.encode(figures))
                 beside.replace(self._path)
         except (OSError, GenieError, TimeoutError) as error:
             _log.warning("a figure could not be kept", extra={"file": str(self._path), "why": str(error)})

@@ -18,14 +18,16 @@ from collections.abc import Mapping
 from typing import Any
 
 from genie.errors import NodeRefusedError, ProtocolError
+from genie.grid.login_shell import check_login_shell
 from genie.grid.remote import runs
+from genie.grid.run import MALFORMED, run_of
+from genie.grid.shell_words import OWN_FOLDER, path_word
 from genie.grid.ssh_pool import Link
 
 _WAIT_S_MAX = 10
 _NO_PYTHON = "the node has no usable python3, and without one"
 
 _COMMON = r"""
-case $root in "~/"*) root=$HOME/${root#"~/"} ;; esac
 runs=$root/.grid/runs
 run=$runs/$id
 printf '%s\n' "$marker"
@@ -33,8 +35,9 @@ refuse() { printf 'refused %s\n--\n' "$(printf '%s' "$*" | tr '\n' ' ')"; exit 0
 one_line() { cat -- "$1" 2>/dev/null | tr '\n' ' '; }
 field() { sed -n "s/.*\"$1\":\([0-9]*\).*/\1/p" "$run/pid" 2>/dev/null; }
 process() { sed 's/.*) //' "/proc/$1/stat" 2>/dev/null | cut -d ' ' -f 1,20; }
+why=$(_grid_refused_link) && refuse "link $why"
+there() { [ -d "$run" ] || refuse "missing no run has the id $id"; }
 facts() {
-  [ -d "$run" ] || refuse "missing no run has the id $id"
   printf 'run %s\n' "${run##*/}"
   printf 'boot %s\n' "$(one_line /proc/sys/kernel/random/boot_id)"
   printf 'pid %s\n' "$(one_line "$run/pid")"
@@ -72,7 +75,6 @@ _START = r"""
 if [ -d "$run" ]; then facts; printf -- '--\n'; exit 0; fi
 command -v setsid >/dev/null 2>&1 || refuse "missing there is neither python3 nor setsid"
 said=$(mkdir -p -m 700 -- "$runs" 2>&1) || refuse "os $said"
-case $cwd in "~/"*) cwd=$HOME/${cwd#"~/"} ;; "~") cwd=$HOME ;; esac
 cd -- "$root" && cd -- "$cwd" 2>/dev/null || refuse "missing there is no folder $cwd"
 said=$(mkdir -m 700 -- "$run" 2>&1) || {
   if [ -d "$run" ]; then facts; printf -- '--\n'; exit 0; fi
@@ -103,6 +105,7 @@ done
 """
 
 _READ = r"""
+there
 size() { wc -c <"$1" 2>/dev/null | tr -d ' '; }
 until=$(($(date +%s) + wait_s))
 while [ -d "$run" ] && [ "$(date +%s)" -lt $until ]; do
@@ -120,6 +123,7 @@ tail -c +$((err + 1)) -- "$run/err" | head -c $more_err
 """
 
 _SIGNAL = r"""
+there
 facts
 number=$(field pid)
 if [ -n "$number" ] && [ "$(process "$number" | cut -d ' ' -f 2)" = "$(field pid_start)" ] &&
@@ -136,14 +140,14 @@ printf -- '--\n'
 """
 
 _REMOVE = r"""
-[ -d "$run" ] || refuse "missing no run has the id $id"
+there
 rm -rf -- "$run"
 printf -- '--\n'
 """
 
 _SCRIPTS = {
     "start": _START,
-    "status": "facts\nprintf -- '--\\n'\n",
+    "status": "there\nfacts\nprintf -- '--\\n'\n",
     "read": _READ,
     "signal": _SIGNAL,
     "list": _LIST,
@@ -163,20 +167,23 @@ async def call(
     done = await link.command("exec sh -s", stdin=text.encode(), timeout_s=timeout_s)
     _, found, rest = done.stdout.partition(f"{marker}\n".encode())
     if not found:
+        await check_login_shell(link, timeout_s=timeout_s)
         said = done.stderr[-400:].decode(errors="replace").strip()
         raise NodeRefusedError(f"node {link.name}: its shell cannot run our lines: {said}", reason="os")
     try:
         return _answer(link.name, name, rest)
-    except (ValueError, KeyError, TypeError, IndexError) as error:
+    except (*MALFORMED, RecursionError) as error:
         raise ProtocolError(f"node {link.name}: its shell says something else: {error!r}") from None
 
 
 def script(name: str, args: Mapping[str, Any], *, marker: str) -> str:
     """The whole text for `sh -s`. Every value is quoted, and stands in a variable."""
-    values: dict[str, object] = {"root": args["root"], "id": args.get("id", ""), "marker": marker}
+    paths = {"root": args["root"]}
+    values: dict[str, object] = {"id": args.get("id", ""), "marker": marker}
     exports = ""
     if name == "start":
-        values |= {"command": args["command"], "cwd": args.get("cwd") or ".", "watch": _WATCH}
+        paths["cwd"] = args.get("cwd") or "."
+        values |= {"command": args["command"], "watch": _WATCH}
         values |= {"meta": _meta(args), "timeout_s": args.get("timeout_s") or ""}
         values["kept"] = runs.RUNS_KEPT
         # Only where none of our own variables is needed any more: the user's may have the same names.
@@ -191,8 +198,9 @@ def script(name: str, args: Mapping[str, Any], *, marker: str) -> str:
         values["signal"] = args["signal"]
     elif name == "list":
         values["prefix"] = args.get("prefix", "")
-    assigned = "".join(f"{key}={shlex.quote(str(value))}\n" for key, value in values.items())
-    return f"{assigned}{_COMMON}{_SCRIPTS[name].replace('@EXPORTS@', exports)}"
+    assigned = "".join(f"{key}={path_word(str(path))}\n" for key, path in paths.items())
+    assigned += "".join(f"{key}={shlex.quote(str(value))}\n" for key, value in values.items())
+    return f"{assigned}{OWN_FOLDER}{_COMMON}{_SCRIPTS[name].replace('@EXPORTS@', exports)}"
 
 
 def _meta(args: Mapping[str, Any]) -> str:
@@ -204,7 +212,8 @@ def _meta(args: Mapping[str, Any]) -> str:
 
 def _answer(node: str, name: str, text: bytes) -> tuple[Any, bytes]:
     head, _, data = (b"\n" + text).partition(b"\n--\n")
-    lines = [line for line in head.decode(errors="replace").splitlines() if line]
+    # Only at what ends lines in a shell: what a file holds may have other ends of lines in it.
+    lines = [line for line in head.decode(errors="replace").split("\n") if line]
     if lines and lines[-1].startswith("refused "):
         _, reason, why = lines[-1].split(" ", 2)
         raise NodeRefusedError(f"node {node}: {why.strip()}", reason=_reason(reason, why))
@@ -225,9 +234,11 @@ def _answer(node: str, name: str, text: bytes) -> tuple[Any, bytes]:
 def _try_run(lines: list[str]) -> dict[str, Any] | None:
     """None for one that is damaged: the others are told all the same."""
     try:
-        return _run(lines)
-    except (ValueError, KeyError, TypeError, IndexError, AttributeError):
+        found = _run(lines)
+        run_of("", found)
+    except (*MALFORMED, RecursionError, ProtocolError):
         return None
+    return found
 
 
 def _run(lines: list[str]) -> dict[str, Any]:

@@ -18,10 +18,13 @@ from pathlib import Path
 from genie.cluster.client import ClusterClient
 from genie.errors import DeadlineError, GenieError, GridError, NodeNotFoundError
 from genie.grid import own_wheel
-from genie.grid.grid_file import GridFile
+from genie.grid.grid_file import GridFile, Say
+from genie.grid.login_shell import check_login_shell
+from genie.grid.shell_words import path_word, through_login_shell
 from genie.grid.ssh_pool import Completed, Link, SshPool
 from genie.model.node import NodeStatus
 from genie.model.tenant import TokenKind
+from genie.runtime.tasks import all_of
 
 PYTHONS = ("python3", "python3.12", "python3.11", "python3.13")
 _OLDEST = (3, 11)
@@ -34,9 +37,6 @@ _STEP_S = 0.2
 _LINES_SHOWN = 5
 
 _NOT_UP = (NodeStatus.INITIALIZING, NodeStatus.SUSPECT, NodeStatus.DISCONNECTED)
-
-Said = Callable[[str, str], None]
-"""A node's name, and what is going on there."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,7 +65,7 @@ class Promotion:
         packages: Sequence[str] = (),
         wheels: Path | None = None,
         force: bool = False,
-        said: Said = lambda _node, _text: None,
+        say: Say = lambda _node, _text: None,
     ) -> None:
         self._pool = pool
         self._file = file
@@ -75,7 +75,7 @@ class Promotion:
         self._packages = tuple(packages)
         self._wheels = wheels
         self._force = force
-        self._said = said
+        self._say = say
 
     async def promote(self, names: Sequence[str]) -> list[Moved]:
         """One entry for each name, in order; an error of one node leaves the others alone."""
@@ -95,17 +95,17 @@ class Promotion:
                 except GenieError as error:
                     return Moved(node=name, outcome="failed", error=str(error))
 
-        return list(await asyncio.gather(*map(one, names)))
+        return await all_of(map(one, names))
 
     async def _promote_one(self, name: str) -> str:
         if await self._is_up(name):
             return "was there"
         async with self._pool.use(name, bare=True) as link:
-            places = await _places(link, self._file.remote_root, timeout_s=self._file.ssh.timeout)
-            self._said(name, "looking for Python")
+            places = _places(self._file.remote_root)
+            self._say(name, "looking for Python")
             python = await self._find_python(link)
             await self._install(link, places, python)
-            self._said(name, f"joining the cluster at {self._controller}")
+            self._say(name, f"joining the cluster at {self._controller}")
             await self._join(link, places)
         await self._wait_seen(name)
         return "promoted"
@@ -113,18 +113,14 @@ class Promotion:
     async def _demote_one(self, name: str) -> str:
         await self._check_idle(name)
         async with self._pool.use(name, bare=True) as link:
-            places = await _places(link, self._file.remote_root, timeout_s=self._file.ssh.timeout)
-            self._said(name, "stopping the agent")
+            places = _places(self._file.remote_root)
+            self._say(name, "stopping the agent")
             stop = f"if [ -x {places.genie} ]; then {places.state_variable} {places.genie} down; fi"
-            _check(
-                await link.command(stop, timeout_s=_JOIN_S), f"node {name}: its agent could not be stopped"
-            )
-            self._said(name, "leaving the cluster")
+            _check(await _sh(link, stop, timeout_s=_JOIN_S), f"node {name}: its agent could not be stopped")
+            self._say(name, "leaving the cluster")
             was_there = await self._forget(name)
             gone = f"rm -rf -- {places.environment} {places.state}"
-            _check(
-                await link.command(gone, timeout_s=_JOIN_S), f"node {name}: not everything could be removed"
-            )
+            _check(await _sh(link, gone, timeout_s=_JOIN_S), f"node {name}: not everything could be removed")
         return "demoted" if was_there else "was not there"
 
     async def _check_idle(self, name: str) -> None:
@@ -143,7 +139,7 @@ class Promotion:
         seen = []
         for candidate in candidates:
             asked = f"{shlex.quote(candidate)} -c {shlex.quote(show)}"
-            done = await link.command(asked, timeout_s=self._file.ssh.timeout)
+            done = await _sh(link, asked, timeout_s=self._file.ssh.timeout)
             version = done.stdout.decode(errors="replace").strip()
             if done.exit_code == 0 and _version(version) >= _OLDEST:
                 return candidate
@@ -156,12 +152,12 @@ class Promotion:
     async def _install(self, link: Link, places: _Places, python: str) -> None:
         made = f"[ -x {places.python} ] || {shlex.quote(python)} -m venv {places.environment}"
         _check(
-            await link.command(f"mkdir -p -- {places.root} && {{ {made}; }}", timeout_s=_INSTALL_S),
+            await _sh(link, f"mkdir -p -- {places.root} && {{ {made}; }}", timeout_s=_INSTALL_S),
             f"node {link.name}: no environment could be made",
             hint="on Debian and Ubuntu: apt install python3-venv",
         )
         brought = f"{places.environment}/wheels"
-        self._said(link.name, "bringing Genie there")
+        self._say(link.name, "bringing Genie there")
         file_name, content = await asyncio.to_thread(own_wheel.wheel)
         await _put(link, brought, file_name, content)
         source = ""
@@ -169,12 +165,12 @@ class Promotion:
             for wheel in sorted(self._wheels.glob("*.whl")):
                 await _put(link, brought, wheel.name, await asyncio.to_thread(wheel.read_bytes))
             source = f"--no-index --find-links {brought} "
-        self._said(link.name, "installing")
+        self._say(link.name, "installing")
         packages = " ".join(shlex.quote(package) for package in self._packages)
         wanted = f"{brought}/{shlex.quote(file_name)} {packages}"
         pip = f"{places.python} -m pip --disable-pip-version-check --no-input install {source}{wanted}"
         _check(
-            await link.command(f"{pip} 2>&1", timeout_s=_INSTALL_S),
+            await _sh(link, f"{pip} 2>&1", timeout_s=_INSTALL_S),
             f"node {link.name}: Genie could not be installed",
             hint="without an index on the node, give the wheels with --wheels DIR",
         )
@@ -187,7 +183,7 @@ class Promotion:
         )
         # The token goes through the pipe: arguments can be read by everyone on the node.
         _check(
-            await link.command(join, stdin=created.token.encode(), timeout_s=_JOIN_S),
+            await _sh(link, join, stdin=created.token.encode(), timeout_s=_JOIN_S),
             f"node {link.name}: it could not join the cluster at {self._controller}",
             hint="that address must be reachable from the node",
         )
@@ -225,7 +221,7 @@ class Promotion:
 
 @dataclass(frozen=True)
 class _Places:
-    """Paths on the node, absolute and quoted."""
+    """Paths on the node, as words of sh."""
 
     root: str
     environment: str
@@ -244,19 +240,22 @@ class _Places:
         return f"GENIE_STATE_DIR={self.state}"
 
 
-async def _places(link: Link, remote_root: str, *, timeout_s: float) -> _Places:
-    """The node knows where its home is."""
-    root = remote_root
-    if root.startswith("~/"):
-        done = _check(await link.command("cd && pwd", timeout_s=timeout_s), f"node {link.name} has no home")
-        root = f"{done.stdout.decode().strip()}/{root[2:]}"
-    return _Places(*(shlex.quote(path) for path in (root, f"{root}/{_ENVIRONMENT}", f"{root}/{_STATE}")))
+def _places(root: str) -> _Places:
+    return _Places(*(path_word(path) for path in (root, f"{root}/{_ENVIRONMENT}", f"{root}/{_STATE}")))
+
+
+async def _sh(link: Link, line: str, *, stdin: bytes = b"", timeout_s: float) -> Completed:
+    """Our lines are sh's; the login shell may be another one."""
+    done = await link.command(through_login_shell(line), stdin=stdin, timeout_s=timeout_s)
+    if done.exit_code != 0:
+        await check_login_shell(link, timeout_s=timeout_s)
+    return done
 
 
 async def _put(link: Link, folder: str, name: str, content: bytes) -> None:
     put = f"mkdir -p -- {folder} && cat > {folder}/{shlex.quote(name)}"
     _check(
-        await link.command(put, stdin=content, timeout_s=_INSTALL_S),
+        await _sh(link, put, stdin=content, timeout_s=_INSTALL_S),
         f"node {link.name}: {name} could not be sent",
     )
 

@@ -23,10 +23,12 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from genie.errors import GenieError, NodeRefusedError, RayError
-from genie.grid.grid_file import GridFile
+from genie.grid.grid_file import GridFile, Say
+from genie.grid.login_shell import check_login_shell
 from genie.grid.ray_plan import ClusterView, RayFacts, RayRecord, StartOrder, plan, view
 from genie.grid.ssh_pool import Link, SshPool
 from genie.runtime import files
+from genie.runtime.tasks import all_of
 
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
@@ -40,9 +42,6 @@ _MARGIN_S = 20.0
 _UNDO_S = 60.0
 _POLL_S = 0.5
 _TOKEN_BYTES = 32
-
-Say = Callable[[str, str], None]
-"""Told (node, what happens there) as it happens."""
 
 
 @dataclass(frozen=True)
@@ -135,8 +134,8 @@ class RayCluster:
         head = [name for name, record in records.items() if record is not None and record.role == "head"]
         names = [node.name for node in self._file.nodes]
         # Workers sign off with the head, so it goes last.
-        reports = await asyncio.gather(*(one(name) for name in names if name not in head))
-        reports += await asyncio.gather(*(one(name) for name in head))
+        reports = await all_of(one(name) for name in names if name not in head)
+        reports += await all_of(one(name) for name in head)
         reports.sort(key=lambda report: names.index(report.node))
         if not any(report.error for report in reports):
             self._kept.remove()
@@ -198,7 +197,7 @@ class RayCluster:
     ) -> tuple[Any, bytes]:
         """An op of remote/ray_node.py on a node, with the root of the grid's file."""
         async with self._pool.use(node) as link:
-            _check_helper(link)
+            await _check_helper(link)
             whole = {"root": self._file.remote_root, **(args or {})}
             return await link.call(f"ray_node.{name}", whole, blob, timeout_s=timeout_s)
 
@@ -397,8 +396,9 @@ def _lives(told: Mapping[str, Any]) -> bool:
     return told.get("state") == "ALIVE"
 
 
-def _check_helper(link: Link) -> None:
+async def _check_helper(link: Link) -> None:
     if not link.has_helper:
+        await check_login_shell(link, timeout_s=ASK_S)
         raise RayError(
             f"node {link.name} has no usable python3, which Ray and the grid need there",
             hint="install Python 3.9 or newer on it",

@@ -222,7 +222,7 @@ class RayNode:
 
 @dataclass(frozen=True)
 class ClusterView:
-    """`state` is 'running', 'broken' (some of it is dead) or 'stopped'."""
+    """`state` is 'running', 'broken' (some of it is dead), 'stopped', or 'unreachable' (no node answers)."""
 
     state: str
     cluster: str = ""
@@ -253,6 +253,8 @@ def view(
             cluster = head[1].cluster if head else None
             row = _row(name, records[name], known.get(name), cluster=cluster, silent=told is None)
         rows.append(_with_resources(row, known.get(name)))
+    if rows and len(unreachable) == len(rows):
+        return ClusterView("unreachable", nodes=tuple(rows))
     if head is None:
         left = any(row.state in ("stray", "dead") for row in rows)
         return ClusterView("broken" if left else "stopped", nodes=tuple(rows))

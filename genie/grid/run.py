@@ -152,3 +152,21 @@ def _code(value: Any) -> int | None:
     if value is not None and not 0 <= int(value) <= _CODE_MAX:
         raise ValueError(f"a code of {value}")
     return None if value is None else int(value)
+
+
+class Collected:
+    """The beginning of both streams of a run, `bytes_max` of each at most. Takes what `Runner.wait` gives."""
+
+    def __init__(self, *, bytes_max: int) -> None:
+        self._bytes_max = bytes_max
+        self._streams = {"out": bytearray(), "err": bytearray()}
+        self.truncated = False
+
+    def __call__(self, stream: str, data: bytes) -> None:
+        kept = self._streams[stream]
+        room = self._bytes_max - len(kept)
+        self.truncated = self.truncated or len(data) > room
+        kept += data[: max(0, room)]
+
+    def text(self, stream: str) -> str:
+        return self._streams[stream].decode(errors="replace")

@@ -13,14 +13,16 @@ import contextlib
 import hashlib
 import re
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from genie.errors import GenieError, NodeRefusedError, UsageError
-from genie.grid.grid_file import GridFile
+from genie.grid.grid_file import GridFile, Say
+from genie.grid.login_shell import check_login_shell
 from genie.grid.ssh_pool import Link, SshPool
+from genie.runtime.tasks import all_of
 
 INSTALL_S = 3600.0
 _LOOK_S = 60.0
@@ -32,9 +34,6 @@ _PACKAGES_MAX = 1000
 _WHEELS_MAX = 2000
 _REQUIREMENTS_BYTES_MAX = 1 << 20
 _ELSEWHERE = re.compile(r"\s*(-r|-c|-e|--requirement|--constraint|--editable|-f|--find-links|\.{1,2}/|file:)")
-
-Progress = Callable[[str, str], None]
-"""Told (node, what happens there) as it happens."""
 
 
 @dataclass(frozen=True)
@@ -152,7 +151,7 @@ class Setup:
         nodes: Sequence[str] = (),
         *,
         again: bool = False,
-        progress: Progress = lambda _node, _text: None,
+        say: Say = lambda _node, _text: None,
     ) -> list[SetupReport]:
         """One report for each node, in the order of the file; a node that fails does not stop the others.
 
@@ -163,35 +162,34 @@ class Setup:
         async def one(name: str) -> SetupReport:
             try:
                 async with self._places, self._pool.use(name) as link:
-                    return await self._one(link, wanted, again=again, progress=progress)
+                    return await self._one(link, wanted, again=again, say=say)
             except GenieError as error:
                 return SetupReport(name, "failed", error=error.message, hint=error.hint or _hint(error))
 
-        return list(await asyncio.gather(*map(one, names)))
+        return await all_of(map(one, names))
 
-    async def _one(self, link: Link, wanted: Wish, *, again: bool, progress: Progress) -> SetupReport:
+    async def _one(self, link: Link, wanted: Wish, *, again: bool, say: Say) -> SetupReport:
         if not link.has_helper:
+            await check_login_shell(link, timeout_s=_LOOK_S)
             raise NodeRefusedError(f"node {link.name} has no usable python3", reason="missing")
         args = {"root": self._file.remote_root, "python": wanted.python}
         found, _ = await link.call("environment.look", args, timeout_s=_LOOK_S)
         stamp = wanted.stamp(str(found["version"]))
         if found["stamp"] == stamp and not again:
-            progress(link.name, "already has it")
+            say(link.name, "already has it")
             return SetupReport(link.name, "unchanged", python=found["version"])
-        await self._send_wheels(link, wanted, found["wheels"], progress)
-        progress(link.name, f"installing with Python {found['version']}")
-        answer = await self._install(link, wanted, {**args, "stamp": stamp}, progress)
-        progress(link.name, f"done, {answer['packages']} packages")
+        await self._send_wheels(link, wanted, found["wheels"], say)
+        say(link.name, f"installing with Python {found['version']}")
+        answer = await self._install(link, wanted, {**args, "stamp": stamp}, say)
+        say(link.name, f"done, {answer['packages']} packages")
         return SetupReport(
             link.name, "installed", python=str(found["version"]), packages=int(answer["packages"])
         )
 
-    async def _send_wheels(
-        self, link: Link, wanted: Wish, there: Mapping[str, str], progress: Progress
-    ) -> None:
+    async def _send_wheels(self, link: Link, wanted: Wish, there: Mapping[str, str], say: Say) -> None:
         missing = [each for each in wanted.wheels if there.get(each[0]) != each[1]]
         for number, (name, sha256, path) in enumerate(missing, 1):
-            progress(link.name, f"sending {name} ({number} of {len(missing)})")
+            say(link.name, f"sending {name} ({number} of {len(missing)})")
             size, upload = path.stat().st_size, secrets.token_hex(8)
             with path.open("rb") as file:
                 for offset in range(0, max(size, 1), _PART_BYTES):
@@ -207,7 +205,7 @@ class Setup:
                     await link.call("environment.put_wheel", args, part, timeout_s=_PUT_S)
 
     async def _install(
-        self, link: Link, wanted: Wish, args: Mapping[str, Any], progress: Progress
+        self, link: Link, wanted: Wish, args: Mapping[str, Any], say: Say
     ) -> Mapping[str, Any]:
         whole = {
             **args,
@@ -220,7 +218,7 @@ class Setup:
         found: Mapping[str, Any] = {}
         failure: GenieError | None = None
         async with asyncio.TaskGroup() as tasks:
-            showing = tasks.create_task(self._show(link, progress))
+            showing = tasks.create_task(self._show(link, say))
             try:
                 blob = wanted.requirements.encode()
                 found, _ = await link.call(
@@ -234,7 +232,7 @@ class Setup:
             raise failure
         return found
 
-    async def _show(self, link: Link, progress: Progress) -> None:
+    async def _show(self, link: Link, say: Say) -> None:
         """Tells the last line of the log whenever it is another one, until it is cancelled."""
         shown = ""
         while True:
@@ -244,7 +242,7 @@ class Setup:
                 told, _ = await link.call("environment.progress", args, timeout_s=_LOOK_S)
                 if told["line"] and told["line"] != shown:
                     shown = str(told["line"])
-                    progress(link.name, shown[:200])
+                    say(link.name, shown[:200])
 
 
 def _hint(error: GenieError) -> str:

@@ -6,13 +6,13 @@ The script goes to `sh` on standard input, so that the login shell does not matt
 
 from __future__ import annotations
 
-import shlex
 from typing import Any
 
 from genie.grid.remote import health
 from genie.grid.remote.core import OpError
+from genie.grid.shell_words import path_word
 
-_MARK = "@@genie"
+MARK = "@@genie"
 # Each part between marks. A process costs a node a millisecond, and this is what every first look starts:
 # so what sh can read itself, it reads itself. Tools are ended after their time, by a watcher where there is
 # no `timeout` on a system this small.
@@ -56,11 +56,10 @@ part end
 
 def script(root: str, *, timeout_s: float) -> bytes:
     """`root` is a checked path that begins with '/' or '~/'."""
-    quoted = f'"$HOME"/{shlex.quote(root[2:])}' if root.startswith("~/") else shlex.quote(root)
     return _SCRIPT.format(
-        mark=_MARK,
+        mark=MARK,
         limit=max(1, round(timeout_s)),
-        root=quoted,
+        root=path_word(root),
         query=health.NVIDIA_QUERY,
         form=health.NVIDIA_FORMAT,
     ).encode()
@@ -90,10 +89,10 @@ def _parts(output: str) -> dict[str, str]:
     parts: dict[str, str] = {}
     name = ""
     for line in output.splitlines():
-        if line.startswith(f"{_MARK} code "):
+        if line.startswith(f"{MARK} code "):
             parts[f"{name} code"] = line.rsplit(" ", 1)[1]
-        elif line.startswith(f"{_MARK} "):
-            name = line[len(_MARK) + 1 :]
+        elif line.startswith(f"{MARK} "):
+            name = line[len(MARK) + 1 :]
             parts[name] = ""
         elif name and (line or parts[name]):
             parts[name] += f"{line}\n"

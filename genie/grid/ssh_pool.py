@@ -43,6 +43,7 @@ from genie.errors import (
 )
 from genie.grid.grid_file import GridFile, GridNode
 from genie.grid.remote import core
+from genie.runtime.tasks import all_of
 
 _log = logging.getLogger(__name__)
 
@@ -177,8 +178,9 @@ class SshPool:
     ) -> AsyncIterator[Link]:
         """The node's link, opened if need be; it stays open afterwards for whoever comes next.
 
-        `timeout_s` is for one attempt to connect, waiting for a free place in the pool included. With
-        `bare` the helper is not started for this, which costs a node more than one plain command does.
+        `timeout_s` is for one attempt to connect, waiting for a free place in the pool and for others who
+        connect to the same node included. With `bare` the helper is not started for this, which costs a
+        node more than one plain command does.
         Raises UnreachableError, HostKeyUnknownError, HostKeyChangedError or LoginRefusedError.
         """
         node = self._file.node(name)
@@ -194,25 +196,22 @@ class SshPool:
     ) -> Link:
         each_s = timeout_s if timeout_s is not None else self._file.ssh.connect_timeout
         attempts = 1 + (retries if retries is not None else self._file.ssh.max_retries)
-        async with self._locks.setdefault(node.name, asyncio.Lock()):
-            for attempt in range(attempts):
-                try:
-                    link = await self._ready(node, timeout_s=each_s, bare=bare)
-                except (UnreachableError, ConnectionLostError, DeadlineError) as error:
-                    if attempt + 1 == attempts:
-                        raise
-                    pause_s = _pause_s(attempt)
-                    why = {"node": node.name, "pause_s": round(pause_s, 2), "why": error.message}
-                    _log.info("connecting again", extra=why)
-                    await asyncio.sleep(pause_s)
-                else:
-                    return link
+        for attempt in range(attempts):
+            try:
+                return await self._ready(node, timeout_s=each_s, bare=bare)
+            except (UnreachableError, ConnectionLostError, DeadlineError) as error:
+                if attempt + 1 == attempts:
+                    raise
+                pause_s = _pause_s(attempt)
+                why = {"node": node.name, "pause_s": round(pause_s, 2), "why": error.message}
+                _log.info("connecting again", extra=why)
+                await asyncio.sleep(pause_s)
         raise AssertionError
 
     async def _ready(self, node: GridNode, *, timeout_s: float, bare: bool) -> Link:
         limit = asyncio.timeout(timeout_s)
         try:
-            async with limit:
+            async with limit, self._locks.setdefault(node.name, asyncio.Lock()):
                 link = await self._open(node)
                 link.users += 1
                 try:
@@ -639,14 +638,14 @@ def _pause_s(attempt: int) -> float:
 
 def _told(error: BaseException | None) -> str:
     if isinstance(error, OSError) and error.strerror:
-        return error.strerror
+        return f"{error.strerror}: {error.filename}" if error.filename else error.strerror
     return str(error) or type(error).__name__
 
 
 async def _said(process: asyncssh.SSHClientProcess[bytes], stdin: bytes, *, name: str) -> tuple[bytes, bytes]:
     """All that a command writes, up to a bound: a node must not fill our memory."""
 
-    async def all_of(reader: asyncssh.SSHReader[bytes]) -> bytes:
+    async def whole(reader: asyncssh.SSHReader[bytes]) -> bytes:
         parts = []
         room = _SAID_BYTES_MAX
         while data := await reader.read(_NOISE_BYTES_MAX):
@@ -659,7 +658,7 @@ async def _said(process: asyncssh.SSHClientProcess[bytes], stdin: bytes, *, name
     with contextlib.suppress(BrokenPipeError):  # it may be over already
         process.stdin.write(stdin)
         process.stdin.write_eof()
-    out, err = await asyncio.gather(all_of(process.stdout), all_of(process.stderr))
+    out, err = await all_of(map(whole, (process.stdout, process.stderr)))
     await process.wait_closed()
     return out, err
 

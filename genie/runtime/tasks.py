@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 _Error = TypeVar("_Error", bound=BaseException)
 _Result = TypeVar("_Result")
@@ -58,6 +58,16 @@ def file_thread(name: str) -> Iterator[Offload]:
 async def run_inline(work: Callable[[], _Result]) -> _Result:
     """An Offload on the loop itself; for simulation, which has no threads."""
     return work()
+
+
+async def all_of(work: Iterable[Coroutine[Any, Any, _Result]]) -> list[_Result]:
+    """What all of it gives, side by side, in order. The first failure cancels the others and is raised."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(each) for each in work]
+    except BaseExceptionGroup as several:
+        raise first_error(several) from None
+    return [task.result() for task in tasks]
 
 
 def first_error(group: BaseExceptionGroup[_Error]) -> _Error:

@@ -75,6 +75,13 @@ def test_the_version_is_told(genie) -> None:
     assert genie("--version") == (0, f"genie {package.__version__}\n", "")
 
 
+def test_the_grid_s_own_door_tells_the_version(capfd: pytest.CaptureFixture[str]) -> None:
+    import genie as package
+
+    assert grid_main(["--version"]) == 0
+    assert capfd.readouterr().out == f"genie {package.__version__}\n"
+
+
 def test_python_dash_m_runs_the_same_program() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "genie", "--version"], capture_output=True, text=True, timeout=60

@@ -56,6 +56,7 @@ def test_add_keeps_comments_and_takes_weight_and_labels(folder: Path, genie) -> 
     ("argv", "said"),
     [
         (["-oProxyCommand=x"], "-o"),
+        (["-oProxyCommand=x"], "a name that begins with '-' goes behind --"),
         (["--", "-oProxyCommand=x"], "not allowed"),
         (["a; touch x"], "not allowed"),
         (["../../etc/x"], "not allowed"),

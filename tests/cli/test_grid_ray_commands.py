@@ -80,11 +80,20 @@ def test_a_node_that_cannot_be_reached_is_not_said_to_be_stopped(bed: Bed, genie
     assert genie("grid", "cluster", "stop").code == 1
 
 
+def test_status_that_reaches_no_node_does_not_say_stopped_and_ends_with_255(
+    bed: Bed, genie: Callable[..., Ran]
+) -> None:
+    for node in bed.nodes:
+        node.stop()
+    ran = genie("grid", "cluster", "status", "--json")
+    assert (ran.code, json.loads(ran.out)["state"]) == (255, "unreachable")
+
+
 def test_a_program_must_be_given(bed: Bed, genie: Callable[..., Ran]) -> None:
     ran = genie("grid", "cluster", "submit")
     assert (ran.code, "no program was given" in ran.err) == (2, True)
     ran = genie("grid", "cluster", "submit", "--env", "NOTHING", "--", "true")
-    assert (ran.code, "has no '='" in ran.err) == (2, True)
+    assert (ran.code, "is not KEY=VALUE" in ran.err) == (2, True)
 
 
 def test_what_a_node_says_about_a_failure_cannot_move_the_cursor(bed: Bed, genie: Callable[..., Ran]) -> None:

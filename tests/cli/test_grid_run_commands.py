@@ -56,6 +56,20 @@ def test_a_run_shows_the_output_and_ends_with_the_exit_code(cli: Cli) -> None:
     assert "run r-" in done.err
 
 
+@pytest.mark.parametrize("argv", [["nvidia-smi", "-L"], ["echo", "hello"], ["-L"]])
+def test_a_command_without_quotes_is_told_to_be_one_argument(genie: Cli, argv: list[str]) -> None:
+    done = genie("grid", "run", *argv)
+    assert (done.code, done.out) == (2, "")
+    assert argv[-1] in done.err.splitlines()[0]
+    assert "the command is one argument, in quotes" in done.err
+    assert "--help" in done.err
+
+
+def test_a_mistyped_option_still_names_the_right_one(genie: Cli) -> None:
+    done = genie("grid", "run", "true", "--gpu", "1")
+    assert (done.code, "--gpus" in done.err.splitlines()[0]) == (2, True)
+
+
 def test_the_options_of_every_command_may_stand_behind_it(cli: Cli) -> None:
     done = cli("run", "echo test", "--log-level", "DEBUG")
     assert (done.code, done.out) == (0, "test\n")
@@ -307,6 +321,18 @@ def test_ctrl_c_on_a_terminal_interrupts_the_command(own_bed: Bed, own_cli: Cli)
     assert os.waitstatus_to_exitcode(status) == 128 + 2, shown
     assert b"interrupting r-" in shown
     wait_until(lambda: not own_bed["gpu1"].processes("sleep 7203"), what="the end of the command")
+
+
+def test_attach_tells_how_long_the_run_took_and_not_how_long_it_was_watched(
+    own_bed: Bed, own_cli: Cli
+) -> None:
+    run_id = own_cli("run", "true", "--node", "gpu1", "-d").out.strip()
+    assert own_cli("attach", run_id).code == 0
+    meta = own_bed["gpu1"].home / f"grid_workspace/.grid/runs/{run_id}/meta.json"
+    told = json.loads(meta.read_text())
+    meta.write_text(json.dumps({**told, "started": told["started"] - 1000}))
+    (one,) = json.loads(own_cli("attach", run_id, "--json").out)["runs"]
+    assert 1000 <= one["took_s"] < 2000
 
 
 def test_a_killed_client_leaves_the_run_and_another_one_attaches(own_bed: Bed, own_cli: Cli) -> None:

@@ -11,6 +11,7 @@ from genie.cli.quantities import (
     parse_amount,
     parse_duration,
     parse_moment,
+    parse_pairs,
     parse_size,
     size_text,
 )
@@ -144,3 +145,14 @@ def test_a_duration_that_is_too_long_is_told_the_most() -> None:
     with pytest.raises(UsageError) as raised:
         parse_duration("2d", what="--grace", high_s=86400.0)
     assert str(raised.value) == "--grace '2d' is not allowed (write 90s, 15m or 1h, at most 1 d)"
+
+
+def test_pairs_are_split_at_the_first_sign_and_the_last_of_a_key_counts() -> None:
+    assert parse_pairs(["a=1", "b=x=y", "a="], what="--env") == {"a": "", "b": "x=y"}
+    assert parse_pairs(None, what="--env") == {}
+
+
+@pytest.mark.parametrize("text", ["zone", "", "=a"])
+def test_what_is_no_pair_is_told_how_to_be_one(text: str) -> None:
+    with pytest.raises(UsageError, match="write --label KEY=VALUE"):
+        parse_pairs([text], what="--label")

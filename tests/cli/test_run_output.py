@@ -6,7 +6,8 @@ import random
 
 import pytest
 
-from genie.cli.run_output import COLLECTED_BYTES_MAX, LINE_BYTES_MAX, Collected, PrefixedLines
+from genie.cli.run_output import COLLECTED_BYTES_MAX, LINE_BYTES_MAX, PrefixedLines, collected_object
+from genie.grid.run import Collected
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -34,10 +35,10 @@ def test_a_line_without_end_is_written_in_pieces() -> None:
 
 
 def test_what_is_collected_has_a_bound_and_says_so() -> None:
-    kept = Collected()
+    kept = Collected(bytes_max=COLLECTED_BYTES_MAX)
     kept("out", b"x" * COLLECTED_BYTES_MAX)
-    assert kept.as_object()["truncated"] is False
+    assert collected_object(kept)["truncated"] is False
     kept("out", b"y")
-    told = kept.as_object()
+    told = collected_object(kept)
     assert told["truncated"] is True
     assert told["stdout"] == "x" * COLLECTED_BYTES_MAX

@@ -178,6 +178,21 @@ def test_the_lowest_score_wins_and_of_equals_the_first() -> None:
     assert choose([health("a", 3.0), health("b", 2.0), health("c", 2.0)]).name == "b"
 
 
+def test_of_equals_the_one_that_was_chosen_least_since_it_was_read(tmp_path: Path) -> None:
+    """Each choice with a checker of its own, as separate commands have one."""
+    file = parse_grid_file("nodes: [a, b, c, d]", name="f")
+    nodes = [health("a"), health("b"), health("c", 0.5), health("d")]
+    HealthCache(tmp_path).write(file, [*nodes[:2], health("c", 2.0), nodes[3]])
+    taken = []
+    for _ in range(7):
+        cache = HealthCache(tmp_path)
+        checker = HealthChecker(SshPool(file, ssh_config=tmp_path), file, clock=lambda: 1.0, cache=cache)
+        taken.append(choose(list(cache.read(file).values())).name)
+        checker.note_chosen(taken[-1])
+    assert taken == ["a", "b", "d", "a", "b", "d", "a"]
+    assert choose([msgspec.structs.replace(each, chosen=9) for each in nodes]).name == "c"
+
+
 @pytest.mark.parametrize("state", [NodeState.DEGRADED, NodeState.UNHEALTHY, NodeState.UNREACHABLE])
 def test_a_node_that_is_not_ok_is_never_the_best(state: NodeState) -> None:
     assert choose([health("a", 0.0, state), health("b", 500.0)]).name == "b"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 import re
 import subprocess
@@ -134,6 +135,36 @@ def test_a_lock_that_is_held_costs_a_figure_and_no_more(tmp_path: Path, metrics:
         held.release()
     assert "could not be kept" in caplog.text
     assert metrics.figures().completed["failed"] == 1
+
+
+async def test_a_lock_that_is_held_does_not_hold_up_an_event_loop(
+    tmp_path: Path, metrics: GridMetrics
+) -> None:
+    await asyncio.to_thread(metrics.task_started)
+    held = FileLock.try_take(tmp_path / "grid" / "metrics.lock")
+    assert held is not None
+    metrics.task_ended()
+    metrics.task_finished("failed", 1.0)
+    held.release()  # had one of them waited for it, that figure would be lost
+    found = await asyncio.to_thread(GridMetrics(tmp_path).figures)
+    assert (found.completed["failed"], found.active_tasks) == (1, 0)
+
+
+def test_a_program_that_ends_keeps_its_last_figures(tmp_path: Path, metrics: GridMetrics) -> None:
+    code = (
+        "import asyncio, sys; from pathlib import Path; from genie.grid.metrics import GridMetrics\n"
+        "async def work(): [GridMetrics(Path(sys.argv[1])).sync_finished(1.0) for _ in range(50)]\n"
+        "asyncio.run(work())"
+    )
+    assert subprocess.run([sys.executable, "-c", code, str(tmp_path)], timeout=60).returncode == 0
+    assert sum(metrics.figures().syncs.counts) == 50
+
+
+def test_only_the_user_can_read_the_figures(tmp_path: Path, metrics: GridMetrics) -> None:
+    (tmp_path / "grid").mkdir(mode=0o700)
+    (tmp_path / "grid" / ".metrics.json.new").touch(0o644)
+    metrics.task_finished("failed", 1.0)
+    assert (tmp_path / "grid" / "metrics.json").stat().st_mode & 0o777 == 0o600
 
 
 def test_a_folder_that_cannot_be_written_fails_nothing(tmp_path: Path) -> None:

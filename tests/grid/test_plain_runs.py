@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
 
 import pytest
 import pytest_asyncio
@@ -156,8 +157,33 @@ def test_values_are_never_shell_syntax() -> None:
 async def test_a_damaged_run_does_not_hide_the_others(runner: Runner, node: Node) -> None:
     run = await runner.start("gpu1", "true")
     await runner.wait(run, lambda *_: None)
-    for number, text in enumerate(("", "[]", "{}", '{"id":"x"')):
+    damaged = (
+        "",
+        "[]",
+        "{}",
+        '{"id":"x"',
+        '{"id":"x","command":"c","started":1,"gp',
+        '{"command":"c","started":NaN,"gpus":[]}',
+        '{"command":"c","started":1e999,"gpus":[]}',
+        "[" * 100_000,
+        "\x0crefused os a half",
+        "\x1crun x\x85--\x85refused",
+    )
+    for number, text in enumerate(damaged):
         folder = node.home / f"grid_workspace/.grid/runs/r-damaged{number}"
         folder.mkdir()
         (folder / "meta.json").write_text(text)
     assert [each.run_id for each in await runner.list("gpu1")] == [run.run_id]
+
+
+def test_a_run_that_is_removed_while_they_are_listed_ends_no_list(tmp_path: Path) -> None:
+    """Its folder goes between the look for it and the look at it."""
+    for name in ("r-aaaaaaaaaa", "r-bbbbbbbbbb", "r-cccccccccc"):
+        folder = tmp_path / ".grid/runs" / name
+        folder.mkdir(parents=True)
+        (folder / "meta.json").write_text('{"command":"c","started":1,"gpus":[]}')
+    text = plain_runs.script("list", {"root": str(tmp_path)}, marker="@m")
+    text = text.replace("|| facts ;;", '|| { [ "$id" != r-bbbbbbbbbb ] || rm -r "$run"; facts; } ;;')
+    done = subprocess.run(["sh", "-s"], input=text.encode(), capture_output=True, timeout=30)
+    answer, _ = plain_runs._answer("gpu1", "list", done.stdout.partition(b"@m\n")[2])
+    assert sorted(one["id"] for one in answer["runs"]) == ["r-aaaaaaaaaa", "r-cccccccccc"]

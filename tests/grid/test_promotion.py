@@ -20,6 +20,7 @@ from genie.grid.promotion import PYTHONS
 from genie.model.job import JobSpec, JobState, Resources
 from genie.telemetry import log
 from tests.grid.bed import Bed, Node
+from tests.grid.test_shell_words import NARROW, give_login_shell
 from tests.integration.running import RunningCluster, StartedCluster
 
 
@@ -85,6 +86,17 @@ def test_a_node_is_promoted_runs_a_job_and_is_demoted(
     assert node.run("ls -A '/root/work space'") == ""
     assert not node.processes("genie")
     assert '"was not there"' in grid_cli("demote", "gpu1", "--json")[1]
+
+
+def test_a_user_whose_login_shell_is_not_sh_is_demoted_all_the_same(
+    own_bed: Bed, cluster: RunningCluster, grid_cli: Callable[..., tuple[int, str, str]]
+) -> None:
+    node = own_bed["gpu1"]
+    give_login_shell(node, NARROW)
+    node.run("mkdir -p '/root/work space/genie_env'")
+    code, out, err = grid_cli("demote", "gpu1", "--json")
+    assert (code, json.loads(out)["nodes"][0]["outcome"]) == (0, "was not there"), out + err
+    assert node.run("ls -A '/root/work space'") == ""
 
 
 def test_each_node_that_fails_is_named_with_its_own_reason(

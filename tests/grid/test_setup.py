@@ -43,7 +43,7 @@ async def test_wheels_are_sent_and_installed_and_the_same_again_does_nothing(
     said: list[str] = []
     async with SshPool(file, ssh_config=own_bed.ssh_config) as pool:
         setup = Setup(pool, file)
-        reports = await setup.run(wanted, progress=lambda node, text: said.append(f"{node} {text}"))
+        reports = await setup.run(wanted, say=lambda node, text: said.append(f"{node} {text}"))
         assert [(each.node, each.state, each.error) for each in reports] == [
             ("gpu1", "installed", ""),
             ("gpu2", "installed", ""),
@@ -54,7 +54,7 @@ async def test_wheels_are_sent_and_installed_and_the_same_again_does_nothing(
         # People who activate it find the grid's Ray, if there is one.
         own_bed["gpu1"].run(f"mkdir -p {env}/../.grid/ray && echo 'export X=ray' > {env}/../.grid/ray/env.sh")
         assert own_bed["gpu1"].run(f". {env}/bin/activate; echo $X") == "ray\n"
-        again = await setup.run(wanted, progress=lambda node, text: None)
+        again = await setup.run(wanted, say=lambda node, text: None)
         assert [each.state for each in again] == ["unchanged", "unchanged"]
         make_wheel(wheels, value=2)
         changed = wish(requirements=None, packages=["small-thing"], wheels=wheels)

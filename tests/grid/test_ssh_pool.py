@@ -12,6 +12,7 @@ import pytest
 from genie.errors import (
     ConnectionLostError,
     DeadlineError,
+    GenieError,
     HostKeyChangedError,
     HostKeyUnknownError,
     LoginRefusedError,
@@ -172,6 +173,22 @@ async def test_a_hanging_node_costs_its_own_timeout_only(bed: Bed, pool: SshPool
             assert link.is_open
 
 
+async def test_waiting_for_another_who_connects_to_the_node_counts_as_connecting(own_bed: Bed) -> None:
+    async with SshPool(grid_file_of(own_bed), ssh_config=own_bed.ssh_config) as pool:
+
+        async def use(timeout_s: float) -> None:
+            async with pool.use("gpu1", timeout_s=timeout_s, retries=0):
+                pass
+
+        with own_bed["gpu1"].hanging():
+            patient = asyncio.ensure_future(use(60))
+            await asyncio.sleep(0)
+            with pytest.raises(UnreachableError, match=r"gpu1: no connection within 0\.3 s"):
+                await asyncio.wait_for(use(0.3), 20)
+            assert not patient.done()
+        await patient
+
+
 async def test_no_more_connections_than_the_pool_may_have(bed: Bed, grid_file: GridFile) -> None:
     small = dataclasses.replace(grid_file, ssh=dataclasses.replace(grid_file.ssh, pool_size=2))
     most = 0
@@ -217,6 +234,15 @@ async def test_a_jump_host_of_openssh_s_settings_is_used(own_bed: Bed) -> None:
         assert (await link.command("hostname", timeout_s=10)).stdout == b"gpu2\n"
         assert own_bed["gpu1"].processes("sshd: root")
     await until(lambda: not own_bed["gpu1"].processes("sshd: root"), what="the jump's own connection to end")
+
+
+async def test_a_key_that_is_missing_for_a_jump_host_is_named(own_bed: Bed) -> None:
+    text = own_bed.ssh_config.read_text()
+    text = text.replace("Host gpu2\n", "Host gpu2\n  ProxyJump gpu1\n")
+    missing = own_bed.folder / "no-such-key"
+    own_bed.ssh_config.write_text(f"Host gpu1\n  IdentityFile {missing}\n{text}")
+    with pytest.raises(GenieError, match=f"node gpu2: .*{missing}"):
+        await open_link(own_bed, "gpu2")
 
 
 async def test_user_and_port_of_the_grid_s_file_come_before_openssh_s_settings(own_bed: Bed) -> None:

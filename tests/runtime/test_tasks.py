@@ -1,10 +1,14 @@
-"""What a server sets for the whole process."""
+"""What a server sets for the whole process, and work side by side."""
 
 from __future__ import annotations
 
+import asyncio
 import gc
 
-from genie.runtime.tasks import tune_for_serving
+import pytest
+
+from genie.errors import ProtocolError
+from genie.runtime.tasks import all_of, tune_for_serving
 
 
 def test_a_server_collects_seldom() -> None:
@@ -15,3 +19,31 @@ def test_a_server_collects_seldom() -> None:
     finally:
         gc.unfreeze()
         gc.set_threshold(*threshold)
+
+
+async def test_a_failure_cancels_what_goes_on_beside_it_and_is_raised_as_it_is() -> None:
+    ended: list[str] = []
+
+    async def patient() -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.append("patient")
+
+    async def fails() -> None:
+        await asyncio.sleep(0)
+        raise ProtocolError("no")
+
+    with pytest.raises(ProtocolError, match="no"):
+        await all_of([patient(), fails()])
+    assert ended == ["patient"]
+
+
+async def test_results_come_in_the_order_of_the_work() -> None:
+    async def after(turns: int) -> int:
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        return turns
+
+    assert await all_of(map(after, (5, 0, 2))) == [5, 0, 2]
+    assert await all_of([]) == []

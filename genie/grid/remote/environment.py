@@ -16,6 +16,7 @@ import time
 from typing import Any
 
 from genie.grid.remote.core import Answer, Args, OpError, op
+from genie.grid.remote.own_folder import own_folder
 
 _STAMP = "genie-grid.json"
 _TAIL_BYTES = 16000
@@ -168,7 +169,7 @@ def _teach_activate(args: Args, folder: str) -> None:
     import shlex
 
     path = os.path.join(folder, "bin", "activate")
-    env = os.path.join(_root(args), ".grid", "ray", "env.sh")
+    env = own_folder(_root(args), "ray", "env.sh")
     text = _ACTIVATE.format(path=shlex.quote(env))
     with open(path, "r+") as file:
         if text not in file.read():
@@ -194,7 +195,7 @@ def _folder(args: Args) -> str:
 
 
 def _setup_folder(args: Args) -> str:
-    return os.path.join(_root(args), ".grid", "setup")
+    return own_folder(_root(args), "setup")
 
 
 def _python(args: Args) -> str:
@@ -240,7 +241,7 @@ def _forget_stamp(folder: str) -> None:
 
 
 def _wheels(folder: str) -> dict[str, str]:
-    place = os.path.join(os.path.dirname(folder), ".grid", "setup", "wheels")
+    place = own_folder(os.path.dirname(folder), "setup", "wheels")
     found = {}
     for name in os.listdir(place) if os.path.isdir(place) else []:
         if name.endswith(".sha256") and os.path.exists(os.path.join(place, name[: -len(".sha256")])):

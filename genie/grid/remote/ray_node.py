@@ -19,6 +19,7 @@ import time
 from typing import Any, Callable  # noqa: UP035 - Callable[...] at run time needs Python 3.9
 
 from genie.grid.remote.core import Answer, Args, OpError, op
+from genie.grid.remote.own_folder import own_folder
 
 MARK = "GRID_RAY_CLUSTER"
 """In the environment of all that is started, with the id of the cluster and the name of the node."""
@@ -178,7 +179,7 @@ def _root(args: Args) -> str:
 
 
 def _folder(root: str) -> str:
-    return os.path.join(root, ".grid", "ray")
+    return own_folder(root, "ray")
 
 
 def _find_ray(root: str) -> str | None:

@@ -22,6 +22,7 @@ from typing import Any, NoReturn
 
 from genie.grid.remote import core
 from genie.grid.remote.core import Answer, Args, OpError, op
+from genie.grid.remote.own_folder import own_folder
 
 RUNS_KEPT = 200
 """Ended runs that a node keeps. Older ones go when a new run starts."""
@@ -30,6 +31,7 @@ TIMED_OUT = 124
 CANNOT_START = 126
 _PRUNE_EVERY = 32
 _RECORD_BYTES = 512
+_TIME_S_MAX = 1e11
 _META_BYTES_MAX = 1 << 20
 _LISTED_MAX = 1000
 _COMMAND_SHOWN = 400
@@ -362,6 +364,7 @@ def is_meta(meta: Any) -> bool:
         isinstance(meta, dict)
         and isinstance(meta.get("command"), str)
         and isinstance(meta.get("started"), (int, float))
+        and 0 <= meta["started"] <= _TIME_S_MAX
         and isinstance(meta.get("gpus"), list)
         and all(isinstance(gpu, int) for gpu in meta["gpus"])
     )
@@ -450,7 +453,7 @@ def _runs(args: Args) -> str:
     root = os.path.expanduser(str(args["root"]))
     if not os.path.isabs(root) or ".." in root.split("/"):
         raise OpError("usage", "remote_root must be a whole path: " + root)
-    return os.path.join(root, ".grid", "runs")
+    return own_folder(root, "runs")
 
 
 def _folder(args: Args) -> str:

@@ -17,6 +17,7 @@ import time
 
 from genie.grid.remote import tree
 from genie.grid.remote.core import OpError
+from genie.grid.remote.own_folder import NAME, own_folder
 
 STATE_HEAD = struct.Struct("<8sq32s32s")  # magic, when it was looked at, digest of the plain records, rules
 STATE_MAGIC = b"GGTREE1\n"
@@ -47,13 +48,13 @@ class Site:
         self._is_locked = False
         try:
             self.root = self._kept(os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
-            own = self._folder(self.root, ".grid", create=create)
+            own = self._own(path, create=create)
             self.shared = self._folder(own, "sync", create=create)
             self.folder = self._folder(self.shared, args["tree"], create=create)
         except BaseException:
             self.close()
             raise
-        self.path = os.path.join(path, ".grid", "sync")
+        self.path = own_folder(path, "sync")
         self.engine = engine(self.path, args.get("key", ""))
 
     def __enter__(self) -> Site:
@@ -168,6 +169,15 @@ class Site:
             if time.monotonic() >= deadline:
                 raise OpError("busy", "another sync of this tree is under way")
             time.sleep(_LOCK_STEP_S)
+
+    def _own(self, root: str, *, create: bool) -> int:
+        path = own_folder(root)
+        if not os.path.islink(path):
+            return self._folder(self.root, NAME, create=create)
+        own = self._kept(os.open(os.path.realpath(path), os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
+        if os.fstat(own).st_dev != os.fstat(self.root).st_dev:
+            raise OpError("link", path + " leads to another file system, from which nothing can be renamed")
+        return own
 
     def _folder(self, parent: int, name: str, *, create: bool) -> int:
         if create:

@@ -22,6 +22,7 @@ from typing import Any, NoReturn
 
 from genie.grid.remote import core, tree
 from genie.grid.remote.core import OpError, op
+from genie.grid.remote.own_folder import own_folder
 from genie.grid.remote.site import Site, State, digest_of, library_path
 from genie.grid.remote.tree import FILE, FOLDER, LINK, REMOVED, Folders, Record
 
@@ -627,7 +628,7 @@ def _is_good_library(path: str, binary: bytes) -> bool:
 
 
 def _sync_folder(args: Any) -> str:
-    return os.path.join(os.path.expanduser(args["root"]), ".grid", "sync")
+    return own_folder(os.path.expanduser(args["root"]), "sync")
 
 
 def _machine() -> str:

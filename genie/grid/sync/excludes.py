@@ -24,6 +24,9 @@ from genie.errors import ConfigError, SyncError
 _log = logging.getLogger(__name__)
 _FILE_BYTES_MAX = 1 << 20
 _FOLDERS_KEPT = 100_000
+_STARS_PLAIN = 2
+# As the library writes '*', '**' between folders, and that a line may fit in any folder.
+_STAR, _FOLDERS, _ANYWHERE = "[^/]*", "(?:/.+)?/", "^(?:.+/)?"
 
 _Chain = tuple[tuple[int, "Patterns"], ...]
 
@@ -124,4 +127,30 @@ def _lenient(lines: list[str], name: str) -> Patterns:
 
 def _any_of(patterns: Iterable[str]) -> re.Pattern[str]:
     # The library's named group would stand there several times.
-    return re.compile("|".join(f"(?:{each.replace('(?P<ps_d>', '(?:')})" for each in patterns), re.DOTALL)
+    return re.compile(
+        "|".join(f"(?:{_bounded(each.replace('(?P<ps_d>', '(?:'))})" for each in patterns), re.DOTALL
+    )
+
+
+def _bounded(expression: str) -> str:
+    """The same, for a line with many stars, in a form that is not tried in every possible way.
+
+    What stands between two stars may be taken where it is first found, since the second star stands for
+    anything that follows; so no earlier choice is ever made anew. The same goes for folders between '**'.
+    """
+    if expression.count(_STAR) + expression.count(_FOLDERS) <= _STARS_PLAIN:
+        return expression
+    first, *more = map(_once, expression.split(_FOLDERS))
+    if not more:
+        return first
+    if first.startswith(_ANYWHERE):
+        first = f"^(?>(?:.+?/)??{first.removeprefix(_ANYWHERE)}(?=/))"
+    return first + "".join(f"(?>(?:/.+?)??/{each}(?=/))" for each in more[:-1]) + _FOLDERS + more[-1]
+
+
+def _once(expression: str) -> str:
+    """Of a part without '**'."""
+    first, *more = expression.split(_STAR)
+    if not more:
+        return first
+    return first + "".join(f"(?>[^/]*?{each})" for each in more[:-1] if each) + _STAR + more[-1]

@@ -17,7 +17,7 @@ import logging
 import os
 import re
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -42,6 +42,7 @@ from genie.grid.sync.delta import Delta, bytes_of, delta_of, paths_of, plan_of
 from genie.grid.sync.local_tree import LocalTree, Snapshot, library, local_engine, local_root
 from genie.grid.sync.pack import Chunk, Chunks, VanishedError, hash_files, pack_files, plan_frames
 from genie.grid.sync.stream import Stream
+from genie.runtime.tasks import all_of
 
 _log = logging.getLogger(__name__)
 _CHECK_S = 600.0
@@ -205,35 +206,29 @@ class _Job:
     async def _round(self, nodes: list[str], *, final: bool) -> list[str]:
         """Brings the nodes up to date. Gives those that are worth another round."""
         again: list[str] = []
-        # Each holds its connection to the end: with more than the pool has, some would wait for ever.
-        width = min(self._file.sync.max_parallel_transfers, self._file.ssh.pool_size)
-        self._scan = None
-        for at in range(0, len(nodes), width):
-            again += await self._some(nodes[at : at + width], final=final)
-        return again
-
-    async def _some(self, nodes: list[str], *, final: bool) -> list[str]:
-        again: list[str] = []
         failure: Exception | None = None
-        async with contextlib.AsyncExitStack() as links, asyncio.TaskGroup() as group:
-            looking = [group.create_task(self._try_enter(name, links)) for name in nodes]
-            await asyncio.sleep(0)  # the nodes are asked first: they look while we do
-            if self._scan is None:
-                self._scan = asyncio.get_running_loop().run_in_executor(None, self._local.scan)
-            left = set(looking)
-            try:
-                while left:
-                    ready = await _next_ready(left)
-                    left -= ready
-                    found = [task.result() for task in looking if task in ready]
-                    again += await self._bring_found(found, await self._scan, final=final)
-            except Exception as error:  # raised outside of the group, which would wrap it
-                failure = error
-                for task in looking:
-                    task.cancel()
+        self._scan = None
+        looks = _Looks(nodes, width=min(self._file.sync.max_parallel_transfers, self._file.ssh.pool_size))
+        try:
+            async with asyncio.TaskGroup() as group:
+                try:
+                    while looks.go_on(group, self._try_enter):
+                        again += await self._bring_next(looks, final=final)
+                except Exception as error:  # raised outside of the group, which would wrap it
+                    failure = error
+                    looks.cancel()
+        finally:
+            await looks.close()
         if failure is not None:
             raise failure
         return again
+
+    async def _bring_next(self, looks: _Looks, *, final: bool) -> list[str]:
+        await asyncio.sleep(0)  # the nodes are asked first: they look while we do
+        if self._scan is None:
+            self._scan = asyncio.get_running_loop().run_in_executor(None, self._local.scan)
+        async with looks.next_ready() as found:
+            return await self._bring_found(found, await self._scan, final=final)
 
     async def _bring_found(self, found: list[_Found], snapshot: Snapshot, *, final: bool) -> list[str]:
         again: list[str] = []
@@ -301,7 +296,7 @@ class _Job:
                     hint="sync again when nothing writes to the folder",
                 ) from None
             return [task.name for task in (*tasks, *plain)]
-        await asyncio.gather(*(self._tar(task, snapshot) for task in plain))
+        await all_of(self._tar(task, snapshot) for task in plain)
         return again
 
     def _read_dirty(self, snapshot: Snapshot) -> None:
@@ -492,12 +487,51 @@ class _Job:
         self._reports[name] = SyncReport(node=name, seconds=seconds, error=_sync_error(error))
 
 
-async def _next_ready(looking: set[asyncio.Task[_Found]]) -> set[asyncio.Task[_Found]]:
-    """Those who are ready together share what is read; who hangs does not hold them up for long."""
-    began = time.monotonic()
-    await asyncio.wait(looking, return_when=asyncio.FIRST_COMPLETED)
-    ready, _ = await asyncio.wait(looking, timeout=max(_TOGETHER_S, time.monotonic() - began))
-    return ready
+class _Looks:
+    """Nodes that are being looked at, at most `width` of them, each with the link that it holds.
+
+    A node that has been brought up to date, or has failed, makes room for the next one; one that hangs
+    keeps its own place and no other.
+    """
+
+    def __init__(self, nodes: Sequence[str], *, width: int) -> None:
+        self._waiting = list(nodes)[::-1]
+        self._width = width
+        self._links: dict[asyncio.Task[_Found], contextlib.AsyncExitStack] = {}
+        self._late: set[asyncio.Task[_Found]] = set()
+
+    def go_on(
+        self,
+        group: asyncio.TaskGroup,
+        look: Callable[[str, contextlib.AsyncExitStack], Coroutine[Any, Any, _Found]],
+    ) -> bool:
+        """Fills the places that are free. False when there is nothing left to wait for."""
+        while self._waiting and len(self._links) < self._width:
+            links = contextlib.AsyncExitStack()
+            self._links[group.create_task(look(self._waiting.pop(), links))] = links
+        return bool(self._links)
+
+    @contextlib.asynccontextmanager
+    async def next_ready(self) -> AsyncIterator[list[_Found]]:
+        """Those who are ready together share what is read; who hangs holds them up once, and not for long."""
+        began = time.monotonic()
+        await asyncio.wait(self._links, return_when=asyncio.FIRST_COMPLETED)
+        if awaited := self._links.keys() - self._late:
+            await asyncio.wait(awaited, timeout=max(_TOGETHER_S, time.monotonic() - began))
+        ready = [task for task in self._links if task.done()]
+        self._late = self._links.keys() - set(ready)
+        yield [task.result() for task in ready]
+        for task in ready:
+            await self._links.pop(task).aclose()
+
+    def cancel(self) -> None:
+        for task in self._links:
+            task.cancel()
+
+    async def close(self) -> None:
+        """Gives back the links of those that were not brought to an end."""
+        while self._links:
+            await self._links.popitem()[1].aclose()
 
 
 class _Transfer:
@@ -520,7 +554,7 @@ class _Transfer:
                 self.failed[task.name] = error
                 self.alive.remove(task)
 
-        await asyncio.gather(*map(guarded, list(self.alive)))
+        await all_of(map(guarded, list(self.alive)))
 
     async def send(self, chunk: Chunk) -> None:
         async def one(task: _Task) -> None:

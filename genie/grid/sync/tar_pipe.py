@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import shlex
 import tarfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,7 +15,9 @@ from pathlib import Path
 import asyncssh
 
 from genie.errors import ConnectionLostError, DeadlineError, NodeRefusedError, SyncError
+from genie.grid.login_shell import check_login_shell
 from genie.grid.remote import tree
+from genie.grid.shell_words import OWN_FOLDER, path_word, through_login_shell
 from genie.grid.ssh_pool import Link
 from genie.grid.sync.local_tree import Snapshot
 
@@ -26,6 +27,7 @@ _SAID_BYTES_MAX = 4096
 _SCRIPT = r"""
 set -eu
 mkdir -p -- "$root"
+if why=$(_grid_refused_link); then echo "$why" >&2; exit 1; fi
 cd -- "$root"
 ROOT=$(pwd)
 export ROOT
@@ -59,12 +61,10 @@ async def send(
 ) -> tuple[int, int]:
     """The number of files, and of their bytes. Every wait ends: `apply_s` is for what comes after sending."""
     records = [one for one in tree.records_of(bytes(snapshot.records)) if one.kind != tree.LEFT_OUT]
-    command = f"root={_quoted(root)}\n{_SCRIPT}"
+    command = through_login_shell(f"root={path_word(root)}\n{OWN_FOLDER}{_SCRIPT}")
     try:
         async with asyncio.timeout(stall_s):
-            process = await link.connection.create_process(
-                f"sh -c {shlex.quote(command)}", encoding=None, stderr=asyncssh.STDOUT
-            )
+            process = await link.connection.create_process(command, encoding=None, stderr=asyncssh.STDOUT)
         try:
             await _feed(process, snapshot.root, records, stall_s=stall_s)
             async with asyncio.timeout(apply_s):
@@ -79,6 +79,7 @@ async def send(
     if process.exit_status is None or process.exit_status < 0:
         raise ConnectionLostError(f"node {link.name}: the connection broke in the middle of a transfer")
     if process.exit_status != 0:
+        await check_login_shell(link, timeout_s=stall_s)
         text = said.decode(errors="replace").strip() or f"tar ended with {process.exit_status}"
         raise NodeRefusedError(f"node {link.name}: {text}", reason=_reason(text))
     files = [one for one in records if one.kind == tree.FILE]
@@ -131,12 +132,9 @@ def _contents(path: Path, size: int) -> Iterator[bytes]:
     yield bytes(-size % tarfile.BLOCKSIZE)
 
 
-def _quoted(root: str) -> str:
-    """'~' is for the shell, the rest is not."""
-    return "~/" + shlex.quote(root[2:]) if root.startswith("~/") else shlex.quote(root)
-
-
 def _reason(text: str) -> str:
     if "No space left" in text:
         return "no_space"
+    if "is a link that leads out" in text:
+        return "link"
     return "conflict" if "no sync put it there" in text or "is a folder here" in text else "os"

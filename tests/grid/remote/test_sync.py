@@ -162,15 +162,31 @@ def test_frames_that_are_cut_anywhere_wait_for_the_rest(two_states, tmp_path: Pa
         assert told(root) == told(old)
 
 
-def test_a_tree_whose_own_folder_is_a_link_is_refused(two_states, tmp_path: Path) -> None:
+def test_a_tree_whose_own_folder_is_a_link_that_leads_out_is_refused(two_states, tmp_path: Path) -> None:
     old, _ = two_states
     root, outside = tmp_path / "node", tmp_path / "outside"
     root.mkdir()
     outside.mkdir()
     (root / ".grid").symlink_to(outside)
-    with pytest.raises(OSError):  # noqa: PT011 - a link or no folder, as the system puts it
+    with pytest.raises(OpError, match="is a link that leads out of the home, to ") as caught:
         sync.apply(args_of(root), change(b"", old))
+    assert caught.value.reason == "link"
     assert list(outside.iterdir()) == []
+
+
+def test_a_link_within_the_home_is_followed(
+    two_states, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old, _ = two_states
+    monkeypatch.setenv("HOME", str(tmp_path))
+    root, elsewhere = tmp_path / "node", tmp_path / "elsewhere"
+    root.mkdir()
+    elsewhere.mkdir()
+    (root / ".grid").symlink_to(elsewhere)
+    sync.apply(args_of(root), change(b"", old))
+    (root / ".grid").unlink()
+    assert told(root) == told(old)
+    assert (elsewhere / "sync" / "t").is_dir()
 
 
 @pytest.mark.parametrize("name", ["../x", "", ".", "a/b", "-x"])

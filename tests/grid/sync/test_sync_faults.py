@@ -15,8 +15,9 @@ from typing import Any
 
 import pytest
 
-from genie.errors import SyncError, UnreachableError
+from genie.errors import NodeRefusedError, SyncError, UnreachableError
 from genie.grid.grid_file import SshKeys
+from genie.grid.runner import Runner
 from genie.grid.ssh_pool import SshPool
 from genie.grid.sync import local_tree, pack, syncer, tar_pipe
 from genie.grid.sync.local_tree import LocalTree, Snapshot
@@ -263,6 +264,28 @@ async def test_a_node_without_python_gets_all_of_it_by_tar(bed: Bed, tmp_path: P
         (node.bin / "python3").unlink()
 
 
+@pytest.mark.parametrize("has_python", [True, False])
+async def test_a_link_out_of_the_home_is_refused_by_runs_and_by_sync_in_the_same_words(
+    own_bed: Bed, tmp_path: Path, has_python: bool
+) -> None:
+    node, root, outside = own_bed["gpu1"], tmp_path / "project", tmp_path / "outside"
+    write(root, {b"a": b"1"})
+    outside.mkdir()
+    (node.home / "ws").mkdir()
+    (node.home / "ws" / ".grid").symlink_to(outside)
+    if not has_python:
+        (node.bin / "python3").write_text("#!/bin/sh\nexit 127\n")
+        (node.bin / "python3").chmod(0o755)
+    file = file_for(own_bed, "ws")
+    async with SshPool(file, ssh_config=own_bed.ssh_config) as pool:
+        with pytest.raises(NodeRefusedError, match="is a link that leads out of the home") as refused:
+            await Runner(pool, file).start("gpu1", "true")
+        (report,) = await Syncer(pool, file, state_dir=tmp_path / "state").sync(root, ["gpu1"])
+    assert type(report.error) is NodeRefusedError
+    assert (str(report.error), report.error.reason) == (str(refused.value), "link")
+    assert list(outside.iterdir()) == []
+
+
 async def test_a_slow_link_to_a_node_without_python_is_no_stop(
     own_bed: Bed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -313,3 +336,22 @@ async def test_a_pool_with_fewer_places_than_nodes_takes_one_after_the_other(
             tmp_path / "project", ["gpu1", "gpu2"]
         )
     assert [report.error for report in reports] == [None, None]
+
+
+async def test_a_node_that_hangs_keeps_one_place_and_the_others_go_on_through_the_rest(
+    bed: Bed, tmp_path: Path
+) -> None:
+    file = file_for(bed, "ws-places", "sync: {max_parallel_transfers: 2}\n")
+    file = dataclasses.replace(file, ssh=SshKeys(connect_timeout=120, max_retries=0))
+    write(tmp_path / "project", {b"a": b"1"})
+    names = ["gpu2", "gpu3", "gpu4", "gpu5"]
+    sent: set[str] = set()
+    async with SshPool(file, ssh_config=bed.ssh_config) as pool:
+        syncing = Syncer(pool, file, state_dir=tmp_path / "state").sync(
+            tmp_path / "project", names, progress=lambda one: sent.add(one.node)
+        )
+        with bed["gpu2"].hanging():
+            task = asyncio.ensure_future(syncing)
+            await until(lambda: sent == {"gpu3", "gpu4", "gpu5"}, what="the nodes behind the one that hangs")
+        reports = await task
+    assert [(report.node, report.error) for report in reports] == [(name, None) for name in names]
