@@ -108,7 +108,9 @@ class Launcher:
             figures(self._state_dir).node_scores({each.name: each.rank for each in nodes})
             try:
                 fitting = [each for each in nodes if each.name not in without]
-                return choose(fitting, gpus=gpus, labels=labels or {}).name
+                name = choose(fitting, gpus=gpus, labels=labels or {}).name
+                checker.note_chosen(name)
+                return name
             except NoNodeError:
                 if fresh:
                     raise

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -24,6 +25,8 @@ from genie.grid.health_check import (
     judge,
     score,
 )
+from genie.grid.launch import Launcher
+from genie.grid.runner import Runner
 from genie.grid.ssh_pool import SshPool
 from tests.grid.bed import Bed
 
@@ -191,6 +194,16 @@ def test_of_equals_the_one_that_was_chosen_least_since_it_was_read(tmp_path: Pat
         checker.note_chosen(taken[-1])
     assert taken == ["a", "b", "d", "a", "b", "d", "a"]
     assert choose([msgspec.structs.replace(each, chosen=9) for each in nodes]).name == "c"
+
+
+async def test_runs_are_spread_over_nodes_that_are_as_good(tmp_path: Path) -> None:
+    file = parse_grid_file("nodes: [a, b, c]", name="f")
+    read_at = time.time()
+    nodes = [msgspec.structs.replace(health(name), at=read_at) for name in ("a", "b", "c")]
+    HealthCache(tmp_path).write(file, nodes)
+    async with SshPool(file, ssh_config=tmp_path) as pool:
+        launcher = Launcher(pool, file, Runner(pool, file), state_dir=tmp_path)
+        assert [await launcher.best_node(without={}) for _ in range(4)] == ["a", "b", "c", "a"]
 
 
 @pytest.mark.parametrize("state", [NodeState.DEGRADED, NodeState.UNHEALTHY, NodeState.UNREACHABLE])
