@@ -1,7 +1,7 @@
 """The native placer and the plain one are the same, and neither gives away what is not there.
 
-The plain one has no index: it judges every node anew at every choice. So after any sequence of events the native
-index is what counting it from scratch would give.
+The plain one has no index: it judges every node anew at every choice. So after any sequence of events the
+native index is what counting it from scratch would give.
 """
 
 from __future__ import annotations
