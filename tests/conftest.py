@@ -19,6 +19,7 @@ import pytest
 import pytest_asyncio
 
 from tests import needs
+from tests.fakes.nvml.fake import build
 from tests.leaks import LeakCheck, detached_processes, end_processes
 from tests.skips import LeftOut
 
@@ -70,6 +71,12 @@ def pytest_configure_node(node: Any) -> None:  # Any: xdist has no public name f
     folder = node.config._tmp_path_factory.getbasetemp() / "s"
     node.config.stash[_STATE_FOLDER] = folder
     node.workerinput["state_folder"] = str(folder / node.gateway.id.removeprefix("gw"))
+
+
+@pytest.fixture(scope="session")
+def nvml_library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The fake NVML, which programs and nodes have as those with a driver do."""
+    return build(needs.require_program("cc", package="gcc"), tmp_path_factory.mktemp("nvml"))
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -10,17 +10,9 @@ import pytest_asyncio
 
 from genie.grid.grid_file import GridFile, parse_grid_file
 from genie.grid.ssh_pool import SshPool
-from tests.fakes.nvml.fake import build
 from tests.grid.bed import Bed
-from tests.needs import require_program
 
 NODES = 10
-
-
-@pytest.fixture(scope="session")
-def nvml_library(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The fake NVML, which nodes of the bed have as those with a driver do."""
-    return build(require_program("cc", package="gcc"), tmp_path_factory.mktemp("nvml"))
 
 
 @pytest.fixture(scope="session")

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from genie.errors import SyncError
-from genie.grid import launch
+from genie.grid.sync import syncer
 
 
 def install_syncer(patch: pytest.MonkeyPatch, *, failing: Sequence[str] = ()) -> list[tuple[Path, list[str]]]:
@@ -27,5 +27,5 @@ def install_syncer(patch: pytest.MonkeyPatch, *, failing: Sequence[str] = ()) ->
                 for name in nodes
             ]
 
-    patch.setattr(launch, "Syncer", Syncer)
+    patch.setattr(syncer, "Syncer", Syncer)
     return asked

@@ -7,13 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.fakes.nvml.fake import FakeNvml, build
-from tests.needs import require_program
-
-
-@pytest.fixture(scope="session")
-def nvml_library(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build(require_program("cc", package="gcc"), tmp_path_factory.mktemp("nvml"))
+from tests.fakes.nvml.fake import FakeNvml
 
 
 @pytest.fixture
