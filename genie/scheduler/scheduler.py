@@ -356,6 +356,8 @@ class _Pass:
         """Why no job of the kind could start now; what starts only makes it worse."""
         self._delaying: dict[Kind, str] = {}
         """The same of those that would not end before the reservation begins."""
+        self._unreclaimed: set[Kind] = set()
+        """For whom nothing that is on loan would be enough, in this pass."""
         self._is_ahead = False
         """Whether the foresight stands at the time of the reservation."""
         self._is_past_claims = False
@@ -477,7 +479,7 @@ class _Pass:
             if self._is_waiting(request) and in_the_way(self._book, request):
                 self._make_room(waiting)
             elif self._is_waiting(request):
-                self._reclaim(waiting, holder.request)
+                self._reclaim(waiting)
         return None
 
     @contextmanager
@@ -527,7 +529,7 @@ class _Pass:
         with self._past_claims(waiting.request):
             self._backfill(waiting, holder, then)
         if waiting.request.tenant in self._rules.quotas.by_tenant and self._is_waiting(waiting.request):
-            self._reclaim(waiting, holder)
+            self._reclaim(waiting)
         return None
 
     def _is_waiting(self, request: Request) -> bool:
@@ -594,20 +596,21 @@ class _Pass:
         book, cost = self._book, self._rules.cost
         return victims.plan(request, candidates, leaving=leaving, book=book, cost=cost, now=self._now)
 
-    def _reclaim(self, waiting: _Waiting, holder: Request) -> None:
+    def _reclaim(self, waiting: _Waiting) -> None:
         """What is on loan comes back to whom it belongs, also behind somebody's reservation: beside the nodes
         that are reserved, so that nobody is delayed."""
         request, reservation = waiting.request, self._scheduler._reservation
-        if reservation is None or not self._rules.preempts or not self._rank(request)[0]:
+        is_asked = self._rules.preempts and waiting.line not in self._unreclaimed
+        if reservation is None or not is_asked or not self._rank(request)[0]:
             return
         kept = {place.node_id for place in reservation.places}
-        several = [
-            running
-            for running in self._those_who_matter(request)
-            if not any(place.node_id in kept for place in running.held.places)
-        ]
+        running = self._those_who_matter(request)
+        lent = victims.on_loan(running, book=self._book, quotas=self._rules.quotas)
+        several = [each for each in lent if not any(place.node_id in kept for place in each.held.places)]
         eviction = self._eviction(request, several)
-        if eviction is not None and not any(place.node_id in kept for place in eviction.places):
+        if eviction is None or any(place.node_id in kept for place in eviction.places):
+            self._unreclaimed.add(waiting.line)
+        else:
             self._preempt(request, eviction)
 
     def _those_who_matter(self, request: Request) -> list[Running]:

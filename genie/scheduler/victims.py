@@ -81,6 +81,19 @@ def who_may_go(request: Request, several: Iterable[Running], *, book: Book, quot
     return found
 
 
+def on_loan(several: Iterable[Running], *, book: Book, quotas: Quotas) -> list[Running]:
+    """Those that are beyond their tenant's own part, and those that leave already."""
+    owned: dict[str, frozenset[str]] = {}
+    found = []
+    for running in several:
+        tenant = running.request.tenant
+        if tenant not in owned:
+            owned[tenant] = quotas.owned(tenant, book.claims(tenant))
+        if running.is_leaving or running.request.job_id not in owned[tenant]:
+            found.append(running)
+    return found
+
+
 def plan(
     request: Request,
     candidates: Iterable[Running],

@@ -67,3 +67,17 @@ def test_a_loan_has_a_bound() -> None:
         desk.submit(f"j{number}", preemptible=True)
     assert desk.started() == ["j0", "j1"]
     assert "may borrow 1 GPU" in desk.why("j2").reason
+
+
+def test_behind_a_reservation_nobody_goes_who_is_within_his_own_part() -> None:
+    quotas = Quotas({"a": Quota(of_gpus(8)), "b": Quota(of_gpus(4)), "c": Quota(of_gpus(4))})
+    desk = Desk(node("n1", 8), node("n2", 8), rules=Rules(quotas=quotas))
+    for name, gpus, where in (("long", 8, "n1"), ("part", 4, "n2")):
+        shape = Shape(gpus=gpus, nodes=frozenset({where}))
+        desk.submit(name, tenant="other", shape=shape, time_limit_s=1000.0)
+    desk.submit("low", tenant="c", gpus=4, preemptible=True)
+    assert len(desk.started()) == 3
+    desk.submit("wide", tenant="a", gpus=8, priority=5)
+    desk.decide()
+    desk.submit("mine", tenant="b", gpus=4, priority=4)
+    assert desk.preempted() == []
