@@ -128,7 +128,7 @@ class _Writer:
                 work = self._waiting.popleft()
             try:
                 work()
-            except Exception:
+            except Exception:  # a thread boundary: one figure must not cost those behind it
                 _log.exception("a figure could not be kept")
 
 

@@ -59,6 +59,13 @@ class Gate:
             each.set_result(None)
 
 
+async def queued(one: Standing, count: int, *, what: str) -> None:
+    """So many writes wait for the commit that is under way."""
+    assert one.controller is not None
+    ledger = one.controller._ledger
+    await until(lambda: len(ledger._queue) == count, what=what)
+
+
 async def kept(one: Standing, job_id: str) -> bytes:
     found = await one.store.get(f"job/{job_id}")
     assert found is not None, "answered before it was durable"
@@ -120,11 +127,12 @@ async def test_one_that_waited_and_one_that_need_not_are_both_launched(tmp_path:
             group.create_task(agent.beat())
             await gate.reached(1, what="the end of the first job")
             group.create_task(client.ask(CreateToken(kind=TokenKind.USER)))
-            await asyncio.sleep(0.05)  # it waits behind that
+            await queued(one, 1, what="the token behind that")
             gate.open()
             await gate.reached(1, what="the token, while the pass decides on the job that waited")
+            await queued(one, 1, what="the place of the job that waited")
             submission = group.create_task(client.submit(gpus=1))
-            await asyncio.sleep(0.05)
+            await queued(one, 2, what="the submission behind that")
             gate.open(for_good=True)
         launched = {(await agent.next_launch()).job_id for _ in range(2)}
         assert launched == {waited.job_id, submission.result().job_id}
@@ -141,7 +149,7 @@ async def test_nothing_is_placed_that_could_not_be_launched_beside_what_is_about
             first = group.create_task(client.submit(gpus=1))
             await gate.reached(1, what="the first job")
             second = group.create_task(client.submit(gpus=1))
-            await asyncio.sleep(0.05)  # it waits behind that
+            await queued(one, 1, what="the second job behind that")
             gate.open(for_good=True)
         assert (first.result().state, second.result().state) == (JobState.PLACING, JobState.QUEUED)
         agent.hang.set()
