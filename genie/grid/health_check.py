@@ -32,6 +32,7 @@ from genie.grid.login_shell import check_login_shell
 from genie.grid.remote import health
 from genie.grid.ssh_pool import Link, SshPool
 from genie.runtime import files
+from genie.runtime.tasks import paused
 
 _log = logging.getLogger(__name__)
 
@@ -43,6 +44,7 @@ PROGRAM_XIDS = frozenset({13, 31, 43, 45, 68, 69})
 """Errors that a program on the GPU makes; all others speak of the GPU, its driver or its link."""
 _PART_SHARE = 0.7
 """Of the time that is left for a node: the rest is for its answer to come back."""
+_REACHING_MAX = 256
 _REASONS_SHOWN = 20
 _CACHE_BYTES_MAX = 64 << 20
 _REASONS_MAX = 64
@@ -315,9 +317,11 @@ class HealthChecker:
         self._cache = cache
         self._known = cache.read(file) if cache is not None else {}
         self._seen: set[str] = set()
-        # Not more than there are connections: a node must not spend its time waiting for another's.
+        # Not more than there are connections: a node must not spend its time waiting for another's. It
+        # takes its place when it has answered at all, so that dead nodes delay nobody.
         keys = file.health_check
         self._places = asyncio.Semaphore(min(keys.max_workers, file.ssh.pool_size))
+        self._reaching = asyncio.Semaphore(_REACHING_MAX)
 
     async def check_all(self, *, fresh: bool = False) -> list[NodeHealth]:
         """One for each node of the file, in its order. Nothing raises: what cannot be reached says so."""
@@ -349,29 +353,35 @@ class HealthChecker:
             self._cache.write(self._file, list(self._known.values()))
 
     async def _ask(self, node: GridNode) -> NodeHealth:
-        async with self._places:
+        async with self._reaching:
             loop = asyncio.get_running_loop()
             started = loop.time()
             limit = asyncio.timeout(self._file.health_check.timeout)
-            try:
-                async with limit:
-                    readings = await self._read(node, deadline=started + self._file.health_check.timeout)
-            except TimeoutError:
-                if not limit.expired():
-                    raise
-                late = f"no answer within {self._file.health_check.timeout:g} s"
-                return self._unreached(node, UnreachableError(late), took_s=loop.time() - started)
-            except GenieError as error:
-                return self._unreached(node, error, took_s=loop.time() - started)
-            return self._judged(node, readings, took_s=loop.time() - started)
+            with _Turn(self._places, limit) as turn:
+                try:
+                    async with limit:
+                        readings = await self._read(node, limit, turn)
+                    return self._judged(node, readings, took_s=loop.time() - started - turn.waited_s)
+                except TimeoutError:
+                    if not limit.expired():
+                        raise
+                    error: GenieError = UnreachableError(
+                        f"no answer within {self._file.health_check.timeout:g} s"
+                    )
+                except GenieError as found:
+                    error = found
+                return self._unreached(node, error, took_s=loop.time() - started - turn.waited_s)
 
-    async def _read(self, node: GridNode, *, deadline: float) -> Readings:
-        loop = asyncio.get_running_loop()
+    async def _read(self, node: GridNode, limit: asyncio.Timeout, turn: _Turn) -> Readings:
         # A first look is one plain command: starting Python costs a node more than the readings do.
         async with self._pool.use(
-            node.name, timeout_s=self._file.health_check.timeout, retries=1, bare=node.name not in self._seen
+            node.name,
+            timeout_s=self._file.health_check.timeout,
+            retries=1,
+            bare=node.name not in self._seen,
+            turn=turn.take,
         ) as link:
-            left_s = max(0.05, deadline - loop.time())
+            left_s = max(0.05, (limit.when() or 0.0) - asyncio.get_running_loop().time())
             answer = await _fetch(link, self._file.remote_root, left_s=left_s)
         self._seen.add(node.name)
         try:
@@ -402,6 +412,32 @@ class HealthChecker:
             None,
             dict(node.labels),
         )
+
+
+class _Turn:
+    """One node's place among those that are asked. Waiting for it takes nothing from the node's time."""
+
+    def __init__(self, places: asyncio.Semaphore, limit: asyncio.Timeout) -> None:
+        self._places = places
+        self._limit = limit
+        self._has_place = False
+        self.waited_s = 0.0
+
+    async def take(self) -> None:
+        """Once; who connects again keeps the place."""
+        if not self._has_place:
+            loop = asyncio.get_running_loop()
+            before = loop.time()
+            with paused(self._limit):
+                self._has_place = await self._places.acquire()
+            self.waited_s = loop.time() - before
+
+    def __enter__(self) -> _Turn:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._has_place:
+            self._places.release()
 
 
 async def _fetch(link: Link, root: str, *, left_s: float) -> Any:  # Any: a node's JSON, not yet checked

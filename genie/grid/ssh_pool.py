@@ -18,7 +18,7 @@ import logging
 import random
 import re
 import zlib
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
@@ -43,7 +43,8 @@ from genie.errors import (
 )
 from genie.grid.grid_file import GridFile, GridNode
 from genie.grid.remote import core
-from genie.runtime.tasks import all_of
+from genie.grid.tcp_leg import TcpLeg
+from genie.runtime.tasks import all_of, paused
 
 _log = logging.getLogger(__name__)
 
@@ -174,17 +175,25 @@ class SshPool:
 
     @contextlib.asynccontextmanager
     async def use(
-        self, name: str, *, timeout_s: float | None = None, retries: int | None = None, bare: bool = False
+        self,
+        name: str,
+        *,
+        timeout_s: float | None = None,
+        retries: int | None = None,
+        bare: bool = False,
+        turn: Callable[[], Awaitable[None]] | None = None,
     ) -> AsyncIterator[Link]:
         """The node's link, opened if need be; it stays open afterwards for whoever comes next.
 
         `timeout_s` is for one attempt to connect, waiting for a free place in the pool and for others who
         connect to the same node included. With `bare` the helper is not started for this, which costs a
-        node more than one plain command does.
+        node more than one plain command does. `turn` is awaited in each attempt once the node has answered,
+        before anything else is asked of it, and takes none of that time: those who wait for their turn
+        do not wait behind nodes that are dead.
         Raises UnreachableError, HostKeyUnknownError, HostKeyChangedError or LoginRefusedError.
         """
         node = self._file.node(name)
-        link = await self._take(node, timeout_s=timeout_s, retries=retries, bare=bare)
+        link = await self._take(node, timeout_s=timeout_s, retries=retries, bare=bare, turn=turn)
         try:
             yield link
         finally:
@@ -192,13 +201,19 @@ class SshPool:
             self._tell_freed()
 
     async def _take(
-        self, node: GridNode, *, timeout_s: float | None, retries: int | None, bare: bool
+        self,
+        node: GridNode,
+        *,
+        timeout_s: float | None,
+        retries: int | None,
+        bare: bool,
+        turn: Callable[[], Awaitable[None]] | None,
     ) -> Link:
         each_s = timeout_s if timeout_s is not None else self._file.ssh.connect_timeout
         attempts = 1 + (retries if retries is not None else self._file.ssh.max_retries)
         for attempt in range(attempts):
             try:
-                return await self._ready(node, timeout_s=each_s, bare=bare)
+                return await self._ready(node, timeout_s=each_s, bare=bare, turn=turn)
             except (UnreachableError, ConnectionLostError, DeadlineError) as error:
                 if attempt + 1 == attempts:
                     raise
@@ -208,11 +223,19 @@ class SshPool:
                 await asyncio.sleep(pause_s)
         raise AssertionError
 
-    async def _ready(self, node: GridNode, *, timeout_s: float, bare: bool) -> Link:
+    async def _ready(
+        self, node: GridNode, *, timeout_s: float, bare: bool, turn: Callable[[], Awaitable[None]] | None
+    ) -> Link:
         limit = asyncio.timeout(timeout_s)
+
+        async def own_turn() -> None:
+            if turn is not None:
+                with paused(limit):
+                    await turn()
+
         try:
             async with limit, self._locks.setdefault(node.name, asyncio.Lock()):
-                link = await self._open(node)
+                link = await self._open(node, own_turn)
                 link.users += 1
                 try:
                     if not bare:
@@ -230,14 +253,21 @@ class SshPool:
                 hint=f"try '{_ssh(node)}'; ssh.connect_timeout and ssh.pool_size are in the grid's file",
             ) from None
 
-    async def _open(self, node: GridNode) -> Link:
+    async def _open(self, node: GridNode, turn: Callable[[], Awaitable[None]]) -> Link:
         link = self._links.pop(node.name, None)
         if link is not None and not link.is_open:
             await link.close()
             link = None
-        if link is None:
-            async with self._place(node):
-                link = Link(node, await self._connect(node))
+        if link is not None:
+            await turn()
+        else:
+            async with contextlib.AsyncExitStack() as place:
+
+                async def reached() -> None:
+                    await turn()
+                    await place.enter_async_context(self._place(node))
+
+                link = Link(node, await self._connect(node, reached))
         self._links[node.name] = link  # last used, last in the order
         return link
 
@@ -266,11 +296,20 @@ class SshPool:
         self._freed.set()
         self._freed = asyncio.Event()
 
-    async def _connect(self, node: GridNode) -> asyncssh.SSHClientConnection:
+    async def _connect(
+        self, node: GridNode, reached: Callable[[], Awaitable[None]]
+    ) -> asyncssh.SSHClientConnection:
+        """`reached` is awaited when the host has answered, or before all where the way is not ours to see."""
         target = await resolve(node, self._file, self._ssh_config, trusted=self._trusted)
+        ways: dict[str, Any] = {}
+        if TcpLeg.leads_to(target.options):
+            ways["tunnel"] = TcpLeg(target.options, reached=reached)
+        else:
+            await reached()
         try:
             return await asyncssh.connect(
                 node.name,
+                **ways,
                 config=target.config,
                 options=target.options,
                 known_hosts=target.known_hosts,
@@ -289,14 +328,15 @@ class KnownHosts:
         self._read: dict[tuple[str, ...], asyncssh.SSHKnownHosts] = {}
 
     def of(self, files: Sequence[Path]) -> asyncssh.SSHKnownHosts:
-        there = tuple(str(file) for file in files if file.is_file())
-        if there not in self._read:
+        named = tuple(map(str, files))
+        if named not in self._read:
+            there = [str(file) for file in files if file.is_file()]
             try:
-                read = asyncssh.read_known_hosts(list(there)) if there else asyncssh.import_known_hosts("")
+                read = asyncssh.read_known_hosts(there) if there else asyncssh.import_known_hosts("")
             except (ValueError, OSError, UnicodeDecodeError) as error:
                 raise UsageError(f"{' or '.join(there)} cannot be read: {error}") from None
-            self._read[there] = read
-        return self._read[there]
+            self._read[named] = read
+        return self._read[named]
 
 
 @dataclass(frozen=True)

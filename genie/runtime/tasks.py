@@ -60,6 +60,19 @@ async def run_inline(work: Callable[[], _Result]) -> _Result:
     return work()
 
 
+@contextmanager
+def paused(limit: asyncio.Timeout) -> Iterator[None]:
+    """Inside `limit`, a stretch whose time does not count."""
+    loop, when = asyncio.get_running_loop(), limit.when()
+    assert when is not None, "a limit that was not set cannot be paused"
+    left_s = when - loop.time()
+    limit.reschedule(None)
+    try:
+        yield
+    finally:
+        limit.reschedule(loop.time() + left_s)
+
+
 async def all_of(work: Iterable[Coroutine[Any, Any, _Result]]) -> list[_Result]:
     """What all of it gives, side by side, in order. The first failure cancels the others and is raised."""
     try:

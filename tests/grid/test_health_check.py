@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 import time
 from collections.abc import AsyncIterator
@@ -21,6 +22,7 @@ from genie.grid.health_check import (
     NodeState,
     Readings,
     Xid,
+    _Turn,
     choose,
     judge,
     score,
@@ -29,6 +31,7 @@ from genie.grid.launch import Launcher
 from genie.grid.runner import Runner
 from genie.grid.ssh_pool import SshPool
 from tests.grid.bed import Bed
+from tests.waiting import until
 
 GIB = 1 << 30
 KEYS = HealthKeys()
@@ -299,7 +302,7 @@ async def test_all_nodes_are_read_in_the_order_of_the_file(bed: Bed) -> None:
 
 
 async def test_a_hanging_node_costs_only_its_own_timeout(own_bed: Bed) -> None:
-    # One place for both: the second node begins when the time of the first is over.
+    # One place for both.
     file = file_of(own_bed, "ssh: {connect_timeout: 20, pool_size: 1}\nhealth_check: {timeout: 6}\n")
     async with SshPool(file, ssh_config=own_bed.ssh_config) as pool:
         checker = HealthChecker(pool, file, clock=Clock())
@@ -308,6 +311,34 @@ async def test_a_hanging_node_costs_only_its_own_timeout(own_bed: Bed) -> None:
         assert (first.state, second.state) == (NodeState.UNREACHABLE, NodeState.OK)
         assert "within 6 s" in first.note
         assert choose([first, second]).name == "gpu2"
+
+
+async def test_nodes_that_hang_before_the_login_delay_no_other(own_bed: Bed) -> None:
+    file = file_of(own_bed, "ssh: {pool_size: 1}\nhealth_check: {timeout: 600, max_workers: 1}\n")
+    async with SshPool(file, ssh_config=own_bed.ssh_config) as pool:
+        checker = HealthChecker(pool, file, clock=Clock())
+        with own_bed["gpu1"].hanging():
+            silent = asyncio.create_task(checker.check("gpu1"))
+            async with asyncio.timeout(60):
+                assert (await checker.check("gpu2")).state is NodeState.OK
+            assert not silent.done()
+            silent.cancel()
+            await asyncio.wait([silent])
+
+
+async def test_waiting_for_a_turn_takes_nothing_from_a_nodes_time() -> None:
+    places = asyncio.Semaphore(0)
+    async with asyncio.timeout(60) as limit:
+        with _Turn(places, limit) as turn:
+            waiting = asyncio.create_task(turn.take())
+            await until(lambda: limit.when() is None, what="the limit to be paused")
+            places.release()
+            await waiting
+            assert limit.when() is not None
+            assert turn.waited_s > 0
+            assert places.locked()
+            await turn.take()  # a second attempt keeps the place
+        assert not places.locked()
 
 
 async def test_a_node_that_hangs_after_the_login_is_unreachable(own_bed: Bed) -> None:

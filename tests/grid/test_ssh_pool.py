@@ -305,10 +305,28 @@ async def test_a_place_in_the_pool_is_free_again_when_a_connection_could_not_be_
             async with pool.use(name, timeout_s=timeout_s) as link:
                 return link.has_helper
 
-        with own_bed["gpu1"].hanging():
-            first, second = await asyncio.gather(use("gpu1", 0.5), use("gpu2", 20), return_exceptions=True)
-    assert isinstance(first, UnreachableError)
+        own_bed["gpu1"].write_host_key()
+        own_bed["gpu1"].restart()
+        first, second = await asyncio.gather(use("gpu1", 20), use("gpu2", 20), return_exceptions=True)
+    assert isinstance(first, HostKeyChangedError)
     assert second is True
+
+
+async def test_a_host_that_hangs_takes_no_place_in_the_pool(own_bed: Bed) -> None:
+    file = grid_file_of(own_bed, more="ssh: {pool_size: 1, max_retries: 0}\n")
+    async with SshPool(file, ssh_config=own_bed.ssh_config) as pool:
+
+        async def use(name: str) -> bool:
+            async with pool.use(name, timeout_s=600) as link:
+                return link.has_helper
+
+        with own_bed["gpu1"].hanging():
+            silent = asyncio.create_task(use("gpu1"))
+            async with asyncio.timeout(60):
+                assert await use("gpu2")
+            assert not silent.done()
+        async with asyncio.timeout(60):
+            assert await silent
 
 
 async def test_a_channel_that_the_node_has_just_closed_is_a_lost_connection(

@@ -8,7 +8,7 @@ import gc
 import pytest
 
 from genie.errors import ProtocolError
-from genie.runtime.tasks import all_of, tune_for_serving
+from genie.runtime.tasks import all_of, paused, tune_for_serving
 
 
 def test_a_server_collects_seldom() -> None:
@@ -47,3 +47,16 @@ async def test_results_come_in_the_order_of_the_work() -> None:
 
     assert await all_of(map(after, (5, 0, 2))) == [5, 0, 2]
     assert await all_of([]) == []
+
+
+async def test_a_paused_limit_is_none_and_has_its_time_again_afterwards() -> None:
+    loop = asyncio.get_running_loop()
+    async with asyncio.timeout(60) as limit:
+        first = limit.when()
+        with paused(limit):
+            await asyncio.sleep(0)
+            assert limit.when() is None
+        later = limit.when()
+    assert first is not None
+    assert later is not None
+    assert first <= later <= loop.time() + 60

@@ -1,0 +1,204 @@
+"""The way to a host: what it says before it has an owner, and what leaves together."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import asyncssh
+import pytest
+import pytest_asyncio
+
+from genie.grid import tcp_leg
+from genie.grid.tcp_leg import TcpLeg
+
+
+class Owner(asyncio.Protocol):
+    def __init__(self) -> None:
+        self.got = bytearray()
+        self.transport: asyncio.Transport
+        self.lost = asyncio.Event()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self.transport = transport
+
+    def data_received(self, data: bytes) -> None:
+        self.got += data
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.lost.set()
+
+
+class Host:
+    """A server that takes one connection and does what a test says."""
+
+    def __init__(self) -> None:
+        self.reader: asyncio.StreamReader
+        self.writer: asyncio.StreamWriter
+        self.called = asyncio.Event()
+        self.port = 0
+
+    async def took(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.reader, self.writer = reader, writer
+        self.called.set()
+
+
+@pytest_asyncio.fixture
+async def host() -> AsyncIterator[Host]:
+    host = Host()
+    server = await asyncio.start_server(host.took, "127.0.0.1", 0)
+    host.port = server.sockets[0].getsockname()[1]
+    async with server:
+        yield host
+        if host.called.is_set():
+            host.writer.close()
+
+
+async def options(config: Path | None = None) -> asyncssh.SSHClientConnectionOptions:
+    named = [] if config is None else [str(config)]
+    return await asyncssh.SSHClientConnectionOptions.construct(host="gpu1", config=named, client_keys=None)
+
+
+async def connected(host: Host, leave: asyncio.Event) -> tuple[asyncio.Task[Owner], asyncio.Event]:
+    """The attempt, and an event for when it asked for leave."""
+    asked = asyncio.Event()
+
+    async def reached() -> None:
+        asked.set()
+        await leave.wait()
+
+    leg = TcpLeg(await options(), reached=reached)
+
+    async def connect() -> Owner:
+        owner = Owner()
+        _, given = await leg.create_connection(lambda: owner, "127.0.0.1", host.port)
+        assert given is owner
+        return owner
+
+    return asyncio.create_task(connect()), asked
+
+
+async def test_leave_is_asked_when_the_host_has_spoken_and_its_words_reach_the_owner(host: Host) -> None:
+    leave = asyncio.Event()
+    async with asyncio.timeout(30):
+        connecting, asked = await connected(host, leave)
+        await host.called.wait()
+        assert not asked.is_set()
+        host.writer.write(b"SSH-2.0-first\r\n")
+        await asked.wait()
+        host.writer.write(b"more")
+        await host.writer.drain()
+        leave.set()
+        owner = await connecting
+        host.writer.close()
+        await owner.lost.wait()
+    assert bytes(owner.got) == b"SSH-2.0-first\r\nmore"
+
+
+async def test_who_gives_up_waiting_for_leave_leaves_no_connection(host: Host) -> None:
+    async with asyncio.timeout(30):
+        connecting, asked = await connected(host, asyncio.Event())
+        await host.called.wait()
+        host.writer.write(b"SSH-2.0-first\r\n")
+        await asked.wait()
+        connecting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await connecting
+        assert await host.reader.read() == b""
+
+
+class Sink(asyncio.Transport):
+    """Counts what is written to it, and how often."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.writes: list[bytes] = []
+        self.is_closed = False
+        self.is_paused = False
+
+    def pause_reading(self) -> None:
+        self.is_paused = True
+
+    def resume_reading(self) -> None:
+        self.is_paused = False
+
+    def set_protocol(self, protocol: asyncio.BaseProtocol) -> None:
+        self.owner = protocol
+
+    def write(self, data: bytes | bytearray | memoryview) -> None:
+        self.writes.append(bytes(data))
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+async def test_of_words_without_end_only_so_many_are_kept() -> None:
+    sink, held, owner = Sink(), tcp_leg._Held(), Owner()
+    held.connection_made(sink)
+    held.data_received(b"x" * tcp_leg._BYTES_MAX)
+    assert not sink.is_paused
+    held.data_received(b"x")
+    assert sink.is_paused
+    held.hand_over(owner)
+    assert (sink.is_paused, sink.owner) == (False, owner)
+    assert len(owner.got) == tcp_leg._BYTES_MAX + 1
+
+
+@pytest.mark.parametrize("error", [None, BrokenPipeError("gone")])
+async def test_a_host_that_has_hung_up_by_then_is_an_oserror(error: OSError | None) -> None:
+    held = tcp_leg._Held()
+    held.connection_made(Sink())
+    held.connection_lost(error)
+    await held.spoken.wait()
+    with pytest.raises(OSError, match="gone" if error else "reset"):
+        held.hand_over(Owner())
+
+
+async def test_what_is_written_in_one_turn_leaves_together_and_in_order() -> None:
+    sink = Sink()
+    gathering = tcp_leg._Gathering(sink)
+    for part in (b"a", b"b", b"c"):
+        gathering.write(part)
+    assert sink.writes == []
+    await asyncio.sleep(0)
+    gathering.write(b"d")
+    await asyncio.sleep(0)
+    assert sink.writes == [b"abc", b"d"]
+
+
+async def test_much_does_not_wait_for_the_turn_to_end() -> None:
+    sink = Sink()
+    gathering = tcp_leg._Gathering(sink)
+    gathering.write(b"x" * tcp_leg._BYTES_MAX)
+    gathering.write(b"y")
+    assert sink.writes == [b"x" * tcp_leg._BYTES_MAX + b"y"]
+    await asyncio.sleep(0)
+    assert len(sink.writes) == 1
+
+
+async def test_closing_sends_what_was_written_before() -> None:
+    sink = Sink()
+    gathering = tcp_leg._Gathering(sink)
+    gathering.write(b"last words")
+    gathering.close()
+    assert (sink.writes, sink.is_closed) == ([b"last words"], True)
+
+
+@pytest.mark.parametrize(
+    ("line", "straight"),
+    [
+        ("  User someone\n", True),
+        ("  ProxyJump gate\n", False),
+        ("  ProxyCommand nc %h %p\n", False),
+        ("  CanonicalizeHostname yes\n", False),
+        ("Match final\n  ProxyJump gate\n", False),
+    ],
+)
+async def test_another_way_of_openssh_s_settings_is_left_to_it(
+    tmp_path: Path, line: str, straight: bool
+) -> None:
+    config = tmp_path / "config"
+    config.write_text(f"Host gpu1\n{line}")
+    assert TcpLeg.leads_to(await options(config)) is straight
