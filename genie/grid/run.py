@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import re
 import secrets
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
@@ -34,6 +34,19 @@ class RunState(StrEnum):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Chunk:
+    """Output of a run from some offset on. `end`: there is no more, and never will be."""
+
+    out: bytes
+    err: bytes
+    state: RunState
+    exit_code: int | None
+    signal: int | None
+    error: str
+    end: bool
+
+
+@dataclass(frozen=True, kw_only=True)
 class Run:
     """As the node last told it. `exit_code` is 128+n after signal n, 124 after the run's own time limit."""
 
@@ -49,23 +62,12 @@ class Run:
     exit_code: int | None = None
     signal: int | None = None
     error: str = ""
+    first: Chunk | None = field(default=None, compare=False, repr=False)
+    """All that it wrote, where it was over by the time the node answered that it has begun."""
 
     @property
     def is_over(self) -> bool:
         return self.state in (RunState.EXITED, RunState.LOST)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Chunk:
-    """Output of a run from some offset on. `end`: there is no more, and never will be."""
-
-    out: bytes
-    err: bytes
-    state: RunState
-    exit_code: int | None
-    signal: int | None
-    error: str
-    end: bool
 
 
 def new_run_id() -> str:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import logging
 import random
 import time
@@ -58,6 +59,8 @@ GPUS_MAX = 1024
 _ENV_BYTES_MAX = 1 << 20
 _WAIT_S = 5.0
 _WAIT_S_SHORT = 0.5
+_QUICK_S = 0.02
+"""How long the answer to a start waits for the end of the run: it saves a short one two round trips."""
 _START_S = 5.0
 _START_S_GPUS = 30.0
 """Beyond ssh.timeout: others may be choosing GPUs, and their driver may be slow to say which are in use."""
@@ -133,18 +136,22 @@ class Runner:
             "timeout_s": timeout_s,
             "who": self._who,
             "started": time.time(),
+            "quick_s": _QUICK_S,
         }
         if len(stdin) > STDIN_BYTES_MAX:
             raise UsageError(
                 f"standard input has more than {STDIN_BYTES_MAX} bytes", hint="send it as a file"
             )
         async with self._starts.setdefault(node, asyncio.Semaphore(_STARTS_MAX)):
-            run = run_of(node, await self._start(node, args, stdin))
+            answer, output = await self._start(node, args, stdin)
+        run = run_of(node, answer)
         if run.run_id != args["id"]:
             raise ProtocolError(f"node {node}: it was asked for run {args['id']} and tells of {run.run_id}")
-        return run
+        if answer.get("first") is None:
+            return run
+        return dataclasses.replace(run, first=chunk_of(node, answer["first"], output))
 
-    async def _start(self, node: str, args: Mapping[str, Any], stdin: bytes) -> Any:
+    async def _start(self, node: str, args: Mapping[str, Any], stdin: bytes) -> tuple[Any, bytes]:
         asked = False
         error: TransportError | None = None
         for attempt in range(1 + self._file.ssh.max_retries):
@@ -154,8 +161,7 @@ class Runner:
                 async with self._pool.use(node, retries=None if not asked else 0) as link:
                     asked = True
                     timeout_s = self._file.ssh.timeout + (_START_S_GPUS if args["gpus"] else _START_S)
-                    answer, _ = await self._ask_link(link, "start", args, stdin, timeout_s=timeout_s)
-                    return answer
+                    return await self._ask_link(link, "start", args, stdin, timeout_s=timeout_s)
             except _GONE as gone:
                 if not asked:
                     raise
@@ -195,10 +201,12 @@ class Runner:
         and SshAccessError when the node does not let us in any more.
         """
         outage = _Outage(run, clock=self._clock, note=on_note or _ignore)
+        known = run.first if out == err == 0 else None
         with self._following(run.node):
             while True:
                 try:
-                    chunk = await self.read(run, out=out, err=err, wait_s=self._wait_s(run.node))
+                    chunk = known or await self.read(run, out=out, err=err, wait_s=self._wait_s(run.node))
+                    known = None
                 except _GONE as error:
                     await asyncio.sleep(outage.goes_on(error))
                     continue

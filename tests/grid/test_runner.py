@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
 import os
 import shlex
@@ -10,6 +11,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import pytest_asyncio
@@ -19,6 +21,7 @@ from genie.errors import (
     NameInvalidError,
     NodeRefusedError,
     NoNodeError,
+    ProtocolError,
     RunLostError,
     RunNotFoundError,
     UnreachableError,
@@ -353,7 +356,59 @@ async def test_runs_are_listed_and_found_by_the_beginning_of_their_id(runner: Ru
     with pytest.raises(RunNotFoundError, match=run.run_id):
         await runner.status(run)
     with pytest.raises(RunNotFoundError):
-        await runner.wait(run, lambda *_: None)
+        await runner.wait(dataclasses.replace(run, first=None), lambda *_: None)
+
+
+async def test_a_short_run_is_told_whole_in_the_answer_to_its_start(
+    runner: Runner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("genie.grid.runner._QUICK_S", 1.0)
+    run = await runner.start("gpu10", "echo out; echo err >&2; exit 7")
+    assert run.is_over
+    assert run.first is not None
+
+    async def asked_again(*_: object, **__: object) -> None:
+        raise AssertionError
+
+    monkeypatch.setattr(runner, "read", asked_again)
+    heard = Heard()
+    assert await runner.wait(run, heard) == 7
+    assert (heard.out, heard.err) == (b"out\n", b"err\n")
+
+
+async def test_the_start_of_a_long_run_is_answered_before_its_end(runner: Runner) -> None:
+    run = await runner.start("gpu10", "sleep 600")
+    assert (run.is_over, run.first) == (False, None)
+    assert await runner.signal(run, "KILL")
+    assert await runner.wait(run, lambda *_: None) == 137
+
+
+async def test_a_short_run_that_says_much_is_read_piece_by_piece(
+    runner: Runner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("genie.grid.runner._QUICK_S", 1.0)
+    run = await runner.start("gpu10", f"head -c {remote_runs.CHUNK_BYTES} /dev/zero")
+    heard = Heard()
+    assert await runner.wait(run, heard) == 0
+    assert run.first is None
+    assert len(heard.out) == remote_runs.CHUNK_BYTES
+
+
+@pytest.mark.parametrize(
+    "first", [{"out": 99, "err": 0, "state": "exited", "end": True}, {"out": 0}, 3, {"state": "of mind"}]
+)
+async def test_an_end_that_a_node_tells_in_another_way_is_an_error(
+    runner: Runner, monkeypatch: pytest.MonkeyPatch, first: object
+) -> None:
+    asked = Link.call
+
+    async def lying(link: Link, op: str, *args: Any, **more: Any) -> tuple[Any, bytes]:
+        answer, data = await asked(link, op, *args, **more)
+        return ({**answer, "first": first}, data) if op == "runs.start" else (answer, data)
+
+    monkeypatch.setattr(Link, "call", lying)
+    with pytest.raises(ProtocolError, match="gpu10: output is told in a way"):
+        await runner.start("gpu10", "true")
 
 
 async def test_the_oldest_ended_runs_are_removed_when_there_are_too_many(bed: Bed, runner: Runner) -> None:
