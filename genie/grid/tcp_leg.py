@@ -1,4 +1,4 @@
-"""The way to a host without a jump host or a proxy: TCP that asks for leave once the host has spoken.
+"""The way to a host without a jump host or a proxy: TCP that asks for leave when the host has spoken.
 
 asyncssh takes anything with `create_connection` as a tunnel; this one is as long as a socket. It differs from
 asyncssh's own in two things. Hosts that hang, or are not there, hold no place of the pool. And what is
@@ -9,8 +9,6 @@ one before it, and each costs both ends a call of the system and a wake-up.
 from __future__ import annotations
 
 import asyncio
-import errno
-import os
 from collections.abc import Awaitable, Callable
 from typing import Any, cast
 
@@ -20,7 +18,7 @@ _BYTES_MAX = 1 << 16
 
 
 class TcpLeg:
-    """For one connection. `reached` is awaited when the host has sent its first bytes, and got none."""
+    """For one connection. `reached` is awaited when the host has spoken, before anyone listens to it."""
 
     def __init__(
         self, options: asyncssh.SSHClientConnectionOptions, *, reached: Callable[[], Awaitable[object]]
@@ -39,47 +37,51 @@ class TcpLeg:
     ) -> tuple[asyncio.Transport, asyncio.Protocol]:
         """As asyncssh calls it. Raises OSError."""
         transport, held = await asyncio.get_running_loop().create_connection(
-            _Held, host, port, family=self._options.family, local_addr=self._options.local_addr
+            lambda: _Held(factory()),
+            host,
+            port,
+            family=self._options.family,
+            local_addr=self._options.local_addr,
         )
         try:
             await held.spoken.wait()
             await self._reached()
-            return transport, held.hand_over(factory())
         except BaseException:
             transport.abort()
             raise
+        held.let_go()
+        return transport, held.owner
 
 
 class _Held(asyncio.Protocol):
-    """Keeps what the host says, its version as a rule, until the connection has an owner."""
+    """Lets the owner say what it says first, and keeps the host's answer from it until it is let go."""
 
-    def __init__(self) -> None:
-        self._transport: asyncio.Transport
+    def __init__(self, owner: asyncio.Protocol) -> None:
+        self.owner = owner
         self.spoken = asyncio.Event()
         self._said = bytearray()
-        self._lost: Exception | None = None
+        self._transport: asyncio.Transport | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
+        self.owner.connection_made(_Gathering(self._transport))
 
     def data_received(self, data: bytes) -> None:
         self.spoken.set()
         self._said += data
-        if len(self._said) > _BYTES_MAX:
+        if len(self._said) > _BYTES_MAX and self._transport is not None:
             self._transport.pause_reading()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._lost = exc or ConnectionResetError(errno.ECONNRESET, os.strerror(errno.ECONNRESET))
+        self._transport = None
         self.spoken.set()
+        self.owner.connection_lost(exc)
 
-    def hand_over(self, owner: asyncio.Protocol) -> asyncio.Protocol:
-        if self._lost is not None:
-            raise self._lost
-        self._transport.set_protocol(owner)
-        owner.connection_made(_Gathering(self._transport))
-        owner.data_received(bytes(self._said))
-        self._transport.resume_reading()
-        return owner
+    def let_go(self) -> None:
+        if self._transport is not None:
+            self._transport.set_protocol(self.owner)
+            self.owner.data_received(bytes(self._said))
+            self._transport.resume_reading()
 
 
 class _Gathering(asyncio.Transport):
