@@ -181,7 +181,7 @@ def _begin(folder: str, args: Args, gpus: Any, blob: bytes) -> Args:
     passed = {key: args.get(key) for key in keys}
     watcher = core.SPAWNER.spawn(__name__, "supervise", dict(passed, new=new, folder=folder))
     deadline = time.monotonic() + _BEGIN_S_MAX
-    pause_s = 0.001
+    pause_s = _QUICK_PAUSE_S
     while time.monotonic() < deadline:
         gone = _process(watcher)[0] in ("", "Z", "X")  # asked first: what it did is seen below
         pid = _record(os.path.join(folder, "pid")) or {}
@@ -230,11 +230,11 @@ def _private(path: str, flags: int) -> int:
 
 def _prune(runs: str) -> None:
     """Removes the oldest ended runs beyond those that are kept, and what a killed start has left."""
-    for name in os.listdir(runs):
-        path = os.path.join(runs, name)
-        if name.startswith((".new-", ".old-")) and time.time() - _changed(path) > _STALE_S:
+    found = os.listdir(runs)
+    for path in [os.path.join(runs, name) for name in found if name.startswith((".new-", ".old-"))]:
+        if time.time() - _changed(path) > _STALE_S:
             _remove_files(path)
-    names = _names(runs)
+    names = [name for name in found if _ID.fullmatch(name)]
     if len(names) <= RUNS_KEPT + _PRUNE_EVERY:
         return
     ended = []
