@@ -20,7 +20,8 @@ from genie.grid.remote.core import OpError
 from genie.grid.remote.own_folder import NAME, own_folder
 
 STATE_HEAD = struct.Struct("<8sq32s32s")  # magic, when it was looked at, digest of the plain records, rules
-STATE_MAGIC = b"GGTREE1\n"
+STATE_MAGIC = b"GGTREE2\n"
+"""With the number of the format. In the first one, large files were called by their SHA-256 as well."""
 _TREE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}")
 _KEY = re.compile(r"[0-9a-f]{16,64}")
 _LOCK_STEP_S = 0.02

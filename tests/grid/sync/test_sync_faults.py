@@ -17,6 +17,8 @@ import pytest
 
 from genie.errors import NodeRefusedError, SyncError, UnreachableError
 from genie.grid.grid_file import SshKeys
+from genie.grid.remote import contents
+from genie.grid.remote.site import STATE_MAGIC
 from genie.grid.runner import Runner
 from genie.grid.ssh_pool import SshPool
 from genie.grid.sync import local_tree, pack, syncer, tar_pipe
@@ -129,7 +131,7 @@ async def test_a_file_that_never_holds_still_is_named(project: Project, monkeypa
 
 
 def _grow_while_read(path: Path, left: list[int], monkeypatch) -> None:
-    extents = pack._extents
+    extents = contents.extents
 
     def growing(fd: int, found: os.stat_result):
         yield from extents(fd, found)
@@ -138,7 +140,7 @@ def _grow_while_read(path: Path, left: list[int], monkeypatch) -> None:
             with path.open("ab") as file:
                 file.write(b"more")
 
-    monkeypatch.setattr(pack, "_extents", growing)
+    monkeypatch.setattr(contents, "extents", growing)
 
 
 async def test_a_file_that_changes_after_it_was_compared_is_sent_as_it_is(
@@ -209,7 +211,7 @@ async def test_a_state_that_was_destroyed_costs_sending_again_and_nothing_else(p
     write(project.root, {b"a": b"1", b"b": b"2"})
     await project.sync()
     state = project.there / ".grid/sync" / tree_name(project.root) / "state"
-    for broken in (b"", b"GGTREE1\n", state.read_bytes()[:-5], os.urandom(500)):
+    for broken in (b"", STATE_MAGIC, state.read_bytes()[:-5], os.urandom(500)):
         state.write_bytes(broken)
         assert (await project.sync()).sent_files == 2
         assert told(project.there) == told(project.root)
