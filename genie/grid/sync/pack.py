@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import os
 import stat
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Set
 from pathlib import Path
 
 from genie.errors import SyncError
@@ -50,8 +50,20 @@ def hash_files(engine: tree.Plain, snapshot: Snapshot, places: list[int]) -> Non
 
 def pack_files(engine: tree.Plain, snapshot: Snapshot, places: list[int], *, there: set[bytes]) -> Chunks:
     """Frames of these files. What is in `there` by its digest is left out, and what is sent is added."""
-    missing = [place for place in places if tree.sha_at(snapshot.records, place) not in there]
-    return _Packer(engine, snapshot, known=there).chunks(missing)
+    return _Packer(engine, snapshot, known=there).chunks(_missing(snapshot, places, there))
+
+
+def bytes_to_send(
+    engine: tree.Plain, snapshot: Snapshot, places: list[int], *, there: Set[bytes] = frozenset()
+) -> int:
+    """How much data there is in these files, without their holes, and without what is in `there`."""
+    return _Packer(engine, snapshot, known=None).data_bytes(_missing(snapshot, places, there))
+
+
+def _missing(snapshot: Snapshot, places: list[int], there: Set[bytes]) -> list[int]:
+    if not there:
+        return places
+    return [place for place in places if tree.sha_at(snapshot.records, place) not in there]
 
 
 def frame(kind: str, *, number: int = 0, size: int = 0, mode: int = 0, mtime_ns: int = 0) -> bytes:
@@ -94,6 +106,29 @@ class _Packer:
                 at += len(states)
         finally:
             os.close(root)
+
+    def data_bytes(self, places: list[int]) -> int:
+        """Only large files are opened for it; one that cannot be is told about when it is sent."""
+        total = 0
+        root = os.open(self._snapshot.root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            for place in places:
+                size = tree.size_at(self._snapshot.records, place)
+                total += size if size < contents.BLOCKS_BYTES_MIN else self._data_bytes_at(root, place, size)
+        finally:
+            os.close(root)
+        return total
+
+    def _data_bytes_at(self, root: int, place: int, size: int) -> int:
+        try:
+            fd = self._open(root, Record(self._snapshot.records, place).path)
+        except (SyncError, VanishedError):
+            return size
+        try:
+            parts = contents.extents(fd, os.fstat(fd))
+            return sum(part_bytes for is_data, _, part_bytes in parts if is_data)
+        finally:
+            os.close(fd)
 
     def _small(self, frames: bytearray, places: list[int]) -> Chunk:
         """Hashes them, and takes out what the node has."""
