@@ -32,7 +32,9 @@ SIZES = st.one_of(
     st.integers(0, BLOCKS_BYTES_MIN + 4 * BLOCK_BYTES),
 )
 LENGTHS = st.one_of(
-    st.builds(lambda count, more: count + more, st.sampled_from([1, PAGE, BLOCK_BYTES]), st.sampled_from(EDGES)),
+    st.builds(
+        lambda count, more: count + more, st.sampled_from([1, PAGE, BLOCK_BYTES]), st.sampled_from(EDGES)
+    ),
     st.builds(lambda blocks: blocks * BLOCK_BYTES, st.integers(1, 8)),
     st.integers(1, 3 * BLOCK_BYTES),
 )
@@ -124,7 +126,9 @@ def test_however_it_is_stored_and_whoever_reads_it_the_name_is_the_same(
 
 
 @settings(max_examples=60, deadline=None)
-@given(parts=PARTS, size=st.integers(BLOCKS_BYTES_MIN, BLOCKS_BYTES_MIN + 4 * BLOCK_BYTES), seed=st.integers())
+@given(
+    parts=PARTS, size=st.integers(BLOCKS_BYTES_MIN, BLOCKS_BYTES_MIN + 4 * BLOCK_BYTES), seed=st.integers()
+)
 def test_in_whatever_pieces_it_comes_the_name_is_the_same(parts: Parts, size: int, seed: int) -> None:
     dice = random.Random(seed)
     digest, data = contents.new_digest(size), b""

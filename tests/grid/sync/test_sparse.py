@@ -127,9 +127,7 @@ async def test_a_dry_run_tells_of_the_data_not_of_the_size(own_bed: Bed, tmp_pat
     assert (report.sent_files, report.sent_bytes) == (1, data)
 
 
-async def test_a_cut_in_a_region_of_data_is_taken_up_by_another_try(
-    own_bed: Bed, tmp_path: Path
-) -> None:
+async def test_a_cut_in_a_region_of_data_is_taken_up_by_another_try(own_bed: Bed, tmp_path: Path) -> None:
     file, root, there = file_for(own_bed, "ws"), tmp_path / "project", own_bed["gpu1"].home / "ws"
     first = sparse(root / "a", regions={1 << 39: 6 << 20})
     second = sparse(root / "b", regions={4096: 1 << 20, 1 << 38: 12 << 20}, seed=2)

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import dataclasses
 import fcntl
+import hashlib
 import os
 import random
 import time
@@ -17,8 +18,8 @@ import pytest
 
 from genie.errors import NodeRefusedError, SyncError, UnreachableError
 from genie.grid.grid_file import SshKeys
-from genie.grid.remote import contents
-from genie.grid.remote.site import STATE_MAGIC
+from genie.grid.remote import contents, tree
+from genie.grid.remote.site import STATE_HEAD, STATE_MAGIC
 from genie.grid.runner import Runner
 from genie.grid.ssh_pool import SshPool
 from genie.grid.sync import local_tree, pack, syncer, tar_pipe
@@ -224,6 +225,39 @@ async def test_a_cache_that_was_destroyed_costs_reading_again_and_nothing_else(p
     for broken in (b"", os.urandom(300), index.read_bytes()[:-3]):
         index.write_bytes(broken)
         assert (await project.sync()).unchanged
+
+
+@pytest.mark.parametrize("touched", [False, True])
+async def test_what_an_older_version_noted_of_large_files_is_not_trusted(
+    project: Project, touched: bool
+) -> None:
+    """It called them by their plain SHA-256. What it noted of all others still holds."""
+    large = random.Random(4).randbytes(contents.BLOCKS_BYTES_MIN)
+    write(project.root, {b"a": b"1", b"gone": b"2", b"large": large})
+    await project.sync()
+    (index,) = (project.root.parent / "state/grid/sync").glob("*.index")
+    for path in (index, project.there / ".grid/sync" / tree_name(project.root) / "state"):
+        path.write_bytes(_as_before(path.read_bytes(), {b"large": hashlib.sha256(large).digest()}))
+    if touched:
+        times = (10**18, (project.root / "large").stat().st_mtime_ns)
+        os.utime(project.there / "large", ns=times)
+    (project.root / "gone").unlink()
+    report = await project.sync()
+    assert (report.sent_files, report.deleted, report.overwritten) == (int(not touched), 1, ())
+    assert told(project.there) == told(project.root)
+    assert index.read_bytes().startswith(STATE_MAGIC)
+    assert (await project.sync()).unchanged
+
+
+def _as_before(data: bytes, shas: dict[bytes, bytes]) -> bytes:
+    """A state or an index as the first format had it, taken long after all was written."""
+    _, taken_ns, _, rules = STATE_HEAD.unpack_from(data)
+    records = bytearray(data[STATE_HEAD.size :])
+    for one in tree.records_of(bytes(records)):
+        if one.path in shas:
+            records[one.at + 24 : one.at + 56] = shas[one.path]
+    digest = hashlib.sha256(tree.Plain().plain(bytes(records))).digest()
+    return STATE_HEAD.pack(b"GGTREE1\n", taken_ns + 10**10, digest, rules) + bytes(records)
 
 
 async def test_a_library_that_does_not_fit_is_compiled_on_the_node(project: Project, monkeypatch) -> None:
