@@ -15,7 +15,7 @@ from __future__ import annotations
 import errno
 import os
 import struct
-from typing import Iterator
+from collections.abc import Iterator
 
 BLOCK_BYTES = 64 << 10
 BLOCKS_BYTES_MIN = 1 << 20

@@ -73,7 +73,7 @@ def delta_of(
 def _record_equals(
     found: Delta, engine: tree.Plain, *, theirs: bytes, ours: bytes, paths: Set[bytes]
 ) -> None:
-    """What was changed there to what we have now: nothing is sent, but the node's records have to learn it."""
+    """What was changed there to what we have now: nothing is sent, but it has to be noted there."""
     for _, new_at in engine.compare(theirs, ours):
         if new_at != NONE:
             new = Record(ours, new_at)

@@ -65,8 +65,8 @@ def write(path: Path, parts: Parts, size: int, *, dense: bool) -> None:
     dice = random.Random(3)
     with path.open("wb") as file:
         at = 0
-        for kind, length in parts:
-            length = min(length, size - at)
+        for kind, wanted in parts:
+            length = min(wanted, size - at)
             data = bytes(length) if kind in ("hole", "zeros") else dice.randbytes(length)
             if kind == "one" and length:
                 data = bytes(length - 1) + b"1"
@@ -87,7 +87,7 @@ def by_engine(engine: tree.Plain, root: Path, cache: Path) -> dict[bytes, bytes]
 def by_node(root: Path) -> dict[bytes, bytes]:
     fd = os.open(root, os.O_RDONLY)
     try:
-        return {name: sync._sha_of(fd, name) for name in map(os.fsencode, os.listdir(root))}
+        return {name: sync._sha_of(fd, name) for name in [os.fsencode(path.name) for path in root.iterdir()]}
     finally:
         os.close(fd)
 
@@ -132,8 +132,8 @@ def test_however_it_is_stored_and_whoever_reads_it_the_name_is_the_same(
 def test_in_whatever_pieces_it_comes_the_name_is_the_same(parts: Parts, size: int, seed: int) -> None:
     dice = random.Random(seed)
     digest, data = contents.new_digest(size), b""
-    for kind, length in [*parts, ("hole", size)]:
-        length = min(length, size - len(data))
+    for kind, wanted in [*parts, ("hole", size)]:
+        length = min(wanted, size - len(data))
         part = dice.randbytes(length) if kind in ("data", "one") else bytes(length)
         data += part
         if kind == "hole":
@@ -147,7 +147,7 @@ def test_in_whatever_pieces_it_comes_the_name_is_the_same(parts: Parts, size: in
 
 
 def test_what_differs_is_called_otherwise(tmp_path: Path) -> None:
-    """Also where only the places of blocks differ, or zeros at the end, or a small file spells out a large."""
+    """Also where only places differ, or zeros at the end, or a small file spells out a large one."""
     block = b"x" * BLOCK_BYTES
     size = BLOCKS_BYTES_MIN
     layouts: list[tuple[Parts, int]] = [
