@@ -123,6 +123,19 @@ async def test_a_file_that_changes_while_it_is_read_is_read_again(project: Proje
     assert (project.there / "log").read_bytes() == b"x" * 400_000 + b"more"
 
 
+async def test_a_file_of_holes_that_changes_before_anything_of_it_is_sent_is_read_again(
+    project: Project, monkeypatch
+) -> None:
+    with (project.root / "log").open("wb") as file:
+        file.truncate(400_000)
+    monkeypatch.setattr(syncer, "_TRIES", 1)
+    left = [1]
+    _grow_while_read(project.root / "log", left, monkeypatch)
+    await project.sync()
+    assert left == [0]
+    assert (project.there / "log").read_bytes() == bytes(400_000) + b"more"
+
+
 async def test_a_file_that_never_holds_still_is_named(project: Project, monkeypatch) -> None:
     write(project.root, {b"a": b"1", b"log": b"x" * 400_000})
     _grow_while_read(project.root / "log", [100], monkeypatch)
