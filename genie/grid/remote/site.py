@@ -16,11 +16,15 @@ import struct
 import time
 
 from genie.grid.remote import tree
+from genie.grid.remote.contents import BLOCKS_BYTES_MIN
 from genie.grid.remote.core import OpError
 from genie.grid.remote.own_folder import NAME, own_folder
 
 STATE_HEAD = struct.Struct("<8sq32s32s")  # magic, when it was looked at, digest of the plain records, rules
-STATE_MAGIC = b"GGTREE1\n"
+STATE_MAGIC = b"GGTREE2\n"
+"""With the number of the format."""
+_MAGIC_BEFORE = b"GGTREE1\n"
+"""Large files were called by their SHA-256 as well."""
 _TREE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}")
 _KEY = re.compile(r"[0-9a-f]{16,64}")
 _LOCK_STEP_S = 0.02
@@ -101,8 +105,11 @@ class Site:
         magic, taken_ns, digest, _ = STATE_HEAD.unpack_from(data)
         records = data[STATE_HEAD.size :]
         try:
-            if magic != STATE_MAGIC or digest != digest_of(self.engine, records):
+            if magic not in (STATE_MAGIC, _MAGIC_BEFORE) or digest != digest_of(self.engine, records):
                 return State()
+            if magic == _MAGIC_BEFORE:
+                records = _without_large(records)
+                digest = digest_of(self.engine, records)
         except OSError:
             return State()
         return State(records, taken_ns=taken_ns, digest=digest)
@@ -191,6 +198,15 @@ class Site:
     def _kept(self, fd: int) -> int:
         self._fds.append(fd)
         return fd
+
+
+def _without_large(records: bytes) -> bytes:
+    """What is in large files is not known: they are sent once again, and all else is as we left it."""
+    known = bytearray(records)
+    for one in tree.records_of(records):
+        if one.kind == tree.FILE and one.size >= BLOCKS_BYTES_MIN:
+            known[one.at + tree.HEAD.size - len(tree.NO_SHA) : one.at + tree.HEAD.size] = tree.NO_SHA
+    return bytes(known)
 
 
 def digest_of(engine: tree.Plain, records: bytes) -> bytes:

@@ -20,7 +20,7 @@ import threading
 import time
 from typing import Any, NoReturn
 
-from genie.grid.remote import core, tree
+from genie.grid.remote import contents, core, tree
 from genie.grid.remote.core import OpError, op
 from genie.grid.remote.own_folder import own_folder
 from genie.grid.remote.site import Site, State, digest_of, library_path
@@ -37,7 +37,6 @@ PIECE_BYTES_MAX = 1 << 20
 ANSWER_BYTES = 8 << 20
 _NAMES_SHOWN = 100
 _SPARE_BYTES = 64 << 20
-_READ_BYTES = 1 << 20
 _COMPILE_S = 120
 _COMPILERS = ("c++", "g++", "clang++")
 _FLAGS = ("-std=c++17", "-O2", "-fPIC", "-fvisibility=hidden", "-fno-exceptions", "-fno-rtti", "-shared")
@@ -85,7 +84,7 @@ def records(args: Any, blob: bytes) -> Any:
 
 @op("sync.objects")
 def objects(args: Any, blob: bytes) -> Any:
-    """The SHA-256 of what has arrived and is not in its place yet. What is half-written goes."""
+    """The digests of what has arrived and is not in its place yet. What is half-written goes."""
     with Site(args, create=False) as site:
         site.lock(wait_s=args["wait_s"])
         return {}, b"".join(_staged(site))[: ANSWER_BYTES // 32 * 32]
@@ -222,7 +221,8 @@ class Intake:
         elif kind == ord("E"):
             self._end(number, size, mode, mtime_ns, sha)
         elif kind == ord("A"):
-            os.close(self._large.pop(number))
+            os.close(self._large_file(number))
+            del self._large[number]
             os.unlink(_part(number), dir_fd=self._objects)
         elif kind == ord("Z"):
             self.is_complete = True
@@ -443,7 +443,7 @@ def _try_rmdir(holder: int, name: bytes) -> int:
 
 
 def _copy_objects(objects: int, copies: bytes) -> None:
-    """Files with the same contents arrive once."""
+    """Files with the same contents arrive once. Holes stay holes."""
     for number, one in enumerate(tree.records_of(copies)):
         _copy(objects, tree.object_name(one.sha, one.size), objects, b"copy-%d" % number)
 
@@ -454,11 +454,13 @@ def _copy(from_folder: int, name: bytes, to_folder: int, new: bytes) -> None:
     try:
         target = os.open(new, flags, 0o600, dir_fd=to_folder)
         try:
-            while True:
-                data = os.read(source, _READ_BYTES)
-                if not data:
-                    break
-                tree.write_all(target, data)
+            found = os.fstat(source)
+            for is_data, offset, size in contents.extents(source, found):
+                if is_data:
+                    os.lseek(target, offset, os.SEEK_SET)
+                    for data in contents.pieces(source, offset, size):
+                        tree.write_all(target, data)
+            os.ftruncate(target, found.st_size)
         finally:
             os.close(target)
     finally:
@@ -581,20 +583,15 @@ def _as_it_is(folders: Folders, one: Record) -> bytes:
 
 
 def _sha_of(holder: int, name: bytes) -> bytes:
-    import hashlib
-
-    digest = hashlib.sha256()
     flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     try:
         fd = os.open(name, flags, dir_fd=holder)
     except OSError:
         return tree.NO_SHA  # it was taken away just now, or its mode was
-    with os.fdopen(fd, "rb", buffering=0) as file:
-        while True:
-            data = file.read(_READ_BYTES)
-            if not data:
-                return digest.digest()
-            digest.update(data)
+    try:
+        return contents.digest_of_file(fd)
+    finally:
+        os.close(fd)
 
 
 def _staged(site: Site) -> list[bytes]:

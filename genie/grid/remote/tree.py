@@ -4,7 +4,7 @@ A record is HEAD, path, link target, STAMP. Records are in the order of a walk: 
 it, names by their bytes. The stamp says what a clean file still looks like, as git's index does; two sides
 agree on everything but stamps. `Plain` does the work in Python, `Compiled` in native/grid/tree.cpp, with
 the same results; `engine_at()` gives the better one that there is. Links are never followed: every folder
-is opened from its parent.
+is opened from its parent. Digests of contents are made in contents.py, whichever it is.
 
 Runs on nodes and on this machine, so: standard library only, Python 3.8. Not for: deciding what is sent.
 """
@@ -18,9 +18,11 @@ import struct
 import sys
 from typing import Any, Callable, Iterator  # noqa: UP035 - Callable[...] at run time needs Python 3.9
 
-HEAD = struct.Struct("<BBHHHQq32s")  # kind, flags, mode, path bytes, link bytes, size, mtime_ns, SHA-256
+from genie.grid.remote.contents import is_sparse
+
+HEAD = struct.Struct("<BBHHHQq32s")  # kind, flags, mode, path bytes, link bytes, size, mtime_ns, digest
 STAMP = struct.Struct("<Qqq")  # inode, mtime_ns, ctime_ns; all zero: not known
-FRAME = struct.Struct("<BBHIQq32s")  # kind, 0, mode, number, size, mtime_ns, SHA-256; then `size` bytes
+FRAME = struct.Struct("<BBHIQq32s")  # kind, 0, mode, number, size, mtime_ns, digest; then `size` bytes
 FOLDER, FILE, LINK, LEFT_OUT, REMOVED = b"dflxr"
 RESERVED = (b".grid", b"grid_env")
 """Names at the top of a tree that are the grid's own on nodes: neither sent nor touched."""
@@ -29,7 +31,6 @@ DEPTH_MAX = 256
 PATH_BYTES_MAX = 4095
 SMALL_BYTES_MAX = 256 << 10
 """Larger files are sent in pieces."""
-SPARSE_BYTES_MIN = 64 << 10
 NO_SHA = bytes(32)
 NO_STAMP = bytes(STAMP.size)
 _SECOND = 10**9
@@ -444,10 +445,6 @@ def _read_small(folders: Folders, one: Record) -> bytes | None:
 
 def is_as_recorded(found: os.stat_result, one: Record) -> bool:
     return stat.S_ISREG(found.st_mode) and found.st_size == one.size and stamp_of(found) == one.stamp
-
-
-def is_sparse(found: os.stat_result) -> bool:
-    return found.st_size >= SPARSE_BYTES_MIN and found.st_blocks * 512 < found.st_size
 
 
 def _stage_one(

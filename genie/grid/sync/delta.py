@@ -61,11 +61,24 @@ def delta_of(
         kept.add(new.path)
         found.restored += new.path in drifted
         _add(found, old, new, checksums=checksums)
+    if drift:
+        _record_equals(found, engine, theirs=theirs, ours=ours, paths=drifted.keys() - kept)
     lost = [path for path in lost if path not in kept]
     if lost:
         found.gone += [tree.record(REMOVED, path, flags=FORGET) for path in lost]
         found.gone.sort(key=lambda one: tree.order(Record(one).path))
     return found
+
+
+def _record_equals(
+    found: Delta, engine: tree.Plain, *, theirs: bytes, ours: bytes, paths: Set[bytes]
+) -> None:
+    """What was changed there to what we have now: nothing is sent, but it has to be noted there."""
+    for _, new_at in engine.compare(theirs, ours):
+        if new_at != NONE:
+            new = Record(ours, new_at)
+            if new.path in paths:
+                (found.metas if new.kind == FILE else _places_of(found, new.kind)).append(new_at)
 
 
 def _add(found: Delta, old: Record | None, new: Record, *, checksums: bool) -> None:

@@ -11,11 +11,11 @@ from __future__ import annotations
 import hashlib
 import os
 import stat
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Set
 from pathlib import Path
 
 from genie.errors import SyncError
-from genie.grid.remote import tree
+from genie.grid.remote import contents, tree
 from genie.grid.remote.sync import PIECE_BYTES_MAX
 from genie.grid.remote.tree import FRAME, NO_SHA, Folders, Record
 from genie.grid.sync.local_tree import Snapshot
@@ -24,6 +24,8 @@ _CHUNK_BYTES = 1 << 20
 _BATCH = 2048
 _TRIES = 3
 _SHA_AT = FRAME.size - len(NO_SHA)
+
+Digest = contents.Whole | contents.Blocks
 
 
 class VanishedError(Exception):
@@ -47,9 +49,21 @@ def hash_files(engine: tree.Plain, snapshot: Snapshot, places: list[int]) -> Non
 
 
 def pack_files(engine: tree.Plain, snapshot: Snapshot, places: list[int], *, there: set[bytes]) -> Chunks:
-    """Frames of these files. What is in `there` by its SHA-256 is left out, and what is sent is added."""
-    missing = [place for place in places if tree.sha_at(snapshot.records, place) not in there]
-    return _Packer(engine, snapshot, known=there).chunks(missing)
+    """Frames of these files. What is in `there` by its digest is left out, and what is sent is added."""
+    return _Packer(engine, snapshot, known=there).chunks(_missing(snapshot, places, there))
+
+
+def bytes_to_send(
+    engine: tree.Plain, snapshot: Snapshot, places: list[int], *, there: Set[bytes] = frozenset()
+) -> int:
+    """How much data there is in these files, without their holes, and without what is in `there`."""
+    return _Packer(engine, snapshot, known=None).data_bytes(_missing(snapshot, places, there))
+
+
+def _missing(snapshot: Snapshot, places: list[int], there: Set[bytes]) -> list[int]:
+    if not there:
+        return places
+    return [place for place in places if tree.sha_at(snapshot.records, place) not in there]
 
 
 def frame(kind: str, *, number: int = 0, size: int = 0, mode: int = 0, mtime_ns: int = 0) -> bytes:
@@ -93,6 +107,29 @@ class _Packer:
         finally:
             os.close(root)
 
+    def data_bytes(self, places: list[int]) -> int:
+        """Only large files are opened for it; one that cannot be is told about when it is sent."""
+        total = 0
+        root = os.open(self._snapshot.root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            for place in places:
+                size = tree.size_at(self._snapshot.records, place)
+                total += size if size < contents.BLOCKS_BYTES_MIN else self._data_bytes_at(root, place, size)
+        finally:
+            os.close(root)
+        return total
+
+    def _data_bytes_at(self, root: int, place: int, size: int) -> int:
+        try:
+            fd = self._open(root, Record(self._snapshot.records, place).path)
+        except (SyncError, VanishedError):
+            return size
+        try:
+            parts = contents.extents(fd, os.fstat(fd))
+            return sum(part_bytes for is_data, _, part_bytes in parts if is_data)
+        finally:
+            os.close(fd)
+
     def _small(self, frames: bytearray, places: list[int]) -> Chunk:
         """Hashes them, and takes out what the node has."""
         view = memoryview(frames)
@@ -128,8 +165,8 @@ class _Packer:
                 if not stat.S_ISREG(before.st_mode):
                     raise VanishedError
                 self._snapshot.restat(place, before)
-                digest = hashlib.sha256()
-                sending = self._known is not None and not self._is_known(fd, before)
+                digest = contents.new_digest(before.st_size)
+                sending = self._known is not None and not self._is_known(fd, before.st_size)
                 yield from self._pieces(fd, number, before, digest, sending=sending)
                 after = os.fstat(fd)
             finally:
@@ -145,16 +182,13 @@ class _Packer:
             hint="sync again when nothing writes to it, or leave it out with sync.exclude_patterns",
         )
 
-    def _is_known(self, fd: int, found: os.stat_result) -> bool:
+    def _is_known(self, fd: int, size: int) -> bool:
         """Whether the node has it. One as large as an earlier one is read first: it may be the same."""
         assert self._known is not None
-        if found.st_size not in self._large:
-            self._large.add(found.st_size)
+        if size not in self._large:
+            self._large.add(size)
             return False
-        digest = hashlib.sha256()
-        for _ in self._pieces(fd, 0, found, digest, sending=False):
-            pass
-        return digest.digest() in self._known
+        return contents.digest_of_file(fd) in self._known
 
     def _last(self, number: int, found: os.stat_result, sha: bytes, *, sending: bool) -> Chunk:
         if not sending or self._known is None:
@@ -188,42 +222,16 @@ class _Packer:
         return str(real) if real.is_relative_to(root) and real != root / Path(os.fsdecode(path)) else None
 
     def _pieces(
-        self, fd: int, number: int, found: os.stat_result, digest: hashlib._Hash, *, sending: bool
+        self, fd: int, number: int, found: os.stat_result, digest: Digest, *, sending: bool
     ) -> Iterator[Chunk]:
-        for kind, offset, size in _extents(fd, found):
-            if kind == "H":
-                zeros = bytes(min(size, _CHUNK_BYTES))
-                for at in range(0, size, _CHUNK_BYTES):
-                    digest.update(zeros[: min(size - at, _CHUNK_BYTES)])
-                yield Chunk(frame("H", number=number, size=size) if sending else b"", files=0, size=0)
+        holes = b""
+        for is_data, offset, size in contents.extents(fd, found):
+            if not is_data:
+                digest.skip(size)
+                holes = frame("H", number=number, size=size)
                 continue
-            at = offset
-            while at < offset + size:
-                data = os.pread(fd, min(_CHUNK_BYTES, offset + size - at), at)
-                if not data:
-                    break  # it became shorter: the look afterwards tells
-                digest.update(data)
-                at += len(data)
-                head = frame("D", number=number, size=len(data))
+            for data in contents.pieces(fd, offset, size):
+                digest.add(data)
+                head = holes + frame("D", number=number, size=len(data))
                 yield Chunk(head + data if sending else b"", files=0, size=len(data) if sending else 0)
-
-
-def _extents(fd: int, found: os.stat_result) -> Iterator[tuple[str, int, int]]:
-    """Data and holes, in order: ('D' or 'H', offset, bytes)."""
-    end = found.st_size
-    if not tree.is_sparse(found) or not hasattr(os, "SEEK_DATA"):
-        if end:
-            yield "D", 0, end
-        return
-    at = 0
-    while at < end:
-        try:
-            data = min(os.lseek(fd, at, os.SEEK_DATA), end)
-        except OSError:
-            data = end  # nothing but a hole until the end
-        if data > at:
-            yield "H", at, data - at
-        if data >= end:
-            return
-        at = min(os.lseek(fd, data, os.SEEK_HOLE), end)
-        yield "D", data, at - data
+                holes = b""

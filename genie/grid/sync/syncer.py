@@ -40,7 +40,15 @@ from genie.grid.ssh_pool import Link, SshPool
 from genie.grid.sync import tar_pipe
 from genie.grid.sync.delta import Delta, bytes_of, delta_of, paths_of, plan_of
 from genie.grid.sync.local_tree import LocalTree, Snapshot, library, local_engine, local_root
-from genie.grid.sync.pack import Chunk, Chunks, VanishedError, hash_files, pack_files, plan_frames
+from genie.grid.sync.pack import (
+    Chunk,
+    Chunks,
+    VanishedError,
+    bytes_to_send,
+    hash_files,
+    pack_files,
+    plan_frames,
+)
 from genie.grid.sync.stream import Stream
 from genie.runtime.tasks import all_of
 
@@ -315,7 +323,7 @@ class _Job:
             if not task.delta:
                 self._done(task, unchanged=True)
             elif self._dry_run:
-                self._would(task, snapshot)
+                await self._would(task, snapshot)
             else:
                 need = (tuple(task.delta.contents), task.there)
                 groups.setdefault(need, []).append(task)
@@ -358,9 +366,11 @@ class _Job:
         ours = bytes(snapshot.records)
         there = set(group[0].there)
         places = group[0].delta.contents
-        total = bytes_of(ours, places, without=there)
-        transfer = _Transfer(group, files_total=len(places), bytes_total=total, on_progress=self._on_progress)
+        data = await asyncio.to_thread(bytes_to_send, self._engine, snapshot, places, there=there)
+        transfer = _Transfer(group, files_total=len(places), bytes_total=data, on_progress=self._on_progress)
         chunks = pack_files(self._engine, snapshot, places, there=there)
+        # By their sizes, not by their data: a hole may have been filled since, and this is held in memory.
+        total = bytes_of(ours, places, without=there)
         if not snapshot.dirty and total + sum(map(len, group[0].delta.gone)) <= _INLINE_BYTES_MAX:
             await self._send_inline(transfer, chunks, snapshot)
         else:
@@ -423,9 +433,8 @@ class _Job:
 
     async def _tar(self, task: _Task, snapshot: Snapshot) -> None:
         if self._dry_run:
-            places = snapshot.files
-            task.delta = Delta(added=places)
-            self._would(task, snapshot)
+            task.delta = Delta(added=snapshot.files)
+            await self._would(task, snapshot)
             return
         try:
             files, size = await tar_pipe.send(
@@ -456,14 +465,18 @@ class _Job:
             note=note,
         )
 
-    def _would(self, task: _Task, snapshot: Snapshot) -> None:
+    async def _would(self, task: _Task, snapshot: Snapshot) -> None:
         ours = bytes(snapshot.records)
         places = task.delta.contents
+        if task.link.has_helper:
+            data = await asyncio.to_thread(bytes_to_send, self._engine, snapshot, places, there=task.there)
+        else:
+            data = bytes_of(ours, places)  # a tar archive has the zeros of holes too
         names = [path.decode("utf-8", "backslashreplace") for path in paths_of(ours, places)]
         self._reports[task.name] = SyncReport(
             node=task.name,
             sent_files=len(places),
-            sent_bytes=bytes_of(ours, places, without=task.there),
+            sent_bytes=data,
             deleted=len(task.delta.gone),
             restored=task.delta.restored,
             seconds=time.monotonic() - task.started,

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import dataclasses
 import fcntl
+import hashlib
 import os
 import random
 import time
@@ -17,6 +18,8 @@ import pytest
 
 from genie.errors import NodeRefusedError, SyncError, UnreachableError
 from genie.grid.grid_file import SshKeys
+from genie.grid.remote import contents, tree
+from genie.grid.remote.site import STATE_HEAD, STATE_MAGIC
 from genie.grid.runner import Runner
 from genie.grid.ssh_pool import SshPool
 from genie.grid.sync import local_tree, pack, syncer, tar_pipe
@@ -120,6 +123,19 @@ async def test_a_file_that_changes_while_it_is_read_is_read_again(project: Proje
     assert (project.there / "log").read_bytes() == b"x" * 400_000 + b"more"
 
 
+async def test_a_file_of_holes_that_changes_before_anything_of_it_is_sent_is_read_again(
+    project: Project, monkeypatch
+) -> None:
+    with (project.root / "log").open("wb") as file:
+        file.truncate(400_000)
+    monkeypatch.setattr(syncer, "_TRIES", 1)
+    left = [1]
+    _grow_while_read(project.root / "log", left, monkeypatch)
+    await project.sync()
+    assert left == [0]
+    assert (project.there / "log").read_bytes() == bytes(400_000) + b"more"
+
+
 async def test_a_file_that_never_holds_still_is_named(project: Project, monkeypatch) -> None:
     write(project.root, {b"a": b"1", b"log": b"x" * 400_000})
     _grow_while_read(project.root / "log", [100], monkeypatch)
@@ -129,7 +145,7 @@ async def test_a_file_that_never_holds_still_is_named(project: Project, monkeypa
 
 
 def _grow_while_read(path: Path, left: list[int], monkeypatch) -> None:
-    extents = pack._extents
+    extents = contents.extents
 
     def growing(fd: int, found: os.stat_result):
         yield from extents(fd, found)
@@ -138,7 +154,7 @@ def _grow_while_read(path: Path, left: list[int], monkeypatch) -> None:
             with path.open("ab") as file:
                 file.write(b"more")
 
-    monkeypatch.setattr(pack, "_extents", growing)
+    monkeypatch.setattr(contents, "extents", growing)
 
 
 async def test_a_file_that_changes_after_it_was_compared_is_sent_as_it_is(
@@ -209,7 +225,7 @@ async def test_a_state_that_was_destroyed_costs_sending_again_and_nothing_else(p
     write(project.root, {b"a": b"1", b"b": b"2"})
     await project.sync()
     state = project.there / ".grid/sync" / tree_name(project.root) / "state"
-    for broken in (b"", b"GGTREE1\n", state.read_bytes()[:-5], os.urandom(500)):
+    for broken in (b"", STATE_MAGIC, state.read_bytes()[:-5], os.urandom(500)):
         state.write_bytes(broken)
         assert (await project.sync()).sent_files == 2
         assert told(project.there) == told(project.root)
@@ -222,6 +238,39 @@ async def test_a_cache_that_was_destroyed_costs_reading_again_and_nothing_else(p
     for broken in (b"", os.urandom(300), index.read_bytes()[:-3]):
         index.write_bytes(broken)
         assert (await project.sync()).unchanged
+
+
+@pytest.mark.parametrize("touched", [False, True])
+async def test_what_an_older_version_noted_of_large_files_is_not_trusted(
+    project: Project, touched: bool
+) -> None:
+    """It called them by their plain SHA-256. What it noted of all others still holds."""
+    large = random.Random(4).randbytes(contents.BLOCKS_BYTES_MIN)
+    write(project.root, {b"a": b"1", b"gone": b"2", b"large": large})
+    await project.sync()
+    (index,) = (project.root.parent / "state/grid/sync").glob("*.index")
+    for path in (index, project.there / ".grid/sync" / tree_name(project.root) / "state"):
+        path.write_bytes(_as_before(path.read_bytes(), {b"large": hashlib.sha256(large).digest()}))
+    if touched:
+        times = (10**18, (project.root / "large").stat().st_mtime_ns)
+        os.utime(project.there / "large", ns=times)
+    (project.root / "gone").unlink()
+    report = await project.sync()
+    assert (report.sent_files, report.deleted, report.overwritten) == (int(not touched), 1, ())
+    assert told(project.there) == told(project.root)
+    assert index.read_bytes().startswith(STATE_MAGIC)
+    assert (await project.sync()).unchanged
+
+
+def _as_before(data: bytes, shas: dict[bytes, bytes]) -> bytes:
+    """A state or an index as the first format had it, taken long after all was written."""
+    _, taken_ns, _, rules = STATE_HEAD.unpack_from(data)
+    records = bytearray(data[STATE_HEAD.size :])
+    for one in tree.records_of(bytes(records)):
+        if one.path in shas:
+            records[one.at + 24 : one.at + 56] = shas[one.path]
+    digest = hashlib.sha256(tree.Plain().plain(bytes(records))).digest()
+    return STATE_HEAD.pack(b"GGTREE1\n", taken_ns + 10**10, digest, rules) + bytes(records)
 
 
 async def test_a_library_that_does_not_fit_is_compiled_on_the_node(project: Project, monkeypatch) -> None:

@@ -99,6 +99,26 @@ async def test_a_file_changed_on_the_node_is_put_back_and_one_gone_here_stays_th
     assert (await project.sync()).unchanged
 
 
+@pytest.mark.parametrize("more", [{}, {b"b": b"changed"}])
+async def test_what_was_changed_there_to_what_we_have_now_is_not_sent(
+    project: Project, more: dict[bytes, bytes]
+) -> None:
+    write(project.root, {b"a": b"1", b"b": b"2", b"d/c": b"3"})
+    await project.sync()
+    for root in (project.root, project.there):
+        write(root, {b"a": b"9"})
+        os.utime(root / "a", ns=(10**18, 10**18))
+        (root / "d/c").chmod(0o600)
+        (root / "d").chmod(0o700)
+    write(project.root, more)
+    report = await project.sync()
+    assert (report.sent_files, report.restored) == (len(more), 0)
+    assert (await project.sync()).unchanged
+    (project.root / "a").unlink()
+    assert (await project.sync()).deleted == 1, "it is ours, and as we know it"
+    assert told(project.there) == told(project.root)
+
+
 async def test_a_file_of_the_node_in_the_way_is_replaced_and_named(project: Project) -> None:
     write(project.there, {b"a": b"theirs"})
     write(project.root, {b"a": b"ours"})

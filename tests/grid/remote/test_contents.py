@@ -1,0 +1,237 @@
+"""What contents are called: it follows from the bytes alone, however they are stored and read."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import os
+import random
+import struct
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+
+from genie.grid.grid_file import SyncKeys
+from genie.grid.remote import contents, sync, tree
+from genie.grid.remote.contents import BLOCK_BYTES, BLOCKS_BYTES_MIN
+from genie.grid.sync.local_tree import LocalTree
+from genie.grid.sync.pack import hash_files
+from tests.grid.sync.trees import compiled, empty
+
+PAGE = 4096
+EDGES = (-1, 0, 1)
+SIZES = st.one_of(
+    st.builds(
+        lambda blocks, more: max(BLOCKS_BYTES_MIN + blocks * BLOCK_BYTES + more, 0),
+        st.integers(-1, 3),
+        st.sampled_from(EDGES),
+    ),
+    st.integers(0, BLOCKS_BYTES_MIN + 4 * BLOCK_BYTES),
+)
+LENGTHS = st.one_of(
+    st.builds(
+        lambda count, more: count + more, st.sampled_from([1, PAGE, BLOCK_BYTES]), st.sampled_from(EDGES)
+    ),
+    st.builds(lambda blocks: blocks * BLOCK_BYTES, st.integers(1, 8)),
+    st.integers(1, 3 * BLOCK_BYTES),
+)
+PARTS = st.lists(st.tuples(st.sampled_from(["hole", "zeros", "data", "one"]), LENGTHS), max_size=12)
+Parts = list[tuple[str, int]]
+
+
+def called(data: bytes) -> bytes:
+    """The plain words of contents.py, over all the bytes at once."""
+    if len(data) < BLOCKS_BYTES_MIN:
+        return hashlib.sha256(data).digest()
+    blocks = [data[at : at + BLOCK_BYTES] for at in range(0, len(data), BLOCK_BYTES)]
+    kept = [number for number, block in enumerate(blocks) if any(block)]
+    runs = b""
+    for number in kept:
+        if number - 1 not in kept:
+            end = number
+            while end in kept:
+                end += 1
+            runs += struct.pack("<QQ", number, end)
+    bytes_of_blocks = b"".join(blocks[number] for number in kept)
+    inner = hashlib.sha256(runs).digest() + hashlib.sha256(bytes_of_blocks).digest()
+    return hashlib.sha512(contents.TAG + struct.pack("<Q", len(data)) + inner).digest()[:32]
+
+
+def write(path: Path, parts: Parts, size: int, *, dense: bool) -> None:
+    """Sparse where a part says so; what is left of the size is a hole. Dense: all of it is written."""
+    dice = random.Random(3)
+    with path.open("wb") as file:
+        at = 0
+        for kind, wanted in parts:
+            length = min(wanted, size - at)
+            data = bytes(length) if kind in ("hole", "zeros") else dice.randbytes(length)
+            if kind == "one" and length:
+                data = bytes(length - 1) + b"1"
+            if kind != "hole" or dense:
+                os.pwrite(file.fileno(), data, at)
+            at += length
+        if dense:
+            os.pwrite(file.fileno(), bytes(size - at), at)
+        file.truncate(size)
+
+
+def by_engine(engine: tree.Plain, root: Path, cache: Path) -> dict[bytes, bytes]:
+    snapshot = LocalTree(root, SyncKeys(), cache=cache, engine=engine).scan()
+    hash_files(engine, snapshot, snapshot.dirty)
+    return {one.path: one.sha for one in tree.records_of(bytes(snapshot.records))}
+
+
+def by_node(root: Path) -> dict[bytes, bytes]:
+    fd = os.open(root, os.O_RDONLY)
+    try:
+        return {name: sync._sha_of(fd, name) for name in [os.fsencode(path.name) for path in root.iterdir()]}
+    finally:
+        os.close(fd)
+
+
+def without_seek_data(fd: int, at: int, whence: int) -> int:
+    raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+
+
+@pytest.fixture(scope="module")
+def engine() -> tree.Plain:
+    return compiled()
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(parts=PARTS, size=SIZES)
+@example(parts=[], size=BLOCKS_BYTES_MIN)
+@example(parts=[("data", BLOCK_BYTES - 1), ("hole", BLOCK_BYTES), ("one", 2)], size=BLOCKS_BYTES_MIN + 1)
+@example(parts=[("hole", 17 * BLOCK_BYTES), ("one", 9)], size=17 * BLOCK_BYTES + 9)
+def test_however_it_is_stored_and_whoever_reads_it_the_name_is_the_same(
+    engine, tmp_path: Path, parts: Parts, size: int
+) -> None:
+    root = tmp_path / "tree"
+    empty(root)
+    for name in ("sparse", "dense"):
+        write(root / name, parts, size, dense=name == "dense")
+    data = (root / "dense").read_bytes()
+    assert (root / "sparse").read_bytes() == data and len(data) == size
+    want = dict.fromkeys((b"dense", b"sparse"), called(data))
+    assert by_node(root) == want
+    for each in (tree.Plain(), engine):
+        assert by_engine(each, root, tmp_path / "cache") == want
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(contents.os, "lseek", without_seek_data)
+        assert by_node(root) == want
+        assert by_engine(engine, root, tmp_path / "cache") == want
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    parts=PARTS, size=st.integers(BLOCKS_BYTES_MIN, BLOCKS_BYTES_MIN + 4 * BLOCK_BYTES), seed=st.integers()
+)
+def test_in_whatever_pieces_it_comes_the_name_is_the_same(parts: Parts, size: int, seed: int) -> None:
+    dice = random.Random(seed)
+    digest, data = contents.new_digest(size), b""
+    for kind, wanted in [*parts, ("hole", size)]:
+        length = min(wanted, size - len(data))
+        part = dice.randbytes(length) if kind in ("data", "one") else bytes(length)
+        data += part
+        if kind == "hole":
+            digest.skip(length)
+            continue
+        while part:
+            step = dice.randint(1, 3 * BLOCK_BYTES)
+            digest.add(part[:step])
+            part = part[step:]
+    assert digest.digest() == called(data)
+
+
+def test_what_differs_is_called_otherwise(tmp_path: Path) -> None:
+    """Also where only places differ, or zeros at the end, or a small file spells out a large one."""
+    block = b"x" * BLOCK_BYTES
+    size = BLOCKS_BYTES_MIN
+    layouts: list[tuple[Parts, int]] = [
+        ([], size),
+        ([], size + 1),
+        ([("data", BLOCK_BYTES)], size),
+        ([("data", BLOCK_BYTES)], size + BLOCK_BYTES),
+        ([("hole", BLOCK_BYTES), ("data", BLOCK_BYTES)], size),
+        ([("data", BLOCK_BYTES), ("hole", BLOCK_BYTES), ("data", BLOCK_BYTES)], size),
+        ([("data", 2 * BLOCK_BYTES)], size),
+    ]
+    for number, (parts, length) in enumerate(layouts):
+        write(tmp_path / f"layout{number}", parts, length, dense=False)
+    inner = hashlib.sha256(struct.pack("<QQ", 0, 1)).digest() + hashlib.sha256(block).digest()
+    (tmp_path / "large").write_bytes(block + bytes(size - BLOCK_BYTES))
+    (tmp_path / "small").write_bytes(contents.TAG + struct.pack("<Q", size) + inner)
+    found = by_node(tmp_path)
+    assert len(set(found.values())) == len(found) == len(layouts) + 2
+
+
+def test_a_small_file_is_called_by_its_sha_256_and_read_at_once() -> None:
+    assert tree.SMALL_BYTES_MAX < BLOCKS_BYTES_MIN
+    assert contents.READ_BYTES <= sync.PIECE_BYTES_MAX
+
+
+def test_a_file_that_is_nearly_all_holes_is_hardly_read(tmp_path: Path, monkeypatch) -> None:
+    path = tmp_path / "huge"
+    with path.open("wb") as file:
+        file.truncate(1 << 40)
+        for at in (0, 1 << 30, (1 << 40) - 5):
+            os.pwrite(file.fileno(), b"data!", at)
+    read = count_reads(monkeypatch, limit=1 << 20)
+    assert len(by_node(tmp_path)) == 1
+    assert 15 <= sum(read) <= 3 * BLOCK_BYTES
+
+
+def count_reads(monkeypatch: pytest.MonkeyPatch, *, limit: int) -> list[int]:
+    pread, read = os.pread, []
+
+    def counted(fd: int, size: int, at: int) -> bytes:
+        data = pread(fd, size, at)
+        read.append(len(data))
+        assert sum(read) <= limit, "zeros are read"
+        return data
+
+    monkeypatch.setattr(contents.os, "pread", counted)
+    return read
+
+
+def test_a_copy_on_the_node_keeps_holes(tmp_path: Path, monkeypatch) -> None:
+    with (tmp_path / "from").open("wb") as file:
+        os.pwrite(file.fileno(), b"x" * 10_000, 1 << 39)
+        file.truncate(1 << 40)
+    count_reads(monkeypatch, limit=1 << 20)
+    fd = os.open(tmp_path, os.O_RDONLY)
+    try:
+        sync._copy(fd, b"from", fd, b"to")
+        names = by_node(tmp_path)
+    finally:
+        os.close(fd)
+    assert names[b"from"] == names[b"to"]
+    assert (tmp_path / "to").stat().st_blocks * 512 < 1 << 20
+
+
+@pytest.mark.parametrize("number", [errno.EINVAL, errno.EOPNOTSUPP])
+def test_where_holes_cannot_be_asked_for_all_is_data(tmp_path: Path, monkeypatch, number: int) -> None:
+    def refuse(*_: Any) -> int:
+        raise OSError(number, os.strerror(number))
+
+    with (tmp_path / "a").open("w+b") as file:
+        os.pwrite(file.fileno(), b"x", 1 << 20)
+        file.truncate(2 << 20)
+        monkeypatch.setattr(contents.os, "lseek", refuse)
+        assert list(contents.extents(file.fileno(), os.fstat(file.fileno()))) == [(True, 0, 2 << 20)]
+
+
+def test_a_file_cut_short_while_it_is_asked_for_holes_is_no_error(tmp_path: Path) -> None:
+    with (tmp_path / "a").open("w+b") as file:
+        os.pwrite(file.fileno(), b"x" * PAGE, 0)
+        os.pwrite(file.fileno(), b"x" * PAGE, 1 << 20)
+        file.truncate(2 << 20)
+        found = contents.extents(file.fileno(), os.fstat(file.fileno()))
+        first = next(found)
+        os.ftruncate(file.fileno(), 0)
+        rest = list(found)
+    covered = [(first[1], first[2]), *[(at, size) for _, at, size in rest]]
+    assert sum(size for _, size in covered) == 2 << 20

@@ -1,0 +1,150 @@
+"""Huge files that are nearly all holes: what they cost is what is in them, here and on the nodes.
+
+The bounds are on what is done, not on time: bytes that are hashed here, seconds of a processor that a process
+on a node gets before it is ended. A terabyte of zeros is far beyond both.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import random
+from pathlib import Path
+
+import pytest
+
+from genie.grid.remote import contents, tree
+from genie.grid.ssh_pool import SshPool
+from genie.grid.sync import syncer
+from genie.grid.sync.syncer import Progress, Syncer
+from tests.grid.bed import Bed
+from tests.grid.sync.conftest import file_for
+from tests.grid.sync.trees import compiled, told, write
+
+TIB = 1 << 40
+NODES = ("gpu1", "gpu2")
+REGIONS = {0: 70_000, (1 << 33) + 4096: 1_500_001, (1 << 39) - 5: 10, TIB - 65_536 - 7: 65_543}
+ON_NODE_S = 10
+
+
+def sparse(path: Path, *, size: int = TIB, regions: dict[int, int] = REGIONS, seed: int = 1) -> int:
+    """Writes one, and gives how much is in it as the file system counts."""
+    dice = random.Random(seed)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("wb") as file:
+        for at, length in regions.items():
+            os.pwrite(file.fileno(), dice.randbytes(length), at)
+        file.truncate(size)
+    return data_in(path)
+
+
+def data_in(path: Path) -> int:
+    return sum(size for is_data, _, size in extents(path) if is_data)
+
+
+def extents(path: Path) -> list[tuple[bool, int, int]]:
+    with path.open("rb") as file:
+        return list(contents.extents(file.fileno(), os.fstat(file.fileno())))
+
+
+def read(path: Path) -> tuple[int, dict[int, bytes]]:
+    """Its size, and its blocks that are not all zero: read by the places of data alone."""
+    found: dict[int, bytes] = {}
+    with path.open("rb") as file:
+        for is_data, offset, size in extents(path):
+            first = offset // contents.BLOCK_BYTES
+            for number in range(first, -(-(offset + size) // contents.BLOCK_BYTES)) if is_data else ():
+                block = os.pread(file.fileno(), contents.BLOCK_BYTES, number * contents.BLOCK_BYTES)
+                if any(block):
+                    found[number] = block
+    return path.stat().st_size, found
+
+
+@pytest.fixture
+def bounded(own_bed: Bed, monkeypatch: pytest.MonkeyPatch) -> Bed:
+    """Nodes, and a machine here, on which zeros cannot be counted to a terabyte."""
+    for name in NODES:
+        own_bed[name].restart(before=f"ulimit -t {ON_NODE_S}")
+    real, hashed = hashlib.sha256, [0]
+
+    class Counted:
+        def __init__(self, data: bytes = b"") -> None:
+            self._real = real()
+            self.update(data)
+
+        def update(self, data: bytes) -> None:
+            hashed[0] += len(data)
+            assert hashed[0] < 256 << 20, "zeros are hashed"
+            self._real.update(data)
+
+        def digest(self) -> bytes:
+            return self._real.digest()
+
+        def hexdigest(self) -> str:
+            return self._real.hexdigest()
+
+    monkeypatch.setattr(hashlib, "sha256", Counted)
+    monkeypatch.setattr(syncer, "_TRIES", 1)
+    return own_bed
+
+
+@pytest.mark.parametrize("kind", ["plain", "compiled"])
+async def test_a_terabyte_of_holes_arrives_whole_and_a_second_sync_sends_nothing(
+    bounded: Bed, tmp_path: Path, kind: str
+) -> None:
+    engine = tree.Plain() if kind == "plain" else compiled()
+    file, root = file_for(bounded, "ws"), tmp_path / "project"
+    data = sparse(root / "huge")
+    sparse(root / "copies/huge")
+    data += sparse(root / "ends in a hole", regions={12_345: 3_000_000}, seed=2)
+    data += sparse(root / "nothing", size=TIB + 1, regions={})
+    write(root, {b"small": b"1"})
+    seen: list[Progress] = []
+    async with SshPool(file, ssh_config=bounded.ssh_config) as pool:
+        one = Syncer(pool, file, state_dir=tmp_path / "state", engine=engine)
+        for report in await one.sync(root, NODES, progress=seen.append):
+            assert report.error is None
+            assert (report.sent_files, report.sent_bytes) == (5, data + 1)
+        for name in NODES:
+            for path in ("huge", "copies/huge", "ends in a hole", "nothing", "small"):
+                there = bounded[name].home / "ws" / path
+                assert read(there) == read(root / path), path
+                assert there.stat().st_blocks * 512 < 8 << 20, "zeros are written"
+                # Its times are not what we left there: the node has to look into it.
+                os.utime(there, ns=(10**18, (root / path).stat().st_mtime_ns))
+        for report in await one.sync(root, NODES):
+            assert report.error is None
+            assert (report.unchanged, report.sent_files, report.sent_bytes) == (True, 0, 0)
+    assert {each.bytes_total for each in seen} == {seen[-1].bytes_total}
+    assert seen[-1].bytes == data + 1 <= seen[-1].bytes_total < 16 << 20
+
+
+async def test_a_dry_run_tells_of_the_data_not_of_the_size(own_bed: Bed, tmp_path: Path) -> None:
+    file, root = file_for(own_bed, "ws"), tmp_path / "project"
+    data = sparse(root / "huge")
+    async with SshPool(file, ssh_config=own_bed.ssh_config) as pool:
+        (report,) = await Syncer(pool, file, state_dir=tmp_path / "state").sync(root, ["gpu1"], dry_run=True)
+    assert (report.sent_files, report.sent_bytes) == (1, data)
+
+
+async def test_a_cut_in_a_region_of_data_is_taken_up_by_another_try(own_bed: Bed, tmp_path: Path) -> None:
+    file, root, there = file_for(own_bed, "ws"), tmp_path / "project", own_bed["gpu1"].home / "ws"
+    first = sparse(root / "a", regions={1 << 39: 6 << 20})
+    second = sparse(root / "b", regions={4096: 1 << 20, 1 << 38: 12 << 20}, seed=2)
+    seen: list[object] = []
+
+    def cut_once(progress: Progress) -> None:
+        if not seen and progress.bytes > first + second // 2:
+            seen.append(dict(told(there)))
+            own_bed["gpu1"].cut()
+
+    async with SshPool(file, ssh_config=own_bed.ssh_config) as pool:
+        one = Syncer(pool, file, state_dir=tmp_path / "state")
+        (report,) = await one.sync(root, ["gpu1"], progress=cut_once)
+        assert report.error is None
+        assert seen == [{}], "nothing is visible before all of it is there"
+        assert report.sent_bytes == second, "a file that had arrived is not sent again"
+        assert (await one.sync(root, ["gpu1"]))[0].unchanged
+    for name in ("a", "b"):
+        assert read(there / name) == read(root / name)
+        assert (there / name).stat().st_blocks * 512 < 32 << 20
