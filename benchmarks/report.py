@@ -11,6 +11,7 @@ import argparse
 import json
 import os
 import platform
+import signal
 import subprocess
 import sys
 import tempfile
@@ -18,6 +19,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import FrameType
+from typing import NoReturn
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -118,8 +121,11 @@ def _at_least_one(text: str) -> int:
 
 @contextmanager
 def own_place(parent: Path | None = None) -> Iterator[Path]:
-    """A temporary folder, which is also the state directory; no setting of the user's counts inside."""
-    with tempfile.TemporaryDirectory(dir=parent, prefix="genie-bench-") as name:
+    """A temporary folder, which is also the state directory; no setting of the user's counts inside.
+
+    While it is held, SIGTERM leaves it like an exception, so that what was started and made here goes away.
+    """
+    with _unwound_at_sigterm(), tempfile.TemporaryDirectory(dir=parent, prefix="genie-bench-") as name:
         folder = Path(name)
         for variable in [item for item in os.environ if item.startswith("GENIE_")]:
             del os.environ[variable]
@@ -127,6 +133,19 @@ def own_place(parent: Path | None = None) -> Iterator[Path]:
         os.environ["GENIE_CONFIG"] = str(folder / "config.toml")
         os.environ["GENIE_STATE_DIR"] = str(folder)
         yield folder
+
+
+@contextmanager
+def _unwound_at_sigterm() -> Iterator[None]:
+    def leave(number: int, _: FrameType | None) -> NoReturn:
+        signal.signal(number, signal.SIG_IGN)  # a second one would interrupt the way out
+        raise SystemExit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def conclude(figures: Iterable[Figure], *, as_json: bool) -> int:

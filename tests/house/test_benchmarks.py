@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import runpy
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -13,8 +14,11 @@ from typing import Any
 import pytest
 
 from tests.house.sources import ROOT, shown
+from tests.waiting import wait_until
 
 KEYS = ["name", "value", "unit", "baseline", "ratio", "spread", "goal", "ok"]
+SMALLER = {"bench_grid.py": ["--connections", "10", "--files", "500"]}
+"""Sizes for those whose one round takes half a minute or more at their own."""
 
 
 @pytest.fixture
@@ -26,7 +30,7 @@ def report() -> dict[str, Any]:  # Any: the names of a script
 def test_a_benchmark_writes_figures_only_and_its_end_says_whether_goals_were_met(path: Path) -> None:
     environment = os.environ | {"GENIE_MASTER_PORT": "none", "GENIE_CONFIG": "no-such-file.toml"}
     done = subprocess.run(
-        [sys.executable, str(path), "--json", "--rounds", "1"],
+        [sys.executable, str(path), "--json", "--rounds", "1", *SMALLER.get(path.name, [])],
         env=environment,
         capture_output=True,
         text=True,
@@ -39,6 +43,55 @@ def test_a_benchmark_writes_figures_only_and_its_end_says_whether_goals_were_met
     assert done.returncode == (0 if all(figure["ok"] for figure in figures) else 1), done.stderr
     machine = [line for line in done.stderr.splitlines() if "Python" in line and "commit" in line]
     assert len(machine) == 1
+
+
+def test_sigterm_leaves_a_benchmark_through_its_own_end(tmp_path: Path) -> None:
+    """The nodes are the test: servers of their own, which nothing else would end."""
+    bench = subprocess.Popen(
+        [sys.executable, str(ROOT / "benchmarks" / "bench_grid.py"), "--only", "cold", "--rounds", "1000"],
+        env=os.environ | {"TMPDIR": str(tmp_path)},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        stdin=subprocess.DEVNULL,
+    )
+    try:
+        wait_until(lambda: len(_servers(tmp_path)) == 20, timeout_s=60, what="every node has a server")
+        nodes = _servers(tmp_path)
+        bench.terminate()
+        _, told = bench.communicate(timeout=60)
+    finally:
+        bench.kill()
+        bench.wait()
+    left = [pid for pid in nodes if Path(f"/proc/{pid}").exists()]
+    for pid in left:
+        os.kill(pid, signal.SIGKILL)
+    assert (bench.returncode, left, list(tmp_path.iterdir())) == (143, [], []), told.decode()
+
+
+def _servers(folder: Path) -> list[int]:
+    found = [path.read_text().strip() for path in folder.glob("gb-*/bed/node*/sshd.pid")]
+    return [int(pid) for pid in found if pid]
+
+
+def test_a_place_that_is_left_takes_its_folder_and_its_answer_to_sigterm_along(
+    report: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    came: list[int] = []
+    before = signal.signal(signal.SIGTERM, lambda number, _: came.append(number))
+    try:
+        with pytest.raises(SystemExit) as left, report["own_place"](tmp_path) as folder:
+            assert list(tmp_path.iterdir()) == [folder]
+            try:
+                signal.raise_signal(signal.SIGTERM)
+            finally:
+                signal.raise_signal(signal.SIGTERM)  # one more on the way out changes nothing
+                (folder / "on the way out").touch()
+        assert (left.value.code, list(tmp_path.iterdir()), came) == (143, [], [])
+        signal.raise_signal(signal.SIGTERM)
+        assert came == [signal.SIGTERM]
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 @pytest.mark.parametrize("rounds", ["0", "-1", "many"])
