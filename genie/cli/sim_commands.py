@@ -5,6 +5,7 @@ Not for: anything that touches a cluster, and what the figures mean (genie/sim/m
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -178,7 +179,9 @@ def replay(
 def generate(
     invocation: Invocation,
     *,
-    file: Annotated[Path, typer.Argument(help="The CSV file to write.", metavar="FILE")],
+    file: Annotated[
+        str, typer.Argument(help="The CSV file to write; - is standard output.", metavar="FILE")
+    ],
     nodes: _Nodes = "128x8",
     jobs: _Jobs = None,
     load: _Load = None,
@@ -186,12 +189,16 @@ def generate(
     seed: _Seed = "0",
 ) -> None:
     """Make jobs up and write them as CSV, for 'genie sim run --trace'. The nodes say what the load means."""
-    from genie.sim.workload import write_workload
+    from genie.sim.workload import write_lines, write_workload
 
     invocation.load_settings()
     seed_number = parse_whole(seed, what="--seed", low=0, high=_SEED_MAX)
     made = _load_jobs(_parse_nodes(nodes), None, "", jobs=jobs, load=load, limits=limits, seed=seed_number)
-    write_workload(file, made)
+    if file == "-":
+        write_lines(sys.stdout, made)
+        sys.stdout.flush()
+        return
+    write_workload(Path(file), made)
     output.say(f"{len(made)} jobs are in {file}")
 
 

@@ -42,6 +42,12 @@ def test_what_was_generated_can_be_run(genie, trace) -> None:
     assert given["wait_s"]["mean"] == pytest.approx(made["wait_s"]["mean"], abs=1)
 
 
+def test_a_dash_is_standard_output(genie, trace, tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert genie("sim", "generate", *SMALL, "--load", "2", "-") == (0, trace.read_text("utf-8"), "")
+    assert [path.name for path in tmp_path.iterdir()] == [trace.name]
+
+
 @pytest.mark.parametrize("order", ["fifo", "priority", "fair"])
 @pytest.mark.parametrize("placement", ["supply", "fgd", "bestfit"])
 def test_every_order_and_placement_runs(genie, trace, order, placement) -> None:
