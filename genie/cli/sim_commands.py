@@ -179,9 +179,7 @@ def replay(
 def generate(
     invocation: Invocation,
     *,
-    file: Annotated[
-        str, typer.Argument(help="The CSV file to write; - is standard output.", metavar="FILE")
-    ],
+    file: Annotated[str, typer.Argument(help="The CSV file to write; - is standard output.", metavar="FILE")],
     nodes: _Nodes = "128x8",
     jobs: _Jobs = None,
     load: _Load = None,
