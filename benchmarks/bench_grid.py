@@ -45,7 +45,6 @@ from tests.grid.delay_proxy import delayed  # noqa: E402
 
 NODES = 20
 GPUS = 8
-MANY = 100
 PARTS = ("cold", "many", "warm", "sync", "peers")
 READINGS = (
     "cat /proc/loadavg; nproc; head -3 /proc/meminfo; df -Pk .; nvidia-smi "
@@ -71,6 +70,7 @@ class Place:
     bed: Bed
     folder: Path
     rounds: int
+    connections: int
 
     @property
     def ten(self) -> list[str]:
@@ -82,7 +82,7 @@ class Place:
 
     @property
     def many(self) -> list[str]:
-        return [f"many{number}" for number in range(MANY)]
+        return [f"many{number}" for number in range(self.connections)]
 
     def file(self, names: Sequence[str]) -> GridFile:
         return parse_grid_file(self.bed.grid_yaml(nodes=names, more=_LIMITS), name="bench")
@@ -95,11 +95,13 @@ def main() -> int:
     parser = report.options("the grid beside ssh and rsync", rounds=7)
     parser.add_argument("--delay-ms", type=float, default=0.0, help="time of a round trip that is added")
     parser.add_argument("--peers", type=Path, help="virtual environment with the other tools")
+    parser.add_argument("--connections", type=int, default=100, help="connections, and commands, at once")
     parser.add_argument("--files", type=int, default=10_000, help="files of the tree that is brought over")
     parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS)
     given = parser.parse_args()
     _raise_file_limit()
-    with report.own_place() as folder, _place(folder, delay_ms=given.delay_ms, rounds=given.rounds) as place:
+    sizes = {"rounds": given.rounds, "connections": given.connections}
+    with report.own_place(), _place(given.delay_ms, **sizes) as place:
         figures: list[report.Figure] = []
         if "cold" in given.only:
             figures.append(cold_health(place))
@@ -117,7 +119,7 @@ def main() -> int:
 
 
 @contextlib.contextmanager
-def _place(folder: Path, *, delay_ms: float, rounds: int) -> Iterator[Place]:
+def _place(delay_ms: float, *, rounds: int, connections: int) -> Iterator[Place]:
     with contextlib.ExitStack() as stack:
         # Not below the state directory: a control socket's path has 100 characters at most.
         short = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="gb-")))
@@ -138,10 +140,10 @@ def _place(folder: Path, *, delay_ms: float, rounds: int) -> Iterator[Place]:
             bed.known_hosts.write_text(known + known.replace(f"]:{bed.nodes[0].port} ", f"]:{port} "))
         aliases = "".join(
             f"Host many{number}\n  HostName {bed.nodes[number % NODES].address}\n  Port {port}\n"
-            for number in range(MANY)
+            for number in range(connections)
         )
         bed.ssh_config.write_text(aliases + bed.ssh_config.read_text())
-        yield Place(bed, short, rounds)
+        yield Place(bed, short, rounds, connections)
 
 
 # --- cold: nothing is connected yet -----------------------------------------------------------
@@ -157,8 +159,8 @@ def cold_health(place: Place) -> report.Figure:
 
 
 def cold_many(place: Place) -> list[report.Figure]:
-    """A hundred connections for a hundred nodes; and a hundred commands for ten, which share connections."""
-    rounds = max(1, place.rounds // 2)
+    """A connection for each of a hundred nodes; and a hundred commands for ten, which share connections."""
+    rounds, count = max(1, place.rounds // 2), place.connections
     ours, theirs = _in_turns(
         rounds,
         lambda: asyncio.run(_cold_health(place, place.many)),
@@ -167,11 +169,11 @@ def cold_many(place: Place) -> list[report.Figure]:
     shared, apart = _in_turns(
         rounds,
         lambda: asyncio.run(_cold_commands(place, place.ten)),
-        lambda: _all_at_once([place.ssh(place.ten[number % 10], COMMAND) for number in range(MANY)]),
+        lambda: _all_at_once([place.ssh(place.ten[number % 10], COMMAND) for number in range(count)]),
     )
     return [
-        _compared("cold_100_connections", ours, theirs, goal=report.ratio_at_most(0.4)),
-        _compared("cold_100_commands_10_nodes", shared, apart, goal=report.ratio_at_most(0.4)),
+        _compared(f"cold_{count}_connections", ours, theirs, goal=report.ratio_at_most(0.4)),
+        _compared(f"cold_{count}_commands_10_nodes", shared, apart, goal=report.ratio_at_most(0.4)),
     ]
 
 
@@ -190,7 +192,7 @@ async def _cold_commands(place: Place, names: Sequence[str]) -> None:
             async with pool.use(name, bare=True) as link:
                 assert (await link.command(COMMAND, timeout_s=60)).exit_code == 0
 
-        await asyncio.gather(*(one(names[number % len(names)]) for number in range(MANY)))
+        await asyncio.gather(*(one(names[number % len(names)]) for number in range(place.connections)))
 
 
 # --- warm: everyone has a connection ----------------------------------------------------------

@@ -145,10 +145,9 @@ def latency(policy: str, *, decisions: int) -> Iterator[report.Figure]:
             placer.release(classes[gone], node=node, gpus=gpus)
             volume -= gone.gpu_volume_milli
     full = taken_us[len(taken_us) // 2 :]
-    for share, word in ((0.5, "p50"), (0.99, "p99")):
-        yield report.figure(
-            f"decision_{policy}_{word}", report.percentile(full, share), samples=full, unit="us"
-        )
+    for word, share, samples in (("p50", 0.5, full), ("p99", 0.99, report.p99s(full))):
+        value = report.percentile(full, share)
+        yield report.figure(f"decision_{policy}_{word}", value, samples=samples, unit="us")
 
 
 def read_published(folder: Path) -> dict[tuple[str, str], float]:
@@ -163,6 +162,7 @@ def read_published(folder: Path) -> dict[tuple[str, str], float]:
 
 
 def workloads(folder: Path | None, wanted: str | None) -> Iterator[tuple[str, Any]]:
+    from genie.errors import UsageError
     from genie.sim import traces
     from genie.sim.replay import Workload
     from genie.sim.synthetic import synthetic_workload
@@ -173,8 +173,10 @@ def workloads(folder: Path | None, wanted: str | None) -> Iterator[tuple[str, An
     openb = folder / "openb" if (folder / "openb").is_dir() else folder
     nodes = traces.read_nodes(openb / traces.NODE_LIST)
     found = traces.workloads_in(openb)
+    if not found:
+        raise UsageError(f"there is no openb pod list in {str(openb)!r}")
     if wanted is not None and wanted not in found:
-        raise SystemExit(f"there is no workload {wanted!r} in {openb}; there are {', '.join(found)}")
+        raise UsageError(f"there is no workload {wanted!r} in {str(openb)!r}; there are {', '.join(found)}")
     for name, path in found.items():
         if wanted in (None, name):
             yield name, Workload(nodes, traces.read_pods(path))
@@ -222,7 +224,12 @@ def main() -> int:
         "--seeds", type=seeds_of, help="A:B, from A up to B-1; the published ones, or as many as rounds"
     )
     given = parser.parse_args()
-    return report.conclude(measured(given), as_json=given.json)
+    from genie.errors import UsageError
+
+    try:
+        return report.conclude(measured(given), as_json=given.json)
+    except UsageError as error:
+        parser.error(f"--traces {given.traces}: {error}")
 
 
 if __name__ == "__main__":

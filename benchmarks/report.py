@@ -1,16 +1,18 @@
 """What every benchmark shares: its options, a place of its own, and how a figure is shown and judged.
 
 A line for each figure: name, value, unit, baseline, ratio (value / baseline), spread (10th and 90th
-percentile of the samples), goal, ok. Figures go to standard output, with --json as one object a line;
-what they were measured on goes to standard error, once. Not for: measuring.
+percentile of the samples, if they tell one), goal, ok. Figures go to standard output, with --json as one
+object a line; what they were measured on goes to standard error, once. Not for: measuring.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import platform
+import signal
 import subprocess
 import sys
 import tempfile
@@ -18,6 +20,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import FrameType
+from typing import NoReturn
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -68,7 +72,7 @@ class Figure:
     unit: str
     baseline: float | None
     ratio: float | None
-    spread: tuple[float, float]
+    spread: tuple[float, float] | None
     goal: str | None
     ok: bool
 
@@ -82,7 +86,7 @@ def figure(
     unit: str = "ms",
     goal: Goal | None = None,
 ) -> Figure:
-    """`samples` are what `value` was made of, in the same unit."""
+    """`samples` are what `value` was made of, in the same unit. Without any, no spread is shown."""
     ratio = value / baseline if baseline else None
     return Figure(
         name=name,
@@ -90,16 +94,30 @@ def figure(
         unit=unit,
         baseline=None if baseline is None else round(baseline, 3),
         ratio=None if ratio is None else round(ratio, 2),
-        spread=(round(percentile(samples, 0.1), 3), round(percentile(samples, 0.9), 3)),
+        spread=_spread(samples),
         goal=None if goal is None else str(goal),
         ok=goal is None or goal.is_met(value=value, baseline=baseline),
     )
+
+
+def _spread(samples: Sequence[float]) -> tuple[float, float] | None:
+    return (round(percentile(samples, 0.1), 3), round(percentile(samples, 0.9), 3)) if samples else None
 
 
 def percentile(values: Sequence[float], share: float) -> float:
     """The nearest value from above: with 50 rounds, the 99th is the worst."""
     ordered = sorted(values)
     return ordered[min(len(ordered) - 1, int(len(ordered) * share))]
+
+
+def p99s(values: Sequence[float]) -> list[float]:
+    """The samples of a p99, whose spread is not that of the values: the p99 of each part of 100 values or
+    more, in their order. None where there is only one such part."""
+    parts = min(10, len(values) // 100)
+    if parts < 2:
+        return []
+    bounds = [len(values) * number // parts for number in range(parts + 1)]
+    return [percentile(values[start:end], 0.99) for start, end in itertools.pairwise(bounds)]
 
 
 def options(description: str, *, rounds: int) -> argparse.ArgumentParser:
@@ -118,8 +136,11 @@ def _at_least_one(text: str) -> int:
 
 @contextmanager
 def own_place(parent: Path | None = None) -> Iterator[Path]:
-    """A temporary folder, which is also the state directory; no setting of the user's counts inside."""
-    with tempfile.TemporaryDirectory(dir=parent, prefix="genie-bench-") as name:
+    """A temporary folder, which is also the state directory; no setting of the user's counts inside.
+
+    While it is held, SIGTERM leaves it like an exception, so that what was started and made here goes away.
+    """
+    with _unwound_at_sigterm(), tempfile.TemporaryDirectory(dir=parent, prefix="genie-bench-") as name:
         folder = Path(name)
         for variable in [item for item in os.environ if item.startswith("GENIE_")]:
             del os.environ[variable]
@@ -127,6 +148,19 @@ def own_place(parent: Path | None = None) -> Iterator[Path]:
         os.environ["GENIE_CONFIG"] = str(folder / "config.toml")
         os.environ["GENIE_STATE_DIR"] = str(folder)
         yield folder
+
+
+@contextmanager
+def _unwound_at_sigterm() -> Iterator[None]:
+    def leave(number: int, _: FrameType | None) -> NoReturn:
+        signal.signal(number, signal.SIG_IGN)  # a second one would interrupt the way out
+        raise SystemExit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def conclude(figures: Iterable[Figure], *, as_json: bool) -> int:
@@ -153,7 +187,9 @@ def _commit() -> str:
 
 
 def _line(item: Figure) -> str:
-    text = f"{item.name:<30}{item.value:>11} {item.unit:<4} spread {item.spread[0]} to {item.spread[1]}"
+    text = f"{item.name:<30}{item.value:>11} {item.unit:<4}"
+    if item.spread is not None:
+        text += f" spread {item.spread[0]} to {item.spread[1]}"
     if item.baseline is not None:
         text += f", baseline {item.baseline}, ratio {item.ratio}"
     if item.goal is not None:

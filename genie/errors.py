@@ -45,6 +45,7 @@ GenieError
 │   ├── NodeNotFoundError       no node has that id
 │   ├── LaunchError             an agent refused or failed to start something
 │   └── AgentRunningError       another agent already runs on this state directory
+├── QuotaNotFoundError          no quota is set for that tenant
 ├── GridError                   one of the SSH nodes of a grid
 │   ├── NodeRefusedError        the node could not do what it was asked to; it says why
 │   ├── NoNodeError             no node fits what was asked for
@@ -278,6 +279,10 @@ class LaunchError(NodeError):
 
 class AgentRunningError(NodeError):
     code = "node.agent_running"
+
+
+class QuotaNotFoundError(GenieError):
+    code = "quota_not_found"
 
 
 class GridError(GenieError):

@@ -1,6 +1,7 @@
 """A policy of one's own: an order, a filter, and what happens when one does not behave.
 
     python examples/schedulers/own_policy.py
+    PYTHONPATH=examples/schedulers genie sim run --nodes 16x8 --jobs 500 --order own_policy:SmallFirst
 
 `SmallFirst` starts small jobs first and keeps test jobs off the large nodes. `Broken` raises an error at its
 second job: it is out of use from then on, the built-in order takes over, and everybody can read why.

@@ -5,6 +5,7 @@ Not for: anything that touches a cluster, and what the figures mean (genie/sim/m
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -17,8 +18,10 @@ from genie.cli.quantities import duration_text, parse_amount, parse_duration, pa
 from genie.errors import UsageError
 
 if TYPE_CHECKING:
+    from genie.config import ControllerConfig
     from genie.scheduler.request import NodeFacts
-    from genie.sim.events import Plan
+    from genie.scheduler.scheduler import Rules
+    from genie.sim.events import Failures, Plan
     from genie.sim.measures import Spread, Summary
     from genie.sim.workload import SimJob
 
@@ -30,7 +33,6 @@ sim_app = typer.Typer(
 )
 app.add_typer(sim_app)
 
-_ORDERS = ("fifo", "priority", "fair")
 _PLACEMENTS = ("supply", "fgd", "bestfit")
 _FORMATS = ("genie", "philly", "openb")
 _JOBS_MAX = 1_000_000
@@ -68,7 +70,8 @@ _Limits = Annotated[
         "--limits", metavar="X", help="Jobs without a time limit get 1 to X times what they take; 0: none."
     ),
 ]
-_Order = Annotated[str, typer.Option("--order", metavar="ORDER", help="fifo, priority or fair.")]
+_ORDER_HELP = "fifo, priority, fair, or MODULE:CLASS, a policy of your own, as for the controller."
+_Order = Annotated[str, typer.Option("--order", metavar="ORDER", help=_ORDER_HELP)]
 _Placement = Annotated[str, typer.Option("--placement", metavar="POLICY", help="supply, fgd or bestfit.")]
 
 
@@ -110,12 +113,12 @@ def run(
     from genie.sim.events import simulate
     from genie.sim.measures import summarise
 
-    invocation.load_settings()
+    settings = invocation.load_settings()
     seed_number = parse_whole(seed, what="--seed", low=0, high=_SEED_MAX)
+    rules = _rules(order, settings.controller, backfills=not no_backfill, preempts=not no_preempt)
     machines = _parse_nodes(nodes)
     work = _load_jobs(machines, trace, trace_format, jobs=jobs, load=load, limits=limits, seed=seed_number)
-    plan = _plan(order, placement, seed_number, backfills=not no_backfill, preempts=not no_preempt)
-    plan = _with_failures(plan, fail_every, repair)
+    plan = _plan(rules, placement, seed_number, failures=_failures(fail_every, repair))
     line = output.ProgressLine()
     try:
         done = simulate(machines, work, plan, progress=lambda over, total: line("simulating", over, total))
@@ -125,9 +128,14 @@ def run(
     if out is not None:
         _write_results(out, summary, done)
     if as_json:
-        output.write_json({"placer": done.placer, "decisions": done.decisions, **_as_object(summary)})
-        return
-    output.write_facts(_facts(summary))
+        about = {"placer": done.placer, "decisions": done.decisions, "policy_fault": done.fault}
+        output.write_json({**about, **_as_object(summary)})
+    else:
+        output.write_facts(_facts(summary))
+    if done.fault:
+        output.say(f"genie: {output.one_line(done.fault)}")
+        output.say("hint: the figures are of both together; mend the policy, or give it more time")
+        raise typer.Exit(1)
 
 
 @command(sim_app, "replay", example="genie sim replay --placement supply --seed 3")
@@ -178,7 +186,7 @@ def replay(
 def generate(
     invocation: Invocation,
     *,
-    file: Annotated[Path, typer.Argument(help="The CSV file to write.", metavar="FILE")],
+    file: Annotated[str, typer.Argument(help="The CSV file to write; - is standard output.", metavar="FILE")],
     nodes: _Nodes = "128x8",
     jobs: _Jobs = None,
     load: _Load = None,
@@ -186,12 +194,16 @@ def generate(
     seed: _Seed = "0",
 ) -> None:
     """Make jobs up and write them as CSV, for 'genie sim run --trace'. The nodes say what the load means."""
-    from genie.sim.workload import write_workload
+    from genie.sim.workload import write_lines, write_workload
 
     invocation.load_settings()
     seed_number = parse_whole(seed, what="--seed", low=0, high=_SEED_MAX)
     made = _load_jobs(_parse_nodes(nodes), None, "", jobs=jobs, load=load, limits=limits, seed=seed_number)
-    write_workload(file, made)
+    if file == "-":
+        write_lines(sys.stdout, made)
+        sys.stdout.flush()
+        return
+    write_workload(Path(file), made)
     output.say(f"{len(made)} jobs are in {file}")
 
 
@@ -259,26 +271,33 @@ def _load_jobs(
     return workload.with_load(found, nodes, wanted) if wanted else found
 
 
-def _plan(order: str, placement: str, seed: int, *, backfills: bool, preempts: bool) -> Plan:
-    from genie.scheduler.order import FairShare, Fifo, Order, Priority
+def _rules(order: str, controller: ControllerConfig, *, backfills: bool, preempts: bool) -> Rules:
+    """By the name of a policy, as a controller takes it, and with the time that it may take there."""
+    from genie.controller.policy import policy_named
+    from genie.runtime.clock import SystemClock
     from genie.scheduler.scheduler import Rules
+
+    try:
+        policy = policy_named(order, budget_s=controller.policy_budget_s, clock=SystemClock())
+    except UsageError as error:
+        raise UsageError(f"--order: {error.message}", hint=error.hint) from error
+    return Rules(backfills=backfills, preempts=preempts).under(policy)
+
+
+def _plan(rules: Rules, placement: str, seed: int, *, failures: Failures | None) -> Plan:
     from genie.sim.events import Plan
 
-    orders: dict[str, Order] = {"fifo": Fifo(), "priority": Priority(), "fair": FairShare()}
-    chosen = orders[_one_of(order, _ORDERS, what="--order")]
     _one_of(placement, _PLACEMENTS, what="--placement")
-    return Plan(Rules(order=chosen, backfills=backfills, preempts=preempts), placement, seed)
+    return Plan(rules, placement, seed, failures)
 
 
-def _with_failures(plan: Plan, fail_every: str | None, repair: str) -> Plan:
-    from dataclasses import replace
-
+def _failures(fail_every: str | None, repair: str) -> Failures | None:
     from genie.sim.events import Failures
 
     if fail_every is None:
-        return plan
+        return None
     every_s = parse_duration(fail_every, what="--fail-every")
-    return replace(plan, failures=Failures(every_s, parse_duration(repair, what="--repair")))
+    return Failures(every_s, parse_duration(repair, what="--repair"))
 
 
 # -- what is shown ----------------------------------------------------------------------------------
@@ -309,6 +328,8 @@ def _as_object(summary: Summary) -> dict[str, Any]:
 def _facts(it: Summary) -> list[tuple[str, str]]:
     large = f" (gangs with 32 GPUs or more: {_times(it.wait_large_s)})" if it.wait_large_s.count else ""
     left_out = f", {it.impossible} left out: they fit no cluster like this" if it.impossible else ""
+    if it.left_waiting:
+        left_out += f", {it.left_waiting} never started: the policy keeps them off every node"
     return [
         ("jobs", f"{it.jobs}{left_out}, {it.cut_short} ended by their time limits"),
         ("GPUs", f"{it.gpus}, for {duration_text(it.span_s)}"),

@@ -127,9 +127,11 @@ class WishOptions:
         ),
     ] = False
     grace: Annotated[
-        str,
-        typer.Option(metavar="DURATION", help="From SIGTERM to SIGKILL then.", rich_help_panel=_TIMES),
-    ] = "30s"
+        str | None,
+        typer.Option(
+            metavar="DURATION", help="From SIGTERM to SIGKILL then; 30s without it.", rich_help_panel=_TIMES
+        ),
+    ] = None
     time_limit: Annotated[
         str | None,
         typer.Option(
@@ -187,7 +189,7 @@ def wishes_of(options: WishOptions, *, gpus: int, now: float) -> Wishes:
         labels=_labels(options.label),
         priority=parse_whole(options.priority, what="--priority", low=-_PRIORITY_MAX, high=_PRIORITY_MAX),
         preemptible=options.preemptible,
-        grace_s=parse_duration(options.grace, what="--grace", none_too=True, high_s=_GRACE_S_MAX),
+        grace_s=_grace_s(options.grace),
         time_limit_s=None if limit is None else parse_duration(limit, what="--time-limit"),
         deadline_at=None if deadline is None else parse_moment(deadline, what="--deadline", now=now),
     )
@@ -260,6 +262,11 @@ def _check_together(options: WishOptions, wishes: Wishes, *, gpus: int) -> None:
         }
         if useless := next((option for option, given in of_gpus.items() if given), None):
             raise UsageError(f"{useless} without GPUs", hint="say how many: --gpus 1")
+    if options.grace is not None and not wishes.preemptible:
+        raise UsageError(
+            "--grace without --preemptible: nobody stops this job for others",
+            hint="give --preemptible too, or leave --grace out",
+        )
     if options.spread and wishes.workers > 1 and wishes.within in (Within.NODE, Within.ISLAND):
         raise UsageError(
             f"--spread and --within {wishes.within} exclude each other", hint="leave one of them out"
@@ -268,6 +275,14 @@ def _check_together(options: WishOptions, wishes: Wishes, *, gpus: int) -> None:
 
 def _workers_min(text: str, workers: int) -> int:
     return parse_whole(text, what="--workers-min", low=1, high=workers)
+
+
+def _grace_s(text: str | None) -> float:
+    from genie.model.job import Wishes
+
+    if text is None:
+        return Wishes().grace_s
+    return parse_duration(text, what="--grace", none_too=True, high_s=_GRACE_S_MAX)
 
 
 def _size(text: str | None, *, what: str) -> int:

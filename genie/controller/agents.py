@@ -332,23 +332,27 @@ class Agents:
         return Done()
 
     async def drain(self, connection: Connection, request: DrainNode) -> Done:
-        """Asked again, the newest reason counts."""
+        """Asked again, the newest reason counts; without one, what was said before stays."""
         reason = request.reason.strip()
         if len(reason) > REASON_CHARS_MAX or not reason.isprintable():
             raise UsageError(f"a reason is one line of at most {REASON_CHARS_MAX} characters")
-        await self._set_drained(request.node_id, f"draining: {reason}" if reason else "draining")
+        if reason:
+            await self._set_drained(request.node_id, f"draining: {reason}")
+        else:
+            await self._set_drained(request.node_id, "draining", unless_drained=True)
         return Done()
 
     async def undrain(self, connection: Connection, request: UndrainNode) -> Done:
         await self._set_drained(request.node_id, "")
         return Done()
 
-    async def _set_drained(self, node_id: str, drained: str) -> None:
+    async def _set_drained(self, node_id: str, drained: str, *, unless_drained: bool = False) -> None:
         def build(txn: Transaction) -> None:
             record = self._ledger.nodes.get(node_id)
             if record is None:
                 raise NodeNotFoundError(f"there is no node {node_id[:80]!r}", hint="'genie nodes' lists them")
-            txn.put(self._ledger.nodes, node_id, msgspec.structs.replace(record, drained=drained))
+            kept = record.drained if unless_drained else ""
+            txn.put(self._ledger.nodes, node_id, msgspec.structs.replace(record, drained=kept or drained))
 
         await self._ledger.write(build)
         _log.info("node %s is %s", node_id, drained or "open again")

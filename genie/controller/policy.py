@@ -1,4 +1,6 @@
-"""The policy that a controller was told to decide by: a built-in one, or a class of the user's own."""
+"""The policy that a controller was told to decide by: a built-in one, or a class of the user's own.
+
+The simulator takes the same names. Not for: what a policy may do, and its fence (scheduler/policies.py)."""
 
 from __future__ import annotations
 
@@ -17,18 +19,19 @@ HANGS_S = 1.0
 
 def make_policy(config: ControllerConfig, *, clock: Clock) -> Order:
     """ConfigError when there is none of that name, or it cannot be made."""
-    name, policies = config.policy, Policies()
     try:
-        if name not in BUILT_IN:
-            policies.register(name, _imported(name))
-        return policies.make(
-            name,
-            budget_s=config.policy_budget_s,
-            clock=clock.monotonic_s,
-            guard=Alarm(HANGS_S, TooLongError),
-        )
+        return policy_named(config.policy, budget_s=config.policy_budget_s, clock=clock)
     except UsageError as error:
         raise ConfigError(f"controller.policy: {error.message}", hint=error.hint) from error
+
+
+def policy_named(name: str, *, budget_s: float, clock: Clock) -> Order:
+    """UsageError when there is none of that name, or it cannot be made. A call may take `budget_s`."""
+    if name in BUILT_IN:
+        return BUILT_IN[name]()
+    policies = Policies()
+    policies.register(name, _imported(name))
+    return policies.make(name, budget_s=budget_s, clock=clock.monotonic_s, guard=Alarm(HANGS_S, TooLongError))
 
 
 def _imported(name: str) -> type:
@@ -38,7 +41,7 @@ def _imported(name: str) -> type:
         raise UsageError(f"there is no policy {name!r}", hint=hint)
     try:
         found = getattr(importlib.import_module(module_name), class_name)
-    except Exception as error:  # a user's module may raise anything
+    except (Exception, SystemExit) as error:  # a user's module may raise anything
         raise UsageError(f"{name} cannot be imported: {type(error).__name__}: {error}", hint=hint) from error
     if not isinstance(found, type):
         raise UsageError(f"{name} is not a class", hint=hint)

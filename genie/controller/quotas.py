@@ -11,7 +11,7 @@ from genie.controller.checks import check_quota
 from genie.controller.connection import Connection, Handlers
 from genie.controller.ledger import Ledger, Transaction
 from genie.controller.users import first_fitting
-from genie.errors import UsageError
+from genie.errors import QuotaNotFoundError, UsageError
 from genie.model.messages import Done, ListQuotas, QuotasReply, QuotaView, RemoveQuota, SetQuota
 from genie.model.tenant import Identity, QuotaRecord, TokenKind
 from genie.scheduler.quota import Quota, Quotas, of_gpus
@@ -41,7 +41,9 @@ class QuotaTable:
     async def remove(self, tenant: str) -> None:
         def build(txn: Transaction) -> None:
             if tenant not in self._ledger.quotas:
-                raise UsageError(f"tenant {tenant[:80]!r} has no quota", hint="'genie quota' lists them")
+                raise QuotaNotFoundError(
+                    f"tenant {tenant[:80]!r} has no quota", hint="'genie quota' lists them"
+                )
             txn.delete(self._ledger.quotas, tenant)
 
         await self._ledger.write(build)

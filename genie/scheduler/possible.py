@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from genie.model.job import Spread, Within
 from genie.scheduler.quota import UNBOUNDED
-from genie.scheduler.request import FULL_MILLI, NodeFacts, Request, Shape, why_not
+from genie.scheduler.request import FULL_MILLI, NodeFacts, Request, Shape, counted, why_not
 
 _NAMED = 3
 
@@ -64,8 +64,8 @@ def asked_text(shape: Shape) -> str:
     word = "CPU accelerator" if shape.kind == "cpu" else "GPU"
     share = "" if shape.gpu_milli == FULL_MILLI else f" (share {shape.gpu_milli / FULL_MILLI:g})"
     parts = [
-        _counted(shape.gpus, word) + share if shape.gpus else "",
-        _counted(shape.cpu_milli / 1000, "CPU") if shape.cpu_milli else "",
+        counted(shape.gpus, word) + share if shape.gpus else "",
+        counted(shape.cpu_milli / 1000, "CPU") if shape.cpu_milli else "",
         f"{shape.memory_mib / 1024:.1f} GiB of memory" if shape.memory_mib else "",
     ]
     return ", ".join(part for part in parts if part)
@@ -95,7 +95,3 @@ def grouped(reasons: dict[str, str], *, first: frozenset[str] = frozenset()) -> 
 def _names(names: Sequence[str]) -> str:
     more = len(names) - _NAMED
     return ", ".join(names[:_NAMED]) + (f" and {more} more" if more > 0 else "")
-
-
-def _counted(count: float, word: str) -> str:
-    return f"{count:g} {word}{'' if count == 1 else 's'}"

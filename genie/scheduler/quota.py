@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
-from genie.scheduler.request import FULL_MILLI, Amounts, Request
+from genie.scheduler.request import FULL_MILLI, Amounts, Request, counted
 
 UNBOUNDED = 2**62
 
@@ -105,10 +105,9 @@ def fits(part: Amounts, whole: Amounts) -> bool:
 
 
 def _text(amounts: Amounts) -> str:
-    gpus = amounts.gpu_milli / FULL_MILLI
-    parts = [f"{gpus:g} GPU{'' if gpus == 1 else 's'}"]
+    parts = [counted(amounts.gpu_milli / FULL_MILLI, "GPU")]
     if 0 < amounts.cpu_milli < UNBOUNDED:
-        parts.append(f"{amounts.cpu_milli / 1000:g} CPUs")
+        parts.append(counted(amounts.cpu_milli / 1000, "CPU"))
     if 0 < amounts.memory_mib < UNBOUNDED:
         parts.append(f"{amounts.memory_mib} MiB")
     return ", ".join(parts)

@@ -202,15 +202,20 @@ def why_not(shape: Shape, node: NodeFacts) -> str:
     if missing := shape.labels - node.labels:
         return "no label " + ", ".join(f"{key}={value}" for key, value in sorted(missing))
     if shape.cpu_milli > node.cpu_milli:
-        return f"has {node.cpu_milli / 1000:g} CPUs"
+        return "has " + counted(node.cpu_milli / 1000, "CPU")
     if shape.memory_mib > node.memory_mib:
         return f"has {node.memory_mib} MiB of memory"
     if shape.gpus > len(node.gpus):
         is_cpu = bool(node.gpus) and all(gpu.vendor == CPU for gpu in node.gpus)
-        return f"has {len(node.gpus)} {'CPU accelerators' if is_cpu else 'GPUs'}"
+        return "has " + counted(len(node.gpus), "CPU accelerator" if is_cpu else "GPU")
     if shape.gpu_ids:
         return _why_not_these(shape, node)
     return why_not_gpus(shape, node.gpus) if shape.gpus else ""
+
+
+def counted(count: float, word: str) -> str:
+    """`1 GPU`, `0.5 GPUs`."""
+    return f"{count:g} {word}{'' if count == 1 else 's'}"
 
 
 def _why_not_these(shape: Shape, node: NodeFacts) -> str:

@@ -80,7 +80,8 @@ class Sample:
 
 @dataclass(frozen=True)
 class Run:
-    """`impossible` are jobs that would not start on the whole cluster; they were never submitted."""
+    """`impossible` are jobs that would not start on the whole cluster; they were never submitted. `fault` is
+    why a policy of the user's own was out of use in the end."""
 
     records: Sequence[Record]
     moments: Sequence[Moment]
@@ -89,6 +90,7 @@ class Run:
     gpu_milli: int
     placer: str
     decisions: int
+    fault: str = ""
 
 
 def simulate(
@@ -200,7 +202,16 @@ class _Simulation:
                     progress(self._over, len(self._lives))
         records = [life.record for life in self._lives.values()]
         milli = gpu_milli_of(self._nodes.values())
-        return Run(records, self._moments, self._samples, self._impossible, milli, self._placer, decisions)
+        return Run(
+            records=records,
+            moments=self._moments,
+            samples=self._samples,
+            impossible=self._impossible,
+            gpu_milli=milli,
+            placer=self._placer,
+            decisions=decisions,
+            fault=self._scheduler.fault,
+        )
 
     def _happen(self, kind: int, name: str, epoch: int, now: float) -> bool:
         """Whether there is something to decide afterwards."""

@@ -36,6 +36,8 @@ class Summary:
     jobs: int
     impossible: int
     """Would not start on the empty cluster; left out of everything."""
+    left_waiting: int
+    """Kept off every node by a policy of the user's own: they wait to the end, and have no times."""
     cut_short: int
     """Ended by their time limits."""
     gpus: int
@@ -82,6 +84,7 @@ def summarise(run: Run) -> Summary:
     return Summary(
         jobs=len(records),
         impossible=len(run.impossible),
+        left_waiting=len(run.records) - len(records),
         cut_short=sum(record.job.duration_s > record.job.runs_s for record in records),
         gpus=run.gpu_milli // _MILLI,
         span_s=run.moments[-1].at_s - run.moments[0].at_s if run.moments else 0.0,

@@ -32,6 +32,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
+from typing import TextIO
 
 from genie.errors import UsageError
 from genie.model.job import Within
@@ -131,11 +132,15 @@ def write_workload(path: Path, jobs: Iterable[SimJob]) -> None:
     """As read_workload reads it. UsageError when the file cannot be written."""
     try:
         with path.open("w", encoding="utf-8", newline="") as file:
-            lines = csv.writer(file, lineterminator="\n")
-            lines.writerow(_COLUMNS)
-            lines.writerows(map(_cells, jobs))
+            write_lines(file, jobs)
     except OSError as error:
         raise UsageError(f"{path} cannot be written: {error.strerror}", hint="give another path") from error
+
+
+def write_lines(file: TextIO, jobs: Iterable[SimJob]) -> None:
+    lines = csv.writer(file, lineterminator="\n")
+    lines.writerow(_COLUMNS)
+    lines.writerows(map(_cells, jobs))
 
 
 def _cells(job: SimJob) -> list[str]:

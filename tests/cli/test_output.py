@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec import Struct
 
 from genie.cli import output
 from genie.model.job import JobState
@@ -90,3 +93,19 @@ def test_json_shows_fields_that_have_their_defaults_wherever_they_are() -> None:
     assert set(told) == set(job.__struct_fields__)
     assert set(told["spec"]["wishes"]) == set(job.spec.wishes.__struct_fields__)
     assert "exit_code" in told["placements"][0]
+
+
+class _Inner(Struct, omit_defaults=True):
+    size: int = 0
+    parts: tuple[str, ...] = ()
+
+
+class _Outer(Struct, omit_defaults=True):
+    by_name: dict[str, _Inner | list[_Inner]]
+
+
+def test_json_shows_them_behind_the_names_of_a_mapping_too(capsys) -> None:
+    output.write_json(output.as_object(_Outer({"one": _Inner(), "several": [_Inner(2)]})))
+    assert json.loads(capsys.readouterr().out) == {
+        "by_name": {"one": {"size": 0, "parts": []}, "several": [{"size": 2, "parts": []}]}
+    }

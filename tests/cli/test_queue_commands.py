@@ -93,7 +93,7 @@ def explained(**fields: object) -> ExplainReply:
 
 def test_a_job_that_waits_is_told_what_is_in_the_way(genie, controller) -> None:
     full = NodesRuledOut(reason="1 of 8 GPUs are free", count=5, nodes=("a", "b", "c", "d"), ever=False)
-    small = NodesRuledOut(reason="has 1 GPUs", count=1, nodes=("tiny",), ever=True)
+    small = NodesRuledOut(reason="has 1 GPU", count=1, nodes=("tiny",), ever=True)
     controller.answers[ExplainJob] = explained(
         ahead=2, starts_at=time.time() + 7200, ruled_out=(full, small), ruled_out_more=3
     )
@@ -109,7 +109,7 @@ def test_a_job_that_waits_is_told_what_is_in_the_way(genie, controller) -> None:
     )
     _, first, second = nodes.splitlines()
     assert first.split(None, 1)[0] == "5" and "  a, b, c and 2 more  now   1 of 8 GPUs are free" in first
-    assert "  tiny " in second and second.endswith("  good  has 1 GPUs")
+    assert "  tiny " in second and second.endswith("  good  has 1 GPU")
     assert "3 nodes more" in ran.err
     assert "submitted" in history
     assert controller.asked == [ExplainJob(job_id="train")]

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from genie.errors import PermissionError_
+from genie.errors import PermissionError_, QuotaNotFoundError
 from genie.model.messages import Done, ListQuotas, QuotasReply, QuotaView, RemoveQuota, SetQuota
 from genie.model.tenant import QuotaRecord
 
@@ -108,3 +108,10 @@ def test_a_loan_beside_no_bound_is_refused(genie, controller) -> None:
     assert ran.code == 2
     assert "--borrow says nothing where --gpus is all" in ran.err
     assert controller.asked == []
+
+
+def test_a_quota_that_is_not_there_is_not_found(genie, controller) -> None:
+    controller.answers[RemoveQuota] = QuotaNotFoundError("tenant 'nobody' has no quota", hint="look")
+    ran = genie("quota", "remove", "nobody")
+    assert (ran.code, ran.out) == (1, "")
+    assert "'nobody' has no quota" in ran.err

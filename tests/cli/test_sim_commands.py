@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import json
+import sys
 
 import pytest
+
+from genie.controller import policy
+from tests.house.sources import ROOT
 
 SMALL = ("--nodes", "4x8", "--jobs", "40", "--seed", "1")
 
@@ -40,6 +44,12 @@ def test_what_was_generated_can_be_run(genie, trace) -> None:
     made = json.loads(genie("sim", "run", *SMALL, "--load", "2", "--json").out)
     assert given["jobs"] == made["jobs"]
     assert given["wait_s"]["mean"] == pytest.approx(made["wait_s"]["mean"], abs=1)
+
+
+def test_a_dash_is_standard_output(genie, trace, tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert genie("sim", "generate", *SMALL, "--load", "2", "-") == (0, trace.read_text("utf-8"), "")
+    assert [path.name for path in tmp_path.iterdir()] == [trace.name]
 
 
 @pytest.mark.parametrize("order", ["fifo", "priority", "fair"])
@@ -93,7 +103,7 @@ def test_a_replay_tells_what_was_filled_and_dropped(genie) -> None:
 @pytest.mark.parametrize(
     ("argv", "said"),
     [
-        (["run", "--order", "random"], "--order 'random' is not known"),
+        (["run", "--order", "random"], "--order: there is no policy 'random'"),
         (["run", "--placement", "best"], "--placement 'best' is not known"),
         (["run", "--nodes", "many"], "--nodes 'many' is neither COUNTxGPUS nor a file"),
         (["run", "--nodes", "0x8"], "--nodes '0' is not allowed"),
@@ -115,6 +125,122 @@ def test_a_wrong_option_is_told_in_plain_words(genie, argv, said) -> None:
     ran = genie("sim", *argv)
     assert (ran.code, ran.out) == (2, "")
     assert said in ran.err and "Traceback" not in ran.err
+
+
+POLICIES = """
+class LastFirst:
+    def within(self, request):
+        return (-request.sequence,)
+    def among(self, request, scales):
+        return (-request.sequence,)
+
+class Picky(LastFirst):
+    def allowed(self, request, node):
+        return "not for this one" if request.tenant == "b" else ""
+
+class Breaks(LastFirst):
+    def among(self, request, scales):
+        return (1 // (request.tenant != "b"),)
+
+class Slow(LastFirst):
+    def within(self, request):
+        sum(range(100_000))
+        return (-request.sequence,)
+
+class Hangs(LastFirst):
+    def within(self, request):
+        while True:
+            pass
+
+class CannotBeMade:
+    def __init__(self):
+        raise OSError("no")
+
+made = LastFirst()
+"""
+JOBS = """submitted_s,duration_s,job_id,tenant,gpus
+0,100,first,a,8
+0,200,second,a,8
+0,300,third,b,8
+"""
+
+
+@pytest.fixture
+def own(genie, tmp_path, monkeypatch):
+    """Runs three jobs, each for the whole cluster, by a policy of this file."""
+    (tmp_path / "sim_policies.py").write_text(POLICIES, "utf-8")
+    (tmp_path / "leaves_policies.py").write_text("raise SystemExit(0)", "utf-8")
+    (tmp_path / "three.csv").write_text(JOBS, "utf-8")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "sim_policies", raising=False)
+    monkeypatch.setenv("GENIE_CONTROLLER_POLICY_BUDGET_S", "1")  # a busy machine is no fault of a policy's
+    monkeypatch.setattr(policy, "HANGS_S", 0.1)
+
+    def run(name, *more):
+        trace = ("--trace", str(tmp_path / "three.csv"), "--nodes", "1x8")
+        return genie("sim", "run", *trace, "--order", name, *more)
+
+    return run
+
+
+def test_a_policy_of_ones_own_decides(own) -> None:
+    waits = {}
+    for name in ("fifo", "sim_policies:LastFirst"):
+        ran = own(name, "--json")
+        assert (ran.code, ran.err) == (0, "")
+        told = json.loads(ran.out)
+        assert (told["jobs"], told["policy_fault"]) == (3, "")
+        waits[name] = told["wait_s"]["p50"], told["wait_s"]["most"]
+    assert waits == {"fifo": (100, 300), "sim_policies:LastFirst": (300, 500)}
+
+
+def test_whom_a_policy_keeps_off_every_node_is_counted(own) -> None:
+    ran = own("sim_policies:Picky")
+    assert ran.code == 0
+    assert "2, 1 never started: the policy keeps them off every node, 0 ended" in ran.out
+
+
+@pytest.mark.parametrize(
+    ("name", "what"),
+    [
+        ("Breaks", "raised ZeroDivisionError"),
+        ("Hangs", "did not return"),
+        ("Slow", "s, and may take 1e-05 s"),
+    ],
+)
+def test_a_policy_that_fails_is_out_of_use_and_the_run_says_so(own, monkeypatch, name, what) -> None:
+    if name == "Slow":
+        monkeypatch.setenv("GENIE_CONTROLLER_POLICY_BUDGET_S", "0.00001")
+    ran = own(f"sim_policies:{name}", "--json")
+    told = json.loads(ran.out)
+    assert (ran.code, told["jobs"]) == (1, 3)
+    assert f"genie: {told['policy_fault']}\n" in ran.err and "hint: " in ran.err
+    assert f"'sim_policies:{name}' is out of use, and FairShare decides" in ran.err and what in ran.err
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("sim_policies:Missing", "--order: sim_policies:Missing cannot be imported: AttributeError"),
+        ("no_such_module:X", "--order: no_such_module:X cannot be imported: ModuleNotFoundError"),
+        ("leaves_policies:X", "--order: leaves_policies:X cannot be imported: SystemExit"),
+        ("sim_policies:made", "--order: sim_policies:made is not a class"),
+        ("sim_policies:CannotBeMade", "cannot be made: OSError: no"),
+        ("pathlib:PurePath", "has no method within"),
+    ],
+)
+def test_a_policy_that_is_not_there_is_told_as_a_controller_tells_it(own, name, message) -> None:
+    ran = own(name)
+    assert (ran.code, ran.out) == (2, "")
+    assert ran.err.startswith("genie: --order: ") and message in ran.err
+
+
+def test_the_policy_of_the_example_can_be_simulated(genie, monkeypatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "examples" / "schedulers"))
+    monkeypatch.setenv("GENIE_CONTROLLER_POLICY_BUDGET_S", "1")
+    ran = genie("sim", "run", *SMALL, "--order", "own_policy:SmallFirst", "--json")
+    assert ran.code == 0, ran.err
+    assert json.loads(ran.out)["left_waiting"] == 0
 
 
 def test_a_format_that_is_none_and_a_bad_line_are_told(genie, trace) -> None:

@@ -69,6 +69,11 @@ def test_without_options_there_are_no_wishes() -> None:
     assert resources_of(WishOptions(), gpus="0", cpus="0", memory=None) == Resources()
 
 
+def test_a_job_that_may_be_stopped_has_half_a_minute_then_or_what_is_said() -> None:
+    assert read(preemptible=True) == Wishes(preemptible=True, grace_s=30.0)
+    assert read(preemptible=True, grace="0").grace_s == 0.0
+
+
 def test_a_deadline_counts_from_now() -> None:
     assert read(deadline="1m").deadline_at == 160.0
 
@@ -106,6 +111,7 @@ def test_a_capability_is_two_numbers(text: str, found: tuple[int, int]) -> None:
         ({"time_limit": "0"}, "--time-limit"),
         ({"deadline": "yesterday"}, "--deadline"),
         ({"workers": "2", "spread": True, "within": "node"}, "--spread"),
+        ({"grace": "30s"}, "--grace without --preemptible"),
         ({"label": ["a=b", "a=c"]}, "--label a=b and --label a=c exclude each other"),
     ],
 )

@@ -83,6 +83,21 @@ async def test_a_drained_node_takes_nothing_new_until_it_is_opened_also_after_a_
             assert (await again.next_launch()).job_id == waiting.job_id
 
 
+async def test_draining_again_changes_the_reason_only_for_another(tmp_path: Path) -> None:
+    async with standing(tmp_path) as one, one.client() as owner, one.agent("n1"):
+
+        async def drained(reason: str = "") -> str:
+            await owner.ask(DrainNode(node_id="n1", reason=reason))
+            return (await owner.ask(ListNodes())).nodes[0].drained
+
+        assert await drained() == "draining"
+        assert await drained("new fans") == "draining: new fans"
+        assert await drained() == "draining: new fans"
+        assert await drained("new disk") == "draining: new disk"
+        await owner.ask(UndrainNode(node_id="n1"))
+        assert await drained() == "draining"
+
+
 async def test_draining_says_what_is_wrong_and_is_the_owners(tmp_path: Path) -> None:
     async with standing(tmp_path) as one, one.client() as owner, one.agent("n1"):
         with pytest.raises(NodeNotFoundError, match="no node 'n9'"):

@@ -192,7 +192,7 @@ async def test_an_explanation_has_who_is_ahead_what_is_in_the_way_and_when() -> 
     assert reply.ruled_out == (
         NodesRuledOut(reason="0 of 2 GPUs are free", count=1, nodes=("n1",), ever=False),
         NodesRuledOut(reason="draining", count=1, nodes=("shut",), ever=True),
-        NodesRuledOut(reason="has 1 GPUs", count=1, nodes=("tiny",), ever=True),
+        NodesRuledOut(reason="has 1 GPU", count=1, nodes=("tiny",), ever=True),
     )
 
 

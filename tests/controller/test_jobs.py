@@ -19,6 +19,7 @@ from genie.errors import (
 )
 from genie.model.job import JobSpec, JobState, Resources, Stop
 from genie.model.messages import CancelJob, GetJob, ListJobs, ReadLog, SubmitJob
+from genie.scheduler.scheduler import Scheduler
 from tests.controller.standing import launched_while, standing
 from tests.fakes.clock import FakeClock
 from tests.waiting import until
@@ -296,6 +297,37 @@ async def test_finished_jobs_beyond_the_number_kept_are_forgotten(tmp_path: Path
 
         await until(dropped)
         assert {job.job_id for job in (await owner.ask(ListJobs())).jobs} == set(ids[2:])
+
+
+async def test_that_finished_jobs_are_forgotten_is_no_news_for_those_who_wait(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[str] = []
+    withdraw = Scheduler.withdraw
+
+    def noted(scheduler: Scheduler, job_id: str) -> None:
+        told.append(job_id)  # all who wait are gone through again after it
+        withdraw(scheduler, job_id)
+
+    monkeypatch.setattr(Scheduler, "withdraw", noted)
+    async with standing(tmp_path, clock=FakeClock(), jobs_kept=1) as one, one.client() as owner:
+        ids = [(await owner.submit()).job_id for _ in range(4)]
+        for job_id in ids[:3]:
+            await owner.ask(CancelJob(job_id=job_id))
+        assert one.controller is not None
+        await one.controller._jobs.drop_old()
+        assert {job.job_id for job in (await owner.ask(ListJobs())).jobs} == set(ids[2:])
+        assert told == ids[:3], "each when it was cancelled, and none when it was forgotten"
+
+
+async def test_a_job_that_is_taken_out_of_the_store_while_it_waits_waits_no_longer(tmp_path: Path) -> None:
+    async with standing(tmp_path, clock=FakeClock()) as one, one.client() as owner:
+        gone, stays = [(await owner.submit()).job_id for _ in range(2)]
+        assert one.controller is not None
+        ledger, planner = one.controller._ledger, one.controller._planner
+        await until(lambda: [wait.job_id for wait in planner.waiting()] == [gone, stays])
+        await ledger.write(lambda txn: txn.delete(ledger.jobs, gone))
+        assert [wait.job_id for wait in planner.waiting()] == [stays]
 
 
 async def test_a_full_queue_refuses(tmp_path: Path) -> None:

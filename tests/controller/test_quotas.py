@@ -10,7 +10,7 @@ import pytest
 from genie.controller import quotas
 from genie.controller.ledger import Ledger, Table
 from genie.controller.quotas import QuotaTable
-from genie.errors import JobRefusedError, PermissionError_, UsageError
+from genie.errors import JobRefusedError, PermissionError_, QuotaNotFoundError, UsageError
 from genie.model.allocation import Hold, NodeLedger
 from genie.model.job import JobState
 from genie.model.messages import (
@@ -48,7 +48,7 @@ async def test_a_quota_is_durable_replaced_as_a_whole_and_removed(tmp_path: Path
             assert await listed(owner) == [QuotaView(quota=expected, held_gpus=0.0)]
             await owner.ask(RemoveQuota(tenant="lab"))
             assert await listed(owner) == []
-            with pytest.raises(UsageError, match="'lab' has no quota"):
+            with pytest.raises(QuotaNotFoundError, match="'lab' has no quota"):
                 await owner.ask(RemoveQuota(tenant="lab"))
 
 

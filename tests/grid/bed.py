@@ -251,12 +251,12 @@ class Bed:
         self.key.chmod(0o600)
         authorized = self.folder / "authorized_keys"
         authorized.write_bytes(key.export_public_key())
-        for node in self.nodes:
-            node.prepare(authorized)
-            node.start()
-        self.write_known_hosts()
-        self.write_ssh_config()
         try:
+            for node in self.nodes:
+                node.prepare(authorized)
+                node.start()
+            self.write_known_hosts()
+            self.write_ssh_config()
             for node in self.nodes:
                 node.wait_ready()
         except BaseException:

@@ -33,7 +33,7 @@ def test_each_node_says_what_is_in_the_way() -> None:
         RuledOut("1 of 2 GPUs are free", ("full",), ever=False),
         RuledOut("3 of 5 CPUs are free", ("busy",), ever=False),
         RuledOut("draining", ("shut",), ever=True),
-        RuledOut("has 1 GPUs", ("small",), ever=True),
+        RuledOut("has 1 GPU", ("small",), ever=True),
     )
     assert (found.starts_at, found.ahead) == (30.0, 0)
     assert found.reason == "has a reservation on full"
@@ -133,4 +133,4 @@ def test_who_named_a_gpu_is_told_who_has_it_and_until_when() -> None:
     )
     desk.scheduler.ended("holds")
     desk.submit("first", tenant="b", shape=mine, priority=9)
-    assert [each.reason for each in told(desk, "wide").ruled_out] == ["1 of 2 GPUs are free", "has 1 GPUs"]
+    assert [each.reason for each in told(desk, "wide").ruled_out] == ["1 of 2 GPUs are free", "has 1 GPU"]

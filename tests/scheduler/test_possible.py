@@ -42,7 +42,9 @@ def test_what_could_never_start_is_told(shape: Shape, wishes: dict[str, object],
 def test_accelerators_are_called_what_they_are() -> None:
     node = NodeFacts("n", 8000, 64_000, (GpuFacts("Xeon", "cpu"),))
     found = why_never(Request("j", "t", 1, Shape(gpus=2, kind="cpu")), [node])
-    assert found == "it asks for 2 CPU accelerators on one node; n: has 1 CPU accelerators"
+    assert found == "it asks for 2 CPU accelerators on one node; n: has 1 CPU accelerator"
+    found = why_never(Request("j", "t", 1, Shape(cpu_milli=2000)), [NodeFacts("n", 1000, 64_000)])
+    assert found == "it asks for 2 CPUs on one node; n: has 1 CPU"
 
 
 def test_a_quota_below_what_is_held_bounds_only_what_more_is_asked_of() -> None:
@@ -54,6 +56,13 @@ def test_a_quota_below_what_is_held_bounds_only_what_more_is_asked_of() -> None:
 
     assert why(Shape(cpu_milli=1000, memory_mib=10)) == ""
     assert "its quota is 1 GPU" in why(Shape(gpus=1))
+
+
+def test_a_quota_of_one_of_each_is_told_so() -> None:
+    quotas = Quotas({"t": Quota(Amounts(1000, 1000, 10), of_gpus(0))})
+    request = Request("j", "t", 1, Shape(gpus=2, cpu_milli=1000))
+    why = quotas.why_not(request, 1, usage=Amounts(), fixed=Amounts())
+    assert why.endswith("it asks for 2 GPUs, 1 CPU, and the quota of tenant t is 1 GPU, 1 CPU, 10 MiB")
 
 
 def test_what_is_more_than_the_whole_quota_can_never_start() -> None:

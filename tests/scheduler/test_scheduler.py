@@ -694,7 +694,7 @@ def test_behind_a_reservation_the_real_reason_is_told() -> None:
     desk.submit("torn", near=frozenset({"runs"}), apart=frozenset({"runs", "other"}))
     desk.submit("late")
     assert desk.why("first").reason == "has a reservation on n"
-    assert desk.why("drained").reason == "no node will do: shut: draining; n: has 2 GPUs; m: has 1 GPUs"
+    assert desk.why("drained").reason == "no node will do: shut: draining; n: has 2 GPUs; m: has 1 GPU"
     assert desk.why("lonely").reason == "waits for a job named nobody to run"
     assert desk.why("late").reason == "no room now, and behind first, which has a reservation"
     assert desk.why("torn").reason == "a job named other or runs runs wherever one named runs does"

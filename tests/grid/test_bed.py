@@ -1,0 +1,31 @@
+"""The bed leaves nothing behind, also where it does not get as far as being one."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+
+import pytest
+
+from tests.grid.bed import Bed
+
+
+def test_a_bed_that_is_interrupted_while_it_starts_ends_what_it_has_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bed = Bed(tmp_path / "nodes", count=3)
+    first = (bed.nodes[0].address, bed.nodes[0].port)
+
+    def interrupted(_: Path) -> None:
+        bed.nodes[0].wait_ready()
+        raise SystemExit(143)
+
+    monkeypatch.setattr(bed.nodes[1], "prepare", interrupted)
+    try:
+        with pytest.raises(SystemExit, match="143"):
+            bed.__enter__()
+        assert not bed.folder.exists()
+        with pytest.raises(ConnectionRefusedError), socket.create_connection(first, 1):
+            pass
+    finally:
+        bed.__exit__()
