@@ -97,6 +97,11 @@ def setup(
         wheels=wheels,
     )
     reports = asyncio.run(_setup(settings, file, wanted, node or [], again=again))
+    _end_setup(reports, as_json=as_json)
+
+
+def _end_setup(reports: list[SetupReport], *, as_json: bool) -> None:
+    """Shows them, and ends with 1 or 255 where something failed."""
     if as_json:
         output.write_json([dataclasses.asdict(report) for report in reports])
     else:
