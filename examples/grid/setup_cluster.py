@@ -33,7 +33,7 @@ async def set_up(packages: list[str], wheels: Path | None) -> int:
     async with SshPool(file, ssh_config=settings.grid.ssh_config) as pool:
         wanted = wish(requirements=None, packages=packages, wheels=wheels)
         reports = await Setup(pool, file).run(wanted, say=say)
-        failed = [report for report in reports if report.state == "failed"]
+        failed = [report for report in reports if report.error]
         for report in failed:
             print(f"{report.node} failed: {report.error}\n{report.hint}")
         if failed:

@@ -229,12 +229,12 @@ def grid_command(
     group: typer.Typer = grid,
     context_settings: dict[str, Any] | None = None,
     with_cluster: bool = False,
-    about_arguments: str = "a name that begins with '-' goes behind --",
+    about_arguments: str = "",
 ) -> Callable[[_Function], _Function]:
     """Registers a command of the grid, like `command` does for the others.
 
     `with_cluster` is for those that speak with a controller, too. `about_arguments` is the hint when an
-    option or an argument too many was typed.
+    argument too many was typed, or an option that there is not.
     """
     shared = _GRID_SHARED | (_SHARED if with_cluster else {})
     kind: type[TyperCommand] = type("_Hinted", (_GridCommand,), {"about_arguments": about_arguments})
@@ -254,9 +254,17 @@ class _GridCommand(TyperCommand):
             if not unknown_option and not too_many:
                 raise
             text = error.format_message()  # type: ignore[attr-defined]
-            raise UsageError(
-                text, hint=f"{self.about_arguments}; '{ctx.command_path} --help' has the options"
-            ) from None
+            hints = [self.about_arguments, f"'{ctx.command_path} --help' has the options"]
+            if not self.about_arguments and unknown_option and _takes_arguments(self):
+                hints[0] = _BEHIND_DASHES
+            raise UsageError(text, hint="; ".join(filter(None, hints))) from None
+
+
+_BEHIND_DASHES = "a name that begins with '-' goes behind --"
+
+
+def _takes_arguments(kind: TyperCommand) -> bool:
+    return any(parameter.param_type_name == "argument" for parameter in kind.params)
 
 
 def command(
@@ -301,11 +309,16 @@ def command(
         ]
         call.__signature__ = own.replace(parameters=merged)  # type: ignore[attr-defined]
         call.__annotations__ = {parameter.name: parameter.annotation for parameter in merged}
-        epilog = f"Example: [bold]{example}[/bold]"
+        epilog = f"Example: [bold]{_as_it_is(example)}[/bold]"
         group.command(name, cls=kind, epilog=epilog, context_settings=context_settings)(call)
         return function
 
     return register
+
+
+def _as_it_is(text: str) -> str:
+    """In help, '[' begins a style; a package's extras are none."""
+    return text.replace("[", r"\[")
 
 
 def _show_version(wanted: bool) -> None:

@@ -50,6 +50,7 @@ def health(
     Ends with 1 when no node can be chosen.
     """
     settings, file = load_grid(invocation)
+    began = time.time()
     found = asyncio.run(_check(settings, file, nodes or [], fresh=fresh))
     best = _best(found)
     if as_json:
@@ -58,7 +59,7 @@ def health(
         _write_nodes(found)
         if best is not None and len(found) > 1:
             output.say(f"the best is {best}")
-        age_s = time.time() - min(node.at for node in found)
+        age_s = began - min(node.at for node in found)
         if age_s >= 1:
             output.say(f"read {duration_text(age_s)} ago; --fresh reads again")
     if best is None:

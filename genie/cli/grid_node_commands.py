@@ -186,7 +186,9 @@ def trust(
     """Fetch the host keys of nodes, show their fingerprints, and add them to known_hosts when you agree."""
     settings, file = load_grid(invocation)
     names = [node.name for node in file.nodes] if all_nodes else list(nodes or ())
-    if not names or (all_nodes and nodes):
+    if all_nodes and nodes:
+        raise UsageError("--all and names of nodes exclude each other", hint="take one of them")
+    if not names:
         raise UsageError("name the nodes, or give --all", hint="grid-cli nodes trust gpu1")
     if fingerprint is not None and len(names) != 1:
         raise UsageError("--fingerprint is for one node", hint="name one node")

@@ -42,7 +42,11 @@ _STOP_S = 30.0
 _REQUIREMENTS = Path("requirements.txt")
 
 
-@grid_command("setup", example="grid-cli setup --package 'ray[default]' --package numpy")
+@grid_command(
+    "setup",
+    example="grid-cli setup --package 'ray[default]' --package numpy",
+    about_arguments="packages go behind --package, nodes behind --node",
+)
 def setup(
     invocation: Invocation,
     *,
@@ -93,16 +97,25 @@ def setup(
         wheels=wheels,
     )
     reports = asyncio.run(_setup(settings, file, wanted, node or [], again=again))
+    _end_setup(reports, as_json=as_json)
+
+
+def _end_setup(reports: list[SetupReport], *, as_json: bool) -> None:
+    """Shows them, and ends with 1 or 255 where something failed."""
     if as_json:
         output.write_json([dataclasses.asdict(report) for report in reports])
     else:
-        rows = [[each.node, each.state, each.python, _last_line(each.error)] for each in reports]
+        rows = [
+            [each.node, each.state, each.python, _last_line(output.without_node(each.error, each.node))]
+            for each in reports
+        ]
         output.write_table(("node", "state", "python", "message"), rows)
-    failed = [report for report in reports if report.state == "failed"]
+    failed = [report for report in reports if report.state in ("failed", "unreachable")]
     for report in failed:
         output.say_lines(f"genie: {report.error}" + (f"\nhint: {report.hint}" if report.hint else ""))
     if failed:
-        raise typer.Exit(1)
+        reached = all(report.state == "failed" for report in failed)
+        raise typer.Exit(1 if reached else TransportError.exit_code)
 
 
 @grid_command("start", group=_cluster, example="grid-cli cluster start")
@@ -153,7 +166,13 @@ def stop(invocation: Invocation, *, as_json: AsJson = False) -> None:
     elif not any(report["was"] or report["error"] for report in reports):
         output.write_line("no Ray cluster was running")
     else:
-        rows = [[str(each[name]) for name in ("node", "was", "ended", "killed", "error")] for each in reports]
+        rows = [
+            [
+                *(str(each[name]) for name in ("node", "was", "ended", "killed")),
+                output.without_node(str(each["error"]), str(each["node"])),
+            ]
+            for each in reports
+        ]
         output.write_table(("node", "was", "ended", "killed", "message"), rows)
     if any(report["error"] for report in reports):
         raise typer.Exit(1)
@@ -296,7 +315,7 @@ async def _opened(settings: Settings, file: GridFile) -> AsyncIterator[tuple[Ssh
 
 
 def _say(node: str, text: str) -> None:
-    output.say_lines(f"{node}: {_first_line(text)}")
+    output.say_lines(f"{node}: {_first_line(output.without_node(text, node))}")
 
 
 def _first_line(text: str) -> str:
@@ -322,7 +341,7 @@ def _write_view(view: ClusterView) -> None:
             f"{each.cpus:g}",
             f"{each.gpus:g}",
             f"{each.alive}/{each.recorded}",
-            each.message,
+            output.without_node(each.message, each.node),
         ]
         for each in view.nodes
     ]

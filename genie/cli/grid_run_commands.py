@@ -34,7 +34,7 @@ from genie.cli.run_output import (
     collected_object,
     write_stream,
 )
-from genie.errors import GenieError, RunLostError, TransportError, UsageError
+from genie.errors import GenieError, RunLostError, UsageError
 
 if TYPE_CHECKING:
     from genie.config import Settings
@@ -149,7 +149,7 @@ def ps(
     else:
         output.say("no runs" if everything else "no runs; --all shows those that have ended")
     if silent and len(silent) == len(found):
-        raise typer.Exit(_TRANSPORT)
+        raise typer.Exit(max(one.error.exit_code for one in silent if one.error is not None))
 
 
 @grid_command("logs", example="grid-cli logs -f r-7k2m4xabcd")
@@ -274,7 +274,7 @@ class _Outcome:
         if isinstance(self.error, RunLostError):
             return "lost"
         if self.error is not None:
-            return "unreachable" if isinstance(self.error, TransportError) else "refused"
+            return "unreachable" if getattr(self.error, "exit_code", 1) == _TRANSPORT else "refused"
         return f"exit code {self.exit_code}"
 
 
@@ -601,4 +601,4 @@ def _row(run: Run, *, now: float) -> tuple[str, ...]:
 def _silent_row(one: NodeRuns) -> tuple[str, ...]:
     assert one.error is not None
     state = "unreachable" if one.error.exit_code == _TRANSPORT else "refused"
-    return ("-", one.node, state, "-", "-", "-", one.error.message)
+    return ("-", one.node, state, "-", "-", "-", output.without_node(one.error.message, one.node))

@@ -84,6 +84,11 @@ def say_lines(text: str) -> None:
         say(one_line(line))
 
 
+def without_node(text: str, node: str) -> str:
+    """An error's text for where the node's name stands already."""
+    return text.removeprefix(f"node {node}: ")
+
+
 def write_table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, spare: Sequence[str] = ()) -> None:
     """Columns under headings. A pipe gets each row on one line.
 

@@ -29,6 +29,7 @@ from genie.errors import ConfigError, NoNodeError
 NODES_MAX = 4096
 FILE_BYTES_MAX = 1 << 20
 _DEPTH_MAX = 5
+_NEAREST_MAX = 3
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,252}")
 """A host or a user. Neither can begin with '-', and so become an option of some program."""
 NAME_RULE = "1 to 253 letters, digits, '.', '_' or '-', not beginning with '.' or '-'"
@@ -417,5 +418,10 @@ def _allowed_text(kind: type, meta: Mapping[str, Any]) -> str:
 
 
 def _nearest_text(word: str, known: typing.Sequence[str]) -> str:
-    near = difflib.get_close_matches(word, known, n=1)
-    return f"do you mean {near[0]!r}?" if near else ""
+    """'' where nothing is near, or where so many are that none was meant before the others."""
+    near = difflib.get_close_matches(word, known, n=_NEAREST_MAX + 1)
+    likeness = [difflib.SequenceMatcher(None, each, word).ratio() for each in near]
+    best = [each for each, like in zip(near, likeness, strict=True) if like == likeness[0]]
+    if not best or len(best) > _NEAREST_MAX:
+        return ""
+    return f"do you mean {' or '.join(map(repr, sorted(best, key=known.index)))}?"

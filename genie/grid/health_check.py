@@ -247,7 +247,7 @@ def _unfit(node: NodeHealth, *, gpus: int, labels: Mapping[str, str]) -> str:
     free = node.readings.gpus_free if node.readings else 0
     if free < gpus:
         total = len(node.readings.gpus) if node.readings else 0
-        return f"{free} of {total} GPUs are free, {gpus} wanted"
+        return f"{free} of {total} GPUs are free, {gpus} wanted" if total else "it has no GPUs"
     return ""
 
 

@@ -16,7 +16,7 @@ import asyncssh
 
 from genie.errors import HostKeyChangedError, UnreachableError, UsageError
 from genie.grid.grid_file import GridFile, GridNode
-from genie.grid.ssh_pool import KnownHosts, Target, resolve
+from genie.grid.ssh_pool import KnownHosts, Target, place_text, resolve, told
 
 _log = logging.getLogger(__name__)
 
@@ -89,9 +89,9 @@ async def _fetch(target: Target, keys: list[asyncssh.SSHKey], *, timeout_s: floa
         async with asyncio.timeout(timeout_s):
             key = await _shown(target, kinds)
     except (asyncssh.Error, OSError, ValueError) as error:
-        why = str(error) or f"no answer within {timeout_s:g} s"
+        why = told(error) if str(error) else f"no answer within {timeout_s:g} s"
         raise UnreachableError(
-            f"node {name}: {target.host} cannot be reached: {why}", hint=f"try 'ssh {name}'"
+            f"node {name}: {place_text(target)} cannot be reached: {why}", hint=f"try 'ssh {name}'"
         ) from error
     if key is None:
         raise UnreachableError(f"node {name}: {target.host} showed no host key")

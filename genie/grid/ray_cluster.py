@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from genie.errors import GenieError, NodeRefusedError, RayError
+from genie.errors import GenieError, NodeRefusedError, RayError, UnreachableError
 from genie.grid.grid_file import GridFile, Say
 from genie.grid.login_shell import check_login_shell
 from genie.grid.ray_plan import ClusterView, RayFacts, RayRecord, StartOrder, plan, view
@@ -91,8 +91,8 @@ class RayCluster:
     ) -> ClusterView:
         """Brings up the head on the first node and the others as workers, and waits until all are in.
 
-        Raises RayError; by then nothing that was started here is left. `allow_missing` goes on without
-        the nodes that cannot take part, except the head.
+        Raises RayError, or UnreachableError where no node answers; by then nothing that was started here
+        is left. `allow_missing` goes on without the nodes that cannot take part, except the head.
         """
         names = [self._file.node(name).name for name in nodes] or [node.name for node in self._file.nodes]
         facts = await self._facts(names, allow_missing=allow_missing, say=say)
@@ -166,8 +166,12 @@ class RayCluster:
         for name, record in records.items():
             if record is not None and record.role == "head" and record.alive:
                 return name, record
-        where = f"; not reached: {', '.join(unreachable)}" if unreachable else ""
-        raise RayError(f"no Ray cluster runs on these nodes{where}", hint="start one: grid-cli cluster start")
+        if unreachable:
+            raise UnreachableError(
+                f"no Ray cluster runs on the nodes that answer; not reached: {', '.join(unreachable)}",
+                hint="'grid-cli cluster status' says why",
+            )
+        raise RayError("no Ray cluster runs on these nodes", hint="start one: grid-cli cluster start")
 
     async def ask(
         self, head: str, method: str, path: str, body: Mapping[str, Any] | None = None
@@ -226,14 +230,15 @@ class RayCluster:
             return RayFacts.of(name, answer)
 
         found, failed = await self._on_all(names, one)
+        if failed and (not allow_missing or not found):
+            lines = [failed[name].message for name in names if name in failed]
+            away = all(each.exit_code == UnreachableError.exit_code for each in failed.values())
+            raise (UnreachableError if away and not found else RayError)(
+                "the Ray cluster was not started; these nodes cannot take part:\n" + "\n".join(lines),
+                hint="--allow-missing goes on without them" if found else "'grid-cli health' shows them",
+            )
         for name, error in failed.items():
             say(name, error.message)
-        if failed and (not allow_missing or not found):
-            lines = [error.message for error in failed.values()]
-            raise RayError(
-                "the Ray cluster was not started; these nodes do not answer:\n" + "\n".join(lines),
-                hint="--allow-missing goes on without them",
-            )
         return [found[name] for name in names if name in found]
 
     async def _start_all(
@@ -331,7 +336,7 @@ class RayCluster:
         names = [node.name for node in self._file.nodes]
         found, failed = await self._on_all(names, self._record)
         return {name: found[name] for name in names if name in found}, {
-            name: error.message for name, error in failed.items()
+            name: failed[name].message for name in names if name in failed
         }
 
     async def _on_all(

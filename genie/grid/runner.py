@@ -142,6 +142,7 @@ class Runner:
             raise UsageError(
                 f"standard input has more than {STDIN_BYTES_MAX} bytes", hint="send it as a file"
             )
+        _log.debug("starting a run", extra={"node": node, "run": args["id"]})
         async with self._starts.setdefault(node, asyncio.Semaphore(_STARTS_MAX)):
             answer, output = await self._start(node, args, stdin)
         run = run_of(node, answer)
@@ -291,7 +292,7 @@ class Runner:
                     for task in asked:
                         task.cancel()
                     return answer.runs[0]
-        return the_one(beginning, found)
+        return the_one(beginning, sorted(found, key=lambda each: names.index(each.node)))
 
     async def _runs_of(self, name: str, prefix: str) -> NodeRuns:
         try:
@@ -380,7 +381,8 @@ def _sent(node: str, answer: Any) -> bool:
 
 
 def the_one(beginning: str, found: Sequence[NodeRuns]) -> Run:
-    """Raises RunNotFoundError unless exactly one run begins so, or what all nodes failed with."""
+    """Raises RunNotFoundError unless exactly one run begins so; UnreachableError where a node that cannot
+    be asked may have it, and what all nodes failed with."""
     runs = [run for each in found for run in each.runs if run.run_id.startswith(beginning)]
     if len(runs) == 1:
         return runs[0]
@@ -389,10 +391,13 @@ def the_one(beginning: str, found: Sequence[NodeRuns]) -> Run:
         assert silent[0].error is not None
         raise silent[0].error
     if not runs:
-        unasked = f"; {', '.join(each.node for each in silent[:10])} cannot be asked" if silent else ""
-        raise RunNotFoundError(
-            f"no run has the id {beginning}{unasked}", hint="'grid-cli ps --all' lists them"
-        )
+        if silent:
+            names = ", ".join(each.node for each in silent[:10])
+            raise UnreachableError(
+                f"run {beginning} is on no node that answers; {names} cannot be asked",
+                hint="'grid-cli ps' says why",
+            )
+        raise RunNotFoundError(f"no run has the id {beginning}", hint="'grid-cli ps --all' lists them")
     raise RunNotFoundError(
         f"{len(runs)} runs have ids that begin with {beginning}: "
         f"{', '.join(f'{run.run_id} on {run.node}' for run in runs[:5])}",

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from genie.errors import GenieError, NodeRefusedError, UsageError
+from genie.errors import GenieError, NodeRefusedError, TransportError, UsageError
 from genie.grid.grid_file import GridFile, Say
 from genie.grid.login_shell import check_login_shell
 from genie.grid.ssh_pool import Link, SshPool
@@ -61,7 +61,7 @@ class Wish:
 
 @dataclass(frozen=True)
 class SetupReport:
-    """One node. `state` is 'installed', 'unchanged' or 'failed'."""
+    """One node. `state` is 'installed', 'unchanged', 'failed' or 'unreachable'."""
 
     node: str
     state: str
@@ -164,7 +164,8 @@ class Setup:
                 async with self._places, self._pool.use(name) as link:
                     return await self._one(link, wanted, again=again, say=say)
             except GenieError as error:
-                return SetupReport(name, "failed", error=error.message, hint=error.hint or _hint(error))
+                state = "unreachable" if error.exit_code == TransportError.exit_code else "failed"
+                return SetupReport(name, state, error=error.message, hint=error.hint or _hint(error))
 
         return await all_of(map(one, names))
 

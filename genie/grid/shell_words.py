@@ -11,19 +11,22 @@ from __future__ import annotations
 import re
 import shlex
 
-from genie.grid.remote.own_folder import refusal
+from genie.grid.remote.own_folder import broken, refusal
 
 OWN_FOLDER = """
 _grid_refused_link() {
   [ -L "$root/.grid" ] || return 1
-  _grid_real=$(cd -P -- "$root/.grid" 2>/dev/null && pwd -P) || _grid_real=nowhere
+  _grid_real=$(cd -P -- "$root/.grid" 2>/dev/null && pwd -P) || {
+    printf '%s' "@BROKEN@"
+    return 0
+  }
   for _grid_place in "$HOME" "$root"; do
     _grid_place=$(cd -P -- "$_grid_place" && pwd -P) || continue
     case $_grid_real/ in "${_grid_place%/}"/*) return 1 ;; esac
   done
   printf '%s' "@REFUSAL@"
 }
-""".replace("@REFUSAL@", refusal("$root/.grid", "$_grid_real"))
+""".replace("@REFUSAL@", refusal("$root/.grid", "$_grid_real")).replace("@BROKEN@", broken("$root/.grid"))
 """sh's twin of remote/own_folder.py: says why the link at $root/.grid is not followed, else fails."""
 
 # What single quotes do not keep everywhere (' \ ! and line ends), and what double quotes within them do not.

@@ -15,6 +15,7 @@ import asyncio
 import contextlib
 import json
 import logging
+import os
 import random
 import re
 import zlib
@@ -126,7 +127,7 @@ class Link:
         except TimeoutError:
             raise DeadlineError(f"node {self.name}: a command took longer than {timeout_s:g} s") from None
         except (asyncssh.Error, OSError) as error:
-            raise ConnectionLostError(f"node {self.name}: the connection broke: {_told(error)}") from error
+            raise ConnectionLostError(f"node {self.name}: the connection broke: {told(error)}") from error
         if process.exit_status is None and process.exit_signal is None:
             raise ConnectionLostError(f"node {self.name}: the connection broke while a command ran")
         return Completed(_exit_code(process), out, err)
@@ -301,6 +302,7 @@ class SshPool:
     ) -> asyncssh.SSHClientConnection:
         """`reached` is awaited when the host has answered, or before all where the way is not ours to see."""
         target = await resolve(node, self._file, self._ssh_config, trusted=self._trusted)
+        _log.debug("connecting", extra={"node": node.name, "to": place_text(target)})
         ways: dict[str, Any] = {}
         if TcpLeg.leads_to(target.options):
             ways["tunnel"] = TcpLeg(target.options, reached=reached)
@@ -373,7 +375,7 @@ async def resolve(node: GridNode, file: GridFile, ssh_config: Path, *, trusted: 
         options = await _options(given, key_file=file.ssh.key_file)
     except (asyncssh.Error, OSError, ValueError) as error:
         raise UsageError(
-            f"node {node.name}: {ssh_config} or a key cannot be used: {_told(error)}",
+            f"node {node.name}: {ssh_config} or a key cannot be used: {told(error)}",
             hint=f"try '{_ssh(node)}'",
         ) from error
     # With "UserKnownHostsFile none" the library would trust any host; here that means that none is known.
@@ -431,9 +433,15 @@ def _ssh(node: GridNode) -> str:
     return f"ssh {port}{node.user}@{node.name}" if node.user is not None else f"ssh {port}{node.name}"
 
 
+def place_text(target: Target) -> str:
+    """Host, port and jump hosts, as an error names them."""
+    port = "" if target.port == _SSH_PORT else f" port {target.port}"
+    jump = target.options.tunnel
+    return f"{target.host}{port}{f' through {jump}' if isinstance(jump, str) and jump else ''}"
+
+
 def _connect_error(target: Target, error: Exception) -> GenieError:
-    name = target.node.name
-    where = target.host if target.port == _SSH_PORT else f"{target.host} port {target.port}"
+    name, where = target.node.name, place_text(target)
     if isinstance(error, asyncssh.KeyExchangeFailed | asyncssh.HostKeyNotVerifiable):
         return _host_key_error(target, error, where=where)
     if isinstance(error, asyncssh.PermissionDenied):
@@ -445,7 +453,7 @@ def _connect_error(target: Target, error: Exception) -> GenieError:
     if isinstance(error, asyncssh.KeyEncryptionError | asyncssh.KeyImportError):
         return LoginRefusedError(f"node {name}: a private key cannot be used: {error}", hint="ssh-add it")
     return UnreachableError(
-        f"node {name}: {where} cannot be reached: {_told(error)}", hint=f"try '{_ssh(target.node)}'"
+        f"node {name}: {where} cannot be reached: {told(error)}", hint=f"try '{_ssh(target.node)}'"
     )
 
 
@@ -465,9 +473,7 @@ def _host_key_error(target: Target, error: Exception, *, where: str) -> GenieErr
             f"node {name}: the host key of {where} is in no known_hosts file",
             hint=f"'grid-cli nodes trust {name}' shows its fingerprint and asks",
         )
-    return UnreachableError(
-        f"node {name}: {where} and we have no way of encrypting in common: {_told(error)}"
-    )
+    return UnreachableError(f"node {name}: {where} and we have no way of encrypting in common: {told(error)}")
 
 
 async def _start_helper(connection: asyncssh.SSHClientConnection, node: GridNode) -> _Helper | None:
@@ -555,7 +561,7 @@ class _Helper(asyncssh.SSHClientSession[bytes]):
                 raise
             raise DeadlineError(f"node {self._name}: no answer to {op} within {timeout_s:g} s") from None
         except OSError as error:  # the channel is closed, and has not told us yet
-            raise ConnectionLostError(f"node {self._name}: the connection broke: {_told(error)}") from error
+            raise ConnectionLostError(f"node {self._name}: the connection broke: {told(error)}") from error
         finally:
             self._waiting.pop(number, None)
 
@@ -577,7 +583,7 @@ class _Helper(asyncssh.SSHClientSession[bytes]):
         try:
             self._channel.write(core.HEADER.pack(len(body), len(blob)) + body + blob)
         except OSError as error:  # the node has closed it, and connection_lost() is on its way
-            raise ConnectionLostError(f"node {self._name}: the connection broke: {_told(error)}") from error
+            raise ConnectionLostError(f"node {self._name}: the connection broke: {told(error)}") from error
 
     # --- called by asyncssh ---
 
@@ -605,7 +611,7 @@ class _Helper(asyncssh.SSHClientSession[bytes]):
             self._channel.close()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        why = _told(exc) if exc is not None else "its helper has ended"
+        why = told(exc) if exc is not None else "its helper has ended"
         self._break(ConnectionLostError(f"node {self._name}: the connection broke: {why}"))
 
     def _take_one(self) -> bool:
@@ -676,7 +682,11 @@ def _pause_s(attempt: int) -> float:
     return min(_BACKOFF_S_MAX, _BACKOFF_S * 2.0**attempt) * share
 
 
-def _told(error: BaseException | None) -> str:
+def told(error: BaseException | None) -> str:
+    """In words for people: of an address that does not answer, asyncio tells the call and its arguments."""
+    refusals = re.findall(r"\[Errno ([0-9]{1,4})\] Connect call failed", str(error))
+    if isinstance(error, OSError) and refusals:
+        return ", ".join(dict.fromkeys(os.strerror(int(number)) for number in refusals))
     if isinstance(error, OSError) and error.strerror:
         return f"{error.strerror}: {error.filename}" if error.filename else error.strerror
     return str(error) or type(error).__name__

@@ -7,6 +7,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -67,6 +68,13 @@ def test_a_second_command_uses_what_the_first_has_read_unless_it_shall_be_fresh(
     assert (found["gpu1"][4], found["gpu2"][1]) == ("2 of 2 free", "ok")
     found = rows(genie("grid", "health", "--fresh").out)
     assert (found["gpu1"][4], found["gpu2"][1]) == ("none", "unreachable")
+
+
+def test_what_was_read_just_now_is_not_called_old_because_one_node_was_slow(bed: Bed, genie) -> None:
+    (bed["gpu1"].folder / "smi-hangs").touch()
+    assert " ago; --fresh" not in genie("grid", "health", "--fresh").err
+    time.sleep(1)
+    assert " ago; --fresh reads again" in genie("grid", "health").err
 
 
 def test_a_node_that_is_away_is_told_and_the_others_count(bed: Bed, genie) -> None:

@@ -228,4 +228,6 @@ def test_a_node_that_is_away_is_a_transport_failure(bed: Bed, genie) -> None:
 
 @pytest.mark.parametrize("argv", [[], ["gpu1", "--all"], ["--all", "--fingerprint", "SHA256:x"]])
 def test_trust_wants_to_know_whom(bed: Bed, genie, argv: list[str]) -> None:
-    assert genie("grid", "nodes", "trust", *argv).code == 2
+    ran = genie("grid", "nodes", "trust", *argv)
+    assert ran.code == 2
+    assert ("exclude each other" in ran.err) == (argv == ["gpu1", "--all"])

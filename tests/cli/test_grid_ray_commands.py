@@ -55,6 +55,31 @@ def test_setup_that_fails_on_a_node_ends_with_1_and_says_why(bed: Bed, genie: Ca
     assert "there is no program no-such-python" in ran.err
 
 
+def test_packages_and_extras_are_told_as_they_are_typed(genie: Callable[..., Ran]) -> None:
+    assert "--package 'ray[default]'" in genie("grid", "setup", "--help").out
+    ran = genie("grid", "setup", "numpy")
+    assert (ran.code, "packages go behind --package" in ran.err) == (2, True)
+
+
+def test_nodes_that_cannot_be_reached_are_255_and_named_once_in_a_line(
+    bed: Bed, genie: Callable[..., Ran]
+) -> None:
+    for node in bed.nodes:
+        node.stop()
+    ran = genie("grid", "setup", "--package", "x")
+    assert ran.code == 255
+    assert [line.split()[:2] for line in ran.out.splitlines()[1:]] == [
+        [n, "unreachable"] for n in ("gpu1", "gpu2")
+    ]
+    assert "node gpu1" not in ran.out
+    start = genie("grid", "cluster", "start")
+    assert (start.code, "gpu1: node gpu1" in start.err) == (255, False)
+    submit = genie("grid", "cluster", "submit", "--", "true")
+    assert (submit.code, "not reached: gpu1, gpu2" in submit.err) == (255, True)
+    status = json.loads(genie("grid", "cluster", "status", "--json").out)
+    assert [each["node"] for each in status["nodes"]] == ["gpu1", "gpu2"]
+
+
 def test_a_start_that_is_refused_lists_the_versions(bed: Bed, genie: Callable[..., Ran]) -> None:
     install_ray(bed["gpu1"], scripted("exit 0"))
     install_ray(bed["gpu2"], scripted("exit 0", version="2.0.0"))

@@ -65,6 +65,13 @@ def test_a_command_without_quotes_is_told_to_be_one_argument(genie: Cli, argv: l
     assert "--help" in done.err
 
 
+@pytest.mark.parametrize("argv", [["ps", "gpu1"], ["ps", "--nodes"], ["sync", "a", "b"]])
+def test_what_is_said_of_dashes_is_said_where_a_name_may_have_been_meant(genie: Cli, argv: list[str]) -> None:
+    done = genie("grid", *argv)
+    assert done.code == 2
+    assert done.err.splitlines()[1] == f"hint: 'genie grid {argv[0]} --help' has the options"
+
+
 def test_a_mistyped_option_still_names_the_right_one(genie: Cli) -> None:
     done = genie("grid", "run", "true", "--gpu", "1")
     assert (done.code, "--gpus" in done.err.splitlines()[0]) == (2, True)
@@ -73,6 +80,7 @@ def test_a_mistyped_option_still_names_the_right_one(genie: Cli) -> None:
 def test_the_options_of_every_command_may_stand_behind_it(cli: Cli) -> None:
     done = cli("run", "echo test", "--log-level", "DEBUG")
     assert (done.code, done.out) == (0, "test\n")
+    assert "connecting" in done.err and "starting a run" in done.err
 
 
 def test_without_a_node_the_best_one_is_taken(cli: Cli) -> None:
@@ -122,6 +130,22 @@ def test_all_nodes_run_it_and_one_that_is_gone_is_255(own_bed: Bed, own_cli: Cli
     done = own_cli("run", "hostname", "--all")
     assert (done.code, done.out) == (255, "gpu1: gpu1\n")
     assert "gpu2: unreachable" in done.err
+
+
+def test_a_node_that_lets_nobody_in_has_one_word_for_it(own_bed: Bed, own_cli: Cli) -> None:
+    own_bed.write_known_hosts(without=["gpu2"])
+    done = own_cli("run", "hostname", "--all")
+    assert (done.code, "gpu2: unreachable" in done.err) == (255, True)
+    (row,) = (line for line in own_cli("ps").out.splitlines() if "gpu2" in line)
+    assert "unreachable" in row and "node gpu2" not in row
+
+
+def test_ps_of_a_node_that_refuses_is_1(own_bed: Bed, own_cli: Cli) -> None:
+    root = own_bed["gpu2"].home / "grid_workspace"
+    root.mkdir()
+    (root / ".grid").symlink_to(root / "missing")
+    done = own_cli("ps", "--node", "gpu2")
+    assert (done.code, "refused" in done.out) == (1, True)
 
 
 def test_a_folder_is_sent_to_all_nodes_at_once_and_those_that_did_not_get_it_run_nothing(
@@ -244,6 +268,17 @@ def test_an_unknown_run_says_where_to_look(cli: Cli) -> None:
     done = cli("logs", "r-aaaaaaaaaa")
     assert done.code == 1
     assert "grid-cli ps" in done.err
+
+
+def test_a_run_that_may_be_on_a_node_that_does_not_answer_is_not_said_to_be_none(
+    own_bed: Bed, own_cli: Cli
+) -> None:
+    run_id = own_cli("run", "true", "--node", "gpu2", "-d").out.strip()
+    own_bed["gpu2"].stop()
+    for command in ("logs", "attach", "cancel"):
+        done = own_cli(command, run_id)
+        assert done.code == 255, command
+        assert f"run {run_id} is on no node that answers; gpu2 cannot be asked" in done.err
 
 
 def test_a_signal_that_is_not_known_is_a_usage_error(cli: Cli) -> None:

@@ -132,6 +132,15 @@ def test_a_node_that_is_not_in_the_file_names_the_nearest() -> None:
         file.node("gqu1")
 
 
+def test_names_that_are_as_near_as_each_other_are_all_named() -> None:
+    file = parse_grid_file("nodes: [gpu2, gpu1, far]", name="f.yaml")
+    with pytest.raises(NoNodeError, match=r"do you mean 'gpu2' or 'gpu1'\?"):
+        file.node("gpux")
+    file = parse_grid_file("nodes: [gpu1, gpu2, gpu3, gpu4]", name="f.yaml")
+    with pytest.raises(NoNodeError, match="there are gpu1, gpu2, gpu3, gpu4"):
+        file.node("gpux")
+
+
 def test_a_node_on_the_command_line_may_carry_user_and_port() -> None:
     assert parse_node("bob@gpu1:2200") == GridNode(name="gpu1", user="bob", port=2200)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import socket
 import subprocess
 
 import asyncssh
@@ -21,7 +22,7 @@ from genie.errors import (
     UsageError,
 )
 from genie.grid.grid_file import GridFile, parse_grid_file
-from genie.grid.ssh_pool import SshPool
+from genie.grid.ssh_pool import SshPool, told
 from tests.grid.bed import Bed
 from tests.grid.conftest import grid_file_of
 from tests.waiting import until
@@ -146,8 +147,20 @@ async def test_a_key_that_the_node_does_not_take_is_a_refused_login(own_bed: Bed
 
 async def test_nothing_that_listens_is_said(own_bed: Bed) -> None:
     own_bed["gpu1"].stop()
-    with pytest.raises(UnreachableError, match="gpu1"):
+    with pytest.raises(
+        UnreachableError, match=r"gpu1: \S+ port [0-9]+ cannot be reached: Connection refused \("
+    ):
         await open_link(own_bed, "gpu1")
+
+
+def test_addresses_that_do_not_answer_are_told_in_words() -> None:
+    call = (
+        "[Errno 111] Connect call failed ('::1', 22, 0, 0), [Errno 111] Connect call failed ('127.0.0.1', 22)"
+    )
+    assert told(OSError(f"Multiple exceptions: {call}")) == "Connection refused"
+    assert told(OSError(113, "Connect call failed ('10.0.0.1', 22)")) == "No route to host"
+    assert told(socket.gaierror(-2, "Name or service not known")) == "Name or service not known"
+    assert told(FileNotFoundError(2, "No such file or directory", "key")) == "No such file or directory: key"
 
 
 async def test_a_cut_connection_fails_what_is_under_way_and_the_next_use_connects_again(
@@ -241,7 +254,7 @@ async def test_a_key_that_is_missing_for_a_jump_host_is_named(own_bed: Bed) -> N
     text = text.replace("Host gpu2\n", "Host gpu2\n  ProxyJump gpu1\n")
     missing = own_bed.folder / "no-such-key"
     own_bed.ssh_config.write_text(f"Host gpu1\n  IdentityFile {missing}\n{text}")
-    with pytest.raises(GenieError, match=f"node gpu2: .*{missing}"):
+    with pytest.raises(GenieError, match=f"node gpu2: .* through gpu1 cannot be reached: .*{missing}"):
         await open_link(own_bed, "gpu2")
 
 

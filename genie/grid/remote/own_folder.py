@@ -21,9 +21,15 @@ def own_folder(root: str, *parts: str) -> str:
     if os.path.islink(path):
         real = os.path.realpath(path)
         places = [os.path.realpath(place).rstrip("/") + "/" for place in (os.path.expanduser("~"), root)]
-        if not os.path.isdir(real) or not any(real.startswith(place) for place in places):
+        if not os.path.isdir(real):
+            raise OpError("link", broken(path))
+        if not any(real.startswith(place) for place in places):
             raise OpError("link", refusal(path, real))
     return os.path.join(path, *parts)
+
+
+def broken(path: str) -> str:
+    return path + " is a link to no folder; remove it, or use another remote_root"
 
 
 def refusal(path: str, real: str) -> str:

@@ -55,10 +55,14 @@ class Site:
             own = self._own(path, create=create)
             self.shared = self._folder(own, "sync", create=create)
             self.folder = self._folder(self.shared, args["tree"], create=create)
-        except BaseException:
+        except BaseException as error:
             self.close()
+            if isinstance(error, OSError):
+                held = {NAME: path, "sync": own_folder(path), args["tree"]: own_folder(path, "sync")}
+                _name_whole(error, held.get(str(error.filename), ""))
             raise
         self.path = own_folder(path, "sync")
+        self._where = os.path.join(self.path, args["tree"])
         self.engine = engine(self.path, args.get("key", ""))
 
     def __enter__(self) -> Site:
@@ -163,7 +167,11 @@ class Site:
         if self._is_locked:
             return
         flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
-        fd = self._kept(os.open("lock", flags, 0o600, dir_fd=self.folder))
+        try:
+            fd = self._kept(os.open("lock", flags, 0o600, dir_fd=self.folder))
+        except OSError as error:
+            _name_whole(error, self._where)
+            raise
         deadline = time.monotonic() + wait_s
         while True:
             try:
@@ -207,6 +215,12 @@ def _without_large(records: bytes) -> bytes:
         if one.kind == tree.FILE and one.size >= BLOCKS_BYTES_MIN:
             known[one.at + tree.HEAD.size - len(tree.NO_SHA) : one.at + tree.HEAD.size] = tree.NO_SHA
     return bytes(known)
+
+
+def _name_whole(error: OSError, folder: str) -> None:
+    """What is opened beside a descriptor has half a name, which tells nobody where to look."""
+    if isinstance(error.filename, str):
+        error.filename = os.path.join(folder, error.filename)
 
 
 def digest_of(engine: tree.Plain, records: bytes) -> bytes:

@@ -174,6 +174,17 @@ def test_a_tree_whose_own_folder_is_a_link_that_leads_out_is_refused(two_states,
     assert list(outside.iterdir()) == []
 
 
+@pytest.mark.parametrize("held", [".grid", ".grid/sync", ".grid/sync/t", ".grid/sync/t/lock"])
+def test_what_cannot_be_opened_has_its_whole_path(two_states, tmp_path: Path, held: str) -> None:
+    old, _ = two_states
+    place = tmp_path / "node" / held
+    place.parent.mkdir(parents=True)
+    place.mkdir() if held.endswith("lock") else place.touch()
+    with pytest.raises((NotADirectoryError, IsADirectoryError)) as caught:
+        sync.apply(args_of(tmp_path / "node"), change(b"", old))
+    assert caught.value.filename == str(place)
+
+
 def test_a_link_within_the_home_is_followed(
     two_states, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -335,6 +335,23 @@ async def test_a_link_out_of_the_home_is_refused_by_runs_and_by_sync_in_the_same
     assert list(outside.iterdir()) == []
 
 
+@pytest.mark.parametrize("has_python", [True, False])
+@pytest.mark.parametrize("leads", [".grid", "missing"])
+async def test_a_link_to_no_folder_is_not_said_to_lead_out_of_the_home(
+    own_bed: Bed, has_python: bool, leads: str
+) -> None:
+    node = own_bed["gpu1"]
+    (node.home / "ws").mkdir()
+    (node.home / "ws" / ".grid").symlink_to(leads)
+    if not has_python:
+        (node.bin / "python3").write_text("#!/bin/sh\nexit 127\n")
+        (node.bin / "python3").chmod(0o755)
+    file = file_for(own_bed, "ws")
+    async with SshPool(file, ssh_config=own_bed.ssh_config) as pool:
+        with pytest.raises(NodeRefusedError, match=r"ws/\.grid is a link to no folder; remove it"):
+            await Runner(pool, file).start("gpu1", "true")
+
+
 async def test_a_slow_link_to_a_node_without_python_is_no_stop(
     own_bed: Bed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
