@@ -268,6 +268,8 @@ class _Outcome:
     exit_code: int
     error: BaseException | None = None
     took_s: float = 0.0
+    left: bool = False
+    """Nobody waited for its end."""
 
     @property
     def word(self) -> str:
@@ -462,7 +464,8 @@ class _Follower:
 
     def _left(self, run: Run) -> _Outcome:
         output.say(f"run {run.run_id} may go on on {run.node}; 'grid-cli attach {run.run_id}' follows it")
-        return _Outcome(run.node, run, _TRANSPORT if run in self._out_of_reach else INTERRUPTED)
+        code = _TRANSPORT if run in self._out_of_reach else INTERRUPTED
+        return _Outcome(run.node, run, code, left=True)
 
     async def _pass_on(
         self,
@@ -471,16 +474,16 @@ class _Follower:
         group: asyncio.TaskGroup,
     ) -> None:
         """The first Ctrl-C interrupts the runs, the second kills them, the third leaves them alone."""
+        sending: list[asyncio.Task[None]] = []
         for name, word in (("INT", "interrupting"), ("KILL", "killing")):
             await presses.get()
             self._interrupted = True
             left = {run: task for run, task in tasks.items() if not task.done()}
             output.say(f"{word} {', '.join(run.run_id for run in left)}; Ctrl-C again to {_NEXT[name]}")
-            for run, task in left.items():
-                group.create_task(self._signal(run, name, task))
+            sending += [group.create_task(self._signal(run, name, task)) for run, task in left.items()]
         await presses.get()
-        for task in tasks.values():
-            task.cancel()
+        for each in (*sending, *tasks.values()):
+            each.cancel()
 
     async def _signal(self, run: Run, name: str, following: asyncio.Task[_Outcome]) -> None:
         try:
@@ -556,7 +559,7 @@ async def _attach(settings: Settings, run_id: str, *, as_json: bool) -> int:
 
 async def _with_duration(outcome: _Outcome, runner: Runner) -> _Outcome:
     """A run that is attached to began before we did; its node knows how long it took."""
-    if outcome.run is None or outcome.error is not None:
+    if outcome.run is None or outcome.error is not None or outcome.left:
         return outcome
     with contextlib.suppress(GenieError):
         told = await runner.status(outcome.run)

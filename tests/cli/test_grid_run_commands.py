@@ -396,6 +396,22 @@ def test_an_interrupt_while_the_node_is_gone_says_so_and_the_second_one_leaves(
         assert process.wait(60) == 255
 
 
+def test_the_third_interrupt_leaves_at_once_and_waits_for_no_node(
+    own_bed: Bed, own_cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_id = own_cli("run", "echo ready; sleep 7205", "--node", "gpu1", "-d").out.strip()
+    use(own_bed, tmp_path, monkeypatch, more="ssh: {connect_timeout: 300, timeout: 300}\n")
+    with grid_cli("attach", run_id) as process:
+        assert first_line(process) == b"ready\n"
+        with own_bed["gpu1"].hanging():
+            for word in (b"interrupting", b"killing", b""):
+                process.send_signal(signal.SIGINT)
+                if word:
+                    wait_for(process, word)
+            _, said = process.communicate(timeout=60)
+    assert (process.returncode, b"may go on" in said, b"has not got the signal" in said) == (130, True, False)
+
+
 def test_an_interrupt_while_a_run_is_started_names_it(own_bed: Bed, own_cli: Cli) -> None:
     with own_bed["gpu1"].hanging(), grid_cli("run", "true", "--node", "gpu1") as process:
         wait_until(psutil.Process(process.pid).net_connections, timeout_s=30, what="an attempt to connect")
