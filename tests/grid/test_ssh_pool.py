@@ -6,6 +6,8 @@ import asyncio
 import dataclasses
 import socket
 import subprocess
+from collections.abc import Iterator
+from pathlib import Path
 
 import asyncssh
 import pytest
@@ -21,11 +23,12 @@ from genie.errors import (
     UnreachableError,
     UsageError,
 )
+from genie.grid import ssh_pool
 from genie.grid.grid_file import GridFile, parse_grid_file
 from genie.grid.ssh_pool import SshPool, told
 from tests.grid.bed import Bed
 from tests.grid.conftest import grid_file_of
-from tests.waiting import until
+from tests.waiting import until, wait_until
 
 
 async def test_all_who_ask_share_one_connection(pool: SshPool) -> None:
@@ -186,6 +189,51 @@ async def test_a_hanging_node_costs_its_own_timeout_only(bed: Bed, pool: SshPool
             assert link.is_open
 
 
+async def test_a_node_that_goes_silent_is_noticed_though_nobody_asks(
+    own_bed: Bed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ssh_pool, "_KEEPALIVE_S", 0.1)
+    async with (
+        SshPool(grid_file_of(own_bed), ssh_config=own_bed.ssh_config) as pool,
+        pool.use("gpu1") as link,
+    ):
+        with own_bed["gpu1"].hanging():
+            await until(lambda: not link.is_open, what="the end of a connection that is silent")
+        async with pool.use("gpu1") as another:
+            assert another is not link
+
+
+async def test_a_node_that_comes_back_is_reached_by_a_later_attempt(
+    own_bed: Bed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    paused = []
+
+    def pause_s(attempt: int) -> float:
+        paused.append(attempt)
+        if attempt == 1:
+            own_bed["gpu1"].restart()
+        return 0.0
+
+    monkeypatch.setattr(ssh_pool, "_pause_s", pause_s)
+    own_bed["gpu1"].stop()
+    file = grid_file_of(own_bed, more="ssh: {connect_timeout: 10, max_retries: 3}\n")
+    async with SshPool(file, ssh_config=own_bed.ssh_config) as pool:
+        async with pool.use("gpu1") as link:
+            assert link.is_open
+        assert paused == [0, 1]
+        own_bed["gpu2"].stop()
+        with pytest.raises(UnreachableError):
+            async with pool.use("gpu2", retries=1):
+                pass
+    assert paused == [0, 1, 0]
+
+
+def test_pauses_between_attempts_grow_to_a_bound_and_are_not_all_the_same() -> None:
+    for attempt, high_s in ((0, 0.1), (1, 0.2), (3, 0.8), (20, 5.0)):
+        pauses = [ssh_pool._pause_s(attempt) for _ in range(50)]
+        assert high_s / 2 <= min(pauses) < max(pauses) <= high_s
+
+
 async def test_waiting_for_another_who_connects_to_the_node_counts_as_connecting(own_bed: Bed) -> None:
     async with SshPool(grid_file_of(own_bed), ssh_config=own_bed.ssh_config) as pool:
 
@@ -226,6 +274,22 @@ async def test_a_hundred_requests_at_once_are_all_answered(pool: SshPool, bed: B
 
     names = [bed.nodes[number % 10].name for number in range(100)]
     assert await asyncio.gather(*map(ask, names)) == [name.encode() for name in names]
+
+
+async def test_a_hundred_connections_at_once_are_all_opened(bed: Bed, tmp_path: Path) -> None:
+    nodes = {f"n{number}": bed.nodes[number % 10] for number in range(100)}
+    hosts = "".join(f"Host {n}\n  HostName {on.address}\n  Port {on.port}\n" for n, on in nodes.items())
+    (tmp_path / "ssh_config").write_text(hosts + bed.ssh_config.read_text())
+    more = "ssh: {connect_timeout: 60, max_retries: 0, pool_size: 100}\n"
+    file = parse_grid_file(bed.grid_yaml(nodes=list(nodes), more=more), name="grid.yaml")
+    async with SshPool(file, ssh_config=tmp_path / "ssh_config") as pool:
+
+        async def ask(name: str) -> bytes:
+            async with pool.use(name, bare=True) as link:
+                return (await link.command("hostname", timeout_s=60)).stdout.strip()
+
+        assert await asyncio.gather(*map(ask, nodes)) == [on.name.encode() for on in nodes.values()]
+        assert len(pool.open_links) == 100
 
 
 async def test_a_bare_link_starts_no_helper_until_someone_needs_one(bed: Bed, pool: SshPool) -> None:
@@ -274,6 +338,26 @@ async def test_a_key_with_a_passphrase_that_no_agent_has_says_so(own_bed: Bed) -
     await asyncio.to_thread(subprocess.run, lock, check=True, timeout=30)
     with pytest.raises(LoginRefusedError, match="ssh-add"):
         await open_link(own_bed, "gpu1")
+
+
+@pytest.fixture
+def key_in_agent(own_bed: Bed, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """An agent has the bed's key; the file has a passphrase."""
+    place = own_bed.folder / "agent"
+    monkeypatch.setenv("SSH_AUTH_SOCK", str(place))
+    lock = ["ssh-keygen", "-q", "-p", "-N", "secret", "-P", "", "-f", str(own_bed.key)]
+    with subprocess.Popen(["ssh-agent", "-D", "-a", str(place)], stdout=subprocess.DEVNULL) as agent:
+        try:
+            wait_until(place.exists, what="the agent")
+            for argv in (["ssh-add", "-q", str(own_bed.key)], lock):
+                subprocess.run(argv, check=True, timeout=30)
+            yield
+        finally:
+            agent.terminate()
+
+
+async def test_a_key_that_only_the_agent_can_use_is_used(own_bed: Bed, key_in_agent: None) -> None:
+    await open_link(own_bed, "gpu1")
 
 
 async def test_a_key_of_openssh_that_is_not_there_is_passed_over_as_openssh_does(own_bed: Bed) -> None:
