@@ -293,18 +293,23 @@ async def _open(settings: Settings) -> AsyncIterator[tuple[SshPool, GridFile, Ru
 
 
 async def _run(settings: Settings, launch: Launch, options: RunOptions, *, as_json: bool) -> int:
+    from genie.cli.grid_sync_commands import SyncBar
     from genie.grid.launch import Launcher
 
     async with _open(settings) as (pool, file, runner):
-        launcher = Launcher(pool, file, runner, state_dir=settings.paths.state_dir)
         named = [node.name for node in file.nodes] if options.everywhere else options.node or []
         names = list(dict.fromkeys(named))
         for name in names:
             file.node(name)  # before anything starts anywhere
-        if len(names) <= 1:
-            runs, failed = [await _start_one(launcher, names, launch)], list[_Outcome]()
-        else:
-            runs, failed = await _start_all(launcher, names, launch)
+        with contextlib.closing(SyncBar()) as bar:
+            launcher = Launcher(pool, file, runner, state_dir=settings.paths.state_dir, progress=bar)
+            if len(names) <= 1:
+                runs, failed = [await _start_one(launcher, names, launch)], list[_Outcome]()
+            else:
+                runs, failed = await _start_all(launcher, names, launch)
+        for one in failed:
+            assert one.error is not None
+            output.show_error(one.error, debug=False)
         if options.detach:
             return _show_started(runs, failed, as_json=as_json)
         several = len(names) > 1
@@ -352,8 +357,6 @@ async def _start_all(
             wrong[name] = result
         else:
             runs.append(result)
-    for error in wrong.values():
-        output.show_error(error, debug=False)
     return runs, [_Outcome(name, None, error.exit_code, error) for name, error in wrong.items()]
 
 

@@ -46,7 +46,7 @@ def sync(
     """
     settings, file = load_grid(invocation)
     names = list(node) if node else [each.name for each in file.nodes]
-    bar = _Bar()
+    bar = SyncBar()
     try:
         reports = asyncio.run(_synced(settings, file, folder, names, bar, dry_run=dry_run))
     finally:
@@ -61,7 +61,7 @@ def sync(
 
 
 async def _synced(
-    settings: Settings, file: GridFile, folder: Path, names: list[str], bar: _Bar, *, dry_run: bool
+    settings: Settings, file: GridFile, folder: Path, names: list[str], bar: SyncBar, *, dry_run: bool
 ) -> list[SyncReport]:
     from genie.grid.metrics import GridMetrics
     from genie.grid.ssh_pool import SshPool
@@ -73,7 +73,7 @@ async def _synced(
         return await syncer.sync(folder, names, progress=bar, dry_run=dry_run)
 
 
-class _Bar:
+class SyncBar:
     """All nodes together, on one line of a terminal; nothing anywhere else."""
 
     def __init__(self) -> None:

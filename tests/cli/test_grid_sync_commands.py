@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from genie.grid.launch import figures
+from tests.cli.grid_setup import on_a_terminal
 from tests.grid.bed import Bed
 from tests.grid.sync.trees import told, write
 
@@ -37,6 +40,22 @@ def test_sync_tells_what_it_did(grid, nodes: Bed, tmp_path: Path) -> None:
     ]
     assert told(nodes["gpu2"].home / "grid_workspace") == told(tmp_path / "one")
     assert "up to date" in grid("sync", str(tmp_path / "one")).out
+
+
+@pytest.mark.parametrize("argv", [("sync",), ("run", "true", "--node", "gpu1", "--node", "gpu2", "--sync")])
+def test_a_terminal_shows_how_far_it_is(grid, tmp_path: Path, argv: tuple[str, ...]) -> None:
+    folder = tmp_path / f"shown-{argv[0]}"
+    write(folder, {argv[0].encode(): b"1"})
+    config = ["--config", str(tmp_path / "grid.yaml")]
+    code, shown = on_a_terminal([*config, *argv, str(folder)], typed=b"", after=b"")
+    assert (code, "sending to 2 nodes: 2 files, 2 B 100%\r\x1b[K" in shown) == (0, True), shown
+
+
+def test_a_sync_is_counted(grid, tmp_path: Path) -> None:
+    write(tmp_path / "counted", {b"counted": b"1"})
+    before = sum(figures(Path(os.environ["GENIE_STATE_DIR"])).figures().syncs.counts)
+    assert grid("sync", str(tmp_path / "counted")).code == 0
+    assert sum(figures(Path(os.environ["GENIE_STATE_DIR"])).figures().syncs.counts) == before + 2
 
 
 def test_sync_gives_json(grid, tmp_path: Path) -> None:
