@@ -285,6 +285,12 @@ def test_a_signal_that_is_not_known_is_a_usage_error(cli: Cli) -> None:
     assert cli("cancel", "r-aaaaaaaaaa", "--signal", "NOPE").code == 2
 
 
+def test_ps_lists_the_newest_first_whichever_node_it_is_on(cli: Cli) -> None:
+    begun = [cli("run", "true", "--node", name, "-d").out.strip() for name in ("gpu1", "gpu2")]
+    listed = [each["run_id"] for each in json.loads(cli("ps", "--all", "--json").out)["runs"]]
+    assert listed[:2] == begun[::-1]
+
+
 def test_ps_says_which_node_cannot_be_asked(own_bed: Bed, own_cli: Cli) -> None:
     run_id = own_cli("run", "sleep 7202", "--node", "gpu1", "-d").out.strip()
     own_bed["gpu2"].stop()

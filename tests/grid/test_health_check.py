@@ -27,7 +27,7 @@ from genie.grid.health_check import (
     judge,
     score,
 )
-from genie.grid.launch import Launcher
+from genie.grid.launch import Launcher, figures
 from genie.grid.runner import Runner
 from genie.grid.ssh_pool import SshPool
 from tests.grid.bed import Bed
@@ -207,6 +207,8 @@ async def test_runs_are_spread_over_nodes_that_are_as_good(tmp_path: Path) -> No
     async with SshPool(file, ssh_config=tmp_path) as pool:
         launcher = Launcher(pool, file, Runner(pool, file), state_dir=tmp_path)
         assert [await launcher.best_node(without={}) for _ in range(4)] == ["a", "b", "c", "a"]
+    kept = await asyncio.to_thread(figures(tmp_path).figures)
+    assert kept.scores == {node.name: node.score for node in nodes}
 
 
 @pytest.mark.parametrize("state", [NodeState.DEGRADED, NodeState.UNHEALTHY, NodeState.UNREACHABLE])

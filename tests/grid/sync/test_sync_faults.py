@@ -10,7 +10,7 @@ import hashlib
 import os
 import random
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from genie.grid.grid_file import SshKeys
 from genie.grid.remote import contents, tree
 from genie.grid.remote.site import STATE_HEAD, STATE_MAGIC
 from genie.grid.runner import Runner
-from genie.grid.ssh_pool import SshPool
+from genie.grid.ssh_pool import Link, SshPool
 from genie.grid.sync import local_tree, pack, syncer, tar_pipe
 from genie.grid.sync.local_tree import LocalTree, Snapshot
 from genie.grid.sync.syncer import Progress, Syncer, tree_name
@@ -402,6 +402,31 @@ async def test_a_pool_with_fewer_places_than_nodes_takes_one_after_the_other(
             tmp_path / "project", ["gpu1", "gpu2"]
         )
     assert [report.error for report in reports] == [None, None]
+
+
+class Counting(SshPool):
+    """Knows how many nodes were in use at the same time at most."""
+
+    now = most = 0
+
+    @contextlib.asynccontextmanager
+    async def use(self, name: str, **how: Any) -> AsyncIterator[Link]:
+        async with super().use(name, **how) as link:
+            self.now += 1
+            self.most = max(self.most, self.now)
+            try:
+                yield link
+            finally:
+                self.now -= 1
+
+
+async def test_no_more_nodes_at_a_time_than_transfers_are_allowed(bed: Bed, tmp_path: Path) -> None:
+    file = file_for(bed, "ws-few", "sync: {max_parallel_transfers: 2}\n")
+    write(tmp_path / "project", {b"a": b"1"})
+    async with Counting(file, ssh_config=bed.ssh_config) as pool:
+        names = [node.name for node in bed.nodes[1:7]]
+        reports = await Syncer(pool, file, state_dir=tmp_path / "state").sync(tmp_path / "project", names)
+    assert ([report.error for report in reports], pool.most) == ([None] * 6, 2)
 
 
 async def test_a_node_that_hangs_keeps_one_place_and_the_others_go_on_through_the_rest(
