@@ -22,7 +22,7 @@ _grid_refused_link() {
   }
   for _grid_place in "$HOME" "$root"; do
     _grid_place=$(cd -P -- "$_grid_place" && pwd -P) || continue
-    case $_grid_real/ in "${_grid_place%/}"/*) return 1 ;; esac
+    case $_grid_real in "${_grid_place%/}"/?*) return 1 ;; esac
   done
   printf '%s' "@REFUSAL@"
 }

@@ -1,0 +1,47 @@
+"""Which links at .grid are followed: the helper and the shell decide alike."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from genie.grid.remote.core import OpError
+from genie.grid.remote.own_folder import own_folder
+from genie.grid.shell_words import OWN_FOLDER, path_word
+
+
+@pytest.mark.parametrize(
+    ("leads_to", "followed"),
+    [
+        ("home/elsewhere", True),
+        ("root/elsewhere", True),
+        ("home/link-to-home-elsewhere", True),
+        ("home", False),
+        ("root", False),
+        ("home-of-another/elsewhere", False),
+        ("outside", False),
+        ("home/link-out", False),
+        ("home/nothing", False),
+        ("home/file", False),
+    ],
+)
+def test_a_link_is_followed_only_within_the_home_and_the_root(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, leads_to: str, followed: bool
+) -> None:
+    home, root = tmp_path / "home", tmp_path / "root"
+    for name in ("home/elsewhere", "root/elsewhere", "home-of-another/elsewhere", "outside"):
+        (tmp_path / name).mkdir(parents=True)
+    (home / "link-to-home-elsewhere").symlink_to(home / "elsewhere")
+    (home / "link-out").symlink_to(tmp_path / "outside")
+    (home / "file").touch()
+    (root / ".grid").symlink_to(tmp_path / leads_to)
+    monkeypatch.setenv("HOME", str(home))
+    try:
+        by_helper = bool(own_folder(str(root), "runs"))
+    except OpError:
+        by_helper = False
+    script = f"root={path_word(str(root))}\n{OWN_FOLDER}\n_grid_refused_link"
+    by_shell = subprocess.run(["sh", "-c", script], capture_output=True, timeout=30).returncode != 0
+    assert (by_helper, by_shell) == (followed, followed)
