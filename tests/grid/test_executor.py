@@ -57,6 +57,17 @@ def test_a_result_prints_as_what_the_command_wrote(executor: Executor) -> None:
     assert str(executor.run_distributed("echo done")) == "done"
 
 
+def test_what_is_asked_for_beside_the_command_reaches_the_node(
+    bed: Bed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write_file(bed, tmp_path, monkeypatch)
+    path.write_text(path.read_text().replace("- gpu4\n", "- {name: gpu4, labels: {zone: b}}\n"))
+    with Executor(path) as executor:
+        told = executor.run_distributed("pwd; echo $A", labels={"zone": "b"}, env={"A": "x y"}, cwd="/usr")
+        assert (told.node, told.stdout) == ("gpu4", "/usr\nx y\n")
+        assert executor.run_distributed("sleep 60", node="gpu4", timeout_s=0.2).exit_code == 124
+
+
 def test_the_settings_name_the_file_where_no_argument_does(executor: Executor) -> None:
     with Executor() as other:
         assert other.run_distributed("hostname", node="gpu3").stdout == "gpu3\n"
