@@ -54,11 +54,14 @@ def promote(
 
     The cluster is the one that 'genie status' shows here; an owner's token is needed.
     """
+    from genie.grid.setup import checked_packages
+
     if wheels is not None and not wheels.is_dir():
         raise UsageError(f"--wheels {str(wheels)!r} is not a folder", hint="give one that holds .whl files")
+    packages = checked_packages(package or ())
     settings = invocation.load_settings()
     chosen = _chosen(settings, names, every=every)
-    options = {"controller": controller, "python": python, "packages": package or (), "wheels": wheels}
+    options = {"controller": controller, "python": python, "packages": packages, "wheels": wheels}
     _report(asyncio.run(_move(settings, chosen, options, forward=True)), as_json=as_json)
 
 

@@ -80,6 +80,19 @@ def wish(
     wheels: Path | None = None,
 ) -> Wish:
     """Reads and checks what is asked for. Raises UsageError that names the option or the line."""
+    if not re.fullmatch(r"[A-Za-z0-9_~/][^\0\n]{0,499}", python):
+        raise UsageError(f"--python {python!r} is not allowed", hint="give a program of the nodes")
+    return Wish(
+        requirements=_read_requirements(requirements) if requirements is not None else "",
+        packages=checked_packages(packages),
+        python=python,
+        system_packages=system_packages,
+        wheels=_read_wheels(wheels) if wheels is not None else (),
+    )
+
+
+def checked_packages(packages: Sequence[str]) -> tuple[str, ...]:
+    """As pip is given them. Raises UsageError for what it would take for an option."""
     if len(packages) > _PACKAGES_MAX:
         raise UsageError(f"at most {_PACKAGES_MAX} packages can be given")
     for package in packages:
@@ -87,15 +100,7 @@ def wish(
             raise UsageError(
                 f"--package {package!r} is not allowed", hint="give a name, as in 'ray[default]==2.60.0'"
             )
-    if not re.fullmatch(r"[A-Za-z0-9_~/][^\0\n]{0,499}", python):
-        raise UsageError(f"--python {python!r} is not allowed", hint="give a program of the nodes")
-    return Wish(
-        requirements=_read_requirements(requirements) if requirements is not None else "",
-        packages=tuple(packages),
-        python=python,
-        system_packages=system_packages,
-        wheels=_read_wheels(wheels) if wheels is not None else (),
-    )
+    return tuple(packages)
 
 
 def _read_requirements(path: Path) -> str:

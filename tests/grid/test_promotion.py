@@ -132,6 +132,11 @@ def test_it_must_be_said_which_nodes(
     assert "--all" in err
 
 
+def test_a_package_can_not_be_an_option(grid_cli: Callable[..., tuple[int, str, str]]) -> None:
+    code, _, err = grid_cli("promote", "gpu1", "--package=--index-url=http://127.0.0.1:1")
+    assert (code, "--package '--index-url=http://127.0.0.1:1' is not allowed" in err) == (2, True), err
+
+
 def test_the_wheel_has_the_package_and_its_cpp_sources_and_is_the_same_every_time() -> None:
     name, content = own_wheel.wheel()
     assert name.endswith("-py3-none-any.whl")
