@@ -9,6 +9,7 @@ import pty
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -85,6 +86,37 @@ def test_the_options_of_every_command_may_stand_behind_it(cli: Cli) -> None:
 
 def test_without_a_node_the_best_one_is_taken(cli: Cli) -> None:
     assert cli("run", "hostname").out.startswith("gpu")
+
+
+def test_a_label_and_gpus_choose_the_node(own_bed: Bed, own_cli: Cli, tmp_path: Path) -> None:
+    file = tmp_path / "grid.yaml"
+    file.write_text(file.read_text().replace("- gpu2\n", "- {name: gpu2, labels: {zone: b}}\n"))
+    for node in own_bed.nodes:
+        node.gpus(2)
+    command = "hostname; echo $CUDA_VISIBLE_DEVICES"
+    assert own_cli("run", command, "--label", "zone=b", "--gpus", "2").out == "gpu2\n0,1\n"
+    refused = own_cli("run", command, "--label", "zone=b", "--gpus", "3")
+    assert (refused.code, "2 of 2 GPUs are free, 3 wanted" in refused.err) == (1, True)
+
+
+def start_trapping(cli: Cli, trap: str) -> str:
+    run_id = cli(
+        "run", f"{trap}; echo ready; while :; do sleep 0.1; done", "--node", "gpu1", "-d"
+    ).out.strip()
+    wait_until(lambda: cli("logs", run_id).out == "ready\n", what="the trap")
+    return run_id
+
+
+def test_cancel_kills_after_the_time_that_it_is_given(own_cli: Cli) -> None:
+    run_id = start_trapping(own_cli, "trap '' TERM")
+    began = time.monotonic()
+    assert "exit code 137" in own_cli("cancel", run_id, "--grace", "0.1s").out
+    assert time.monotonic() - began < 9  # it would have 10 s by itself
+
+
+def test_cancel_sends_the_signal_that_it_is_given(own_cli: Cli) -> None:
+    run_id = start_trapping(own_cli, "trap 'exit 7' USR1")
+    assert "exit code 7" in own_cli("cancel", run_id, "--signal", "sigusr1").out
 
 
 def test_a_node_that_cannot_be_reached_is_left_out_of_the_choice(own_bed: Bed, own_cli: Cli) -> None:

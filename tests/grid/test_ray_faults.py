@@ -59,6 +59,18 @@ async def test_when_one_node_fails_the_others_are_ended_too(own_bed: Bed, tmp_pa
         assert (await cluster.status()).state == "stopped"
 
 
+async def test_namespace_and_log_level_of_the_file_reach_ray(own_bed: Bed, tmp_path: Path) -> None:
+    install_ray(own_bed["gpu1"], scripted("env > /root/ray-env; exit 1"))
+    file = ray_file(
+        own_bed, tmp_path / "grid.yaml", nodes=["gpu1"], more=", namespace: lab, log_level: debug"
+    )
+    async with cluster_of(own_bed, tmp_path, file) as cluster:
+        with pytest.raises(RayError):
+            await cluster.start()
+    found = set((own_bed["gpu1"].home / "ray-env").read_text().splitlines())
+    assert {"RAY_NAMESPACE=lab", "RAY_BACKEND_LOG_LEVEL=debug", "RAY_AUTH_MODE=token"} <= found
+
+
 async def test_a_start_that_is_cut_off_is_taken_back(own_bed: Bed, tmp_path: Path) -> None:
     install_ray(own_bed["gpu1"], scripted("sleep 5201 & sleep 5202; exit 0"))
     file = ray_file(own_bed, tmp_path / "grid.yaml", nodes=["gpu1"])

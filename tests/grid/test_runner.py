@@ -18,6 +18,7 @@ import pytest_asyncio
 
 from genie.errors import (
     ConnectionLostError,
+    DeadlineError,
     NameInvalidError,
     NodeRefusedError,
     NoNodeError,
@@ -471,6 +472,16 @@ async def test_a_node_that_hangs_in_the_middle_of_output_is_followed_on_when_it_
             await until(lambda: heard.notes, timeout_s=30, what="a word about it")
         assert await following == 7
     assert heard.out == COUNTED
+
+
+async def test_an_answer_that_takes_longer_than_ssh_timeout_is_not_waited_for(own_bed: Bed) -> None:
+    file = grid_file_of(own_bed, more="ssh: {connect_timeout: 20, timeout: 1.5, max_retries: 0}\n")
+    async with SshPool(file, ssh_config=own_bed.ssh_config) as pool:
+        runner = Runner(pool, file)
+        run = await runner.start("gpu1", "sleep 7206")
+        with own_bed["gpu1"].hanging(), pytest.raises(DeadlineError, match=r"within 1\.5 s"):
+            await runner.status(run)
+        await runner.cancel(run, signal="KILL")
 
 
 async def test_a_node_that_goes_down_makes_its_runs_lost_and_never_failed(own_bed: Bed) -> None:
