@@ -40,6 +40,13 @@ def test_setup_takes_the_requirements_of_the_folder(
     assert "gpu1: installing with Python" in ran.err
     ran = genie("grid", "setup", "--wheels", "wheels", "--node", "gpu1")
     assert (ran.code, "unchanged" in ran.out) == (0, True)
+    config = bed["gpu1"].home / "grid_workspace/grid_env/pyvenv.cfg"
+    (config.parent / "lib/installed-before").touch()
+    for option, sees in (("--again", "false"), ("--system-packages", "true")):
+        ran = genie("grid", "setup", "--wheels", "wheels", "--json", "--node", "gpu1", option)
+        assert (ran.code, json.loads(ran.out)[0]["state"]) == (0, "installed"), ran.err
+        assert f"include-system-site-packages = {sees}" in config.read_text()
+    assert (config.parent / "lib/installed-before").exists()
 
 
 def test_the_table_of_setup_has_the_line_that_says_what_went_wrong() -> None:
@@ -87,6 +94,13 @@ def test_a_start_that_is_refused_lists_the_versions(bed: Bed, genie: Callable[..
     assert ran.code == 1
     assert "gpu1: Ray 2.60.0" in ran.err and "gpu2: Ray 2.0.0" in ran.err
     assert "hint: " in ran.err
+
+
+def test_the_head_can_be_named(bed: Bed, genie: Callable[..., Ran]) -> None:
+    for node in bed.nodes:
+        install_ray(node, scripted("exit 1"))
+    ran = genie("grid", "cluster", "start", "--head", "gpu2")
+    assert (ran.code, "gpu2: starting the head" in ran.err) == (1, True), ran.err
 
 
 def test_without_a_cluster_it_is_said(bed: Bed, genie: Callable[..., Ran]) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import time
@@ -98,6 +99,8 @@ def _install(args: Args, requirements: bytes, setup: str, lock: int) -> Answer:
         if not _is_whole(folder, args):
             shutil.rmtree(folder, ignore_errors=True)
             run(_venv_command(args, folder), reason="venv")
+        elif _sees_system(folder) != bool(args["system_packages"]):
+            run(_venv_command(args, folder), reason="venv")  # over the old one: what is installed stays
         _forget_stamp(folder)
         command = _pip_command(args, folder, setup, requirements)
         if command:
@@ -155,6 +158,11 @@ def _pip_command(args: Args, folder: str, setup: str, requirements: bytes) -> li
     if args["packages"]:
         wanted += ["--", *args["packages"]]
     return command + wanted if wanted else []
+
+
+def _sees_system(folder: str) -> bool:
+    with open(os.path.join(folder, "pyvenv.cfg")) as file:
+        return re.search(r"^include-system-site-packages *= *true", file.read(), re.MULTILINE) is not None
 
 
 def _is_whole(folder: str, args: Args) -> bool:
