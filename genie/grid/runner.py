@@ -14,7 +14,6 @@ import asyncio
 import contextlib
 import dataclasses
 import logging
-import random
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -47,7 +46,7 @@ from genie.grid.run import (
     new_run_id,
     run_of,
 )
-from genie.grid.ssh_pool import Link, SshPool
+from genie.grid.ssh_pool import Link, SshPool, pause_s
 from genie.model.names import checked_env_key
 
 _log = logging.getLogger(__name__)
@@ -66,7 +65,6 @@ _START_S_GPUS = 30.0
 """Beyond ssh.timeout: others may be choosing GPUs, and their driver may be slow to say which are in use."""
 _INTERRUPT_S = 2.0
 _PAUSE_S = 0.1
-_PAUSE_S_MAX = 5.0
 _NOTE_EVERY_S = 10.0
 _READS_MAX = 40
 _STARTS_MAX = 16
@@ -157,7 +155,7 @@ class Runner:
         error: TransportError | None = None
         for attempt in range(1 + self._file.ssh.max_retries):
             if attempt:
-                await asyncio.sleep(_pause_s(attempt))
+                await asyncio.sleep(pause_s(attempt))
             try:
                 async with self._pool.use(node, retries=None if not asked else 0) as link:
                     asked = True
@@ -214,7 +212,7 @@ class Runner:
                 except NodeRefusedError as error:
                     if error.reason != "busy":
                         raise
-                    await asyncio.sleep(_pause_s(0))
+                    await asyncio.sleep(pause_s(0))
                     continue
                 outage.is_over()
                 for stream, data in (("out", chunk.out), ("err", chunk.err)):
@@ -365,7 +363,7 @@ class _Outage:
             node, run_id = self._run.node, self._run.run_id
             self._note(f"{node} is unreachable since {since:.0f} s; run {run_id} goes on there{why}")
         self._attempt += 1
-        return _pause_s(self._attempt)
+        return pause_s(self._attempt)
 
     def is_over(self) -> None:
         now = self._clock()
@@ -462,11 +460,6 @@ def _checked_number(number: int, what: str, high: int) -> int:
     if not 0 <= number <= high:
         raise UsageError(f"{what} = {number} is not allowed", hint=f"give a whole number from 0 to {high}")
     return number
-
-
-def _pause_s(attempt: int) -> float:
-    share = random.uniform(0.5, 1.0)  # noqa: S311 - not a secret
-    return min(_PAUSE_S_MAX, _PAUSE_S * 2.0 ** min(attempt, 16)) * share
 
 
 def _ignore(_: str) -> None:

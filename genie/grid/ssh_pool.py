@@ -218,10 +218,10 @@ class SshPool:
             except (UnreachableError, ConnectionLostError, DeadlineError) as error:
                 if attempt + 1 == attempts:
                     raise
-                pause_s = _pause_s(attempt)
-                why = {"node": node.name, "pause_s": round(pause_s, 2), "why": error.message}
+                wait_s = pause_s(attempt)
+                why = {"node": node.name, "pause_s": round(wait_s, 2), "why": error.message}
                 _log.info("connecting again", extra=why)
-                await asyncio.sleep(pause_s)
+                await asyncio.sleep(wait_s)
         raise AssertionError
 
     async def _ready(
@@ -425,6 +425,12 @@ async def _options(given: dict[str, Any], *, key_file: str | None) -> asyncssh.S
     keys = own + [each for each in named if _is_file(Path(each))]
     found = await construct(client_keys=keys, ignore_encrypted=True, **given)
     return found
+
+
+def pause_s(attempt: int) -> float:
+    """Before another attempt, growing to a bound; with jitter, so that all do not come back together."""
+    share = random.uniform(0.5, 1.0)  # noqa: S311 - not a secret
+    return min(_BACKOFF_S_MAX, _BACKOFF_S * 2.0 ** min(attempt, 16)) * share
 
 
 def _ssh(node: GridNode) -> str:
@@ -674,12 +680,6 @@ class _Helper(asyncssh.SSHClientSession[bytes]):
             if not answer.done():
                 answer.set_exception(self.broken)
         self._waiting.clear()
-
-
-def _pause_s(attempt: int) -> float:
-    """Full jitter: nodes that fail together do not come back together."""
-    share = random.uniform(0.5, 1.0)  # noqa: S311 - not a secret
-    return min(_BACKOFF_S_MAX, _BACKOFF_S * 2.0**attempt) * share
 
 
 def told(error: BaseException | None) -> str:

@@ -25,7 +25,7 @@ from genie.errors import (
 )
 from genie.grid import ssh_pool
 from genie.grid.grid_file import GridFile, parse_grid_file
-from genie.grid.ssh_pool import SshPool, told
+from genie.grid.ssh_pool import SshPool, pause_s, told
 from tests.grid.bed import Bed
 from tests.grid.conftest import grid_file_of
 from tests.waiting import until, wait_until
@@ -208,13 +208,13 @@ async def test_a_node_that_comes_back_is_reached_by_a_later_attempt(
 ) -> None:
     paused = []
 
-    def pause_s(attempt: int) -> float:
+    def note(attempt: int) -> float:
         paused.append(attempt)
         if attempt == 1:
             own_bed["gpu1"].restart()
         return 0.0
 
-    monkeypatch.setattr(ssh_pool, "_pause_s", pause_s)
+    monkeypatch.setattr(ssh_pool, "pause_s", note)
     own_bed["gpu1"].stop()
     file = grid_file_of(own_bed, more="ssh: {connect_timeout: 10, max_retries: 3}\n")
     async with SshPool(file, ssh_config=own_bed.ssh_config) as pool:
@@ -229,8 +229,8 @@ async def test_a_node_that_comes_back_is_reached_by_a_later_attempt(
 
 
 def test_pauses_between_attempts_grow_to_a_bound_and_are_not_all_the_same() -> None:
-    for attempt, high_s in ((0, 0.1), (1, 0.2), (3, 0.8), (20, 5.0)):
-        pauses = [ssh_pool._pause_s(attempt) for _ in range(50)]
+    for attempt, high_s in ((0, 0.1), (1, 0.2), (3, 0.8), (20, 5.0), (2000, 5.0)):
+        pauses = [pause_s(attempt) for _ in range(50)]
         assert high_s / 2 <= min(pauses) < max(pauses) <= high_s
 
 
