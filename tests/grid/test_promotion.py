@@ -87,6 +87,10 @@ def test_a_node_is_promoted_runs_a_job_and_is_demoted(
     assert not node.processes("genie")
     assert '"was not there"' in grid_cli("demote", "gpu1", "--json")[1]
 
+    give_environment(node)
+    code, out, err = grid_cli("promote", "gpu1", "--controller", where, "--json")
+    assert (code, json.loads(out)["nodes"][0]["outcome"]) == (0, "promoted"), out + err
+
 
 def test_a_user_whose_login_shell_is_not_sh_is_demoted_all_the_same(
     own_bed: Bed, cluster: RunningCluster, grid_cli: Callable[..., tuple[int, str, str]]
