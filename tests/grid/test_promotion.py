@@ -103,6 +103,19 @@ def test_a_user_whose_login_shell_is_not_sh_is_demoted_all_the_same(
     assert node.run("ls -A '/root/work space'") == ""
 
 
+def test_an_environment_whose_making_broke_off_is_finished(
+    own_bed: Bed, cluster: RunningCluster, grid_cli: Callable[..., tuple[int, str, str]], tmp_path: Path
+) -> None:
+    node = own_bed["gpu1"]
+    node.run("python3 -m venv --without-pip '/root/work space/genie_env'")
+    (tmp_path / "wheels").mkdir()
+    where = f"{cluster.host}:{cluster.port}"
+    argv = ("promote", "gpu1", "--controller", where, "--wheels", str(tmp_path / "wheels"), "--json")
+    error = json.loads(grid_cli(*argv)[1])["nodes"][0]["error"]
+    assert "No matching distribution" in error  # pip's own words: it is there
+    assert (node.home / "work space/genie_env/bin/pip").exists()
+
+
 def test_each_node_that_fails_is_named_with_its_own_reason(
     own_bed: Bed, cluster: RunningCluster, grid_cli: Callable[..., tuple[int, str, str]]
 ) -> None:
