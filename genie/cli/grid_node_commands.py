@@ -138,12 +138,14 @@ def add(
         "weight": parse_amount(weight, what="--weight", low=0.01, high=100),
         "labels": checked_labels(parse_pairs(labels, what="--label"), what="--label"),
     }
-    text = node_list.read(path)
-    made: list[GridNode] = []
-    for spelled in nodes:
-        made.append(dataclasses.replace(parse_node(spelled), **shared))  # type: ignore[arg-type]
-        text = node_list.add(text, made[-1], name=str(path))
-    node_list.write(path, text)
+    made = [dataclasses.replace(parse_node(spelled), **shared) for spelled in nodes]  # type: ignore[arg-type]
+
+    def added(text: str) -> str:
+        for node in made:
+            text = node_list.add(text, node, name=str(path))
+        return text
+
+    node_list.edit(path, added)
     if as_json:
         output.write_json({"file": str(path), "added": [node.name for node in made]})
         return
@@ -163,10 +165,13 @@ def remove(
     from genie.grid import node_list
 
     settings, file = load_grid(invocation)
-    text = node_list.read(settings.grid.file)
-    for name in nodes:
-        text = node_list.remove(text, name, name=str(file.path))
-    node_list.write(settings.grid.file, text)
+
+    def left(text: str) -> str:
+        for name in nodes:
+            text = node_list.remove(text, name, name=str(file.path))
+        return text
+
+    node_list.edit(settings.grid.file, left)
     if as_json:
         output.write_json({"file": str(file.path), "removed": nodes})
         return

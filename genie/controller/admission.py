@@ -215,7 +215,9 @@ class Admission:
         return Certificate(certificate_pem=self._certificates.issue(request.csr_pem, name=name))
 
     def _free_id(self, wish: str) -> str:
-        taken = {row.name for row in self._ledger.tokens.values() if row.kind is TokenKind.NODE}
+        rows = self._ledger.tokens.values()
+        # A revoked token is nobody's: a machine that was forgotten comes back under its name.
+        taken = {row.name for row in rows if row.kind is TokenKind.NODE and row.revoked_at is None}
         taken |= set(self._ledger.nodes)
         candidate, number = wish, 1
         while candidate in taken:

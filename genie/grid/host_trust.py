@@ -7,6 +7,7 @@ key than the known one is a hard error here as everywhere. Not for: asking the p
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 import os
 from dataclasses import dataclass
@@ -68,7 +69,7 @@ async def fetch_host_key(node: GridNode, file: GridFile, ssh_config: Path, *, ti
 
 
 def add_host_key(key: HostKey) -> None:
-    """Appends its line. Raises UsageError when the file cannot be written."""
+    """Appends its line, whole or not at all. Raises UsageError when the file cannot be written."""
     path = key.known_hosts
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -76,7 +77,10 @@ def add_host_key(key: HostKey) -> None:
         with os.fdopen(descriptor, "rb+", buffering=0) as file:
             size = os.fstat(file.fileno()).st_size
             whole = size == 0 or os.pread(file.fileno(), 1, size - 1) == b"\n"
-            os.write(file.fileno(), f"{'' if whole else chr(10)}{key.line}\n".encode())
+            line = f"{'' if whole else chr(10)}{key.line}\n".encode()
+            if os.write(file.fileno(), line) < len(line):
+                os.ftruncate(file.fileno(), size)
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     except OSError as error:
         raise UsageError(f"{path} cannot be written: {error.strerror}") from error
 

@@ -1,7 +1,8 @@
 """Adding and removing a node in the text of the grid's file, with its comments and layout kept.
 
 Lines are changed, the rest of the text is not touched; the result is read again and must differ by
-that node alone, else the edit is refused. `add` and `remove` are pure; `write` replaces the file at once.
+that node alone, else the edit is refused. `add` and `remove` are pure; `edit` replaces the file at once,
+one process at a time.
 
 Not for: what the file may say (grid_file.py).
 """
@@ -10,6 +11,8 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import yaml
@@ -17,6 +20,8 @@ import yaml
 from genie.errors import ConfigError, UsageError
 from genie.grid.grid_file import FILE_BYTES_MAX, GridFile, GridNode, parse_grid_file
 
+_LOCK_S = 10.0
+_LOCK_STEP_S = 0.01
 _NEW_FILE = """\
 # The grid: its nodes and how they are used. Names are hosts or aliases of ~/.ssh/config, which also has
 # users, ports, keys and jump hosts. 'grid-cli config show' lists every key with its default.
@@ -65,11 +70,44 @@ def read(path: Path) -> str:
         raise ConfigError(f"the grid's file {path} is not UTF-8 text") from None
 
 
-def write(path: Path, text: str) -> None:
-    """Replaces the file, or what it links to, and keeps its mode. Raises ConfigError."""
+def edit(path: Path, change: Callable[[str], str]) -> None:
+    """Reads the file, has its text changed and writes it, with no other edit in between.
+
+    Raises ConfigError, and what `change` raises.
+    """
     path = path.expanduser()
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(path.resolve().parent, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError as error:
+        raise ConfigError(f"the grid's file {path} cannot be written: {error.strerror}") from error
+    try:
+        _lock(descriptor, path)
+        _write(path, change(read(path)))
+    finally:
+        os.close(descriptor)
+
+
+def _lock(descriptor: int, path: Path) -> None:
+    """On the folder: the file is replaced, and a file for locks would stay beside it."""
+    import fcntl  # late: not every system has it
+
+    deadline = time.monotonic() + _LOCK_S
+    while True:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                raise ConfigError(f"the grid's file {path} is being changed by another process") from None
+            time.sleep(_LOCK_STEP_S)
+        except OSError:  # a file system without locks
+            return
+
+
+def _write(path: Path, text: str) -> None:
+    """Replaces the file, or what it links to, and keeps its mode. Raises ConfigError."""
+    try:
         path = path.resolve()
         mode = path.stat().st_mode & 0o777 if path.exists() else 0o644
         beside = path.with_name(f".{path.name}.{os.getpid()}.new")

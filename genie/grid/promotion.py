@@ -150,7 +150,8 @@ class Promotion:
         )
 
     async def _install(self, link: Link, places: _Places, python: str) -> None:
-        made = f"[ -x {places.python} ] || {shlex.quote(python)} -m venv {places.environment}"
+        # pip is the last that it gets: one whose making broke off is finished.
+        made = f"[ -x {places.environment}/bin/pip ] || {shlex.quote(python)} -m venv {places.environment}"
         _check(
             await _sh(link, f"mkdir -p -- {places.root} && {{ {made}; }}", timeout_s=_INSTALL_S),
             f"node {link.name}: no environment could be made",

@@ -13,6 +13,7 @@ from genie.grid.remote.core import OpError
 from genie.grid.shell_words import path_word
 
 MARK = "@@genie"
+_ANSWER_CHARS_MAX = 4 << 20
 # Each part between marks. A process costs a node a millisecond, and this is what every first look starts:
 # so what sh can read itself, it reads itself. Tools are ended after their time, by a watcher where there is
 # no `timeout` on a system this small.
@@ -67,6 +68,8 @@ def script(root: str, *, timeout_s: float) -> bytes:
 
 def parse(output: str) -> dict[str, Any]:
     """As `health.read` answers. A part that is missing or not understood is named in `failed`."""
+    if len(output) > _ANSWER_CHARS_MAX:
+        return {"failed": {"answer": f"it is longer than {_ANSWER_CHARS_MAX} characters"}}
     parts = _parts(output)
     found: dict[str, Any] = {"vendor": "none", "gpus": []}
     failed: dict[str, str] = {}
@@ -86,17 +89,18 @@ def parse(output: str) -> dict[str, Any]:
 
 
 def _parts(output: str) -> dict[str, str]:
-    parts: dict[str, str] = {}
+    codes: dict[str, str] = {}
+    parts: dict[str, list[str]] = {}
     name = ""
     for line in output.splitlines():
         if line.startswith(f"{MARK} code "):
-            parts[f"{name} code"] = line.rsplit(" ", 1)[1]
+            codes[f"{name} code"] = line.rsplit(" ", 1)[1]
         elif line.startswith(f"{MARK} "):
             name = line[len(MARK) + 1 :]
-            parts[name] = ""
+            parts[name] = []
         elif name and (line or parts[name]):
-            parts[name] += f"{line}\n"
-    return parts
+            parts[name].append(f"{line}\n")
+    return {name: "".join(lines) for name, lines in parts.items()} | codes
 
 
 def _load(parts: dict[str, str]) -> dict[str, Any]:
@@ -130,6 +134,8 @@ def _gpus(parts: dict[str, str]) -> dict[str, Any]:
 
 
 def _check_code(parts: dict[str, str], part: str, *, program: str) -> None:
+    if len(parts[part]) > health.OUTPUT_BYTES_MAX:
+        raise OpError("output", f"{program} prints more than {health.OUTPUT_BYTES_MAX} bytes")
     code = int(parts[f"{part} code"])
     if code == 137:
         raise OpError("timeout", f"{program} took too long and was ended")

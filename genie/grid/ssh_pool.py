@@ -490,6 +490,8 @@ async def _start_helper(connection: asyncssh.SSHClientConnection, node: GridNode
         channel, _ = await connection.create_session(lambda: helper, _BOOT, encoding=None)
     except asyncssh.ChannelOpenError as error:
         raise UnreachableError(f"node {node.name} opens no session: {error.reason}") from error
+    except (asyncssh.Error, OSError) as error:
+        raise ConnectionLostError(f"node {node.name}: the connection broke: {_told(error)}") from error
     try:
         with contextlib.suppress(BrokenPipeError):  # no such program: it may be over already
             channel.write(b"%d\n" % len(boot) + boot)
@@ -499,6 +501,8 @@ async def _start_helper(connection: asyncssh.SSHClientConnection, node: GridNode
         raise
     if helper.broken is None:
         return helper
+    if connection.is_closed():  # which says nothing about its Python
+        raise helper.broken
     channel.close()
     _log.info("no helper; plain commands are used", extra={"node": node.name, "why": helper.noise_text()})
     return None

@@ -134,6 +134,19 @@ async def test_a_silent_node_is_removed_and_its_token_opens_nothing_any_more(tmp
             await owner.ask(RemoveNode(node_id="nobody"))
 
 
+async def test_a_node_that_was_removed_comes_back_under_its_name(tmp_path: Path) -> None:
+    clock = FakeClock()
+    async with standing(tmp_path, clock=clock) as one, one.client() as owner:
+        async with one.agent("n1"):
+            pass
+        await clock.advance(14.0)
+        await owner.ask(RemoveNode(node_id="n1"))
+        token = await one.token(TokenKind.JOIN)
+        wish = Join(token=token, node_id_wish="n1", csr_pem="", exact=True)
+        async with rpc.dial(one.network, "127.0.0.1", one.port, tls=None, timeout_s=CALL_S) as peer:
+            assert (await peer.call(wish, timeout_s=CALL_S)).node_id == "n1"
+
+
 async def test_only_an_owner_removes_nodes(tmp_path: Path) -> None:
     async with standing(tmp_path) as one:
         token = await one.token(TokenKind.USER, tenant="team")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 from pathlib import Path
 
 import asyncssh
@@ -123,3 +124,17 @@ async def test_a_file_that_cannot_be_written_is_said(own_bed: Bed, tmp_path: Pat
     own_bed.write_ssh_config()
     with pytest.raises(UsageError, match="cannot be written"):
         add_host_key(await fetch(own_bed))
+
+
+async def test_a_line_for_which_there_is_no_room_is_taken_back(own_bed: Bed) -> None:
+    own_bed.write_known_hosts(without=["gpu1"])
+    key = await fetch(own_bed)
+    before = own_bed.known_hosts.read_bytes()
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (len(before) + 20, limits[1]))
+    try:
+        with pytest.raises(UsageError, match="cannot be written"):
+            add_host_key(key)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert own_bed.known_hosts.read_bytes() == before

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 
 from genie.errors import ConfigError, NoNodeError, UsageError
 from genie.grid.grid_file import GridNode, parse_grid_file
-from genie.grid.node_list import add, read, remove, write
+from genie.grid.node_list import add, edit, read, remove
 
 BLOCK = """\
 # our boxes
@@ -150,7 +151,7 @@ def test_a_file_keeps_its_mode_and_stays_behind_its_link(tmp_path: Path) -> None
     real.chmod(0o640)
     link = tmp_path / "link.yaml"
     link.symlink_to(real)
-    write(link, add(read(link), GridNode(name="b"), name="f"))
+    edit(link, lambda text: add(text, GridNode(name="b"), name="f"))
     assert link.is_symlink()
     assert (real.read_text(), real.stat().st_mode & 0o777) == ("nodes: [a, b]\n", 0o640)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["link.yaml", "real.yaml"]
@@ -159,7 +160,7 @@ def test_a_file_keeps_its_mode_and_stays_behind_its_link(tmp_path: Path) -> None
 def test_folders_are_made_for_a_new_file(tmp_path: Path) -> None:
     path = tmp_path / "config" / "cluster_config.yaml"
     assert read(path) == ""
-    write(path, "nodes: [a]\n")
+    edit(path, lambda _: "nodes: [a]\n")
     assert path.read_text() == "nodes: [a]\n"
 
 
@@ -169,3 +170,16 @@ def test_a_file_that_is_no_text_is_said(tmp_path: Path) -> None:
         read(tmp_path / "f")
     with pytest.raises(ConfigError, match="cannot be read"):
         read(tmp_path)
+
+
+def test_edits_at_the_same_time_wait_for_each_other(tmp_path: Path) -> None:
+    path = tmp_path / "grid.yaml"
+    path.write_text("nodes:\n  - gpu0\n")
+
+    def added(name: str) -> None:
+        edit(path, lambda text: f"{text}  - {name}\n")
+
+    with ThreadPoolExecutor(8) as pool:
+        assert len(list(pool.map(added, (f"gpu{number}" for number in range(1, 40))))) == 39
+    assert sorted(read(path).split()) == sorted(["nodes:", *["-"] * 40, *(f"gpu{n}" for n in range(40))])
+    assert [each.name for each in tmp_path.iterdir()] == ["grid.yaml"]

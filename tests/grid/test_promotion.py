@@ -87,6 +87,10 @@ def test_a_node_is_promoted_runs_a_job_and_is_demoted(
     assert not node.processes("genie")
     assert '"was not there"' in grid_cli("demote", "gpu1", "--json")[1]
 
+    give_environment(node)
+    code, out, err = grid_cli("promote", "gpu1", "--controller", where, "--json")
+    assert (code, json.loads(out)["nodes"][0]["outcome"]) == (0, "promoted"), out + err
+
 
 def test_a_user_whose_login_shell_is_not_sh_is_demoted_all_the_same(
     own_bed: Bed, cluster: RunningCluster, grid_cli: Callable[..., tuple[int, str, str]]
@@ -97,6 +101,19 @@ def test_a_user_whose_login_shell_is_not_sh_is_demoted_all_the_same(
     code, out, err = grid_cli("demote", "gpu1", "--json")
     assert (code, json.loads(out)["nodes"][0]["outcome"]) == (0, "was not there"), out + err
     assert node.run("ls -A '/root/work space'") == ""
+
+
+def test_an_environment_whose_making_broke_off_is_finished(
+    own_bed: Bed, cluster: RunningCluster, grid_cli: Callable[..., tuple[int, str, str]], tmp_path: Path
+) -> None:
+    node = own_bed["gpu1"]
+    node.run("python3 -m venv --without-pip '/root/work space/genie_env'")
+    (tmp_path / "wheels").mkdir()
+    where = f"{cluster.host}:{cluster.port}"
+    argv = ("promote", "gpu1", "--controller", where, "--wheels", str(tmp_path / "wheels"), "--json")
+    error = json.loads(grid_cli(*argv)[1])["nodes"][0]["error"]
+    assert "No matching distribution" in error  # pip's own words: it is there
+    assert (node.home / "work space/genie_env/bin/pip").exists()
 
 
 def test_each_node_that_fails_is_named_with_its_own_reason(

@@ -183,3 +183,20 @@ async def test_a_record_of_before_a_reboot_ends_nothing(own_bed: Bed, tmp_path: 
         assert (report.was, report.ended, report.error) == ("head", 0, "")
     assert node.processes("sleep 5801") == [pid]
     assert not (folder / "cluster.json").exists()
+
+
+async def test_a_start_on_a_full_disk_leaves_no_record_that_stops_the_next(
+    own_bed: Bed, tmp_path: Path
+) -> None:
+    node = own_bed["gpu1"]
+    install_ray(node, scripted("sleep 5901 & exit 0"))
+    node.run(f"mkdir -p {FOLDER} && mount -t tmpfs -o size=16k tmpfs {FOLDER}")
+    node.run(f"head -c 100000 /dev/zero > {FOLDER}/start.log || true")
+    file = ray_file(own_bed, tmp_path / "grid.yaml", nodes=["gpu1"])
+    async with cluster_of(own_bed, tmp_path, file) as cluster:
+        with pytest.raises(RayError, match="No space left on device"):
+            await cluster.start()
+        (report,) = await cluster.stop()
+        assert (report.was, report.error) == ("", "")
+    assert node.run(f"ls {FOLDER}").split() == ["lock", "start.log"]
+    node.run(f"umount {FOLDER}")

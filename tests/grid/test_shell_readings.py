@@ -85,3 +85,13 @@ def test_an_answer_that_is_cut_fails_every_reading_it_lacks(output: str) -> None
     found = msgspec.convert(shell_readings.parse(output), Readings)
     assert set(found.failed) == {"load", "memory", "disk", "gpus"}
     assert judge(found)[0] is NodeState.DEGRADED
+
+
+def test_a_tool_that_prints_without_end_costs_its_reading_and_no_time(tmp_path: Path) -> None:
+    line = "0, T4, GPU-a, 100, 50, 5, 33, 0"
+    tool(tmp_path, "nvidia-smi", f"yes '{line}' | head -c 2000000")
+    found = run(tmp_path)
+    assert found.failed == {"gpus": "nvidia-smi prints more than 1048576 bytes"}
+    assert (found.cores, found.gpus) == (os.cpu_count(), ())
+    tool(tmp_path, "nvidia-smi", f"yes '{line}' | head -c 60000000")
+    assert list(run(tmp_path).failed) == ["answer"]

@@ -434,3 +434,36 @@ async def test_a_channel_that_the_node_has_just_closed_is_a_lost_connection(
         link._helper._channel.close()  # connection_lost() comes with the next turn of the loop
         with pytest.raises(ConnectionLostError, match="gpu6"):
             await link.call("core.nothing", timeout_s=10)
+
+
+async def test_a_cut_while_the_helper_starts_is_no_missing_python(own_bed: Bed) -> None:
+    node = own_bed["gpu1"]
+    begun = node.folder / "begun"
+    (node.bin / "python3").write_text(
+        f'#!/bin/sh\n[ -e {begun} ] && exec /usr/bin/env -S PATH=/usr/bin:/bin python3 "$@"\n'
+        f"touch {begun}; exec sleep 600\n"
+    )
+    (node.bin / "python3").chmod(0o755)
+    async with SshPool(grid_file_of(own_bed), ssh_config=own_bed.ssh_config) as pool:
+
+        async def has_helper() -> bool:
+            async with pool.use("gpu1") as link:
+                return link.has_helper
+
+        asked = asyncio.ensure_future(has_helper())
+        await until(begun.exists, what="the helper's start")
+        own_bed["gpu1"].cut()
+        assert await asked
+
+
+async def test_a_cut_before_the_helper_starts_is_a_connection_that_broke(
+    own_bed: Bed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def cut(*_: object, **__: object) -> None:
+        raise BrokenPipeError(32, "Broken pipe")
+
+    monkeypatch.setattr(asyncssh.SSHClientConnection, "create_session", cut)
+    async with SshPool(grid_file_of(own_bed), ssh_config=own_bed.ssh_config) as pool:
+        with pytest.raises(ConnectionLostError, match="gpu1: the connection broke: Broken pipe"):
+            async with pool.use("gpu1"):
+                pass

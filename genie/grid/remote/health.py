@@ -29,7 +29,8 @@ HOT_C = 80
 FREE_MEMORY_SHARE = 0.05
 FREE_MEMORY_BYTES = 1 << 30
 FREE_UTILIZATION_PCT = 10.0
-_OUTPUT_BYTES_MAX = 1 << 20
+OUTPUT_BYTES_MAX = 1 << 20
+"""Of one tool."""
 _RECORDS_MAX = 200_000
 _XIDS_MAX = 100
 _TEXT_MAX = 200
@@ -515,7 +516,7 @@ def _output(argv: list[str], deadline: float) -> str:
     assert process.stdout is not None
     try:
         data = _until(process.stdout.fileno(), deadline)
-        whole = data is not None and len(data) < _OUTPUT_BYTES_MAX
+        whole = data is not None and len(data) < OUTPUT_BYTES_MAX
         code = process.wait(max(0.05, deadline - time.monotonic())) if whole else None
     except subprocess.TimeoutExpired:
         data = code = None
@@ -523,8 +524,8 @@ def _output(argv: list[str], deadline: float) -> str:
         process.stdout.close()
         if process.poll() is None:
             _end(process)
-    if data is not None and len(data) >= _OUTPUT_BYTES_MAX:
-        raise OpError("output", f"{name} prints more than {_OUTPUT_BYTES_MAX} bytes")
+    if data is not None and len(data) >= OUTPUT_BYTES_MAX:
+        raise OpError("output", f"{name} prints more than {OUTPUT_BYTES_MAX} bytes")
     if data is None:
         raise OpError("timeout", f"{name} took longer than {timeout_s:.3g} s")
     text = data.decode("utf-8", "replace")
@@ -538,7 +539,7 @@ def _until(descriptor: int, deadline: float) -> bytes | None:
     import select
 
     data = b""
-    while len(data) < _OUTPUT_BYTES_MAX:
+    while len(data) < OUTPUT_BYTES_MAX:
         left_s = deadline - time.monotonic()
         if left_s <= 0 or not select.select([descriptor], [], [], left_s)[0]:
             return None

@@ -310,13 +310,9 @@ def _claim_record(folder: str, entry: Args) -> None:
     old = _read_record(os.path.dirname(os.path.dirname(folder)))
     if old is not None and not _members(old, _table()):
         _remove_files(folder, old)
-    try:
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    except FileExistsError:
-        text = "a Ray cluster already runs here; 'grid-cli cluster stop' ends it"
-        raise OpError("running", text) from None
-    with os.fdopen(descriptor, "w") as file:
-        json.dump(entry, file)
+    if os.path.lexists(path):  # nobody else makes one meanwhile: this runs alone
+        raise OpError("running", "a Ray cluster already runs here; 'grid-cli cluster stop' ends it")
+    _write_record(folder, entry)
 
 
 def _shell_env(folder: str, args: Args) -> str:
@@ -456,9 +452,13 @@ def _write_record(folder: str, entry: Args) -> None:
 def _write_private(path: str, data: bytes) -> None:
     beside = f"{path}.{os.getpid()}.part"
     descriptor = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600)
-    with os.fdopen(descriptor, "wb") as file:
-        file.write(data)
-    os.replace(beside, path)
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(data)
+        os.replace(beside, path)
+    except OSError:
+        os.unlink(beside)
+        raise
 
 
 def _remove_files(folder: str, entry: Args) -> None:
