@@ -491,7 +491,7 @@ async def _start_helper(connection: asyncssh.SSHClientConnection, node: GridNode
     except asyncssh.ChannelOpenError as error:
         raise UnreachableError(f"node {node.name} opens no session: {error.reason}") from error
     except (asyncssh.Error, OSError) as error:
-        raise ConnectionLostError(f"node {node.name}: the connection broke: {_told(error)}") from error
+        raise ConnectionLostError(f"node {node.name}: the connection broke: {told(error)}") from error
     try:
         with contextlib.suppress(BrokenPipeError):  # no such program: it may be over already
             channel.write(b"%d\n" % len(boot) + boot)
