@@ -1,20 +1,25 @@
 """The way to a host without a jump host or a proxy: TCP that asks for leave when the host has spoken.
 
 asyncssh takes anything with `create_connection` as a tunnel; this one is as long as a socket. It differs from
-asyncssh's own in two things. Hosts that hang, or are not there, hold no place of the pool. And what is
-written in one turn of the loop leaves in one piece: asyncssh writes every packet by itself, with an empty
-one before it, and each costs both ends a call of the system and a wake-up.
+asyncssh's own in three things. Hosts that hang, or are not there, hold no place of the pool. What is written
+in one turn of the loop leaves in one piece: asyncssh writes every packet by itself, with an empty one before
+it, and each costs both ends a call of the system and a wake-up. And the first receipts are acknowledged at
+once, which saves every connection 40 ms.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import socket
 from collections.abc import Awaitable, Callable
 from typing import Any, cast
 
 import asyncssh
 
 _BYTES_MAX = 1 << 16
+_PROMPT_RECEIPTS = 32
+"""More than a login and the start of a first command take; later, servers wait for no acknowledgement."""
 
 
 class TcpLeg:
@@ -54,12 +59,17 @@ class TcpLeg:
 
 
 class _Held(asyncio.Protocol):
-    """Lets the owner say what it says first, and keeps the host's answer from it until it is let go."""
+    """Lets the owner say what it says first, and keeps the host's answer from it until it is let go.
+
+    Stays between the two for the first receipts, and acknowledges each at once. Until a session is open, an
+    SSH server waits for that before it sends the next small packet, and the system would take 40 ms for it.
+    """
 
     def __init__(self, owner: asyncio.Protocol) -> None:
         self.owner = owner
         self.spoken = asyncio.Event()
-        self._said = bytearray()
+        self._said: bytearray | None = bytearray()
+        self._prompt = _PROMPT_RECEIPTS
         self._transport: asyncio.Transport | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -67,21 +77,45 @@ class _Held(asyncio.Protocol):
         self.owner.connection_made(_Gathering(self._transport))
 
     def data_received(self, data: bytes) -> None:
+        assert self._transport is not None, "data without a connection"
+        _acknowledge(self._transport)
         self.spoken.set()
-        self._said += data
-        if len(self._said) > _BYTES_MAX and self._transport is not None:
-            self._transport.pause_reading()
+        if self._said is not None:
+            self._said += data
+            if len(self._said) > _BYTES_MAX:
+                self._transport.pause_reading()
+            return
+        self._prompt -= 1
+        if not self._prompt:
+            self._transport.set_protocol(self.owner)
+        self.owner.data_received(data)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._transport = None
         self.spoken.set()
         self.owner.connection_lost(exc)
 
+    def eof_received(self) -> bool | None:
+        return self.owner.eof_received()
+
+    def pause_writing(self) -> None:
+        self.owner.pause_writing()
+
+    def resume_writing(self) -> None:
+        self.owner.resume_writing()
+
     def let_go(self) -> None:
-        if self._transport is not None:
-            self._transport.set_protocol(self.owner)
-            self.owner.data_received(bytes(self._said))
+        if self._said is not None and self._transport is not None:
+            said, self._said = bytes(self._said), None
+            self.owner.data_received(said)
             self._transport.resume_reading()
+
+
+def _acknowledge(transport: asyncio.Transport) -> None:
+    option = getattr(socket, "TCP_QUICKACK", None)  # Linux has it; it holds until the next receipt or so
+    if option is not None:
+        with contextlib.suppress(OSError):
+            transport.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, option, 1)
 
 
 class _Gathering(asyncio.Transport):
