@@ -71,6 +71,8 @@ class Place:
     folder: Path
     rounds: int
     connections: int
+    many_config: Path
+    """With a name for each connection; twenty nodes have no use for a hundred more."""
 
     @property
     def ten(self) -> list[str]:
@@ -87,8 +89,11 @@ class Place:
     def file(self, names: Sequence[str]) -> GridFile:
         return parse_grid_file(self.bed.grid_yaml(nodes=names, more=_LIMITS), name="bench")
 
+    def config(self, name: str) -> Path:
+        return self.many_config if name.startswith("many") else self.bed.ssh_config
+
     def ssh(self, name: str, command: str, *more: str) -> list[str]:
-        return ["ssh", "-F", str(self.bed.ssh_config), *more, name, command]
+        return ["ssh", "-F", str(self.config(name)), *more, name, command]
 
 
 def main() -> int:
@@ -142,8 +147,9 @@ def _place(delay_ms: float, *, rounds: int, connections: int) -> Iterator[Place]
             f"Host many{number}\n  HostName {bed.nodes[number % NODES].address}\n  Port {port}\n"
             for number in range(connections)
         )
-        bed.ssh_config.write_text(aliases + bed.ssh_config.read_text())
-        yield Place(bed, short, rounds, connections)
+        many_config = short / "many_config"
+        many_config.write_text(aliases + bed.ssh_config.read_text())
+        yield Place(bed, short, rounds, connections, many_config)
 
 
 # --- cold: nothing is connected yet -----------------------------------------------------------
@@ -179,7 +185,7 @@ def cold_many(place: Place) -> list[report.Figure]:
 
 async def _cold_health(place: Place, names: Sequence[str]) -> None:
     file = place.file(names)
-    async with SshPool(file, ssh_config=place.bed.ssh_config) as pool:
+    async with SshPool(file, ssh_config=place.config(names[0])) as pool:
         answers = await HealthChecker(pool, file, clock=time.time).check_all(fresh=True)
         assert all(answer.state is NodeState.OK for answer in answers), answers
 

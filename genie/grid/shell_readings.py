@@ -15,13 +15,18 @@ from genie.grid.shell_words import path_word
 MARK = "@@genie"
 _ANSWER_CHARS_MAX = 4 << 20
 # Each part between marks. A process costs a node a millisecond, and this is what every first look starts:
-# so what sh can read itself, it reads itself. Tools are ended after their time, by a watcher where there is
-# no `timeout` on a system this small.
+# so what sh can read itself, it reads itself. What is told together is written together, as every piece is a
+# packet for both ends. Tools are ended after their time, by a watcher where there is no `timeout` on a
+# system this small.
 _SCRIPT = """\
 LC_ALL=C; export LC_ALL
 PATH="$PATH:/usr/local/bin:/usr/bin:/bin:/usr/sbin:/sbin:/opt/rocm/bin"
-part() {{ echo; echo "{mark} $1"; }}
-lines() {{ n=0; while [ $n -lt "$1" ] && read -r line; do echo "$line"; n=$((n+1)); done; }}
+text=; end='
+'
+say() {{ text="$text$1$end"; }}
+part() {{ say ""; say "{mark} $1"; }}
+tell() {{ printf %s "$text"; text=; }}
+lines() {{ n=0; while [ $n -lt "$1" ] && read -r line; do say "$line"; n=$((n+1)); done; }}
 watched() {{
   "$@" </dev/null 2>&1 &
   started=$!
@@ -31,12 +36,14 @@ watched() {{
   kill $watcher 2>/dev/null
 }}
 if command -v timeout >/dev/null 2>&1
-then limited() {{ timeout -s KILL {limit} "$@" </dev/null 2>&1; code=$?; echo; echo "{mark} code $code"; }}
-else limited() {{ watched "$@"; echo; echo "{mark} code $code"; }}
+then limited() {{ tell; timeout -s KILL {limit} "$@" </dev/null 2>&1; part "code $?"; }}
+else limited() {{ tell; watched "$@"; part "code $code"; }}
 fi
 part load; lines 1 < /proc/loadavg
 part cores; n=0
-while read -r name line; do case $name in cpu[0-9]*) n=$((n+1));; esac; done < /proc/stat; echo $n
+while read -r name line; do
+  case $name in cpu[0-9]*) n=$((n+1));; cpu) ;; *) break;; esac
+done < /proc/stat; say $n
 part memory; lines 8 < /proc/meminfo
 part disk; folder={root}
 while [ ! -e "$folder" ] && [ -n "$folder" ]; do folder="${{folder%/*}}"; done
@@ -44,14 +51,14 @@ limited df -Pk "${{folder:-/}}"
 if command -v nvidia-smi >/dev/null 2>&1; then
   part nvidia; limited nvidia-smi --query-gpu={query} --format={form}
   part uptime; lines 1 < /proc/uptime
-  part xids; {{ dmesg 2>/dev/null && echo readable; }} | grep -e 'NVRM: Xid' -e '^readable$'
+  part xids; tell; {{ dmesg 2>/dev/null && echo readable; }} | grep -e 'NVRM: Xid' -e '^readable$'
 elif command -v rocm-smi >/dev/null 2>&1; then
   part rocm
   limited rocm-smi --showproductname --showuniqueid --showmeminfo vram --showuse --showtemp --json
 elif command -v amd-smi >/dev/null 2>&1; then part amd; limited amd-smi metric --json
 else part none
 fi
-part end
+part end; tell
 """
 
 

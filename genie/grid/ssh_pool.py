@@ -303,16 +303,17 @@ class SshPool:
         """`reached` is awaited when the host has answered, or before all where the way is not ours to see."""
         target = await resolve(node, self._file, self._ssh_config, trusted=self._trusted)
         _log.debug("connecting", extra={"node": node.name, "to": place_text(target)})
-        ways: dict[str, Any] = {}
+        ways: dict[str, Any] = {"config": None}  # read already; read twice, every key would be tried twice
         if TcpLeg.leads_to(target.options):
             ways["tunnel"] = TcpLeg(target.options, reached=reached)
         else:
+            ways["config"] = target.config  # for the jump hosts
             await reached()
         try:
             return await asyncssh.connect(
                 node.name,
                 **ways,
-                config=target.config,
+                **target.keys,
                 options=target.options,
                 known_hosts=target.known_hosts,
                 encryption_algs=target.ciphers,
@@ -353,6 +354,18 @@ class Target:
     ciphers: list[str]
     known_hosts: asyncssh.SSHKnownHosts
     known_hosts_files: tuple[Path, ...]
+
+    @property
+    def keys(self) -> dict[str, Any]:
+        """Arguments that keep asyncssh from reading the keys of `options` a second time.
+
+        None where there are none, which it would take for those of the home, and with certificates, which
+        it pairs with keys as it reads them.
+        """
+        options = self.options
+        if not options.client_keys or options.config.get("CertificateFile"):
+            return {}
+        return {"client_keys": options.client_keys, "agent_identities": options.agent_identities}
 
     @property
     def known_keys(self) -> list[asyncssh.SSHKey]:

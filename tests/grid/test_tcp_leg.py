@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -111,11 +112,20 @@ async def test_who_gives_up_waiting_for_leave_leaves_no_connection(host: Host) -
         assert await host.reader.read() == b"SSH-2.0-ours\r\n"
 
 
+class Socket:
+    def __init__(self) -> None:
+        self.options: list[tuple[int, int, int]] = []
+
+    def setsockopt(self, level: int, option: int, value: int) -> None:
+        self.options.append((level, option, value))
+
+
 class Sink(asyncio.Transport):
     """Counts what is written to it, and how often."""
 
     def __init__(self) -> None:
-        super().__init__()
+        self.socket = Socket()
+        super().__init__({"socket": self.socket})
         self.writes: list[bytes] = []
         self.is_closed = False
         self.is_paused = False
@@ -146,8 +156,45 @@ async def test_of_words_without_end_only_so_many_are_kept() -> None:
     assert sink.is_paused
     assert owner.got == b""
     held.let_go()
-    assert (sink.is_paused, sink.owner) == (False, owner)
+    assert not sink.is_paused
     assert len(owner.got) == tcp_leg._BYTES_MAX + 1
+
+
+async def test_the_first_receipts_are_acknowledged_at_once_and_later_ones_go_straight_to_the_owner() -> None:
+    sink, owner = Sink(), Owner()
+    held = tcp_leg._Held(owner)
+    held.connection_made(sink)
+    held.data_received(b"first")
+    held.let_go()
+    for number in range(tcp_leg._PROMPT_RECEIPTS):
+        assert not hasattr(sink, "owner"), number
+        held.data_received(b".")
+    assert sink.owner is owner
+    assert owner.got == b"first" + b"." * tcp_leg._PROMPT_RECEIPTS
+    at_once = (socket.IPPROTO_TCP, socket.TCP_QUICKACK, 1)
+    assert sink.socket.options == [at_once] * (1 + tcp_leg._PROMPT_RECEIPTS)
+
+
+async def test_the_owner_is_told_to_pause_and_of_the_end_also_through_what_holds_it() -> None:
+    told: list[str] = []
+
+    class Told(Owner):
+        def pause_writing(self) -> None:
+            told.append("pause")
+
+        def resume_writing(self) -> None:
+            told.append("resume")
+
+        def eof_received(self) -> bool:
+            told.append("end")
+            return True
+
+    held = tcp_leg._Held(Told())
+    held.connection_made(Sink())
+    held.pause_writing()
+    held.resume_writing()
+    assert held.eof_received() is True
+    assert told == ["pause", "resume", "end"]
 
 
 async def test_the_owner_learns_of_a_host_that_hangs_up_before_it_was_let_go() -> None:
