@@ -286,6 +286,8 @@ class HealthCache:
             beside.replace(self._path)
         except (GenieError, OSError) as error:
             _log.warning("the health could not be kept", extra={"why": str(error)})
+            with contextlib.suppress(OSError):
+                beside.unlink(missing_ok=True)
 
     def forget(self) -> None:
         with contextlib.suppress(OSError):
@@ -385,9 +387,13 @@ class HealthChecker:
             answer = await _fetch(link, self._file.remote_root, left_s=left_s)
         self._seen.add(node.name)
         try:
-            return msgspec.convert(answer, Readings)
+            readings = msgspec.convert(answer, Readings)
         except msgspec.ValidationError as error:
             return Readings(failed={"answer": f"not understood: {error}"})
+        if len({gpu.index for gpu in readings.gpus}) < len(readings.gpus):
+            failed = {**readings.failed, "gpus": "a GPU's number is told twice"}
+            return msgspec.structs.replace(readings, gpus=(), failed=failed)
+        return readings
 
     def _judged(self, node: GridNode, readings: Readings, *, took_s: float) -> NodeHealth:
         state, reasons = judge(readings)

@@ -502,6 +502,20 @@ async def test_a_node_that_answers_with_nonsense_is_degraded(
     assert "not understood" in found.note
 
 
+async def test_a_gpu_that_is_told_twice_counts_for_none(own_bed: Bed, own_pool: SshPool, monkeypatch) -> None:
+    answer = msgspec.to_builtins(readings(gpus=(gpu(0), gpu(1), gpu(1))))
+
+    async def twice(link: object, root: str, *, left_s: float) -> object:
+        return answer
+
+    monkeypatch.setattr("genie.grid.health_check._fetch", twice)
+    found = await HealthChecker(own_pool, file_of(own_bed), clock=Clock()).check("gpu1")
+    assert (found.state, found.score) == (NodeState.DEGRADED, None)
+    assert "a GPU's number is told twice" in found.note
+    assert found.readings is not None
+    assert found.readings.gpus_free == 0
+
+
 async def test_words_of_a_node_without_end_are_cut(own_bed: Bed, own_pool: SshPool, monkeypatch) -> None:
     async def chatter(link: object, root: str, *, left_s: float) -> object:
         return {"failed": {f"part{number}": "x" * 10_000 for number in range(1000)}}
@@ -574,6 +588,17 @@ def test_a_kept_file_that_is_broken_is_as_none(tmp_path: Path, text: str) -> Non
 def test_what_cannot_be_kept_is_no_error(tmp_path: Path) -> None:
     (tmp_path / "grid").write_text("a file where the folder should be")
     kept(tmp_path, parse_grid_file("nodes: [a]", name="f"))
+
+
+def test_what_could_not_be_kept_leaves_nothing_beside(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "replace", full)
+    kept(tmp_path, parse_grid_file("nodes: [a]", name="f"))
+    assert list((tmp_path / "grid").iterdir()) == []
 
 
 def test_health_goes_through_json_unchanged() -> None:

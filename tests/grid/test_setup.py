@@ -92,6 +92,18 @@ async def test_a_python_without_venv_gets_the_hint_for_debian(own_bed: Bed) -> N
     assert report.hint == "on Debian and Ubuntu: apt install python3-venv"
 
 
+async def test_on_a_full_disk_it_is_the_disk_that_is_named(own_bed: Bed) -> None:
+    own_bed["gpu1"].restart(before="mount -t tmpfs -o size=2m tmpfs /root")
+    file = grid_file_of(own_bed)
+    async with SshPool(file, ssh_config=own_bed.ssh_config) as pool:
+        (report,) = await Setup(pool, file).run(
+            wish(requirements=None, packages=["small-thing"], wheels=None), ["gpu1"]
+        )
+    assert report.state == "failed"
+    assert "No space left on device" in report.error
+    assert "python3-venv" not in report.hint
+
+
 async def test_two_at_the_same_time_do_not_spoil_each_other(own_bed: Bed, wheels: Path) -> None:
     file = grid_file_of(own_bed)
     wanted = wish(requirements=None, packages=["small-thing"], wheels=wheels)

@@ -24,6 +24,7 @@ _TAIL_BYTES = 16000
 _LINES = 25
 _CHUNK_BYTES = 1 << 20
 _PART_S = 3600.0
+_SPACE_BYTES_MIN = 1 << 20
 _ACTIVATE = """
 # Written by grid-cli setup: where the grid has started Ray, `ray` finds it and its token.
 if [ -r {path} ]; then . {path}; fi
@@ -137,7 +138,15 @@ class _Run:
         except subprocess.TimeoutExpired:
             raise OpError("timeout", "it took too long; the last lines:\n" + _tail(self._log_path)) from None
         if done.returncode != 0:
+            _check_space(self._log_path)
             raise OpError(reason, _tail(self._log_path) or f"it ended with code {done.returncode}")
+
+
+def _check_space(path: str) -> None:
+    """On a full disk nothing can be said in a file: whoever failed may not have been able to say why."""
+    found = os.statvfs(os.path.dirname(path))
+    if found.f_bavail * found.f_frsize < _SPACE_BYTES_MIN:
+        raise OpError("no_space", "No space left on device: " + os.path.dirname(path))
 
 
 def _venv_command(args: Args, folder: str) -> list[str]:
