@@ -306,6 +306,7 @@ class SshPool:
         ways: dict[str, Any] = {"config": None}  # read already; read twice, every key would be tried twice
         if TcpLeg.leads_to(target.options):
             ways["tunnel"] = TcpLeg(target.options, reached=reached)
+            ways["connect_timeout"] = None  # the leg has it: `reached` may take longer
         else:
             ways["config"] = target.config  # for the jump hosts
             await reached()

@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
+import os
 import socket
 from collections.abc import Awaitable, Callable
 from typing import Any, cast
@@ -40,7 +42,29 @@ class TcpLeg:
     async def create_connection(
         self, factory: Callable[[], asyncio.Protocol], host: str, port: int
     ) -> tuple[asyncio.Transport, asyncio.Protocol]:
-        """As asyncssh calls it. Raises OSError."""
+        """As asyncssh calls it, which must have no limit of its own: waiting for leave takes none of it.
+
+        Raises OSError, and TimeoutError for a host that has not spoken within ConnectTimeout.
+        """
+        limit = asyncio.timeout(self._options.connect_timeout)
+        try:
+            async with limit:
+                transport, held = await self._open(factory, host, port)
+        except TimeoutError:
+            if not limit.expired():
+                raise
+            raise TimeoutError(errno.ETIMEDOUT, os.strerror(errno.ETIMEDOUT)) from None
+        try:
+            await self._reached()
+        except BaseException:
+            transport.abort()
+            raise
+        held.let_go()
+        return transport, held.owner
+
+    async def _open(
+        self, factory: Callable[[], asyncio.Protocol], host: str, port: int
+    ) -> tuple[asyncio.Transport, _Held]:
         transport, held = await asyncio.get_running_loop().create_connection(
             lambda: _Held(factory()),
             host,
@@ -50,12 +74,10 @@ class TcpLeg:
         )
         try:
             await held.spoken.wait()
-            await self._reached()
         except BaseException:
             transport.abort()
             raise
-        held.let_go()
-        return transport, held.owner
+        return transport, held
 
 
 class _Held(asyncio.Protocol):

@@ -426,6 +426,25 @@ async def test_a_host_that_hangs_takes_no_place_in_the_pool(own_bed: Bed) -> Non
             assert await silent
 
 
+async def test_connect_timeout_of_openssh_s_settings_does_not_count_while_one_waits_for_a_turn(
+    own_bed: Bed,
+) -> None:
+    with own_bed.ssh_config.open("a") as config:
+        config.write("\nHost *\n  ConnectTimeout 1\n")
+    file = grid_file_of(own_bed, more="ssh: {max_retries: 0}\n")
+    later = asyncio.Event()
+
+    async def turn() -> None:
+        asyncio.get_running_loop().call_later(1.2, later.set)
+        await later.wait()
+
+    async with (
+        SshPool(file, ssh_config=own_bed.ssh_config) as pool,
+        pool.use("gpu1", timeout_s=60, turn=turn) as link,
+    ):
+        assert link.is_open
+
+
 async def test_a_channel_that_the_node_has_just_closed_is_a_lost_connection(
     bed: Bed, grid_file: GridFile
 ) -> None:

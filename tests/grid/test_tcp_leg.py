@@ -112,6 +112,21 @@ async def test_who_gives_up_waiting_for_leave_leaves_no_connection(host: Host) -
         assert await host.reader.read() == b"SSH-2.0-ours\r\n"
 
 
+async def test_a_host_that_says_nothing_within_connect_timeout_is_given_up(host: Host, tmp_path: Path) -> None:
+    config = tmp_path / "config"
+    config.write_text("Host gpu1\n  ConnectTimeout 1\n")
+
+    async def reached() -> None:
+        raise AssertionError("it has said nothing")
+
+    leg = TcpLeg(await options(config), reached=reached)
+    async with asyncio.timeout(30):
+        with pytest.raises(TimeoutError, match="timed out"):
+            await leg.create_connection(Owner, "127.0.0.1", host.port)
+        await host.called.wait()
+        assert await host.reader.read() == b"SSH-2.0-ours\r\n"
+
+
 class Socket:
     def __init__(self) -> None:
         self.options: list[tuple[int, int, int]] = []
