@@ -190,7 +190,8 @@ class SshPool:
         connect to the same node included. With `bare` the helper is not started for this, which costs a
         node more than one plain command does. `turn` is awaited in each attempt once the node has answered,
         before anything else is asked of it, and takes none of that time: those who wait for their turn
-        do not wait behind nodes that are dead.
+        do not wait behind nodes that are dead. Where the pool closed the connection meanwhile, it is
+        awaited again.
         Raises UnreachableError, HostKeyUnknownError, HostKeyChangedError or LoginRefusedError.
         """
         node = self._file.node(name)
@@ -255,13 +256,14 @@ class SshPool:
             ) from None
 
     async def _open(self, node: GridNode, turn: Callable[[], Awaitable[None]]) -> Link:
+        link = self._links.get(node.name)
+        if link is not None and link.is_open:
+            await turn()  # it stays the pool's: others may need its place, and we may be cancelled
         link = self._links.pop(node.name, None)
         if link is not None and not link.is_open:
             await link.close()
             link = None
-        if link is not None:
-            await turn()
-        else:
+        if link is None:
             async with contextlib.AsyncExitStack() as place:
 
                 async def reached() -> None:

@@ -6,7 +6,7 @@ import asyncio
 import dataclasses
 import socket
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 
 import asyncssh
@@ -424,6 +424,53 @@ async def test_a_host_that_hangs_takes_no_place_in_the_pool(own_bed: Bed) -> Non
             assert not silent.done()
         async with asyncio.timeout(60):
             assert await silent
+
+
+async def test_who_gives_up_waiting_for_a_turn_leaves_the_connection_to_the_pool(
+    bed: Bed, grid_file: GridFile
+) -> None:
+    async with SshPool(grid_file, ssh_config=bed.ssh_config) as pool:
+        async with pool.use("gpu1", bare=True) as link:
+            pass
+        asked = asyncio.Event()
+
+        async def turn() -> None:
+            asked.set()
+            await asyncio.Event().wait()
+
+        async def use() -> None:
+            async with pool.use("gpu1", bare=True, turn=turn):
+                pass
+
+        waiting = asyncio.create_task(use())
+        await asked.wait()
+        waiting.cancel()
+        await asyncio.wait([waiting])
+        assert pool.open_links == ["gpu1"]
+    assert link.connection.is_closed()
+
+
+async def test_a_connection_whose_user_waits_for_a_turn_counts_and_makes_room_for_others(bed: Bed) -> None:
+    file = grid_file_of(bed, more="ssh: {pool_size: 1}\n")
+    asked, leave = asyncio.Event(), asyncio.Event()
+
+    async def turn() -> None:
+        asked.set()
+        await leave.wait()
+
+    async with SshPool(file, ssh_config=bed.ssh_config) as pool:
+
+        async def use(name: str, turn: Callable[[], Awaitable[None]] | None = None) -> None:
+            async with pool.use(name, timeout_s=60, bare=True, turn=turn) as link:
+                assert link.is_open
+                assert pool.open_links == [name]
+
+        await use("gpu1")
+        waiting = asyncio.create_task(use("gpu1", turn))
+        await asked.wait()
+        await use("gpu2")
+        leave.set()
+        await waiting
 
 
 async def test_connect_timeout_of_openssh_s_settings_does_not_count_while_one_waits_for_a_turn(

@@ -112,7 +112,7 @@ async def test_who_gives_up_waiting_for_leave_leaves_no_connection(host: Host) -
         assert await host.reader.read() == b"SSH-2.0-ours\r\n"
 
 
-async def test_a_host_that_says_nothing_within_connect_timeout_is_given_up(host: Host, tmp_path: Path) -> None:
+async def test_a_host_that_is_silent_for_connect_timeout_is_given_up(host: Host, tmp_path: Path) -> None:
     config = tmp_path / "config"
     config.write_text("Host gpu1\n  ConnectTimeout 1\n")
 
