@@ -141,7 +141,7 @@ def ps(
     silent = [one for one in found if one.error is not None]
     if as_json:
         told = [{"node": one.node, "error": one.error.message} for one in silent if one.error is not None]
-        output.write_json({"runs": [dataclasses.asdict(each) for each in runs], "unreachable": told})
+        output.write_json({"runs": [_as_object(each) for each in runs], "unreachable": told})
     elif runs or silent:
         now = time.time()
         rows = [_row(each, now=now) for each in runs] + [_silent_row(one) for one in silent]
@@ -193,7 +193,7 @@ def cancel(
     settings = invocation.load_settings()
     ended, failed = asyncio.run(_cancel(settings, run_ids, signal=name, grace_s=grace_s))
     if as_json:
-        output.write_json({"runs": [dataclasses.asdict(each) for each in ended]})
+        output.write_json({"runs": [_as_object(each) for each in ended]})
     else:
         for each in ended:
             output.write_line(f"{each.run_id}  {each.node}  {_ending(each)}")
@@ -360,9 +360,14 @@ async def _start_all(
     return runs, [_Outcome(name, None, error.exit_code, error) for name, error in wrong.items()]
 
 
+def _as_object(run: Run) -> dict[str, Any]:
+    """As --json shows it: how it is, without what it wrote."""
+    return {name: value for name, value in vars(run).items() if name != "first"}
+
+
 def _show_started(runs: Sequence[Run], failed: Sequence[_Outcome], *, as_json: bool) -> int:
     if as_json:
-        output.write_json({"runs": [dataclasses.asdict(each) for each in runs]})
+        output.write_json({"runs": [_as_object(each) for each in runs]})
     else:
         for each in runs:
             output.write_line(each.run_id)

@@ -282,6 +282,13 @@ def test_a_detached_run_is_listed_read_and_cancelled(cli: Cli) -> None:
     assert cli("attach", run_id).code == 143
 
 
+def test_what_a_short_run_wrote_is_no_part_of_how_it_is(cli: Cli) -> None:
+    started = json.loads(cli("run", "echo out", "--node", "gpu3", "-d", "--json").out)["runs"]
+    listed = json.loads(cli("ps", "--all", "--json").out)["runs"]
+    assert [one["node"] for one in started] == ["gpu3"]
+    assert all("first" not in one for one in started + listed)
+
+
 def test_logs_follow_to_the_end(cli: Cli) -> None:
     run_id = cli(
         "run", "for i in 1 2 3; do echo $i; sleep 0.1; done; exit 5", "--node", "gpu3", "-d"
