@@ -115,13 +115,12 @@ class Executor:
     def _open(self) -> _Session:
         with self._lock:
             if self._session is None:
-                self._session = _Session(self._file, self._ssh_config)
+                self._session = _Session(self._file, self._ssh_config, state_dir=self._state_dir)
                 weakref.finalize(self, self._session.close)
             return self._session
 
     async def _run(self, session: _Session, launch: Launch, node: str | None) -> RunResult:
-        runner = session.runner
-        launcher = Launcher(session.pool, self._file, runner, state_dir=self._state_dir)
+        runner, launcher = session.runner, session.launcher
         kept = Collected(bytes_max=OUTPUT_BYTES_MAX)
         with counted(self._state_dir) as ended:
             run = await (launcher.on_best(launch) if node is None else launcher.on(node, launch))
@@ -152,9 +151,10 @@ class Executor:
 class _Session:
     """A loop in a thread of its own, with the pool that lives on it."""
 
-    def __init__(self, file: GridFile, ssh_config: Path) -> None:
+    def __init__(self, file: GridFile, ssh_config: Path, *, state_dir: Path) -> None:
         self.pool = SshPool(file, ssh_config=ssh_config)
         self.runner = Runner(self.pool, file)
+        self.launcher = Launcher(self.pool, file, self.runner, state_dir=state_dir)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="genie-grid", daemon=True)
         self._thread.start()

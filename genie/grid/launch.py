@@ -6,6 +6,7 @@ one is taken. Not for: following runs (runner.py), judging nodes (health_check.p
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -44,7 +45,11 @@ class Launch:
 
 
 class Launcher:
-    """`progress` is given to the sync that comes before a run."""
+    """`progress` is given to the sync that comes before a run.
+
+    Those who want a node at the same time choose one after the other, so that each knows what the others took
+    and the nodes are read once: share one Launcher.
+    """
 
     def __init__(
         self,
@@ -60,6 +65,7 @@ class Launcher:
         self._runner = runner
         self._state_dir = state_dir.expanduser()
         self._progress = progress
+        self._choosing = asyncio.Lock()
 
     async def on(self, node: str, launch: Launch) -> Run:
         """Raises what Runner.start does, and SyncError."""
@@ -101,19 +107,20 @@ class Launcher:
         self, *, gpus: int = 0, labels: Mapping[str, str] | None = None, without: Mapping[str, object]
     ) -> str:
         """Readings that are still good are used; when none of those fits, all nodes are asked anew."""
-        cache = HealthCache(self._state_dir)
-        checker = HealthChecker(self._pool, self._file, clock=time.time, cache=cache)
-        for fresh in (False, True):
-            nodes = await checker.check_all(fresh=fresh)
-            figures(self._state_dir).node_scores({each.name: each.rank for each in nodes})
-            try:
-                fitting = [each for each in nodes if each.name not in without]
-                name = choose(fitting, gpus=gpus, labels=labels or {}).name
-                checker.note_chosen(name)
-                return name
-            except NoNodeError:
-                if fresh:
-                    raise
+        async with self._choosing:
+            cache = HealthCache(self._state_dir)
+            checker = HealthChecker(self._pool, self._file, clock=time.time, cache=cache)
+            for fresh in (False, True):
+                nodes = await checker.check_all(fresh=fresh)
+                figures(self._state_dir).node_scores({each.name: each.rank for each in nodes})
+                try:
+                    fitting = [each for each in nodes if each.name not in without]
+                    name = choose(fitting, gpus=gpus, labels=labels or {}).name
+                    checker.note_chosen(name)
+                    return name
+                except NoNodeError:
+                    if fresh:
+                        raise
         raise AssertionError
 
     async def sync(self, local: Path, nodes: Sequence[str]) -> dict[str, GenieError]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from pathlib import Path
 
@@ -9,8 +10,8 @@ import msgspec
 import pytest
 
 from genie.errors import ConnectionLostError, DeadlineError, GenieError, NodeRefusedError, UnreachableError
-from genie.grid.grid_file import parse_grid_file
-from genie.grid.health_check import HealthCache
+from genie.grid.grid_file import GridNode, parse_grid_file
+from genie.grid.health_check import HealthCache, HealthChecker, NodeHealth
 from genie.grid.launch import Launch, Launcher
 from genie.grid.run import Run, RunState
 from genie.grid.runner import Runner
@@ -54,3 +55,21 @@ async def test_what_may_have_begun_or_was_refused_is_not_repeated_elsewhere(
 ) -> None:
     with pytest.raises(type(error), match=error.message):
         await started_on(error, tmp_path)
+
+
+async def test_who_wants_a_node_at_the_same_time_knows_what_the_others_took(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+
+    async def ask(_: HealthChecker, node: GridNode) -> NodeHealth:
+        asked.append(node.name)
+        await asyncio.sleep(0)
+        return msgspec.structs.replace(health(node.name), at=time.time())
+
+    monkeypatch.setattr(HealthChecker, "_ask", ask)
+    async with SshPool(FILE, ssh_config=tmp_path) as pool:
+        launcher = Launcher(pool, FILE, Runner(pool, FILE), state_dir=tmp_path)
+        chosen = await asyncio.gather(*(launcher.best_node(without={}) for _ in range(4)))
+    assert sorted(chosen) == ["a", "a", "b", "b"]
+    assert sorted(asked) == ["a", "b"]
