@@ -208,6 +208,7 @@ class _Session:
             self._loop.close()
 
     async def _close(self) -> None:
+        self.runner.is_closing = True
         waiting = list(self._waiting)
         for task in waiting:
             task.cancel()

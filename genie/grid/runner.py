@@ -97,6 +97,8 @@ class Runner:
         who: str = "",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        self.is_closing = False
+        """Set before all who wait are cancelled, to leave what they have begun alone."""
         self._pool = pool
         self._file = file
         self._who = who
@@ -123,7 +125,7 @@ class Runner:
 
         Raises UnreachableError where it provably has not begun, ConnectionLostError where that is not
         known, and NodeRefusedError with reason 'busy' where not so many GPUs are free. When the caller
-        is cancelled meanwhile, what may have begun is interrupted.
+        is cancelled meanwhile, what may have begun is interrupted, unless `is_closing`.
         """
         args = {
             "id": checked_run_id(run_id or new_run_id()),
@@ -169,7 +171,7 @@ class Runner:
                     "asking again for a start", extra={"node": node, "run": args["id"], "why": gone.message}
                 )
             except asyncio.CancelledError:
-                if asked:
+                if asked and not self.is_closing:
                     await self._interrupt_begun(node, str(args["id"]))
                 raise
         assert error is not None

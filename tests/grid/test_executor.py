@@ -15,6 +15,7 @@ import pytest
 
 from genie.errors import ConfigError, NodeRefusedError, SyncError, UnreachableError, UsageError
 from genie.grid import executor as executor_module
+from genie.grid import runner as runner_module
 from genie.grid.executor import Executor, RunResult
 from genie.grid.launch import figures
 from tests.grid import parts
@@ -180,9 +181,11 @@ def test_a_program_that_does_not_close_it_ends_all_the_same(own_executor: Execut
     assert (done.returncode, done.stdout, done.stderr) == (0, b"done\n", b"")
 
 
+@pytest.mark.parametrize("quick_s", [0.0, 1.0])
 def test_closing_it_frees_a_thread_that_waits_and_the_command_goes_on(
-    own_bed: Bed, own_executor: Executor
+    own_bed: Bed, own_executor: Executor, monkeypatch: pytest.MonkeyPatch, quick_s: float
 ) -> None:
+    monkeypatch.setattr(runner_module, "_QUICK_S", quick_s)  # with the answer to the start, or before it
     caught: list[BaseException] = []
 
     def run() -> None:
