@@ -323,7 +323,7 @@ class HealthChecker:
         # takes its place when it has answered at all, so that dead nodes delay nobody.
         keys = file.health_check
         self._places = asyncio.Semaphore(min(keys.max_workers, file.ssh.pool_size))
-        self._reaching = asyncio.Semaphore(_REACHING_MAX)
+        self._reaching = asyncio.Semaphore(_reaching_max())
 
     async def check_all(self, *, fresh: bool = False) -> list[NodeHealth]:
         """One for each node of the file, in its order. Nothing raises: what cannot be reached says so."""
@@ -418,6 +418,16 @@ class HealthChecker:
             None,
             dict(node.labels),
         )
+
+
+def _reaching_max() -> int:
+    """Each takes an open file, and a system may allow few of them: all else here needs some, too."""
+    import resource  # late: not every system has it
+
+    allowed, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if allowed == resource.RLIM_INFINITY:
+        return _REACHING_MAX
+    return max(1, min(_REACHING_MAX, allowed // 2))
 
 
 class _Turn:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import resource
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -22,6 +23,7 @@ from genie.grid.health_check import (
     NodeState,
     Readings,
     Xid,
+    _reaching_max,
     _Turn,
     choose,
     judge,
@@ -327,6 +329,16 @@ async def test_nodes_that_hang_before_the_login_delay_no_other(own_bed: Bed) -> 
             assert not silent.done()
             silent.cancel()
             await asyncio.wait([silent])
+
+
+@pytest.mark.parametrize(
+    ("allowed", "at_once"), [(256, 128), (1024, 256), (1 << 20, 256), (resource.RLIM_INFINITY, 256), (1, 1)]
+)
+def test_no_more_nodes_are_tried_at_once_than_files_may_be_open(
+    monkeypatch: pytest.MonkeyPatch, allowed: int, at_once: int
+) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (allowed, resource.RLIM_INFINITY))
+    assert _reaching_max() == at_once
 
 
 async def test_waiting_for_a_turn_takes_nothing_from_a_nodes_time() -> None:
