@@ -414,8 +414,10 @@ def _delete(site: Site, state: State, gone: bytes) -> tuple[int, list[str]]:
         return 0, []
     flags = {one.path: one.flags for one in tree.records_of(gone)}
     places = site.engine.compare(state.records, site.engine.merge(state.records, gone))
-    deleted, kept = 0, [_shown(path) for path, flag in flags.items() if flag == FORGET]
+    deleted = 0
     with Folders(site.root) as folders:
+        changed = (path for path, flag in flags.items() if flag == FORGET)  # or gone there, too
+        kept = [_shown(path) for path in changed if folders.look(path) is not None]
         for place, _ in reversed(places):
             one = Record(state.records, place)
             found = folders.look(one.path)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import shutil
 from pathlib import Path
 
 import pytest
@@ -83,6 +84,16 @@ async def test_what_the_node_made_itself_stays(project: Project) -> None:
     assert (project.there / "old/mine.txt").read_bytes() == b"mine"
     assert (project.there / "grid_env/bin/x").read_bytes() == b"env"
     assert not (project.there / "old/c.py").exists()
+
+
+async def test_what_is_gone_on_both_sides_is_not_said_to_stay(project: Project) -> None:
+    write(project.root, {b"a": b"ours", b"old/b": b"ours", b"old/c": b"ours"})
+    await project.sync()
+    for root in (project.root, project.there):
+        shutil.rmtree(root / "old")
+    report = await project.sync()
+    assert (report.kept, report.deleted) == ((), 0)
+    assert (await project.sync()).unchanged
 
 
 async def test_a_file_changed_on_the_node_is_put_back_and_one_gone_here_stays_there(project: Project) -> None:
