@@ -19,6 +19,7 @@ from genie.cli import output
 from genie.cli.app import AsJson, Invocation, grid_command
 from genie.cli.grid_node_commands import NodeNames, load_grid
 from genie.cli.quantities import duration_text, parse_duration, parse_whole, size_text
+from genie.errors import TransportError
 
 if TYPE_CHECKING:
     from genie.config import Settings
@@ -47,7 +48,7 @@ def health(
 ) -> None:
     """Read load, GPUs and disk of the nodes, all at once; the lowest score is chosen next.
 
-    Ends with 1 when no node can be chosen.
+    Ends with 1 when no node can be chosen, with 255 when none can be reached.
     """
     settings, file = load_grid(invocation)
     began = time.time()
@@ -63,7 +64,10 @@ def health(
         if age_s >= 1:
             output.say(f"read {duration_text(age_s)} ago; --fresh reads again")
     if best is None:
-        raise typer.Exit(1)
+        from genie.grid.health_check import NodeState
+
+        reached = any(node.state is not NodeState.UNREACHABLE for node in found)
+        raise typer.Exit(1 if reached else TransportError.exit_code)
 
 
 @grid_command("top", example="grid-cli top --interval 5s")

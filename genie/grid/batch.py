@@ -14,7 +14,7 @@ import itertools
 import logging
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sized
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -98,7 +98,10 @@ class BatchExecutor:
         return results
 
     def cancel(self) -> None:
-        """From another thread: what has not ended is cancelled, and fails with 'cancelled'."""
+        """From another thread: what has not ended is cancelled, and fails with 'cancelled'.
+
+        Of a generator, no further tasks are taken, and those have no result.
+        """
         self._cancelled.set()
 
     def _run(self, ray: Any, function: Callable[..., Any], tasks: Iterable[Any]) -> list[Any]:
@@ -127,7 +130,7 @@ class BatchExecutor:
                 if self._cancelled.is_set():
                     _cancel(ray, pending)
                     more = False
-                    _fail_rest(results, batches)
+                    _fail_rest(results, tasks)
                 self._collect(ray, pending, results)
         except BaseException:
             _cancel(ray, pending)
@@ -267,9 +270,10 @@ def _outcomes(ray: Any, reference: Any, count: int) -> list[tuple[Any, ...]]:
     return [("error", text, "", 0.0)] * count
 
 
-def _fail_rest(results: list[Any], batches: Iterator[list[Any]]) -> None:
-    for batch in batches:
-        results.extend(TaskFailure(len(results) + place, "cancelled") for place in range(len(batch)))
+def _fail_rest(results: list[Any], tasks: Iterable[Any]) -> None:
+    """Those of a list that nobody has begun; a generator, which may have no end, is asked for no more."""
+    if isinstance(tasks, Sized):
+        results.extend(TaskFailure(place, "cancelled") for place in range(len(results), len(tasks)))
 
 
 def _cancel(ray: Any, pending: Iterable[Any]) -> None:

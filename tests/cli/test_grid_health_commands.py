@@ -7,7 +7,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -70,10 +69,16 @@ def test_a_second_command_uses_what_the_first_has_read_unless_it_shall_be_fresh(
     assert (found["gpu1"][4], found["gpu2"][1]) == ("none", "unreachable")
 
 
-def test_what_was_read_just_now_is_not_called_old_because_one_node_was_slow(bed: Bed, genie) -> None:
+def test_what_was_read_just_now_is_not_called_old_because_one_node_was_slow(
+    bed: Bed, genie, state_dir: Path
+) -> None:
     (bed["gpu1"].folder / "smi-hangs").touch()
     assert " ago; --fresh" not in genie("grid", "health", "--fresh").err
-    time.sleep(1)
+    kept = state_dir / "grid" / "health.json"
+    text = kept.read_text()
+    for at in {str(node["at"]) for node in json.loads(text)["nodes"]}:
+        text = text.replace(at, str(float(at) - 5))
+    kept.write_text(text)
     assert " ago; --fresh reads again" in genie("grid", "health").err
 
 
@@ -84,11 +89,15 @@ def test_a_node_that_is_away_is_told_and_the_others_count(bed: Bed, genie) -> No
     assert "cannot be reached" in rows(ran.out)["gpu1"][-1]
 
 
-def test_no_node_that_can_be_chosen_ends_with_1(bed: Bed, genie) -> None:
-    for node in bed.nodes:
-        node.stop()
-    ran = genie("grid", "health", "--json")
-    assert ran.code == 1
+def test_no_node_that_can_be_chosen_ends_with_1_and_none_that_can_be_reached_with_255(
+    bed: Bed, genie
+) -> None:
+    bed["gpu1"].restart(before="mount -t tmpfs -o size=1m tmpfs /root")  # full, or as good as
+    bed["gpu2"].stop()
+    assert genie("grid", "health", "--json").code == 1
+    bed["gpu1"].stop()
+    ran = genie("grid", "health", "--json", "--fresh")
+    assert ran.code == 255
     assert json.loads(ran.out)["best"] is None
 
 

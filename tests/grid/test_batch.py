@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import subprocess
 import sys
 
@@ -9,7 +10,8 @@ import pytest
 
 import genie.grid
 from genie.errors import UsageError
-from genie.grid import BatchExecutor, batch_gpu_task
+from genie.grid import BatchExecutor, batch, batch_gpu_task
+from genie.grid.batch import TaskFailure
 
 WITHOUT_GENIE = """
 import sys
@@ -48,6 +50,15 @@ def test_the_demonstration_multiplies_and_gives_the_same_for_the_same_task() -> 
 def test_what_could_not_run_is_refused(wrong: dict[str, int]) -> None:
     with pytest.raises(UsageError):
         BatchExecutor(**wrong)  # type: ignore[arg-type]
+
+
+def test_what_was_not_begun_when_all_was_cancelled_fails_and_no_generator_is_drained() -> None:
+    results: list[object] = ["done"]
+    batch._fail_rest(results, ["a", "b", "c"])
+    assert results == ["done", TaskFailure(1, "cancelled"), TaskFailure(2, "cancelled")]
+    results = ["done"]
+    batch._fail_rest(results, itertools.count())
+    assert results == ["done"]
 
 
 def test_importing_the_grid_does_not_import_ray() -> None:

@@ -104,15 +104,17 @@ async def test_it_is_not_found_by_ids_that_others_have(own_bed: Bed) -> None:
         assert await Runner(pool, file).list("gpu1", prefix="r-aaaaaaaaaa") == ()
 
 
+@pytest.mark.parametrize("command", ["false", "sleep 0.5; false"])
 @pytest.mark.parametrize("code", [256, -1])
-async def test_an_exit_code_that_cannot_be_is_no_success(own_bed: Bed, code: int) -> None:
-    make_liar(own_bed["gpu1"], f"if 'end' in told['ok']: told['ok']['exit_code'] = {code}\nreturn told")
+async def test_an_exit_code_that_cannot_be_is_no_success(own_bed: Bed, code: int, command: str) -> None:
+    lie = f"if 'end' in one: one['exit_code'] = {code}"
+    parts = "(told['ok'], told['ok'].get('first') or {})"
+    make_liar(own_bed["gpu1"], f"for one in {parts}:\n  {lie}\nreturn told")
     file = grid_file_of(own_bed)
     async with SshPool(file, ssh_config=own_bed.ssh_config) as pool:
         runner = Runner(pool, file)
-        run = await runner.start("gpu1", "false")
         with pytest.raises(ProtocolError, match="a code of"):
-            await runner.wait(run, lambda *_: None)
+            await runner.wait(await runner.start("gpu1", command), lambda *_: None)
 
 
 async def test_what_a_command_writes_has_a_bound(own_bed: Bed) -> None:
