@@ -196,8 +196,7 @@ def test_closing_it_frees_a_thread_that_waits_and_the_command_goes_on(
 
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
-    # Not before its start is answered: what may have begun is interrupted then.
-    wait_until(lambda: own_executor._open().runner._followed, timeout_s=30, what="the command to be followed")
+    wait_until(lambda: own_bed["gpu1"].processes("sleep 7303"), timeout_s=30, what="the command")
     own_executor.close()
     thread.join(10)
     assert not thread.is_alive()
