@@ -444,9 +444,11 @@ class _Turn:
         if not self._has_place:
             loop = asyncio.get_running_loop()
             before = loop.time()
-            with paused(self._limit):
-                self._has_place = await self._places.acquire()
-            self.waited_s = loop.time() - before
+            try:
+                with paused(self._limit):
+                    self._has_place = await self._places.acquire()
+            finally:
+                self.waited_s += loop.time() - before
 
     def __enter__(self) -> _Turn:
         return self

@@ -19,7 +19,7 @@ import os
 import random
 import re
 import zlib
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
@@ -45,7 +45,7 @@ from genie.errors import (
 from genie.grid.grid_file import GridFile, GridNode
 from genie.grid.remote import core
 from genie.grid.tcp_leg import TcpLeg
-from genie.runtime.tasks import all_of, paused
+from genie.runtime.tasks import all_of, either, paused
 
 _log = logging.getLogger(__name__)
 
@@ -64,6 +64,8 @@ _BACKOFF_S_MAX = 5.0
 _CLOSE_S = 2.0
 _SSH_PORT = 22
 _KNOWN_HOSTS = "~/.ssh/known_hosts"
+
+Turn = Callable[[], Coroutine[Any, Any, None]]
 
 
 @dataclass(frozen=True)
@@ -154,7 +156,7 @@ class SshPool:
         self._file = file
         self._ssh_config = ssh_config.expanduser()
         self._links: dict[str, Link] = {}
-        self._locks: dict[str, asyncio.Lock] = {}
+        self._doors: dict[str, _Door] = {}
         self._opening = 0
         self._freed = asyncio.Event()
         self._closed = False
@@ -182,7 +184,7 @@ class SshPool:
         timeout_s: float | None = None,
         retries: int | None = None,
         bare: bool = False,
-        turn: Callable[[], Awaitable[None]] | None = None,
+        turn: Turn | None = None,
     ) -> AsyncIterator[Link]:
         """The node's link, opened if need be; it stays open afterwards for whoever comes next.
 
@@ -191,7 +193,7 @@ class SshPool:
         node more than one plain command does. `turn` is awaited in each attempt once the node has answered,
         before anything else is asked of it, and takes none of that time: those who wait for their turn
         do not wait behind nodes that are dead. Where the pool closed the connection meanwhile, it is
-        awaited again.
+        awaited again; when someone else wants the same node, it is given up, and the link is had without.
         Raises UnreachableError, HostKeyUnknownError, HostKeyChangedError or LoginRefusedError.
         """
         node = self._file.node(name)
@@ -203,13 +205,7 @@ class SshPool:
             self._tell_freed()
 
     async def _take(
-        self,
-        node: GridNode,
-        *,
-        timeout_s: float | None,
-        retries: int | None,
-        bare: bool,
-        turn: Callable[[], Awaitable[None]] | None,
+        self, node: GridNode, *, timeout_s: float | None, retries: int | None, bare: bool, turn: Turn | None
     ) -> Link:
         each_s = timeout_s if timeout_s is not None else self._file.ssh.connect_timeout
         attempts = 1 + (retries if retries is not None else self._file.ssh.max_retries)
@@ -225,18 +221,17 @@ class SshPool:
                 await asyncio.sleep(wait_s)
         raise AssertionError
 
-    async def _ready(
-        self, node: GridNode, *, timeout_s: float, bare: bool, turn: Callable[[], Awaitable[None]] | None
-    ) -> Link:
+    async def _ready(self, node: GridNode, *, timeout_s: float, bare: bool, turn: Turn | None) -> Link:
         limit = asyncio.timeout(timeout_s)
+        door = self._doors.setdefault(node.name, _Door())
 
         async def own_turn() -> None:
             if turn is not None:
                 with paused(limit):
-                    await turn()
+                    await either(turn(), door.wanted.wait())
 
         try:
-            async with limit, self._locks.setdefault(node.name, asyncio.Lock()):
+            async with limit, door.passage():
                 link = await self._open(node, own_turn)
                 link.users += 1
                 try:
@@ -255,7 +250,7 @@ class SshPool:
                 hint=f"try '{_ssh(node)}'; ssh.connect_timeout and ssh.pool_size are in the grid's file",
             ) from None
 
-    async def _open(self, node: GridNode, turn: Callable[[], Awaitable[None]]) -> Link:
+    async def _open(self, node: GridNode, turn: Turn) -> Link:
         link = self._links.get(node.name)
         if link is not None and link.is_open:
             await turn()  # it stays the pool's: others may need its place, and we may be cancelled
@@ -299,9 +294,7 @@ class SshPool:
         self._freed.set()
         self._freed = asyncio.Event()
 
-    async def _connect(
-        self, node: GridNode, reached: Callable[[], Awaitable[None]]
-    ) -> asyncssh.SSHClientConnection:
+    async def _connect(self, node: GridNode, reached: Turn) -> asyncssh.SSHClientConnection:
         """`reached` is awaited when the host has answered, or before all where the way is not ours to see."""
         target = await resolve(node, self._file, self._ssh_config, trusted=self._trusted)
         _log.debug("connecting", extra={"node": node.name, "to": place_text(target)})
@@ -325,6 +318,31 @@ class SshPool:
             )
         except (asyncssh.Error, OSError, ValueError) as error:
             raise _connect_error(target, error) from error
+
+
+class _Door:
+    """To one node: one at a time connects. `wanted` is set while others wait behind the one who does."""
+
+    def __init__(self) -> None:
+        self.wanted = asyncio.Event()
+        self._lock = asyncio.Lock()
+        self._waiting = 0
+
+    @contextlib.asynccontextmanager
+    async def passage(self) -> AsyncIterator[None]:
+        self._waiting += 1
+        if self._lock.locked():
+            self.wanted.set()
+        try:
+            await self._lock.acquire()
+        finally:
+            self._waiting -= 1
+            if not self._waiting:
+                self.wanted.clear()
+        try:
+            yield
+        finally:
+            self._lock.release()
 
 
 class KnownHosts:

@@ -83,6 +83,7 @@ class TcpLeg:
 class _Held(asyncio.Protocol):
     """Lets the owner say what it says first, and keeps the host's answer from it until it is let go.
 
+    One that never is, because nobody waits for it any more, is not told of the end either.
     Stays between the two for the first receipts, and acknowledges each at once. Until a session is open, an
     SSH server waits for that before it sends the next small packet, and the system would take 40 ms for it.
     """
@@ -91,6 +92,7 @@ class _Held(asyncio.Protocol):
         self.owner = owner
         self.spoken = asyncio.Event()
         self._said: bytearray | None = bytearray()
+        self._lost: Exception | None = None
         self._prompt = _PROMPT_RECEIPTS
         self._transport: asyncio.Transport | None = None
 
@@ -115,10 +117,12 @@ class _Held(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._transport = None
         self.spoken.set()
-        self.owner.connection_lost(exc)
+        self._lost = exc
+        if self._said is None:
+            self.owner.connection_lost(exc)
 
     def eof_received(self) -> bool | None:
-        return self.owner.eof_received()
+        return self.owner.eof_received() if self._said is None else None
 
     def pause_writing(self) -> None:
         self.owner.pause_writing()
@@ -127,10 +131,13 @@ class _Held(asyncio.Protocol):
         self.owner.resume_writing()
 
     def let_go(self) -> None:
-        if self._said is not None and self._transport is not None:
-            said, self._said = bytes(self._said), None
-            self.owner.data_received(said)
-            self._transport.resume_reading()
+        assert self._said is not None, "it is let go once"
+        said, self._said = bytes(self._said), None
+        if self._transport is None:
+            self.owner.connection_lost(self._lost)
+            return
+        self.owner.data_received(said)
+        self._transport.resume_reading()
 
 
 def _acknowledge(transport: asyncio.Transport) -> None:

@@ -83,6 +83,18 @@ async def all_of(work: Iterable[Coroutine[Any, Any, _Result]]) -> list[_Result]:
     return [task.result() for task in tasks]
 
 
+async def either(work: Coroutine[Any, Any, object], other: Coroutine[Any, Any, object]) -> None:
+    """Until one of the two is over; the one that is not is cancelled. Its failure is raised."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(work), group.create_task(other)]
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            for task in tasks:
+                task.cancel()
+    except BaseExceptionGroup as several:
+        raise first_error(several) from None
+
+
 def first_error(group: BaseExceptionGroup[_Error]) -> _Error:
     """The first error of a group, however deep: what a person is told when several tasks failed together."""
     error: BaseExceptionGroup[_Error] | _Error = group

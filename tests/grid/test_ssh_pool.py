@@ -6,7 +6,7 @@ import asyncio
 import dataclasses
 import socket
 import subprocess
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import asyncssh
@@ -25,7 +25,7 @@ from genie.errors import (
 )
 from genie.grid import ssh_pool
 from genie.grid.grid_file import GridFile, parse_grid_file
-from genie.grid.ssh_pool import SshPool, pause_s, told
+from genie.grid.ssh_pool import SshPool, Turn, pause_s, told
 from tests.grid.bed import Bed
 from tests.grid.conftest import grid_file_of
 from tests.waiting import until, wait_until
@@ -460,7 +460,7 @@ async def test_a_connection_whose_user_waits_for_a_turn_counts_and_makes_room_fo
 
     async with SshPool(file, ssh_config=bed.ssh_config) as pool:
 
-        async def use(name: str, turn: Callable[[], Awaitable[None]] | None = None) -> None:
+        async def use(name: str, turn: Turn | None = None) -> None:
             async with pool.use(name, timeout_s=60, bare=True, turn=turn) as link:
                 assert link.is_open
                 assert pool.open_links == [name]
@@ -471,6 +471,29 @@ async def test_a_connection_whose_user_waits_for_a_turn_counts_and_makes_room_fo
         await use("gpu2")
         leave.set()
         await waiting
+
+
+@pytest.mark.parametrize("is_open", [False, True])
+async def test_who_wants_a_node_does_not_wait_behind_one_who_waits_for_a_turn(
+    bed: Bed, grid_file: GridFile, is_open: bool
+) -> None:
+    asked = asyncio.Event()
+
+    async def turn() -> None:
+        asked.set()
+        await asyncio.Event().wait()
+
+    async with SshPool(grid_file, ssh_config=bed.ssh_config) as pool, asyncio.timeout(60):
+
+        async def use(turn: Turn | None = None) -> object:
+            async with pool.use("gpu1", bare=True, retries=0, turn=turn) as link:
+                return link.connection
+
+        opened = await use() if is_open else None
+        patient = asyncio.create_task(use(turn))
+        await asked.wait()
+        assert await use() is await patient
+        assert not is_open or opened is await patient
 
 
 async def test_connect_timeout_of_openssh_s_settings_does_not_count_while_one_waits_for_a_turn(

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import socket
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import asyncssh
 import pytest
 import pytest_asyncio
 
+from genie.errors import UsageError
 from genie.grid import tcp_leg
 from genie.grid.tcp_leg import TcpLeg
 
@@ -127,6 +130,44 @@ async def test_a_host_that_is_silent_for_connect_timeout_is_given_up(host: Host,
         assert await host.reader.read() == b"SSH-2.0-ours\r\n"
 
 
+@pytest.mark.parametrize("way", ["silent", "no leave"])
+async def test_what_nobody_waits_for_any_more_complains_to_no_one(host: Host, way: str) -> None:
+    asked, leave = asyncio.Event(), asyncio.Event()
+
+    async def reached() -> None:
+        asked.set()
+        await leave.wait()
+        raise UsageError("no leave")
+
+    async def connect() -> None:
+        given = await options()
+        given.connect_timeout = 0.05 if way == "silent" else 20
+        await asyncssh.connect(
+            "127.0.0.1",
+            host.port,
+            tunnel=TcpLeg(given, reached=reached),
+            config=None,
+            known_hosts=None,
+            client_keys=None,
+        )
+
+    complaints: list[dict[str, Any]] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: complaints.append(context))
+    async with asyncio.timeout(30):
+        connecting = asyncio.create_task(connect())
+        await host.called.wait()
+        if way != "silent":
+            host.writer.write(b"SSH-2.0-first\r\n")
+            await asked.wait()
+        leave.set()
+        with pytest.raises((TimeoutError, UsageError)):
+            await connecting
+        await host.reader.read()
+    del connecting
+    gc.collect()
+    assert complaints == []
+
+
 class Socket:
     def __init__(self) -> None:
         self.options: list[tuple[int, int, int]] = []
@@ -206,6 +247,8 @@ async def test_the_owner_is_told_to_pause_and_of_the_end_also_through_what_holds
 
     held = tcp_leg._Held(Told())
     held.connection_made(Sink())
+    assert held.eof_received() is None
+    held.let_go()
     held.pause_writing()
     held.resume_writing()
     assert held.eof_received() is True
@@ -218,6 +261,7 @@ async def test_the_owner_learns_of_a_host_that_hangs_up_before_it_was_let_go() -
     held.connection_made(Sink())
     held.connection_lost(None)
     await held.spoken.wait()
+    assert not owner.lost.is_set()
     held.let_go()
     assert owner.lost.is_set()
 

@@ -8,7 +8,7 @@ import gc
 import pytest
 
 from genie.errors import ProtocolError
-from genie.runtime.tasks import all_of, paused, tune_for_serving
+from genie.runtime.tasks import all_of, either, paused, tune_for_serving
 
 
 def test_a_server_collects_seldom() -> None:
@@ -60,3 +60,33 @@ async def test_a_paused_limit_is_none_and_has_its_time_again_afterwards() -> Non
     assert first is not None
     assert later is not None
     assert first <= later <= loop.time() + 60
+
+
+async def test_of_two_the_one_that_is_over_later_is_cancelled() -> None:
+    ended: list[str] = []
+
+    async def patient(name: str) -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.append(name)
+
+    async def quick() -> None:
+        await asyncio.sleep(0)
+
+    async def fails() -> None:
+        raise ProtocolError("no")
+
+    await either(patient("first"), quick())
+    await either(quick(), patient("second"))
+    with pytest.raises(ProtocolError, match="no"):
+        await either(fails(), patient("third"))
+    assert ended == ["first", "second", "third"]
+
+
+async def test_whoever_waits_for_either_can_be_cancelled() -> None:
+    waiting = asyncio.create_task(either(asyncio.Event().wait(), asyncio.Event().wait()))
+    await asyncio.sleep(0)
+    waiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
