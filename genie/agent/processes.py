@@ -82,8 +82,10 @@ def end_leftovers(
                 known |= {ProcessMark(pid, start) for pid, start in shim.descendants(mark.pid).items()}
         alive = {mark for mark in known if mark.is_alive}
         seen |= alive
-        for mark in alive:
-            mark.send_signal(signal.SIGKILL)
+        # All stand still before the first one dies: none may see that, start another, or write down an end.
+        for number in (signal.SIGSTOP, signal.SIGKILL):
+            for mark in alive:
+                mark.send_signal(number)
         if not alive or time.monotonic() >= deadline:
             return len(seen), frozenset(mark.pid for mark in alive)
         time.sleep(_STEP_S)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -109,6 +110,29 @@ def test_only_files_that_a_shim_would_name_are_a_log(tmp_path: Path) -> None:
 def test_a_start_record_that_is_not_one_names_nobody(tmp_path: Path, content: str) -> None:
     (tmp_path / "started.json").write_text(content)
     assert processes.read_started(tmp_path / "started.json") == ()
+
+
+def test_leftovers_stand_still_before_the_first_of_them_dies(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sent: list[int] = []
+    really_send = processes.ProcessMark.send_signal
+
+    def send_signal(mark: processes.ProcessMark, number: int) -> bool:
+        sent.append(number)
+        return really_send(mark, number)
+
+    monkeypatch.setattr(processes.ProcessMark, "send_signal", send_signal)
+    environment = {processes.JOB_DIR_VARIABLE: str(tmp_path / "j1")}
+    sleepers = [subprocess.Popen(["/bin/sleep", "300"], env=environment) for _ in range(3)]
+    try:
+        found, stubborn = processes.end_leftovers(tmp_path, ())
+    finally:
+        for sleeper in sleepers:
+            sleeper.kill()
+            sleeper.wait()
+    assert (found, stubborn) == (3, frozenset())
+    assert sent[:6] == [signal.SIGSTOP] * 3 + [signal.SIGKILL] * 3
 
 
 def test_a_start_record_cannot_turn_the_agent_against_itself(tmp_path: Path) -> None:

@@ -69,7 +69,7 @@ def stuck(folder: Path, end: Callable[[BatchExecutor], None]) -> list[Any]:
     other = threading.Thread(target=end_them)
     other.start()
     try:
-        tasks = ((str(folder), number) for number in range(20))
+        tasks = [(str(folder), number) for number in range(20)]
         results: Any = plain(executor.submit_batched_tasks(touch_and_wait, tasks))
     except KeyboardInterrupt:
         results = "interrupted"
