@@ -50,25 +50,33 @@ facts() {
 }
 """
 
-# $1 is the run's folder, $2 the command, $3 its time limit or nothing. No variable has a name that one of
-# the command's own could have: those are in the environment already.
+# $1 is the run's folder, $2 the command, $3 its time limit or nothing, $4 is _BEGIN. No variable has a name
+# that one of the command's own could have: those are in the environment already, but for its PATH.
+# The command is in the foreground: in the background, sh would have it ignore SIGINT.
 _WATCH = r"""
-_grid_began() { sed 's/.*) //' "/proc/$1/stat" 2>/dev/null | cut -d ' ' -f 20 | grep . || echo 0; }
-setsid "${SHELL:-/bin/sh}" -c "$2" </dev/null >>"$1/out" 2>>"$1/err" &
-_grid_child=$!
-printf '{"boot":"%s","watcher":%s,"watcher_start":%s,"pid":%s,"pid_start":%s}' \
-  "$(cat /proc/sys/kernel/random/boot_id)" $$ "$(_grid_began $$)" \
-  $_grid_child "$(_grid_began $_grid_child)" 1<>"$1/pid"
+_grid_kill() { kill -"$2" -"$(sed -n 's/.*"pid":\([0-9]*\).*/\1/p' "$1/pid")"; }
 if [ -n "$3" ]; then
-  (sleep "$3"; : >"$1/late"; kill -s TERM -- -$_grid_child; sleep 10; kill -s KILL -- -$_grid_child) &
+  (sleep "$3"; : >"$1/late"; _grid_kill "$1" TERM; sleep 10; _grid_kill "$1" KILL) &
 fi
-wait $_grid_child
+setsid sh -c "$4" sh "$1" "$2" $$
 _grid_code=$?
 _grid_late=false
 if [ -e "$1/late" ]; then _grid_late=true; rm -f -- "$1/late"; fi
 printf '{"code":%s,"timed_out":%s,"ended":%s}' $_grid_code $_grid_late "$(date +%s)" 1<>"$1/exit"
 # Who waits for the time limit is in our own process group, and the command is not.
-if [ -n "$3" ]; then kill -s KILL -- -$$; fi
+if [ -n "$3" ]; then kill -KILL -$$; fi
+"""
+
+# Becomes the command, once it is written down who that is. $3 is the watcher. A bash that finds itself within
+# another one would not read ~/.bashrc, as it does for ssh.
+_BEGIN = r"""
+_grid_began() { sed 's/.*) //' "/proc/$1/stat" 2>/dev/null | cut -d ' ' -f 20 | grep . || echo 0; }
+printf '{"boot":"%s","watcher":%s,"watcher_start":%s,"pid":%s,"pid_start":%s}' \
+  "$(cat /proc/sys/kernel/random/boot_id)" $3 "$(_grid_began $3)" $$ "$(_grid_began $$)" 1<>"$1/pid"
+set -- "$1" "$_grid_shell" "$2"
+PATH=$_grid_path
+unset _grid_path _grid_shell SHLVL
+exec "$2" -c "$3" >>"$1/out" 2>>"$1/err"
 """
 
 _START = r"""
@@ -85,12 +93,18 @@ said=$( { printf '%s' "$meta" >"$run/meta.json" && : >"$run/out" && : >"$run/err
   rm -rf -- "$run"
   refuse "os $said"
 }
-set -- "$watch" "$run" "$command" "$timeout_s"
-(
-  export GRID_RUN_ID="$id" GRID_ROOT="$root"
+set -- "$watch" "$run" "$command" "$timeout_s" "$begin"
+# The second setsid leads a group already, so it goes on as a process of its own, and we need not wait.
+said=$( {
+  _grid_own_path=$PATH
+  export GRID_RUN_ID="$id" GRID_ROOT="$root" _grid_shell="${SHELL:-/bin/sh}"
   @EXPORTS@
-  exec setsid sh -c "$1" sh "$2" "$3" "$4"
-) </dev/null >/dev/null 2>&1 &
+  export _grid_path="$PATH" PATH="$_grid_own_path"
+  exec setsid setsid sh -c "$1" sh "$2" "$3" "$4" "$5" </dev/null >/dev/null 2>&1
+} 2>&1) || {
+  rm -rf -- "$run"
+  refuse "os $said"
+}
 tries=0
 while [ $tries -lt 100 ] && ! grep -q '"pid"' "$run/pid"; do
   tries=$((tries + 1))
@@ -127,7 +141,7 @@ there
 facts
 number=$(field pid)
 if [ -n "$number" ] && [ "$(process "$number" | cut -d ' ' -f 2)" = "$(field pid_start)" ] &&
-  ! grep -q '"code"' "$run/exit" && kill -s "$signal" -- -"$number" 2>/dev/null; then printf 'sent\n'; fi
+  ! grep -q '"code"' "$run/exit" && kill -"$signal" -"$number" 2>/dev/null; then printf 'sent\n'; fi
 printf -- '--\n'
 """
 
@@ -183,7 +197,7 @@ def script(name: str, args: Mapping[str, Any], *, marker: str) -> str:
     exports = ""
     if name == "start":
         paths["cwd"] = args.get("cwd") or "."
-        values |= {"command": args["command"], "watch": _WATCH}
+        values |= {"command": args["command"], "watch": _WATCH, "begin": _BEGIN}
         values |= {"meta": _meta(args), "timeout_s": args.get("timeout_s") or ""}
         values["kept"] = runs.RUNS_KEPT
         # Only where none of our own variables is needed any more: the user's may have the same names.

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import shutil
 import signal
 import socket
@@ -54,6 +55,10 @@ class Node:
         self.home = folder / "home"
         self.bin = folder / "bin"
         self.kept = [path for path in kept if path.is_relative_to("/root")]
+        self.login_shell: Path | None = None
+        """root's shell on this node alone, from the next start on. None is that of this machine."""
+        self.path = f"{self.bin}:{_PATH}"
+        """Where a login looks for programs; written down by `prepare`."""
         self._process: subprocess.Popen[bytes] | None = None
 
     def prepare(self, authorized: Path) -> None:
@@ -68,7 +73,7 @@ class Node:
             f"PidFile {self.folder}/sshd.pid\nAuthorizedKeysFile {authorized}\nKexAlgorithms {KEX}\n"
             "PermitRootLogin prohibit-password\nPasswordAuthentication no\nKbdInteractiveAuthentication no\n"
             "UsePAM no\nUseDNS no\nStrictModes no\nPrintMotd no\nPrintLastLog no\nMaxStartups 500\n"
-            f"MaxSessions 100\nSubsystem sftp internal-sftp\nSetEnv PATH={self.bin}:{_PATH} "
+            f"MaxSessions 100\nSubsystem sftp internal-sftp\nSetEnv PATH={self.path} "
             f"LD_LIBRARY_PATH={self.folder}/lib FAKE_NVML_STATE={self.folder}/nvml.state\n"
         )
 
@@ -119,6 +124,8 @@ class Node:
         """`before` is a line of shell that runs in the node's namespace first."""
         places = [(path, self.home / path.relative_to("/root")) for path in self.kept]
         binds = "".join(f"mkdir -p {place} && mount --bind {path} {place} && " for path, place in places)
+        if self.login_shell is not None:
+            binds += f"{self._passwd(self.login_shell)} && "
         script = (
             f"hostname {self.name} && {binds}mount --rbind {self.home} /root && {before or 'true'} && "
             f"exec {SSHD} -D -e -f {self.folder}/sshd_config 2>>{self.folder}/sshd.log"
@@ -128,6 +135,12 @@ class Node:
             stdin=subprocess.DEVNULL,
             start_new_session=True,
         )
+
+    def _passwd(self, shell: Path) -> str:
+        known = Path("/etc/passwd").read_text()
+        passwd = self.folder / "passwd"
+        passwd.write_text(re.sub(r"^(root:.*:)[^:]*$", rf"\1{shell}", known, flags=re.MULTILINE))
+        return f"mount --bind {passwd} /etc/passwd"
 
     def wait_ready(self) -> None:
         deadline = time.monotonic() + _START_S

@@ -50,6 +50,35 @@ async def test_a_run_gives_its_exit_code_its_output_and_has_its_variables(runner
         await runner.start("gpu1", "true", cwd="nowhere")
 
 
+async def test_variables_change_nothing_for_the_lines_around_the_command(runner: Runner, node: Node) -> None:
+    env = {"PATH": "/nowhere", "SHELL": "/bin/false"}
+    assert await ran(runner, "gpu1", "echo $PATH $SHELL; exit 3", env=env) == (
+        3,
+        b"/nowhere /bin/false\n",
+        b"",
+    )
+    code, out, _ = await ran(runner, "gpu1", "env", env={"PATH": "/usr/bin:/bin"})
+    assert code == 0 and b"_grid" not in out
+
+
+async def test_a_variable_that_sh_does_not_take_is_named_and_nothing_runs(runner: Runner, node: Node) -> None:
+    (node.bin / "sh").symlink_to("/bin/bash")
+    with pytest.raises(NodeRefusedError, match="UID: readonly variable"):
+        await runner.start("gpu1", "true", env={"UID": "7"})
+    assert list((node.home / "grid_workspace/.grid/runs").iterdir()) == []
+
+
+async def test_what_sh_says_of_a_locale_is_not_the_commands_output(runner: Runner, node: Node) -> None:
+    (node.bin / "sh").symlink_to("/bin/bash")
+    _, _, err = await ran(runner, "gpu1", "true", env={"LC_ALL": "no_NO"})
+    assert err.count(b"setlocale") == 1  # by bash, which runs the command
+
+
+async def test_an_interrupt_reaches_the_command(runner: Runner) -> None:
+    run = await runner.start("gpu1", "sleep 7105")
+    assert (await runner.cancel(run, signal="INT")).exit_code == 128 + 2
+
+
 async def test_runs_are_listed_signalled_and_removed(runner: Runner, node: Node) -> None:
     ended = await runner.start("gpu1", "exit 4")
     assert await runner.wait(ended, lambda *_: None) == 4
@@ -145,7 +174,7 @@ def test_values_are_never_shell_syntax() -> None:
     hostile = "'; touch /tmp/x; echo '"
     args = {"root": hostile, "id": "r-x", "command": hostile, "cwd": hostile, "env": {"A": hostile}}
     text = plain_runs.script("start", args, marker="@m")
-    shells = [shell for shell in ("dash", "bash") if shutil.which(shell)]
+    shells = [shell for shell in ("dash", "bash", "mksh", "zsh") if shutil.which(shell)]
     assert shells
     for shell in shells:
         done = subprocess.run([shell, "-n"], input=text, text=True, capture_output=True)

@@ -12,12 +12,15 @@ import pytest
 
 from genie.grid import shell_readings
 from genie.grid.health_check import NodeState, Readings, judge
+from tests.needs import require_program
 
 
-def run(folder: Path, *, root: str = "/", timeout_s: float = 20.0, home: str = "/") -> Readings:
+def run(
+    folder: Path, *, shell: str = "sh", root: str = "/", timeout_s: float = 20.0, home: str = "/"
+) -> Readings:
     script = shell_readings.script(root, timeout_s=timeout_s)
     done = subprocess.run(
-        ["sh"],
+        shell.split(),
         input=script,
         capture_output=True,
         timeout=60,
@@ -58,9 +61,14 @@ def test_a_log_that_is_closed_is_unknown(tmp_path: Path) -> None:
     assert judge(found)[0] is not NodeState.DEGRADED
 
 
-def test_a_tool_that_hangs_is_ended_and_said(tmp_path: Path) -> None:
+@pytest.mark.parametrize("shell", ["dash", "bash", "mksh", "busybox sh"])
+def test_a_tool_that_hangs_is_ended_and_said(tmp_path: Path, shell: str) -> None:
+    name = shell.partition(" ")[0]
+    program = require_program(name, package=name)
+    if shell == "busybox sh":
+        subprocess.run([program, "--install", "-s", str(tmp_path)], check=True, timeout=30)
     tool(tmp_path, "nvidia-smi", "exec sleep 3600")
-    found = run(tmp_path, timeout_s=1)
+    found = run(tmp_path, shell=shell, timeout_s=1)
     assert found.failed == {"gpus": "nvidia-smi took too long and was ended"}
     assert found.load is not None
 

@@ -19,9 +19,11 @@ from genie.errors import ConnectionLostError, DeadlineError, GenieError, NodeRef
 from genie.grid.remote import core
 from genie.grid.ssh_pool import Link, source, with_needs
 
+# One line: csh takes no other within quotes. No byte more is read than the program has: the rest is its own.
 _BOOT = (
-    "exec python3 -ISc \"import sys,zlib,os;f=os.fdopen(0,'rb',0,closefd=False);"
-    "n=int(f.readline());b=b''\nwhile len(b)<n:b+=f.read(n-len(b))\nexec(zlib.decompress(b))\""
+    "exec python3 -ISc \"import sys,zlib,os;f=os.fdopen(0,'rb',0,closefd=False);n=int(f.readline());"
+    "b=bytearray();list(iter(lambda:len(b)<n and b.extend(f.read(n-len(b)) or sys.exit(1)),False));"
+    'exec(zlib.decompress(b))"'
 )
 _ANSWER_BYTES_MAX = 1 << 20
 
@@ -65,7 +67,7 @@ class Stream:
         """What came of it, after all was sent."""
         try:
             async with asyncio.timeout(timeout_s):
-                text = await self._process.stdout.read(_ANSWER_BYTES_MAX)
+                text = await last_words(self._process.stdout)
         except TimeoutError:
             raise DeadlineError(
                 f"node {self._name}: no answer to a transfer within {timeout_s:g} s"
@@ -96,6 +98,14 @@ class Stream:
         except (ValueError, LookupError, TypeError, RecursionError):
             raise ProtocolError(f"node {self._name}: its answer to a transfer is not ours") from None
         raise NodeRefusedError(f"node {self._name}: {said}", reason=reason)
+
+
+async def last_words(reader: asyncssh.SSHReader[bytes]) -> bytes:
+    """The last of what comes until its end: a startup file of the shell may have printed something before."""
+    found = b""
+    while piece := await reader.read(_ANSWER_BYTES_MAX):
+        found = (found + piece)[-_ANSWER_BYTES_MAX:]
+    return found
 
 
 @functools.cache

@@ -20,12 +20,16 @@ from genie.grid.remote import tree
 from genie.grid.shell_words import OWN_FOLDER, path_word, through_login_shell
 from genie.grid.ssh_pool import Link
 from genie.grid.sync.local_tree import Snapshot
+from genie.grid.sync.stream import last_words
 
 NOTE = "no Python there: all of it is sent every time, and nothing is deleted"
 _CHUNK_BYTES = 1 << 20
-_SAID_BYTES_MAX = 4096
+_SAID_CHARS_MAX = 4096
+_MARK = "@grid-tar"
+"""What comes before it is the startup files'."""
 _SCRIPT = r"""
 set -eu
+echo @MARK@ >&2
 mkdir -p -- "$root"
 if why=$(_grid_refused_link); then echo "$why" >&2; exit 1; fi
 cd -- "$root"
@@ -53,7 +57,7 @@ for each; do
   if [ -d "$to" ]; then echo "$each is a folder here" >&2; exit 1; fi
   mv -f -- "$each" "$to" || exit 1
 done' sh {} +
-"""
+""".replace("@MARK@", _MARK)
 
 
 async def send(
@@ -64,11 +68,11 @@ async def send(
     command = through_login_shell(f"root={path_word(root)}\n{OWN_FOLDER}{_SCRIPT}")
     try:
         async with asyncio.timeout(stall_s):
-            process = await link.connection.create_process(command, encoding=None, stderr=asyncssh.STDOUT)
+            process = await link.connection.create_process(command, encoding=None, stdout=asyncssh.DEVNULL)
         try:
             await _feed(process, snapshot.root, records, stall_s=stall_s)
             async with asyncio.timeout(apply_s):
-                said = await process.stdout.read(_SAID_BYTES_MAX)
+                told = await last_words(process.stderr)
                 await process.wait_closed()
         finally:
             process.close()
@@ -80,7 +84,8 @@ async def send(
         raise ConnectionLostError(f"node {link.name}: the connection broke in the middle of a transfer")
     if process.exit_status != 0:
         await check_login_shell(link, timeout_s=stall_s)
-        text = said.decode(errors="replace").strip() or f"tar ended with {process.exit_status}"
+        ours = told.decode(errors="replace").rpartition(f"{_MARK}\n")[2]
+        text = ours.strip()[-_SAID_CHARS_MAX:] or f"tar ended with {process.exit_status}"
         raise NodeRefusedError(f"node {link.name}: {text}", reason=_reason(text))
     files = [one for one in records if one.kind == tree.FILE]
     return len(files), sum(one.size for one in files)

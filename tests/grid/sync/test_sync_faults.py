@@ -9,6 +9,7 @@ import fcntl
 import hashlib
 import os
 import random
+import subprocess
 import time
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -22,7 +23,7 @@ from genie.grid.remote import contents, tree
 from genie.grid.remote.site import STATE_HEAD, STATE_MAGIC
 from genie.grid.runner import Runner
 from genie.grid.ssh_pool import Link, SshPool
-from genie.grid.sync import local_tree, pack, syncer, tar_pipe
+from genie.grid.sync import local_tree, pack, stream, syncer, tar_pipe
 from genie.grid.sync.local_tree import LocalTree, Snapshot
 from genie.grid.sync.syncer import Progress, Syncer, tree_name
 from tests.grid.bed import Bed
@@ -446,3 +447,8 @@ async def test_a_node_that_hangs_keeps_one_place_and_the_others_go_on_through_th
             await until(lambda: sent == {"gpu3", "gpu4", "gpu5"}, what="the nodes behind the one that hangs")
         reports = await task
     assert [(report.node, report.error) for report in reports] == [(name, None) for name in names]
+
+
+def test_a_receiver_that_gets_half_of_its_program_ends() -> None:
+    done = subprocess.run(["sh", "-c", stream._BOOT], input=b"100\nhalf", capture_output=True, timeout=10)
+    assert (done.returncode, done.stdout) == (1, b"")

@@ -1,0 +1,294 @@
+"""Nodes with every login shell that Debian has in common use, with Python and without: all does the same.
+
+A node without Python has nothing but a few programs in its PATH: those of busybox, or those that the grid
+starts, with dash, mksh or bash as `sh`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import subprocess
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+
+from genie.errors import NodeRefusedError, SyncError
+from genie.grid.grid_file import GridFile
+from genie.grid.health_check import HealthChecker, NodeState
+from genie.grid.run import RunState
+from genie.grid.runner import Runner
+from genie.grid.ssh_pool import SshPool
+from genie.grid.sync.syncer import Syncer
+from tests.grid.bed import Bed, Node
+from tests.grid.conftest import grid_file_of
+from tests.grid.sync.trees import told, write
+from tests.grid.test_runner import Heard, ran
+from tests.needs import require_program
+from tests.waiting import until
+
+# Each with Python, and without it: then the second word is what `sh` is there.
+LOGINS = (
+    ("bash", "bash"),
+    ("dash", "dash"),
+    ("ash", "ash"),
+    ("mksh", "mksh"),
+    ("zsh", "ash"),
+    ("tcsh", "mksh"),
+    ("fish", "ash"),
+)
+TOOLS = (
+    *("cat", "cut", "date", "df", "dmesg", "find", "grep", "head", "ls", "mkdir", "mv", "printf", "rm"),
+    *("sed", "setsid", "sleep", "tail", "tar", "timeout", "tr", "wc"),
+)
+"""What a node without Python needs beside a shell."""
+STARTUP = {"bash": ".bashrc", "zsh": ".zshenv", "tcsh": ".tcshrc", "fish": ".config/fish/config.fish"}
+"""What a shell reads before each command; the others read nothing."""
+ODD = 'it\'s "odd" $HOME `id` \\0101 \\n ! %s ~ \t ü *\nsecond; # line \\'
+UTF8 = {"LC_ALL": "C.UTF-8"}
+"""Without it, fish makes other characters of those in the environment."""
+NOISE = "printf 'welcome to %s' here; sh -c 'printf \"and hello\" >&2'\n"
+"""No line's end: what we say ourselves must not be taken for the rest of that line."""
+# Of each the shell makes what it makes: the same as for ssh.
+COMMANDS = (
+    "printf '%s|' 'a  b' \"c 'd' e\" '$HOME \\d `x` é' -x a\\ b \"$HOME\"",
+    "echo one two\necho 'three' # no\nexit 4",
+    "-n x",
+    "no-such-program-here",
+    "printf x ; ; '",
+)
+
+
+@pytest.fixture(scope="module")
+def shells(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bed]:
+    """gpu1 to gpu7 are LOGINS with Python, the next seven the same without."""
+    programs = [(shell, "busybox" if shell == "ash" else shell) for shell, _ in LOGINS]
+    found = {shell: require_program(name, package=name) for shell, name in programs}
+    bed = Bed(tmp_path_factory.mktemp("bed") / "nodes", count=2 * len(LOGINS))
+    for number, node in enumerate(bed.nodes):
+        node.login_shell = node.folder / "shells" / login_of(node)
+        if number >= len(LOGINS):
+            node.path = str(node.bin)
+    with bed:
+        for number, node in enumerate(bed.nodes):
+            shell, sh = LOGINS[number % len(LOGINS)]
+            (node.folder / "shells").mkdir()
+            (node.folder / "shells" / shell).symlink_to(found[shell])
+            if number >= len(LOGINS):
+                fill(node.bin, sh, found[sh])
+        yield bed
+
+
+def login_of(node: Node) -> str:
+    return LOGINS[(int(node.name.removeprefix("gpu")) - 1) % len(LOGINS)][0]
+
+
+def has_python(node: Node) -> bool:
+    return str(node.bin) != node.path
+
+
+def fill(folder: Path, sh: str, program: str) -> None:
+    if sh == "ash":
+        subprocess.run([program, "--install", "-s", str(folder)], check=True, timeout=30)
+        return
+    (folder / "sh").symlink_to(program)
+    for tool in TOOLS:
+        (folder / tool).symlink_to(require_program(tool, package="coreutils"))
+
+
+@pytest.fixture
+def file(shells: Bed) -> GridFile:
+    ssh = "ssh: {connect_timeout: 20, pool_size: 20, max_retries: 1}\n"
+    return grid_file_of(shells, more=f"{ssh}health_check: {{timeout: 20}}\n")
+
+
+@pytest_asyncio.fixture
+async def own_pool(shells: Bed, file: GridFile) -> AsyncIterator[SshPool]:
+    async with SshPool(file, ssh_config=shells.ssh_config) as pool:
+        yield pool
+
+
+@pytest.fixture
+def runner(own_pool: SshPool, file: GridFile) -> Runner:
+    return Runner(own_pool, file)
+
+
+@contextmanager
+def startup(nodes: Sequence[Node], text: str) -> Iterator[None]:
+    """What their shells read first, each time."""
+    files = [node.home / STARTUP[login_of(node)] for node in nodes]
+    for file in files:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+    try:
+        yield
+    finally:
+        for file in files:
+            file.unlink()
+
+
+async def on_each(nodes: Sequence[Node], check: Callable[[Node], Awaitable[None]]) -> None:
+    """On all at the same time; says of each that fails which one it is."""
+
+    async def one(node: Node) -> None:
+        try:
+            await check(node)
+        except BaseException as error:
+            way = "with" if has_python(node) else "without"
+            error.add_note(f"{node.name}: {login_of(node)}, {way} Python")
+            raise
+
+    failed = [e for e in await asyncio.gather(*map(one, nodes), return_exceptions=True) if e is not None]
+    if failed:
+        raise BaseExceptionGroup("some shells", failed)
+
+
+async def test_the_first_reading_is_one_of_a_shell_and_the_next_one_tells_the_same(
+    shells: Bed, own_pool: SshPool, file: GridFile
+) -> None:
+    checker = HealthChecker(own_pool, file, clock=time.time)
+    for _ in range(2):
+        for found in await checker.check_all(fresh=True):
+            assert (found.state, found.note) == (NodeState.OK, ""), found
+            assert found.readings is not None
+            assert (found.readings.cores, found.readings.vendor) == (os.cpu_count(), "none")
+
+    async def check(node: Node) -> None:
+        async with own_pool.use(node.name) as link:
+            assert link.has_helper == has_python(node)
+
+    await on_each(shells.nodes, check)
+
+
+async def test_a_run_gives_both_streams_the_code_and_its_variables(shells: Bed, runner: Runner) -> None:
+    async def check(node: Node) -> None:
+        command = "sh -c 'printf %s \"$A\"; echo no >&2'; exit 3"
+        assert await ran(runner, node.name, command, env={"A": ODD, **UTF8}) == (3, ODD.encode(), b"no\n")
+        assert (await ran(runner, node.name, "sh -c 'kill -TERM $$'"))[0] == 128 + 15
+        itself = "kill -KILL $fish_pid" if login_of(node) == "fish" else "kill -KILL $$"
+        assert (await ran(runner, node.name, itself))[0] == 128 + 9
+
+    await on_each(shells.nodes, check)
+
+
+async def test_a_command_means_what_it_means_for_ssh(shells: Bed, own_pool: SshPool, runner: Runner) -> None:
+    async def check(node: Node) -> None:
+        for command in COMMANDS:
+            async with own_pool.use(node.name) as link:
+                done = await link.command(command, timeout_s=20)
+            code, out, _ = await ran(runner, node.name, command)
+            assert (code, out) == (done.exit_code, done.stdout), command
+            if command == COMMANDS[0]:
+                assert out.decode() == "a  b|c 'd' e|$HOME \\d `x` é|-x|a b|/root|"
+
+    await on_each(shells.nodes, check)
+
+
+async def test_standard_input_reaches_a_command_where_there_is_python(shells: Bed, runner: Runner) -> None:
+    async def check(node: Node) -> None:
+        if has_python(node):
+            assert (await ran(runner, node.name, "cat", stdin=b"\0\xff\n x"))[1] == b"\0\xff\n x"
+        else:
+            with pytest.raises(NodeRefusedError, match="no standard input"):
+                await runner.start(node.name, "cat", stdin=b"x")
+        assert await ran(runner, node.name, "cat") == (0, b"", b"")
+
+    await on_each(shells.nodes, check)
+
+
+async def test_runs_are_interrupted_cancelled_ended_in_time_and_listed(shells: Bed, runner: Runner) -> None:
+    async def check(node: Node) -> None:
+        for signal, code in (("INT", 2), ("TERM", 15)):
+            run = await runner.start(node.name, "exec sh -c 'echo ready; exec sleep 7301'")
+            await runner.read(run, out=0, err=0, wait_s=10)  # fish is deaf to interrupts while it starts
+            (listed,) = await runner.list(node.name, prefix=run.run_id)
+            assert listed.state is RunState.RUNNING
+            assert (await runner.cancel(run, signal=signal)).exit_code == 128 + code, signal
+        assert (await ran(runner, node.name, "sleep 7301", timeout_s=1))[0] == 124
+        await until(lambda: not node.processes("sleep 7301"), what="the end of its processes")
+
+    await on_each(shells.nodes, check)
+
+
+async def test_output_is_read_from_any_offset(shells: Bed, runner: Runner) -> None:
+    async def check(node: Node) -> None:
+        command = "printf 'abc\\nd\\377f\\000'; sh -c 'printf 12345 >&2'; sleep 7302"
+        run = await runner.start(node.name, command)
+        heard = Heard()
+        following = asyncio.ensure_future(runner.wait(run, heard, out=2, err=4))
+        await until(lambda: (heard.out, heard.err) == (b"c\nd\xfff\0", b"5"), what="its output")
+        await runner.signal(run, "KILL")
+        assert await following == 128 + 9
+        chunk = await runner.read(run, out=5, err=0)
+        assert (chunk.out, chunk.err, chunk.end) == (b"\xfff\0", b"12345", True)
+
+    await on_each(shells.nodes, check)
+
+
+async def test_a_tree_is_brought_brought_again_and_changed(
+    shells: Bed, own_pool: SshPool, file: GridFile, tmp_path: Path
+) -> None:
+    root = tmp_path / "project"
+    names = [f"d {n % 3}/-f$n'{n}\n".encode() for n in range(12)]
+    write(root, dict.fromkeys(names, b"1" * 3000))
+    (root / "link").symlink_to("/etc/passwd")
+    syncer = Syncer(own_pool, file, state_dir=tmp_path / "state")
+    for changed in (0, 0, 10):
+        write(root, dict.fromkeys(names[:changed], b"2"))
+        for report in await syncer.sync(root, [node.name for node in shells.nodes]):
+            assert report.error is None, report
+        for node in shells.nodes:
+            there = told(node.home / "grid_workspace")
+            assert there == told(root), node.name
+
+
+async def test_what_startup_files_print_is_the_commands_output_and_never_ours(
+    shells: Bed, own_pool: SshPool, file: GridFile, tmp_path: Path
+) -> None:
+    runner, checker = Runner(own_pool, file), HealthChecker(own_pool, file, clock=time.time)
+    syncer = Syncer(own_pool, file, state_dir=tmp_path / "state")
+    nodes = [node for node in shells.nodes if login_of(node) in STARTUP]
+
+    async def check(node: Node) -> None:
+        for _ in range(2):
+            found = await checker.check(node.name, fresh=True)
+            assert (found.state, found.note) == (NodeState.OK, "")
+        async with own_pool.use(node.name) as link:
+            assert link.has_helper == has_python(node)
+            done = await link.command("echo; exit 3", timeout_s=20)
+        assert (done.exit_code, done.stdout, done.stderr) == (3, b"welcome to here\n", b"and hello")
+        assert await ran(runner, node.name, "echo; exit 3") == (3, done.stdout, done.stderr)
+        root = tmp_path / node.name
+        for content in (b"1", b"2"):
+            data = content * (3 << 20)
+            write(root, {b"a": data})
+            (report,) = await syncer.sync(root, [node.name])
+            assert (report.error, report.sent_files) == (None, 1)
+            assert (node.home / "grid_workspace/a").read_bytes() == data
+        write(root, {b"in the way/b": b""})
+        (node.home / "grid_workspace/in the way").symlink_to("/tmp")
+        (report,) = await syncer.sync(root, [node.name])
+        assert isinstance(report.error, SyncError)
+        assert re.fullmatch(rf"node {node.name}: (\./)?in the way is .*", report.error.message)
+
+    with startup(nodes, NOISE):
+        await on_each(nodes, check)
+
+
+async def test_a_startup_file_that_takes_its_time_is_waited_for(
+    shells: Bed, own_pool: SshPool, file: GridFile
+) -> None:
+    runner, checker = Runner(own_pool, file), HealthChecker(own_pool, file, clock=time.time)
+    nodes = [node for node in shells.nodes if login_of(node) == "zsh"]
+
+    async def check(node: Node) -> None:
+        found, done = await asyncio.gather(checker.check(node.name), ran(runner, node.name, "exit 3"))
+        assert (found.state, done) == (NodeState.OK, (3, b"", b""))
+
+    with startup(nodes, "sleep 2\n"):
+        await on_each(nodes, check)
