@@ -16,7 +16,7 @@ import typer
 
 from genie.cli import output
 from genie.cli.app import AsJson, Invocation, grid, grid_command
-from genie.cli.grid_node_commands import complete_node, load_grid
+from genie.cli.grid_node_commands import complete_node, load_grid, who_asks
 from genie.cli.quantities import parse_pairs
 from genie.errors import ConnectionLostError, TransportError, UsageError
 
@@ -303,7 +303,7 @@ async def _setup(
     from genie.grid.setup import Setup
 
     async with _opened(settings, file) as (pool, _):
-        return await Setup(pool, file).run(wanted, nodes, again=again, say=_say)
+        return await Setup(pool, file, who=who_asks()).run(wanted, nodes, again=again, say=_say)
 
 
 @contextlib.asynccontextmanager
