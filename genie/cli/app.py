@@ -16,7 +16,7 @@ import logging
 import os
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, TypeVar, get_type_hints
@@ -35,7 +35,7 @@ from genie.telemetry import log
 _log = logging.getLogger(__name__)
 _Function = TypeVar("_Function", bound=Callable[..., None])
 # The parser's own word for wrong usage, which the library does not export.
-_Misread: type[BaseException] = typer.BadParameter.__mro__[1]
+_Misread: type[Exception] = typer.BadParameter.__mro__[1]
 
 INTERRUPTED = 130
 _TOKEN_BYTES_MAX = 4096
@@ -193,9 +193,15 @@ def run(argv: Sequence[str] | None = None, *, door: typer.Typer = app, prog: str
     output.open_closed_streams()
     try:
         _check_text(sys.argv[1:] if argv is None else argv)
-        get_command(door).main(args=argv, prog_name=prog, obj=invocation)
+        code = get_command(door).main(args=argv, prog_name=prog, obj=invocation, standalone_mode=False)
+        return _checked_flush(code or 0)
     except SystemExit as end:
         return _checked_flush(end.code if isinstance(end.code, int) else int(bool(end.code)))
+    except typer.Abort:
+        output.say("genie: aborted; the question was not answered")
+        return 1
+    except _Misread as error:
+        return _show_misread(error, prog=prog, debug=invocation.debug)
     except GenieError as error:
         output.show_error(error, debug=invocation.debug)
         return error.exit_code
@@ -207,7 +213,31 @@ def run(argv: Sequence[str] | None = None, *, door: typer.Typer = app, prog: str
         _log.debug("the command failed", exc_info=True)
         output.show_error(error, debug=invocation.debug)
         return 1
-    return 0
+
+
+def _show_misread(error: Any, *, prog: str, debug: bool) -> int:  # Any: the parser's own types
+    """What the parser says about wrong usage, as any other error of ours. Help it has shown already."""
+    if type(error).__name__ != "NoArgsIsHelpError":
+        text = error.format_message().removesuffix(".")
+        hints = _usage_hints(error) if error.ctx is not None else [f"'{prog} --help' has the options"]
+        output.show_error(UsageError(text[:1].lower() + text[1:], hint="; ".join(hints)), debug=debug)
+    return UsageError.exit_code
+
+
+def _usage_hints(error: Any) -> Iterator[str]:
+    found = error.ctx.command
+    unknown_option, missing = hasattr(error, "possibilities"), hasattr(error, "param_type")
+    about = getattr(found, "about_arguments", "")
+    if about and (unknown_option or missing or type(error) is _Misread):
+        yield about
+    elif unknown_option and not error.possibilities and _takes_arguments(found):
+        yield "a name that begins with '-' goes behind --"
+    what = "commands" if hasattr(found, "commands") else "options"
+    yield f"'{error.ctx.command_path} --help' has the {what}"
+
+
+def _takes_arguments(kind: Any) -> bool:
+    return any(parameter.param_type_name == "argument" for parameter in kind.params)
 
 
 def _check_text(argv: Sequence[str]) -> None:
@@ -234,15 +264,15 @@ def grid_command(
     """Registers a command of the grid, like `command` does for the others.
 
     `with_cluster` is for those that speak with a controller, too. `about_arguments` is the hint when an
-    argument too many was typed, or an option that there is not.
+    argument is missing or one too many, or an option was typed that there is not.
     """
     shared = _GRID_SHARED | (_SHARED if with_cluster else {})
-    kind: type[TyperCommand] = type("_Hinted", (_GridCommand,), {"about_arguments": about_arguments})
+    kind: type[_Command] = type("_Hinted", (_Command,), {"about_arguments": about_arguments})
     return command(group, name, example=example, context_settings=context_settings, shared=shared, kind=kind)
 
 
-class _GridCommand(TyperCommand):
-    """Says more than "no such option": what was meant as an argument may look like one."""
+class _Command(TyperCommand):
+    """Its errors of usage know where they come from. `about_arguments` is their hint."""
 
     about_arguments = ""
 
@@ -250,21 +280,8 @@ class _GridCommand(TyperCommand):
         try:
             return super().parse_args(ctx, args)
         except _Misread as error:
-            unknown_option, too_many = hasattr(error, "possibilities"), type(error) is _Misread
-            if not unknown_option and not too_many:
-                raise
-            text = error.format_message()  # type: ignore[attr-defined]
-            hints = [self.about_arguments, f"'{ctx.command_path} --help' has the options"]
-            if not self.about_arguments and unknown_option and _takes_arguments(self):
-                hints[0] = _BEHIND_DASHES
-            raise UsageError(text, hint="; ".join(filter(None, hints))) from None
-
-
-_BEHIND_DASHES = "a name that begins with '-' goes behind --"
-
-
-def _takes_arguments(kind: TyperCommand) -> bool:
-    return any(parameter.param_type_name == "argument" for parameter in kind.params)
+            error.ctx = ctx  # type: ignore[attr-defined]  # it leaves that out for options without a value
+            raise
 
 
 def command(
@@ -274,7 +291,7 @@ def command(
     example: str,
     context_settings: dict[str, Any] | None = None,
     shared: Mapping[str, tuple[Any, Any]] = _SHARED,
-    kind: type[TyperCommand] | None = None,
+    kind: type[_Command] = _Command,
 ) -> Callable[[_Function], _Function]:
     """Registers a function that takes the Invocation first and its own options by keyword.
 

@@ -64,17 +64,17 @@ def health(
         if age_s >= 1:
             output.say(f"read {duration_text(age_s)} ago; --fresh reads again")
     if best is None:
-        from genie.grid.health_check import NodeState
-
-        reached = any(node.state is not NodeState.UNREACHABLE for node in found)
-        raise typer.Exit(1 if reached else TransportError.exit_code)
+        raise typer.Exit(_unreached(found) or 1)
 
 
 @grid_command("top", example="grid-cli top --interval 5s")
 def top(
     invocation: Invocation, *, interval: _Interval = "2s", once: _Once = False, as_json: AsJson = False
 ) -> None:
-    """Watch the nodes and their GPUs. Without a terminal, and with --json, it shows them once."""
+    """Watch the nodes and their GPUs. Without a terminal, and with --once or --json, it shows them once.
+
+    Once, it ends with 255 when no node can be reached.
+    """
     settings, file = load_grid(invocation)
     interval_s = parse_duration(interval, what="--interval", high_s=_INTERVAL_S_MAX)
     if as_json or once or not sys.stdout.isatty():
@@ -83,7 +83,7 @@ def top(
             output.write_json({"best": _best(found), "nodes": [_as_object(node) for node in found]})
         else:
             _write_all(found)
-        return
+        raise typer.Exit(_unreached(found))
     sys.stdout.write(_OTHER_SCREEN)
     try:
         asyncio.run(_watch(settings, file, interval_s=interval_s))
@@ -211,6 +211,14 @@ def _figures_object(figures: GridMetrics) -> dict[str, Any]:
 def _best(nodes: Sequence[NodeHealth]) -> str | None:
     best = min(nodes, key=lambda node: node.order)
     return best.name if best.rank != float("inf") else None
+
+
+def _unreached(nodes: Sequence[NodeHealth]) -> int:
+    """The exit code if none of them can be reached, else 0."""
+    from genie.grid.health_check import NodeState
+
+    away = all(node.state is NodeState.UNREACHABLE for node in nodes)
+    return TransportError.exit_code if away else 0
 
 
 def _as_object(node: NodeHealth) -> dict[str, Any]:

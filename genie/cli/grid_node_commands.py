@@ -7,6 +7,9 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import os
+import pwd
+import socket
 import sys
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -308,6 +311,11 @@ def load_grid(invocation: Invocation) -> tuple[Settings, GridFile]:
 
     settings = invocation.load_settings()
     return settings, read_grid_file(settings.grid.file)
+
+
+def who_asks() -> str:
+    """For nodes to tell others who look: this user, on this machine."""
+    return f"{pwd.getpwuid(os.getuid()).pw_name}@{socket.gethostname()}"
 
 
 def _plain(value: Any) -> Any:

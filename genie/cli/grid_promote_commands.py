@@ -16,7 +16,7 @@ import typer
 from genie.cli import output
 from genie.cli.app import AsJson, Invocation, grid_command
 from genie.cli.grid_node_commands import NodeNames
-from genie.errors import UsageError
+from genie.errors import TransportError, UsageError
 
 if TYPE_CHECKING:
     from genie.config import Settings
@@ -127,4 +127,5 @@ def _report(moved: list[Moved], *, as_json: bool) -> None:
     else:
         output.write_table(("node", "outcome", "error"), [(m.node, m.outcome, m.error or "-") for m in moved])
     if any(each.error for each in moved):
-        raise typer.Exit(1)
+        away = any(each.outcome == "unreachable" for each in moved)
+        raise typer.Exit(TransportError.exit_code if away else 1)

@@ -16,14 +16,14 @@ import typer
 
 from genie.cli import output
 from genie.cli.app import AsJson, Invocation, grid, grid_command
-from genie.cli.grid_node_commands import complete_node, load_grid
+from genie.cli.grid_node_commands import complete_node, load_grid, who_asks
 from genie.cli.quantities import parse_pairs
 from genie.errors import ConnectionLostError, TransportError, UsageError
 
 if TYPE_CHECKING:
     from genie.config import Settings
     from genie.grid.grid_file import GridFile
-    from genie.grid.ray_cluster import RayCluster
+    from genie.grid.ray_cluster import RayCluster, StopReport
     from genie.grid.ray_jobs import JobEnd, RayJobs
     from genie.grid.ray_plan import ClusterView
     from genie.grid.setup import SetupReport, Wish
@@ -153,29 +153,31 @@ def start(
 
 @grid_command("stop", group=_cluster, example="grid-cli cluster stop")
 def stop(invocation: Invocation, *, as_json: AsJson = False) -> None:
-    """End the Ray that was started with cluster start, and nothing else."""
+    """End the Ray that was started with cluster start, and nothing else.
+
+    Ends with 255 when a node cannot be reached: what was started there may go on.
+    """
     settings, file = load_grid(invocation)
 
-    async def work() -> list[dict[str, object]]:
+    async def work() -> list[StopReport]:
         async with _opened(settings, file) as (_, cluster):
-            return [dataclasses.asdict(report) for report in await cluster.stop(say=_say)]
+            return await cluster.stop(say=_say)
 
     reports = asyncio.run(work())
     if as_json:
-        output.write_json(reports)
-    elif not any(report["was"] or report["error"] for report in reports):
+        output.write_json([dataclasses.asdict(report) for report in reports])
+    elif not any(report.was or report.error for report in reports):
         output.write_line("no Ray cluster was running")
     else:
         rows = [
             [
-                *(str(each[name]) for name in ("node", "was", "ended", "killed")),
-                output.without_node(str(each["error"]), str(each["node"])),
+                *(each.node, each.was, str(each.ended), str(each.killed)),
+                output.without_node(each.error, each.node),
             ]
             for each in reports
         ]
         output.write_table(("node", "was", "ended", "killed", "message"), rows)
-    if any(report["error"] for report in reports):
-        raise typer.Exit(1)
+    raise typer.Exit(max(report.exit_code for report in reports))
 
 
 @grid_command("status", group=_cluster, example="grid-cli cluster status --json")
@@ -195,8 +197,7 @@ def status(invocation: Invocation, *, as_json: AsJson = False) -> None:
         output.write_json(dataclasses.asdict(view))
     else:
         _write_view(view)
-    if view.state == "unreachable":
-        raise typer.Exit(TransportError.exit_code)
+    raise typer.Exit(view.exit_code)
 
 
 @grid_command("dashboard", group=_cluster, example="grid-cli cluster dashboard --port 8265")
@@ -302,7 +303,7 @@ async def _setup(
     from genie.grid.setup import Setup
 
     async with _opened(settings, file) as (pool, _):
-        return await Setup(pool, file).run(wanted, nodes, again=again, say=_say)
+        return await Setup(pool, file, who=who_asks()).run(wanted, nodes, again=again, say=_say)
 
 
 @contextlib.asynccontextmanager

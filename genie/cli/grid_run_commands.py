@@ -10,9 +10,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-import os
-import pwd
-import socket
 import sys
 import time
 from collections.abc import AsyncIterator, Sequence
@@ -24,7 +21,7 @@ import typer
 
 from genie.cli import output
 from genie.cli.app import INTERRUPTED, AsJson, Invocation, grid_command
-from genie.cli.grid_node_commands import complete_node
+from genie.cli.grid_node_commands import complete_node, who_asks
 from genie.cli.interrupts import caught_interrupts
 from genie.cli.quantities import duration_text, parse_duration, parse_pairs, parse_whole
 from genie.cli.run_output import (
@@ -287,9 +284,8 @@ async def _open(settings: Settings) -> AsyncIterator[tuple[SshPool, GridFile, Ru
     from genie.grid.ssh_pool import SshPool
 
     file = read_grid_file(settings.grid.file)
-    who = f"{pwd.getpwuid(os.getuid()).pw_name}@{socket.gethostname()}"
     async with SshPool(file, ssh_config=settings.grid.ssh_config) as pool:
-        yield pool, file, Runner(pool, file, who=who)
+        yield pool, file, Runner(pool, file, who=who_asks())
 
 
 async def _run(settings: Settings, launch: Launch, options: RunOptions, *, as_json: bool) -> int:

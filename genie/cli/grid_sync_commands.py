@@ -57,7 +57,7 @@ def sync(
         _show(reports, dry_run=dry_run)
     failed = [report.error for report in reports if report.error is not None]
     if failed:
-        raise typer.Exit(failed[0].exit_code)
+        raise typer.Exit(max(error.exit_code for error in failed))
 
 
 async def _synced(

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from genie.cluster.client import ClusterClient
-from genie.errors import DeadlineError, GenieError, GridError, NodeNotFoundError
+from genie.errors import DeadlineError, GenieError, GridError, NodeNotFoundError, TransportError
 from genie.grid import own_wheel
 from genie.grid.grid_file import GridFile, Say
 from genie.grid.login_shell import check_login_shell
@@ -41,7 +41,10 @@ _NOT_UP = (NodeStatus.INITIALIZING, NodeStatus.SUSPECT, NodeStatus.DISCONNECTED)
 
 @dataclass(frozen=True, kw_only=True)
 class Moved:
-    """What became of one node: the word that fits `promote` or `demote`, or the error."""
+    """What became of one node: the word that fits `promote` or `demote`, or the error.
+
+    With an error, the word is 'failed', or 'unreachable' where the node or the cluster was not reached.
+    """
 
     node: str
     outcome: str
@@ -93,7 +96,8 @@ class Promotion:
                 try:
                     return Moved(node=name, outcome=await move(name))
                 except GenieError as error:
-                    return Moved(node=name, outcome="failed", error=str(error))
+                    away = error.exit_code == TransportError.exit_code
+                    return Moved(node=name, outcome="unreachable" if away else "failed", error=str(error))
 
         return await all_of(map(one, names))
 

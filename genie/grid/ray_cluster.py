@@ -17,15 +17,15 @@ import hashlib
 import json
 import logging
 import secrets
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from genie.errors import GenieError, NodeRefusedError, RayError, UnreachableError
+from genie.errors import GenieError, NodeRefusedError, RayError, TransportError, UnreachableError
 from genie.grid.grid_file import GridFile, Say
 from genie.grid.login_shell import check_login_shell
-from genie.grid.ray_plan import ClusterView, RayFacts, RayRecord, StartOrder, plan, view
+from genie.grid.ray_plan import NO_PYTHON, ClusterView, RayFacts, RayRecord, StartOrder, plan, view
 from genie.grid.ssh_pool import Link, SshPool
 from genie.runtime import files
 from genie.runtime.tasks import all_of
@@ -46,13 +46,17 @@ _TOKEN_BYTES = 32
 
 @dataclass(frozen=True)
 class StopReport:
-    """One node after a stop. `was` is the role that was ended, '' where there was nothing."""
+    """One node after a stop. `was` is the role that was ended, '' where there was nothing.
+
+    `exit_code` is that of the error, 0 where there is none.
+    """
 
     node: str
     was: str
     ended: int = 0
     killed: int = 0
     error: str = ""
+    exit_code: int = 0
 
 
 @dataclass(frozen=True)
@@ -91,8 +95,8 @@ class RayCluster:
     ) -> ClusterView:
         """Brings up the head on the first node and the others as workers, and waits until all are in.
 
-        Raises RayError, or UnreachableError where no node answers; by then nothing that was started here
-        is left. `allow_missing` goes on without the nodes that cannot take part, except the head.
+        Raises RayError, or TransportError where a node cannot be reached; by then nothing that was started
+        here is left. `allow_missing` goes on without the nodes that cannot take part, except the head.
         """
         names = [self._file.node(name).name for name in nodes] or [node.name for node in self._file.nodes]
         facts = await self._facts(names, allow_missing=allow_missing, say=say)
@@ -114,8 +118,8 @@ class RayCluster:
         except BaseException as error:
             await self._undo(cluster, begun, say=say)
             self._kept.remove(cluster)
-            if isinstance(error, GenieError) and not isinstance(error, RayError):
-                raise RayError(
+            if isinstance(error, GenieError):
+                raise _kind([error])(
                     f"the Ray cluster was not started: {error.message}", hint=error.hint
                 ) from error
             raise
@@ -142,18 +146,19 @@ class RayCluster:
         return reports
 
     async def status(self) -> ClusterView:
-        """A node that cannot be reached is said to be so; what it does is not known."""
-        records, unreachable = await self._records()
+        """A node that tells nothing is shown with the reason; what it does is not known."""
+        records, failed = await self._records()
         head = next((name for name, rec in records.items() if rec is not None and rec.role == "head"), None)
         told, version = None, ""
         if head is not None:
             with contextlib.suppress(GenieError):
                 told = await self._told(head)
                 version = str((await self.ask(head, "GET", "/api/version")).get("ray_version", ""))
-        return view(records, unreachable, told, version=version)
+        return view(records, failed, told, version=version)
 
     async def find_head(self) -> str:
-        """The node on which the head runs. Raises RayError where there is none."""
+        """The node on which the head runs. Raises RayError where there is none, TransportError where it may
+        be on a node that cannot be reached."""
         return (await self._head())[0]
 
     async def _head(self) -> tuple[str, RayRecord]:
@@ -162,13 +167,13 @@ class RayCluster:
             record = await self._record(kept)
             if record is not None and record.role == "head" and record.alive:
                 return kept, record
-        records, unreachable = await self._records()
+        records, failed = await self._records()
         for name, record in records.items():
             if record is not None and record.role == "head" and record.alive:
                 return name, record
-        if unreachable:
-            raise UnreachableError(
-                f"no Ray cluster runs on the nodes that answer; not reached: {', '.join(unreachable)}",
+        if failed:
+            raise _kind(failed.values())(
+                f"no Ray cluster runs on the nodes that answer; nothing is known of {', '.join(failed)}",
                 hint="'grid-cli cluster status' says why",
             )
         raise RayError("no Ray cluster runs on these nodes", hint="start one: grid-cli cluster start")
@@ -232,8 +237,7 @@ class RayCluster:
         found, failed = await self._on_all(names, one)
         if failed and (not allow_missing or not found):
             lines = [failed[name].message for name in names if name in failed]
-            away = all(each.exit_code == UnreachableError.exit_code for each in failed.values())
-            raise (UnreachableError if away and not found else RayError)(
+            raise _kind(failed.values())(
                 "the Ray cluster was not started; these nodes cannot take part:\n" + "\n".join(lines),
                 hint="--allow-missing goes on without them" if found else "'grid-cli health' shows them",
             )
@@ -264,8 +268,7 @@ class RayCluster:
         by_name = {order.node: order for order in orders[1:]}
         _, failed = await self._on_all(list(by_name), lambda name: one(by_name[name]))
         if failed and not allow_missing:
-            lines = [error.message for error in failed.values()]
-            raise RayError("the Ray cluster was not started:\n" + "\n".join(lines))
+            raise _kind(failed.values())("\n".join(error.message for error in failed.values()))
         for name, error in failed.items():
             say(name, f"left out: {error.message}")
             await self._stop_one(name, cluster=cluster)
@@ -322,7 +325,7 @@ class RayCluster:
             async with self._places:
                 answer, _ = await self.call(name, "stop", args, timeout_s=GRACE_S + _MARGIN_S)
         except GenieError as error:
-            return StopReport(name, "", error=error.message)
+            return StopReport(name, "", error=error.message, exit_code=error.exit_code)
         was = answer["was"]
         return StopReport(
             name, str(was["role"]) if was else "", ended=int(answer["ended"]), killed=int(answer["killed"])
@@ -332,11 +335,11 @@ class RayCluster:
         answer, _ = await self.call(name, "record", timeout_s=ASK_S)
         return RayRecord.of(answer)
 
-    async def _records(self) -> tuple[dict[str, RayRecord | None], dict[str, str]]:
+    async def _records(self) -> tuple[dict[str, RayRecord | None], dict[str, GenieError]]:
         names = [node.name for node in self._file.nodes]
         found, failed = await self._on_all(names, self._record)
         return {name: found[name] for name in names if name in found}, {
-            name: failed[name].message for name in names if name in failed
+            name: failed[name] for name in names if name in failed
         }
 
     async def _on_all(
@@ -397,6 +400,13 @@ class KeptCluster:
         return str(cluster), str(head)
 
 
+def _kind(errors: Iterable[GenieError]) -> type[GenieError]:
+    """Of the error that stands for these."""
+    return (
+        UnreachableError if any(each.exit_code == TransportError.exit_code for each in errors) else RayError
+    )
+
+
 def _lives(told: Mapping[str, Any]) -> bool:
     return told.get("state") == "ALIVE"
 
@@ -404,7 +414,8 @@ def _lives(told: Mapping[str, Any]) -> bool:
 async def _check_helper(link: Link) -> None:
     if not link.has_helper:
         await check_login_shell(link, timeout_s=ASK_S)
-        raise RayError(
+        raise NodeRefusedError(
             f"node {link.name} has no usable python3, which Ray and the grid need there",
             hint="install Python 3.9 or newer on it",
+            reason=NO_PYTHON,
         )

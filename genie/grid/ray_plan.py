@@ -12,11 +12,27 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from genie.errors import RayError
+from genie.errors import (
+    GenieError,
+    HostKeyChangedError,
+    HostKeyUnknownError,
+    LoginRefusedError,
+    NodeRefusedError,
+    RayError,
+    TransportError,
+)
 from genie.grid.grid_file import RayKeys
 
 _LOOPBACK = ("127.0.0.1", "::1", "localhost", "")
 _HOOK_ADDRESS = "127.0.0.1"
+NO_PYTHON = "no_python"
+"""The reason of a node on which our part cannot run."""
+_WORDS: dict[type[GenieError], str] = {
+    TransportError: "unreachable",
+    LoginRefusedError: "login refused",
+    HostKeyUnknownError: "host key unknown",
+    HostKeyChangedError: "host key changed",
+}
 
 
 @dataclass(frozen=True)
@@ -206,7 +222,8 @@ def _common_options(facts: RayFacts, *, address: str) -> list[str]:
 class RayNode:
     """One node of the picture.
 
-    `state`: alive, failing (some of its daemons have ended), dead, joining, stray, not started, unreachable.
+    `state`: alive, failing (some of its daemons have ended), dead, joining, stray, not started; where the
+    node told nothing: unreachable, login refused, host key unknown, host key changed, no python, refused.
     """
 
     node: str
@@ -222,7 +239,9 @@ class RayNode:
 
 @dataclass(frozen=True)
 class ClusterView:
-    """`state` is 'running', 'broken' (some of it is dead), 'stopped', or 'unreachable' (no node answers)."""
+    """`state` is 'running', 'broken' (some of it is dead) or 'stopped'. Where no node tells anything it is
+    'unreachable' if none answers, else 'unknown'; `exit_code` is then that of the worst error, else 0.
+    """
 
     state: str
     cluster: str = ""
@@ -230,35 +249,40 @@ class ClusterView:
     version: str = ""
     dashboard_port: int = 0
     nodes: tuple[RayNode, ...] = ()
+    exit_code: int = 0
 
 
 def view(
     records: Mapping[str, RayRecord | None],
-    unreachable: Mapping[str, str],
+    failed: Mapping[str, GenieError],
     told: Sequence[Mapping[str, Any]] | None,
     *,
     version: str = "",
 ) -> ClusterView:
-    """`told` is what Ray's head says of its nodes; None where it does not answer."""
+    """`failed` are nodes that told nothing. `told` is what Ray's head says of its nodes; None if silent."""
     head = next(
         ((name, rec) for name, rec in records.items() if rec is not None and rec.role == "head"), None
     )
-    names = [*records, *(name for name in unreachable if name not in records)]
+    names = [*records, *(name for name in failed if name not in records)]
     known = _by_name(told or [])
     rows = []
     for name in names:
-        if name in unreachable:
-            row = RayNode(name, "unreachable", message=unreachable[name])
+        if name in failed:
+            row = RayNode(name, _word(failed[name]), message=failed[name].message)
         else:
             cluster = head[1].cluster if head else None
             row = _row(name, records[name], known.get(name), cluster=cluster, silent=told is None)
         rows.append(_with_resources(row, known.get(name)))
-    if rows and len(unreachable) == len(rows):
-        return ClusterView("unreachable", nodes=tuple(rows))
+    if rows and len(failed) == len(rows):
+        state = "unreachable" if all(row.state == "unreachable" for row in rows) else "unknown"
+        worst = max(error.exit_code for error in failed.values())
+        return ClusterView(state, nodes=tuple(rows), exit_code=worst)
     if head is None:
         left = any(row.state in ("stray", "dead") for row in rows)
         return ClusterView("broken" if left else "stopped", nodes=tuple(rows))
-    fine = told is not None and all(row.state in ("alive", "not started", "unreachable") for row in rows)
+    fine = told is not None and all(
+        row.node in failed or row.state in ("alive", "not started") for row in rows
+    )
     return ClusterView(
         "running" if fine else "broken",
         cluster=head[1].cluster,
@@ -267,6 +291,12 @@ def view(
         dashboard_port=head[1].dashboard_port,
         nodes=tuple(rows),
     )
+
+
+def _word(error: GenieError) -> str:
+    if isinstance(error, NodeRefusedError) and error.reason == NO_PYTHON:
+        return "no python"
+    return next((word for kind, word in _WORDS.items() if isinstance(error, kind)), "refused")
 
 
 def _row(

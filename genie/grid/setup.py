@@ -30,6 +30,7 @@ _PUT_S = 120.0
 _MARGIN_S = 30.0
 _PROGRESS_S = 1.0
 _PART_BYTES = 4 << 20
+_LOG = ".grid/setup/setup.log"
 _PACKAGES_MAX = 1000
 _WHEELS_MAX = 2000
 _REQUIREMENTS_BYTES_MAX = 1 << 20
@@ -143,11 +144,12 @@ def _sha256(path: Path) -> str:
 
 
 class Setup:
-    """Brings a wish to the nodes, side by side."""
+    """Brings a wish to the nodes, side by side. `who` is told to others who come meanwhile."""
 
-    def __init__(self, pool: SshPool, file: GridFile) -> None:
+    def __init__(self, pool: SshPool, file: GridFile, *, who: str = "") -> None:
         self._pool = pool
         self._file = file
+        self._who = who
         self._places = asyncio.Semaphore(file.ssh.pool_size)
 
     async def run(
@@ -170,7 +172,7 @@ class Setup:
                     return await self._one(link, wanted, again=again, say=say)
             except GenieError as error:
                 state = "unreachable" if error.exit_code == TransportError.exit_code else "failed"
-                return SetupReport(name, state, error=error.message, hint=error.hint or _hint(error))
+                return SetupReport(name, state, error=error.message, hint=error.hint or _hint(error, name))
 
         return await all_of(map(one, names))
 
@@ -219,6 +221,7 @@ class Setup:
             "wheels": bool(wanted.wheels),
             "system_packages": wanted.system_packages,
             "timeout_s": INSTALL_S,
+            "who": self._who,
         }
 
         found: Mapping[str, Any] = {}
@@ -251,9 +254,12 @@ class Setup:
                     say(link.name, shown[:200])
 
 
-def _hint(error: GenieError) -> str:
+def _hint(error: GenieError, node: str) -> str:
     text = error.message.lower()
     reason = getattr(error, "reason", "")
+    if reason == "locked":
+        see = f"grid-cli run --node {node} 'tail {_LOG}'"
+        return f"it goes on without its connection; {see} shows how far it is; try again when it has ended"
     if reason == "venv" or "no module named venv" in text or "ensurepip" in text:
         return "on Debian and Ubuntu: apt install python3-venv"
     offline = ("name resolution", "connection", "network is unreachable", "proxyerror", "timed out")

@@ -65,8 +65,9 @@ def test_help_lists_the_commands_and_ends_well(genie) -> None:
     assert "submit" in ran.out and "doctor" in ran.out
 
 
-def test_no_arguments_show_the_help(genie) -> None:
-    assert "Usage: genie" in "".join(genie()[1:])
+def test_no_arguments_show_the_help_and_no_error(genie) -> None:
+    ran = genie()
+    assert (ran.code, "Usage: genie" in ran.out, ran.err) == (2, True, "")
 
 
 def test_the_version_is_told(genie) -> None:
@@ -109,6 +110,52 @@ def test_a_command_that_is_wrong_ends_with_2_and_names_what(argv, named, genie) 
     assert named in ran.err
     assert ran.out == ""
     assert "Traceback" not in ran.err
+
+
+@pytest.mark.parametrize(
+    ("argv", "said", "hint"),
+    [
+        (["statsu"], "no such command 'statsu'. Did you mean 'status'?", "'genie --help' has the commands"),
+        (["logs"], "missing argument 'JOB[.RANK]'", "'genie logs --help' has the options"),
+        (["jobs", "--nosuch"], "no such option: --nosuch", "'genie jobs --help' has the options"),
+        (
+            ["cancel", "a", "--x"],
+            "no such option: --x",
+            "a name that begins with '-' goes behind --; 'genie cancel --help' has the options",
+        ),
+        (
+            ["submit", "--gpu", "1", "--", "x"],
+            "no such option: --gpu (Possible options: --cpus, --gpu-share, --gpus)",
+            "'genie submit --help' has the options",
+        ),
+        (["status", "x"], "got unexpected extra argument(s) (x)", "'genie status --help' has the options"),
+        (
+            ["jobs", "--limit"],
+            "option '--limit' requires an argument",
+            "'genie jobs --help' has the options",
+        ),
+        (["--log-level"], "option '--log-level' requires an argument", "'genie --help' has the options"),
+        (["jobs", "--json", "--json=x"], "option '--json' does not take a value", "'genie jobs --help'"),
+        (["grid", "nodes", "add"], "missing argument '[USER@]NAME[:PORT]'", "'genie grid nodes add --help'"),
+        (["grid", "attach"], "missing argument 'RUN'", "'genie grid attach --help' has the options"),
+        (["grid", "run"], "missing argument 'COMMAND'", "the command is one argument, in quotes"),
+        (["grid", "sync", "--nosuch"], "no such option: --nosuch", "a name that begins with '-' goes behind"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_wrong_usage_is_told_as_every_other_error(argv, said, hint, genie) -> None:
+    ran = genie(*argv)
+    assert (ran.code, ran.out) == (2, "")
+    first, second = ran.err.splitlines()
+    assert first == f"genie: {said}"
+    assert second.startswith(f"hint: {hint}")
+
+
+def test_the_grid_s_own_door_names_itself_in_hints(capfd: pytest.CaptureFixture[str]) -> None:
+    assert grid_main(["attach"]) == 2
+    assert capfd.readouterr().err.splitlines()[1] == "hint: 'grid-cli attach --help' has the options"
+    assert grid_main(["--config"]) == 2
+    assert capfd.readouterr().err.splitlines()[1] == "hint: 'grid-cli --help' has the options"
 
 
 @pytest.mark.parametrize(

@@ -121,6 +121,13 @@ def test_top_on_a_terminal_goes_on_until_the_interrupt(bed: Bed) -> None:
     assert "Ctrl-C ends" in seen
 
 
+def test_the_interrupt_is_the_way_out_of_top_whoever_can_be_reached(bed: Bed) -> None:
+    for node in bed.nodes:
+        node.stop()
+    code, seen = on_a_terminal(["top"], typed=b"\x03", after=b"unreachable")
+    assert (code, "gpu2" in seen) == (0, True)
+
+
 @pytest.mark.parametrize("argv", [["top", "--interval", "0"], ["metrics", "--serve", "--port", "x"]])
 def test_a_bad_value_is_a_usage_error(bed: Bed, genie, argv: list[str]) -> None:
     ran = genie("grid", *argv)

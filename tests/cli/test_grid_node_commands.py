@@ -199,6 +199,14 @@ def test_trust_asks_on_a_terminal(bed: Bed, answer: bytes, code: int, state: str
     assert (bed.known_hosts.read_text() == before) is (code == 1)
 
 
+def test_a_question_that_is_not_answered_changes_nothing(bed: Bed) -> None:
+    bed.write_known_hosts(without=["gpu1"])
+    before = bed.known_hosts.read_text()
+    ended, seen = on_a_terminal(["nodes", "trust", "gpu1"], typed=b"\x04", after=b"[y/N]")
+    assert (ended, "genie: aborted; the question was not answered" in seen) == (1, True), seen
+    assert bed.known_hosts.read_text() == before
+
+
 def test_a_fingerprint_is_compared(bed: Bed, genie) -> None:
     bed.write_known_hosts(without=["gpu1"])
     before = bed.known_hosts.read_text()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -82,7 +83,7 @@ def test_nodes_that_cannot_be_reached_are_255_and_named_once_in_a_line(
     start = genie("grid", "cluster", "start")
     assert (start.code, "gpu1: node gpu1" in start.err) == (255, False)
     submit = genie("grid", "cluster", "submit", "--", "true")
-    assert (submit.code, "not reached: gpu1, gpu2" in submit.err) == (255, True)
+    assert (submit.code, "nothing is known of gpu1, gpu2" in submit.err) == (255, True)
     status = json.loads(genie("grid", "cluster", "status", "--json").out)
     assert [each["node"] for each in status["nodes"]] == ["gpu1", "gpu2"]
 
@@ -116,7 +117,23 @@ def test_a_node_that_cannot_be_reached_is_not_said_to_be_stopped(bed: Bed, genie
     bed["gpu2"].stop()
     shown = json.loads(genie("grid", "cluster", "status", "--json").out)
     assert [each["state"] for each in shown["nodes"]] == ["not started", "unreachable"]
-    assert genie("grid", "cluster", "stop").code == 1
+    stop = genie("grid", "cluster", "stop", "--json")
+    assert (stop.code, [each["exit_code"] for each in json.loads(stop.out)]) == (255, [0, 255])
+
+
+def test_status_says_of_each_node_in_a_word_why_it_tells_nothing(bed: Bed, genie: Callable[..., Ran]) -> None:
+    (bed["gpu2"].bin / "python3").write_text("#!/bin/sh\nexit 127\n")
+    (bed["gpu2"].bin / "python3").chmod(0o755)
+    bed.write_known_hosts(without=["gpu1"])
+    status = genie("grid", "cluster", "status")
+    assert status.code == 255
+    assert status.out.splitlines()[0].split() == ["state", "unknown"]
+    assert re.search(r"^gpu1 +host key unknown ", status.out, re.MULTILINE)
+    assert re.search(r"^gpu2 +no python .*has no usable python3", status.out, re.MULTILINE)
+    bed.write_known_hosts()
+    (bed.folder / "authorized_keys").write_text("")
+    shown = json.loads(genie("grid", "cluster", "status", "--json").out)
+    assert [each["state"] for each in shown["nodes"]] == ["login refused"] * 2
 
 
 def test_status_that_reaches_no_node_does_not_say_stopped_and_ends_with_255(

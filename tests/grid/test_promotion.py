@@ -125,8 +125,9 @@ def test_each_node_that_fails_is_named_with_its_own_reason(
         (own_bed["gpu2"].bin / name).chmod(0o755)
     where = f"{cluster.host}:{cluster.port}"
     code, out, _ = grid_cli("promote", "--all", "--controller", where, "--json")
-    assert code == 1
+    assert code == 255
     first, second = json.loads(out)["nodes"]
+    assert (first["outcome"], second["outcome"]) == ("unreachable", "failed")
     assert "gpu1" in first["error"]
     assert "cannot be reached" in first["error"]
     assert "gpu2 has no Python 3.11 or newer: python3 3.8" in second["error"]

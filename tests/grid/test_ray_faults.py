@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from genie.errors import RayError
+from genie.errors import RayError, UnreachableError
 from genie.grid.grid_file import GridFile
 from genie.grid.ray_cluster import RayCluster
 from genie.grid.ssh_pool import SshPool
@@ -78,7 +78,7 @@ async def test_a_start_that_is_cut_off_is_taken_back(own_bed: Bed, tmp_path: Pat
         starting = asyncio.ensure_future(cluster.start())
         await until(lambda: left(own_bed, "sleep 5202"), what="the start")
         own_bed["gpu1"].cut()
-        with pytest.raises(RayError, match="not started: node gpu1: the connection broke"):
+        with pytest.raises(UnreachableError, match="not started: node gpu1: the connection broke"):
             await starting
         assert (left(own_bed, "sleep 520"), written_down(own_bed)) == ([], "")
 
@@ -143,7 +143,7 @@ async def test_a_node_without_ray_or_that_does_not_answer_stops_the_start(
             await cluster.start(allow_missing=True, say=lambda *each: said.append(each))
         assert ("gpu2", "left out: there is no Ray on it") in said
         own_bed["gpu2"].stop()
-        with pytest.raises(RayError, match="cannot take part") as caught:
+        with pytest.raises(UnreachableError, match="cannot take part") as caught:
             await cluster.start()
         assert "gpu2" in caught.value.message
         assert "--allow-missing" in caught.value.hint

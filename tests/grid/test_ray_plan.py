@@ -6,10 +6,19 @@ from typing import Any
 
 import pytest
 
-from genie.errors import RayError
+from genie.errors import (
+    DeadlineError,
+    GenieError,
+    HostKeyChangedError,
+    HostKeyUnknownError,
+    LoginRefusedError,
+    NodeRefusedError,
+    RayError,
+    UnreachableError,
+)
 from genie.grid.grid_file import RayKeys
 from genie.grid.ray_jobs import exit_code_of, shell_line
-from genie.grid.ray_plan import RayFacts, RayRecord, plan, view
+from genie.grid.ray_plan import NO_PYTHON, RayFacts, RayRecord, plan, view
 
 KEYS = RayKeys(redis_port=7000, dashboard_port=7001)
 
@@ -106,7 +115,8 @@ def states(found: Any) -> dict[str, str]:
 
 def test_a_cluster_whose_nodes_are_all_in_runs() -> None:
     records = {"gpu1": record("head"), "gpu2": record(), "gpu3": None}
-    found = view(records, {"gpu4": "no route"}, [told("gpu1"), told("gpu2")], version="2.60.0")
+    failed = {"gpu4": UnreachableError("no route")}
+    found = view(records, failed, [told("gpu1"), told("gpu2")], version="2.60.0")
     assert (found.state, found.head, found.cluster) == ("running", "gpu1", "c1")
     assert states(found) == {
         "gpu1": "alive",
@@ -143,6 +153,27 @@ def test_a_node_that_came_back_counts_as_it_is_now() -> None:
     records = {"gpu1": record("head")}
     assert states(view(records, {}, [told("gpu1", "DEAD"), told("gpu1")])) == {"gpu1": "alive"}
     assert states(view(records, {}, [told("gpu1"), told("gpu1", "DEAD")])) == {"gpu1": "alive"}
+
+
+@pytest.mark.parametrize(
+    ("error", "word", "state", "code"),
+    [
+        (UnreachableError("x"), "unreachable", "unreachable", 255),
+        (DeadlineError("x"), "unreachable", "unreachable", 255),
+        (LoginRefusedError("x"), "login refused", "unknown", 255),
+        (HostKeyUnknownError("x"), "host key unknown", "unknown", 255),
+        (HostKeyChangedError("x"), "host key changed", "unknown", 255),
+        (NodeRefusedError("x", reason=NO_PYTHON), "no python", "unknown", 1),
+        (NodeRefusedError("x", reason="denied"), "refused", "unknown", 1),
+    ],
+)
+def test_a_node_that_told_nothing_has_the_word_for_why(
+    error: GenieError, word: str, state: str, code: int
+) -> None:
+    alone = view({}, {"gpu1": error}, None)
+    assert (states(alone), alone.state, alone.exit_code) == ({"gpu1": word}, state, code)
+    beside = view({"gpu1": record("head")}, {"gpu2": error}, [told("gpu1")])
+    assert (states(beside)["gpu2"], beside.state, beside.exit_code) == (word, "running", 0)
 
 
 def test_nothing_is_stopped() -> None:

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import fcntl
+import re
 import zipfile
 from pathlib import Path
 
 import pytest
 
 from genie.errors import UsageError
+from genie.grid.remote.core import OpError
+from genie.grid.remote.environment import install
 from genie.grid.setup import Setup, Wish, wish
 from genie.grid.ssh_pool import SshPool
 from tests.grid.bed import Bed
 from tests.grid.conftest import grid_file_of
+from tests.waiting import until
 
 
 def make_wheel(folder: Path, *, version: str = "1.0", value: int = 1) -> None:
@@ -113,6 +118,50 @@ async def test_two_at_the_same_time_do_not_spoil_each_other(own_bed: Bed, wheels
     assert "installed" in [report.state for report in reports]
     errors = [report.error for report in reports if report.state == "failed"]
     assert [error for error in errors if "under way" not in error] == []
+
+
+async def test_a_setup_goes_on_after_a_cut_says_so_to_the_next_and_leaves_no_lock(
+    own_bed: Bed, wheels: Path
+) -> None:
+    """The program that makes the environment waits at a gate, once."""
+    node = own_bed["gpu1"]
+    gate = "if [ -p /root/gate ]; then read _ < /root/gate; rm /root/gate; exit 1; fi"
+    (node.bin / "python3.slow").write_text(
+        f'#!/bin/sh\ncase "$*" in *venv*) {gate};; esac\nexec /usr/bin/python3 "$@"\n'
+    )
+    (node.bin / "python3.slow").chmod(0o755)
+    node.run("mkfifo /root/gate")
+    file = grid_file_of(own_bed, more="ssh: {connect_timeout: 20, max_retries: 0}\n")
+    wanted = wish(requirements=None, packages=["small-thing"], wheels=wheels, python="python3.slow")
+    async with SshPool(file, ssh_config=own_bed.ssh_config) as pool:
+        first = asyncio.ensure_future(Setup(pool, file, who="ann@desk").run(wanted, ["gpu1"]))
+        await until(lambda: node.processes("python3.slow -m venv"), what="the setup at its gate")
+        (slow,) = node.processes("python3.slow -m venv")
+        node.cut()
+        (lost,) = await first
+        assert lost.state == "unreachable"
+        (told,) = await Setup(pool, file).run(wanted, ["gpu1"])
+        assert told.state == "failed"
+        under_way = r"another setup is under way here begun by ann@desk since \d+ s \(process (\d+)\)"
+        found = re.search(under_way, told.error)
+        assert found is not None and int(found[1]) == slow, told.error
+        assert "grid-cli run --node gpu1 'tail .grid/setup/setup.log'" in told.hint
+        (node.home / "gate").write_text("\n")
+        await until(lambda: not node.processes("python3.slow -m venv"), what="the end of the first setup")
+        (after,) = await Setup(pool, file).run(wanted, ["gpu1"])
+        assert (after.state, after.error) == ("installed", "")
+
+
+@pytest.mark.parametrize("content", ["", "7", '{"who": 1}', '{"who": "x", "since": "y", "pid": 1}'])
+def test_a_lock_that_tells_nothing_is_still_a_lock(tmp_path: Path, content: str) -> None:
+    (tmp_path / ".grid/setup").mkdir(parents=True)
+    path = tmp_path / ".grid/setup/lock"
+    path.write_text(content)
+    with path.open() as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with pytest.raises(OpError, match=r"^another setup is under way here$") as caught:
+            install({"root": str(tmp_path)}, b"")
+    assert (caught.value.reason, path.read_text()) == ("locked", content)
 
 
 def test_a_wish_is_the_same_whatever_its_order() -> None:

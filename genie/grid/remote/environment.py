@@ -1,7 +1,8 @@
 """A Python environment on this node: ROOT/grid_env, made with venv and filled with pip.
 
 A stamp in it says what was asked for, so the same wish again costs nothing. One installation at a time:
-the lock is held by the programs that run, also when the helper is gone.
+the lock is held by the programs that run, also when the helper is gone, and goes away with them. The
+file has who asked for it, when, and which process holds it.
 
 Runs on nodes, so: standard library only, Python 3.8. Not for: deciding what is installed.
 """
@@ -78,10 +79,40 @@ def install(args: Args, blob: bytes) -> Answer:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise OpError("busy", "another setup is under way here") from None
-        return _install(args, blob, setup, lock)
+            raise OpError("locked", _under_way(lock)) from None
+        holder = {"since": time.time(), "who": str(args.get("who", ""))}
+        return _install(args, blob, setup, _Lock(lock, holder))
     finally:
         os.close(lock)
+
+
+class _Lock:
+    """`file` is open and locked; what it has in it says who holds it."""
+
+    def __init__(self, file: int, holder: dict[str, Any]) -> None:
+        self.file = file
+        self._holder = holder
+        self.held_by(os.getpid())
+
+    def held_by(self, pid: int) -> None:
+        data = json.dumps(dict(self._holder, pid=pid)).encode()
+        try:
+            os.ftruncate(self.file, 0)
+            os.pwrite(self.file, data, 0)
+        except OSError:
+            pass  # a full disk: it is only told
+
+
+def _under_way(lock: int) -> str:
+    text = "another setup is under way here"
+    try:
+        holder = json.loads(os.pread(lock, 4096, 0).decode())
+        who = " begun by " + holder["who"] if holder["who"] else ""
+        since_s = max(0.0, time.time() - holder["since"])
+        text += f"{who} since {since_s:.0f} s (process {holder['pid']})"
+    except (ValueError, TypeError, KeyError):
+        pass  # written by an older version, or not yet
+    return text
 
 
 @op("environment.progress", quick=True)
@@ -91,7 +122,7 @@ def progress(args: Args, blob: bytes) -> Answer:
     return {"line": lines[-1] if lines else ""}
 
 
-def _install(args: Args, requirements: bytes, setup: str, lock: int) -> Answer:
+def _install(args: Args, requirements: bytes, setup: str, lock: _Lock) -> Answer:
     folder = _folder(args)
     log_path = os.path.join(setup, "setup.log")
     deadline = time.monotonic() + float(args["timeout_s"])
@@ -115,7 +146,7 @@ def _install(args: Args, requirements: bytes, setup: str, lock: int) -> Answer:
 class _Run:
     """Runs one program after the other into a log; they keep the lock while they live."""
 
-    def __init__(self, log: Any, log_path: str, deadline: float, lock: int) -> None:
+    def __init__(self, log: Any, log_path: str, deadline: float, lock: _Lock) -> None:
         self._log = log
         self._log_path = log_path
         self._deadline = deadline
@@ -124,22 +155,24 @@ class _Run:
     def __call__(self, command: list[str], reason: str) -> None:
         env = {name: value for name, value in os.environ.items() if name not in ("PYTHONHOME", "PYTHONPATH")}
         env.update({"PIP_DISABLE_PIP_VERSION_CHECK": "1", "PIP_NO_INPUT": "1", "PYTHONUNBUFFERED": "1"})
-        try:
-            done = subprocess.run(
-                command,
-                check=False,
-                stdin=subprocess.DEVNULL,
-                stdout=self._log,
-                stderr=subprocess.STDOUT,
-                env=env,
-                pass_fds=(self._lock,),
-                timeout=max(1.0, self._deadline - time.monotonic()),
-            )
-        except subprocess.TimeoutExpired:
-            raise OpError("timeout", "it took too long; the last lines:\n" + _tail(self._log_path)) from None
-        if done.returncode != 0:
+        with subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=self._log,
+            stderr=subprocess.STDOUT,
+            env=env,
+            pass_fds=(self._lock.file,),
+        ) as process:
+            self._lock.held_by(process.pid)
+            try:
+                code = process.wait(max(1.0, self._deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                process.kill()
+                told = _tail(self._log_path)
+                raise OpError("timeout", "it took too long; the last lines:\n" + told) from None
+        if code != 0:
             _check_space(self._log_path)
-            raise OpError(reason, _tail(self._log_path) or f"it ended with code {done.returncode}")
+            raise OpError(reason, _tail(self._log_path) or f"it ended with code {code}")
 
 
 def _check_space(path: str) -> None:
