@@ -44,6 +44,7 @@ from genie.errors import (
 )
 from genie.grid.grid_file import GridFile, GridNode
 from genie.grid.remote import core
+from genie.grid.ssh_config import config_about
 from genie.grid.ssh_keys import check_key_file, passphrase_hint
 from genie.grid.tcp_leg import TcpLeg
 from genie.runtime.tasks import all_of, paused
@@ -391,7 +392,7 @@ async def resolve(node: GridNode, file: GridFile, ssh_config: Path, *, trusted: 
     config = [str(ssh_config)] if _is_file(ssh_config) else []
     given |= {"config": config, "host": node.name}
     try:
-        options = await _options(given, key_file=file.ssh.key_file)
+        options = await _options_of(given, ssh_config, key_file=file.ssh.key_file)
     except (asyncssh.Error, OSError, ValueError) as error:
         raise UsageError(
             f"node {node.name}: {ssh_config} or a key cannot be used: {told(error)}",
@@ -427,6 +428,15 @@ def _expanded(path: str) -> str:
 
 def _is_file(path: Path) -> bool:
     return path.is_file()
+
+
+async def _options_of(
+    given: dict[str, Any], ssh_config: Path, *, key_file: str | None
+) -> asyncssh.SSHClientConnectionOptions:
+    if given["config"]:
+        with config_about(given["host"], ssh_config) as short, contextlib.suppress(asyncssh.ConfigParseError):
+            return await _options({**given, "config": [str(short)]}, key_file=key_file)
+    return await _options(given, key_file=key_file)  # its errors name the file itself
 
 
 async def _options(given: dict[str, Any], *, key_file: str | None) -> asyncssh.SSHClientConnectionOptions:
