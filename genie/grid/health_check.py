@@ -103,6 +103,8 @@ class Readings(msgspec.Struct, frozen=True):
     memory_available_bytes: _Count | None = None
     disk_total_bytes: _Count | None = None
     disk_free_bytes: _Count | None = None
+    unwritable: str | None = None
+    """The folder under remote_root where nothing can be made, '' where something can, None: not told."""
     vendor: str = "none"
     gpus: tuple[GpuReading, ...] = ()
     xids: tuple[Xid, ...] | None = None
@@ -189,12 +191,16 @@ def judge(readings: Readings) -> tuple[NodeState, tuple[str, ...]]:
 
 
 def _disk_faults(readings: Readings) -> list[str]:
+    found = []
+    if readings.unwritable:
+        found.append(
+            f"remote_root: {readings.unwritable} cannot be written; have it mounted writable or given to "
+            "this user, or set another remote_root"
+        )
     free, total = readings.disk_free_bytes, readings.disk_total_bytes
-    if free is None or total is None:
-        return []
-    if free >= DISK_BYTES_MIN and free >= DISK_SHARE_MIN * total:
-        return []
-    return [f"disk: {free / (1 << 30):.1f} GiB free"]
+    if free is not None and total is not None and free < max(DISK_BYTES_MIN, DISK_SHARE_MIN * total):
+        found.append(f"disk: {free / (1 << 30):.1f} GiB free")
+    return found
 
 
 def _gpu_faults(readings: Readings) -> list[str]:

@@ -45,9 +45,11 @@ while read -r name line; do
   case $name in cpu[0-9]*) n=$((n+1));; cpu) ;; *) break;; esac
 done < /proc/stat; say $n
 part memory; lines 8 < /proc/meminfo
-part disk; folder={root}
+folder={root}
 while [ ! -e "$folder" ] && [ -n "$folder" ]; do folder="${{folder%/*}}"; done
-limited df -Pk "${{folder:-/}}"
+folder="${{folder:-/}}"
+part unwritable; [ -d "$folder" ] && [ -w "$folder" ] && [ -x "$folder" ] || say "$folder"
+part disk; limited df -Pk "$folder"
 if command -v nvidia-smi >/dev/null 2>&1; then
   part nvidia; limited nvidia-smi --query-gpu={query} --format={form}
   part uptime; lines 1 < /proc/uptime
@@ -86,6 +88,8 @@ def parse(output: str) -> dict[str, Any]:
         except (KeyError, ValueError, IndexError, TypeError, AttributeError, OpError) as error:
             failed[name] = str(error) if isinstance(error, OpError) else "the node's answer has none"
     failed.update(found.pop("failed", {}))
+    if "unwritable" in parts:
+        found["unwritable"] = parts["unwritable"].strip("\n")[: health.TEXT_MAX]
     if "nvidia" in parts:
         readable = parts.get("xids", "").rstrip().endswith("readable")
         found["xids"] = _xids(parts) if readable else None

@@ -25,7 +25,7 @@ from functools import cache
 from importlib import resources
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, cast
 
 import asyncssh
 from asyncssh.encryption import get_default_encryption_algs
@@ -44,6 +44,8 @@ from genie.errors import (
 )
 from genie.grid.grid_file import GridFile, GridNode
 from genie.grid.remote import core
+from genie.grid.ssh_config import config_about
+from genie.grid.ssh_keys import check_key_file, passphrase_hint
 from genie.grid.tcp_leg import TcpLeg
 from genie.runtime.tasks import all_of, either, paused
 
@@ -375,6 +377,8 @@ class Target:
     ciphers: list[str]
     known_hosts: asyncssh.SSHKnownHosts
     known_hosts_files: tuple[Path, ...]
+    key_files: tuple[str, ...] = ()
+    """Those that are named, whether they are there or not; empty: those of the home."""
 
     @property
     def keys(self) -> dict[str, Any]:
@@ -406,7 +410,7 @@ async def resolve(node: GridNode, file: GridFile, ssh_config: Path, *, trusted: 
     config = [str(ssh_config)] if _is_file(ssh_config) else []
     given |= {"config": config, "host": node.name}
     try:
-        options = await _options(given, key_file=file.ssh.key_file)
+        options = await _options_of(given, ssh_config, key_file=file.ssh.key_file)
     except (asyncssh.Error, OSError, ValueError) as error:
         raise UsageError(
             f"node {node.name}: {ssh_config} or a key cannot be used: {told(error)}",
@@ -424,6 +428,7 @@ async def resolve(node: GridNode, file: GridFile, ssh_config: Path, *, trusted: 
         ciphers=_ciphers(options),
         known_hosts=trusted.of(files),
         known_hosts_files=tuple(files),
+        key_files=(*([file.ssh.key_file] if file.ssh.key_file else []), *_identity_files(options)),
     )
 
 
@@ -443,6 +448,15 @@ def _is_file(path: Path) -> bool:
     return path.is_file()
 
 
+async def _options_of(
+    given: dict[str, Any], ssh_config: Path, *, key_file: str | None
+) -> asyncssh.SSHClientConnectionOptions:
+    if given["config"]:
+        with config_about(given["host"], ssh_config) as short, contextlib.suppress(asyncssh.ConfigParseError):
+            return await _options({**given, "config": [str(short)]}, key_file=key_file)
+    return await _options(given, key_file=key_file)  # its errors name the file itself
+
+
 async def _options(given: dict[str, Any], *, key_file: str | None) -> asyncssh.SSHClientConnectionOptions:
     """Keys as OpenSSH has them: key_file beside every IdentityFile, and those that are not there left out."""
     construct = asyncssh.SSHClientConnectionOptions.construct
@@ -452,13 +466,18 @@ async def _options(given: dict[str, Any], *, key_file: str | None) -> asyncssh.S
             found = await construct(**given)
             return found
     own = [] if key_file is None else [_expanded(key_file)]
-    if own and not _is_file(Path(own[0])):
-        raise UsageError(f"ssh.key_file {key_file!r} is not there", hint="name a private key, or none")
+    if key_file is not None:
+        if not _is_file(Path(own[0])):
+            raise UsageError(f"ssh.key_file {key_file!r} is not there", hint="name a private key, or none")
+        check_key_file(Path(own[0]), named=key_file)
     bare = await construct(client_keys=None, **given)
-    named = [_expanded(str(each)) for each in bare.config.get("IdentityFile", ())]
-    keys = own + [each for each in named if _is_file(Path(each))]
+    keys = own + [each for each in _identity_files(bare) if _is_file(Path(each))]
     found = await construct(client_keys=keys, ignore_encrypted=True, **given)
     return found
+
+
+def _identity_files(options: asyncssh.SSHClientConnectionOptions) -> list[str]:
+    return [_expanded(each) for each in cast(Sequence[str], options.config.get("IdentityFile", ()))]
 
 
 def pause_s(attempt: int) -> float:
@@ -487,7 +506,7 @@ def _connect_error(target: Target, error: Exception) -> GenieError:
     if isinstance(error, asyncssh.PermissionDenied):
         return LoginRefusedError(
             f"node {name}: {where} refused the login of {target.options.username}",
-            hint=f"try '{_ssh(target.node)}'; a key with a passphrase must be in the agent (ssh-add), "
+            hint=f"try '{_ssh(target.node)}'; {passphrase_hint(target.key_files)}, "
             "and ssh.key_file or IdentityFile names another one",
         )
     if isinstance(error, asyncssh.KeyEncryptionError | asyncssh.KeyImportError):

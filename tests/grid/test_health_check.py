@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import resource
+import shutil
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -32,7 +33,7 @@ from genie.grid.health_check import (
 from genie.grid.launch import Launcher, figures
 from genie.grid.runner import Runner
 from genie.grid.ssh_pool import SshPool
-from tests.grid.bed import Bed
+from tests.grid.bed import Bed, Node
 from tests.waiting import until
 
 GIB = 1 << 30
@@ -110,6 +111,7 @@ def test_good_readings_are_ok() -> None:
         ({"gpus": (gpu(ecc_uncorrected=2),)}, "2 uncorrected"),
         ({"disk_free_bytes": GIB - 1}, "disk"),
         ({"disk_free_bytes": 9 * GIB}, "disk: 9.0 GiB free"),
+        ({"unwritable": "/home/ada"}, "remote_root: /home/ada cannot be written; have it mounted writable"),
         ({"xids": (Xid("PCI:0000:3b:00", 79, "fell off", 60.0),)}, "Xid 79 on PCI:0000:3b:00: fell off"),
         ({"xids": (Xid("PCI:0000:3b:00", 48),)}, "Xid 48"),
     ],
@@ -125,6 +127,8 @@ def test_what_makes_a_node_unhealthy(found: dict[str, object], words: str) -> No
     [
         {"gpus": (gpu(temperature_c=89.0, ecc_uncorrected=None),)},
         {"disk_free_bytes": 10 * GIB},
+        {"unwritable": ""},
+        {"unwritable": None},
         {"xids": (Xid("PCI", 13, "a program's own fault", 1.0),)},
         {"xids": (Xid("PCI", 79, "two days ago", 172800.0),)},
         {"xids": None, "xids_unknown": "not permitted"},
@@ -483,6 +487,36 @@ async def test_a_full_disk_makes_the_node_unhealthy(own_bed: Bed, own_pool: SshP
     assert found.note.startswith("disk: 0.0 GiB free")
 
 
+@pytest.mark.parametrize("fault", ["read-only", "another user's", "a file in its place", "none"])
+async def test_a_home_that_cannot_be_written_makes_the_node_unhealthy(own_bed: Bed, fault: str) -> None:
+    node = own_bed["gpu1"]
+    if fault == "read-only":
+        node.restart(before="mount -o remount,bind,ro /root")
+    elif fault == "another user's":
+        for program in ("sh", "python3"):
+            _run_as_nobody(node, program)
+    elif fault == "a file in its place":
+        (node.home / "ws").write_text("no folder")
+    folder = {"none": "", "a file in its place": "/root/ws"}.get(fault, "/root")
+    file = file_of(own_bed, FILE + "remote_root: ~/ws/deeper\n")
+    async with SshPool(file, ssh_config=own_bed.ssh_config) as pool:
+        checker = HealthChecker(pool, file, clock=Clock())
+        for started in (False, True):  # by the shell, and then by the helper
+            found = await checker.check("gpu1", fresh=True)
+            assert bool(node.processes("python3 -ISc")) is started
+            assert found.readings is not None
+            assert (found.readings.unwritable, found.readings.failed) == (folder, {})
+            assert found.state is (NodeState.UNHEALTHY if folder else NodeState.OK)
+            assert found.note.startswith(f"remote_root: {folder} cannot be written" if folder else "")
+
+
+def _run_as_nobody(node: Node, program: str) -> None:
+    real = shutil.which(program, path="/usr/local/bin:/usr/bin:/bin")
+    path = node.bin / program
+    path.write_text(f'#!/bin/sh\nexec setpriv --reuid 65534 --clear-groups {real} "$@"\n')
+    path.chmod(0o755)
+
+
 async def test_a_swapped_host_key_is_unreachable_and_says_why(own_bed: Bed, own_pool: SshPool) -> None:
     own_bed["gpu1"].write_host_key()
     own_bed["gpu1"].restart()
@@ -614,8 +648,13 @@ def test_what_could_not_be_kept_leaves_nothing_beside(
 
 
 def test_health_goes_through_json_unchanged() -> None:
-    node = health("a", readings=readings(xids=(Xid("PCI", 79),)), labels={"zone": "x"})
-    assert msgspec.json.decode(msgspec.json.encode(node), type=NodeHealth) == node
+    node = health("a", readings=readings(xids=(Xid("PCI", 79),), unwritable="/x"), labels={"zone": "x"})
+    text = msgspec.json.encode(node)
+    assert msgspec.json.decode(text, type=NodeHealth) == node
+    kept_before = text.replace(b'"unwritable":"/x",', b"")
+    assert kept_before != text
+    before = msgspec.json.decode(kept_before, type=NodeHealth).readings
+    assert before is not None and before.unwritable is None
 
 
 async def test_a_first_look_starts_no_python_on_the_node_and_later_ones_use_the_helper(

@@ -31,9 +31,10 @@ FREE_MEMORY_BYTES = 1 << 30
 FREE_UTILIZATION_PCT = 10.0
 OUTPUT_BYTES_MAX = 1 << 20
 """Of one tool."""
+TEXT_MAX = 200
+"""Characters of a name, a path or a complaint."""
 _RECORDS_MAX = 200_000
 _XIDS_MAX = 100
-_TEXT_MAX = 200
 _MORE_FOLDERS = ("/usr/local/bin", "/usr/bin", "/bin", "/usr/sbin", "/sbin", "/opt/rocm/bin")
 _NUMBER = re.compile(r"[+-]?[0-9]{1,18}(\.[0-9]{1,9})?")
 _XID = re.compile(
@@ -122,7 +123,7 @@ def _into(results: dict[str, Reading], name: str, part: Callable[[], Reading]) -
         results[name] = part()
     except (OpError, OSError, ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
         text = str(error) if isinstance(error, (OpError, OSError)) else f"not understood: {error}"
-        results[name] = {"failed": {name: text[:_TEXT_MAX]}}
+        results[name] = {"failed": {name: text[:TEXT_MAX]}}
 
 
 def _load() -> Reading:
@@ -153,10 +154,14 @@ def _disk(root: str) -> Reading:
         if above == root:
             break
         root = above
-    stat = os.statvfs(root or "/")
+    root = root or "/"
+    stat = os.statvfs(root)
+    # The system's own answer: it knows of read-only file systems, which bind root, too.
+    writable = os.path.isdir(root) and os.access(root, os.W_OK | os.X_OK)
     return {
         "disk_total_bytes": stat.f_frsize * stat.f_blocks,
         "disk_free_bytes": stat.f_frsize * stat.f_bavail,
+        "unwritable": "" if writable else root[:TEXT_MAX],
     }
 
 
@@ -258,7 +263,7 @@ def parse_nvidia(text: str) -> Reading:
         extra = max(0, len(cells) - 8)
         cells = [cells[0], ", ".join(cells[1 : 2 + extra]), *cells[2 + extra :]]
         if not cells[0].isdigit() or len(cells[0]) > 4:
-            failed["gpus"] = f"nvidia-smi: {line.strip()}"[:_TEXT_MAX]
+            failed["gpus"] = f"nvidia-smi: {line.strip()}"[:TEXT_MAX]
             continue
         cells += [""] * (8 - len(cells))
         gpus.append(
@@ -354,8 +359,8 @@ def _gpu(
 ) -> Reading:
     return {
         "index": index,
-        "name": name[:_TEXT_MAX],
-        "uuid": uuid[:_TEXT_MAX],
+        "name": name[:TEXT_MAX],
+        "uuid": uuid[:TEXT_MAX],
         "memory_total_bytes": total,
         "memory_used_bytes": used,
         "utilization_pct": utilization,
@@ -469,7 +474,7 @@ def parse_xids(text: str) -> list[Reading]:
         match = _XID.search(line)
         if match:
             at = float(match["us"]) / 1e6 if match["us"] else float(match["s"]) if match["s"] else None
-            code, words = int(match["code"]), match["text"].strip()[:_TEXT_MAX]
+            code, words = int(match["code"]), match["text"].strip()[:TEXT_MAX]
             found.append({"bus": match["bus"], "code": code, "text": words, "at_s": at})
     return found[-_XIDS_MAX:]
 

@@ -41,6 +41,9 @@ _COMPILE_S = 120
 _COMPILERS = ("c++", "g++", "clang++")
 _FLAGS = ("-std=c++17", "-O2", "-fPIC", "-fvisibility=hidden", "-fno-exceptions", "-fno-rtti", "-shared")
 _OBJECT = re.compile(r"[0-9a-f]{64}\.[0-9a-f]{1,16}")
+_LIBRARY_PART = re.compile(r"tree-[0-9a-f]+(\.so\.[0-9]+-[0-9]+\.part|-[0-9]+-[0-9]+\.cpp(\.part)?)")
+_PART_AGE_S_MAX = 3600.0
+_PARTS_LOOKED_AT_MAX = 100
 _drift: dict[str, bytes] = {}
 
 
@@ -57,6 +60,7 @@ def check(args: Any, blob: bytes) -> Any:
         # One whose connection broke may still be at it: what has arrived is whole when it lets go.
         site.lock(wait_s=args["wait_s"])
         finish(site)
+        _clear_library_parts(site)
         state = site.state()
         drift = look_closer(site, state)
         _drift.clear()  # for one tree at a time
@@ -110,8 +114,12 @@ def library(args: Any, blob: bytes) -> Any:
         if binary and args["machine"] == _machine() and _is_good_library(path, binary):
             return {"how": "given"}
         source_path = f"{path[: -len('.so')]}-{os.getpid()}-{threading.get_ident()}.cpp"
-        with open(source_path, "wb") as file:
-            file.write(source)
+        try:
+            with open(source_path, "wb") as file:
+                file.write(source)
+        except OSError:
+            _remove(source_path)
+            raise
     core.SPAWNER.spawn(__name__, "compile_library", {"source": source_path, "path": path})
     return {"how": "compiling"}
 
@@ -123,12 +131,15 @@ def compile_library(args: Any) -> None:
 
     compiler = next((found for name in _COMPILERS for found in [shutil.which(name)] if found), None)
     part = args["source"] + ".part"
-    if compiler is not None:
-        command = [compiler, *_FLAGS, "-o", part, args["source"]]
-        done = subprocess.run(command, check=False, timeout=_COMPILE_S)
-        if done.returncode == 0:
-            os.rename(part, args["path"])
-    os.unlink(args["source"])
+    try:
+        if compiler is not None:
+            command = [compiler, *_FLAGS, "-o", part, args["source"]]
+            done = subprocess.run(command, check=False, timeout=_COMPILE_S)
+            if done.returncode == 0:
+                os.rename(part, args["path"])
+    finally:
+        _remove(part)
+        _remove(args["source"])
 
 
 def receive_main(source: int = 0) -> NoReturn:
@@ -615,15 +626,34 @@ def _staged(site: Site) -> list[bytes]:
 def _is_good_library(path: str, binary: bytes) -> bool:
     # A name of its own: someone else may be loading theirs, and must not see it change.
     part = f"{path}.{os.getpid()}-{threading.get_ident()}.part"
-    with open(part, "wb") as file:
-        file.write(binary)
     try:
-        tree.Compiled(part)
-    except (OSError, AttributeError, ImportError):
-        os.unlink(part)
-        return False
-    os.rename(part, path)
-    return True
+        with open(part, "wb") as file:
+            file.write(binary)
+        if not isinstance(tree.engine_at(part), tree.Compiled):
+            return False
+        os.rename(part, path)
+        return True
+    finally:
+        _remove(part)
+
+
+def _clear_library_parts(site: Site) -> None:
+    """What was left by those who were ended while they made a library, which takes minutes at most."""
+    found = [name for name in os.listdir(site.shared) if _LIBRARY_PART.fullmatch(name)]
+    for name in found[:_PARTS_LOOKED_AT_MAX]:
+        try:
+            made = os.stat(name, dir_fd=site.shared, follow_symlinks=False).st_mtime
+            if time.time() - made > _PART_AGE_S_MAX:
+                os.unlink(name, dir_fd=site.shared)
+        except OSError:  # gone already, or not ours to remove: it is in nobody's way
+            pass
+
+
+def _remove(path: str) -> None:
+    try:
+        os.unlink(path)
+    except FileNotFoundError:
+        pass
 
 
 def _sync_folder(args: Any) -> str:

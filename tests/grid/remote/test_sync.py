@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import subprocess
@@ -222,3 +223,20 @@ def test_what_others_put_beside_what_arrives_is_in_nobodys_way(two_states, tmp_p
     assert answer["objects"] == 0
     sync.apply(args_of(root), change(records_of(old), new))
     assert told(root) == told(new)
+
+
+@pytest.mark.parametrize("ends", ["exit 1", "kill -9 $$", "exec sleep 60"])
+def test_a_compiler_that_fails_leaves_nothing(tmp_path: Path, monkeypatch, ends: str) -> None:
+    compiler = tmp_path / "bin" / "c++"
+    compiler.parent.mkdir()
+    # -o PART SOURCE are the last three.
+    compiler.write_text(f'#!/bin/sh\nwhile [ $# -gt 2 ]; do shift; done\necho half > "$1"\n{ends}\n')
+    compiler.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{compiler.parent}:/usr/bin:/bin")
+    monkeypatch.setattr(sync, "_COMPILE_S", 0.3)
+    source = tmp_path / "made" / "tree-aa-1-1.cpp"
+    source.parent.mkdir()
+    source.write_text("int x;")
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        sync.compile_library({"source": str(source), "path": str(source.with_name("tree-aa.so"))})
+    assert list(source.parent.iterdir()) == []

@@ -105,6 +105,39 @@ async def test_a_full_disk_is_said_and_leaves_the_tree_as_it_was(own_bed: Bed, t
     assert own_bed["gpu1"].run("cat /root/ws/a") == "second"
 
 
+@pytest.mark.parametrize("fits", [True, False])
+async def test_a_full_disk_keeps_nothing_of_a_library_that_could_not_be_placed(
+    own_bed: Bed, tmp_path: Path, monkeypatch, fits: bool
+) -> None:
+    key, binary, source = local_tree.library()
+    assert min(len(binary), len(source)) > 20_000
+    monkeypatch.setattr(syncer, "library", lambda: (key, binary if fits else b"", source))
+    own_bed["gpu1"].restart(before="mount -t tmpfs -o size=16k tmpfs /root")
+    write(tmp_path / "project", {b"a": b"1"})
+    file = file_for(own_bed, "ws")
+    async with SshPool(file, ssh_config=own_bed.ssh_config) as pool:
+        one = Syncer(pool, file, state_dir=tmp_path / "state")
+        (report,) = await one.sync(tmp_path / "project", ["gpu1"])
+    assert isinstance(report.error, SyncError) and "disk there is full" in str(report.error)
+    assert own_bed["gpu1"].run("find /root/ws/.grid/sync -type f") == ""
+
+
+async def test_what_killed_makers_of_a_library_left_goes_after_an_hour(project: Project) -> None:
+    write(project.root, {b"a": b"1"})
+    await project.sync()
+    folder = project.there / ".grid/sync"
+    endings = [".so.12-34.part", "-12-34.cpp", "-12-34.cpp.part"]
+    old, fresh = ([f"tree-{letter * 32}{end}" for end in endings] for letter in "ab")
+    others = ["tree-notes.part", "tree-aa.so"]
+    for name in (*old, *fresh, *others):
+        (folder / name).write_bytes(b"half")
+    for name in (*old, *others):
+        os.utime(folder / name, (time.time() - 3700,) * 2)
+    await project.sync()
+    left = {path.name for path in folder.iterdir()}
+    assert left.isdisjoint(old) and left.issuperset([*fresh, *others])
+
+
 async def test_a_home_that_cannot_be_written_is_said(own_bed: Bed, tmp_path: Path) -> None:
     own_bed["gpu1"].restart(before="mount -o remount,bind,ro /root")
     write(tmp_path / "project", {b"a": b"1"})

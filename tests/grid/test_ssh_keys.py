@@ -1,0 +1,106 @@
+"""Key files that are no private keys, or have a passphrase, and what is said about them."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import asyncssh
+import pytest
+
+from genie.errors import LoginRefusedError, UsageError
+from genie.grid.grid_file import parse_grid_file
+from genie.grid.ssh_keys import passphrase_hint
+from genie.grid.ssh_pool import SshPool
+from tests.grid.bed import Bed
+
+KEY = asyncssh.generate_private_key("ssh-ed25519")
+CERTIFICATE = asyncssh.generate_private_key("ssh-ed25519").generate_user_certificate(KEY, "ada")
+
+
+async def open_link(bed: Bed, key_file: Path | None = None) -> None:
+    named = f"ssh: {{key_file: '{key_file}'}}" if key_file is not None else ""
+    file = parse_grid_file(f"nodes: [gpu1]\n{named}", name="f.yaml")
+    async with SshPool(file, ssh_config=bed.ssh_config) as pool, pool.use("gpu1", timeout_s=20):
+        pass
+
+
+def write_locked(path: Path, form: str = "openssh") -> Path:
+    if form == "openssh":
+        KEY.write_private_key(path)
+        path.chmod(0o600)
+        lock = ["ssh-keygen", "-q", "-p", "-N", "a phrase", "-P", "", "-f", str(path)]
+        subprocess.run(lock, check=True, timeout=30)
+    else:
+        key = KEY if form == "pkcs8-pem" else asyncssh.generate_private_key("ecdsa-sha2-nistp256")
+        key.write_private_key(path, form, passphrase="a phrase")
+    return path
+
+
+@pytest.mark.parametrize("only", ["IdentitiesOnly yes", "IdentitiesOnly no"])
+@pytest.mark.parametrize(
+    ("name", "data", "words"),
+    [
+        ("key", b"", "'.*/key' is empty.*name a private key"),
+        ("key", b"\n \n", "is empty"),
+        ("key.pub", KEY.export_public_key(), r"key\.pub' is a public key.*name '.*/key', or none"),
+        ("key", KEY.export_public_key(), "'.*/key' is a public key.*name a private key"),
+        ("key-cert.pub", CERTIFICATE.export_certificate(), "is a certificate"),
+        ("key", b"hunter2\n", "is no private key: Invalid private key"),
+        ("key", bytes(range(256)), "is no private key"),
+        ("key", KEY.export_private_key()[:80], "is no private key: Missing PEM footer"),
+    ],
+)
+async def test_a_key_file_that_is_no_private_key_is_said(
+    own_bed: Bed, name: str, data: bytes, words: str, only: str
+) -> None:
+    text = own_bed.ssh_config.read_text()
+    own_bed.ssh_config.write_text(text.replace("IdentitiesOnly yes", only))
+    file = own_bed.folder / name
+    file.write_bytes(data)
+    with pytest.raises(UsageError, match=rf"^ssh\.key_file .*{words}"):
+        await open_link(own_bed, file)
+
+
+async def test_a_key_file_that_cannot_be_read_is_said(own_bed: Bed) -> None:
+    with pytest.raises(UsageError, match=r"ssh\.key_file '/proc/self/mem' cannot be read: .* error"):
+        await open_link(own_bed, Path("/proc/self/mem"))
+
+
+@pytest.mark.parametrize("form", ["openssh", "pkcs1-pem", "pkcs8-pem"])
+async def test_a_key_file_with_a_passphrase_is_named_only_when_the_login_is_refused(
+    own_bed: Bed, form: str
+) -> None:
+    locked = write_locked(own_bed.folder / "my key", form)
+    await open_link(own_bed, locked)
+    own_bed.key.write_bytes(KEY.export_private_key())
+    with pytest.raises(LoginRefusedError) as caught:
+        await open_link(own_bed, locked)
+    assert f"{locked} has a passphrase and is of use only in the agent" in caught.value.hint
+    assert f"(ssh-add '{locked}')" in caught.value.hint
+    assert str(own_bed.key) not in caught.value.hint
+
+
+async def test_a_key_of_openssh_with_a_passphrase_is_passed_over_and_named_when_the_login_is_refused(
+    own_bed: Bed,
+) -> None:
+    locked = write_locked(own_bed.folder / "locked")
+    text = own_bed.ssh_config.read_text()
+    own_bed.ssh_config.write_text(f"Host *\n  IdentityFile {locked}\n{text}")
+    await open_link(own_bed)
+    write_locked(own_bed.key, "pkcs8-pem")
+    with pytest.raises(LoginRefusedError) as caught:
+        await open_link(own_bed)
+    both = f"{locked}, {own_bed.key} have a passphrase and are of use only in the agent"
+    assert f"{both} (ssh-add {locked} {own_bed.key})" in caught.value.hint
+
+
+def test_keys_of_the_home_are_looked_at_where_none_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert passphrase_hint([]) == "a key with a passphrase must be in the agent (ssh-add)"
+    (tmp_path / ".ssh").mkdir()
+    locked = write_locked(tmp_path / ".ssh/id_ed25519")
+    assert f"{locked} has a passphrase" in passphrase_hint([])
+    assert str(locked) not in passphrase_hint([str(tmp_path / "another")])
