@@ -1,25 +1,77 @@
-"""What a key file is: a private key, one with a passphrase, or something else under that name.
+"""The keys that a login offers, and what a key file is: a private key, one with a passphrase, something else.
 
-Not for: loading the keys of a login (ssh_pool.py), or the keys of hosts (host_trust.py).
+Not for: the keys of hosts (host_trust.py).
 """
 
 from __future__ import annotations
 
+import contextlib
+import logging
+import os
 import shlex
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any, cast
 
 import asyncssh
 
 from genie.errors import UsageError
 
+_log = logging.getLogger(__name__)
+
 _FILE_BYTES_MAX = 1 << 20
 _SHOWN_MAX = 4
-_DEFAULT_KEYS = ("~/.ssh/id_ed25519", "~/.ssh/id_ecdsa", "~/.ssh/id_rsa")
+_HOME_KEYS = tuple(
+    f"~/.ssh/{name}" for name in ("id_ed25519_sk", "id_ecdsa_sk", "id_ed25519", "id_ecdsa", "id_rsa")
+)
+_NO_IDENTITY = b""
+"""Where only named keys of the agent may be used and there are none: with no name, all would be."""
 
 
-def check_key_file(path: Path, *, named: str) -> None:
+def login_keys(options: asyncssh.SSHClientConnectionOptions, named: Sequence[str]) -> dict[str, Any]:
+    """Arguments with which asyncssh offers the keys of the named files, or else those of the home.
+
+    As OpenSSH, it passes over what is not there, is no private key or has a passphrase: the agent may have
+    it. The primes of an RSA key are not tested: that takes a third of a second for each host, and the key
+    is the user's own.
+    """
+    files = [Path(each).expanduser() for each in named or _HOME_KEYS]
+    beside = cast(Sequence[str], options.config.get("CertificateFile", ()))
+    certificates = [path for path in map(os.path.expanduser, beside) if os.access(path, os.R_OK)]
+    pairs = [pair for file in files for pair in _key_pairs(file, certificates)]
+    identities = None
+    if options.config.get("IdentitiesOnly"):
+        known = [pair.public_data for pair in pairs] + [each for file in files for each in _public_data(file)]
+        identities = list(dict.fromkeys(known)) or [_NO_IDENTITY]
+    return {"client_keys": pairs, "client_certs": [], "agent_identities": identities}
+
+
+def _key_pairs(file: Path, certificates: Sequence[str]) -> Sequence[asyncssh.SSHKeyPair]:
+    try:
+        return asyncssh.load_keypairs(
+            [str(file)], certlist=certificates, ignore_encrypted=True, unsafe_skip_rsa_key_validation=True
+        )
+    except FileNotFoundError:
+        return []
+    except (OSError, ValueError) as error:
+        _log.info("a key is passed over", extra={"file": str(file), "why": str(error)})
+        return []
+
+
+def _public_data(file: Path) -> Iterator[bytes]:
+    """Of what lies beside a private key, or under its name: by that, the agent knows its own."""
+    with contextlib.suppress(OSError, ValueError):
+        yield asyncssh.read_certificate(f"{file}-cert.pub").public_data
+    for path in (f"{file}.pub", str(file)):
+        with contextlib.suppress(OSError, ValueError):
+            yield asyncssh.read_public_key(path).public_data
+
+
+def check_key_file(named: str) -> None:
     """Raises UsageError for what is no private key. One with a passphrase is: the agent may have it."""
+    path = Path(named).expanduser()
+    if not path.is_file():
+        raise UsageError(f"ssh.key_file {named!r} is not there", hint="name a private key, or none")
     try:
         fault = _fault(_read(path))
     except OSError as error:
@@ -31,7 +83,7 @@ def check_key_file(path: Path, *, named: str) -> None:
 
 def passphrase_hint(paths: Sequence[str]) -> str:
     """What to do about those of the files that have a passphrase; in general where none of them has."""
-    files = [Path(path).expanduser() for path in paths or _DEFAULT_KEYS]
+    files = [Path(path).expanduser() for path in paths or _HOME_KEYS]
     locked = [str(file) for file in dict.fromkeys(files) if _has_passphrase(file)][:_SHOWN_MAX]
     if not locked:
         return "a key with a passphrase must be in the agent (ssh-add)"

@@ -45,7 +45,7 @@ from genie.errors import (
 from genie.grid.grid_file import GridFile, GridNode
 from genie.grid.remote import core
 from genie.grid.ssh_config import config_about
-from genie.grid.ssh_keys import check_key_file, passphrase_hint
+from genie.grid.ssh_keys import check_key_file, login_keys, passphrase_hint
 from genie.grid.tcp_leg import TcpLeg
 from genie.runtime.tasks import all_of, either, paused
 
@@ -377,20 +377,10 @@ class Target:
     ciphers: list[str]
     known_hosts: asyncssh.SSHKnownHosts
     known_hosts_files: tuple[Path, ...]
-    key_files: tuple[str, ...] = ()
+    key_files: tuple[str, ...]
     """Those that are named, whether they are there or not; empty: those of the home."""
-
-    @property
-    def keys(self) -> dict[str, Any]:
-        """Arguments that keep asyncssh from reading the keys of `options` a second time.
-
-        None where there are none, which it would take for those of the home, and with certificates, which
-        it pairs with keys as it reads them.
-        """
-        options = self.options
-        if not options.client_keys or options.config.get("CertificateFile"):
-            return {}
-        return {"client_keys": options.client_keys, "agent_identities": options.agent_identities}
+    keys: Mapping[str, Any]
+    """What a connection must be given beside `options`, which has no keys."""
 
     @property
     def known_keys(self) -> list[asyncssh.SSHKey]:
@@ -409,16 +399,20 @@ async def resolve(node: GridNode, file: GridFile, ssh_config: Path, *, trusted: 
         given["port"] = node.port
     config = [str(ssh_config)] if _is_file(ssh_config) else []
     given |= {"config": config, "host": node.name}
+    if file.ssh.key_file is not None:
+        check_key_file(file.ssh.key_file)
     try:
-        options = await _options_of(given, ssh_config, key_file=file.ssh.key_file)
+        options = await _options(given, ssh_config)
     except (asyncssh.Error, OSError, ValueError) as error:
         raise UsageError(
-            f"node {node.name}: {ssh_config} or a key cannot be used: {told(error)}",
+            f"node {node.name}: {ssh_config} cannot be used: {told(error)}",
             hint=f"try '{_ssh(node)}'",
         ) from error
     # With "UserKnownHostsFile none" the library would trust any host; here that means that none is known.
     named = options.known_hosts if isinstance(options.known_hosts, list) else None
     files = [Path(_expanded(str(each))) for each in named or [_KNOWN_HOSTS]] if named is not None else []
+    named_keys = [file.ssh.key_file] if file.ssh.key_file is not None else []
+    named_keys += cast(Sequence[str], options.config.get("IdentityFile", ()))
     return Target(
         node,
         host=options.host_key_alias or options.host,
@@ -428,7 +422,8 @@ async def resolve(node: GridNode, file: GridFile, ssh_config: Path, *, trusted: 
         ciphers=_ciphers(options),
         known_hosts=trusted.of(files),
         known_hosts_files=tuple(files),
-        key_files=(*([file.ssh.key_file] if file.ssh.key_file else []), *_identity_files(options)),
+        key_files=tuple(named_keys),
+        keys=await asyncio.to_thread(login_keys, options, named_keys),
     )
 
 
@@ -448,36 +443,15 @@ def _is_file(path: Path) -> bool:
     return path.is_file()
 
 
-async def _options_of(
-    given: dict[str, Any], ssh_config: Path, *, key_file: str | None
-) -> asyncssh.SSHClientConnectionOptions:
-    if given["config"]:
-        with config_about(given["host"], ssh_config) as short, contextlib.suppress(asyncssh.ConfigParseError):
-            return await _options({**given, "config": [str(short)]}, key_file=key_file)
-    return await _options(given, key_file=key_file)  # its errors name the file itself
-
-
-async def _options(given: dict[str, Any], *, key_file: str | None) -> asyncssh.SSHClientConnectionOptions:
-    """Keys as OpenSSH has them: key_file beside every IdentityFile, and those that are not there left out."""
+async def _options(given: dict[str, Any], ssh_config: Path) -> asyncssh.SSHClientConnectionOptions:
     construct = asyncssh.SSHClientConnectionOptions.construct
     found: asyncssh.SSHClientConnectionOptions
-    if key_file is None:
-        with contextlib.suppress(FileNotFoundError):
-            found = await construct(**given)
+    if given["config"]:
+        with config_about(given["host"], ssh_config) as short, contextlib.suppress(asyncssh.ConfigParseError):
+            found = await construct(client_keys=None, **{**given, "config": [str(short)]})
             return found
-    own = [] if key_file is None else [_expanded(key_file)]
-    if key_file is not None:
-        if not _is_file(Path(own[0])):
-            raise UsageError(f"ssh.key_file {key_file!r} is not there", hint="name a private key, or none")
-        check_key_file(Path(own[0]), named=key_file)
-    bare = await construct(client_keys=None, **given)
-    keys = own + [each for each in _identity_files(bare) if _is_file(Path(each))]
-    found = await construct(client_keys=keys, ignore_encrypted=True, **given)
+    found = await construct(client_keys=None, **given)  # its errors name the file itself
     return found
-
-
-def _identity_files(options: asyncssh.SSHClientConnectionOptions) -> list[str]:
-    return [_expanded(each) for each in cast(Sequence[str], options.config.get("IdentityFile", ()))]
 
 
 def pause_s(attempt: int) -> float:

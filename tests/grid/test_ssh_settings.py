@@ -7,6 +7,7 @@ from typing import Any
 
 import asyncssh
 import pytest
+from asyncssh.crypto import RSAPrivateKey
 
 from genie.grid.grid_file import parse_grid_file
 from genie.grid.ssh_pool import KnownHosts, Target, resolve
@@ -22,7 +23,6 @@ COMPARED = [
     "tcp_keepalive",
     "host_key_alias",
     "agent_path",
-    "agent_identities",
     "agent_forward_path",
     "kex_algs",
     "encryption_algs",
@@ -76,22 +76,67 @@ def told(options: asyncssh.SSHClientConnectionOptions) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("settings", "once"),
+    "settings",
     [
-        ("  IdentityFile ~/.ssh/one\n", True),
-        ("  IdentityFile ~/.ssh/one\n  IdentityFile ~/.ssh/two\n  User ada\n  Port 2222\n", True),
-        ("  IdentityFile ~/.ssh/one\n  IdentitiesOnly yes\n  HostName 127.0.0.1\n", True),
-        ("  IdentityFile ~/.ssh/two\n  IdentitiesOnly yes\n", False),
-        ("  IdentityFile ~/.ssh/one\n  IdentityAgent none\n  ForwardAgent yes\n", True),
-        ("  IdentityFile ~/.ssh/one\n  CertificateFile ~/.ssh/one.cert\n", False),
-        ("  IdentityFile ~/.ssh/one\n  Ciphers aes128-ctr\n  KexAlgorithms curve25519-sha256\n", True),
-        ("  IdentityFile ~/.ssh/one\n  SetEnv A=1\n  Compression yes\n  RekeyLimit 1G\n", True),
-        ("  User ada\n", False),
+        "  IdentityFile ~/.ssh/one\n",
+        "  IdentityFile ~/.ssh/one\n  IdentityFile ~/.ssh/two\n  User ada\n  Port 2222\n",
+        "  IdentityFile ~/.ssh/one\n  IdentitiesOnly yes\n  HostName 127.0.0.1\n",
+        "  IdentityFile ~/.ssh/two\n  IdentitiesOnly yes\n",
+        "  IdentityFile ~/.ssh/one\n  IdentityAgent none\n  ForwardAgent yes\n",
+        "  IdentityFile ~/.ssh/one\n  CertificateFile ~/.ssh/one.cert\n",
+        "  IdentityFile ~/.ssh/one\n  Ciphers aes128-ctr\n  KexAlgorithms curve25519-sha256\n",
+        "  IdentityFile ~/.ssh/one\n  SetEnv A=1\n  Compression yes\n  RekeyLimit 1G\n",
+        "  User ada\n",
     ],
 )
-async def test_what_asyncssh_is_given_is_what_was_read(keys: Path, settings: str, once: bool) -> None:
+async def test_a_connection_gets_what_asyncssh_would_read_by_itself(keys: Path, settings: str) -> None:
     target = await target_of(settings, keys)
-    assert bool(target.keys) is once
     construct = asyncssh.SSHClientConnectionOptions.construct
+    plain = await construct(host="gpu1", config=[str(keys / "config")])
     given = await construct(target.options, host="gpu1", config=None, **target.keys)
-    assert told(given) == told(target.options)
+    assert told(given) == told(plain)
+
+
+async def test_keys_that_are_not_there_or_none_are_passed_over(keys: Path) -> None:
+    (keys / "rubbish").write_text("hunter2")
+    (keys / "folder").mkdir()
+    names = ("missing", "rubbish", "folder", "rubbish/below", "one.cert", "one")
+    files = "".join(f"  IdentityFile ~/.ssh/{name}\n" for name in names)
+    target = await target_of(f"{files}  CertificateFile ~/.ssh/missing.cert\n", keys)
+    one = asyncssh.read_private_key(keys / "one").public_data
+    assert [pair.public_data for pair in target.keys["client_keys"]] == [one]
+    assert target.keys["agent_identities"] is None
+
+
+async def test_with_identities_only_the_agent_is_asked_for_the_named_keys_alone(keys: Path) -> None:
+    two = asyncssh.read_private_key(keys / "two", "word")
+    two.write_public_key(keys / "two.pub")
+    only = "  IdentitiesOnly yes\n"
+    named = "".join(f"  IdentityFile ~/.ssh/{name}\n" for name in ("one", "two", "missing"))
+    target = await target_of(named + only, keys)
+    one = asyncssh.read_private_key(keys / "one")
+    assert target.keys["agent_identities"] == [one.public_data, two.public_data]
+    assert (await target_of("  IdentityFile ~/.ssh/missing\n" + only, keys)).keys["agent_identities"] == [b""]
+    (keys / "id_rsa.pub").write_bytes(two.export_public_key())
+    assert (await target_of(only, keys)).keys["agent_identities"] == [two.public_data]
+
+
+async def test_the_primes_of_ones_own_keys_are_not_tested_for_every_node(
+    keys: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asyncssh.generate_private_key("ssh-rsa", key_size=2048).write_private_key(keys / "id_rsa")
+    tested: list[bool] = []
+    construct = RSAPrivateKey.construct
+
+    def counted(*numbers: int) -> RSAPrivateKey:
+        *_, skip = numbers
+        tested.append(not skip)
+        return construct(*numbers)
+
+    monkeypatch.setattr(RSAPrivateKey, "construct", counted)
+    target = await target_of("  User ada\n", keys)
+    assert len(target.keys["client_keys"]) == 1
+    await asyncssh.SSHClientConnectionOptions.construct(
+        target.options, host="gpu1", config=None, **target.keys
+    )
+    assert tested == [False]
