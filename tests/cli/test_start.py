@@ -23,8 +23,9 @@ code = {"genie": main, "grid-cli": grid_main}[sys.argv[1]](sys.argv[3:])
 with open(sys.argv[2], "w", encoding="utf-8") as file:
     json.dump([code, sorted(sys.modules)], file)
 """
-ANSWERS = [
+HEAVY = [
     "torch",
+    "pydantic",
     "numpy",
     "ray",
     "grpc",
@@ -33,11 +34,11 @@ ANSWERS = [
     "genie.agent",
     "genie.runtime.native",
 ]
-"""What no command loads that only reads, asks and prints."""
-FOREIGN = ["asyncssh", "cryptography", "msgspec", "psutil", "pathspec"]
-"""Large packages that only some commands use."""
+"""What none of the commands here uses."""
+SOME_USE = ["asyncssh", "cryptography", "msgspec", "psutil", "pathspec"]
+"""Large packages that some commands use."""
 TABLES = ["rich", "markdown_it", "pygments"]
-PARSER = [
+LATER = [
     "asyncio",
     "socket",
     "ssl",
@@ -85,19 +86,19 @@ def commands_among(names: set[str]) -> set[str]:
 @pytest.mark.parametrize("program", ["genie", "grid-cli"])
 def test_the_version_needs_the_parser_alone(program: str, tmp_path: Path) -> None:
     names = modules_after(tmp_path, program, "--version", code=0)
-    assert names.isdisjoint([*ANSWERS, *FOREIGN, *TABLES, *PARSER, "genie.grid", "genie.cluster"])
+    assert names.isdisjoint([*HEAVY, *SOME_USE, *TABLES, *LATER, "genie.grid", "genie.cluster"])
     assert commands_among(names) == set()
 
 
 @pytest.mark.parametrize("program", ["genie", "grid-cli"])
 def test_help_imports_the_commands_and_nothing_that_they_use(program: str, tmp_path: Path) -> None:
     names = modules_after(tmp_path, program, "--help", code=0)
-    assert names.isdisjoint([*ANSWERS, *FOREIGN, "yaml", "genie.grid", "genie.cluster", "genie.runtime"])
+    assert names.isdisjoint([*HEAVY, *SOME_USE, "yaml", "genie.grid", "genie.cluster", "genie.runtime"])
 
 
 def test_checking_the_grid_s_file_reads_it_and_connects_nothing(grid_file: Path, tmp_path: Path) -> None:
     names = modules_after(tmp_path, "grid-cli", "--config", str(grid_file), "config", "check", code=0)
-    assert names.isdisjoint([*ANSWERS, *FOREIGN, *TABLES, "genie.runtime", "genie.grid.ssh_pool"])
+    assert names.isdisjoint([*HEAVY, *SOME_USE, *TABLES, "genie.runtime", "genie.grid.ssh_pool"])
     assert commands_among(names) == {"grid_node_commands"}
 
 
@@ -105,14 +106,14 @@ def test_a_run_imports_what_reaches_a_node_and_no_more(grid_file: Path, tmp_path
     given = ("--config", str(grid_file), "run", "--node", "127.0.0.1", "hostname")
     names = modules_after(tmp_path, "grid-cli", *given, code=255)
     assert "asyncssh" in names
-    unused = [*ANSWERS, *TABLES, "psutil", "pathspec", "tomllib", "genie.cluster", "genie.grid.sync"]
+    unused = [*HEAVY, *TABLES, "psutil", "pathspec", "tomllib", "genie.cluster", "genie.grid.sync"]
     assert names.isdisjoint(unused)
     assert commands_among(names) <= {"grid_run_commands", "grid_node_commands", "grid_sync_commands"}
 
 
 def test_a_command_of_the_cluster_imports_nothing_of_the_grid(tmp_path: Path) -> None:
     names = modules_after(tmp_path, "genie", "nodes", code=2)
-    assert names.isdisjoint([*ANSWERS, *TABLES, "asyncssh", "psutil", "pathspec", "yaml", "genie.grid"])
+    assert names.isdisjoint([*HEAVY, *TABLES, "asyncssh", "psutil", "pathspec", "yaml", "genie.grid"])
     assert commands_among(names) == {"view_commands"}
 
 
