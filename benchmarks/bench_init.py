@@ -1,17 +1,20 @@
-"""How long genie.init() and `import genie` take.
+"""How long genie.init(), `import genie` and the start of a command take.
 
     python benchmarks/bench_init.py [--json] [--rounds 50]
 
 Starts a cluster on loopback with TLS, and measures against it from this process: each round opens and
 ends a session, and beside it makes a bare TLS connection to the same port, the baseline. The cost of the
-import is that of a fresh interpreter with it, less one without. Every pair is measured in turn, so that a
-busy machine is busy for both. Ends with 1 when a goal is missed.
+import is that of a fresh interpreter with it, less one without. The start of a command is its processor
+time, beside that of an interpreter that does nothing: `--version`, and a run on a node that refuses at once.
+Every pair is measured in turn, so that a busy machine is busy for both. Ends with 1 when a goal is missed.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import resource
+import socket
 import ssl
 import statistics
 import subprocess
@@ -33,6 +36,8 @@ INIT_P99 = report.value_at_most(5000.0)
 IMPORT = report.value_at_most(150.0)
 IMPORT_ROUNDS_MAX = 20
 FIRST_ROUNDS_MAX = 10
+GRID_CLI = "import sys; from genie.cli import grid_main; sys.exit(grid_main())"
+UNREACHABLE = 255
 
 FIRST = """
 import asyncio, time, genie
@@ -120,11 +125,42 @@ def measure_imports(rounds: int) -> list[report.Figure]:
     return figures
 
 
+def measure_starts(rounds: int, folder: Path) -> list[report.Figure]:
+    with socket.socket() as refusing:  # taken, and nobody listens
+        refusing.bind(("127.0.0.1", 0))
+        file = folder / "grid.yaml"
+        file.write_text(f"nodes:\n  - name: 127.0.0.1\n    port: {refusing.getsockname()[1]}\n", "utf-8")
+        run = [GRID_CLI, "--config", str(file), "run", "--node", "127.0.0.1", "true"]
+        commands = {"pass": (["pass"], 0), "version": ([GRID_CLI, "--version"], 0), "run": (run, UNREACHABLE)}
+        times: dict[str, list[float]] = {name: [] for name in commands}
+        for number in range(min(rounds, IMPORT_ROUNDS_MAX) + 1):
+            for name, (arguments, code) in commands.items():
+                ms = processor_ms(arguments, code=code)
+                if number > 0:  # the first one fills the file cache
+                    times[name].append(ms)
+    bare = statistics.median(times["pass"])
+    return [
+        report.figure(f"start_{name}_cpu", statistics.median(taken), samples=taken, baseline=bare)
+        for name, taken in times.items()
+        if name != "pass"
+    ]
+
+
+def processor_ms(arguments: list[str], *, code: int) -> float:
+    """What Python takes for it, with what it starts itself. It has to end with `code`."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    done = subprocess.run([sys.executable, "-c", *arguments], check=False, capture_output=True, text=True)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert done.returncode == code, done.stderr
+    return (after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime) * 1000
+
+
 def main() -> int:
     given = report.options((__doc__ or "").splitlines()[0], rounds=50).parse_args()
     logging.disable(logging.WARNING)
     with report.own_place() as folder:
-        figures = measure_imports(given.rounds) + asyncio.run(measure_sessions(given.rounds, folder))
+        figures = measure_imports(given.rounds) + measure_starts(given.rounds, folder)
+        figures += asyncio.run(measure_sessions(given.rounds, folder))
     return report.conclude(figures, as_json=given.json)
 
 

@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
 import os
 import re
-import tomllib
 import types
 import typing
 from collections.abc import Callable, Mapping
@@ -277,7 +277,7 @@ def declared() -> list[Setting]:
         Setting(
             key=f"{section}.{field.name}",
             env=_env_name(section, field),
-            kind=_kind_text(cls, field),
+            kind=_kind_text(section, field),
             default=_shown(_default(field)),
             help=field.metadata["help"],
             secret=field.metadata["secret"],
@@ -353,6 +353,8 @@ def _from_file(environ: Mapping[str, str], file: Path | None) -> dict[str, tuple
         path = base / "genie" / "config.toml"
         if not path.is_file():
             return {}
+    import tomllib  # late: most have no such file
+
     try:
         tree = tomllib.loads(path.expanduser().read_text("utf-8"))
     except (OSError, tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
@@ -418,7 +420,7 @@ def _converted(key: str, raw: object, source: str) -> object:
 
 
 def _checked(key: str, field: dataclasses.Field[Any], raw: object, source: str) -> object:
-    kind = _base_type(SECTIONS[key.partition(".")[0]], field)
+    kind = _base_type(key.partition(".")[0], field)
     shown = "its value" if field.metadata["secret"] else repr(raw)
     try:
         value = _PARSERS[kind](raw)
@@ -530,17 +532,22 @@ _KIND_WORDS = {
 }
 
 
-def _base_type(cls: type[Any], field: dataclasses.Field[Any]) -> type:
-    hint = typing.get_type_hints(cls)[field.name]
+@functools.cache
+def _type_hints(section: str) -> dict[str, Any]:
+    return typing.get_type_hints(SECTIONS[section])
+
+
+def _base_type(section: str, field: dataclasses.Field[Any]) -> type:
+    hint = _type_hints(section)[field.name]
     if typing.get_origin(hint) is Mapping:
         return Mapping
     parts = [part for part in typing.get_args(hint) if part is not type(None)]
     return typing.cast("type", parts[0] if parts else hint)
 
 
-def _kind_text(cls: type[Any], field: dataclasses.Field[Any]) -> str:
+def _kind_text(section: str, field: dataclasses.Field[Any]) -> str:
     allowed = field.metadata["allowed"]
-    return " | ".join(allowed) if allowed else _KIND_WORDS[_base_type(cls, field)]
+    return " | ".join(allowed) if allowed else _KIND_WORDS[_base_type(section, field)]
 
 
 def _allowed_text(field: dataclasses.Field[Any], kind: type) -> str:

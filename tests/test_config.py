@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import typing
 from pathlib import Path
 
 import pytest
@@ -29,6 +30,16 @@ def test_later_wins_file_then_environment_then_arguments(file: Path) -> None:
     assert settings.sources["cluster.master_port"] == "argument master_port"
     assert settings.sources["log.level"] == f"file {file}"
     assert settings.sources["cluster.backend"] == "default"
+
+
+def test_the_types_of_a_section_are_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every command loads the settings, and every setting looks at its type."""
+    read: list[object] = []
+    real = typing.get_type_hints
+    monkeypatch.setattr(typing, "get_type_hints", lambda cls: read.append(cls) or real(cls))
+    load(environ={})
+    load(environ={})
+    assert len(read) == len(set(read))
 
 
 def test_an_argument_that_is_none_and_a_variable_that_is_empty_count_as_not_given() -> None:

@@ -1,8 +1,9 @@
 """The command line: `genie`. `main` is the door; one file per noun stands behind it.
 
-The command modules import what they need inside their functions. That is on purpose, and only
-here: `genie --help` and shell completion must answer at once, and the client, the network and the
-tables cost several times what the parser does.
+The command modules import what they need inside their functions, and are themselves imported when a
+command of theirs is named (app.py). That is on purpose, and only here: commands, `genie --help` and
+shell completion must begin at once, and the client, the network and the tables cost several times
+what the parser does.
 
 Not for: anything that a library user needs (genie/__init__.py).
 """

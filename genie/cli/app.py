@@ -16,13 +16,13 @@ import logging
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, TypeVar, get_type_hints
+from typing import Annotated, Any, TypeVar, cast, get_type_hints
 
 import typer
-from typer.core import TyperCommand
+from typer.core import TyperCommand, TyperGroup
 from typer.main import get_command
 
 import genie
@@ -39,23 +39,46 @@ _Misread: type[Exception] = typer.BadParameter.__mro__[1]
 
 INTERRUPTED = 130
 _TOKEN_BYTES_MAX = 4096
-_COMMAND_MODULES = (
-    "cluster_commands",
-    "view_commands",
-    "job_commands",
-    "queue_commands",
-    "quota_commands",
-    "token_commands",
-    "config_commands",
-    "sim_commands",
-    "grid_health_commands",
-    "grid_node_commands",
-    "grid_promote_commands",
-    "grid_ray_commands",
-    "grid_run_commands",
-    "grid_sync_commands",
-    "doctor",
-)
+_COMMANDS = {
+    "up": "cluster_commands",
+    "join": "cluster_commands",
+    "down": "cluster_commands",
+    "forget": "cluster_commands",
+    "drain": "cluster_commands",
+    "undrain": "cluster_commands",
+    "status": "view_commands",
+    "nodes": "view_commands",
+    "submit": "job_commands",
+    "jobs": "job_commands",
+    "logs": "job_commands",
+    "cancel": "job_commands",
+    "queue": "queue_commands",
+    "explain": "queue_commands",
+    "doctor": "doctor",
+    "grid": "app",
+    "quota": "quota_commands",
+    "token": "token_commands",
+    "config": "config_commands",
+    "sim": "sim_commands",
+}
+"""Which module registers a command or a group of them, in the order in which help shows them."""
+_GRID_COMMANDS = {
+    "health": "grid_health_commands",
+    "top": "grid_health_commands",
+    "metrics": "grid_health_commands",
+    "promote": "grid_promote_commands",
+    "demote": "grid_promote_commands",
+    "setup": "grid_ray_commands",
+    "run": "grid_run_commands",
+    "ps": "grid_run_commands",
+    "logs": "grid_run_commands",
+    "attach": "grid_run_commands",
+    "cancel": "grid_run_commands",
+    "sync": "grid_sync_commands",
+    "nodes": "grid_node_commands",
+    "config": "grid_node_commands",
+    "cluster": "grid_ray_commands",
+}
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
 
@@ -162,8 +185,45 @@ class Invocation:
         }
 
 
+class _Door(TyperGroup):
+    """Imports the module of a command when that is named, so that nobody waits for the others.
+
+    Help and completion, which show all commands, import all; so does a name that there is not, for the
+    hint at the nearest.
+    """
+
+    homes: Mapping[str, str] = _COMMANDS
+
+    # Any: the parser's own context and commands, which have other types in each version of typer.
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        if cmd_name not in self.commands:
+            self._load([cmd_name] if cmd_name in self.homes else self.homes)
+        return super().get_command(ctx, cmd_name)
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        if len(self.commands) < len(self.homes):
+            self._load(self.homes)
+        return list(self.homes)
+
+    def _load(self, names: Iterable[str]) -> None:
+        for name in names:
+            importlib.import_module(f"genie.cli.{self.homes[name]}")  # it registers its commands
+        self.commands = cast(TyperGroup, get_command(self._typer())).commands
+
+    def _typer(self) -> typer.Typer:
+        return app
+
+
+class _GridDoor(_Door):
+    homes = _GRID_COMMANDS
+
+    def _typer(self) -> typer.Typer:
+        return grid
+
+
 app = typer.Typer(
     name="genie",
+    cls=_Door,
     help="GPUs on other machines: a cluster, its jobs, and a PyTorch device.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
@@ -174,6 +234,7 @@ app = typer.Typer(
 
 grid = typer.Typer(
     name="grid",
+    cls=_GridDoor,
     help="A few SSH hosts as a cluster, with nothing installed on them. Also: grid-cli.",
     no_args_is_help=True,
     rich_markup_mode="rich",
@@ -188,7 +249,6 @@ def run(argv: Sequence[str] | None = None, *, door: typer.Typer = app, prog: str
 
     `grid-cli` is a door of its own to the commands of `genie grid`.
     """
-    _register()
     invocation = Invocation()
     output.open_closed_streams()
     try:
@@ -424,13 +484,6 @@ def _options(shared: Mapping[str, tuple[Any, Any]]) -> list[inspect.Parameter]:
         inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
         for name, (annotation, default) in shared.items()
     ]
-
-
-@functools.cache
-def _register() -> None:
-    """Importing a command module registers its commands, in the order in which help shows them."""
-    for module in _COMMAND_MODULES:
-        importlib.import_module(f"genie.cli.{module}")
 
 
 def _checked_flush(code: int) -> int:

@@ -29,8 +29,6 @@ from genie.cli.quantities import count_text, duration_text, size_text
 from genie.config import Settings
 from genie.errors import ConfigError, GenieError, NativeBuildError, UnreachableError
 from genie.model.names import address_text, parse_endpoint
-from genie.runtime import native
-from genie.runtime.placers import why_plain
 
 _COMMAND_S = 10.0
 _CONNECT_S = 5.0
@@ -119,6 +117,8 @@ def tools() -> Iterator[Check]:
 
 def _compiler() -> Check:
     """What native.py would use, and Python's headers, which distributions pack apart."""
+    from genie.runtime import native
+
     name, use = "c++ compiler", "the device remote_accelerator is compiled with it, once"
     fix = "Debian, Ubuntu: apt install g++ python3-dev; Fedora: dnf install gcc-c++ python3-devel"
     compiler = native.find_compiler()
@@ -134,6 +134,8 @@ def _compiler() -> Check:
 
 def _libraries() -> Check:
     """Whether the device's C++ part is there for the torch that is installed. Imports torch to know."""
+    from genie.runtime import native
+
     name = "device library"
     try:
         workshop, torch = native.Workshop.of_this_installation(), native.Target.installed().torch_version
@@ -148,6 +150,8 @@ def _libraries() -> Check:
 
 def _scheduler_library() -> Check:
     """Whether decisions are made by compiled code."""
+    from genie.runtime.placers import why_plain
+
     name, fix = "scheduler library", "python -m genie.runtime.native genie_scheduler"
     if why := why_plain():
         return Check(name=name, verdict=Verdict.ABSENT, found=why, fix=fix)

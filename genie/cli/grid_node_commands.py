@@ -59,7 +59,7 @@ def _given_file(context: typer.Context) -> str | None:
 
 NodeNames = Annotated[
     list[str] | None,
-    typer.Argument(metavar="NODE", help="Names in the grid's file.", autocompletion=complete_node),
+    typer.Argument(metavar="NODE...", help="Names in the grid's file.", autocompletion=complete_node),
 ]
 _NewNodes = Annotated[list[str], typer.Argument(metavar="[USER@]NAME[:PORT]", help="Hosts or aliases.")]
 _Labels = Annotated[
@@ -161,7 +161,7 @@ def add(
 def remove(
     invocation: Invocation,
     *,
-    nodes: Annotated[list[str], typer.Argument(metavar="NODE", autocompletion=complete_node)],
+    nodes: Annotated[list[str], typer.Argument(metavar="NODE...", autocompletion=complete_node)],
     as_json: AsJson = False,
 ) -> None:
     """Take nodes out of the grid's file. What runs there goes on; known_hosts keeps their keys."""

@@ -176,7 +176,7 @@ def cancel(
     invocation: Invocation,
     *,
     run_ids: Annotated[
-        list[str], typer.Argument(metavar="RUN", help="Ids of runs; their beginnings are enough.")
+        list[str], typer.Argument(metavar="RUN...", help="Ids of runs; their beginnings are enough.")
     ],
     signal: Annotated[str, typer.Option(metavar="NAME", help="What is sent first.")] = "TERM",
     grace: Annotated[str, typer.Option(metavar="TIME", help="How long until SIGKILL follows.")] = "10s",

@@ -171,7 +171,7 @@ def cancel(
     invocation: Invocation,
     *,
     job_ids: Annotated[
-        list[str], typer.Argument(metavar="JOB", help="Ids of jobs, or names where only one job has it.")
+        list[str], typer.Argument(metavar="JOB...", help="Ids of jobs, or names where only one job has it.")
     ],
     as_json: AsJson = False,
 ) -> None:

@@ -94,7 +94,7 @@ def revoke(
     invocation: Invocation,
     *,
     token_ids: Annotated[
-        list[str], typer.Argument(metavar="ID", help="Ids, as 'genie token list' shows them.")
+        list[str], typer.Argument(metavar="ID...", help="Ids, as 'genie token list' shows them.")
     ],
 ) -> None:
     """Revoke tokens. They open nothing from now on."""

@@ -14,6 +14,7 @@ import secrets
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -57,7 +58,9 @@ from genie.model.messages import (
 from genie.model.tenant import QuotaRecord, TokenKind, TokenRecord
 from genie.runtime.credentials import find_access
 from genie.runtime.network import Network, TcpNetwork
-from genie.runtime.workdir import PackedWorkdir, pack
+
+if TYPE_CHECKING:
+    from genie.runtime.workdir import PackedWorkdir
 
 CONNECT_S = 10.0
 CALL_S = 20.0
@@ -275,6 +278,8 @@ class ClusterClient:
     # --- directories --------------------------------------------------------------------------
 
     async def _send_workdir(self, directory: Path, progress: Progress) -> Workdir:
+        from genie.runtime.workdir import pack  # late: most clients send none
+
         packed = await asyncio.to_thread(
             pack,
             directory,

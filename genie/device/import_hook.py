@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-import importlib.abc
-import importlib.machinery
 import importlib.util
 import sys
 import threading
 from collections.abc import Callable, Sequence
 from types import ModuleType
+from typing import TYPE_CHECKING, cast
+
+if TYPE_CHECKING:  # importlib.abc imports much, and every `import genie` comes here
+    from importlib.abc import Loader
+    from importlib.machinery import ModuleSpec
 
 _NAME = "torch"
 
@@ -21,7 +24,7 @@ def call_with_torch(function: Callable[[], None]) -> None:
         sys.meta_path.insert(0, _TorchFinder(function))
 
 
-class _TorchFinder(importlib.abc.MetaPathFinder):
+class _TorchFinder:
     """Finds torch with the other finders, and wraps its loader."""
 
     def __init__(self, after_import: Callable[[], None]) -> None:
@@ -30,7 +33,7 @@ class _TorchFinder(importlib.abc.MetaPathFinder):
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> importlib.machinery.ModuleSpec | None:
+    ) -> ModuleSpec | None:
         if fullname != _NAME or getattr(self._searching, "now", False):
             return None
         self._searching.now = True
@@ -39,16 +42,16 @@ class _TorchFinder(importlib.abc.MetaPathFinder):
         finally:
             self._searching.now = False
         if spec is not None and spec.loader is not None:
-            spec.loader = _Loader(spec.loader, self._after_import)
+            spec.loader = cast("Loader", _Loader(spec.loader, self._after_import))
         return spec
 
 
-class _Loader(importlib.abc.Loader):
-    def __init__(self, real: importlib.abc.Loader, after_import: Callable[[], None]) -> None:
+class _Loader:
+    def __init__(self, real: Loader, after_import: Callable[[], None]) -> None:
         self._real = real
         self._after_import = after_import
 
-    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
         return self._real.create_module(spec)
 
     def exec_module(self, module: ModuleType) -> None:

@@ -22,7 +22,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
-import psutil
 
 from genie.errors import GenieError
 from genie.runtime import files
@@ -247,6 +246,8 @@ def _drop_gone(figures: Figures) -> None:
 
 def _process_id(pid: int) -> str:
     """With the time of its start: numbers come again."""
+    import psutil  # late: figures are written beside the work, which need not wait for it
+
     try:
         return f"{pid}-{psutil.Process(pid).create_time():.2f}"
     except psutil.Error:

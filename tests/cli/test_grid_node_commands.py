@@ -146,11 +146,12 @@ def test_commands_that_need_a_cluster_take_the_options_that_their_errors_name(
 @pytest.mark.parametrize(
     ("argv", "usage"),
     [
-        ("grid health", "[NODE]..."),
-        ("grid nodes remove", "{NODE}..."),
-        ("grid cancel", "{RUN}..."),
+        ("grid health", "[NODE...]"),
+        ("grid nodes remove", "{NODE...}"),
+        ("grid cancel", "{RUN...}"),
         ("grid sync", "[DIR]"),
-        ("cancel", "{JOB}..."),
+        ("cancel", "{JOB...}"),
+        ("token revoke", "{ID...}"),
     ],
 )
 def test_arguments_have_one_pair_of_brackets(genie, argv: str, usage: str) -> None:
