@@ -37,7 +37,9 @@ def sync(
             "--node", metavar="NAME", help="Only to this node; may be repeated.", autocompletion=complete_node
         ),
     ] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would be sent and deleted.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Only say what would be sent and deleted.")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Bring a folder to the nodes: what changed is sent, into remote_root.

@@ -488,7 +488,7 @@ async def test_a_swapped_host_key_is_unreachable_and_says_why(own_bed: Bed, own_
     own_bed["gpu1"].restart()
     first, second = await HealthChecker(own_pool, file_of(own_bed), clock=Clock()).check_all()
     assert (first.state, second.state) == (NodeState.UNREACHABLE, NodeState.OK)
-    assert "another host key" in first.note and "ssh-keygen -R" in first.note
+    assert "another host key" in first.note and "ssh-keygen -f" in first.note
 
 
 @pytest.mark.parametrize(

@@ -130,7 +130,7 @@ async def test_an_unknown_host_key_is_an_error_that_names_the_way_out(own_bed: B
 async def test_a_changed_host_key_is_a_hard_error(own_bed: Bed) -> None:
     own_bed["gpu1"].write_host_key()
     own_bed["gpu1"].restart()
-    with pytest.raises(HostKeyChangedError, match="ssh-keygen -R"):
+    with pytest.raises(HostKeyChangedError, match="ssh-keygen -f"):
         await open_link(own_bed, "gpu1")
 
 
