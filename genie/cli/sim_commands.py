@@ -6,6 +6,7 @@ Not for: anything that touches a cluster, and what the figures mean (genie/sim/m
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -134,7 +135,10 @@ def run(
         output.write_facts(_facts(summary))
     if done.fault:
         output.say(f"genie: {output.one_line(done.fault)}")
-        output.say("hint: the figures are of both together; mend the policy, or give it more time")
+        output.say(
+            "hint: the figures are of both together; mend the policy, or give its calls more time with "
+            "GENIE_CONTROLLER_POLICY_BUDGET_S"
+        )
         raise typer.Exit(1)
 
 
@@ -272,13 +276,15 @@ def _load_jobs(
 
 
 def _rules(order: str, controller: ControllerConfig, *, backfills: bool, preempts: bool) -> Rules:
-    """By the name of a policy, as a controller takes it, and with the time that it may take there."""
+    """By the name of a policy, as a controller takes it, and with the time that it may take there.
+
+    It is the processor's time that counts here: what else the machine does must not change a run.
+    """
     from genie.controller.policy import policy_named
-    from genie.runtime.clock import SystemClock
     from genie.scheduler.scheduler import Rules
 
     try:
-        policy = policy_named(order, budget_s=controller.policy_budget_s, clock=SystemClock())
+        policy = policy_named(order, budget_s=controller.policy_budget_s, clock=time.thread_time)
     except UsageError as error:
         raise UsageError(f"--order: {error.message}", hint=error.hint) from error
     return Rules(backfills=backfills, preempts=preempts).under(policy)
