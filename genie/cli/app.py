@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Annotated, Any, TypeVar, get_type_hints
 
 import typer
-from typer.core import TyperCommand
+from typer.core import TyperCommand, TyperGroup
 from typer.main import get_command
 
 import genie
@@ -162,8 +162,26 @@ class Invocation:
         }
 
 
+class _WithoutTypes:
+    """Help that names types only where a value is to be given: `--json`, and not `--json <bool>`."""
+
+    def get_params(self, ctx: Any) -> list[Any]:  # Any: the parser's own types
+        found: list[Any] = super().get_params(ctx)  # type: ignore[misc]
+        for each in found:
+            if each.param_type_name == "argument":
+                each.display_type_rich = lambda ctx: None
+            elif each.is_flag:
+                each.metavar = ""
+        return found
+
+
+class Group(_WithoutTypes, TyperGroup):
+    """What every group of commands is."""
+
+
 app = typer.Typer(
     name="genie",
+    cls=Group,
     help="GPUs on other machines: a cluster, its jobs, and a PyTorch device.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
@@ -174,7 +192,8 @@ app = typer.Typer(
 
 grid = typer.Typer(
     name="grid",
-    help="A few SSH hosts as a cluster, with nothing installed on them. Also: grid-cli.",
+    cls=Group,
+    help="A few SSH hosts as a cluster, with nothing installed on them: grid-cli, or genie grid.",
     no_args_is_help=True,
     rich_markup_mode="rich",
     pretty_exceptions_enable=False,
@@ -271,7 +290,7 @@ def grid_command(
     return command(group, name, example=example, context_settings=context_settings, shared=shared, kind=kind)
 
 
-class _Command(TyperCommand):
+class _Command(_WithoutTypes, TyperCommand):
     """Its errors of usage know where they come from. `about_arguments` is their hint."""
 
     about_arguments = ""

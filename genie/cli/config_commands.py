@@ -12,12 +12,12 @@ from typing import Annotated
 import typer
 
 from genie.cli import output
-from genie.cli.app import AsJson, Invocation, app, command
+from genie.cli.app import AsJson, Group, Invocation, app, command
 from genie.config import OTHER_VARIABLES, SECTIONS, Setting, Settings, declared, load
 from genie.errors import ConfigError, UsageError
 
 settings_app = typer.Typer(
-    name="config", help="Show and check settings.", no_args_is_help=True, rich_markup_mode="rich"
+    name="config", cls=Group, help="Show and check settings.", no_args_is_help=True, rich_markup_mode="rich"
 )
 app.add_typer(settings_app)
 

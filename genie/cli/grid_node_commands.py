@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from genie.cli import output
-from genie.cli.app import AsJson, Invocation, grid, grid_command
+from genie.cli.app import AsJson, Group, Invocation, grid, grid_command
 from genie.cli.quantities import parse_amount, parse_pairs
 from genie.errors import GenieError, HostKeyUnknownError, UsageError
 
@@ -25,9 +25,9 @@ if TYPE_CHECKING:
     from genie.grid.grid_file import GridFile, GridNode
     from genie.grid.host_trust import HostKey
 
-_config = typer.Typer(name="config", help="The grid's file.", no_args_is_help=True)
+_config = typer.Typer(name="config", cls=Group, help="The grid's file.", no_args_is_help=True)
 _nodes = typer.Typer(
-    name="nodes", help="The nodes in the grid's file, and trust in them.", no_args_is_help=True
+    name="nodes", cls=Group, help="The nodes in the grid's file, and trust in them.", no_args_is_help=True
 )
 grid.add_typer(_nodes)
 grid.add_typer(_config)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from genie.cli import output
-from genie.cli.app import AsJson, Invocation, grid, grid_command
+from genie.cli.app import AsJson, Group, Invocation, grid, grid_command
 from genie.cli.grid_node_commands import complete_node, load_grid, who_asks
 from genie.cli.quantities import parse_pairs
 from genie.errors import ConnectionLostError, TransportError, UsageError
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from genie.grid.setup import SetupReport, Wish
     from genie.grid.ssh_pool import SshPool
 
-_cluster = typer.Typer(name="cluster", help="A Ray cluster on the nodes.", no_args_is_help=True)
+_cluster = typer.Typer(name="cluster", cls=Group, help="A Ray cluster on the nodes.", no_args_is_help=True)
 grid.add_typer(_cluster)
 
 _Nodes = Annotated[
@@ -206,7 +206,9 @@ def dashboard(
     *,
     port: Annotated[
         int | None,
-        typer.Option(min=0, max=65535, help="Port of this machine; without it ray.dashboard_port."),
+        typer.Option(
+            metavar="PORT", min=0, max=65535, help="Port of this machine; without it ray.dashboard_port."
+        ),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -240,7 +242,9 @@ def submit(
     argv: Annotated[
         list[str] | None, typer.Argument(metavar="-- CMD", help="The program and its arguments.")
     ] = None,
-    gpus: Annotated[float, typer.Option(min=0, help="GPUs for the program itself, on the head.")] = 0,
+    gpus: Annotated[
+        float, typer.Option(metavar="N", min=0, help="GPUs for the program itself, on the head.")
+    ] = 0,
     env: Annotated[
         list[str] | None, typer.Option(metavar="K=V", help="Variable for the job; may be repeated.")
     ] = None,

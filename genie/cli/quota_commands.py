@@ -9,10 +9,9 @@ import asyncio
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from typer.core import TyperGroup
 
 from genie.cli import output
-from genie.cli.app import AsJson, Invocation, app, command
+from genie.cli.app import AsJson, Group, Invocation, app, command
 from genie.cli.quantities import parse_amount
 from genie.errors import UsageError
 
@@ -28,7 +27,7 @@ _ALL = "all"
 _UNBOUNDED = "no bound"
 
 
-class _ListsAlone(TyperGroup):
+class _ListsAlone(Group):
     """Without a command behind it, `genie quota` lists."""
 
     # Any: the parser's own context, which has another type in each version of typer.

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from genie.cli import output
-from genie.cli.app import AsJson, Invocation, app, command
+from genie.cli.app import AsJson, Group, Invocation, app, command
 from genie.cli.quantities import duration_text, parse_amount, parse_duration, parse_whole
 from genie.errors import UsageError
 
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 sim_app = typer.Typer(
     name="sim",
+    cls=Group,
     help="Simulate scheduling; no cluster is needed.",
     no_args_is_help=True,
     rich_markup_mode="rich",
@@ -41,7 +42,8 @@ _NODES_MAX = 100_000
 _SEED_MAX = 2**31 - 1
 
 _Trace = Annotated[
-    Path | None, typer.Option("--trace", help="Jobs from this file; without it, made-up ones.")
+    Path | None,
+    typer.Option("--trace", metavar="FILE", help="Jobs from this file; without it, made-up ones."),
 ]
 _Format = Annotated[
     str, typer.Option("--format", metavar="FORMAT", help="Of the trace: genie, philly or openb.")
@@ -103,7 +105,8 @@ def run(
     ] = "1h",
     seed: _Seed = "0",
     out: Annotated[
-        Path | None, typer.Option("--out", help="A folder for summary.json and the plots, as SVG.")
+        Path | None,
+        typer.Option("--out", metavar="DIR", help="A folder for summary.json and the plots, as SVG."),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -147,10 +150,11 @@ def replay(
     invocation: Invocation,
     *,
     trace: Annotated[
-        Path | None, typer.Option("--trace", help="An openb pod list; without it, made-up requests.")
+        Path | None,
+        typer.Option("--trace", metavar="FILE", help="An openb pod list; without it, made-up requests."),
     ] = None,
     nodes: Annotated[
-        Path | None, typer.Option("--nodes", help="The openb node list that belongs to it.")
+        Path | None, typer.Option("--nodes", metavar="FILE", help="The openb node list that belongs to it.")
     ] = None,
     placement: _Placement = "supply",
     seed: _Seed = "0",
