@@ -463,6 +463,10 @@ def _expanded(path: str) -> str:
     return str(Path(path).expanduser())
 
 
+def _why_no_file(path: Path) -> str:
+    return "is not a file" if path.exists() else "is not there"
+
+
 def _is_file(path: Path) -> bool:
     return path.is_file()
 
@@ -477,7 +481,9 @@ async def _options(given: dict[str, Any], *, key_file: str | None) -> asyncssh.S
             return found
     own = [] if key_file is None else [_expanded(key_file)]
     if own and not _is_file(Path(own[0])):
-        raise UsageError(f"ssh.key_file {key_file!r} is not there", hint="name a private key, or none")
+        raise UsageError(
+            f"ssh.key_file {key_file!r} {_why_no_file(Path(own[0]))}", hint="name a private key, or none"
+        )
     bare = await construct(client_keys=None, **given)
     named = [_expanded(str(each)) for each in bare.config.get("IdentityFile", ())]
     keys = own + [each for each in named if _is_file(Path(each))]
