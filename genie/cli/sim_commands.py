@@ -35,6 +35,10 @@ sim_app = typer.Typer(
 )
 app.add_typer(sim_app)
 
+_FAULT_HINT = (
+    "hint: the figures are of both together; mend the policy, or give its calls more time with "
+    "GENIE_CONTROLLER_POLICY_BUDGET_S"
+)
 _PLACEMENTS = ("supply", "fgd", "bestfit")
 _FORMATS = ("genie", "philly", "openb")
 _JOBS_MAX = 1_000_000
@@ -138,10 +142,7 @@ def run(
         output.write_facts(_facts(summary))
     if done.fault:
         output.say(f"genie: {output.one_line(done.fault)}")
-        output.say(
-            "hint: the figures are of both together; mend the policy, or give its calls more time with "
-            "GENIE_CONTROLLER_POLICY_BUDGET_S"
-        )
+        output.say(_FAULT_HINT)
         raise typer.Exit(1)
 
 
