@@ -1,8 +1,9 @@
 """A hundred small tasks on the GPUs of the grid, ten in each batch.
 
-Runs on a node of the Ray cluster. From here:
+Runs on the head of the Ray cluster, with the folder `genie` on Python's path. From Genie's folder:
 
-    grid-cli cluster submit -- python examples/grid/batch_gpu_tasks.py
+    grid-cli sync .
+    grid-cli cluster submit --env PYTHONPATH=. -- python examples/grid/batch_gpu_tasks.py
 
 The workers need Ray and torch or numpy, and no Genie: what they run is sent to them.
 """

@@ -109,7 +109,7 @@ def join(
         ),
     ] = None,
     node_id: Annotated[
-        str | None, typer.Option(help="Name of this node; the host name when not given.")
+        str | None, typer.Option(metavar="NAME", help="Name of this node; the host name when not given.")
     ] = None,
     label: Labels = None,
     rack: Rack = None,

@@ -175,7 +175,7 @@ async def _serve(settings: Settings, file: GridFile, *, bind: str, port: int, as
         if as_json:
             output.write_json({"url": url})
         else:
-            output.say(f"serving {url}; Ctrl-C ends")
+            output.say(f"serving {url} until Ctrl-C")
         if not _is_loopback(host):
             output.say("anyone who reaches this address can read the names and load of your nodes")
         await refresh_forever(checker, figures, interval_s=file.health_check.refresh_interval)

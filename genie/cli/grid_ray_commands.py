@@ -206,7 +206,9 @@ def dashboard(
     *,
     port: Annotated[
         int | None,
-        typer.Option(min=0, max=65535, help="Port of this machine; without it ray.dashboard_port."),
+        typer.Option(
+            metavar="PORT", min=0, max=65535, help="Port of this machine; without it ray.dashboard_port."
+        ),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -240,7 +242,9 @@ def submit(
     argv: Annotated[
         list[str] | None, typer.Argument(metavar="-- CMD", help="The program and its arguments.")
     ] = None,
-    gpus: Annotated[float, typer.Option(min=0, help="GPUs for the program itself, on the head.")] = 0,
+    gpus: Annotated[
+        float, typer.Option(metavar="N", min=0, help="GPUs for the program itself, on the head.")
+    ] = 0,
     env: Annotated[
         list[str] | None, typer.Option(metavar="K=V", help="Variable for the job; may be repeated.")
     ] = None,

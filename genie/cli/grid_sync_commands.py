@@ -15,7 +15,8 @@ import typer
 from genie.cli import output
 from genie.cli.app import AsJson, Invocation, grid_command
 from genie.cli.grid_node_commands import complete_node, load_grid
-from genie.cli.quantities import size_text
+from genie.cli.quantities import count_text, size_text
+from genie.errors import TransportError
 
 if TYPE_CHECKING:
     from genie.config import Settings
@@ -36,13 +37,16 @@ def sync(
             "--node", metavar="NAME", help="Only to this node; may be repeated.", autocompletion=complete_node
         ),
     ] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would be sent.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Only say what would be sent and deleted.")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Bring a folder to the nodes: what changed is sent, into remote_root.
 
-    What a sync put there and is gone here is deleted there, unless it was changed on the node. Left out
-    is what sync.exclude_patterns and .gitignore files name.
+    What a sync put there and is gone here is deleted there, unless it was changed on the node.
+
+    What sync.exclude_patterns and .gitignore files name is left out.
     """
     settings, file = load_grid(invocation)
     names = list(node) if node else [each.name for each in file.nodes]
@@ -87,8 +91,8 @@ class SyncBar:
             done = sum(each.bytes for each in self._nodes.values())
             total = sum(each.bytes_total for each in self._nodes.values())
             files = sum(each.files for each in self._nodes.values())
-            nodes = "1 node" if len(self._nodes) == 1 else f"{len(self._nodes)} nodes"
-            self._line(f"sending to {nodes}: {files} files, {size_text(done)}", done, total)
+            nodes = count_text(len(self._nodes), "node")
+            self._line(f"sending to {nodes}: {count_text(files, 'file')}, {size_text(done)}", done, total)
 
     def close(self) -> None:
         self._line.close()
@@ -110,6 +114,7 @@ def _show(reports: list[SyncReport], *, dry_run: bool) -> None:
     for report in reports:
         for what, names in (
             ("would be sent", report.paths),
+            ("would be deleted", report.gone),
             ("stays, since it was changed there", report.kept),
             ("was there already and was replaced", report.overwritten),
         ):
@@ -123,7 +128,7 @@ def _show(reports: list[SyncReport], *, dry_run: bool) -> None:
 
 def _state(report: SyncReport, *, dry_run: bool) -> str:
     if report.error is not None:
-        return "failed"
+        return "unreachable" if report.error.exit_code == TransportError.exit_code else "failed"
     if report.unchanged:
         return "up to date"
     parts = ["would be sent" if dry_run else "done"]
@@ -141,6 +146,7 @@ def _as_object(report: SyncReport) -> dict[str, Any]:
     found: dict[str, Any] = {"node": report.node, **{name: getattr(report, name) for name in names}}
     found["seconds"] = round(report.seconds, 3)
     found["paths"] = report.paths
+    found["gone"] = report.gone
     error = report.error
     found["error"] = None if error is None else {"code": error.code, "message": str(error)}
     return found

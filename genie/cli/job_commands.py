@@ -48,7 +48,7 @@ def submit(
         list[str] | None, typer.Argument(metavar="-- CMD", help="The program and its arguments.")
     ] = None,
     name: Annotated[
-        str | None, typer.Option(help="Name of the job; the program's name when not given.")
+        str | None, typer.Option(metavar="NAME", help="Name of the job; the program's name when not given.")
     ] = None,
     gpus: Annotated[str, typer.Option(metavar="N", help="Accelerators of each worker.")] = "0",
     cpus: Annotated[str, typer.Option(metavar="X", help="Processors of each, such as 0.5.")] = "0",
@@ -59,8 +59,9 @@ def submit(
     workdir: Annotated[
         Path | None,
         typer.Option(
+            metavar="DIR",
             help="Directory to send along; the job starts in a copy of it, and without it in an empty "
-            "directory of its own. .gitignore is honoured."
+            "directory of its own. .gitignore is honoured.",
         ),
     ] = None,
     wait: Annotated[

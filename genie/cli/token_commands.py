@@ -24,7 +24,10 @@ if TYPE_CHECKING:
     from genie.model.tenant import TokenRecord
 
 tokens = typer.Typer(
-    name="token", help="Make, list and revoke access tokens.", no_args_is_help=True, rich_markup_mode="rich"
+    name="token",
+    help="Make, list and revoke access tokens.",
+    no_args_is_help=True,
+    rich_markup_mode="rich",
 )
 app.add_typer(tokens)
 
@@ -38,8 +41,8 @@ def create(
     invocation: Invocation,
     *,
     join: Annotated[bool, typer.Option("--join", help="A single-use token that admits one machine.")] = False,
-    name: Annotated[str, typer.Option(help="A label, such as whose it is.")] = "",
-    tenant: Annotated[str, typer.Option(help="The tenant that its holder works in.")] = "",
+    name: Annotated[str, typer.Option(metavar="NAME", help="A label, such as whose it is.")] = "",
+    tenant: Annotated[str, typer.Option(metavar="NAME", help="The tenant that its holder works in.")] = "",
     ttl: Annotated[str | None, typer.Option(metavar="DURATION", help="Life, such as 1h or 30d.")] = None,
     as_json: AsJson = False,
 ) -> None:

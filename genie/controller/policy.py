@@ -5,6 +5,7 @@ The simulator takes the same names. Not for: what a policy may do, and its fence
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable
 
 from genie.config import ControllerConfig
 from genie.errors import ConfigError, UsageError
@@ -20,18 +21,19 @@ HANGS_S = 1.0
 def make_policy(config: ControllerConfig, *, clock: Clock) -> Order:
     """ConfigError when there is none of that name, or it cannot be made."""
     try:
-        return policy_named(config.policy, budget_s=config.policy_budget_s, clock=clock)
+        return policy_named(config.policy, budget_s=config.policy_budget_s, clock=clock.monotonic_s)
     except UsageError as error:
         raise ConfigError(f"controller.policy: {error.message}", hint=error.hint) from error
 
 
-def policy_named(name: str, *, budget_s: float, clock: Clock) -> Order:
-    """UsageError when there is none of that name, or it cannot be made. A call may take `budget_s`."""
+def policy_named(name: str, *, budget_s: float, clock: Callable[[], float]) -> Order:
+    """UsageError when there is none of that name, or it cannot be made. A call may take `budget_s` of
+    what `clock` counts."""
     if name in BUILT_IN:
         return BUILT_IN[name]()
     policies = Policies()
     policies.register(name, _imported(name))
-    return policies.make(name, budget_s=budget_s, clock=clock.monotonic_s, guard=Alarm(HANGS_S, TooLongError))
+    return policies.make(name, budget_s=budget_s, clock=clock, guard=Alarm(HANGS_S, TooLongError))
 
 
 def _imported(name: str) -> type:

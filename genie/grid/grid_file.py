@@ -186,7 +186,7 @@ class _Parser:
             mark = getattr(error, "problem_mark", None)
             where = f"{self._name}:{mark.line + 1}" if mark else self._name
             problem = getattr(error, "problem", None) or str(error).splitlines()[0]
-            raise ConfigError(f"{where}: this is not YAML: {problem}") from None
+            raise ConfigError(f"{where}: this is not YAML: {problem}", hint=_yaml_hint(problem)) from None
         except (ValueError, RecursionError) as error:
             raise ConfigError(f"{self._name}: this is not YAML: {error}") from None
         if root is None:
@@ -378,6 +378,18 @@ class _Parser:
     def _error(self, node: yaml.Node | None, what: str, problem: str, *, hint: str = "") -> ConfigError:
         where = f"{self._name}:{node.start_mark.line + 1}: " if node is not None and self._name else ""
         return ConfigError(f"{where}{what} {problem}", hint=hint)
+
+
+def _yaml_hint(problem: str) -> str:
+    """The library's words are about its own grammar; these are about what people type."""
+    if r"'\t'" in problem:
+        return "begin the line with spaces: YAML takes no tabs there"
+    if "cannot start any token" in problem or "expected alphabetic" in problem:
+        return "put what begins with a sign in quotes, as in '*.pyc'"
+    return (
+        "look at this line and the one before: what belongs together begins in the same column, "
+        "a key has ': ' behind it, and quotes and brackets are closed"
+    )
 
 
 def _is_null(node: yaml.Node) -> bool:

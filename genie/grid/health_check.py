@@ -46,6 +46,7 @@ _PART_SHARE = 0.7
 """Of the time that is left for a node: the rest is for its answer to come back."""
 _REACHING_MAX = 256
 _REASONS_SHOWN = 20
+_HINT = "'grid-cli health --fresh' reads all of them again; --node names one by hand"
 _CACHE_BYTES_MAX = 64 << 20
 _REASONS_MAX = 64
 _REASON_CHARS_MAX = 300
@@ -240,7 +241,7 @@ def choose(
     kind = NoNodeReachedError if silent else NoNodeError
     raise kind(
         "\n".join(["no node fits", *unfit[:_REASONS_SHOWN], *more]),
-        hint="'grid-cli health --fresh' reads all of them again; --node names one by hand",
+        hint=_HINT if meant else "'grid-cli nodes list' shows the labels that nodes have in the grid's file",
     )
 
 

@@ -50,12 +50,12 @@ async def fetch_host_key(node: GridNode, file: GridFile, ssh_config: Path, *, ti
         )
     keys, authorities, revoked = _known(target)
     key = await _fetch(target, keys, timeout_s=timeout_s)
-    where = _entry(target)
+    where = target.entry
     shown = key.get_fingerprint()
     if key in revoked:
         raise HostKeyChangedError(f"node {node.name}: {where} shows a key that is revoked ({shown})")
     if keys and key not in keys:
-        raise _changed(node.name, where, shown, keys)
+        raise _changed(target, shown, keys)
     kind, _, body = key.export_public_key("openssh").decode().strip().partition(" ")
     return HostKey(
         node=node.name,
@@ -115,12 +115,6 @@ async def _shown(target: Target, kinds: list[str]) -> asyncssh.SSHKey | None:
     return await asyncssh.get_server_host_key(name, config=config, options=options)
 
 
-def _entry(target: Target) -> str:
-    """How known_hosts names the host: with its port, unless that is 22 or an alias stands for both."""
-    plain = target.port == _SSH_PORT or bool(target.options.host_key_alias)
-    return target.host if plain else f"[{target.host}]:{target.port}"
-
-
 def _expanded(path: Path) -> Path:
     return path.expanduser()
 
@@ -134,11 +128,10 @@ def _known(target: Target) -> tuple[list[asyncssh.SSHKey], list[asyncssh.SSHKey]
     return list(keys), list(authorities), [*revoked, *also_revoked]
 
 
-def _changed(name: str, where: str, shown: str, keys: list[asyncssh.SSHKey]) -> HostKeyChangedError:
+def _changed(target: Target, shown: str, keys: list[asyncssh.SSHKey]) -> HostKeyChangedError:
     known = ", ".join(key.get_fingerprint() for key in keys[:4])
     return HostKeyChangedError(
-        f"node {name}: {where} shows another host key ({shown}) than known_hosts has ({known}); "
-        "someone may be listening in",
-        hint="when you know that the host was installed anew, remove the old key with "
-        f"'ssh-keygen -R {where}', then 'grid-cli nodes trust {name}'",
+        f"node {target.node.name}: {target.entry} shows another host key ({shown}) "
+        f"than known_hosts has ({known}); someone may be listening in",
+        hint=target.way_out_of_a_changed_key,
     )

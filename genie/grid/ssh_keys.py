@@ -71,7 +71,8 @@ def check_key_file(named: str) -> None:
     """Raises UsageError for what is no private key. One with a passphrase is: the agent may have it."""
     path = Path(named).expanduser()
     if not path.is_file():
-        raise UsageError(f"ssh.key_file {named!r} is not there", hint="name a private key, or none")
+        fault = "is not a file" if path.exists() else "is not there"
+        raise UsageError(f"ssh.key_file {named!r} {fault}", hint="name a private key, or none")
     try:
         fault = _fault(_read(path))
     except OSError as error:

@@ -18,6 +18,7 @@ import logging
 import os
 import random
 import re
+import shlex
 import zlib
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
@@ -389,6 +390,29 @@ class Target:
         keys, authorities, *_ = asyncssh.match_known_hosts(self.known_hosts, self.host, "", port)
         return [*keys, *authorities]
 
+    @property
+    def entry(self) -> str:
+        """How known_hosts names the host: with its port, unless that is 22 or an alias stands for both."""
+        plain = self.port == _SSH_PORT or bool(self.options.host_key_alias)
+        return self.host if plain else f"[{self.host}]:{self.port}"
+
+    @property
+    def way_out_of_a_changed_key(self) -> str:
+        """The commands, to be typed as they are: a file of its own and a port in brackets need care."""
+        files = self.known_hosts_files
+        file = next((each for each in files if self._stands_in(each)), files[0])
+        words = shlex.join(["ssh-keygen", "-f", str(file), "-R", self.entry])
+        return (
+            f"when you know that the host was installed anew, remove the old key: {words} "
+            f"and then: grid-cli nodes trust {self.node.name}"
+        )
+
+    def _stands_in(self, file: Path) -> bool:
+        port = self.port if self.port != _SSH_PORT else None
+        read = KnownHosts().of([file])
+        keys, authorities, *_ = asyncssh.match_known_hosts(read, self.host, "", port)
+        return bool(keys or authorities)
+
 
 async def resolve(node: GridNode, file: GridFile, ssh_config: Path, *, trusted: KnownHosts) -> Target:
     """What ~/.ssh/config says about the host, under what the grid's file says. Raises UsageError."""
@@ -493,13 +517,11 @@ def _connect_error(target: Target, error: Exception) -> GenieError:
 def _host_key_error(target: Target, error: Exception, *, where: str) -> GenieError:
     name = target.node.name
     if target.known_keys:
-        entry = target.host if target.port == _SSH_PORT else f"[{target.host}]:{target.port}"
         known = ", ".join(key.get_fingerprint() for key in target.known_keys[:4])
         return HostKeyChangedError(
             f"node {name}: {where} shows another host key than known_hosts has ({known}); "
             "someone may be listening in",
-            hint="when you know that the host was installed anew, remove the old key with "
-            f"'ssh-keygen -R {entry}', then 'grid-cli nodes trust {name}'",
+            hint=target.way_out_of_a_changed_key,
         )
     if isinstance(error, asyncssh.HostKeyNotVerifiable):
         return HostKeyUnknownError(

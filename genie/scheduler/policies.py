@@ -38,6 +38,7 @@ POLICIES_MAX = 64
 KEY_MAX = 16
 """Numbers in a key."""
 _TEXT_MAX = 200
+_WHAT_IT_HAS = "it needs within(request) and among(request, scales); genie/scheduler/policies.py says more"
 
 BUILT_IN: Mapping[str, Factory] = MappingProxyType({"fair": FairShare, "fifo": Fifo, "priority": Priority})
 
@@ -98,7 +99,7 @@ class Fenced:
         self.name = name or type(policy).__name__
         for method in ("within", "among"):
             if not callable(getattr(policy, method, None)):
-                raise UsageError(f"the policy '{self.name}' has no method {method}", hint="see order.Order")
+                raise UsageError(f"the policy '{self.name}' has no method {method}", hint=_WHAT_IT_HAS)
         self._policy: Any = policy  # its other methods are looked for, and every answer is checked
         self._instead = instead or FairShare()
         self._budget_s = budget_s

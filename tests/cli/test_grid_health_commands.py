@@ -156,4 +156,4 @@ def test_serving_says_where_and_ends_with_the_interrupt(bed: Bed, tmp_path: Path
             process.send_signal(signal.SIGINT)
             code = process.wait(30)
     assert code == 130
-    assert re.fullmatch(r"serving http://127\.0\.0\.1:\d+/metrics; Ctrl-C ends\n", log.read_text())
+    assert re.fullmatch(r"serving http://127\.0\.0\.1:\d+/metrics until Ctrl-C\n", log.read_text())

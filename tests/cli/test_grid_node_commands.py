@@ -225,7 +225,7 @@ def test_a_changed_key_is_an_error_and_the_others_are_trusted_all_the_same(bed: 
     bed["gpu1"].restart()
     ran = genie("grid", "nodes", "trust", "--all", "--yes")
     assert ran.code == 255
-    assert "another host key" in ran.err and "ssh-keygen -R" in ran.err
+    assert "another host key" in ran.err and "ssh-keygen -f" in ran.err
     assert "gpu2: " in ran.out
     assert fingerprint(bed, "gpu1") not in ran.out
 

@@ -73,6 +73,22 @@ def test_a_dry_run_names_the_files(grid, nodes: Bed, tmp_path: Path) -> None:
     assert not (nodes["gpu1"].home / "grid_workspace/would-be").exists()
 
 
+def test_a_dry_run_names_what_would_be_deleted(grid, nodes: Bed, tmp_path: Path) -> None:
+    write(tmp_path / "six", {b"six": b"1", b"stays": b"1"})
+    assert grid("sync", str(tmp_path / "six"), "--node", "gpu1").code == 0
+    (tmp_path / "six" / "six").unlink()
+    ran = grid("sync", str(tmp_path / "six"), "--node", "gpu1", "--dry-run")
+    assert (ran.code, ran.err) == (0, "gpu1: six would be deleted\n")
+    assert (nodes["gpu1"].home / "grid_workspace/six").exists()
+
+
+def test_one_file_is_one_file(grid, tmp_path: Path) -> None:
+    write(tmp_path / "single", {b"single": b"1"})
+    argv = ["--config", str(tmp_path / "grid.yaml"), "sync", str(tmp_path / "single"), "--node", "gpu1"]
+    code, shown = on_a_terminal(argv, typed=b"", after=b"")
+    assert (code, "sending to 1 node: 1 file, 1 B 100%" in shown) == (0, True), shown
+
+
 def test_wrong_arguments_end_with_2(grid, tmp_path: Path) -> None:
     write(tmp_path / "four", {b"a": b"1"})
     assert grid("sync", str(tmp_path / "nowhere")).code == 2
@@ -86,6 +102,7 @@ def test_a_node_that_is_gone_ends_with_255_and_the_others_get_it(grid, nodes: Be
     try:
         ran = grid("sync", str(tmp_path / "five"))
         assert ran.code == 255 and "gpu2" in ran.err
+        assert [line.split()[-1] for line in ran.out.splitlines()[1:]] == ["done", "unreachable"]
         assert (nodes["gpu1"].home / "grid_workspace/five").exists()
     finally:
         nodes["gpu2"].start()

@@ -128,6 +128,8 @@ def test_a_wrong_option_is_told_in_plain_words(genie, argv, said) -> None:
 
 
 POLICIES = """
+import threading
+
 class LastFirst:
     def within(self, request):
         return (-request.sequence,)
@@ -145,6 +147,11 @@ class Breaks(LastFirst):
 class Slow(LastFirst):
     def within(self, request):
         sum(range(100_000))
+        return (-request.sequence,)
+
+class HeldUp(LastFirst):
+    def within(self, request):
+        threading.Event().wait(0.05)
         return (-request.sequence,)
 
 class Hangs(LastFirst):
@@ -173,7 +180,6 @@ def own(genie, tmp_path, monkeypatch):
     (tmp_path / "three.csv").write_text(JOBS, "utf-8")
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.delitem(sys.modules, "sim_policies", raising=False)
-    monkeypatch.setenv("GENIE_CONTROLLER_POLICY_BUDGET_S", "1")  # a busy machine is no fault of a policy's
     monkeypatch.setattr(policy, "HANGS_S", 0.1)
 
     def run(name, *more):
@@ -192,6 +198,11 @@ def test_a_policy_of_ones_own_decides(own) -> None:
         assert (told["jobs"], told["policy_fault"]) == (3, "")
         waits[name] = told["wait_s"]["p50"], told["wait_s"]["most"]
     assert waits == {"fifo": (100, 300), "sim_policies:LastFirst": (300, 500)}
+
+
+def test_a_machine_that_holds_a_policy_up_does_not_change_the_run(own) -> None:
+    ran = own("sim_policies:HeldUp", "--json")
+    assert (ran.code, ran.err) == (0, "")
 
 
 def test_whom_a_policy_keeps_off_every_node_is_counted(own) -> None:
@@ -237,7 +248,6 @@ def test_a_policy_that_is_not_there_is_told_as_a_controller_tells_it(own, name, 
 
 def test_the_policy_of_the_example_can_be_simulated(genie, monkeypatch) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "examples" / "schedulers"))
-    monkeypatch.setenv("GENIE_CONTROLLER_POLICY_BUDGET_S", "1")
     ran = genie("sim", "run", *SMALL, "--order", "own_policy:SmallFirst", "--json")
     assert ran.code == 0, ran.err
     assert json.loads(ran.out)["left_waiting"] == 0

@@ -151,3 +151,19 @@ def test_aliases_cannot_make_a_small_file_endless() -> None:
         text += f"{name}: &{name} [{', '.join([f'*{before}'] * 500)}]\n"
     with pytest.raises(ConfigError):
         parse_grid_file(text, name="f.yaml")
+
+
+@pytest.mark.parametrize(
+    ("text", "hint"),
+    [
+        ("nodes:\n\t- gpu1\n", "no tabs"),
+        ("nodes: [gpu1]\nsync:\n  exclude_patterns: [*.pyc]\n", "in quotes, as in '*.pyc'"),
+        ("nodes:\n  - gpu1\n ssh:\n", "in the same column"),
+        ("nodes:\n  - gpu1\nremote_root '/x'\n", "a key has ': ' behind it"),
+        ('nodes:\n  - "gpu1\n', "quotes and brackets are closed"),
+    ],
+)
+def test_what_is_no_yaml_has_a_hint_in_plain_words(text: str, hint: str) -> None:
+    with pytest.raises(ConfigError, match="this is not YAML") as caught:
+        parse_grid_file(text, name="grid.yaml")
+    assert hint in caught.value.hint

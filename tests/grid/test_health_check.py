@@ -250,8 +250,10 @@ def test_when_none_fits_each_node_has_its_reason() -> None:
     assert "a: it has no GPUs" in text
     assert "b: 1 of 2 GPUs are free, 2 wanted" in text
     assert "c: unreachable: no route" in text
-    with pytest.raises(NoNodeError, match="a: it has no label zone=y"):
+    assert "health --fresh" in caught.value.hint
+    with pytest.raises(NoNodeError, match="a: it has no label zone=y") as caught:
         choose(nodes, labels={"zone": "y"})
+    assert "'grid-cli nodes list' shows the labels" in caught.value.hint
 
 
 def test_when_all_that_may_be_chosen_are_silent_it_is_a_matter_of_transport() -> None:
@@ -522,7 +524,7 @@ async def test_a_swapped_host_key_is_unreachable_and_says_why(own_bed: Bed, own_
     own_bed["gpu1"].restart()
     first, second = await HealthChecker(own_pool, file_of(own_bed), clock=Clock()).check_all()
     assert (first.state, second.state) == (NodeState.UNREACHABLE, NodeState.OK)
-    assert "another host key" in first.note and "ssh-keygen -R" in first.note
+    assert "another host key" in first.note and "ssh-keygen -f" in first.note
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import resource
+import subprocess
 from pathlib import Path
 
 import asyncssh
@@ -24,6 +25,11 @@ async def fetch(bed: Bed, name: str = "gpu1", file: GridFile | None = None, time
 async def login(bed: Bed, name: str) -> None:
     async with SshPool(grid_file_of(bed), ssh_config=bed.ssh_config) as pool, pool.use(name):
         pass
+
+
+def type_in_a_shell(line: str) -> None:
+    done = subprocess.run(["sh", "-c", line], capture_output=True, text=True, timeout=30)
+    assert done.returncode == 0, done.stderr
 
 
 def fingerprint(bed: Bed, name: str) -> str:
@@ -59,9 +65,27 @@ async def test_a_changed_key_is_a_hard_error_here_too(own_bed: Bed) -> None:
     before = own_bed.known_hosts.read_text()
     own_bed["gpu1"].write_host_key()
     own_bed["gpu1"].restart()
-    with pytest.raises(HostKeyChangedError, match="ssh-keygen -R"):
+    with pytest.raises(HostKeyChangedError, match="ssh-keygen -f"):
         await fetch(own_bed)
     assert own_bed.known_hosts.read_text() == before
+
+
+@pytest.mark.parametrize("alias", ["", "  HostKeyAlias one-name\n"])
+async def test_the_hint_for_a_changed_key_works_as_it_is_typed(own_bed: Bed, alias: str) -> None:
+    own_bed.write_ssh_config(more=alias)
+    node = own_bed["gpu1"]
+    own_bed.known_hosts.write_text("")
+    add_host_key(await fetch(own_bed))
+    node.write_host_key()
+    node.restart()
+    hints = []
+    for look in (fetch(own_bed), login(own_bed, "gpu1")):
+        with pytest.raises(HostKeyChangedError) as caught:
+            await look
+        hints.append(caught.value.hint)
+    assert len(set(hints)) == 1
+    type_in_a_shell(hints[0].split(": ", 1)[1].split(" and then: ")[0])
+    assert not (await fetch(own_bed)).known
 
 
 async def test_a_host_that_no_longer_has_a_key_of_the_known_kind_has_changed(own_bed: Bed) -> None:

@@ -119,6 +119,18 @@ async def test_the_ray_of_the_environment_comes_before_that_of_the_path(own_bed:
     assert "gpu2: Ray 2.0.0" in caught.value.message
 
 
+async def test_programs_on_the_cluster_find_the_python_of_its_ray(own_bed: Bed, tmp_path: Path) -> None:
+    node = own_bed["gpu1"]
+    own = node.home / "grid_workspace" / "grid_env" / "bin"
+    own.mkdir(parents=True)
+    (own / "ray").write_text(scripted('echo "$PATH" > ~/path-of-ray; exit 1'))
+    (own / "ray").chmod(0o755)
+    async with cluster_of(own_bed, tmp_path) as cluster:
+        with pytest.raises(RayError):
+            await cluster.start(nodes=["gpu1"])
+    assert (node.home / "path-of-ray").read_text() == f"/root/grid_workspace/grid_env/bin:{node.path}\n"
+
+
 async def test_a_port_in_use_is_named_with_its_key(own_bed: Bed, tmp_path: Path) -> None:
     for node in own_bed.nodes:
         install_ray(node, scripted("sleep 5501 & exit 0"))

@@ -130,7 +130,7 @@ async def test_an_unknown_host_key_is_an_error_that_names_the_way_out(own_bed: B
 async def test_a_changed_host_key_is_a_hard_error(own_bed: Bed) -> None:
     own_bed["gpu1"].write_host_key()
     own_bed["gpu1"].restart()
-    with pytest.raises(HostKeyChangedError, match="ssh-keygen -R"):
+    with pytest.raises(HostKeyChangedError, match="ssh-keygen -f"):
         await open_link(own_bed, "gpu1")
 
 
@@ -377,10 +377,11 @@ async def test_key_file_stands_beside_the_keys_of_openssh(own_bed: Bed) -> None:
         pass
 
 
-async def test_key_file_that_is_not_there_is_named(own_bed: Bed) -> None:
-    file = parse_grid_file("nodes: [gpu1]\nssh: {key_file: /no/key}", name="f.yaml")
+@pytest.mark.parametrize(("path", "what"), [("/no/key", "is not there"), ("/etc", "is not a file")])
+async def test_key_file_that_is_none_is_named(own_bed: Bed, path: str, what: str) -> None:
+    file = parse_grid_file(f"nodes: [gpu1]\nssh: {{key_file: {path}}}", name="f.yaml")
     async with SshPool(file, ssh_config=own_bed.ssh_config) as pool:
-        with pytest.raises(UsageError, match=r"ssh\.key_file '/no/key' is not there"):
+        with pytest.raises(UsageError, match=rf"ssh\.key_file '{path}' {what}"):
             async with pool.use("gpu1"):
                 pass
 

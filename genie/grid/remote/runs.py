@@ -152,7 +152,8 @@ def list_runs(args: Args, blob: bytes) -> Answer:
                 one = _status(os.path.join(runs, name))
             except OpError:
                 continue  # removed since, or not ours
-            one["command"] = one["command"][:_COMMAND_SHOWN]
+            if len(one["command"]) > _COMMAND_SHOWN:
+                one["command"] = one["command"][:_COMMAND_SHOWN] + " ..."
             found.append(one)
     found.sort(key=lambda one: -one["started"])
     return {"runs": found[:_LISTED_MAX], "more": len(found) > _LISTED_MAX}

@@ -127,6 +127,14 @@ def paths_of(ours: bytes, places: list[int]) -> list[bytes]:
     return [Record(ours, place).path for place in places]
 
 
+def gone_of(delta: Delta, *, drift: bytes) -> tuple[list[bytes], list[bytes]]:
+    """What the node will delete, and what it keeps because it was changed there."""
+    lost = {one.path for one in tree.records_of(drift) if one.kind == REMOVED}
+    gone = [Record(one) for one in delta.gone]
+    kept = [one.path for one in gone if one.flags == FORGET and one.path not in lost]
+    return [one.path for one in gone if one.flags != FORGET], kept
+
+
 def bytes_of(ours: bytes, places: list[int], *, without: Set[bytes] = frozenset()) -> int:
     """How much is to be sent, leaving out contents that are there already."""
     if not without:

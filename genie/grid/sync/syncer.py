@@ -38,7 +38,7 @@ from genie.grid.remote.sync import ANSWER_BYTES, PLAN_BYTES_MAX
 from genie.grid.run import MALFORMED
 from genie.grid.ssh_pool import Link, SshPool
 from genie.grid.sync import tar_pipe
-from genie.grid.sync.delta import Delta, bytes_of, delta_of, paths_of, plan_of
+from genie.grid.sync.delta import Delta, bytes_of, delta_of, gone_of, paths_of, plan_of
 from genie.grid.sync.local_tree import LocalTree, Snapshot, library, local_engine, local_root
 from genie.grid.sync.pack import (
     Chunk,
@@ -99,7 +99,9 @@ class SyncReport:
     unchanged: bool = False
     note: str = ""
     paths: tuple[str, ...] = ()
-    """Of a dry run: what would be sent."""
+    """Of a dry run: files and links that would be sent."""
+    gone: tuple[str, ...] = ()
+    """Of a dry run: what would be deleted."""
     error: GenieError | None = None
 
 
@@ -472,16 +474,18 @@ class _Job:
             data = await asyncio.to_thread(bytes_to_send, self._engine, snapshot, places, there=task.there)
         else:
             data = bytes_of(ours, places)  # a tar archive has the zeros of holes too
-        names = [path.decode("utf-8", "backslashreplace") for path in paths_of(ours, places)]
+        gone, kept = gone_of(task.delta, drift=task.drift)
         self._reports[task.name] = SyncReport(
             node=task.name,
             sent_files=len(places),
             sent_bytes=data,
-            deleted=len(task.delta.gone),
+            deleted=len(gone),
+            kept=_names(kept),
             restored=task.delta.restored,
             seconds=time.monotonic() - task.started,
             note="nothing was changed",
-            paths=tuple(names[:_NAMES_SHOWN]),
+            paths=_names(paths_of(ours, sorted(places + task.delta.links))),
+            gone=_names(gone),
         )
 
     def _retry_or_fail(self, name: str, error: GenieError, started: float, *, final: bool) -> list[str]:
@@ -605,6 +609,10 @@ def tree_name(root: Path) -> str:
     """Of the folder on nodes: two folders of the same name are the same project, from wherever."""
     digest = hashlib.sha256(os.fsencode(root.name)).hexdigest()[:8]
     return f"{re.sub('[^A-Za-z0-9_-]', '_', root.name)[:64]}-{digest}"
+
+
+def _names(paths: list[bytes]) -> tuple[str, ...]:
+    return tuple(path.decode("utf-8", "backslashreplace") for path in paths[:_NAMES_SHOWN])
 
 
 def _sync_error(error: GenieError) -> GenieError:

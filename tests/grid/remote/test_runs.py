@@ -81,6 +81,15 @@ def test_a_damaged_run_holds_up_neither_the_list_nor_gpus(
     assert runs._held(str(folder.parent)) == {}
 
 
+@pytest.mark.parametrize(("length", "shown"), [(400, "c" * 400), (401, "c" * 400 + " ...")])
+def test_a_command_that_is_not_listed_whole_says_so(tmp_path: Path, length: int, shown: str) -> None:
+    folder = tmp_path / ".grid" / "runs" / "r-long"
+    folder.mkdir(parents=True)
+    (folder / "meta.json").write_text(META.replace('"c"', f'"{"c" * length}"'))
+    (found,) = runs.list_runs({"root": str(tmp_path)}, b"")["runs"]
+    assert found["command"] == shown
+
+
 def test_variables_of_the_user_have_the_last_word(tmp_path: Path) -> None:
     args = {
         "id": "r-a",

@@ -337,6 +337,20 @@ async def test_a_dry_run_says_what_would_be_sent_and_changes_nothing(project: Pr
     assert told(project.there) == before
 
 
+async def test_a_dry_run_names_links_and_what_would_be_deleted_or_kept(project: Project) -> None:
+    write(project.root, {b"a": b"1", b"b": b"2", b"c": b"3", b"d": b"4"})
+    await project.sync()
+    for name in ("b", "c", "d"):
+        (project.root / name).unlink()
+    (project.root / "link").symlink_to("a")
+    (project.there / "c").write_text("changed there")
+    (project.there / "d").unlink()
+    report = await project.sync(dry_run=True)
+    assert (report.paths, report.gone, report.kept, report.deleted) == (("link",), ("b",), ("c",), 1)
+    done = await project.sync()
+    assert (done.kept, done.deleted) == (("c",), 1)
+
+
 async def test_a_folder_that_is_none_and_an_unknown_node_are_refused(project: Project) -> None:
     write(project.root, {b"a": b"1"})
     with pytest.raises(UsageError, match="not a folder"):
