@@ -178,8 +178,9 @@ class _Gathering(asyncio.Transport):
         if self._parts:
             whole = self._parts[0] if len(self._parts) == 1 else b"".join(self._parts)
             self._parts, self._bytes = [], 0
-            with contextlib.suppress(RuntimeError):  # uvloop's, where the host has just hung up
-                self._inner.write(whole)
+            if not self._inner.is_closing():  # else asyncio would complain of each
+                with contextlib.suppress(RuntimeError):  # uvloop's, where the host has just hung up
+                    self._inner.write(whole)
 
     def close(self) -> None:
         self._flush()

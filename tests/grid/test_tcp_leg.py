@@ -201,6 +201,9 @@ class Sink(asyncio.Transport):
     def close(self) -> None:
         self.is_closed = True
 
+    def is_closing(self) -> bool:
+        return self.is_closed
+
 
 async def test_of_words_without_end_only_so_many_are_kept() -> None:
     sink, owner = Sink(), Owner()
@@ -294,6 +297,13 @@ async def test_what_uvloop_says_of_a_host_that_has_just_hung_up_is_no_error() ->
             raise RuntimeError("the handler is closed")
 
     tcp_leg._Gathering(Closed()).write(b"x" * (tcp_leg._BYTES_MAX + 1))
+
+
+async def test_nothing_is_written_to_a_host_that_is_gone() -> None:
+    sink = Sink()
+    sink.close()
+    tcp_leg._Gathering(sink).write(b"x" * (tcp_leg._BYTES_MAX + 1))
+    assert sink.writes == []
 
 
 async def test_much_does_not_wait_for_the_turn_to_end() -> None:
