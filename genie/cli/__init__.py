@@ -12,19 +12,27 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+_INTERRUPTED = 130
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit code: 0 ok, 1 failed, 2 usage, 255 transport, 130 interrupted."""
-    from genie.cli.app import run
+    try:
+        from genie.cli.app import run
 
-    return run(argv)
+        return run(argv)
+    except KeyboardInterrupt:  # while it was being loaded
+        return _INTERRUPTED
 
 
 def grid_main(argv: Sequence[str] | None = None) -> int:
     """`grid-cli`: the commands of `genie grid`, with the same exit codes."""
-    from genie.cli.app import grid, run
+    try:
+        from genie.cli.app import grid, run
 
-    return run(argv, door=grid, prog="grid-cli")
+        return run(argv, door=grid, prog="grid-cli")
+    except KeyboardInterrupt:  # while it was being loaded
+        return _INTERRUPTED
 
 
 __all__ = ["grid_main", "main"]

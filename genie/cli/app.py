@@ -38,6 +38,7 @@ _Function = TypeVar("_Function", bound=Callable[..., None])
 _Misread: type[Exception] = typer.BadParameter.__mro__[1]
 
 INTERRUPTED = 130
+_MISREAD_CHARS_MAX = 400
 _TOKEN_BYTES_MAX = 4096
 _COMMANDS = {
     "up": "cluster_commands",
@@ -273,12 +274,15 @@ def run(argv: Sequence[str] | None = None, *, door: typer.Typer = app, prog: str
         _log.debug("the command failed", exc_info=True)
         output.show_error(error, debug=invocation.debug)
         return 1
+    finally:
+        output.leave_unsaid()
 
 
 def _show_misread(error: Any, *, prog: str, debug: bool) -> int:  # Any: the parser's own types
     """What the parser says about wrong usage, as any other error of ours. Help it has shown already."""
     if type(error).__name__ != "NoArgsIsHelpError":
         text = error.format_message().removesuffix(".")
+        text = text if len(text) <= _MISREAD_CHARS_MAX else f"{text[:_MISREAD_CHARS_MAX]} ..."
         hints = _usage_hints(error) if error.ctx is not None else [f"'{prog} --help' has the options"]
         output.show_error(UsageError(text[:1].lower() + text[1:], hint="; ".join(hints)), debug=debug)
     return UsageError.exit_code

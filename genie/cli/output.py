@@ -7,6 +7,7 @@ where the output is not a terminal; NO_COLOR is honoured (rich does that). Error
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import shutil
@@ -73,9 +74,19 @@ def write_bytes(data: bytes) -> None:
 
 
 def say(text: str) -> None:
-    """Progress or an explanation, on standard error."""
-    sys.stderr.write(f"{text}\n")
-    sys.stderr.flush()
+    """Progress or an explanation, on standard error. Where nobody can be told, the work goes on."""
+    with contextlib.suppress(OSError):
+        sys.stderr.write(f"{text}\n")
+        sys.stderr.flush()
+
+
+def leave_unsaid() -> None:
+    """What could not be said would give the process another exit code when the interpreter ends."""
+    try:
+        sys.stderr.flush()
+    except OSError:
+        with contextlib.suppress(OSError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
 
 
 def say_lines(text: str) -> None:
@@ -146,7 +157,7 @@ def show_error(error: BaseException, *, debug: bool) -> None:
     from genie.telemetry.log import redacted
 
     if debug:
-        sys.stderr.write(redacted("".join(traceback.format_exception(error))))
+        say(redacted("".join(traceback.format_exception(error))).rstrip())
     if isinstance(error, GenieError):
         first, *more = _in_words(redacted(error.message)).splitlines() or [""]
         say("\n  ".join(["genie: " + one_line(first), *map(one_line, more)]))

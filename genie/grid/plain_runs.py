@@ -35,11 +35,12 @@ refuse() { printf 'refused %s\n--\n' "$(printf '%s' "$*" | tr '\n' ' ')"; exit 0
 one_line() { cat -- "$1" 2>/dev/null | tr '\n' ' '; }
 field() { sed -n "s/.*\"$1\":\([0-9]*\).*/\1/p" "$run/pid" 2>/dev/null; }
 process() { sed 's/.*) //' "/proc/$1/stat" 2>/dev/null | cut -d ' ' -f 1,20; }
+boot=$(cat /proc/sys/kernel/random/boot_id 2>/dev/null)
 why=$(_grid_refused_link) && refuse "link $why"
 there() { [ -d "$run" ] || refuse "missing no run has the id $id"; }
 facts() {
   printf 'run %s\n' "${run##*/}"
-  printf 'boot %s\n' "$(one_line /proc/sys/kernel/random/boot_id)"
+  printf 'boot %s\n' "$boot"
   printf 'pid %s\n' "$(one_line "$run/pid")"
   for who in pid watcher; do
     number=$(field $who)
@@ -56,7 +57,8 @@ facts() {
 _WATCH = r"""
 _grid_kill() { kill -"$2" -"$(sed -n 's/.*"pid":\([0-9]*\).*/\1/p' "$1/pid")"; }
 if [ -n "$3" ]; then
-  (sleep "$3"; : >"$1/late"; _grid_kill "$1" TERM; sleep 10; _grid_kill "$1" KILL) &
+  (sleep "$3" || sleep $((${3%%.*} + 1))  # where it takes whole numbers only
+   : >"$1/late"; _grid_kill "$1" TERM; sleep 10; _grid_kill "$1" KILL) &
 fi
 setsid sh -c "$4" sh "$1" "$2" $$
 _grid_code=$?
@@ -83,13 +85,16 @@ _START = r"""
 if [ -d "$run" ]; then facts; printf -- '--\n'; exit 0; fi
 command -v setsid >/dev/null 2>&1 || refuse "missing there is neither python3 nor setsid"
 said=$(mkdir -p -m 700 -- "$runs" 2>&1) || refuse "os $said"
-cd -- "$root" && cd -- "$cwd" 2>/dev/null || refuse "missing there is no folder $cwd"
+CDPATH= cd -- "$root" && CDPATH= cd -- "$cwd" 2>/dev/null || refuse "missing there is no folder $cwd"
+# Until it is written down who the command is, it is we who start it.
+began=$(process $$ | cut -d ' ' -f 2)
+starting=$(printf '{"boot":"%s","watcher":%s,"watcher_start":%s}' "$boot" $$ "${began:-0}")
 said=$(mkdir -m 700 -- "$run" 2>&1) || {
   if [ -d "$run" ]; then facts; printf -- '--\n'; exit 0; fi
   refuse "os $said"
 }
-said=$( { printf '%s' "$meta" >"$run/meta.json" && : >"$run/out" && : >"$run/err" &&
-  printf '%512s' '' >"$run/pid" && printf '%512s' '' >"$run/exit"; } 2>&1) || {
+said=$( { printf '%-512s' "$starting" >"$run/pid" && printf '%512s' '' >"$run/exit" &&
+  : >"$run/out" && : >"$run/err" && printf '%s' "$meta" >"$run/meta.json"; } 2>&1) || {
   rm -rf -- "$run"
   refuse "os $said"
 }
@@ -103,7 +108,7 @@ said=$( {
   exec setsid setsid sh -c "$1" sh "$2" "$3" "$4" "$5" </dev/null >/dev/null 2>&1
 } 2>&1) || {
   rm -rf -- "$run"
-  refuse "os $said"
+  refuse "os ${said:-it cannot be started; its variables may be too long}"
 }
 tries=0
 while [ $tries -lt 100 ] && ! grep -q '"pid"' "$run/pid"; do
@@ -139,9 +144,10 @@ tail -c +$((err + 1)) -- "$run/err" | head -c $more_err
 _SIGNAL = r"""
 there
 facts
-number=$(field pid)
-if [ -n "$number" ] && [ "$(process "$number" | cut -d ' ' -f 2)" = "$(field pid_start)" ] &&
-  ! grep -q '"code"' "$run/exit" && kill -"$signal" -"$number" 2>/dev/null; then printf 'sent\n'; fi
+number=$(field pid) began=$(field pid_start)
+if [ -n "$number" ] && [ -n "$began" ] && grep -qF "\"boot\":\"$boot\"" "$run/pid" &&
+  [ "$(process "$number" | cut -d ' ' -f 2)" = "$began" ] && ! grep -q '"code"' "$run/exit" &&
+  kill -"$signal" -"$number" 2>/dev/null; then printf 'sent\n'; fi
 printf -- '--\n'
 """
 
@@ -191,14 +197,17 @@ async def call(
 
 
 def script(name: str, args: Mapping[str, Any], *, marker: str) -> str:
-    """The whole text for `sh -s`. Every value is quoted, and stands in a variable."""
+    """The whole text for `sh -s`. Every value is quoted, and stands in a variable.
+
+    It is within braces, so that sh does nothing before it has all of it: the connection may break meanwhile.
+    """
     paths = {"root": args["root"]}
     values: dict[str, object] = {"id": args.get("id", ""), "marker": marker}
     exports = ""
     if name == "start":
         paths["cwd"] = args.get("cwd") or "."
         values |= {"command": args["command"], "watch": _WATCH, "begin": _BEGIN}
-        values |= {"meta": _meta(args), "timeout_s": args.get("timeout_s") or ""}
+        values |= {"meta": _meta(args), "timeout_s": _seconds(args.get("timeout_s"))}
         values["kept"] = runs.RUNS_KEPT
         # Only where none of our own variables is needed any more: the user's may have the same names.
         exports = "".join(
@@ -214,7 +223,12 @@ def script(name: str, args: Mapping[str, Any], *, marker: str) -> str:
         values["prefix"] = args.get("prefix", "")
     assigned = "".join(f"{key}={path_word(str(path))}\n" for key, path in paths.items())
     assigned += "".join(f"{key}={shlex.quote(str(value))}\n" for key, value in values.items())
-    return f"{assigned}{OWN_FOLDER}{_COMMON}{_SCRIPTS[name].replace('@EXPORTS@', exports)}"
+    return f"{{\n{assigned}{OWN_FOLDER}{_COMMON}{_SCRIPTS[name].replace('@EXPORTS@', exports)}}}\n"
+
+
+def _seconds(timeout_s: float | None) -> str:
+    """As sleep takes it, '' for none: some take whole numbers only, and none takes an exponent for sure."""
+    return f"{timeout_s:.3f}".rstrip("0").rstrip(".") if timeout_s else ""
 
 
 def _meta(args: Mapping[str, Any]) -> str:

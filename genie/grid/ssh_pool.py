@@ -172,6 +172,7 @@ class SshPool:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._closed = True
+        self._tell_freed()
         links, self._links = list(self._links.values()), {}
         await asyncio.gather(*(link.close() for link in links))
 
@@ -269,13 +270,16 @@ class SshPool:
                     await place.enter_async_context(self._place(node))
 
                 link = Link(node, await self._connect(node, reached))
+        if self._closed:
+            await link.close()
+            raise _closed_error()
         self._links[node.name] = link  # last used, last in the order
         return link
 
     @contextlib.asynccontextmanager
     async def _place(self, node: GridNode) -> AsyncIterator[None]:
         """Waits until one more connection is allowed, closing the longest unused one if all are open."""
-        while len(self._links) + self._opening >= self._file.ssh.pool_size:
+        while not self._closed and len(self._links) + self._opening >= self._file.ssh.pool_size:
             idle = next((link for link in self._links.values() if not link.users or not link.is_open), None)
             if idle is not None:
                 del self._links[idle.name]
@@ -284,7 +288,7 @@ class SshPool:
                 continue
             await self._freed.wait()
         if self._closed:
-            raise UsageError("the pool of connections is closed")
+            raise _closed_error()
         self._opening += 1
         try:
             yield
@@ -318,9 +322,14 @@ class SshPool:
                 encryption_algs=target.ciphers,
                 keepalive_interval=_KEEPALIVE_S,
                 keepalive_count_max=_KEEPALIVE_COUNT,
+                login_timeout=0,  # ours ends it sooner; theirs would keep what was given up for two minutes
             )
         except (asyncssh.Error, OSError, ValueError) as error:
             raise _connect_error(target, error) from error
+
+
+def _closed_error() -> UsageError:
+    return UsageError("the pool of connections is closed")
 
 
 class _Door:

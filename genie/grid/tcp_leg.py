@@ -20,6 +20,8 @@ from typing import Any, cast
 import asyncssh
 
 _BYTES_MAX = 1 << 16
+_VERSION = b"SSH-"
+"""Begins the line by which a host says that it is an SSH server. Other lines may come before it."""
 _PROMPT_RECEIPTS = 32
 """More than a login and the start of a first command take; later, servers wait for no acknowledgement."""
 
@@ -103,16 +105,23 @@ class _Held(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         assert self._transport is not None, "data without a connection"
         _acknowledge(self._transport)
-        self.spoken.set()
         if self._said is not None:
-            self._said += data
-            if len(self._said) > _BYTES_MAX:
-                self._transport.pause_reading()
+            self._hold(data)
             return
         self._prompt -= 1
         if not self._prompt:
             self._transport.set_protocol(self.owner)
         self.owner.data_received(data)
+
+    def _hold(self, data: bytes) -> None:
+        """Some hosts keep callers busy with a line now and then, and never come to what SSH begins with."""
+        assert self._said is not None and self._transport is not None, "held, and connected"
+        self._said += data
+        too_much = len(self._said) > _BYTES_MAX
+        if too_much:
+            self._transport.pause_reading()
+        if too_much or self._said.startswith(_VERSION) or b"\n" + _VERSION in self._said:
+            self.spoken.set()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._transport = None
@@ -169,7 +178,9 @@ class _Gathering(asyncio.Transport):
         if self._parts:
             whole = self._parts[0] if len(self._parts) == 1 else b"".join(self._parts)
             self._parts, self._bytes = [], 0
-            self._inner.write(whole)
+            if not self._inner.is_closing():  # else asyncio would complain of each
+                with contextlib.suppress(RuntimeError):  # uvloop's, where the host has just hung up
+                    self._inner.write(whole)
 
     def close(self) -> None:
         self._flush()

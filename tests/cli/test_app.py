@@ -282,3 +282,13 @@ def test_completion_can_be_shown(genie, monkeypatch) -> None:
 def test_main_is_the_program_of_the_package() -> None:
     assert 'genie = "genie.cli:main"' in (ROOT / "pyproject.toml").read_text("utf-8")
     assert main(["--version"]) == 0
+
+
+@pytest.mark.parametrize("door", [main, grid_main])
+def test_an_interrupt_while_the_program_is_being_loaded_is_no_traceback(door, monkeypatch) -> None:
+    class Loading:
+        def __getattr__(self, name: str) -> object:
+            raise KeyboardInterrupt
+
+    monkeypatch.setitem(sys.modules, "genie.cli.app", Loading())
+    assert door([]) == 130

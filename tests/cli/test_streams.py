@@ -39,3 +39,21 @@ def test_a_full_disk_under_the_output_is_said() -> None:
     assert done.returncode == 1
     assert "could not be written: No space left" in done.stderr
     assert "internal error" not in done.stderr
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full (Linux)")
+@pytest.mark.parametrize(("arguments", "code"), [(("config", "show"), 0), (("--nope",), 2)])
+def test_what_cannot_be_said_changes_no_exit_code(arguments: tuple[str, ...], code: int) -> None:
+    script = "import sys; from genie.cli import main, output; output.say('x'); sys.exit(main(sys.argv[1:]))"
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(
+            [sys.executable, "-c", script, *arguments], timeout=60, stdout=subprocess.DEVNULL, stderr=full
+        )
+    assert done.returncode == code
+
+
+def test_a_word_without_end_is_not_repeated_whole() -> None:
+    done = _genie("x" * 100_000, capture_output=True)
+    assert done.returncode == 2
+    assert "no such command 'xxx" in done.stderr
+    assert len(done.stderr) < 1000

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import shutil
 import subprocess
@@ -216,3 +217,85 @@ def test_a_run_that_is_removed_while_they_are_listed_ends_no_list(tmp_path: Path
     done = subprocess.run(["sh", "-s"], input=text.encode(), capture_output=True, timeout=30)
     answer, _ = plain_runs._answer("gpu1", "list", done.stdout.partition(b"@m\n")[2])
     assert sorted(one["id"] for one in answer["runs"]) == ["r-aaaaaaaaaa", "r-cccccccccc"]
+
+
+RUN = {"id": "r-aaaaaaaaaa", "command": 'echo x >>"$GRID_ROOT/ran"; pwd', "started": 1.0}
+
+
+def asked(root: Path, name: str, *, bytes_max: int | None = None, **more: object) -> bytes:
+    """What sh says to an op, as far as it gets of its text. Its environment has a folder to go astray in."""
+    text = plain_runs.script(name, {**RUN, "root": str(root), **more}, marker="@m").encode()
+    env = {**os.environ, "CDPATH": str(root / "astray")}
+    done = subprocess.run(["sh", "-s"], input=text[:bytes_max], capture_output=True, env=env, timeout=30)
+    return done.stdout.partition(b"@m\n")[2]
+
+
+def test_of_a_start_that_breaks_off_on_its_way_nothing_begins(tmp_path: Path) -> None:
+    text = plain_runs.script("start", {**RUN, "root": str(tmp_path)}, marker="@m").encode()
+    end = text.index(plain_runs._COMMON.encode())
+    while (end := text.find(b"\n", end + 1)) < len(text) - 1:
+        asked(tmp_path, "start", bytes_max=end + 1)
+        assert list(tmp_path.iterdir()) == [], text[:end].splitlines()[-1]
+
+
+def test_a_run_that_is_being_started_is_not_lost(tmp_path: Path) -> None:
+    """It is asked for again before the command has been written down."""
+    text = plain_runs.script("start", {**RUN, "root": str(tmp_path)}, marker="@m")
+    early = text.replace('set -- "$watch"', 'facts; printf -- "--\\n"\nset -- "$watch"')
+    assert early != text
+    done = subprocess.run(["sh", "-s"], input=early.encode(), capture_output=True, timeout=30)
+    found, _ = plain_runs._answer("gpu1", "start", done.stdout.partition(b"@m\n")[2])
+    assert found["state"] == "starting"
+
+
+def test_a_folder_elsewhere_that_the_shell_would_go_to_is_not_taken(tmp_path: Path) -> None:
+    for folder in (tmp_path / "project", tmp_path / "astray/project"):
+        folder.mkdir(parents=True)
+    assert b"created" in asked(tmp_path, "start", cwd="project")
+    _, out = plain_runs._answer("gpu1", "read", asked(tmp_path, "read", out=0, err=0, wait_s=10))
+    assert out == b"%s/project\n" % bytes(tmp_path)
+
+
+def test_variables_that_no_program_can_be_given_are_named_as_a_cause(tmp_path: Path) -> None:
+    said = asked(tmp_path, "start", env={"LONG": "x" * 200_000})
+    with pytest.raises(NodeRefusedError, match="variables may be too long"):
+        plain_runs._answer("gpu1", "start", said)
+    assert list((tmp_path / ".grid/runs").iterdir()) == []
+
+
+@pytest.mark.parametrize("change", ["boot", "pid_start", "no pid_start"])
+def test_a_signal_goes_to_no_process_but_the_one_that_was_written_down(tmp_path: Path, change: str) -> None:
+    with subprocess.Popen(["sleep", "7106"], start_new_session=True) as stranger:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        began = int(Path(f"/proc/{stranger.pid}/stat").read_text().rpartition(")")[2].split()[19])
+        record = {"boot": boot, "watcher": stranger.pid, "watcher_start": began}
+        record |= {"pid": stranger.pid, "pid_start": began}
+        folder = tmp_path / ".grid/runs/r-aaaaaaaaaa"
+        folder.mkdir(parents=True)
+        (folder / "meta.json").write_text('{"command":"c","started":1,"gpus":[]}')
+        (folder / "exit").touch()
+        if change == "no pid_start":
+            del record["pid_start"]
+            record["pid"] = 2**22 + 1
+        else:
+            record[change] = "another" if change == "boot" else began + 1
+        (folder / "pid").write_text(json.dumps(record, separators=(",", ":")))
+        said = asked(tmp_path, "signal", signal="KILL")
+        assert not plain_runs._answer("gpu1", "signal", said)[0]["sent"]
+        assert stranger.poll() is None
+        stranger.kill()
+
+
+@pytest.mark.parametrize(
+    ("timeout_s", "told"), [(None, ""), (5400.0, "5400"), (0.5, "0.5"), (1e-9, "0"), (3e8, "300000000")]
+)
+def test_a_time_limit_is_told_as_every_sleep_takes_it(timeout_s: float | None, told: str) -> None:
+    args = {**RUN, "root": "/r", "timeout_s": timeout_s}
+    assert f"\ntimeout_s={told or repr('')}\n" in plain_runs.script("start", args, marker="@m")
+
+
+async def test_a_sleep_that_takes_whole_seconds_only_ends_no_run_early(runner: Runner, node: Node) -> None:
+    sleep = node.bin / "sleep"
+    sleep.write_text('#!/bin/sh\ncase $1 in *.*) exit 1 ;; esac\nexec /bin/sleep "$@"\n')
+    sleep.chmod(0o755)
+    assert (await ran(runner, "gpu1", "/bin/sleep 0.2; exit 5", timeout_s=1.5))[0] == 5

@@ -498,6 +498,20 @@ async def test_a_node_that_goes_down_makes_its_runs_lost_and_never_failed(own_be
         assert (found.state, found.exit_code) == (RunState.LOST, None)
 
 
+async def test_a_helper_that_can_start_nothing_more_is_replaced(own_bed: Bed) -> None:
+    async with runner_of(own_bed) as runner:
+        assert (await ran(runner, "gpu1", "exit 3"))[0] == 3
+        helpers = own_bed["gpu1"].processes("python3 -ISc")
+        (helper,) = [pid for pid in helpers if _parent(pid) not in helpers]
+        (spawner,) = [pid for pid in helpers if _parent(pid) == helper]
+        os.kill(spawner, 9)
+        assert (await ran(runner, "gpu1", "exit 4"))[0] == 4
+
+
+def _parent(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
 async def test_a_killed_supervisor_leaves_a_run_that_runs_and_then_is_lost(own_bed: Bed) -> None:
     async with runner_of(own_bed) as runner:
         run = await runner.start("gpu1", "sleep 7006")

@@ -152,7 +152,9 @@ async def test_a_setup_goes_on_after_a_cut_says_so_to_the_next_and_leaves_no_loc
         assert (after.state, after.error) == ("installed", "")
 
 
-@pytest.mark.parametrize("content", ["", "7", '{"who": 1}', '{"who": "x", "since": "y", "pid": 1}'])
+@pytest.mark.parametrize(
+    "content", ["", "7", "[" * 5000, '{"who": 1}', '{"who": "x", "since": "y", "pid": 1}']
+)
 def test_a_lock_that_tells_nothing_is_still_a_lock(tmp_path: Path, content: str) -> None:
     (tmp_path / ".grid/setup").mkdir(parents=True)
     path = tmp_path / ".grid/setup/lock"
@@ -162,6 +164,15 @@ def test_a_lock_that_tells_nothing_is_still_a_lock(tmp_path: Path, content: str)
         with pytest.raises(OpError, match=r"^another setup is under way here$") as caught:
             install({"root": str(tmp_path)}, b"")
     assert (caught.value.reason, path.read_text()) == ("locked", content)
+
+
+def test_a_link_in_place_of_the_lock_is_not_written_through(tmp_path: Path) -> None:
+    (tmp_path / ".grid/setup").mkdir(parents=True)
+    (tmp_path / "precious").write_text("as it was")
+    (tmp_path / ".grid/setup/lock").symlink_to(tmp_path / "precious")
+    with pytest.raises(OSError, match="symbolic links"):
+        install({"root": str(tmp_path), "who": "x"}, b"")
+    assert (tmp_path / "precious").read_text() == "as it was"
 
 
 def test_a_wish_is_the_same_whatever_its_order() -> None:

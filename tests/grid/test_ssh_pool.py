@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
+import gc
 import socket
 import subprocess
 from collections.abc import Iterator
@@ -24,7 +26,7 @@ from genie.errors import (
     UsageError,
 )
 from genie.grid import ssh_pool
-from genie.grid.grid_file import GridFile, parse_grid_file
+from genie.grid.grid_file import GridFile, GridNode, parse_grid_file
 from genie.grid.ssh_pool import SshPool, Turn, pause_s, told
 from tests.grid.bed import Bed
 from tests.grid.conftest import grid_file_of
@@ -425,6 +427,61 @@ async def test_a_host_that_hangs_takes_no_place_in_the_pool(own_bed: Bed) -> Non
             assert not silent.done()
         async with asyncio.timeout(60):
             assert await silent
+
+
+async def test_of_an_attempt_that_was_given_up_nothing_is_left(own_bed: Bed) -> None:
+    file = grid_file_of(own_bed, more="ssh: {max_retries: 0}\n")
+    gc.collect()
+    before = set(map(id, _connections()))
+    async with SshPool(file, ssh_config=own_bed.ssh_config) as pool:
+        with own_bed["gpu1"].hanging(), contextlib.suppress(UnreachableError):  # which keeps no traceback
+            async with pool.use("gpu1", timeout_s=0.2):
+                raise AssertionError
+        await asyncio.sleep(0)
+        gc.collect()
+        assert [each for each in _connections() if id(each) not in before] == []
+
+
+def _connections() -> list[object]:
+    return [each for each in gc.get_objects() if isinstance(each, asyncssh.SSHClientConnection)]
+
+
+async def test_a_pool_that_closes_leaves_nobody_waiting_for_a_place(bed: Bed) -> None:
+    file = grid_file_of(bed, more="ssh: {pool_size: 1, max_retries: 0}\n")
+
+    async def use(name: str) -> None:
+        async with pool.use(name, timeout_s=600, bare=True):
+            pass
+
+    async with (
+        asyncio.timeout(60),
+        SshPool(file, ssh_config=bed.ssh_config) as pool,
+        pool.use("gpu1", bare=True),
+    ):
+        waiting = asyncio.create_task(use("gpu2"))
+        await until(lambda: pool._freed._waiters, what="someone who waits")  # type: ignore[attr-defined]
+        await pool.__aexit__(None, None, None)
+        with pytest.raises(UsageError, match="is closed"):
+            await waiting
+
+
+async def test_a_connection_that_opens_while_the_pool_closes_is_closed(
+    bed: Bed, grid_file: GridFile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pool = SshPool(grid_file, ssh_config=bed.ssh_config)
+    opened = []
+    connect = pool._connect
+
+    async def connect_late(node: GridNode, reached: Turn) -> asyncssh.SSHClientConnection:
+        opened.append(await connect(node, reached))
+        await pool.__aexit__(None, None, None)
+        return opened[0]
+
+    monkeypatch.setattr(pool, "_connect", connect_late)
+    with pytest.raises(UsageError, match="is closed"):
+        async with pool.use("gpu1"):
+            pass
+    assert opened[0].is_closed() and pool.open_links == []
 
 
 async def test_who_gives_up_waiting_for_a_turn_leaves_the_connection_to_the_pool(

@@ -201,19 +201,32 @@ class Sink(asyncio.Transport):
     def close(self) -> None:
         self.is_closed = True
 
+    def is_closing(self) -> bool:
+        return self.is_closed
+
 
 async def test_of_words_without_end_only_so_many_are_kept() -> None:
     sink, owner = Sink(), Owner()
     held = tcp_leg._Held(owner)
     held.connection_made(sink)
     held.data_received(b"x" * tcp_leg._BYTES_MAX)
-    assert not sink.is_paused
+    assert not sink.is_paused and not held.spoken.is_set()
     held.data_received(b"x")
-    assert sink.is_paused
+    assert sink.is_paused and held.spoken.is_set()
     assert owner.got == b""
     held.let_go()
     assert not sink.is_paused
     assert len(owner.got) == tcp_leg._BYTES_MAX + 1
+
+
+@pytest.mark.parametrize("before", [b"", b"one line\r\nno SSH- here\n"])
+async def test_a_host_has_spoken_when_it_says_that_it_is_an_ssh_server(before: bytes) -> None:
+    held = tcp_leg._Held(Owner())
+    held.connection_made(Sink())
+    for letter in before + b"SSH-":
+        assert not held.spoken.is_set()
+        held.data_received(bytes([letter]))
+    assert held.spoken.is_set()
 
 
 async def test_the_first_receipts_are_acknowledged_at_once_and_later_ones_go_straight_to_the_owner() -> None:
@@ -276,6 +289,21 @@ async def test_what_is_written_in_one_turn_leaves_together_and_in_order() -> Non
     gathering.write(b"d")
     await asyncio.sleep(0)
     assert sink.writes == [b"abc", b"d"]
+
+
+async def test_what_uvloop_says_of_a_host_that_has_just_hung_up_is_no_error() -> None:
+    class Closed(Sink):
+        def write(self, data: bytes | bytearray | memoryview) -> None:
+            raise RuntimeError("the handler is closed")
+
+    tcp_leg._Gathering(Closed()).write(b"x" * (tcp_leg._BYTES_MAX + 1))
+
+
+async def test_nothing_is_written_to_a_host_that_is_gone() -> None:
+    sink = Sink()
+    sink.close()
+    tcp_leg._Gathering(sink).write(b"x" * (tcp_leg._BYTES_MAX + 1))
+    assert sink.writes == []
 
 
 async def test_much_does_not_wait_for_the_turn_to_end() -> None:

@@ -88,10 +88,13 @@ class Spawner:
 
     def _ask(self, message: Args) -> Args:
         with self._lock:
-            _send(self._ours, message)
-            answer = _receive(self._ours)
-        if answer is None:
-            raise OpError("spawner", "the process that starts others is gone")
+            try:
+                _send(self._ours, message)
+                answer = _receive(self._ours)
+            except OSError:
+                answer = None
+        if answer is None:  # killed: the next helper has another one, and what was asked for is begun once
+            os._exit(4)
         return answer
 
 

@@ -74,7 +74,8 @@ def install(args: Args, blob: bytes) -> Answer:
 
     setup = _setup_folder(args)
     os.makedirs(setup, mode=0o700, exist_ok=True)
-    lock = os.open(os.path.join(setup, "lock"), os.O_RDWR | os.O_CREAT, 0o600)
+    # A link is not followed: what it leads to would be written over.
+    lock = os.open(os.path.join(setup, "lock"), os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
     try:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -110,8 +111,8 @@ def _under_way(lock: int) -> str:
         who = " begun by " + holder["who"] if holder["who"] else ""
         since_s = max(0.0, time.time() - holder["since"])
         text += f"{who} since {since_s:.0f} s (process {holder['pid']})"
-    except (ValueError, TypeError, KeyError):
-        pass  # written by an older version, or not yet
+    except (ValueError, TypeError, KeyError, OSError, RecursionError):
+        pass  # written by an older version, not yet, or by someone else
     return text
 
 

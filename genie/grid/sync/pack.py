@@ -8,6 +8,7 @@ Not for: deciding which files, and sending (stream.py). Blocking: call it from a
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 import stat
@@ -210,6 +211,8 @@ class _Packer:
             real = self._followed(path)
             if real is not None:
                 return os.open(real, flags | os.O_NOFOLLOW)
+            if error.errno in (errno.ELOOP, errno.ENOTDIR):  # it was no link, and in a folder
+                raise VanishedError from None
             raise SyncError(
                 f"{self._snapshot.root / Path(os.fsdecode(path))} cannot be read: {error.strerror}",
                 hint="leave it out with sync.exclude_patterns or a .gitignore, or make it readable",

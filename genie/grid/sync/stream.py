@@ -17,7 +17,7 @@ import asyncssh
 
 from genie.errors import ConnectionLostError, DeadlineError, GenieError, NodeRefusedError, ProtocolError
 from genie.grid.remote import core
-from genie.grid.ssh_pool import Link, source, with_needs
+from genie.grid.ssh_pool import Link, source, told, with_needs
 
 # One line: csh takes no other within quotes. No byte more is read than the program has: the rest is its own.
 _BOOT = (
@@ -47,7 +47,9 @@ class Stream:
         except TimeoutError:
             raise DeadlineError(f"node {link.name}: no session within {stall_s:g} s") from None
         except (asyncssh.Error, OSError) as error:
-            raise ConnectionLostError(f"node {link.name}: no session for a transfer: {error}") from error
+            raise ConnectionLostError(
+                f"node {link.name}: no session for a transfer: {told(error)}"
+            ) from error
         return cls(link, process, stall_s=stall_s)
 
     async def send(self, data: bytes) -> None:
@@ -73,7 +75,7 @@ class Stream:
                 f"node {self._name}: no answer to a transfer within {timeout_s:g} s"
             ) from None
         except (asyncssh.Error, OSError) as error:
-            raise ConnectionLostError(f"node {self._name}: the connection broke: {error}") from error
+            raise ConnectionLostError(f"node {self._name}: the connection broke: {told(error)}") from error
         return self._parsed(text)
 
     def close(self) -> None:
@@ -82,9 +84,9 @@ class Stream:
     async def _why(self, error: Exception) -> GenieError:
         try:
             await self.answer(timeout_s=min(self._stall_s, 5.0))
-        except GenieError as told:
-            return told
-        return ConnectionLostError(f"node {self._name}: the connection broke: {error}")
+        except GenieError as answered:
+            return answered
+        return ConnectionLostError(f"node {self._name}: the connection broke: {told(error)}")
 
     def _parsed(self, text: bytes) -> Any:
         _, magic, body = text.partition(core.MAGIC)

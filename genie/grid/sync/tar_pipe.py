@@ -18,7 +18,7 @@ from genie.errors import ConnectionLostError, DeadlineError, NodeRefusedError, S
 from genie.grid.login_shell import check_login_shell
 from genie.grid.remote import tree
 from genie.grid.shell_words import OWN_FOLDER, path_word, through_login_shell
-from genie.grid.ssh_pool import Link
+from genie.grid.ssh_pool import Link, told
 from genie.grid.sync.local_tree import Snapshot
 from genie.grid.sync.stream import last_words
 
@@ -72,19 +72,19 @@ async def send(
         try:
             await _feed(process, snapshot.root, records, stall_s=stall_s)
             async with asyncio.timeout(apply_s):
-                told = await last_words(process.stderr)
+                words = await last_words(process.stderr)
                 await process.wait_closed()
         finally:
             process.close()
     except TimeoutError:
         raise DeadlineError(f"node {link.name}: a transfer came to a stop") from None
     except (asyncssh.Error, OSError) as error:
-        raise ConnectionLostError(f"node {link.name}: the connection broke: {error}") from error
+        raise ConnectionLostError(f"node {link.name}: the connection broke: {told(error)}") from error
     if process.exit_status is None or process.exit_status < 0:
         raise ConnectionLostError(f"node {link.name}: the connection broke in the middle of a transfer")
     if process.exit_status != 0:
         await check_login_shell(link, timeout_s=stall_s)
-        ours = told.decode(errors="replace").rpartition(f"{_MARK}\n")[2]
+        ours = words.decode(errors="replace").rpartition(f"{_MARK}\n")[2]
         text = ours.strip()[-_SAID_CHARS_MAX:] or f"tar ended with {process.exit_status}"
         raise NodeRefusedError(f"node {link.name}: {text}", reason=_reason(text))
     files = [one for one in records if one.kind == tree.FILE]

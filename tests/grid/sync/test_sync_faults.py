@@ -223,6 +223,27 @@ async def test_a_file_that_disappears_while_it_is_sent_is_no_error(project: Proj
     assert set(told(project.there)) == {b"a"}
 
 
+@pytest.mark.parametrize("where", ["gone", "folder"])
+async def test_a_file_that_becomes_a_link_while_it_is_sent_is_no_error(
+    project: Project, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    write(project.root, {b"a": b"1", b"gone": b"2", b"folder/b": b"3"})
+    scan = LocalTree.scan
+
+    def changing(self: LocalTree) -> Snapshot:
+        found = scan(self)
+        path = project.root / where
+        if not path.is_symlink():
+            path.rename(project.root.parent / "elsewhere")
+            path.symlink_to("/nowhere")
+        return found
+
+    monkeypatch.setattr(LocalTree, "scan", changing)
+    await project.sync()
+    assert told(project.there) == told(project.root)
+    assert (project.there / where).is_symlink()
+
+
 async def test_a_file_that_may_not_be_read_is_named(project: Project, monkeypatch) -> None:
     write(project.root, {b"a": b"1"})
 
