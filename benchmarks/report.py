@@ -147,6 +147,8 @@ def own_place(parent: Path | None = None) -> Iterator[Path]:
         (folder / "config.toml").touch()
         os.environ["GENIE_CONFIG"] = str(folder / "config.toml")
         os.environ["GENIE_STATE_DIR"] = str(folder)
+        # People have Genie compiled already, as the programs beside it are.
+        os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
         yield folder
 
 
