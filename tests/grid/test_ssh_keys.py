@@ -50,6 +50,7 @@ def write_locked(path: Path, form: str = "openssh") -> Path:
         ("key", bytes(range(256)), "is no private key"),
         ("key", KEY.export_private_key()[:80], "is no private key: Missing PEM footer"),
     ],
+    ids=["empty", "blank", "public", "public without .pub", "certificate", "text", "bytes", "cut short"],
 )
 async def test_a_key_file_that_is_no_private_key_is_said(
     own_bed: Bed, name: str, data: bytes, words: str, only: str
