@@ -26,7 +26,7 @@ from functools import cache
 from importlib import resources
 from pathlib import Path
 from types import TracebackType
-from typing import Any, cast
+from typing import Any
 
 import asyncssh
 from asyncssh.encryption import get_default_encryption_algs
@@ -46,7 +46,7 @@ from genie.errors import (
 from genie.grid.grid_file import GridFile, GridNode
 from genie.grid.remote import core
 from genie.grid.ssh_config import config_about
-from genie.grid.ssh_keys import check_key_file, login_keys, passphrase_hint
+from genie.grid.ssh_keys import check_key_file, key_files, login_keys, passphrase_hint
 from genie.grid.tcp_leg import TcpLeg
 from genie.runtime.tasks import all_of, either, paused
 
@@ -387,8 +387,8 @@ class Target:
     ciphers: list[str]
     known_hosts: asyncssh.SSHKnownHosts
     known_hosts_files: tuple[Path, ...]
-    key_files: tuple[str, ...]
-    """Those that are named, whether they are there or not; empty: those of the home."""
+    key_files: tuple[Path, ...]
+    """Of the keys that are offered, whether they are there or not."""
     keys: Mapping[str, Any]
     """What a connection must be given beside `options`, which has no keys."""
 
@@ -444,8 +444,7 @@ async def resolve(node: GridNode, file: GridFile, ssh_config: Path, *, trusted: 
     # With "UserKnownHostsFile none" the library would trust any host; here that means that none is known.
     named = options.known_hosts if isinstance(options.known_hosts, list) else None
     files = [Path(_expanded(str(each))) for each in named or [_KNOWN_HOSTS]] if named is not None else []
-    named_keys = [file.ssh.key_file] if file.ssh.key_file is not None else []
-    named_keys += cast(Sequence[str], options.config.get("IdentityFile", ()))
+    offered = key_files(options, own=file.ssh.key_file)
     return Target(
         node,
         host=options.host_key_alias or options.host,
@@ -455,8 +454,8 @@ async def resolve(node: GridNode, file: GridFile, ssh_config: Path, *, trusted: 
         ciphers=_ciphers(options),
         known_hosts=trusted.of(files),
         known_hosts_files=tuple(files),
-        key_files=tuple(named_keys),
-        keys=await asyncio.to_thread(login_keys, options, named_keys),
+        key_files=offered,
+        keys=await asyncio.to_thread(login_keys, options, offered),
     )
 
 
