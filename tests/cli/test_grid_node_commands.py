@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 
 import asyncssh
 import pytest
 
+from genie.cli.grid_node_commands import who_asks
 from tests.cli.grid_setup import on_a_terminal, use_grid
 from tests.grid.bed import Bed
 
@@ -24,6 +27,11 @@ def bed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bed]:
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     return tmp_path
+
+
+def test_a_user_without_a_name_is_told_by_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "getuid", lambda: 2**31 - 7)
+    assert who_asks() == f"{2**31 - 7}@{socket.gethostname()}"
 
 
 def fingerprint(bed: Bed, name: str) -> str:
