@@ -104,7 +104,7 @@ def list_nodes(invocation: Invocation, *, as_json: AsJson = False) -> None:
 
 
 async def _resolved(settings: Settings, file: GridFile) -> list[dict[str, Any]]:
-    from genie.grid.ssh_pool import KnownHosts, resolve
+    from genie.grid.ssh_target import KnownHosts, resolve
 
     trusted = KnownHosts()
     rows = []

@@ -10,7 +10,7 @@ import pytest
 from asyncssh.crypto import RSAPrivateKey
 
 from genie.grid.grid_file import parse_grid_file
-from genie.grid.ssh_pool import KnownHosts, Target, resolve
+from genie.grid.ssh_target import KnownHosts, Target, resolve
 
 COMPARED = [
     "username",
