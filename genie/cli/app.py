@@ -258,7 +258,9 @@ def run(argv: Sequence[str] | None = None, *, door: typer.Typer = app, prog: str
         return _checked_flush(code or 0)
     except SystemExit as end:
         return _checked_flush(end.code if isinstance(end.code, int) else int(bool(end.code)))
-    except typer.Abort:
+    except typer.Abort as abort:
+        if isinstance(abort.__context__, KeyboardInterrupt):
+            return INTERRUPTED
         output.say("genie: aborted; the question was not answered")
         return 1
     except _Misread as error:

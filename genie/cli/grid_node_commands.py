@@ -104,7 +104,7 @@ def list_nodes(invocation: Invocation, *, as_json: AsJson = False) -> None:
 
 
 async def _resolved(settings: Settings, file: GridFile) -> list[dict[str, Any]]:
-    from genie.grid.ssh_pool import KnownHosts, resolve
+    from genie.grid.ssh_target import KnownHosts, resolve
 
     trusted = KnownHosts()
     rows = []
@@ -315,7 +315,11 @@ def load_grid(invocation: Invocation) -> tuple[Settings, GridFile]:
 
 def who_asks() -> str:
     """For nodes to tell others who look: this user, on this machine."""
-    return f"{pwd.getpwuid(os.getuid()).pw_name}@{socket.gethostname()}"
+    try:
+        user = pwd.getpwuid(os.getuid()).pw_name
+    except KeyError:  # in a container, often nobody has written down who that is
+        user = str(os.getuid())
+    return f"{user}@{socket.gethostname()}"
 
 
 def _plain(value: Any) -> Any:

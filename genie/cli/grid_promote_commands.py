@@ -16,7 +16,7 @@ import typer
 from genie.cli import output
 from genie.cli.app import AsJson, Invocation, grid_command
 from genie.cli.grid_node_commands import NodeNames
-from genie.errors import TransportError, UsageError
+from genie.errors import UsageError
 
 if TYPE_CHECKING:
     from genie.config import Settings
@@ -126,6 +126,4 @@ def _report(moved: list[Moved], *, as_json: bool) -> None:
         output.write_json({"nodes": [dataclasses.asdict(each) for each in moved]})
     else:
         output.write_table(("node", "outcome", "error"), [(m.node, m.outcome, m.error or "-") for m in moved])
-    if any(each.error for each in moved):
-        away = any(each.outcome == "unreachable" for each in moved)
-        raise typer.Exit(TransportError.exit_code if away else 1)
+    raise typer.Exit(max(each.exit_code for each in moved))

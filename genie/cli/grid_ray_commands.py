@@ -18,7 +18,7 @@ from genie.cli import output
 from genie.cli.app import AsJson, Invocation, grid, grid_command
 from genie.cli.grid_node_commands import complete_node, load_grid, who_asks
 from genie.cli.quantities import parse_pairs
-from genie.errors import ConnectionLostError, TransportError, UsageError
+from genie.errors import ConnectionLostError, UsageError
 
 if TYPE_CHECKING:
     from genie.config import Settings
@@ -101,7 +101,7 @@ def setup(
 
 
 def _end_setup(reports: list[SetupReport], *, as_json: bool) -> None:
-    """Shows them, and ends with 1 or 255 where something failed."""
+    """Shows them, and ends with the highest of their codes."""
     if as_json:
         output.write_json([dataclasses.asdict(report) for report in reports])
     else:
@@ -110,12 +110,10 @@ def _end_setup(reports: list[SetupReport], *, as_json: bool) -> None:
             for each in reports
         ]
         output.write_table(("node", "state", "python", "message"), rows)
-    failed = [report for report in reports if report.state in ("failed", "unreachable")]
-    for report in failed:
-        output.say_lines(f"genie: {report.error}" + (f"\nhint: {report.hint}" if report.hint else ""))
-    if failed:
-        reached = all(report.state == "failed" for report in failed)
-        raise typer.Exit(1 if reached else TransportError.exit_code)
+    for report in reports:
+        if report.exit_code:
+            output.say_lines(f"genie: {report.error}" + (f"\nhint: {report.hint}" if report.hint else ""))
+    raise typer.Exit(max(report.exit_code for report in reports))
 
 
 @grid_command("start", group=_cluster, example="grid-cli cluster start")

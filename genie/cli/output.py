@@ -75,8 +75,12 @@ def write_bytes(data: bytes) -> None:
 
 def say(text: str) -> None:
     """Progress or an explanation, on standard error. Where nobody can be told, the work goes on."""
+    _to_stderr(f"{text}\n")
+
+
+def _to_stderr(text: str) -> None:
     with contextlib.suppress(OSError):
-        sys.stderr.write(f"{text}\n")
+        sys.stderr.write(text)
         sys.stderr.flush()
 
 
@@ -141,16 +145,14 @@ class ProgressLine:
     def __call__(self, what: str, done: int, total: int) -> None:
         if self._moving:
             percent = 100 * done // total if total else 100
-            sys.stderr.write(f"\r\x1b[K{what} {percent}%")
-            sys.stderr.flush()
+            _to_stderr(f"\r\x1b[K{what} {percent}%")
         elif what != self._step:
             say(f"{what} ...")
         self._step = what
 
     def close(self) -> None:
         if self._moving and self._step:
-            sys.stderr.write("\r\x1b[K")
-            sys.stderr.flush()
+            _to_stderr("\r\x1b[K")
 
 
 def show_error(error: BaseException, *, debug: bool) -> None:

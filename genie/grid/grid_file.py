@@ -384,7 +384,7 @@ def _yaml_hint(problem: str) -> str:
     """The library's words are about its own grammar; these are about what people type."""
     if r"'\t'" in problem:
         return "begin the line with spaces: YAML takes no tabs there"
-    if "cannot start any token" in problem or "expected alphabetic" in problem:
+    if any(each in problem for each in ("cannot start any token", "expected alphabetic", "undefined alias")):
         return "put what begins with a sign in quotes, as in '*.pyc'"
     return (
         "look at this line and the one before: what belongs together begins in the same column, "

@@ -17,7 +17,7 @@ import asyncssh
 
 from genie.errors import HostKeyChangedError, UnreachableError, UsageError
 from genie.grid.grid_file import GridFile, GridNode
-from genie.grid.ssh_pool import KnownHosts, Target, place_text, resolve, told
+from genie.grid.ssh_target import KnownHosts, Target, place_text, resolve, told
 
 _log = logging.getLogger(__name__)
 

@@ -43,12 +43,14 @@ _NOT_UP = (NodeStatus.INITIALIZING, NodeStatus.SUSPECT, NodeStatus.DISCONNECTED)
 class Moved:
     """What became of one node: the word that fits `promote` or `demote`, or the error.
 
-    With an error, the word is 'failed', or 'unreachable' where the node or the cluster was not reached.
+    With an error, the word is 'failed', or 'unreachable' where the node or the cluster was not reached, and
+    `exit_code` is that of the error; else it is 0.
     """
 
     node: str
     outcome: str
     error: str = ""
+    exit_code: int = 0
 
 
 class Promotion:
@@ -96,8 +98,9 @@ class Promotion:
                 try:
                     return Moved(node=name, outcome=await move(name))
                 except GenieError as error:
-                    away = error.exit_code == TransportError.exit_code
-                    return Moved(node=name, outcome="unreachable" if away else "failed", error=str(error))
+                    code = error.exit_code
+                    outcome = "unreachable" if code == TransportError.exit_code else "failed"
+                    return Moved(node=name, outcome=outcome, error=str(error), exit_code=code)
 
         return await all_of(map(one, names))
 

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from genie.errors import GenieError, NodeRefusedError, RayError, TransportError, UnreachableError
+from genie.errors import GenieError, NodeRefusedError, RayError, UnreachableError, UsageError
 from genie.grid.grid_file import GridFile, Say
 from genie.grid.login_shell import check_login_shell
 from genie.grid.ray_plan import NO_PYTHON, ClusterView, RayFacts, RayRecord, StartOrder, plan, view
@@ -401,10 +401,9 @@ class KeptCluster:
 
 
 def _kind(errors: Iterable[GenieError]) -> type[GenieError]:
-    """Of the error that stands for these."""
-    return (
-        UnreachableError if any(each.exit_code == TransportError.exit_code for each in errors) else RayError
-    )
+    """Of the error that stands for these: it has the highest of their exit codes."""
+    kinds: dict[int, type[GenieError]] = {kind.exit_code: kind for kind in (UnreachableError, UsageError)}
+    return kinds.get(max(each.exit_code for each in errors), RayError)
 
 
 def _lives(told: Mapping[str, Any]) -> bool:

@@ -62,7 +62,10 @@ class Wish:
 
 @dataclass(frozen=True)
 class SetupReport:
-    """One node. `state` is 'installed', 'unchanged', 'failed' or 'unreachable'."""
+    """One node. `state` is 'installed', 'unchanged', 'failed' or 'unreachable'.
+
+    `exit_code` is that of the error, 0 where there is none.
+    """
 
     node: str
     state: str
@@ -70,6 +73,7 @@ class SetupReport:
     packages: int = 0
     error: str = ""
     hint: str = ""
+    exit_code: int = 0
 
 
 def wish(
@@ -172,7 +176,8 @@ class Setup:
                     return await self._one(link, wanted, again=again, say=say)
             except GenieError as error:
                 state = "unreachable" if error.exit_code == TransportError.exit_code else "failed"
-                return SetupReport(name, state, error=error.message, hint=error.hint or _hint(error, name))
+                hint = error.hint or _hint(error, name)
+                return SetupReport(name, state, error=error.message, hint=hint, exit_code=error.exit_code)
 
         return await all_of(map(one, names))
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import shlex
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -28,25 +27,45 @@ _NO_IDENTITY = b""
 """Where only named keys of the agent may be used and there are none: with no name, all would be."""
 
 
-def login_keys(options: asyncssh.SSHClientConnectionOptions, named: Sequence[str]) -> dict[str, Any]:
-    """Arguments with which asyncssh offers the keys of the named files, or else those of the home.
+def key_files(options: asyncssh.SSHClientConnectionOptions, *, own: str | None) -> tuple[Path, ...]:
+    """Of the keys that a login offers, whether they are there or not: `own` and those that ~/.ssh/config
+    names (`none` is none), else those of the home."""
+    named = cast(Sequence[str] | None, options.config.get("IdentityFile"))
+    if own is not None:
+        named = [own, *(named or ())]
+    return tuple(Path(each).expanduser() for each in (_HOME_KEYS if named is None else named))
+
+
+def login_keys(options: asyncssh.SSHClientConnectionOptions, files: Sequence[Path]) -> dict[str, Any]:
+    """Arguments with which asyncssh offers the keys of these files, and no others.
 
     As OpenSSH, it passes over what is not there, is no private key or has a passphrase: the agent may have
     it. The primes of an RSA key are not tested: that takes a third of a second for each host, and the key
     is the user's own.
     """
-    files = [Path(each).expanduser() for each in named or _HOME_KEYS]
     beside = cast(Sequence[str], options.config.get("CertificateFile", ()))
-    certificates = [path for path in map(os.path.expanduser, beside) if os.access(path, os.R_OK)]
+    certificates = [each for path in beside for each in _certificates(Path(path).expanduser())]
     pairs = [pair for file in files for pair in _key_pairs(file, certificates)]
     identities = None
     if options.config.get("IdentitiesOnly"):
         known = [pair.public_data for pair in pairs] + [each for file in files for each in _public_data(file)]
         identities = list(dict.fromkeys(known)) or [_NO_IDENTITY]
-    return {"client_keys": pairs, "client_certs": [], "agent_identities": identities}
+    # An empty list would have asyncssh look for keys in the home.
+    return {"client_keys": pairs or iter(()), "client_certs": [], "agent_identities": identities}
 
 
-def _key_pairs(file: Path, certificates: Sequence[str]) -> Sequence[asyncssh.SSHKeyPair]:
+def _certificates(file: Path) -> Sequence[asyncssh.SSHCertificate]:
+    """One that cannot be read costs no key: OpenSSH goes on without it, too."""
+    try:
+        return asyncssh.read_certificate_list(file)
+    except FileNotFoundError:
+        return []
+    except (OSError, ValueError) as error:
+        _log.info("a certificate is passed over", extra={"file": str(file), "why": str(error)})
+        return []
+
+
+def _key_pairs(file: Path, certificates: Sequence[asyncssh.SSHCertificate]) -> Sequence[asyncssh.SSHKeyPair]:
     try:
         return asyncssh.load_keypairs(
             [str(file)], certlist=certificates, ignore_encrypted=True, unsafe_skip_rsa_key_validation=True
@@ -82,9 +101,8 @@ def check_key_file(named: str) -> None:
         raise UsageError(f"ssh.key_file {named!r} {fault}", hint=f"{way}, or none")
 
 
-def passphrase_hint(paths: Sequence[str]) -> str:
+def passphrase_hint(files: Sequence[Path]) -> str:
     """What to do about those of the files that have a passphrase; in general where none of them has."""
-    files = [Path(path).expanduser() for path in paths or _HOME_KEYS]
     locked = [str(file) for file in dict.fromkeys(files) if _has_passphrase(file)][:_SHOWN_MAX]
     if not locked:
         return "a key with a passphrase must be in the agent (ssh-add)"
@@ -116,7 +134,7 @@ def _has_passphrase(path: Path) -> bool:
 
 def _import_error(data: bytes) -> ValueError | None:
     try:
-        # Only to tell what it is: whether the primes of a key of RSA are some takes a third of a second.
+        # Only to tell what it is: testing the primes of an RSA key takes a third of a second.
         asyncssh.import_private_key(data, unsafe_skip_rsa_key_validation=True)
     except (asyncssh.KeyImportError, asyncssh.KeyEncryptionError) as error:
         return error

@@ -84,7 +84,7 @@ async def all_of(work: Iterable[Coroutine[Any, Any, _Result]]) -> list[_Result]:
 
 
 async def either(work: Coroutine[Any, Any, object], other: Coroutine[Any, Any, object]) -> None:
-    """Until one of the two is over; the one that is not is cancelled. Its failure is raised."""
+    """Until one of the two is over; the other is cancelled. Raises what one of them raised."""
     try:
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(work), group.create_task(other)]

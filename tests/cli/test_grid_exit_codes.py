@@ -118,6 +118,20 @@ def test_the_highest_code_counts_wherever_in_the_file_the_node_stands(
         assert grid(line, nodes.grid_yaml(nodes=names, more=more)).code == TRANSPORT
 
 
+@pytest.mark.parametrize(
+    "line",
+    [
+        *("sync .", "run true --all", "setup --package x", "cluster start", "cluster stop", "cluster status"),
+        *("promote --all --controller 10.0.0.5", "demote --all", "ps"),
+    ],
+)
+def test_a_key_file_that_is_not_there_is_wrong_usage_whatever_is_asked_of_nodes(
+    nodes: Bed, grid: Callable[[str, str], Ran], line: str
+) -> None:
+    ran = grid(line, nodes.grid_yaml(nodes=["gpu1"], more="ssh: {key_file: /no/such/key, max_retries: 0}\n"))
+    assert ran.code == USAGE, ran
+
+
 @pytest.mark.parametrize("line", [row[0] for row in TABLE])
 def test_a_file_without_nodes_is_wrong_usage(grid: Callable[[str, str], Ran], line: str) -> None:
     ran = grid(line, "nodes: []\n")

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 
 import asyncssh
 import pytest
 
+from genie.cli.grid_node_commands import who_asks
 from tests.cli.grid_setup import on_a_terminal, use_grid
 from tests.grid.bed import Bed
 
@@ -24,6 +27,11 @@ def bed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bed]:
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     return tmp_path
+
+
+def test_a_user_without_a_name_is_told_by_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "getuid", lambda: 2**31 - 7)
+    assert who_asks() == f"{2**31 - 7}@{socket.gethostname()}"
 
 
 def fingerprint(bed: Bed, name: str) -> str:
@@ -200,11 +208,13 @@ def test_trust_asks_on_a_terminal(bed: Bed, answer: bytes, code: int, state: str
     assert (bed.known_hosts.read_text() == before) is (code == 1)
 
 
-def test_a_question_that_is_not_answered_changes_nothing(bed: Bed) -> None:
+@pytest.mark.parametrize(("typed", "code"), [(b"\x04", 1), (b"\x03", 130)], ids=["end", "interrupt"])
+def test_a_question_that_is_not_answered_changes_nothing(bed: Bed, typed: bytes, code: int) -> None:
     bed.write_known_hosts(without=["gpu1"])
     before = bed.known_hosts.read_text()
-    ended, seen = on_a_terminal(["nodes", "trust", "gpu1"], typed=b"\x04", after=b"[y/N]")
-    assert (ended, "genie: aborted; the question was not answered" in seen) == (1, True), seen
+    ended, seen = on_a_terminal(["nodes", "trust", "gpu1"], typed=typed, after=b"[y/N]")
+    aborted = "genie: aborted; the question was not answered" in seen
+    assert (ended, aborted) == (code, code == 1), seen
     assert bed.known_hosts.read_text() == before
 
 

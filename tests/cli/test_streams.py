@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import pty
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from genie.cli import output
 
 GENIE = [sys.executable, "-m", "genie"]
 
@@ -50,6 +54,18 @@ def test_what_cannot_be_said_changes_no_exit_code(arguments: tuple[str, ...], co
             [sys.executable, "-c", script, *arguments], timeout=60, stdout=subprocess.DEVNULL, stderr=full
         )
     assert done.returncode == code
+
+
+def test_progress_on_a_terminal_that_has_gone_ends_no_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    ours, theirs = pty.openpty()
+    terminal = os.fdopen(theirs, "w")
+    monkeypatch.setattr(sys, "stderr", terminal)
+    line = output.ProgressLine()
+    os.close(ours)
+    line("sending", 1, 2)
+    line.close()
+    with pytest.raises(OSError, match="Input/output error"):
+        terminal.close()
 
 
 def test_a_word_without_end_is_not_repeated_whole() -> None:

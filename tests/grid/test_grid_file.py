@@ -158,6 +158,7 @@ def test_aliases_cannot_make_a_small_file_endless() -> None:
     [
         ("nodes:\n\t- gpu1\n", "no tabs"),
         ("nodes: [gpu1]\nsync:\n  exclude_patterns: [*.pyc]\n", "in quotes, as in '*.pyc'"),
+        ("nodes: [gpu1]\nsync:\n  exclude_patterns: [*pyc]\n", "in quotes, as in '*.pyc'"),
         ("nodes:\n  - gpu1\n ssh:\n", "in the same column"),
         ("nodes:\n  - gpu1\nremote_root '/x'\n", "a key has ': ' behind it"),
         ('nodes:\n  - "gpu1\n', "quotes and brackets are closed"),

@@ -75,7 +75,7 @@ def test_a_node_is_promoted_runs_a_job_and_is_demoted(
     where = f"{cluster.host}:{cluster.port}"
     code, out, err = grid_cli("promote", "gpu1", "--controller", where, "--json")
     assert code == 0, out + err
-    assert json.loads(out)["nodes"] == [{"node": "gpu1", "outcome": "promoted", "error": ""}]
+    assert json.loads(out)["nodes"] == [{"node": "gpu1", "outcome": "promoted", "error": "", "exit_code": 0}]
     assert cluster.token not in err
     assert asyncio.run(run_on(cluster, "gpu1")) is JobState.SUCCEEDED
     assert '"was there"' in grid_cli("promote", "gpu1", "--controller", where, "--json")[1]

@@ -12,7 +12,7 @@ import pytest
 from genie.errors import UsageError
 from genie.grid.grid_file import parse_grid_file
 from genie.grid.ssh_config import config_about, without_others
-from genie.grid.ssh_pool import KnownHosts, resolve
+from genie.grid.ssh_target import KnownHosts, resolve
 
 HOSTS = ["gpu1", "GPU1", "gpu2", "10.0.0.7"]
 HEADS = [

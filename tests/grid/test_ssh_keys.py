@@ -10,7 +10,7 @@ import pytest
 
 from genie.errors import LoginRefusedError, UsageError
 from genie.grid.grid_file import parse_grid_file
-from genie.grid.ssh_keys import passphrase_hint
+from genie.grid.ssh_keys import key_files, passphrase_hint
 from genie.grid.ssh_pool import SshPool
 from tests.grid.bed import Bed
 
@@ -100,8 +100,10 @@ def test_keys_of_the_home_are_looked_at_where_none_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert passphrase_hint([]) == "a key with a passphrase must be in the agent (ssh-add)"
+    options = asyncssh.SSHClientConnectionOptions(config=None, client_keys=None)
+    files = key_files(options, own=None)
+    assert passphrase_hint(files) == "a key with a passphrase must be in the agent (ssh-add)"
     (tmp_path / ".ssh").mkdir()
     locked = write_locked(tmp_path / ".ssh/id_ed25519")
-    assert f"{locked} has a passphrase" in passphrase_hint([])
-    assert str(locked) not in passphrase_hint([str(tmp_path / "another")])
+    assert f"{locked} has a passphrase" in passphrase_hint(files)
+    assert str(locked) not in passphrase_hint(key_files(options, own=str(tmp_path / "another")))

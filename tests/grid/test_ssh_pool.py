@@ -27,7 +27,8 @@ from genie.errors import (
 )
 from genie.grid import ssh_pool
 from genie.grid.grid_file import GridFile, GridNode, parse_grid_file
-from genie.grid.ssh_pool import SshPool, Turn, pause_s, told
+from genie.grid.ssh_pool import SshPool, Turn, pause_s
+from genie.grid.ssh_target import told
 from tests.grid.bed import Bed
 from tests.grid.conftest import grid_file_of
 from tests.waiting import until, wait_until

@@ -10,7 +10,7 @@ import pytest
 from asyncssh.crypto import RSAPrivateKey
 
 from genie.grid.grid_file import parse_grid_file
-from genie.grid.ssh_pool import KnownHosts, Target, resolve
+from genie.grid.ssh_target import KnownHosts, Target, resolve
 
 COMPARED = [
     "username",
@@ -106,6 +106,32 @@ async def test_keys_that_are_not_there_or_none_are_passed_over(keys: Path) -> No
     one = asyncssh.read_private_key(keys / "one").public_data
     assert [pair.public_data for pair in target.keys["client_keys"]] == [one]
     assert target.keys["agent_identities"] is None
+
+
+@pytest.mark.parametrize("named", ["~/.ssh/missing", "~/.ssh/two", "none"])
+@pytest.mark.parametrize("more", ["", "  IdentitiesOnly yes\n"])
+async def test_where_other_keys_are_named_those_of_the_home_are_not_offered(
+    keys: Path, named: str, more: str
+) -> None:
+    asyncssh.generate_private_key("ssh-ed25519").write_private_key(keys / "id_ed25519")
+    target = await target_of(f"  IdentityFile {named}\n{more}", keys)
+    given = await asyncssh.SSHClientConnectionOptions.construct(
+        target.options, host="gpu1", config=None, **target.keys
+    )
+    assert given.client_keys == []
+    assert given.agent_path == str(keys.parent / "agent")
+
+
+async def test_a_certificate_that_is_none_costs_no_key(keys: Path) -> None:
+    asyncssh.read_private_key(keys / "one").write_public_key(keys / "other.pub")
+    files = "".join(f"  CertificateFile ~/.ssh/{name}\n" for name in ("other.pub", "missing", "one.cert"))
+    target = await target_of(f"  IdentityFile ~/.ssh/one\n{files}", keys)
+    one, certified = target.keys["client_keys"]
+    found = {one.public_data, certified.public_data}
+    assert found == {
+        asyncssh.read_private_key(keys / "one").public_data,
+        asyncssh.read_certificate(keys / "one.cert").public_data,
+    }
 
 
 async def test_with_identities_only_the_agent_is_asked_for_the_named_keys_alone(keys: Path) -> None:

@@ -108,10 +108,10 @@ def _under_way(lock: int) -> str:
     text = "another setup is under way here"
     try:
         holder = json.loads(os.pread(lock, 4096, 0).decode())
-        who = " begun by " + holder["who"] if holder["who"] else ""
+        who = " by " + holder["who"] if holder["who"] else ""
         since_s = max(0.0, time.time() - holder["since"])
-        text += f"{who} since {since_s:.0f} s (process {holder['pid']})"
-    except (ValueError, TypeError, KeyError, OSError, RecursionError):
+        text += f", begun{who} {since_s:.0f} s ago (process {holder['pid']})"
+    except (ValueError, TypeError, KeyError, OverflowError, OSError, RecursionError):
         pass  # written by an older version, not yet, or by someone else
     return text
 

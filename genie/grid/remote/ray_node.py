@@ -367,7 +367,8 @@ def _run_start(folder: str, args: Args, entry: Args) -> None:
 def _ray_env(folder: str, args: Args) -> dict[str, str]:
     env = {name: value for name, value in os.environ.items() if not name.startswith("RAY_AUTH")}
     env.pop("RAY_ADDRESS", None)
-    env["PATH"] = _path_with(os.path.dirname(args["ray"]), env.get("PATH", os.defpath))
+    # Jobs and workers inherit it: their `python` is to be the one that has this Ray.
+    env["PATH"] = os.path.dirname(args["ray"]) + os.pathsep + env.get("PATH", os.defpath)
     env.update(
         {
             MARK: args["cluster"] + "." + args["node"],
@@ -383,11 +384,6 @@ def _ray_env(folder: str, args: Args) -> dict[str, str]:
     if args["loopback"]:
         env.update(_loopback_env(folder))
     return env
-
-
-def _path_with(folder: str, path: str) -> str:
-    """Jobs and workers inherit it: their `python` is the one that has this Ray."""
-    return path if folder in path.split(os.pathsep) else folder + os.pathsep + path
 
 
 def _loopback_env(folder: str) -> dict[str, str]:

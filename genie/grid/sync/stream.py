@@ -16,8 +16,10 @@ from typing import Any
 import asyncssh
 
 from genie.errors import ConnectionLostError, DeadlineError, GenieError, NodeRefusedError, ProtocolError
+from genie.grid.node_helper import source, with_needs
 from genie.grid.remote import core
-from genie.grid.ssh_pool import Link, source, told, with_needs
+from genie.grid.ssh_pool import Link
+from genie.grid.ssh_target import told
 
 # One line: csh takes no other within quotes. No byte more is read than the program has: the rest is its own.
 _BOOT = (

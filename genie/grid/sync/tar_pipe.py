@@ -18,7 +18,8 @@ from genie.errors import ConnectionLostError, DeadlineError, NodeRefusedError, S
 from genie.grid.login_shell import check_login_shell
 from genie.grid.remote import tree
 from genie.grid.shell_words import OWN_FOLDER, path_word, through_login_shell
-from genie.grid.ssh_pool import Link, told
+from genie.grid.ssh_pool import Link
+from genie.grid.ssh_target import told
 from genie.grid.sync.local_tree import Snapshot
 from genie.grid.sync.stream import last_words
 
