@@ -444,7 +444,7 @@ async def test_of_an_attempt_that_was_given_up_nothing_is_left(own_bed: Bed) -> 
 
 
 def _connections() -> list[object]:
-    return [each for each in gc.get_objects() if isinstance(each, asyncssh.SSHClientConnection)]
+    return [each for each in gc.get_objects() if type(each) is asyncssh.SSHClientConnection]
 
 
 async def test_a_pool_that_closes_leaves_nobody_waiting_for_a_place(bed: Bed) -> None:
