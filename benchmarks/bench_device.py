@@ -1,11 +1,10 @@
-"""What the remote device costs beside the same work done directly.
+"""Overhead of the remote device compared with the same work on a local device.
 
     python benchmarks/bench_device.py [--json] [--rounds 20] [--only NAME...]
 
-Starts a cluster on loopback with TLS and a session with it, and measures local and remote in turn. Where the
-cluster has a GPU, this process uses that GPU, too: the models are run directly on it, as CUDA graphs for the
-captured ones, and remotely. Without one the models run on the CPU of both sides, and have no goals. Ends
-with 1 when a goal is missed.
+Starts a cluster on loopback with TLS, opens a session, and alternates local and remote measurements. If the
+cluster has a GPU, the local runs use the same GPU; captured models run there as CUDA graphs. Without a GPU
+the models run on the CPU on both sides and have no goals. Exits with code 1 if a goal is missed.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ from genie.device import capture
 REMOTE = "remote_accelerator:0"
 MIB = 1024**2
 OPS_PER_ROUND = 50_000
-"""For the cost of growth: a million with the usual twenty rounds."""
+"""Operations per round of the growth measurement: one million with the default of 20 rounds."""
 
 ADD = report.ratio_at_most(2.0)
 FLAT = report.ratio_at_most(1.25)
@@ -46,7 +45,7 @@ CAPTURED_SHORT = report.ratio_at_most(1.10)
 PIPELINED = report.ratio_at_most(1.02)
 LONG_MS = 3.0
 MEMORY = report.value_at_most(16.0)
-LEFT_BEHIND = report.value_at_most(0.0)
+LEAKED = report.value_at_most(0.0)
 
 
 @dataclass
@@ -54,7 +53,7 @@ class Bench:
     rounds: int
     ops: int
     local: str
-    """Where this process runs the models: the same GPU, or the CPU."""
+    """Device of the local runs: `cuda` or `cpu`."""
 
     @property
     def has_gpu(self) -> bool:
@@ -74,18 +73,18 @@ def seconds(work: Callable[[], object]) -> float:
     return time.perf_counter() - began
 
 
-def in_turn(rounds: int, *works: Callable[[], object]) -> list[list[float]]:
-    """Milliseconds of each, measured one after the other in every round."""
+def alternate(rounds: int, *works: Callable[[], object]) -> list[list[float]]:
+    """Alternates the functions and returns the duration of each call in milliseconds, by function."""
     for work in works:
         work()
-    taken: list[list[float]] = [[] for _ in works]
+    times_ms: list[list[float]] = [[] for _ in works]
     for _ in range(rounds):
-        for work, times in zip(works, taken, strict=True):
+        for work, times in zip(works, times_ms, strict=True):
             times.append(seconds(work) * 1000)
-    return taken
+    return times_ms
 
 
-def compared(
+def ratio_figure(
     name: str, remote: list[float], local: list[float], *, goal: report.Goal | None, unit: str = "ms"
 ) -> report.Figure:
     return report.figure(
@@ -101,7 +100,7 @@ def compared(
 # --- single ops ---------------------------------------------------------------------------------
 
 
-def adds(tensor: torch.Tensor, count: int) -> Callable[[], None]:
+def add_loop(tensor: torch.Tensor, count: int) -> Callable[[], None]:
     def work() -> None:
         for _ in range(count):
             torch.add(tensor, tensor)
@@ -110,56 +109,56 @@ def adds(tensor: torch.Tensor, count: int) -> Callable[[], None]:
 
 
 def measure_ops(bench: Bench) -> Measured:
-    """Microseconds of this process for one op."""
+    """Client time per operation in microseconds."""
     count = 1000
     here, there = torch.ones(16, 16), torch.ones(16, 16, device=REMOTE)
     wait = torch.remote_accelerator.synchronize
     torch.set_num_threads(1)
-    adds(there, 2000)()
+    add_loop(there, 2000)()
     local: list[float] = []
     remote: list[float] = []
     whole: list[float] = []
     for _ in range(bench.rounds):
-        local.append(seconds(adds(here, count)) / count * 1e6)
+        local.append(seconds(add_loop(here, count)) / count * 1e6)
         wait()
         began = time.perf_counter()
-        adds(there, count)()
+        add_loop(there, count)()
         remote.append((time.perf_counter() - began) / count * 1e6)
         wait()
         whole.append((time.perf_counter() - began) / count * 1e6)
     one = there[0, 0]
     values = [seconds(one.item) * 1e6 for _ in range(100)]
     return [
-        compared("add_16x16_client", remote, local, goal=ADD, unit="us"),
-        compared("add_16x16_done", whole, local, goal=None, unit="us"),
+        ratio_figure("add_16x16_client", remote, local, goal=ADD, unit="us"),
+        ratio_figure("add_16x16_done", whole, local, goal=None, unit="us"),
         report.figure("item_round_trip", statistics.median(values), samples=values, unit="us"),
     ]
 
 
 def measure_growth(bench: Bench) -> Measured:
-    """An op of the first hundreds against one after all the others; memory here and there."""
+    """Cost of an operation at the start and after many operations; memory growth of client and executor."""
     there = torch.ones(16, 16, device=REMOTE)
     accelerator = torch.remote_accelerator
 
     def cost_us() -> float:
         accelerator.synchronize()
-        return seconds(adds(there, 100)) / 100 * 1e6
+        return seconds(add_loop(there, 100)) / 100 * 1e6
 
-    adds(there, 1000)()
+    add_loop(there, 1000)()
     held = accelerator.memory_stats()["allocated_bytes.current"]
     few = [cost_us() for _ in range(100)]
-    grown: list[float] = []
+    growth_mib: list[float] = []
     start = _resident_mib()
     for _ in range(10):
-        adds(there, bench.ops // 10)()
-        grown.append(_resident_mib() - start)
+        add_loop(there, bench.ops // 10)()
+        growth_mib.append(_resident_mib() - start)
     many = [cost_us() for _ in range(100)]
     accelerator.synchronize()
     left = accelerator.memory_stats()["allocated_bytes.current"] - held
     return [
-        compared("op_after_many", many, few, goal=FLAT, unit="us"),
-        report.figure("client_memory_grown", grown[-1], samples=grown, unit="MiB", goal=MEMORY),
-        report.figure("server_memory_left", left / MIB, samples=[left / MIB], unit="MiB", goal=LEFT_BEHIND),
+        ratio_figure("op_after_many", many, few, goal=FLAT, unit="us"),
+        report.figure("client_memory_grown", growth_mib[-1], samples=growth_mib, unit="MiB", goal=MEMORY),
+        report.figure("server_memory_left", left / MIB, samples=[left / MIB], unit="MiB", goal=LEAKED),
     ]
 
 
@@ -171,8 +170,8 @@ def _resident_mib() -> float:
 # --- copies -------------------------------------------------------------------------------------
 
 
-class PlainCopy:
-    """The same bytes over a bare blocking socket on loopback, between two threads."""
+class SocketCopy:
+    """Copies bytes between two threads over a blocking socket on loopback."""
 
     def __init__(self, size: int) -> None:
         self._size = size
@@ -185,9 +184,9 @@ class PlainCopy:
     def run(self) -> None:
         sender = threading.Thread(target=self._ours.sendall, args=(self._from,))
         sender.start()
-        got = 0
-        while got < self._size:
-            got += self._theirs.recv_into(self._into[got:])
+        received = 0
+        while received < self._size:
+            received += self._theirs.recv_into(self._into[received:])
         sender.join()
 
     def close(self) -> None:
@@ -196,33 +195,33 @@ class PlainCopy:
 
 
 def measure_copies(bench: Bench) -> Measured:
-    """GiB a second. The baseline moves the same bytes between two sockets of this process."""
+    """Throughput in GiB/s. The baseline copies the same number of bytes over a loopback socket."""
     size = min(1024, 64 * bench.rounds) * MIB
     here = torch.ones(size // 4)
     there = here.to(REMOTE)
     into = torch.empty_like(here)
-    plain = PlainCopy(size)
+    plain = SocketCopy(size)
 
     def up() -> None:
         there.copy_(here)
         torch.remote_accelerator.synchronize()
 
     try:
-        times = in_turn(max(1, bench.rounds // 4), up, lambda: into.copy_(there), plain.run)
+        times = alternate(max(1, bench.rounds // 4), up, lambda: into.copy_(there), plain.run)
     finally:
         plain.close()
     ups, downs, plains = ([size / 1024**3 / (ms / 1000) for ms in each] for each in times)
     assert torch.equal(into, here)
     return [
-        compared(f"copy_{size // MIB}_mib_up", ups, plains, goal=COPY, unit="GiB/s"),
-        compared(f"copy_{size // MIB}_mib_down", downs, plains, goal=COPY, unit="GiB/s"),
+        ratio_figure(f"copy_{size // MIB}_mib_up", ups, plains, goal=COPY, unit="GiB/s"),
+        ratio_figure(f"copy_{size // MIB}_mib_down", downs, plains, goal=COPY, unit="GiB/s"),
     ]
 
 
 # --- models -------------------------------------------------------------------------------------
 
 
-def twins(bench: Bench, model: torch.nn.Module) -> tuple[torch.nn.Module, torch.nn.Module]:
+def local_and_remote(bench: Bench, model: torch.nn.Module) -> tuple[torch.nn.Module, torch.nn.Module]:
     model = model.eval()
     return copy.deepcopy(model).to(bench.local), model.to(REMOTE)
 
@@ -236,7 +235,7 @@ def forward(model: Any, ids: torch.Tensor, where: str) -> Callable[[], torch.Ten
 
 
 def measure_eager(bench: Bench) -> Measured:
-    """A forward pass, input from host memory and output to it, op by op."""
+    """Eager forward pass with input and output in host memory."""
     figures = []
     width, layers = (1024, 12) if bench.has_gpu else (128, 12)
     for name, last, batch, length, goal in (
@@ -245,22 +244,25 @@ def measure_eager(bench: Bench) -> Measured:
     ):
         torch.manual_seed(0)
         dtype = torch.float16 if bench.has_gpu else torch.float32
-        local, remote = twins(bench, device_models.Transformer(width, layers, last_only=last).to(dtype))
+        local, remote = local_and_remote(
+            bench, device_models.Transformer(width, layers, last_only=last).to(dtype)
+        )
         ids = torch.randint(0, device_models.VOCABULARY, (batch, length))
         with torch.no_grad():
-            expected, got = local(ids.to(bench.local)).cpu(), remote(ids.to(REMOTE)).cpu()
-            torch.testing.assert_close(got, expected, rtol=2e-2, atol=2e-2)
-            theirs, ours = in_turn(
+            expected, actual = local(ids.to(bench.local)).cpu(), remote(ids.to(REMOTE)).cpu()
+            torch.testing.assert_close(actual, expected, rtol=2e-2, atol=2e-2)
+            theirs, ours = alternate(
                 bench.rounds, forward(local, ids, bench.local), forward(remote, ids, REMOTE)
             )
-        figures.append(compared(name, ours, theirs, goal=goal if bench.has_gpu else None))
+        figures.append(ratio_figure(name, ours, theirs, goal=goal if bench.has_gpu else None))
     return figures
 
 
 def direct_graph(
     model: Any, inputs: tuple[torch.Tensor, ...]
 ) -> tuple[Callable[[], torch.Tensor], Callable[[], None]]:
-    """The model as a CUDA graph of this process: a step with host memory at both ends, and a bare replay."""
+    """Captures the model as a local CUDA graph. Returns a step with input and output in host memory, and a
+    replay without the output copy."""
     pinned = [each.pin_memory() for each in inputs]
     static = [each.cuda() for each in pinned]
     stream = torch.cuda.Stream()
@@ -290,9 +292,9 @@ def direct_graph(
 
 def measure_captured(bench: Bench) -> Measured:
     figures: Measured = []
-    for name, model, inputs in device_models.captured(bench.has_gpu):
+    for name, model, inputs in device_models.captured_models(bench.has_gpu):
         torch.manual_seed(0)
-        local, remote = twins(bench, model)
+        local, remote = local_and_remote(bench, model)
         captured = capture(remote)
         if bench.has_gpu:
             direct, feed = direct_graph(local, inputs)
@@ -300,17 +302,17 @@ def measure_captured(bench: Bench) -> Measured:
             direct = feed = _plain_step(local, inputs)
         for _ in range(3):
             torch.testing.assert_close(captured(*inputs).cpu(), direct().cpu(), rtol=2e-2, atol=2e-2)
-        theirs, ours = in_turn(bench.rounds, direct, lambda c=captured, i=inputs: c(*i).cpu())
+        theirs, ours = alternate(bench.rounds, direct, lambda c=captured, i=inputs: c(*i).cpu())
         goal = CAPTURED_LONG if statistics.median(theirs) >= LONG_MS else CAPTURED_SHORT
-        figures.append(compared(f"captured_{name}", ours, theirs, goal=goal if bench.has_gpu else None))
-        many = 100 if bench.has_gpu else 2  # so that it is the pace, not the start, which is measured
-        theirs, ours = in_turn(
+        figures.append(ratio_figure(f"captured_{name}", ours, theirs, goal=goal if bench.has_gpu else None))
+        many = 100 if bench.has_gpu else 2  # enough steps that throughput dominates the first step
+        theirs, ours = alternate(
             max(1, bench.rounds // 4),
-            repeated(feed, many, bench.wait_local),
-            repeated(lambda c=captured, i=inputs: c(*i), many, torch.remote_accelerator.synchronize),
+            repeat(feed, many, bench.wait_local),
+            repeat(lambda c=captured, i=inputs: c(*i), many, torch.remote_accelerator.synchronize),
         )
         figures.append(
-            compared(
+            ratio_figure(
                 f"pipelined_{name}",
                 [ms / many for ms in ours],
                 [ms / many for ms in theirs],
@@ -320,8 +322,8 @@ def measure_captured(bench: Bench) -> Measured:
     return figures
 
 
-def repeated(step: Callable[[], object], count: int, wait: Callable[[], None]) -> Callable[[], None]:
-    """One after the other, waited for at the end."""
+def repeat(step: Callable[[], object], count: int, wait: Callable[[], None]) -> Callable[[], None]:
+    """Runs `count` steps and waits once at the end."""
 
     def work() -> None:
         for _ in range(count):
@@ -355,10 +357,14 @@ def main() -> int:
     given: argparse.Namespace = parser.parse_args()
     logging.disable(logging.WARNING)
     figures: Measured = []
-    with report.own_place(), device_models.cluster(config.load({"controller.port": 0})), genie.session():
+    with (
+        report.temporary_state(),
+        device_models.cluster(config.load({"controller.port": 0})),
+        genie.session(),
+    ):
         local = "cuda" if torch.cuda.is_available() else "cpu"
         if local == "cpu":
-            torch.set_num_threads(1)  # both sides share the processors
+            torch.set_num_threads(1)  # both sides share the cores
         bench = Bench(rounds=given.rounds, ops=OPS_PER_ROUND * given.rounds, local=local)
         for name in given.only:
             print(f"measuring {name}", file=sys.stderr)

@@ -1,16 +1,14 @@
-"""The grid beside what people use today: ssh processes, a ControlMaster, rsync, and other tools.
+"""The grid compared with ssh processes, a ControlMaster, rsync and other tools.
 
     python benchmarks/bench_grid.py [--json] [--rounds N] [--delay-ms MS] [--peers FOLDER] [--only PART...]
 
-The nodes are real SSH servers on loopback, all on this machine, so the cost of a node's side is paid here
-too, by us and by the baseline alike. Everyone uses the same key exchange and cipher. We and the baseline
-take turns, round by round, and both ask for the same readings. The baseline starts nvidia-smi on the node, a
-script here that costs less than the real one; so does the grid while nothing is connected. When connected,
-it asks NVML: a stand-in here (tests/fakes/nvml) with the same GPUs. --delay-ms holds everything back on its
-way, so that a round trip takes that long. --peers names a virtual environment with ansible-core,
-clustershell, paramiko and parallel-ssh; each runs the same command on the same ten nodes. Needs root,
-openssh-server, a C compiler and rsync.
-Not for: real networks.
+The nodes are real SSH servers on loopback, so client and nodes share the cores of this machine, for the grid
+and the baseline alike. Both use the same key exchange and cipher, alternate round by round, and collect the
+same readings. The baseline starts nvidia-smi on the node, here a script that is cheaper than the real
+program; the grid does so too before it has a connection, and then reads NVML, here a fake (tests/fakes/nvml)
+with the same GPUs. --delay-ms adds a round-trip delay. --peers names a virtual environment with ansible-core,
+clustershell, paramiko and parallel-ssh; each runs the same command on the same ten nodes. Requires root,
+openssh-server, a C compiler and rsync. Does not measure real networks.
 """
 
 from __future__ import annotations
@@ -21,24 +19,24 @@ import dataclasses
 import os
 import resource
 import socket
-import statistics
-import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import grid_sync_cases
 import report
+from alternation import alternate, alternate_async, ratio_figure, run_all
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from genie.grid.grid_file import GridFile, parse_grid_file  # noqa: E402 - the path comes first
-from genie.grid.health_check import HealthChecker, NodeState  # noqa: E402
-from genie.grid.runner import Runner  # noqa: E402
-from genie.grid.ssh_pool import SshPool  # noqa: E402
+from genie.grid.health.check import HealthState, NodeHealthChecker  # noqa: E402
+from genie.grid.runs.runner import Runner  # noqa: E402
+from genie.grid.ssh.pool import SshPool  # noqa: E402
 from tests.fakes.nvml.fake import build  # noqa: E402
 from tests.grid.bed import Bed  # noqa: E402
 from tests.grid.delay_proxy import delayed  # noqa: E402
@@ -52,10 +50,10 @@ READINGS = (
     "ecc.errors.uncorrected.volatile.total --format=csv,noheader,nounits; "
     "dmesg 2>/dev/null | grep 'NVRM: Xid'; true"
 )
-"""What the baseline asks a node for; the grid reads the same."""
+"""Readings that the baseline collects; the grid collects the same."""
 COMMAND = "hostname"
 CIPHER = "  Ciphers aes128-gcm@openssh.com\n"
-"""What the grid would choose by itself; everyone gets it, as everyone gets the same key exchange."""
+"""The cipher that the grid selects by default; the baseline uses it too."""
 WARM_COMMANDS = 20
 _LIMITS = (
     "ssh: {pool_size: 200, connect_timeout: 60, timeout: 60, max_retries: 0}\n"
@@ -64,15 +62,15 @@ _LIMITS = (
 
 
 @dataclass
-class Place:
-    """The bed, and the names under which everyone reaches its nodes."""
+class Testbed:
+    """The test bed and the names of its nodes."""
 
     bed: Bed
     folder: Path
     rounds: int
     connections: int
     many_config: Path
-    """With a name for each connection; twenty nodes have no use for a hundred more."""
+    """SSH configuration with one host alias per connection."""
 
     @property
     def ten(self) -> list[str]:
@@ -97,36 +95,36 @@ class Place:
 
 
 def main() -> int:
-    parser = report.options("the grid beside ssh and rsync", rounds=7)
-    parser.add_argument("--delay-ms", type=float, default=0.0, help="time of a round trip that is added")
-    parser.add_argument("--peers", type=Path, help="virtual environment with the other tools")
-    parser.add_argument("--connections", type=int, default=100, help="connections, and commands, at once")
-    parser.add_argument("--files", type=int, default=10_000, help="files of the tree that is brought over")
+    parser = report.options("Compare the grid with ssh and rsync.", rounds=7)
+    parser.add_argument("--delay-ms", type=float, default=0.0, help="added round-trip delay (default: 0)")
+    parser.add_argument("--peers", type=Path, help="virtual environment of the other tools")
+    parser.add_argument("--connections", type=int, default=100, help="concurrent connections (default: 100)")
+    parser.add_argument("--files", type=int, default=10_000, help="files in the tree (default: 10000)")
     parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS)
     given = parser.parse_args()
     _raise_file_limit()
     sizes = {"rounds": given.rounds, "connections": given.connections}
-    with report.own_place(), _place(given.delay_ms, **sizes) as place:
+    with report.temporary_state(), _testbed(given.delay_ms, **sizes) as testbed:
         figures: list[report.Figure] = []
         if "cold" in given.only:
-            figures += cold_health(place)
+            figures += cold_health(testbed)
         if "many" in given.only:
-            figures += cold_many(place)
+            figures += cold_many(testbed)
         if "warm" in given.only:
-            figures += asyncio.run(warm(place))
+            figures += asyncio.run(warm(testbed))
         if "peers" in given.only:
-            figures += peers(place, given.peers)
+            figures += peers(testbed, given.peers)
         if "sync" in given.only:
-            figures += sync(place, files=given.files)
+            figures += sync(testbed, files=given.files)
     suffix = f"_{given.delay_ms:g}ms" if given.delay_ms else ""
     named = [dataclasses.replace(each, name=each.name + suffix) for each in figures]
     return report.conclude(named, as_json=given.json)
 
 
 @contextlib.contextmanager
-def _place(delay_ms: float, *, rounds: int, connections: int) -> Iterator[Place]:
+def _testbed(delay_ms: float, *, rounds: int, connections: int) -> Iterator[Testbed]:
     with contextlib.ExitStack() as stack:
-        # Not below the state directory: a control socket's path has 100 characters at most.
+        # Not below the state directory: the path of a control socket is limited to about 100 characters.
         short = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="gb-")))
         nvml = build("cc", short)
         bed = stack.enter_context(Bed(short / "bed", count=NODES, nvml=nvml))
@@ -149,75 +147,78 @@ def _place(delay_ms: float, *, rounds: int, connections: int) -> Iterator[Place]
         )
         many_config = short / "many_config"
         many_config.write_text(aliases + bed.ssh_config.read_text())
-        yield Place(bed, short, rounds, connections, many_config)
+        yield Testbed(bed, short, rounds, connections, many_config)
 
 
-# --- cold: nothing is connected yet -----------------------------------------------------------
+# --- cold: no connection is open --------------------------------------------------------------
 
 
-def cold_health(place: Place) -> list[report.Figure]:
-    """Of ten nodes, whose logins share this machine's cores; and of one, which has them to itself."""
+def cold_health(testbed: Testbed) -> list[report.Figure]:
+    """Health check of ten nodes, whose logins compete for the cores of this machine, and of one node."""
     goals = {10: report.ratio_at_most(0.6), 1: None}
     figures = []
     for count, goal in goals.items():
-        names = place.ten[:count]
-        ours, theirs = _in_turns(
-            place.rounds,
-            lambda names=names: asyncio.run(_cold_health(place, names)),  # type: ignore[misc]
-            lambda names=names: _all_at_once([place.ssh(name, READINGS) for name in names]),  # type: ignore[misc]
+        names = testbed.ten[:count]
+        ours, theirs = alternate(
+            testbed.rounds,
+            lambda names=names: asyncio.run(_cold_health(testbed, names)),  # type: ignore[misc]
+            lambda names=names: run_all([testbed.ssh(name, READINGS) for name in names]),  # type: ignore[misc]
         )
         noun = "node" if count == 1 else "nodes"
-        figures.append(_compared(f"cold_health_{count}_{noun}", ours, theirs, goal=goal))
+        figures.append(ratio_figure(f"cold_health_{count}_{noun}", ours, theirs, goal=goal))
     return figures
 
 
-def cold_many(place: Place) -> list[report.Figure]:
-    """A connection for each of a hundred nodes; and a hundred commands for ten, which share connections."""
-    rounds, count = max(1, place.rounds // 2), place.connections
-    ours, theirs = _in_turns(
+def cold_many(testbed: Testbed) -> list[report.Figure]:
+    """One connection to each of 100 nodes; and 100 commands on ten nodes over shared connections."""
+    rounds, count = max(1, testbed.rounds // 2), testbed.connections
+    ours, theirs = alternate(
         rounds,
-        lambda: asyncio.run(_cold_health(place, place.many)),
-        lambda: _all_at_once([place.ssh(name, READINGS) for name in place.many]),
+        lambda: asyncio.run(_cold_health(testbed, testbed.many)),
+        lambda: run_all([testbed.ssh(name, READINGS) for name in testbed.many]),
     )
-    shared, apart = _in_turns(
+    shared, apart = alternate(
         rounds,
-        lambda: asyncio.run(_cold_commands(place, place.ten)),
-        lambda: _all_at_once([place.ssh(place.ten[number % 10], COMMAND) for number in range(count)]),
+        lambda: asyncio.run(_cold_commands(testbed, testbed.ten)),
+        lambda: run_all([testbed.ssh(testbed.ten[number % 10], COMMAND) for number in range(count)]),
     )
     return [
-        _compared(f"cold_{count}_connections", ours, theirs, goal=report.ratio_at_most(0.4)),
-        _compared(f"cold_{count}_commands_10_nodes", shared, apart, goal=report.ratio_at_most(0.4)),
+        ratio_figure(f"cold_{count}_connections", ours, theirs, goal=report.ratio_at_most(0.4)),
+        ratio_figure(f"cold_{count}_commands_10_nodes", shared, apart, goal=report.ratio_at_most(0.4)),
     ]
 
 
-async def _cold_health(place: Place, names: Sequence[str]) -> None:
-    file = place.file(names)
-    async with SshPool(file, ssh_config=place.config(names[0])) as pool:
-        answers = await HealthChecker(pool, file, clock=time.time).check_all(fresh=True)
-        assert all(answer.state is NodeState.OK for answer in answers), answers
+async def _cold_health(testbed: Testbed, names: Sequence[str]) -> None:
+    file = testbed.file(names)
+    async with SshPool(file, ssh_config=testbed.config(names[0])) as pool:
+        reports = await NodeHealthChecker(pool, file, clock=time.time).check_all(fresh=True)
+        assert all(node.state is HealthState.OK for node in reports), reports
 
 
-async def _cold_commands(place: Place, names: Sequence[str]) -> None:
-    file = place.file(names)
-    async with SshPool(file, ssh_config=place.bed.ssh_config) as pool:
+async def _cold_commands(testbed: Testbed, names: Sequence[str]) -> None:
+    file = testbed.file(names)
+    async with SshPool(file, ssh_config=testbed.bed.ssh_config) as pool:
 
         async def one(name: str) -> None:
-            async with pool.use(name, bare=True) as link:
+            async with pool.use(name, without_helper=True) as link:
                 assert (await link.command(COMMAND, timeout_s=60)).exit_code == 0
 
-        await asyncio.gather(*(one(names[number % len(names)]) for number in range(place.connections)))
+        await asyncio.gather(*(one(names[number % len(names)]) for number in range(testbed.connections)))
 
 
-# --- warm: everyone has a connection ----------------------------------------------------------
+# --- warm: connections are open ----------------------------------------------------------------
 
 
-async def warm(place: Place) -> list[report.Figure]:
-    file = place.file(place.twenty)
-    with _masters(place, place.twenty) as through:
-        async with SshPool(file, ssh_config=place.bed.ssh_config) as pool:
-            checker, runner = HealthChecker(pool, file, clock=time.time), Runner(pool, file)
+async def warm(testbed: Testbed) -> list[report.Figure]:
+    file = testbed.file(testbed.twenty)
+    with grid_sync_cases.masters(testbed.twenty, testbed.bed) as sockets:
+        async with SshPool(file, ssh_config=testbed.bed.ssh_config) as pool:
+            checker, runner = NodeHealthChecker(pool, file, clock=time.time), Runner(pool, file)
             await checker.check_all(fresh=True)
             await checker.check_all(fresh=True)
+
+            def ssh_command(name: str, command: str) -> list[str]:
+                return testbed.ssh(name, command, "-S", str(sockets[name]))
 
             async def commands() -> None:
                 async with pool.use("gpu1") as link:
@@ -229,75 +230,45 @@ async def warm(place: Place) -> list[report.Figure]:
                     run = await runner.start("gpu1", COMMAND)
                     assert await runner.wait(run, lambda *_: None) == 0
 
-            async def their_commands() -> None:
+            async def baseline_commands() -> None:
                 for _ in range(WARM_COMMANDS):
-                    await asyncio.to_thread(_all_at_once, [through("gpu1", COMMAND)])
+                    await asyncio.to_thread(run_all, [ssh_command("gpu1", COMMAND)])
 
             async def health() -> None:
                 await checker.check_all(fresh=True)
 
-            async def their_health() -> None:
-                await asyncio.to_thread(_all_at_once, [through(name, READINGS) for name in place.twenty])
+            async def baseline_health() -> None:
+                await asyncio.to_thread(run_all, [ssh_command(name, READINGS) for name in testbed.twenty])
 
-            one, other = await _in_turns_async(place.rounds, commands, their_commands)
-            command = _compared(
+            one, other = await alternate_async(testbed.rounds, commands, baseline_commands)
+            command = ratio_figure(
                 "warm_command",
                 [each / WARM_COMMANDS for each in one],
                 [each / WARM_COMMANDS for each in other],
                 goal=report.ratio_at_most(0.5),
             )
-            one, other = await _in_turns_async(place.rounds, runs, their_commands)
-            run = _compared(
+            one, other = await alternate_async(testbed.rounds, runs, baseline_commands)
+            run = ratio_figure(
                 "warm_run_that_outlives_us",
                 [each / WARM_COMMANDS for each in one],
                 [each / WARM_COMMANDS for each in other],
             )
-            ours, theirs = await _in_turns_async(place.rounds, health, their_health)
-    return [command, run, _compared("warm_health_20_nodes", ours, theirs, goal=report.ratio_at_most(0.1))]
+            ours, theirs = await alternate_async(testbed.rounds, health, baseline_health)
+    return [command, run, ratio_figure("warm_health_20_nodes", ours, theirs, goal=report.ratio_at_most(0.1))]
 
 
-@contextlib.contextmanager
-def _masters(place: Place, names: Sequence[str]) -> Iterator[Callable[[str, str], list[str]]]:
-    """A ControlMaster for each node; gives the command that goes through it."""
-
-    def through(name: str, command: str) -> list[str]:
-        return place.ssh(name, command, "-S", str(place.folder / f"m-{name}"))
-
-    for name in names:
-        _all_at_once(
-            [place.ssh(name, "true", "-M", "-S", str(place.folder / f"m-{name}"), "-o", "ControlPersist=600")]
-        )
-    try:
-        yield through
-    finally:
-        for name in names:
-            stop = [
-                "ssh",
-                "-F",
-                str(place.bed.ssh_config),
-                "-S",
-                str(place.folder / f"m-{name}"),
-                "-O",
-                "exit",
-                name,
-            ]
-            subprocess.run(stop, stderr=subprocess.DEVNULL, check=False, timeout=30)
+# --- other tools ------------------------------------------------------------------------------
 
 
-# --- others -----------------------------------------------------------------------------------
-
-
-def peers(place: Place, environment: Path | None) -> list[report.Figure]:
-    """The same command, cold, on ten nodes, by programs as people start them: their own start included."""
+def peers(testbed: Testbed, environment: Path | None) -> list[report.Figure]:
+    """Cold run of one command on ten nodes by each tool, including the start of its process."""
     if environment is None:
-        print(
-            "without --peers, Ansible, ClusterShell, paramiko and parallel-ssh are left out", file=sys.stderr
-        )
+        print("skipping Ansible, ClusterShell, paramiko and parallel-ssh: no --peers", file=sys.stderr)
         return []
-    inventory = place.folder / "inventory"
-    inventory.write_text("".join(f"{name}\n" for name in place.ten))
+    inventory = testbed.folder / "inventory"
+    inventory.write_text("".join(f"{name}\n" for name in testbed.ten))
     bin_folder = environment / "bin"
-    ssh_config = str(place.bed.ssh_config)
+    ssh_config = str(testbed.bed.ssh_config)
     script = ROOT / "benchmarks" / "peers" / "ssh_clients.py"
     commands = {
         "ansible": [
@@ -305,86 +276,29 @@ def peers(place: Place, environment: Path | None) -> list[report.Figure]:
             "-f", "10", "--ssh-common-args", f"-F {ssh_config} -o ControlMaster=no -o ControlPath=none",
         ],
         "clustershell": [
-            str(bin_folder / "clush"), "-w", ",".join(place.ten),
+            str(bin_folder / "clush"), "-w", ",".join(testbed.ten),
             "-O", f"ssh_options=-F {ssh_config}", COMMAND,
         ],
-        "paramiko": [str(bin_folder / "python"), str(script), "paramiko", ssh_config, COMMAND, *place.ten],
-        "parallel_ssh": [str(bin_folder / "python"), str(script), "pssh", ssh_config, COMMAND, *place.ten],
+        "paramiko": [str(bin_folder / "python"), str(script), "paramiko", ssh_config, COMMAND, *testbed.ten],
+        "parallel_ssh": [str(bin_folder / "python"), str(script), "pssh", ssh_config, COMMAND, *testbed.ten],
     }  # fmt: skip
-    grid_file = place.folder / "grid.yaml"
-    grid_file.write_text(place.bed.grid_yaml(nodes=place.ten, more=_LIMITS))
+    grid_file = testbed.folder / "grid.yaml"
+    grid_file.write_text(testbed.bed.grid_yaml(nodes=testbed.ten, more=_LIMITS))
     environ = os.environ | {"GENIE_GRID_FILE": str(grid_file), "GENIE_GRID_SSH_CONFIG": ssh_config}
     ours_command = [sys.executable, "-m", "genie", "grid", "run", "--all", COMMAND]
     figures = []
     for name, command in commands.items():
-        ours, theirs = _in_turns(
-            max(1, place.rounds // 2),
-            lambda: _all_at_once([ours_command], environ=environ),
-            lambda command=command: _all_at_once([command]),  # type: ignore[misc]
+        ours, theirs = alternate(
+            max(1, testbed.rounds // 2),
+            lambda: run_all([ours_command], environ=environ),
+            lambda command=command: run_all([command]),  # type: ignore[misc]
         )
-        figures.append(_compared(f"run_10_nodes_beside_{name}", ours, theirs))
+        figures.append(ratio_figure(f"run_10_nodes_beside_{name}", ours, theirs))
     return figures
 
 
-def sync(place: Place, *, files: int) -> list[report.Figure]:
-    import grid_sync_cases
-
-    return grid_sync_cases.cases(place.bed, rounds=place.rounds, files=files, folder=place.folder)
-
-
-# --- measuring --------------------------------------------------------------------------------
-
-
-def _in_turns(
-    rounds: int, ours: Callable[[], object], theirs: Callable[[], object]
-) -> tuple[list[float], list[float]]:
-    """Seconds of each, one after the other, after one of each that is not counted."""
-    taken: tuple[list[float], list[float]] = ([], [])
-    for number in range(rounds + 1):
-        for work, times in zip((ours, theirs), taken, strict=True):
-            start = time.perf_counter()
-            work()
-            if number:
-                times.append(time.perf_counter() - start)
-    return taken
-
-
-async def _in_turns_async(
-    rounds: int, ours: Callable[[], Awaitable[None]], theirs: Callable[[], Awaitable[None]]
-) -> tuple[list[float], list[float]]:
-    taken: tuple[list[float], list[float]] = ([], [])
-    for number in range(rounds + 1):
-        for work, times in zip((ours, theirs), taken, strict=True):
-            start = time.perf_counter()
-            await work()
-            if number:
-                times.append(time.perf_counter() - start)
-    return taken
-
-
-def _compared(
-    name: str, ours_s: Sequence[float], theirs_s: Sequence[float], *, goal: report.Goal | None = None
-) -> report.Figure:
-    samples = [each * 1000 for each in ours_s]
-    return report.figure(
-        name,
-        statistics.median(samples),
-        samples=samples,
-        baseline=statistics.median(theirs_s) * 1000,
-        goal=goal,
-    )
-
-
-def _all_at_once(commands: Sequence[Sequence[str]], *, environ: dict[str, str] | None = None) -> None:
-    running = [
-        subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, env=environ
-        )
-        for command in commands
-    ]
-    for process in running:
-        _, told = process.communicate(timeout=120)
-        assert process.returncode == 0, told.decode()
+def sync(testbed: Testbed, *, files: int) -> list[report.Figure]:
+    return grid_sync_cases.cases(testbed.bed, rounds=testbed.rounds, files=files, folder=testbed.folder)
 
 
 def _free_port() -> int:

@@ -1,12 +1,12 @@
-"""How long genie.init(), `import genie` and the start of a command take.
+"""Duration of genie.init(), `import genie` and the start of a command.
 
     python benchmarks/bench_init.py [--json] [--rounds 50]
 
-Starts a cluster on loopback with TLS, and measures against it from this process: each round opens and
-ends a session, and beside it makes a bare TLS connection to the same port, the baseline. The cost of the
-import is that of a fresh interpreter with it, less one without. The start of a command is its processor
-time, beside that of an interpreter that does nothing: `--version`, and a run on a node that refuses at once.
-Every pair is measured in turn, so that a busy machine is busy for both. Ends with 1 when a goal is missed.
+Starts a cluster on loopback with TLS. Each round opens and closes a session and, as the baseline, a plain TLS
+connection to the same port. The import time is the duration of a new interpreter with the import minus one
+without. The start of a command is its CPU time, with that of an idle interpreter as the baseline:
+`--version`, and a run on a node that refuses the connection. Measurement and baseline alternate, so that
+other load affects both. Exits with code 1 if a goal is missed.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ import report
 
 import genie
 from genie import config
-from genie.cluster import local
 from genie.runtime import tls
 from genie.runtime.credentials import LocalCluster
+from genie.supervisor import local_cluster
 
 INIT_P50 = report.value_at_most(150.0)
 INIT_P99 = report.value_at_most(5000.0)
@@ -41,16 +41,16 @@ UNREACHABLE = 255
 
 FIRST = """
 import asyncio, time, genie
-began = time.perf_counter()
+start = time.perf_counter()
 asyncio.run(genie.init())
-print((time.perf_counter() - began) * 1000)
+print((time.perf_counter() - start) * 1000)
 """
 
 
-async def timed_ms(work: Callable[[], Awaitable[object]]) -> float:
-    began = time.perf_counter()
+async def duration_ms(work: Callable[[], Awaitable[object]]) -> float:
+    start = time.perf_counter()
     await work()
-    return (time.perf_counter() - began) * 1000
+    return (time.perf_counter() - start) * 1000
 
 
 async def bare_tls(cluster: LocalCluster, context: ssl.SSLContext) -> None:
@@ -66,19 +66,19 @@ async def measure_sessions(rounds: int, state_dir: Path) -> list[report.Figure]:
     inits: list[float] = []
     ends: list[float] = []
     bares: list[float] = []
-    async with local.up(settings, progress=lambda text: print(text, file=sys.stderr)) as running:
+    async with local_cluster.up(settings, progress=lambda text: print(text, file=sys.stderr)) as running:
         assert running.cluster is not None
         cluster = running.cluster
         context = tls.client_context((state_dir / "controller" / "ca.pem").read_text())
         for number in range(rounds + 1):
-            bare = await timed_ms(lambda: bare_tls(cluster, context))
-            init = await timed_ms(genie.init)
-            end = await timed_ms(genie.shutdown)
-            if number > 0:  # the first one imports what the others find
+            bare = await duration_ms(lambda: bare_tls(cluster, context))
+            init = await duration_ms(genie.init)
+            end = await duration_ms(genie.shutdown)
+            if number > 0:  # the first round imports modules
                 bares.append(bare)
                 inits.append(init)
                 ends.append(end)
-        first = [first_in_a_process() for _ in range(min(rounds, FIRST_ROUNDS_MAX))]
+        first = [first_init_ms() for _ in range(min(rounds, FIRST_ROUNDS_MAX))]
     bare, bare_p99 = statistics.median(bares), report.percentile(bares, 0.99)
     median = statistics.median
     return [
@@ -86,7 +86,7 @@ async def measure_sessions(rounds: int, state_dir: Path) -> list[report.Figure]:
         report.figure(
             "init_p99",
             report.percentile(inits, 0.99),
-            samples=report.p99s(inits),
+            samples=report.p99_samples(inits),
             baseline=bare_p99,
             goal=INIT_P99,
         ),
@@ -95,16 +95,16 @@ async def measure_sessions(rounds: int, state_dir: Path) -> list[report.Figure]:
     ]
 
 
-def first_in_a_process() -> float:
-    """What a script sees that calls init() once: with the loading of what init() needs."""
+def first_init_ms() -> float:
+    """Milliseconds of the first init() of a process, including the imports it triggers."""
     done = subprocess.run([sys.executable, "-c", FIRST], capture_output=True, text=True, check=True)
     return float(done.stdout)
 
 
 def process_ms(code: str) -> float:
-    began = time.perf_counter()
+    start = time.perf_counter()
     subprocess.run([sys.executable, "-c", code], check=True)
-    return (time.perf_counter() - began) * 1000
+    return (time.perf_counter() - start) * 1000
 
 
 def measure_imports(rounds: int) -> list[report.Figure]:
@@ -114,7 +114,7 @@ def measure_imports(rounds: int) -> list[report.Figure]:
     for number in range(min(rounds, IMPORT_ROUNDS_MAX) + 1):
         for code, taken in times.items():
             ms = process_ms(code)
-            if number > 0:  # the first one fills the file cache
+            if number > 0:  # the first round fills the file cache
                 taken.append(ms)
     bares = times["pass"]
     bare = statistics.median(bares)
@@ -126,7 +126,7 @@ def measure_imports(rounds: int) -> list[report.Figure]:
 
 
 def measure_starts(rounds: int, folder: Path) -> list[report.Figure]:
-    with socket.socket() as refusing:  # taken, and nobody listens
+    with socket.socket() as refusing:  # bound but not listening: connections are refused
         refusing.bind(("127.0.0.1", 0))
         file = folder / "grid.yaml"
         file.write_text(f"nodes:\n  - name: 127.0.0.1\n    port: {refusing.getsockname()[1]}\n", "utf-8")
@@ -135,8 +135,8 @@ def measure_starts(rounds: int, folder: Path) -> list[report.Figure]:
         times: dict[str, list[float]] = {name: [] for name in commands}
         for number in range(min(rounds, IMPORT_ROUNDS_MAX) + 1):
             for name, (arguments, code) in commands.items():
-                ms = processor_ms(arguments, code=code)
-                if number > 0:  # the first one fills the file cache
+                ms = cpu_ms(arguments, code=code)
+                if number > 0:  # the first round fills the file cache
                     times[name].append(ms)
     bare = statistics.median(times["pass"])
     return [
@@ -146,8 +146,8 @@ def measure_starts(rounds: int, folder: Path) -> list[report.Figure]:
     ]
 
 
-def processor_ms(arguments: list[str], *, code: int) -> float:
-    """What Python takes for it, with what it starts itself. It has to end with `code`."""
+def cpu_ms(arguments: list[str], *, code: int) -> float:
+    """CPU time of a Python process and its children in milliseconds. The process must exit with `code`."""
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     done = subprocess.run([sys.executable, "-c", *arguments], check=False, capture_output=True, text=True)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -158,7 +158,7 @@ def processor_ms(arguments: list[str], *, code: int) -> float:
 def main() -> int:
     given = report.options((__doc__ or "").splitlines()[0], rounds=50).parse_args()
     logging.disable(logging.WARNING)
-    with report.own_place() as folder:
+    with report.temporary_state() as folder:
         figures = measure_imports(given.rounds) + measure_starts(given.rounds, folder)
         figures += asyncio.run(measure_sessions(given.rounds, folder))
     return report.conclude(figures, as_json=given.json)

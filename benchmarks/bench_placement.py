@@ -1,15 +1,16 @@
-"""How much of a cluster each placement policy fills before requests do not fit, and how long a choice takes.
+"""GPU allocation that each placement policy reaches before requests stop fitting, and its decision time.
 
     python benchmarks/bench_placement.py [--json] [--traces DIR] [--workload W] [--policy P] [--seeds A:B]
 
-DIR has the openb node list and pod lists, or a folder openb with them, and perhaps published.csv. A line for
-each workload and policy: the mean over the seeds of the allocated percentage where requests reach 100% of all
-GPUs, beside the published figure. Without --seeds they are those of the published runs: then requests arrive
-and nodes are ranked as they did there, and only random is left to chance. The default policy, supply, is
-compared with FGD too: with what was published, and with our own FGD on the same arrivals. Without DIR, a
-small workload is made up, choices are timed, and --rounds is the number of seeds.
+DIR contains the openb node list and pod lists, or a subfolder openb with them, and optionally published.csv.
+For each workload and policy: the allocated percentage at the point where requests reach 100% of all GPUs,
+averaged over the seeds, with the published value as the baseline. The default seeds are those of the
+published runs: requests arrive and nodes are ranked in the same order, and only the policy `random` is
+random. The default policy, supply, is also compared with FGD: the published value and our own FGD on the
+same arrivals.
+Without DIR, the workload is synthetic, decisions are timed, and --rounds is the number of seeds.
 
-Not for: jobs that end.
+Does not simulate the end of jobs.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from typing import Any
 import report
 
 PUBLISHED = ("random", "dotprod", "clustering", "packing", "bestfit", "fgd")
-# What a part of supply does is seen without it. Only when asked for.
+# Variants of supply with one part disabled. Run only if selected with --policy.
 ABLATIONS: dict[str, dict[str, Any]] = {
     "supply": {},
     "supply-no-room": {"gamma": 0.0},
@@ -40,18 +41,18 @@ LATENCY_NODES = 1250
 
 
 class Bench:
-    """Runs what it is asked for, each run once."""
+    """Replays workloads; the result of each workload and policy is cached."""
 
     def __init__(self, seeds: Sequence[int], published: dict[tuple[str, str], float]) -> None:
-        from genie.runtime import native
+        from genie.native import libraries
 
-        self._library = native.load("genie_scheduler")
+        self._library = libraries.load("genie_scheduler")
         self._seeds = seeds
         self._published = published
         self._runs: dict[tuple[str, str], list[Any]] = {}
         self.gains: list[float] = []
 
-    def outcomes(self, name: str, workload: Any, policy: str) -> list[Any]:
+    def replays(self, name: str, workload: Any, policy: str) -> list[Any]:
         from genie.sim.replay import replay
 
         def make(seed: int, typical: Sequence[Any]) -> Any:
@@ -64,8 +65,8 @@ class Bench:
             self._runs[name, policy] = runs
         return self._runs[name, policy]
 
-    def cell(self, name: str, workload: Any, policy: str) -> Iterator[report.Figure]:
-        filled = [run.allocated_pct for run in self.outcomes(name, workload, policy)]
+    def figures(self, name: str, workload: Any, policy: str) -> Iterator[report.Figure]:
+        filled = [run.allocated_pct for run in self.replays(name, workload, policy)]
         ours = policy in ABLATIONS
         baseline = self._published.get((name, "fgd" if ours else policy))
         goal = None
@@ -80,10 +81,10 @@ class Bench:
             goal=goal,
         )
         if ours:
-            yield from self._against_fgd(name, workload, policy)
+            yield from self._compare_with_fgd(name, workload, policy)
 
-    def _against_fgd(self, name: str, workload: Any, policy: str) -> Iterator[report.Figure]:
-        runs, fgd = self.outcomes(name, workload, policy), self.outcomes(name, workload, "fgd")
+    def _compare_with_fgd(self, name: str, workload: Any, policy: str) -> Iterator[report.Figure]:
+        runs, fgd = self.replays(name, workload, policy), self.replays(name, workload, "fgd")
         pairs = list(zip(runs, fgd, strict=True))
         over_own = [one.allocated_pct - other.allocated_pct for one, other in pairs]
         drops = [one.dropped_multi_gpu - other.dropped_multi_gpu for one, other in pairs]
@@ -94,8 +95,8 @@ class Bench:
             if judged:
                 self.gains.append(statistics.fmean(gains))
             goal = report.value_at_least(0) if judged else None
-            yield points(f"{name}_{policy}_over_published_fgd_min", min(gains), gains, goal)
-        yield points(f"{name}_{policy}_over_own_fgd_min", min(over_own), over_own, None)
+            yield points_figure(f"{name}_{policy}_over_published_fgd_min", min(gains), gains, goal)
+        yield points_figure(f"{name}_{policy}_over_own_fgd_min", min(over_own), over_own, None)
         goal = report.value_at_most(DROPS_OVER_FGD_MAX) if judged and published is not None else None
         yield report.figure(
             f"{name}_{policy}_multi_gpu_drops_over_fgd_max",
@@ -106,29 +107,31 @@ class Bench:
         )
 
 
-def points(name: str, value: float, samples: Sequence[float], goal: report.Goal | None) -> report.Figure:
+def points_figure(
+    name: str, value: float, samples: Sequence[float], goal: report.Goal | None
+) -> report.Figure:
     return report.figure(name, value, samples=samples, unit="points", goal=goal)
 
 
 def latency(policy: str, *, decisions: int) -> Iterator[report.Figure]:
-    """Choosing and taking at 1,250 nodes with 8 GPUs, three quarters full; refreshed between decisions."""
-    from genie.runtime import native
-    from genie.sim.synthetic import synthetic_workload
+    """Decision time with 1,250 nodes of 8 GPUs that are 75% allocated; refresh() runs between decisions."""
+    from genie.native import libraries
+    from genie.sim.workloads.synthetic import synthetic_workload
 
     workload = synthetic_workload(nodes=LATENCY_NODES, pods=decisions * 4, seed=0)
-    placer = native.load("genie_scheduler").Placement(policy)
+    placer = libraries.load("genie_scheduler").Placement(policy)
     for number in range(LATENCY_NODES):
         cpu, memory = ((96000, 400000), (128000, 800000))[number % 2]
         placer.add_node(cpu_milli=cpu, memory_mib=memory, gpus=8, gpu_memory_mib=80000, model=number % 3)
     classes: dict[Any, int] = {}
     for pod in dict.fromkeys(workload.pods):
-        beside = {"cpu_milli": pod.cpu_milli, "memory_mib": pod.memory_mib, "models": workload.model_set(pod)}
+        other = {"cpu_milli": pod.cpu_milli, "memory_mib": pod.memory_mib, "models": workload.model_set(pod)}
         memory = pod.gpu_milli * 70 if 0 < pod.gpu_milli < 1000 else 0
-        classes[pod] = placer.request_class(
-            gpus=pod.gpus, gpu_milli=pod.gpu_milli, gpu_memory_mib=memory, **beside
+        classes[pod] = placer.register_request_class(
+            gpus=pod.gpus, gpu_milli=pod.gpu_milli, gpu_memory_mib=memory, **other
         )
-    held: list[tuple[int, Any]] = []
-    taken_us: list[float] = []
+    placed: list[tuple[int, Any]] = []
+    durations_us: list[float] = []
     volume = 0
     for pod in workload.pods:
         number = classes[pod]
@@ -136,18 +139,18 @@ def latency(policy: str, *, decisions: int) -> Iterator[report.Figure]:
         placer.refresh(20000)
         start_ns = time.perf_counter_ns()
         place = placer.place(number, 1)
-        taken_us.append((time.perf_counter_ns() - start_ns) / 1000)
+        durations_us.append((time.perf_counter_ns() - start_ns) / 1000)
         if place is not None:
-            held.append((pod, place))
+            placed.append((pod, place))
             volume += pod.gpu_volume_milli
         while volume > LATENCY_NODES * 8 * 750:
-            gone, (node, gpus) = held.pop(len(held) // 2)
-            placer.release(classes[gone], node=node, gpus=gpus)
-            volume -= gone.gpu_volume_milli
-    full = taken_us[len(taken_us) // 2 :]
-    for word, share, samples in (("p50", 0.5, full), ("p99", 0.99, report.p99s(full))):
+            ended, (node, gpus) = placed.pop(len(placed) // 2)
+            placer.release(classes[ended], node=node, gpus=gpus)
+            volume -= ended.gpu_volume_milli
+    full = durations_us[len(durations_us) // 2 :]
+    for label, share, samples in (("p50", 0.5, full), ("p99", 0.99, report.p99_samples(full))):
         value = report.percentile(full, share)
-        yield report.figure(f"decision_{policy}_{word}", value, samples=samples, unit="us")
+        yield report.figure(f"decision_{policy}_{label}", value, samples=samples, unit="us")
 
 
 def read_published(folder: Path) -> dict[tuple[str, str], float]:
@@ -163,9 +166,9 @@ def read_published(folder: Path) -> dict[tuple[str, str], float]:
 
 def workloads(folder: Path | None, wanted: str | None) -> Iterator[tuple[str, Any]]:
     from genie.errors import UsageError
-    from genie.sim import traces
-    from genie.sim.replay import Workload
-    from genie.sim.synthetic import synthetic_workload
+    from genie.sim.workloads import traces
+    from genie.sim.workloads.synthetic import synthetic_workload
+    from genie.sim.workloads.traces import Workload
 
     if folder is None:
         yield "synthetic", synthetic_workload(nodes=60, pods=1000, seed=0)
@@ -174,40 +177,42 @@ def workloads(folder: Path | None, wanted: str | None) -> Iterator[tuple[str, An
     nodes = traces.read_nodes(openb / traces.NODE_LIST)
     found = traces.workloads_in(openb)
     if not found:
-        raise UsageError(f"there is no openb pod list in {str(openb)!r}")
+        raise UsageError(f"no openb pod list found in {str(openb)!r}")
     if wanted is not None and wanted not in found:
-        raise UsageError(f"there is no workload {wanted!r} in {str(openb)!r}; there are {', '.join(found)}")
+        raise UsageError(f"unknown workload {wanted!r} in {str(openb)!r} (available: {', '.join(found)})")
     for name, path in found.items():
         if wanted in (None, name):
             yield name, Workload(nodes, traces.read_pods(path))
 
 
-def seeds_of(text: str) -> range:
+def parse_seeds(text: str) -> range:
     first, colon, end = text.partition(":")
     if not (colon and first.isdecimal() and end.isdecimal() and int(first) < int(end)):
-        raise argparse.ArgumentTypeError(f"{text!r} is not A:B with whole numbers A < B")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a range A:B of whole numbers with A < B")
     return range(int(first), int(end))
 
 
-def _seeds(given: argparse.Namespace) -> range:
+def _default_seeds(given: argparse.Namespace) -> range:
     from genie.sim.replay import PUBLISHED_SEEDS
 
     return PUBLISHED_SEEDS if given.traces else range(given.rounds)
 
 
-def measured(given: argparse.Namespace) -> Iterator[report.Figure]:
+def measure_all(given: argparse.Namespace) -> Iterator[report.Figure]:
     published = read_published(given.traces) if given.traces else {}
-    bench = Bench(given.seeds or _seeds(given), published)
+    bench = Bench(given.seeds or _default_seeds(given), published)
     chosen = [given.policy] if given.policy else [*PUBLISHED, "supply"]
     names = set()
     for name, workload in workloads(given.traces, given.workload):
         names.add(name)
         for policy in chosen:
-            yield from bench.cell(name, workload, policy)
+            yield from bench.figures(name, workload, policy)
     if bench.gains:
         whole = names >= {workload for workload, _ in published}
         goal = report.value_at_least(GAIN_MIN) if whole else None
-        yield points("supply_over_published_fgd_mean", statistics.fmean(bench.gains), bench.gains, goal)
+        yield points_figure(
+            "supply_over_published_fgd_mean", statistics.fmean(bench.gains), bench.gains, goal
+        )
     if given.traces is None:
         for policy in ("bestfit", "supply"):
             yield from latency(policy, decisions=3000 if given.rounds > 1 else 200)
@@ -215,19 +220,17 @@ def measured(given: argparse.Namespace) -> Iterator[report.Figure]:
 
 def main() -> int:
     parser = report.options((__doc__ or "").splitlines()[0], rounds=10)
+    parser.add_argument("--traces", type=Path, help="folder of the openb lists (default: synthetic workload)")
+    parser.add_argument("--workload", help="run only this workload, such as default or gpuspec33")
+    parser.add_argument("--policy", choices=[*PUBLISHED, *ABLATIONS], help="run only this policy")
     parser.add_argument(
-        "--traces", type=Path, help="folder of the openb lists; without it a workload is made up"
-    )
-    parser.add_argument("--workload", help="only this one, such as default or gpuspec33")
-    parser.add_argument("--policy", choices=[*PUBLISHED, *ABLATIONS], help="only this one")
-    parser.add_argument(
-        "--seeds", type=seeds_of, help="A:B, from A up to B-1; the published ones, or as many as rounds"
+        "--seeds", type=parse_seeds, help="seeds A to B-1, as A:B (default: the published ones)"
     )
     given = parser.parse_args()
     from genie.errors import UsageError
 
     try:
-        return report.conclude(measured(given), as_json=given.json)
+        return report.conclude(measure_all(given), as_json=given.json)
     except UsageError as error:
         parser.error(f"--traces {given.traces}: {error}")
 

@@ -1,13 +1,13 @@
-"""Placements a second through a controller, and how long one takes when nothing else goes on.
+"""Placements per second of a controller, and the latency of a placement without other load.
 
     python benchmarks/bench_placements.py [--json] [--rounds N] [--tls on|off]
 
 Three processes on loopback: a controller on SQLite in a fresh directory, 125 simulated nodes with 1,000
-GPUs that confirm launches and report exits (placement_roles.py), and this client. Each job asks for one
-GPU; the client counts it when the answer says where it was placed, which the controller says only when
-that is durable. Under load IN_FLIGHT jobs are asked for at a time, at low load one. Both are measured in
-turns, round by round. Beside them, without a goal, where the time goes: the processor time of each part for a
-placement. --profile says by function. Not for: the quality of decisions.
+GPUs that confirm launches and report exits (placement_roles.py), and this client. Each job requests one GPU;
+the client counts it when the reply contains the placement, which the controller sends only after it is
+durable. Under load IN_FLIGHT requests are outstanding, otherwise one; both alternate round by round. Figures
+without a goal: the CPU time of each process per placement; --profile lists it by function. Does not measure
+the quality of placements.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ import report
 from genie import config
 from genie.model.job import JobSpec, JobState, Resources
 from genie.model.messages import GetJob, SubmitJob
-from genie.runtime.credentials import find_access, greet
+from genie.processes.tasks import loop_factory
+from genie.runtime.credentials import connect_authenticated, find_access
 from genie.runtime.network import TcpNetwork
 from genie.runtime.rpc import Peer
-from genie.runtime.tasks import loop_factory
 
 RATE = report.Goal("value", ">=", 3000.0)
 LATENCY_P50 = report.value_at_most(5.0)
@@ -52,11 +52,11 @@ class Samples:
     busy_ms: list[float] = field(default_factory=list)
     latencies_ms: list[float] = field(default_factory=list)
     cpu_us: dict[str, list[float]] = field(default_factory=dict)
-    """Of each part, for a placement."""
+    """CPU time per placement, by process or thread."""
 
 
 class Client:
-    """Submits one job at a time and says how long it took until it was placed."""
+    """Submits jobs and measures the time until their placement."""
 
     def __init__(self, peer: Peer) -> None:
         self._peer = peer
@@ -68,18 +68,18 @@ class Client:
         request = SubmitJob(spec=self._spec, request_id=f"bench-{next(self._numbers)}")
         job = (await self._peer.call(request, timeout_s=CALL_S)).job
         while job.state is JobState.QUEUED:
-            ask = GetJob(job_id=job.job_id, while_state=JobState.QUEUED, wait_s=CALL_S / 2)
-            job = (await self._peer.call(ask, timeout_s=CALL_S)).job
+            request = GetJob(job_id=job.job_id, while_state=JobState.QUEUED, wait_s=CALL_S / 2)
+            job = (await self._peer.call(request, timeout_s=CALL_S)).job
         if job.placement is None:
             raise SystemExit(f"{job.job_id} is {job.state}: {job.reason}")
         return (time.perf_counter() - began) * 1000
 
 
-async def under_load(client: Client, samples: Samples, parts: Parts) -> None:
-    """As many jobs in flight as there may be, for a while; the first second does not count."""
+async def measure_busy(client: Client, samples: Samples, parts: Parts) -> None:
+    """Keeps IN_FLIGHT requests outstanding for LOAD_S, after a warm-up that is not counted."""
     began_s = time.perf_counter()
     from_s, until_s = began_s + WARM_UP_S, began_s + WARM_UP_S + LOAD_S
-    taken_ms: list[float] = []
+    placed_ms: list[float] = []
     cpu_s: dict[str, float] = {}
 
     async def work() -> None:
@@ -88,20 +88,20 @@ async def under_load(client: Client, samples: Samples, parts: Parts) -> None:
                 cpu_s.update(parts.cpu_s())
             latency_ms = await client.place_ms()
             if from_s <= time.perf_counter() < until_s:
-                taken_ms.append(latency_ms)
+                placed_ms.append(latency_ms)
 
     async with asyncio.TaskGroup() as group:
         for _ in range(IN_FLIGHT):
             group.create_task(work())
-    if not taken_ms:
-        raise SystemExit("nothing was placed")
-    samples.rates_per_s.append(len(taken_ms) / LOAD_S)
-    samples.busy_ms.extend(taken_ms)
+    if not placed_ms:
+        raise SystemExit("no job was placed")
+    samples.rates_per_s.append(len(placed_ms) / LOAD_S)
+    samples.busy_ms.extend(placed_ms)
     for part, now_s in parts.cpu_s().items():
-        samples.cpu_us.setdefault(part, []).append((now_s - cpu_s[part]) / len(taken_ms) * 1e6)
+        samples.cpu_us.setdefault(part, []).append((now_s - cpu_s[part]) / len(placed_ms) * 1e6)
 
 
-async def quiet(client: Client, samples: Samples) -> None:
+async def measure_quiet(client: Client, samples: Samples) -> None:
     for _ in range(QUIET_JOBS):
         samples.latencies_ms.append(await client.place_ms())
         await asyncio.sleep(QUIET_GAP_S)
@@ -109,13 +109,13 @@ async def quiet(client: Client, samples: Samples) -> None:
 
 @dataclass(frozen=True)
 class Parts:
-    """Process ids of the others."""
+    """Process IDs of controller and agents."""
 
     controller: int
     agents: int
 
     def cpu_s(self) -> dict[str, float]:
-        """Processor time so far. The controller's first thread has its loop, the other one its store."""
+        """CPU time so far. The main thread of the controller runs its event loop, the other one its store."""
         controller = f"/proc/{self.controller}"
         loop_s = _cpu_seconds(f"{controller}/task/{self.controller}/stat")
         return {
@@ -134,7 +134,7 @@ def _cpu_seconds(path: str) -> float:
 
 @contextmanager
 def role(name: str, folder: Path, *more: str) -> Iterator[int]:
-    """The process id of a role that is ready."""
+    """Starts a role and yields its process ID once it is ready."""
     command = [sys.executable, str(ROLES), name, "--state-dir", str(folder), *more]
     with (folder / f"{name}.log").open("wb") as output:
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=output)
@@ -152,12 +152,12 @@ async def measure(folder: Path, *, rounds: int, parts: Parts) -> Samples:
     settings = config.load({"paths.state_dir": str(folder)})
     network, samples = TcpNetwork(), Samples()
     access = await find_access(settings.cluster, state_dir=folder, network=network, timeout_s=CALL_S)
-    async with greet(network, access, timeout_s=CALL_S, program="bench") as (peer, _):
+    async with connect_authenticated(network, access, timeout_s=CALL_S, program="bench") as (peer, _):
         client = Client(peer)
         await client.place_ms()
         for _ in range(rounds):
-            await quiet(client, samples)
-            await under_load(client, samples, parts)
+            await measure_quiet(client, samples)
+            await measure_busy(client, samples, parts)
             print(f"round: {samples.rates_per_s[-1]:.0f}/s", file=sys.stderr)
     return samples
 
@@ -174,10 +174,12 @@ def figures(samples: Samples) -> list[report.Figure]:
         ),
         report.figure("placement_quiet_p50", statistics.median(quiet_ms), samples=quiet_ms, goal=LATENCY_P50),
         report.figure(
-            "placement_quiet_p99", report.percentile(quiet_ms, 0.99), samples=report.p99s(quiet_ms)
+            "placement_quiet_p99", report.percentile(quiet_ms, 0.99), samples=report.p99_samples(quiet_ms)
         ),
         report.figure("placement_busy_p50", statistics.median(busy_ms), samples=busy_ms),
-        report.figure("placement_busy_p99", report.percentile(busy_ms, 0.99), samples=report.p99s(busy_ms)),
+        report.figure(
+            "placement_busy_p99", report.percentile(busy_ms, 0.99), samples=report.p99_samples(busy_ms)
+        ),
         *(
             report.figure(f"cpu_{part}", statistics.median(taken_us), unit="us", samples=taken_us)
             for part, taken_us in samples.cpu_us.items()
@@ -188,9 +190,11 @@ def figures(samples: Samples) -> list[report.Figure]:
 def main() -> int:
     parser = report.options((__doc__ or "").splitlines()[0], rounds=5)
     parser.add_argument("--tls", choices=("on", "off"), default="on")
-    parser.add_argument("--profile", type=Path, help="a folder for where each role's time goes; slows them")
+    parser.add_argument(
+        "--profile", type=Path, help="write a CPU profile of each role to this folder; slows them down"
+    )
     given = parser.parse_args()
-    with report.own_place() as folder, ExitStack() as stack:
+    with report.temporary_state() as folder, ExitStack() as stack:
         profiles: dict[str, list[str]] = {"controller": [], "agents": []}
         if given.profile:
             profiles = {name: ["--profile", str(given.profile / f"{name}.txt")] for name in profiles}

@@ -1,13 +1,11 @@
-"""What the store engines cost over what is under them: put latency, and puts a second with 32 in flight.
+"""Overhead of the stores over their engines: put latency, and puts per second with 32 in flight.
 
     python benchmarks/bench_store.py [--json] [--rounds N] [--dir DIR]
 
-The baseline runs in turns with the store, round by round, so that a busy machine hurts both:
-for sqlite plain `sqlite3` commits (log, full sync, one row) in the same directory, one at a
-time; for etcd the generated calls on a bare channel, as many in flight. Both servers' files
-are in DIR, a temporary directory unless given: it decides what a sync costs.
-
-A comparison without a goal. Not for: comparing machines.
+Store and baseline alternate round by round. The baseline is, for SQLite, plain `sqlite3` commits (WAL, full
+sync, one row) in the same directory, one at a time; for etcd, the generated calls on a plain channel with the
+same concurrency. The files of both are in DIR (default: a temporary directory), whose disk determines the
+cost of a sync. The figures have no goals and depend on the machine.
 """
 
 from __future__ import annotations
@@ -36,7 +34,7 @@ PutOne = Callable[[int], Awaitable[object]]
 
 @dataclass
 class Samples:
-    """One side's rounds: latencies of puts one at a time, and rates with many in flight."""
+    """Results of the store or the baseline: latencies of sequential puts, and rates of concurrent puts."""
 
     latencies_ms: list[float] = field(default_factory=list)
     rates_per_s: list[float] = field(default_factory=list)
@@ -48,7 +46,7 @@ class Samples:
         return statistics.median(self.rates_per_s)
 
 
-async def one_at_a_time(put: PutOne, count: int) -> list[float]:
+async def sequential_latencies_ms(put: PutOne, count: int) -> list[float]:
     latencies_ms: list[float] = []
     for number in range(count):
         start_s = time.perf_counter()
@@ -57,7 +55,7 @@ async def one_at_a_time(put: PutOne, count: int) -> list[float]:
     return latencies_ms
 
 
-async def many_at_once(put: PutOne, count: int) -> float:
+async def concurrent_rate_per_s(put: PutOne, count: int) -> float:
     numbers = iter(range(count))
 
     async def work() -> None:
@@ -74,16 +72,16 @@ async def many_at_once(put: PutOne, count: int) -> float:
 async def compare(put: PutOne, baseline_put: PutOne, *, rounds: int, count: int) -> tuple[Samples, Samples]:
     ours, baseline = Samples(), Samples()
     for one in (put, baseline_put):
-        await one_at_a_time(one, 20)
+        await sequential_latencies_ms(one, 20)
     for _ in range(rounds):
         for samples, one in ((ours, put), (baseline, baseline_put)):
-            samples.latencies_ms.extend(await one_at_a_time(one, count))
-            samples.rates_per_s.append(await many_at_once(one, count * 4))
+            samples.latencies_ms.extend(await sequential_latencies_ms(one, count))
+            samples.rates_per_s.append(await concurrent_rate_per_s(one, count * 4))
     return ours, baseline
 
 
 def figures(name: str, ours: Samples, baseline: Samples) -> list[report.Figure]:
-    """Without goals: nothing that Genie needs says how much slower than what is under it a store may be."""
+    """Without goals: Genie has no requirement for the overhead of a store."""
     return [
         report.figure(
             f"{name}_put_p50",
@@ -122,14 +120,13 @@ async def bench_sqlite(folder: Path, rounds: int) -> list[report.Figure]:
     finally:
         await store.close()
         plain.close()
-    # A hop to the writer thread and back, and the history row, on top of the sync. With many in
-    # flight one sync serves them all, which a plain commit for each cannot have.
+    # The store adds a switch to the writer thread and a history row; concurrent puts share one sync.
     return figures("sqlite", ours, baseline)
 
 
 @contextmanager
 def etcd_server(folder: Path) -> Iterator[str]:
-    """Its host and port, once it serves. Output goes to a file: a full pipe would stop it."""
+    """Starts etcd and yields its host and port. Output goes to a file: a full pipe would block etcd."""
     with socket.create_server(("127.0.0.1", 0)) as one, socket.create_server(("127.0.0.1", 0)) as two:
         endpoint, peer = (f"127.0.0.1:{held.getsockname()[1]}" for held in (one, two))
     log = folder / "etcd.log"
@@ -163,14 +160,14 @@ async def bench_etcd(endpoint: str, rounds: int) -> list[report.Figure]:
     async def put(number: int) -> object:
         return await store.commit([], [Put(f"k/{number % 1000}", VALUE)])
 
-    async def raw_put(number: int) -> object:
+    async def plain_put(number: int) -> object:
         request = rpc_pb2.PutRequest(key=b"/raw/k/%d" % (number % 1000), value=VALUE)
         return await calls.Txn(
             rpc_pb2.TxnRequest(success=[rpc_pb2.RequestOp(request_put=request)]), timeout=5
         )
 
     try:
-        ours, baseline = await compare(put, raw_put, rounds=rounds, count=200)
+        ours, baseline = await compare(put, plain_put, rounds=rounds, count=200)
     finally:
         await store.close()
         await channel.close(None)
@@ -179,12 +176,12 @@ async def bench_etcd(endpoint: str, rounds: int) -> list[report.Figure]:
 
 def main() -> int:
     parser = report.options((__doc__ or "").splitlines()[0], rounds=7)
-    parser.add_argument("--dir", type=Path, default=None, help="where the files go; a temporary directory")
+    parser.add_argument("--dir", type=Path, default=None, help="folder of the files (default: temporary)")
     given = parser.parse_args()
-    with report.own_place(given.dir) as folder:
+    with report.temporary_state(given.dir) as folder:
         found = asyncio.run(bench_sqlite(folder, given.rounds))
         if shutil.which("etcd") is None:
-            print("etcd is not on PATH and was left out (Debian: etcd-server)", file=sys.stderr)
+            print("skipping etcd: not found on PATH (Debian: etcd-server)", file=sys.stderr)
         else:
             with etcd_server(folder) as endpoint:
                 found += asyncio.run(bench_etcd(endpoint, given.rounds))

@@ -1,15 +1,13 @@
-"""How much of the GPU time is in use while jobs wait, and how long large gangs wait for that.
+"""GPU utilisation while jobs are pending, and the pending time of large gangs.
 
     python benchmarks/bench_utilisation.py [--json] [--rounds N] [--jobs N] [--nodes N]
 
-A mixed workload is made up (durations, gangs of up to 128 GPUs, fractions of GPUs, three priorities, eight
-tenants) and run through the real scheduler on simulated time, twice: jobs ask for 1.3 times the GPU time
-that there is, where small ones hardly wait, and for twice of it. A round is a seed. The goal is about the
-time while jobs wait and still arrive: afterwards the queue is no mixture any more; the whole time has a
-figure of its own. The baseline is fifo without backfill and preemption, which serves strictly in turn. With
---rounds 1 the workload is small, and says little.
-
-Not for: real workloads (genie sim run --trace).
+Runs a synthetic workload (mixed durations, gangs of up to 128 GPUs, GPU fractions, three priorities, eight
+tenants) through the real scheduler on simulated time, with two loads: jobs request 1.3 times and twice the
+available GPU time. A round is a seed. The goal covers the time in which jobs are pending and still arrive,
+while the queue is mixed; the whole time has its own figure. The baseline is strict FIFO without backfill and
+preemption. With --rounds 1 the workload is too small for conclusions. For real workloads use
+`genie sim run --trace`.
 """
 
 from __future__ import annotations
@@ -25,22 +23,22 @@ UTILISATION_MIN = 97.0
 LOADS = (1.3, 2.0)
 
 
-def summaries(rounds: int, *, jobs: int, load: float, nodes: int, **how: Any) -> list[Any]:
-    from genie.scheduler.scheduler import Rules
-    from genie.sim.events import Plan, simulate
-    from genie.sim.measures import summarise
-    from genie.sim.synthetic import Mix, synthetic_jobs
-    from genie.sim.workload import alike_nodes
+def summaries(rounds: int, *, jobs: int, load: float, nodes: int, **rules: Any) -> list[Any]:
+    from genie.scheduler.rules import Rules
+    from genie.sim.events import SimulationPlan, simulate
+    from genie.sim.metrics import summarise
+    from genie.sim.workloads.synthetic import Mix, synthetic_jobs
+    from genie.sim.workloads.workload import uniform_nodes
 
-    machines = alike_nodes(nodes)
+    machines = uniform_nodes(nodes)
     found = []
     for seed in range(rounds):
         work = synthetic_jobs(Mix(jobs=jobs, load=load), machines, seed=seed)
-        found.append(summarise(simulate(machines, work, Plan(Rules(**how), seed=seed))))
+        found.append(summarise(simulate(machines, work, SimulationPlan(Rules(**rules), seed=seed))))
     return found
 
 
-def measured(rounds: int, *, jobs: int, load: float, nodes: int) -> Iterator[report.Figure]:
+def measure(rounds: int, *, jobs: int, load: float, nodes: int) -> Iterator[report.Figure]:
     from genie.scheduler.order import Fifo
 
     ours = summaries(rounds, jobs=jobs, load=load, nodes=nodes)
@@ -58,8 +56,8 @@ def measured(rounds: int, *, jobs: int, load: float, nodes: int) -> Iterator[rep
         [it.utilisation_while_waiting for it in ours],
         [it.utilisation_while_waiting for it in strict],
     )
-    useless = [[it.fragmentation for it in each] for each in (ours, strict)]
-    yield share(f"free_but_of_no_use_{load:g}", *useless)
+    fragmentation = [[it.fragmentation for it in each] for each in (ours, strict)]
+    yield share(f"free_but_of_no_use_{load:g}", *fragmentation)
     for name, of in (("large_gangs", "wait_large_s"), ("all", "wait_s")):
         values, others = ([getattr(it, of).p99 for it in each] for each in (ours, strict))
         baseline = statistics.fmean(others) or None
@@ -75,7 +73,7 @@ def measured(rounds: int, *, jobs: int, load: float, nodes: int) -> Iterator[rep
 def share(
     name: str, values: list[float], others: list[float], goal: report.Goal | None = None
 ) -> report.Figure:
-    """In percent; the baseline is fifo without backfill and preemption."""
+    """Figure in percent; the baseline is strict FIFO."""
     percents = [100 * value for value in values]
     baseline = 100 * statistics.fmean(others) or None
     return report.figure(
@@ -85,12 +83,12 @@ def share(
 
 def main() -> int:
     parser = report.options((__doc__ or "").splitlines()[0], rounds=2)
-    parser.add_argument("--jobs", type=int, help="6000; 1200 with one round")
-    parser.add_argument("--nodes", type=int, default=128, help="with 8 GPUs each")
+    parser.add_argument("--jobs", type=int, help="number of jobs (default: 6000, or 1200 with --rounds 1)")
+    parser.add_argument("--nodes", type=int, default=128, help="number of nodes with 8 GPUs (default: 128)")
     given = parser.parse_args()
     jobs = given.jobs or (6000 if given.rounds > 1 else 1200)
     figures = [
-        each for load in LOADS for each in measured(given.rounds, jobs=jobs, load=load, nodes=given.nodes)
+        each for load in LOADS for each in measure(given.rounds, jobs=jobs, load=load, nodes=given.nodes)
     ]
     return report.conclude(figures, as_json=given.json)
 

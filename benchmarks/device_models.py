@@ -1,4 +1,4 @@
-"""Models and the cluster for bench_device.py. Weights are made on the spot; only their shapes matter."""
+"""Models and the cluster of bench_device.py. Weights are random; only their shapes matter."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from genie.cluster import local
 from genie.config import Settings
+from genie.supervisor import local_cluster
 
 VOCABULARY = 1000
 
@@ -42,7 +42,7 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    """About fifty ops a layer."""
+    """About fifty operations per layer."""
 
     def __init__(self, width: int, layers: int, *, last_only: bool) -> None:
         super().__init__()
@@ -59,7 +59,7 @@ class Transformer(nn.Module):
 
 
 class DecodeStep(nn.Module):
-    """One token in, logits out; keys and values of all positions stay in buffers."""
+    """Computes the logits for one token; keys and values of all positions are kept in buffers."""
 
     def __init__(self, width: int, layers: int, positions: int, dtype: torch.dtype) -> None:
         super().__init__()
@@ -70,52 +70,52 @@ class DecodeStep(nn.Module):
         shape = (layers, 1, heads, positions, 64)
         self.register_buffer("keys", torch.zeros(shape, dtype=dtype))
         self.register_buffer("values", torch.zeros(shape, dtype=dtype))
-        self.register_buffer("places", torch.arange(positions))
+        self.register_buffer("positions", torch.arange(positions))
 
     def forward(self, token: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
         x = self.embed(token)
-        seen = (self.places <= position).view(1, 1, 1, -1)
+        visible = (self.positions <= position).view(1, 1, 1, -1)
         for number, block in enumerate(self.blocks):
             query, key, value = block.split(x)
             self.keys[number].index_copy_(2, position, key)
             self.values[number].index_copy_(2, position, value)
             scores = query @ self.keys[number].transpose(-1, -2) / 8.0
-            weights = scores.masked_fill(~seen, float("-inf")).softmax(-1)
+            weights = scores.masked_fill(~visible, float("-inf")).softmax(-1)
             x = block.finish(x, weights @ self.values[number])
         return self.head(self.norm(x[:, -1]))
 
 
 class Bottleneck(nn.Module):
-    def __init__(self, inside: int, width: int, stride: int) -> None:
+    def __init__(self, channels: int, width: int, stride: int) -> None:
         super().__init__()
         out = 4 * width
         self.path = nn.Sequential(
-            nn.Conv2d(inside, width, 1, bias=False), nn.BatchNorm2d(width), nn.ReLU(),
+            nn.Conv2d(channels, width, 1, bias=False), nn.BatchNorm2d(width), nn.ReLU(),
             nn.Conv2d(width, width, 3, stride, 1, bias=False), nn.BatchNorm2d(width), nn.ReLU(),
             nn.Conv2d(width, out, 1, bias=False), nn.BatchNorm2d(out),
         )  # fmt: skip
-        same = inside == out and stride == 1
-        self.shortcut = nn.Identity() if same else nn.Conv2d(inside, out, 1, stride, bias=False)
+        same = channels == out and stride == 1
+        self.shortcut = nn.Identity() if same else nn.Conv2d(channels, out, 1, stride, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return functional.relu(self.path(x) + self.shortcut(x))
 
 
 def convnet(stages: tuple[int, ...], width: int) -> nn.Module:
-    """Shaped like ResNet-50 for stages of 3, 4, 6, 3 and a width of 64."""
+    """Has the shape of ResNet-50 for stages (3, 4, 6, 3) and width 64."""
     parts: list[nn.Module] = [
         nn.Conv2d(3, width, 7, 2, 3, bias=False), nn.BatchNorm2d(width), nn.ReLU(), nn.MaxPool2d(3, 2, 1)
     ]  # fmt: skip
-    inside = width
+    channels = width
     for stage, blocks in enumerate(stages):
         for block in range(blocks):
-            parts.append(Bottleneck(inside, width << stage, 2 if stage and not block else 1))
-            inside = 4 * (width << stage)
-    return nn.Sequential(*parts, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(inside, 1000))
+            parts.append(Bottleneck(channels, width << stage, 2 if stage and not block else 1))
+            channels = 4 * (width << stage)
+    return nn.Sequential(*parts, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels, 1000))
 
 
-def captured(large: bool) -> Iterator[tuple[str, nn.Module, tuple[torch.Tensor, ...]]]:
-    """Name, model, inputs on the CPU."""
+def captured_models(large: bool) -> Iterator[tuple[str, nn.Module, tuple[torch.Tensor, ...]]]:
+    """Yields name, model and CPU inputs of each captured_models model."""
     dtype = torch.float16 if large else torch.float32
     width, layers = (1024, 12) if large else (64, 2)
     torch.manual_seed(0)
@@ -132,19 +132,19 @@ def captured(large: bool) -> Iterator[tuple[str, nn.Module, tuple[torch.Tensor, 
 
 @contextmanager
 def cluster(settings: Settings) -> Iterator[None]:
-    """A cluster on this machine, run on a thread of its own, because torch blocks this one."""
+    """Runs a cluster on this machine in a separate thread, because torch blocks the calling one."""
     ready, done = threading.Event(), threading.Event()
     failed: list[BaseException] = []
 
     async def host() -> None:
-        async with local.up(settings, progress=lambda text: print(text, file=sys.stderr)):
+        async with local_cluster.up(settings, progress=lambda text: print(text, file=sys.stderr)):
             ready.set()
             await asyncio.to_thread(done.wait)
 
     def run() -> None:
         try:
             asyncio.run(host())
-        except BaseException as error:  # raised again where it is waited for
+        except BaseException as error:  # raised again in the calling thread
             failed.append(error)
             ready.set()
 

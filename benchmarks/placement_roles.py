@@ -1,11 +1,11 @@
-"""The processes around bench_placements.py: a controller, and a thousand GPUs.
+"""The processes of bench_placements.py: a controller, and simulated agents with 1,000 GPUs.
 
     python benchmarks/placement_roles.py controller --state-dir DIR [--tls on|off]
     python benchmarks/placement_roles.py agents --state-dir DIR [--nodes 125] [--gpus 8]
 
-The agents are a stand-in at the edge: every node has joined, has its own connection and speaks the
-agents' protocol, but starts nothing. A job ends at its node's next tick, and the heartbeat of that tick
-says so. Each role prints `ready` and runs until SIGTERM. Not for: measuring.
+The agents are simulated: every node joins, has its own connection and implements the agent protocol, but
+starts no process. A job ends at the next tick of its node, which reports it in a heartbeat. Each role prints
+`ready` and runs until SIGTERM.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ from genie.model.messages import (
 )
 from genie.model.node import GPUInfo, NodeInfo, NodeRole, NodeStatus, Vendor
 from genie.model.tenant import TokenKind
-from genie.runtime.clock import SystemClock
-from genie.runtime.credentials import find_access, greet
+from genie.processes.clock import SystemClock
+from genie.processes.tasks import loop_factory, tune_for_serving
+from genie.runtime.credentials import connect_authenticated, find_access
 from genie.runtime.network import TcpNetwork
 from genie.runtime.rpc import Peer
-from genie.runtime.tasks import loop_factory, tune_for_serving
 from genie.telemetry import log
 
 TICK_S = 0.2
@@ -53,7 +53,7 @@ CALL_S = 30.0
 
 
 async def serve(state_dir: Path, *, tls: str) -> None:
-    """What `python -m genie.controller` does."""
+    """Runs a controller like `python -m genie.controller`."""
     settings = config.load({"controller.port": 0, "controller.tls": tls, "paths.state_dir": str(state_dir)})
     log.configure(settings.log)
     clock = SystemClock()
@@ -67,22 +67,22 @@ async def serve(state_dir: Path, *, tls: str) -> None:
             clock=clock,
             name="bench",
         )
-        await until_told(controller.run(), controller.wait_ready())
+        await run_until_sigterm(controller.run(), controller.wait_ready())
     finally:
         await store.close()
 
 
 class Node:
-    """One agent: it accepts, confirms, and reports the end at the next tick."""
+    """Simulated agent: accepts and confirms launches, and reports their exit at the next tick."""
 
     def __init__(self, info: NodeInfo, group: asyncio.TaskGroup) -> None:
         self._info = info
         self._group = group
         self._running: dict[str, RunningJob] = {}
 
-    async def live(self, state_dir: Path, *, phase_s: float, up: asyncio.Semaphore) -> None:
+    async def run(self, state_dir: Path, *, phase_s: float, up: asyncio.Semaphore) -> None:
         network = TcpNetwork()
-        greeting = greet(
+        connection = connect_authenticated(
             network,
             read_identity(state_dir / "agents" / self._info.node_id),
             timeout_s=CALL_S,
@@ -90,15 +90,15 @@ class Node:
             requests=AGENT_REQUESTS,
             handler=self._handle,
         )
-        async with greeting as (peer, _):
+        async with connection as (peer, _):
             await peer.call(Register(node=self._info), timeout_s=CALL_S)
-            await self._beat(peer, ())
+            await self._send_heartbeat(peer, ())
             up.release()
             await asyncio.sleep(phase_s)
             while True:
                 await asyncio.sleep(TICK_S)
                 ended, self._running = tuple(self._running.values()), {}
-                await self._beat(peer, ended)
+                await self._send_heartbeat(peer, ended)
 
     async def _handle(self, peer: Peer, request: Message) -> Message:
         if isinstance(request, Launch):
@@ -106,25 +106,25 @@ class Node:
         return Done()
 
     async def _confirm(self, peer: Peer, job_id: str, epoch: int) -> None:
-        asked = ConfirmLaunch(job_id=job_id, epoch=epoch, incarnation=self._info.incarnation)
-        with suppress(FencedError):  # the launch is void
-            await peer.call(asked, timeout_s=CALL_S)
+        confirmation = ConfirmLaunch(job_id=job_id, epoch=epoch, incarnation=self._info.incarnation)
+        with suppress(FencedError):  # the launch was revoked
+            await peer.call(confirmation, timeout_s=CALL_S)
             self._running[job_id] = RunningJob(job_id=job_id, epoch=epoch)
 
-    async def _beat(self, peer: Peer, ended: tuple[RunningJob, ...]) -> None:
+    async def _send_heartbeat(self, peer: Peer, ended: tuple[RunningJob, ...]) -> None:
         exits = tuple(
             ExitReport(job_id=job.job_id, epoch=job.epoch, exit_code=0, reason="", ended_at=0.0)
             for job in ended
         )
         while True:
-            beat = Heartbeat(
+            heartbeat = Heartbeat(
                 node_id=self._info.node_id,
                 incarnation=self._info.incarnation,
                 node=self._info,
                 running=tuple(self._running.values()),
                 exits=exits,
             )
-            ack = await peer.call(beat, timeout_s=CALL_S)
+            ack = await peer.call(heartbeat, timeout_s=CALL_S)
             settled = {order.job_id for order in ack.settled}
             exits = tuple(report for report in exits if report.job_id not in settled)
             if not exits:
@@ -153,7 +153,7 @@ async def run_agents(state_dir: Path, *, nodes: int, gpus: int) -> None:
     network = TcpNetwork()
     access = await find_access(settings.cluster, state_dir=state_dir, network=network, timeout_s=CALL_S)
     infos = [node_info(f"node-{index:03d}", gpus) for index in range(nodes)]
-    async with greet(network, access, timeout_s=CALL_S, program="bench") as (peer, _):
+    async with connect_authenticated(network, access, timeout_s=CALL_S, program="bench") as (peer, _):
         for info in infos:
             token = (await peer.call(CreateToken(kind=TokenKind.JOIN), timeout_s=CALL_S)).token
             await join(
@@ -161,26 +161,26 @@ async def run_agents(state_dir: Path, *, nodes: int, gpus: int) -> None:
                 access.port,
                 token,
                 state_dir=state_dir,
-                node_id_wish=info.node_id,
+                requested_node_id=info.node_id,
                 network=network,
             )
     up = asyncio.Semaphore(0)
 
-    async def live() -> None:
+    async def run_all() -> None:
         async with asyncio.TaskGroup() as group:
             for index, info in enumerate(infos):
-                life = Node(info, group).live(state_dir, phase_s=TICK_S * index / nodes, up=up)
-                group.create_task(life)
+                agent = Node(info, group).run(state_dir, phase_s=TICK_S * index / nodes, up=up)
+                group.create_task(agent)
 
-    async def all_up() -> None:
+    async def wait_for_all() -> None:
         for _ in infos:
             await up.acquire()
 
-    await until_told(live(), all_up())
+    await run_until_sigterm(run_all(), wait_for_all())
 
 
-async def until_told(work: Coroutine[Any, Any, None], ready: Coroutine[Any, Any, None]) -> None:
-    """Runs `work` until SIGTERM; says `ready` when that comes true."""
+async def run_until_sigterm(work: Coroutine[Any, Any, None], ready: Coroutine[Any, Any, None]) -> None:
+    """Runs `work` until SIGTERM; prints `ready` when the coroutine `ready` returns."""
     stop = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
     tune_for_serving()
@@ -192,34 +192,34 @@ async def until_told(work: Coroutine[Any, Any, None], ready: Coroutine[Any, Any,
         running.cancel()
 
 
-class Samples:
-    """Where the loop's thread is, at each tick of processor time: by function, and with all it calls."""
+class Profiler:
+    """Sampling profile of the main thread by function: own time and cumulative time."""
 
     def __init__(self) -> None:
         self._own: Counter[str] = Counter()
-        self._with_calls: Counter[str] = Counter()
+        self._cumulative: Counter[str] = Counter()
 
     def start(self) -> None:
-        signal.signal(signal.SIGPROF, self._take)
+        signal.signal(signal.SIGPROF, self._sample)
         signal.setitimer(signal.ITIMER_PROF, 0.001, 0.001)
 
     def write(self, path: Path) -> None:
         signal.setitimer(signal.ITIMER_PROF, 0.0)
         total = self._own.total()
         with path.open("w") as out:
-            for title, counts in (("own", self._own), ("with what it calls", self._with_calls)):
+            for title, counts in (("own", self._own), ("cumulative", self._cumulative)):
                 out.write(f"{title}, in percent of {total} samples\n")
                 for name, count in counts.most_common(60):
                     out.write(f"{count / total:7.1%}  {name}\n")
 
-    def _take(self, _: int, frame: FrameType | None) -> None:
+    def _sample(self, _: int, frame: FrameType | None) -> None:
         names = []
         while frame is not None:
             code = frame.f_code
             names.append(f"{Path(code.co_filename).name}:{code.co_firstlineno} {code.co_qualname}")
             frame = frame.f_back
         self._own[names[0]] += 1
-        self._with_calls.update(set(names))
+        self._cumulative.update(set(names))
 
 
 def main() -> int:
@@ -227,21 +227,21 @@ def main() -> int:
     parser.add_argument("role", choices=("controller", "agents"))
     parser.add_argument("--state-dir", type=Path, required=True)
     parser.add_argument("--tls", choices=("on", "off"), default="on")
-    parser.add_argument("--nodes", type=int, default=125)
-    parser.add_argument("--gpus", type=int, default=8)
-    parser.add_argument("--profile", type=Path, help="write where the role's time went to this file")
+    parser.add_argument("--nodes", type=int, default=125, help="number of nodes (default: 125)")
+    parser.add_argument("--gpus", type=int, default=8, help="GPUs per node (default: 8)")
+    parser.add_argument("--profile", type=Path, help="write a CPU profile to this file")
     given = parser.parse_args()
     if given.role == "controller":
         work = serve(given.state_dir, tls=given.tls)
     else:
         work = run_agents(given.state_dir, nodes=given.nodes, gpus=given.gpus)
-    samples = Samples()
+    profiler = Profiler()
     if given.profile:
-        samples.start()
+        profiler.start()
     with asyncio.Runner(loop_factory=loop_factory()) as runner:
         runner.run(work)
     if given.profile:
-        samples.write(given.profile)
+        profiler.write(given.profile)
     return 0
 
 

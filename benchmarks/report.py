@@ -1,8 +1,8 @@
-"""What every benchmark shares: its options, a place of its own, and how a figure is shown and judged.
+"""Shared by all benchmarks: options, a temporary state directory, figures, goals and their output.
 
-A line for each figure: name, value, unit, baseline, ratio (value / baseline), spread (10th and 90th
-percentile of the samples, if they tell one), goal, ok. Figures go to standard output, with --json as one
-object a line; what they were measured on goes to standard error, once. Not for: measuring.
+One line per figure: name, value, unit, baseline, ratio (value / baseline), spread (10th and 90th percentile
+of the samples, if any), goal, ok. Figures are written to standard output, with --json as one object per line;
+the description of machine and commit is written to standard error.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 @dataclass(frozen=True)
 class Goal:
-    """A limit of the value, its ratio to the baseline or its distance from it. It is met at the limit."""
+    """An inclusive limit for the value, its ratio to the baseline, or its distance from the baseline."""
 
     of: str
     sign: str
@@ -86,7 +86,7 @@ def figure(
     unit: str = "ms",
     goal: Goal | None = None,
 ) -> Figure:
-    """`samples` are what `value` was made of, in the same unit. Without any, no spread is shown."""
+    """`samples` are the measurements behind `value`, in the same unit; the spread is None without samples."""
     ratio = value / baseline if baseline else None
     return Figure(
         name=name,
@@ -94,71 +94,72 @@ def figure(
         unit=unit,
         baseline=None if baseline is None else round(baseline, 3),
         ratio=None if ratio is None else round(ratio, 2),
-        spread=_spread(samples),
+        spread=_percentiles_10_90(samples),
         goal=None if goal is None else str(goal),
         ok=goal is None or goal.is_met(value=value, baseline=baseline),
     )
 
 
-def _spread(samples: Sequence[float]) -> tuple[float, float] | None:
+def _percentiles_10_90(samples: Sequence[float]) -> tuple[float, float] | None:
     return (round(percentile(samples, 0.1), 3), round(percentile(samples, 0.9), 3)) if samples else None
 
 
 def percentile(values: Sequence[float], share: float) -> float:
-    """The nearest value from above: with 50 rounds, the 99th is the worst."""
+    """Nearest value from above: with 50 values, the 99th percentile is the largest."""
     ordered = sorted(values)
     return ordered[min(len(ordered) - 1, int(len(ordered) * share))]
 
 
-def p99s(values: Sequence[float]) -> list[float]:
-    """The samples of a p99, whose spread is not that of the values: the p99 of each part of 100 values or
-    more, in their order. None where there is only one such part."""
-    parts = min(10, len(values) // 100)
-    if parts < 2:
+def p99_samples(values: Sequence[float]) -> list[float]:
+    """Samples for the spread of a p99: the p99 of each chunk of at least 100 consecutive values. Empty if
+    there are fewer than two chunks."""
+    chunks = min(10, len(values) // 100)
+    if chunks < 2:
         return []
-    bounds = [len(values) * number // parts for number in range(parts + 1)]
+    bounds = [len(values) * number // chunks for number in range(chunks + 1)]
     return [percentile(values[start:end], 0.99) for start, end in itertools.pairwise(bounds)]
 
 
 def options(description: str, *, rounds: int) -> argparse.ArgumentParser:
-    """The options that every benchmark has; it may add its own."""
+    """Parser with the options of every benchmark."""
     parser = argparse.ArgumentParser(description=description)
-    parser.add_argument("--json", action="store_true", help="one JSON object a line")
-    parser.add_argument("--rounds", type=_at_least_one, default=rounds)
+    parser.add_argument("--json", action="store_true", help="print one JSON object per line")
+    shown = f"number of rounds (default: {rounds})"
+    parser.add_argument("--rounds", type=positive_int, default=rounds, help=shown)
     return parser
 
 
-def _at_least_one(text: str) -> int:
+def positive_int(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive integer")
     return int(text)
 
 
 @contextmanager
-def own_place(parent: Path | None = None) -> Iterator[Path]:
-    """A temporary folder, which is also the state directory; no setting of the user's counts inside.
+def temporary_state(parent: Path | None = None) -> Iterator[Path]:
+    """Creates a temporary folder, uses it as the state directory and ignores the settings of the user.
 
-    While it is held, SIGTERM leaves it like an exception, so that what was started and made here goes away.
+    SIGTERM raises SystemExit inside the block, so that processes and files are cleaned up.
     """
-    with _unwound_at_sigterm(), tempfile.TemporaryDirectory(dir=parent, prefix="genie-bench-") as name:
+    with _exit_on_sigterm(), tempfile.TemporaryDirectory(dir=parent, prefix="genie-bench-") as name:
         folder = Path(name)
         for variable in [item for item in os.environ if item.startswith("GENIE_")]:
             del os.environ[variable]
         (folder / "config.toml").touch()
         os.environ["GENIE_CONFIG"] = str(folder / "config.toml")
         os.environ["GENIE_STATE_DIR"] = str(folder)
-        # People have Genie compiled already, as the programs beside it are.
+        # Installed packages have bytecode; Genie must have it too for a fair comparison.
         os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
         yield folder
 
 
 @contextmanager
-def _unwound_at_sigterm() -> Iterator[None]:
-    def leave(number: int, _: FrameType | None) -> NoReturn:
-        signal.signal(number, signal.SIG_IGN)  # a second one would interrupt the way out
+def _exit_on_sigterm() -> Iterator[None]:
+    def exit_(number: int, _: FrameType | None) -> NoReturn:
+        signal.signal(number, signal.SIG_IGN)  # a second signal would interrupt the cleanup
         raise SystemExit(128 + number)
 
-    before = signal.signal(signal.SIGTERM, leave)
+    before = signal.signal(signal.SIGTERM, exit_)
     try:
         yield
     finally:
@@ -166,15 +167,15 @@ def _unwound_at_sigterm() -> Iterator[None]:
 
 
 def conclude(figures: Iterable[Figure], *, as_json: bool) -> int:
-    """Shows them; the exit code is 1 when a goal was missed."""
-    print(measured_on(), file=sys.stderr)
+    """Prints the figures and returns the exit code: 1 if a goal was missed, otherwise 0."""
+    print(describe_machine(), file=sys.stderr)
     shown = list(figures)
     for item in shown:
-        print(json.dumps(asdict(item)) if as_json else _line(item))
+        print(json.dumps(asdict(item)) if as_json else _format_line(item))
     return 0 if all(item.ok for item in shown) else 1
 
 
-def measured_on() -> str:
+def describe_machine() -> str:
     machine = f"{platform.platform()}, {os.cpu_count()} cores"
     return f"{machine}, Python {platform.python_version()}, commit {_commit()}"
 
@@ -188,7 +189,7 @@ def _commit() -> str:
     return done.stdout.strip()
 
 
-def _line(item: Figure) -> str:
+def _format_line(item: Figure) -> str:
     text = f"{item.name:<30}{item.value:>11} {item.unit:<4}"
     if item.spread is not None:
         text += f" spread {item.spread[0]} to {item.spread[1]}"

@@ -1,7 +1,7 @@
-"""A client: connects to a cluster, multiplies two matrices there, and compares with the same done here.
+"""A client: connects to a cluster, multiplies two matrices there, and checks the result locally.
 
 python examples/basic_client.py                    the cluster on this machine, or GENIE_MASTER_ADDR
-python examples/basic_client.py gpu-box            a cluster elsewhere; its token is in GENIE_TOKEN
+python examples/basic_client.py gpu-box            a cluster on another machine, after `genie login gpu-box`
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ async def main(address: str | None) -> None:
     try:
         for node in state.nodes.values():
             names = ", ".join(gpu.name for gpu in node.gpus)
-            print(f"node {node.node_id} is {node.status} and has {node.gpu_count}: {names}")
+            print(f"node {node.node_id}: {node.status}, accelerators: {node.gpu_count} ({names})")
         print(f"backend {state.backend}: {state.selection.reason if state.selection else ''}")
 
         torch.manual_seed(0)
-        here = torch.randn(1000, 1000)
-        there = here.to("remote_accelerator:0")
-        product = (there @ there).cpu()
-        difference = (product - here @ here).abs().max().item()
-        print(f"{tuple(product.shape)} on {there.device}, at most {difference:.2g} from the product here")
+        local = torch.randn(1000, 1000)
+        remote = local.to("remote_accelerator:0")
+        product = (remote @ remote).cpu()
+        difference = (product - local @ local).abs().max().item()
+        print(f"{tuple(product.shape)} on {remote.device}, difference to local result: {difference:.2g}")
     finally:
         await genie.shutdown()
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("address", nargs="?", help="the controller")
+    parser.add_argument("address", nargs="?", help="address of the controller (default: GENIE_MASTER_ADDR)")
     try:
         asyncio.run(main(parser.parse_args().address))
     except GenieError as error:

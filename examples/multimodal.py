@@ -1,10 +1,10 @@
-"""A model in three parts on three accelerators: images on one, text on another, both together on a third.
+"""A model in three parts on three accelerators: vision on one, text on another, fusion on a third.
 
     python examples/multimodal.py [--steps 60]
 
-Uses the cluster that this machine knows (`genie up` starts one); with fewer than three accelerators, parts
-share them. Weights are made on the spot, and the data is made up: the label of a pair is whether the bright
-half of the picture is where the words say. A few steps are enough to see the loss fall.
+Uses the configured cluster (`genie up` starts one); with fewer than three accelerators, parts share them.
+Weights are random and the data is synthetic: the label of a pair is whether the text names the bright half of
+the image. A few steps are enough to see the loss fall.
 """
 
 from __future__ import annotations
@@ -52,12 +52,12 @@ class Fusion(nn.Module):
         super().__init__()
         self.layers = nn.Sequential(nn.Linear(2 * WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, 2))
 
-    def forward(self, seen: torch.Tensor, read: torch.Tensor) -> torch.Tensor:
-        return self.layers(torch.cat([seen, read], dim=1))
+    def forward(self, vision_features: torch.Tensor, text_features: torch.Tensor) -> torch.Tensor:
+        return self.layers(torch.cat([vision_features, text_features], dim=1))
 
 
 class Multimodal(nn.Module):
-    """Each branch runs where it lives; what the branches found travels to the third device."""
+    """Each branch runs on its own device; their outputs are copied to the third device."""
 
     def __init__(self, devices: list[str]) -> None:
         super().__init__()
@@ -67,25 +67,25 @@ class Multimodal(nn.Module):
         self.fusion = Fusion().to(devices[2])
 
     def forward(self, images: torch.Tensor, words: torch.Tensor) -> torch.Tensor:
-        seen = self.vision(images.to(self.devices[0]))
-        read = self.text(words.to(self.devices[1]))
-        return self.fusion(seen.to(self.devices[2]), read.to(self.devices[2]))
+        vision_features = self.vision(images.to(self.devices[0]))
+        text_features = self.text(words.to(self.devices[1]))
+        return self.fusion(vision_features.to(self.devices[2]), text_features.to(self.devices[2]))
 
 
 def pairs(count: int, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Pictures, sentences, and whether they agree."""
+    """Images, texts, and labels: whether they match."""
     images = 0.3 * torch.randn(count, 1, SIZE, SIZE, generator=generator)
     bright_right = torch.rand(count, generator=generator) < 0.5
     images[bright_right, :, :, SIZE // 2 :] += 1.0
     images[~bright_right, :, :, : SIZE // 2] += 1.0
-    says_right = torch.rand(count, generator=generator) < 0.5
+    text_right = torch.rand(count, generator=generator) < 0.5
     words = torch.randint(2, len(WORDS), (count, LENGTH), generator=generator)
-    words[:, 0] = says_right.long()
-    return images, words, (bright_right == says_right).long()
+    words[:, 0] = text_right.long()
+    return images, words, (bright_right == text_right).long()
 
 
 def train(steps: int) -> tuple[float, float]:
-    """The loss at the first step and at the last."""
+    """Trains and returns the first and the last loss."""
     count = torch.remote_accelerator.device_count()
     devices = [f"remote_accelerator:{number % count}" for number in range(3)]
     print(f"vision on {devices[0]}, text on {devices[1]}, fusion on {devices[2]}")
@@ -94,30 +94,30 @@ def train(steps: int) -> tuple[float, float]:
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     generator = torch.Generator().manual_seed(1)
     losses: list[float] = []
-    began = time.perf_counter()
+    start = time.perf_counter()
     for step in range(steps):
         images, words, labels = pairs(64, generator)
         optimizer.zero_grad()
         loss = functional.cross_entropy(model(images, words), labels.to(devices[2]))
         loss.backward()
         optimizer.step()
-        if step % 10 == 0 or step == steps - 1:  # a value that is asked for is waited for
+        if step % 10 == 0 or step == steps - 1:  # item() waits for the result
             losses.append(loss.item())
             print(f"step {step:3}  loss {losses[-1]:.3f}")
-    print(f"{steps} steps in {time.perf_counter() - began:.1f} s")
+    print(f"{steps} steps in {time.perf_counter() - start:.1f} s")
     return losses[0], losses[-1]
 
 
 async def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--steps", type=int, default=60, help="training steps (default: 60)")
     given = parser.parse_args()
     if given.steps < 1:
-        parser.error("--steps: at least 1")
+        parser.error("--steps must be at least 1")
     await genie.init()
     try:
         if not torch.remote_accelerator.is_available():
-            raise SystemExit("the cluster has no accelerators; see `genie nodes`")
+            raise SystemExit("the cluster has no accelerators (try: genie nodes)")
         train(given.steps)
     finally:
         await genie.shutdown()

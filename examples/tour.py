@@ -1,11 +1,12 @@
-"""A tour of Genie on this machine, which is what `make run` shows.
+"""A tour of Genie on this machine (`make run`).
 
     python examples/tour.py
 
-Starts a cluster in a temporary directory on a free port, runs the first lines of the README against it
-from another process, submits a job, shows the nodes and the results, stops everything, and looks whether
-any process was left. Ends with 0 only if all of that went well. Nothing of yours is read or changed.
-The README's lines use the PyTorch device, which needs a C++ compiler once; without one they are left out.
+Starts a cluster in a temporary directory on a free port, runs the first Python example of the README in
+another process, submits a job, prints nodes and results, stops the cluster, and checks that no process is
+left. Exits with code 0 only if every step succeeds. Settings and files of the user are neither read nor
+changed. The README example uses the PyTorch device, which requires a C++ compiler on first use; without one
+it is skipped.
 """
 
 from __future__ import annotations
@@ -22,33 +23,33 @@ from pathlib import Path
 import psutil
 
 from genie import config
-from genie.cluster import local
 from genie.errors import GenieError, NativeBuildError
-from genie.runtime import native
+from genie.native import libraries
+from genie.supervisor import local_cluster
 
 README = Path(__file__).resolve().parents[1] / "README.md"
 STEP_S = 60.0
-JOB = "import os; print('a job on', os.uname().nodename, 'in', os.path.basename(os.getcwd()))"
+JOB = "import os; print('hello from a job on', os.uname().nodename)"
 
 
 class TourError(Exception):
-    """A step did not give what it should."""
+    """A step of the tour failed."""
 
 
-def say(line: str) -> None:
+def log(line: str) -> None:
     print(line, flush=True)
 
 
-def snippet() -> str:
-    """The first Python lines of the README: what a reader would try first."""
+def readme_example() -> str:
+    """The first Python example of the README."""
     found = re.search(r"^```python\n(.*?)^```", README.read_text("utf-8"), re.DOTALL | re.MULTILINE)
     if found is None:
-        raise TourError(f"{README} has no Python in it")
+        raise TourError(f"{README} contains no Python example")
     return found[1]
 
 
-def leave_the_users_settings_alone(folder: Path) -> None:
-    """From here on this process and its children see no settings but those of the tour."""
+def isolate_settings(folder: Path) -> None:
+    """Replaces the settings of the user by those of the tour, for this process and its children."""
     for name in [name for name in os.environ if name.startswith("GENIE_")]:
         del os.environ[name]
     (folder / "config.toml").touch()
@@ -57,9 +58,9 @@ def leave_the_users_settings_alone(folder: Path) -> None:
     os.environ["GENIE_LOG_LEVEL"] = "WARNING"
 
 
-async def run(what: str, *command: str) -> str:
-    """Runs one step in a process of its own, and shows what it prints."""
-    began_s = time.monotonic()
+async def run(step: str, *command: str) -> str:
+    """Runs one step in another process and prints its output."""
+    start_s = time.monotonic()
     process = await asyncio.create_subprocess_exec(
         *command,
         stdin=asyncio.subprocess.DEVNULL,
@@ -68,26 +69,26 @@ async def run(what: str, *command: str) -> str:
     )
     try:
         async with asyncio.timeout(STEP_S):
-            said, _ = await process.communicate()
+            output, _ = await process.communicate()
     except TimeoutError:
-        raise TourError(f"{what} took more than {STEP_S:g} s") from None
+        raise TourError(f"{step}: timed out after {STEP_S:g} s") from None
     finally:
         if process.returncode is None:
             process.kill()
             await process.wait()
-    text = said.decode("utf-8", "replace").rstrip()
-    say(f"{what} ({time.monotonic() - began_s:.1f} s)")
+    text = output.decode("utf-8", "replace").rstrip()
+    log(f"{step} ({time.monotonic() - start_s:.1f} s)")
     for line in text.splitlines():
-        say(f"    {line}")
+        log(f"    {line}")
     if process.returncode != 0:
-        raise TourError(f"{what} ended with exit code {process.returncode}")
+        raise TourError(f"{step}: exit code {process.returncode}")
     return text
 
 
 async def tour(folder: Path) -> None:
     genie = (sys.executable, "-m", "genie")
     settings = config.load({"controller.port": 0})
-    async with local.up(settings, progress=say) as cluster:
+    async with local_cluster.up(settings, progress=log) as cluster:
         assert cluster.cluster is not None
         os.environ["GENIE_MASTER_ADDR"] = cluster.cluster.host
         os.environ["GENIE_MASTER_PORT"] = str(cluster.cluster.port)
@@ -95,43 +96,43 @@ async def tour(folder: Path) -> None:
         await show_device(folder)
         job = ("submit", "--gpus", "1", "--wait", "--", sys.executable, "-c", JOB)
         result = await run("a job on one accelerator", *genie, *job)
-        if "a job on" not in result:
-            raise TourError("the output of the job did not come back")
-        await run("the jobs so far", *genie, "jobs", "--all")
+        if "hello from a job on" not in result:
+            raise TourError("the output of the job is missing")
+        await run("all jobs", *genie, "jobs", "--all")
 
 
 async def show_device(folder: Path) -> None:
-    """The part that needs a compiler, once. Where there is none, that is said, and the tour goes on."""
+    """Runs the example of the README on the PyTorch device; skipped with a reason without a compiler."""
     try:
-        native.Workshop.of_this_installation().check_usable()
+        libraries.BuildCache.of_this_installation().check_usable()
     except NativeBuildError as error:
-        say(f"the PyTorch device is left out: {error.message}")
-        say(f"    {error.hint}")
+        log(f"skipping the PyTorch device: {error.message}")
+        log(f"    {error.hint}")
         return
-    program = folder / "snippet.py"
-    program.write_text(snippet(), "utf-8")
-    result = await run("the lines of the README, from another process", sys.executable, str(program))
+    program = folder / "readme_example.py"
+    program.write_text(readme_example(), "utf-8")
+    result = await run("the example of the README, in another process", sys.executable, str(program))
     if "1000, 1000" not in result:
-        raise TourError("the result of the multiplication did not come back")
+        raise TourError("the result of the multiplication is missing")
 
 
-def processes_left(folder: Path) -> list[str]:
-    """Everything that was started for the tour carries its folder in its arguments or environment."""
+def remaining_processes(folder: Path) -> list[str]:
+    """Processes of the tour: all of them have its folder in their arguments or environment."""
     found = []
     for process in psutil.process_iter():
         try:
             if process.pid == os.getpid() or process.status() == psutil.STATUS_ZOMBIE:
                 continue
-            told = [*process.cmdline(), *process.environ().values()]
-            if any(str(folder) in text for text in told):
+            texts = [*process.cmdline(), *process.environ().values()]
+            if any(str(folder) in text for text in texts):
                 found.append(f"{process.pid} {' '.join(process.cmdline())[:120]}")
         except psutil.Error:
-            continue  # gone meanwhile, or somebody else's
+            continue  # ended meanwhile, or of another user
     return found
 
 
-async def guided(folder: Path) -> None:
-    """The tour; SIGTERM ends it in order, as Ctrl-C does."""
+async def run_tour(folder: Path) -> None:
+    """Runs the tour; SIGTERM stops it like Ctrl-C."""
     task = asyncio.current_task()
     assert task is not None
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
@@ -139,23 +140,23 @@ async def guided(folder: Path) -> None:
 
 
 def main() -> int:
-    began_s = time.monotonic()
+    start_s = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="genie-tour-") as name:
         folder = Path(name)
-        leave_the_users_settings_alone(folder)
+        isolate_settings(folder)
         failure = ""
         try:
-            asyncio.run(guided(folder))
+            asyncio.run(run_tour(folder))
         except (GenieError, TourError, OSError) as error:
             failure = str(error)
         except (KeyboardInterrupt, asyncio.CancelledError):
             failure = "interrupted"
-        left = processes_left(folder)
-    say("no process is left" if not left else "processes are left:\n    " + "\n    ".join(left))
-    if failure or left:
-        print(f"the tour failed: {failure or 'processes are left'}", file=sys.stderr)
+        remaining = remaining_processes(folder)
+    log("\n    ".join(["processes are still running:", *remaining]) if remaining else "no process is left")
+    if failure or remaining:
+        print(f"the tour failed: {failure or 'processes are still running'}", file=sys.stderr)
         return 1
-    say(f"the tour took {time.monotonic() - began_s:.1f} s; 'genie up' starts a cluster of your own")
+    log(f"the tour took {time.monotonic() - start_s:.1f} s; 'genie up' starts a cluster of your own")
     return 0
 
 

@@ -1,9 +1,8 @@
-"""Genie makes the GPUs that you can reach feel like your own.
+"""Genie: use remote GPUs as a PyTorch device, a cluster or a grid.
 
-The public API. Names are loaded on first use, so that `import genie` stays cheap and pulls in
-neither torch nor a network. Where torch is imported too, before or after, it is told the name of the
-device, so that Genie can say what is missing without a session.
-Not for: anything else; the rooms behind these names are private.
+The public API. Names that the documentation does not mention are private. Names are loaded on first use, so
+that `import genie` is fast and imports neither torch nor network code. If torch is imported too, before or
+after, the device name is registered with torch, so that an error explains a missing session.
 """
 
 from __future__ import annotations
@@ -13,14 +12,13 @@ import logging
 from typing import TYPE_CHECKING
 
 from genie.device import import_hook
+from genie.version import __version__
 
 if TYPE_CHECKING:
     from genie.cluster.init import ClusterState, get_cluster_state, init, is_initialized, shutdown
     from genie.cluster.session import connect, disconnect, session
     from genie.config import ClusterConfig
     from genie.model.node import GPUInfo, NodeInfo, NodeRole, NodeStatus
-
-__version__ = "0.1.0"
 
 __all__ = [
     "ClusterConfig",
@@ -39,10 +37,10 @@ __all__ = [
     "shutdown",
 ]
 
-# A library is silent until someone listens.
+# Libraries do not log unless the application configures logging.
 logging.getLogger(__name__).addHandler(logging.NullHandler())
 
-_HOMES = {
+_MODULES = {
     "ClusterConfig": "genie.config",
     "ClusterState": "genie.cluster.init",
     "GPUInfo": "genie.model.node",
@@ -60,9 +58,9 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> object:
-    if name not in _HOMES:
+    if name not in _MODULES:
         raise AttributeError(f"module 'genie' has no attribute {name!r}")
-    value: object = getattr(importlib.import_module(_HOMES[name]), name)
+    value: object = getattr(importlib.import_module(_MODULES[name]), name)
     globals()[name] = value
     return value
 
@@ -72,7 +70,7 @@ def __dir__() -> list[str]:
 
 
 def _register_device() -> None:
-    from genie.device import backend  # it imports torch, which is there
+    from genie.device import backend  # imports torch, which is already imported
 
     backend.register()
 

@@ -1,70 +1,75 @@
-"""The whole error tree. Every error that Genie raises on purpose is here; nothing else is.
+"""The error tree: all errors that Genie raises.
 
 GenieError
-├── ConfigError                 a setting is unknown, mistyped or out of range
-├── UsageError                  an argument of a call or a command is wrong
-│   └── NameInvalidError        a name has characters that are not allowed
-├── SessionError                the state of this process's session
-│   ├── NotInitializedError     a call needs genie.init() first
+├── ConfigError                 a setting is unknown, of the wrong type or out of range
+├── UsageError                  an argument of a call or a command is invalid
+│   ├── NameInvalidError        a name has characters that are not allowed
+│   └── RowTooLargeError        a record is too large for one row of the store
+├── SessionError                the state of the session of this process
+│   ├── NotInitializedError     a call requires genie.init()
 │   └── AlreadyInitializedError a second init() with other arguments
-├── TransportError              bytes did not get through
-│   ├── UnreachableError        nothing answers at that address
-│   │   └── NothingListensError the machine answers that nobody listens on that port
-│   ├── ConnectionLostError     the peer went away in the middle
-│   ├── DeadlineError           no answer in time
-│   ├── ProtocolError           the peer sent something that is not our wire
-│   │   ├── FrameTooLargeError  a frame is over its cap
-│   │   └── VersionError        the peer speaks another version
-│   └── AddressInUseError       the port to listen on is taken
-├── AccessError                 who is asking
+├── TransportError              communication failed
+│   ├── UnreachableError        the address does not respond
+│   │   └── NothingListensError connection refused: no program listens on the port
+│   ├── ConnectionLostError     the connection was closed or reset
+│   ├── DeadlineError           timeout
+│   ├── ProtocolError           the peer violated the protocol
+│   │   ├── FrameTooLargeError  a frame exceeds its maximum size
+│   │   └── VersionError        the peer uses another version of the protocol
+│   ├── OverloadedError         the peer rejects the request for now: a limit is reached
+│   └── AddressInUseError       the port to listen on is in use
+├── AccessError                 authentication and authorization
 │   ├── TokenMissingError       no token was given or found
-│   ├── TokenRefusedError       unknown, wrong, revoked, expired or used up
-│   ├── PermissionError_        a good token that may not do this
-│   ├── TlsError                certificates: missing, untrusted, or TLS is required here
-│   └── SshAccessError          SSH: who the host is, and who we are to it
-│       ├── HostKeyUnknownError no key of that host is in known_hosts
-│       ├── HostKeyChangedError the host shows another key than the one in known_hosts
-│       └── LoginRefusedError   the host takes none of our keys
-├── StoreError                  the cluster's memory
-│   ├── StoreUnavailableError   the engine does not answer
-│   ├── StoreFullError          no space left under the engine
-│   ├── StoreCorruptError       what was read back is not what was written
-│   ├── StoreVersionError       an engine version that is known to lose data
-│   ├── LeaseLostError          the lease has expired or was revoked
-│   └── CompactedError          the revision asked for is no longer kept
-├── LeadershipError             who may decide
-│   ├── NotLeaderError          this controller does not lead
-│   └── FencedError             a decision by a leader that has been replaced
-├── JobError                    one job
-│   ├── JobNotFoundError        no job has that id
-│   ├── JobRefusedError         it can never run here
-│   ├── WorkersMissingError     not all of its workers are ready to start
-│   ├── JobStateError           not possible in the job's present state
-│   └── WorkdirError            the directory to send along is too large or unreadable
-├── NodeError                   one node
-│   ├── NodeNotFoundError       no node has that id
-│   ├── LaunchError             an agent refused or failed to start something
-│   └── AgentRunningError       another agent already runs on this state directory
-├── QuotaNotFoundError          no quota is set for that tenant
-├── GridError                   one of the SSH nodes of a grid
-│   ├── NodeRefusedError        the node could not do what it was asked to; it says why
-│   ├── NoNodeError             no node fits what was asked for
-│   │   └── NoNodeReachedError  because none of them can be reached
-│   ├── RunNotFoundError        no run has that id
-│   ├── RunLostError            a run is gone, and nobody knows how it ended
-│   ├── SyncError               a tree could not be brought to a node
-│   └── RayError                Ray on the nodes: missing, of another version, or not up
-├── HardwareError               an accelerator does not answer
+│   ├── TokenRefusedError       the token is unknown, invalid, revoked, expired or already used
+│   ├── PermissionError_        the token is valid but lacks the permission
+│   ├── TlsError                a certificate is missing or untrusted, or TLS is required
+│   │   ├── ClockSkewError      a certificate is not valid yet: the clocks of two machines differ
+│   │   └── CertificateExpiredError  the certificate of a node has expired
+│   └── SshAccessError          SSH: authentication of host and user
+│       ├── HostKeyUnknownError known_hosts has no key of the host
+│       ├── HostKeyChangedError the key of the host differs from the one in known_hosts
+│       └── LoginRefusedError   the host accepts none of our keys
+├── StoreError                  the store of the controller
+│   ├── StoreUnavailableError   the database does not respond
+│   ├── StoreFullError          no space left on the disk
+│   ├── StoreCorruptError       stored data is damaged
+│   ├── StoreVersionError       a version of the database that is known to lose data
+│   ├── LeaseLostError          the lease expired or was revoked
+│   └── CompactedError          the requested revision was compacted
+├── LeadershipError             leadership of the cluster
+│   ├── NotLeaderError          this controller is not the leader
+│   └── FencedError             the request comes from an earlier leader
+├── JobError                    a job
+│   ├── JobNotFoundError        no job has this ID
+│   ├── JobRefusedError         the job can never run on this cluster
+│   │   └── SpaceQuotaError     the tenant or the cluster stores too much
+│   ├── WorkersMissingError     not all workers of the job are ready to start
+│   ├── JobStateError           not possible in the current state of the job
+│   └── WorkdirError            the working directory is too large, unreadable or invalid
+├── NodeError                   a node
+│   ├── NodeNotFoundError       no node has this ID
+│   ├── LaunchError             an agent rejected a launch or failed to start a process
+│   │   └── NodeUnfitError      the node cannot start any process, such as on a full disk
+│   └── AgentRunningError       another agent uses this state directory
+├── QuotaNotFoundError          the tenant has no quota
+├── GridError                   a grid node
+│   ├── NodeRefusedError        an operation on the node failed, with the reason
+│   ├── NoNodeError             no node matches the request
+│   │   └── NoNodeReachedError  no node is reachable
+│   ├── RunNotFoundError        no run has this ID
+│   ├── RunLostError            a run has ended without an exit code
+│   ├── SyncError               a folder could not be copied to a node
+│   └── RayError                Ray on the nodes: missing, of another version, or not running
+├── HardwareError               an accelerator or its driver does not respond
 └── DeviceError                 the torch device
-    ├── RemoteOpError           an op raised on the executor
-    ├── OpRefusedError          an op or argument that the wire does not carry
-    ├── DeviceUnavailableError  no accelerator for that index
-    ├── DeviceLostError         the executor that held the tensor is gone
-    └── NativeBuildError        its C++ part cannot be compiled or loaded on this machine
+    ├── RemoteOpError           an op failed on the executor
+    ├── OpRefusedError          an op or argument is not supported by the protocol
+    ├── DeviceUnavailableError  no accelerator for this index
+    ├── DeviceLostError         the executor of the tensor was lost
+    └── NativeBuildError        the C++ library cannot be compiled or loaded on this machine
 
-Each class has a stable `code`, says whether trying again can help (`retryable`), and
-names the exit code that the command line gives for it. Not for: formatting for
-terminals (cli/) and encoding for the wire (runtime/wire.py).
+Each class has a stable `code`, `retryable` (whether a retry can succeed), and the exit code of commands. The
+format for terminals is in cli/, the encoding in runtime/wire.py.
 """
 
 from __future__ import annotations
@@ -73,7 +78,10 @@ from typing import ClassVar
 
 
 class GenieError(Exception):
-    """Base of all. `message` says what was tried and what came back; `hint` what the reader can do."""
+    """Base of all errors. `message`: what failed and why; `hint`: what to do.
+
+    `retry_after_s`: how long to wait before a retry; 0 if the peer has not said.
+    """
 
     code: ClassVar[str] = "genie"
     retryable: ClassVar[bool] = False
@@ -83,12 +91,13 @@ class GenieError(Exception):
         super().__init__(message)
         self.message = message
         self.hint = hint
+        self.retry_after_s = 0.0
 
     def __str__(self) -> str:
         return f"{self.message} ({self.hint})" if self.hint else self.message
 
     def __reduce__(self) -> tuple[object, ...]:
-        return (_rebuild, (type(self), self.message, self.hint))
+        return (_rebuild, (type(self), self.message, self.hint, self.retry_after_s))
 
 
 class ConfigError(GenieError):
@@ -103,6 +112,10 @@ class UsageError(GenieError):
 
 class NameInvalidError(UsageError):
     code = "usage.name"
+
+
+class RowTooLargeError(UsageError):
+    code = "usage.row_too_large"
 
 
 class SessionError(GenieError):
@@ -152,6 +165,16 @@ class VersionError(ProtocolError):
     code = "transport.protocol.version"
 
 
+class OverloadedError(TransportError):
+    """A limit on requests, waits or connections is reached. The message names the limit."""
+
+    code = "transport.overloaded"
+
+    def __init__(self, message: str, *, hint: str = "", retry_after_s: float = 1.0) -> None:
+        super().__init__(message, hint=hint or f"try again in {retry_after_s:g} s")
+        self.retry_after_s = retry_after_s
+
+
 class AddressInUseError(TransportError):
     code = "transport.address_in_use"
     exit_code = 1
@@ -169,12 +192,21 @@ class TokenRefusedError(AccessError):
     code = "access.token_refused"
 
 
-class PermissionError_(AccessError):  # noqa: N801 - the builtin keeps its own name
+class PermissionError_(AccessError):  # noqa: N801 - PermissionError is a builtin
     code = "access.permission"
 
 
 class TlsError(AccessError):
     code = "access.tls"
+
+
+class ClockSkewError(TlsError):
+    code = "access.tls.clock"
+    retryable = True
+
+
+class CertificateExpiredError(TlsError):
+    code = "access.tls.expired"
 
 
 class SshAccessError(AccessError):
@@ -250,8 +282,13 @@ class JobRefusedError(JobError):
     code = "job.refused"
 
 
+class SpaceQuotaError(JobRefusedError):
+    code = "job.refused.space"
+    retryable = True
+
+
 class WorkersMissingError(JobError):
-    """Not all workers of a job are ready to start; they start together."""
+    """Not all workers of a job are ready to start. They start together."""
 
     code = "job.workers_missing"
     retryable = True
@@ -277,6 +314,13 @@ class LaunchError(NodeError):
     code = "node.launch"
 
 
+class NodeUnfitError(LaunchError):
+    """The node, not the job, is the cause; another node may start the job."""
+
+    code = "node.launch.unfit"
+    retryable = True
+
+
 class AgentRunningError(NodeError):
     code = "node.agent_running"
 
@@ -290,7 +334,7 @@ class GridError(GenieError):
 
 
 class NodeRefusedError(GridError):
-    """`reason` is a word for programs: 'missing', 'exists', 'denied', 'no_space', 'read_only', 'os', ..."""
+    """`reason` is for programs: 'missing', 'exists', 'denied', 'no_space', 'read_only', 'os', ..."""
 
     code = "grid.node"
 
@@ -315,7 +359,7 @@ class RunNotFoundError(GridError):
 
 class RunLostError(GridError):
     code = "grid.run_lost"
-    exit_code = 255  # not a code of the run's own: it has none
+    exit_code = 255  # the run has no exit code
 
 
 class SyncError(GridError):
@@ -330,7 +374,7 @@ class HardwareError(GenieError):
     code = "hardware"
 
 
-class DeviceError(GenieError, RuntimeError):  # torch's own errors are RuntimeErrors; programs catch that
+class DeviceError(GenieError, RuntimeError):  # as the errors of torch, which programs catch
     code = "device"
 
 
@@ -355,13 +399,13 @@ class NativeBuildError(DeviceError):
     code = "device.native_build"
 
 
-def from_code(code: str, message: str, *, hint: str = "") -> GenieError:
-    """The error that travelled as `code`; an unknown code becomes its nearest known ancestor."""
-    return class_of(code)(message, hint=hint)
+def from_code(code: str, message: str, *, hint: str = "", retry_after_s: float = 0.0) -> GenieError:
+    """The error with this `code`; for an unknown code the nearest known ancestor."""
+    return _rebuild(class_of(code), message, hint, retry_after_s)
 
 
 def class_of(code: str) -> type[GenieError]:
-    """An unknown code becomes its nearest known ancestor."""
+    """The class with this code; for an unknown code the nearest known ancestor."""
     known = {cls.code: cls for cls in all_errors()}
     while code and code not in known:
         code = code.rpartition(".")[0]
@@ -369,12 +413,14 @@ def class_of(code: str) -> type[GenieError]:
 
 
 def all_errors() -> list[type[GenieError]]:
-    """Every class of the tree, base first."""
+    """All classes of the tree, base first."""
     found: list[type[GenieError]] = [GenieError]
     for cls in found:
         found.extend(cls.__subclasses__())
     return found
 
 
-def _rebuild(cls: type[GenieError], message: str, hint: str) -> GenieError:
-    return cls(message, hint=hint)
+def _rebuild(cls: type[GenieError], message: str, hint: str, retry_after_s: float) -> GenieError:
+    error = cls(message, hint=hint)
+    error.retry_after_s = retry_after_s
+    return error

@@ -1,60 +1,87 @@
-"""What holds for every test: nothing of the user's is touched, nothing is left behind, no skip is silent.
+"""Rules for every test: isolated from the user's files, no leaks, every skip is reported.
 
-The same in one process and with xdist (`-n 2`): there the tests run in workers, and what is said of the
-whole run is gathered, judged and shown by the process that started them, which runs none.
-The hooks are proven by tests/house/test_plumbing.py. Not for: fixtures of one folder (its own conftest.py).
+They hold in one process and with xdist (`-n 2`). With xdist the tests run in workers, and the main process
+collects and reports the results of the whole run. tests/house/test_plumbing.py tests the hooks.
 """
 
 from __future__ import annotations
 
 import asyncio
+import atexit
+import gc
 import itertools
 import logging
 import os
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Generator, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import pytest_asyncio
 
-from tests import needs
+from tests import forkserver, needs
+from tests.durations import Durations
 from tests.fakes.nvml.fake import build
-from tests.leaks import LeakCheck, detached_processes, end_processes
-from tests.skips import LeftOut
+from tests.forkserver import ForkServer
+from tests.interrupts import Interrupts
+from tests.leaks import LeakCheck, end_processes, processes_of_run
+from tests.ports import free_port
+from tests.skips import Skips
+from tests.unit import UnitTests
 
-# Where the state directories of the run are. Not in the stash of a worker, which does not speak for the run.
+# Folder of the state directories of the run. Set only in the main process, not in workers.
 _STATE_FOLDER = pytest.StashKey[Path]()
-_OUTLIVED = pytest.StashKey[list[str]]()
+_REMAINING = pytest.StashKey[list[str]]()
+_SHM = Path("/dev/shm")
+_MEMORY_BYTES_MIN = 2 << 30
 _TEST_NUMBERS = itertools.count(1)
-# Files are given to workers in this order, then as they are found: so that none is left with a long one
-# when the others are done. Without workers it makes no difference.
-LONGEST_FIRST = (
-    "tests/grid/test_ray_cluster.py",
-    "tests/device/test_inductor.py",
-    "tests/examples/test_examples.py",
-    "tests/device/test_interrupts.py",
-    "tests/integration/test_multi_node.py",
-    "tests/integration/test_faults.py",
-    "tests/device/test_opinfo.py",
-    "tests/integration/test_end_to_end.py",
-    "tests/runtime/test_native.py",
-    "tests/device/test_modules.py",
-    "tests/device/test_tensors.py",
+_PRELOADED = (
+    *(f"genie.cli.{name}" for name in ("app", "grid.health", "grid.run", "grid.sync")),
+    *(f"genie.grid.{name}" for name in ("executor", "metrics", "ssh.pool", "sync.syncer")),
+    "genie.cluster.init",
 )
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--record-durations", action="store_true", help="write tests/durations.json (see make durations)"
+    )
+    parser.addoption("--unit", action="store_true", help="run only the files of tests/unit.txt")
+
+
 def pytest_configure(config: pytest.Config) -> None:
-    config.pluginmanager.register(LeftOut(required=needs.REQUIRE_ALL), "genie-left-out")
-    # Its own plugin: the hooks of a conftest.py are not called for fixtures of the whole session.
+    if config.getoption("--unit"):
+        config.pluginmanager.register(UnitTests(), "genie-unit")
+    # If the environment sets it, each process of a test would compile Genie again.
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+    _use_shm_for_temporary_files(config)
+    config.pluginmanager.register(Durations(record=config.getoption("--record-durations")), "genie-durations")
+    config.pluginmanager.register(Skips(required=needs.REQUIRE_ALL), "genie-skips")
+    # A plugin, because the hooks of a conftest.py are not called for session fixtures.
     config.pluginmanager.register(LeakCheck(), "genie-leaks")
+    config.pluginmanager.register(Interrupts(config, lambda: _run_folder(config)), "genie-interrupts")
     if config.pluginmanager.has_plugin("hypothesispytest"):
-        _load_profile()
+        _load_hypothesis_profile()
 
 
-def _load_profile() -> None:
-    """Examples are the same in every run where nobody looks at single failures; no test asserts on time."""
-    import hypothesis  # most of the time that a small run takes; -p no:hypothesispytest saves it
+def _use_shm_for_temporary_files(config: pytest.Config) -> None:
+    """Temporary files go to /dev/shm: stores and journals call fsync hundreds of times in a test.
+
+    Unless a folder is configured, or /dev/shm has too little space or forbids programs.
+    """
+    chosen = (
+        config.getoption("basetemp") or os.environ.get("PYTEST_DEBUG_TEMPROOT") or os.environ.get("TMPDIR")
+    )
+    if chosen or not os.access(_SHM, os.W_OK | os.X_OK):
+        return
+    facts = os.statvfs(_SHM)
+    if facts.f_bavail * facts.f_frsize >= _MEMORY_BYTES_MIN and not facts.f_flag & os.ST_NOEXEC:
+        os.environ["PYTEST_DEBUG_TEMPROOT"] = str(_SHM)
+
+
+def _load_hypothesis_profile() -> None:
+    """Deterministic examples in CI, random ones elsewhere; no deadline."""
+    import hypothesis  # slow import; skip it with -p no:hypothesispytest
 
     settings = hypothesis.settings
     settings.register_profile("ci", deadline=None, derandomize=True, print_blob=True, database=None)
@@ -62,12 +89,24 @@ def _load_profile() -> None:
     settings.load_profile("ci" if needs.REQUIRE_ALL or os.environ.get("CI") else "person")
 
 
-# --- isolation: no test sees or changes the user's own files and settings ---------------------
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Excludes collected tests from garbage collection: they exist until the end of the run."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+        gc.freeze()
+        atexit.register(gc.unfreeze)  # for a deterministic interpreter shutdown
+
+
+# --- isolation: no test reads or changes files and settings of the user -----------------------
 
 
 @pytest.hookimpl(optionalhook=True)
-def pytest_configure_node(node: Any) -> None:  # Any: xdist has no public name for what stands for a worker
-    """The state directories of a worker are beside its long folder, not in it, and all below one."""
+def pytest_configure_node(node: Any) -> None:  # Any: xdist has no public type for it
+    """Puts the state directories of all workers below one folder with a short path."""
     folder = node.config._tmp_path_factory.getbasetemp() / "s"
     node.config.stash[_STATE_FOLDER] = folder
     node.workerinput["state_folder"] = str(folder / node.gateway.id.removeprefix("gw"))
@@ -75,8 +114,20 @@ def pytest_configure_node(node: Any) -> None:  # Any: xdist has no public name f
 
 @pytest.fixture(scope="session")
 def nvml_library(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The fake NVML, which programs and nodes have as those with a driver do."""
+    """The fake NVML library, compiled."""
     return build(needs.require_program("cc", package="gcc"), tmp_path_factory.mktemp("nvml"))
+
+
+@pytest.fixture
+def unused_tcp_port() -> int:
+    """Replaces that of pytest-asyncio, which may be taken by another process before it is used."""
+    return free_port()
+
+
+@pytest.fixture
+def fork_server() -> ForkServer:
+    """Starts Python programs with the command line, cluster and grid of Genie preloaded, without torch."""
+    return forkserver.shared(*_PRELOADED)
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -94,83 +145,82 @@ def _isolated_session(
         for name in list(os.environ):
             if name.startswith(("GENIE_", "XDG_")):
                 patch.delenv(name)
-        _point_home_at(patch, folder / "0")
+        _set_home(patch, folder / "0")
         yield folder
+        forkserver.close_shared()
 
 
 @pytest.fixture(autouse=True)
 def _isolated_test(_isolated_session: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # Short names: a Unix socket under the state directory must fit into 108 bytes.
-    _point_home_at(monkeypatch, _isolated_session / str(next(_TEST_NUMBERS)))
+    # Short names: the path of a Unix socket in the state directory is limited to 107 bytes.
+    _set_home(monkeypatch, _isolated_session / str(next(_TEST_NUMBERS)))
 
 
 @pytest.fixture(autouse=True)
-def _logging_as_before() -> Iterator[None]:
-    """A test that starts logging as a program does must not change what the next one can capture."""
+def _restore_logging() -> Iterator[None]:
+    """Restores the logging configuration after each test."""
     loggers = (logging.getLogger(), logging.getLogger("genie"))
     before = [(logger.level, logger.propagate, logger.disabled, list(logger.handlers)) for logger in loggers]
     yield
     for logger, (level, propagate, disabled, handlers) in zip(loggers, before, strict=True):
         if logger.level != level:
-            logger.setLevel(level)  # also clears a cache, so not without need
+            logger.setLevel(level)  # also clears a cache
         logger.propagate, logger.disabled, logger.handlers[:] = propagate, disabled, handlers
 
 
-def _point_home_at(patch: pytest.MonkeyPatch, folder: Path) -> None:
+def _set_home(patch: pytest.MonkeyPatch, folder: Path) -> None:
     home = folder / "home"
     home.mkdir(parents=True)
     patch.setenv("HOME", str(home))
     patch.setenv("GENIE_STATE_DIR", str(folder / "state"))
-    patch.setenv("GENIE_AGENT_COMPILE_AHEAD", "false")  # it is compiled, and looking takes torch's import
+    patch.setenv("GENIE_AGENT_COMPILE_AHEAD", "false")  # already compiled, and the check imports torch
     patch.setenv("GENIE_CONTROLLER_COMPILE_AHEAD", "false")
 
 
-# --- order ------------------------------------------------------------------------------------
-
-
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    places = {config.rootpath / name: place for place, name in enumerate(LONGEST_FIRST)}
-    items.sort(key=lambda item: places.get(item.path, len(places)))
-
-
-# --- leaks: a test gives back what it took ----------------------------------------------------
+# --- leaks ------------------------------------------------------------------------------------
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
     if pytest_asyncio.is_async_test(item) and isinstance(item, pytest.Function):
-        item.fixturenames.insert(0, _no_loose_tasks.__name__)  # first set up, last torn down
+        item.fixturenames.insert(0, _no_leaked_tasks.__name__)  # set up first, torn down last
 
 
 @pytest.fixture
-async def _no_loose_tasks() -> AsyncIterator[None]:
-    """Runs around every async test: its loop cancels what is left, so this looks before that."""
+async def _no_leaked_tasks() -> AsyncIterator[None]:
+    """Fails an async test that leaves tasks; checked before the event loop cancels them."""
     before = asyncio.all_tasks()
     yield
-    loose = asyncio.all_tasks() - before - {asyncio.current_task()}
-    for _ in range(20):  # a cancelled task needs a few turns of the loop to end
-        if not loose:
+    leaked = asyncio.all_tasks() - before - {asyncio.current_task()}
+    for _ in range(20):  # a cancelled task needs a few loop iterations to end
+        if not leaked:
             return
         await asyncio.sleep(0)
-        loose = {task for task in loose if not task.done()}
-    names = "\n  ".join(f"task {task.get_name()!r} in {task.get_coro()}" for task in loose)
-    pytest.fail(f"the test left behind:\n  {names}", pytrace=False)
+        leaked = {task for task in leaked if not task.done()}
+    names = "\n  ".join(f"task {task.get_name()!r} in {task.get_coro()}" for task in leaked)
+    pytest.fail(f"leaked by the test:\n  {names}", pytrace=False)
 
 
-@pytest.hookimpl(trylast=True)  # by then wider fixtures are torn down, and the workers have ended
+@pytest.hookimpl(trylast=True)  # after session fixtures and workers
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    stash = session.config.stash
-    if _STATE_FOLDER not in stash:  # no test has run here
+    folder = _run_folder(session.config)
+    if folder is None:
         return
-    outlived = detached_processes(stash[_STATE_FOLDER])
-    end_processes(frozenset(outlived))
-    stash[_OUTLIVED] = list(outlived.values())
-    if outlived:
+    remaining = processes_of_run(folder)
+    end_processes(frozenset(remaining))
+    session.config.stash[_REMAINING] = list(remaining.values())
+    if remaining and session.exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 
+def _run_folder(config: pytest.Config) -> Path | None:
+    """Folder of all files of the run; None in a worker and before the first test."""
+    folder = config.stash.get(_STATE_FOLDER, None)
+    return None if folder is None else folder.parent
+
+
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    outlived = config.stash.get(_OUTLIVED, [])
-    if outlived:
-        terminalreporter.section("still running after the tests", red=True)
-        for line in outlived:
+    remaining = config.stash.get(_REMAINING, [])
+    if remaining:
+        terminalreporter.section("processes still running after the tests", red=True)
+        for line in remaining:
             terminalreporter.line(line)

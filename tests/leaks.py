@@ -1,12 +1,13 @@
-"""What a test may not leave behind: threads, sockets, child processes, detached processes.
+"""Leak check for threads, sockets, child processes and detached processes.
 
-LeakCheck, which conftest.py registers, takes a snapshot before a test's fixtures are set up and compares
-after they are torn down. A snapshot must stay far below 2 ms, so on Linux it reads /proc itself.
-Not for: tasks (conftest.py, while the loop still lives), memory, or files.
+The plugin LeakCheck takes a snapshot before the fixtures of a test are set up and compares after they are
+torn down. A snapshot must take far less than 2 ms, so on Linux it reads /proc directly. conftest.py checks
+tasks; memory and files are not checked.
 """
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import sys
@@ -19,17 +20,22 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests import forkserver
+
 _LINUX = sys.platform == "linux"
-# Long enough for a thread or child that is on its way out on a busy machine.
-_SETTLE_S = 2.0
-# Python's own helper for shared memory lives as long as the process, by design.
+# Grace period for threads and children that are about to end, on a busy machine.
+_SETTLE_S = 5.0
+_KILL_S = 5.0
+# The helper process of Python for shared memory exists until the process ends.
 _KEPT_BY_PYTHON = "multiprocessing.resource_tracker"
-# Daemon threads of others may stay (torch and grpc keep some); Genie's own carry this name and may not.
+# Daemon threads of libraries (torch, grpc) are allowed; those of Genie have this prefix and are not.
 _OWN_THREADS = "genie-"
+# Every process of a test has the first two, processes on nodes of the grid's test bed the last.
+_FOLDER_VARIABLES = ("GENIE_STATE_DIR", "HOME", "FAKE_NVML_STATE")
 
 
 class LeakCheck:
-    """The hooks. What fixtures of a wider scope than one test make may stay, and is not blamed on a test."""
+    """The pytest hooks. Resources of fixtures with a wider scope than one test are allowed."""
 
     def __init__(self) -> None:
         self._watch = LeakWatch()
@@ -60,17 +66,21 @@ class LeakCheck:
         finally:
             self._watch.allow_since(before)
 
+    def allow_child(self, pid: int) -> None:
+        """Allows a process that a test has started for a fixture of wider scope."""
+        self._watch.allowed |= Snapshot(children=frozenset([pid]))
+
     def _fail_for_leaks(self) -> None:
-        left = self._watch.leaked_since(self._before)
-        if left:
-            lines = left.described()
-            end_processes(left.children)
-            pytest.fail("the test left behind:\n  " + "\n  ".join(lines), pytrace=False)
+        leaked = self._watch.leaked_since(self._before)
+        if leaked:
+            lines = leaked.describe()
+            end_processes(leaked.children)
+            pytest.fail("leaked by the test:\n  " + "\n  ".join(lines), pytrace=False)
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """The things of this process that have to be given back. Other people's daemon threads are not."""
+    """Threads, sockets and children of this process, without daemon threads of libraries."""
 
     threads: frozenset[threading.Thread] = frozenset()
     sockets: frozenset[str] = frozenset()
@@ -89,8 +99,8 @@ class Snapshot:
     def __bool__(self) -> bool:
         return bool(self.threads or self.sockets or self.children)
 
-    def described(self) -> list[str]:
-        """One line for each thing, with what helps to find who made it."""
+    def describe(self) -> list[str]:
+        """One line per leaked resource, with details to find its origin."""
         return [
             *(f"thread {thread.name!r}" for thread in self.threads),
             *(_describe_socket(name) for name in self.sockets),
@@ -111,30 +121,31 @@ class LeakWatch:
             for thread in threading.enumerate()
             if not thread.daemon or thread.name.startswith(_OWN_THREADS)
         )
-        return Snapshot(threads, _open_sockets(), self._children())
+        sockets = _open_sockets() - forkserver.control_sockets()
+        return Snapshot(threads, sockets, self._children() - forkserver.helper_pids())
 
     def allow_since(self, before: Snapshot) -> None:
         self.allowed |= self.snapshot() - before
 
     def leaked_since(self, before: Snapshot) -> Snapshot:
-        """What is new and does not go away by itself within a moment."""
+        """Resources that are new and still exist after the grace period."""
         known = before | self.allowed
-        left = self.snapshot() - known
-        if not left:
-            return left
-        gc.collect()  # a socket in a garbage cycle warns when it is collected, and that is an error here
+        leaked = self.snapshot() - known
+        if not leaked:
+            return leaked
+        gc.collect()  # collecting a socket emits a warning, which is an error here
         deadline = time.monotonic() + _SETTLE_S
-        while (left := self.snapshot() - known) and time.monotonic() < deadline:
+        while (leaked := self.snapshot() - known) and time.monotonic() < deadline:
             time.sleep(0.01)
-        # The CUDA driver opens one for the whole life of a process that has used it.
-        ours = frozenset(name for name in left.sockets if "@cuda-" not in _describe_socket(name))
-        return replace(left, sockets=ours)
+        # The CUDA driver keeps a socket open until the process ends.
+        ours = frozenset(name for name in leaked.sockets if "@cuda-" not in _describe_socket(name))
+        return replace(leaked, sockets=ours)
 
     def _children(self) -> frozenset[int]:
         if not _LINUX:
             return frozenset(child.pid for child in psutil.Process().children())
         try:
-            # Cheap, and true for most tests: there is no child at all.
+            # Fast path: most tests have no child.
             os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
         except ChildProcessError:
             return frozenset()
@@ -145,33 +156,55 @@ class LeakWatch:
         return frozenset(pid for pid in ours if _KEPT_BY_PYTHON not in _command_line(pid))
 
 
-def detached_processes(state_folder: Path) -> dict[int, str]:
-    """Processes that outlived this run's tests: they carry a state directory under `state_folder`."""
+def processes_of_run(folder: Path) -> dict[int, str]:
+    """Processes with their state or home directory below `folder`, the temporary folder of a run, and SSH
+    servers of the grid's test bed there. Does not include the run itself and its workers."""
     found: dict[int, str] = {}
+    below = f"{folder}{os.sep}"
     for process in psutil.process_iter():
         try:
-            environ = process.environ()
-            state_dir = environ.get("GENIE_STATE_DIR", "")
-            if process.pid == os.getpid() or not state_dir.startswith(f"{state_folder}{os.sep}"):
+            if process.pid == os.getpid() or not _belongs(process, below):
                 continue
-            test = environ.get("PYTEST_CURRENT_TEST", "a fixture").removesuffix(" (call)")
+            test = process.environ().get("PYTEST_CURRENT_TEST", "a fixture").removesuffix(" (call)")
             found[process.pid] = f"process {process.pid} ({_command_line(process.pid)}), started by {test}"
         except psutil.Error:
             continue
     return found
 
 
+def _belongs(process: psutil.Process, below: str) -> bool:
+    if _KEPT_BY_PYTHON in _command_line(process.pid):
+        return False
+    environ = process.environ()
+    if any(environ.get(name, "").startswith(below) for name in _FOLDER_VARIABLES):
+        return True
+    # sshd overwrites its environment with its title.
+    return process.name() == "sshd" and below in " ".join(process.cmdline())
+
+
 def end_processes(pids: frozenset[int]) -> None:
-    """Kills, and reaps children: leaks that have been reported shall not disturb the next test."""
+    """Kills the processes, waits for their end and reaps children, so that a leak does not affect the next
+    test."""
+    processes = []
     for pid in pids:
-        try:
-            process = psutil.Process(pid)
-            ours = process.ppid() == os.getpid()
-            process.kill()
-            if ours:
-                process.wait(timeout=1)
-        except (psutil.Error, ChildProcessError):
-            continue
+        with contextlib.suppress(psutil.Error):
+            processes.append(psutil.Process(pid))
+            processes[-1].kill()
+    deadline = time.monotonic() + _KILL_S
+    while (processes := [each for each in processes if _is_running(each)]) and time.monotonic() < deadline:
+        time.sleep(0.005)
+
+
+def _is_running(process: psutil.Process) -> bool:
+    """False for a zombie, which is reaped if it is a child."""
+    try:
+        if process.status() != psutil.STATUS_ZOMBIE:
+            return process.is_running()
+        if process.ppid() == os.getpid():
+            process.wait(timeout=0)
+    except (psutil.Error, ChildProcessError):
+        pass
+    return False
 
 
 def _open_sockets() -> frozenset[str]:
@@ -182,7 +215,7 @@ def _open_sockets() -> frozenset[str]:
         try:
             target = os.readlink(f"/proc/self/fd/{fd}")  # noqa: PTH115 - half the time
         except OSError:
-            continue  # the descriptor of this very listing
+            continue  # the descriptor of the listing itself
         if target.startswith("socket:"):
             found.add(target)
     return frozenset(found)
@@ -193,7 +226,7 @@ def _parent_of(pid: int) -> int:
         with open(f"/proc/{pid}/stat", "rb") as file:  # noqa: PTH123 - half the time
             return int(file.read().rpartition(b")")[2].split()[1])
     except OSError:
-        return 0  # gone since the listing
+        return 0  # ended since the listing
 
 
 def _command_line(pid: int) -> str:
@@ -204,7 +237,7 @@ def _command_line(pid: int) -> str:
 
 
 def _describe_child(pid: int) -> str:
-    return f"child process {pid} ({_command_line(pid) or 'ended, but nobody waited for it'})"
+    return f"child process {pid} ({_command_line(pid) or 'ended, but was not waited for'})"
 
 
 def _describe_socket(name: str) -> str:

@@ -1,7 +1,6 @@
-"""What a run left out: each skipped test and file is listed by name and reason, or fails the run.
+"""Lists skipped tests and files with their reasons, and optionally fails the run for them.
 
-LeftOut, which conftest.py registers, goes by reports: with xdist they reach the process that started the
-workers, and it speaks for the run. Not for: deciding what to skip (needs.py).
+The plugin Skips uses test reports, which xdist forwards to the main process. needs.py decides what to skip.
 """
 
 from __future__ import annotations
@@ -10,22 +9,25 @@ from collections.abc import Generator
 
 import pytest
 
-# Nobody can install what these need, so they may be left out even where everything is required.
-_MAY_BE_LEFT_OUT = "tests/gpu/"
-# More tests of one file with one reason share a line.
+# These need hardware: they may be skipped even if everything is required.
+_MAY_BE_SKIPPED = "tests/gpu/"
+# Above this number, the tests of a file that are all skipped for one reason share a line.
 _NAMED_MAX = 3
 
 
-class LeftOut:
-    """The hooks. With `required`, the run fails for what is left out without an excuse."""
+class Skips:
+    """The pytest hooks. With `required`, a skipped test outside of tests/gpu fails the run."""
 
     def __init__(self, *, required: bool) -> None:
         self._required = required
         self._reasons: dict[str, str] = {}
+        self._files_with_run_tests: set[str] = set()
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.skipped and not hasattr(report, "wasxfail"):
             self._reasons[report.nodeid] = _reason(report)
+        elif report.when == "call":
+            self._files_with_run_tests.add(_file(report.nodeid))
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
         if report.skipped:
@@ -35,8 +37,8 @@ class LeftOut:
     def pytest_make_collect_report(
         self, collector: pytest.Collector
     ) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
-        """Every worker collects every file, and xdist drops reports that look like an earlier one: two files
-        that were skipped by one line, in a function that they share, must not look the same."""
+        """Makes the reports of files that are skipped in a shared function distinct: every worker collects
+        every file, and xdist drops reports that equal an earlier one."""
         report = yield
         if report.skipped and isinstance(report.longrepr, tuple):
             report.longrepr = (str(collector.path), *report.longrepr[1:])
@@ -50,14 +52,14 @@ class LeftOut:
         if not self._reasons:
             return
         failing = self._is_failing()
-        terminalreporter.section("left out", red=failing, yellow=not failing)
-        for line in _listed(self._reasons):
+        terminalreporter.section("skipped", red=failing, yellow=not failing)
+        for line in _format_lines(self._reasons, self._files_with_run_tests):
             terminalreporter.line(line)
         if failing:
-            terminalreporter.line("GENIE_TEST_REQUIRE_ALL=1: a test that is left out fails the run", red=True)
+            terminalreporter.line("GENIE_TEST_REQUIRE_ALL=1: a skipped test fails the run", red=True)
 
     def _is_failing(self) -> bool:
-        return self._required and any(not name.startswith(_MAY_BE_LEFT_OUT) for name in self._reasons)
+        return self._required and any(not name.startswith(_MAY_BE_SKIPPED) for name in self._reasons)
 
 
 def _reason(report: pytest.TestReport | pytest.CollectReport) -> str:
@@ -65,14 +67,20 @@ def _reason(report: pytest.TestReport | pytest.CollectReport) -> str:
     return text.removeprefix("Skipped: ")
 
 
-def _listed(reasons: dict[str, str]) -> list[str]:
-    """A line for each test, or one for the file where it would be many lines with the same reason. By name:
-    workers finish in any order."""
-    groups: dict[tuple[str, str], list[str]] = {}
+def _file(name: str) -> str:
+    return name.partition("::")[0]
+
+
+def _format_lines(reasons: dict[str, str], files_with_run_tests: set[str]) -> list[str]:
+    """One line per test, or per file with many tests that were all skipped for the same reason; sorted,
+    because workers finish in any order."""
+    groups: dict[str, dict[str, list[str]]] = {}
     for name, reason in sorted(reasons.items()):
-        groups.setdefault((name.partition("::")[0], reason), []).append(name)
+        groups.setdefault(_file(name), {}).setdefault(reason, []).append(name)
     lines = []
-    for (file, reason), names in groups.items():
-        shown = names if len(names) <= _NAMED_MAX else [f"{file} ({len(names)} tests)"]
-        lines += [f"{name}: {reason}" for name in shown]
+    for file, by_reason in groups.items():
+        is_whole = len(by_reason) == 1 and file not in files_with_run_tests
+        for reason, names in by_reason.items():
+            shown = [f"{file} ({len(names)} tests)"] if is_whole and len(names) > _NAMED_MAX else names
+            lines += [f"{name}: {reason}" for name in shown]
     return lines

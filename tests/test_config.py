@@ -1,4 +1,4 @@
-"""The settings tree: who wins, what is refused, and what the refusal says."""
+"""The settings tree: precedence of sources, validation, error messages, and the rule for labels."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from genie import config
-from genie.config import cluster_arguments, declared, environment_variables, inherited_by_jobs, load
-from genie.errors import ConfigError
+from genie.config import cluster_arguments, environment_for_jobs, environment_variables, list_settings, load
+from genie.config.labels import validate_label, validate_labels
+from genie.errors import ConfigError, NameInvalidError, UsageError
 
 
 @pytest.fixture
@@ -19,7 +20,7 @@ def file(tmp_path: Path) -> Path:
     return path
 
 
-def test_later_wins_file_then_environment_then_arguments(file: Path) -> None:
+def test_precedence_is_file_then_environment_then_arguments(file: Path) -> None:
     assert load(environ={}).cluster.master_port == 5555
     assert load(environ={}, file=file).cluster.master_port == 7000
     environ = {"GENIE_MASTER_PORT": "7001"}
@@ -32,8 +33,8 @@ def test_later_wins_file_then_environment_then_arguments(file: Path) -> None:
     assert settings.sources["cluster.backend"] == "default"
 
 
-def test_the_types_of_a_section_are_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every command loads the settings, and every setting looks at its type."""
+def test_type_hints_of_a_section_are_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every command loads the settings, and each setting needs its type."""
     read: list[object] = []
     real = typing.get_type_hints
     monkeypatch.setattr(typing, "get_type_hints", lambda cls: read.append(cls) or real(cls))
@@ -42,12 +43,12 @@ def test_the_types_of_a_section_are_read_once(monkeypatch: pytest.MonkeyPatch) -
     assert len(read) == len(set(read))
 
 
-def test_an_argument_that_is_none_and_a_variable_that_is_empty_count_as_not_given() -> None:
+def test_none_argument_and_empty_variable_count_as_not_given() -> None:
     settings = load({"cluster.master_port": None}, environ={"GENIE_MASTER_PORT": ""})
     assert settings.cluster.master_port == 5555
 
 
-def test_the_other_spellings_of_the_visual_guide_work(file: Path) -> None:
+def test_aliases_of_the_visual_guide_work(file: Path) -> None:
     assert load(environ={}, file=file).cluster.health_check_interval == 3.5
     given = cluster_arguments({"enable_gpu_monitor": False, "health_interval": 9})
     settings = load(given, environ={})
@@ -55,17 +56,20 @@ def test_the_other_spellings_of_the_visual_guide_work(file: Path) -> None:
     assert settings.cluster.health_check_interval == 9.0
 
 
-def test_the_file_is_found_by_variable_and_by_place(file: Path, tmp_path: Path) -> None:
+def test_file_is_found_by_variable_and_by_default_path(file: Path, tmp_path: Path) -> None:
     assert load(environ={"GENIE_CONFIG": str(file)}).cluster.master_port == 7000
     place = tmp_path / "xdg" / "genie"
     place.mkdir(parents=True)
     (place / "config.toml").write_text(file.read_text())
     assert load(environ={"XDG_CONFIG_HOME": str(tmp_path / "xdg")}).cluster.master_port == 7000
-    with pytest.raises(ConfigError, match=r"nowhere\.toml"):
+    with pytest.raises(
+        ConfigError, match=r"could not read the settings file .*nowhere\.toml: No such file"
+    ) as gone:
         load(environ={"GENIE_CONFIG": str(tmp_path / "nowhere.toml")})
+    assert "Errno" not in str(gone.value)
 
 
-def test_the_state_directory_follows_its_variables() -> None:
+def test_state_directory_follows_its_variables() -> None:
     assert load(environ={"XDG_STATE_HOME": "/x"}).paths.state_dir == Path("/x/genie")
     both = {"XDG_STATE_HOME": "/x", "GENIE_STATE_DIR": "/y"}
     assert load(environ=both).paths.state_dir == Path("/y")
@@ -76,37 +80,53 @@ def test_the_state_directory_follows_its_variables() -> None:
     ("environ", "words"),
     [
         ({"GENIE_MASTER_PROT": "1"}, "did you mean GENIE_MASTER_PORT"),
-        ({"GENIE_MASTER_PORT": "many"}, "cluster.master_port = 'many' .environment variable"),
+        (
+            {"GENIE_MASTER_PORT": "many"},
+            "cluster.master_port = 'many' .environment variable GENIE_MAST",
+        ),
         ({"GENIE_MASTER_PORT": "0"}, "from 1 to 65535"),
-        ({"GENIE_MASTER_PORT": "1.5"}, "not a whole number"),
+        ({"GENIE_MASTER_PORT": "1.5"}, "not an integer"),
         ({"GENIE_TIMEOUT": "nan"}, "cluster.timeout"),
         ({"GENIE_TIMEOUT": "inf"}, "from 0.1 to 3600"),
         ({"GENIE_ENABLE_HEARTBEAT": "maybe"}, "true or false"),
         ({"GENIE_NODE_ROLE": "boss"}, "allowed: client, server, worker"),
-        ({"GENIE_LOG_LEVEL": "LOUD"}, "allowed: DEBUG, INFO, WARNING, ERROR"),
+        ({"GENIE_LOG_LEVEL": "LOUD"}, "allowed: DEBUG, INFO, WARNING, ERROR, CRITICAL"),
         ({"GENIE_CONTROLLER_TLS": "perhaps"}, "allowed: on, off"),
     ],
 )
-def test_a_bad_variable_names_itself_and_what_is_allowed(environ: dict[str, str], words: str) -> None:
+def test_error_names_the_variable_and_the_allowed_values(environ: dict[str, str], words: str) -> None:
     with pytest.raises(ConfigError, match=words) as caught:
         load(environ=environ)
     assert next(iter(environ)) in str(caught.value) or "did you mean" in str(caught.value)
     assert caught.value.exit_code == 2
 
 
+def test_empty_argument_is_reported_as_empty() -> None:
+    with pytest.raises(ConfigError, match=r"cluster\.master_addr = '' \(argument master_addr\) is empty"):
+        load({"cluster.master_addr": ""}, environ={})
+
+
+@pytest.mark.parametrize(
+    ("given", "level"), [("", "INFO"), ("info", "INFO"), ("Debug", "DEBUG"), ("critical", "CRITICAL")]
+)
+def test_log_level_defaults_to_info_and_is_case_insensitive(given: str, level: str) -> None:
+    assert load(environ={"GENIE_LOG_LEVEL": given}).log.level == level
+
+
 @pytest.mark.parametrize(
     ("text", "words"),
     [
         ("[clutser]\nx = 1", "did you mean cluster"),
+        ("[clutser]", "did you mean cluster"),
         ("[cluster]\nmaster_prot = 1", "did you mean master_port"),
         ("master_port = 1", "is not a section"),
-        ("[cluster]\nmaster_port = true", "not a whole number"),
-        ("[cluster]\nmaster_addr = 5", "not a text"),
+        ("[cluster]\nmaster_port = true", "not an integer"),
+        ("[cluster]\nmaster_addr = 5", "not a string"),
         ("[cluster", "config.toml"),
-        ('[cluster]\nmaster_addr = "a\\u0000b"', "not a text"),
+        ('[cluster]\nmaster_addr = "a\\u0000b"', "not a string"),
     ],
 )
-def test_a_bad_file_names_the_key_and_the_file(tmp_path: Path, text: str, words: str) -> None:
+def test_error_names_the_key_and_the_file(tmp_path: Path, text: str, words: str) -> None:
     path = tmp_path / "config.toml"
     path.write_text(text)
     with pytest.raises(ConfigError, match=words) as caught:
@@ -114,7 +134,7 @@ def test_a_bad_file_names_the_key_and_the_file(tmp_path: Path, text: str, words:
     assert "config.toml" in str(caught.value)
 
 
-def test_labels_come_as_a_table_or_as_one_text(tmp_path: Path) -> None:
+def test_labels_are_a_table_or_a_string(tmp_path: Path) -> None:
     path = tmp_path / "config.toml"
     path.write_text('[agent]\nrack = "r7"\n[agent.labels]\ndisk = "ssd"\n"site/zone" = "a"\n')
     given = {"disk": "ssd", "site/zone": "a"}
@@ -124,7 +144,7 @@ def test_labels_come_as_a_table_or_as_one_text(tmp_path: Path) -> None:
     environ = {"GENIE_AGENT_LABELS": "disk=ssd, site/zone=a"}
     assert load(environ=environ).agent.labels == given
     settings = load({"agent.labels": {"gpu": "new"}}, environ=environ, file=path)
-    assert settings.agent.labels == {"gpu": "new"}, "the later wins whole: it is not merged"
+    assert settings.agent.labels == {"gpu": "new"}, "the last source replaces labels; they are not merged"
     assert settings.sources["agent.labels"] == "argument labels"
 
 
@@ -143,54 +163,61 @@ def test_labels_come_as_a_table_or_as_one_text(tmp_path: Path) -> None:
         ",".join(f"k{number}=v" for number in range(65)),
     ],
 )
-def test_labels_that_cannot_be_are_refused_with_the_rule(labels: str) -> None:
+def test_error_for_invalid_labels_states_the_rule(labels: str) -> None:
     with pytest.raises(ConfigError, match="environment variable GENIE_AGENT_LABELS") as caught:
         load(environ={"GENIE_AGENT_LABELS": labels})
     assert "1 to 63 letters, digits" in caught.value.hint and "at most 64" in caught.value.hint
 
 
-def test_the_longest_and_the_most_labels_are_allowed() -> None:
+def test_longest_and_most_labels_are_allowed() -> None:
     many = {f"{number:->63}": "v" * 63 for number in range(64)}
     text = ",".join(f"{key}={value}" for key, value in many.items())
     assert load(environ={"GENIE_AGENT_LABELS": text}).agent.labels == many
 
 
 @pytest.mark.parametrize("rack", ["a b", "r" * 64, "r\u00fc"])
-def test_a_rack_that_cannot_be_is_refused_with_the_rule(rack: str) -> None:
+def test_error_for_an_invalid_rack_states_the_rule(rack: str) -> None:
     with pytest.raises(ConfigError, match=r"agent\.rack") as caught:
         load(environ={"GENIE_AGENT_RACK": rack})
     assert caught.value.hint == "allowed: 1 to 63 letters, digits, '.', '_', '-' or '/'"
 
 
-def test_who_changes_the_labels_of_one_settings_tree_changes_no_other() -> None:
+def test_settings_trees_do_not_share_labels() -> None:
     vars(load(environ={}).agent)["labels"]["x"] = "y"
     assert load(environ={}).agent.labels == {}
 
 
 @pytest.mark.parametrize("text", ['labels = "disk=ssd"', "labels = {disk = 1}", "labels = 5"])
-def test_a_file_may_give_labels_as_texts_only(tmp_path: Path, text: str) -> None:
+def test_labels_of_a_file_must_be_strings(tmp_path: Path, text: str) -> None:
     path = tmp_path / "config.toml"
     path.write_text(f"[agent]\n{text}\n")
     if "disk=ssd" in text:
         assert load(environ={}, file=path).agent.labels == {"disk": "ssd"}
         return
-    with pytest.raises(ConfigError, match="names with values"):
+    with pytest.raises(ConfigError, match="not a mapping"):
         load(environ={}, file=path)
 
 
-def test_a_secret_is_not_repeated_in_an_error() -> None:
+def test_error_does_not_contain_a_secret() -> None:
     with pytest.raises(ConfigError) as caught:
         load({"cluster.token": 12345}, environ={})
     assert "12345" not in str(caught.value)
 
 
+def test_repr_does_not_contain_a_secret() -> None:
+    """A notebook prints the state that init() returns, with its configuration."""
+    settings = load(environ={"GENIE_TOKEN": "genie.user.abc.SECRET.-"})
+    assert settings.cluster.token == "genie.user.abc.SECRET.-"
+    assert "SECRET" not in repr(settings)
+
+
 @pytest.mark.parametrize(("text", "value"), [("1", True), ("ON", True), ("no", False), ("False", False)])
-def test_truth_is_spelled_in_several_ways(text: str, value: bool) -> None:
+def test_booleans_have_several_spellings(text: str, value: bool) -> None:
     assert load(environ={"GENIE_ENABLE_HEARTBEAT": text}).cluster.enable_heartbeat is value
 
 
-def test_every_setting_has_one_variable_a_kind_and_a_help_text() -> None:
-    rows = declared()
+def test_every_setting_has_a_variable_a_type_and_a_help_text() -> None:
+    rows = list_settings()
     assert len({row.env for row in rows}) == len(rows) == len({row.key for row in rows})
     assert all(row.help and row.kind for row in rows)
     names = {row.key: row.env for row in rows}
@@ -199,23 +226,42 @@ def test_every_setting_has_one_variable_a_kind_and_a_help_text() -> None:
     assert set(environment_variables()) == {row.env for row in rows} | set(config.OTHER_VARIABLES)
 
 
-def test_every_default_is_itself_allowed() -> None:
-    given = {row.key: row.default for row in declared() if row.default}
+def test_every_default_is_valid() -> None:
+    given = {row.key: row.default for row in list_settings() if row.default}
     assert load(given, environ={}) is not None
 
 
-def test_a_job_inherits_no_token() -> None:
+def test_job_inherits_no_token() -> None:
     environ = {"PATH": "/bin", "GENIE_TOKEN": "secret", "AWS_SECRET": "x", "LANG": "C"}
-    assert inherited_by_jobs(environ) == {"PATH": "/bin", "LANG": "C"}
+    assert environment_for_jobs(environ) == {"PATH": "/bin", "LANG": "C"}
 
 
-def test_an_executor_finds_what_was_compiled_for_its_user() -> None:
+def test_executor_inherits_cache_directory_and_compiler() -> None:
     environ = {"XDG_CACHE_HOME": "/kept", "CXX": "clang++ -m64"}
-    inherited = inherited_by_jobs(environ)
+    inherited = environment_for_jobs(environ)
     assert inherited == environ
     assert (config.cache_home(inherited), config.cxx(inherited)) == (Path("/kept"), "clang++ -m64")
 
 
-def test_without_a_choice_the_usual_places_are_meant() -> None:
+def test_empty_cache_and_compiler_variables_use_the_defaults() -> None:
     assert config.cache_home({"XDG_CACHE_HOME": ""}) == Path("~/.cache").expanduser()
     assert config.cxx({"CXX": ""}) is None
+
+
+@pytest.mark.parametrize("label", ["a", "site/zone", "-._/", "x" * 63])
+def test_labels_and_racks_may_contain_slashes(label: str) -> None:
+    assert validate_label(label, what="rack") == label
+    assert validate_labels({label: label}) == {label: label}
+
+
+@pytest.mark.parametrize("label", ["", "a b", "a=b", "a,b", "x" * 64, "a\n", "na\u00efve"])
+def test_invalid_label_is_rejected_by_name(label: str) -> None:
+    for labels, named in (({label: "v"}, "the name of label"), ({"k": label}, "the value of label k")):
+        with pytest.raises(NameInvalidError, match=named):
+            validate_labels(labels)
+
+
+def test_at_most_sixty_four_labels_are_allowed() -> None:
+    assert len(validate_labels({f"k{number}": "v" for number in range(64)})) == 64
+    with pytest.raises(UsageError, match="65 labels are too many"):
+        validate_labels({f"k{number}": "v" for number in range(65)})

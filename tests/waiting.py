@@ -1,7 +1,4 @@
-"""Waiting in tests: ask again in small steps until it is true, and give up at a deadline.
-
-Not for: measuring time, or sleeping a fixed while and hoping.
-"""
+"""Waiting in tests: poll a condition until it is true or a timeout expires."""
 
 from __future__ import annotations
 
@@ -15,34 +12,36 @@ import pytest
 
 _T = TypeVar("_T")
 
+TIMEOUT_S = 30.0
+"""Much longer than any condition takes, even on a busy machine, and less than the timeout of a test."""
 _STEP_S_MIN = 0.002
 _STEP_S_MAX = 0.05
 
 
 async def until(
-    predicate: Callable[[], Awaitable[_T]] | Callable[[], _T], *, timeout_s: float = 10.0, what: str = ""
+    predicate: Callable[[], Awaitable[_T]] | Callable[[], _T], *, timeout_s: float = TIMEOUT_S, what: str = ""
 ) -> _T:
-    """Waits until `predicate`, plain or async, gives something true, and returns that.
+    """Polls `predicate`, sync or async, and returns its first truthy result.
 
-    Fails the test with `what` when `timeout_s` passes first. What the predicate raises goes through.
+    Fails the test with `what` after `timeout_s`. Exceptions of the predicate are not caught.
     """
     limit = asyncio.timeout(timeout_s)
     try:
         async with limit:
             for step_s in _steps():
-                answer = predicate()
-                value = await answer if inspect.isawaitable(answer) else answer
+                result = predicate()
+                value = await result if inspect.isawaitable(result) else result
                 if value:
                     return value
                 await asyncio.sleep(step_s)
     except TimeoutError:
         if not limit.expired():
             raise
-    pytest.fail(_gave_up(predicate, timeout_s=timeout_s, what=what), pytrace=True)
+    pytest.fail(_timeout_message(predicate, timeout_s=timeout_s, what=what), pytrace=True)
 
 
-def wait_until(predicate: Callable[[], _T], *, timeout_s: float = 10.0, what: str = "") -> _T:
-    """The same for plain code. Blocks the thread: never call it on an event loop."""
+def wait_until(predicate: Callable[[], _T], *, timeout_s: float = TIMEOUT_S, what: str = "") -> _T:
+    """Like until() for synchronous code. Blocks the thread: never call it on an event loop."""
     deadline = time.monotonic() + timeout_s
     for step_s in _steps():
         value = predicate()
@@ -51,7 +50,7 @@ def wait_until(predicate: Callable[[], _T], *, timeout_s: float = 10.0, what: st
         if time.monotonic() >= deadline:
             break
         time.sleep(step_s)
-    pytest.fail(_gave_up(predicate, timeout_s=timeout_s, what=what), pytrace=True)
+    pytest.fail(_timeout_message(predicate, timeout_s=timeout_s, what=what), pytrace=True)
 
 
 def _steps() -> Iterator[float]:
@@ -61,6 +60,6 @@ def _steps() -> Iterator[float]:
         step_s = min(step_s * 1.5, _STEP_S_MAX)
 
 
-def _gave_up(predicate: Callable[[], object], *, timeout_s: float, what: str) -> str:
+def _timeout_message(predicate: Callable[[], object], *, timeout_s: float, what: str) -> str:
     name = what or getattr(predicate, "__qualname__", repr(predicate))
-    return f"waited {timeout_s:g} s for: {name}"
+    return f"timed out after {timeout_s:g} s waiting for: {name}"

@@ -1,10 +1,10 @@
-// Asks a Slurm controller for one GPU at a time and says when each was granted; built by slurm_peer.py.
+// Requests allocations of one GPU from a Slurm controller and prints their times; built by slurm_peer.py.
 //
-//     slurm_client quiet JOBS GAP_S          one after the other, with a pause after each
-//     slurm_client busy WORKERS SECONDS      each worker asks, is granted, gives back, until the time is over
+//     slurm_client quiet JOBS GAP_S          sequential requests with a pause after each
+//     slurm_client busy WORKERS SECONDS      concurrent workers allocate and release for this time
 //
-// The lines it writes are those of peer_room.py. It goes through libslurm, in one process: what salloc
-// --no-shell does, without starting salloc for each job. Not for: the cluster itself.
+// The output format is that of peer_sandbox.py. It calls libslurm like salloc --no-shell, without starting a
+// process for each job.
 
 #include <slurm/slurm.h>
 #include <slurm/slurm_errno.h>
@@ -23,9 +23,9 @@ using Clock = std::chrono::steady_clock;
 
 constexpr time_t kGrantTimeoutS = 30;
 
-struct Granted {
+struct Grant {
   double at_s;
-  double taken_ms;
+  double latency_ms;
 };
 
 [[noreturn]] void fail(const char* what) {
@@ -35,34 +35,34 @@ struct Granted {
 
 job_desc_msg_t one_gpu() {
   static char name[] = "bench", gpu[] = "gres:gpu:1", folder[] = "/";
-  job_desc_msg_t wish;
-  slurm_init_job_desc_msg(&wish);
-  wish.name = name;
-  wish.tres_per_node = gpu;
-  wish.work_dir = folder;
-  wish.min_nodes = wish.max_nodes = 1;
-  wish.num_tasks = wish.min_cpus = 1;
-  wish.user_id = getuid();
-  wish.group_id = getgid();
-  return wish;
+  job_desc_msg_t request;
+  slurm_init_job_desc_msg(&request);
+  request.name = name;
+  request.tres_per_node = gpu;
+  request.work_dir = folder;
+  request.min_nodes = request.max_nodes = 1;
+  request.num_tasks = request.min_cpus = 1;
+  request.user_id = getuid();
+  request.group_id = getgid();
+  return request;
 }
 
-// Granted means that the controller has named the node. The job is over when this returns.
-Granted place() {
-  auto wish = one_gpu();
+// Allocates, measures the time until the reply names the node, and completes the job.
+Grant place() {
+  auto request = one_gpu();
   const auto began = Clock::now();
-  auto* answer = slurm_allocate_resources_blocking(&wish, kGrantTimeoutS, nullptr);
+  auto* response = slurm_allocate_resources_blocking(&request, kGrantTimeoutS, nullptr);
   const auto now = Clock::now();
-  if (answer == nullptr || answer->node_list == nullptr) fail("nothing was granted");
-  Granted granted{std::chrono::duration<double>(now.time_since_epoch()).count(),
-                  std::chrono::duration<double, std::milli>(now - began).count()};
-  if (slurm_complete_job(answer->job_id, 0) != SLURM_SUCCESS) fail("a job could not be ended");
-  slurm_free_resource_allocation_response_msg(answer);
-  return granted;
+  if (response == nullptr || response->node_list == nullptr) fail("allocation failed");
+  Grant grant{std::chrono::duration<double>(now.time_since_epoch()).count(),
+              std::chrono::duration<double, std::milli>(now - began).count()};
+  if (slurm_complete_job(response->job_id, 0) != SLURM_SUCCESS) fail("could not complete a job");
+  slurm_free_resource_allocation_response_msg(response);
+  return grant;
 }
 
-std::vector<Granted> quiet(int jobs, double gap_s) {
-  std::vector<Granted> all;
+std::vector<Grant> quiet(int jobs, double gap_s) {
+  std::vector<Grant> all;
   for (int job = 0; job < jobs; ++job) {
     all.push_back(place());
     std::this_thread::sleep_for(std::chrono::duration<double>(gap_s));
@@ -70,35 +70,35 @@ std::vector<Granted> quiet(int jobs, double gap_s) {
   return all;
 }
 
-std::vector<Granted> busy(int workers, double seconds) {
+std::vector<Grant> busy(int workers, double seconds) {
   const auto until = Clock::now() + std::chrono::duration<double>(seconds);
-  std::vector<std::vector<Granted>> of_worker(workers);
+  std::vector<std::vector<Grant>> by_worker(workers);
   {
     std::vector<std::jthread> threads;
-    for (auto& own : of_worker)
+    for (auto& own : by_worker)
       threads.emplace_back([&own, until] {
         while (Clock::now() < until) own.push_back(place());
       });
   }
-  std::vector<Granted> all;
-  for (auto& own : of_worker) all.insert(all.end(), own.begin(), own.end());
+  std::vector<Grant> all;
+  for (auto& own : by_worker) all.insert(all.end(), own.begin(), own.end());
   return all;
 }
 
-int run(const std::vector<std::string>& words) {
-  if (words.size() != 3 || (words[0] != "quiet" && words[0] != "busy")) {
+int run(const std::vector<std::string>& arguments) {
+  if (arguments.size() != 3 || (arguments[0] != "quiet" && arguments[0] != "busy")) {
     std::fputs("usage: slurm_client quiet JOBS GAP_S | busy WORKERS SECONDS\n", stderr);
     return 2;
   }
   slurm_init(nullptr);
-  const auto count = std::stoi(words[1]);
-  const auto time_s = std::stod(words[2]);
+  const auto count = std::stoi(arguments[1]);
+  const auto time_s = std::stod(arguments[2]);
   std::printf("began %.6f\n", std::chrono::duration<double>(Clock::now().time_since_epoch()).count());
-  for (const auto& granted : words[0] == "quiet" ? quiet(count, time_s) : busy(count, time_s))
-    std::printf("placed %.6f %.3f\n", granted.at_s, granted.taken_ms);
+  for (const auto& grant : arguments[0] == "quiet" ? quiet(count, time_s) : busy(count, time_s))
+    std::printf("placed %.6f %.3f\n", grant.at_s, grant.latency_ms);
   return 0;
 }
 
 }  // namespace genie
 
-int main(int count, char** words) { return genie::run({words + 1, words + count}); }
+int main(int count, char** arguments) { return genie::run({arguments + 1, arguments + count}); }

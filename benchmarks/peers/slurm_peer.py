@@ -1,10 +1,10 @@
-"""Slurm as a peer: munged, slurmctld and a slurmd for each of 125 nodes, with 1,000 GPUs that are files.
+"""Slurm as a peer: munged, slurmctld and a slurmd for each of 125 nodes; 1,000 files represent GPUs.
 
-    python benchmarks/peers/slurm_peer.py FOLDER        inside a room (peer_room.py)
+    python benchmarks/peers/slurm_peer.py FOLDER        in a sandbox (peer_sandbox.py)
 
-Every node is a real slurmd with a name and a port of its own. Eight empty files stand in for its GPUs. A job
-is an allocation of one GPU and one core, as salloc --no-shell asks for: no process is started for it.
-Not for: measuring (slurm_client.cpp asks, bench_peers.py counts).
+Every node is a real slurmd with its own name and port. Eight empty files represent its GPUs. A job is an
+allocation of one GPU and one core, like salloc --no-shell: no process is running for it. slurm_client.cpp
+sends the requests.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-import peer_room
+import peer_sandbox
 
 NODES = 125
 GPUS_OF_NODE = 8
 WORKERS = 8
-"""Asked at once under load: more gave no higher rate."""
+"""Concurrent requests under load: more did not increase the rate."""
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sinfo", "g++")
 HEADER = Path("/usr/include/slurm/slurm.h")
 INSTALL = "apt-get install slurmctld slurmd slurm-client munge libslurm-dev g++"
 START_S = 60.0
 POLL_S = 0.2
 
-# One core for each GPU: Slurm looks at each core of a node, so that nodes with more cost it more. MinJobAge:
-# ended jobs are forgotten soon, or the controller would refuse new ones at MaxJobCount.
+# One core per GPU: the cost of a decision grows with the cores of a node. MinJobAge: ended jobs are purged
+# soon, otherwise the controller would reject new ones at MaxJobCount.
 _CONF = """\
 ClusterName=peers
 SlurmctldHost={host}(127.0.0.1)
@@ -71,18 +71,18 @@ _GRES = "AutoDetect=off\nName=gpu File={folder}/gpu[0-{last_gpu}]\n"
 
 
 def missing() -> str | None:
-    """Why it cannot be measured and what to do about it; None when it can."""
+    """Why Slurm cannot be measured, with a hint; None if it can."""
     absent = [name for name in PROGRAMS if shutil.which(name) is None]
     if not HEADER.exists():
         absent.append("libslurm's headers")
     if not absent:
-        # As root in a user namespace it would fail, too: it drops supplementary groups.
-        return None if os.geteuid() == 0 else "its daemons need root; run this as root"
+        # Root of a user namespace is not sufficient: the daemons drop supplementary groups.
+        return None if os.geteuid() == 0 else "the daemons require root; run the benchmark as root"
     return f"{', '.join(absent)} not found on PATH (with /usr/sbin in it?); on Debian: {INSTALL}"
 
 
 def idle_gpus(sinfo: str) -> int:
-    """Of `sinfo -h -o "%T %D %G"`: GPUs of nodes that are idle and in contact (no mark behind the state)."""
+    """GPUs of idle nodes in the output of `sinfo -h -o "%T %D %G"` (a state with a suffix is not counted)."""
     total = 0
     for line in sinfo.splitlines():
         state, nodes, gres = line.split()
@@ -106,8 +106,8 @@ def write_settings(folder: Path) -> None:
 
 
 @contextmanager
-def started(commands: Iterable[Sequence[str]]) -> Iterator[None]:
-    """Runs them side by side; what they say goes to standard error."""
+def running(commands: Iterable[Sequence[str]]) -> Iterator[None]:
+    """Runs the commands concurrently for the duration of the block; their output goes to standard error."""
     processes = [
         subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=sys.stderr.fileno())
         for command in commands
@@ -124,22 +124,22 @@ def started(commands: Iterable[Sequence[str]]) -> Iterator[None]:
 def munged(folder: Path) -> list[str]:
     files = {"socket": "munge.socket", "key-file": "munge.key", "pid-file": "munge.pid"}
     files |= {"log-file": "munge.log", "seed-file": "munge.seed"}
-    # --force: the folder is closed to other users, which munged dislikes.
+    # --force: munged rejects a folder that other users cannot enter.
     options = [f"--{option}={folder / name}" for option, name in files.items()]
     return ["munged", "--foreground", "--force", "--num-threads=4", *options]
 
 
 def wait_until_idle() -> None:
     until_s = time.monotonic() + START_S
-    said = ""
+    output = ""
     while time.monotonic() < until_s:
-        asked = ["sinfo", "-h", "-o", "%T %D %G"]
-        done = subprocess.run(asked, check=False, capture_output=True, text=True, timeout=START_S)
-        said = done.stdout or done.stderr
-        if done.returncode == 0 and idle_gpus(said) == NODES * GPUS_OF_NODE:
+        command = ["sinfo", "-h", "-o", "%T %D %G"]
+        done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=START_S)
+        output = done.stdout or done.stderr
+        if done.returncode == 0 and idle_gpus(output) == NODES * GPUS_OF_NODE:
             return
         time.sleep(POLL_S)
-    raise SystemExit(f"the nodes are not idle after {START_S:.0f} s: {said}")
+    raise SystemExit(f"the nodes are not idle after {START_S:.0f} s: {output}")
 
 
 def build_client(folder: Path) -> Path:
@@ -154,23 +154,23 @@ def build_client(folder: Path) -> Path:
 
 def main() -> int:
     folder = Path(sys.argv[1])
-    peer_room.raise_loopback()
+    peer_sandbox.raise_loopback()
     write_settings(folder)
     client = build_client(folder)
     os.environ["SLURM_CONF"] = str(folder / "slurm.conf")
 
     def measure(kind: str, count: int, time_s: float) -> list[str]:
-        asked = [str(client), kind, str(count), str(time_s)]
-        return subprocess.run(asked, stdout=subprocess.PIPE, text=True, check=True).stdout.splitlines()
+        command = [str(client), kind, str(count), str(time_s)]
+        return subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout.splitlines()
 
     daemons = [["slurmctld", "-D", "-i"]]
     daemons += [["slurmd", "-D", "-N", f"node{number:03d}"] for number in range(NODES)]
-    with started([munged(folder)]):
+    with running([munged(folder)]):
         while not (folder / "munge.socket").exists():
             time.sleep(POLL_S)
-        with started(daemons):
+        with running(daemons):
             wait_until_idle()
-            peer_room.answer_all(measure)
+            peer_sandbox.serve(measure)
     return 0
 
 

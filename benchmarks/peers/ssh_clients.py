@@ -1,10 +1,10 @@
-"""One command on several nodes with paramiko or parallel-ssh, for bench_grid.py --peers.
+"""Runs one command on several nodes with paramiko or parallel-ssh, for bench_grid.py --peers.
 
     python ssh_clients.py paramiko|pssh SSH_CONFIG COMMAND NODE...
 
-Runs in the environment that has those libraries, with as little around them as there can be: ten threads for
-paramiko, the native client of parallel-ssh. Host keys are checked by paramiko, and not by parallel-ssh,
-whose native client does not offer it for a pool of hosts. Not for: the grid.
+Runs in the environment of those libraries with minimal code: one thread per node for paramiko, the native
+client for parallel-ssh. paramiko verifies host keys; the native client of parallel-ssh does not support that
+for a pool of hosts.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 
-def with_paramiko(config_file: str, command: str, names: Sequence[str]) -> None:
+def run_with_paramiko(config_file: str, command: str, names: Sequence[str]) -> None:
     import paramiko
 
     config = paramiko.SSHConfig.from_path(config_file)
 
-    def one(name: str) -> int:
+    def run_on(name: str) -> int:
         found = config.lookup(name)
         client = paramiko.SSHClient()
         client.load_host_keys(found["userknownhostsfile"])
@@ -37,10 +37,10 @@ def with_paramiko(config_file: str, command: str, names: Sequence[str]) -> None:
             return int(out.channel.recv_exit_status())
 
     with ThreadPoolExecutor(len(names)) as pool:
-        assert not any(pool.map(one, names))
+        assert not any(pool.map(run_on, names))
 
 
-def with_pssh(config_file: str, command: str, names: Sequence[str]) -> None:
+def run_with_pssh(config_file: str, command: str, names: Sequence[str]) -> None:
     import paramiko
     from pssh.clients import ParallelSSHClient
     from pssh.config import HostConfig
@@ -52,12 +52,14 @@ def with_pssh(config_file: str, command: str, names: Sequence[str]) -> None:
         for each in found
     ]
     client = ParallelSSHClient([each["hostname"] for each in found], host_config=hosts, pool_size=len(names))
-    answers = client.run_command(command)
-    client.join(answers)
-    for answer in answers:
-        list(answer.stdout)
-        assert answer.exit_code == 0
+    outputs = client.run_command(command)
+    client.join(outputs)
+    for output in outputs:
+        list(output.stdout)
+        assert output.exit_code == 0
 
 
 if __name__ == "__main__":
-    {"paramiko": with_paramiko, "pssh": with_pssh}[sys.argv[1]](sys.argv[2], sys.argv[3], sys.argv[4:])
+    {"paramiko": run_with_paramiko, "pssh": run_with_pssh}[sys.argv[1]](
+        sys.argv[2], sys.argv[3], sys.argv[4:]
+    )

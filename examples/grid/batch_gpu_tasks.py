@@ -1,11 +1,11 @@
-"""A hundred small tasks on the GPUs of the grid, ten in each batch.
+"""Runs a hundred small tasks on the GPUs of the grid in batches of ten.
 
-Runs on the head of the Ray cluster, with the folder `genie` on Python's path. From Genie's folder:
+Runs on the head of the Ray cluster with the folder of Genie on PYTHONPATH. In that folder:
 
     grid-cli sync .
     grid-cli cluster submit --env PYTHONPATH=. -- python examples/grid/batch_gpu_tasks.py
 
-The workers need Ray and torch or numpy, and no Genie: what they run is sent to them.
+The workers need Ray and torch or numpy, but not Genie: the tasks are sent to them.
 """
 
 from __future__ import annotations
@@ -19,8 +19,10 @@ from genie.grid import BatchExecutor, TaskFailure, batch_gpu_task
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--tasks", type=int, default=100)
-    parser.add_argument("--size", type=int, default=2000, help="rows and columns of each matrix")
+    parser.add_argument("--tasks", type=int, default=100, help="number of tasks (default: 100)")
+    parser.add_argument(
+        "--size", type=int, default=2000, help="rows and columns of each matrix (default: 2000)"
+    )
     args = parser.parse_args()
 
     ray.init(address="auto")
@@ -33,7 +35,7 @@ def main() -> int:
     for failure in failures[:5]:
         print(f"task {failure.index} failed: {failure.error}")
     devices = sorted({each["device"] for each in results if not isinstance(each, TaskFailure)})
-    print(f"Results: {len(results) - len(failures)} tasks completed on {', '.join(devices) or 'nothing'}")
+    print(f"Results: {len(results) - len(failures)} tasks completed on {', '.join(devices) or 'no device'}")
     return 1 if failures else 0
 
 

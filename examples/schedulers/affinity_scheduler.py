@@ -1,42 +1,44 @@
-"""Where jobs go: near another job, apart from one, in one NVLink island, on nodes with a label, on one GPU.
+"""Placement constraints: near another job, apart from one, in one NVLink island, by label, on one GPU.
 
     python examples/schedulers/affinity_scheduler.py
 
-Two nodes with 4 GPUs in two islands each; the scheduler itself, without a cluster.
+Two nodes with 4 GPUs in two islands each. Uses the scheduler without a cluster.
 """
 
 from __future__ import annotations
 
 from genie.model.job import Within
-from genie.scheduler.book import Book
+from genie.scheduler.cluster.allocations import ClusterAllocations
+from genie.scheduler.decisions import Start
 from genie.scheduler.placement.plain import PlainPlacer
-from genie.scheduler.request import GpuFacts, NodeFacts, Request, Shape
-from genie.scheduler.scheduler import Rules, Scheduler, Start
+from genie.scheduler.request import GpuFacts, JobRequest, NodeFacts, Shape
+from genie.scheduler.rules import Rules
+from genie.scheduler.scheduler import Scheduler
 
 GPUS = tuple(GpuFacts("H200", "nvidia", 141_000, (9, 0), island=gpu // 2) for gpu in range(4))
 ONE = Shape(gpus=1)
-WISHES = {
-    "server": Request("server", "me", 1, ONE, name="server"),
-    "near it": Request("near it", "me", 2, ONE, near=frozenset({"server"})),
-    "apart": Request("apart", "me", 3, ONE, apart=frozenset({"server"})),
-    "pair": Request("pair", "me", 4, ONE, workers=2, within=Within.ISLAND),
-    "fast disk": Request("fast disk", "me", 5, Shape(gpus=1, labels=frozenset({("disk", "fast")}))),
-    "GPU 1": Request("GPU 1", "me", 6, Shape(gpus=1, nodes=frozenset({"n1"}), gpu_ids=(1,))),
+REQUESTS = {
+    "server": JobRequest("server", "me", 1, ONE, name="server"),
+    "near it": JobRequest("near it", "me", 2, ONE, near=frozenset({"server"})),
+    "apart": JobRequest("apart", "me", 3, ONE, apart=frozenset({"server"})),
+    "pair": JobRequest("pair", "me", 4, ONE, workers=2, within=Within.ISLAND),
+    "fast disk": JobRequest("fast disk", "me", 5, Shape(gpus=1, labels=frozenset({("disk", "fast")}))),
+    "GPU 1": JobRequest("GPU 1", "me", 6, Shape(gpus=1, nodes=frozenset({"n1"}), gpu_ids=(1,))),
 }
 
 
 def main() -> None:
-    scheduler = Scheduler(Book(PlainPlacer, policy="bestfit"), Rules())
+    scheduler = Scheduler(ClusterAllocations(PlainPlacer, policy="bestfit"), Rules())
     scheduler.set_node(NodeFacts("n1", 64_000, 256_000, GPUS))
     scheduler.set_node(NodeFacts("n2", 64_000, 256_000, GPUS, labels=frozenset({("disk", "fast")})))
-    for request in WISHES.values():
+    for request in REQUESTS.values():
         scheduler.submit(request)
     for decision in scheduler.decide(now=0.0):
         if isinstance(decision, Start):
             places = "; ".join(f"{place.node_id} GPU {place.gpu_ids[0]}" for place in decision.places)
             print(f"{decision.job_id:9} starts on {places}")
         else:
-            print(f"{decision.job_id:9} waits: {decision.reason}")
+            print(f"{decision.job_id:9} pending: {decision.reason}")
 
 
 if __name__ == "__main__":

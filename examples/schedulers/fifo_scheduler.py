@@ -1,17 +1,17 @@
-"""First come, first served, strictly and with backfill, on a simulated node of 4 GPUs.
+"""FIFO order, strict and with backfill, on a simulated node of 4 GPUs.
 
     python examples/schedulers/fifo_scheduler.py
 
-`large` needs all GPUs and waits for `first`. Strictly in turn, all others wait behind it. With backfill those
-go ahead that will have ended when `large` can start, by their time limits; `large` starts no later for that.
+`large` needs all GPUs and waits for `first`. With strict FIFO all later jobs wait for `large`. With backfill
+jobs start earlier if their time limits end before `large` can start, so `large` is not delayed.
 """
 
 from __future__ import annotations
 
 from genie.scheduler.order import Fifo
-from genie.scheduler.scheduler import Rules
-from genie.sim.events import Plan, simulate
-from genie.sim.workload import SimJob, alike_nodes
+from genie.scheduler.rules import Rules
+from genie.sim.events import SimulationPlan, simulate
+from genie.sim.workloads.workload import SimJob, uniform_nodes
 
 JOBS = [
     SimJob("first", 0.0, 100.0, gpus=3, time_limit_s=100.0),
@@ -23,10 +23,10 @@ JOBS = [
 
 def main() -> None:
     for title, rules in (
-        ("strictly in turn", Rules(order=Fifo(), backfills=False)),
+        ("strict FIFO", Rules(order=Fifo(), backfills=False)),
         ("with backfill", Rules(order=Fifo())),
     ):
-        run = simulate(alike_nodes(1, gpus=4), JOBS, Plan(rules, placement="bestfit"))
+        run = simulate(uniform_nodes(1, gpus=4), JOBS, SimulationPlan(rules, placement="bestfit"))
         print(title)
         for record in run.records:
             print(f"  {record.job.job_id:6} runs from {record.started_s:3.0f} s to {record.ended_s:3.0f} s")

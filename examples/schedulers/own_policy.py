@@ -1,37 +1,38 @@
-"""A policy of one's own: an order, a filter, and what happens when one does not behave.
+"""A custom policy: an order, a node filter, and the fallback when a policy fails.
 
     python examples/schedulers/own_policy.py
     PYTHONPATH=examples/schedulers genie sim run --nodes 16x8 --jobs 500 --order own_policy:SmallFirst
 
-`SmallFirst` starts small jobs first and keeps test jobs off the large nodes. `Broken` raises an error at its
-second job: it is out of use from then on, the built-in order takes over, and everybody can read why.
+`SmallFirst` starts small jobs first and rejects large nodes for test jobs. `Broken` raises an exception at
+its second job: it is disabled, the built-in order replaces it, and the reason is recorded.
 """
 
 from __future__ import annotations
 
 import time
 
-from genie.scheduler.book import Book
+from genie.scheduler.cluster.allocations import ClusterAllocations
 from genie.scheduler.order import Key, Scales
 from genie.scheduler.placement.plain import PlainPlacer
 from genie.scheduler.policies import Policies
-from genie.scheduler.request import GpuFacts, NodeFacts, Request, Shape
-from genie.scheduler.scheduler import Rules, Scheduler
+from genie.scheduler.request import GpuFacts, JobRequest, NodeFacts, Shape
+from genie.scheduler.rules import Rules
+from genie.scheduler.scheduler import Scheduler
 
 
 class SmallFirst:
-    def within(self, request: Request) -> Key:
+    def within(self, request: JobRequest) -> Key:
         return (request.workers * request.shape.gpus, request.sequence)
 
-    def among(self, request: Request, scales: Scales) -> Key:
+    def among(self, request: JobRequest, scales: Scales) -> Key:
         return (scales.dominant_share(request.tenant), *self.within(request))
 
-    def allowed(self, request: Request, node: NodeFacts) -> str:
+    def allowed(self, request: JobRequest, node: NodeFacts) -> str:
         return "is too large for tests" if request.tenant == "tests" and len(node.gpus) > 4 else ""
 
 
 class Broken(SmallFirst):
-    def within(self, request: Request) -> Key:
+    def within(self, request: JobRequest) -> Key:
         return (1 / (2 - request.sequence),)
 
 
@@ -41,11 +42,13 @@ def main() -> None:
     policies.register("broken", Broken)
     for name in ("fifo", "small-first", "broken"):
         policy = policies.make(name, budget_s=1.0, clock=time.monotonic)
-        scheduler = Scheduler(Book(PlainPlacer, policy="bestfit"), Rules(preempts=False).under(policy))
+        scheduler = Scheduler(
+            ClusterAllocations(PlainPlacer, policy="bestfit"), Rules(preempts=False).with_order(policy)
+        )
         scheduler.set_node(NodeFacts("large", 64_000, 256_000, (GpuFacts("H200"),) * 8))
         for number, (tenant, gpus) in enumerate((("me", 6), ("me", 2), ("me", 1), ("tests", 1)), start=1):
-            scheduler.submit(Request(f"{tenant} {gpus}", tenant, number, Shape(gpus=gpus)))
-        print(f"{name}: {scheduler.fault or 'all is well'}")
+            scheduler.submit(JobRequest(f"{tenant} {gpus}", tenant, number, Shape(gpus=gpus)))
+        print(f"{name}: {scheduler.fault or 'no fault'}")
         for decision in scheduler.decide(now=0.0):
             print(f"  {decision.job_id:7} {type(decision).__name__:5} {decision.reason}")
 

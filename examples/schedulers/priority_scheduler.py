@@ -1,17 +1,17 @@
-"""Priorities, and preemption with a grace period, on a simulated node of 4 GPUs.
+"""Priorities and preemption with a grace period on a simulated node of 4 GPUs.
 
     python examples/schedulers/priority_scheduler.py
 
-`urgent` comes when all GPUs are in use. `batch` agreed to be interrupted and has the lowest priority: it is
-told to go, has 30 s to save its work, and runs on later from its last checkpoint. `fixed` did not agree.
+`urgent` is submitted when all GPUs are in use. `batch` is preemptible and has a lower priority: it is
+preempted with a grace period of 30 s and later resumes from its last checkpoint. `fixed` is not preemptible.
 """
 
 from __future__ import annotations
 
 from genie.scheduler.order import Priority
-from genie.scheduler.scheduler import Rules
-from genie.sim.events import Plan, simulate
-from genie.sim.workload import SimJob, alike_nodes
+from genie.scheduler.rules import Rules
+from genie.sim.events import SimulationPlan, simulate
+from genie.sim.workloads.workload import SimJob, uniform_nodes
 
 JOBS = [
     SimJob("fixed", 0.0, 300.0, gpus=2, priority=0, time_limit_s=300.0),
@@ -22,7 +22,9 @@ JOBS = [
 
 
 def main() -> None:
-    run = simulate(alike_nodes(1, gpus=4), JOBS, Plan(Rules(order=Priority()), placement="bestfit"))
+    run = simulate(
+        uniform_nodes(1, gpus=4), JOBS, SimulationPlan(Rules(order=Priority()), placement="bestfit")
+    )
     for record in run.records:
         job = record.job
         print(

@@ -1,4 +1,4 @@
-"""A GPU node: it tells the controller what it has and how it is, and runs what it is given.
+"""The agent of a node: reports its hardware to the controller and runs the jobs that are placed on it.
 
-`python -m genie.agent` is the process. Not for: deciding what runs where (scheduler/, controller/).
+`python -m genie.agent` is the process. Placement is decided by scheduler/ and controller/.
 """

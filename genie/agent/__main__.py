@@ -1,13 +1,14 @@
-"""`python -m genie.agent`: joins a cluster if asked to, then runs as its node until SIGTERM.
+"""`python -m genie.agent`: joins a cluster with --join, then runs the agent until SIGTERM.
 
-The command line of people is `genie join` (cli/); this is what it and `genie up` start. A token
-is better given in a file or in GENIE_TOKEN: arguments can be seen by everyone on the machine.
+Users run `genie join` or `genie up`, which start this process. Prefer --token-file or GENIE_TOKEN to --token:
+every user of the machine can read the arguments of a process.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import hashlib
 import logging
 import random
 import signal
@@ -17,32 +18,37 @@ from pathlib import Path
 
 from genie import config, hardware
 from genie.agent.agent import Agent
+from genie.agent.disk import DiskAccess
 from genie.agent.identity import find_node_dir, read_identity
 from genie.agent.joining import join
 from genie.agent.launcher import ShimLauncher
+from genie.agent.leftovers import GROUP_PREFIX
 from genie.config import Settings
 from genie.errors import GenieError, TlsError, TokenMissingError, UsageError
-from genie.model.names import node_id_from, parse_endpoint
-from genie.runtime.building import build_ahead, command_for
-from genie.runtime.clock import SystemClock
-from genie.runtime.credentials import Access, is_loopback
+from genie.model.names import address_text, is_loopback, node_id_from, parse_endpoint
+from genie.native.prebuild import build_in_background, command_for
+from genie.processes import cgroups, process_table
+from genie.processes.clock import SystemClock
+from genie.processes.tasks import file_thread, loop_factory, unwrapped_task_group
+from genie.runtime.credentials import Access
 from genie.runtime.network import TcpNetwork, address_towards
-from genie.runtime.tasks import file_thread, first_error, loop_factory
 from genie.telemetry import log
 
 _log = logging.getLogger("genie.agent")
 
+FILE_THREADS = 4
+
 
 def main(arguments: list[str] | None = None) -> int:
-    """The exit code. Errors of Genie are said in words; anything else is a bug and shows its traceback."""
-    given = _parser().parse_args(arguments)
+    """Returns the exit code. Prints a GenieError as one message; any other error is a bug and propagates."""
+    args = _parser().parse_args(arguments)
     try:
         settings = config.load(
-            {"paths.state_dir": given.state_dir, "agent.labels": given.labels, "agent.rack": given.rack}
+            {"paths.state_dir": args.state_dir, "agent.labels": args.labels, "agent.rack": args.rack}
         )
         log.configure(settings.log)
         with asyncio.Runner(loop_factory=loop_factory()) as runner:
-            runner.run(_run(given, settings))
+            runner.run(_run(args, settings))
     except GenieError as error:
         sys.stderr.write(f"error: {error.message}\n" + (f"hint: {error.hint}\n" if error.hint else ""))
         return error.exit_code
@@ -51,29 +57,30 @@ def main(arguments: list[str] | None = None) -> int:
     return 0
 
 
-async def _run(given: argparse.Namespace, settings: Settings) -> None:
+async def _run(args: argparse.Namespace, settings: Settings) -> None:
     state_dir = settings.paths.state_dir
-    controller = parse_endpoint(given.controller) if given.controller else None
-    if given.join:
-        host, port = parse_endpoint(given.join, port=settings.cluster.master_port)
+    controller = parse_endpoint(args.controller) if args.controller else None
+    if args.join:
+        host, port = parse_endpoint(args.join, port=settings.cluster.master_port)
         node_dir = await join(
             host,
             port,
-            _join_token(given, settings),
+            _join_token(args, settings),
             state_dir=state_dir,
-            node_id_wish=given.node_id or node_id_from(socket.gethostname()),
+            requested_node_id=args.node_id or node_id_from(socket.gethostname()),
             network=TcpNetwork(),
-            exact=given.node_id is not None,
+            exact=args.node_id is not None,
         )
-        _log.info("joined %s:%d as %s", host, port, node_dir.name)
+        _log.info("joined %s as %s", address_text(host, port), node_dir.name)
     else:
-        node_dir = find_node_dir(state_dir, given.node_id)
-    await _be_node(settings, node_dir, read_identity(node_dir, controller=controller))
+        node_dir = find_node_dir(state_dir, args.node_id)
+    await _run_node(settings, node_dir, read_identity(node_dir, controller=controller))
 
 
-async def _be_node(settings: Settings, node_dir: Path, access: Access) -> None:
+async def _run_node(settings: Settings, node_dir: Path, access: Access) -> None:
     with (
-        file_thread("genie-agent-files") as offload,
+        file_thread("genie-agent-journal") as journal,
+        file_thread("genie-agent-files", threads=FILE_THREADS) as bulk,
         hardware.Inventory(settings.agent.cpu_accelerators) as inventory,
     ):
         agent = Agent(
@@ -82,58 +89,69 @@ async def _be_node(settings: Settings, node_dir: Path, access: Access) -> None:
             access=access,
             network=TcpNetwork(),
             clock=SystemClock(),
-            rng=random.Random(),  # noqa: S311 - spreads reconnections, hides nothing
+            rng=random.Random(),  # noqa: S311 - jitter for reconnections, no secret
             inventory=inventory,
-            launcher=ShimLauncher(),
-            base_env=config.inherited_by_jobs(),
+            launcher=ShimLauncher(_find_group(node_dir), adopts_orphans=process_table.become_subreaper()),
+            base_env=config.environment_for_jobs(),
             listen_host=_listen_host(access, settings.agent.host),
-            offload=offload,
+            disk=DiskAccess(journal=journal, bulk=bulk),
         )
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, agent.stop)
-        await _run_beside_build(agent, compile_ahead=settings.agent.compile_ahead)
+        await _run_and_compile(agent, compile_ahead=settings.agent.compile_ahead)
 
 
-async def _run_beside_build(agent: Agent, *, compile_ahead: bool) -> None:
+def _find_group(node_dir: Path) -> str | None:
+    """The control group for the jobs of this node."""
+    # The node ID alone is not unique on a machine.
+    digest = hashlib.sha256(str(node_dir.resolve()).encode()).hexdigest()[:8]
+    group = cgroups.find_usable(f"{GROUP_PREFIX}{node_dir.name}-{digest}", cgroups.own_groups())
+    if group is None:
+        _log.warning(
+            "no control group can be created: processes of jobs are found by parent and environment instead"
+        )
+    else:
+        _log.info("jobs run in control groups below %s", group)
+    return group
+
+
+async def _run_and_compile(agent: Agent, *, compile_ahead: bool) -> None:
     if not compile_ahead:
         await agent.run()
         return
-    try:
-        async with asyncio.TaskGroup() as group:
-            ahead = build_ahead(
-                command_for("genie_executor"),
-                what="the executors' library",
-                without="remote_accelerator will not work on this node",
-            )
-            building = group.create_task(ahead)
-            await agent.run()
-            building.cancel()
-    except* GenieError as several:
-        raise first_error(several) from None
+    async with unwrapped_task_group() as group:
+        ahead = build_in_background(
+            command_for("genie_executor"),
+            what="the executors' library",
+            without="remote_accelerator will not work on this node",
+        )
+        building = group.create_task(ahead)
+        await agent.run()
+        building.cancel()
 
 
-def _join_token(given: argparse.Namespace, settings: Settings) -> str:
-    if given.token and given.token_file:
-        raise UsageError("--token and --token-file are both given", hint="give one of them")
-    if given.token:
-        return str(given.token)
-    if given.token_file:
+def _join_token(args: argparse.Namespace, settings: Settings) -> str:
+    if args.token and args.token_file:
+        raise UsageError("--token and --token-file cannot be used together", hint="pass one of them")
+    if args.token:
+        return str(args.token)
+    if args.token_file:
         try:
-            return Path(given.token_file).read_text("utf-8")
+            return Path(args.token_file).read_text("utf-8")
         except (OSError, UnicodeDecodeError) as error:
-            raise TokenMissingError(f"the token file cannot be read: {error}") from error
+            raise TokenMissingError(f"could not read the token file: {error}") from error
     if settings.cluster.token is not None:
         return settings.cluster.token
     raise TokenMissingError(
-        "joining needs a token, and none was given",
-        hint="on the cluster's machine run 'genie token create --join'; pass it with --token-file",
+        "joining a cluster requires a token",
+        hint="create one with 'genie token create --join' and pass it with --token-file",
     )
 
 
 def _listen_host(access: Access, host: str | None) -> str:
-    """Where executors listen: where clients are told to go if that is here, else towards the controller."""
-    if host is not None and _is_ours(host):
+    """The address that executors bind: agent.host if local, else the one that reaches the controller."""
+    if host is not None and _is_local_address(host):
         chosen = host
     elif is_loopback(access.host):
         chosen = "127.0.0.1"
@@ -141,7 +159,7 @@ def _listen_host(access: Access, host: str | None) -> str:
         found = address_towards(access.host, access.port)
         if found is None:
             raise UsageError(
-                f"there is no way from here to {access.host}",
+                f"no route from this machine to {access.host}",
                 hint="check the address, or set GENIE_AGENT_HOST",
             )
         chosen = found
@@ -153,7 +171,7 @@ def _listen_host(access: Access, host: str | None) -> str:
     return chosen
 
 
-def _is_ours(host: str) -> bool:
+def _is_local_address(host: str) -> bool:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         try:
@@ -164,15 +182,15 @@ def _is_ours(host: str) -> bool:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m genie.agent", description="Runs a node of a cluster.")
-    parser.add_argument("--state-dir", help="where the node's files are (default: GENIE_STATE_DIR)")
-    parser.add_argument("--node-id", help="which node to be, or the wish when joining")
+    parser = argparse.ArgumentParser(prog="python -m genie.agent", description="Run the agent of a node.")
+    parser.add_argument("--state-dir", help="state directory (default: GENIE_STATE_DIR)")
+    parser.add_argument("--node-id", help="node ID; with --join, the preferred one")
     parser.add_argument("--join", metavar="HOST[:PORT]", help="join this cluster first")
     parser.add_argument("--token", help="join token; visible to others on this machine")
-    parser.add_argument("--token-file", help="file that holds the join token")
-    parser.add_argument("--controller", metavar="HOST:PORT", help="where the controller is now")
-    parser.add_argument("--labels", metavar="K=V,K=V", help="labels of the node that jobs can ask for")
-    parser.add_argument("--rack", metavar="NAME", help="where the machine stands")
+    parser.add_argument("--token-file", help="file that contains the join token")
+    parser.add_argument("--controller", metavar="HOST:PORT", help="current address of the controller")
+    parser.add_argument("--labels", metavar="K=V,K=V", help="labels of the node, for placement constraints")
+    parser.add_argument("--rack", metavar="NAME", help="rack of the node")
     return parser
 
 

@@ -1,14 +1,15 @@
-"""The agent: keeps this node known to the controller, and its jobs running for exactly as long as they may.
+"""The agent: registers the node, sends heartbeats, and runs its jobs for as long as its lease is valid.
 
-One TaskGroup: the link with its heartbeats, the ticking clock, the launcher's ends, the inventory,
-the certificate's renewal, the wish to stop. Clock, network, chance and processes come in as
-arguments, so that genie/sim runs this very code. Not for: processes (launcher.py) and
-deciding anything that the controller decides.
+One TaskGroup runs the connection with its heartbeats, the lease check, changes of the journal, exit
+collection, the inventory, certificate renewal and shutdown. Clock, network, randomness, disk access and
+launcher are arguments, so that genie/sim runs the same code. Processes are started by launcher.py; placement
+is decided by the controller.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import random
 from collections.abc import Callable, Collection, Mapping
@@ -18,16 +19,21 @@ from typing import Protocol, TypeVar
 
 import msgspec
 
-import genie
-from genie.agent import jobfiles
-from genie.agent.identity import ca_path, keep_controllers, renew_certificate
-from genie.agent.jobs import CONTACT_LOST, Jobs, Surroundings
+from genie.agent import job_files
+from genie.agent.disk import DiskAccess, DiskMonitor, WriteQueue
+from genie.agent.heartbeats import Lease, reconcile
+from genie.agent.identity import (
+    ca_path,
+    has_expired,
+    recover_certificate,
+    renew_certificate,
+    write_controllers,
+)
+from genie.agent.jobs import CONTACT_LOST, JobEnvironment, NodeJobs
 from genie.agent.journal import Journal
-from genie.agent.launcher import Launcher
-from genie.agent.lease import Lease
-from genie.agent.link import Link
+from genie.agent.launcher import JobLauncher
+from genie.agent.leader_connection import LeaderConnection
 from genie.agent.logs import serve_log
-from genie.agent.reconcile import reconcile
 from genie.config import AgentConfig
 from genie.errors import (
     FencedError,
@@ -36,6 +42,7 @@ from genie.errors import (
     JobNotFoundError,
     NotLeaderError,
     ProtocolError,
+    StoreFullError,
 )
 from genie.hardware import HostFacts, host_facts
 from genie.model.job import RUNS_KEPT
@@ -52,36 +59,44 @@ from genie.model.messages import (
     Registered,
     Request,
 )
+from genie.model.names import parse_endpoint
 from genie.model.node import GPUInfo, NodeInfo, NodeRole, NodeStatus
+from genie.processes.clock import Clock
+from genie.processes.tasks import first_error
 from genie.runtime import rpc, wire
-from genie.runtime.clock import Clock
 from genie.runtime.credentials import Access
 from genie.runtime.network import Network
-from genie.runtime.tasks import Offload, first_error, run_inline
+from genie.version import __version__
 
 _log = logging.getLogger(__name__)
 _Reply = TypeVar("_Reply", bound=Message)
 
-CALL_S = 5.0
-INVENTORY_S_MIN = 1.0
-RENEWAL_LOOK_S = 600.0
-RENEWAL_AGAIN_S = 30.0
-EXITS_TOLD_BYTES_MAX = wire.FRAME_BYTES_MAX // 2
+CALL_TIMEOUT_S = 5.0
+INVENTORY_INTERVAL_S_MIN = 1.0
+RENEWAL_CHECK_S = 60.0
+RENEWAL_RETRY_S = 30.0
+RECOVERY_RETRY_S = 1.0
+EXITS_BYTES_MAX = wire.FRAME_BYTES_MAX // 2
 HEARTBEAT_SHARE = 0.2
-"""Of the time to live, at most, between two heartbeats, whatever the setting says."""
-END_BEYOND_GRACE_S = 5.0
-LAST_WORDS_S = 2.0
+"""Maximum heartbeat interval as a fraction of the node's time to live; caps the setting."""
+STOP_MARGIN_S = 5.0
+LEAVE_TIMEOUT_S = 2.0
+DISK_RETRY_S = 1.0
+DISK_WARNING_S = 60.0
 _POLL_S = 0.02
 
 
 class Accelerators(Protocol):
-    """What genie.hardware.Inventory is."""
+    """The part of genie.hardware.Inventory that the agent uses."""
 
     async def read_async(self, held: Collection[int] = ()) -> tuple[GPUInfo, ...]: ...
 
 
 class Agent:
-    """`run` once; `stop` ends it in good order from the same event loop."""
+    """Call `run` once; `stop`, called on the same event loop, shuts it down gracefully.
+
+    Heartbeats and the lease never wait for the disk.
+    """
 
     def __init__(
         self,
@@ -93,10 +108,10 @@ class Agent:
         clock: Clock,
         rng: random.Random,
         inventory: Accelerators,
-        launcher: Launcher,
+        launcher: JobLauncher,
         base_env: Mapping[str, str] | None = None,
         listen_host: str = "127.0.0.1",
-        offload: Offload = run_inline,
+        disk: DiskAccess | None = None,
         facts: Callable[[], HostFacts] = host_facts,
     ) -> None:
         self._config = config
@@ -104,63 +119,57 @@ class Agent:
         self._inventory = inventory
         self._launcher = launcher
         self._facts = facts
-        self._offload = offload
+        self._disk = disk = disk or DiskAccess()
         self._journal = Journal(node_dir)
+        self._writes = WriteQueue(disk.journal, clock)
+        self._monitor = DiskMonitor(config.disk_free_min_bytes)
         self._lease = Lease()
-        self._link = Link(access, network=network, clock=clock, rng=rng, handler=self._handle)
+        self._connection = LeaderConnection(
+            access, network=network, clock=clock, rng=rng, handler=self._handle
+        )
         self._wake = asyncio.Event()
         self._stopping = asyncio.Event()
         self._group: asyncio.TaskGroup | None = None
         self._prune_due = True
         advertised = config.host or listen_host
-        self._node = NodeInfo(
-            node_id=node_dir.name,
-            hostname="",
-            role=NodeRole.WORKER,
-            host=advertised,
-            version=genie.__version__,
-            labels=dict(config.labels),
-            rack=config.rack or "",
-        )
-        around = Surroundings(
+        self._node = _initial_node(config, node_id=node_dir.name, host=advertised)
+        environment = JobEnvironment(
             base_env=dict(base_env or {}),
             listen_host=listen_host,
             advertised_host=advertised,
             ca_path=None if access.tls is None else ca_path(node_dir),
-            offload=self._offload,
+            offload=disk.bulk,
             node=lambda: self._node,
         )
-        self._jobs = Jobs(
+        self._jobs = NodeJobs(
             config,
             journal=self._journal,
             launcher=launcher,
             lease=self._lease,
+            writes=self._writes,
             clock=clock,
-            ask=self._ask,
-            surroundings=around,
-            changed=self._wake.set,
+            call_leader=self._call_leader,
+            environment=environment,
+            on_change=self._wake.set,
         )
 
     @property
     def node(self) -> NodeInfo:
-        """This node as it was last read."""
+        """The node as of the last inventory."""
         return self._node
 
     def stop(self) -> None:
-        """Jobs get SIGTERM, then SIGKILL; the controller is told if it can be reached; `run` returns."""
+        """Ends all jobs (SIGTERM, then SIGKILL), notifies the controller and makes `run` return."""
         self._stopping.set()
 
     async def run(self) -> None:
-        """Until stopped. Raises AgentRunningError, NodeError, and what Link.run raises."""
-        self._journal.open()
+        """Runs until stopped. Raises AgentRunningError, NodeError, and the errors of LeaderConnection.run."""
+        await self._disk.journal(self._journal.open)
         try:
             count = self._launcher.end_leftovers(self._journal.jobs_dir)
             if count:
-                _log.warning("ended %d processes that an earlier agent left running", count)
-            incarnation = self._journal.begin_incarnation()
-            self._node = msgspec.structs.replace(self._node, incarnation=incarnation)
-            self._jobs.load()
-            await self._read_inventory()
+                _log.warning("ended %d leftover processes of an earlier agent", count)
+            await self._disk.journal(self._jobs.load)
             await self._run_tasks()
         finally:
             self._launcher.close()
@@ -172,147 +181,196 @@ class Agent:
             async with asyncio.TaskGroup() as group:
                 self._group = group
                 for work in (
-                    self._link.run(self._attend, self._nobody_leads),
+                    self._connect(),
                     self._tick(),
-                    self._collect_ends(),
+                    self._writes.run(),
+                    self._manage_disk(),
+                    self._collect_exits(),
                     self._poll_inventory(),
                     self._renew_certificate(),
-                    self._end_in_order(),
+                    self._shut_down_when_stopped(),
                 ):
                     group.create_task(work)
         except* _StoppedError:
             pass
-        except* GenieError as several:
-            fatal = first_error(several)
+        except* GenieError as errors:
+            fatal = first_error(errors)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(STOP_MARGIN_S):
+                await self._writes.finish()
         if fatal is not None:
             self._jobs.kill_all(f"ended by Genie: {fatal.message}")
-            await self._wait(
-                lambda: not self._launcher.running(), self._config.stop_grace_s + END_BEYOND_GRACE_S
-            )
+            await self._wait(lambda: not self._launcher.running(), self._config.stop_grace_s + STOP_MARGIN_S)
             raise fatal
+
+    async def _begin_incarnation(self) -> None:
+        """Waits for disk space if even the number of the incarnation cannot be stored: without it, launches
+        for an earlier agent could not be rejected."""
+        warned_s = float("-inf")
+        while True:
+            try:
+                incarnation = await self._disk.journal(self._journal.begin_incarnation)
+                self._node = msgspec.structs.replace(self._node, incarnation=incarnation)
+                return
+            except StoreFullError as error:
+                if self._clock.monotonic_s() >= warned_s + DISK_WARNING_S:
+                    warned_s = self._clock.monotonic_s()
+                    _log.error("waiting for disk space: %s", error)
+            await self._clock.sleep(DISK_RETRY_S)
 
     # --- the controller ---------------------------------------------------------------------
 
-    async def _attend(self, peer: rpc.Peer) -> None:
-        """One connection to a leader, until it says that it no longer leads."""
-        register = Register(node=self._node, exits=self._exits_to_tell())
-        self._take_registered(await peer.call(register, timeout_s=CALL_S))
-        self._journal.note_registered(peer.name, at=self._clock.wall_s())
+    async def _connect(self) -> None:
+        await self._begin_incarnation()
+        await self._read_disk_space()
+        await self._read_inventory()
+        await self._recover_expired_certificate()
+        await self._connection.run(self._serve_leader, self._on_no_leader)
+
+    async def _recover_expired_certificate(self) -> None:
+        """Returns when the certificate is valid: the controllers reject connections with an expired one."""
+        if self._connection.access.tls is None:
+            return
+        node_dir, offload = self._journal.node_dir, self._disk.bulk
+        while await has_expired(node_dir, now=self._clock.wall_s(), offload=offload):
+            try:
+                await recover_certificate(
+                    node_dir, self._connection, timeout_s=CALL_TIMEOUT_S, offload=offload
+                )
+            except GenieError as error:
+                if not error.retryable:
+                    raise
+                _log.warning("could not renew the node's expired certificate: %s", error)
+                await self._clock.sleep(RECOVERY_RETRY_S)
+
+    async def _serve_leader(self, peer: rpc.Peer) -> None:
+        """Registers with the leader and sends heartbeats until it no longer leads."""
+        register = Register(node=self._node, exits=self._unconfirmed_exits())
+        self._apply_registration(await peer.call(register, timeout_s=CALL_TIMEOUT_S))
+        record = partial(self._journal.record_registration, peer.name, at=self._clock.wall_s())
+        self._writes.add(record, what="record the registration")
         _log.info(
             "registered with %s as %s, incarnation %d", peer.name, self._node.node_id, self._node.incarnation
         )
-        while await self._beat(peer):
+        while await self._send_heartbeat(peer):
             await self._wake.wait()
             self._wake.clear()
 
-    def _take_registered(self, told: Registered) -> None:
+    def _apply_registration(self, registered: Registered) -> None:
         try:
-            self._journal.obey(told.leader_token, what="a registration")
+            self._jobs.accept_leader_token(registered.leader_token, what="a registration")
         except FencedError as error:
-            # Not final, unlike FencedError from the controller: another one leads, and will answer.
+            # Not final, unlike FencedError from the controller: another controller leads by now.
             raise NotLeaderError(error.message) from error
-        self._lease.ttl_s = told.ttl_s
-        self._link.timeout_s = max(0.15 * told.ttl_s, 0.2)
-        self._link.backoff_s_max = max(0.1 * told.ttl_s, 0.05)
-        self._link.endpoints = keep_controllers(
-            self._journal.node_dir, told.controllers, now=self._link.endpoints[0]
+        self._lease.set_ttl(registered.ttl_s)
+        known = [self._connection.endpoints[0], *map(parse_endpoint, registered.controllers)]
+        endpoints = tuple(dict.fromkeys(known))
+        write = partial(write_controllers, self._journal.node_dir, endpoints)
+        self._writes.add(write, what="store the addresses of the controllers")
+        self._connection.on_registered(
+            endpoints,
+            timeout_s=max(0.15 * registered.ttl_s, 0.2),
+            backoff_s_max=max(0.1 * registered.ttl_s, 0.05),
         )
-        self._link.was_taken = True
 
-    async def _beat(self, peer: rpc.Peer) -> bool:
-        """Whether the peer still leads."""
+    async def _send_heartbeat(self, peer: rpc.Peer) -> bool:
+        """Sends one heartbeat and carries out the reply. Returns whether the peer still leads."""
         sent_at_s = self._clock.monotonic_s()
         heartbeat = Heartbeat(
             node_id=self._node.node_id,
             incarnation=self._node.incarnation,
             node=self._node,
             running=self._jobs.running(),
-            exits=self._exits_to_tell(),
+            exits=self._unconfirmed_exits(),
         )
-        self._jobs.reported.clear()
         try:
-            timeout_s = max(0.2 * self._lease.ttl_s, 2 * self._config.heartbeat_s)
-            ack = await peer.call(heartbeat, timeout_s=timeout_s)
+            with self._jobs.heartbeat_in_flight():
+                timeout_s = max(0.2 * self._lease.ttl_s, 2 * self._config.heartbeat_s)
+                ack = await peer.call(heartbeat, timeout_s=timeout_s)
         except FencedError as error:
-            # Registering again tells for certain whether this life is over.
-            _log.warning("%s refused a heartbeat: %s", peer.name, error)
+            # Registering again shows whether this incarnation has been replaced.
+            _log.warning("%s rejected a heartbeat: %s", peer.name, error)
             return False
-        finally:
-            self._jobs.reported.set()
         actions = reconcile(
             ack,
             live={job_id: job.epoch for job_id, job in self._jobs.live.items()},
             ended={job_id: report.epoch for job_id, report in self._jobs.ended.items()},
             leader_token_seen=self._journal.leader_token,
         )
-        if not actions.heed:
-            _log.info("%s is no longer heeded: %s", peer.name, actions.why)
+        if not actions.is_leader:
+            _log.info("disconnecting from %s: %s", peer.name, actions.reason)
             return False
-        self._journal.obey(ack.leader_token, what="a heartbeat's answer")
-        self._lease.acknowledged(sent_at_s=sent_at_s)
+        self._jobs.accept_leader_token(ack.leader_token, what="a heartbeat reply")
+        self._lease.extend(sent_at_s=sent_at_s)
         self._launcher.refresh(self._lease.until_s)
         for order in actions.kill:
             self._jobs.kill(
                 order.job_id,
                 epoch=order.epoch,
-                reason=f"ended by Genie: {order.reason or 'not held'}",
+                reason=f"ended by Genie: {order.reason or 'not in the ledger'}",
                 grace_s=order.grace_s,
             )
         self._jobs.settle(actions.settle)
         self._prune_due |= bool(actions.settle)
         return True
 
-    def _nobody_leads(self, asked_since_s: float) -> None:
-        self._lease.nobody_leads(asked_since_s=asked_since_s)
+    def _on_no_leader(self, requested_at_s: float) -> None:
+        self._lease.extend_without_leader(requested_at_s=requested_at_s)
         self._launcher.refresh(self._lease.until_s)
 
-    async def _ask(self, request: Request[_Reply]) -> _Reply:
-        return await self._link.call(request, timeout_s=CALL_S)
+    async def _call_leader(self, request: Request[_Reply]) -> _Reply:
+        return await self._connection.call(request, timeout_s=CALL_TIMEOUT_S)
 
     async def _handle(self, peer: rpc.Peer, request: Message) -> Message:
         match request:
             case Launch():
                 assert self._group is not None
-                job = self._jobs.accept(request)
-                self._group.create_task(self._jobs.carry_out(job))
+                job = await self._jobs.accept(request)
+                self._group.create_task(self._jobs.start(job))
                 return Done()
             case Kill():
-                self._journal.obey(request.leader_token, what=f"the end of {request.job_id}")
+                self._jobs.accept_leader_token(request.leader_token, what=f"the kill of {request.job_id}")
                 self._jobs.kill(
                     request.job_id, epoch=request.epoch, reason=request.reason, grace_s=request.grace_s
                 )
                 return Done()
             case ReadLog():
                 return await self._serve_log(request)
-        raise ProtocolError(f"an agent does not answer {type(request).__name__}")
+        raise ProtocolError(f"an agent does not serve {type(request).__name__}")
 
     async def _serve_log(self, request: ReadLog) -> Message:
-        directory = self._journal.run_dir(request.job_id, request.epoch)
-        if not directory.is_dir():
+        directory = await self._disk.bulk(partial(self._find_run, request))
+        if directory is None:
             raise JobNotFoundError(
                 f"node {self._node.node_id} has no log of {request.job_id}",
-                hint=f"logs of the last {self._config.jobs_kept} jobs are kept (GENIE_AGENT_JOBS_KEPT), "
-                f"and of each those of its last {RUNS_KEPT + 1} runs",
+                hint=f"a node keeps logs of the last {self._config.jobs_kept} jobs (GENIE_AGENT_JOBS_KEPT), "
+                f"and of the last {RUNS_KEPT + 1} runs of each",
             )
 
         def is_live() -> bool:
             job = self._jobs.live.get(request.job_id)
             return job is not None and request.epoch in (0, job.epoch)
 
-        return await serve_log(request, directory, is_live=is_live, clock=self._clock)
+        return await serve_log(
+            request, directory, is_live=is_live, clock=self._clock, offload=self._disk.bulk
+        )
 
-    # --- the tasks beside the link ----------------------------------------------------------
+    def _find_run(self, request: ReadLog) -> Path | None:
+        directory = self._journal.run_dir(request.job_id, request.epoch)
+        return directory if directory.is_dir() else None
 
-    def _exits_to_tell(self) -> tuple[ExitReport, ...]:
-        """As many as fit into one message beside the rest; the others follow when these are settled."""
-        told: list[ExitReport] = []
+    # --- other tasks ------------------------------------------------------------------------
+
+    def _unconfirmed_exits(self) -> tuple[ExitReport, ...]:
+        """Exits for the next message, up to its size limit; the rest follow when these are settled."""
+        reports: list[ExitReport] = []
         size_bytes = 0
         for report in self._jobs.ended.values():
             size_bytes += len(msgspec.msgpack.encode(report))
-            if size_bytes > EXITS_TOLD_BYTES_MAX:
+            if size_bytes > EXITS_BYTES_MAX:
                 break
-            told.append(report)
-        return tuple(told)
+            reports.append(report)
+        return tuple(reports)
 
     def _heartbeat_s(self) -> float:
         if self._lease.ttl_s <= 0:
@@ -323,33 +381,62 @@ class Agent:
         while True:
             await self._clock.sleep(self._heartbeat_s())
             self._wake.set()
-            if self._jobs.live and not self._lease.is_good(self._clock.monotonic_s()):
+            if self._jobs.live and not self._lease.is_valid(self._clock.monotonic_s()):
                 self._jobs.kill_all(CONTACT_LOST)
-            if self._prune_due or self._journal.has_rubbish:
-                self._prune_due = False
-                for directory in self._jobs.prunable():
-                    await self._offload(partial(jobfiles.try_remove_tree, directory))
 
-    async def _collect_ends(self) -> None:
+    async def _manage_disk(self) -> None:
+        """Measures free space, and removes files of finished jobs."""
+        while True:
+            await self._read_disk_space()
+            missing_bytes = self._monitor.missing_bytes
+            if self._prune_due or self._journal.has_trash or missing_bytes:
+                self._prune_due = False
+                await self._discard_old(missing_bytes)
+            await self._clock.sleep(self._heartbeat_s())
+
+    async def _discard_old(self, missing_bytes: int) -> None:
+        """Removes files of finished jobs. A disk that fails must not end the running ones."""
+        try:
+            for directory in await self._jobs.discard_old(missing_bytes=missing_bytes):
+                await self._disk.bulk(partial(job_files.try_remove_tree, directory))
+        except (GenieError, OSError) as error:
+            _log.warning("could not remove the files of finished jobs: %s", error)
+            self._prune_due = True
+            await self._clock.sleep(DISK_RETRY_S)
+
+    async def _read_disk_space(self) -> None:
+        try:
+            self._monitor.update(await self._disk.bulk(partial(self._disk.space, self._journal.node_dir)))
+        except OSError as error:
+            _log.warning("could not read the free disk space: %s", error)
+
+    async def _collect_exits(self) -> None:
         while True:
             await self._launcher.wait_exit()
-            self._jobs.collect()
+            await self._jobs.collect()
 
     async def _poll_inventory(self) -> None:
         while True:
-            await self._clock.sleep(max(self._config.heartbeat_s, INVENTORY_S_MIN))
+            await self._clock.sleep(max(self._config.heartbeat_s, INVENTORY_INTERVAL_S_MIN))
             await self._read_inventory()
 
     async def _read_inventory(self) -> None:
         try:
             gpus = await self._inventory.read_async(self._jobs.gpus_in_use())
         except HardwareError as error:
-            _log.warning("the accelerators cannot be read: %s", error)
+            _log.warning("could not read the accelerators: %s", error)
             gpus = tuple(
                 msgspec.structs.replace(gpu, available=False, reason=error.message) for gpu in self._node.gpus
             )
+        gpus = tuple(
+            msgspec.structs.replace(gpu, available=False, reason=stuck) if stuck else gpu
+            for gpu in gpus
+            for stuck in (self._jobs.stuck_on(gpu.gpu_id),)
+        )
         facts = self._facts()
-        bad = [f"accelerator {gpu.gpu_id}: {gpu.reason}" for gpu in gpus if not gpu.available]
+        closed = self._monitor.closed_reason(self._writes.stalled_s())
+        bad = [closed] if closed else []
+        bad += [f"accelerator {gpu.gpu_id}: {gpu.reason}" for gpu in gpus if not gpu.available]
         self._node = msgspec.structs.replace(
             self._node,
             hostname=facts.hostname,
@@ -357,48 +444,68 @@ class Agent:
             memory_total_bytes=facts.memory_total_bytes,
             memory_used_bytes=facts.memory_used_bytes,
             gpus=gpus,
+            closed=closed,
+            disk_total_bytes=self._monitor.space.total_bytes,
+            disk_free_bytes=self._monitor.space.free_bytes,
             status=NodeStatus.DEGRADED if bad else NodeStatus.HEALTHY,
             status_reason="; ".join(bad)[:200],
             last_heartbeat=self._clock.wall_s(),
         )
 
     async def _renew_certificate(self) -> None:
-        while self._link.access.tls is not None:
+        while self._connection.access.tls is not None:
             try:
                 wait_s = await renew_certificate(
-                    self._journal.node_dir, self._link, now=self._clock.wall_s(), timeout_s=CALL_S
+                    self._journal.node_dir,
+                    self._connection,
+                    now=self._clock.wall_s(),
+                    timeout_s=CALL_TIMEOUT_S,
+                    offload=self._disk.bulk,
                 )
-            except GenieError as error:
-                _log.warning("the node's certificate could not be renewed: %s", error)
-                wait_s = RENEWAL_AGAIN_S
-            await self._clock.sleep(min(max(wait_s, 0.05), RENEWAL_LOOK_S))
+            except (GenieError, OSError, ValueError) as error:  # also: its file cannot be read
+                _log.warning("could not renew the node's certificate: %s", error)
+                wait_s = RENEWAL_RETRY_S
+            await self._clock.sleep(min(max(wait_s, 0.05), RENEWAL_CHECK_S))
 
-    async def _end_in_order(self) -> None:
+    async def _shut_down_when_stopped(self) -> None:
         await self._stopping.wait()
-        self._jobs.closed = "the agent is stopping"
+        self._jobs.stop_accepting("the agent is stopping")
         self._jobs.kill_all("ended by Genie: the agent was stopped")
-        await self._wait(lambda: not self._jobs.live, self._config.stop_grace_s + END_BEYOND_GRACE_S)
+        await self._wait(lambda: not self._jobs.live, self._config.stop_grace_s + STOP_MARGIN_S)
         self._wake.set()
-        await self._wait(lambda: not (self._jobs.ended and self._link.is_up), LAST_WORDS_S)
-        await self._leave()
+        await self._wait(lambda: not (self._jobs.ended and self._connection.is_connected), LEAVE_TIMEOUT_S)
+        await self._send_leave()
         raise _StoppedError
 
-    async def _leave(self) -> None:
-        """Says goodbye if someone listens; without it the node is listed as silent until it is removed."""
-        if not self._link.is_up:
+    async def _send_leave(self) -> None:
+        """Notifies the controller; otherwise it lists the node as unresponsive until it is removed."""
+        if not self._connection.is_connected:
             return
-        goodbye = Leave(node_id=self._node.node_id, incarnation=self._node.incarnation)
+        request = Leave(node_id=self._node.node_id, incarnation=self._node.incarnation)
         try:
-            await self._link.call(goodbye, timeout_s=LAST_WORDS_S)
+            await self._connection.call(request, timeout_s=LEAVE_TIMEOUT_S)
         except GenieError as error:
-            _log.warning("could not leave in good order: %s", error)
+            _log.warning("could not notify the controller of the shutdown: %s", error)
 
-    async def _wait(self, true: Callable[[], bool], timeout_s: float) -> None:
-        """Until it is so, or until the time is over."""
+    async def _wait(self, condition: Callable[[], bool], timeout_s: float) -> None:
+        """Waits until the condition is true or the timeout expires."""
         deadline_s = self._clock.monotonic_s() + timeout_s
-        while not true() and self._clock.monotonic_s() < deadline_s:
+        while not condition() and self._clock.monotonic_s() < deadline_s:
             await self._clock.sleep(_POLL_S)
 
 
+def _initial_node(config: AgentConfig, *, node_id: str, host: str) -> NodeInfo:
+    """The node before its first inventory."""
+    return NodeInfo(
+        node_id=node_id,
+        hostname="",
+        role=NodeRole.WORKER,
+        host=host,
+        version=__version__,
+        labels=dict(config.labels),
+        rack=config.rack or "",
+    )
+
+
 class _StoppedError(Exception):
-    """Ends the TaskGroup; never leaves this file."""
+    """Ends the TaskGroup; not raised outside this module."""

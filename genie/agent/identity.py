@@ -1,22 +1,22 @@
-"""The files that make a directory a node's: token, certificate, key, the cluster's CA, where controllers are.
-
-Not for: asking to join (joining.py) and what the node does afterwards (journal.py).
-"""
+"""The files that identify a node: token, certificate, key, the cluster's CA, addresses of the controllers."""
 
 from __future__ import annotations
 
 import json
 import logging
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from genie.agent.journal import FENCE_FILE
-from genie.agent.link import Link
+from genie.agent.leader_connection import LeaderConnection
 from genie.errors import ConfigError, TlsError, TokenMissingError, UsageError
-from genie.model.messages import RenewCertificate
-from genie.model.names import address_text, parse_endpoint
-from genie.runtime import files, tls
-from genie.runtime.credentials import Access, is_loopback, with_certificate
+from genie.model.messages import RecoverCertificate, RenewCertificate
+from genie.model.names import address_text, is_loopback, parse_endpoint
+from genie.processes import files
+from genie.processes.tasks import Offload
+from genie.runtime import tls
+from genie.runtime.credentials import Access, with_certificate
 from genie.runtime.network import ClientTls
 from genie.tenancy.access import NO_PIN, parse_token
 
@@ -32,37 +32,37 @@ Address = tuple[str, int]
 def write_identity(
     node_dir: Path, *, token: str, certificate_pem: str, key_pem: bytes, ca_pem: str, controller: Address
 ) -> None:
-    """A node that has just been admitted. The token comes last: without it the directory is not a node."""
+    """Writes the files of a new node. The token comes last: without it the directory is not a node."""
     files.write_private(node_dir / _KEY, key_pem)
     files.write_private(node_dir / _CERTIFICATE, certificate_pem.encode())
     files.write_private(node_dir / _CA, ca_pem.encode())
     (node_dir / _NEXT_KEY).unlink(missing_ok=True)
-    # Tokens of leaders count within one cluster, and this may be another than before.
+    # Leader tokens are only comparable within one cluster, and this may be another cluster.
     (node_dir / FENCE_FILE).unlink(missing_ok=True)
-    keep_controllers(node_dir, (), now=controller)
+    write_controllers(node_dir, (controller,))
     files.write_private(node_dir / _TOKEN, token.encode())
 
 
 def ca_path(node_dir: Path) -> Path:
-    """The certificate of the cluster's CA. Only where the cluster has TLS."""
+    """Path of the CA certificate of the cluster; the file exists only if the cluster uses TLS."""
     return node_dir / _CA
 
 
 def read_identity(node_dir: Path, *, controller: Address | None = None) -> Access:
-    """How this node reaches its cluster. `controller` overrides the address that was kept."""
+    """Returns the access of this node to its cluster. `controller` overrides the stored address."""
     try:
         token = parse_token((node_dir / _TOKEN).read_text("utf-8"))
     except FileNotFoundError:
         raise TokenMissingError(
-            f"{node_dir} has no node's token", hint="join a cluster first: 'genie join ADDR --token T'"
+            f"{node_dir} has no node token", hint="join a cluster first: 'genie join ADDR --token T'"
         ) from None
     except OSError as error:
-        raise TokenMissingError(f"the node's token cannot be read: {error}") from error
+        raise TokenMissingError(f"could not read the node token: {error}") from error
     host, port = controller or read_controllers(node_dir)[0]
     if token.pin == NO_PIN:
         if not is_loopback(host):
             raise TlsError(
-                f"this node is of a cluster without TLS, and {host} is not this machine",
+                f"the cluster of this node has no TLS, and {host} is not a loopback address",
                 hint="start the cluster with TLS (the default) and join again",
             )
         return Access(host=host, port=port, token=token, tls=None)
@@ -73,7 +73,7 @@ def read_identity(node_dir: Path, *, controller: Address | None = None) -> Acces
 
 
 def find_node_dir(state_dir: Path, node_id: str | None) -> Path:
-    """The node of this machine: the one that is named, or the only one there is."""
+    """Returns the directory of this node, or of the only node if `node_id` is None."""
     agents = state_dir / AGENTS_DIR
     if node_id is not None:
         return agents / node_id
@@ -82,61 +82,106 @@ def find_node_dir(state_dir: Path, node_id: str | None) -> Path:
         return found[0]
     if not found:
         raise TokenMissingError(
-            f"no node of a cluster lives in {agents}", hint="join one first: 'genie join ADDR --token T'"
+            f"{agents} contains no node", hint="join a cluster first: 'genie join ADDR --token T'"
         )
     raise UsageError(
-        f"{agents} holds several nodes: {', '.join(path.name for path in found)}",
-        hint="say which with --node-id",
+        f"{agents} contains several nodes: {', '.join(path.name for path in found)}",
+        hint="choose one with --node-id",
     )
 
 
-def keep_controllers(node_dir: Path, told: Sequence[str], *, now: Address) -> tuple[Address, ...]:
-    """Remembers where controllers are; the one that answers now comes first."""
-    known = dict.fromkeys([now, *(parse_endpoint(text) for text in told)])
-    body = json.dumps([address_text(host, port) for host, port in known]).encode()
+def write_controllers(node_dir: Path, controllers: Sequence[Address]) -> None:
+    """Stores the addresses of the controllers, that of the current leader first. Blocks."""
+    body = json.dumps([address_text(host, port) for host, port in controllers]).encode()
     path = node_dir / _CONTROLLERS
     if not path.exists() or path.read_bytes() != body:
         files.write_private(path, body)
-    return tuple(known)
 
 
 def read_controllers(node_dir: Path) -> tuple[Address, ...]:
-    """Where controllers were when the node last heard; the one that answered then comes first."""
+    """Returns the stored addresses of the controllers, that of the last leader first."""
     path = node_dir / _CONTROLLERS
     try:
         return tuple(parse_endpoint(str(text)) for text in json.loads(path.read_text("utf-8")))
     except (OSError, ValueError, TypeError) as error:
         raise ConfigError(
-            f"{path} cannot be read: {error}", hint="say where the controller is with --controller HOST:PORT"
+            f"could not read {path}: {error}",
+            hint="pass the controller's address with --controller HOST:PORT",
         ) from error
 
 
-async def renew_certificate(node_dir: Path, link: Link, *, now: float, timeout_s: float) -> float:
-    """Asks for a new certificate past half of the present one's life; seconds until it should look again."""
-    due = tls.renew_at((node_dir / _CERTIFICATE).read_text("utf-8"))
-    if now < due:
-        return due - now
+async def renew_certificate(
+    node_dir: Path, connection: LeaderConnection, *, now: float, timeout_s: float, offload: Offload
+) -> float:
+    """Renews the certificate after half of its validity. Returns the seconds until the next check."""
+    certificate_pem = await offload(partial((node_dir / _CERTIFICATE).read_text, "utf-8"))
+    left_s = tls.renewal_due_in_s(certificate_pem, now=now)
+    if left_s > 0:
+        return left_s
+    if now > tls.validity(certificate_pem)[1]:
+        await recover_certificate(node_dir, connection, timeout_s=timeout_s, offload=offload)
+        return 0.0
     key_pem, csr_pem = tls.new_key_and_csr()
-    signed = await link.call(RenewCertificate(csr_pem=csr_pem), timeout_s=timeout_s)
-    # In this order a crash leaves either the old pair, or the new certificate with its key beside it.
+    signed = await connection.call(RenewCertificate(csr_pem=csr_pem), timeout_s=timeout_s)
+    certificate_pem = signed.certificate_pem
+    store = partial(_store_certificate, node_dir, connection.access, certificate_pem, key_pem)
+    connection.replace_access(await offload(store, writes=True))
+    _log.info("renewed the node's certificate")
+    return tls.renewal_due_in_s(certificate_pem, now=now)
+
+
+def _store_certificate(node_dir: Path, access: Access, certificate_pem: str, key_pem: bytes) -> Access:
+    # In this order a crash leaves either the old pair, or the new certificate and its key in node.key.next.
     files.write_private(node_dir / _NEXT_KEY, key_pem)
-    files.write_private(node_dir / _CERTIFICATE, signed.certificate_pem.encode())
+    files.write_private(node_dir / _CERTIFICATE, certificate_pem.encode())
     _finish_renewal(node_dir)
-    link.access = _with_own_certificate(link.access, node_dir, _ca_pem(node_dir, pin=link.access.token.pin))
-    _log.info("the node's certificate was renewed")
-    return max(tls.renew_at(signed.certificate_pem) - now, 0.0)
+    return _with_own_certificate(access, node_dir, _ca_pem(node_dir, pin=access.token.pin))
+
+
+async def has_expired(node_dir: Path, *, now: float, offload: Offload) -> bool:
+    """Whether the certificate of the node has expired."""
+    certificate_pem = await offload(partial((node_dir / _CERTIFICATE).read_text, "utf-8"))
+    return now > tls.validity(certificate_pem)[1]
+
+
+async def recover_certificate(
+    node_dir: Path, connection: LeaderConnection, *, timeout_s: float, offload: Offload
+) -> None:
+    """Gets a new certificate for the same key after the old one has expired. Raises CertificateExpiredError
+    after the grace period."""
+    access = connection.access
+    request, ca_pem = await offload(partial(_recovery_request, node_dir, access))
+    # The server would reject a connection with the expired certificate.
+    plain = ClientTls(tls.client_context(ca_pem), tls.CONTROLLER_NAME)
+    signed = await connection.call_unauthenticated(request, tls=plain, timeout_s=timeout_s)
+
+    def store() -> Access:
+        files.write_private(node_dir / _CERTIFICATE, signed.certificate_pem.encode())
+        return _with_own_certificate(access, node_dir, ca_pem)
+
+    connection.replace_access(await offload(store, writes=True))
+    _log.info("renewed the node's certificate, which had expired")
+
+
+def _recovery_request(node_dir: Path, access: Access) -> tuple[RecoverCertificate, str]:
+    request = RecoverCertificate(
+        token=str(access.token),
+        certificate_pem=(node_dir / _CERTIFICATE).read_text("utf-8"),
+        csr_pem=tls.new_csr((node_dir / _KEY).read_bytes()),
+    )
+    return request, _ca_pem(node_dir, pin=access.token.pin)
 
 
 def _finish_renewal(node_dir: Path) -> None:
-    following = node_dir / _NEXT_KEY
-    if not following.exists():
+    next_key = node_dir / _NEXT_KEY
+    if not next_key.exists():
         return
     try:
-        tls.server_context(node_dir / _CERTIFICATE, following)
+        tls.server_context(node_dir / _CERTIFICATE, next_key)
     except TlsError:
-        following.unlink()
+        next_key.unlink()
     else:
-        following.replace(node_dir / _KEY)
+        next_key.replace(node_dir / _KEY)
     files.sync_directory(node_dir)
 
 
@@ -148,7 +193,7 @@ def _ca_pem(node_dir: Path, *, pin: str) -> str:
     try:
         ca_pem = ca_path(node_dir).read_text("utf-8")
     except OSError as error:
-        raise TlsError(f"the cluster's CA cannot be read: {error}", hint="join the node again") from error
+        raise TlsError(f"could not read the cluster's CA: {error}", hint="join the node again") from error
     if tls.fingerprint(ca_pem) != pin:
-        raise TlsError(f"{node_dir / _CA} is not the CA of this node's token", hint="join the node again")
+        raise TlsError(f"{node_dir / _CA} does not match the node token", hint="join the node again")
     return ca_pem

@@ -1,30 +1,33 @@
-"""The jobs of this node, from the controller's order to the end that it has been told of.
+"""The jobs of this node, from the launch request to the confirmed exit report.
 
-A launch is accepted, prepared, confirmed by the controller, then started; whatever fails on the
-way becomes the job's end. A job is in `live` from its acceptance until its end, and then in
-`ended` until the controller has made that durable; the two change together, so that every
-heartbeat has it in exactly one. Not for: connections and time limits (agent.py).
+A launch is accepted, prepared, confirmed by the controller, then started; a failure on the way becomes the
+job's exit report. A job is in `live` from acceptance to exit, then in `ended` until the controller has stored
+the report; every heartbeat lists it in exactly one of them. Connections and the lease are agent.py's.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Protocol, TypeVar
 
 import msgspec
 
-from genie.agent import preparation
+from genie.agent import job_files, preparation
+from genie.agent.disk import WriteQueue, is_node_fault
+from genie.agent.heartbeats import Lease
+from genie.agent.job_files import RunSize
 from genie.agent.journal import REASON_CHARS_MAX, JobRecord, Journal
-from genie.agent.launcher import Launcher, LaunchPlan
-from genie.agent.lease import Lease
+from genie.agent.launcher import JobLauncher, LaunchPlan
 from genie.config import AgentConfig
-from genie.errors import FencedError, GenieError, LaunchError
+from genie.errors import FencedError, GenieError, LaunchError, NodeUnfitError
 from genie.model.allocation import FULL_MILLI
-from genie.model.job import JobKind
+from genie.model.job import EXIT_CLIENT_LOST, JobKind
 from genie.model.messages import (
     ConfirmLaunch,
     Endpoint,
@@ -36,9 +39,9 @@ from genie.model.messages import (
     RunningJob,
 )
 from genie.model.node import NodeInfo
+from genie.processes.clock import Clock
+from genie.processes.tasks import Offload
 from genie.runtime import tls
-from genie.runtime.clock import Clock
-from genie.runtime.tasks import Offload
 
 _log = logging.getLogger(__name__)
 _Reply = TypeVar("_Reply", bound=Message)
@@ -48,13 +51,16 @@ PREPARING_MAX = 8
 PREPARE_S_MAX = 900.0
 EXECUTOR_START_S_MAX = 90.0
 EXECUTOR_BUSY_S_MAX = 1200.0
-"""For one that says what it does: it may compile its library."""
+"""For an executor that reports a status: it may be compiling its library."""
+STATUS_READ_S_MAX = 1.0
 RETRY_S = 0.2
+CONFIRM_WAIT_S = 3.0
+"""How long a confirmation waits at the controller for the other workers of the job; then it is repeated."""
 CONTACT_LOST = "ended by Genie: the node lost contact with the controller"
 
 
-class Ask(Protocol):
-    """One request to the leader, once."""
+class CallLeader(Protocol):
+    """Sends one request to the leader, without retries."""
 
     async def __call__(self, request: Request[_Reply]) -> _Reply: ...
 
@@ -63,21 +69,29 @@ class Ask(Protocol):
 class LocalJob:
     launch: Launch
     directory: Path
-    started: bool = False
-    unwanted: str = ""
-    """Why it must not start any more; empty while it may."""
+    started_s: float | None = None
+    """Monotonic time of its start; None before."""
+    kill_reason: str = ""
+    """Why it must not start or must end; empty if neither."""
     endpoint: Endpoint | None = None
     note: str = ""
-    """What an executor does that does not listen yet."""
+    """Status of an executor that does not listen yet."""
 
     @property
     def epoch(self) -> int:
         return self.launch.placement.epoch
 
+    @property
+    def started(self) -> bool:
+        return self.started_s is not None
+
 
 @dataclass(frozen=True, kw_only=True)
-class Surroundings:
-    """What a job meets on this node. Executors get certificates where there is a CA."""
+class JobEnvironment:
+    """What this node provides for its jobs. Executors get certificates if `ca_path` is set.
+
+    `offload` is for the files of jobs, which may be large; the journal has its own.
+    """
 
     base_env: dict[str, str]
     listen_host: str
@@ -87,72 +101,132 @@ class Surroundings:
     node: Callable[[], NodeInfo]
 
 
-class Jobs:
+class NodeJobs:
     def __init__(
         self,
         config: AgentConfig,
         *,
         journal: Journal,
-        launcher: Launcher,
+        launcher: JobLauncher,
         lease: Lease,
+        writes: WriteQueue,
         clock: Clock,
-        ask: Ask,
-        surroundings: Surroundings,
-        changed: Callable[[], None],
+        call_leader: CallLeader,
+        environment: JobEnvironment,
+        on_change: Callable[[], None],
     ) -> None:
         self.live: dict[str, LocalJob] = {}
         self.ended: dict[str, ExitReport] = {}
-        self.closed = ""
-        """Why nothing is accepted any more; empty while something is."""
-        self.reported = asyncio.Event()
-        """Set while no heartbeat is under way that could lack an accepted job."""
-        self.reported.set()
         self._config = config
         self._journal = journal
         self._launcher = launcher
         self._lease = lease
+        self._writes = writes
         self._clock = clock
-        self._ask_once = ask
-        self._around = surroundings
-        self._changed = changed
+        self._call_leader = call_leader
+        self._environment = environment
+        self._on_change = on_change
+        self._earlier: dict[str, JobRecord | None] = {}
+        """Jobs of an earlier agent with processes that cannot be killed."""
+        self._closed_reason = ""
+        """Why launches are rejected; empty while they are accepted."""
+        self._no_heartbeat_in_flight = asyncio.Event()
+        self._no_heartbeat_in_flight.set()
         self._slots = asyncio.Semaphore(PREPARING_MAX)
+        self._sizes: dict[Path, RunSize] = {}
+        """Of the directories of finished jobs."""
 
     def load(self) -> None:
-        """Ends that an earlier life did not get confirmed."""
+        """Reads what an earlier agent has left: unconfirmed exits, and jobs that have not ended. Blocks."""
         self.ended = self._journal.pending_exits()
+        self._earlier = {job_id: self._journal.record(job_id) for job_id in self._launcher.running()}
 
     def running(self) -> tuple[RunningJob, ...]:
+        stuck = self._launcher.running()
+        now_s = self._clock.monotonic_s()
         return tuple(
-            RunningJob(job_id=job_id, epoch=job.epoch, endpoint=job.endpoint, note=job.note)
+            RunningJob(
+                job_id=job_id,
+                epoch=job.epoch,
+                endpoint=job.endpoint,
+                note=(stuck.get(job_id) or job.note)[:REASON_CHARS_MAX],
+                elapsed_s=0.0 if job.started_s is None else now_s - job.started_s,
+            )
             for job_id, job in self.live.items()
         )
 
+    @contextmanager
+    def heartbeat_in_flight(self) -> Iterator[None]:
+        """Delays launch confirmations while a heartbeat is sent that may not list the accepted job yet."""
+        self._no_heartbeat_in_flight.clear()
+        try:
+            yield
+        finally:
+            self._no_heartbeat_in_flight.set()
+
+    def stop_accepting(self, reason: str) -> None:
+        """Rejects all further launches with this reason."""
+        self._closed_reason = reason
+
     def gpus_in_use(self) -> frozenset[int]:
-        """Those on which a process of a job may be."""
+        """IDs of the accelerators that may have a process of a job."""
         return frozenset(
             gpu_id for job in self.live.values() for gpu_id in job.launch.placement.gpu_ids if job.started
         )
 
-    # --- orders -----------------------------------------------------------------------------
+    def stuck_on(self, gpu_id: int) -> str:
+        """Which processes on this accelerator cannot be killed; empty if none.
 
-    def accept(self, launch: Launch) -> LocalJob:
-        """Durably taken when this returns; `carry_out` must follow. LaunchError or FencedError otherwise."""
+        For a job of an earlier agent whose record cannot be read, all accelerators may have a process.
+        """
+        for job_id, stuck in self._launcher.running().items():
+            if stuck:
+                gpu_ids = self._gpu_ids(job_id)
+                if gpu_ids is None or gpu_id in gpu_ids:
+                    return f"{stuck} of job {job_id}"
+        return ""
+
+    def _gpu_ids(self, job_id: str) -> tuple[int, ...] | None:
+        if job_id in self.live:
+            return self.live[job_id].launch.placement.gpu_ids
+        record = self._earlier.get(job_id)
+        return None if record is None else record.gpu_ids
+
+    # --- launch and kill --------------------------------------------------------------------
+
+    def accept_leader_token(self, leader_token: int, *, what: str) -> None:
+        """Raises FencedError for a token lower than the highest one seen."""
+        if self._journal.accept_leader_token(leader_token, what=what):
+            self._writes.add(self._journal.store_leader_token, what="store the leader token")
+
+    async def accept(self, launch: Launch) -> LocalJob:
+        """Records the launch durably; call `start` next. Raises LaunchError or FencedError."""
         self._check_acceptable(launch)
         record = JobRecord(
             job_id=launch.job_id,
             epoch=launch.placement.epoch,
             incarnation=launch.placement.incarnation,
             accepted_at=self._clock.wall_s(),
+            gpu_ids=launch.placement.gpu_ids,
         )
-        directory = self._journal.accept(record)
-        self.ended.pop(launch.job_id, None)
-        job = self.live[launch.job_id] = LocalJob(launch, directory)
+        earlier = self.ended.pop(launch.job_id, None)
+        # Listed before it is recorded: meanwhile its accelerators are in use.
+        job = self.live[launch.job_id] = LocalJob(launch, self._journal.job_dir(launch.job_id))
+        try:
+            await self._writes.call(partial(self._journal.accept, record))
+        except BaseException as error:
+            del self.live[launch.job_id]
+            if earlier is not None:
+                self.ended[launch.job_id] = earlier
+            if is_node_fault(error) or isinstance(error, OSError):
+                raise NodeUnfitError(f"the launch of {launch.job_id} is rejected: {error}") from error
+            raise
         return job
 
     def _check_acceptable(self, launch: Launch) -> None:
         what, place = f"the launch of {launch.job_id}", launch.placement
-        self._journal.obey(launch.leader_token, what=what)
-        node_id = self._around.node().node_id
+        self.accept_leader_token(launch.leader_token, what=what)
+        node_id = self._environment.node().node_id
         if place.node_id != node_id:
             raise LaunchError(f"{what} is for node {place.node_id}, this is {node_id}")
         if place.incarnation != self._journal.incarnation:
@@ -160,40 +234,44 @@ class Jobs:
                 f"{what} is for incarnation {place.incarnation} of this node, "
                 f"which is now at {self._journal.incarnation}"
             )
-        record = self._journal.record(launch.job_id)
-        if record is not None and place.epoch <= record.epoch:
-            raise FencedError(f"{what} has epoch {place.epoch}; this node has seen {record.epoch}")
-        if launch.job_id in self.live:
-            raise LaunchError(f"{what} is refused: an earlier attempt has not ended here yet")
-        if self.closed:
-            raise LaunchError(f"{what} is refused: {self.closed}")
-        if not self._lease.is_good(self._clock.monotonic_s()):
-            raise LaunchError(f"{what} is refused: this node has not been acknowledged lately")
-        if crowded := self._crowded(launch):
-            raise LaunchError(f"{what} is refused: {crowded}")
+        if launch.job_id in self.live or self._has_survivors(launch.job_id):
+            raise NodeUnfitError(f"{what} is rejected: an earlier run has not ended on this node yet")
+        if self._closed_reason:
+            raise NodeUnfitError(f"{what} is rejected: {self._closed_reason}")
+        if closed := self._environment.node().closed:
+            raise NodeUnfitError(f"{what} is rejected: {closed}")
+        if not self._lease.is_valid(self._clock.monotonic_s()):
+            raise NodeUnfitError(f"{what} is rejected: the lease of this node has expired")
+        if conflict := self._accelerator_conflict(launch):
+            raise NodeUnfitError(f"{what} is rejected: {conflict}")
         if len(self.live) >= LIVE_MAX:
-            raise LaunchError(f"{what} is refused: {LIVE_MAX} jobs are here already")
+            raise NodeUnfitError(f"{what} is rejected: this node already has {LIVE_MAX} jobs")
 
-    def _crowded(self, launch: Launch) -> str:
-        """Why its accelerators cannot take it yet; empty if they can.
+    def _has_survivors(self, job_id: str) -> bool:
+        return job_id in self._earlier and job_id in self._launcher.running()
 
-        The ledger may know them as free while a process that it has given up still takes its time to
-        end here: after a freeze of the whole machine nothing else stands between the two.
+    def _accelerator_conflict(self, launch: Launch) -> str:
+        """Why the accelerators of the launch are not free yet; empty if they are.
+
+        The ledger may list them as free while a process of a reclaimed job has not ended here, for example
+        after the whole machine was suspended.
         """
-        wish = launch.spec.resources.gpu_milli
+        requested = launch.spec.resources.gpu_milli
         for gpu_id in launch.placement.gpu_ids:
-            there = [job.launch for job in self.live.values() if gpu_id in job.launch.placement.gpu_ids]
-            if any(other.tenant != launch.tenant for other in there):
+            if stuck := self.stuck_on(gpu_id):
+                return f"accelerator {gpu_id}: {stuck}"
+            others = [job.launch for job in self.live.values() if gpu_id in job.launch.placement.gpu_ids]
+            if any(other.tenant != launch.tenant for other in others):
                 return f"a job of another tenant has not ended on accelerator {gpu_id} yet"
-            if sum(other.spec.resources.gpu_milli for other in there) + wish > FULL_MILLI:
-                return f"{there[0].job_id} has not ended on accelerator {gpu_id} yet"
+            if sum(other.spec.resources.gpu_milli for other in others) + requested > FULL_MILLI:
+                return f"{others[0].job_id} has not ended on accelerator {gpu_id} yet"
         return ""
 
     def kill(self, job_id: str, *, epoch: int, reason: str, grace_s: float | None = None) -> None:
-        """Takes effect at once or, for a job that is being prepared, at its next step."""
+        """Takes effect immediately or, for a job in preparation, at its next step."""
         job = self.live.get(job_id)
         if job is not None and job.epoch == epoch:
-            job.unwanted = job.unwanted or reason
+            job.kill_reason = job.kill_reason or reason
             if job.started:
                 self._launcher.kill(job_id, reason=reason, grace_s=grace_s)
 
@@ -201,62 +279,63 @@ class Jobs:
         for job_id, job in self.live.items():
             self.kill(job_id, epoch=job.epoch, reason=reason)
 
-    def settle(self, job_ids: Iterable[str]) -> None:
-        settled = list(job_ids)
-        self._journal.settle(settled)
-        for job_id in settled:
+    def settle(self, job_ids: Collection[str]) -> None:
+        for job_id in job_ids:
             self.ended.pop(job_id, None)
+        if job_ids:
+            work = partial(self._journal.settle, job_ids)
+            self._writes.add(work, what="mark exits as settled", writes=False)
 
-    def collect(self) -> None:
-        """Takes the ends that the launcher has seen."""
-        for report in self._launcher.exits():
-            self._end(report)
+    async def collect(self) -> None:
+        """Records the exits that the launcher has seen."""
+        for report in sorted(self._launcher.exits(), key=self._needs_executor_status):
+            self._record_exit(await self._with_executor_status(report))
 
     # --- from acceptance to start -----------------------------------------------------------
 
-    async def carry_out(self, job: LocalJob) -> None:
-        """Never raises: whatever goes wrong is the job's end."""
+    async def start(self, job: LocalJob) -> None:
+        """Prepares, confirms and starts the job. Never raises: an error becomes the job's exit report."""
         job_id = job.launch.job_id
         try:
             async with self._slots:
                 plan = await self._prepare(job)
             await self._confirm(job)
-            self._launcher.start(plan, until_s=self._lease.until_s)
-            job.started = True
-            if job.unwanted:
-                self._launcher.kill(job_id, reason=job.unwanted)
+            await self._launcher.start(plan, until_s=self._lease.until_s)
+            job.started_s = self._clock.monotonic_s()
+            if job.kill_reason:
+                self._launcher.kill(job_id, reason=job.kill_reason)
             _log.info("job %s started (epoch %d)", job_id, job.epoch)
-        except GenieError as error:
-            self._fail(job, job.unwanted or f"not started: {error}")
-        except OSError as error:
-            self._fail(job, f"not started: {error}")
+        except (GenieError, OSError) as error:
+            by_node = bool(job.kill_reason) or is_node_fault(error)
+            self._fail(job, job.kill_reason or f"not started: {error}", by_node=by_node)
         except Exception:
-            _log.exception("job %s could not be started", job_id)
-            self._fail(job, "not started: internal error; the agent's log has the details")
+            _log.exception("could not start job %s", job_id)
+            self._fail(job, "not started: internal error (see the log of the agent)")
         if job.started and job.launch.spec.kind is JobKind.SESSION:
-            await self._announce(job)
+            await self._report_endpoint(job)
 
     async def _prepare(self, job: LocalJob) -> LaunchPlan:
-        launch, around = job.launch, self._around
+        launch, environment = job.launch, self._environment
         env = preparation.job_environment(
-            launch, base=around.base_env, node=around.node(), directory=job.directory
+            launch, base=environment.base_env, node=environment.node(), directory=job.directory
         )
         if launch.spec.workdir is not None:
             await preparation.fetch_workdir(
-                self._asking(job), launch.spec.workdir, job.directory, offload=around.offload
+                self._retrying_call(job), launch.spec.workdir, job.directory, offload=environment.offload
             )
         if launch.spec.kind is JobKind.SESSION:
             argv = await preparation.prepare_executor(
-                self._asking(job),
+                self._retrying_call(job),
                 launch,
                 directory=job.directory,
-                ca_path=around.ca_path,
-                listen_host=around.listen_host,
+                ca_path=environment.ca_path,
+                listen_host=environment.listen_host,
                 memory_bytes_max=self._config.executor_memory_bytes_max,
-                node=around.node(),
+                node=environment.node(),
+                offload=environment.offload,
             )
         else:
-            argv = preparation.command_of(launch)
+            argv = preparation.job_command(launch)
         return LaunchPlan(
             job_id=launch.job_id,
             epoch=job.epoch,
@@ -271,42 +350,45 @@ class Jobs:
         )
 
     async def _confirm(self, job: LocalJob) -> None:
-        # A heartbeat that was written before the acceptance must not be read after the confirmation:
-        # the controller would find a running job that this node does not list.
-        await self.reported.wait()
-        order = ConfirmLaunch(
-            job_id=job.launch.job_id, epoch=job.epoch, incarnation=self._journal.incarnation
+        # A heartbeat from before the acceptance must not arrive after the confirmation: the controller
+        # would miss a running job in it.
+        await self._no_heartbeat_in_flight.wait()
+        confirmation = ConfirmLaunch(
+            job_id=job.launch.job_id,
+            epoch=job.epoch,
+            incarnation=self._journal.incarnation,
+            wait_s=CONFIRM_WAIT_S,
         )
-        await self._asking(job)(order)
-        self._check_wanted(job)
+        await self._retrying_call(job)(confirmation)
+        self._check_not_killed(job)
 
-    def _asking(self, job: LocalJob) -> preparation.Call:
-        """Asks again while that can help and the job is still wanted."""
+    def _retrying_call(self, job: LocalJob) -> preparation.Call:
+        """Retries retryable errors until the timeout or until the job is killed."""
         deadline_s = self._clock.monotonic_s() + PREPARE_S_MAX
 
-        async def ask(request: Request[_Reply]) -> _Reply:
+        async def call(request: Request[_Reply]) -> _Reply:
             while True:
-                self._check_wanted(job)
+                self._check_not_killed(job)
                 try:
-                    return await self._ask_once(request)
+                    return await self._call_leader(request)
                 except GenieError as error:
                     if not error.retryable or self._clock.monotonic_s() > deadline_s:
                         raise
-                    _log.info("job %s: %s; asking again", job.launch.job_id, error)
+                    _log.info("retrying a request to the controller for job %s: %s", job.launch.job_id, error)
                 await self._clock.sleep(RETRY_S)
 
-        return ask
+        return call
 
-    def _check_wanted(self, job: LocalJob) -> None:
-        if not job.unwanted and not self._lease.is_good(self._clock.monotonic_s()):
-            job.unwanted = CONTACT_LOST
-        if job.unwanted:
-            raise LaunchError(job.unwanted)
+    def _check_not_killed(self, job: LocalJob) -> None:
+        if not job.kill_reason and not self._lease.is_valid(self._clock.monotonic_s()):
+            job.kill_reason = CONTACT_LOST
+        if job.kill_reason:
+            raise LaunchError(job.kill_reason)
 
     # --- sessions ---------------------------------------------------------------------------
 
-    async def _announce(self, job: LocalJob) -> None:
-        """Waits for the executor to listen, then says where. Never raises, like its caller."""
+    async def _report_endpoint(self, job: LocalJob) -> None:
+        """Waits until the executor listens, then reports its address to the controller. Never raises."""
         job_id = job.launch.job_id
         try:
             port = await self._wait_endpoint(job)
@@ -314,31 +396,34 @@ class Jobs:
                 return
             job.note = ""
             job.endpoint = Endpoint(
-                host=self._around.advertised_host, port=port, server_name=tls.executor_name(job_id)
+                host=self._environment.advertised_host, port=port, server_name=tls.executor_name(job_id)
             )
-            self._changed()
-            await self._asking(job)(ExecutorReady(job_id=job_id, epoch=job.epoch, endpoint=job.endpoint))
+            self._on_change()
+            await self._retrying_call(job)(
+                ExecutorReady(job_id=job_id, epoch=job.epoch, endpoint=job.endpoint)
+            )
         except GenieError as error:
             if job.endpoint is None:
                 self.kill(job_id, epoch=job.epoch, reason=f"ended by Genie: {error}")
             else:
-                _log.info("job %s: %s; the heartbeats say where it listens, too", job_id, error)
+                _log.info("could not report the endpoint of %s: %s; the next heartbeat will", job_id, error)
         except Exception:
-            _log.exception("the executor of %s could not be announced", job_id)
+            _log.exception("could not report the endpoint of executor %s", job_id)
             self.kill(job_id, epoch=job.epoch, reason="ended by Genie: internal error")
 
     async def _wait_endpoint(self, job: LocalJob) -> int | None:
-        """None when it ended first; why is in its end."""
+        """Returns the executor's port; None if it ended first."""
         started_s = self._clock.monotonic_s()
         pause_s = 0.01
         while self.live.get(job.launch.job_id) is job:
-            port = preparation.read_endpoint(job.directory)
+            port = await self._environment.offload(partial(preparation.read_endpoint, job.directory))
             if port is not None:
                 return port
-            note = preparation.read_status(job.directory)[:REASON_CHARS_MAX]
+            status = await self._environment.offload(partial(preparation.read_status, job.directory))
+            note = status[:REASON_CHARS_MAX]
             if note != job.note:
                 job.note = note
-                self._changed()
+                self._on_change()
             limit_s = EXECUTOR_BUSY_S_MAX if note else EXECUTOR_START_S_MAX
             if self._clock.monotonic_s() > started_s + limit_s:
                 raise LaunchError(f"the executor was not ready within {limit_s:g} s" + (note and f": {note}"))
@@ -346,12 +431,12 @@ class Jobs:
             pause_s = min(pause_s * 1.5, 0.2)
         return None
 
-    # --- ends -------------------------------------------------------------------------------
+    # --- exits ------------------------------------------------------------------------------
 
-    def _fail(self, job: LocalJob, reason: str) -> None:
+    def _fail(self, job: LocalJob, reason: str, *, by_node: bool = False) -> None:
         reason = reason[:REASON_CHARS_MAX]
-        _log.warning("job %s: %s", job.launch.job_id, reason)
-        self._end(
+        _log.warning("job %s failed: %s", job.launch.job_id, reason)
+        self._record_exit(
             ExitReport(
                 job_id=job.launch.job_id,
                 epoch=job.epoch,
@@ -359,32 +444,62 @@ class Jobs:
                 reason=reason,
                 ended_at=self._clock.wall_s(),
                 started=False,
-                by_node=bool(job.unwanted),
+                by_node=by_node,
             )
         )
 
-    def _end(self, report: ExitReport) -> None:
-        report = self._with_last_words(report)
-        _log.info("job %s ended: %s", report.job_id, report.reason)
-        try:
-            if self._journal.exit_report(report.job_id) is None:
-                self._journal.write_exit(report)
-        except GenieError as error:
-            # It can still be told while this life lasts; after that the job counts as lost.
-            _log.error("the end of %s cannot be recorded: %s", report.job_id, error)
-        preparation.forget_secrets(self._journal.job_dir(report.job_id))
-        self.live.pop(report.job_id, None)
-        self.ended[report.job_id] = report
-        self._changed()
+    def _record_exit(self, exit_report: ExitReport) -> None:
+        """Reports the exit at once. If the agent is killed before it is stored, the shim's own record counts,
+        and without one the job counts as lost."""
+        _log.info("job %s ended: %s", exit_report.job_id, exit_report.reason)
+        self.live.pop(exit_report.job_id, None)
+        self.ended[exit_report.job_id] = exit_report
+        self._writes.add(
+            partial(self._store_exit, exit_report), what=f"record the exit of {exit_report.job_id}"
+        )
+        self._on_change()
 
-    def _with_last_words(self, report: ExitReport) -> ExitReport:
-        """An executor that ended before it listened has said why, which its client should hear."""
+    def _store_exit(self, report: ExitReport) -> None:
+        preparation.remove_secrets(self._journal.job_dir(report.job_id))
+        self._journal.discard_tmp(report.job_id)
+        if self._journal.exit_report(report.job_id) is None:
+            self._journal.write_exit(report)
+
+    def _needs_executor_status(self, report: ExitReport) -> bool:
         job = self.live.get(report.job_id)
-        if job is None or job.launch.spec.kind is not JobKind.SESSION or job.endpoint or not report.exit_code:
+        if job is None or job.launch.spec.kind is not JobKind.SESSION or not report.exit_code:
+            return False
+        return job.endpoint is None or report.exit_code == EXIT_CLIENT_LOST
+
+    async def _with_executor_status(self, report: ExitReport) -> ExitReport:
+        """Adds the status of an executor that failed before it listened, or that lost its client."""
+        if not self._needs_executor_status(report):
             return report
-        said = preparation.read_status(job.directory)
-        reason = f"{report.reason}: {said}" if said else report.reason
+        read = partial(preparation.read_status, self._journal.job_dir(report.job_id))
+        try:
+            async with asyncio.timeout(STATUS_READ_S_MAX):
+                status = await self._environment.offload(read)
+        except TimeoutError:
+            status = ""
+        reason = f"{report.reason}: {status}" if status else report.reason
         return msgspec.structs.replace(report, reason=reason[:REASON_CHARS_MAX])
 
-    def prunable(self) -> Collection[Path]:
-        return self._journal.prunable(kept=self._config.jobs_kept, live=self.live)
+    async def discard_old(self, *, missing_bytes: int) -> Collection[Path]:
+        """Returns the directories that are to be removed: they no longer belong to a job."""
+        live = frozenset(self.live) | frozenset(self._launcher.running())
+        self._sizes = await self._environment.offload(partial(self._measure_finished, live))
+        discard = partial(
+            self._journal.discard_old,
+            kept=self._config.jobs_kept,
+            live=frozenset(self.live) | live,
+            sizes=self._sizes,
+            bytes_max=self._config.jobs_bytes_max,
+            missing_bytes=missing_bytes,
+        )
+        return await self._writes.call(discard, writes=False)
+
+    def _measure_finished(self, live: Collection[str]) -> dict[Path, RunSize]:
+        known = self._sizes
+        finished = self._journal.finished(live)
+        sizes = {path: job_files.try_measure(path, known.get(path)) for path in finished}
+        return {path: size for path, size in sizes.items() if size is not None}

@@ -1,10 +1,9 @@
-"""What the agent must still know after a crash: its incarnation, the leader token, its jobs, their ends.
+"""The durable state of an agent: incarnation, leader token, accepted jobs and their exit records.
 
-One directory per node; each file is replaced whole and durably. A job's directory holds
-`job.json` (what was accepted), `exit.json` (how it ended, until the controller has it for good,
-then `settled.json`), `log/`, `work/` and `tmp/`, and in `earlier/` the logs of its runs before. The job
-can spoil all of these; that costs it its record and nobody else anything. Directories whose names start
-with a dot wait to be removed. Not for: processes (processes.py, launcher.py).
+One directory per node; files are replaced atomically. The directory of a job contains `job.json` (the
+accepted launch), `exit.json` (the exit record, renamed to `settled.json` once the controller has stored it),
+`log/`, `work/`, `tmp/`, and in `earlier/` the logs of earlier runs. The job can damage all of these; that
+affects only its own record. Directories whose names start with a dot are to be removed.
 """
 
 from __future__ import annotations
@@ -12,18 +11,19 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import TypeVar
 
 import msgspec
 
-from genie.agent import jobfiles
-from genie.errors import AgentRunningError, FencedError, LaunchError, StoreCorruptError, StoreFullError
+from genie.agent import job_files
+from genie.agent.job_files import RunSize
+from genie.errors import AgentRunningError, FencedError, StoreCorruptError, StoreFullError
 from genie.model.job import RUNS_KEPT
 from genie.model.messages import ExitReport
-from genie.model.names import checked_name
-from genie.runtime import files
+from genie.model.names import validate_name
+from genie.processes import files
 
 _log = logging.getLogger(__name__)
 _Struct = TypeVar("_Struct")
@@ -31,17 +31,19 @@ _Struct = TypeVar("_Struct")
 REASON_CHARS_MAX = 600
 FENCE_FILE = "fence.json"
 REGISTERED_FILE = "registered.json"
-_ASIDE = "."
-_EARLIER = "earlier"
+_TRASH_PREFIX = "."
+_EARLIER_RUNS_DIR = "earlier"
 
 
 class JobRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """A launch that was accepted, whether or not it ever started."""
+    """An accepted launch, whether or not it has started."""
 
     job_id: str
     epoch: int
     incarnation: int
     accepted_at: float
+    gpu_ids: tuple[int, ...] | None = None
+    """None if unknown: written by an older version."""
 
 
 class _ExitRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -60,25 +62,31 @@ class _Fence(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Journal:
-    """The files of one node. `open` locks the directory; the lock ends with the process or with `close`."""
+    """The files of one node. `open` locks the directory until `close` or the end of the process.
+
+    Its methods block, except `accept_leader_token`. Those that change files must not run concurrently.
+    """
 
     def __init__(self, node_dir: Path) -> None:
         self.node_dir = node_dir
         self.jobs_dir = node_dir / "jobs"
         self._lock: files.FileLock | None = None
-        self._fence = _Fence()
+        self._stored_leader_token = 0
+        self.leader_token = 0
+        """The highest leader token seen."""
         self.incarnation = 0
-        self.has_rubbish = False
-        """Whether a directory was set aside since `prunable` was asked."""
+        self.has_trash = False
+        """Whether a directory was moved aside since the last call of `discard_old`."""
         self._settled: set[str] = set()
-        """Ends that are settled although their directories could not be told so."""
-        self._aside_count = 0
+        """Settled jobs whose `exit.json` could not be renamed."""
+        self._trash_count = 0
 
     def open(self) -> None:
-        """AgentRunningError when another agent has it; StoreCorruptError when a file is not ours."""
+        """Raises AgentRunningError if another agent holds the lock, StoreCorruptError for an invalid file."""
         files.make_private_directory(self.jobs_dir)
-        self._lock = _locked(self.node_dir / "agent.lock")
-        self._fence = _read(self.node_dir / FENCE_FILE, _Fence) or _Fence()
+        self._lock = _acquire_lock(self.node_dir / "agent.lock")
+        fence = _read(self.node_dir / FENCE_FILE, _Fence) or _Fence()
+        self.leader_token = self._stored_leader_token = fence.leader_token
         self.incarnation = _read(self.node_dir / "incarnation", int) or 0
 
     def close(self) -> None:
@@ -87,37 +95,44 @@ class Journal:
             self._lock.release()
 
     def begin_incarnation(self) -> int:
-        """One more than ever before, on disk before it is returned."""
-        self.incarnation += 1
-        files.write_private(self.node_dir / "incarnation", str(self.incarnation).encode())
-        return self.incarnation
+        """Increments the incarnation durably and returns it. Raises StoreFullError."""
+        incarnation = self.incarnation + 1
+        files.replace_or_overwrite(self.node_dir / "incarnation", str(incarnation).encode())
+        self.incarnation = incarnation
+        return incarnation
 
-    def note_registered(self, controller: str, *, at: float) -> None:
-        """Lets whoever started this agent see that it has arrived."""
+    def record_registration(self, controller: str, *, at: float) -> None:
+        """Writes the file by which the supervisor sees that this agent has registered."""
         body = {"incarnation": self.incarnation, "controller": controller, "at": at}
-        files.write_private(self.node_dir / REGISTERED_FILE, json.dumps(body).encode())
+        files.replace_or_overwrite(self.node_dir / REGISTERED_FILE, json.dumps(body).encode())
 
-    @property
-    def leader_token(self) -> int:
-        return self._fence.leader_token
+    def accept_leader_token(self, leader_token: int, *, what: str) -> bool:
+        """Remembers the highest leader token, in memory. Raises FencedError for a lower one.
 
-    def obey(self, leader_token: int, *, what: str) -> None:
-        """Remembers the highest token; FencedError for an order by a leader that has been replaced."""
-        if leader_token < self._fence.leader_token:
+        Returns whether it is new; call `store_leader_token` then. A launch is accepted only after that. Until
+        then the incarnation fences the orders of earlier leaders to a restarted agent.
+        """
+        if leader_token < self.leader_token:
             raise FencedError(
-                f"{what} refused: it carries leader token {leader_token}, "
-                f"and this node has heard from a leader with {self._fence.leader_token}"
+                f"{what} rejected: its leader token {leader_token} is older than "
+                f"{self.leader_token}, which this node has seen"
             )
-        if leader_token > self._fence.leader_token:
-            fence = _Fence(leader_token=leader_token)
-            files.write_private(self.node_dir / FENCE_FILE, msgspec.json.encode(fence))
-            self._fence = fence
+        is_new = leader_token > self.leader_token
+        self.leader_token = leader_token
+        return is_new
+
+    def store_leader_token(self) -> None:
+        leader_token = self.leader_token
+        if leader_token > self._stored_leader_token:
+            body = msgspec.json.encode(_Fence(leader_token=leader_token))
+            files.write_private(self.node_dir / FENCE_FILE, body)
+            self._stored_leader_token = leader_token
 
     # --- jobs -------------------------------------------------------------------------------
 
     def job_dir(self, job_id: str) -> Path:
-        """Where a job's files are; NameInvalidError for an id that could lead elsewhere."""
-        return self.jobs_dir / checked_name(job_id, what="job id")
+        """The directory of a job. Raises NameInvalidError for an ID that could be another path."""
+        return self.jobs_dir / validate_name(job_id, what="job ID")
 
     def record(self, job_id: str) -> JobRecord | None:
         try:
@@ -127,52 +142,61 @@ class Journal:
             return None
 
     def accept(self, record: JobRecord) -> Path:
-        """A fresh directory for a job; what an earlier attempt left there is set aside, but for logs.
-        LaunchError."""
+        """Creates the directory of a job; moves that of an earlier run aside, except its logs.
+
+        Raises FencedError for a launch that this node has seen before, StoreFullError or OSError.
+        """
+        self.store_leader_token()
         directory = self.job_dir(record.job_id)
         aside: Path | None = None
         before = self.record(record.job_id)
-        if jobfiles.exists(directory) and (aside := self._set_aside(directory)) is None:
-            raise LaunchError(f"what an earlier attempt left at {directory} cannot be moved")
+        if before is not None and record.epoch <= before.epoch:
+            raise FencedError(
+                f"the launch of {record.job_id} has epoch {record.epoch}; "
+                f"this node has already seen {before.epoch}"
+            )
+        if job_files.exists(directory) and (aside := self._move_to_trash(directory)) is None:
+            raise StoreFullError(f"could not move the directory of an earlier run: {directory}")
         self._settled.discard(record.job_id)
-        for name in ("log", "work", "tmp"):
-            files.make_private_directory(directory / name)
+        for path in (directory, *(directory / name for name in ("log", "work", "tmp"))):
+            path.mkdir(mode=0o700)
         if aside is not None and before is not None:
-            self._keep_logs(aside, directory, epoch=before.epoch)
+            self._keep_earlier_logs(aside, directory, epoch=before.epoch)
         files.write_private(directory / "job.json", msgspec.json.encode(record))
         files.sync_directory(self.jobs_dir)
         return directory
 
     def run_dir(self, job_id: str, epoch: int) -> Path:
-        """Where the log of that run is, or was; 0 for the last."""
+        """The directory with the log of the run with this epoch; epoch 0 is the last run."""
         directory = self.job_dir(job_id)
         record = self.record(job_id) if epoch else None
-        return directory if record is None or record.epoch == epoch else directory / _EARLIER / str(epoch)
+        return (
+            directory
+            if record is None or record.epoch == epoch
+            else directory / _EARLIER_RUNS_DIR / str(epoch)
+        )
 
-    def _keep_logs(self, aside: Path, directory: Path, *, epoch: int) -> None:
-        """Those of the newest runs go on to the next attempt."""
-        kept = directory / _EARLIER
+    def _keep_earlier_logs(self, aside: Path, directory: Path, *, epoch: int) -> None:
+        """Moves the logs of the newest runs to the new directory."""
+        kept = directory / _EARLIER_RUNS_DIR
         try:
-            if _is_directory(aside / _EARLIER):
-                (aside / _EARLIER).rename(kept)
+            if _is_directory(aside / _EARLIER_RUNS_DIR):
+                (aside / _EARLIER_RUNS_DIR).rename(kept)
             if _is_directory(aside / "log") and any((aside / "log").iterdir()):
                 files.make_private_directory(kept / str(epoch))
                 (aside / "log").rename(kept / str(epoch) / "log")
             if _is_directory(kept):
-                runs = sorted(
-                    kept.iterdir(), key=lambda path: (path.name.isdecimal(), len(path.name), path.name)
-                )
-                for old in runs[:-RUNS_KEPT]:
-                    self._set_aside(old)
+                for old in sorted(kept.iterdir(), key=_epoch_sort_key)[:-RUNS_KEPT]:
+                    self._move_to_trash(old)
         except OSError as error:
-            _log.warning("logs of earlier runs of %s are not kept: %s", directory.name, error.strerror)
+            _log.warning("could not keep the logs of earlier runs of %s: %s", directory.name, error.strerror)
 
     def write_exit(self, report: ExitReport) -> None:
-        """For jobs that never got as far as a shim, or whose shim could not write it. StoreFullError."""
+        """Writes the exit record where no shim has written it. Raises StoreFullError."""
         body = msgspec.json.encode(_ExitRecord(**msgspec.structs.asdict(report)))
         path = self.job_dir(report.job_id) / "exit.json"
         try:
-            jobfiles.write(path, body)
+            job_files.write(path, body)
         except OSError as error:
             raise StoreFullError(
                 f"cannot write {path}: {error.strerror}", hint="check free space and permissions"
@@ -185,17 +209,17 @@ class Journal:
             _log.warning("%s", error)
             return None
         if found is not None and found.job_id != job_id:
-            _log.warning("the exit record of %s names another job", job_id)
+            _log.warning("the exit record of %s is of another job", job_id)
             return None
-        return _as_report(found)
+        return _to_optional_report(found)
 
     def pending_exits(self) -> dict[str, ExitReport]:
-        """Every end that the controller has not confirmed yet."""
+        """All exits that the controller has not confirmed yet, by job ID."""
         found = {job_id: self.exit_report(job_id) for job_id in self.job_ids() if job_id not in self._settled}
         return {job_id: report for job_id, report in found.items() if report is not None}
 
     def settle(self, job_ids: Iterable[str]) -> None:
-        """The controller has these ends for good. The directories stay until they are pruned."""
+        """Marks exits that the controller has stored. The directories stay until they are pruned."""
         moved = False
         for job_id in job_ids:
             directory = self.job_dir(job_id)
@@ -205,61 +229,97 @@ class Journal:
             except FileNotFoundError:
                 pass
             except OSError as error:
-                _log.warning("the end of %s cannot be marked as settled: %s", job_id, error.strerror)
-                if self._set_aside(directory) is None:
+                _log.warning("could not mark the exit of %s as settled: %s", job_id, error.strerror)
+                if self._move_to_trash(directory) is None:
                     self._settled.add(job_id)
         if moved:
-            # Once for all: an end that is told again after a crash does no harm.
+            # One sync for all: reporting an exit twice after a crash is harmless.
             files.sync_directory(self.jobs_dir)
 
     def job_ids(self) -> list[str]:
-        return sorted(path.name for path in self._directories() if jobfiles.exists(path / "job.json"))
+        return sorted(path.name for path in self._directories() if job_files.exists(path / "job.json"))
 
-    def prunable(self, *, kept: int, live: Collection[str]) -> list[Path]:
-        """Directories of finished and settled jobs beyond the newest `kept`, and what was set aside."""
-        self.has_rubbish = False
-        rubbish = [path for path in self.jobs_dir.iterdir() if path.name.startswith(_ASIDE)]
+    def discard_tmp(self, job_id: str) -> None:
+        """Moves the temporary files of an ended job aside."""
+        directory = self.job_dir(job_id) / "tmp"
+        if job_files.exists(directory):
+            self._move_to_trash(directory)
+
+    def discard_old(
+        self,
+        *,
+        kept: int,
+        live: Collection[str],
+        sizes: Mapping[Path, RunSize] | None = None,
+        bytes_max: int = 0,
+        missing_bytes: int = 0,
+    ) -> list[Path]:
+        """Moves the directories of settled jobs aside, except the newest `kept`. If the rest exceeds
+        `bytes_max`, or the disk misses `missing_bytes`, working directories follow, then logs, oldest first.
+
+        `sizes` has what counts for that. Returns all directories that are to be removed.
+        """
+        done = self.finished(live)
+        for directory in done[kept:]:
+            self._move_to_trash(directory)
+        rest = [(path, size) for path in reversed(done[:kept]) if (size := (sizes or {}).get(path))]
+        total_bytes = sum(size.work_bytes + size.other_bytes for _, size in rest)
+        excess_bytes = max(total_bytes - bytes_max, missing_bytes)
+        for path, size in rest:
+            if excess_bytes > 0 and _is_directory(path / "work"):
+                modified_s = _modified_s(path)
+                self._move_to_trash(path / "work")
+                job_files.try_set_modified(path, modified_s)  # it does not become the newest
+                excess_bytes -= size.work_bytes
+        for path, size in rest:
+            if excess_bytes > 0:
+                self._move_to_trash(path)
+                excess_bytes -= size.other_bytes
+        self.has_trash = False
+        return [path for path in self.jobs_dir.iterdir() if path.name.startswith(_TRASH_PREFIX)]
+
+    def finished(self, live: Collection[str]) -> list[Path]:
+        """Directories of jobs that have ended and are settled, newest first."""
         done = [
             directory
             for directory in self._directories()
             if directory.name not in live
-            and (directory.name in self._settled or not jobfiles.exists(directory / "exit.json"))
+            and (directory.name in self._settled or not job_files.exists(directory / "exit.json"))
         ]
-        done.sort(key=_age_mark, reverse=True)
-        return done[kept:] + rubbish
+        return sorted(done, key=_modified_s, reverse=True)
 
     def _directories(self) -> list[Path]:
-        return [path for path in self.jobs_dir.iterdir() if not path.name.startswith(_ASIDE)]
+        return [path for path in self.jobs_dir.iterdir() if not path.name.startswith(_TRASH_PREFIX)]
 
-    def _set_aside(self, directory: Path) -> Path | None:
-        """Out of the way at once; whoever asks for `prunable` removes it. Where it is; None if it stays."""
+    def _move_to_trash(self, directory: Path) -> Path | None:
+        """Renames the directory, to be removed later. Returns the new path, None on failure."""
         while True:
-            self._aside_count += 1
-            name = f"{_ASIDE}{directory.name}.{self.incarnation}.{self._aside_count}"
-            if not jobfiles.exists(self.jobs_dir / name):
+            self._trash_count += 1
+            name = f"{_TRASH_PREFIX}{directory.name}.{self.incarnation}.{self._trash_count}"
+            if not job_files.exists(self.jobs_dir / name):
                 break
         try:
-            os.rename(directory, self.jobs_dir / name)  # noqa: PTH104 - a link itself, not its target
+            os.rename(directory, self.jobs_dir / name)  # noqa: PTH104 - moves a link itself, not its target
         except OSError as error:
-            _log.warning("%s cannot be set aside: %s", directory, error.strerror)
+            _log.warning("could not move the old directory %s: %s", directory, error.strerror)
             return None
-        self.has_rubbish = True
+        self.has_trash = True
         return self.jobs_dir / name
 
 
 def parse_exit(line: bytes) -> ExitReport:
-    """The record as a shim says it; msgspec.DecodeError when it is not one."""
-    return _as_report_of(msgspec.json.decode(line, type=_ExitRecord))
+    """Parses an exit record from a shim. Raises msgspec.DecodeError."""
+    return _to_report(msgspec.json.decode(line, type=_ExitRecord))
 
 
-def _as_report(record: _ExitRecord | None) -> ExitReport | None:
-    return None if record is None else _as_report_of(record)
+def _to_optional_report(record: _ExitRecord | None) -> ExitReport | None:
+    return None if record is None else _to_report(record)
 
 
-def _as_report_of(record: _ExitRecord) -> ExitReport:
+def _to_report(record: _ExitRecord) -> ExitReport:
     reason = record.reason[:REASON_CHARS_MAX]
     if record.log_bytes_lost:
-        reason += f"; {record.log_bytes_lost} bytes of its output could not be written"
+        reason += f"; {record.log_bytes_lost} bytes of its output were lost"
     return ExitReport(
         job_id=record.job_id,
         epoch=record.epoch,
@@ -272,39 +332,39 @@ def _as_report_of(record: _ExitRecord) -> ExitReport:
 
 
 def _is_directory(path: Path) -> bool:
-    """And not a link to one."""
+    """False for a link to a directory."""
     return path.is_dir() and not path.is_symlink()
 
 
-def _run_mark(path: Path) -> tuple[bool, int, str]:
-    """Sorts runs by their epochs, behind what is none."""
+def _epoch_sort_key(path: Path) -> tuple[bool, int, str]:
+    """Sort key: directories of runs by epoch, after anything else."""
     return (path.name.isdecimal(), len(path.name), path.name)
 
 
-def _age_mark(directory: Path) -> float:
+def _modified_s(directory: Path) -> float:
     try:
         return directory.stat(follow_symlinks=False).st_mtime
     except OSError:
         return 0.0
 
 
-def _locked(path: Path) -> files.FileLock:
-    lock = files.FileLock.try_take(path)
+def _acquire_lock(path: Path) -> files.FileLock:
+    lock = files.FileLock.try_acquire(path)
     if lock is None:
         raise AgentRunningError(
-            f"another agent already runs on {path.parent}",
-            hint="stop it ('genie down'), or give this one another --node-id",
+            f"another agent already uses {path.parent}",
+            hint="stop it with 'genie down', or pass another --node-id",
         )
     return lock
 
 
 def _read(path: Path, kind: type[_Struct]) -> _Struct | None:
     try:
-        return msgspec.json.decode(jobfiles.read(path), type=kind)
+        return msgspec.json.decode(job_files.read(path), type=kind)
     except FileNotFoundError:
         return None
     except (OSError, ValueError, RecursionError) as error:
         raise StoreCorruptError(
-            f"{path} cannot be read: {error}",
-            hint="restore it, or remove the node's directory and join again",
+            f"could not read {path}: {error}",
+            hint="restore the file, or remove the directory of the node and join again",
         ) from error

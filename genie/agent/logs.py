@@ -1,42 +1,44 @@
-"""Reading a job's log by offset, across the files that rotation makes. Nothing else about jobs."""
+"""Reads a job's log by offset, across rotated files."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
-from genie.agent import jobfiles
+from genie.agent import job_files
 from genie.agent.launcher import log_files
 from genie.errors import UsageError
 from genie.model.messages import CHUNK_BYTES_MAX, WAIT_S_MAX, LogChunk, ReadLog
-from genie.runtime.clock import Clock
+from genie.processes.clock import Clock
+from genie.processes.tasks import Offload
 
 POLL_S = 0.1
 
 
 async def serve_log(
-    request: ReadLog, directory: Path, *, is_live: Callable[[], bool], clock: Clock
+    request: ReadLog, directory: Path, *, is_live: Callable[[], bool], clock: Clock, offload: Offload
 ) -> LogChunk:
-    """Waits up to `wait_s` for something to send while the job lives."""
+    """Returns the next chunk; waits up to `request.wait_s` for output while the job runs."""
     if request.offset < 0 or request.bytes_max < 1:
         raise UsageError(
             f"cannot read {request.bytes_max} bytes of a log from {request.offset}",
-            hint="the offset is 0 or more, and at least one byte is asked for",
+            hint="the offset must be at least 0 and the size at least 1",
         )
     deadline = clock.monotonic_s() + min(max(request.wait_s, 0.0), WAIT_S_MAX)
     while True:
-        live = is_live()  # before reading: what a dead job wrote is all there
-        chunk = read_chunk(
-            directory, offset=request.offset, bytes_max=min(request.bytes_max, CHUNK_BYTES_MAX), live=live
-        )
-        left_s = deadline - clock.monotonic_s()
-        if chunk.data or chunk.eof or left_s <= 0:
+        live = is_live()  # checked before reading: the log of an ended job is complete
+        bytes_max = min(request.bytes_max, CHUNK_BYTES_MAX)
+        read = partial(read_chunk, directory, offset=request.offset, bytes_max=bytes_max, live=live)
+        chunk = await offload(read)
+        remaining_s = deadline - clock.monotonic_s()
+        if chunk.data or chunk.eof or remaining_s <= 0:
             return chunk
-        await clock.sleep(min(POLL_S, left_s))
+        await clock.sleep(min(POLL_S, remaining_s))
 
 
 def read_chunk(directory: Path, *, offset: int, bytes_max: int, live: bool) -> LogChunk:
-    """What is there from `offset` on, or from the oldest byte kept when rotation has eaten it."""
+    """Reads from `offset`, or from the oldest byte kept if rotation has removed that. Blocks."""
     data, start = b"", offset
     found = list(log_files(directory))
     if found and offset < found[0][0]:
@@ -44,14 +46,14 @@ def read_chunk(directory: Path, *, offset: int, bytes_max: int, live: bool) -> L
     for first, path in found:
         position = start + len(data)
         if position < first:
-            break  # a file was dropped while we looked; the next request starts after the gap
+            break  # a file was removed meanwhile; the next request starts after the gap
         try:
-            with jobfiles.open_plain(path) as file:
+            with job_files.open_plain(path) as file:
                 file.seek(position - first)
                 data += file.read(bytes_max - len(data))
         except OSError:
-            continue  # dropped meanwhile, or the job has put something else there
+            continue  # removed meanwhile, or replaced by the job
         if len(data) >= bytes_max:
             break
-    # Never at the same time data and the end: whoever reads asks once more and then knows.
+    # The end is reported without data, on the next request.
     return LogChunk(data=data, start=start, next_offset=start + len(data), eof=not live and not data)

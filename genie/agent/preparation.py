@@ -1,7 +1,6 @@
-"""What a job needs before it starts: its directory's contents, its environment, its command line.
+"""Prepares a job for its start: working directory, environment, command line.
 
-Sessions get the command of an executor with a key, a certificate and a file that tells it
-what to do. Not for: whether it may start (jobs.py) and starting it (launcher.py).
+For a session this is the command of an executor with its key, certificate and configuration file.
 """
 
 from __future__ import annotations
@@ -11,19 +10,20 @@ import json
 import os
 import sys
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Protocol, TypeVar
 
-from genie.agent import jobfiles
-from genie.agent.executor import config as executor_config
-from genie.agent.processes import JOB_DIR_VARIABLE
+from genie.agent import job_files
+from genie.agent.leftovers import JOB_DIR_VARIABLE
 from genie.errors import LaunchError, WorkdirError
 from genie.hardware import visible_devices_env
 from genie.model.job import JobKind, Workdir, parse_unit
 from genie.model.messages import GetBlob, Launch, Message, Request, SignExecutor
 from genie.model.node import GPUInfo, NodeInfo, Vendor
-from genie.runtime import files, tls, workdir
-from genie.runtime.tasks import Offload
+from genie.processes import executor_config, files, workdir
+from genie.processes.tasks import Offload
+from genie.runtime import tls
 
 _Reply = TypeVar("_Reply", bound=Message)
 
@@ -31,17 +31,16 @@ ENDPOINT_FILE = "endpoint.json"
 STATUS_FILE = "executor.status"
 EXECUTOR_IDLE_S = 60.0
 SPIN_US = 20_000
-"""How long an executor with a GPU looks for its client's next frame before it sleeps."""
+"""How long an executor with a GPU busy-waits for the next frame of its client."""
 _EXECUTOR_KEY = "executor.key"
 _EXECUTOR_CONFIG = "executor.json"
 
-
-# Below those that Linux gives to outgoing connections.
+# Below the ephemeral port range of Linux.
 _PORT_FIRST, _PORTS = 20_000, 10_000
 
 
 class Call(Protocol):
-    """One request to the controller, repeated while that can help."""
+    """Sends a request to the controller, with retries."""
 
     async def __call__(self, request: Request[_Reply]) -> _Reply: ...
 
@@ -49,14 +48,14 @@ class Call(Protocol):
 def job_environment(
     launch: Launch, *, base: Mapping[str, str], node: NodeInfo, directory: Path
 ) -> dict[str, str]:
-    """The job's whole environment. What the node says about itself and its GPUs cannot be overridden."""
+    """Returns the environment of the job, which cannot override the variables set for it below."""
     env = dict(base)
-    env["PATH"] = _path_with_interpreter(base.get("PATH", ""))
+    env["PATH"] = _path_for_jobs(base.get("PATH", ""))
     env["TMPDIR"] = str(directory / "tmp")
     if len(launch.hosts) > 1:
         env |= _rendezvous(launch)
     env |= launch.spec.env
-    env |= _visible(launch, node.gpus)
+    env |= _device_env(launch, node.gpus)
     env["GENIE_JOB_ID"] = parse_unit(launch.job_id)[0]
     env["GENIE_JOB_RANK"] = str(launch.rank)
     env["GENIE_JOB_WORKERS"] = str(max(len(launch.hosts), 1))
@@ -68,8 +67,8 @@ def job_environment(
 
 
 def _rendezvous(launch: Launch) -> dict[str, str]:
-    """What torch.distributed and the like look for. A worker sees its own accelerators only, so it is the
-    first of its machine. The port is the same for all workers of a launch, and another for the next."""
+    """Variables of torch.distributed. A worker sees only its own accelerators, so its local rank is 0. All
+    workers of a launch use the same port, the next launch another one."""
     return {
         "MASTER_ADDR": launch.hosts[0],
         "MASTER_PORT": str(_PORT_FIRST + launch.placement.epoch % _PORTS),
@@ -80,30 +79,38 @@ def _rendezvous(launch: Launch) -> dict[str, str]:
 
 
 async def fetch_workdir(call: Call, wanted: Workdir, directory: Path, *, offload: Offload) -> None:
-    """Brings the blob here, checks it against its digest, and unpacks it."""
+    """Downloads the working directory, verifies its digest and unpacks it."""
     packed = directory / "workdir.tar"
     hasher = hashlib.sha256()
-    got = 0
-    with packed.open("wb") as file:
-        while got < wanted.size_bytes:
-            chunk = await call(GetBlob(digest=wanted.digest, offset=got))
-            if not chunk.data or got + len(chunk.data) > wanted.size_bytes:
-                raise WorkdirError(f"the directory that was sent along is not {wanted.size_bytes} bytes long")
-            file.write(chunk.data)
-            hasher.update(chunk.data)
-            got += len(chunk.data)
+    received_bytes = 0
+    while received_bytes < wanted.size_bytes:
+        chunk = await call(GetBlob(digest=wanted.digest, offset=received_bytes))
+        if not chunk.data or received_bytes + len(chunk.data) > wanted.size_bytes:
+            raise WorkdirError(f"the uploaded working directory does not have {wanted.size_bytes} bytes")
+        await offload(partial(_append, packed, chunk.data), writes=True)
+        hasher.update(chunk.data)
+        received_bytes += len(chunk.data)
     if hasher.hexdigest() != wanted.digest:
-        raise WorkdirError("the directory that was sent along is damaged: its digest is another")
+        raise WorkdirError("the uploaded working directory is damaged: its digest does not match")
+    await offload(partial(_unpack, packed, directory / "work"), writes=True)
+
+
+def _append(path: Path, data: bytes) -> None:
+    with path.open("ab") as file:
+        file.write(data)
+
+
+def _unpack(packed: Path, directory: Path) -> None:
     try:
-        await offload(lambda: workdir.unpack(packed, directory / "work"))
+        workdir.unpack(packed, directory)
     finally:
         packed.unlink(missing_ok=True)
 
 
-def command_of(launch: Launch) -> tuple[str, ...]:
+def job_command(launch: Launch) -> tuple[str, ...]:
     assert launch.spec.kind is JobKind.COMMAND
     if not launch.spec.command or any("\x00" in word for word in launch.spec.command):
-        raise LaunchError(f"{launch.job_id} has no command that could be started")
+        raise LaunchError(f"{launch.job_id} has no valid command")
     return launch.spec.command
 
 
@@ -116,75 +123,75 @@ async def prepare_executor(
     listen_host: str,
     memory_bytes_max: int,
     node: NodeInfo,
+    offload: Offload,
 ) -> tuple[str, ...]:
-    """Writes what an executor needs and returns its command. `ca_path` is None where TLS is off."""
+    """Writes the files of an executor and returns its command. `ca_path` is None without TLS."""
     certificate_path, key_path = directory / "executor.pem", directory / _EXECUTOR_KEY
     if ca_path is not None:
         key_pem, csr_pem = tls.new_key_and_csr()
         order = SignExecutor(job_id=launch.job_id, epoch=launch.placement.epoch, csr_pem=csr_pem)
         signed = await call(order)
-        files.write_private(key_path, key_pem)
-        files.write_private(certificate_path, signed.certificate_pem.encode())
+        certificate_pem = signed.certificate_pem.encode()
+        await offload(partial(files.write_private, key_path, key_pem), writes=True)
+        await offload(partial(files.write_private, certificate_path, certificate_pem), writes=True)
     gpus = [gpu for gpu in node.gpus if gpu.gpu_id in launch.placement.gpu_ids]
     vendor = gpus[0].vendor if gpus else Vendor.CPU
     path = directory / _EXECUTOR_CONFIG
-    executor_config.write(
-        path,
-        executor_config.ExecutorConfig(
-            job_id=launch.job_id,
-            endpoint_path=str(directory / ENDPOINT_FILE),
-            status_path=str(directory / STATUS_FILE),
-            ticket_sha256=launch.ticket_sha256,
-            listen_host=listen_host,
-            server_name=tls.executor_name(launch.job_id),
-            certificate_path=str(certificate_path) if ca_path is not None else "",
-            key_path=str(key_path) if ca_path is not None else "",
-            ca_path=str(ca_path) if ca_path is not None else "",
-            vendor=vendor.value,
-            device_index=0,  # the first that it sees; its environment hides the others
-            memory_bytes_max=memory_bytes_max,
-            idle_s=EXECUTOR_IDLE_S,
-            spin_us=_spin_us(node, vendor),
-            threads=_threads(launch, node, vendor),
-        ),
+    config = executor_config.ExecutorConfig(
+        job_id=launch.job_id,
+        endpoint_path=str(directory / ENDPOINT_FILE),
+        status_path=str(directory / STATUS_FILE),
+        ticket_sha256=launch.ticket_sha256,
+        listen_host=listen_host,
+        server_name=tls.executor_name(launch.job_id),
+        certificate_path=str(certificate_path) if ca_path is not None else "",
+        key_path=str(key_path) if ca_path is not None else "",
+        ca_path=str(ca_path) if ca_path is not None else "",
+        vendor=vendor.value,
+        device_index=0,  # the first visible one; its environment hides the others
+        memory_bytes_max=memory_bytes_max,
+        idle_s=EXECUTOR_IDLE_S,
+        spin_us=_spin_us(node, vendor),
+        threads=_threads(launch, node, vendor),
     )
-    return (sys.executable, "-m", "genie.agent.executor", "--config", str(path))
+    await offload(partial(executor_config.write, path, config), writes=True)
+    return (sys.executable, "-m", "genie.executor", "--config", str(path))
 
 
 def read_endpoint(directory: Path) -> int | None:
-    """The port on which the executor listens, once it does."""
+    """Returns the port of the executor; None until it listens. Blocks."""
     try:
-        port = json.loads(jobfiles.read(directory / ENDPOINT_FILE))["port"]
+        port = json.loads(job_files.read(directory / ENDPOINT_FILE))["port"]
     except FileNotFoundError:
         return None
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        raise LaunchError(f"the executor's endpoint file cannot be read: {error}") from error
+        raise LaunchError(f"could not read the endpoint file of the executor: {error}") from error
     if not isinstance(port, int) or not 0 < port < 65536:
-        raise LaunchError(f"the executor names the port {port!r}")
+        raise LaunchError(f"the executor reported the invalid port {port!r}")
     return port
 
 
 def read_status(directory: Path) -> str:
-    """What the executor says of itself while it does not listen; empty when it says nothing."""
+    """Returns the status that an executor writes before it listens; empty if there is none. Blocks."""
     try:
-        return jobfiles.read(directory / STATUS_FILE).decode("utf-8", "replace")
+        return job_files.read(directory / STATUS_FILE).decode("utf-8", "replace")
     except OSError:
         return ""
 
 
-def forget_secrets(directory: Path) -> None:
-    """What an ended executor leaves that nobody needs any more."""
+def remove_secrets(directory: Path) -> None:
+    """Removes the key and configuration of an ended executor. Blocks."""
     for name in (_EXECUTOR_KEY, _EXECUTOR_CONFIG):
-        jobfiles.try_unlink(directory / name)
+        job_files.try_unlink(directory / name)
 
 
-def _visible(launch: Launch, infos: Sequence[GPUInfo]) -> dict[str, str]:
+def _device_env(launch: Launch, infos: Sequence[GPUInfo]) -> dict[str, str]:
     held = [gpu for gpu in infos if gpu.gpu_id in launch.placement.gpu_ids]
     vendors = {gpu.vendor for gpu in held} or {Vendor.CPU}
     if len(held) != len(launch.placement.gpu_ids) or len(vendors) != 1:
         raise LaunchError(
-            f"{launch.job_id} was given the accelerators {list(launch.placement.gpu_ids)}, "
-            f"and this node has {[gpu.gpu_id for gpu in infos]}"
+            f"{launch.job_id} is placed on accelerators {list(launch.placement.gpu_ids)}, "
+            f"but this node has {[gpu.gpu_id for gpu in infos]}"
         )
     return visible_devices_env(vendors.pop(), launch.placement.gpu_ids, infos)
 
@@ -196,12 +203,12 @@ def _threads(launch: Launch, node: NodeInfo, vendor: Vendor) -> int:
 
 
 def _spin_us(node: NodeInfo, vendor: Vendor) -> int:
-    """Waking up takes as long as a short step of a GPU. Only where that leaves cores to others."""
+    """Busy-waits only if enough cores remain: waking up takes as long as a short GPU step."""
     return SPIN_US if vendor is not Vendor.CPU and node.cpus >= 2 * node.gpu_count + 2 else 0
 
 
-def _path_with_interpreter(path: str) -> str:
-    """`python` in a job is the agent's own environment first: that is where torch and Genie are."""
+def _path_for_jobs(path: str) -> str:
+    """Puts the agent's Python environment, which has torch and Genie, first in PATH."""
     own = str(Path(sys.executable).parent)
     rest = [part for part in (path or os.defpath).split(os.pathsep) if part and part != own]
     return os.pathsep.join([own, *rest])

@@ -1,11 +1,11 @@
-"""The command line: `genie`. `main` is the door; one file per noun stands behind it.
+"""The command line. `main` is the entry point of `genie`, `grid_main` that of `grid-cli`.
 
-The command modules import what they need inside their functions, and are themselves imported when a
-command of theirs is named (app.py). That is on purpose, and only here: commands, `genie --help` and
-shell completion must begin at once, and the client, the network and the tables cost several times
-what the parser does.
+Command modules are imported when one of their commands is invoked (app.py), and import their own
+dependencies inside functions. Only this package does that: commands, `genie --help` and shell completion
+must start fast, and importing the client, the network and the tables takes several times as long as
+parsing.
 
-Not for: anything that a library user needs (genie/__init__.py).
+The Python API is in genie/__init__.py.
 """
 
 from __future__ import annotations
@@ -16,22 +16,22 @@ _INTERRUPTED = 130
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command and returns its exit code: 0 ok, 1 failed, 2 usage, 255 transport, 130 interrupted."""
+    """Run one command and return its exit code: 0 ok, 1 failed, 2 usage, 255 transport, 130 interrupted."""
     try:
         from genie.cli.app import run
 
         return run(argv)
-    except KeyboardInterrupt:  # while it was being loaded
+    except KeyboardInterrupt:  # during imports
         return _INTERRUPTED
 
 
 def grid_main(argv: Sequence[str] | None = None) -> int:
-    """`grid-cli`: the commands of `genie grid`, with the same exit codes."""
+    """Run one command of `grid-cli` (the same as `genie grid`) and return its exit code."""
     try:
         from genie.cli.app import grid, run
 
-        return run(argv, door=grid, prog="grid-cli")
-    except KeyboardInterrupt:  # while it was being loaded
+        return run(argv, commands=grid, prog="grid-cli")
+    except KeyboardInterrupt:  # during imports
         return _INTERRUPTED
 
 

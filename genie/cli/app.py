@@ -1,8 +1,7 @@
-"""The parser: the list of commands, the options that all of them share, and the boundary for errors.
+"""The parser: the list of commands, their shared options, and the error boundary.
 
-`command` registers a function; the shared options may stand before the command's name or behind
-it. Whatever a command raises becomes one line on standard error and an exit code here. Not for:
-what commands do.
+`command` registers a function as a command. Shared options are accepted before and after the command
+name. An exception of a command becomes one line on standard error and an exit code.
 """
 
 from __future__ import annotations
@@ -25,73 +24,78 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 from typer.main import get_command
 
-import genie
 from genie.cli import output
 from genie.config import Settings, load
 from genie.errors import ConfigError, GenieError, TokenMissingError, UsageError
 from genie.model.names import parse_address
 from genie.telemetry import log
+from genie.version import __version__
 
 _log = logging.getLogger(__name__)
 _Function = TypeVar("_Function", bound=Callable[..., None])
-# The parser's own word for wrong usage, which the library does not export.
-_Misread: type[Exception] = typer.BadParameter.__mro__[1]
+# Base class of the parser's usage errors; typer does not export it.
+_ParserError: type[Exception] = typer.BadParameter.__mro__[1]
 
 INTERRUPTED = 130
-_MISREAD_CHARS_MAX = 400
+_USAGE_MESSAGE_CHARS_MAX = 400
 _TOKEN_BYTES_MAX = 4096
 _COMMANDS = {
-    "up": "cluster_commands",
-    "join": "cluster_commands",
-    "down": "cluster_commands",
-    "forget": "cluster_commands",
-    "drain": "cluster_commands",
-    "undrain": "cluster_commands",
-    "status": "view_commands",
-    "nodes": "view_commands",
-    "submit": "job_commands",
-    "jobs": "job_commands",
-    "logs": "job_commands",
-    "cancel": "job_commands",
-    "queue": "queue_commands",
-    "explain": "queue_commands",
-    "doctor": "doctor",
+    "up": "commands.cluster",
+    "join": "commands.cluster",
+    "down": "commands.cluster",
+    "login": "commands.logins",
+    "logout": "commands.logins",
+    "forget": "commands.cluster",
+    "drain": "commands.cluster",
+    "undrain": "commands.cluster",
+    "status": "commands.views",
+    "nodes": "commands.views",
+    "submit": "commands.jobs",
+    "jobs": "commands.jobs",
+    "logs": "commands.jobs",
+    "cancel": "commands.jobs",
+    "queue": "commands.queue",
+    "explain": "commands.queue",
+    "doctor": "commands.doctor",
     "grid": "app",
-    "quota": "quota_commands",
-    "token": "token_commands",
-    "config": "config_commands",
-    "sim": "sim_commands",
+    "quota": "commands.quotas",
+    "token": "commands.tokens",
+    "config": "commands.config",
+    "sim": "commands.sim",
 }
-"""Which module registers a command or a group of them, in the order in which help shows them."""
+"""Module that registers each command or group, in the order of the help."""
 _GRID_COMMANDS = {
-    "health": "grid_health_commands",
-    "top": "grid_health_commands",
-    "metrics": "grid_health_commands",
-    "promote": "grid_promote_commands",
-    "demote": "grid_promote_commands",
-    "setup": "grid_ray_commands",
-    "run": "grid_run_commands",
-    "ps": "grid_run_commands",
-    "logs": "grid_run_commands",
-    "attach": "grid_run_commands",
-    "cancel": "grid_run_commands",
-    "sync": "grid_sync_commands",
-    "nodes": "grid_node_commands",
-    "config": "grid_node_commands",
-    "cluster": "grid_ray_commands",
+    "health": "grid.health",
+    "top": "grid.health",
+    "metrics": "grid.health",
+    "promote": "grid.promote",
+    "demote": "grid.promote",
+    "setup": "grid.ray",
+    "run": "grid.run",
+    "ps": "grid.run",
+    "logs": "grid.run",
+    "attach": "grid.run",
+    "cancel": "grid.run",
+    "sync": "grid.sync",
+    "nodes": "grid.nodes",
+    "config": "grid.nodes",
+    "cluster": "grid.ray",
 }
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
 
-_PANEL = "Options of every command"
+_GLOBAL_OPTIONS_PANEL = "Global options"
 _Debug = Annotated[
     bool,
-    typer.Option("--debug", help="Show tracebacks and debug logs of this command.", rich_help_panel=_PANEL),
+    typer.Option("--debug", help="Show tracebacks and debug logs.", rich_help_panel=_GLOBAL_OPTIONS_PANEL),
 ]
 _LogLevel = Annotated[
     str | None,
     typer.Option(
-        "--log-level", metavar="LEVEL", help="DEBUG, INFO, WARNING or ERROR.", rich_help_panel=_PANEL
+        "--log-level",
+        metavar="LEVEL",
+        help="Log level: DEBUG, INFO, WARNING, ERROR or CRITICAL.",
+        rich_help_panel=_GLOBAL_OPTIONS_PANEL,
     ),
 ]
 _Address = Annotated[
@@ -99,8 +103,8 @@ _Address = Annotated[
     typer.Option(
         "--address",
         metavar="HOST[:PORT]",
-        help="The cluster to use (or GENIE_MASTER_ADDR); without it, the one on this machine.",
-        rich_help_panel=_PANEL,
+        help="Cluster address (or GENIE_MASTER_ADDR; default: local cluster, then last login).",
+        rich_help_panel=_GLOBAL_OPTIONS_PANEL,
     ),
 ]
 _TokenFile = Annotated[
@@ -108,8 +112,8 @@ _TokenFile = Annotated[
     typer.Option(
         "--token-file",
         metavar="FILE",
-        help="File with the access token, '-' for standard input (or GENIE_TOKEN).",
-        rich_help_panel=_PANEL,
+        help="File with the access token; - reads standard input (or GENIE_TOKEN, or 'genie login').",
+        rich_help_panel=_GLOBAL_OPTIONS_PANEL,
     ),
 ]
 _GridFile = Annotated[
@@ -117,26 +121,30 @@ _GridFile = Annotated[
     typer.Option(
         "--config",
         metavar="FILE",
-        help="The grid's file (or GENIE_GRID_FILE); without it config/cluster_config.yaml.",
-        rich_help_panel=_PANEL,
+        help="Grid file (or GENIE_GRID_FILE; default: config/cluster_config.yaml).",
+        rich_help_panel=_GLOBAL_OPTIONS_PANEL,
     ),
 ]
-_ARGUMENT = re.compile(r"[a-z_.]+ = (?P<value>.*) \(argument (?P<name>[a-z_]+)\)", re.DOTALL)
+_ARGUMENT_ERROR = re.compile(r"[a-z_.]+ = (?P<value>.*) \(argument (?P<name>[a-z_]+)\)", re.DOTALL)
 _OPTIONS = {"level": "--log-level", "token": "--token-file", "master_addr": "--address", "file": "--config"}
-"""Options that are not spelled like the setting that they give a value to."""
-_SHARED = {
+"""Options whose name differs from that of their setting."""
+_SHARED_OPTIONS = {
     "debug": (_Debug, False),
     "log_level": (_LogLevel, None),
     "address": (_Address, None),
     "token_file": (_TokenFile, None),
 }
-_GRID_SHARED = {"debug": _SHARED["debug"], "log_level": _SHARED["log_level"], "grid_file": (_GridFile, None)}
-"""A grid has no controller, so neither its address nor its tokens; it has a file."""
+_GRID_SHARED_OPTIONS = {
+    "debug": _SHARED_OPTIONS["debug"],
+    "log_level": _SHARED_OPTIONS["log_level"],
+    "grid_file": (_GridFile, None),
+}
+"""A grid has no controller, hence no address and no token; it has a file."""
 
 
 @dataclass
 class Invocation:
-    """What the shared options said, before and behind the command's name together."""
+    """Values of the shared options, given before or after the command name."""
 
     debug: bool = False
     log_level: str | None = None
@@ -147,28 +155,27 @@ class Invocation:
 
     def add(self, given: Mapping[str, Any]) -> None:
         for name, value in given.items():
-            _, default = {**_SHARED, **_GRID_SHARED}[name]
+            _, default = {**_SHARED_OPTIONS, **_GRID_SHARED_OPTIONS}[name]
             if value != default:
                 setattr(self, name, value)
 
     def load_settings(
         self, arguments: Mapping[str, object] | None = None, *, keep_logs: bool = False
     ) -> Settings:
-        """The settings for this command, with its own arguments on top; starts logging.
+        """Load the settings, overridden by `arguments`, and configure logging.
 
-        Log lines of a short command would only be in the way: without `keep_logs` they are
-        shown from WARNING on, unless someone asked for a level.
+        Without `keep_logs` the default log level is WARNING, so that short commands print no INFO lines.
         """
         try:
             settings = load({**self._arguments(), **(arguments or {})})
         except ConfigError as error:
-            raise _in_options(error) from error
-        asked = keep_logs or settings.sources["log.level"] != "default"
-        log.configure(settings.log if asked else dataclasses.replace(settings.log, level="WARNING"))
+            raise _with_option_name(error) from error
+        explicit = keep_logs or settings.sources["log.level"] != "default"
+        log.configure(settings.log if explicit else dataclasses.replace(settings.log, level="WARNING"))
         return settings
 
     def read_token(self) -> str | None:
-        """The text in --token-file, if that was given. Read once: it may be standard input."""
+        """Return the token of --token-file, or None. Reads the file once: it may be standard input."""
         if self.token_file is not None and self._token is None:
             self._token = read_token_file(self.token_file, what="--token-file")
         return self._token
@@ -182,41 +189,40 @@ class Invocation:
             "cluster.master_port": port,
             "cluster.token": self.read_token(),
             "grid.file": self.grid_file,
-            "log.level": "DEBUG" if self.debug else (self.log_level.upper() if self.log_level else None),
+            "log.level": "DEBUG" if self.debug else self.log_level,
         }
 
 
-class _Door(TyperGroup):
-    """Imports the module of a command when that is named, so that nobody waits for the others.
+class _LazyGroup(TyperGroup):
+    """Imports the module of a command when the command is invoked.
 
-    Help and completion, which show all commands, import all; so does a name that there is not, for the
-    hint at the nearest.
+    Help and completion import all modules; so does an unknown name, to suggest the closest command.
     """
 
-    homes: Mapping[str, str] = _COMMANDS
+    modules: Mapping[str, str] = _COMMANDS
 
-    # Any: the parser's own context and commands, which have other types in each version of typer.
+    # Any: the types of the parser differ between versions of typer.
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         if cmd_name not in self.commands:
-            self._load([cmd_name] if cmd_name in self.homes else self.homes)
+            self._load([cmd_name] if cmd_name in self.modules else self.modules)
         return super().get_command(ctx, cmd_name)
 
     def list_commands(self, ctx: Any) -> list[str]:
-        if len(self.commands) < len(self.homes):
-            self._load(self.homes)
-        return list(self.homes)
+        if len(self.commands) < len(self.modules):
+            self._load(self.modules)
+        return list(self.modules)
 
     def _load(self, names: Iterable[str]) -> None:
         for name in names:
-            importlib.import_module(f"genie.cli.{self.homes[name]}")  # it registers its commands
+            importlib.import_module(f"genie.cli.{self.modules[name]}")  # registers the commands
         self.commands = cast(TyperGroup, get_command(self._typer())).commands
 
     def _typer(self) -> typer.Typer:
         return app
 
 
-class _GridDoor(_Door):
-    homes = _GRID_COMMANDS
+class _LazyGridGroup(_LazyGroup):
+    modules = _GRID_COMMANDS
 
     def _typer(self) -> typer.Typer:
         return grid
@@ -224,8 +230,8 @@ class _GridDoor(_Door):
 
 app = typer.Typer(
     name="genie",
-    cls=_Door,
-    help="GPUs on other machines: a cluster, its jobs, and a PyTorch device.",
+    cls=_LazyGroup,
+    help="Use remote GPUs: manage a cluster and its jobs.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
@@ -235,8 +241,8 @@ app = typer.Typer(
 
 grid = typer.Typer(
     name="grid",
-    cls=_GridDoor,
-    help="A few SSH hosts as a cluster, with nothing installed on them: grid-cli, or genie grid.",
+    cls=_LazyGridGroup,
+    help="Use SSH hosts as a grid; nothing is installed on them. 'grid-cli' is short for 'genie grid'.",
     no_args_is_help=True,
     rich_markup_mode="rich",
     pretty_exceptions_enable=False,
@@ -245,47 +251,44 @@ grid = typer.Typer(
 app.add_typer(grid)
 
 
-def run(argv: Sequence[str] | None = None, *, door: typer.Typer = app, prog: str = "genie") -> int:
-    """Parses, runs, reports. The exit code is what the process should end with.
-
-    `grid-cli` is a door of its own to the commands of `genie grid`.
-    """
+def run(argv: Sequence[str] | None = None, *, commands: typer.Typer = app, prog: str = "genie") -> int:
+    """Parse the arguments, run the command, report errors, and return the exit code."""
     invocation = Invocation()
-    output.open_closed_streams()
+    output.replace_closed_streams()
     try:
         _check_text(sys.argv[1:] if argv is None else argv)
-        code = get_command(door).main(args=argv, prog_name=prog, obj=invocation, standalone_mode=False)
-        return _checked_flush(code or 0)
+        code = get_command(commands).main(args=argv, prog_name=prog, obj=invocation, standalone_mode=False)
+        return _flush_stdout(code or 0)
     except SystemExit as end:
-        return _checked_flush(end.code if isinstance(end.code, int) else int(bool(end.code)))
+        return _flush_stdout(end.code if isinstance(end.code, int) else int(bool(end.code)))
     except typer.Abort as abort:
         if isinstance(abort.__context__, KeyboardInterrupt):
             return INTERRUPTED
-        output.say("genie: aborted; the question was not answered")
+        output.print_message("genie: aborted: the prompt was not answered")
         return 1
-    except _Misread as error:
-        return _show_misread(error, prog=prog, debug=invocation.debug)
+    except _ParserError as error:
+        return _show_usage_error(error, prog=prog, debug=invocation.debug)
     except GenieError as error:
         output.show_error(error, debug=invocation.debug)
         return error.exit_code
     except KeyboardInterrupt:
         return INTERRUPTED
     except BrokenPipeError:
-        return _checked_flush(1)
+        return _flush_stdout(1)
     except Exception as error:
-        _log.debug("the command failed", exc_info=True)
+        _log.debug("command failed", exc_info=True)
         output.show_error(error, debug=invocation.debug)
         return 1
     finally:
-        output.leave_unsaid()
+        output.discard_stderr()
 
 
-def _show_misread(error: Any, *, prog: str, debug: bool) -> int:  # Any: the parser's own types
-    """What the parser says about wrong usage, as any other error of ours. Help it has shown already."""
+def _show_usage_error(error: Any, *, prog: str, debug: bool) -> int:  # Any: a type of the parser
+    """Print a usage error of the parser in the format of all errors; return the exit code."""
     if type(error).__name__ != "NoArgsIsHelpError":
         text = error.format_message().removesuffix(".")
-        text = text if len(text) <= _MISREAD_CHARS_MAX else f"{text[:_MISREAD_CHARS_MAX]} ..."
-        hints = _usage_hints(error) if error.ctx is not None else [f"'{prog} --help' has the options"]
+        text = text if len(text) <= _USAGE_MESSAGE_CHARS_MAX else f"{text[:_USAGE_MESSAGE_CHARS_MAX]} ..."
+        hints = _usage_hints(error) if error.ctx is not None else [f"'{prog} --help' lists the options"]
         output.show_error(UsageError(text[:1].lower() + text[1:], hint="; ".join(hints)), debug=debug)
     return UsageError.exit_code
 
@@ -293,13 +296,13 @@ def _show_misread(error: Any, *, prog: str, debug: bool) -> int:  # Any: the par
 def _usage_hints(error: Any) -> Iterator[str]:
     found = error.ctx.command
     unknown_option, missing = hasattr(error, "possibilities"), hasattr(error, "param_type")
-    about = getattr(found, "about_arguments", "")
-    if about and (unknown_option or missing or type(error) is _Misread):
-        yield about
+    hint = getattr(found, "arguments_hint", "")
+    if hint and (unknown_option or missing or type(error) is _ParserError):
+        yield hint
     elif unknown_option and not error.possibilities and _takes_arguments(found):
-        yield "a name that begins with '-' goes behind --"
+        yield "put arguments that start with '-' after --"
     what = "commands" if hasattr(found, "commands") else "options"
-    yield f"'{error.ctx.command_path} --help' has the {what}"
+    yield f"'{error.ctx.command_path} --help' lists the {what}"
 
 
 def _takes_arguments(kind: Any) -> bool:
@@ -307,14 +310,14 @@ def _takes_arguments(kind: Any) -> bool:
 
 
 def _check_text(argv: Sequence[str]) -> None:
-    """What the system passes on as bytes that are no text could not be sent anywhere."""
+    """Raise UsageError for an argument that is not valid UTF-8."""
     for number, argument in enumerate(argv, 1):
         try:
             argument.encode()
         except UnicodeEncodeError:
             shown = ascii(argument)
             raise UsageError(
-                f"argument {number} is not UTF-8 text: {shown}", hint="write it in UTF-8"
+                f"argument {number} is not UTF-8 text: {shown}", hint="encode it in UTF-8"
             ) from None
 
 
@@ -325,28 +328,28 @@ def grid_command(
     group: typer.Typer = grid,
     context_settings: dict[str, Any] | None = None,
     with_cluster: bool = False,
-    about_arguments: str = "",
+    arguments_hint: str = "",
 ) -> Callable[[_Function], _Function]:
-    """Registers a command of the grid, like `command` does for the others.
+    """Register a grid command; see `command`.
 
-    `with_cluster` is for those that speak with a controller, too. `about_arguments` is the hint when an
-    argument is missing or one too many, or an option was typed that there is not.
+    `with_cluster` adds the options for the connection to a controller. `arguments_hint` is the hint for
+    missing and surplus arguments and for unknown options.
     """
-    shared = _GRID_SHARED | (_SHARED if with_cluster else {})
-    kind: type[_Command] = type("_Hinted", (_Command,), {"about_arguments": about_arguments})
+    shared = _GRID_SHARED_OPTIONS | (_SHARED_OPTIONS if with_cluster else {})
+    kind: type[_Command] = type("_Hinted", (_Command,), {"arguments_hint": arguments_hint})
     return command(group, name, example=example, context_settings=context_settings, shared=shared, kind=kind)
 
 
 class _Command(TyperCommand):
-    """Its errors of usage know where they come from. `about_arguments` is their hint."""
+    """A command whose usage errors carry its context. `arguments_hint` is their hint."""
 
-    about_arguments = ""
+    arguments_hint = ""
 
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:  # Any: the parser's own context
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:  # Any: a type of the parser
         try:
             return super().parse_args(ctx, args)
-        except _Misread as error:
-            error.ctx = ctx  # type: ignore[attr-defined]  # it leaves that out for options without a value
+        except _ParserError as error:
+            error.ctx = ctx  # type: ignore[attr-defined]  # missing for options without a value
             raise
 
 
@@ -356,22 +359,22 @@ def command(
     *,
     example: str,
     context_settings: dict[str, Any] | None = None,
-    shared: Mapping[str, tuple[Any, Any]] = _SHARED,
+    shared: Mapping[str, tuple[Any, Any]] = _SHARED_OPTIONS,
     kind: type[_Command] = _Command,
 ) -> Callable[[_Function], _Function]:
-    """Registers a function that takes the Invocation first and its own options by keyword.
+    """Register a function that takes an Invocation and, by keyword, its options.
 
-    A parameter whose type is a dataclass stands for one option for each of its fields.
+    A parameter whose type is a dataclass becomes one option per field.
     """
 
     def register(function: _Function) -> _Function:
         own = inspect.signature(function, eval_str=True)
         _, *named = own.parameters.values()
-        # Any: dataclasses of every kind.
+        # Any: any dataclass.
         groups: dict[str, Any] = {
             each.name: each.annotation for each in named if dataclasses.is_dataclass(each.annotation)
         }
-        parameters = [one for each in named for one in _unfolded(each)]
+        parameters = [one for each in named for one in _expand_dataclass(each)]
 
         @functools.wraps(function)
         def call(context: typer.Context, **given: Any) -> None:
@@ -392,26 +395,26 @@ def command(
         ]
         call.__signature__ = own.replace(parameters=merged)  # type: ignore[attr-defined]
         call.__annotations__ = {parameter.name: parameter.annotation for parameter in merged}
-        epilog = f"Example: [bold]{_as_it_is(example)}[/bold]"
+        epilog = f"Example: [bold]{_escape_markup(example)}[/bold]"
         group.command(name, cls=kind, epilog=epilog, context_settings=context_settings)(call)
         return function
 
     return register
 
 
-def _as_it_is(text: str) -> str:
-    """In help, '[' begins a style; a package's extras are none."""
+def _escape_markup(text: str) -> str:
+    """Escape '[', which starts a style in help texts."""
     return text.replace("[", r"\[")
 
 
 def _show_version(wanted: bool) -> None:
     if wanted:
-        output.write_line(f"genie {genie.__version__}")
+        output.write_line(f"genie {__version__}")
         raise typer.Exit
 
 
 _Version = Annotated[
-    bool, typer.Option("--version", help="Print the version and end.", is_eager=True, callback=_show_version)
+    bool, typer.Option("--version", help="Print the version and exit.", is_eager=True, callback=_show_version)
 ]
 
 
@@ -443,36 +446,36 @@ def _grid_root(
 
 
 def read_token_file(name: str, *, what: str) -> str:
-    """The token in a file, or on standard input for '-'. Never part of an error message."""
+    """Return the token in a file, or on standard input for '-'. Errors never contain it."""
     try:
-        text = sys.stdin.read(_TOKEN_BYTES_MAX) if name == "-" else _head(Path(name))
+        text = sys.stdin.read(_TOKEN_BYTES_MAX) if name == "-" else _read_head(Path(name))
     except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not text"
+        reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
         raise UsageError(
-            f"{what} {name!r} cannot be read: {reason}", hint="give a file that holds a token"
+            f"could not read {what} {name!r}: {reason}", hint="give a file that contains a token"
         ) from None
     if not text.strip():
-        raise TokenMissingError(f"{what} {name!r} is empty", hint="make a token with 'genie token create'")
+        raise TokenMissingError(f"{what} {name!r} is empty", hint="create a token: genie token create")
     return text.strip()
 
 
-def _head(path: Path) -> str:
+def _read_head(path: Path) -> str:
     with path.expanduser().open(encoding="utf-8") as file:
         return file.read(_TOKEN_BYTES_MAX)
 
 
-def _in_options(error: ConfigError) -> ConfigError:
-    """The same complaint, about the option that was typed instead of the setting behind it."""
+def _with_option_name(error: ConfigError) -> ConfigError:
+    """Return the error with the name of the option instead of the setting."""
 
     def option(found: re.Match[str]) -> str:
         name = _OPTIONS.get(found["name"], f"--{found['name'].replace('_', '-')}")
         return f"{name} {found['value']}"
 
-    return ConfigError(_ARGUMENT.sub(option, error.message, count=1), hint=error.hint)
+    return ConfigError(_ARGUMENT_ERROR.sub(option, error.message, count=1), hint=error.hint)
 
 
-def _unfolded(parameter: inspect.Parameter) -> list[inspect.Parameter]:
-    """A parameter as the parser is to see it: itself, or the fields of a dataclass."""
+def _expand_dataclass(parameter: inspect.Parameter) -> list[inspect.Parameter]:
+    """Return the parameter itself, or one parameter per field of its dataclass."""
     group = parameter.annotation
     if not dataclasses.is_dataclass(group):
         return [parameter]
@@ -492,13 +495,13 @@ def _options(shared: Mapping[str, tuple[Any, Any]]) -> list[inspect.Parameter]:
     ]
 
 
-def _checked_flush(code: int) -> int:
-    """Flushes now: a reader that went away must not become a message when the interpreter ends."""
+def _flush_stdout(code: int) -> int:
+    """Flush now, so that a closed pipe causes no message when the interpreter exits."""
     try:
         sys.stdout.flush()
     except OSError as error:
         if not isinstance(error, BrokenPipeError):
-            output.say(f"genie: the output could not be written: {error.strerror}")
+            output.print_message(f"genie: could not write the output: {error.strerror}")
         with contextlib.suppress(OSError):
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return code or 1

@@ -1,7 +1,7 @@
-"""`--detach`: the same command once more, in a session of its own, with its output in a log.
+"""Implements `--detach`: starts the same command in the background, with its output in a log file.
 
-Returns when that process says that it is ready. When it ends instead, what it printed is shown
-and its exit code becomes ours. Not for: what it does (cluster_commands.py).
+Returns when the background process is ready. If it exits first, prints its output and exits with the
+same code.
 """
 
 from __future__ import annotations
@@ -30,17 +30,20 @@ _SHOWN_BYTES_MAX = 16 * 1024
 def start(
     arguments: list[str], *, settings: Settings, invocation: Invocation, token: str | None = None
 ) -> None:
-    """`token` goes through a pipe: arguments can be read by everyone on the machine."""
-    from genie.cluster import local, processes
-    from genie.cluster.children import bound_log
-    from genie.runtime import files
+    """Start the command and wait until it is ready.
+
+    `token` is sent through a pipe: other users can read command lines.
+    """
+    from genie.processes import files
+    from genie.supervisor import local_cluster, process_records
+    from genie.supervisor.child import limit_log_size
 
     state_dir = settings.paths.state_dir
-    log = processes.log_path(state_dir, local.KEEPER)
-    for folder in (state_dir, log.parent):  # each by itself: a parent made on the way is not private
+    log = process_records.log_path(state_dir, local_cluster.SUPERVISOR)
+    for folder in (state_dir, log.parent):  # one at a time: mkdir -p would not make the parent private
         files.make_private_directory(folder)
-    bound_log(log)
-    argv = [sys.executable, "-m", "genie", *_shared(invocation), *arguments]
+    limit_log_size(log)
+    argv = [sys.executable, "-m", "genie", *_shared_arguments(invocation), *arguments]
     argv += [] if token is None else ["--token-file", "-"]
     with log.open("ab") as file:
         log.chmod(0o600)
@@ -52,40 +55,43 @@ def start(
     with process.stdin as pipe:
         pipe.write((token or "").encode())
     _wait_ready(process, state_dir=state_dir, log=log, before=before)
-    # It outlives this process on purpose; without this, Python would warn about it at the end.
+    # The process outlives this one on purpose; suppress the ResourceWarning.
     process.returncode = 0
 
 
 def _wait_ready(process: subprocess.Popen[bytes], *, state_dir: Path, log: Path, before: int) -> None:
-    from genie.cluster import local, processes
+    from genie.supervisor import local_cluster, process_records
 
     deadline = time.monotonic() + _READY_S
     while True:
-        record = processes.read_record(state_dir, local.KEEPER)
+        record = process_records.read_record(state_dir, local_cluster.SUPERVISOR)
         if record is not None and record.pid == process.pid and record.ready:
             return
         code = process.poll()
         if code is not None:
-            _show(log, before)
+            _print_log(log, before)
             raise typer.Exit(code if code > 0 else 1)
         if time.monotonic() >= deadline:
             process.terminate()
             process.wait()
-            _show(log, before)
-            raise DeadlineError(f"it was not ready within {_READY_S:g} s, and was stopped", hint=f"see {log}")
+            _print_log(log, before)
+            raise DeadlineError(
+                f"the process was not ready within {_READY_S:g} s and was stopped",
+                hint=f"read the log: {log}",
+            )
         time.sleep(_STEP_S)
 
 
-def _shared(invocation: Invocation) -> list[str]:
+def _shared_arguments(invocation: Invocation) -> list[str]:
     shared = ["--debug"] if invocation.debug else []
     if invocation.log_level is not None:
         shared.append(f"--log-level={invocation.log_level}")
     return shared
 
 
-def _show(log: Path, before: int) -> None:
-    """What that process printed, which is what this one would have."""
+def _print_log(log: Path, before: int) -> None:
+    """Print the log from offset `before`: the output of the background process."""
     with log.open("rb") as file:
         file.seek(before)
         for line in file.read(_SHOWN_BYTES_MAX).decode("utf-8", "replace").splitlines():
-            output.say(output.one_line(line))
+            output.print_message(output.one_line(line))

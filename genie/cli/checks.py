@@ -1,7 +1,7 @@
-"""What `genie doctor` looks at: one function per part, each with what was found and what would help.
+"""The checks of `genie doctor`: one function per part; each yields results with a suggested fix.
 
-They look and change nothing; the port check listens for a moment. Each blocks for a few seconds
-at most. Not for: how the report is printed (doctor.py).
+Checks are read-only, except that the port check binds the port and the check of control groups creates one
+briefly. Each blocks for a few seconds at most. doctor.py prints the results.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ import genie
 from genie.cli.quantities import count_text, duration_text, size_text
 from genie.config import Settings
 from genie.errors import ConfigError, GenieError, NativeBuildError, UnreachableError
-from genie.model.names import address_text, parse_endpoint
+from genie.model.names import address_text
+from genie.processes import cgroups
 
 _COMMAND_S = 10.0
 _CONNECT_S = 5.0
@@ -39,7 +40,7 @@ _CERTIFICATE_S_LOW = 3600.0
 
 
 class Verdict(enum.StrEnum):
-    """FAILED is something that Genie cannot do without; ABSENT is optional and not here."""
+    """FAILED: a required part is missing or broken. ABSENT: an optional part is missing."""
 
     OK = "ok"
     ABSENT = "absent"
@@ -54,7 +55,7 @@ class Check:
     found: str
     fix: str = ""
     detail: str = ""
-    """More about it, for --debug and --json."""
+    """Shown with --debug and --json."""
 
 
 def python() -> Iterator[Check]:
@@ -71,12 +72,14 @@ def python() -> Iterator[Check]:
         name="system",
         verdict=Verdict.OK if system == "Linux" else Verdict.WARNING,
         found=f"{system} {platform.release()} on {platform.machine()}",
-        fix="" if system == "Linux" else "use this machine as a client; clusters and agents run on Linux",
+        fix=""
+        if system == "Linux"
+        else "use this machine as a client only; controllers and agents require Linux",
     )
 
 
 def packages() -> Iterator[Check]:
-    """By their metadata: importing torch alone takes seconds."""
+    """Reads package metadata, because importing torch takes seconds."""
     yield _torch()
     for name, use, fix in (
         ("cryptography", "certificates", "pip install cryptography"),
@@ -89,7 +92,7 @@ def packages() -> Iterator[Check]:
         yield Check(
             name=name,
             verdict=missing if version is None else Verdict.OK,
-            found=f"not installed; it is for {use}" if version is None else version,
+            found=f"not installed; needed for {use}" if version is None else version,
             fix=fix if version is None else "",
         )
 
@@ -99,11 +102,11 @@ def _torch() -> Check:
     fix = f"pip install 'torch>={low},<{high}'"
     version = _version("torch")
     if version is None:
-        found = "not installed; jobs run without it, the device remote_accelerator does not"
+        found = "not installed; needed for the device remote_accelerator, not for jobs"
         return Check(name="torch", verdict=Verdict.ABSENT, found=found, fix=fix)
     numbers = tuple(int(part) for part in re.findall(r"\d+", version)[:2])
     if not _TORCH[0] <= numbers < _TORCH[1]:
-        found = f"{version}; Genie is made for {low} and newer, before {high}"
+        found = f"{version} is not supported; supported versions: >={low}, <{high}"
         return Check(name="torch", verdict=Verdict.WARNING, found=found, fix=fix)
     return Check(name="torch", verdict=Verdict.OK, found=version)
 
@@ -113,49 +116,67 @@ def tools() -> Iterator[Check]:
     yield _libraries()
     yield _scheduler_library()
     yield _etcd()
+    yield _control_groups()
 
 
 def _compiler() -> Check:
-    """What native.py would use, and Python's headers, which distributions pack apart."""
-    from genie.runtime import native
+    """Checks the compiler and the Python headers, which distributions package separately."""
+    from genie.native import libraries
 
-    name, use = "c++ compiler", "the device remote_accelerator is compiled with it, once"
+    name, use = "c++ compiler", "needed once, to compile the device remote_accelerator"
     fix = "Debian, Ubuntu: apt install g++ python3-dev; Fedora: dnf install gcc-c++ python3-devel"
-    compiler = native.find_compiler()
+    compiler = libraries.find_compiler()
     if compiler is None:
-        return Check(name=name, verdict=Verdict.ABSENT, found=f"{native.no_compiler()}; {use}", fix=fix)
+        return Check(
+            name=name, verdict=Verdict.ABSENT, found=f"{libraries.missing_compiler_reason()}; {use}", fix=fix
+        )
     version = _first_line([*compiler, "--version"])
     found = f"{' '.join(compiler)}: {version}" if version else " ".join(compiler)
     if not (Path(sysconfig.get_path("include")) / "Python.h").is_file():
-        found = f"{found}, but without the headers of Python; {use}"
+        found = f"{found}, but the Python headers are missing; {use}"
         return Check(name=name, verdict=Verdict.ABSENT, found=found, fix=fix)
     return Check(name=name, verdict=Verdict.OK, found=found)
 
 
 def _libraries() -> Check:
-    """Whether the device's C++ part is there for the torch that is installed. Imports torch to know."""
-    from genie.runtime import native
+    """Checks that the device library is compiled for the installed torch. Imports torch."""
+    from genie.native import libraries
 
     name = "device library"
     try:
-        workshop, torch = native.Workshop.of_this_installation(), native.Target.installed().torch_version
-        missing = [library for library in native.TORCH_LIBRARIES if not workshop.is_built(library)]
+        build_cache, torch = (
+            libraries.BuildCache.of_this_installation(),
+            libraries.TorchTarget.installed().torch_version,
+        )
+        missing = [library for library in libraries.TORCH_LIBRARIES if not build_cache.is_built(library)]
     except NativeBuildError as error:
         return Check(name=name, verdict=Verdict.ABSENT, found=error.message, fix=error.hint)
     if missing:
-        found = f"{' and '.join(missing)} not compiled for torch {torch} yet; the first use does that"
-        return Check(name=name, verdict=Verdict.ABSENT, found=found, fix="python -m genie.runtime.native")
-    return Check(name=name, verdict=Verdict.OK, found=f"compiled for torch {torch}, in {workshop.cache}")
+        found = f"{' and '.join(missing)} not compiled for torch {torch} yet; compiled on first use"
+        return Check(name=name, verdict=Verdict.ABSENT, found=found, fix="python -m genie.native")
+    return Check(name=name, verdict=Verdict.OK, found=f"compiled for torch {torch}, in {build_cache.cache}")
 
 
 def _scheduler_library() -> Check:
-    """Whether decisions are made by compiled code."""
-    from genie.runtime.placers import why_plain
+    """Checks that the native scheduler library is compiled."""
+    from genie.controller.placement.placers import why_not_native
 
-    name, fix = "scheduler library", "python -m genie.runtime.native genie_scheduler"
-    if why := why_plain():
+    name, fix = "scheduler library", "python -m genie.native genie_scheduler"
+    if why := why_not_native():
         return Check(name=name, verdict=Verdict.ABSENT, found=why, fix=fix)
     return Check(name=name, verdict=Verdict.OK, found="compiled")
+
+
+def _control_groups() -> Check:
+    group = cgroups.find_usable(f"genie-doctor-{os.getpid()}", cgroups.own_groups())
+    if group is None:
+        return Check(
+            name="control groups",
+            verdict=Verdict.ABSENT,
+            found="none can be created; jobs on this node are tracked by parent and environment only",
+            fix="run the agent as root, or as a systemd service with Delegate=yes",
+        )
+    return Check(name="control groups", verdict=Verdict.OK, found=f"below {Path(group).parent}")
 
 
 def _etcd() -> Check:
@@ -164,12 +185,12 @@ def _etcd() -> Check:
         return Check(
             name="etcd",
             verdict=Verdict.ABSENT,
-            found="not on PATH; only a cluster with several controllers needs it",
+            found="not on PATH; needed only for several controllers",
             fix="install etcd (Debian: etcd-server)",
         )
     line = _first_line([path, "--version"])
     try:
-        from genie.controller.store.etcd_faults import check_version
+        from genie.controller.store.etcd_errors import check_version
 
         check_version(line.rpartition(" ")[2], endpoint=path)
     except ImportError:
@@ -181,7 +202,10 @@ def _etcd() -> Check:
         )
     except GenieError as error:
         return Check(
-            name="etcd", verdict=Verdict.WARNING, found=f"refused as a store: {error.message}", fix=error.hint
+            name="etcd",
+            verdict=Verdict.WARNING,
+            found=f"not usable as the store: {error.message}",
+            fix=error.hint,
         )
     return Check(name="etcd", verdict=Verdict.OK, found=f"{line} at {path}")
 
@@ -199,19 +223,19 @@ def accelerators() -> Iterator[Check]:
 
 
 def network(settings: Settings) -> Iterator[Check]:
-    """Which backends this machine has. Whether a cluster answers is another check."""
+    """Checks which network backends this machine supports; `cluster` checks the connection."""
     from genie.runtime.backend_info import BACKENDS
     from genie.runtime.network_discovery import NetworkDiscovery, backend_probe
 
     host, port = _cluster_address(settings) or ("127.0.0.1", settings.cluster.master_port)
     result = asyncio.run(NetworkDiscovery().discover(host, port, timeout_s=_CONNECT_S))
-    yield Check(name="network tcp", verdict=Verdict.OK, found="works everywhere")
+    yield Check(name="network tcp", verdict=Verdict.OK, found="always available")
     for name, info in BACKENDS.items():
         if name == "tcp":
             continue
         probe = backend_probe(name, result.probes)
         if not info.implemented:
-            found = "this version of Genie has no transport for it"
+            found = "not implemented in this version"
             yield Check(name=f"network {name}", verdict=Verdict.ABSENT, found=found, detail=probe.reason)
             continue
         yield Check(
@@ -224,13 +248,13 @@ def network(settings: Settings) -> Iterator[Check]:
 
 def state_directory(settings: Settings) -> Iterator[Check]:
     path = settings.paths.state_dir
-    there = next(folder for folder in (path, *path.parents) if folder.exists())
-    if not os.access(there, os.W_OK | os.X_OK):
+    existing = next(folder for folder in (path, *path.parents) if folder.exists())
+    if not os.access(existing, os.W_OK | os.X_OK):
         yield Check(
             name="state directory",
             verdict=Verdict.FAILED,
-            found=f"{there} cannot be written",
-            fix="set GENIE_STATE_DIR to a place that you can write",
+            found=f"no write permission for {existing}",
+            fix="set GENIE_STATE_DIR to a writable directory",
         )
         return
     mode = stat.S_IMODE(path.stat().st_mode) if path.exists() else 0o700
@@ -238,31 +262,31 @@ def state_directory(settings: Settings) -> Iterator[Check]:
     yield Check(
         name="state directory",
         verdict=Verdict.WARNING if open_to_others else Verdict.OK,
-        found=f"{path} (mode {mode:o})" if path.exists() else f"{path}, not made yet",
+        found=f"{path} (mode {mode:o})" if path.exists() else f"{path}, not created yet",
         fix=f"chmod 700 {path}" if open_to_others else "",
     )
-    free = shutil.disk_usage(there).free
+    free = shutil.disk_usage(existing).free
     low, least = free < _DISK_BYTES_LOW, free < _DISK_BYTES_MIN
     yield Check(
         name="disk space",
         verdict=Verdict.FAILED if least else Verdict.WARNING if low else Verdict.OK,
-        found=f"{size_text(free)} free under {there}",
-        fix="make room, or move GENIE_STATE_DIR" if low else "",
+        found=f"{size_text(free)} free in {existing}",
+        fix="free disk space, or set GENIE_STATE_DIR to another disk" if low else "",
     )
 
 
 def clock() -> Iterator[Check]:
-    """Certificates and tokens have an end: a clock that is far off makes good ones bad."""
+    """Checks the clock: a wrong clock makes valid certificates and tokens appear invalid."""
     installed_at = Path(genie.__file__).stat().st_mtime
     behind_s = installed_at - time.time()
     wrong = behind_s > 86400
     yield Check(
         name="clock",
         verdict=Verdict.FAILED if wrong else Verdict.OK,
-        found=f"{duration_text(behind_s)} before Genie was installed"
+        found=f"at least {duration_text(behind_s)} slow: earlier than the installation of Genie"
         if wrong
         else time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime()),
-        fix="set the clock, for example with NTP" if wrong else "",
+        fix="synchronize the clock, for example with NTP" if wrong else "",
     )
 
 
@@ -283,36 +307,44 @@ def _certificate(path: Path) -> Check:
         start, end = validity(path.read_text("utf-8"))
     except (OSError, ValueError) as error:
         return Check(
-            name=name, verdict=Verdict.FAILED, found=f"{path}: {error}", fix="restore it from a backup"
+            name=name,
+            verdict=Verdict.FAILED,
+            found=f"could not read {path}: {error}",
+            fix="restore the file from a backup",
         )
     left_s = end - time.time()
     if left_s <= 0 or start > time.time():
-        found = f"{path} is not valid now"
+        found = f"{path} has expired or is not valid yet"
         return Check(
-            name=name, verdict=Verdict.WARNING, found=found, fix="check the clock; 'genie up' renews it"
+            name=name,
+            verdict=Verdict.WARNING,
+            found=found,
+            fix="check the clock; 'genie up' renews the certificate",
         )
     low = left_s < _CERTIFICATE_S_LOW
     return Check(
         name=name,
         verdict=Verdict.WARNING if low else Verdict.OK,
         found=f"valid for {duration_text(left_s)}",
-        fix="it is renewed at half of its life; see the controller's log why it was not" if low else "",
+        fix="renewal is overdue; read the controller's log" if low else "",
     )
 
 
 def cluster(settings: Settings) -> Iterator[Check]:
-    """Whether the port is free or ours, and whether the cluster answers to the token at hand."""
-    answered, found, fix = asyncio.run(_ask_cluster(settings))
+    """Checks that the port is free or used by the local cluster, and that the cluster accepts the token."""
+    from genie.supervisor.this_machine import is_own_address
+
+    answered, found, fix = asyncio.run(_query_cluster(settings))
     where = _cluster_address(settings)
     local_port = settings.controller.port
-    ours = answered and where is not None and where[1] == local_port
+    ours = answered and where is not None and where[1] == local_port and is_own_address(where[0])
     yield _port(settings.controller.bind, local_port, ours=ours)
     if where is None:
         yield Check(
             name="cluster",
             verdict=Verdict.ABSENT,
-            found="none here, and none was named",
-            fix="start one: genie up",
+            found="no local cluster, and no address configured",
+            fix="genie up",
         )
         return
     yield Check(name="cluster", verdict=Verdict.OK if answered else Verdict.FAILED, found=found, fix=fix)
@@ -321,55 +353,50 @@ def cluster(settings: Settings) -> Iterator[Check]:
 def _port(host: str, port: int, *, ours: bool) -> Check:
     name = f"port {port}"
     if ours:
-        return Check(name=name, verdict=Verdict.OK, found="used by this cluster")
+        return Check(name=name, verdict=Verdict.OK, found="in use by the local cluster")
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((host, port))
         except OSError as error:
-            taken = error.errno == errno.EADDRINUSE
+            in_use = error.errno == errno.EADDRINUSE
             return Check(
                 name=name,
                 verdict=Verdict.WARNING,
-                found=f"{address_text(host, port)} is in use by another program" if taken else str(error),
-                fix="start with 'genie up --port N', or set GENIE_CONTROLLER_PORT",
+                found=f"{address_text(host, port)} is in use by another program" if in_use else str(error),
+                fix="use another port: genie up --port N, or GENIE_CONTROLLER_PORT",
             )
     return Check(name=name, verdict=Verdict.OK, found="free")
 
 
-async def _ask_cluster(settings: Settings) -> tuple[bool, str, str]:
+async def _query_cluster(settings: Settings) -> tuple[bool, str, str]:
     from genie.cluster.client import open_client
 
     try:
         async with asyncio.timeout(2 * _CONNECT_S), open_client(settings, timeout_s=_CONNECT_S) as client:
             status = await client.status()
     except TimeoutError:
-        return False, f"no answer within {2 * _CONNECT_S:g} s", "see the log of the controller"
+        return False, f"no reply within {2 * _CONNECT_S:g} s", "read the controller's log"
     except UnreachableError as error:
         return (
             False,
             error.message,
-            "start it with 'genie up', or remove a stale local.json with 'genie down'",
+            "start the cluster: genie up; or remove a stale local.json: genie down",
         )
     except GenieError as error:
         return False, error.message, error.hint
     nodes = count_text(sum(status.nodes.values()), "node")
-    return True, f"{client.where} answers: version {status.version}, {nodes}", ""
+    return True, f"{client.where} is reachable: version {status.version}, {nodes}", ""
 
 
 def _cluster_address(settings: Settings) -> tuple[str, int] | None:
-    from genie.runtime.credentials import LocalCluster
+    from genie.runtime.credentials import find_address
 
-    if settings.cluster.master_addr is not None:
-        return parse_endpoint(
-            settings.cluster.master_addr, what="GENIE_MASTER_ADDR", port=settings.cluster.master_port
-        )
     try:
-        local = LocalCluster.read(settings.paths.state_dir)
+        return find_address(settings.cluster, settings.paths.state_dir)
     except ConfigError:
         return None
-    return None if local is None else (local.host, local.port)
 
 
 def _version(package: str) -> str | None:

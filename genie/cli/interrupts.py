@@ -1,6 +1,6 @@
-"""Ctrl-C as something to be waited for, by commands that do more than end at it.
+"""Ctrl-C as queue items, for commands that continue after the first one.
 
-Not for: commands that end at the first one (app.py sees to that).
+Other commands end at the first Ctrl-C (app.py).
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def caught_interrupts() -> Iterator[asyncio.Queue[None]]:
-    """Each Ctrl-C as an item, for as long as the block lasts."""
-    presses: asyncio.Queue[None] = asyncio.Queue()
+    """Yield a queue that gets one item per Ctrl-C while the block runs."""
+    interrupts: asyncio.Queue[None] = asyncio.Queue()
     loop = asyncio.get_running_loop()
-    loop.add_signal_handler(signal.SIGINT, presses.put_nowait, None)
+    loop.add_signal_handler(signal.SIGINT, interrupts.put_nowait, None)
     try:
-        yield presses
+        yield interrupts
     finally:
         loop.remove_signal_handler(signal.SIGINT)

@@ -1,7 +1,6 @@
-"""One process's session with a cluster: init, monitoring, health, events; and the processes that host one.
+"""The session and client of one process: init, monitoring, health, events.
 
-Names are loaded on first use, so that importing one room does not open the others. Not for:
-deciding anything about jobs (controller/).
+Submodules are imported on first use.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ __all__ = [
     "open_client",
 ]
 
-_HOMES = {
+_EXPORTS = {
     "ClusterClient": "genie.cluster.client",
     "ClusterEvent": "genie.cluster.events",
     "ClusterState": "genie.cluster.state",
@@ -33,19 +32,27 @@ _HOMES = {
 }
 
 
-_ROOMS = ("dashboard", "events", "health", "monitoring", "node_info")
-"""Modules that people use under this name after `import genie.cluster` alone."""
+_SUBMODULES = (
+    "backend_info",
+    "dashboard",
+    "events",
+    "health",
+    "monitoring",
+    "network_discovery",
+    "node_info",
+)
+"""Submodules that are available after `import genie.cluster`."""
 
 
 def __getattr__(name: str) -> object:
-    if name in _ROOMS:
+    if name in _SUBMODULES:
         return importlib.import_module(f"genie.cluster.{name}")
-    if name not in _HOMES:
+    if name not in _EXPORTS:
         raise AttributeError(f"module 'genie.cluster' has no attribute {name!r}")
-    value: object = getattr(importlib.import_module(_HOMES[name]), name)
+    value: object = getattr(importlib.import_module(_EXPORTS[name]), name)
     globals()[name] = value
     return value
 
 
 def __dir__() -> list[str]:
-    return [*__all__, *_ROOMS]
+    return [*__all__, *_SUBMODULES]

@@ -1,10 +1,10 @@
-"""Asking the cluster: jobs, logs, nodes, tokens, as plain calls. What the command line and tools use.
+"""The client of the controller's API: jobs, logs, nodes, tokens, quotas. Used by the command line and tools.
 
     async with open_client(settings) as client:
         job = await client.submit(spec, workdir=Path("."))
 
-Every call has a deadline, and survives a lost connection where it is safe to ask twice. Errors are
-the ones that the controller gave. Not for: a process's own session with a device (init.py).
+Every call has a timeout and, if it is idempotent, is retried after a lost connection. Errors are those of the
+controller. Sessions with a torch device are opened by init.py.
 """
 
 from __future__ import annotations
@@ -12,19 +12,18 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
 
-from genie.cluster.link import Link, open_link
 from genie.config import Settings, WorkdirConfig
-from genie.errors import DeadlineError, UnreachableError, WorkdirError
+from genie.errors import DeadlineError, OverloadedError, UnreachableError, WorkdirError
 from genie.model.job import FINAL_STATES, Job, JobSpec, JobState, Workdir
+from genie.model.limits import LIST_MAX
 from genie.model.messages import (
     CHUNK_BYTES_MAX,
-    LIST_MAX,
     WAIT_S_MAX,
     BlobStatus,
     CancelJob,
@@ -36,7 +35,6 @@ from genie.model.messages import (
     GetQueue,
     GetStatus,
     ListJobs,
-    ListNodes,
     ListQuotas,
     ListTokens,
     LogChunk,
@@ -56,24 +54,26 @@ from genie.model.messages import (
     UndrainNode,
 )
 from genie.model.tenant import QuotaRecord, TokenKind, TokenRecord
-from genie.runtime.credentials import find_access
+from genie.runtime.controller_connection import ControllerConnection
 from genie.runtime.network import Network, TcpNetwork
+from genie.runtime.node_list import fetch_nodes
+from genie.supervisor.connection import open_connection
 
 if TYPE_CHECKING:
-    from genie.runtime.workdir import PackedWorkdir
+    from genie.processes.workdir import PackedWorkdir
 
-CONNECT_S = 10.0
-CALL_S = 20.0
+CONNECT_TIMEOUT_S = 10.0
+CALL_TIMEOUT_S = 20.0
 _POLL_S = 10.0
-"""Length of one long poll: short enough that a dead connection is noticed."""
-_SLACK_S = 5.0
-LOG_PATIENCE_S = 30.0
-"""How long a log is asked for again while its node cannot be reached."""
-_AWAY_STEP_S = 0.2
-_BLOB_TRIES = 5
+"""Duration of one long poll; short, to detect a dead connection."""
+_UPLOAD_MARGIN_S = 5.0
+LOG_RETRY_S = 30.0
+"""How long follow_log() retries while the node is unreachable."""
+_RETRY_INTERVAL_S = 0.2
+_UPLOAD_ATTEMPTS = 5
 
 Progress = Callable[[str, int, int], None]
-"""What is going on, how much is done, and of how much; bytes or files."""
+"""Receives the current step, and how much of it is done of the total (bytes or files)."""
 
 
 @asynccontextmanager
@@ -81,50 +81,48 @@ async def open_client(
     settings: Settings,
     *,
     network: Network | None = None,
-    timeout_s: float = CONNECT_S,
+    timeout_s: float = CONNECT_TIMEOUT_S,
     program: str = "genie",
 ) -> AsyncIterator[ClusterClient]:
-    """A client of the cluster that the settings name, for the length of the block."""
-    network = network or TcpNetwork()
-    access = await find_access(
-        settings.cluster, state_dir=settings.paths.state_dir, network=network, timeout_s=timeout_s
-    )
-    async with open_link(access, network=network, program=program, timeout_s=timeout_s) as link:
-        yield ClusterClient(link, workdir_limits=settings.workdir)
+    """Opens a client of the cluster of the settings for the block."""
+    async with open_connection(
+        settings, network=network or TcpNetwork(), timeout_s=timeout_s, program=program
+    ) as connection:
+        yield ClusterClient(connection, workdir_limits=settings.workdir)
 
 
 class ClusterClient:
-    """Made by `open_client`; lives on one event loop. Job ids may be unique names, too."""
+    """Created by `open_client`; use it on one event loop. A job ID may also be a unique job name."""
 
-    def __init__(self, link: Link, *, workdir_limits: WorkdirConfig) -> None:
-        self._link = link
+    def __init__(self, connection: ControllerConnection, *, workdir_limits: WorkdirConfig) -> None:
+        self._connection = connection
         self._limits = workdir_limits
 
     @property
     def where(self) -> str:
         """host:port of the controller."""
-        return self._link.where
+        return self._connection.where
 
     @property
     def is_owner(self) -> bool:
-        """Whether the token is an owner's, who sees what all tenants have."""
-        return self._link.access.token.kind is TokenKind.OWNER
+        """Whether the token is an owner token, which sees the jobs of all tenants."""
+        return self._connection.access.token.kind is TokenKind.OWNER
 
     # --- jobs ---------------------------------------------------------------------------------
 
     async def submit(
         self, spec: JobSpec, *, workdir: Path | None = None, progress: Progress | None = None
     ) -> Job:
-        """Queues a job, after its directory has been sent. Never queues it twice, whatever gets lost."""
+        """Uploads the working directory and queues the job. Idempotent: retries never queue it twice."""
         progress = progress or _no_progress
         if workdir is not None:
-            sent = await self._send_workdir(workdir, progress)
-            spec = msgspec.structs.replace(spec, workdir=sent)
+            uploaded = await self._upload_workdir(workdir, progress)
+            spec = msgspec.structs.replace(spec, workdir=uploaded)
         request = SubmitJob(spec=spec, request_id=secrets.token_hex(16))
-        return (await self._link.call(request, timeout_s=CALL_S)).job
+        return (await self._connection.call(request, timeout_s=CALL_TIMEOUT_S)).job
 
     async def get_job(self, job_id: str) -> Job:
-        return (await self._link.call(GetJob(job_id=job_id), timeout_s=CALL_S)).job
+        return (await self._connection.call(GetJob(job_id=job_id), timeout_s=CALL_TIMEOUT_S)).job
 
     async def list_jobs(
         self,
@@ -133,22 +131,22 @@ class ClusterClient:
         limit: int = 100,
         before_sequence: int | None = None,
     ) -> tuple[list[Job], bool]:
-        """Newest first, and whether older ones were left out. No `states` means all of them."""
+        """Returns jobs, newest first, and whether there are older ones. Empty `states` means all states."""
         request = ListJobs(states=states, limit=min(limit, LIST_MAX), before_sequence=before_sequence)
-        reply = await self._link.call(request, timeout_s=CALL_S)
+        reply = await self._connection.call(request, timeout_s=CALL_TIMEOUT_S)
         return list(reply.jobs), reply.more
 
     async def cancel(self, job_id: str) -> Job:
-        """The job as it stands after the wish was written down; it may still be on its way out."""
-        return (await self._link.call(CancelJob(job_id=job_id), timeout_s=CALL_S)).job
+        """Requests cancellation and returns the job, which may still be running."""
+        return (await self._connection.call(CancelJob(job_id=job_id), timeout_s=CALL_TIMEOUT_S)).job
 
     async def queue(self, *, limit: int = 100) -> QueueReply:
-        """Jobs that wait, in the order in which they are considered."""
-        return await self._link.call(GetQueue(limit=min(limit, LIST_MAX)), timeout_s=CALL_S)
+        """Queued jobs in scheduling order."""
+        return await self._connection.call(GetQueue(limit=min(limit, LIST_MAX)), timeout_s=CALL_TIMEOUT_S)
 
     async def explain(self, job_id: str) -> ExplainReply:
-        """What a job waits for, or how it came to where it is."""
-        return await self._link.call(ExplainJob(job_id=job_id), timeout_s=CALL_S)
+        """The pending reasons of a job, or how it was placed."""
+        return await self._connection.call(ExplainJob(job_id=job_id), timeout_s=CALL_TIMEOUT_S)
 
     async def wait_job(
         self,
@@ -157,7 +155,7 @@ class ClusterClient:
         timeout_s: float | None = None,
         on_change: Callable[[Job], None] | None = None,
     ) -> Job:
-        """The job once it has ended. `on_change` sees each state on the way, the present one first."""
+        """Waits until the job has ended. Calls `on_change` with each state, the current one first."""
         try:
             async with asyncio.timeout(timeout_s):
                 return await self._wait_final(job_id, on_change)
@@ -174,7 +172,8 @@ class ClusterClient:
             seen = job.state
             while job.state is seen:
                 request = GetJob(job_id=job.job_id, while_state=seen, wait_s=_POLL_S)
-                job = (await self._link.call(request, timeout_s=_POLL_S + CALL_S)).job
+                with suppress(OverloadedError):  # too many waits are open: the state has not changed
+                    job = (await self._connection.call(request, timeout_s=_POLL_S + CALL_TIMEOUT_S)).job
 
     # --- logs ---------------------------------------------------------------------------------
 
@@ -187,38 +186,43 @@ class ClusterClient:
         wait_s: float = 0.0,
         run: int = 0,
     ) -> LogChunk:
-        """One piece of a job's output; waits up to `wait_s` while there is nothing new. `run` is for one that
-        was queued again; 0 is the last."""
+        """Returns the next chunk of a job's output; waits up to `wait_s` for new output. `run` selects a run
+        of a job that was queued again; 0 is the last."""
         wait_s = min(wait_s, WAIT_S_MAX)
         bytes_max = min(bytes_max, CHUNK_BYTES_MAX)
         request = ReadLog(job_id=job_id, offset=offset, bytes_max=bytes_max, wait_s=wait_s, run=run)
-        return await self._link.call(request, timeout_s=wait_s + CALL_S)
+        return await self._connection.call(request, timeout_s=wait_s + CALL_TIMEOUT_S)
 
     async def follow_log(
         self, job_id: str, *, offset: int = 0, follow: bool = True, run: int = 0
     ) -> AsyncIterator[bytes]:
-        """The output from `offset` on: up to now, or with `follow` until the job has ended, over every run
-        that follows. With `run`, only of that run.
+        """Yields the output from `offset`: up to now or, with `follow`, until the job has ended, including
+        later runs. With `run`, only of that run.
 
-        Goes on where it was after a lost connection, and waits a while for a node that is away: its
-        agent may be on its way back. In place of what rotation has eaten it says how much that was.
+        Resumes after a lost connection, and retries for LOG_RETRY_S while the node is unreachable. Yields a
+        note in place of output that rotation has removed.
         """
         loop = asyncio.get_running_loop()
-        heard_s, asked = loop.time(), run
+        last_reply_s, requested_run = loop.time(), run
         while True:
             try:
                 chunk = await self.read_log(
-                    job_id, offset=offset, wait_s=_POLL_S if follow else 0.0, run=asked
+                    job_id, offset=offset, wait_s=_POLL_S if follow else 0.0, run=requested_run
                 )
+            except OverloadedError:  # too many waits are open: there is no new output
+                if not follow:
+                    raise
+                last_reply_s = loop.time()
+                continue
             except (DeadlineError, UnreachableError) as error:
-                if not follow or loop.time() - heard_s > LOG_PATIENCE_S:
+                if not follow or loop.time() - last_reply_s > LOG_RETRY_S:
                     raise
                 if isinstance(error, DeadlineError):
-                    # The connection may be dead without having said so; the offset makes asking again safe.
-                    self._link.drop()
-                await asyncio.sleep(_AWAY_STEP_S)
+                    # The connection may be dead; the offset makes a retry safe.
+                    self._connection.disconnect()
+                await asyncio.sleep(_RETRY_INTERVAL_S)
                 continue
-            heard_s, asked = loop.time(), chunk.run or asked
+            last_reply_s, requested_run = loop.time(), chunk.run or requested_run
             if chunk.start > offset:
                 yield f"[genie: {chunk.start - offset} bytes of output were dropped]\n".encode()
             if chunk.data:
@@ -228,57 +232,65 @@ class ClusterClient:
                 return
             if chunk.eof and (run or not chunk.run):
                 return
-            if chunk.eof:  # it may run again, having been preempted
-                asked, offset = chunk.run + 1, 0
+            if chunk.eof:  # it was preempted and may run again
+                requested_run, offset = chunk.run + 1, 0
 
     # --- the cluster --------------------------------------------------------------------------
 
     async def nodes(self) -> tuple[NodeView, ...]:
-        return (await self._link.call(ListNodes(), timeout_s=CALL_S)).nodes
+        """All nodes, by ID."""
+        return await fetch_nodes(self._connection, timeout_s=CALL_TIMEOUT_S)
 
     async def status(self) -> StatusReply:
-        return await self._link.call(GetStatus(), timeout_s=CALL_S)
+        return await self._connection.call(GetStatus(), timeout_s=CALL_TIMEOUT_S)
 
     async def list_tokens(self) -> tuple[TokenRecord, ...]:
-        return (await self._link.call(ListTokens(), timeout_s=CALL_S)).tokens
+        """All tokens, newest first."""
+        reply = await self._connection.call(ListTokens(), timeout_s=CALL_TIMEOUT_S)
+        tokens = list(reply.tokens)
+        while reply.more and reply.tokens:
+            request = ListTokens(after=tokens[-1].token_id)
+            reply = await self._connection.call(request, timeout_s=CALL_TIMEOUT_S)
+            tokens += reply.tokens
+        return tuple(sorted(tokens, key=lambda token: (-token.created_at, token.token_id)))
 
     async def create_token(
         self, kind: TokenKind, *, tenant: str = "", name: str = "", ttl_s: float | None = None
     ) -> TokenCreated:
-        """The token's text is in the answer and nowhere else. Sent once: a lost answer is an error."""
+        """Returns the token; it is stored nowhere else. Not retried: a lost reply is an error."""
         request = CreateToken(kind=kind, tenant=tenant, name=name, ttl_s=ttl_s)
-        return await self._link.call(request, timeout_s=CALL_S, again=False)
+        return await self._connection.call(request, timeout_s=CALL_TIMEOUT_S, idempotent=False)
 
     async def forget_node(self, node_id: str) -> None:
-        """Takes a node that is gone out of the cluster for good."""
-        await self._link.call(RemoveNode(node_id=node_id), timeout_s=CALL_S)
+        """Removes a disconnected node from the cluster."""
+        await self._connection.call(RemoveNode(node_id=node_id), timeout_s=CALL_TIMEOUT_S)
 
     async def drain_node(self, node_id: str, *, reason: str = "") -> None:
-        """Nothing new is placed there from now on; what runs there goes on."""
-        await self._link.call(DrainNode(node_id=node_id, reason=reason), timeout_s=CALL_S)
+        """Stops placing jobs on the node; running jobs continue."""
+        await self._connection.call(DrainNode(node_id=node_id, reason=reason), timeout_s=CALL_TIMEOUT_S)
 
     async def undrain_node(self, node_id: str) -> None:
-        await self._link.call(UndrainNode(node_id=node_id), timeout_s=CALL_S)
+        await self._connection.call(UndrainNode(node_id=node_id), timeout_s=CALL_TIMEOUT_S)
 
     async def revoke_token(self, token_id: str) -> None:
-        await self._link.call(RevokeToken(token_id=token_id), timeout_s=CALL_S)
+        await self._connection.call(RevokeToken(token_id=token_id), timeout_s=CALL_TIMEOUT_S)
 
     async def quotas(self) -> QuotasReply:
-        """What tenants may hold and hold now; for a user, its own tenant's."""
-        return await self._link.call(ListQuotas(), timeout_s=CALL_S)
+        """Quotas and current use of all tenants; for a user token, of its own tenant."""
+        return await self._connection.call(ListQuotas(), timeout_s=CALL_TIMEOUT_S)
 
     async def set_quota(self, quota: QuotaRecord) -> None:
-        """Takes the place of the one that the tenant had."""
-        await self._link.call(SetQuota(quota=quota), timeout_s=CALL_S)
+        """Replaces the quota of the tenant."""
+        await self._connection.call(SetQuota(quota=quota), timeout_s=CALL_TIMEOUT_S)
 
     async def remove_quota(self, tenant: str) -> None:
-        """The tenant may hold anything from now on. Sent once: the second time there would be none."""
-        await self._link.call(RemoveQuota(tenant=tenant), timeout_s=CALL_S, again=False)
+        """Removes the quota of the tenant. Not retried: a second request would fail."""
+        await self._connection.call(RemoveQuota(tenant=tenant), timeout_s=CALL_TIMEOUT_S, idempotent=False)
 
-    # --- directories --------------------------------------------------------------------------
+    # --- working directories ------------------------------------------------------------------
 
-    async def _send_workdir(self, directory: Path, progress: Progress) -> Workdir:
-        from genie.runtime.workdir import pack  # late: most clients send none
+    async def _upload_workdir(self, directory: Path, progress: Progress) -> Workdir:
+        from genie.processes.workdir import pack  # imported here: most clients upload none
 
         packed = await asyncio.to_thread(
             pack,
@@ -288,15 +300,15 @@ class ClusterClient:
             progress=lambda done, total: progress("packing", done, total),
         )
         try:
-            await self._send_blob(packed, progress)
+            await self._upload_blob(packed, progress)
         finally:
             packed.file.close()
         return Workdir(digest=packed.digest, size_bytes=packed.size_bytes)
 
-    async def _send_blob(self, packed: PackedWorkdir, progress: Progress) -> None:
-        """Sends what the controller does not have yet. After a loss it goes on from where that one is."""
+    async def _upload_blob(self, packed: PackedWorkdir, progress: Progress) -> None:
+        """Uploads the bytes that the controller does not have yet; resumes after a lost connection."""
         status = await self._stat_blob(packed.digest)
-        for _ in range(_BLOB_TRIES):
+        for _ in range(_UPLOAD_ATTEMPTS):
             while not status.complete:
                 progress("sending", status.received_bytes, packed.size_bytes)
                 before = status.received_bytes
@@ -308,19 +320,19 @@ class ClusterClient:
                 return
             status = await self._stat_blob(packed.digest)
         raise WorkdirError(
-            f"{self.where} does not take the directory: it stays at {status.received_bytes} of "
+            f"could not upload the working directory to {self.where}: stopped at {status.received_bytes} of "
             f"{packed.size_bytes} bytes",
-            hint="look into the controller's log; its disk may be full",
+            hint="see the log of the controller; its disk may be full",
         )
 
     async def _stat_blob(self, digest: str) -> BlobStatus:
-        return await self._link.call(StatBlob(digest=digest), timeout_s=CALL_S)
+        return await self._connection.call(StatBlob(digest=digest), timeout_s=CALL_TIMEOUT_S)
 
     async def _put_chunk(self, packed: PackedWorkdir, offset: int) -> BlobStatus:
         data = await asyncio.to_thread(_read_at, packed, offset)
         last = offset + len(data) >= packed.size_bytes
         request = PutBlob(digest=packed.digest, offset=offset, data=data, last=last)
-        return await self._link.call(request, timeout_s=CALL_S + _SLACK_S)
+        return await self._connection.call(request, timeout_s=CALL_TIMEOUT_S + _UPLOAD_MARGIN_S)
 
 
 def _read_at(packed: PackedWorkdir, offset: int) -> bytes:
@@ -329,4 +341,4 @@ def _read_at(packed: PackedWorkdir, offset: int) -> bytes:
 
 
 def _no_progress(_what: str, _done: int, _total: int) -> None:
-    """For callers that want none."""
+    """The default progress callback."""

@@ -1,8 +1,7 @@
-"""Which accelerators the indices of `remote_accelerator` stand for, and opening an executor on one.
+"""Maps the indices of `remote_accelerator` to accelerators, and opens executors on them.
 
-The list only grows, so that an index means the same accelerator all along: what joins the cluster
-later comes to its end. Opening is asked for by user code on its own thread and blocks there. Not for: tensors
-(genie/device), and choosing an accelerator for a job (scheduler/).
+The list only grows, so that an index always means the same accelerator: those that join later are appended.
+User threads open executors and block meanwhile. Tensors are handled by genie/device.
 """
 
 from __future__ import annotations
@@ -17,25 +16,26 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from genie.cluster.link import Link
 from genie.device import ExecutorAddress, RemoteDevice, attach, detach, extend
-from genie.device.roster import DEVICES_MAX, slot
+from genie.device.registry import DEVICES_MAX, slot
 from genie.errors import DeviceUnavailableError, GenieError, JobNotFoundError, TransportError
 from genie.model.job import Job, JobState
 from genie.model.messages import CancelJob, DeviceReply, OpenDevice, WaitDevice
 from genie.model.node import GPUInfo, NodeInfo, NodeStatus, Vendor
+from genie.runtime.controller_connection import ControllerConnection
+from genie.runtime.data_plane import TransportCoordinator
 
 _log = logging.getLogger(__name__)
 
 _POLL_S = 5.0
-_STEP_S = 0.02
-_CALL_S = 10.0
-_CANCEL_S = 2.0
+_POLL_INTERVAL_S = 0.02
+_CALL_TIMEOUT_S = 10.0
+_CANCEL_TIMEOUT_S = 2.0
 
 
 @dataclass(frozen=True, slots=True)
 class AcceleratorRef:
-    """One accelerator of the cluster, as an index stands for it."""
+    """One accelerator of the cluster."""
 
     node_id: str
     gpu: GPUInfo
@@ -45,7 +45,7 @@ class AcceleratorRef:
 
 
 def accelerators(nodes: Iterable[NodeInfo]) -> tuple[AcceleratorRef, ...]:
-    """By node id, then by the node's own number. CPU accelerators count only where there is no GPU."""
+    """Sorted by node ID and GPU ID. CPU accelerators are included only if there is no GPU."""
     found = [
         AcceleratorRef(node.node_id, gpu)
         for node in sorted(nodes, key=lambda node: node.node_id)
@@ -57,41 +57,48 @@ def accelerators(nodes: Iterable[NodeInfo]) -> tuple[AcceleratorRef, ...]:
 
 
 Submit = Callable[[Callable[[], Coroutine[Any, Any, ExecutorAddress]]], Future[ExecutorAddress]]
-"""Runs something on the session's loop."""
+"""Runs a coroutine on the event loop of the session."""
 
 
-class DeviceBroker:
-    """Between user threads, which open devices, and the session's loop, which talks to the controller."""
+class DeviceBroker(TransportCoordinator):
+    """Opens devices for user threads through the event loop of the session.
+
+    Copies configuration, discovery and selected backend from `transport`.
+    """
 
     def __init__(
         self,
         refs: tuple[AcceleratorRef, ...],
         *,
-        link: Link,
+        transport: TransportCoordinator,
+        connection: ControllerConnection,
         session_id: str,
         submit: Submit,
-        timeout_s: float,
     ) -> None:
+        super().__init__(transport.config)
+        self.discovery, self.selection = transport.discovery, transport.selection
         self.refs = refs[:DEVICES_MAX]
         """By index."""
         self.opened = 0
         """Executors opened so far in this session."""
-        self._link = link
+        self._connection = connection
         self._session_id = session_id
         self._request_ids: dict[int, str] = {}
-        """By index, for requests that may have arrived although no answer came: asked again, they give the
-        same executor and not a second one."""
-        self._held: dict[int, str] = {}
-        """By index: the session job of the executor that was opened last."""
+        """By index, of requests without a reply: a retry with the same ID returns the same executor."""
+        self._job_ids: dict[int, str] = {}
+        """By index: the session job of the last opened executor."""
         self._submit = submit
-        self._timeout_s = timeout_s
         if len(refs) > DEVICES_MAX:
-            _log.warning("of %d accelerators the first %d have an index", len(refs), DEVICES_MAX)
+            _log.warning(
+                "%d accelerators found; only the first %d can be used as remote_accelerator devices",
+                len(refs),
+                DEVICES_MAX,
+            )
 
-    def follow(self, nodes: Iterable[NodeInfo]) -> tuple[AcceleratorRef, ...]:
-        """Those of these nodes that have no index yet get the next ones. Says which they are.
+    def add_new(self, nodes: Iterable[NodeInfo]) -> tuple[AcceleratorRef, ...]:
+        """Appends the accelerators of these nodes that have no index yet, and returns them.
 
-        Where one index stands for a GPU, CPU accelerators get none, also while all GPUs are out of reach.
+        If any index is a GPU, CPU accelerators get none, even while all GPUs are disconnected.
         """
         known = {(ref.node_id, ref.gpu.gpu_id) for ref in self.refs}
         has_gpu = any(ref.gpu.vendor is not Vendor.CPU for ref in self.refs)
@@ -104,21 +111,21 @@ class DeviceBroker:
         return new
 
     async def drop_lost(self, nodes: Mapping[str, NodeInfo]) -> None:
-        """Where a node is not heard from and the cluster has given its executor up, so does the session."""
-        for index, job_id in list(self._held.items()):
+        """Marks executors on disconnected nodes as lost once the cluster has ended their session jobs."""
+        for index, job_id in list(self._job_ids.items()):
             node = nodes.get(self.refs[index].node_id)
             if node is not None and node.status is not NodeStatus.DISCONNECTED:
                 continue
             try:
                 request = WaitDevice(job_id=job_id, wait_s=0.0)
-                job = (await self._link.call(request, timeout_s=_CALL_S)).job
-                why = job.reason if job.state.is_final else ""
+                job = (await self._connection.call(request, timeout_s=_CALL_TIMEOUT_S)).job
+                reason = job.reason if job.state.is_final else ""
             except JobNotFoundError:
-                why = "the cluster does not know its session any more"
-            if why:
-                del self._held[index]
-                _log.warning("the executor on %s is lost: %s", self.refs[index], why)
-                await asyncio.to_thread(slot(index).lose, why)
+                reason = "the controller no longer has its session"
+            if reason:
+                del self._job_ids[index]
+                _log.warning("lost the executor on %s: %s", self.refs[index], reason)
+                await asyncio.to_thread(slot(index).lose, reason)
 
     def remote_devices(self) -> list[RemoteDevice]:
         return self._remote_devices(self.refs, start=0)
@@ -137,9 +144,9 @@ class DeviceBroker:
         ]
 
     def open(self, index: int) -> ExecutorAddress:
-        """An executor on the accelerator of this index. Blocks; never call it on the session's loop.
+        """Opens an executor on the accelerator of this index. Blocks; never call it on the session's loop.
 
-        DeviceUnavailableError says what it waited for, or why the executor ended.
+        Raises DeviceUnavailableError with the pending reason, or why the executor ended.
         """
         return self._submit(lambda: self._open(index)).result()
 
@@ -147,33 +154,33 @@ class DeviceBroker:
         ref = self.refs[index]
         job: Job | None = None
         try:
-            async with asyncio.timeout(self._timeout_s):
-                reply = await self._ask(index)
+            async with asyncio.timeout(self.config.timeout_s):
+                reply = await self._request_device(index)
                 job = reply.job
                 while reply.endpoint is None:
                     job = reply.job
-                    _check_on_its_way(ref, job)
+                    _check_not_ended(ref, job)
                     request = WaitDevice(job_id=job.job_id, wait_s=_POLL_S)
-                    reply = await self._link.call(request, timeout_s=_POLL_S + _CALL_S)
-                    await asyncio.sleep(0 if reply.endpoint else _STEP_S)
+                    reply = await self._connection.call(request, timeout_s=_POLL_S + _CALL_TIMEOUT_S)
+                    await asyncio.sleep(0 if reply.endpoint else _POLL_INTERVAL_S)
         except TimeoutError:
-            await self._give_back(job)
-            raise _too_late(ref, job, self._timeout_s) from None
+            await self._cancel(job)
+            raise _timeout_error(ref, job, self.config.timeout_s) from None
         except (GenieError, asyncio.CancelledError):
-            await self._give_back(job)
+            await self._cancel(job)
             raise
         self.opened += 1
-        self._held[index] = reply.job.job_id
-        trusted = self._link.access.tls
+        self._job_ids[index] = reply.job.job_id
+        client_tls = self._connection.access.tls
         return ExecutorAddress(
             host=reply.endpoint.host,
             port=reply.endpoint.port,
             server_name=reply.endpoint.server_name,
             ticket=reply.ticket,
-            ssl_context=trusted.context if trusted else None,
+            ssl_context=client_tls.context if client_tls else None,
         )
 
-    async def _ask(self, index: int) -> DeviceReply:
+    async def _request_device(self, index: int) -> DeviceReply:
         ref = self.refs[index]
         request = OpenDevice(
             session_node_id=self._session_id,
@@ -182,28 +189,28 @@ class DeviceBroker:
             request_id=self._request_ids.setdefault(index, secrets.token_hex(16)),
         )
         try:
-            reply = await self._link.call(request, timeout_s=self._timeout_s)
+            reply = await self._connection.call(request, timeout_s=self.config.timeout_s)
         except TransportError:
             raise
-        except GenieError:  # an answer: this request is over
+        except GenieError:  # the controller rejected the request
             del self._request_ids[index]
             raise
         del self._request_ids[index]
         return reply
 
-    async def _give_back(self, job: Job | None) -> None:
-        """Nobody waits for it any more, so it must not take the accelerator later."""
+    async def _cancel(self, job: Job | None) -> None:
+        """Cancels the session job, so that it does not take the accelerator later."""
         if job is None or job.state.is_final:
             return
         try:
-            await self._link.call(CancelJob(job_id=job.job_id), timeout_s=_CANCEL_S)
+            await self._connection.call(CancelJob(job_id=job.job_id), timeout_s=_CANCEL_TIMEOUT_S)
         except GenieError as error:
-            _log.warning("could not take back the request for %s: %s", job.job_id, error)
+            _log.warning("could not cancel %s: %s", job.job_id, error)
 
 
 @contextmanager
-def attached(broker: DeviceBroker, *, launch_blocking: bool) -> Iterator[None]:
-    """The torch device, for the length of the session. torch itself is imported when user code does."""
+def registered_torch_device(broker: DeviceBroker, *, launch_blocking: bool) -> Iterator[None]:
+    """Registers the torch device for the block; does not import torch."""
     attach(broker.remote_devices(), launch_blocking=launch_blocking)
     try:
         yield
@@ -211,22 +218,22 @@ def attached(broker: DeviceBroker, *, launch_blocking: bool) -> Iterator[None]:
         detach()
 
 
-def _check_on_its_way(ref: AcceleratorRef, job: Job) -> None:
+def _check_not_ended(ref: AcceleratorRef, job: Job) -> None:
     if job.state.is_final:
         raise DeviceUnavailableError(
-            f"the executor on {ref} ended before it could be used: {job.reason}",
-            hint=f"'genie logs {job.job_id}' has what it said",
+            f"the executor on {ref} ended before it was ready: {job.reason}",
+            hint=f"see its log: 'genie logs {job.job_id}'",
         )
 
 
-def _too_late(ref: AcceleratorRef, job: Job | None, timeout_s: float) -> DeviceUnavailableError:
+def _timeout_error(ref: AcceleratorRef, job: Job | None, timeout_s: float) -> DeviceUnavailableError:
     if job is not None and job.state is JobState.RUNNING and job.reason:
         return DeviceUnavailableError(
-            f"the executor on {ref} is not ready after {timeout_s:g} s: it is {job.reason}",
-            hint="try again in a minute",
+            f"the executor on {ref} was not ready within {timeout_s:g} s: {job.reason}",
+            hint="retry in a minute",
         )
-    what = "the controller did not answer" if job is None else f"it is {job.state}: {job.reason}"
+    status = "the controller did not reply" if job is None else f"{job.state}: {job.reason}"
     return DeviceUnavailableError(
-        f"no executor on {ref} within {timeout_s:g} s; {what}",
-        hint="'genie jobs' shows who holds it; try later, or use another index",
+        f"could not open an executor on {ref} within {timeout_s:g} s: {status}",
+        hint="'genie jobs' shows the jobs that use it; retry later, or use another index",
     )

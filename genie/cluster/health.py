@@ -1,18 +1,19 @@
-"""Is this process well? Five checks, one verdict, and an event when the verdict changes.
+"""Health of this process and its machine: six checks, one status, and an event when the status changes.
 
-The checks of this file are pure: each takes readings and returns a status with its reason. The
-checker runs them on a schedule. `overall` is the rule that makes one verdict of them. Not for:
-taking the readings (monitoring.py, the session), or acting on the verdict.
+The check functions are pure: each takes readings and returns a status with its reason. The checker runs them
+periodically; `overall` combines them into one status.
 
 | check   | degraded                  | unhealthy               | critical             |
 |---------|---------------------------|-------------------------|----------------------|
-| gpu     | one is overheated         | one does not answer     | none answers         |
-| network | round trip over 1 s       | no connection           |                      |
-| peers   | one is silent             | all are                 |                      |
+| gpu     | one is overheated         | one does not respond    | none responds        |
+| cpu     | load over 2 per core      | over 8 per core         |                      |
+| network | round trip over 1 s, or   | no connection           |                      |
+|         | interface over 95% used   |                         |                      |
+| peers   | one is unresponsive       | all are                 |                      |
 | memory  | over 90% used             | over 95%                | over 98%             |
 | disk    | under 10% free            | under 5%                | under 1%             |
 
-A check that fails or takes too long is degraded itself: not knowing is some trouble, not the worst.
+A check that fails or times out is degraded.
 """
 
 from __future__ import annotations
@@ -21,28 +22,35 @@ import asyncio
 import logging
 import shutil
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
 from genie.cluster.events import EventBus
 from genie.errors import GenieError
-from genie.hardware import HostFacts, host_facts, is_busy, is_overheated
-from genie.hardware.call_thread import CallThread
+from genie.hardware import CpuMeter, CpuReading, HostFacts, host_facts, is_busy, is_overheated
 from genie.model.event import EventType
 from genie.model.node import GPUInfo, NodeInfo, NodeStatus
-from genie.runtime.clock import Clock, SystemClock
+from genie.processes.call_thread import CallThread
+from genie.processes.clock import Clock, SystemClock
+from genie.runtime.interfaces import Interface, Throughput
 
 _log = logging.getLogger(__name__)
 
 INTERVAL_S = 30.0
 CHECK_TIMEOUT_S = 5.0
 RTT_MS_MAX = 1000.0
+LINK_USED_PCT_MAX = 95.0
+LOAD_PER_CORE_DEGRADED, LOAD_PER_CORE_UNHEALTHY = 2.0, 8.0
 
 SEVERITY = (NodeStatus.HEALTHY, NodeStatus.DEGRADED, NodeStatus.UNHEALTHY, NodeStatus.CRITICAL)
-"""The four that a check can find, from best to worst."""
+"""The statuses that a check can return, from best to worst."""
 
-_SILENT = (NodeStatus.SUSPECT, NodeStatus.DISCONNECTED)
+_UNRESPONSIVE = (NodeStatus.SUSPECT, NodeStatus.DISCONNECTED)
+
+
+Readings = Mapping[str, float | None]
+"""The measured values of a check, by name with unit; None if not available on this system."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,6 +58,7 @@ class CheckResult:
     name: str
     status: NodeStatus
     reason: str
+    readings: Readings = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         assert self.status in SEVERITY
@@ -63,20 +72,27 @@ class HealthReport:
     checks: tuple[CheckResult, ...]
     at: float
 
+    def check(self, name: str) -> CheckResult | None:
+        """The result of one check; None if it is not part of the report."""
+        return next((check for check in self.checks if check.name == name), None)
+
     @property
     def reason(self) -> str:
-        """Every check that is not healthy, in words."""
+        """The reasons of all checks that are not healthy."""
         bad = [check for check in self.checks if check.status is not NodeStatus.HEALTHY]
         return "; ".join(f"{check.name}: {check.reason}" for check in bad) or "all checks passed"
 
 
 @dataclass(frozen=True, kw_only=True)
 class NetworkReading:
-    """The connection to the controller, as its owner last saw it. `reason` when there is none."""
+    """State of the connection to the controller, with a `reason` if it is lost, and of its network interface.
+    `throughput` is that of the interface since the last check."""
 
     connected: bool
     rtt_ms: float | None = None
     reason: str = ""
+    interface: Interface | None = None
+    throughput: Throughput | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,56 +104,112 @@ class DiskReading:
 Check = Callable[[], Awaitable[CheckResult]]
 
 
-# --- Judging: values in, values out ---------------------------------------------------------------
+# --- checks (pure) --------------------------------------------------------------------------------
 
 
 def overall(checks: Iterable[CheckResult]) -> NodeStatus:
-    """The worst wins: one critical check is not made up for by four good ones. Healthy without any."""
+    """The worst status of the checks; healthy without any."""
     return max((check.status for check in checks), key=SEVERITY.index, default=NodeStatus.HEALTHY)
 
 
 def check_gpus(gpus: Sequence[GPUInfo]) -> CheckResult:
-    """A busy GPU is well: being used is what it is for."""
-    silent = [gpu for gpu in gpus if not gpu.available and not is_busy(gpu)]
+    """A GPU that is in use counts as healthy."""
+    unresponsive = [gpu for gpu in gpus if not gpu.available and not is_busy(gpu)]
     hot = [gpu for gpu in gpus if is_overheated(gpu)]
-    if silent:
-        status = NodeStatus.CRITICAL if len(silent) == len(gpus) else NodeStatus.UNHEALTHY
-        reason = ", ".join(f"GPU {gpu.gpu_id}: {gpu.reason}" for gpu in silent)
+    if unresponsive:
+        status = NodeStatus.CRITICAL if len(unresponsive) == len(gpus) else NodeStatus.UNHEALTHY
+        reason = ", ".join(f"GPU {gpu.gpu_id}: {gpu.reason}" for gpu in unresponsive)
     elif hot:
         status = NodeStatus.DEGRADED
         reason = ", ".join(f"GPU {gpu.gpu_id} is at {gpu.temperature_c:.0f} C" for gpu in hot)
     else:
-        status, reason = NodeStatus.HEALTHY, f"{len(gpus)} answer" if gpus else "there are none"
+        status, reason = NodeStatus.HEALTHY, f"{len(gpus)} of {len(gpus)} responding" if gpus else "no GPUs"
     return CheckResult(name="gpu", status=status, reason=reason)
 
 
+def check_cpu(reading: CpuReading) -> CheckResult:
+    """Checks the load, not the utilization: full utilization is normal for a compute node."""
+    per_core = 0.0 if reading.load_1m is None else reading.load_1m / reading.cores
+    limits = (LOAD_PER_CORE_DEGRADED, LOAD_PER_CORE_UNHEALTHY)
+    parts = [
+        "" if reading.busy_pct is None else f"{reading.busy_pct:.0f}% used",
+        "" if reading.load_1m is None else f"load {reading.load_1m:.1f} on {reading.cores} cores",
+    ]
+    return CheckResult(
+        name="cpu",
+        status=SEVERITY[sum(per_core > limit for limit in limits)],
+        reason=", ".join(filter(None, parts)) or "no reading on this system",
+        readings={
+            "cores": float(reading.cores),
+            "load_1m": reading.load_1m,
+            "utilization_pct": reading.busy_pct,
+        },
+    )
+
+
 def check_network(reading: NetworkReading) -> CheckResult:
+    used_pct = _link_used_pct(reading)
     if not reading.connected:
         status, reason = NodeStatus.UNHEALTHY, reading.reason or "no connection to the controller"
     elif reading.rtt_ms is not None and reading.rtt_ms > RTT_MS_MAX:
-        status, reason = NodeStatus.DEGRADED, f"a round trip takes {reading.rtt_ms:.0f} ms"
+        status, reason = NodeStatus.DEGRADED, f"round trip time is {reading.rtt_ms:.0f} ms"
+    elif used_pct is not None and used_pct > LINK_USED_PCT_MAX:
+        status, reason = NodeStatus.DEGRADED, f"the interface is saturated: {_link_text(reading)}"
     else:
-        status, reason = NodeStatus.HEALTHY, "connected"
-    return CheckResult(name="network", status=status, reason=reason)
+        link = _link_text(reading)
+        status, reason = NodeStatus.HEALTHY, f"connected through {link}" if link else "connected"
+    throughput = reading.throughput
+    return CheckResult(
+        name="network",
+        status=status,
+        reason=reason,
+        readings={
+            "rtt_ms": reading.rtt_ms,
+            "link_speed_gbps": reading.interface.speed_gbps if reading.interface else None,
+            "received_bytes_per_s": throughput.received_bytes_per_s if throughput else None,
+            "sent_bytes_per_s": throughput.sent_bytes_per_s if throughput else None,
+        },
+    )
+
+
+def _link_used_pct(reading: NetworkReading) -> float | None:
+    """Utilization of the interface in its busier direction; links are full duplex."""
+    if reading.throughput is None or reading.interface is None or reading.interface.speed_gbps is None:
+        return None
+    return 100.0 * reading.throughput.gbps_max / reading.interface.speed_gbps
+
+
+def _link_text(reading: NetworkReading) -> str:
+    if reading.interface is None:
+        return ""
+    speed, throughput = reading.interface.speed_gbps, reading.throughput
+    parts = [
+        reading.interface.name,
+        "" if speed is None else f"{speed:g} Gbit/s",
+        "" if throughput is None else f"{throughput.received_bytes_per_s / 1e6:.1f} MB/s in",
+        "" if throughput is None else f"{throughput.sent_bytes_per_s / 1e6:.1f} MB/s out",
+    ]
+    return ", ".join(filter(None, parts))
 
 
 def check_peers(peers: Iterable[NodeInfo]) -> CheckResult:
-    """`peers` without this node itself."""
+    """`peers` must not include this node."""
     known = list(peers)
-    silent = [peer.node_id for peer in known if peer.status in _SILENT]
-    if not silent:
-        reason = f"{len(known)} answer" if known else "there are none"
+    unresponsive = [peer.node_id for peer in known if peer.status in _UNRESPONSIVE]
+    if not unresponsive:
+        reason = f"{len(known)} of {len(known)} responding" if known else "no peers"
         return CheckResult(name="peers", status=NodeStatus.HEALTHY, reason=reason)
-    status = NodeStatus.UNHEALTHY if len(silent) == len(known) else NodeStatus.DEGRADED
-    return CheckResult(name="peers", status=status, reason=f"silent: {', '.join(sorted(silent))}")
+    status = NodeStatus.UNHEALTHY if len(unresponsive) == len(known) else NodeStatus.DEGRADED
+    return CheckResult(name="peers", status=status, reason=f"unresponsive: {', '.join(sorted(unresponsive))}")
 
 
 def check_memory(facts: HostFacts) -> CheckResult:
     used_pct = 100.0 * facts.memory_used_bytes / max(1, facts.memory_total_bytes)
     return CheckResult(
         name="memory",
-        status=_graded(used_pct, degraded=90.0, unhealthy=95.0, critical=98.0),
+        status=_grade(used_pct, degraded=90.0, unhealthy=95.0, critical=98.0),
         reason=f"{used_pct:.0f}% used",
+        readings={"used_pct": used_pct},
     )
 
 
@@ -145,16 +217,17 @@ def check_disk(reading: DiskReading) -> CheckResult:
     free_pct = 100.0 * reading.free_bytes / max(1, reading.total_bytes)
     return CheckResult(
         name="disk",
-        status=_graded(100.0 - free_pct, degraded=90.0, unhealthy=95.0, critical=99.0),
+        status=_grade(100.0 - free_pct, degraded=90.0, unhealthy=95.0, critical=99.0),
         reason=f"{free_pct:.0f}% free",
+        readings={"free_pct": free_pct},
     )
 
 
-def _graded(used_pct: float, *, degraded: float, unhealthy: float, critical: float) -> NodeStatus:
+def _grade(used_pct: float, *, degraded: float, unhealthy: float, critical: float) -> NodeStatus:
     return SEVERITY[sum(used_pct > limit for limit in (degraded, unhealthy, critical))]
 
 
-# --- Doing ----------------------------------------------------------------------------------------
+# --- checker --------------------------------------------------------------------------------------
 
 
 def create_health_checker(
@@ -165,31 +238,34 @@ def create_health_checker(
     peers: Callable[[], Iterable[NodeInfo]],
     disk_path: Path,
     host: Callable[[], HostFacts] = host_facts,
+    cpu: Callable[[], CpuReading] | None = None,
     interval_s: float = INTERVAL_S,
     events: EventBus | None = None,
     clock: Clock | None = None,
 ) -> HealthChecker:
-    """The five checks over the given readers, which must be cheap; only the disk is asked on a thread.
+    """A checker with the six checks over the given readers, which must not block.
 
-    `disk_path` is the state directory: that is what Genie needs space for.
+    `disk_path` is the state directory; its disk is read on a thread.
     """
     thread = CallThread("genie-health")
+    read_cpu = CpuMeter().read if cpu is None else cpu
 
     async def disk() -> CheckResult:
         what = f"the disk under {disk_path}"
         reading = await thread.call(partial(read_disk, disk_path), what=what, timeout_s=CHECK_TIMEOUT_S)
         return check_disk(reading)
 
-    async def ready(result: Callable[[], CheckResult]) -> CheckResult:
+    async def immediate(result: Callable[[], CheckResult]) -> CheckResult:
         return result()
 
     return HealthChecker(
         node_id,
         checks={
-            "gpu": lambda: ready(lambda: check_gpus(gpus())),
-            "network": lambda: ready(lambda: check_network(network())),
-            "peers": lambda: ready(lambda: check_peers(peers())),
-            "memory": lambda: ready(lambda: check_memory(host())),
+            "gpu": lambda: immediate(lambda: check_gpus(gpus())),
+            "cpu": lambda: immediate(lambda: check_cpu(read_cpu())),
+            "network": lambda: immediate(lambda: check_network(network())),
+            "peers": lambda: immediate(lambda: check_peers(peers())),
+            "memory": lambda: immediate(lambda: check_memory(host())),
             "disk": disk,
         },
         interval_s=interval_s,
@@ -200,7 +276,7 @@ def create_health_checker(
 
 
 def read_disk(path: Path) -> DiskReading:
-    """The file system under `path`, or under its nearest parent that exists. Blocks."""
+    """Reads the file system of `path`, or of its nearest existing parent. Blocks."""
     while not path.exists() and path != path.parent:
         path = path.parent
     usage = shutil.disk_usage(path)
@@ -208,7 +284,7 @@ def read_disk(path: Path) -> DiskReading:
 
 
 class HealthChecker:
-    """Runs its checks every `interval_s`. `report` is the newest; None before the first round."""
+    """Runs its checks every `interval_s`. `report` is the last one; None before the first."""
 
     def __init__(
         self,
@@ -235,37 +311,48 @@ class HealthChecker:
         return NodeStatus.INITIALIZING if self.report is None else self.report.status
 
     async def run(self) -> None:
-        """Checks until cancelled. For an owner with a TaskGroup."""
+        """Checks every interval until cancelled; immediately if there is no report yet."""
         try:
-            while True:
+            if self.report is None:
                 await self.check()
+            while True:
                 await self._clock.sleep(self._interval_s)
+                await self.check()
         finally:
-            self._on_stop()
+            self.close()
 
-    async def check(self) -> HealthReport:
-        """One round now. Never raises: a check that fails is part of the report."""
+    def close(self) -> None:
+        """Ends the thread of the checks. Idempotent; a later check starts another one."""
+        self._on_stop()
+
+    async def check(self, *, timeout_s: float | None = None) -> HealthReport:
+        """Runs all checks now, each for at most `timeout_s`. Never raises: the report includes failed
+        checks."""
+        each_s = self._check_timeout_s if timeout_s is None else timeout_s
         async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(self._guarded(name, check)) for name, check in self._checks.items()]
+            tasks = [
+                group.create_task(self._run_check(name, check, timeout_s=each_s))
+                for name, check in self._checks.items()
+            ]
         results = tuple(task.result() for task in tasks)
         report = HealthReport(status=overall(results), checks=results, at=self._clock.wall_s())
         before, self.report = self.status, report
         if report.status is not before:
-            self._tell(report, before)
+            self._report_change(report, before)
         return report
 
-    async def _guarded(self, name: str, check: Check) -> CheckResult:
+    async def _run_check(self, name: str, check: Check, *, timeout_s: float) -> CheckResult:
         try:
-            async with asyncio.timeout(self._check_timeout_s):
+            async with asyncio.timeout(timeout_s):
                 return await check()
         except TimeoutError:
-            reason = f"no answer within {self._check_timeout_s:g} s"
-        except Exception as error:  # one check's trouble must not hide the others
+            reason = f"no response within {timeout_s:g} s"
+        except Exception as error:  # a failed check must not hide the others
             _log.warning("the %s check failed", name, exc_info=not isinstance(error, GenieError))
-            reason = f"could not be checked: {error}"
+            reason = f"check failed: {error}"
         return CheckResult(name=name, status=NodeStatus.DEGRADED, reason=reason)
 
-    def _tell(self, report: HealthReport, before: NodeStatus) -> None:
+    def _report_change(self, report: HealthReport, before: NodeStatus) -> None:
         _log.log(
             logging.INFO if report.status is NodeStatus.HEALTHY else logging.WARNING,
             "health: %s (%s)",

@@ -4,9 +4,9 @@
     ...
     await genie.shutdown()
 
-A second init() with the same arguments gives the same state, one with others is an error. The session
-ends at the latest when the interpreter does, and a forked child starts without one. Not for: what a
-session consists of (session_run.py), and code without async (session.py).
+A second init() with the same arguments returns the same state; with other arguments it is an error. The
+session ends at the latest at interpreter exit, and a forked child starts without one. session.py has the
+synchronous variants.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from concurrent.futures import Future
 from typing import Any, ParamSpec, TypeVar
 
 from genie.cluster.events import Handler
-from genie.cluster.session_run import SessionRun
+from genie.cluster.lifecycle.session_run import SessionRun
 from genie.cluster.state import ClusterState
 from genie.config import ClusterConfig, Settings, cluster_arguments, load
 from genie.errors import AlreadyInitializedError, DeadlineError, NotInitializedError, SessionError
@@ -46,11 +46,11 @@ __all__ = [
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
-JOIN_S = 5.0
+JOIN_TIMEOUT_S = 5.0
 
 
-def documented(
-    master_addr: str,
+def init_signature(
+    master_addr: str | None = None,
     master_port: int = 5555,
     backend: str = "auto",
     node_id: str | None = None,
@@ -58,156 +58,157 @@ def documented(
     timeout: float = 30.0,
     **kwargs: Any,  # Any: every other setting of ClusterConfig, each with its own type
 ) -> ClusterState:
-    """Carries the signature that init(), connect() and session() show."""
+    """Defines the signature of init(), connect() and session()."""
     raise NotImplementedError
 
 
-def signed_like(model: Callable[_P, object]) -> Callable[[Callable[..., _R]], Callable[_P, _R]]:
-    """Shows the model's signature. The function itself takes anything, to know what was really given:
-    an argument that is left out gives way to the environment and the settings file."""
+def with_signature_of(model: Callable[_P, object]) -> Callable[[Callable[..., _R]], Callable[_P, _R]]:
+    """Gives a function the signature of `model`. The function itself accepts anything, to tell which
+    arguments were passed: the others come from the environment and the settings file."""
 
-    def sign(function: Callable[..., _R]) -> Callable[_P, _R]:
+    def apply(function: Callable[..., _R]) -> Callable[_P, _R]:
         function.__signature__ = inspect.signature(model)  # type: ignore[attr-defined]
         return function
 
-    return sign
+    return apply
 
 
-@signed_like(documented)
+@with_signature_of(init_signature)
 async def init(*args: Any, **kwargs: Any) -> ClusterState:
     """Connects this process to a cluster and gives it the device `remote_accelerator`.
 
-    Settings come from the arguments, then GENIE_* variables, then the settings file, then defaults.
-    Without master_addr the cluster that this machine hosts is taken. `**kwargs` are the other fields
-    of ClusterConfig, and `progress`: called with each INIT_PHASE event as it happens, the one of a
-    failure included. `timeout` seconds cover all five phases, and the end of an earlier session before
-    them; past them it is a DeadlineError. Whatever goes wrong, nothing is left running.
+    Settings come from the arguments, then GENIE_* variables, then the settings file, then defaults. Without
+    master_addr it connects to the cluster of this machine, or else to that of the last `genie login`.
+    Without a token it uses that of `genie login`, or else the owner token of the cluster of this machine.
+    `**kwargs` are the other fields of ClusterConfig, and `progress`, which is called with each INIT_PHASE
+    event, including that of a failure. `timeout` covers all five phases and the end of an earlier session;
+    then DeadlineError is raised. After an error nothing is left running.
     """
     began_s = time.monotonic()
     progress = kwargs.pop("progress", None)
     settings = load_settings(args, kwargs)
     while True:
-        run, _ = claim(settings, began_s=began_s, progress=progress)
+        run, _ = get_or_start(settings, began_s=began_s, progress=progress)
         if run.is_stopping:
             try:
-                async with asyncio.timeout(left_s(settings, began_s)):
-                    await _until(run.finished)
+                async with asyncio.timeout(remaining_s(settings, began_s)):
+                    await _wait(run.finished)
             except TimeoutError:
-                raise still_ending(settings) from None
+                raise previous_session_timeout(settings) from None
             continue
         try:
-            return run.taken(await _until(run.ready))
+            return run.mark_used(await _wait(run.ready))
         except BaseException:
-            if run.leave():
-                await _until(run.finished)
-                run.join(timeout_s=JOIN_S)
+            if run.remove_waiter():
+                await _wait(run.finished)
+                run.join(timeout_s=JOIN_TIMEOUT_S)
             raise
 
 
 async def shutdown() -> None:
-    """Ends the session: what it holds is given back, its processes, thread and connections are gone.
+    """Ends the session: releases its executors and ends its processes, thread and connections.
 
-    Harmless when there is none, and while another task does the same.
+    Does nothing without a session. May be called concurrently.
     """
-    run = _place.run
+    run = _current.run
     if run is None:
         return
     run.stop()
-    await _until(run.finished)
-    run.join(timeout_s=JOIN_S)
+    await _wait(run.finished)
+    run.join(timeout_s=JOIN_TIMEOUT_S)
 
 
 def is_initialized() -> bool:
     """Whether this process has a session that is ready to use."""
-    run = _place.run
+    run = _current.run
     return run is not None and run.is_ready
 
 
 def get_cluster_state() -> ClusterState:
-    """The state of the session; NotInitializedError when there is none."""
-    run = _place.run
+    """Returns the state of the session. Raises NotInitializedError without one."""
+    run = _current.run
     if run is None or not run.is_ready:
-        raise NotInitializedError(
-            "this process has no session with a cluster", hint="call 'await genie.init(...)' first"
-        )
+        raise NotInitializedError("this process has no session", hint="call 'await genie.init(...)' first")
     return run.state
 
 
-# --- The one session: what session.py uses, too ----------------------------------------------
+# --- The current session: also used by session.py ---------------------------------------------
 
 
-class _Place:
-    """Where the session of this process is kept. Read without the lock, written with it."""
+class _CurrentSession:
+    """The session of this process. Read without the lock, written with it."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
         self.run: SessionRun | None = None
-        self.is_watched = False
+        self.has_exit_hook = False
         self.abandoned: list[SessionRun] = []
 
 
-_place = _Place()
+_current = _CurrentSession()
 
 
 def load_settings(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Settings:
-    """The settings for a call with these arguments."""
-    given = inspect.signature(documented).bind_partial(*args, **kwargs).arguments
+    """Loads the settings for a call with these arguments."""
+    given = inspect.signature(init_signature).bind_partial(*args, **kwargs).arguments
     others = given.pop("kwargs", {})
     return load(cluster_arguments({**given, **others}))
 
 
-def left_s(settings: Settings, began_s: float) -> float:
-    """Of the time that a call which began then has."""
+def remaining_s(settings: Settings, began_s: float) -> float:
+    """Remaining time of a call that began at `began_s` (monotonic)."""
     return max(began_s + settings.cluster.timeout - time.monotonic(), 0.0)
 
 
-def still_ending(settings: Settings) -> DeadlineError:
+def previous_session_timeout(settings: Settings) -> DeadlineError:
     return DeadlineError(
-        f"the session before this one has not ended within {settings.cluster.timeout:g} s",
-        hint="wait for its jobs to end, or pass a larger timeout",
+        f"the previous session did not end within {settings.cluster.timeout:g} s",
+        hint="wait until its jobs have ended, or pass a larger timeout",
     )
 
 
-def claim(settings: Settings, *, began_s: float, progress: Handler | None = None) -> tuple[SessionRun, bool]:
-    """The session of this process, and whether it was started just now. It may be on its way out."""
-    with _place.lock:
-        run = _place.run
+def get_or_start(
+    settings: Settings, *, began_s: float, progress: Handler | None = None
+) -> tuple[SessionRun, bool]:
+    """Returns the session of this process, which may be ending, and whether this call started it."""
+    with _current.lock:
+        run = _current.run
         if run is not None:
             if not run.is_stopping:
                 _check_same(run.settings, settings)
                 if progress is not None and not run.ready.done():
-                    with contextlib.suppress(SessionError):  # it fails just now
-                        run.follow(progress)
-                run.join_waiters()
+                    with contextlib.suppress(SessionError):  # it has just failed
+                        run.subscribe_progress(progress)
+                run.add_waiter()
             return run, False
-        _watch_exit()
-        run = SessionRun(settings, began_s=began_s, on_end=_forget)
+        _register_exit_hook()
+        run = SessionRun(settings, began_s=began_s, on_end=_clear_current)
         if progress is not None:
-            run.follow(progress)
+            run.subscribe_progress(progress)
         run.start()
-        _place.run = run  # its end waits for the lock, so this comes first
+        _current.run = run  # _clear_current() waits for the lock, so this comes first
         return run, True
 
 
 def shutdown_blocking() -> None:
     """shutdown() for code without an event loop."""
-    run = _place.run
+    run = _current.run
     if run is not None:
         run.stop()
         run.finished.result()
-        run.join(timeout_s=JOIN_S)
+        run.join(timeout_s=JOIN_TIMEOUT_S)
 
 
-def _forget(run: SessionRun) -> None:
-    with _place.lock:
-        if _place.run is run:
-            _place.run = None
+def _clear_current(run: SessionRun) -> None:
+    with _current.lock:
+        if _current.run is run:
+            _current.run = None
 
 
-async def _until(future: Future[_R]) -> _R:
-    """Waits on the caller's loop for something of the session's; cancelling the wait does not touch it."""
+async def _wait(future: Future[_R]) -> _R:
+    """Waits for the future on the caller's loop; cancelling the wait does not cancel the future."""
     inner = asyncio.wrap_future(future)
-    # Looked at even when nobody waits any more, or asyncio complains of an error that others have got.
+    # Retrieves the exception even if the wait was cancelled, so that asyncio does not warn about it.
     inner.add_done_callback(lambda done: done.cancelled() or done.exception())
     return await asyncio.shield(inner)
 
@@ -217,24 +218,24 @@ def _check_same(old: Settings, new: Settings) -> None:
     before = dataclasses.asdict(old.cluster) | {"state_dir": old.paths.state_dir}
     after = dataclasses.asdict(new.cluster) | {"state_dir": new.paths.state_dir}
     different = [
-        f"{name} is another" if name in secret else f"{name} is {after[name]!r} and was {before[name]!r}"
+        f"{name} differs" if name in secret else f"{name} is {after[name]!r}, was {before[name]!r}"
         for name in before
         if before[name] != after[name]
     ]
     if different:
         raise AlreadyInitializedError(
             f"this process has a session with other arguments: {', '.join(different)}",
-            hint="use that one, or call 'await genie.shutdown()' first",
+            hint="use that session, or call 'await genie.shutdown()' first",
         )
 
 
-def _watch_exit() -> None:
-    """Ends the session before the interpreter takes its threads apart."""
-    if _place.is_watched:
+def _register_exit_hook() -> None:
+    """Registers a hook that ends the session before the interpreter shuts down its threads."""
+    if _current.has_exit_hook:
         return
-    _place.is_watched = True
-    # The plain atexit runs after thread pools have been closed for good, which a session in its last
-    # moments may still want to use. This one is private to Python, so it may go away.
+    _current.has_exit_hook = True
+    # atexit runs after thread pools are closed, which an ending session may still use. The other function is
+    # private to Python and may be removed.
     register = getattr(threading, "_register_atexit", atexit.register)
     register(_at_exit)
     if hasattr(os, "register_at_fork"):
@@ -242,15 +243,17 @@ def _watch_exit() -> None:
 
 
 def _at_exit() -> None:
-    run = _place.run
+    run = _current.run
     if run is not None:
         run.stop()
-        run.join(timeout_s=run.close_s_max)
+        run.join(timeout_s=run.close_timeout_s)
 
 
 def _after_fork() -> None:
-    """The child has a copy of the session's memory but not its thread: it must not touch it."""
-    _place.lock = threading.Lock()
-    if _place.run is not None:
-        _place.abandoned.append(_place.run)  # kept, so that no destructor closes what the parent uses
-        _place.run = None
+    """The child has a copy of the session but not its thread: it must not use it."""
+    _current.lock = threading.Lock()
+    if _current.run is not None:
+        _current.abandoned.append(
+            _current.run
+        )  # referenced, so that no destructor closes the parent's connections
+        _current.run = None

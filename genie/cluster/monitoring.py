@@ -1,8 +1,6 @@
-"""Watching this machine's accelerators: a reading every few seconds, and an event when one changes.
+"""Monitors the accelerators of this machine: reads them periodically and emits an event on every change.
 
-Whoever has a TaskGroup runs `run()` in it. For everyone else there are `start()` and `stop()`, with
-the background task held by the monitor itself. Not for: judging health (health.py), or telling the
-controller (the heartbeat does).
+Run `run()` in a TaskGroup, or use `start()` and `stop()`, which manage a background task.
 """
 
 from __future__ import annotations
@@ -28,7 +26,7 @@ from genie.hardware import (
 )
 from genie.model.event import EventType
 from genie.model.node import GPUInfo, NodeInfo, Vendor
-from genie.runtime.clock import Clock, SystemClock
+from genie.processes.clock import Clock, SystemClock
 
 _log = logging.getLogger(__name__)
 
@@ -39,7 +37,7 @@ HISTORY_MAX = 720
 
 
 class GpuSource(Protocol):
-    """Where readings come from; genie.hardware.Inventory is one. Usable again after close()."""
+    """The source of readings, such as genie.hardware.Inventory. Usable again after close()."""
 
     async def read_async(self, *, timeout_s: float) -> tuple[GPUInfo, ...]: ...
 
@@ -47,7 +45,7 @@ class GpuSource(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Snapshot:
+class ResourceSnapshot:
     """One successful reading."""
 
     at: float
@@ -57,7 +55,7 @@ class Snapshot:
 
 @dataclass(frozen=True, kw_only=True)
 class GpuChange:
-    """A difference between two readings that someone should hear of."""
+    """A difference between two readings that is published as an event."""
 
     type: EventType
     gpu: GPUInfo
@@ -74,10 +72,9 @@ def create_resource_monitor(
     host: Callable[[], HostFacts] = host_facts,
     history_max: int = HISTORY_MAX,
 ) -> ResourceMonitor:
-    """A monitor of the machine that `local_node` describes; its GPUs there are what changes are against.
+    """Creates a monitor of the machine of `local_node`, whose GPUs are the first state for detecting changes.
 
-    Without a `source` it reads the hardware itself, and closes it when it stops; a given one stays
-    its owner's.
+    Without a `source` it opens the hardware itself and closes it when it stops; a given source is not closed.
     """
     cpu_accelerators = sum(gpu.vendor is Vendor.CPU for gpu in local_node.gpus)
     return ResourceMonitor(
@@ -93,7 +90,7 @@ def create_resource_monitor(
 
 
 class ResourceMonitor:
-    """Made by create_resource_monitor(). Lives on one event loop; what it has read may be asked from any."""
+    """Created by create_resource_monitor(). Runs on one event loop; readings can be read on any thread."""
 
     def __init__(
         self,
@@ -114,53 +111,53 @@ class ResourceMonitor:
         self._interval_s = interval_s
         self._events = events
         self._clock = clock
-        self._history: deque[Snapshot] = deque(maxlen=history_max)
+        self._history: deque[ResourceSnapshot] = deque(maxlen=history_max)
         self._last: tuple[GPUInfo, ...] | None = local_node.gpus or None
-        self._trouble = ""
+        self._error = ""
         self._task: asyncio.Task[None] | None = None
         self._polled = asyncio.Event()
 
     @property
     def local_node(self) -> NodeInfo:
-        """The node with its newest readings."""
+        """The node with its latest readings."""
         return self._node
 
     @property
-    def trouble(self) -> str:
-        """Why the last reading failed; empty when it did not."""
-        return self._trouble
+    def last_error(self) -> str:
+        """Error of the last reading; empty if it succeeded."""
+        return self._error
 
-    def snapshot(self) -> Snapshot | None:
-        """The newest reading; None before the first."""
+    def snapshot(self) -> ResourceSnapshot | None:
+        """The latest reading; None before the first."""
         return self._history[-1] if self._history else None
 
-    def history(self, limit: int | None = None) -> list[Snapshot]:
+    def history(self, limit: int | None = None) -> list[ResourceSnapshot]:
         """Past readings, oldest first; at most `limit` of them."""
         kept = list(self._history)
         return kept if limit is None else kept[max(0, len(kept) - limit) :]
 
     async def run(self) -> None:
-        """Reads until cancelled. For an owner with a TaskGroup."""
+        """Reads every interval until cancelled."""
         try:
             while True:
                 await self.poll()
                 self._polled.set()
                 await self._clock.sleep(self._interval_s)
         finally:
-            self._polled.set()  # nobody waits for a reading that will not come
+            self._polled.set()  # wakes start() if there was no reading
             if self._owns_source:
                 self._source.close()
 
     async def start(self) -> None:
-        """Reads in the background from now on; returns after the first reading. Idempotent."""
+        """Starts reading in the background; returns after the first reading. Idempotent."""
         if self._task is None or self._task.done():
             self._polled = asyncio.Event()
-            # The one task without a group: the monitor owns it, and stop() waits for its end.
+            # Not in a TaskGroup: the monitor owns the task, and stop() awaits it.
             self._task = asyncio.create_task(self.run(), name="genie-monitor")
         await self._polled.wait()
 
     async def stop(self) -> None:
-        """Returns when the background task is gone. Idempotent; start() may follow."""
+        """Ends the background task and waits for it. Idempotent; start() may follow."""
         task, self._task = self._task, None
         if task is None:
             return
@@ -178,20 +175,22 @@ class ResourceMonitor:
     ) -> None:
         await self.stop()
 
-    async def poll(self) -> Snapshot | None:
-        """One reading now. None, and an event with the reason, when it fails."""
+    async def poll(self) -> ResourceSnapshot | None:
+        """Takes one reading. On failure emits an event with the reason and returns None."""
         try:
             gpus = await self._source.read_async(timeout_s=READ_TIMEOUT_S)
-            snapshot = Snapshot(at=self._clock.wall_s(), gpus=gpus, host=self._host())
-        except Exception as error:  # whatever a driver or a system does, watching goes on
-            _log.warning("a reading failed: %s", error, exc_info=not isinstance(error, GenieError))
-            self._failed(str(error) or type(error).__name__)
+            snapshot = ResourceSnapshot(at=self._clock.wall_s(), gpus=gpus, host=self._host())
+        except Exception as error:  # a driver error must not end the monitor
+            _log.warning(
+                "could not read the accelerators: %s", error, exc_info=not isinstance(error, GenieError)
+            )
+            self._report_failure(str(error) or type(error).__name__)
             return None
-        self._trouble = ""
-        self._take(snapshot)
+        self._error = ""
+        self._apply(snapshot)
         return snapshot
 
-    def _take(self, snapshot: Snapshot) -> None:
+    def _apply(self, snapshot: ResourceSnapshot) -> None:
         changes = gpu_changes(self._last, snapshot.gpus)
         self._last = snapshot.gpus
         self._history.append(snapshot)
@@ -202,9 +201,9 @@ class ResourceMonitor:
             memory_used_bytes=snapshot.host.memory_used_bytes,
         )
         for change in changes:
-            self._tell(change)
+            self._publish(change)
 
-    def _tell(self, change: GpuChange) -> None:
+    def _publish(self, change: GpuChange) -> None:
         _log.info("%s: %s", change.type, change.reason)
         if self._events is not None:
             facts = {
@@ -214,15 +213,15 @@ class ResourceMonitor:
             }
             self._events.publish(change.type, node_id=self._node.node_id, reason=change.reason, facts=facts)
 
-    def _failed(self, reason: str) -> None:
-        """One event for each new reason, not one for each attempt."""
-        known, self._trouble = self._trouble, reason
+    def _report_failure(self, reason: str) -> None:
+        """Emits one event per new reason, not per attempt."""
+        known, self._error = self._error, reason
         if reason != known and self._events is not None:
             self._events.publish(EventType.MONITOR_ERROR, node_id=self._node.node_id, reason=reason)
 
 
 def gpu_changes(before: Sequence[GPUInfo] | None, after: Sequence[GPUInfo]) -> list[GpuChange]:
-    """What is different. Without a `before`, only what is wrong counts as one. Pure."""
+    """Returns the changes between two readings; without `before`, only the errors. Pure."""
     known = {gpu.gpu_id: gpu for gpu in before or ()}
     changes: list[GpuChange] = []
     for gpu in after:
@@ -238,10 +237,10 @@ def gpu_changes(before: Sequence[GPUInfo] | None, after: Sequence[GPUInfo]) -> l
         if is_overheated(gpu) and not (old is not None and is_overheated(old)):
             reason = f"{name}: {gpu.temperature_c:.0f} C is above {TEMPERATURE_C_MAX:.0f} C"
             changes.append(GpuChange(type=EventType.GPU_OVERHEATED, gpu=gpu, reason=reason))
-    gone = [gpu for gpu in known.values() if gpu.available]
+    missing = [gpu for gpu in known.values() if gpu.available]
     return changes + [
         GpuChange(
             type=EventType.GPU_UNAVAILABLE, gpu=gpu, reason=f"GPU {gpu.gpu_id} ({gpu.name}): no longer listed"
         )
-        for gpu in gone
+        for gpu in missing
     ]

@@ -1,16 +1,16 @@
-"""This process as a node of the cluster: who it is and what the machine under it has.
+"""Describes this process as a node: its ID, host and GPUs.
 
-NodeInfo, GPUInfo, NodeStatus and NodeRole live in genie.model.node, because they travel; they are
-here under the names that users know. Not for: watching them change (monitoring.py, health.py).
+Re-exports NodeInfo, GPUInfo, NodeStatus and NodeRole of genie.model.node.
 """
 
 from __future__ import annotations
 
-from genie import __version__
 from genie.config import ClusterConfig
 from genie.hardware import HostFacts, host_facts, inventory
-from genie.model.names import checked_node_id, node_id_from
+from genie.model.limits import NAME_CHARS_MAX
+from genie.model.names import node_id_from, validate_node_id
 from genie.model.node import GPUInfo, NodeInfo, NodeRole, NodeStatus
+from genie.version import __version__
 
 __all__ = [
     "GPUInfo",
@@ -23,8 +23,6 @@ __all__ = [
     "new_session_id",
 ]
 
-_NODE_ID_LENGTH_MAX = 63
-
 
 def create_local_node(
     config: ClusterConfig,
@@ -35,10 +33,10 @@ def create_local_node(
     facts: HostFacts | None = None,
     now: float = 0.0,
 ) -> NodeInfo:
-    """This process as a node. `suffix` tells processes of one host apart: the caller's random part.
+    """Returns this process as a node. `suffix` is random and distinguishes processes of one host.
 
-    `host` is where others reach it, `now` the time of its first sign of life. GPUs and host are read
-    (which blocks) when not given. NameInvalidError for a configured id with characters that may not be.
+    `host` is its address for other machines, `now` the time of its first heartbeat. Reads GPUs and host facts
+    (which blocks) if they are not given. Raises NameInvalidError for an invalid configured node ID.
     """
     facts = host_facts() if facts is None else facts
     role = NodeRole(config.node_role)
@@ -59,19 +57,19 @@ def create_local_node(
 
 
 def local_node_id(config: ClusterConfig, *, hostname: str, suffix: str) -> str:
-    """The configured id, or the host's name with `suffix` behind it; a long name is cut, the suffix never."""
+    """The configured node ID, or host name and `suffix`; truncates the name, never the suffix."""
     if config.node_id is not None:
-        return checked_node_id(config.node_id)
-    name = node_id_from(hostname)[: _NODE_ID_LENGTH_MAX - len(suffix) - 1].rstrip("-")
-    return checked_node_id(f"{name}-{suffix}")
+        return validate_node_id(config.node_id)
+    name = node_id_from(hostname)[: NAME_CHARS_MAX - len(suffix) - 1].rstrip("-")
+    return validate_node_id(f"{name}-{suffix}")
 
 
 def new_session_id(node_id: str, *, suffix: str) -> str:
-    """How the controller tells sessions apart that have one node id: this process may end, and another on
-    the same machine go on. A long id is cut, the suffix never."""
-    return checked_node_id(f"{node_id[: _NODE_ID_LENGTH_MAX - len(suffix) - 1].rstrip('-')}-{suffix}")
+    """A unique ID for a session: several processes may share a node ID. Truncates the node ID, never the
+    suffix."""
+    return validate_node_id(f"{node_id[: NAME_CHARS_MAX - len(suffix) - 1].rstrip('-')}-{suffix}")
 
 
 def detect_local_gpus(*, cpu_accelerators: int = 0) -> tuple[GPUInfo, ...]:
-    """The GPUs of this machine as they are now, or as many CPU accelerators where it has none. Blocks."""
+    """Reads the GPUs of this machine; without GPUs, returns this number of CPU accelerators. Blocks."""
     return inventory(cpu_accelerators)

@@ -1,4 +1,4 @@
-"""The session without async: for scripts, and for notebooks, where an event loop already runs.
+"""Synchronous sessions, for scripts and for notebooks, where an event loop is already running.
 
     with genie.session(master_addr="gpu-box") as state:
         ...
@@ -7,7 +7,7 @@
     ...
     genie.disconnect()
 
-Not for: anything that init.py does; this only waits for it.
+These functions block until init.py has started or ended the session.
 """
 
 from __future__ import annotations
@@ -21,25 +21,25 @@ from genie.cluster import init
 from genie.cluster.state import ClusterState
 
 
-@init.signed_like(init.documented)
+@init.with_signature_of(init.init_signature)
 def connect(*args: Any, **kwargs: Any) -> ClusterState:
-    """genie.init() that blocks. The session ends with disconnect() or with the interpreter."""
+    """Blocking variant of genie.init(). The session ends with disconnect() or at interpreter exit."""
     state, _ = _connect(args, kwargs)
     return state
 
 
 def disconnect() -> None:
-    """genie.shutdown() that blocks: when it returns, what the session held is given back.
+    """Blocking variant of genie.shutdown(): ends the session and releases its executors.
 
-    Harmless when there is no session. It ends one that init() made, too.
+    Does nothing without a session. Also ends a session of init().
     """
     init.shutdown_blocking()
 
 
-@init.signed_like(init.documented)
+@init.with_signature_of(init.init_signature)
 @contextmanager
 def session(*args: Any, **kwargs: Any) -> Iterator[ClusterState]:
-    """A session for the length of the block. One that was there before with the same arguments stays."""
+    """Opens a session for the block. An existing session with the same arguments is used and not ended."""
     state, started_here = _connect(args, kwargs)
     try:
         yield state
@@ -53,17 +53,17 @@ def _connect(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[ClusterStat
     progress = kwargs.pop("progress", None)
     settings = init.load_settings(args, kwargs)
     while True:
-        run, started_here = init.claim(settings, began_s=began_s, progress=progress)
+        run, started_here = init.get_or_start(settings, began_s=began_s, progress=progress)
         if run.is_stopping:
             try:
-                run.finished.result(init.left_s(settings, began_s))
+                run.finished.result(init.remaining_s(settings, began_s))
             except TimeoutError:
-                raise init.still_ending(settings) from None
+                raise init.previous_session_timeout(settings) from None
             continue
         try:
-            return run.taken(run.ready.result()), started_here
+            return run.mark_used(run.ready.result()), started_here
         except BaseException:  # a failure, or Ctrl-C while waiting
-            if run.leave():
+            if run.remove_waiter():
                 run.finished.result()
-                run.join(timeout_s=init.JOIN_S)
+                run.join(timeout_s=init.JOIN_TIMEOUT_S)
             raise

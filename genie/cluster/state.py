@@ -1,7 +1,7 @@
-"""What a process knows of its cluster: the object that genie.init() returns.
+"""The state of a session: the object that genie.init() returns.
 
-The session's thread writes it, everyone may read it. Values are replaced and never changed in place,
-so a reader always sees a whole one. Not for: doing anything (session_run.py).
+The thread of the session writes it; any thread may read it. Values are replaced and never modified in place,
+so that a reader always sees a consistent one.
 """
 
 from __future__ import annotations
@@ -18,47 +18,47 @@ from genie.model.node import NodeInfo
 
 if TYPE_CHECKING:
     from genie.cluster.devices import DeviceBroker
-    from genie.cluster.health import HealthChecker
-    from genie.cluster.link import Link
+    from genie.cluster.health import HealthChecker, HealthReport
     from genie.cluster.monitoring import ResourceMonitor
+    from genie.runtime.controller_connection import ControllerConnection
     from genie.runtime.network_discovery import DiscoveryResult, Selection
 
 
 @dataclass(eq=False, kw_only=True)
 class ClusterState:
-    """One session. After shutdown() `initialized` is False and the last values stay readable."""
+    """State of one session. After shutdown() `initialized` is False and the last values remain."""
 
     config: ClusterConfig
     node: NodeInfo = field(repr=False)
-    """This process as init() found it; `local_node` has it with the newest readings."""
+    """This process as of init(); `local_node` has the latest readings."""
     events: EventBus = field(repr=False)
-    """Subscribe here; `events.history()` has the five phases of init()."""
+    """The event bus; `events.history()` contains the five phases of init()."""
     initialized: bool = False
     nodes: dict[str, NodeInfo] = field(default_factory=dict)
-    """The nodes that offer accelerators, by id, as the controller last listed them."""
+    """The nodes of the cluster by ID, as of the last heartbeat."""
     session_id: str = ""
-    """This session's name at the controller: unique, unlike the node id that several may share."""
+    """Unique ID of this session; several sessions may share a node ID."""
     cluster_id: str = ""
     tenant: str = ""
     discovery: DiscoveryResult | None = field(default=None, repr=False)
     selection: Selection | None = None
     """The backend in use and why."""
-    control_integration: Link | None = field(default=None, repr=False)
-    """The connection to the controller."""
+    control_integration: ControllerConnection | None = field(default=None, repr=False)
+    """The connection to the controller (genie.runtime.ControlDataIntegration)."""
     transport_coordinator: DeviceBroker | None = field(default=None, repr=False)
-    """Opens the connections to executors that carry tensors."""
+    """Opens the connections to executors that carry tensors (genie.runtime.TransportCoordinator)."""
     monitor: ResourceMonitor | None = field(default=None, repr=False)
     health: HealthChecker | None = field(default=None, repr=False)
     monitor_tasks: list[asyncio.Task[Any]] = field(default_factory=list, repr=False)
-    """Heartbeat, monitoring and health checks, on the session's own event loop."""
+    """Heartbeat, monitoring and health checks, on the event loop of the session."""
     rtt_ms: float | None = field(default=None, repr=False)
-    """Round trip to the controller: of the last heartbeat, and before that of the discovery."""
+    """Round trip time to the controller: of the last heartbeat or, before that, of the discovery."""
     stats: dict[str, float] = field(default_factory=dict, repr=False)
-    """Counters, and seconds: heartbeats_sent, heartbeats_failed, reconnects, init_s, phase_N_s."""
+    """Counters and durations: heartbeats_sent, heartbeats_failed, reconnects, init_s, phase_N_s."""
 
     @property
     def local_node(self) -> NodeInfo:
-        """This process, with the newest readings of its machine and the verdict of its health checks."""
+        """This process with the latest readings of its machine and the status of its health checks."""
         node = self.node
         if self.monitor is not None:
             read = self.monitor.local_node
@@ -68,10 +68,14 @@ class ClusterState:
                 memory_total_bytes=read.memory_total_bytes,
                 memory_used_bytes=read.memory_used_bytes,
             )
-        report = self.health.report if self.health is not None else None
-        if report is not None:
+        if (report := self.health_report) is not None:
             node = msgspec.structs.replace(node, status=report.status, status_reason=report.reason)
         return node
+
+    @property
+    def health_report(self) -> HealthReport | None:
+        """The latest report of the health checks; None if they are disabled."""
+        return None if self.health is None else self.health.report
 
     @property
     def backend(self) -> str:

@@ -1,1 +1,1 @@
-"""The master: what the cluster remembers, who leads, who holds what, and which job goes where."""
+"""The controller: admits nodes and clients, schedules jobs, and records every decision in the store."""

@@ -1,8 +1,7 @@
-"""`python -m genie.controller`: one controller as a process, until SIGTERM or SIGINT.
+"""`python -m genie.controller`: run one controller until SIGTERM or SIGINT.
 
-Says what it does in the log on standard error and nothing on standard output. A failure that
-Genie knows ends it with one line and that error's exit code. Not for: starting it in the
-background (cluster/local.py).
+Logs to standard error and writes nothing to standard output. A GenieError ends it with one line and the
+error's exit code. supervisor/local_cluster.py starts it in the background.
 """
 
 from __future__ import annotations
@@ -12,6 +11,7 @@ import asyncio
 import logging
 import os
 import shlex
+import shutil
 import signal
 import sys
 from collections.abc import Iterator, Sequence
@@ -19,25 +19,31 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from genie import config
-from genie.controller.admission import check_bind, check_times
 from genie.controller.controller import DIRECTORY, Controller
+from genie.controller.nodes.admission import check_bind, check_times
+from genie.controller.placement.placers import why_not_native
 from genie.controller.store.open import open_store
-from genie.errors import GenieError, LeadershipError
-from genie.runtime import files
-from genie.runtime.building import build_ahead, command_for
-from genie.runtime.clock import SystemClock
+from genie.errors import GenieError, LeadershipError, StoreError
+from genie.native.prebuild import build_in_background, command_for
+from genie.processes import files
+from genie.processes.clock import Clock, SystemClock
+from genie.processes.file_limit import raise_file_limit
+from genie.processes.tasks import file_thread, loop_factory, tune_for_serving, unwrapped_task_group
+from genie.runtime.connection_limits import CONNECTIONS_MAX, file_limit_for
 from genie.runtime.network import TcpNetwork
-from genie.runtime.placers import why_plain
-from genie.runtime.tasks import file_thread, loop_factory, tune_for_serving
 from genie.telemetry import log
 
 _log = logging.getLogger("genie.controller")
 
+_SPACE_BYTES_MIN = 1024 * 1024
+_SPACE_CHECK_S = 1.0
+_LOG_INTERVAL_S = 60.0
+
 
 def main(arguments: list[str] | None = None) -> int:
-    """The exit code."""
+    """Run a controller and return the exit code."""
     try:
-        settings = config.load(_parsed(arguments))
+        settings = config.load(_parse(arguments))
         log.configure(settings.log)
         with asyncio.Runner(loop_factory=loop_factory()) as runner:
             runner.run(_run(settings))
@@ -50,11 +56,34 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 async def _run(settings: config.Settings) -> None:
+    raise_file_limit(file_limit_for(CONNECTIONS_MAX))
     check_bind(settings.controller)
     check_times(settings.controller)
     clock = SystemClock()
+    log_at_s = 0.0
+    while True:
+        try:
+            await _run_controller(settings, clock)
+            return
+        except StoreError as error:
+            if _has_space(settings.paths.state_dir):
+                raise
+            if clock.monotonic_s() >= log_at_s:
+                log_at_s = clock.monotonic_s() + _LOG_INTERVAL_S
+                _log.error("waiting for disk space: %s", error)
+        await clock.sleep(_SPACE_CHECK_S)
+
+
+def _has_space(directory: Path) -> bool:
+    try:
+        return shutil.disk_usage(directory).free >= _SPACE_BYTES_MIN
+    except OSError:
+        return True
+
+
+async def _run_controller(settings: config.Settings, clock: Clock) -> None:
     directory = files.make_private_directory(settings.paths.state_dir / DIRECTORY)
-    with _only_one(directory), file_thread("genie-blobs") as offload:
+    with _exclusive(directory), file_thread("genie-blobs") as offload:
         store = await open_store(settings.controller.store, state_dir=directory, clock=clock)
         try:
             controller = Controller(
@@ -63,7 +92,7 @@ async def _run(settings: config.Settings) -> None:
                 store=store,
                 network=TcpNetwork(),
                 clock=clock,
-                name=_own_name(directory),
+                name=_controller_name(directory),
                 offload=offload,
             )
             await _until_signal(controller, compile_ahead=settings.controller.compile_ahead)
@@ -76,50 +105,42 @@ async def _until_signal(controller: Controller, *, compile_ahead: bool) -> None:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
-    failure: GenieError | None = None
     tune_for_serving()
-    async with asyncio.TaskGroup() as group:
-
-        async def serve() -> None:
-            nonlocal failure
-            try:
-                await controller.run()
-            except GenieError as error:
-                failure = error
-                stop.set()
-
-        serving = group.create_task(serve())
-        compiling = group.create_task(compile_beside(controller, is_wanted=compile_ahead))
+    async with unwrapped_task_group() as group:
+        serving = group.create_task(controller.run())
+        compiling = group.create_task(compile_in_background(controller, is_enabled=compile_ahead))
         await stop.wait()
-        _log.info("stopping")
+        _log.info("stopping the controller")
         serving.cancel()
         compiling.cancel()
-    if failure is not None:
-        raise failure
 
 
-async def compile_beside(
-    controller: Controller, *, is_wanted: bool, command: Sequence[str] = command_for("genie_scheduler")
+async def compile_in_background(
+    controller: Controller, *, is_enabled: bool, command: Sequence[str] = command_for("genie_scheduler")
 ) -> None:
-    """Where the scheduler's library is still to be compiled: says so, and does it. Plain Python decides
-    meanwhile."""
-    if not (why := why_plain()):
+    """Compile the scheduler's library if it is not built; plain Python is used meanwhile."""
+    if not (reason := why_not_native()):
         return
-    _log.warning("%s", why)
-    if not is_wanted:
-        _log.info("'%s' compiles it", shlex.join(("python", *command_for("genie_scheduler")[1:])))
-    elif await build_ahead(command, what="the scheduler's library", without="it could not be compiled"):
+    _log.warning("%s", reason)
+    if not is_enabled:
+        _log.info(
+            "to compile the scheduler library, run: %s",
+            shlex.join(("python", *command_for("genie_scheduler")[1:])),
+        )
+    elif await build_in_background(
+        command, what="the scheduler's library", without="it could not be compiled"
+    ):
         controller.use_compiled()
 
 
 @contextmanager
-def _only_one(directory: Path) -> Iterator[None]:
-    """Two controllers on one state directory would share a name, a CA and a store."""
-    lock = files.FileLock.try_take(directory / "controller.lock")
+def _exclusive(directory: Path) -> Iterator[None]:
+    """Hold the lock of the state directory: two controllers must not share a name, a CA and a store."""
+    lock = files.FileLock.try_acquire(directory / "controller.lock")
     if lock is None:
         raise LeadershipError(
-            f"another controller runs on {directory}",
-            hint="stop it with 'genie down', or set GENIE_STATE_DIR to another place",
+            f"another controller is using {directory}",
+            hint="stop it with 'genie down', or set GENIE_STATE_DIR to another directory",
         )
     try:
         yield
@@ -127,23 +148,23 @@ def _only_one(directory: Path) -> Iterator[None]:
         lock.release()
 
 
-def _own_name(directory: Path) -> str:
-    """The same in every life of the controller that owns this directory."""
+def _controller_name(directory: Path) -> str:
+    """Return the name of the controller of this directory; created at the first start."""
     path = directory / "name"
     if not path.exists():
         files.write_private(path, os.urandom(8).hex().encode())
     return path.read_text("utf-8").strip()
 
 
-def _parsed(arguments: list[str] | None) -> dict[str, object]:
+def _parse(arguments: list[str] | None) -> dict[str, object]:
     parser = argparse.ArgumentParser(
         prog="python -m genie.controller", description=(__doc__ or "").split("\n")[0]
     )
-    parser.add_argument("--bind", help="address to listen on")
-    parser.add_argument("--port", help="port to listen on; 0 takes a free one")
-    parser.add_argument("--store", help="sqlite, sqlite:/PATH, etcd://... or etcds://...")
-    parser.add_argument("--state-dir", help="where keys, tokens and the embedded store are")
-    parser.add_argument("--tls", choices=("on", "off"), help="off is allowed on loopback only")
+    parser.add_argument("--bind", help="Address to listen on.")
+    parser.add_argument("--port", help="Port to listen on; 0 selects a free port.")
+    parser.add_argument("--store", help="Store: sqlite, sqlite:/PATH, etcd://... or etcds://...")
+    parser.add_argument("--state-dir", help="Directory of keys, tokens and the embedded store.")
+    parser.add_argument("--tls", choices=("on", "off"), help="TLS; off is allowed on loopback only.")
     given = vars(parser.parse_args(arguments))
     state_dir = given.pop("state_dir")
     return {f"controller.{key}": value for key, value in given.items()} | {"paths.state_dir": state_dir}

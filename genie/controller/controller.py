@@ -1,9 +1,10 @@
-"""The master: puts the parts together and keeps them going.
+"""The controller: builds its parts and runs them.
 
-One TaskGroup holds everything: the server, the ledger's writer, orders to agents, and the loop that
-campaigns, leads a term, and campaigns again. While it leads, a pass over the queue runs at every
-change and at every tick; at a tick it also reclaims, queues again and drops silent clients. Losing
-the store ends the term: nothing is decided, reads are answered from memory, running work is left alone.
+One TaskGroup runs everything: the server, the ledger's writer, orders to agents, and the loop that campaigns,
+leads a term, and campaigns again. While it leads, a scheduling pass runs at every change and at every tick; a
+tick also reclaims jobs of lost nodes, queues unconfirmed launches again, enforces time limits and drops
+clients whose lease has expired. Losing the store ends the term: no decisions are made, reads are served
+from memory, and running jobs continue.
 """
 
 from __future__ import annotations
@@ -11,61 +12,72 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import socket
 from collections.abc import Callable
 from pathlib import Path
 
 from genie.config import ControllerConfig
-from genie.controller.admission import Admission, Certificates
-from genie.controller.agents import Agents
-from genie.controller.blobs import Blobs
+from genie.controller.change_notifier import ChangeNotifier, wait_event
+from genie.controller.connection import Connections, Handlers
 from genie.controller.election import Election, StoreHealth
-from genie.controller.explaining import Explaining
-from genie.controller.jobs import Jobs
+from genie.controller.jobs.backoff import LaunchBackoff
+from genie.controller.jobs.blobs import Blobs
+from genie.controller.jobs.lifecycle import JobLifecycle
+from genie.controller.jobs.sessions import Sessions
 from genie.controller.ledger import ClusterRecord, Ledger, Transaction
-from genie.controller.logs import Logs
-from genie.controller.membership import Membership
-from genie.controller.orders import Orders
-from genie.controller.planning import Planner
-from genie.controller.policy import make_policy
-from genie.controller.quotas import QuotaRequests, QuotaTable
-from genie.controller.service import Service
-from genie.controller.sessions import Sessions
+from genie.controller.nodes.admission import Admission, Certificates, advertised_host, local_host
+from genie.controller.nodes.agents import Agents
+from genie.controller.nodes.faults import NodeFaults
+from genie.controller.nodes.membership import Membership
+from genie.controller.nodes.orders import Orders
+from genie.controller.nodes.views import Views
+from genie.controller.placement.launch_queue import LaunchQueue
+from genie.controller.placement.pass_runner import PassRunner
+from genie.controller.placement.placers import placer_factory
+from genie.controller.placement.planner import Planner
+from genie.controller.placement.policy import make_policy
+from genie.controller.requests.blobs import BlobRequests
+from genie.controller.requests.jobs import JobRequests
+from genie.controller.requests.logs import LogRequests
+from genie.controller.requests.nodes import NodeList, NodeRequests, StatusRequests
+from genie.controller.requests.open_waits import OpenWaits
+from genie.controller.requests.queue import QueueRequests
+from genie.controller.requests.quotas import QuotaRequests, QuotaTable
+from genie.controller.requests.service import Service
+from genie.controller.requests.sessions import SessionRequests
+from genie.controller.requests.tokens import TokenRequests
+from genie.controller.steps import PeriodicSteps
 from genie.controller.store import Put, Store
+from genie.controller.store_monitor import StoreMonitor
 from genie.controller.tokens import Tokens
-from genie.controller.users import Cluster, Users
-from genie.controller.views import Views
-from genie.controller.waiting import Bell, wait_event
-from genie.errors import GenieError, LeadershipError, StoreError, TlsError
-from genie.model.job import Job, JobState, Stop
+from genie.errors import GenieError, LeadershipError, StoreError, StoreFullError, TlsError
+from genie.model.job import StopReason
 from genie.model.names import address_text
 from genie.model.node import NodeStatus
-from genie.runtime import files
-from genie.runtime.clock import Clock
-from genie.runtime.credentials import LocalCluster, keep_trust
+from genie.processes import files, memory
+from genie.processes.clock import Clock
+from genie.processes.file_limit import get_file_limit
+from genie.processes.tasks import Offload, first_error, run_inline
+from genie.runtime.connection_limits import FEW_CONNECTIONS, ConnectionLimits, file_limit_for
+from genie.runtime.credentials import LocalCluster, store_trusted_ca
 from genie.runtime.network import Network
-from genie.runtime.placers import placer_factory
-from genie.runtime.tasks import Offload, first_error, run_inline
-from genie.scheduler.scheduler import Preempt, Rules, Start
+from genie.scheduler.rules import Rules
 
 _log = logging.getLogger(__name__)
 
 CONTROLLERS_PREFIX = "controller/"
 DIRECTORY = "controller"
 _TICK_S = 0.5
-# Until an agent knows of a new controller, it cannot find it should this one fail.
+# Until an agent knows about a new controller, it cannot switch to it when this one fails.
 _HOUSEKEEPING_S = 2.0
 _RETRY_S = 1.0
-_LOGGED_MAX = 8
+_RETURN_MEMORY_S = 60.0
 _PLACEMENT = "supply"
-# Addresses that mean all of this machine's, and how this machine itself gets there.
-_WILDCARDS = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # noqa: S104 - compared with, not bound to
 
 
 class Controller:
-    """One controller. `name` is its own across restarts; two that run at once must not share it.
+    """One controller. `name` stays the same across restarts and is unique among running controllers.
 
-    The caller opens and closes `store`. `offload` runs blocking file work, one at a time.
+    The caller opens and closes `store`. `offload` runs blocking file operations, one at a time.
     """
 
     def __init__(
@@ -87,55 +99,93 @@ class Controller:
         self._clock = clock
         self._name = name
         self._random_bytes = random_bytes
+        self._offload = offload
         self._directory = files.make_private_directory(state_dir / DIRECTORY)
         self._wake = asyncio.Event()
         self._ready = asyncio.Event()
         self._tick_s = min(_TICK_S, config.node_suspect_s / 4)
-        self._is_announced = False
+        self._local_files_written = False
+        self._local_files_alarm = ""
         self._controllers: tuple[str, ...] = ()
         self._statuses: dict[str, NodeStatus] = {}
         self._next_tick_s = 0.0
-        self._fault = ""
+        self._has_term_begun = False
         self.port = 0
-        self._build_deciders()
-        self._build_doors(offload)
-
-    def _build_deciders(self) -> None:
-        config, clock, random_bytes, store = self._config, self._clock, self._random_bytes, self._store
         self._certificates = Certificates.open(self._directory, config, clock=clock)
         self._health = StoreHealth()
         self._election = Election(
-            store, clock=clock, name=self._name, ttl_s=config.leader_ttl_s, health=self._health
+            store, clock=clock, name=name, ttl_s=config.leader_ttl_s, health=self._health
         )
-        self._ledger = ledger = Ledger(store, self._election, self._health)
-        wake = self._wake.set
-        self._jobs = jobs = Jobs(
-            ledger, config=config, clock=clock, random_bytes=random_bytes, bell=Bell(clock), wake=wake
-        )
-        self._tokens = Tokens(
-            ledger,
-            store,
+        files_max = get_file_limit()
+        self._file_alarm = _file_limit_alarm(files_max)
+        self._connections = Connections(ConnectionLimits.for_file_limit(files_max))
+        self._memory_returned_s = -_RETURN_MEMORY_S
+        self._ledger = Ledger(store, self._election, self._health, clock=clock)
+        self._steps = PeriodicSteps(clock)
+        self._orders = Orders()
+        self._build_placement()
+        self._build_agents()
+        self._service = self._build_service(self._build_handlers(offload))
+
+    def _build_placement(self) -> None:
+        config, clock = self._config, self._clock
+        self._membership = Membership(config)
+        self._faults = NodeFaults(clock)
+        self._views = Views(self._ledger, self._membership, self._faults, clock=clock)
+        self._quotas = QuotaTable(self._ledger)
+        self._policy = make_policy(config, clock=clock)
+        self._make_placer, _ = placer_factory(build=False)
+        self._launches = LaunchQueue(self._orders)
+        self._backoff = LaunchBackoff(clock)
+        self._planner = self._build_planner()
+        self._jobs = JobLifecycle(
+            self._ledger,
             config=config,
             clock=clock,
-            random_bytes=random_bytes,
+            random_bytes=self._random_bytes,
+            notifier=ChangeNotifier(clock),
+            wake=self._wake.set,
+            placer=self._planner,
+            backoff=self._backoff,
+        )
+        self._monitor = StoreMonitor(self._store, self._jobs.space, config=config, clock=clock)
+
+    def _build_planner(self) -> Planner:
+        return Planner(
+            self._ledger,
+            self._views,
+            clock=self._clock,
+            make_placer=lambda policy: self._make_placer(policy, 0, ()),
+            policy=_PLACEMENT,
+            rules=self._rules,
+            workers_max=self._config.node_workers_max,
+            launch_capacity=lambda: self._launches.capacity,
+            not_before_s=self._backoff.not_before_s,
+        )
+
+    def _rules(self) -> Rules:
+        quotas, weights = self._quotas.rules()
+        return Rules(quotas=quotas, weights=weights).with_order(self._policy)
+
+    def _build_agents(self) -> None:
+        ledger, jobs, clock = self._ledger, self._jobs, self._clock
+        self._tokens = Tokens(
+            ledger,
+            self._store,
+            config=self._config,
+            clock=clock,
+            random_bytes=self._random_bytes,
             pin=self._certificates.pin,
         )
-        self._sessions = Sessions(ledger, jobs, clock=clock, random_bytes=random_bytes)
-        self._membership = Membership(config)
-        self._views = Views(ledger, self._membership, clock=clock)
-        self._quotas = QuotaTable(ledger)
-        self._policy = make_policy(config, clock=clock)
-        self._planner = self._build_planner()
-        jobs.starter = self._planner
-        ledger.jobs.on_change.append(self._follow)
-        self._placed: list[Job] = []
-        """And not yet sent on their way; only while the loop turns once."""
-        self._starting = 0
-        """Workers that a pass has placed, while that is being written."""
-        self._launched: list[Job] = []
-        """Since the last tick, for the log."""
-        self._orders = Orders()
-        self._admission = Admission(ledger, self._tokens, self._certificates, jobs, clock=clock)
+        self._sessions = Sessions(ledger, jobs, clock=clock, random_bytes=self._random_bytes)
+        self._admission = Admission(
+            ledger,
+            self._tokens,
+            self._certificates,
+            jobs,
+            clock=clock,
+            disconnect=self._connections.close_token,
+        )
         self._agents = Agents(
             ledger=ledger,
             jobs=jobs,
@@ -143,93 +193,131 @@ class Controller:
             membership=self._membership,
             election=self._election,
             orders=self._orders,
-            config=config,
+            faults=self._faults,
+            config=self._config,
             clock=clock,
             controllers=lambda: self._controllers,
             refresh_controllers=self._read_controllers,
-            forget=self._admission.forget,
-            wake=wake,
+            forget_node=self._admission.forget,
+            wake=self._wake.set,
         )
+        self._passes = PassRunner(ledger, self._planner, jobs, self._agents, self._launches)
 
-    def _build_planner(self) -> Planner:
-        self._make_placer, _ = placer_factory(build=False)
-        return Planner(
-            self._ledger,
-            self._jobs,
-            self._views,
-            clock=self._clock,
-            make_placer=lambda policy: self._make_placer(policy, 0, ()),
-            policy=_PLACEMENT,
-            rules=self._rules,
-            workers_max=self._config.node_workers_max,
-            room=lambda: self._launches_left,
-        )
-
-    def _rules(self) -> Rules:
-        quotas, weights = self._quotas.rules()
-        return Rules(quotas=quotas, weights=weights).under(self._policy)
-
-    def _build_doors(self, offload: Offload) -> None:
-        config, clock = self._config, self._clock
-        self._cluster = Cluster(
-            ledger=self._ledger,
-            jobs=self._jobs,
-            agents=self._agents,
-            sessions=self._sessions,
-            tokens=self._tokens,
-            blobs=Blobs(self._directory / "blobs", bytes_max=config.blobs_bytes_max),
-            views=self._views,
-            planner=self._planner,
-            election=self._election,
-            health=self._health,
+    def _build_handlers(self, offload: Offload) -> list[Handlers]:
+        config, clock, jobs, planner = self._config, self._clock, self._jobs, self._planner
+        election, kill, check_readable = self._election, self._agents.kill, self._ledger.check_readable
+        blobs = Blobs(
+            self._directory / "blobs",
+            bytes_max=config.blobs_bytes_max,
+            tenant_bytes_max=config.blobs_tenant_bytes_max,
             clock=clock,
-            offload=offload,
-            store_name=config.store.partition(":")[0],
-            policy_name=config.policy,
-            started_at=clock.wall_s(),
         )
-        self._service = Service(
+        nodes, waits = NodeList(self._ledger, self._views), OpenWaits()
+        return [
+            self._agents.handlers(),
+            JobRequests(
+                jobs,
+                planner,
+                blobs,
+                election,
+                waits=waits,
+                offload=offload,
+                kill=kill,
+                check_readable=check_readable,
+            ).handlers(),
+            BlobRequests(
+                blobs,
+                election,
+                offload=offload,
+                is_needed=jobs.is_blob_needed,
+                find_tenant=self._agents.find_blob_tenant,
+            ).handlers(),
+            NodeRequests(nodes, check_readable=check_readable).handlers(),
+            self._build_status(nodes).handlers(),
+            SessionRequests(
+                self._sessions,
+                nodes,
+                planner,
+                election,
+                waits=waits,
+                kill=kill,
+                check_readable=check_readable,
+            ).handlers(),
+            TokenRequests(
+                self._tokens, disconnect=self._connections.close_token, check_readable=check_readable
+            ).handlers(),
+            LogRequests(
+                jobs,
+                clock=clock,
+                waits=waits,
+                read_from_agent=self._agents.read_log,
+                check_readable=check_readable,
+            ).handlers(),
+            QueueRequests(jobs, planner, clock=clock, check_readable=check_readable).handlers(),
+            QuotaRequests(self._quotas, check_readable=check_readable).handlers(),
+        ]
+
+    def _build_status(self, nodes: NodeList) -> StatusRequests:
+        return StatusRequests(
+            self._ledger,
+            nodes,
+            self._election,
+            self._health,
+            count_jobs=self._jobs.counts,
+            count_clients=self._sessions.count_clients,
+            policy_fault=lambda: self._planner.fault,
+            policy_name=self._config.policy,
+            store_name=self._config.store.partition(":")[0],
+            started_at=self._clock.wall_s(),
+            alarms=self._alarms,
+            space=self._jobs.space,
+        )
+
+    def _build_service(self, handlers: list[Handlers]) -> Service:
+        return Service(
             ledger=self._ledger,
             election=self._election,
             tokens=self._tokens,
             admission=self._admission,
             certificates=self._certificates,
-            clock=clock,
+            connections=self._connections,
+            clock=self._clock,
             ready=self._ready,
             controllers=lambda: self._controllers,
+            handlers=handlers,
         )
-        self._service.add(self._agents.handlers())
-        self._service.add(Users(self._cluster, hang_up=self._service.hang_up).handlers())
-        self._service.add(Logs(self._cluster).handlers())
-        self._service.add(Explaining(self._cluster, self._planner).handlers())
-        quotas = QuotaRequests(self._quotas, check_readable=self._cluster.check_readable)
-        self._service.add(quotas.handlers())
+
+    def _alarms(self) -> list[str]:
+        """What the owner should look at, in words."""
+        file_alarms = [alarm for alarm in (self._file_alarm, self._local_files_alarm) if alarm]
+        return [*file_alarms, *self._monitor.alarms(), *self._steps.alarms()]
 
     @property
     def address(self) -> str:
-        """host:port under which others reach this controller."""
-        return address_text(self._advertised(), self.port)
+        """HOST:PORT at which others reach this controller."""
+        return address_text(advertised_host(self._config), self.port)
 
     @property
     def is_leading(self) -> bool:
-        return self._election.is_leading
+        """Whether it leads and has read the tables."""
+        return self._ledger.is_current
 
     def use_compiled(self) -> bool:
-        """The scheduler's library is there now, and decides from the next pass on; False when it is not."""
+        """Use the compiled scheduler from the next pass on; False if it is not built."""
         make, kind = placer_factory(build=False)
         if kind != "native":
             return False
         self._make_placer = make
-        self._planner.forget()
+        self._planner.invalidate()
         self._wake.set()
         return True
 
     async def wait_ready(self) -> None:
-        """Until it listens and knows whether it leads."""
+        """Wait until it listens and knows whether it leads."""
         await self._ready.wait()
 
     async def run(self) -> None:
-        """Serves until cancelled. A GenieError of any part comes out as it is."""
+        """Serve until cancelled. Raises the first GenieError of any part."""
         try:
             async with asyncio.TaskGroup() as group:
                 listening = asyncio.Event()
@@ -246,13 +334,14 @@ class Controller:
     async def _serve(self, listening: asyncio.Event, group: asyncio.TaskGroup) -> None:
         context = self._certificates.server_context(self._directory)
         if context is not None:
-            fresh = self._certificates.keep_fresh(context, self._directory)
-            group.create_task(fresh, name="certificate")
+            renewal = self._certificates.renew_forever(context, self._directory)
+            group.create_task(renewal, name="certificate")
 
         def on_listening(port: int) -> None:
             self.port = port
             self._controllers = (self.address,)
-            _log.info("listening on %s:%d, TLS %s", self._config.bind, port, self._config.tls)
+            where = address_text(self._config.bind, port)
+            _log.info("listening on %s, TLS %s", where, self._config.tls)
             listening.set()
 
         await self._network.serve(
@@ -263,46 +352,52 @@ class Controller:
             on_listening=on_listening,
         )
 
-    # -- terms --------------------------------------------------------------------------------
+    # -- terms ------------------------------------------------------------------------------
 
     async def _lead_forever(self) -> None:
         while True:
-            if await self._try_begin_term():
-                self._announce()
-                self._ready.set()
-                await self._lead()
+            if await self._try_win() and await self._lead():
                 continue
             other = self._election.leader
             if self._health.ok and other is not None and other.name != self._name:
-                self._ledger.forget()
-                self._announce()
+                self._ledger.unload()
+                await self._try_write_local_cluster_files()
             self._ready.set()
+            if self._health.is_full:
+                await self._monitor.free_space()
             await self._clock.sleep(min(_RETRY_S, self._config.leader_ttl_s / 4))
 
-    async def _try_begin_term(self) -> bool:
+    async def _try_win(self) -> bool:
         try:
             await self._check_ca()
             await self._register_controller()
-            if not await self._election.try_win(self.address):
-                return False
+            return await self._election.try_win(self.address)
+        except (StoreError, LeadershipError) as error:
+            self._record_failed_begin(error)
+            return False
+
+    async def _try_begin_term(self) -> bool:
+        try:
             await self._ledger.load()
             await self._check_cluster()
             await self._tokens.ensure_owner(self._state_dir)
             await self._agents.begin_term()
         except (StoreError, LeadershipError) as error:
-            if isinstance(error, StoreError):
-                self._health.bad(error)
-            _log.warning("cannot lead: %s", error)
-            await self._election.resign()
+            self._record_failed_begin(error)
             return False
-        _log.info("leading, token %d", self._election.token)
+        _log.info("became leader, fencing token %d", self._election.token)
         return True
 
+    def _record_failed_begin(self, error: GenieError) -> None:
+        if isinstance(error, StoreError):
+            self._health.record_failure(error)
+        _log.warning("cannot become leader: %s", error)
+
     async def _register_controller(self) -> None:
-        """Before it may lead: agents must know every address at which a leader could be."""
+        """Store this controller's address before it may lead: agents must know every possible leader."""
         key, value = CONTROLLERS_PREFIX + self._name, self.address.encode()
-        standing = await self._store.get(key)
-        if standing is None or standing.value != value:
+        stored = await self._store.get(key)
+        if stored is None or stored.value != value:
             await self._store.commit([], [Put(key, value)])
         await self._read_controllers()
 
@@ -312,23 +407,23 @@ class Controller:
         self._controllers = (self.address, *others)
 
     async def _check_ca(self) -> None:
-        """A controller with a CA of its own could never serve this cluster's nodes: it stops at once."""
+        """Raise TlsError if this controller's CA is not that of the cluster: nodes would reject it."""
         table = self._ledger.cluster
-        standing = await self._store.get(table.prefix)
-        record = table.decoded("", standing.value) if standing is not None else None
+        stored = await self._store.get(table.prefix)
+        record = table.decode("", stored.value) if stored is not None else None
         if (
             record is not None
-            and self._certificates.are_on
+            and self._certificates.are_enabled
             and record.ca_pin not in (self._certificates.pin, "-")
         ):
             raise TlsError(
-                "this controller has another CA than the cluster in its store",
-                hint=f"copy controller/ca.pem and ca.key, and owner.token, of the first controller's state "
-                f"directory to {self._state_dir}",
+                "the CA of this controller differs from that of the cluster in its store",
+                hint=f"copy controller/ca.pem, controller/ca.key and owner.token from the state directory of "
+                f"the first controller to {self._state_dir}",
             )
 
     async def _check_cluster(self) -> None:
-        """The cluster's own name, made once."""
+        """Create the cluster's ID in the first term; record the current CA."""
         pin = self._certificates.pin
         record = self._ledger.cluster.get("")
         if record is None:
@@ -342,28 +437,51 @@ class Controller:
 
         await self._ledger.write(build)
 
-    def _announce(self) -> None:
-        """Lets commands on this machine find the cluster, once there is something to find."""
-        if self._is_announced:
+    async def _try_write_local_cluster_files(self) -> None:
+        """Write the files by which commands on this machine find the cluster, once. A failure affects only
+        these commands."""
+        if self._local_files_written:
             return
-        record = self._ledger.cluster.get("")
-        host = _WILDCARDS.get(self._config.bind, self._config.bind)
-        local = LocalCluster(host=host, port=self.port, cluster_id=record.cluster_id if record else "")
-        if self._certificates.are_on:
-            keep_trust(self._certificates.ca_pem, state_dir=self._state_dir)
-        local.write(self._state_dir)
-        self._is_announced = True
+        try:
+            self._write_local_cluster_files()
+        except StoreFullError as error:
+            if not self._local_files_alarm:
+                _log.error("commands on this machine may not find the cluster: %s", error)
+            self._local_files_alarm = f"commands on this machine may not find the cluster: {error.message}"
+        else:
+            self._local_files_alarm, self._local_files_written = "", True
 
-    async def _lead(self) -> None:
+    def _write_local_cluster_files(self) -> None:
+        record = self._ledger.cluster.get("")
+        host = local_host(self._config)
+        local = LocalCluster(host=host, port=self.port, cluster_id=record.cluster_id if record else "")
+        if self._certificates.are_enabled:
+            store_trusted_ca(self._certificates.ca_pem, state_dir=self._state_dir)
+        local.write(self._state_dir)
+
+    async def _lead(self) -> bool:
+        """Lead until the lease is lost; False if the term could not begin. The lease is renewed from the
+        start, because reading the tables may take longer than the lease lasts."""
+        self._has_term_begun = False
+        async with asyncio.TaskGroup() as group:
+            term = group.create_task(self._run_term(), name="term")
+            await self._election.hold()
+            term.cancel()
+        return self._has_term_begun
+
+    async def _run_term(self) -> None:
+        if not await self._try_begin_term():
+            await self._election.resign()
+            return
+        self._has_term_begun = True
+        await self._try_write_local_cluster_files()
+        self._ready.set()
         self._next_tick_s = 0.0
         async with asyncio.TaskGroup() as group:
-            passes = group.create_task(self._pass_forever(), name="passes")
-            house = group.create_task(self._keep_house_forever(), name="house")
-            await self._election.hold()
-            passes.cancel()
-            house.cancel()
+            group.create_task(self._pass_forever(), name="passes")
+            group.create_task(self._housekeep_forever(), name="housekeeping")
 
-    # -- passes -------------------------------------------------------------------------------
+    # -- passes -----------------------------------------------------------------------------
 
     async def _pass_forever(self) -> None:
         while True:
@@ -371,132 +489,93 @@ class Controller:
             try:
                 await self._pass()
             except (StoreError, LeadershipError) as error:
-                _log.warning("nothing is decided now: %s", error)
+                _log.warning("scheduling pass postponed: %s", error)
                 await self._clock.sleep(self._tick_s)
-            except Exception:  # a task boundary: one bad pass must not end the controller
-                _log.exception("a pass failed")
+            except Exception:  # a task boundary: a failed pass must not end the controller
+                _log.exception("scheduling pass failed")
                 await self._clock.sleep(_RETRY_S)
             await wait_event(self._wake, clock=self._clock, timeout_s=self._tick_s)
 
     async def _pass(self) -> None:
         if self._clock.monotonic_s() >= self._next_tick_s:
             self._next_tick_s = self._clock.monotonic_s() + self._tick_s
-            self._log_launched()
+            self._passes.log_launches()
             await self._tick()
-        await self._schedule()
+        await self._passes.run()
 
     async def _tick(self) -> None:
-        """What only time brings about, so that it need not be looked for at every change."""
-        for node in self._views.current().values():
-            self._note_status(node.node_id, node.info.status, node.info.status_reason)
-        await self._agents.reclaim()
-        await self._agents.requeue_unconfirmed()
-        for job in await self._sessions.drop_silent():
+        """Do the work that depends on time alone, not on changes."""
+        await self._steps.run(
+            {
+                "logging node states": self._log_statuses,
+                "reclaiming jobs of lost nodes": self._agents.reclaim,
+                "requeueing unconfirmed launches": self._agents.requeue_unconfirmed,
+                "ending expired sessions": self._end_expired_sessions,
+                "enforcing time limits": self._enforce_limits,
+            }
+        )
+
+    async def _end_expired_sessions(self) -> None:
+        for job in await self._sessions.drop_expired():
             self._agents.kill(job)
-        for job in filter(self._agents.hears_of, self._jobs.overdue(self._clock.wall_s())):
-            await self._stop(job, Stop.LIMIT, f"its time limit of {job.spec.wishes.time_limit_s:g} s is over")
 
-    async def _schedule(self) -> None:
-        decisions = self._planner.decide()
-        if self._planner.fault != self._fault:
-            self._fault = self._planner.fault
-            _log.error("%s", self._fault)
-        starts: list[Start] = []
-        # Each worker becomes an order; what has no room is decided again.
-        room = self._launches_left - self._planner.pending
-        for decision in decisions:
-            if isinstance(decision, Start):
-                room -= len(decision.places)
-                starts += [decision] if room >= 0 else []
-            elif not isinstance(decision, Preempt):
-                self._jobs.explain(decision.job_id, decision.reason)
-        try:
-            await self._place(starts)
-            for decision in decisions:
-                if isinstance(decision, Preempt):
-                    await self._preempt(decision)
-        except Exception:
-            self._planner.forget()  # what was decided and not done must not count
-            raise
-        finally:
-            self._planner.settle(each.job_id for each in decisions if isinstance(each, Start))
-        self._planner.refresh()
+    async def _enforce_limits(self) -> None:
+        for job in self._agents.exceeding_time_limit():
+            reason = f"exceeded its time limit of {job.spec.constraints.time_limit_s:g} s"
+            with self._ledger.quarantine.isolated(self._ledger.jobs.prefix + job.job_id):
+                await self._passes.stop(job, StopReason.TIME_LIMIT, reason)
 
-    async def _place(self, starts: list[Start]) -> None:
-        placed: list[Job] = []
-        self._starting = sum(len(start.places) for start in starts)
-        try:
-            await self._jobs.place(starts, placed=placed.append)
-        finally:
-            self._starting = 0
-            self._placed += placed  # only now: meanwhile others may have been placed and launched
-            self._launch()
-
-    @property
-    def _launches_left(self) -> int:
-        """How many more workers may be placed now: those placed already, or about to be, go first."""
-        return self._orders.room - self._starting - len(self._placed)
-
-    def _follow(self, job_id: str, before: Job | None, after: Job | None) -> None:
-        """One that was placed with its submission is launched when all of its transaction are known."""
-        if before is None and after is not None and after.state is JobState.PLACING:
-            if not self._placed:
-                asyncio.get_running_loop().call_soon(self._launch)
-            self._placed.append(after)
-
-    def _launch(self) -> None:
-        """Those that were placed, now that it is durable."""
-        jobs, self._placed = self._placed, []
-        self._agents.launch(jobs)
-        self._launched.extend(jobs)
-
-    def _log_launched(self) -> None:
-        jobs, self._launched = self._launched, []
-        if len(jobs) > _LOGGED_MAX:
-            # A line for each of very many would cost more than the placing.
-            _log.info("placed %d jobs", len(jobs))
-            return
-        for job in jobs:
-            _log.info("job %s: %s", job.job_id, job.reason)
-
-    async def _preempt(self, decision: Preempt) -> None:
-        job = self._jobs.get(decision.job_id)
-        if job is None:
-            return
-        _log.info("job %s %s", job.job_id, decision.reason)
-        if job.state is JobState.PLACING:
-            await self._jobs.requeue(job.job_id, epoch=job.epoch, reason=decision.reason)
-        # Nothing when it waits again; but it may have been confirmed a moment before.
-        await self._stop(job, Stop.PREEMPT, decision.reason)
-
-    async def _stop(self, job: Job, stop: Stop, reason: str) -> None:
-        stopped = await self._jobs.stop(job.job_id, epoch=job.epoch, stop=stop, reason=reason)
-        if stopped is not None:
-            self._agents.kill(stopped)
-
-    async def _keep_house_forever(self) -> None:
-        """Beside the passes: forgetting many old jobs must not keep new ones waiting."""
+    async def _housekeep_forever(self) -> None:
+        """Runs concurrently with the passes: deleting many old jobs must not delay new ones."""
         while True:
             try:
-                await self._keep_house()
+                await self._housekeep()
             except (StoreError, LeadershipError) as error:
-                _log.warning("housekeeping is put off: %s", error)
+                _log.warning("housekeeping postponed: %s", error)
             except Exception:  # a task boundary: as in _pass_forever
                 _log.exception("housekeeping failed")
             await self._clock.sleep(_HOUSEKEEPING_S)
 
-    async def _keep_house(self) -> None:
-        await self._jobs.drop_old()
-        await self._tokens.drop_old()
-        await self._read_controllers()
-        self._agents.hang_up_uninformed()
+    async def _housekeep(self) -> None:
+        await self._steps.run(
+            {
+                "measuring the store": self._monitor.update,
+                "deleting old jobs": self._jobs.delete_old,
+                "deleting old tokens": self._tokens.delete_old,
+                "reading the list of controllers": self._read_controllers,
+                "disconnecting outdated nodes": self._disconnect_outdated,
+                "writing the files of this cluster": self._try_write_local_cluster_files,
+                "returning memory": self._return_memory,
+            }
+        )
 
-    def _note_status(self, node_id: str, status: NodeStatus, reason: str) -> None:
+    async def _disconnect_outdated(self) -> None:
+        self._agents.disconnect_outdated()
+
+    async def _return_memory(self) -> None:
+        """Return the memory of many closed connections to the system."""
+        now_s = self._clock.monotonic_s()
+        if now_s - self._memory_returned_s < _RETURN_MEMORY_S or not self._connections.take_shrunk():
+            return
+        self._memory_returned_s = now_s
+        memory.collect_garbage()
+        await self._offload(memory.trim_heap)
+
+    async def _log_statuses(self) -> None:
+        for node in self._views.current().values():
+            self._log_status(node.node_id, node.info.status, node.info.status_reason)
+
+    def _log_status(self, node_id: str, status: NodeStatus, reason: str) -> None:
         if self._statuses.get(node_id) != status:
             self._statuses[node_id] = status
             _log.info("node %s is %s%s", node_id, status, f": {reason}" if reason else "")
 
-    def _advertised(self) -> str:
-        if self._config.advertise:
-            return self._config.advertise
-        return socket.gethostname() if self._config.bind in _WILDCARDS else self._config.bind
+
+def _file_limit_alarm(files_max: int) -> str:
+    if files_max >= file_limit_for(FEW_CONNECTIONS):
+        return ""
+    connections = ConnectionLimits.for_file_limit(files_max).connections_max
+    return (
+        f"the controller may open {files_max} files, which allows {connections} connections; raise the hard "
+        "limit (ulimit -Hn, or LimitNOFILE of systemd) and restart it"
+    )

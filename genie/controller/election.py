@@ -1,8 +1,7 @@
-"""Who leads: one key on a lease. Its create-revision is the token that fences every write.
+"""Leader election: one key on a lease. Its create revision is the fencing token of every write.
 
-A leader stops by its own clock, counted from when it sent the last renewal that was answered;
-a task of its own watches that time. That is a courtesy: what makes a replaced leader harmless is
-that its writes and orders carry an older token. Not for: what a leader does (controller.py).
+A leader steps down by its own clock, one TTL after it sent the last renewal that succeeded. That is an
+optimization: a replaced leader is harmless because its writes and orders carry an older token.
 """
 
 from __future__ import annotations
@@ -13,8 +12,15 @@ import logging
 import msgspec
 
 from genie.controller.store import Compare, Delete, KeyValue, Put, Store
-from genie.errors import LeaseLostError, NotLeaderError, StoreCorruptError, StoreError, StoreUnavailableError
-from genie.runtime.clock import Clock
+from genie.errors import (
+    LeaseLostError,
+    NotLeaderError,
+    StoreCorruptError,
+    StoreError,
+    StoreFullError,
+    StoreUnavailableError,
+)
+from genie.processes.clock import Clock
 
 _log = logging.getLogger(__name__)
 
@@ -23,32 +29,34 @@ _RESIGN_TIMEOUT_S = 2.0
 
 
 class LeaderRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """Who holds the key: `name` is a controller's own for all its lives, `address` is host:port."""
+    """The holder of the key: `name` is the same in every start of a controller, `address` is HOST:PORT."""
 
     name: str
     address: str
 
 
 class StoreHealth:
-    """Whether the store did what it was last asked."""
+    """Whether the last operation on the store succeeded."""
 
     def __init__(self) -> None:
         self.ok = True
+        self.is_full = False
+        """Whether the last operation failed because the store has no space."""
         self.reason = ""
 
-    def good(self) -> None:
+    def record_success(self) -> None:
         if not self.ok:
-            _log.info("the store works again")
-        self.ok, self.reason = True, ""
+            _log.info("the store is available again")
+        self.ok, self.is_full, self.reason = True, False, ""
 
-    def bad(self, error: StoreError) -> None:
+    def record_failure(self, error: StoreError) -> None:
         if self.ok:
-            _log.warning("the store fails: %s", error)
-        self.ok, self.reason = False, str(error)
+            _log.warning("the store is unavailable: %s", error)
+        self.ok, self.is_full, self.reason = False, isinstance(error, StoreFullError), str(error)
 
 
 class Election:
-    """One controller's part in it. `name` must not be used by two controllers that run at once."""
+    """One candidate. `name` must be unique among the controllers that run at the same time."""
 
     def __init__(self, store: Store, *, clock: Clock, name: str, ttl_s: float, health: StoreHealth) -> None:
         self._store = store
@@ -59,9 +67,9 @@ class Election:
         self._lease_id = 0
         self._token = 0
         self._deadline_s = 0.0
-        self._over = asyncio.Event()
+        self._ended = asyncio.Event()
         self.leader: LeaderRecord | None = None
-        """Who held the key when it was last looked at."""
+        """The leader when the key was last read."""
 
     @property
     def is_leading(self) -> bool:
@@ -69,42 +77,42 @@ class Election:
 
     @property
     def token(self) -> int:
-        """Of this term or, when none is on, of the last one; 0 before the first."""
+        """Fencing token of the current or the last term; 0 before the first."""
         return self._token
 
     def require_token(self) -> int:
-        """The token of this term; an error that says who decides instead when there is none."""
+        """Return the fencing token of this term; NotLeaderError or StoreUnavailableError when not leading."""
         if self.is_leading:
             return self._token
         if not self._health.ok:
             raise StoreUnavailableError(
-                f"the cluster decides nothing now, because its store does not answer: {self._health.reason}",
-                hint="running jobs go on; try again when the store is back",
+                f"the cluster cannot make changes because its store is unavailable: {self._health.reason}",
+                hint="running jobs continue; try again when the store is available",
             )
         where = self.leader.address if self.leader and self.leader.name != self._name else ""
-        hint = f"ask {where}, which does" if where else "no controller leads yet; try again in a moment"
+        hint = f"the leader is {where}" if where else "no controller leads yet; try again in a moment"
         raise NotLeaderError("this controller does not lead", hint=hint)
 
     async def try_win(self, address: str) -> bool:
-        """Takes the key if nobody has it, or if it was left by an earlier life of this controller."""
+        """Acquire the leader key if it is free, or if this controller acquired it before a restart."""
         self._token = 0
-        self._over.clear()
+        self._ended.clear()
         try:
-            standing = await self._store.get(LEADER_KEY)
-            self._health.good()
-            if standing is not None and not self._is_own(standing):
+            found = await self._store.get(LEADER_KEY)
+            self._health.record_success()
+            if found is not None and not self._is_own(found):
                 return False
-            won = await self._take(address, standing)
+            won = await self._acquire_leadership(address, found)
         except StoreError as error:
-            self._health.bad(error)
+            self._health.record_failure(error)
             return False
         return won
 
     async def hold(self) -> None:
-        """Renews until the term is over; returns then."""
+        """Renew the lease until the term ends."""
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(self._renew()), group.create_task(self._watch_deadline())]
-            await self._over.wait()
+            await self._ended.wait()
             for task in tasks:
                 task.cancel()
 
@@ -112,38 +120,38 @@ class Election:
         if self._deadline_s > 0:
             _log.warning("no longer leading: %s", reason)
         self._deadline_s = 0.0
-        self._over.set()
+        self._ended.set()
 
     async def check(self) -> None:
-        """Steps down if the key is no longer of this term."""
-        standing = await self._store.get(LEADER_KEY)
-        if standing is None or standing.create_revision != self._token:
+        """Step down if the key no longer belongs to this term."""
+        found = await self._store.get(LEADER_KEY)
+        if found is None or found.create_revision != self._token:
             self.step_down("another controller has taken over")
 
     async def resign(self) -> None:
-        """Gives the key back, so that another controller need not wait for the lease to end."""
+        """Revoke the lease, so that another controller need not wait until it expires."""
         self._deadline_s = 0.0
-        self._over.set()
+        self._ended.set()
         if not self._lease_id:
             return
         try:
             await self._store.revoke_lease(self._lease_id, timeout_s=_RESIGN_TIMEOUT_S)
         except StoreError as error:
-            _log.info("could not resign: %s", error)
+            _log.info("could not resign leadership: %s", error)
         self._lease_id = 0
 
-    def _is_own(self, standing: KeyValue) -> bool:
+    def _is_own(self, found: KeyValue) -> bool:
         try:
-            self.leader = msgspec.json.decode(standing.value, type=LeaderRecord)
+            self.leader = msgspec.json.decode(found.value, type=LeaderRecord)
         except msgspec.DecodeError as error:
             raise StoreCorruptError(f"store key {LEADER_KEY!r} cannot be read: {error}") from error
         return self.leader.name == self._name
 
-    async def _take(self, address: str, standing: KeyValue | None) -> bool:
+    async def _acquire_leadership(self, address: str, found: KeyValue | None) -> bool:
         sent_s = self._clock.monotonic_s()
-        if standing is not None:
+        if found is not None:
             await self._store.commit(
-                [Compare(LEADER_KEY, standing.create_revision, field="create")], [Delete(LEADER_KEY)]
+                [Compare(LEADER_KEY, found.create_revision, field="create")], [Delete(LEADER_KEY)]
             )
         lease_id = await self._store.grant_lease(self._ttl_s)
         record = LeaderRecord(name=self._name, address=address)
@@ -151,40 +159,40 @@ class Election:
         try:
             result = await self._store.commit([Compare(LEADER_KEY, 0)], [put])
         except StoreError:
-            # It may have been written all the same: then the next try finds a key of its own name.
-            await self._drop(lease_id)
+            # The key may have been written: then the next attempt finds its own name.
+            await self._revoke_lease(lease_id)
             raise
         if not result.succeeded:
-            await self._drop(lease_id)
+            await self._revoke_lease(lease_id)
             return False
         self.leader, self._lease_id, self._token = record, lease_id, result.revision
         self._deadline_s = sent_s + self._ttl_s
         return True
 
-    async def _drop(self, lease_id: int) -> None:
+    async def _revoke_lease(self, lease_id: int) -> None:
         try:
             await self._store.revoke_lease(lease_id, timeout_s=_RESIGN_TIMEOUT_S)
         except StoreError as error:
-            _log.debug("a lease is left to run out: %s", error)
+            _log.debug("could not revoke a lease, it will expire: %s", error)
 
     async def _renew(self) -> None:
-        every_s = self._ttl_s / 3
+        interval_s = self._ttl_s / 3
         while True:
-            await self._clock.sleep(every_s)
+            await self._clock.sleep(interval_s)
             sent_s = self._clock.monotonic_s()
             try:
-                await self._store.keep_alive(self._lease_id, timeout_s=every_s)
+                await self._store.keep_alive(self._lease_id, timeout_s=interval_s)
             except LeaseLostError:
-                self.step_down("the lease has run out")
+                self.step_down("the lease has expired")
                 return
             except StoreError as error:
-                self._health.bad(error)
+                self._health.record_failure(error)
                 continue
             if self._deadline_s > 0:
-                self._health.good()
+                self._health.record_success()
                 self._deadline_s = sent_s + self._ttl_s
 
     async def _watch_deadline(self) -> None:
         while (left_s := self._deadline_s - self._clock.monotonic_s()) > 0:
             await self._clock.sleep(left_s)
-        self.step_down("the lease could not be renewed in time")
+        self.step_down("the lease could not be renewed before it expired")

@@ -1,11 +1,10 @@
-"""The one door for writes, and the memory of everything that was written.
+"""The controller's in-memory copy of the store, and the only path for writes.
 
-`write` takes a plain function: it reads the tables, stages changes and returns a value. Writes
-that wait together are built one after the other, each on what those before it staged, and are
-committed in one transaction that also compares the leader's token; only then do the tables show
-them. That happens in `run`, so a caller that goes away cannot leave a write half done. How a
-build sees what is not durable yet, and nobody else does: docs/decisions/0011-group-commit.md.
-Not for: what the rows mean (jobs.py, tokens.py, agents.py, quotas.py).
+`write` takes a plain function that reads the tables, stages changes and returns a value. Writes that are
+queued together are built one after another, each on top of the changes staged before it, and are
+committed in one transaction that also compares the leader's fencing token; only then do the tables show
+them. `run` does this, so a cancelled caller cannot leave a write half done. Only builds see changes
+that are not durable yet: docs/decisions/0011-group-commit.md.
 """
 
 from __future__ import annotations
@@ -14,13 +13,14 @@ import asyncio
 import copy
 import logging
 from collections import deque
-from collections.abc import Callable, ItemsView, Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, ItemsView, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
 import msgspec
 
 from genie.controller.election import LEADER_KEY, Election, StoreHealth
-from genie.controller.store import Compare, Delete, Put, Store
+from genie.controller.quarantine import Quarantine
+from genie.controller.store import Compare, Delete, KeyValue, Put, Store
 from genie.controller.store.limits import check_transaction, operation_bytes
 from genie.controller.store.protocol import TXN_BYTES_MAX, TXN_OPS_MAX
 from genie.errors import (
@@ -31,34 +31,41 @@ from genie.errors import (
     StoreFullError,
     StoreUnavailableError,
 )
-from genie.model.allocation import NodeLedger
+from genie.model.allocation import NodeHolds
 from genie.model.job import Job
+from genie.model.messages import QuarantinedRow
 from genie.model.node import NodeInfo
 from genie.model.tenant import QuotaRecord, TokenRecord
+from genie.processes.clock import Clock, SystemClock
 
 _log = logging.getLogger(__name__)
 _Row = TypeVar("_Row", bound=msgspec.Struct)
 _Result = TypeVar("_Result")
 
-WRITES_WAITING_MAX = 1024
-# Nothing else is answered while a batch is built. With 256 the rate under load is a tenth lower.
+WRITES_QUEUED_MAX = 1024
+# The event loop is blocked while a batch is built. With 256 the rate under load is 10% lower.
 BATCH_WRITES_MAX = 1024
-_PAGE = 1000
+_PAGE = 500
+_PAGE_TIMEOUT_S = 30.0
+_YIELD_BYTES = 256 * 1024
+"""Bytes to decode between two yields to the event loop: about 2 ms."""
+_DECODE_COST_BYTES = 500
+"""Cost of a row in addition to its bytes."""
 _BYTES_PER_CHARACTER_MAX = 4
 _encoder = msgspec.json.Encoder()
 
 
 class NodeRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """A node as it last registered, and which controllers it certainly knows of."""
+    """A node as it last registered, and the controllers that it has certainly been informed of."""
 
     info: NodeInfo
     controllers: tuple[str, ...] = ()
     ttl_s: float = 0.0
-    """The time to live that it was granted."""
+    """Dead-man timeout that the agent was given."""
     left: bool = False
-    """It went in good order; it may come back."""
+    """It has left the cluster; it may register again."""
     drained: str = ""
-    """Why the owner wants nothing new placed there; empty when he does not mind. It outlives the agent."""
+    """Why the node is drained; empty when it is not. Survives restarts of the agent."""
 
 
 class Counter(msgspec.Struct, frozen=True, kw_only=True):
@@ -70,23 +77,51 @@ class ClusterRecord(msgspec.Struct, frozen=True, kw_only=True):
     ca_pin: str
 
 
-# The row's id, what was there before, and what is now; None where there is none.
+# Arguments: row ID, row before, row after; None where there is none.
 Listener = Callable[[str, _Row | None, _Row | None], None]
 
 
+class TableRead(Generic[_Row]):
+    """The rows of one table while they are being read."""
+
+    def __init__(self) -> None:
+        self.rows: dict[str, _Row] = {}
+        self.revisions: dict[str, int] = {}
+        self.sizes: dict[str, int] = {}
+        """Stored bytes of each row."""
+        self.unreadable: set[str] = set()
+
+
+Loader = Callable[[TableRead[_Row]], Awaitable[None]]
+
+
 class Table(Generic[_Row]):
-    """The rows under one prefix, by id. Changed by committed transactions only."""
+    """The rows under one key prefix, by ID. Changed by committed transactions only."""
 
     def __init__(self, prefix: str, kind: type[_Row]) -> None:
         self.prefix = prefix
-        self.indexes: list[Listener[_Row]] = []
-        """Told of each row before the next build runs, and told the reverse before anyone else does. They
-        follow the rows and do nothing else: told the reverse, they take back what they did."""
-        self.on_change: list[Listener[_Row]] = []
-        """Told of each row, in order, once it is durable."""
+        self._indexes: list[Listener[_Row]] = []
+        self._listeners: list[Listener[_Row]] = []
+        self._loaders: list[Loader[_Row]] = []
         self._decoder = msgspec.json.Decoder(kind)
         self._rows: dict[str, _Row] = {}
         self._revisions: dict[str, int] = {}
+        self._sizes: dict[str, int] = {}
+        self._unreadable: set[str] = set()
+
+    def add_index(self, index: Listener[_Row]) -> None:
+        """Call `index` for each staged row before the next build runs, and with before and after exchanged
+        before any other code runs. It must be reversible and have no other effects."""
+        self._indexes.append(index)
+
+    def add_listener(self, listener: Listener[_Row]) -> None:
+        """Call `listener` for each changed row, in order, once it is durable."""
+        self._listeners.append(listener)
+
+    def add_loader(self, loader: Loader[_Row]) -> None:
+        """Call `loader` with what was read, before they replace those of the table. It may take
+        long, but must yield to the event loop."""
+        self._loaders.append(loader)
 
     def get(self, row_id: str) -> _Row | None:
         return self._rows.get(row_id)
@@ -109,60 +144,73 @@ class Table(Generic[_Row]):
     def __len__(self) -> int:
         return len(self._rows)
 
+    def is_unreadable(self, row_id: str) -> bool:
+        """Whether the store has this row, but it cannot be read or must not be used."""
+        return row_id in self._unreadable
+
+    def size_bytes(self, row_id: str) -> int:
+        """Stored bytes of a row; 0 if there is none."""
+        return self._sizes.get(row_id, 0)
+
     def revision(self, row_id: str) -> int:
         return self._revisions.get(row_id, 0)
 
-    def decoded(self, row_id: str, value: bytes) -> _Row:
+    def decode(self, row_id: str, value: bytes) -> _Row:
         try:
             return self._decoder.decode(value)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise StoreCorruptError(
                 f"store key {self.prefix + row_id!r} cannot be read: {error}",
-                hint="another version of Genie may have written it",
+                hint="it may have been written by another version of Genie",
             ) from error
 
-    def _replace(self, rows: dict[str, tuple[_Row, int]]) -> None:
-        self._rows = {row_id: row for row_id, (row, _) in rows.items()}
-        self._revisions = {row_id: revision for row_id, (_, revision) in rows.items()}
+    def _replace(self, read: TableRead[_Row]) -> None:
+        self._rows, self._revisions = read.rows, read.revisions
+        self._sizes, self._unreadable = read.sizes, read.unreadable
 
-    def _show(self, row_id: str, row: _Row | None) -> _Row | None:
-        """Puts a row in its place, and what follows from it; what stood there before. The revision is left
-        as it is: it is that of the durable row."""
+    def _set(self, row_id: str, row: _Row | None) -> _Row | None:
+        """Set or delete a row, update the indexes, and return the previous row. The revision stays that of
+        the durable row."""
         before = self._rows.get(row_id)
         if row is not None:
             self._rows[row_id] = row
         elif before is not None:
             del self._rows[row_id]
-        for index in self.indexes:
+        for index in self._indexes:
             index(row_id, before, row)
         return before
 
-    def _note_revision(self, row_id: str, revision: int) -> None:
-        if row_id in self._rows:
-            self._revisions[row_id] = revision
-        else:
+    def _set_stored(self, row_id: str, revision: int, operation: Put | Delete) -> None:
+        self._unreadable.discard(row_id)
+        if operation.__class__ is Delete:
             self._revisions.pop(row_id, None)
+            self._sizes.pop(row_id, None)
+        else:
+            assert isinstance(operation, Put)
+            self._revisions[row_id] = revision
+            self._sizes[row_id] = len(operation.value)
 
 
 class Transaction:
-    """Changes that are to happen together. Reads see the tables as they stand plus what was staged."""
+    """Changes that are committed together. Reads see the tables plus the staged changes."""
 
     def __init__(self, counters: Table[Counter]) -> None:
         # Any: tables of every row type share one list of changes.
         self.staged: dict[str, tuple[Table[Any], str, Any]] = {}
-        self.undo: list[Callable[[], None]] = []
+        self.rollbacks: list[Callable[[], None]] = []
         self._counters = counters
 
-    def otherwise(self, undo: Callable[[], None]) -> None:
-        """Called once if these changes are not committed, or if nobody knows whether they are: for a build
-        that has to count on them before they are durable. It does not await and does not raise."""
-        self.undo.append(undo)
+    def on_rollback(self, undo: Callable[[], None]) -> None:
+        """Call `undo` once if these changes are not committed, or if the outcome of the commit is unknown. It
+        must not await or raise."""
+        self.rollbacks.append(undo)
 
     def put(self, table: Table[_Row], row_id: str, row: _Row) -> None:
         self.staged[table.prefix + row_id] = (table, row_id, row)
 
     def delete(self, table: Table[_Row], row_id: str) -> None:
-        if row_id in table:
+        """Also a row that cannot be read."""
+        if row_id in table or table.is_unreadable(row_id):
             self.staged[table.prefix + row_id] = (table, row_id, None)
 
     def get(self, table: Table[_Row], row_id: str) -> _Row | None:
@@ -173,7 +221,7 @@ class Transaction:
         return table.get(row_id)
 
     def next_number(self, counter: str) -> int:
-        """Higher than every number that this counter has given in a transaction that was committed."""
+        """Return a number higher than every number of this counter in a committed transaction."""
         last = self.get(self._counters, counter)
         value = 1 if last is None else last.value + 1
         self.put(self._counters, counter, Counter(value=value))
@@ -186,29 +234,29 @@ Build = Callable[[Transaction], _Result]
 
 class _Write(msgspec.Struct):
     build: Build[Any]  # Any: writes of every result type share one queue
-    answer: asyncio.Future[Any]
+    future: asyncio.Future[Any]
 
 
 class _Built(msgspec.Struct):
-    """A write after its build: what it changes, in order, and what came of it."""
+    """A write after its build: the staged changes in order, and the result or the error."""
 
     write: _Write
     changes: list[_Change]
     outcome: Any  # Any: see _Write
     failure: Exception | None = None
-    undo: Sequence[Callable[[], None]] = ()
+    rollbacks: Sequence[Callable[[], None]] = ()
 
 
 class _Batch:
-    """Writes that share one transaction. A row that several of them change is written once, as the last
-    of them left it."""
+    """Writes that share one transaction. A row that several of them change is written once, with its last
+    value."""
 
     def __init__(self, token: int, ops_max: int) -> None:
         self._ops_max = ops_max
         self._leader = Compare(LEADER_KEY, token, field="create")
         self._rows: dict[str, tuple[Table[Any], str]] = {}
         self._operations: dict[str, Put | Delete] = {}
-        self._size_bytes = check_transaction([self._leader], [])
+        self.size_bytes = check_transaction([self._leader], [])
         self.writes: list[_Built] = []
 
     @property
@@ -216,37 +264,43 @@ class _Batch:
         compares = [Compare(key, table.revision(row_id)) for key, (table, row_id) in self._rows.items()]
         return [self._leader, *compares], list(self._operations.values())
 
+    def stored_rows(self) -> Iterator[tuple[Table[Any], str, Put | Delete]]:
+        for key, (table, row_id) in self._rows.items():
+            yield table, row_id, self._operations[key]
+
     def try_add(self, built: _Built) -> bool:
-        """False when it does not fit beside those that are here. Alone it is only checked as every
-        transaction is: UsageError, so that it is the bad write that fails and not its neighbours."""
+        """Add a write; False if it does not fit into this batch. RowTooLargeError if it exceeds the limits of
+        a transaction on its own, so that only this write fails and not the whole batch."""
         known, operations = self._operations, []
         more_bytes = more_rows = 0
         for table, row_id, row in built.changes:
             key = table.prefix + row_id
             operation = Delete(key) if row is None else Put(key, _encoder.encode(row))
             operations.append(operation)
-            # Each row is compared, too.
+            # Each row is also compared.
             more_bytes += operation_bytes(operation) + len(key) * _BYTES_PER_CHARACTER_MAX
             more_rows += key not in known
         if len(operations) >= TXN_OPS_MAX or more_bytes > TXN_BYTES_MAX:
-            # The leader's key is one compare more.
+            # One compare is for the leader's key.
             check_transaction((), operations, ops_max=TXN_OPS_MAX - 1)
-        # What is changed a second time is counted a second time: that is only on the safe side.
+        # A row that is changed twice counts twice: an upper bound.
         is_full = len(known) + more_rows >= self._ops_max
-        if self.writes and (is_full or self._size_bytes + more_bytes > TXN_BYTES_MAX):
+        if self.writes and (is_full or self.size_bytes + more_bytes > TXN_BYTES_MAX):
             return False
         for operation, (table, row_id, _) in zip(operations, built.changes, strict=True):
             self._rows[operation.key] = (table, row_id)
             known[operation.key] = operation
-        self._size_bytes += more_bytes
+        self.size_bytes += more_bytes
         self.writes.append(built)
         return True
 
 
 class Ledger:
-    """`run` must be running for `write` to be answered."""
+    """`write` completes only while `run` is running."""
 
-    def __init__(self, store: Store, election: Election, health: StoreHealth) -> None:
+    def __init__(
+        self, store: Store, election: Election, health: StoreHealth, *, clock: Clock | None = None
+    ) -> None:
         self._store = store
         self._election = election
         self._health = health
@@ -254,7 +308,7 @@ class Ledger:
         self.counters = Table("counter/", Counter)
         self.jobs = Table("job/", Job)
         self.nodes = Table("node/", NodeRecord)
-        self.holds = Table("ledger/", NodeLedger)
+        self.holds = Table("ledger/", NodeHolds)
         self.tokens = Table("token/", TokenRecord)
         self.quotas = Table("quota/", QuotaRecord)
         self._tables: tuple[Table[Any], ...] = (
@@ -267,173 +321,212 @@ class Ledger:
             self.quotas,
         )
         self._queue: deque[_Write] = deque()
-        """At most WRITES_WAITING_MAX; beyond that callers wait for room."""
+        """At most WRITES_QUEUED_MAX; beyond that callers wait."""
         self._loop: asyncio.AbstractEventLoop | None = None
-        """Asked for once: Python makes a system call of it."""
+        """Cached, because get_running_loop makes a system call."""
         self._has_work = asyncio.Event()
-        self._has_room = asyncio.Event()
-        self._taken: deque[_Write] = deque()
-        """Off the queue and not yet in a transaction; at most BATCH_WRITES_MAX."""
-        self._uncertain = False
-        self._reading_or_writing = asyncio.Lock()
-        """A write that is committed while everything is read would be overwritten in memory."""
+        self._has_space = asyncio.Event()
+        self._dequeued: deque[_Write] = deque()
+        """Removed from the queue and not yet in a transaction; at most BATCH_WRITES_MAX."""
+        self._needs_reload = False
+        """The outcome of a commit is unknown: reload before the next one."""
+        self._store_lock = asyncio.Lock()
+        """Held while loading or committing: a load would overwrite the rows of a concurrent commit."""
         self.is_loaded = False
+        self._loaded_token = 0
+        """Fencing token of the term in which the tables were read."""
+        self.written_bytes = 0
+        """Sum of the sizes of all transactions of this process."""
         self.loads = 0
-        """How often all tables were read."""
-        self.on_load: list[Callable[[], None]] = []
-        """Told when all tables were read anew."""
+        """Number of times that all tables were read."""
+        self._load_listeners: list[Callable[[], None]] = []
+        self.quarantine = Quarantine(clock or SystemClock())
+
+    @property
+    def quarantined(self) -> Mapping[str, QuarantinedRow]:
+        """Rows that could not be read or changed, by store key."""
+        return self.quarantine.rows
+
+    def add_load_listener(self, listener: Callable[[], None]) -> None:
+        """Call `listener` after each time that all tables were read."""
+        self._load_listeners.append(listener)
 
     async def load(self) -> None:
-        """Reads everything. Call it as leader only: then no other controller writes meanwhile."""
-        async with self._reading_or_writing:
+        """Read all tables. Call it as leader only: then no other controller writes meanwhile."""
+        if self._loaded_token != self._election.token:
+            # Another controller may have led since: the tables must not be read before they are replaced.
+            self.is_loaded = False
+        async with self._store_lock:
             await self._load()
 
     async def _load(self) -> None:
+        token = self._election.require_token()
+        self.quarantine.clear()
         fresh = [await self._read(table) for table in self._tables]
-        for table, rows in zip(self._tables, fresh, strict=True):
-            table._replace(rows)
-        self.is_loaded, self._uncertain = True, False
+        for table, read in zip(self._tables, fresh, strict=True):
+            for loader in table._loaders:
+                await loader(read)
+        for table, read in zip(self._tables, fresh, strict=True):
+            table._replace(read)
+        for node_id in filter(self.holds.is_unreadable, list(self.nodes)):
+            # Nothing may be placed on a node whose allocations are unknown.
+            del self.nodes._rows[node_id]
+            self.nodes._unreadable.add(node_id)
+        self.is_loaded, self._needs_reload, self._loaded_token = True, False, token
         self.loads += 1
-        for told in self.on_load:
-            told()
+        for listener in self._load_listeners:
+            listener()
 
     @property
     def is_current(self) -> bool:
-        """Whether nobody else can have written since it was read."""
-        return self.is_loaded and self._election.is_leading
+        """Whether no other controller can have written since the tables were read."""
+        is_of_this_term = self._loaded_token == self._election.token
+        return self.is_loaded and is_of_this_term and self._election.is_leading
 
-    def forget(self) -> None:
-        """Another controller leads: what is in memory here grows stale."""
+    def require_current(self) -> None:
+        """Raise NotLeaderError unless this controller leads and has read the tables in this term."""
+        self._election.require_token()
+        if not self.is_current:
+            raise NotLeaderError("this controller is taking over leadership", hint="try again in a moment")
+
+    def check_readable(self) -> None:
+        """Raise NotLeaderError if the tables are not loaded: another controller must respond."""
+        if not self.is_loaded:
+            self.require_current()
+
+    def unload(self) -> None:
+        """Mark the tables as outdated, because another controller leads."""
         self.is_loaded = False
 
     async def write(self, build: Build[_Result]) -> _Result:
-        """The result of `build` once its changes are durable. What it raises, nothing having changed,
-        comes out here; so do StoreError and NotLeaderError.
+        """Return the result of `build` once its changes are durable. If `build` raises, nothing changes and
+        its exception is raised here; StoreError and NotLeaderError are raised too.
 
-        `build` must not await, and may be called again when its changes were not committed.
+        `build` must not await, and may be called again if its changes were not committed.
         """
-        if len(self._queue) >= WRITES_WAITING_MAX:
-            await self._wait_room()
-        return await self._begin(build)
+        if len(self._queue) >= WRITES_QUEUED_MAX:
+            await self._wait_for_space()
+        return await self._enqueue(build)
 
     async def write_each(self, builds: Iterable[Build[_Result]]) -> list[_Result | BaseException]:
-        """What came of each, as `write` would have it, when all are answered. They go together where they
-        fit, and one that fails takes no other with it unless they shared a transaction."""
-        answers: list[asyncio.Future[_Result]] = []
+        """Like `write` for several builds: return the result or the exception of each. They share
+        transactions where they fit; one that fails does not fail the others unless their common commit
+        fails."""
+        futures: list[asyncio.Future[_Result]] = []
         try:
             for build in builds:
-                if len(self._queue) >= WRITES_WAITING_MAX:
-                    await self._wait_room()
-                answers.append(self._begin(build))
+                if len(self._queue) >= WRITES_QUEUED_MAX:
+                    await self._wait_for_space()
+                futures.append(self._enqueue(build))
             outcomes: list[_Result | BaseException] = []
-            for answer in answers:
-                # Mostly all are answered at once, so that only the first is really waited for.
+            for future in futures:
+                # Usually all complete at once, so only the first await suspends.
                 try:
-                    outcomes.append(await answer)
+                    outcomes.append(await future)
                 except Exception as error:
                     outcomes.append(error)
             return outcomes
         finally:
-            for answer in answers:
-                if not answer.cancel() and not answer.cancelled():
-                    answer.exception()  # nobody else will ask
+            for future in futures:
+                if not future.cancel() and not future.cancelled():
+                    future.exception()  # mark as retrieved
 
-    async def _wait_room(self) -> None:
-        while len(self._queue) >= WRITES_WAITING_MAX:
-            self._has_room.clear()
-            await self._has_room.wait()
+    async def _wait_for_space(self) -> None:
+        while len(self._queue) >= WRITES_QUEUED_MAX:
+            self._has_space.clear()
+            await self._has_space.wait()
 
-    def _begin(self, build: Build[_Result]) -> asyncio.Future[_Result]:
+    def _enqueue(self, build: Build[_Result]) -> asyncio.Future[_Result]:
         self._election.require_token()
         if self._loop is None:
             self._loop = asyncio.get_running_loop()
-        answer: asyncio.Future[_Result] = self._loop.create_future()
-        self._queue.append(_Write(build, answer))
+        future: asyncio.Future[_Result] = self._loop.create_future()
+        self._queue.append(_Write(build, future))
         self._has_work.set()
-        return answer
+        return future
 
     async def run(self) -> None:
-        """Carries out writes until cancelled; those still waiting then are told."""
+        """Commit writes until cancelled; those still queued then fail."""
         try:
             while True:
-                # What waits now goes together; nothing is waited for to make a batch larger.
-                while self._queue and len(self._taken) < BATCH_WRITES_MAX:
-                    self._taken.append(self._queue.popleft())
-                self._has_room.set()
-                if self._taken:
-                    await self._carry_out()
+                # A batch is what is queued now; it does not wait for more writes.
+                while self._queue and len(self._dequeued) < BATCH_WRITES_MAX:
+                    self._dequeued.append(self._queue.popleft())
+                self._has_space.set()
+                if self._dequeued:
+                    await self._commit_next_batch()
                 else:
                     self._has_work.clear()
                     await self._has_work.wait()
         finally:
-            _refuse([*self._taken, *self._queue], _stopping())
-            self._taken.clear()
+            _fail([*self._dequeued, *self._queue], _stopping())
+            self._dequeued.clear()
             self._queue.clear()
 
-    async def _carry_out(self) -> None:
-        """One transaction of as many as fit; those left over stay in `_taken`."""
+    async def _commit_next_batch(self) -> None:
+        """Commit one transaction of as many writes as fit; the rest stay in `_dequeued`."""
         batch: _Batch | None = None
         try:
-            async with self._reading_or_writing:
+            async with self._store_lock:
                 token = self._election.require_token()
-                if self._uncertain:
+                if self._needs_reload:
                     await self._load()
                 batch = _Batch(token, self._store.txn_ops_max)
                 self._build(batch)
                 await self._commit(batch)
         except asyncio.CancelledError:
-            _refuse(self._asked(batch), _stopping())
+            _fail(self._failed_writes(batch), _stopping())
             raise
-        # A request boundary: whatever goes wrong belongs to those who asked, who log it.
+        # A request boundary: the callers get the error and log it.
         except Exception as error:
-            _refuse(self._asked(batch), error)
+            _fail(self._failed_writes(batch), error)
             return
         for built in batch.writes:
-            _answer(built)
+            _resolve(built)
 
-    def _asked(self, batch: _Batch | None) -> list[_Write]:
-        """The writes of a transaction that failed, or all that waited when it did not come to one."""
+    def _failed_writes(self, batch: _Batch | None) -> list[_Write]:
+        """Roll back a failed batch and return its writes; without a batch, all dequeued writes."""
         if batch is not None:
             for built in reversed(batch.writes):
-                _undo(built.undo)
+                _roll_back(built.rollbacks)
             return [built.write for built in batch.writes]
-        asked = list(self._taken)
-        self._taken.clear()
-        return asked
+        writes = list(self._dequeued)
+        self._dequeued.clear()
+        return writes
 
     def _build(self, batch: _Batch) -> None:
-        """Fills the batch. In here, and nowhere else, the tables show what is not durable: nothing awaits
-        before it is taken back, so only the builds can see it."""
-        shown: list[_Change] = []
+        """Fill the batch. Only in here do the tables show changes that are not durable: they are reverted
+        before anything awaits, so only the builds see them."""
+        applied: list[_Change] = []
         try:
-            while self._taken:
-                write = self._taken.popleft()
-                if write.answer.done():
+            while self._dequeued:
+                write = self._dequeued.popleft()
+                if write.future.done():
                     continue
-                built = self._built(write, batch)
+                built = self._try_build(write, batch)
                 if built is None:
-                    self._taken.appendleft(write)
+                    self._dequeued.appendleft(write)
                     return
-                if self._taken:
+                if self._dequeued:
                     for table, row_id, row in built.changes:
-                        shown.append((table, row_id, table._show(row_id, row)))
+                        applied.append((table, row_id, table._set(row_id, row)))
         finally:
-            for table, row_id, before in reversed(shown):
-                table._show(row_id, before)
+            for table, row_id, before in reversed(applied):
+                table._set(row_id, before)
 
-    def _built(self, write: _Write, batch: _Batch) -> _Built | None:
-        """What came of the build, added to the batch; None when it does not fit."""
+    def _try_build(self, write: _Write, batch: _Batch) -> _Built | None:
+        """Run the build and add it to the batch; None if it does not fit."""
         transaction = Transaction(self.counters)
         try:
             outcome = write.build(transaction)
-            built = _Built(write, list(transaction.staged.values()), outcome, None, transaction.undo)
+            built = _Built(write, list(transaction.staged.values()), outcome, None, transaction.rollbacks)
             if batch.try_add(built):
                 return built
-            _undo(transaction.undo)
+            _roll_back(transaction.rollbacks)
             return None
-        # A request boundary. It is answered with the others: it may have failed because of what they staged.
+        # A request boundary. Answered after the commit: it may have failed because of earlier staged changes.
         except Exception as error:
-            _undo(transaction.undo)
+            _roll_back(transaction.rollbacks)
             built = _Built(write, [], None, error)
             batch.writes.append(built)
             return built
@@ -445,67 +538,94 @@ class Ledger:
         try:
             result = await self._store.commit(compares, operations)
         except StoreError as error:
-            # Except on a full disk it may have happened all the same: the next write reads everything first.
-            self._uncertain |= not isinstance(error, StoreFullError)
-            self._health.bad(error)
+            # Unless the disk is full, the commit may have happened: the next write reloads first.
+            self._needs_reload |= not isinstance(error, StoreFullError)
+            self._health.record_failure(error)
             raise
-        self._health.good()
+        self._health.record_success()
         if not result.succeeded:
-            self._uncertain = True
+            self._needs_reload = True
             await self._election.check()
-            raise NotLeaderError(
-                "the change was refused: the store holds something newer", hint="try it again"
-            )
-        # All of it first: whoever is told finds the tables as they are from now on.
+            raise NotLeaderError("the write was rejected: the store has newer data", hint="try again")
+        # Apply all changes first: listeners must see the final tables.
         changes = [change for built in batch.writes for change in built.changes]
-        befores = [table._show(row_id, row) for table, row_id, row in changes]
-        for table, row_id, _ in changes:
-            table._note_revision(row_id, result.revision)
+        befores = [table._set(row_id, row) for table, row_id, row in changes]
+        for table, row_id, operation in batch.stored_rows():
+            table._set_stored(row_id, result.revision, operation)
+        self.written_bytes += batch.size_bytes
+        if self.quarantined:
+            for table, row_id, _ in changes:
+                self.quarantine.discard(table.prefix + row_id)
         for (table, row_id, row), before in zip(changes, befores, strict=True):
-            for told in table.on_change:
-                told(row_id, before, row)
+            for listener in table._listeners:
+                try:
+                    listener(row_id, before, row)
+                except Exception as error:  # the change is durable: the other writes must not fail
+                    self.quarantine.add(table.prefix + row_id, error)
 
-    async def _read(self, table: Table[_Row]) -> dict[str, tuple[_Row, int]]:
-        rows: dict[str, tuple[_Row, int]] = {}
+    async def _read(self, table: Table[_Row]) -> TableRead[_Row]:
+        """Read a table. Yields to the event loop: the lease must be renewed and heartbeats answered while
+        many rows are decoded."""
+        read: TableRead[_Row] = TableRead()
         after, more = "", True
+        unyielded_bytes = 0
         while more:
-            page = await self._store.range(table.prefix, start_after=after, limit=_PAGE)
+            page = await self._store.range(
+                table.prefix, start_after=after, limit=_PAGE, timeout_s=_PAGE_TIMEOUT_S
+            )
             for item in page.items:
-                row_id = item.key.removeprefix(table.prefix)
-                rows[row_id] = (table.decoded(row_id, item.value), item.mod_revision)
+                self._decode_into(read, table, item)
+                unyielded_bytes += len(item.value) + _DECODE_COST_BYTES
+                if unyielded_bytes > _YIELD_BYTES:
+                    unyielded_bytes = 0
+                    await asyncio.sleep(0)
                 after = item.key
             more = page.more
-        return rows
+        return read
+
+    def _decode_into(self, read: TableRead[_Row], table: Table[_Row], item: KeyValue) -> None:
+        """Add a row. One that cannot be read is quarantined; StoreCorruptError if nothing could be done
+        without it."""
+        row_id = item.key.removeprefix(table.prefix)
+        read.revisions[row_id] = item.mod_revision
+        read.sizes[row_id] = len(item.value)
+        try:
+            read.rows[row_id] = table.decode(row_id, item.value)
+        except StoreCorruptError as error:
+            if table in (self.cluster, self.counters, self.tokens):
+                raise
+            read.unreadable.add(row_id)
+            self.quarantine.add(item.key, error)
 
 
-def _undo(several: Sequence[Callable[[], None]]) -> None:
-    for undo in reversed(several):
+def _roll_back(rollbacks: Sequence[Callable[[], None]]) -> None:
+    for undo in reversed(rollbacks):
         undo()
 
 
-def _answer(built: _Built) -> None:
-    answer = built.write.answer
-    if answer.done():
+def _resolve(built: _Built) -> None:
+    future = built.write.future
+    if future.done():
         if built.failure is not None:
-            _log.warning("a write failed after its caller had gone: %s", built.failure)
+            _log.warning("a write failed after its caller was cancelled: %s", built.failure)
     elif built.failure is not None:
-        answer.set_exception(built.failure)
+        future.set_exception(built.failure)
     else:
-        answer.set_result(built.outcome)
+        future.set_result(built.outcome)
 
 
-def _refuse(writes: Iterable[_Write], error: Exception) -> None:
+def _fail(writes: Iterable[_Write], error: Exception) -> None:
     for write in writes:
-        if write.answer.done():
-            _log.warning("a write failed after its caller had gone: %s", error)
+        if write.future.done():
+            _log.warning("a write failed after its caller was cancelled: %s", error)
             continue
-        # Each its own: an error that several raise would collect the tracebacks of all.
+        # One copy per caller: a shared exception would collect the tracebacks of all.
         own = copy.copy(error) if isinstance(error, GenieError) else error
         own.__cause__ = None if own is error else error
-        write.answer.set_exception(own)
+        write.future.set_exception(own)
 
 
 def _stopping() -> StoreUnavailableError:
     return StoreUnavailableError(
-        "the controller is stopping; the change may or may not have been made", hint="ask again"
+        "the controller is stopping; the write may or may not have been committed", hint="try again"
     )

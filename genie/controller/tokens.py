@@ -1,7 +1,7 @@
-"""Tokens: making, listing, revoking, and finding out who one stands for.
+"""Tokens: creating, listing and revoking them, and authenticating by them.
 
-While this controller leads, the tables in memory have every token. Otherwise records are read
-from the store and kept for a few seconds. Not for: what a token may do (tenancy/access.py).
+While this controller leads, the ledger has every token. Otherwise records are read from the store and cached
+for a few seconds. Permissions are in tenancy/access.py.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import math
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import msgspec
@@ -18,25 +18,29 @@ from genie.config import ControllerConfig
 from genie.controller.ledger import Ledger, Transaction
 from genie.controller.store import Store
 from genie.errors import AccessError, StoreError, TokenRefusedError, UsageError
-from genie.model.names import checked_name
+from genie.model.names import validate_name
 from genie.model.tenant import DEFAULT_TENANT, Identity, TokenKind, TokenRecord
-from genie.runtime import files
-from genie.runtime.clock import Clock
+from genie.processes import files
+from genie.processes.clock import Clock
 from genie.runtime.credentials import OWNER_TOKEN_FILE
-from genie.tenancy.access import SECRET_BYTES, Token, new_record, new_token, parse_token, revoked, verify
+from genie.tenancy.access import SECRET_BYTES, Token, mark_revoked, new_record, new_token, parse_token, verify
 
 _log = logging.getLogger(__name__)
 
 TOKENS_MAX = 2000
-"""All of them fit into one reply."""
+"""Owner tokens, user tokens and unused join tokens."""
+NODES_MAX = 20_000
 _CACHE_MAX = 1024
 _CACHE_S = 5.0
-_JOIN_KEPT_S = 86400.0
+_RETENTION_S = 86400.0
+_JOIN_RETENTION_S = 3600.0
 _TTL_S_MAX = 3650 * 86400.0
+
+_NEW_TOKEN_HINT = "get a new token with 'genie token create' and store it with 'genie login'"
 
 
 class Tokens:
-    """`pin` is what every token of this cluster carries."""
+    """`pin` becomes part of every token of this cluster."""
 
     def __init__(
         self,
@@ -55,31 +59,34 @@ class Tokens:
         self._random_bytes = random_bytes
         self._pin = pin
         self._cache: OrderedDict[str, tuple[TokenRecord | None, float]] = OrderedDict()
+        self._index = TokenIndex()
+        ledger.tokens.add_index(self._index.changed)
+        ledger.add_load_listener(lambda: self._index.rebuild(ledger.tokens.values()))
 
     async def identify(self, text: str) -> Identity:
-        """Who holds this token, or TokenRefusedError."""
+        """Return the identity behind a token; raise TokenRefusedError if it is not valid."""
         token = parse_token(text)
         return verify(token, await self._record(token.token_id), now=self._clock.wall_s())
 
-    def check_still_good(self, identity: Identity) -> None:
-        """A connection outlives neither the revocation nor the expiry of its token."""
+    def check_valid(self, identity: Identity) -> None:
+        """Raise TokenRefusedError if the token of a connection has been revoked or has expired since."""
         if not self._ledger.is_loaded:
             return
         record = self._ledger.tokens.get(identity.token_id)
         if record is None or record.revoked_at is not None:
-            raise TokenRefusedError(f"token {identity.token_id} was revoked")
+            raise TokenRefusedError(f"token {identity.token_id} was revoked", hint=_NEW_TOKEN_HINT)
         if record.expires_at is not None and self._clock.wall_s() >= record.expires_at:
-            raise TokenRefusedError(f"token {identity.token_id} has expired")
+            raise TokenRefusedError(f"token {identity.token_id} has expired", hint=_NEW_TOKEN_HINT)
 
     async def create(
         self, kind: TokenKind, *, tenant: str, name: str, ttl_s: float | None
     ) -> tuple[Token, TokenRecord]:
         if kind is TokenKind.NODE:
-            raise UsageError("a node's token is made when it joins", hint="make a join token instead")
-        tenant = checked_name(tenant or DEFAULT_TENANT, what="tenant")
+            raise UsageError("node tokens are created when a node joins", hint="create a join token instead")
+        tenant = validate_name(tenant or DEFAULT_TENANT, what="tenant")
         if name:
-            checked_name(name, what="token name")
-        ttl_s = self._checked_ttl(kind, ttl_s)
+            validate_name(name, what="token name")
+        ttl_s = self._effective_ttl_s(kind, ttl_s)
 
         def build(txn: Transaction) -> tuple[Token, TokenRecord]:
             return self.stage(txn, kind, tenant=tenant, name=name, ttl_s=ttl_s)
@@ -95,62 +102,79 @@ class Tokens:
         name: str = "",
         ttl_s: float | None = None,
     ) -> tuple[Token, TokenRecord]:
-        """A new token as part of a larger change."""
-        if sum(row.revoked_at is None for row in self._ledger.tokens.values()) >= TOKENS_MAX:
-            raise UsageError(f"there are {TOKENS_MAX} tokens already", hint="revoke some first")
-        token = self._new(kind)
+        """Create a token as part of a transaction."""
+        if kind is not TokenKind.NODE and self._index.limited >= TOKENS_MAX:
+            raise UsageError(f"the maximum of {TOKENS_MAX} tokens is reached", hint="revoke some first")
+        if kind is TokenKind.NODE and len(self._index.by_node) >= NODES_MAX:
+            raise UsageError(
+                f"the maximum of {NODES_MAX} nodes is reached", hint="remove nodes with 'genie forget'"
+            )
+        token = self._new_token(kind)
         record = new_record(token, now=self._clock.wall_s(), tenant=tenant, name=name, ttl_s=ttl_s)
         txn.put(self._ledger.tokens, record.token_id, record)
         return token, record
 
+    def has_node(self, node_id: str) -> bool:
+        """Whether a node has a token that is not revoked."""
+        return node_id in self._index.by_node
+
+    def of_node(self, node_id: str) -> list[TokenRecord]:
+        """The tokens of a node that are not revoked."""
+        return [self._ledger.tokens[token_id] for token_id in sorted(self._index.by_node.get(node_id, ()))]
+
     async def revoke(self, token_id: str) -> None:
-        """Revoking twice is fine. The last owner's token stays: nobody could make another."""
+        """Revoke a token; idempotent. The last owner token cannot be revoked."""
 
         def build(txn: Transaction) -> None:
             record = self._ledger.tokens.get(token_id)
             if record is None:
-                raise AccessError(f"there is no token {token_id[:80]!r}", hint="see 'genie token list'")
+                raise AccessError(
+                    f"there is no token {token_id[:80]!r}", hint="'genie token list' lists them"
+                )
             if record.revoked_at is not None:
                 return
-            owners = [row for row in self._ledger.tokens.values() if _is_good_owner(row)]
+            owners = [row for row in self._ledger.tokens.values() if _is_valid_owner(row)]
             if owners == [record]:
                 raise UsageError(
-                    f"token {token_id} is the last owner's token",
-                    hint="without it nobody could make tokens any more",
+                    f"token {token_id} is the last owner token",
+                    hint="without it no token could be created any more",
                 )
-            txn.put(self._ledger.tokens, token_id, revoked(record, now=self._clock.wall_s()))
+            txn.put(self._ledger.tokens, token_id, mark_revoked(record, now=self._clock.wall_s()))
 
         await self._ledger.write(build)
 
-    def listed(self) -> tuple[TokenRecord, ...]:
-        """Newest first, without the hashes."""
-        rows = sorted(self._ledger.tokens.values(), key=lambda row: (-row.created_at, row.token_id))
-        return tuple(msgspec.structs.replace(row, secret_sha256="") for row in rows)
+    def after(self, token_id: str) -> Iterator[TokenRecord]:
+        """The tokens with greater IDs, by ID, without the hashes of their secrets."""
+        tokens = self._ledger.tokens
+        for each in sorted(other for other in tokens if other > token_id):
+            yield msgspec.structs.replace(tokens[each], secret_sha256="")
 
     async def ensure_owner(self, state_dir: Path) -> None:
-        """Leaves a good owner's token in the state directory: the one that is there, or a new one."""
+        """Make sure that the state directory has a valid owner token: keep the existing one or create one."""
         path = state_dir / OWNER_TOKEN_FILE
-        token = self._kept_owner(path)
+        token = self._read_owner(path)
         if token is not None and token.pin == self._pin:
             return
         if token is not None:
             token = Token(token.kind, token.token_id, token.secret, self._pin)
             files.write_private(path, str(token).encode())
             return
-        # The file comes first: after a crash in between, it is found to be unknown and made anew.
-        token = self._new(TokenKind.OWNER)
+        # Write the file first: after a crash in between, the token is unknown and replaced.
+        token = self._new_token(TokenKind.OWNER)
         files.write_private(path, str(token).encode())
         record = new_record(token, now=self._clock.wall_s(), tenant=DEFAULT_TENANT, name="owner")
         await self._ledger.write(lambda txn: txn.put(self._ledger.tokens, record.token_id, record))
-        _log.info("wrote the owner's token to %s", path)
+        _log.info("wrote the owner token to %s", path)
 
-    async def drop_old(self) -> None:
-        """Forgets join tokens a day after they ran out, and any token a day after it was revoked."""
-        limit = self._clock.wall_s() - _JOIN_KEPT_S
+    async def delete_old(self) -> None:
+        """Delete join tokens an hour after they were used or expired, and any token a day after it was
+        revoked."""
+        now = self._clock.wall_s()
+        limit, join_limit = now - _RETENTION_S, now - _JOIN_RETENTION_S
         old = [
             row.token_id
             for row in self._ledger.tokens.values()
-            if (row.kind is TokenKind.JOIN and (row.expires_at or limit) < limit)
+            if (row.kind is TokenKind.JOIN and min(row.used_at or now, row.expires_at or now) < join_limit)
             or (row.revoked_at is not None and row.revoked_at < limit)
         ][:100]
         if not old:
@@ -168,42 +192,77 @@ class Tokens:
             if known is not None or self._ledger.is_current:
                 return known  # else another controller may have made it since
         now_s = self._clock.monotonic_s()
-        kept = self._cache.get(token_id)
-        if kept is not None and now_s - kept[1] < _CACHE_S:
-            return kept[0]
+        cached = self._cache.get(token_id)
+        if cached is not None and now_s - cached[1] < _CACHE_S:
+            return cached[0]
         try:
             found = await self._store.get(self._ledger.tokens.prefix + token_id)
         except StoreError:
-            if kept is not None:
-                return kept[0]
+            if cached is not None:
+                return cached[0]
             raise
-        record = None if found is None else self._ledger.tokens.decoded(token_id, found.value)
+        record = None if found is None else self._ledger.tokens.decode(token_id, found.value)
         self._cache[token_id] = (record, now_s)
         self._cache.move_to_end(token_id)
         while len(self._cache) > _CACHE_MAX:
             self._cache.popitem(last=False)
         return record
 
-    def _kept_owner(self, path: Path) -> Token | None:
+    def _read_owner(self, path: Path) -> Token | None:
         try:
-            token = parse_token(path.read_text("utf-8"))
+            token = parse_token(files.read_small(path))
             identity = verify(token, self._ledger.tokens.get(token.token_id), now=self._clock.wall_s())
         except (OSError, UnicodeDecodeError, TokenRefusedError):
             return None
         return token if identity.kind is TokenKind.OWNER else None
 
-    def _new(self, kind: TokenKind) -> Token:
+    def _new_token(self, kind: TokenKind) -> Token:
         token_id = self._random_bytes(6).hex()
         return new_token(kind, token_id=token_id, secret=self._random_bytes(SECRET_BYTES), pin=self._pin)
 
-    def _checked_ttl(self, kind: TokenKind, ttl_s: float | None) -> float | None:
+    def _effective_ttl_s(self, kind: TokenKind, ttl_s: float | None) -> float | None:
         if ttl_s is None:
             return self._config.join_token_s if kind is TokenKind.JOIN else None
-        most = self._config.join_token_s if kind is TokenKind.JOIN else _TTL_S_MAX
-        if not math.isfinite(ttl_s) or not 0 < ttl_s <= most:
-            raise UsageError(f"ttl_s = {ttl_s} is not allowed", hint=f"allowed: above 0 to {most:g}")
+        ttl_s_max = self._config.join_token_s if kind is TokenKind.JOIN else _TTL_S_MAX
+        if not math.isfinite(ttl_s) or not 0 < ttl_s <= ttl_s_max:
+            raise UsageError(f"ttl_s = {ttl_s} is not allowed", hint=f"allowed: above 0 to {ttl_s_max:g}")
         return ttl_s
 
 
-def _is_good_owner(record: TokenRecord) -> bool:
+class TokenIndex:
+    """What builds of tokens read, so that creating one takes constant time. Reversible."""
+
+    def __init__(self) -> None:
+        self.limited = 0
+        """Tokens that count towards TOKENS_MAX."""
+        self.by_node: dict[str, set[str]] = {}
+        """By node: the IDs of its tokens that are not revoked."""
+
+    def rebuild(self, rows: Iterable[TokenRecord]) -> None:
+        self.limited, self.by_node = 0, {}
+        for row in rows:
+            self.changed(row.token_id, None, row)
+
+    def changed(self, token_id: str, before: TokenRecord | None, after: TokenRecord | None) -> None:
+        self.limited += _is_limited(after) - _is_limited(before)
+        if before is not None and _is_node(before):
+            ids = self.by_node[before.name]
+            ids.discard(token_id)
+            if not ids:
+                del self.by_node[before.name]
+        if after is not None and _is_node(after):
+            self.by_node.setdefault(after.name, set()).add(token_id)
+
+
+def _is_limited(record: TokenRecord | None) -> bool:
+    if record is None or record.kind is TokenKind.NODE:
+        return False
+    return record.revoked_at is None and record.used_at is None
+
+
+def _is_node(record: TokenRecord) -> bool:
+    return record.kind is TokenKind.NODE and record.revoked_at is None
+
+
+def _is_valid_owner(record: TokenRecord) -> bool:
     return record.kind is TokenKind.OWNER and record.revoked_at is None and record.expires_at is None

@@ -1,28 +1,31 @@
 """The torch device `remote_accelerator`: tensors and ops that live in executors on other machines.
 
-The work is done in C++ (native/torch/device): tensors, ops, the op stream. roster.py knows which
-device is where; connection.py connects to an executor, and again after a cut; backend.py tells
-torch; accelerator.py is `torch.remote_accelerator`; graphs.py, buckets.py and compiler.py replay whole
-models.
-Importing this package does not import torch, nor a network: names are loaded on first use.
-Not for: finding executors (cluster/ gives a callable that does).
+The work is done in C++ (native/torch/device): tensors, ops, the op stream. The modules, from the bottom up:
+connection.py connects to an executor and resumes after a connection loss; registry.py maps device indices to
+accelerators; library.py loads the C++ library; graphs.py records and replays graphs; model_capture.py and
+compiler.py replay whole models; accelerator.py is `torch.remote_accelerator`; backend.py registers all of it
+with torch.
+Importing this package imports neither torch nor networking: names are loaded on first use.
+Does not find executors: genie/cluster passes in a callable that does.
 """
 
 from __future__ import annotations
 
 import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from genie.device.graphs import capture
-    from genie.device.roster import ExecutorAddress, RemoteDevice, attach, detach, extend
+    from genie.device.model_capture import capture
+    from genie.device.registry import ExecutorAddress, RemoteDevice, attach, detach, extend
 
 __all__ = ["ExecutorAddress", "RemoteDevice", "attach", "capture", "detach", "extend"]
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> object:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    home = "genie.device.graphs" if name == "capture" else "genie.device.roster"  # the first imports torch
-    value = globals()[name] = getattr(importlib.import_module(home), name)
+    module = (
+        "genie.device.model_capture" if name == "capture" else "genie.device.registry"
+    )  # the first imports torch
+    value = globals()[name] = getattr(importlib.import_module(module), name)
     return value

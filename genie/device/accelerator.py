@@ -1,7 +1,7 @@
-"""`torch.remote_accelerator`: what torch and users expect of a device's module, like torch.cuda.
+"""`torch.remote_accelerator`: the module that torch and users expect of a device, like torch.cuda.
 
-A device is an index, "remote_accelerator:1" or a torch.device; None is the current one, which each
-thread chooses for itself. Not for: tensors and ops.
+A device is an index, "remote_accelerator:1" or a torch.device; None is the current device, which is per
+thread.
 """
 
 from __future__ import annotations
@@ -12,11 +12,13 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
-from genie.device import roster
+from genie.device import library, registry
 from genie.errors import UsageError
+from genie.native import genie_device
 
 if TYPE_CHECKING:
     from genie.device.graphs import GraphReport
+    from genie.native.genie_device import Connection
 
 Device: TypeAlias = int | str | torch.device | None
 _INDUCTOR_PARTS = ("Scheduling", "PythonWrapperCodegen", "CppWrapperCodegen", "WrapperFxCodegen")
@@ -33,7 +35,7 @@ class DeviceProperties:
 
 
 def device_count() -> int:
-    return len(roster.slots())
+    return len(registry.slots())
 
 
 def is_available() -> bool:
@@ -41,62 +43,66 @@ def is_available() -> bool:
 
 
 def is_initialized() -> bool:
-    """Whether the library is loaded; torch calls _lazy_init until it is."""
-    return bool(_backend().is_loaded())
+    """Whether the C++ library is loaded; torch calls _lazy_init until it is."""
+    return library.is_loaded()
 
 
 def current_device() -> int:
-    return int(_library().current_device()) if is_initialized() else 0
+    return genie_device.current_device() if is_initialized() else 0
 
 
 def set_device(device: Device) -> None:
-    """For this thread: where a tensor goes with device="remote_accelerator" and no index."""
-    index = roster.slot(_index(device)).index
-    _library().set_device(index)
+    """Set the current device of this thread, which device="remote_accelerator" without an index refers to."""
+    index = registry.slot(_index(device)).index
+    library.ensure_loaded()
+    genie_device.set_device(index)
 
 
 class device:  # noqa: N801 - torch.cuda.device has this name
-    """Within the block, another device is the current one of this thread."""
+    """Context manager that changes the current device of this thread."""
 
     def __init__(self, device: Device) -> None:
-        self._inside = _index(device)
-        self._outside = 0
+        self._index = _index(device)
+        self._previous = 0
 
     def __enter__(self) -> None:
-        self._outside = current_device()
-        set_device(self._inside)
+        self._previous = current_device()
+        set_device(self._index)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        _library().set_device_unchecked(self._outside)
+        library.ensure_loaded()
+        genie_device.set_device_unchecked(self._previous)
 
 
 def synchronize(device: Device = None) -> None:
-    """Returns when everything asked of the device has been done."""
+    """Wait until all ops sent to the device have completed."""
     _connection(device).synchronize()
 
 
 def manual_seed(seed: int) -> None:
-    roster.slot(current_device()).seed(seed % 2**64)
+    registry.slot(current_device()).seed(seed % 2**64)
 
 
 def manual_seed_all(seed: int) -> None:
     """torch.manual_seed calls this."""
-    for slot in roster.slots():
+    for slot in registry.slots():
         slot.seed(seed % 2**64)
 
 
 def get_rng_state(device: Device = None) -> torch.Tensor:
     _connection(device)
-    return _library().rng_state(_index(device))  # type: ignore[no-any-return]
+    library.ensure_loaded()
+    return genie_device.rng_state(_index(device))
 
 
 def set_rng_state(new_state: torch.Tensor, device: Device = None) -> None:
     if new_state.dtype is not torch.uint8:
-        raise UsageError(f"a state of random numbers is a uint8 tensor, not {new_state.dtype}")
+        raise UsageError(f"a generator state is a uint8 tensor, not {new_state.dtype}")
     _connection(device)
-    _library().set_rng_state(_index(device), new_state.cpu().contiguous())
+    library.ensure_loaded()
+    genie_device.set_rng_state(_index(device), new_state.cpu().contiguous())
 
 
 def get_device_name(device: Device = None) -> str:
@@ -104,8 +110,8 @@ def get_device_name(device: Device = None) -> str:
 
 
 def get_device_properties(device: Device = None) -> DeviceProperties:
-    """As the cluster reports them; opens no connection."""
-    found = roster.slot(_index(device)).device
+    """The properties that the cluster reports; opens no connection."""
+    found = registry.slot(_index(device)).device
     return DeviceProperties(
         name=found.name,
         total_memory=found.memory_bytes,
@@ -116,7 +122,7 @@ def get_device_properties(device: Device = None) -> DeviceProperties:
 
 
 def memory_stats(device: Device = None) -> dict[str, int]:
-    """What the executor counts for this session: bytes of storages, tensors, ops, quota (0 for none)."""
+    """The executor's counters of this session: bytes of storages, tensors, ops, quota (0: none)."""
     counters = _connection(device).executor_counters()
     return {
         "allocated_bytes.current": counters["bytes_allocated"],
@@ -128,13 +134,13 @@ def memory_stats(device: Device = None) -> dict[str, int]:
 
 
 def stream_stats(device: Device = None) -> dict[str, int]:
-    """What this side has counted: ops, frames and bytes sent, templates known, cuts survived."""
-    return dict(_connection(device).client_counters())
+    """The client's counters: ops, frames and bytes sent, cached templates, resumed connections."""
+    return _connection(device).client_counters()
 
 
 def graph_reports(device: Device = None) -> list[GraphReport]:
     """How the graphs of this process on the device are replayed: captured ones and those of torch.compile."""
-    from genie.device import graphs  # it imports this module
+    from genie.device import graphs  # late: most programs have none
 
     _connection(device)
     return graphs.reports(_index(device))
@@ -149,13 +155,13 @@ def max_memory_allocated(device: Device = None) -> int:
 
 
 def reset_peak_memory_stats(device: Device = None) -> None:
-    """From now on max_memory_allocated counts anew."""
-    _connection(device).executor_counters(forget_peak=True)
+    """Reset what max_memory_allocated returns to the current value."""
+    _connection(device).executor_counters(reset_peak=True)
 
 
 def empty_cache() -> None:
-    """Sends the frees that are due, on every device that is in use."""
-    for slot in roster.slots():
+    """Send pending frees, on every device in use."""
+    for slot in registry.slots():
         connection = slot.open_connection
         if connection is not None:
             connection.synchronize()
@@ -166,20 +172,20 @@ def get_amp_supported_dtype() -> list[torch.dtype]:
 
 
 def __getattr__(name: str) -> Any:
-    if name == "_initialized":  # torch's checkpointing asks before it keeps the state of random numbers
+    if name == "_initialized":  # torch.utils.checkpoint reads it before it saves RNG states
         return is_initialized()
     if name in _INDUCTOR_PARTS:
-        from genie.device import compiler  # it imports this module
+        from genie.device import compiler  # late: it imports torch._dynamo
 
         return compiler.inductor_part()
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def _lazy_init() -> None:
-    """torch calls this before the device's first use. Without a session nothing is compiled."""
-    if not roster.is_attached():
-        raise roster.not_initialized()
-    _library()
+    """torch calls this before the first use of the device. Compiles nothing without a session."""
+    if not registry.is_attached():
+        raise registry.not_initialized()
+    library.ensure_loaded()
 
 
 def _is_in_bad_fork() -> bool:
@@ -187,30 +193,21 @@ def _is_in_bad_fork() -> bool:
 
 
 def _exchange_device(index: int) -> int:
-    """For torch: makes `index` current and gives the old one; a negative one changes nothing."""
-    before = current_device()
-    _library().set_device_unchecked(index)
-    return before
+    """For torch: set the current device and return the previous one; a negative index changes nothing."""
+    previous = current_device()
+    library.ensure_loaded()
+    genie_device.set_device_unchecked(index)
+    return previous
 
 
 _maybe_exchange_device = _exchange_device
 
 
-class _utils:  # noqa: N801 - torch.load looks for this name
+class _utils:  # noqa: N801 - torch.load uses this name
     @staticmethod
     def _get_device_index(device: Device, optional: bool = False) -> int:
-        """For torch.load: where a tensor that was saved on `device` goes."""
-        return roster.slot(_index(device)).index
-
-
-def _backend() -> Any:  # Any: a module; imported late, because it imports this one
-    from genie.device import backend
-
-    return backend
-
-
-def _library() -> Any:
-    return _backend().library()
+        """For torch.load: the device of a tensor that was saved on `device`."""
+        return registry.slot(_index(device)).index
 
 
 def _index(device: Device) -> int:
@@ -219,11 +216,11 @@ def _index(device: Device) -> int:
     if device is None:
         return current_device()
     parsed = torch.device(device)
-    if parsed.type != roster.DEVICE_TYPE:
-        raise UsageError(f"{parsed} is not a {roster.DEVICE_TYPE}")
+    if parsed.type != registry.DEVICE_TYPE:
+        raise UsageError(f"{parsed} is not a {registry.DEVICE_TYPE}")
     index: int | None = parsed.index
     return current_device() if index is None else index
 
 
-def _connection(device: Device) -> Any:
-    return roster.slot(_index(device)).connection(first_seed=torch.initial_seed())
+def _connection(device: Device) -> Connection:
+    return registry.slot(_index(device)).connection(first_seed=torch.initial_seed())

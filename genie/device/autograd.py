@@ -1,9 +1,9 @@
-"""Backward passes over remote tensors run on the thread that asks for them; all others are left alone.
+"""Backward passes over remote tensors run on the calling thread; all other backward passes are unchanged.
 
-torch's engine keeps a thread for each device index, made at the first backward pass of the process;
-a device that was attached later would have none. Ops are only sent here, so there is nothing to win
-from other threads either. Beside a local GPU, torch takes the remote device for its accelerator only
-during such a pass (native/torch/device/beside.h). Not for: what the ops of a pass do.
+torch's engine starts one thread per device index at the first backward pass of the process; a device that is
+attached later would have none. Ops are only sent from here, so other threads would not be faster either.
+Next to a local GPU, torch treats the remote device as its accelerator only during such a pass
+(native/torch/device/local_accelerator.h). Does not implement the ops of a pass.
 """
 
 from __future__ import annotations
@@ -13,34 +13,38 @@ from typing import Any
 
 import torch
 
-from genie.device import backend, roster
+from genie.device import library, registry
 from genie.errors import OpRefusedError
+from genie.native import genie_device
 
 
-class Engine(torch._C._ImperativeEngine):
-    """Stands where torch keeps its engine; without remote devices in use it changes nothing."""
+class RemoteEngine(torch._C._ImperativeEngine):
+    """Replaces torch's engine; behaves the same while no remote device is in use."""
 
+    # Any: the parameters are torch's.
     def run_backward(self, tensors: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
-        if not roster.in_use() or (backend.is_beside() and not _is_remote(tensors)):
+        if not registry.in_use() or (library.keeps_local_accelerator() and not _is_remote(tensors)):
             return super().run_backward(tensors, *args, **kwargs)
-        library = backend.library()
-        library.enter_backward()
+        library.ensure_loaded()
+        genie_device.enter_backward()
         try:
             with torch.autograd.set_multithreading_enabled(False):
                 return super().run_backward(tensors, *args, **kwargs)
         finally:
-            library.leave_backward()
+            genie_device.leave_backward()
 
 
 def _is_remote(roots: Sequence[Any]) -> bool:
-    """Any: torch also takes edges of the graph for roots; what is behind those is not looked into."""
+    """Whether a backward pass from these roots has remote tensors. Any: torch also accepts graph edges as
+    roots, which are not inspected and count as remote."""
     tensors = [root for root in roots if isinstance(root, torch.Tensor)]
     if len(tensors) < len(roots):
         return True
-    remote, local = backend.library().reach(tensors)
+    library.ensure_loaded()
+    remote, local = genie_device.backward_devices(tensors)
     if remote and local:
         raise OpRefusedError(
-            "a backward pass cannot run over a local GPU and a remote accelerator at once",
-            hint="cut it in two: detach() where the devices meet, and pass the gradient on by hand",
+            "a backward pass cannot include a local GPU and a remote accelerator",
+            hint="split it: detach() at the device boundary and pass the gradient on explicitly",
         )
-    return bool(remote)
+    return remote

@@ -1,9 +1,9 @@
-"""torch.compile(model, backend="genie"): the graphs that torch makes of a model, replayed by its executor.
+"""torch.compile(model, backend="genie"): the FX graphs of a model, recorded and replayed by its executor.
 
-torch finds it by its entry point. Training works: torch gives the forward and the backward pass as
-graphs of their own, with the weights among the inputs; those are used where they are, everything else
-is copied in. Graphs without remote tensors run as they are. Without backend="genie" torch's own compiler
-is told that it has no part here. Not for: capturing without torch.compile (graphs.py).
+torch finds the backend by its entry point. Training works: torch passes the forward and the backward pass as
+separate graphs, with the weights among the inputs; weights are used in place, all other inputs are copied.
+Graphs without remote tensors run unchanged. With another backend, inductor gets an error that names this one.
+Does not capture models without torch.compile (model_capture.py).
 """
 
 from __future__ import annotations
@@ -17,9 +17,10 @@ import torch
 from functorch.compile import make_boxed_func  # type: ignore[import-untyped]
 from torch._dynamo.backends.common import aot_autograd
 
-from genie.device import backend, roster
-from genie.device.graphs import GRAPHS_KEPT_MAX, Graph, look
+from genie.device import library, registry
+from genie.device.graphs import GRAPHS_KEPT_MAX, RecordedGraph, input_key
 from genie.errors import OpRefusedError
+from genie.native import genie_device
 
 
 def genie(
@@ -29,62 +30,64 @@ def genie(
     mode: str | None = None,
     options: Mapping[str, Any] | None = None,
 ) -> Callable[..., Any]:
-    """The compiler that torch.compile calls. The one option is "inductor": see graphs.capture."""
+    """The backend that torch.compile calls. Its only option is "inductor": see `capture`."""
     if mode is not None:
-        raise ValueError(f'backend "genie" has no modes, and was given {mode!r}')
-    given = dict(options or {})
-    inductor = given.pop("inductor", False)
-    if given or not isinstance(inductor, bool):
-        wrong = ", ".join(given) or f"inductor={inductor!r}"
-        raise ValueError(f'backend "genie" takes the option "inductor", True or False; it was given {wrong}')
-    both = aot_autograd(
-        fw_compiler=functools.partial(_forward, inductor=inductor),
-        bw_compiler=functools.partial(_backward, inductor=inductor),
+        raise ValueError(f'backend "genie" does not support mode={mode!r}; leave it out')
+    unknown = dict(options or {})
+    inductor = unknown.pop("inductor", False)
+    if unknown or not isinstance(inductor, bool):
+        wrong = ", ".join(unknown) or f"inductor={inductor!r}"
+        raise ValueError(f'backend "genie" has one option, "inductor" (True or False); got {wrong}')
+    compile_graphs = aot_autograd(
+        fw_compiler=functools.partial(_compile_forward, inductor=inductor),
+        bw_compiler=functools.partial(_compile_backward, inductor=inductor),
     )
-    compiled: Callable[..., Any] = both(module, examples)
+    compiled: Callable[..., Any] = compile_graphs(module, examples)
     return compiled
 
 
-def _forward(module: torch.fx.GraphModule, examples: Sequence[Any], *, inductor: bool) -> Any:
-    """Parameters and buffers keep their place from call to call, and torch says which inputs those are."""
+def _compile_forward(module: torch.fx.GraphModule, examples: Sequence[Any], *, inductor: bool) -> Any:
+    """Parameters and buffers keep their memory from call to call; torch's metadata lists those inputs."""
     context = torch._guards.TracingContext.try_get()
     metadata = getattr(context, "fw_metadata", None)
     static = getattr(metadata, "static_input_indices", None) or ()
-    return make_boxed_func(Shipped(module, static, inductor=inductor))
+    return make_boxed_func(RemoteGraphModule(module, static, inductor=inductor))
 
 
-def _backward(module: torch.fx.GraphModule, examples: Sequence[Any], *, inductor: bool) -> Any:
-    return make_boxed_func(Shipped(module, (), inductor=inductor))
+def _compile_backward(module: torch.fx.GraphModule, examples: Sequence[Any], *, inductor: bool) -> Any:
+    return make_boxed_func(RemoteGraphModule(module, (), inductor=inductor))
 
 
-class Shipped:
-    """Runs one graph of torch on the executor where its inputs are; one recording for each look of them."""
+class RemoteGraphModule:
+    """Runs one FX graph on the executor that holds its inputs; one recording per combination of input
+    keys."""
 
     def __init__(self, module: torch.fx.GraphModule, static: Sequence[int], *, inductor: bool) -> None:
         self._module = module
         self._inductor = inductor
         self._static = frozenset(static)
-        self._graphs: collections.OrderedDict[Hashable, Graph] = collections.OrderedDict()
+        self._graphs: collections.OrderedDict[Hashable, RecordedGraph] = collections.OrderedDict()
 
     def __call__(self, *inputs: Any) -> Any:
         index = _remote_index(inputs)
         if index is None:
             return self._module(*inputs)
-        baked = [i for i in self._static if i < len(inputs) and isinstance(inputs[i], torch.Tensor)]
-        # torch gives the same graph other numbers and shapes, and may be given other weights.
-        key = tuple(id(each) if i in baked else look(each) for i, each in enumerate(inputs))
+        in_place = [i for i in self._static if i < len(inputs) and isinstance(inputs[i], torch.Tensor)]
+        # torch calls one graph with different numbers, shapes and weights.
+        key = tuple(id(each) if i in in_place else input_key(each) for i, each in enumerate(inputs))
         graph = self._graphs.get(key)
-        if graph is None or not graph.holds():
-            graph = Graph(self._run, inputs, index=index, baked=baked, inductor=self._inductor)
+        if graph is None or not graph.is_valid():
+            graph = RecordedGraph(self._run, inputs, index=index, in_place=in_place, inductor=self._inductor)
             self._graphs[key] = graph
             while len(self._graphs) > GRAPHS_KEPT_MAX:
                 self._graphs.popitem(last=False)
             results = graph.results
         else:
             self._graphs.move_to_end(key)
-            graph.send(inputs)
+            graph.copy_inputs(inputs)
             results = graph.replay()
-        take = backend.library().take_result
+        library.ensure_loaded()
+        take = genie_device.take_result
         return [take(each) if isinstance(each, torch.Tensor) else each for each in results]
 
     def _run(self, inputs: Sequence[Any]) -> Any:
@@ -92,54 +95,54 @@ class Shipped:
 
 
 def _remote_index(inputs: Sequence[Any]) -> int | None:
-    """Of the one remote device that all inputs are on."""
+    """Index of the remote device that holds all inputs; None if they are elsewhere, or on several devices."""
     tensors = [each for each in inputs if isinstance(each, torch.Tensor)]
-    devices = {each.device for each in tensors if each.dim() > 0 or each.device.type == roster.DEVICE_TYPE}
+    devices = {each.device for each in tensors if each.dim() > 0 or each.device.type == registry.DEVICE_TYPE}
     if len(devices) != 1:
         return None
     (device,) = devices
-    return int(device.index) if device.type == roster.DEVICE_TYPE else None
+    return int(device.index) if device.type == registry.DEVICE_TYPE else None
 
 
-class _Refusing(type):
+class _UnsupportedMeta(type):
     @property
     def supports_caching(cls) -> bool:
-        """What inductor asks first, before it takes the model apart; later its own errors are around this."""
-        raise _no_inductor()
+        """Inductor reads this first, before it lowers the model; later it would wrap the error in its own."""
+        raise _inductor_unsupported()
 
 
-class NoInductor(metaclass=_Refusing):
-    """Stands where torch's inductor, its default backend, looks for what makes code for this device."""
+class UnsupportedCodegen(metaclass=_UnsupportedMeta):
+    """Registered as inductor's code generator for this device: raises an error that names the right
+    backend."""
 
     def __init__(self, *args: object) -> None:
-        raise _no_inductor()
+        raise _inductor_unsupported()
 
     @classmethod
-    def create(cls, *args: object) -> NoInductor:
+    def create(cls, *args: object) -> UnsupportedCodegen:
         return cls(*args)
 
 
-def inductor_part() -> Any:  # Any: it stands for several classes of torch
-    """For inductor, which asks once it is imported, and looks among its overrides before it gets here."""
+def inductor_part() -> Any:  # Any: it replaces several classes of torch
+    """The class for inductor, which requests it after its import and reads its op overrides first."""
     from torch._inductor.codegen import common
 
-    common.get_device_op_overrides("cpu")  # an older torch makes its own only where there are none yet
-    common.register_device_op_overrides(roster.DEVICE_TYPE, common.DeviceOpOverrides())
-    return NoInductor
+    common.get_device_op_overrides("cpu")  # an older torch registers its own only while there are none
+    common.register_device_op_overrides(registry.DEVICE_TYPE, common.DeviceOpOverrides())
+    return UnsupportedCodegen
 
 
-def tell_inductor() -> None:
-    """Where inductor was in use before the device had its name: it asks once in a process."""
+def register_with_inductor() -> None:
+    """For a process that used inductor before the device was registered: inductor looks up devices once."""
     from torch._inductor.codegen import common
 
     part = inductor_part()
-    common.register_backend_for_device(roster.DEVICE_TYPE, part, part, part, part)
+    common.register_backend_for_device(registry.DEVICE_TYPE, part, part, part, part)
 
 
-def _no_inductor() -> OpRefusedError:
+def _inductor_unsupported() -> OpRefusedError:
     return OpRefusedError(
-        "torch.compile without a backend makes code for devices of this machine (inductor), not for "
-        + roster.DEVICE_TYPE,
-        hint='say torch.compile(model, backend="genie"); with options={"inductor": True} the executor '
-        "compiles the graphs with inductor itself",
+        f"the default backend of torch.compile (inductor) does not support {registry.DEVICE_TYPE}",
+        hint='use torch.compile(model, backend="genie"); with options={"inductor": True} the executor '
+        "compiles the graphs with inductor",
     )

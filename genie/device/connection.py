@@ -1,6 +1,6 @@
-"""Connecting to an executor: address, certificate, ticket; and again, after a cut, where it broke off.
+"""Connects to an executor (address, certificate, ticket), and resumes the session after a connection loss.
 
-What travels after that is the op stream of native/torch. Not for: when to connect (roster.py).
+The op stream that follows is native/torch. Does not decide when to connect (registry.py).
 """
 
 from __future__ import annotations
@@ -8,8 +8,9 @@ from __future__ import annotations
 import ssl
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 from genie.errors import (
     ConnectionLostError,
@@ -18,125 +19,137 @@ from genie.errors import (
     NothingListensError,
     UnreachableError,
 )
-from genie.runtime import opstream, opwire
+from genie.model.names import address_text
+from genie.native import executor_stream, genie_device
+from genie.runtime import device_protocol
+
+if TYPE_CHECKING:
+    from genie.native.genie_device import Connection, Stream
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
 
 CONNECT_TIMEOUT_S = 10.0
 OPEN_TIMEOUT_S = 30.0
 RESUME_S = 20.0
-"""How long a cut connection is tried again. An executor waits longer than that."""
-_RESUME_STEP_S = 0.05
-_RESUME_STEP_S_MAX = 1.0
+"""How long reconnecting is retried. An executor keeps the session longer than that."""
+_RESUME_BACKOFF_S = 0.05
+_RESUME_BACKOFF_S_MAX = 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExecutorAddress:
-    """Where an executor listens and what to show it. `server_name` is checked against its certificate."""
+    """Where an executor listens, and the credentials for it. `server_name` must match its certificate."""
 
     host: str
     port: int
     server_name: str
     ticket: str
     ssl_context: ssl.SSLContext | None = None
-    """What to trust; None: without TLS, on loopback only."""
+    """Holds the trusted CAs; None: no TLS, allowed on loopback only."""
 
 
 @dataclass
 class ExecutorLink:
-    """One session with one executor, over as many connections as it takes."""
+    """One session with one executor, over one connection after the other."""
 
     address: ExecutorAddress
     node_id: str
     busy_s: float = OPEN_TIMEOUT_S
-    """How long an executor may be busy with one op, and answer nobody who comes back."""
+    """How long an executor may be busy with one op before it replies to a reconnecting client."""
     closed: threading.Event = field(default_factory=threading.Event)
-    """Set when nobody wants to connect again."""
+    """Set when the session must not reconnect."""
     _session_key: str = ""
-    _opening: Any = None  # Any: a class of the library
+    _fetch_key: str = ""
+    _opening: Stream | None = None
 
     @property
     def peer(self) -> str:
-        return f"the executor at {self.address.host}:{self.address.port} on node {self.node_id}"
+        return f"the executor at {address_text(self.address.host, self.address.port)} on node {self.node_id}"
 
-    def open(  # Any: a class of the library
+    def open(
         self,
         *,
         replies_received: int = 0,
         timeout_s: float = OPEN_TIMEOUT_S,
         answer_timeout_s: float | None = None,
-    ) -> tuple[Any, opwire.Opened]:
-        """Connects, checks the certificate, shows the ticket. A stream that speaks ops from here on.
+    ) -> tuple[Stream, device_protocol.Opened]:
+        """Connect, check the certificate, send the ticket. Returns a stream that is ready for the op stream.
 
-        `answer_timeout_s`: how much longer than `timeout_s` it may take, for the answer to the ticket.
+        `answer_timeout_s`: additional time for the executor's reply to the ticket.
         """
         deadline = time.monotonic() + timeout_s
         self._opening = stream = self._connect(min(CONNECT_TIMEOUT_S, timeout_s))
         if self.closed.is_set():
             stream.shut_down()
         try:
-            request = opwire.Open(
+            request = device_protocol.Open(
                 ticket=self.address.ticket,
                 session_key=self._session_key,
                 replies_received=replies_received,
-                machine=opwire.this_machine(),
+                machine=device_protocol.this_machine(),
             )
-            opened = opwire.enter(
+            opened = device_protocol.open_session(
                 _Pipe(stream),
                 request,
                 peer=self.peer,
-                timeout_s=_left_s(deadline),
+                timeout_s=_remaining_s(deadline),
                 answer_timeout_s=answer_timeout_s,
             )
-            left_s = _left_s(deadline + (answer_timeout_s or 0.0))
-            stream = opstream.agreed(stream, bare=opened.bare, peer=self.peer, timeout_s=left_s)
+            remaining_s = _remaining_s(deadline + (answer_timeout_s or 0.0))
+            stream = executor_stream.apply_tls_decision(
+                stream, plaintext=opened.plaintext, peer=self.peer, timeout_s=remaining_s
+            )
         except BaseException:
             stream.close()
             raise
         finally:
             self._opening = None
-        self._session_key = opened.session_key
+        self._session_key, self._fetch_key = opened.session_key, opened.fetch_key
         return stream, opened
 
-    def resume(self, replies_received: int) -> tuple[Any, int]:
-        """After a cut. Raises when the executor is gone for good, or cannot be reached for RESUME_S.
+    def resume(self, replies_received: int) -> tuple[Stream, int]:
+        """Reconnect after a connection loss. Raises when the executor has ended, or is unreachable for
+        RESUME_S.
 
-        One that is reached may be in the middle of an op, and answers after that.
+        An executor that is running an op replies after that op.
         """
         deadline = time.monotonic() + RESUME_S
-        step_s = _RESUME_STEP_S
+        backoff_s = _RESUME_BACKOFF_S
         while True:
             try:
                 stream, opened = self.open(
                     replies_received=replies_received,
-                    timeout_s=_left_s(deadline),
+                    timeout_s=_remaining_s(deadline),
                     answer_timeout_s=self.busy_s,
                 )
             except NothingListensError:
-                raise  # it has ended: a port that refuses is not a cut
+                raise  # the executor has ended: a port that refuses is not a connection loss
             except (UnreachableError, ConnectionLostError, DeadlineError):
                 if time.monotonic() > deadline:
                     raise
             else:
                 return stream, opened.frames_received
-            if self.closed.wait(min(step_s, _left_s(deadline))):
+            if self.closed.wait(min(backoff_s, _remaining_s(deadline))):
                 raise ConnectionLostError("the session was shut down")
-            step_s = min(2 * step_s, _RESUME_STEP_S_MAX)
+            backoff_s = min(2 * backoff_s, _RESUME_BACKOFF_S_MAX)
 
     def stop(self) -> None:
-        """Nobody wants to connect again. From any thread."""
+        """Stop reconnecting, and abort a connection attempt that is in progress. Thread-safe."""
         self.closed.set()
         opening = self._opening
         if opening is not None:
             opening.shut_down()
 
     def fetch_token(self, number: int) -> str:
-        """With this another executor fetches what this one ships under the number, and nothing else."""
-        return opwire.fetch_token(opwire.ticket_digest(self.address.ticket), number)
+        """The token with which another executor may fetch the parcel of this number from this executor."""
+        return device_protocol.fetch_token(self._fetch_key, number)
 
-    def _connect(self, timeout_s: float) -> Any:
+    def _connect(self, timeout_s: float) -> Stream:
         address = self.address
         context = address.ssl_context
-        return opstream.connect(
-            _library(),
+        return executor_stream.connect(
+            genie_device,
             host=address.host,
             port=address.port,
             server_name=address.server_name,
@@ -148,13 +161,13 @@ class ExecutorLink:
 
 def open_connection(
     link: ExecutorLink, *, index: int, device_name: str, op_timeout_s: float, launch_blocking: bool
-) -> Any:
-    """A connection of the library, ready for ops."""
+) -> Connection:
+    """Open a session with the executor and return the library's connection, ready for ops."""
     try:
         stream, opened = link.open()
     except GenieError as error:
         raise type(error)(f"{device_name}: {error.message}", hint=error.hint) from error
-    return _library().Connection(
+    return genie_device.Connection(
         stream=stream,
         index=index,
         device_name=device_name,
@@ -172,33 +185,27 @@ def open_connection(
 
 
 FLUSH_OPS = 32
-"""Ops that are gathered before they are sent, unless a value is needed sooner."""
+"""Ops that are batched into one frame, unless a value is needed sooner."""
 
 
-def _left_s(deadline: float) -> float:
+def _remaining_s(deadline: float) -> float:
     return max(0.001, deadline - time.monotonic())
 
 
-def _library() -> Any:
-    from genie.runtime import native
-
-    return native.load("genie_device")
-
-
 class _Pipe:
-    """A stream of the library as opwire.py wants it."""
+    """Adapts a stream of the library to device_protocol.Pipe: a lost connection is an OSError."""
 
-    def __init__(self, stream: Any) -> None:
+    def __init__(self, stream: Stream) -> None:
         self._stream = stream
 
     def read_exactly(self, count: int, timeout_s: float) -> bytes:
-        return self._run(self._stream.read_exactly, count, timeout_s)  # type: ignore[no-any-return]
+        return self._run(self._stream.read_exactly, count, timeout_s)
 
     def write_all(self, data: bytes, timeout_s: float) -> None:
         self._run(self._stream.write_all, data, timeout_s)
 
-    def _run(self, call: Any, *args: object) -> Any:
+    def _run(self, call: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
         try:
-            return call(*args)
-        except _library().ConnectionLost as error:
+            return call(*args, **kwargs)
+        except genie_device.ConnectionLost as error:
             raise ConnectionError(str(error)) from error

@@ -1,4 +1,4 @@
-"""Calls a function once torch is imported: now, or right after it has been. Not for: any other module."""
+"""Calls a function once torch has been imported: at once, or right after the import."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import TYPE_CHECKING, cast
 
-if TYPE_CHECKING:  # importlib.abc imports much, and every `import genie` comes here
+if TYPE_CHECKING:  # importlib.abc is slow to import, and every `import genie` runs this
     from importlib.abc import Loader
     from importlib.machinery import ModuleSpec
 
@@ -17,8 +17,8 @@ _NAME = "torch"
 
 
 def call_with_torch(function: Callable[[], None]) -> None:
-    """Once for each process; it imports nothing itself."""
-    if sys.modules.get(_NAME) is not None:  # None: someone keeps it from being imported
+    """Call once per process. Does not import torch itself."""
+    if sys.modules.get(_NAME) is not None:  # None: its import is blocked
         function()
     else:
         sys.meta_path.insert(0, _TorchFinder(function))
@@ -55,7 +55,7 @@ class _Loader:
         return self._real.create_module(spec)
 
     def exec_module(self, module: ModuleType) -> None:
-        # Put back first: inspect and importlib.resources ask the module for its real loader.
+        # Restored first: inspect and importlib.resources need the module's real loader.
         module.__loader__ = self._real
         if module.__spec__ is not None:
             module.__spec__.loader = self._real

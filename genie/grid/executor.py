@@ -1,6 +1,9 @@
-"""Runs for Python programs that do not use asyncio: `Executor().run_distributed("python train.py")`.
+"""The grid for Python programs without asyncio: `Executor().run_distributed("python train.py")`.
 
-Not for: the command line, which shows output while it comes (cli/grid_run_commands.py).
+All functions block the calling thread; the I/O runs on a separate thread, so they also work where an event
+loop runs. `await asyncio.to_thread(find_best_node)` does not block that loop.
+
+Not used by the command line, which streams output (cli/grid/run.py).
 """
 
 from __future__ import annotations
@@ -10,29 +13,34 @@ import concurrent.futures
 import contextlib
 import threading
 import weakref
-from collections.abc import Coroutine, Mapping
+from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from genie.config import load
 from genie.errors import GenieError, RunLostError, UsageError
 from genie.grid.grid_file import GridFile, read_grid_file
-from genie.grid.launch import Launch, Launcher, counted
-from genie.grid.run import Collected
-from genie.grid.runner import Runner
-from genie.grid.ssh_pool import SshPool
+from genie.grid.runs.launch import RunLauncher, RunSpec, track_run
+from genie.grid.runs.run import OutputCollector
+from genie.grid.runs.runner import Runner
+from genie.grid.ssh.pool import SshPool
+
+if TYPE_CHECKING:
+    from genie.grid.health.check import NodeHealth
+    from genie.grid.sync.syncer import SyncReport
 
 OUTPUT_BYTES_MAX = 16 << 20
 _INTERRUPT_S = 5.0
 _CLOSE_S = 10.0
+_SIGNAL_S = 0.5
 _Value = TypeVar("_Value")
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunResult:
-    """How a command ended. Output beyond 16 MiB of a stream is left out; `grid-cli logs` has all of it."""
+    """The result of a command. Output is truncated to 16 MiB per stream; `grid-cli logs` shows all of it."""
 
     exit_code: int
     stdout: str
@@ -46,18 +54,20 @@ class RunResult:
         return self.exit_code == 0
 
     def __str__(self) -> str:
-        """The output; of a command that failed also what it said about it."""
+        """Return the output; for a failed command also standard error and the exit code."""
         if self.ok:
             return self.stdout.removesuffix("\n")
-        told = f"exit code {self.exit_code} on {self.node} (run {self.run_id})"
-        return "\n".join(part for part in (self.stdout.rstrip("\n"), self.stderr.rstrip("\n"), told) if part)
+        status = f"exit code {self.exit_code} on {self.node} (run {self.run_id})"
+        return "\n".join(
+            part for part in (self.stdout.rstrip("\n"), self.stderr.rstrip("\n"), status) if part
+        )
 
 
 class Executor:
-    """Runs commands on the nodes of a grid and waits for them. Connections stay open for the next one.
+    """Runs commands on grid nodes and waits for them. Connections stay open for the next call.
 
-    `config` is the grid's file, else what the settings say. May be used by several threads, and as a
-    context; without that, connections are closed when the program ends.
+    `config` is the grid file, by default config/cluster_config.yaml. Thread-safe. Use as a context manager,
+    or the connections are closed when the program exits.
     """
 
     def __init__(self, config: str | Path | None = None) -> None:
@@ -66,7 +76,7 @@ class Executor:
         self._ssh_config = settings.grid.ssh_config
         self._state_dir = settings.paths.state_dir
         self._lock = threading.Lock()
-        self._session: _Session | None = None
+        self._session: _GridSession | None = None
 
     def run_distributed(
         self,
@@ -74,31 +84,53 @@ class Executor:
         *,
         node: str | None = None,
         gpus: int = 0,
-        sync: str | Path | None = None,
+        sync: str | Path | None = ".",
         env: Mapping[str, str] | None = None,
         cwd: str | None = None,
         labels: Mapping[str, str] | None = None,
         timeout_s: float | None = None,
     ) -> RunResult:
-        """Runs a line of shell on the best node, or on `node`, after `sync` was sent there.
+        """Sync the folder `sync` to the best node, or to `node`, and run a shell command line there.
 
-        A command that fails is a result with its exit code; an error is raised where there is none.
-        Ctrl-C interrupts the command, too.
+        `sync` defaults to the current directory; None sends nothing. A command that fails returns its exit
+        code; an error is raised if there is none. Ctrl-C interrupts the command.
         """
-        launch = Launch(
+        launch = RunSpec(
             command=command,
             env=env or {},
             cwd=cwd,
             gpus=gpus,
             labels=labels or {},
             timeout_s=timeout_s,
-            sync=None if sync is None else Path(sync),
+            sync=None if sync is None else _check_folder(sync),
         )
         session = self._open()
         return session.run(self._run(session, launch, node))
 
+    def find_best_node(self, *, gpus: int = 0, labels: Mapping[str, str] | None = None) -> str:
+        """Return the name of the node with the lowest score, `gpus` free GPUs and these labels.
+
+        Readings are cached for health_check.refresh_interval. Raises NoNodeError with a reason per node.
+        """
+        session = self._open()
+        return session.run(session.launcher.best_node(gpus=gpus, labels=labels, without={}))
+
+    def check_all_nodes(self, *, fresh: bool = False) -> list[NodeHealth]:
+        """Return the health of every node, sorted by score, the best first. `fresh` ignores the cache."""
+        session = self._open()
+        return session.run(session.launcher.check_all_nodes(fresh=fresh))
+
+    def smart_sync(self, folder: str | Path = ".", *, nodes: Sequence[str] | None = None) -> list[SyncReport]:
+        """Send the changes in a folder to `nodes` (default: all nodes).
+
+        Returns one report per node, which contains the node's error; local errors are raised.
+        """
+        names = list(nodes) if nodes is not None else [node.name for node in self._file.nodes]
+        session = self._open()
+        return session.run(session.launcher.sync(Path(folder), names))
+
     def close(self) -> None:
-        """Closes the connections. Runs go on; who waits for one in another thread gets a UsageError."""
+        """Close the connections. Runs continue; threads that wait for one get a UsageError."""
         with self._lock:
             session, self._session = self._session, None
         if session is not None:
@@ -112,49 +144,81 @@ class Executor:
     ) -> None:
         self.close()
 
-    def _open(self) -> _Session:
+    def _open(self) -> _GridSession:
         with self._lock:
             if self._session is None:
-                self._session = _Session(self._file, self._ssh_config, state_dir=self._state_dir)
+                self._session = _GridSession(self._file, self._ssh_config, state_dir=self._state_dir)
                 weakref.finalize(self, self._session.close)
             return self._session
 
-    async def _run(self, session: _Session, launch: Launch, node: str | None) -> RunResult:
+    async def _run(self, session: _GridSession, launch: RunSpec, node: str | None) -> RunResult:
         runner, launcher = session.runner, session.launcher
-        kept = Collected(bytes_max=OUTPUT_BYTES_MAX)
-        with counted(self._state_dir) as ended:
-            run = await (launcher.on_best(launch) if node is None else launcher.on(node, launch))
-            try:
-                code = await runner.wait(run, kept)
-            except asyncio.CancelledError:
-                if session.is_closed:
-                    raise
-                ended("cancelled")
-                with contextlib.suppress(GenieError, TimeoutError):
-                    async with asyncio.timeout(_INTERRUPT_S):
-                        await runner.signal(run, "INT")
+        output = OutputCollector(bytes_max=OUTPUT_BYTES_MAX)
+        run = await (launcher.start_on_best(launch) if node is None else launcher.start_on(node, launch))
+        ended = track_run(run, state_dir=self._state_dir, file=self._file)
+        try:
+            code = await runner.wait(run, output)
+        except asyncio.CancelledError:
+            if session.is_closed:
                 raise
-            except RunLostError:
-                ended("lost")
-                raise
-            ended("failed" if code else "succeeded")
+            ended("cancelled")
+            with contextlib.suppress(GenieError, TimeoutError):
+                async with asyncio.timeout(_INTERRUPT_S):
+                    await runner.signal(run, "INT")
+            raise
+        except RunLostError:
+            ended("lost")
+            raise
+        ended("failed" if code else "succeeded")
         return RunResult(
             exit_code=code,
-            stdout=kept.text("out"),
-            stderr=kept.text("err"),
+            stdout=output.text("out"),
+            stderr=output.text("err"),
             node=run.node,
             run_id=run.run_id,
-            truncated=kept.truncated,
+            truncated=output.truncated,
         )
 
 
-class _Session:
-    """A loop in a thread of its own, with the pool that lives on it."""
+def find_best_node(
+    config: str | Path | None = None, *, gpus: int = 0, labels: Mapping[str, str] | None = None
+) -> str:
+    """Like Executor.find_best_node, with connections for this call only. `config` is the grid file."""
+    with Executor(config) as executor:
+        return executor.find_best_node(gpus=gpus, labels=labels)
+
+
+def check_all_nodes(config: str | Path | None = None, *, fresh: bool = False) -> list[NodeHealth]:
+    """Like Executor.check_all_nodes, with connections for this call only. `config` is the grid file."""
+    with Executor(config) as executor:
+        return executor.check_all_nodes(fresh=fresh)
+
+
+def smart_sync(
+    folder: str | Path = ".", *, nodes: Sequence[str] | None = None, config: str | Path | None = None
+) -> list[SyncReport]:
+    """Like Executor.smart_sync, with connections for this call only. `config` is the grid file."""
+    with Executor(config) as executor:
+        return executor.smart_sync(folder, nodes=nodes)
+
+
+def _check_folder(folder: str | Path) -> Path:
+    """Return the resolved folder. Raises UsageError if it cannot be synced, before a node is chosen."""
+    from genie.grid.sync.local_tree import local_root  # late, as in launch.py
+
+    try:
+        return local_root(Path(folder))
+    except UsageError as error:
+        raise UsageError(error.message, hint=f"{error.hint}, or sync=None to send nothing") from None
+
+
+class _GridSession:
+    """An event loop on its own thread, with the connection pool."""
 
     def __init__(self, file: GridFile, ssh_config: Path, *, state_dir: Path) -> None:
         self.pool = SshPool(file, ssh_config=ssh_config)
         self.runner = Runner(self.pool, file)
-        self.launcher = Launcher(self.pool, file, self.runner, state_dir=state_dir)
+        self.launcher = RunLauncher(self.pool, file, self.runner, state_dir=state_dir)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="genie-grid", daemon=True)
         self._thread.start()
@@ -163,9 +227,9 @@ class _Session:
         self.is_closed = False
 
     def run(self, work: Coroutine[Any, Any, _Value]) -> _Value:
-        over = threading.Event()
+        ended = threading.Event()
 
-        async def watched() -> _Value:
+        async def run_tracked() -> _Value:
             own = asyncio.current_task()
             assert own is not None
             self._waiting.add(own)
@@ -173,23 +237,26 @@ class _Session:
                 return await work
             finally:
                 self._waiting.discard(own)
-                over.set()
+                ended.set()
 
         with self._lock:
             if self.is_closed:
                 work.close()
                 raise UsageError("this Executor is closed")
-            future = asyncio.run_coroutine_threadsafe(watched(), self._loop)
+            future = asyncio.run_coroutine_threadsafe(run_tracked(), self._loop)
         try:
+            # With a timeout: the kernel may deliver SIGINT to another thread, which does not wake this one.
+            while not future.done():
+                concurrent.futures.wait([future], timeout=_SIGNAL_S)
             return future.result()
         except KeyboardInterrupt:
             future.cancel()
-            over.wait(_INTERRUPT_S + 1)
+            ended.wait(_INTERRUPT_S + 1)
             raise
         except concurrent.futures.CancelledError:
             raise UsageError(
-                "this Executor was closed while it waited for a command",
-                hint="the command goes on if it had begun; 'grid-cli ps' shows it",
+                "this Executor was closed while waiting for a command",
+                hint="a started command continues; list it: grid-cli ps",
             ) from None
 
     def close(self) -> None:
@@ -208,7 +275,7 @@ class _Session:
             self._loop.close()
 
     async def _close(self) -> None:
-        self.runner.is_closing = True
+        self.runner.keep_cancelled_starts()
         waiting = list(self._waiting)
         for task in waiting:
             task.cancel()

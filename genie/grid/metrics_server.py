@@ -1,7 +1,7 @@
-"""The figures over HTTP, for Prometheus to fetch, with the nodes' health read in the background.
+"""Serves the metrics over HTTP for Prometheus, with node health refreshed in the background.
 
-GET /metrics and nothing else; one answer for each connection, and a bounded number of them. The figures
-name your nodes, so it listens on loopback unless told otherwise. Not for: the figures (metrics.py).
+Only GET and HEAD /metrics; one response per connection and a bounded number of connections. Metrics contain
+node names, so the default bind address is loopback. Does not count anything (metrics.py).
 """
 
 from __future__ import annotations
@@ -9,11 +9,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
+import socket
 from collections.abc import AsyncIterator
 
 from genie.errors import UsageError
-from genie.grid.health_check import HealthChecker
+from genie.grid.grid_file import GridFile
+from genie.grid.health.check import HealthState, NodeHealthChecker
 from genie.grid.metrics import GridMetrics
+from genie.grid.runs.launch import reconcile_runs
+from genie.grid.runs.runner import Runner
 
 _log = logging.getLogger(__name__)
 
@@ -26,35 +31,45 @@ REFRESH_S_MIN = 1.0
 
 @contextlib.asynccontextmanager
 async def serving(metrics: GridMetrics, *, bind: str, port: int) -> AsyncIterator[tuple[str, int]]:
-    """Serves until the block ends; gives the address that it listens on. Raises UsageError."""
-    answers = _Answers(metrics)
+    """Serve until the block ends; yields host and port. Raises UsageError if the port cannot be bound."""
+    handler = _RequestHandler(metrics)
     try:
-        server = await asyncio.start_server(answers.handle, bind, port, limit=REQUEST_BYTES_MAX)
+        server = await asyncio.start_server(handler.handle, bind, port, limit=REQUEST_BYTES_MAX)
     except OSError as error:
+        # The text of asyncio repeats the address; for a name lookup the errno has no text.
+        has_text = error.errno is not None and not isinstance(error, socket.gaierror)
+        reason = os.strerror(error.errno or 0) if has_text else error.strerror
         raise UsageError(
-            f"cannot listen on {bind} port {port}: {error.strerror}", hint="give another --port or --bind"
+            f"cannot listen on {bind} port {port}: {reason}", hint="use another --port or --bind"
         ) from error
     try:
         host, number = server.sockets[0].getsockname()[:2]
         yield str(host), int(number)
     finally:
         server.close()
-        await answers.drained()
+        await handler.close()
 
 
-async def refresh_forever(checker: HealthChecker, metrics: GridMetrics, *, interval_s: float) -> None:
-    """Reads all nodes, records their scores, and waits; until it is cancelled."""
+async def refresh_forever(
+    checker: NodeHealthChecker, runner: Runner, file: GridFile, metrics: GridMetrics
+) -> None:
+    """Refresh every health_check.refresh_interval seconds until cancelled."""
     while True:
-        await refresh(checker, metrics, fresh=True)
-        await asyncio.sleep(max(REFRESH_S_MIN, interval_s))
+        await refresh(checker, runner, file, metrics, fresh=True)
+        await asyncio.sleep(max(REFRESH_S_MIN, file.health_check.refresh_interval))
 
 
-async def refresh(checker: HealthChecker, metrics: GridMetrics, *, fresh: bool = False) -> None:
+async def refresh(
+    checker: NodeHealthChecker, runner: Runner, file: GridFile, metrics: GridMetrics, *, fresh: bool = False
+) -> None:
+    """Record the scores of all nodes and the ends of active runs."""
     nodes = await checker.check_all(fresh=fresh)
-    await asyncio.to_thread(metrics.node_scores, {node.name: node.rank for node in nodes})
+    await asyncio.to_thread(metrics.node_scores, {node.name: node.effective_score for node in nodes})
+    reached = [node.name for node in nodes if node.state is not HealthState.UNREACHABLE]
+    await reconcile_runs(runner, file, metrics, nodes=reached)
 
 
-class _Answers:
+class _RequestHandler:
     def __init__(self, metrics: GridMetrics) -> None:
         self._metrics = metrics
         self._open: set[asyncio.StreamWriter] = set()
@@ -67,38 +82,38 @@ class _Answers:
         try:
             async with asyncio.timeout(REQUEST_S):
                 head = await reader.readuntil(b"\r\n\r\n")
-                writer.write(await self._answer(head))
+                writer.write(await self._respond(head))
                 await writer.drain()
                 writer.close()
                 await writer.wait_closed()
         except (TimeoutError, OSError, asyncio.IncompleteReadError, asyncio.LimitOverrunError) as error:
-            _log.debug("a request for figures failed", extra={"why": str(error)})
+            _log.debug("could not serve a metrics request", extra={"why": str(error)})
         finally:
             self._open.discard(writer)
             writer.transport.abort()
 
-    async def drained(self) -> None:
-        """Cuts what is still open, and lets its handlers see that."""
+    async def close(self) -> None:
+        """Abort all open connections and wait until their handlers have returned."""
         while self._open:
             for writer in list(self._open):
                 writer.transport.abort()
             await asyncio.sleep(0)
 
-    async def _answer(self, head: bytes) -> bytes:
+    async def _respond(self, head: bytes) -> bytes:
         method, _, rest = head.split(b"\r\n", 1)[0].partition(b" ")
         path = rest.partition(b" ")[0].partition(b"?")[0]
         if method not in (b"GET", b"HEAD"):
-            return _response("405 Method Not Allowed", "only GET\n", more="Allow: GET, HEAD\r\n")
+            return _response("405 Method Not Allowed", "only GET\n", headers="Allow: GET, HEAD\r\n")
         if path != b"/metrics":
-            return _response("404 Not Found", "the figures are under /metrics\n")
+            return _response("404 Not Found", "metrics are at /metrics\n")
         text = await asyncio.to_thread(self._metrics.text)
         return _response("200 OK", text, with_body=method == b"GET")
 
 
-def _response(status: str, text: str, *, more: str = "", with_body: bool = True) -> bytes:
+def _response(status: str, text: str, *, headers: str = "", with_body: bool = True) -> bytes:
     body = text.encode()
     head = (
         f"HTTP/1.1 {status}\r\nContent-Type: {CONTENT_TYPE}\r\nContent-Length: {len(body)}\r\n"
-        f"Connection: close\r\n{more}\r\n"
+        f"Connection: close\r\n{headers}\r\n"
     )
     return head.encode() + (body if with_body else b"")

@@ -1,10 +1,8 @@
-"""Adding and removing a node in the text of the grid's file, with its comments and layout kept.
+"""Adds and removes a node in the text of the grid file, preserving its comments and layout.
 
-Lines are changed, the rest of the text is not touched; the result is read again and must differ by
-that node alone, else the edit is refused. `add` and `remove` are pure; `edit` replaces the file at once,
-one process at a time.
-
-Not for: what the file may say (grid_file.py).
+Only the lines of that node change. The result is parsed again and must differ by that node alone;
+otherwise the edit is rejected. `add` and `remove` are pure; `edit` replaces the file atomically, one
+process at a time. The format of the file is defined in grid_file.py.
 """
 
 from __future__ import annotations
@@ -23,55 +21,57 @@ from genie.grid.grid_file import FILE_BYTES_MAX, GridFile, GridNode, parse_grid_
 _LOCK_S = 10.0
 _LOCK_STEP_S = 0.01
 _NEW_FILE = """\
-# The grid: its nodes and how they are used. Names are hosts or aliases of ~/.ssh/config, which also has
+# The nodes of the grid and their settings. Names are hosts or aliases of ~/.ssh/config, which also defines
 # users, ports, keys and jump hosts. 'grid-cli config show' lists every key with its default.
 nodes:
 """
 
 
 def add(text: str, node: GridNode, *, name: str) -> str:
-    """The text with one node more, as the last. `name` is the file's, for errors. Raises UsageError."""
+    """Returns the text with `node` appended. `name` is the name of the file in errors. Raises UsageError."""
     before = _parse(text, name) if text.strip() else None
     if before is not None and any(each.name == node.name for each in before.nodes):
-        raise UsageError(f"{name} has a node {node.name!r} already", hint="'grid-cli nodes list' shows all")
-    made = _Text(text or _NEW_FILE).added(_spelled(node))
+        raise UsageError(
+            f"{name} already has a node {node.name!r}", hint="'grid-cli nodes list' shows all nodes"
+        )
+    edited = _Text(text or _NEW_FILE).insert_node(_format_node(node))
     nodes = (*(before.nodes if before else ()), node)
-    _check(made, before, nodes, name=name)
-    return made
+    _verify_edit(edited, before, nodes, name=name)
+    return edited
 
 
 def remove(text: str, node: str, *, name: str) -> str:
-    """The text without that node and the lines that belong to it. Raises NoNodeError or UsageError."""
+    """Returns the text without that node and its lines. Raises NoNodeError or UsageError."""
     before = parse_grid_file(text, name=name)
     before.node(node)
-    left = tuple(each for each in before.nodes if each.name != node)
-    if not left:
+    remaining = tuple(each for each in before.nodes if each.name != node)
+    if not remaining:
         raise UsageError(
-            f"{node!r} is the only node in {name}", hint="add another one first, or delete the file"
+            f"{node!r} is the only node in {name}", hint="add another node first, or delete the file"
         )
     place = [each.name for each in before.nodes].index(node)
-    made = _Text(text).removed(place)
-    _check(made, before, left, name=name)
-    return made
+    edited = _Text(text).remove_node(place)
+    _verify_edit(edited, before, remaining, name=name)
+    return edited
 
 
 def read(path: Path) -> str:
-    """'' where there is no file yet. Raises ConfigError."""
+    """Reads the file; '' if it does not exist. Raises ConfigError."""
     try:
         raw = path.expanduser().read_bytes()
         if len(raw) > FILE_BYTES_MAX:
-            raise ConfigError(f"the grid's file {path} is larger than {FILE_BYTES_MAX} bytes")
+            raise ConfigError(f"the grid file {path} is larger than {FILE_BYTES_MAX} bytes")
         return raw.decode("utf-8")
     except FileNotFoundError:
         return ""
     except OSError as error:
-        raise ConfigError(f"the grid's file {path} cannot be read: {error.strerror}") from None
+        raise ConfigError(f"could not read the grid file {path}: {error.strerror}") from None
     except UnicodeDecodeError:
-        raise ConfigError(f"the grid's file {path} is not UTF-8 text") from None
+        raise ConfigError(f"the grid file {path} is not valid UTF-8") from None
 
 
 def edit(path: Path, change: Callable[[str], str]) -> None:
-    """Reads the file, has its text changed and writes it, with no other edit in between.
+    """Reads the file, applies `change` to its text and writes it, under a lock.
 
     Raises ConfigError, and what `change` raises.
     """
@@ -80,16 +80,16 @@ def edit(path: Path, change: Callable[[str], str]) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(path.resolve().parent, os.O_RDONLY | os.O_CLOEXEC)
     except OSError as error:
-        raise ConfigError(f"the grid's file {path} cannot be written: {error.strerror}") from error
+        raise ConfigError(f"could not write the grid file {path}: {error.strerror}") from error
     try:
         _lock(descriptor, path)
-        _write(path, change(read(path)))
+        write_grid_file(path, change(read(path)))
     finally:
         os.close(descriptor)
 
 
 def _lock(descriptor: int, path: Path) -> None:
-    """On the folder: the file is replaced, and a file for locks would stay beside it."""
+    """Locks the directory: the file itself is replaced, and a lock file would remain."""
     import fcntl  # late: not every system has it
 
     deadline = time.monotonic() + _LOCK_S
@@ -99,30 +99,30 @@ def _lock(descriptor: int, path: Path) -> None:
             return
         except BlockingIOError:
             if time.monotonic() > deadline:
-                raise ConfigError(f"the grid's file {path} is being changed by another process") from None
+                raise ConfigError(f"the grid file {path} is locked by another process") from None
             time.sleep(_LOCK_STEP_S)
         except OSError:  # a file system without locks
             return
 
 
-def _write(path: Path, text: str) -> None:
-    """Replaces the file, or what it links to, and keeps its mode. Raises ConfigError."""
+def write_grid_file(path: Path, text: str) -> None:
+    """Replaces the file, or the target of the link, and keeps its mode. Raises ConfigError."""
     try:
         path = path.resolve()
         mode = path.stat().st_mode & 0o777 if path.exists() else 0o644
-        beside = path.with_name(f".{path.name}.{os.getpid()}.new")
+        temporary = path.with_name(f".{path.name}.{os.getpid()}.new")
         try:
-            beside.write_bytes(text.encode())
-            beside.chmod(mode)
-            beside.replace(path)
+            temporary.write_bytes(text.encode())
+            temporary.chmod(mode)
+            temporary.replace(path)
         finally:
-            beside.unlink(missing_ok=True)
+            temporary.unlink(missing_ok=True)
     except OSError as error:
-        raise ConfigError(f"the grid's file {path} cannot be written: {error.strerror}") from error
+        raise ConfigError(f"could not write the grid file {path}: {error.strerror}") from error
 
 
 def _parse(text: str, name: str) -> GridFile | None:
-    """None for a file that is right except that it has no nodes yet."""
+    """Parses the file; None if it has no nodes yet."""
     root = _compose(text, name)
     if isinstance(root, yaml.MappingNode) and _is_empty(_nodes_of(root)):
         return None
@@ -133,8 +133,8 @@ def _compose(text: str, name: str) -> yaml.Node | None:
     try:
         found: yaml.Node | None = yaml.compose(text, Loader=yaml.SafeLoader)
     except (yaml.YAMLError, ValueError, RecursionError):
-        parse_grid_file(text, name=name)  # says what is wrong, and where
-        raise ConfigError(f"{name}: this is not YAML") from None
+        parse_grid_file(text, name=name)  # raises an error with the position
+        raise ConfigError(f"{name}: invalid YAML") from None
     return found
 
 
@@ -148,15 +148,15 @@ def _is_empty(node: yaml.Node | None) -> bool:
     return node is None or node.tag == "tag:yaml.org,2002:null"
 
 
-def _check(made: str, before: GridFile | None, nodes: tuple[GridNode, ...], *, name: str) -> None:
-    after = parse_grid_file(made, name=name)
+def _verify_edit(edited: str, before: GridFile | None, nodes: tuple[GridNode, ...], *, name: str) -> None:
+    after = parse_grid_file(edited, name=name)
     wanted = dataclasses.replace(before, nodes=nodes) if before else dataclasses.replace(after, nodes=nodes)
     if after != wanted:
-        raise UsageError(f"the nodes in {name} are written in a way that cannot be edited; edit it by hand")
+        raise UsageError(f"could not edit the nodes in {name}: unsupported layout; edit it by hand")
 
 
-def _spelled(node: GridNode) -> str:
-    """One line that means the node in a block as well as within brackets."""
+def _format_node(node: GridNode) -> str:
+    """Formats the node as one line of YAML that is valid in block and in flow style."""
     if node == GridNode(name=node.name, user=node.user, port=node.port):
         user = f"{node.user}@" if node.user else ""
         return f"{user}{node.name}" + (f":{node.port}" if node.port else "")
@@ -168,7 +168,7 @@ def _spelled(node: GridNode) -> str:
 
 
 class _Text:
-    """A text and where its nodes stand in it."""
+    """The text of a grid file and the positions of its nodes."""
 
     def __init__(self, text: str) -> None:
         self._newline = "\r\n" if "\r\n" in text else "\n"
@@ -179,37 +179,37 @@ class _Text:
         self._root = root if isinstance(root, yaml.MappingNode) else None
         self._nodes = _nodes_of(self._root) if self._root is not None else None
 
-    def added(self, spelled: str) -> str:
+    def insert_node(self, entry: str) -> str:
         nodes = self._nodes
         if nodes is None:
-            return f"{self._text}nodes:{self._newline}  - {spelled}{self._newline}"
+            return f"{self._text}nodes:{self._newline}  - {entry}{self._newline}"
         if isinstance(nodes, yaml.SequenceNode) and nodes.flow_style:
             if not nodes.value:
-                return self._with(nodes.start_mark.index + 1, nodes.end_mark.index - 1, spelled)
+                return self._splice(nodes.start_mark.index + 1, nodes.end_mark.index - 1, entry)
             end = nodes.value[-1].end_mark.index
-            return self._with(end, end, f", {spelled}")
+            return self._splice(end, end, f", {entry}")
         if isinstance(nodes, yaml.SequenceNode):
             line = _last_line(nodes.value[-1]) + 1
-            return self._inserted(line, f"{self._dash_indent(nodes.value[0])}- {spelled}")
-        # 'nodes:' with nothing behind it: null stands where the value would begin.
-        return self._inserted(self._key_line() + 1, f"  - {spelled}")
+            return self._insert_line(line, f"{self._dash_indent(nodes.value[0])}- {entry}")
+        # 'nodes:' without a value: insert after that line.
+        return self._insert_line(self._key_line() + 1, f"  - {entry}")
 
-    def removed(self, place: int) -> str:
+    def remove_node(self, place: int) -> str:
         nodes = self._nodes
         assert isinstance(nodes, yaml.SequenceNode)
         entry = nodes.value[place]
         if nodes.flow_style:
             if place:
-                return self._with(nodes.value[place - 1].end_mark.index, entry.end_mark.index, "")
-            return self._with(entry.start_mark.index, nodes.value[1].start_mark.index, "")
+                return self._splice(nodes.value[place - 1].end_mark.index, entry.end_mark.index, "")
+            return self._splice(entry.start_mark.index, nodes.value[1].start_mark.index, "")
         lines = self._text.splitlines(keepends=True)
         del lines[self._dash_line(entry) : _last_line(entry) + 1]
         return "".join(lines)
 
-    def _with(self, start: int, end: int, text: str) -> str:
+    def _splice(self, start: int, end: int, text: str) -> str:
         return self._text[:start] + text + self._text[end:]
 
-    def _inserted(self, line: int, text: str) -> str:
+    def _insert_line(self, line: int, text: str) -> str:
         lines = self._text.splitlines(keepends=True)
         return "".join([*lines[:line], text + self._newline, *lines[line:]])
 
@@ -218,7 +218,7 @@ class _Text:
         return next(int(key.start_mark.line) for key, _ in self._root.value if key.value == "nodes")
 
     def _dash_line(self, entry: yaml.Node) -> int:
-        """The entry may begin a line or more below its dash."""
+        """Returns the line of the dash; the entry itself may start on a later line."""
         lines = self._text.splitlines()
         line = int(entry.start_mark.line)
         while line > 0 and not lines[line].lstrip().startswith("-"):
@@ -231,7 +231,7 @@ class _Text:
 
 
 def _last_line(node: yaml.Node) -> int:
-    """Of what the node itself says: the end of a block is only seen where the next thing begins."""
+    """Returns the last line of the node's own content: YAML ends a block where the next one starts."""
     if isinstance(node, yaml.MappingNode) and not node.flow_style and node.value:
         return max(_last_line(each) for pair in node.value for each in pair)
     if isinstance(node, yaml.SequenceNode) and not node.flow_style and node.value:

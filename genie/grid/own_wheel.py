@@ -1,7 +1,7 @@
-"""This Genie as a wheel, made of its own files, so that a node gets the very version that runs here.
+"""Builds a wheel of the running Genie from its own files, so that a node gets the same version.
 
-Works for an installed package and for a checkout, needs no build tool, and gives the same bytes for the
-same files. Not for: publishing (pyproject.toml has the build backend for that).
+Works for an installed package and for a checkout, needs no build tool, and is reproducible. Not used for
+publishing (see the build backend in pyproject.toml).
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ import genie
 
 DISTRIBUTION = "genie-gpu"
 _EPOCH = (1980, 1, 1, 0, 0, 0)
-_SOURCES = {".py", ".typed", ".yml", ".cpp", ".h", ".txt", ".proto"}
+_SOURCES = {".py", ".typed", ".yml", ".yaml", ".cpp", ".h", ".txt", ".proto"}
 
 
 def wheel() -> tuple[str, bytes]:
-    """The file's name and its content."""
+    """Return the file name and content."""
     found = importlib.metadata.distribution(DISTRIBUTION)
     info = f"{DISTRIBUTION.replace('-', '_')}-{found.version}.dist-info"
     files = dict(_package_files())
@@ -41,14 +41,14 @@ def wheel() -> tuple[str, bytes]:
 
 def _package_files() -> Iterator[tuple[str, bytes]]:
     package = Path(genie.__file__).parent
-    yield from _under(package, "genie")
-    # A checkout keeps its C++ beside the package; a wheel carries it inside.
-    beside = package.parent / "native"
-    if not (package / "_native").is_dir() and beside.is_dir():
-        yield from _under(beside, "genie/_native")
+    yield from _source_files(package, "genie")
+    # The C++ sources are next to the package in a checkout, and inside it in a wheel.
+    native = package.parent / "native"
+    if not (package / "_native").is_dir() and native.is_dir():
+        yield from _source_files(native, "genie/_native")
 
 
-def _under(folder: Path, prefix: str) -> Iterator[tuple[str, bytes]]:
+def _source_files(folder: Path, prefix: str) -> Iterator[tuple[str, bytes]]:
     for path in sorted(folder.rglob("*")):
         if path.is_file() and path.suffix in _SOURCES and "__pycache__" not in path.parts:
             yield f"{prefix}/{path.relative_to(folder).as_posix()}", path.read_bytes()

@@ -1,10 +1,10 @@
-"""The door to the cluster: SSH nodes become nodes of a cluster, and come back.
+"""Turns grid nodes into nodes of a cluster, and back.
 
-`promote` brings this Genie to a node in an environment of its own, joins the node with a single-use
-token, and waits until the controller sees it. `demote` stops the agent, takes the node out of the
-cluster, and removes what `promote` brought. Both can be repeated: what is done already is left alone.
+`promote` installs this version of Genie on a node in its own environment, joins the node with a single-use
+token, and waits until the controller lists it. `demote` stops the agent, removes the node from the cluster,
+and deletes the files that `promote` installed. Both are idempotent.
 
-Not for: the agent itself (genie/agent), or Python environments for jobs (setup.py).
+Not responsible for the agent (genie/agent) or Python environments for runs (setup.py).
 """
 
 from __future__ import annotations
@@ -18,33 +18,33 @@ from pathlib import Path
 from genie.cluster.client import ClusterClient
 from genie.errors import DeadlineError, GenieError, GridError, NodeNotFoundError, TransportError
 from genie.grid import own_wheel
-from genie.grid.grid_file import GridFile, Say
-from genie.grid.login_shell import check_login_shell
-from genie.grid.shell_words import path_word, through_login_shell
-from genie.grid.ssh_pool import Completed, Link, SshPool
+from genie.grid.grid_file import GridFile, ProgressCallback
+from genie.grid.ssh.login_shell import check_login_shell
+from genie.grid.ssh.pool import CommandResult, NodeConnection, SshPool
+from genie.grid.ssh.shell_words import path_word, through_login_shell
 from genie.model.node import NodeStatus
 from genie.model.tenant import TokenKind
-from genie.runtime.tasks import all_of
+from genie.processes.tasks import all_of
 
 PYTHONS = ("python3", "python3.12", "python3.11", "python3.13")
-_OLDEST = (3, 11)
-_ENVIRONMENT = "genie_env"
-_STATE = ".genie"
-_INSTALL_S = 1800.0
-_JOIN_S = 120.0
-_SEEN_S = 60.0
+_PYTHON_VERSION_MIN = (3, 11)
+_ENVIRONMENT_DIR = "genie_env"
+_STATE_DIR = ".genie"
+_INSTALL_TIMEOUT_S = 1800.0
+_JOIN_TIMEOUT_S = 120.0
+_UP_TIMEOUT_S = 60.0
 _STEP_S = 0.2
 _LINES_SHOWN = 5
 
-_NOT_UP = (NodeStatus.INITIALIZING, NodeStatus.SUSPECT, NodeStatus.DISCONNECTED)
+_NOT_UP_STATES = (NodeStatus.INITIALIZING, NodeStatus.SUSPECT, NodeStatus.DISCONNECTED)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Moved:
-    """What became of one node: the word that fits `promote` or `demote`, or the error.
+class PromotionResult:
+    """The result for one node. `outcome` is 'promoted', 'already promoted', 'demoted' or 'not promoted'.
 
-    With an error, the word is 'failed', or 'unreachable' where the node or the cluster was not reached, and
-    `exit_code` is that of the error; else it is 0.
+    On error it is 'failed', or 'unreachable' if the node or the cluster is, and `exit_code` is that of the
+    error.
     """
 
     node: str
@@ -54,9 +54,9 @@ class Moved:
 
 
 class Promotion:
-    """`packages` are installed beside Genie (torch, say), from the folder `wheels` or else from an index.
+    """`packages` are installed in addition to Genie (torch, for example), from `wheels` or an index.
 
-    `controller` is the cluster's address as nodes reach it. `force` demotes nodes that have jobs.
+    `controller` is the cluster's address as seen from the nodes. `force` demotes nodes that have jobs.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class Promotion:
         packages: Sequence[str] = (),
         wheels: Path | None = None,
         force: bool = False,
-        say: Say = lambda _node, _text: None,
+        on_progress: ProgressCallback = lambda _node, _text: None,
     ) -> None:
         self._pool = pool
         self._file = file
@@ -80,141 +80,195 @@ class Promotion:
         self._packages = tuple(packages)
         self._wheels = wheels
         self._force = force
-        self._say = say
+        self._on_progress = on_progress
 
-    async def promote(self, names: Sequence[str]) -> list[Moved]:
-        """One entry for each name, in order; an error of one node leaves the others alone."""
-        return await self._each(names, self._promote_one)
+    async def promote(self, names: Sequence[str]) -> list[PromotionResult]:
+        """Return one result per name, in order; an error of one node does not affect the others."""
+        return await self._move_each(names, self._promote_one)
 
-    async def demote(self, names: Sequence[str]) -> list[Moved]:
-        return await self._each(names, self._demote_one)
+    async def demote(self, names: Sequence[str]) -> list[PromotionResult]:
+        return await self._move_each(names, self._demote_one)
 
-    async def _each(self, names: Sequence[str], move: Callable[[str], Awaitable[str]]) -> list[Moved]:
-        # Each holds its connection for as long as it takes.
-        at_once = asyncio.Semaphore(min(self._file.sync.max_parallel_transfers, self._file.ssh.pool_size))
+    async def _move_each(
+        self, names: Sequence[str], move: Callable[[str], Awaitable[str]]
+    ) -> list[PromotionResult]:
+        # Each holds its connection until it is done.
+        slots = asyncio.Semaphore(min(self._file.sync.max_parallel_transfers, self._file.ssh.pool_size))
 
-        async def one(name: str) -> Moved:
-            async with at_once:
+        async def one(name: str) -> PromotionResult:
+            async with slots:
                 try:
-                    return Moved(node=name, outcome=await move(name))
+                    return PromotionResult(node=name, outcome=await move(name))
                 except GenieError as error:
                     code = error.exit_code
                     outcome = "unreachable" if code == TransportError.exit_code else "failed"
-                    return Moved(node=name, outcome=outcome, error=str(error), exit_code=code)
+                    return PromotionResult(node=name, outcome=outcome, error=str(error), exit_code=code)
 
         return await all_of(map(one, names))
 
     async def _promote_one(self, name: str) -> str:
         if await self._is_up(name):
-            return "was there"
-        async with self._pool.use(name, bare=True) as link:
-            places = _places(self._file.remote_root)
-            self._say(name, "looking for Python")
+            return "already promoted"
+        async with self._pool.use(name, without_helper=True) as link:
+            places = _node_paths(self._file.remote_root)
+            self._on_progress(name, "searching for Python")
             python = await self._find_python(link)
-            await self._install(link, places, python)
-            self._say(name, f"joining the cluster at {self._controller}")
-            await self._join(link, places)
-        await self._wait_seen(name)
+            missing = await self._missing_paths(link, places)
+            try:
+                await self._install(link, places, python)
+                self._on_progress(name, f"joining the cluster at {self._controller}")
+                await self._join(link, places)
+            except GenieError:
+                await self._undo_install(link, places, missing)
+                raise
+        await self._wait_up(name)
         return "promoted"
+
+    async def _missing_paths(self, link: NodeConnection, places: _NodePaths) -> list[str]:
+        """Return those paths that `_install` and `_join` will create."""
+        paths = (places.environment, places.state)
+        tests = "; ".join(f"[ -e {path} ] || echo {number}" for number, path in enumerate(paths))
+        done = _check(
+            await _run_shell(link, tests + "; true", timeout_s=self._file.ssh.timeout),
+            f"node {link.name}: could not read the remote directory",
+        )
+        return [paths[int(number)] for number in done.stdout.split()]
+
+    async def _undo_install(self, link: NodeConnection, places: _NodePaths, created: Sequence[str]) -> None:
+        """Remove what a failed promotion has created. Failures are reported as progress: the promotion has
+        its own error."""
+        if not created:
+            return
+        self._on_progress(link.name, "removing the incomplete installation")
+        # An agent that uses an existing state directory is not part of this promotion.
+        stop = f"{_stop_command(places)}; " if places.state in created else ""
+        remove = f"rm -rf -- {' '.join(created)}"
+        try:
+            _check(
+                await _run_shell(link, stop + remove, timeout_s=_JOIN_TIMEOUT_S), "could not remove all files"
+            )
+        except GenieError as error:
+            self._on_progress(link.name, f"the incomplete installation is left: {error}")
 
     async def _demote_one(self, name: str) -> str:
         await self._check_idle(name)
-        async with self._pool.use(name, bare=True) as link:
-            places = _places(self._file.remote_root)
-            self._say(name, "stopping the agent")
-            stop = f"if [ -x {places.genie} ]; then {places.state_variable} {places.genie} down; fi"
-            _check(await _sh(link, stop, timeout_s=_JOIN_S), f"node {name}: its agent could not be stopped")
-            self._say(name, "leaving the cluster")
-            was_there = await self._forget(name)
-            gone = f"rm -rf -- {places.environment} {places.state}"
-            _check(await _sh(link, gone, timeout_s=_JOIN_S), f"node {name}: not everything could be removed")
-        return "demoted" if was_there else "was not there"
+        async with self._pool.use(name, without_helper=True) as link:
+            places = _node_paths(self._file.remote_root)
+            self._on_progress(name, "stopping the agent")
+            _check(
+                await _run_shell(link, _stop_command(places), timeout_s=_JOIN_TIMEOUT_S),
+                f"node {name}: could not stop the agent",
+            )
+            self._on_progress(name, "removing the node from the cluster")
+            was_member = await self._forget(name)
+            remove = f"rm -rf -- {places.environment} {places.state}"
+            _check(
+                await _run_shell(link, remove, timeout_s=_JOIN_TIMEOUT_S),
+                f"node {name}: could not remove all files",
+            )
+        return "demoted" if was_member else "not promoted"
 
     async def _check_idle(self, name: str) -> None:
         for view in await self._client.nodes():
-            if view.info.node_id == name and view.ledger.holds and not self._force:
-                jobs = ", ".join(sorted({hold.job_id for hold in view.ledger.holds})[:5])
+            if view.info.node_id == name and view.node_holds.holds and not self._force:
+                jobs = ", ".join(sorted({hold.job_id for hold in view.node_holds.holds})[:5])
                 raise GridError(
-                    f"node {name} has jobs: {jobs}",
-                    hint=f"'genie drain {name}' and wait, or end them with --force",
+                    f"node {name} has running jobs: {jobs}",
+                    hint=f"run 'genie drain {name}' and wait, or stop them with --force",
                 )
 
-    async def _find_python(self, link: Link) -> str:
-        """The first of the candidates that is new enough."""
+    async def _find_python(self, link: NodeConnection) -> str:
+        """Return the first candidate that is new enough. Raises GridError."""
         candidates = (self._python,) if self._python else PYTHONS
-        show = "import sys; print('.'.join(map(str, sys.version_info[:2])))"
+        program = "import sys; print('.'.join(map(str, sys.version_info[:2])))"
         seen = []
         for candidate in candidates:
-            asked = f"{shlex.quote(candidate)} -c {shlex.quote(show)}"
-            done = await _sh(link, asked, timeout_s=self._file.ssh.timeout)
+            command = f"{shlex.quote(candidate)} -c {shlex.quote(program)}"
+            done = await _run_shell(link, command, timeout_s=self._file.ssh.timeout)
             version = done.stdout.decode(errors="replace").strip()
-            if done.exit_code == 0 and _version(version) >= _OLDEST:
+            if done.exit_code == 0 and _version(version) >= _PYTHON_VERSION_MIN:
                 return candidate
             seen.append(f"{candidate} {version}" if version else f"no {candidate}")
         raise GridError(
-            f"node {link.name} has no Python {_OLDEST[0]}.{_OLDEST[1]} or newer: {', '.join(seen)}",
-            hint="install one, and name it with --python",
+            f"node {link.name} has no Python {'.'.join(map(str, _PYTHON_VERSION_MIN))} or newer: "
+            f"{', '.join(seen)}",
+            hint="install one and pass it with --python",
         )
 
-    async def _install(self, link: Link, places: _Places, python: str) -> None:
-        # pip is the last that it gets: one whose making broke off is finished.
-        made = f"[ -x {places.environment}/bin/pip ] || {shlex.quote(python)} -m venv {places.environment}"
+    async def _install(self, link: NodeConnection, places: _NodePaths, python: str) -> None:
+        # venv creates pip last, so an incomplete environment is created again.
+        venv = f"[ -x {places.environment}/bin/pip ] || {shlex.quote(python)} -m venv {places.environment}"
         _check(
-            await _sh(link, f"mkdir -p -- {places.root} && {{ {made}; }}", timeout_s=_INSTALL_S),
-            f"node {link.name}: no environment could be made",
+            await _run_shell(
+                link, f"mkdir -p -- {places.root} && {{ {venv}; }}", timeout_s=_INSTALL_TIMEOUT_S
+            ),
+            f"node {link.name}: could not create an environment",
             hint="on Debian and Ubuntu: apt install python3-venv",
         )
-        brought = f"{places.environment}/wheels"
-        self._say(link.name, "bringing Genie there")
+        wheels = f"{places.environment}/wheels"
+        self._on_progress(link.name, "uploading Genie")
         file_name, content = await asyncio.to_thread(own_wheel.wheel)
-        await _put(link, brought, file_name, content)
+        await _upload(link, wheels, file_name, content)
         source = ""
         if self._wheels is not None:
             for wheel in sorted(self._wheels.glob("*.whl")):
-                await _put(link, brought, wheel.name, await asyncio.to_thread(wheel.read_bytes))
-            source = f"--no-index --find-links {brought} "
-        self._say(link.name, "installing")
+                await _upload(link, wheels, wheel.name, await asyncio.to_thread(wheel.read_bytes))
+            source = f"--no-index --find-links {wheels} "
+        self._on_progress(link.name, "installing")
         packages = " ".join(shlex.quote(package) for package in self._packages)
-        wanted = f"{brought}/{shlex.quote(file_name)} {packages}"
-        pip = f"{places.python} -m pip --disable-pip-version-check --no-input install {source}{wanted}"
+        requirements = f"{wheels}/{shlex.quote(file_name)} {packages}"
+        pip = f"{places.python} -m pip --disable-pip-version-check --no-input install {source}{requirements}"
         _check(
-            await _sh(link, f"{pip} 2>&1", timeout_s=_INSTALL_S),
-            f"node {link.name}: Genie could not be installed",
-            hint="without an index on the node, give the wheels with --wheels DIR",
+            await _run_shell(link, f"{pip} 2>&1", timeout_s=_INSTALL_TIMEOUT_S),
+            f"node {link.name}: could not install Genie",
+            hint="if the node cannot reach a package index, pass the wheels with --wheels DIR",
         )
 
-    async def _join(self, link: Link, places: _Places) -> None:
+    async def _join(self, link: NodeConnection, places: _NodePaths) -> None:
         created = await self._client.create_token(TokenKind.JOIN, name=f"grid-{link.name}")
         join = (
             f"{places.state_variable} {places.genie} join {shlex.quote(self._controller)} "
             f"--node-id {shlex.quote(link.name)} --token-file - --detach 2>&1"
         )
-        # The token goes through the pipe: arguments can be read by everyone on the node.
-        _check(
-            await _sh(link, join, stdin=created.token.encode(), timeout_s=_JOIN_S),
-            f"node {link.name}: it could not join the cluster at {self._controller}",
-            hint="that address must be reachable from the node",
-        )
+        # The token is passed on standard input: other users on the node can read arguments.
+        try:
+            _check(
+                await _run_shell(link, join, stdin=created.token.encode(), timeout_s=_JOIN_TIMEOUT_S),
+                f"node {link.name}: could not join the cluster at {self._controller}",
+                hint="the address must be reachable from the node",
+            )
+        except GenieError:
+            await self._revoke(created.record.token_id, link.name)
+            raise
+
+    async def _revoke(self, token_id: str, node: str) -> None:
+        try:
+            await self._client.revoke_token(token_id)
+        except GenieError as error:
+            self._on_progress(node, f"join token {token_id} could not be revoked: {error}")
 
     async def _is_up(self, name: str) -> bool:
         return any(
-            view.info.node_id == name and view.info.status not in _NOT_UP
+            view.info.node_id == name and view.info.status not in _NOT_UP_STATES
             for view in await self._client.nodes()
         )
 
-    async def _wait_seen(self, name: str) -> None:
+    async def _wait_up(self, name: str) -> None:
         try:
-            async with asyncio.timeout(_SEEN_S):
-                while not await self._is_up(name):  # noqa: ASYNC110 - the other end is another process
+            async with asyncio.timeout(_UP_TIMEOUT_S):
+                while not await self._is_up(name):  # noqa: ASYNC110 - the state is in another process
                     await asyncio.sleep(_STEP_S)
         except TimeoutError:
             raise DeadlineError(
-                f"node {name} has joined, but the cluster does not see it after {_SEEN_S:g} s"
+                f"node {name} has joined, but the cluster does not list it as up after {_UP_TIMEOUT_S:g} s"
             ) from None
 
     async def _forget(self, name: str) -> bool:
-        """The controller refuses while the agent's connection is still there; that ends in a moment."""
-        deadline = asyncio.get_running_loop().time() + _SEEN_S
+        """Remove the node from the cluster; False if it is not a member.
+
+        Retried, because the controller rejects it until the agent's connection has closed.
+        """
+        deadline = asyncio.get_running_loop().time() + _UP_TIMEOUT_S
         while True:
             try:
                 await self._client.forget_node(name)
@@ -228,8 +282,8 @@ class Promotion:
 
 
 @dataclass(frozen=True)
-class _Places:
-    """Paths on the node, as words of sh."""
+class _NodePaths:
+    """Paths on the node, quoted for sh."""
 
     root: str
     environment: str
@@ -248,30 +302,39 @@ class _Places:
         return f"GENIE_STATE_DIR={self.state}"
 
 
-def _places(root: str) -> _Places:
-    return _Places(*(path_word(path) for path in (root, f"{root}/{_ENVIRONMENT}", f"{root}/{_STATE}")))
+def _node_paths(root: str) -> _NodePaths:
+    return _NodePaths(
+        *(path_word(path) for path in (root, f"{root}/{_ENVIRONMENT_DIR}", f"{root}/{_STATE_DIR}"))
+    )
 
 
-async def _sh(link: Link, line: str, *, stdin: bytes = b"", timeout_s: float) -> Completed:
-    """Our lines are sh's; the login shell may be another one."""
+def _stop_command(places: _NodePaths) -> str:
+    """A line of sh that stops the agent, if one is installed."""
+    return f"if [ -x {places.genie} ]; then {places.state_variable} {places.genie} down; fi"
+
+
+async def _run_shell(
+    link: NodeConnection, line: str, *, stdin: bytes = b"", timeout_s: float
+) -> CommandResult:
+    """Run a line of sh, whatever the login shell is."""
     done = await link.command(through_login_shell(line), stdin=stdin, timeout_s=timeout_s)
     if done.exit_code != 0:
         await check_login_shell(link, timeout_s=timeout_s)
     return done
 
 
-async def _put(link: Link, folder: str, name: str, content: bytes) -> None:
-    put = f"mkdir -p -- {folder} && cat > {folder}/{shlex.quote(name)}"
+async def _upload(link: NodeConnection, folder: str, name: str, content: bytes) -> None:
+    command = f"mkdir -p -- {folder} && cat > {folder}/{shlex.quote(name)}"
     _check(
-        await _sh(link, put, stdin=content, timeout_s=_INSTALL_S),
-        f"node {link.name}: {name} could not be sent",
+        await _run_shell(link, command, stdin=content, timeout_s=_INSTALL_TIMEOUT_S),
+        f"node {link.name}: could not upload {name}",
     )
 
 
-def _check(done: Completed, problem: str, *, hint: str = "") -> Completed:
+def _check(done: CommandResult, problem: str, *, hint: str = "") -> CommandResult:
     if done.exit_code != 0:
-        told = (done.stderr or done.stdout).decode(errors="replace").strip().splitlines()[-_LINES_SHOWN:]
-        raise GridError(f"{problem}: {' / '.join(told) or f'exit code {done.exit_code}'}", hint=hint)
+        lines = (done.stderr or done.stdout).decode(errors="replace").strip().splitlines()[-_LINES_SHOWN:]
+        raise GridError(f"{problem}: {' / '.join(lines) or f'exit code {done.exit_code}'}", hint=hint)
     return done
 
 

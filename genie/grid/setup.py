@@ -1,9 +1,9 @@
-"""`setup`: the same Python environment on all nodes, REMOTE_ROOT/grid_env, with the packages asked for.
+"""Installs the same Python environment on all nodes, REMOTE_ROOT/grid_env (`grid-cli setup`).
 
-`wish()` turns what was asked for into one value with a stamp; a node whose stamp is the same is left as
-it is. Wheels can be sent along for nodes without a network.
+`read_environment_spec()` validates the request; a node whose stamp matches it is not changed. Wheels can be
+uploaded to nodes without internet access.
 
-Not for: what runs on the nodes (remote/environment.py).
+Does not run on the nodes (remote/environment.py does).
 """
 
 from __future__ import annotations
@@ -19,14 +19,17 @@ from pathlib import Path
 from typing import Any
 
 from genie.errors import GenieError, NodeRefusedError, TransportError, UsageError
-from genie.grid.grid_file import GridFile, Say
-from genie.grid.login_shell import check_login_shell
-from genie.grid.ssh_pool import Link, SshPool
-from genie.runtime.tasks import all_of
+from genie.grid.grid_file import GridFile, ProgressCallback
+from genie.grid.ssh.login_shell import check_login_shell
+from genie.grid.ssh.pool import NodeConnection, SshPool
+from genie.processes.tasks import all_of, unwrapped_task_group
+from genie.telemetry.log import redact
 
+DEFAULT_PACKAGES = ("ray[default]", "torch", "numpy")
+"""Packages that `grid-cli setup` installs by default."""
 INSTALL_S = 3600.0
-_LOOK_S = 60.0
-_PUT_S = 120.0
+_INSPECT_TIMEOUT_S = 60.0
+_UPLOAD_TIMEOUT_S = 120.0
 _MARGIN_S = 30.0
 _PROGRESS_S = 1.0
 _PART_BYTES = 4 << 20
@@ -34,12 +37,14 @@ _LOG = ".grid/setup/setup.log"
 _PACKAGES_MAX = 1000
 _WHEELS_MAX = 2000
 _REQUIREMENTS_BYTES_MAX = 1 << 20
-_ELSEWHERE = re.compile(r"\s*(-r|-c|-e|--requirement|--constraint|--editable|-f|--find-links|\.{1,2}/|file:)")
+_UNSUPPORTED_REQUIREMENT = re.compile(
+    r"\s*(--requirement|--constraint|--editable|--find-links|-r|-c|-e|-f|\.{1,2}/|file:)"
+)
 
 
 @dataclass(frozen=True)
-class Wish:
-    """What every node is to have. `wheels` are files of this machine by name, with their hashes."""
+class EnvironmentSpec:
+    """The requested environment. `wheels` are (name, SHA-256, local path)."""
 
     requirements: str = ""
     packages: tuple[str, ...] = ()
@@ -48,8 +53,8 @@ class Wish:
     wheels: tuple[tuple[str, str, Path], ...] = ()
 
     def stamp(self, python_version: str) -> dict[str, Any]:
-        """Equal for two wishes that would install the same with the same Python."""
-        asked = repr(
+        """Equal for two specs that install the same with the same Python."""
+        request = repr(
             (
                 self.requirements,
                 sorted(self.packages),
@@ -57,14 +62,14 @@ class Wish:
                 sorted((name, sha) for name, sha, _ in self.wheels),
             )
         )
-        return {"asked": hashlib.sha256(asked.encode()).hexdigest(), "python": python_version}
+        return {"asked": hashlib.sha256(request.encode()).hexdigest(), "python": python_version}
 
 
 @dataclass(frozen=True)
 class SetupReport:
-    """One node. `state` is 'installed', 'unchanged', 'failed' or 'unreachable'.
+    """Result for one node. `state` is 'installed', 'unchanged', 'failed' or 'unreachable'.
 
-    `exit_code` is that of the error, 0 where there is none.
+    `exit_code` is that of the error, 0 without error.
     """
 
     node: str
@@ -76,70 +81,101 @@ class SetupReport:
     exit_code: int = 0
 
 
-def wish(
+def read_environment_spec(
     *,
     requirements: Path | None,
     packages: Sequence[str] = (),
     python: str = "python3",
     system_packages: bool = False,
     wheels: Path | None = None,
-) -> Wish:
-    """Reads and checks what is asked for. Raises UsageError that names the option or the line."""
+) -> EnvironmentSpec:
+    """Read and validate the request. Raises UsageError with the option or line."""
     if not re.fullmatch(r"[A-Za-z0-9_~/][^\0\n]{0,499}", python):
-        raise UsageError(f"--python {python!r} is not allowed", hint="give a program of the nodes")
-    return Wish(
+        raise UsageError(f"--python {python!r} is not allowed", hint="pass the path of a Python on the nodes")
+    return EnvironmentSpec(
         requirements=_read_requirements(requirements) if requirements is not None else "",
-        packages=checked_packages(packages),
+        packages=check_packages(packages),
         python=python,
         system_packages=system_packages,
         wheels=_read_wheels(wheels) if wheels is not None else (),
     )
 
 
-def checked_packages(packages: Sequence[str]) -> tuple[str, ...]:
-    """As pip is given them. Raises UsageError for what it would take for an option."""
+def default_packages(wheels: Path | None) -> tuple[str, ...]:
+    """Return DEFAULT_PACKAGES; with a wheel directory only those in it, because pip uses no index then."""
+    if wheels is None:
+        return DEFAULT_PACKAGES
+    available = {_normalize(path.name.partition("-")[0]) for path in _wheel_files(wheels)}
+    return tuple(each for each in DEFAULT_PACKAGES if _normalize(each.partition("[")[0]) in available)
+
+
+def _normalize(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def check_packages(packages: Sequence[str]) -> tuple[str, ...]:
+    """Return the arguments for pip. Raises UsageError for a package that pip would parse as an option."""
     if len(packages) > _PACKAGES_MAX:
-        raise UsageError(f"at most {_PACKAGES_MAX} packages can be given")
+        raise UsageError(f"too many packages: the limit is {_PACKAGES_MAX}")
     for package in packages:
         if not re.fullmatch(r"[A-Za-z0-9][^\0\n]{0,499}", package):
             raise UsageError(
-                f"--package {package!r} is not allowed", hint="give a name, as in 'ray[default]==2.60.0'"
+                f"--package {package!r} is not allowed", hint="use a form like 'ray[default]==2.60.0'"
             )
     return tuple(packages)
 
 
 def _read_requirements(path: Path) -> str:
     try:
-        data = path.expanduser().read_bytes()
-        text = data.decode()
+        with _expand_user(path).open("rb") as file:
+            data = file.read(_REQUIREMENTS_BYTES_MAX + 1)
     except OSError as error:
-        raise UsageError(f"{path} cannot be read: {error.strerror}") from None
-    except UnicodeDecodeError:
-        raise UsageError(f"{path} is not UTF-8 text") from None
+        raise UsageError(
+            f"could not read the requirements file {path}: {error.strerror}", hint="check --requirements"
+        ) from None
     if len(data) > _REQUIREMENTS_BYTES_MAX:
         raise UsageError(f"{path} is larger than {_REQUIREMENTS_BYTES_MAX} bytes")
+    try:
+        text = data.decode("utf-8-sig")
+    except UnicodeDecodeError:
+        raise UsageError(f"{path} is not UTF-8 text") from None
     for number, line in enumerate(text.splitlines(), 1):
-        if _ELSEWHERE.match(line):
+        if found := _UNSUPPORTED_REQUIREMENT.match(line):
+            # Do not quote the line: its URL may contain a token.
+            what = f"option {found[1]}" if found[1].startswith("-") else "a local path"
             raise UsageError(
-                f"{path}:{number}: {line.strip()[:80]!r} names a file that the nodes do not have",
-                hint="list packages only; --wheels sends files along",
+                f"{path}:{number}: {what} is not supported in requirements for nodes",
+                hint="list packages, repositories as 'NAME @ git+https://...'; --wheels uploads local files",
             )
     return text
 
 
+def _expand_user(path: Path) -> Path:
+    try:
+        return path.expanduser()
+    except RuntimeError:
+        raise UsageError(
+            f"{path} cannot be read: no home directory for {path.parts[0]!r}", hint="pass an absolute path"
+        ) from None
+
+
 def _read_wheels(folder: Path) -> tuple[tuple[str, str, Path], ...]:
-    if not folder.expanduser().is_dir():
-        raise UsageError(f"--wheels {folder} is not a directory")
+    return tuple((path.name, _sha256(path), path) for path in _wheel_files(folder))
+
+
+def _wheel_files(folder: Path) -> list[Path]:
+    if not _expand_user(folder).is_dir():
+        raise UsageError(f"--wheels {str(folder)!r} is not a directory", hint="give a directory with wheels")
     found = sorted(
         path
-        for path in folder.expanduser().iterdir()
+        for path in _expand_user(folder).iterdir()
         if path.is_file() and path.name.endswith((".whl", ".tar.gz")) and not path.name.startswith((".", "-"))
     )
     if not found:
-        raise UsageError(f"there are no wheels in {folder}", hint="'pip download -d DIR PACKAGE' fills it")
+        raise UsageError(f"no wheels in {folder}", hint="download them: pip download -d DIR PACKAGE")
     if len(found) > _WHEELS_MAX:
-        raise UsageError(f"there are {len(found)} wheels in {folder}; at most {_WHEELS_MAX} are sent")
-    return tuple((path.name, _sha256(path), path) for path in found)
+        raise UsageError(f"{len(found)} wheels in {folder}: the limit is {_WHEELS_MAX}")
+    return found
 
 
 def _sha256(path: Path) -> str:
@@ -148,61 +184,70 @@ def _sha256(path: Path) -> str:
 
 
 class Setup:
-    """Brings a wish to the nodes, side by side. `who` is told to others who come meanwhile."""
+    """Installs an environment on nodes, concurrently. `requester` is shown to others while the setup runs."""
 
-    def __init__(self, pool: SshPool, file: GridFile, *, who: str = "") -> None:
+    def __init__(self, pool: SshPool, file: GridFile, *, requester: str = "") -> None:
         self._pool = pool
         self._file = file
-        self._who = who
-        self._places = asyncio.Semaphore(file.ssh.pool_size)
+        self._requester = requester
+        self._slots = asyncio.Semaphore(file.ssh.pool_size)
 
     async def run(
         self,
-        wanted: Wish,
+        spec: EnvironmentSpec,
         nodes: Sequence[str] = (),
         *,
         again: bool = False,
-        say: Say = lambda _node, _text: None,
+        on_progress: ProgressCallback = lambda _node, _text: None,
     ) -> list[SetupReport]:
-        """One report for each node, in the order of the file; a node that fails does not stop the others.
+        """Return one report per node; a node that fails does not stop the others.
 
-        `again` installs also where the stamp says that all is there.
+        `again` installs even if the stamp matches.
         """
         names = [self._file.node(name).name for name in nodes] or [node.name for node in self._file.nodes]
 
         async def one(name: str) -> SetupReport:
             try:
-                async with self._places, self._pool.use(name) as link:
-                    return await self._one(link, wanted, again=again, say=say)
+                async with self._slots, self._pool.use(name) as link:
+                    return await self._one(link, spec, again=again, on_progress=on_progress)
             except GenieError as error:
                 state = "unreachable" if error.exit_code == TransportError.exit_code else "failed"
-                hint = error.hint or _hint(error, name)
-                return SetupReport(name, state, error=error.message, hint=hint, exit_code=error.exit_code)
+                # pip prints URLs of the requirements, which may contain passwords.
+                text, hint = redact(error.message), redact(error.hint or _hint(error, name))
+                return SetupReport(name, state, error=text, hint=hint, exit_code=error.exit_code)
 
         return await all_of(map(one, names))
 
-    async def _one(self, link: Link, wanted: Wish, *, again: bool, say: Say) -> SetupReport:
+    async def _one(
+        self, link: NodeConnection, spec: EnvironmentSpec, *, again: bool, on_progress: ProgressCallback
+    ) -> SetupReport:
         if not link.has_helper:
-            await check_login_shell(link, timeout_s=_LOOK_S)
+            await check_login_shell(link, timeout_s=_INSPECT_TIMEOUT_S)
             raise NodeRefusedError(f"node {link.name} has no usable python3", reason="missing")
-        args = {"root": self._file.remote_root, "python": wanted.python}
-        found, _ = await link.call("environment.look", args, timeout_s=_LOOK_S)
-        stamp = wanted.stamp(str(found["version"]))
+        args = {"root": self._file.remote_root, "python": spec.python}
+        found, _ = await link.call("environment.inspect", args, timeout_s=_INSPECT_TIMEOUT_S)
+        stamp = spec.stamp(str(found["version"]))
         if found["stamp"] == stamp and not again:
-            say(link.name, "already has it")
+            on_progress(link.name, "already installed")
             return SetupReport(link.name, "unchanged", python=found["version"])
-        await self._send_wheels(link, wanted, found["wheels"], say)
-        say(link.name, f"installing with Python {found['version']}")
-        answer = await self._install(link, wanted, {**args, "stamp": stamp}, say)
-        say(link.name, f"done, {answer['packages']} packages")
+        await self._send_wheels(link, spec, found["wheels"], on_progress)
+        on_progress(link.name, f"installing with Python {found['version']}")
+        answer = await self._install(link, spec, {**args, "stamp": stamp}, on_progress)
+        on_progress(link.name, f"done, {answer['packages']} packages")
         return SetupReport(
             link.name, "installed", python=str(found["version"]), packages=int(answer["packages"])
         )
 
-    async def _send_wheels(self, link: Link, wanted: Wish, there: Mapping[str, str], say: Say) -> None:
-        missing = [each for each in wanted.wheels if there.get(each[0]) != each[1]]
+    async def _send_wheels(
+        self,
+        link: NodeConnection,
+        spec: EnvironmentSpec,
+        uploaded: Mapping[str, str],
+        on_progress: ProgressCallback,
+    ) -> None:
+        missing = [each for each in spec.wheels if uploaded.get(each[0]) != each[1]]
         for number, (name, sha256, path) in enumerate(missing, 1):
-            say(link.name, f"sending {name} ({number} of {len(missing)})")
+            on_progress(link.name, f"uploading {name} ({number} of {len(missing)})")
             size, upload = path.stat().st_size, secrets.token_hex(8)
             with path.open("rb") as file:
                 for offset in range(0, max(size, 1), _PART_BYTES):
@@ -215,59 +260,57 @@ class Setup:
                         "offset": offset,
                         "last": offset + _PART_BYTES >= size,
                     }
-                    await link.call("environment.put_wheel", args, part, timeout_s=_PUT_S)
+                    await link.call("environment.put_wheel", args, part, timeout_s=_UPLOAD_TIMEOUT_S)
 
     async def _install(
-        self, link: Link, wanted: Wish, args: Mapping[str, Any], say: Say
+        self,
+        link: NodeConnection,
+        spec: EnvironmentSpec,
+        args: Mapping[str, Any],
+        on_progress: ProgressCallback,
     ) -> Mapping[str, Any]:
-        whole = {
+        request = {
             **args,
-            "packages": list(wanted.packages),
-            "wheels": bool(wanted.wheels),
-            "system_packages": wanted.system_packages,
+            "packages": list(spec.packages),
+            "wheels": bool(spec.wheels),
+            "system_packages": spec.system_packages,
             "timeout_s": INSTALL_S,
-            "who": self._who,
+            "who": self._requester,
         }
 
         found: Mapping[str, Any] = {}
-        failure: GenieError | None = None
-        async with asyncio.TaskGroup() as tasks:
-            showing = tasks.create_task(self._show(link, say))
+        async with unwrapped_task_group() as tasks:
+            progress = tasks.create_task(self._show_progress(link, on_progress))
             try:
-                blob = wanted.requirements.encode()
+                blob = spec.requirements.encode()
                 found, _ = await link.call(
-                    "environment.install", whole, blob, timeout_s=INSTALL_S + _MARGIN_S
+                    "environment.install", request, blob, timeout_s=INSTALL_S + _MARGIN_S
                 )
-            except GenieError as error:  # raised outside of the group, which would wrap it
-                failure = error
             finally:
-                showing.cancel()
-        if failure is not None:
-            raise failure
+                progress.cancel()
         return found
 
-    async def _show(self, link: Link, say: Say) -> None:
-        """Tells the last line of the log whenever it is another one, until it is cancelled."""
+    async def _show_progress(self, link: NodeConnection, on_progress: ProgressCallback) -> None:
+        """Show the last line of the log whenever it changes, until cancelled."""
         shown = ""
         while True:
             await asyncio.sleep(_PROGRESS_S)
-            with contextlib.suppress(GenieError):  # the installation itself will say so
+            with contextlib.suppress(GenieError):  # the installation reports the same error
                 args = {"root": self._file.remote_root}
-                told, _ = await link.call("environment.progress", args, timeout_s=_LOOK_S)
-                if told["line"] and told["line"] != shown:
-                    shown = str(told["line"])
-                    say(link.name, shown[:200])
+                answer, _ = await link.call("environment.progress", args, timeout_s=_INSPECT_TIMEOUT_S)
+                if answer["line"] and answer["line"] != shown:
+                    shown = str(answer["line"])
+                    on_progress(link.name, redact(shown)[:200])
 
 
 def _hint(error: GenieError, node: str) -> str:
     text = error.message.lower()
     reason = getattr(error, "reason", "")
     if reason == "locked":
-        see = f"grid-cli run --node {node} 'tail {_LOG}'"
-        return f"it goes on without its connection; {see} shows how far it is; try again when it has ended"
+        return f"wait for it to finish, then retry; progress: grid-cli run --node {node} 'tail {_LOG}'"
     if reason == "venv" or "no module named venv" in text or "ensurepip" in text:
         return "on Debian and Ubuntu: apt install python3-venv"
     offline = ("name resolution", "connection", "network is unreachable", "proxyerror", "timed out")
     if reason == "pip" and any(each in text for each in offline):
-        return "a node without a network takes wheels from here: 'pip download -d DIR ...', then --wheels DIR"
+        return "for nodes without internet access: pip download -d DIR ..., then --wheels DIR"
     return ""

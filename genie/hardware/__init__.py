@@ -1,23 +1,28 @@
-"""Touches accelerators: what this machine has, how it is right now, and which of it a process may see.
+"""The hardware of this machine: accelerators, their readings and their visibility to processes.
 
-The door is here; one file per vendor stands behind it. Not for: deciding who gets what
-(scheduler/) or telling others about it (agent/, cluster/).
+This is the public interface; there is one module per vendor. Allocation is in scheduler/, reporting in agent/
+and cluster/.
 """
 
 from __future__ import annotations
 
 from genie.hardware.accelerators import Inventory, inventory
-from genie.hardware.host import HostFacts, host_facts
-from genie.hardware.limits import TEMPERATURE_C_MAX, UTILIZATION_PCT_MAX, is_busy, is_overheated
+from genie.hardware.host import CpuMeter, CpuReading, DiskSpace, HostFacts, disk_space, host_facts
+from genie.hardware.limits import UTILIZATION_PCT_MAX, is_busy, is_overheated
 from genie.hardware.probes import ProbeResult, probe
 from genie.hardware.visibility import visible_devices_env
+from genie.model.limits import TEMPERATURE_C_MAX
 
 __all__ = [
     "TEMPERATURE_C_MAX",
     "UTILIZATION_PCT_MAX",
+    "CpuMeter",
+    "CpuReading",
+    "DiskSpace",
     "HostFacts",
     "Inventory",
     "ProbeResult",
+    "disk_space",
     "host_facts",
     "inventory",
     "is_busy",

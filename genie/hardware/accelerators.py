@@ -1,8 +1,8 @@
-"""The list of accelerators of this machine, read once or again and again.
+"""The inventory of accelerators of this machine.
 
-GPUs where there are any, otherwise as many CPU accelerators as configured. Which of the two is
-decided by the first reading and stays: allocations refer to `gpu_id`, and a driver that is
-installed under a running agent must not put other hardware under the same number.
+GPUs if there are any, otherwise the configured number of CPU accelerators. The first reading decides which:
+allocations refer to `gpu_id`, so a driver that is installed while an agent runs must not replace the hardware
+behind an ID.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from types import TracebackType
 from typing import Protocol
 
 from genie.errors import HardwareError
-from genie.hardware.call_thread import CLOSE_TIMEOUT_S, CallThread
 from genie.hardware.cpu import CpuReader
-from genie.hardware.limits import Convalescence, with_verdict
+from genie.hardware.limits import RecoveryTracker, with_busy_status
 from genie.hardware.nvidia import NvidiaReader
 from genie.model.node import GPUInfo
+from genie.processes.call_thread import CLOSE_TIMEOUT_S, CallThread
 
 _log = logging.getLogger(__name__)
 
@@ -27,15 +27,15 @@ READ_TIMEOUT_S = 10.0
 
 
 def inventory(cpu_accelerators: int) -> tuple[GPUInfo, ...]:
-    """One reading, with everything closed again afterwards. Blocks."""
-    with Inventory(cpu_accelerators) as opened:
-        return opened.read()
+    """Reads the accelerators once and closes the drivers. Blocks."""
+    with Inventory(cpu_accelerators) as reader:
+        return reader.read()
 
 
 class Inventory:
-    """Accelerators to be read repeatedly; the owner closes it. Safe to use from several threads.
+    """Accelerators that are read repeatedly; the owner closes it. Thread-safe.
 
-    Drivers are opened by the first read. A missing driver is not an error: `absent_reason` keeps why.
+    The first read opens the drivers. A missing driver is not an error; `absent_reason` has the reason.
     """
 
     def __init__(self, cpu_accelerators: int) -> None:
@@ -45,24 +45,24 @@ class Inventory:
         self._lock = threading.Lock()
         self._thread = CallThread("genie-hardware")
         self._reader: _Reader | None = None
-        self._convalescence = Convalescence()
+        self._recovery = RecoveryTracker()
 
     def read(self, held: Collection[int] = ()) -> tuple[GPUInfo, ...]:
-        """Every accelerator, by `gpu_id`. Blocks for as long as the driver does; never raises.
+        """All accelerators, by `gpu_id`. Blocks as long as the driver does; never raises.
 
-        `held` are those on which jobs of this process run. What those use is not outside memory, and
-        one that they keep busy is as available as who shares it out says.
+        `held` are those with jobs of this process. The memory of these jobs is not outside memory, and the
+        load of these accelerators does not make them unavailable.
         """
         with self._lock:
             if self._reader is None:
-                self._reader = self._opened()
-            judged = [self._convalescence.judged(gpu) for gpu in self._reader.read(held)]
-            return tuple(gpu if gpu.gpu_id in held else with_verdict(gpu) for gpu in judged)
+                self._reader = self._open_reader()
+            readings = [self._recovery.update(gpu) for gpu in self._reader.read(held)]
+            return tuple(gpu if gpu.gpu_id in held else with_busy_status(gpu) for gpu in readings)
 
     async def read_async(
         self, held: Collection[int] = (), *, timeout_s: float = READ_TIMEOUT_S
     ) -> tuple[GPUInfo, ...]:
-        """The same on a thread of its own; HardwareError when the driver does not answer in time."""
+        """read() on a separate thread. Raises HardwareError if the driver does not respond in time."""
         return await self._thread.call(
             partial(self.read, held), what="reading the accelerators", timeout_s=timeout_s
         )
@@ -70,7 +70,7 @@ class Inventory:
     def close(self) -> None:
         """Idempotent."""
         self._thread.close()
-        # A thread that is stuck in the driver holds the lock for good: then there is nothing to close.
+        # A thread that is stuck in the driver holds the lock; then nothing can be closed.
         if self._lock.acquire(timeout=CLOSE_TIMEOUT_S):
             try:
                 if self._reader is not None:
@@ -86,7 +86,7 @@ class Inventory:
     ) -> None:
         self.close()
 
-    def _opened(self) -> _Reader:
+    def _open_reader(self) -> _Reader:
         try:
             reader = NvidiaReader()
         except HardwareError as error:

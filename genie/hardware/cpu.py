@@ -1,10 +1,8 @@
-"""The CPU as an accelerator, so that everything works on a machine without a GPU.
+"""CPU accelerators, for machines without a GPU.
 
-Each of the N gets an equal share of the memory that this process may use; all show the
-utilisation of the whole host. They are one island on one NUMA node: any of them runs on any
-processor. What others on the host use is not told apart from what jobs use.
-
-Not for: limiting what a process takes (agent/).
+Each accelerator has an equal share of the memory that this process may use, and the utilization of the whole
+host. All are one island on one NUMA node. Memory of jobs is not distinguished from other memory in use. Does
+not limit the resources of processes (agent/).
 """
 
 from __future__ import annotations
@@ -43,12 +41,12 @@ class CpuReader:
         )
 
     def close(self) -> None:
-        """Nothing is held; every reader has it."""
+        """Does nothing; part of the interface of readers."""
 
     def _utilization_pct(self) -> float | None:
-        """Since the last call; None on the first. psutil's own version keeps that per thread."""
+        """Utilization since the last call; None on the first. The function of psutil is per thread."""
         times = psutil.cpu_times()
-        # guest time is also counted as user time, so it is left out of the sum
+        # guest time is part of user time
         total_s: float = sum(
             value for name, value in times._asdict().items() if name not in ("guest", "guest_nice")
         )

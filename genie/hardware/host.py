@@ -1,13 +1,14 @@
-"""The machine around the accelerators: processors, memory, name, within what this process may use.
+"""The processors, memory and name of this machine, within the limits of this process.
 
-A container sees the whole machine in /proc but may use a part of it; affinity masks and cgroup
-limits (v2 and v1) are read where the system has them. Not for: accelerators.
+/proc shows the whole machine also in a container, so affinity masks and cgroup limits (v2 and v1) are read,
+too.
 """
 
 from __future__ import annotations
 
 import os
 import platform
+import shutil
 import socket
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ import psutil
 
 
 class HostFacts(NamedTuple):
-    """`cpus` is a float because a cgroup can allow one and a half."""
+    """`cpus` is a float because the limit of a cgroup may be a fraction."""
 
     cpus: float
     memory_total_bytes: int
@@ -26,8 +27,20 @@ class HostFacts(NamedTuple):
     hostname: str
 
 
+class DiskSpace(NamedTuple):
+    total_bytes: int
+    free_bytes: int
+    """What this user may still write."""
+
+
+def disk_space(path: Path) -> DiskSpace:
+    """The space of the file system of this path. Blocks; raises OSError."""
+    usage = shutil.disk_usage(path)
+    return DiskSpace(total_bytes=usage.total, free_bytes=usage.free)
+
+
 def host_facts(*, root: Path = Path("/")) -> HostFacts:
-    """`root` is where /proc and /sys are looked for; both may be missing."""
+    """`root` is the directory of /proc and /sys; both may be missing."""
     limits = cgroup_limits(root=root)
     memory = psutil.virtual_memory()
     total, used = int(memory.total), int(memory.total - memory.available)
@@ -42,8 +55,43 @@ def host_facts(*, root: Path = Path("/")) -> HostFacts:
     )
 
 
+class CpuReading(NamedTuple):
+    """Load and utilization of all cores of the machine, including those that this process may not use."""
+
+    cores: int
+    load_1m: float | None
+    """Load average over one minute; None if the system does not provide it."""
+    busy_pct: float | None
+    """Utilization since the last reading, in percent; None if no time has passed."""
+
+
+class CpuMeter:
+    """Reads load and utilization. The first `busy_pct` covers the time since the construction."""
+
+    def __init__(self) -> None:
+        self._previous = _cpu_seconds()
+
+    def read(self) -> CpuReading:
+        (busy_s, total_s), now = self._previous, _cpu_seconds()
+        self._previous = now
+        spent_s = now[1] - total_s
+        busy_pct = min(max(100.0 * (now[0] - busy_s) / spent_s, 0.0), 100.0) if spent_s > 0 else None
+        try:
+            load_1m: float | None = os.getloadavg()[0]
+        except OSError:
+            load_1m = None
+        return CpuReading(cores=os.cpu_count() or 1, load_1m=load_1m, busy_pct=busy_pct)
+
+
+def _cpu_seconds() -> tuple[float, float]:
+    """Busy and total time, summed over all cores. Guest time is part of user time."""
+    times = psutil.cpu_times()._asdict()
+    total_s = sum(spent_s for name, spent_s in times.items() if not name.startswith("guest"))
+    return total_s - times["idle"] - times.get("iowait", 0.0), total_s
+
+
 def cpu_model(*, root: Path = Path("/")) -> str:
-    """The processor's name as people know it, or the nearest that the system gives."""
+    """The model name of the processor, or its architecture."""
     for line in (_read(root / "proc/cpuinfo") or "").splitlines():
         key, _, value = line.partition(":")
         if key.strip() in ("model name", "Model", "cpu model") and value.strip():
@@ -53,27 +101,27 @@ def cpu_model(*, root: Path = Path("/")) -> str:
 
 @dataclass(frozen=True)
 class CgroupLimits:
-    """None where nothing is limited."""
+    """None: not limited."""
 
     cpus: float | None = None
     memory_bytes: int | None = None
     memory_used_bytes: int | None = None
-    """What the group that holds the limit uses now, caches that can be dropped left out."""
+    """Memory in use by the group with the limit, without reclaimable caches."""
 
 
 def cgroup_limits(*, root: Path = Path("/")) -> CgroupLimits:
-    """The tightest limit from this process's group up to the top; an ancestor's counts like its own."""
+    """The tightest limit of the cgroup of this process and its ancestors."""
     base = root / "sys/fs/cgroup"
     paths = _group_paths(root)
     if (base / "cgroup.controllers").exists():
-        folders = list(_upwards(base, paths.get("", "/")))
+        folders = list(_ancestors(base, paths.get("", "/")))
         cpus = [_cpus_v2(folder) for folder in folders]
         memory = [_memory(folder, limit="memory.max", used="memory.current") for folder in folders]
     else:
-        cpus = [_cpus_v1(folder) for folder in _upwards(base / "cpu", paths.get("cpu", "/"))]
+        cpus = [_cpus_v1(folder) for folder in _ancestors(base / "cpu", paths.get("cpu", "/"))]
         memory = [
             _memory(folder, limit="memory.limit_in_bytes", used="memory.usage_in_bytes")
-            for folder in _upwards(base / "memory", paths.get("memory", "/"))
+            for folder in _ancestors(base / "memory", paths.get("memory", "/"))
         ]
     limited = [pair for pair in memory if pair is not None]
     memory_bytes, memory_used_bytes = min(limited, key=lambda pair: pair[0], default=(None, None))
@@ -85,7 +133,7 @@ def cgroup_limits(*, root: Path = Path("/")) -> CgroupLimits:
 
 
 def _group_paths(root: Path) -> dict[str, str]:
-    """Controller name to group path, as /proc/self/cgroup has it; the name is empty for version 2."""
+    """Group path by controller name, from /proc/self/cgroup; the name is empty for version 2."""
     paths: dict[str, str] = {}
     for line in (_read(root / "proc/self/cgroup") or "").splitlines():
         parts = line.split(":", 2)
@@ -94,9 +142,9 @@ def _group_paths(root: Path) -> dict[str, str]:
     return paths
 
 
-def _upwards(base: Path, group: str) -> Iterator[Path]:
+def _ancestors(base: Path, group: str) -> Iterator[Path]:
     folder = base / group.lstrip("/")
-    # In a container the path can be the host's and not exist here; its parents end at `base`.
+    # In a container the path may be that of the host and not exist; its parents end at `base`.
     while folder != base and base in folder.parents:
         yield folder
         folder = folder.parent
@@ -122,17 +170,17 @@ def _memory(folder: Path, *, limit: str, used: str) -> tuple[int, int | None] | 
         return None
     if used_bytes is None:
         return limit_bytes, None
-    return limit_bytes, max(0, used_bytes - _droppable_bytes(folder))
+    return limit_bytes, max(0, used_bytes - _reclaimable_bytes(folder))
 
 
-def _droppable_bytes(folder: Path) -> int:
-    """Page cache that the kernel takes back first when the group comes near its limit."""
+def _reclaimable_bytes(folder: Path) -> int:
+    """Page cache that the kernel reclaims first near the limit of the group."""
     stat = dict(line.partition(" ")[::2] for line in (_read(folder / "memory.stat") or "").splitlines())
     return _number(stat.get("total_inactive_file", stat.get("inactive_file"))) or 0
 
 
 def _cpus_allowed() -> int:
-    if hasattr(os, "sched_getaffinity"):  # Linux has it, macOS does not
+    if hasattr(os, "sched_getaffinity"):  # not on macOS
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
@@ -145,7 +193,7 @@ def _read(path: Path) -> str | None:
 
 
 def _number(text: str | None) -> int | None:
-    """None for nothing and for words such as "max"."""
+    """None for empty text and for words such as "max"."""
     try:
         return int(text or "")
     except ValueError:

@@ -1,22 +1,21 @@
-"""From readings to a verdict: when a GPU counts as busy, when as too hot, and when as well again. Pure."""
+"""Thresholds: when a GPU is busy, overheated, or available again after a fault. Pure."""
 
 from __future__ import annotations
 
 import msgspec
 
+from genie.model.limits import TEMPERATURE_C_MAX
 from genie.model.node import GPUInfo, Vendor
 
 UTILIZATION_PCT_MAX = 90.0
-TEMPERATURE_C_MAX = 85.0
 GOOD_READINGS_MIN = 3
-"""In a row, until a GPU that was unwell is available again."""
+"""Consecutive good readings until a GPU is available again after a fault."""
 
 
 def is_busy(gpu: GPUInfo) -> bool:
-    """Above the utilisation at which nobody else should be sent to it.
+    """Whether the utilization is so high that no further job should be placed on it.
 
-    A CPU accelerator is never busy in this sense: the host's processors are shared with
-    everything else on the machine, so their load says little about the accelerator.
+    A CPU accelerator is never busy: the load of the host includes all other programs.
     """
     if gpu.vendor is Vendor.CPU or gpu.utilization_pct is None:
         return False
@@ -27,33 +26,33 @@ def is_overheated(gpu: GPUInfo) -> bool:
     return gpu.temperature_c is not None and gpu.temperature_c > TEMPERATURE_C_MAX
 
 
-def with_verdict(gpu: GPUInfo) -> GPUInfo:
-    """The same GPU, not available when it is busy. One that already is not stays so, with its own reason."""
+def with_busy_status(gpu: GPUInfo) -> GPUInfo:
+    """Marks a busy GPU as unavailable. A GPU that is already unavailable keeps its reason."""
     if not gpu.available or not is_busy(gpu):
         return gpu
-    reason = f"utilisation {gpu.utilization_pct:.0f}% is above {UTILIZATION_PCT_MAX:.0f}%"
+    reason = f"utilization {gpu.utilization_pct:.0f}% is above {UTILIZATION_PCT_MAX:.0f}%"
     return msgspec.structs.replace(gpu, available=False, reason=reason)
 
 
-class Convalescence:
-    """Keeps a GPU that was throttled, faulty or lost away from work until it has been well for a while.
+class RecoveryTracker:
+    """Keeps a GPU that was throttled, faulty or lost unavailable until several readings are good.
 
-    Without it a GPU that is throttled every few seconds would be taken and given up as often.
+    Otherwise a GPU that is throttled every few seconds would alternate between available and unavailable.
     """
 
     def __init__(self) -> None:
-        self._unwell: dict[int, tuple[str, int]] = {}
-        """By `gpu_id`: what it had last, and how many good readings there were since."""
+        self._recovering: dict[int, tuple[str, int]] = {}
+        """By `gpu_id`: the last reason, and the number of good readings since."""
 
-    def judged(self, gpu: GPUInfo) -> GPUInfo:
-        """One new reading of it. Being busy is no illness: that verdict comes afterwards."""
+    def update(self, gpu: GPUInfo) -> GPUInfo:
+        """Processes a new reading and returns it, marked as unavailable during recovery."""
         if not gpu.available:
-            self._unwell[gpu.gpu_id] = (gpu.reason, 0)
+            self._recovering[gpu.gpu_id] = (gpu.reason, 0)
             return gpu
-        if gpu.gpu_id not in self._unwell:
+        if gpu.gpu_id not in self._recovering:
             return gpu
-        reason, good = self._unwell.pop(gpu.gpu_id)
+        reason, good = self._recovering.pop(gpu.gpu_id)
         if good + 1 >= GOOD_READINGS_MIN:
             return gpu
-        self._unwell[gpu.gpu_id] = (reason, good + 1)
-        return msgspec.structs.replace(gpu, available=False, reason=f"until just now: {reason}")
+        self._recovering[gpu.gpu_id] = (reason, good + 1)
+        return msgspec.structs.replace(gpu, available=False, reason=f"recovering from: {reason}")

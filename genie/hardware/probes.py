@@ -1,7 +1,6 @@
-"""What each kind of accelerator needs on this machine, and what of it is there, for `genie doctor`.
+"""Read-only probes for `genie doctor`: which accelerators this machine has and what they lack.
 
-Looks, and changes nothing. AMD and Intel GPUs are recognised by the files that their drivers
-make; reading them is not built yet, and the probe says so instead of hiding them.
+AMD and Intel GPUs are recognized by the files of their drivers, and reported as unsupported.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ _NAMES = {Vendor.AMD: "AMD", Vendor.INTEL: "Intel"}
 
 @dataclass(frozen=True, kw_only=True)
 class ProbeResult:
-    """`reason` says what was found or what is missing; `fix` what can be done, empty when nothing need be."""
+    """`reason`: what was found or is missing. `fix`: what to do; may be empty."""
 
     vendor: Vendor
     usable: bool
@@ -29,7 +28,7 @@ class ProbeResult:
 
 
 def probe(*, root: Path = Path("/")) -> list[ProbeResult]:
-    """One result for each vendor. `root` is where /sys, /dev and /proc are looked for. Blocks."""
+    """One result for each vendor. `root` is the directory of /sys, /dev and /proc. Blocks."""
     return [_nvidia(), _amd(root), _intel(root), _cpu(root)]
 
 
@@ -44,23 +43,23 @@ def _nvidia() -> ProbeResult:
         return ProbeResult(
             vendor=Vendor.NVIDIA,
             usable=False,
-            reason="NVML opens but lists no GPU",
-            fix="see 'nvidia-smi -L', and whether this container was given a GPU",
+            reason="NVML works but lists no GPU",
+            fix="run 'nvidia-smi -L', and check whether this container has access to a GPU",
         )
     lost = [f"GPU {gpu.gpu_id}: {gpu.reason}" for gpu in gpus if not gpu.available]
     return ProbeResult(
         vendor=Vendor.NVIDIA,
         usable=len(lost) < len(gpus),
         reason="; ".join([", ".join(gpu.name for gpu in gpus), *lost]),
-        fix="see 'nvidia-smi' and the kernel log; a lost GPU needs a reset or a restart" if lost else "",
+        fix="run 'nvidia-smi' and check the kernel log; a lost GPU needs a reset or a reboot" if lost else "",
     )
 
 
 def _amd(root: Path) -> ProbeResult:
     cards = _cards(root, Vendor.AMD)
     if (root / "dev/kfd").exists():
-        found = f"/dev/kfd is there, with {_counted(cards)}"
-        return ProbeResult(vendor=Vendor.AMD, usable=False, reason=f"{found}; {_not_built(Vendor.AMD)}")
+        found = f"/dev/kfd exists, with {_format_cards(cards)}"
+        return ProbeResult(vendor=Vendor.AMD, usable=False, reason=f"{found}; {_unsupported(Vendor.AMD)}")
     return _no_driver(Vendor.AMD, cards, driver="amdgpu with ROCm (/dev/kfd)")
 
 
@@ -68,15 +67,15 @@ def _intel(root: Path) -> ProbeResult:
     cards = _cards(root, Vendor.INTEL)
     nodes = sorted(path.name for path in (root / "dev/dri").glob("renderD*"))
     if cards and nodes:
-        found = f"{_counted(cards)} with {', '.join(nodes)}"
-        return ProbeResult(vendor=Vendor.INTEL, usable=False, reason=f"{found}; {_not_built(Vendor.INTEL)}")
+        found = f"{_format_cards(cards)} with {', '.join(nodes)}"
+        return ProbeResult(vendor=Vendor.INTEL, usable=False, reason=f"{found}; {_unsupported(Vendor.INTEL)}")
     return _no_driver(Vendor.INTEL, cards, driver="i915 or xe (/dev/dri/renderD*)")
 
 
 def _no_driver(vendor: Vendor, cards: list[str], *, driver: str) -> ProbeResult:
     if not cards:
         return ProbeResult(vendor=vendor, usable=False, reason=f"no {_NAMES[vendor]} GPU in /sys/class/drm")
-    reason = f"{_counted(cards)}, but its compute driver is not loaded; {_not_built(vendor)}"
+    reason = f"{_format_cards(cards)}, but the compute driver is not loaded; {_unsupported(vendor)}"
     return ProbeResult(vendor=vendor, usable=False, reason=reason, fix=f"load {driver}")
 
 
@@ -91,7 +90,7 @@ def _cpu(root: Path) -> ProbeResult:
 
 
 def _cards(root: Path, vendor: Vendor) -> list[str]:
-    """Names such as card0. Outputs (card0-DP-1) have no vendor file of their own."""
+    """Names such as card0. Outputs (card0-DP-1) have no vendor file."""
     found: list[str] = []
     for path in sorted((root / "sys/class/drm").glob("card[0-9]*")):
         try:
@@ -102,9 +101,9 @@ def _cards(root: Path, vendor: Vendor) -> list[str]:
     return found
 
 
-def _counted(cards: list[str]) -> str:
+def _format_cards(cards: list[str]) -> str:
     return f"{len(cards)} GPU(s) in /sys/class/drm" + (f" ({', '.join(cards)})" if cards else "")
 
 
-def _not_built(vendor: Vendor) -> str:
-    return f"this version of Genie does not use {_NAMES[vendor]} GPUs"
+def _unsupported(vendor: Vendor) -> str:
+    return f"this version of Genie does not support {_NAMES[vendor]} GPUs"

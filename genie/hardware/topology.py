@@ -1,4 +1,4 @@
-"""Which GPUs of a machine are joined by links of their own, from what each says of its links. Pure."""
+"""Islands: the GPUs of a machine that are connected by direct links. Pure."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ BusAddress = tuple[int, int, int]
 
 
 class GpuLinks(NamedTuple):
-    """One GPU's place on the bus, and where its active links lead."""
+    """The bus address of one GPU, and the peers of its active links."""
 
     address: BusAddress | None = None
     peers: frozenset[BusAddress] = frozenset()
-    """What is at the other ends: GPUs, or switches that do not say that they are."""
+    """The peers: GPUs, or switches that are not reported as such."""
     is_switched: bool = False
     """A link leads to an NVSwitch. All switches of a machine are one fabric."""
 
 
 def islands(links: Mapping[int, GpuLinks]) -> dict[int, int]:
-    """Each GPU's island, by `gpu_id`: the lowest `gpu_id` that links lead to, directly or over others.
+    """The island of each GPU, by `gpu_id`: the lowest `gpu_id` that is reachable over links.
 
-    One without links is alone. A peer that is not listed (lost, or a switch) joins those that name it.
+    A GPU without links is its own island. GPUs with the same unlisted peer (lost, or a switch) are connected.
     """
     found = {gpu_id: gpu_id for gpu_id in links}
-    # Every step carries the lowest number one link further, so there are fewer steps than GPUs.
+    # Each iteration propagates the lowest ID by one link, so there are fewer iterations than GPUs.
     while True:
         lowest: dict[BusAddress | None, int] = {}
         for gpu_id, own in links.items():
@@ -40,7 +40,7 @@ def islands(links: Mapping[int, GpuLinks]) -> dict[int, int]:
 
 
 def _ends(own: GpuLinks) -> set[BusAddress | None]:
-    """Where two GPUs that are joined meet; None is the fabric of switches."""
+    """The endpoints that connected GPUs have in common; None is the fabric of switches."""
     ends: set[BusAddress | None] = set(own.peers)
     if own.address is not None:
         ends.add(own.address)

@@ -1,5 +1,5 @@
-"""The nouns that travel between processes, as frozen structs. No behaviour that touches the world.
+"""Wire and storage types, as frozen structs without side effects.
 
-Times are seconds since the epoch (`_at`), durations end in `_s`, sizes in `_bytes`, shares of an
-accelerator in thousandths (`_milli`). Not for: settings (config.py) and live objects (cluster/).
+Times are in seconds since the epoch (`_at`), durations in seconds (`_s`), sizes in bytes (`_bytes`),
+fractions of an accelerator in thousandths (`_milli`).
 """

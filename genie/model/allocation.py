@@ -1,4 +1,4 @@
-"""Who holds what: the ledger's entry for one node. Compared and swapped as a whole."""
+"""Holds: what the workers on one node hold. Written as a whole by compare-and-swap."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ FULL_MILLI = 1000
 
 
 class Hold(Record, frozen=True, kw_only=True, gc=False):
-    """One job's grip on one node's resources."""
+    """What one worker holds on its node. `job_id` is the unit of the worker (`Job.unit`)."""
 
     job_id: str
     tenant: str
@@ -24,8 +24,8 @@ class Hold(Record, frozen=True, kw_only=True, gc=False):
     memory_bytes: int = 0
 
 
-class NodeLedger(Record, frozen=True, kw_only=True, gc=False):
-    """Everything that is held on one node. One store key per node, so one compare guards it all."""
+class NodeHolds(Record, frozen=True, kw_only=True, gc=False):
+    """All holds on one node. There is one store key per node, so one comparison protects all."""
 
     node_id: str
     holds: tuple[Hold, ...] = ()
@@ -41,14 +41,14 @@ class NodeLedger(Record, frozen=True, kw_only=True, gc=False):
     def memory_used_bytes(self) -> int:
         return sum(hold.memory_bytes for hold in self.holds)
 
-    def with_hold(self, hold: Hold) -> NodeLedger:
-        """The ledger with one more hold; over 100% of an accelerator is a bug in the decider."""
+    def with_hold(self, hold: Hold) -> NodeHolds:
+        """These and one more hold; more than 100% of an accelerator is a bug of the scheduler."""
         after = msgspec.structs.replace(self, holds=(*self.holds, hold))
         for gpu_id in hold.gpu_ids:
             assert after.gpu_used_milli(gpu_id) <= FULL_MILLI, f"{self.node_id}/{gpu_id} over-allocated"
         return after
 
-    def without_job(self, job_id: str) -> NodeLedger:
+    def without_job(self, job_id: str) -> NodeHolds:
         return msgspec.structs.replace(
             self, holds=tuple(hold for hold in self.holds if hold.job_id != job_id)
         )

@@ -1,4 +1,4 @@
-"""Events: things that happened and that someone may want to react to."""
+"""Events of a cluster."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class EventType(enum.StrEnum):
 
 
 class ClusterEvent(Record, frozen=True, kw_only=True):
-    """One thing that happened: where, when, and why, in words that a log line can quote."""
+    """One event: node, time, and reason as text for a log line."""
 
     type: EventType
     node_id: str

@@ -1,7 +1,7 @@
-"""Jobs: what is asked for, where it stands, and every step it took with the reason.
+"""Jobs: specification, state, and history of states with reasons.
 
-The life cycle is the table at the bottom; nothing else may move a job. Not for: who decides
-(scheduler/) and who carries it out (controller/, agent/).
+ALLOWED_TRANSITIONS defines the life cycle; `with_state` is the only function that changes the state. The
+decisions are in scheduler/, their execution in controller/ and agent/.
 """
 
 from __future__ import annotations
@@ -10,10 +10,11 @@ import enum
 
 import msgspec
 
+from genie.model.limits import REASON_BYTES_MAX
 from genie.model.record import Record
 
-# gc=False below: values that cannot refer back to themselves need no collector, and a controller
-# remembers tens of thousands of them.
+# gc=False below: these values cannot contain reference cycles, and a controller has tens of thousands of
+# them.
 
 
 class JobState(enum.StrEnum):
@@ -31,27 +32,27 @@ class JobState(enum.StrEnum):
 
 
 class JobKind(enum.StrEnum):
-    """A command runs once and ends; a session is an executor that a client holds open."""
+    """A command runs once; a session is an executor that a client keeps open."""
 
     COMMAND = "command"
     SESSION = "session"
 
 
-class Stop(enum.StrEnum):
-    """Why a running job is being ended. What is not NO outlives the controller: its agents are told again."""
+class StopReason(enum.StrEnum):
+    """Why a running job is being stopped. Stored, so that a new leader notifies the agents again."""
 
-    NO = ""
+    NONE = ""
     CANCEL = "cancel"
     PREEMPT = "preempt"
-    """It makes room for others, and waits again afterwards."""
-    LIMIT = "limit"
-    """Its time is up."""
-    WORKER = "worker"
-    """One of its workers has failed or is lost."""
+    """Preempted by a job of higher priority; it is queued again."""
+    TIME_LIMIT = "limit"
+    """Its time limit is exceeded."""
+    WORKER_ENDED = "worker"
+    """One of its workers failed or was lost."""
 
 
 class Accelerator(enum.StrEnum):
-    """Which accelerators count. AUTO is GPUs where the cluster has any, and CPUs otherwise."""
+    """The kind of accelerator. AUTO: GPUs if the cluster has any, otherwise CPUs."""
 
     AUTO = "auto"
     GPU = "gpu"
@@ -59,7 +60,7 @@ class Accelerator(enum.StrEnum):
 
 
 class Within(enum.StrEnum):
-    """How near to each other the workers of a job must be."""
+    """How close to each other the workers of a job must be."""
 
     ANYWHERE = "anywhere"
     RACK = "rack"
@@ -69,63 +70,63 @@ class Within(enum.StrEnum):
 
 
 class Spread(enum.StrEnum):
-    """PACK puts workers where they fit best; SPREAD gives each a node of its own."""
+    """PACK uses the best fit; SPREAD places each worker on a separate node."""
 
     PACK = "pack"
     SPREAD = "spread"
 
 
 class Resources(Record, frozen=True, kw_only=True, gc=False):
-    """What one worker holds while it runs: `gpus` accelerators on one node, `gpu_milli` of each."""
+    """The resources of one worker: `gpus` accelerators on one node, `gpu_milli` thousandths of each."""
 
     gpus: int = 0
     gpu_milli: int = 1000
     gpu_memory_bytes: int = 0
-    """Of each accelerator."""
+    """On each accelerator."""
     cpus: float = 0.0
     memory_bytes: int = 0
     accelerator: Accelerator = Accelerator.AUTO
 
 
-class Wishes(Record, frozen=True, kw_only=True, gc=False):
-    """How, where and when a job is to run, beside what each of its workers holds."""
+class PlacementConstraints(Record, frozen=True, kw_only=True, gc=False):
+    """Requirements of a job beyond the resources of its workers: nodes, topology, priority and time."""
 
     workers: int = 1
     workers_min: int = 0
-    """An elastic job starts with so many at least; 0 for all of them."""
+    """Minimum number of workers to start an elastic job; 0 for all."""
     within: Within = Within.ANYWHERE
     spread: Spread = Spread.PACK
     near: tuple[str, ...] = ()
-    """Only on nodes where a job of the tenant with one of these names runs."""
+    """Only on nodes with a running job of the tenant that has one of these names."""
     apart: tuple[str, ...] = ()
-    """Not on nodes where a job of the tenant with one of these names runs."""
+    """Not on nodes with a running job of the tenant that has one of these names."""
     gpu_models: tuple[str, ...] = ()
-    """Any of these, as 'genie nodes' shows them; empty for all."""
+    """Allowed models, as shown by 'genie nodes'; empty for all."""
     vendor: str = ""
     gpu_memory_min_bytes: int = 0
-    """The whole memory that an accelerator must have at least."""
+    """Minimum total memory per accelerator."""
     capability_min: tuple[int, int] = (0, 0)
     labels: dict[str, str] = msgspec.field(default_factory=dict)
-    """Every one of these labels of a node."""
+    """Labels that the nodes must have."""
     priority: int = 0
     preemptible: bool = False
     grace_s: float = 30.0
-    """How long it is given to save its state before it must go."""
+    """Grace period on preemption."""
     time_limit_s: float | None = None
-    """It is ended after so long; None: nobody knows how long it takes."""
+    """Time limit, after which the job is stopped; None for no limit."""
     deadline_at: float | None = None
-    """When it should be over, in seconds since the epoch."""
+    """When the job should finish, in seconds since the epoch."""
 
 
 class Workdir(Record, frozen=True, kw_only=True, gc=False):
-    """A directory sent along, named by the SHA-256 of its packed form."""
+    """An uploaded working directory, named by the SHA-256 of its archive."""
 
     digest: str
     size_bytes: int
 
 
 class JobSpec(Record, frozen=True, kw_only=True, gc=False):
-    """What a person asked for. `command` is an argument vector; no shell is ever involved."""
+    """The specification of a job. `command` is an argument vector; no shell is used."""
 
     name: str
     command: tuple[str, ...]
@@ -134,10 +135,10 @@ class JobSpec(Record, frozen=True, kw_only=True, gc=False):
     env: dict[str, str] = msgspec.field(default_factory=dict)
     workdir: Workdir | None = None
     node_id: str = ""
-    """Only on this node; empty for anywhere."""
+    """Only on this node; empty for any."""
     gpu_ids: tuple[int, ...] = ()
     """Only on these accelerators of that node; empty for any."""
-    wishes: Wishes = Wishes()
+    constraints: PlacementConstraints = msgspec.field(default=PlacementConstraints(), name="wishes")
 
 
 class Transition(Record, frozen=True, kw_only=True, gc=False):
@@ -147,78 +148,78 @@ class Transition(Record, frozen=True, kw_only=True, gc=False):
 
 
 class Placement(Record, frozen=True, kw_only=True, gc=False):
-    """Where one worker of a job runs. `epoch` counts the cluster's decisions: higher is newer, everywhere;
-    the workers of a job share it."""
+    """Where one worker of a job runs. `epoch` increases with every placement in the cluster; the workers of a
+    job share it."""
 
     node_id: str
     incarnation: int
     gpu_ids: tuple[int, ...]
     epoch: int
     outcome: JobState | None = None
-    """How this worker ended; None while it has not. What it held is given back then."""
+    """Final state of this worker; None before. Its resources are released then."""
     exit_code: int | None = None
 
 
-class Run(Record, frozen=True, kw_only=True, gc=False):
-    """A time that a job ran and was then queued again, so that its log can still be found."""
+class PastRun(Record, frozen=True, kw_only=True, gc=False):
+    """An earlier run of a job that was queued again; needed to find its log."""
 
     number: int
     """The first is 1."""
     epoch: int
     nodes: tuple[str, ...]
-    """Of each worker, by its rank."""
+    """Node of each worker, by rank."""
     started_at: float
     ended_at: float
 
 
 class Job(Record, frozen=True, kw_only=True, gc=False):
-    """One job as the store has it."""
+    """A job, as stored."""
 
     job_id: str
     tenant: str
     owner: str
-    """Id of the token that submitted it."""
+    """ID of the token that submitted it."""
     spec: JobSpec
     state: JobState
     reason: str
-    """Why it is in this state, or what it is waiting for."""
+    """Why it is in this state, or its pending reason."""
     submitted_at: float
     sequence: int
     """Order of arrival."""
     placements: tuple[Placement, ...] = ()
-    """One for each worker, by its rank."""
+    """One for each worker, by rank."""
     exit_code: int | None = None
     started_at: float | None = None
     ended_at: float | None = None
     history: tuple[Transition, ...] = ()
-    """Every step; of very many the oldest and the newest."""
+    """All transitions; if there are too many, the oldest and the newest."""
     request_id: str = ""
-    """What its submitter called the request, so that asking twice makes one job."""
-    stop: Stop = Stop.NO
+    """Idempotency key of the submission: the same key gives the same job."""
+    stop: StopReason = StopReason.NONE
     session: str = ""
-    """Sessions only: node id of the client that holds it open."""
+    """Sessions only: node ID of the client."""
     ticket_sha256: str = ""
-    """Sessions only: hash of what the client shows to the executor."""
-    earlier: tuple[Run, ...] = ()
-    """How it ran before it was queued again; of many times the newest."""
+    """Sessions only: hash of the ticket of the client."""
+    earlier: tuple[PastRun, ...] = ()
+    """The latest runs before it was queued again."""
 
     @property
     def run(self) -> int:
-        """The number of the run that is under way, or of the last, or, where it waits, of the next."""
+        """Number of the current or last run; of a queued job, that of the next."""
         return self.earlier[-1].number + 1 if self.earlier else 1
 
     @property
     def placement(self) -> Placement | None:
-        """Of the first worker."""
+        """The placement of the first worker."""
         return self.placements[0] if self.placements else None
 
     @property
     def epoch(self) -> int:
-        """Of the decision by which it is placed; 0 when it is not."""
+        """The epoch of its placement; 0 without one."""
         return self.placements[0].epoch if self.placements else 0
 
     def unit(self, rank: int) -> str:
-        """What agents know one of its workers by: the job's id, with the rank where there are several."""
+        """The name of a worker for agents: the job ID, with the rank if there are several workers."""
         return unit_name(self.job_id, rank, workers=len(self.placements))
 
 
@@ -230,21 +231,28 @@ def unit_name(job_id: str, rank: int, *, workers: int) -> str:
 
 
 def parse_unit(unit: str) -> tuple[str, int]:
-    """The job's id and the rank."""
+    """Job ID and rank."""
     job_id, mark, rank = unit.partition(UNIT_MARK)
     return (job_id, int(rank)) if mark and rank.isdecimal() and len(rank) <= RANK_DIGITS_MAX else (unit, 0)
 
 
 RANK_DIGITS_MAX = 6
 HISTORY_MAX = 64
+EXIT_CLIENT_LOST = 74
+"""Exit code of an executor whose client did not return; the reason of its exit report says more."""
 RUNS_KEPT = 4
-"""Earlier runs of a job whose logs are kept."""
+"""Number of earlier runs whose logs are kept."""
+_STORED_BYTES_OF_CHARACTER_MAX = 4
+"""Of a printable character: UTF-8, or an escaped quote."""
+_CUT = "..."
+_REMOVED = "(removed: the stored job was too large)"
+_SHRUNK_HISTORY = 4
 _WORKERS_OF_RUNS_MAX = 1024
-"""So many workers of earlier runs are remembered in all, but those of the newest in any case."""
+"""Maximum number of workers of earlier runs to keep; those of the newest run are always kept."""
 
 FINAL_STATES = frozenset({JobState.SUCCEEDED, JobState.FAILED, JobState.CANCELLED, JobState.LOST})
 
-ALLOWED_MOVES: dict[JobState, frozenset[JobState]] = {
+ALLOWED_TRANSITIONS: dict[JobState, frozenset[JobState]] = {
     JobState.QUEUED: frozenset({JobState.PLACING, JobState.CANCELLED}),
     JobState.PLACING: frozenset(
         {JobState.QUEUED, JobState.RUNNING, JobState.FAILED, JobState.CANCELLED, JobState.LOST}
@@ -259,31 +267,73 @@ ALLOWED_MOVES: dict[JobState, frozenset[JobState]] = {
 }
 
 
-def moved(
+def with_state(
     job: Job, state: JobState, *, reason: str, at: float, placements: tuple[Placement, ...] | None = None
 ) -> Job:
-    """The job after one step of its life cycle; a step that the table does not allow is a bug. It stays where
-    it is placed unless `placements` says otherwise; queued again, it is nowhere."""
-    assert state in ALLOWED_MOVES[job.state], f"{job.job_id}: {job.state} -> {state} is not a step"
-    step = Transition(state=state, at=at, reason=reason)
+    """The job after a transition to `state`; a transition that ALLOWED_TRANSITIONS does not contain is a bug.
+
+    It keeps its placements unless new ones are given; a queued job has none.
+    """
+    assert state in ALLOWED_TRANSITIONS[job.state], (
+        f"{job.job_id}: {job.state} -> {state} is not an allowed transition"
+    )
+    reason = bounded_reason(reason)
+    transition = Transition(state=state, at=at, reason=reason)
     return msgspec.structs.replace(
         job,
         state=state,
         reason=reason,
-        history=_trimmed((*job.history, step)),
+        history=_trim_history((*job.history, transition)),
         started_at=_started_at(job, state, at),
         ended_at=at if state.is_final else job.ended_at,
         placements=() if state is JobState.QUEUED else placements or job.placements,
-        stop=Stop.NO if state is JobState.QUEUED else job.stop,
-        earlier=_with_run(job, at) if state is JobState.QUEUED else job.earlier,
+        stop=StopReason.NONE if state is JobState.QUEUED else job.stop,
+        earlier=_append_run(job, at) if state is JobState.QUEUED else job.earlier,
     )
 
 
-def _with_run(job: Job, at: float) -> tuple[Run, ...]:
-    """What it did until now is an earlier run, if it did anything."""
+def bounded_reason(text: str) -> str:
+    """The text as one line of at most REASON_BYTES_MAX bytes as stored; control characters become spaces or
+    question marks, because JSON encodes each of them as six bytes."""
+    if len(text) <= REASON_BYTES_MAX // _STORED_BYTES_OF_CHARACTER_MAX and text.isprintable():
+        return text
+    text = "".join(
+        char if char.isprintable() else " " if char.isspace() else "?" for char in text[:REASON_BYTES_MAX]
+    )
+    if len(msgspec.json.encode(text)) <= REASON_BYTES_MAX:
+        return text
+    while len(msgspec.json.encode(text)) > REASON_BYTES_MAX - len(_CUT):
+        text = text[: len(text) * 9 // 10]
+    return text + _CUT
+
+
+def shrunk(job: Job) -> Job:
+    """A job whose row is too large to be changed, with less of its specification and history: enough to end
+    it, but not to run it again. Only rows of earlier versions are that large."""
+    spec = msgspec.structs.replace(
+        job.spec,
+        command=(_REMOVED,),
+        env={},
+        constraints=msgspec.structs.replace(
+            job.spec.constraints, gpu_models=(), labels={}, near=(), apart=()
+        ),
+    )
+    steps = (*job.history[:_SHRUNK_HISTORY], *job.history[_SHRUNK_HISTORY:][-_SHRUNK_HISTORY:])
+    history = tuple(msgspec.structs.replace(step, reason=bounded_reason(step.reason)) for step in steps)
+    return msgspec.structs.replace(
+        job, spec=spec, history=history, earlier=(), reason=bounded_reason(job.reason)
+    )
+
+
+def is_shrunk(job: Job) -> bool:
+    return job.spec.command == (_REMOVED,)
+
+
+def _append_run(job: Job, at: float) -> tuple[PastRun, ...]:
+    """The earlier runs, including the current one if it has started."""
     if job.started_at is None:
         return job.earlier
-    run = Run(
+    run = PastRun(
         number=job.run,
         epoch=job.epoch,
         nodes=tuple(placement.node_id for placement in job.placements),
@@ -302,7 +352,7 @@ def _started_at(job: Job, state: JobState, at: float) -> float | None:
     return at if state is JobState.RUNNING else job.started_at
 
 
-def _trimmed(history: tuple[Transition, ...]) -> tuple[Transition, ...]:
+def _trim_history(history: tuple[Transition, ...]) -> tuple[Transition, ...]:
     if len(history) <= HISTORY_MAX:
         return history
     return (*history[: HISTORY_MAX // 2], *history[-HISTORY_MAX // 2 :])

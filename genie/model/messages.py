@@ -1,8 +1,8 @@
-"""What controller, agents and clients say to each other. One struct per request, one per reply.
+"""The messages between controller, agents and clients: one struct per request and reply.
 
-Each request names its reply type: `class Hello(Request[Welcome])`. They are decoded as one tagged union per
-server (`CONTROLLER_REQUESTS`, `AGENT_REQUESTS`), so that nothing but these shapes ever comes
-off the wire. Long waits are bounded polls (`wait_s`). Not for: framing (runtime/wire.py).
+Each request has its reply type: `class Hello(Request[Welcome])`. Requests are decoded as one tagged union per
+server (`CONTROLLER_REQUESTS`, `AGENT_REQUESTS`); anything else is rejected. Long waits are bounded polls
+(`wait_s`). Framing is in runtime/wire.py.
 """
 
 from __future__ import annotations
@@ -11,33 +11,34 @@ import functools
 import typing
 from typing import Generic, TypeVar
 
-from genie.model.allocation import NodeLedger
-from genie.model.job import Job, JobSpec, JobState, Placement, Resources, Wishes
+import msgspec
+
+from genie.model.allocation import NodeHolds
+from genie.model.job import Job, JobSpec, JobState, Placement, PlacementConstraints, Resources
 from genie.model.node import NodeInfo
 from genie.model.record import Record
 from genie.model.tenant import QuotaRecord, TokenKind, TokenRecord
 
 CHUNK_BYTES_MAX = 512 * 1024
 WAIT_S_MAX = 30.0
-LIST_MAX = 1000
 
 
 class Message(Record, frozen=True, kw_only=True, tag=True):
-    """Base of every request and reply."""
+    """Base of all requests and replies."""
 
 
 _Reply = TypeVar("_Reply", bound=Message)
 
 
 class Request(Message, Generic[_Reply], frozen=True, kw_only=True):
-    """A message that is answered by one of type `_Reply`, or by an error."""
+    """A request; the reply is of type `_Reply`, or an error."""
 
 
 class Done(Message, frozen=True, kw_only=True):
-    """The answer that has nothing to add."""
+    """The empty reply."""
 
 
-# --- Getting in -----------------------------------------------------------------------------
+# --- Handshake ------------------------------------------------------------------------------
 
 
 class Welcome(Message, frozen=True, kw_only=True):
@@ -47,11 +48,11 @@ class Welcome(Message, frozen=True, kw_only=True):
     kind: TokenKind
     leading: bool
     controllers: tuple[str, ...] = ()
-    """host:port of every controller that this one knows of, itself included."""
+    """host:port of all known controllers, this one included."""
 
 
 class Hello(Request[Welcome], frozen=True, kw_only=True):
-    """First on every connection. The token says who; what the peer says of itself is for logs only."""
+    """First request of a connection. The token authenticates; the other fields are for logs."""
 
     token: str
     version: str
@@ -59,7 +60,7 @@ class Hello(Request[Welcome], frozen=True, kw_only=True):
 
 
 class TrustAnchor(Message, frozen=True, kw_only=True):
-    """The cluster's CA. Safe to take from anyone: the asker compares its fingerprint with the token's pin."""
+    """The CA of the cluster. The client compares its fingerprint with the pin of its token."""
 
     ca_pem: str
 
@@ -69,7 +70,7 @@ class FetchTrust(Request[TrustAnchor], frozen=True, kw_only=True):
 
 
 class Joined(Message, frozen=True, kw_only=True):
-    """A node's identity, given by the server. `certificate_pem` is empty where TLS is off."""
+    """The identity of a node, set by the server. `certificate_pem` is empty without TLS."""
 
     node_id: str
     token: str
@@ -78,13 +79,13 @@ class Joined(Message, frozen=True, kw_only=True):
 
 
 class Join(Request[Joined], frozen=True, kw_only=True):
-    """Allowed before Hello: it carries a single-use token of its own."""
+    """Allowed before Hello: it has a single-use token."""
 
     token: str
-    node_id_wish: str
+    requested_node_id: str = msgspec.field(name="node_id_wish")
     csr_pem: str
     exact: bool = False
-    """Refuse when that id is taken, instead of choosing one like it."""
+    """Fail if the ID is in use, instead of choosing a similar one."""
 
 
 class Certificate(Message, frozen=True, kw_only=True):
@@ -95,8 +96,19 @@ class RenewCertificate(Request[Certificate], frozen=True, kw_only=True):
     csr_pem: str
 
 
+class RecoverCertificate(Request[Certificate], frozen=True, kw_only=True):
+    """Allowed before Hello: a node whose certificate has expired requests a new one.
+
+    `csr_pem` is signed with the key of `certificate_pem`, which proves that the node still has the key.
+    """
+
+    token: str
+    certificate_pem: str
+    csr_pem: str
+
+
 class SignExecutor(Request[Certificate], frozen=True, kw_only=True):
-    """An agent asks for the certificate of an executor that it is about to start."""
+    """An agent requests the certificate of an executor before it starts it."""
 
     job_id: str
     epoch: int
@@ -107,7 +119,7 @@ class SignExecutor(Request[Certificate], frozen=True, kw_only=True):
 
 
 class Endpoint(Record, frozen=True, kw_only=True):
-    """Where an executor listens. `server_name` is what its certificate must carry."""
+    """The address of an executor. `server_name` is the name in its certificate."""
 
     host: str
     port: int
@@ -115,16 +127,18 @@ class Endpoint(Record, frozen=True, kw_only=True):
 
 
 class RunningJob(Record, frozen=True, kw_only=True):
-    """`note`: what an executor does that does not listen yet, where that takes long."""
+    """`note`: progress of an executor that does not listen yet, or processes that cannot be killed."""
 
     job_id: str
     epoch: int
     endpoint: Endpoint | None = None
     note: str = ""
+    elapsed_s: float = 0.0
+    """Time since the start of the process, by the monotonic clock of the node."""
 
 
 class ExitReport(Record, frozen=True, kw_only=True):
-    """How a job ended. `exit_code` is None when it never started or was ended by Genie itself."""
+    """How a job ended. `exit_code` is None if it never started or was stopped by Genie."""
 
     job_id: str
     epoch: int
@@ -133,27 +147,27 @@ class ExitReport(Record, frozen=True, kw_only=True):
     ended_at: float
     started: bool = True
     by_node: bool = False
-    """The node did not let it start, for a reason of its own: it has not failed."""
+    """The node, not the job, is the cause: it is shutting down, or its disk is full."""
 
 
 class Registered(Message, frozen=True, kw_only=True):
-    """`leader_token` fences: an agent refuses orders with a lower one than it has ever seen."""
+    """`leader_token` is the fencing token: an agent rejects requests with a lower one than it has seen."""
 
     leader_token: int
     ttl_s: float
     controllers: tuple[str, ...]
-    """host:port of every controller, this one included."""
+    """host:port of all controllers, this one included."""
 
 
 class Register(Request[Registered], frozen=True, kw_only=True):
-    """A new incarnation of a node: whatever an earlier one ran is gone (the agent saw to that)."""
+    """A new incarnation of a node. The agent has ended all processes of earlier incarnations."""
 
     node: NodeInfo
     exits: tuple[ExitReport, ...] = ()
 
 
 class Leave(Request[Done], frozen=True, kw_only=True):
-    """An agent that stops in good order takes its node out. Refused while the node holds anything."""
+    """Sent by an agent that shuts down, to remove its node. Rejected while the node has allocations."""
 
     node_id: str
     incarnation: int
@@ -169,7 +183,7 @@ class JobOrder(Record, frozen=True, kw_only=True):
 
 
 class HeartbeatAck(Message, frozen=True, kw_only=True):
-    """`kill`: running here but not in the ledger. `settled`: exits that are durable and can be forgotten."""
+    """`kill`: jobs that run but are not in the ledger. `settled`: stored exits that can be deleted."""
 
     leading: bool
     leader_token: int
@@ -186,11 +200,15 @@ class Heartbeat(Request[HeartbeatAck], frozen=True, kw_only=True):
 
 
 class ConfirmLaunch(Request[Done], frozen=True, kw_only=True):
-    """Asked by the agent right before it starts a process: placing becomes running, or the launch is void."""
+    """Sent by the agent right before it starts a process: the job becomes running, or the launch is void.
+
+    Waits up to `wait_s` for the other workers of the job.
+    """
 
     job_id: str
     epoch: int
     incarnation: int
+    wait_s: float = 0.0
 
 
 class ExecutorReady(Request[Done], frozen=True, kw_only=True):
@@ -200,7 +218,7 @@ class ExecutorReady(Request[Done], frozen=True, kw_only=True):
 
 
 class Launch(Request[Done], frozen=True, kw_only=True):
-    """Controller to agent. Answered when accepted; the start itself follows ConfirmLaunch."""
+    """Controller to agent. The reply means accepted; the process starts after ConfirmLaunch."""
 
     job_id: str
     tenant: str
@@ -208,15 +226,18 @@ class Launch(Request[Done], frozen=True, kw_only=True):
     placement: Placement
     leader_token: int
     ticket_sha256: str = ""
-    """Sessions only: hash of the ticket that the client will show to the executor."""
+    """Sessions only: hash of the ticket of the client."""
     rank: int = 0
     hosts: tuple[str, ...] = ()
-    """Where the workers of the job are, by rank."""
+    """Addresses of the workers of the job, by rank."""
 
 
 class Kill(Request[Done], frozen=True, kw_only=True):
-    """Controller to agent. Answered when the order is taken; the end comes as an ExitReport. `grace_s` lies
-    between SIGTERM and SIGKILL; None for what the agent is set to. Of two orders the shorter counts."""
+    """Controller to agent. The reply means accepted; the exit follows as an ExitReport.
+
+    `grace_s` is the grace period between SIGTERM and SIGKILL; None for the setting of the agent. Of two
+    requests the shorter grace period applies.
+    """
 
     job_id: str
     epoch: int
@@ -233,14 +254,14 @@ class JobReply(Message, frozen=True, kw_only=True):
 
 
 class SubmitJob(Request[JobReply], frozen=True, kw_only=True):
-    """`request_id` makes it safe to send twice: the second answer is the first job."""
+    """`request_id` is an idempotency key: the same key gives the same job."""
 
     spec: JobSpec
     request_id: str
 
 
 class GetJob(Request[JobReply], frozen=True, kw_only=True):
-    """Waits up to `wait_s` while the job is in state `while_state`; an id or a unique name will do."""
+    """Waits up to `wait_s` while the job is in state `while_state`. `job_id` may be a unique name."""
 
     job_id: str
     while_state: JobState | None = None
@@ -248,7 +269,7 @@ class GetJob(Request[JobReply], frozen=True, kw_only=True):
 
 
 class JobsReply(Message, frozen=True, kw_only=True):
-    """Newest first. `more` when older ones were left out."""
+    """Newest first. `more`: there are older ones."""
 
     jobs: tuple[Job, ...]
     more: bool
@@ -265,26 +286,26 @@ class CancelJob(Request[JobReply], frozen=True, kw_only=True):
 
 
 class QueuedJob(Record, frozen=True, kw_only=True):
-    """A job that waits. `position` counts all who wait, those of other tenants too; the first is 1."""
+    """A queued job. `position` counts the jobs of all tenants, from 1."""
 
     position: int
     job_id: str
     name: str
     tenant: str
     resources: Resources
-    wishes: Wishes
+    constraints: PlacementConstraints = msgspec.field(name="wishes")
     submitted_at: float
     reason: str
     starts_at: float | None = None
-    """When it would start if nothing changed; None when nobody can say."""
+    """Estimated start time if nothing changes; None if unknown."""
 
 
 class QueueReply(Message, frozen=True, kw_only=True):
-    """In the order in which they are considered. `more` when later ones were left out."""
+    """In scheduling order. `more`: there are later ones."""
 
     jobs: tuple[QueuedJob, ...]
     waiting: int
-    """All who wait, of every tenant."""
+    """Number of queued jobs of all tenants."""
     more: bool = False
 
 
@@ -293,29 +314,29 @@ class GetQueue(Request[QueueReply], frozen=True, kw_only=True):
 
 
 class NodesRuledOut(Record, frozen=True, kw_only=True):
-    """Nodes that will not do, and what is in the way there. Of many only the first are named."""
+    """Blocked nodes with the same reason. `nodes` has only the first ones."""
 
     reason: str
     count: int
     nodes: tuple[str, ...]
-    ever: bool
-    """They would not do either, were they all free."""
+    is_permanent: bool = msgspec.field(name="ever")
+    """Blocked permanently: also if the nodes were idle."""
 
 
 class ExplainReply(Message, frozen=True, kw_only=True):
-    """What is behind `ahead` is told of a job that waits only."""
+    """The fields from `ahead` on are only set for a queued job."""
 
     job: Job
-    """`reason` says what it waits for, `history` how it came to where it is."""
+    """`reason` is its pending reason, `history` its transitions."""
     ahead: int | None = None
-    """So many jobs come before it; None when it does not wait, or nobody has looked at it yet."""
+    """Number of jobs before it in the queue; None if it is not queued or was not considered yet."""
     starts_at: float | None = None
-    """When it would start if nobody came and all ran as long as they may; None when nobody can say."""
+    """Estimated start time if no job arrives and all run until their time limit; None if unknown."""
     starts_why: str = ""
-    """What that rests on beside time limits, or why nobody can say; empty for nothing."""
+    """Further assumptions of the estimate, or why there is none; may be empty."""
     ruled_out: tuple[NodesRuledOut, ...] = ()
     ruled_out_more: int = 0
-    """So many nodes are ruled out for further reasons."""
+    """Number of nodes that are blocked for other reasons."""
 
 
 class ExplainJob(Request[ExplainReply], frozen=True, kw_only=True):
@@ -323,34 +344,34 @@ class ExplainJob(Request[ExplainReply], frozen=True, kw_only=True):
 
 
 class LogChunk(Message, frozen=True, kw_only=True):
-    """`next_offset` is where to go on; `start` > the offset asked for when rotation has eaten a part.
-    `eof` when that run of the job has ended and nothing follows in its log."""
+    """`next_offset` is the offset of the next request. `start` is higher than the requested offset if the log
+    was rotated. `eof`: the run has ended and its log is complete."""
 
     data: bytes
     start: int
     next_offset: int
     eof: bool
     run: int = 0
-    """Which it is of; 0 when the job has not run, or not so often."""
+    """Number of the run; 0 if there is no such run yet."""
     runs: tuple[int, ...] = ()
-    """Those that have a log, the oldest first."""
+    """The runs that have a log, oldest first."""
 
 
 class ReadLog(Request[LogChunk], frozen=True, kw_only=True):
-    """Standard output and error in one stream, as they were written. Served by controller and agent alike."""
+    """Standard output and error in one stream. Served by controllers and agents."""
 
     job_id: str
     offset: int = 0
     bytes_max: int = CHUNK_BYTES_MAX
     wait_s: float = 0.0
     run: int = 0
-    """Of a job that ran several times, which; 0 for the last. One more than there were: the next."""
+    """Number of the run; 0 for the last. One more than the last: the next run."""
     epoch: int = 0
-    """For agents, which know runs by this; 0 for the last."""
+    """Identifies the run for agents; 0 for the last."""
 
 
 class BlobStatus(Message, frozen=True, kw_only=True):
-    """`received_bytes` says where to go on sending."""
+    """`received_bytes` is the offset of the next chunk."""
 
     complete: bool
     received_bytes: int
@@ -361,7 +382,7 @@ class StatBlob(Request[BlobStatus], frozen=True, kw_only=True):
 
 
 class PutBlob(Request[BlobStatus], frozen=True, kw_only=True):
-    """Chunks in order; the one with `last` seals it, after the digest has been checked."""
+    """Chunks in order; `last` completes the blob, after its digest was verified."""
 
     digest: str
     offset: int
@@ -384,32 +405,32 @@ class GetBlob(Request[BlobChunk], frozen=True, kw_only=True):
 
 class NodeView(Record, frozen=True, kw_only=True):
     info: NodeInfo
-    ledger: NodeLedger
+    node_holds: NodeHolds = msgspec.field(name="ledger")
     drained: str = ""
-    """Why nothing new is placed there, by the owner's word; empty when it is."""
+    """Why the node is drained; empty if it is not."""
 
 
 class NodesReply(Message, frozen=True, kw_only=True):
-    """In order of their ids. `more` when the next ones did not fit into one frame."""
+    """Ordered by ID. `more`: further nodes did not fit into one frame."""
 
     nodes: tuple[NodeView, ...]
     more: bool = False
 
 
 class ListNodes(Request[NodesReply], frozen=True, kw_only=True):
-    """Nodes whose id comes after `after`."""
+    """Nodes with IDs after `after`."""
 
     after: str = ""
 
 
 class RemoveNode(Request[Done], frozen=True, kw_only=True):
-    """Takes a node out for good: its token and its certificate open nothing any more."""
+    """Removes a node permanently; its token and its certificate become invalid."""
 
     node_id: str
 
 
 class DrainNode(Request[Done], frozen=True, kw_only=True):
-    """Nothing new is placed on the node from now on; what runs there goes on."""
+    """Stops placing jobs on the node; running jobs continue."""
 
     node_id: str
     reason: str = ""
@@ -417,6 +438,15 @@ class DrainNode(Request[Done], frozen=True, kw_only=True):
 
 class UndrainNode(Request[Done], frozen=True, kw_only=True):
     node_id: str
+
+
+class QuarantinedRow(Record, frozen=True, kw_only=True):
+    """A record that could not be read or written, and that the controller therefore ignores."""
+
+    key: str
+    """Its key in the store."""
+    reason: str
+    at: float
 
 
 class StatusReply(Message, frozen=True, kw_only=True):
@@ -435,25 +465,38 @@ class StatusReply(Message, frozen=True, kw_only=True):
     gpus_free: int
     clients: int
     policy: str = ""
-    """By which it is decided who comes next."""
+    """Name of the queue policy."""
     policy_fault: str = ""
-    """Why that one is out of use, and which decides instead; empty while it is well."""
+    """Why the policy was disabled, and its replacement; empty while it works."""
+    alarms: tuple[str, ...] = ()
+    """What needs attention: low space in the store, failing maintenance, a low file limit."""
+    quarantined: tuple[QuarantinedRow, ...] = ()
+    """The first ones; only for the owner."""
+    quarantined_count: int = 0
+    store_used_bytes: int = 0
+    """0 if unknown."""
+    store_bytes_max: int = 0
 
 
 class GetStatus(Request[StatusReply], frozen=True, kw_only=True):
-    """Takes nothing."""
+    """No arguments."""
 
 
 class TokensReply(Message, frozen=True, kw_only=True):
+    """Ordered by ID. `more`: further tokens did not fit into one frame."""
+
     tokens: tuple[TokenRecord, ...]
+    more: bool = False
 
 
 class ListTokens(Request[TokensReply], frozen=True, kw_only=True):
-    """Takes nothing."""
+    """Tokens with IDs after `after`."""
+
+    after: str = ""
 
 
 class TokenCreated(Message, frozen=True, kw_only=True):
-    """The only time that the secret is shown."""
+    """The only reply that contains the secret."""
 
     token: str
     record: TokenRecord
@@ -471,25 +514,25 @@ class RevokeToken(Request[Done], frozen=True, kw_only=True):
 
 
 class QuotaView(Record, frozen=True, kw_only=True):
-    """`quota` without bounds where none was set."""
+    """`quota` is unlimited if none was set."""
 
     quota: QuotaRecord
     held_gpus: float
 
 
 class QuotasReply(Message, frozen=True, kw_only=True):
-    """In order of the tenants' names. `more` when the last ones did not fit into one frame."""
+    """Ordered by tenant. `more`: further quotas did not fit into one frame."""
 
     quotas: tuple[QuotaView, ...]
     more: bool = False
 
 
 class ListQuotas(Request[QuotasReply], frozen=True, kw_only=True):
-    """A user sees its own tenant's; the owner those of all that have one or hold anything."""
+    """A user gets that of its tenant; the owner all tenants with a quota or with allocations."""
 
 
 class SetQuota(Request[Done], frozen=True, kw_only=True):
-    """In place of the one that the tenant had."""
+    """Replaces the quota of the tenant."""
 
     quota: QuotaRecord
 
@@ -501,20 +544,26 @@ class RemoveQuota(Request[Done], frozen=True, kw_only=True):
 # --- Client sessions and the device -----------------------------------------------------------
 
 
+SESSION_INTERVAL_S_MAX = 60.0
+"""Maximum interval between the heartbeats of a client with open devices."""
+
+
 class SessionHeartbeat(Request[NodesReply], frozen=True, kw_only=True):
-    """A client is alive; the answer tells it who else is."""
+    """Heartbeat of a client; the reply lists the nodes."""
 
     node: NodeInfo
+    interval_s: float = 0.0
+    """Announced interval until the next heartbeat; 0: not announced."""
 
 
 class SessionEnd(Request[Done], frozen=True, kw_only=True):
-    """Everything that this client holds is given back now."""
+    """Releases all resources of this client."""
 
     node_id: str
 
 
 class DeviceReply(Message, frozen=True, kw_only=True):
-    """`endpoint` is None while the executor is on its way; `job` says how far it is and why it waits."""
+    """`endpoint` is None until the executor is ready; `job` has its state and pending reason."""
 
     job: Job
     endpoint: Endpoint | None
@@ -522,7 +571,7 @@ class DeviceReply(Message, frozen=True, kw_only=True):
 
 
 class OpenDevice(Request[DeviceReply], frozen=True, kw_only=True):
-    """An executor on one accelerator for this client. `request_id` makes it safe to send twice."""
+    """Starts an executor on one accelerator for this client. `request_id` is an idempotency key."""
 
     session_node_id: str
     node_id: str
@@ -536,7 +585,7 @@ class WaitDevice(Request[DeviceReply], frozen=True, kw_only=True):
 
 
 def reply_type(request: type[Request[_Reply]]) -> type[_Reply]:
-    """The type that answers this type of request."""
+    """The reply type of a request type."""
     return typing.cast("type[_Reply]", _reply_type(request))
 
 
@@ -546,7 +595,7 @@ def _reply_type(request: type[Message]) -> type[Message]:
     return typing.cast("type[Message]", answer)
 
 
-BEFORE_HELLO = (Hello, FetchTrust, Join)
+BEFORE_HELLO = (Hello, FetchTrust, Join, RecoverCertificate)
 FOR_NODES = (
     Register,
     Heartbeat,

@@ -1,7 +1,7 @@
-"""Nodes and their accelerators: what a machine has and how it is.
+"""Nodes and their accelerators: hardware and status.
 
-The visual guide's drawing of NodeInfo and GPUInfo is kept field by field; the short names it uses
-for three readings (`memory`, `util`, `temp`) are properties beside the fields with units.
+NodeInfo and GPUInfo have the fields of the visual guide; its short names for three readings (`memory`,
+`util`, `temp`) are properties.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from genie.model.record import Record
 
 
 class NodeRole(enum.StrEnum):
-    """What a process is in the cluster. A server hosts the cluster, a worker joins one with its GPUs."""
+    """The role of a process. A server hosts a cluster, a worker joins one with its GPUs."""
 
     CLIENT = "client"
     SERVER = "server"
@@ -22,7 +22,7 @@ class NodeRole(enum.StrEnum):
 
 
 class NodeStatus(enum.StrEnum):
-    """How a node is, as its last health check or the controller's clock found it."""
+    """The status of a node, by its last health check or its missing heartbeats."""
 
     INITIALIZING = "initializing"
     HEALTHY = "healthy"
@@ -41,7 +41,7 @@ class Vendor(enum.StrEnum):
 
 
 class GPUInfo(Record, frozen=True, kw_only=True):
-    """One accelerator. A reading that the hardware does not give is None, never a made-up number."""
+    """One accelerator. A reading that the hardware does not provide is None."""
 
     gpu_id: int
     name: str
@@ -54,13 +54,13 @@ class GPUInfo(Record, frozen=True, kw_only=True):
     power_w: float | None = None
     available: bool = True
     reason: str = ""
-    """Why it is not available; empty when it is."""
+    """Why it is not available; empty if it is."""
     memory_outside_bytes: int = 0
-    """Of what is in use, what processes use that are no jobs of the cluster."""
+    """Memory in use by processes that are not jobs of the cluster."""
     capability: tuple[int, int] = (0, 0)
-    """Compute capability, such as 9.0; 0.0 where there is none."""
+    """Compute capability, such as 9.0; 0.0 if there is none."""
     island: int = 0
-    """Those of a node with the same number are joined by NVLink or the like."""
+    """GPUs of a node with the same number are connected by NVLink or a similar fabric."""
     numa: int = 0
 
     @property
@@ -70,7 +70,7 @@ class GPUInfo(Record, frozen=True, kw_only=True):
 
     @property
     def util(self) -> float | None:
-        """Utilisation in percent."""
+        """Utilization in percent."""
         return self.utilization_pct
 
     @property
@@ -80,7 +80,7 @@ class GPUInfo(Record, frozen=True, kw_only=True):
 
 
 class NodeInfo(Record, frozen=True, kw_only=True):
-    """One process's or machine's place in the cluster, as last heard."""
+    """A machine or process of the cluster, as last reported."""
 
     node_id: str
     hostname: str
@@ -96,11 +96,16 @@ class NodeInfo(Record, frozen=True, kw_only=True):
     status: NodeStatus = NodeStatus.INITIALIZING
     status_reason: str = ""
     last_heartbeat: float = 0.0
-    """Seconds since the epoch, by the clock of whoever heard it."""
+    """Seconds since the epoch, by the clock of the receiver."""
     incarnation: int = 0
     version: str = ""
     labels: dict[str, str] = msgspec.field(default_factory=dict)
     rack: str = ""
+    closed: str = ""
+    """Why the node accepts no new work, such as low disk space; empty if it does."""
+    disk_total_bytes: int = 0
+    """Of the file system of the state directory; 0 if unknown."""
+    disk_free_bytes: int = 0
 
     @property
     def gpu_count(self) -> int:

@@ -1,8 +1,8 @@
-"""What every value of the model is: it does not change, and names what it does not know.
+"""The base class of wire and storage types: immutable, and strict about unknown fields.
 
-A field that has its default is left out where a value is written: jobs have many, and most are never
-used. So a default is part of the format of stores and messages: another one needs a field of another name.
-Not for: what people read (cli/output.py spells every field out).
+Fields with their default value are not encoded, because most fields of a job are never used. So defaults are
+part of the storage and wire format: to change a default, add a field with another name. A field that was
+renamed in code keeps its encoded name (`msgspec.field(name=...)`).
 """
 
 from __future__ import annotations
@@ -11,4 +11,4 @@ import msgspec
 
 
 class Record(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
-    """Base of the values that are stored and sent."""
+    """Base of all values that are stored or sent."""

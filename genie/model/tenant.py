@@ -1,4 +1,4 @@
-"""Tenants, their tokens and quotas, as the store keeps them: a secret's hash, never the secret."""
+"""Tokens and quotas of tenants, as stored; of a secret only the hash is stored."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ DEFAULT_TENANT = "default"
 
 
 class TokenKind(enum.StrEnum):
-    """OWNER may do everything; USER works in one tenant; JOIN admits one node once; NODE is a node's own."""
+    """OWNER has all permissions; USER has one tenant; JOIN admits one node once; NODE identifies a node."""
 
     OWNER = "owner"
     USER = "user"
@@ -26,28 +26,28 @@ class TokenRecord(Record, frozen=True, kw_only=True):
     secret_sha256: str
     tenant: str = DEFAULT_TENANT
     name: str = ""
-    """A label for people; for NODE the node id that the server gave."""
+    """Display name; of a NODE token the node ID."""
     created_at: float
     expires_at: float | None = None
     used_at: float | None = None
-    """JOIN only: set by the one use it has."""
+    """JOIN only: when it was used."""
     revoked_at: float | None = None
 
 
 class QuotaRecord(Record, frozen=True, kw_only=True):
-    """What a tenant may hold. None is no bound."""
+    """The quota of a tenant. None: unlimited."""
 
     tenant: str
     gpus: float | None = None
-    """Its own part."""
+    """Guaranteed GPUs."""
     borrow_gpus: float | None = None
-    """So many more may be held by its preemptible jobs, while nobody else needs them."""
+    """Additional GPUs for its preemptible jobs, while no other tenant needs them."""
     weight: float = 1.0
-    """Its share beside those of others: who has 2 gets twice as much as who has 1."""
+    """Fair-share weight."""
 
 
 class Identity(msgspec.Struct, frozen=True, kw_only=True):
-    """Who is asking, as the server established it. Never taken from what the asker says of itself."""
+    """The authenticated identity of a peer, determined by the server."""
 
     token_id: str
     kind: TokenKind

@@ -1,7 +1,7 @@
-"""The network backends and what each of them is good for. Values only.
+"""The network backends and their properties.
 
-The figures are nominal ones of the technology, as its documents give them for good hardware. None
-of them was measured by Genie, and none says what a given machine reaches.
+The figures are nominal values of each technology. Genie did not measure them, and a given machine may not
+reach them.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from genie.errors import ConfigError
 
 @dataclass(frozen=True, kw_only=True)
 class BackendInfo:
-    """One way to carry tensors. `implemented`: this version of Genie has a transport for it."""
+    """A network backend. `implemented`: this version of Genie has a transport for it."""
 
     name: str
     bandwidth_gbps: float
-    """Nominal, in gigabits a second."""
+    """Nominal, in gigabits per second."""
     latency_ms: float
     """Nominal, in milliseconds."""
     zero_copy: bool
@@ -52,7 +52,7 @@ _ALL = (
         bandwidth_gbps=95.0,
         latency_ms=0.03,
         zero_copy=True,
-        requirements=("everything that dpdk needs", "CUDA GPUs", "the DPDK gpudev library", "nvidia_peermem"),
+        requirements=("the requirements of dpdk", "CUDA GPUs", "the DPDK gpudev library", "nvidia_peermem"),
         features=("zero copy", "kernel bypass", "GPU direct"),
         implemented=False,
     ),
@@ -70,11 +70,11 @@ _ALL = (
 BACKENDS: Mapping[str, BackendInfo] = MappingProxyType({info.name: info for info in _ALL})
 
 PRIORITY = ("dpdk_gpudev", "rdma", "dpdk", "tcp")
-"""Best first, as long as nothing has been measured."""
+"""Best first, if nothing was measured."""
 
 
 def get_backend_info(name: str) -> BackendInfo:
-    """ConfigError for a name that is no backend; "auto" is a wish and not a backend."""
+    """Raises ConfigError for an unknown name. "auto" is not a backend."""
     if name not in BACKENDS:
         raise ConfigError(f"there is no network backend {name!r}", hint=f"allowed: {', '.join(BACKENDS)}")
     return BACKENDS[name]

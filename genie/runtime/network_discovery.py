@@ -1,8 +1,8 @@
-"""What the network between this process and a host can do, and which backend follows from it.
+"""Network discovery: probes the network between this process and a host, and selects the backend.
 
-`NetworkDiscovery.discover` looks: it connects over TCP and reads what the system says of RDMA, DPDK
-and GPUDirect. It loads no library, configures no device and leaves nothing behind. `recommend` and
-`select_backend` decide, from values alone. Not for: carrying anything (network.py).
+`NetworkDiscovery.discover` connects over TCP and reads the speed and throughput of the interface, and the
+state of RDMA, DPDK and GPUDirect on this system. It loads no library and configures no device. `recommend`
+and `select_backend` are pure functions of the result.
 """
 
 from __future__ import annotations
@@ -15,25 +15,29 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 from genie.errors import ConfigError, UnreachableError
+from genie.model.names import address_text
 from genie.runtime.backend_info import BACKENDS, PRIORITY, BackendInfo, get_backend_info
+from genie.runtime.interfaces import Interface, Throughput, find_interface, read_traffic, throughput
+from genie.runtime.network import failure_reason, lookup_hint
 
 _T = TypeVar("_T")
-_Address = tuple[int, Any]  # family and what the socket module takes for it
-_Missing = tuple[str, str]  # what is not there, and what would help
+_Address = tuple[int, Any]  # address family, and the address for the socket module
+_Missing = tuple[str, str]  # what is missing, and how to fix it
 
-CONNECTS = 3
+CONNECT_ATTEMPTS = 3
 _ADDRESSES_MAX = 8
-_NO_SYS = ("this system has no /sys; only Linux is looked at", "")
+_NO_SYS = ("this system has no /sys; only Linux is supported", "")
 _LIBRARY_FOLDERS = ("lib", "lib64", "usr/lib", "usr/lib64", "usr/local/lib", "usr/local/lib64")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Probe:
-    """One thing that was looked at: what was found or is missing, and what would help."""
+    """The result of one probe: what was found or is missing, and how to fix it."""
 
     available: bool
     reason: str
@@ -43,22 +47,22 @@ class Probe:
 
 @dataclass(frozen=True, kw_only=True)
 class Recommendation:
-    """The best backend of those that work here and that Genie has a transport for."""
+    """The best backend that works on this machine and that Genie has a transport for."""
 
     backend: str
     reason: str
     features: tuple[str, ...]
     est_bandwidth_gbps: float
-    """Nominal for the technology; nothing was measured."""
+    """For TCP the speed of the interface, if it is known; otherwise nominal."""
     est_latency_ms: float
-    """The measured round trip for TCP, otherwise nominal."""
+    """For TCP the measured round trip; otherwise nominal."""
     fallback_from: str | None = None
-    """A better backend that this machine has but Genie cannot use yet."""
+    """A better backend that this machine supports and Genie does not."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DiscoveryResult:
-    """`probes` by name: tcp, dpdk, gpu_direct, rdma. No recommendation where nothing answers."""
+    """`probes` by name: tcp, dpdk, gpu_direct, rdma. No recommendation if the host is unreachable."""
 
     host: str
     port: int
@@ -66,6 +70,10 @@ class DiscoveryResult:
     probes: Mapping[str, Probe]
     recommendation: Recommendation | None
     duration_ms: float
+    interface: Interface | None = None
+    """The interface of the connection to the host, with its speed; None if it was not found."""
+    throughput: Throughput | None = None
+    """Throughput of that interface during the discovery."""
 
     @property
     def tcp_reachable(self) -> bool:
@@ -83,6 +91,13 @@ class DiscoveryResult:
     def rdma_available(self) -> bool:
         return self.probes["rdma"].available
 
+    def check_reachable(self) -> None:
+        """Raises UnreachableError if the host is unreachable over TCP."""
+        tcp = self.probes["tcp"]
+        if not tcp.available:
+            where = address_text(self.host, self.port)
+            raise UnreachableError(f"{where} cannot be reached: {tcp.reason}", hint=tcp.fix)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Selection:
@@ -94,153 +109,189 @@ class Selection:
 
 
 class NetworkDiscovery:
-    """Looks at one host after the other. `root` is where /sys, /proc, /dev and libraries are looked for."""
+    """Probes hosts. `root` is the directory of /sys, /proc, /dev and libraries."""
 
-    def __init__(self, *, root: Path = Path("/"), connects: int = CONNECTS) -> None:
+    def __init__(self, *, root: Path = Path("/"), connects: int = CONNECT_ATTEMPTS) -> None:
         assert connects >= 1
         self._root = root
         self._connects = connects
 
     async def discover(self, host: str, port: int, *, timeout_s: float = 5.0) -> DiscoveryResult:
-        """Takes `timeout_s` at most. A host that does not answer is a result, not an error."""
+        """Takes at most `timeout_s`. An unreachable host is a result, not an error."""
         start_s = time.perf_counter()
+        before = read_traffic(now_s=time.monotonic(), root=self._root)
         async with asyncio.TaskGroup() as group:
             tcp = group.create_task(_probe_tcp(host, port, connects=self._connects, timeout_s=timeout_s))
             local = group.create_task(_probe_local(self._root, timeout_s=timeout_s))
-        tcp_probe, rtt_ms = tcp.result()
-        probes = {"tcp": tcp_probe, **local.result()}
+        found, probes = tcp.result(), {"tcp": tcp.result().probe, **local.result()}
+        left_s = max(timeout_s - (time.perf_counter() - start_s), 0.0)
+        interface = await self._interface_of(found, timeout_s=left_s)
+        after = read_traffic(now_s=time.monotonic(), root=self._root)
+        name, speed_gbps = (interface.name, interface.speed_gbps) if interface else ("", None)
         return DiscoveryResult(
             host=host,
             port=port,
-            tcp_rtt_ms=rtt_ms,
+            tcp_rtt_ms=found.rtt_ms,
             probes=probes,
-            recommendation=recommend(probes, tcp_rtt_ms=rtt_ms),
+            recommendation=recommend(probes, tcp_rtt_ms=found.rtt_ms, link_gbps=speed_gbps),
             duration_ms=_ms_since(start_s),
+            interface=interface,
+            throughput=throughput(before.get(name), after.get(name)),
         )
 
+    async def _interface_of(self, found: _TcpResult, *, timeout_s: float) -> Interface | None:
+        """Runs on a thread, because a driver may be slow to report the speed."""
+        if not found.source:
+            return None
+        find = partial(find_interface, source=found.source, destination=found.destination, root=self._root)
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await _on_thread("genie-interface", find)
+        except (OSError, RuntimeError):  # a TimeoutError is an OSError; psutil raises either
+            return None
 
-# --- Deciding: values in, values out ------------------------------------------------------------
+
+# --- Selection: pure functions --------------------------------------------------------------------
 
 
 def recommend(
     probes: Mapping[str, Probe],
     *,
     tcp_rtt_ms: float | None,
+    link_gbps: float | None = None,
     backends: Mapping[str, BackendInfo] = BACKENDS,
 ) -> Recommendation | None:
-    """None when TCP does not get through: every backend needs it for control."""
+    """None if TCP does not work: every backend needs it for control."""
     if not probes["tcp"].available:
         return None
     available = [name for name in PRIORITY if backend_probe(name, probes).available]
     usable = [name for name in available if backends[name].implemented]
     chosen = backends[usable[0] if usable else "tcp"]
     better = available[: available.index(chosen.name)]
-    measured_ms = tcp_rtt_ms if chosen.name == "tcp" else None
+    is_tcp = chosen.name == "tcp"
+    measured_ms, link_gbps = (tcp_rtt_ms, link_gbps) if is_tcp else (None, None)
     return Recommendation(
         backend=chosen.name,
-        reason=_why(chosen.name, better, probes),
+        reason=_selection_reason(chosen.name, better, probes),
         features=chosen.features,
-        est_bandwidth_gbps=chosen.bandwidth_gbps,
+        est_bandwidth_gbps=chosen.bandwidth_gbps if link_gbps is None else link_gbps,
         est_latency_ms=chosen.latency_ms if measured_ms is None else measured_ms,
         fallback_from=better[0] if better else None,
     )
 
 
 def select_backend(
-    wish: str, result: DiscoveryResult, *, backends: Mapping[str, BackendInfo] = BACKENDS
+    requested: str, result: DiscoveryResult, *, backends: Mapping[str, BackendInfo] = BACKENDS
 ) -> Selection:
-    """The backend for `wish`: "auto" takes the recommendation, a name is taken or refused, never swapped.
+    """The backend for the setting `requested`: "auto" uses the recommendation; a name is used or rejected.
 
-    UnreachableError when the host does not answer, ConfigError for a name that does not work here.
+    Raises UnreachableError if the host is unreachable, ConfigError if the named backend does not work here.
     """
-    if wish != "auto":
-        get_backend_info(wish)
-    if result.recommendation is None:
-        tcp = result.probes["tcp"]
-        raise UnreachableError(f"{result.host}:{result.port} cannot be reached: {tcp.reason}", hint=tcp.fix)
-    if wish == "auto":
-        advice = result.recommendation
-        return Selection(backend=advice.backend, reason=advice.reason, fallback_from=advice.fallback_from)
-    if not backends[wish].implemented:  # before what is missing here: nobody should install that in vain
-        raise ConfigError(
-            f"this version of Genie has no transport for backend {wish!r}", hint="use backend 'auto' or 'tcp'"
+    if requested != "auto":
+        get_backend_info(requested)
+    result.check_reachable()
+    if requested == "auto":
+        recommended = result.recommendation
+        assert recommended is not None
+        return Selection(
+            backend=recommended.backend, reason=recommended.reason, fallback_from=recommended.fallback_from
         )
-    probe = backend_probe(wish, result.probes)
+    if not backends[requested].implemented:  # before the probe: installing what is missing would not help
+        raise ConfigError(
+            f"this version of Genie has no transport for backend {requested!r}",
+            hint="use backend 'auto' or 'tcp'",
+        )
+    probe = backend_probe(requested, result.probes)
     if not probe.available:
         fix = f"{probe.fix}, or use" if probe.fix else "use"
         raise ConfigError(
-            f"backend {wish!r} does not work on this machine: {probe.reason}", hint=f"{fix} backend 'auto'"
+            f"backend {requested!r} does not work on this machine: {probe.reason}",
+            hint=f"{fix} backend 'auto'",
         )
-    return Selection(backend=wish, reason=f"{wish} was asked for: {probe.reason}")
+    return Selection(backend=requested, reason=f"{requested} was requested: {probe.reason}")
 
 
 def backend_probe(name: str, probes: Mapping[str, Probe]) -> Probe:
-    """What the probes say of one backend; dpdk_gpudev needs two of them."""
+    """The probe of one backend; dpdk_gpudev combines two."""
     if name != "dpdk_gpudev":
         return probes[name]
     needed = (probes["dpdk"], probes["gpu_direct"])
-    told = [probe for probe in needed if not probe.available] or list(needed)
+    relevant = [probe for probe in needed if not probe.available] or list(needed)
     return Probe(
         available=all(probe.available for probe in needed),
-        reason="; ".join(probe.reason for probe in told),
-        fix="; ".join(probe.fix for probe in told if probe.fix),
+        reason="; ".join(probe.reason for probe in relevant),
+        fix="; ".join(probe.fix for probe in relevant if probe.fix),
     )
 
 
-def _why(chosen: str, better: list[str], probes: Mapping[str, Probe]) -> str:
+def _selection_reason(chosen: str, better: list[str], probes: Mapping[str, Probe]) -> str:
     if better:
-        return f"{', '.join(better)} would be better and is there, but Genie has no transport for it yet"
+        return f"{', '.join(better)} is available and better, but Genie has no transport for it yet"
     absent = [
         f"{name}: {backend_probe(name, probes).reason.partition(';')[0]}"
         for name in PRIORITY[: PRIORITY.index(chosen)]
     ]
-    return f"{chosen} is the best that works here" + (f" ({'; '.join(absent)})" if absent else "")
+    return f"{chosen} is the best backend that works here" + (f" ({'; '.join(absent)})" if absent else "")
 
 
 # --- TCP ----------------------------------------------------------------------------------------
 
 
-async def _probe_tcp(host: str, port: int, *, connects: int, timeout_s: float) -> tuple[Probe, float | None]:
+@dataclass(frozen=True, slots=True)
+class _TcpResult:
+    """`source` and `destination` are the IP addresses of the connection."""
+
+    probe: Probe
+    rtt_ms: float | None = None
+    source: str = ""
+    destination: str = ""
+
+
+async def _probe_tcp(host: str, port: int, *, connects: int, timeout_s: float) -> _TcpResult:
     start_s = time.perf_counter()
     rtts_ms: list[float] = []
+    source, destination = "", ""
     try:
         async with asyncio.timeout(timeout_s):
             addresses = await _resolve(host, port)
-            address, rtt_ms = await _connect_any(addresses, each_s=timeout_s / len(addresses))
+            address, (rtt_ms, source) = await _connect_any(addresses, each_s=timeout_s / len(addresses))
+            destination = str(address[1][0])
             rtts_ms.append(rtt_ms)
             while len(rtts_ms) < connects:
-                rtts_ms.append(await _connect(address))
-    except OSError as error:  # a TimeoutError and a failed lookup are OSErrors too
+                rtts_ms.append((await _connect(address))[0])
+    except OSError as error:  # includes TimeoutError and failed lookups
         if not rtts_ms:
-            reason, fix = _tcp_trouble(error, host=host, port=port, timeout_s=timeout_s)
-            return Probe(available=False, reason=reason, fix=fix, duration_ms=_ms_since(start_s)), None
+            reason, fix = _describe_tcp_error(error, host=host, port=port, timeout_s=timeout_s)
+            return _TcpResult(Probe(available=False, reason=reason, fix=fix, duration_ms=_ms_since(start_s)))
     rtt_ms = statistics.median(rtts_ms)
     found = f"connected in {rtt_ms:.2f} ms"
-    return Probe(available=True, reason=found, duration_ms=_ms_since(start_s)), rtt_ms
+    probe = Probe(available=True, reason=found, duration_ms=_ms_since(start_s))
+    return _TcpResult(probe, rtt_ms, source, destination)
 
 
-def _tcp_trouble(error: OSError, *, host: str, port: int, timeout_s: float) -> tuple[str, str]:
-    """What came back, and what the reader can do."""
+def _describe_tcp_error(error: OSError, *, host: str, port: int, timeout_s: float) -> tuple[str, str]:
+    """Reason and hint for a failed connection."""
     if isinstance(error, socket.gaierror):
-        return f"no such name ({error.strerror})", f"check the spelling of {host!r}"
+        return failure_reason(error), lookup_hint(error)
     if isinstance(error, ConnectionRefusedError):
-        return "connection refused", f"is 'genie up' running there, and on port {port}?"
+        hint = f"is 'genie up' running there on port {port}, on another machine with --bind ADDRESS?"
+        return "connection refused", hint
     if isinstance(error, TimeoutError):
-        hint = f"is {host} switched on, and does a firewall let port {port} through?"
+        hint = f"is {host} up, and does a firewall block port {port}?"
         return f"timed out after {timeout_s:g} s", hint
-    return error.strerror or str(error), "check the network between this machine and that one"
+    return failure_reason(error), "check the network between the two machines"
 
 
 async def _resolve(host: str, port: int) -> list[_Address]:
-    """Looking a name up can block for long and has a thread of its own; a number needs none."""
+    """Name lookups run on a thread, because they can block; numeric addresses need none."""
     try:
-        found = _looked_up(host, port, numeric=True)
+        found = _look_up(host, port, numeric=True)
     except socket.gaierror:
-        found = await _on_thread("genie-resolve", lambda: _looked_up(host, port, numeric=False))
+        found = await _on_thread("genie-resolve", lambda: _look_up(host, port, numeric=False))
     return found[:_ADDRESSES_MAX]
 
 
-def _looked_up(host: str, port: int, *, numeric: bool) -> list[_Address]:
+def _look_up(host: str, port: int, *, numeric: bool) -> list[_Address]:
     flags = socket.AI_NUMERICHOST if numeric else 0
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=flags)
@@ -249,53 +300,53 @@ def _looked_up(host: str, port: int, *, numeric: bool) -> list[_Address]:
     return [(family, address) for family, _, _, _, address in found]
 
 
-async def _connect_any(addresses: list[_Address], *, each_s: float) -> tuple[_Address, float]:
-    """The first address that answers. One that swallows packets does not use up the others' time."""
-    trouble: OSError | None = None
+async def _connect_any(addresses: list[_Address], *, each_s: float) -> tuple[_Address, tuple[float, str]]:
+    """Connects to the first address that responds, with a timeout for each."""
+    last_error: OSError | None = None
     for address in addresses:
         try:
             async with asyncio.timeout(each_s):
                 return address, await _connect(address)
         except OSError as error:
-            trouble = error
-    assert trouble is not None, "getaddrinfo gives one address at least, or raises"
-    raise trouble
+            last_error = error
+    assert last_error is not None, "getaddrinfo returns at least one address, or raises"
+    raise last_error
 
 
-async def _connect(address: _Address) -> float:
-    """Milliseconds until connected, which is one round trip."""
+async def _connect(address: _Address) -> tuple[float, str]:
+    """Connect time in milliseconds, which is one round trip, and the local IP address."""
     family, where = address
     with socket.socket(family, socket.SOCK_STREAM) as sock:
         sock.setblocking(False)
         start_s = time.perf_counter()
         await asyncio.get_running_loop().sock_connect(sock, where)
-        return _ms_since(start_s)
+        return _ms_since(start_s), str(sock.getsockname()[0])
 
 
-# --- What this machine has ----------------------------------------------------------------------
+# --- Local probes -------------------------------------------------------------------------------
 
 
 async def _probe_local(root: Path, *, timeout_s: float) -> dict[str, Probe]:
     done: dict[str, Probe] = {}
 
-    def look() -> None:
+    def probe_all() -> None:
         for name, probe in _LOCAL_PROBES.items():
             start_s = time.perf_counter()
             missing = probe(root) if (root / "sys").is_dir() else [_NO_SYS]
             done[name] = Probe(
                 available=not missing,
-                reason="; ".join(what for what, _ in missing) or "everything that it needs is there",
+                reason="; ".join(what for what, _ in missing) or "all requirements are met",
                 fix="; ".join(fix for _, fix in missing if fix),
                 duration_ms=_ms_since(start_s),
             )
 
     try:
         async with asyncio.timeout(timeout_s):
-            await _on_thread("genie-discovery", look)
+            await _on_thread("genie-discovery", probe_all)
     except TimeoutError:
-        pass  # what is not done by now is reported so below
-    late = Probe(available=False, reason=f"the system did not answer within {timeout_s:g} s")
-    return {name: done.get(name, late) for name in _LOCAL_PROBES}
+        pass  # probes that are not done are reported below
+    timed_out = Probe(available=False, reason=f"the probe timed out after {timeout_s:g} s")
+    return {name: done.get(name, timed_out) for name in _LOCAL_PROBES}
 
 
 def _dpdk_missing(root: Path) -> list[_Missing]:
@@ -303,7 +354,7 @@ def _dpdk_missing(root: Path) -> list[_Missing]:
     if not _has_library(root, "librte_eal.so"):
         missing.append(("the DPDK libraries (librte_eal) are not installed", "install dpdk"))
     pages = (root / "sys/kernel/mm/hugepages").glob("*/free_hugepages")
-    if not any(_text(path) not in ("", "0") for path in pages):
+    if not any(_read_text(path) not in ("", "0") for path in pages):
         missing.append(("no free huge pages", "set vm.nr_hugepages"))
     if not _dpdk_cards(root):
         missing.append(("no network card that DPDK can drive", "bind a card to vfio-pci"))
@@ -311,7 +362,7 @@ def _dpdk_missing(root: Path) -> list[_Missing]:
 
 
 def _dpdk_cards(root: Path) -> list[str]:
-    """Cards given to DPDK, and those that it shares with the kernel (which need no vfio)."""
+    """Cards bound to DPDK drivers, and those that DPDK shares with the kernel (which need no vfio)."""
     given = [
         path.name
         for driver in ("vfio-pci", "igb_uio", "uio_pci_generic")
@@ -339,7 +390,7 @@ def _rdma_missing(root: Path) -> list[_Missing]:
     devices = sorted(path.name for path in base.glob("*"))
     if not devices:
         missing.append(("no device in /sys/class/infiniband", "load the RDMA card's driver, or rdma_rxe"))
-    elif not any("ACTIVE" in _text(path) for path in base.glob("*/ports/*/state")):
+    elif not any("ACTIVE" in _read_text(path) for path in base.glob("*/ports/*/state")):
         missing.append((f"no active port on {', '.join(devices)}", "bring the link up"))
     if not any((root / "dev/infiniband").glob("uverbs*")):
         missing.append(("no /dev/infiniband/uverbs*", "modprobe ib_uverbs"))
@@ -356,7 +407,7 @@ _LOCAL_PROBES: dict[str, Callable[[Path], list[_Missing]]] = {
 
 
 def _has_library(root: Path, name: str) -> bool:
-    """Looks for the file instead of loading it: loading runs foreign code in this process."""
+    """Searches for the file; loading the library would run its code in this process."""
     return any(
         next(folder.glob(pattern), None) is not None
         for folder in _library_folders(root)
@@ -365,17 +416,17 @@ def _has_library(root: Path, name: str) -> bool:
 
 
 def _library_folders(root: Path) -> list[Path]:
-    listed = [
+    configured = [
         line.strip()
         for path in sorted((root / "etc/ld.so.conf.d").glob("*.conf"))
-        for line in _text(path).splitlines()
+        for line in _read_text(path).splitlines()
         if line.strip().startswith("/")
     ]
-    return [root / folder.lstrip("/") for folder in (*_LIBRARY_FOLDERS, *listed)]
+    return [root / folder.lstrip("/") for folder in (*_LIBRARY_FOLDERS, *configured)]
 
 
-def _text(path: Path) -> str:
-    """Empty when it cannot be read."""
+def _read_text(path: Path) -> str:
+    """The content of a file; empty if it cannot be read."""
     try:
         return path.read_text("utf-8", errors="replace").strip()
     except OSError:
@@ -383,16 +434,16 @@ def _text(path: Path) -> str:
 
 
 async def _on_thread(name: str, work: Callable[[], _T]) -> _T:
-    """Runs `work` on a thread of its own, which is left to itself when the caller gives up waiting."""
+    """Runs `work` on a new thread, which continues if the caller stops waiting."""
     future: concurrent.futures.Future[_T] = concurrent.futures.Future()
 
     def run() -> None:
         try:
             future.set_result(work())
-        except Exception as error:  # a thread's boundary: the waiting caller gets it
+        except Exception as error:  # passed to the waiting caller
             future.set_exception(error)
 
-    future.set_running_or_notify_cancel()  # from here on a caller's cancelling leaves the future alone
+    future.set_running_or_notify_cancel()  # so that a cancelled caller does not cancel the future
     threading.Thread(target=run, name=name, daemon=True).start()
     return await asyncio.wrap_future(future)
 

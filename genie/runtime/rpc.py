@@ -1,8 +1,8 @@
-"""Calls over a channel: either side asks, the other answers, many at once on one connection.
+"""Remote procedure calls over a channel: concurrent requests in both directions on one connection.
 
-`Peer.run()` must be running (in a TaskGroup of the owner) while calls are made; `dial` does
-that for clients. Both sides may handle requests: the controller sends orders to agents over
-the connection that the agent opened. Not for: who may ask what (the handler decides).
+`Peer.run()` must be running (in a TaskGroup of the owner) while calls are made; `dial` does that for clients.
+Both sides may handle requests: the controller sends requests to agents over the connection that the agent
+opened. Handlers are responsible for authorization.
 """
 
 from __future__ import annotations
@@ -13,42 +13,69 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import TypeVar
 
-from genie.errors import ConnectionLostError, DeadlineError, GenieError, ProtocolError, TransportError
+from genie.errors import (
+    ConnectionLostError,
+    DeadlineError,
+    GenieError,
+    OverloadedError,
+    ProtocolError,
+    TransportError,
+)
 from genie.model.messages import Message, Request, reply_type
+from genie.processes.tasks import first_error, unwrapped_task_group
 from genie.runtime import wire
 from genie.runtime.network import Channel, ClientTls, Network
-from genie.runtime.tasks import first_error
 
 _log = logging.getLogger(__name__)
 _Reply = TypeVar("_Reply", bound=Message)
 
-IN_FLIGHT_MAX = 256
-"""Requests that one peer may have under way here; beyond that its connection is not read."""
+IN_FLIGHT_MAX = 512
+"""Maximum number of requests in flight from one peer; further ones are rejected with OverloadedError."""
 
-ANSWER_S_MAX = 30.0
-"""How long a peer may take to read an answer before its connection is closed."""
+TRUSTED_IN_FLIGHT_MAX = 2048
+"""The same for requests of the controller to an agent, and of an authenticated node to the controller: above
+the maximum number of orders, and of confirmations that wait."""
+
+REJECTIONS_MAX = 4096
+"""A peer that sends more requests above the limit in a row is disconnected."""
+
+INVALID_MAX = 64
+"""A peer that sends more requests that cannot be decoded is disconnected."""
+
+REPLY_TIMEOUT_S = 30.0
+"""Timeout for sending a reply; then the connection is closed."""
 
 _CALL_IDS = 1 << 32
-"""As many as a frame's header can tell apart."""
+"""Number of distinct call IDs in the frame header."""
 
 Handler = Callable[["Peer", Message], Awaitable[Message]]
 
 
 class Peer:
-    """The other end of one connection."""
+    """The peer of one connection."""
 
     def __init__(
-        self, channel: Channel, *, requests: Sequence[type[Message]] = (), handler: Handler | None = None
+        self,
+        channel: Channel,
+        *,
+        requests: Sequence[type[Message]] = (),
+        handler: Handler | None = None,
+        in_flight_max: int = IN_FLIGHT_MAX,
     ) -> None:
         assert bool(requests) == (handler is not None)
         self.channel = channel
+        self._in_flight_max = in_flight_max
         self._decoder = wire.RequestDecoder(requests) if requests else None
         self._handler = handler
-        self._waiting: dict[int, asyncio.Future[wire.Frame]] = {}
+        self._calls: dict[int, asyncio.Future[wire.Frame]] = {}
         self._loop = asyncio.get_running_loop()
         self._next_call = 0
-        self._under_way = 0
-        self._has_room = asyncio.Event()
+        self._in_flight = 0
+        self._rejections = 0
+        """Requests above the limit since the last one that was accepted."""
+        self._invalid = 0
+        self.request_bytes = 0
+        """Size of the last request, when the handler is called with it."""
         self._sending = asyncio.Lock()
         self._closed = asyncio.Event()
 
@@ -60,11 +87,20 @@ class Peer:
     def is_closed(self) -> bool:
         return self._closed.is_set()
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether no request of either side is in flight."""
+        return not self._in_flight and not self._calls
+
+    def set_in_flight_max(self, count: int) -> None:
+        """Sets the maximum number of requests in flight from this peer."""
+        self._in_flight_max = count
+
     async def wait_closed(self) -> None:
         await self._closed.wait()
 
     async def call(self, request: Request[_Reply], *, timeout_s: float) -> _Reply:
-        """The peer's answer, or the GenieError it answered with; DeadlineError past `timeout_s`."""
+        """Returns the reply. Raises the GenieError of the peer, or DeadlineError after `timeout_s`."""
         (outcome,) = await self.call_each((request,), timeout_s=timeout_s)
         if isinstance(outcome, GenieError):
             raise outcome
@@ -73,15 +109,15 @@ class Peer:
     async def call_each(
         self, requests: Sequence[Request[_Reply]], *, timeout_s: float
     ) -> list[_Reply | GenieError]:
-        """What came of each, as `call` would have it, when all are answered. They are sent together."""
+        """Sends all requests, then returns the reply or the error of each, as `call` would."""
         loop, first = self._loop, self._next_call + 1
         if first + len(requests) > _CALL_IDS:
             first = 1
         deadline_s = loop.time() + timeout_s
         futures: list[asyncio.Future[wire.Frame]] = [loop.create_future() for _ in requests]
         self._next_call = first + len(futures) - 1
-        self._waiting.update(enumerate(futures, first))
-        timer = loop.call_at(deadline_s, _give_up, futures)
+        self._calls.update(enumerate(futures, first))
+        timer = loop.call_at(deadline_s, _time_out, futures)
         try:
             for call_id, request in enumerate(requests, first):
                 await self._send(call_id, request, deadline_s)
@@ -92,23 +128,23 @@ class Peer:
         finally:
             timer.cancel()
             for call_id in range(first, first + len(futures)):
-                del self._waiting[call_id]
+                del self._calls[call_id]
 
     async def _send(self, call_id: int, request: Request[_Reply], deadline_s: float) -> None:
-        """Whatever goes wrong is the outcome of that call."""
-        future = self._waiting[call_id]
+        """Sends one request; an error becomes the outcome of the call."""
+        future = self._calls[call_id]
         try:
             if self.is_closed:
                 raise ConnectionLostError(f"the connection to {self.name} is closed")
-            packed = wire.pack(wire.Kind.REQUEST, call_id, wire.encode(request))
-            if not self.channel.try_send_nowait(packed):
+            frame = wire.pack(wire.Kind.REQUEST, call_id, wire.encode(request))
+            if not self.channel.try_send_nowait(frame):
                 async with asyncio.timeout_at(deadline_s):
-                    await self.channel.send(packed)
+                    await self.channel.send(frame)
         except (GenieError, TimeoutError) as error:
             if not future.done():
                 future.set_exception(error)
             if isinstance(error, ConnectionLostError):
-                # Whoever reads may not have seen it yet. From here on nobody may take it for a connection.
+                # run() may not have noticed it yet; is_closed must be true from now on.
                 self.close()
 
     async def _outcome(
@@ -121,23 +157,26 @@ class Peer:
             return wire.decode_reply(reply_type(type(request)), frame.payload, peer=self.name)
         except TimeoutError:
             return DeadlineError(
-                f"{self.name} did not answer {type(request).__name__} within {timeout_s:g} s"
+                f"{self.name} did not reply to {type(request).__name__} within {timeout_s:g} s"
             )
         except GenieError as error:
             return error
 
     async def run(self) -> None:
-        """Reads until the connection ends; returns then. Requests under way are cancelled."""
+        """Reads until the connection ends. Cancels the requests in flight then."""
         lost: TransportError = ConnectionLostError(f"the connection to {self.name} is closed")
         try:
-            async with asyncio.TaskGroup() as answers:
-                await self._read(answers)
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(self._read(tasks))
+                # Not left to the reader: a channel closes only when the peer has read what was sent.
+                await self._closed.wait()
+                raise lost
         except* TransportError as group:
             lost = first_error(group)
         finally:
             self._closed.set()
             self.channel.close()
-            for future in self._waiting.values():
+            for future in self._calls.values():
                 if not future.done():
                     future.set_exception(lost)
                     future.exception()
@@ -146,57 +185,84 @@ class Peer:
         self._closed.set()
         self.channel.close()
 
-    async def _read(self, answers: asyncio.TaskGroup) -> None:
+    async def _read(self, tasks: asyncio.TaskGroup) -> None:
+        """Reads all frames as they arrive: replies must never wait for requests."""
         while True:
             frame = self.channel.try_receive_nowait() or await self.channel.receive()
             if frame.kind is wire.Kind.REQUEST:
-                while self._under_way >= IN_FLIGHT_MAX:
-                    self._has_room.clear()
-                    await self._has_room.wait()
-                self._under_way += 1
-                answers.create_task(self._answer(frame))
-            elif (future := self._waiting.get(frame.call_id)) is not None and not future.done():
+                if self._in_flight >= self._in_flight_max:
+                    self._reject(frame, tasks)
+                    continue
+                self._in_flight += 1
+                self._rejections = 0
+                tasks.create_task(self._reply_to(frame))
+            elif (future := self._calls.get(frame.call_id)) is not None and not future.done():
                 future.set_result(frame)
 
-    async def _answer(self, frame: wire.Frame) -> None:
+    def _reject(self, frame: wire.Frame, tasks: asyncio.TaskGroup) -> None:
+        self._rejections += 1
+        if self._rejections > REJECTIONS_MAX:
+            raise ProtocolError(f"{self.name} ignores the limit of {self._in_flight_max} requests in flight")
+        error = OverloadedError(
+            f"the limit of {self._in_flight_max} requests in flight on one connection is reached"
+        )
+        if not self.channel.try_send_nowait(_pack_reply(error, frame.call_id)):
+            tasks.create_task(self._send_reply(error, frame.call_id))
+
+    async def _reply_to(self, frame: wire.Frame) -> None:
         try:
             answer: Message | GenieError
             try:
-                if self._decoder is None or self._handler is None:
-                    raise ProtocolError("this side answers no requests")
-                answer = await self._handler(self, self._decoder.decode(frame.payload, peer=self.name))
+                answer = await self._handle(frame)
             except GenieError as error:
                 answer = error
             except Exception:
                 _log.exception("a request from %s failed", self.name)
-                answer = GenieError("internal error", hint="the log of the other side has the details")
-            if not self._sending.locked() and self.channel.try_send_nowait(_packed(answer, frame.call_id)):
-                return
-            # One at a time, and encoded only when it is its turn: a peer that does not read its answers
-            # costs the memory of one, and after a while its connection.
-            async with asyncio.timeout(ANSWER_S_MAX), self._sending:
-                await self.channel.send(_packed(answer, frame.call_id))
-        except TimeoutError:
-            _log.info("%s does not read its answers", self.name)
-            self.close()
+                answer = GenieError("internal error", hint="see the log of the peer for details")
+            if self._sending.locked() or not self.channel.try_send_nowait(_pack_reply(answer, frame.call_id)):
+                await self._send_reply(answer, frame.call_id)
         finally:
-            self._under_way -= 1
-            self._has_room.set()
+            self._in_flight -= 1
+
+    def _handle(self, frame: wire.Frame) -> Awaitable[Message]:
+        if self._decoder is None or self._handler is None:
+            raise ProtocolError("this side does not accept requests")
+        try:
+            request = self._decoder.decode(frame.payload, peer=self.name)
+        except ProtocolError:
+            self._invalid += 1
+            if self._invalid > INVALID_MAX:
+                self.close()
+            raise
+        self.request_bytes = len(frame.payload)
+        return self._handler(self, request)
+
+    async def _send_reply(self, answer: Message | GenieError, call_id: int) -> None:
+        """Sends one reply at a time, and encodes it only then: a peer that does not read its replies uses the
+        memory of one, until its connection is closed."""
+        try:
+            async with asyncio.timeout(REPLY_TIMEOUT_S), self._sending:
+                await self.channel.send(_pack_reply(answer, call_id))
+        except TimeoutError:
+            _log.info("%s does not read its replies", self.name)
+            self.close()
 
 
-def _give_up(futures: Sequence[asyncio.Future[wire.Frame]]) -> None:
+def _time_out(futures: Sequence[asyncio.Future[wire.Frame]]) -> None:
     for future in futures:
         if not future.done():
             future.set_exception(TimeoutError())
-            future.exception()  # whoever waits for another one of them may go away first
+            future.exception()  # the waiter may be cancelled before it awaits this one
 
 
-def _packed(answer: Message | GenieError, call_id: int) -> bytes:
+def _pack_reply(answer: Message | GenieError, call_id: int) -> bytes:
     if isinstance(answer, GenieError):
         return wire.pack(wire.Kind.ERROR, call_id, wire.encode_error(answer))
     payload = wire.encode(answer)
     if len(payload) > wire.FRAME_BYTES_MAX:
-        return _packed(ProtocolError(f"the answer {type(answer).__name__} is over the frame cap"), call_id)
+        return _pack_reply(
+            ProtocolError(f"the reply {type(answer).__name__} exceeds the maximum frame size"), call_id
+        )
     return wire.pack(wire.Kind.REPLY, call_id, payload)
 
 
@@ -211,18 +277,20 @@ async def dial(
     requests: Sequence[type[Message]] = (),
     handler: Handler | None = None,
 ) -> AsyncIterator[Peer]:
-    """A connected peer for the length of the block. Errors in the block come out as they are."""
+    """A context with a connected peer. Errors of the body are raised unchanged."""
     channel = await network.connect(host, port, tls=tls, timeout_s=timeout_s)
-    peer = Peer(channel, requests=requests, handler=handler)
-    failure: BaseException | None = None
-    async with asyncio.TaskGroup() as group:
-        group.create_task(peer.run())
+    peer = Peer(channel, requests=requests, handler=handler, in_flight_max=TRUSTED_IN_FLIGHT_MAX)
+    body_error: Exception | None = None
+    async with unwrapped_task_group() as group:
+        running = group.create_task(peer.run())
         try:
             yield peer
-        except (Exception, asyncio.CancelledError) as error:
-            # Raised again below: inside the group it would come out wrapped in an ExceptionGroup.
-            failure = error
+        except Exception as error:
+            # Raised after the group has ended: until Python 3.13, a group with an error drops a cancellation
+            # that arrives while it waits for its tasks, and a caller that reconnects would never end.
+            body_error = error
+            running.cancel()
         finally:
             peer.close()
-    if failure is not None:
-        raise failure
+    if body_error is not None:
+        raise body_error

@@ -1,12 +1,11 @@
-"""Certificates: the cluster's own CA, what it issues, and the contexts that TLS is made with.
+"""Certificates: the CA of the cluster, the certificates that it issues, and TLS contexts.
 
-Names are roles, not hosts: a controller's certificate carries `controller.genie.internal`, a
-node's `ID.node.genie.internal`, an executor's `JOB.executor.genie.internal`. A client connects
-to any address and checks for the role it expects; so addresses may change, and no node can
-pass for a controller. The identity in a certificate is set by the issuer; what a signing
-request says of itself is ignored.
+Names are roles, not hosts: `controller.genie.internal` for controllers, `ID.node.genie.internal` for nodes,
+`JOB.executor.genie.internal` for executors. A client connects to any address and verifies the role, so
+addresses may change and no node can impersonate a controller. The issuer sets the name in a certificate; the
+name in a signing request is ignored.
 
-Issuing needs the `cryptography` package and is imported late: clients only need `ssl`.
+Issuing needs the `cryptography` package, which is imported late: clients only need `ssl`.
 """
 
 from __future__ import annotations
@@ -18,8 +17,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from genie.errors import TlsError
-from genie.runtime import files
-from genie.tenancy.access import encoded
+from genie.processes import files
+from genie.tenancy.access import encode_base64url
 
 if TYPE_CHECKING:
     from cryptography import x509
@@ -40,18 +39,18 @@ def executor_name(job_id: str) -> str:
 
 
 def fingerprint(ca_pem: str) -> str:
-    """SHA-256 of a certificate, as tokens carry it."""
+    """SHA-256 of a certificate, as in the pin of a token."""
     try:
         der = ssl.PEM_cert_to_DER_cert(ca_pem)
     except ValueError as error:
-        raise TlsError(f"this is not a certificate: {error}") from error
-    return encoded(hashlib.sha256(der).digest())
+        raise TlsError(f"invalid certificate: {error}") from error
+    return encode_base64url(hashlib.sha256(der).digest())
 
 
 def client_context(
     ca_pem: str, *, certificate: Path | None = None, key: Path | None = None
 ) -> ssl.SSLContext:
-    """Trusts this CA and nothing else; shows a certificate of its own where one is given."""
+    """Trusts only this CA; presents the client certificate if one is given."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     try:
@@ -59,12 +58,12 @@ def client_context(
         if certificate is not None:
             context.load_cert_chain(certificate, key)
     except (ssl.SSLError, OSError) as error:
-        raise TlsError(f"certificate files cannot be used: {error}", hint="join the node again") from error
+        raise TlsError(f"could not load the certificate: {error}", hint="join the node again") from error
     return context
 
 
 def unverified_context() -> ssl.SSLContext:
-    """Only for fetching a CA that is then compared with a pin. Nothing secret may be sent over it."""
+    """Only for fetching a CA that is then compared with a pin. Do not send secrets over it."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     context.check_hostname = False
@@ -73,7 +72,7 @@ def unverified_context() -> ssl.SSLContext:
 
 
 def server_context(certificate: Path, key: Path, *, ca_pem: str = "") -> ssl.SSLContext:
-    """With `ca_pem`, client certificates of that CA are verified where the client shows one."""
+    """With `ca_pem`, client certificates are optional and verified with that CA."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     try:
@@ -82,12 +81,12 @@ def server_context(certificate: Path, key: Path, *, ca_pem: str = "") -> ssl.SSL
             context.load_verify_locations(cadata=ca_pem)
             context.verify_mode = ssl.CERT_OPTIONAL
     except (ssl.SSLError, OSError) as error:
-        raise TlsError(f"certificate files cannot be used: {error}") from error
+        raise TlsError(f"could not load the certificate: {error}") from error
     return context
 
 
 def new_key_and_csr() -> tuple[bytes, str]:
-    """A fresh private key (PEM) and a signing request for it. The request names nothing."""
+    """A new private key (PEM) and a signing request for it, without a name."""
     from cryptography import x509
     from cryptography.hazmat.primitives import hashes
     from cryptography.hazmat.primitives.asymmetric import ec
@@ -97,22 +96,38 @@ def new_key_and_csr() -> tuple[bytes, str]:
     return _key_pem(key), _pem(csr)
 
 
+def new_csr(key_pem: bytes) -> str:
+    """A signing request for an existing private key, without a name."""
+    from cryptography import x509
+    from cryptography.hazmat.primitives import hashes, serialization
+    from cryptography.hazmat.primitives.asymmetric import ec
+
+    try:
+        key = serialization.load_pem_private_key(key_pem, password=None)
+    except (ValueError, TypeError) as error:
+        raise TlsError(f"invalid private key: {error}", hint="join the node again") from error
+    assert isinstance(key, ec.EllipticCurvePrivateKey)
+    csr = x509.CertificateSigningRequestBuilder().subject_name(x509.Name([])).sign(key, hashes.SHA256())
+    return _pem(csr)
+
+
 def validity(certificate_pem: str) -> tuple[float, float]:
-    """From when and until when, in seconds since the epoch."""
+    """Start and end of the validity, in seconds since the epoch."""
     from cryptography import x509
 
     certificate = x509.load_pem_x509_certificate(certificate_pem.encode())
     return certificate.not_valid_before_utc.timestamp(), certificate.not_valid_after_utc.timestamp()
 
 
-def renew_at(certificate_pem: str) -> float:
-    """Half of its life, when it is to be replaced."""
+def renewal_due_in_s(certificate_pem: str, *, now: float) -> float:
+    """Seconds until the certificate is to be renewed: after half of its lifetime, and at once if it is not
+    valid yet because the clock was set back."""
     start, end = validity(certificate_pem)
-    return start + (end - start) / 2
+    return 0.0 if now < start else max(start + (end - start) / 2 - now, 0.0)
 
 
 class CertificateAuthority:
-    """The key that says who belongs to the cluster. Kept in two files, the key readable by the owner only."""
+    """The CA of the cluster: a certificate and a private key, in two files of mode 0600."""
 
     def __init__(self, certificate: x509.Certificate, key: EllipticCurvePrivateKey) -> None:
         self._certificate = certificate
@@ -134,8 +149,8 @@ class CertificateAuthority:
             (x509.SubjectKeyIdentifier.from_public_key(key.public_key()), False),
             (x509.NameConstraints([x509.DNSName(_DOMAIN)], None), True),
         ]
-        certificate = _signed(
-            name, name, key.public_key(), key, now=now, life_s=_CA_DAYS * 86400, extensions=extensions
+        certificate = _sign(
+            name, name, key.public_key(), key, now=now, lifetime_s=_CA_DAYS * 86400, extensions=extensions
         )
         return cls(certificate, key)
 
@@ -157,24 +172,24 @@ class CertificateAuthority:
             key = serialization.load_pem_private_key(key_path.read_bytes(), password=None)
         except (OSError, ValueError) as error:
             raise TlsError(
-                f"the cluster's CA in {directory} cannot be read: {error}",
-                hint="restore ca.pem and ca.key from a backup; every node and token depends on them",
+                f"the CA of the cluster in {directory} cannot be read: {error}",
+                hint="restore ca.pem and ca.key from a backup; all nodes and tokens depend on them",
             ) from error
         assert isinstance(key, ec.EllipticCurvePrivateKey)
         return cls(certificate, key)
 
     def issue(self, csr_pem: str, *, name: str, days: float, now: float) -> str:
-        """A certificate for the key in the request, with the name that the issuer chose."""
+        """Issues a certificate for the key of the request, with the given name."""
         from cryptography import x509
         from cryptography.hazmat.primitives.asymmetric import ec
         from cryptography.x509.oid import ExtendedKeyUsageOID
 
         try:
             csr = x509.load_pem_x509_csr(csr_pem.encode())
-            good = csr.is_signature_valid and isinstance(csr.public_key(), ec.EllipticCurvePublicKey)
+            is_valid = csr.is_signature_valid and isinstance(csr.public_key(), ec.EllipticCurvePublicKey)
         except (ValueError, TypeError) as error:
-            raise TlsError(f"the signing request cannot be read: {error}") from error
-        if not good:
+            raise TlsError(f"invalid signing request: {error}") from error
+        if not is_valid:
             raise TlsError("the signing request is not signed by its own key, or not with an EC key")
         extensions: list[tuple[x509.ExtensionType, bool]] = [
             (x509.BasicConstraints(ca=False, path_length=None), True),
@@ -185,26 +200,43 @@ class CertificateAuthority:
             ),
             (x509.AuthorityKeyIdentifier.from_issuer_public_key(self._key.public_key()), False),
         ]
-        certificate = _signed(
+        certificate = _sign(
             x509.Name([]),
             self._certificate.subject,
             csr.public_key(),
             self._key,
             now=now,
-            life_s=days * 86400,
+            lifetime_s=days * 86400,
             extensions=extensions,
         )
         return _pem(certificate)
 
+    def check_issued(self, certificate_pem: str, *, name: str, csr_pem: str) -> None:
+        """Raises TlsError unless this CA issued the certificate, with this name, for the key of the request.
+        The certificate may have expired. `issue` checks that the request is signed with that key."""
+        from cryptography import x509
+        from cryptography.exceptions import InvalidSignature
 
-def _signed(
+        try:
+            certificate = x509.load_pem_x509_certificate(certificate_pem.encode())
+            key = x509.load_pem_x509_csr(csr_pem.encode()).public_key()
+            certificate.verify_directly_issued_by(self._certificate)
+            names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+            is_own = list(names) == [x509.DNSName(name)] and certificate.public_key() == key
+        except (ValueError, TypeError, InvalidSignature, x509.ExtensionNotFound) as error:
+            raise TlsError(f"the certificate was not issued by this cluster: {error}") from error
+        if not is_own:
+            raise TlsError(f"the certificate does not belong to {name}, or not to the key of the request")
+
+
+def _sign(
     subject: x509.Name,
     issuer: x509.Name,
     public_key: object,
     signer: EllipticCurvePrivateKey,
     *,
     now: float,
-    life_s: float,
+    lifetime_s: float,
     extensions: list[tuple[x509.ExtensionType, bool]],
 ) -> x509.Certificate:
     from cryptography import x509
@@ -219,8 +251,8 @@ def _signed(
         .issuer_name(issuer)
         .public_key(public_key)
         .serial_number(x509.random_serial_number())
-        .not_valid_before(start - min(_SKEW, datetime.timedelta(seconds=life_s / 10)))
-        .not_valid_after(start + datetime.timedelta(seconds=life_s))
+        .not_valid_before(start - min(_SKEW, datetime.timedelta(seconds=lifetime_s / 10)))
+        .not_valid_after(start + datetime.timedelta(seconds=lifetime_s))
     )
     for extension, critical in extensions:
         builder = builder.add_extension(extension, critical=critical)
@@ -243,10 +275,10 @@ def _ca_key_usage() -> x509.KeyUsage:
     )
 
 
-def _pem(thing: x509.Certificate | x509.CertificateSigningRequest) -> str:
+def _pem(value: x509.Certificate | x509.CertificateSigningRequest) -> str:
     from cryptography.hazmat.primitives.serialization import Encoding
 
-    return thing.public_bytes(Encoding.PEM).decode()
+    return value.public_bytes(Encoding.PEM).decode()
 
 
 def _key_pem(key: EllipticCurvePrivateKey) -> bytes:

@@ -1,11 +1,10 @@
-"""The wire between controller, agents and clients: a preface, then capped frames. No sockets here.
+"""The wire format between controller, agents and clients: a preface, then frames of limited size.
 
-A connection starts with eight bytes each way: b"GENIE", a zero, and the version. A frame is a
-header (payload length, kind, call id; big endian) and a payload, which is one msgpack struct of
-a known type. A length over the cap is an error before any memory is taken. There is no pickle
-and no free-form value anywhere.
+A connection starts with eight bytes in each direction: b"GENIE", a zero, and the version. A frame is a header
+(payload length, kind, call ID; big endian) and a payload, which is one msgpack struct of a known type. The
+length is checked against the limit before memory is allocated. There is no pickle and no free-form value.
 
-Not for: the executor's stream of ops (opwire.py) and connections (network.py, rpc.py).
+Connections are in network.py and rpc.py, the protocol of executors in device_protocol.py.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ import functools
 import operator
 import struct
 from collections.abc import Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Annotated, Any, NamedTuple, TypeVar
 
 import msgspec
 
@@ -25,8 +24,9 @@ from genie.model.messages import Message
 VERSION = 1
 PREFACE_BYTES = 8
 FRAME_BYTES_MAX = 1024 * 1024
-FRAME_BYTES_MAX_STRANGER = 16 * 1024
-"""Cap before the peer has shown a token."""
+UNAUTHENTICATED_FRAME_BYTES_MAX = 16 * 1024
+"""Maximum frame size of an unauthenticated peer."""
+RETRY_AFTER_S_MAX = 3600.0
 
 _PREFACE = struct.Struct(">5sBH")
 _HEADER = struct.Struct(">IBI")
@@ -41,7 +41,7 @@ class Kind(enum.IntEnum):
     ERROR = 3
 
 
-# Looking one up costs a fifth of calling the enum.
+# A lookup takes a fifth of the time of a call of the enum.
 _KINDS: dict[int, Kind] = {kind.value: kind for kind in Kind}
 
 
@@ -55,6 +55,7 @@ class ErrorBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     code: str
     message: str
     hint: str = ""
+    retry_after_s: Annotated[float, msgspec.Meta(ge=0, le=RETRY_AFTER_S_MAX)] = 0.0
 
 
 _encoder = msgspec.msgpack.Encoder()
@@ -66,16 +67,16 @@ def preface(version: int = VERSION) -> bytes:
 
 
 def check_preface(data: bytes, *, peer: str) -> None:
-    """VersionError for another version of Genie, ProtocolError for anything that is not Genie."""
+    """Raises VersionError for another version of the protocol, ProtocolError for anything else."""
     magic, zero, version = _PREFACE.unpack(data)
     if magic != b"GENIE" or zero != 0:
         raise ProtocolError(
-            f"{peer} does not speak Genie: it began with {data!r}",
+            f"{peer} does not speak the Genie protocol: it sent {data!r}",
             hint="check the address and the port; another program may be listening there",
         )
     if version != VERSION:
         raise VersionError(
-            f"{peer} speaks wire version {version}, this side speaks {VERSION}",
+            f"{peer} uses version {version} of the Genie protocol, this side uses {VERSION}",
             hint="install the same release of Genie on both sides",
         )
 
@@ -83,18 +84,18 @@ def check_preface(data: bytes, *, peer: str) -> None:
 def pack(kind: Kind, call_id: int, payload: bytes) -> bytes:
     if len(payload) > FRAME_BYTES_MAX:
         raise FrameTooLargeError(
-            f"a message of {len(payload)} bytes is over the cap of {FRAME_BYTES_MAX}",
-            hint="send less at once",
+            f"a message of {len(payload)} bytes exceeds the limit of {FRAME_BYTES_MAX}",
+            hint="send smaller messages",
         )
     return _HEADER.pack(len(payload), kind, call_id) + payload
 
 
 def unpack_header(data: bytes, at: int = 0, *, cap_bytes: int, peer: str) -> tuple[int, Kind, int]:
-    """Length, kind and call id of the header at that place. Checked before a byte of the payload is read."""
+    """Length, kind and call ID of the header at offset `at`; checks them before the payload is read."""
     length, number, call_id = _HEADER.unpack_from(data, at)
     if length > cap_bytes:
         raise FrameTooLargeError(
-            f"{peer} announced a frame of {length} bytes; the cap is {cap_bytes}",
+            f"{peer} announced a frame of {length} bytes; the limit is {cap_bytes}",
             hint="the peer is broken or is not Genie",
         )
     kind = _KINDS.get(number)
@@ -115,35 +116,40 @@ class RequestDecoder:
         self._decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(union)
 
     def decode(self, payload: bytes, *, peer: str) -> Message:
-        return _decoded(self._decoder, payload, peer)
+        return _decode(self._decoder, payload, peer)
 
 
 def decode_reply(kind: type[_Reply], payload: bytes, *, peer: str) -> _Reply:
-    reply: _Reply = _decoded(_reply_decoder(kind), payload, peer)
+    reply: _Reply = _decode(_reply_decoder(kind), payload, peer)
     return reply
 
 
 @functools.cache
 def _reply_decoder(kind: type[Any]) -> msgspec.msgpack.Decoder[Any]:
-    """As many as there are types of replies. Any: a cache has one type for all of them."""
+    """One decoder per type of reply. Any: the cache has one type for all."""
     return msgspec.msgpack.Decoder(kind)
 
 
 def encode_error(error: GenieError) -> bytes:
-    body = ErrorBody(code=error.code, message=error.message[:4000], hint=error.hint[:4000])
+    body = ErrorBody(
+        code=error.code,
+        message=error.message[:4000],
+        hint=error.hint[:4000],
+        retry_after_s=min(error.retry_after_s, RETRY_AFTER_S_MAX),
+    )
     return _encoder.encode(body)
 
 
 def decode_error(payload: bytes, *, peer: str) -> GenieError:
-    body = _decoded(_error_decoder, payload, peer)
-    return from_code(body.code, body.message, hint=body.hint)
+    body = _decode(_error_decoder, payload, peer)
+    return from_code(body.code, body.message, hint=body.hint, retry_after_s=body.retry_after_s)
 
 
 _Value = TypeVar("_Value")
 
 
-def _decoded(decoder: msgspec.msgpack.Decoder[_Value], payload: bytes, peer: str) -> _Value:
+def _decode(decoder: msgspec.msgpack.Decoder[_Value], payload: bytes, peer: str) -> _Value:
     try:
         return decoder.decode(payload)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise ProtocolError(f"{peer} sent a message that cannot be read: {error}") from None
+        raise ProtocolError(f"{peer} sent an invalid message: {error}") from None

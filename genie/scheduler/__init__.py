@@ -1,8 +1,8 @@
-"""Decides which job goes where. Pure: values in, decisions with their reasons out.
+"""Decides which job runs where. Pure: values in, decisions with reasons out.
 
-`scheduler.py` decides, over `request.py` (what is asked for and what there is), `book.py` (who holds what),
-`order.py`, `quota.py`, `victims.py`, `migration.py`, `pins.py` (jobs that name their GPUs), and `placement/`,
-which chooses among many nodes. `policies.py` and `filters.py` are for what users write. `explain.py` says
-why a job waits, `possible.py` why it never could start; `facts.py` makes requests and facts of the model's
-jobs and nodes. Not for: carrying a decision out.
+`scheduler.py` receives events and runs passes (`scheduling_pass.py`) over the jobs (`job_table.py`) and the
+cluster (`cluster/`). `order.py`, `quota.py`, `preemption/` and `gpu_reservations.py` are parts of a pass;
+`placement/` chooses among nodes; `rules.py` configures all of it. `policies.py` isolates policies written by
+users. `explain.py` and `start_estimate.py` explain why a job is pending, `feasibility.py` why it never could
+start; `conversion.py` converts the model's jobs and nodes. Does not carry out decisions (controller/).
 """

@@ -1,6 +1,6 @@
-"""Why a job waits: what each node lacks for it, and when it would start if nothing changed.
+"""Explains why a job is pending: what each node lacks for it, and when it is expected to start.
 
-Worked out when somebody asks, not at each decision. Not for: deciding (scheduler.py).
+Computed on request, not in every pass.
 """
 
 from __future__ import annotations
@@ -9,102 +9,107 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from genie.model.job import Within
-from genie.scheduler.order import Lines
-from genie.scheduler.outlook import outlook
-from genie.scheduler.pins import in_the_way
-from genie.scheduler.request import FULL_MILLI, NodeFacts, Request
+from genie.scheduler.gpu_reservations import busy_gpu_reason
+from genie.scheduler.order import JobQueue
+from genie.scheduler.request import FULL_MILLI, JobRequest, NodeFacts
 from genie.scheduler.scheduler import Scheduler
+from genie.scheduler.start_estimate import estimate_start
 
 
 @dataclass(frozen=True)
-class RuledOut:
-    """Nodes that will not do now, and what is in the way there. `ever`: also were they all free."""
+class BlockedNodes:
+    """Nodes that are blocked for the job for one reason. `is_permanent`: even if they were free."""
 
     reason: str
     nodes: tuple[str, ...]
-    ever: bool
+    is_permanent: bool
 
 
 @dataclass(frozen=True)
 class Explanation:
     job_id: str
     reason: str
-    """As the last decision said."""
+    """Of the last decision."""
     starts_at: float | None
-    """When it would start if nobody came and all ran as long as they may; None when nobody can say."""
+    """Expected start if no job arrives and all run to their time limits; None if unknown."""
     ahead: int
-    """So many jobs come before it."""
-    ruled_out: tuple[RuledOut, ...]
+    """Number of jobs ahead of it in the queue."""
+    ruled_out: tuple[BlockedNodes, ...]
     starts_why: str = ""
-    """What `starts_at` rests on beside time limits, or why it is not known; empty for nothing to say."""
+    """What `starts_at` assumes besides time limits, or why it is unknown; may be empty."""
 
 
 def explain(scheduler: Scheduler, job_id: str, *, reason: str, now: float) -> Explanation:
-    """Of a job that waits; KeyError for another. `reason` is that of its last Wait."""
+    """Explain a queued job; KeyError if it is not queued. `reason` is that of its last Wait."""
     request = next((each for each in scheduler.waiting if each.job_id == job_id), None)
     if request is None:
         raise KeyError(job_id)
-    line = in_order(scheduler, now)
-    found = outlook(scheduler, request, now)
+    queue = queue_order(scheduler, now)
+    estimate = estimate_start(scheduler, request, now)
     return Explanation(
         job_id=job_id,
         reason=reason,
-        starts_at=found.starts_at,
-        ahead=line.index(request),
-        ruled_out=_ruled_out(scheduler, request),
-        starts_why=found.why,
+        starts_at=estimate.starts_at,
+        ahead=queue.index(request),
+        ruled_out=_blocked_nodes(scheduler, request),
+        starts_why=estimate.why,
     )
 
 
-def in_order(scheduler: Scheduler, now: float) -> list[Request]:
-    """Those that wait, as they would be gone through if nobody started; first for whom something is kept."""
-    lines = Lines(scheduler.rules.order)
-    for each in scheduler.waiting:
-        lines.add(each, (0, 0))
-    line = lines.walk(scheduler.scales(now), why_all=lambda *_: "", tell=lambda *_: None)
-    reservation, kept = scheduler.reservation, set(scheduler.claims)
+def queue_order(scheduler: Scheduler, now: float) -> list[JobRequest]:
+    """Return the queued jobs in the order of a pass in which none starts; those with reservations first."""
+    queue = JobQueue(scheduler.rules.order)
+    for request in scheduler.waiting:
+        queue.add(request, (0, 0))
+    ordered = queue.iterate(scheduler.scales(now), group_reason=lambda *_: "", on_skip=lambda *_: None)
+    reservation, with_gpus = scheduler.reservation, set(scheduler.gpu_reservations)
     holder = "" if reservation is None else reservation.job_id
-    return sorted(line, key=lambda each: (each.job_id != holder, each.job_id not in kept))
+    return sorted(ordered, key=lambda each: (each.job_id != holder, each.job_id not in with_gpus))
 
 
-def _ruled_out(scheduler: Scheduler, request: Request) -> tuple[RuledOut, ...]:
-    found: dict[tuple[str, bool], list[str]] = {}
-    for facts in scheduler.book.nodes:
-        if why := scheduler.book.why_not(request, facts):
-            found.setdefault((why, True), []).append(facts.node_id)
+def _blocked_nodes(scheduler: Scheduler, request: JobRequest) -> tuple[BlockedNodes, ...]:
+    blocked: dict[tuple[str, bool], list[str]] = {}
+    for facts in scheduler.allocations.nodes:
+        if why := scheduler.allocations.why_not(request, facts):
+            blocked.setdefault((why, True), []).append(facts.node_id)
         elif why := _why_not_now(scheduler, request, facts):
-            found.setdefault((why, False), []).append(facts.node_id)
-    several = (RuledOut(why, tuple(sorted(nodes)), ever) for (why, ever), nodes in found.items())
-    return tuple(sorted(several, key=lambda each: (each.ever, -len(each.nodes), each.reason)))
+            blocked.setdefault((why, False), []).append(facts.node_id)
+    groups = (
+        BlockedNodes(why, tuple(sorted(nodes)), permanent) for (why, permanent), nodes in blocked.items()
+    )
+    return tuple(sorted(groups, key=lambda each: (each.is_permanent, -len(each.nodes), each.reason)))
 
 
-def _why_not_now(scheduler: Scheduler, request: Request, facts: NodeFacts) -> str:
-    """What is lacking for one worker, or for all of them where they must be on one node."""
-    book = scheduler.book
-    if why := book.why_crowded(facts) or in_the_way(book, request, scheduler.claims):
+def _why_not_now(scheduler: Scheduler, request: JobRequest, facts: NodeFacts) -> str:
+    """Why one worker does not fit now, or all of them if they must be on one node; empty if it fits."""
+    cluster = scheduler.allocations
+    if why := cluster.why_full(facts) or busy_gpu_reason(cluster, request, scheduler.gpu_reservations):
         return why
-    if why := book.why_not_among(request, facts):
+    if why := cluster.why_not_neighbour(request, facts):
         return why
     workers = request.least_workers if request.within in (Within.NODE, Within.ISLAND) else 1
     shape = request.shape.times(workers)
-    cpu_milli, memory_mib, gpus = book.free_on(facts.node_id)
+    cpu_milli, memory_mib, gpus = cluster.free_on(facts.node_id)
     if shape.cpu_milli > cpu_milli:
         return f"{cpu_milli / 1000:g} of {facts.cpu_milli / 1000:g} CPUs are free"
     if shape.memory_mib > memory_mib:
         return f"{memory_mib} of {facts.memory_mib} MiB of memory are free"
     if not shape.gpus or shape.gpu_ids:
         return ""
-    shut = facts.closed_gpus | book.kept_on(facts.node_id)
-    every = [(0, 0) if number in shut else free for number, free in enumerate(gpus)]
-    return _why_not_these(shape.gpus, shape.gpu_milli, shape.gpu_memory_mib, every)
+    closed = facts.closed_gpus | cluster.reserved_gpus(facts.node_id)
+    free = [(0, 0) if gpu in closed else amounts for gpu, amounts in enumerate(gpus)]
+    return _why_not_gpus(shape.gpus, shape.gpu_milli, shape.gpu_memory_mib, free)
 
 
-def _why_not_these(count: int, milli: int, memory_mib: int, every: Sequence[tuple[int, int]]) -> str:
-    with_share = [free for free, _ in every if free >= milli]
-    if len(with_share) < count:
-        what = "GPUs are free" if milli == FULL_MILLI else f"GPUs have a share of {milli / FULL_MILLI:g} free"
-        return f"{len(with_share)} of {len(every)} {what}"
-    with_both = [free for free, mib in every if free >= milli and mib >= memory_mib]
+def _why_not_gpus(count: int, milli: int, memory_mib: int, free: Sequence[tuple[int, int]]) -> str:
+    """`free` is the free fraction and memory of each GPU."""
+    with_fraction = [gpu_milli for gpu_milli, _ in free if gpu_milli >= milli]
+    if len(with_fraction) < count:
+        what = (
+            "GPUs are free" if milli == FULL_MILLI else f"GPUs have a fraction of {milli / FULL_MILLI:g} free"
+        )
+        return f"{len(with_fraction)} of {len(free)} {what}"
+    with_both = [gpu_milli for gpu_milli, mib in free if gpu_milli >= milli and mib >= memory_mib]
     if len(with_both) < count:
-        return f"{len(with_both)} of {len(every)} GPUs have {memory_mib} MiB free"
+        return f"{len(with_both)} of {len(free)} GPUs have {memory_mib} MiB of memory free"
     return ""

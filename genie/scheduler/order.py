@@ -1,7 +1,7 @@
-"""Which waiting job comes next. An order is two keys: within a tenant, and among the first of each tenant.
+"""The order of the queue. An order has two keys: within a tenant, and among the first jobs of the tenants.
 
-The first key must not change while a job waits; the second is asked anew after every start, since what a
-tenant holds has changed then. Not for: whether there is room (scheduler.py).
+The first key must not change while a job is queued; the second is computed again after every start, because
+the usage of the tenant has changed.
 """
 
 from __future__ import annotations
@@ -13,77 +13,76 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol, TypeAlias
 
-from genie.scheduler.request import Amounts, Request
+from genie.scheduler.request import Amounts, JobRequest
 
 Key: TypeAlias = tuple[float, ...]
-"""The lowest comes first."""
+"""The lowest is first."""
 
 
 @dataclass(frozen=True)
 class Scales:
-    """What an order may look at: the time, and what tenants hold of what there is."""
+    """The inputs of an order: the time, and usage, weights and capacity."""
 
     now: float
     capacity: Amounts
     usage: Callable[[str], Amounts]
     weights: Mapping[str, float]
-    """Of tenants; 1 for those that are not in it."""
+    """Fair-share weights of tenants; 1 for those not listed."""
     _shares: dict[str, tuple[Amounts, float]] = field(default_factory=dict, repr=False, compare=False)
 
     def dominant_share(self, tenant: str) -> float:
-        """The largest part that the tenant holds of any one thing, by its weight."""
-        held, known = self.usage(tenant), self._shares.get(tenant)
-        if known is None or known[0] is not held:
-            self._shares[tenant] = known = (held, self._share(tenant, held))
-        return known[1]
+        """The tenant's largest share of any resource, divided by its weight."""
+        usage, cached = self.usage(tenant), self._shares.get(tenant)
+        if cached is None or cached[0] is not usage:
+            self._shares[tenant] = cached = (usage, self._share(tenant, usage))
+        return cached[1]
 
-    def _share(self, tenant: str, held: Amounts) -> float:
-        there = self.capacity
+    def _share(self, tenant: str, usage: Amounts) -> float:
+        capacity = self.capacity
         parts = (
-            (held.gpu_milli, there.gpu_milli),
-            (held.cpu_milli, there.cpu_milli),
-            (held.memory_mib, there.memory_mib),
+            (usage.gpu_milli, capacity.gpu_milli),
+            (usage.cpu_milli, capacity.cpu_milli),
+            (usage.memory_mib, capacity.memory_mib),
         )
         share = max((part / whole for part, whole in parts if whole), default=0.0)
         return share / self.weights.get(tenant, 1.0)
 
 
 class Order(Protocol):
-    def within(self, request: Request) -> Key: ...
+    def within(self, request: JobRequest) -> Key: ...
 
-    def among(self, request: Request, scales: Scales) -> Key: ...
+    def among(self, request: JobRequest, scales: Scales) -> Key: ...
 
 
 class Fifo:
     """First come, first served."""
 
-    def within(self, request: Request) -> Key:
+    def within(self, request: JobRequest) -> Key:
         return (request.sequence,)
 
-    def among(self, request: Request, scales: Scales) -> Key:
+    def among(self, request: JobRequest, scales: Scales) -> Key:
         return (request.sequence,)
 
 
 @dataclass(frozen=True)
 class Priority:
-    """The higher priority first, then who came first or has the nearer deadline.
+    """Higher priority first, then earlier submission or deadline.
 
-    A job gains a priority for every `aging_s` that it has waited, so that no stream of others holds it back
-    for ever. The gain is the same for all who wait, and counts from the arrival: it never changes the order
-    of two jobs that wait. One with a deadline counts as come `aging_s` before that, if it came later: the
-    nearer the deadline, the earlier. That is worth one priority at most.
+    A job gains one priority for every `aging_s` in the queue, so that it does not starve. All queued jobs
+    gain at the same rate, so the order of two queued jobs never changes. A job with a deadline counts as
+    submitted `aging_s` before the deadline if it was submitted later, which is worth one priority at most.
     """
 
     aging_s: float = 3600.0
 
-    def within(self, request: Request) -> Key:
-        came, deadline = request.submitted_at, math.inf
+    def within(self, request: JobRequest) -> Key:
+        submitted_at, deadline = request.submitted_at, math.inf
         if request.deadline_at is not None:
             deadline = request.deadline_at
-            came = min(came, max(deadline, came) - self.aging_s)
-        return (came / self.aging_s - request.priority, deadline, request.sequence)
+            submitted_at = min(submitted_at, max(deadline, submitted_at) - self.aging_s)
+        return (submitted_at / self.aging_s - request.priority, deadline, request.sequence)
 
-    def among(self, request: Request, scales: Scales) -> Key:
+    def among(self, request: JobRequest, scales: Scales) -> Key:
         return self.within(request)
 
 
@@ -93,93 +92,97 @@ class FairShare:
 
     within_tenant: Priority = Priority()
 
-    def within(self, request: Request) -> Key:
+    def within(self, request: JobRequest) -> Key:
         return self.within_tenant.within(request)
 
-    def among(self, request: Request, scales: Scales) -> Key:
+    def among(self, request: JobRequest, scales: Scales) -> Key:
         return (scales.dominant_share(request.tenant), request.sequence)
 
 
-Kind: TypeAlias = tuple[int, int]
-"""What a job is like, as a number, and its priority."""
+GroupKey: TypeAlias = tuple[int, int]
+"""The kind of a job as a number, and its priority."""
 
 _Entry: TypeAlias = tuple[Key, int, str]
 
 
-class Lines:
-    """Who waits. Jobs of one tenant that are alike stand in one line, which can be passed over as a whole."""
+class JobQueue:
+    """The queued jobs. Equal jobs of one tenant form a group, which can be skipped as a whole."""
 
     def __init__(self, order: Order) -> None:
         self._order = order
-        self._lines: dict[tuple[str, Kind], list[_Entry]] = {}
-        self._requests: dict[str, Request] = {}
+        self._groups: dict[tuple[str, GroupKey], list[_Entry]] = {}
+        self._requests: dict[str, JobRequest] = {}
         self._entries: dict[str, _Entry] = {}
-        """As they stand in their lines: an order of a user's own may answer something else the next time."""
+        """As stored in the groups: a user's order may return another key at the next call."""
 
     def __len__(self) -> int:
-        return len(self._lines)
+        return len(self._groups)
 
-    def has(self, tenant: str, kind: Kind) -> bool:
-        return (tenant, kind) in self._lines
+    def has(self, tenant: str, group: GroupKey) -> bool:
+        return (tenant, group) in self._groups
 
-    def add(self, request: Request, kind: Kind) -> None:
+    def add(self, request: JobRequest, group: GroupKey) -> None:
         entry = (self._order.within(request), request.sequence, request.job_id)
         self._requests[request.job_id], self._entries[request.job_id] = request, entry
-        bisect.insort(self._lines.setdefault((request.tenant, kind), []), entry)
+        bisect.insort(self._groups.setdefault((request.tenant, group), []), entry)
 
-    def remove(self, request: Request, kind: Kind) -> None:
+    def remove(self, request: JobRequest, group: GroupKey) -> None:
         del self._requests[request.job_id]
-        line = self._lines[request.tenant, kind]
-        del line[bisect.bisect_left(line, self._entries.pop(request.job_id))]
-        if not line:
-            del self._lines[request.tenant, kind]
+        entries = self._groups[request.tenant, group]
+        del entries[bisect.bisect_left(entries, self._entries.pop(request.job_id))]
+        if not entries:
+            del self._groups[request.tenant, group]
 
-    def walk(
-        self, scales: Scales, *, why_all: Callable[[str, Kind], str], tell: Callable[[str, str], None]
-    ) -> Iterator[Request]:
-        """Each once, in order. What the caller starts between two of them counts for the next.
+    def iterate(
+        self,
+        scales: Scales,
+        *,
+        group_reason: Callable[[str, GroupKey], str],
+        on_skip: Callable[[str, str], None],
+    ) -> Iterator[JobRequest]:
+        """Yield each job once, in order. Starts by the caller affect the order of the following jobs.
 
-        Where `why_all` says why nobody of a tenant's line can start, those left in it are told that and are
-        not given.
+        If `group_reason` returns why no job of a group can start, `on_skip` is called with that reason for
+        each remaining job of the group, and they are not yielded.
         """
-        firsts: dict[str, list[tuple[_Entry, Kind, Iterator[_Entry]]]] = {}
-        for (tenant, kind), line in self._lines.items():
-            rest = iter(tuple(line))
-            firsts.setdefault(tenant, []).append((next(rest), kind, rest))
-        moment = 0
-        """Grows with each that is given: what tenants hold may have changed since."""
+        by_tenant: dict[str, list[tuple[_Entry, GroupKey, Iterator[_Entry]]]] = {}
+        for (tenant, group), entries in self._groups.items():
+            rest = iter(tuple(entries))
+            by_tenant.setdefault(tenant, []).append((next(rest), group, rest))
+        version = 0
+        """Grows with each yield: the usage of tenants may have changed since."""
         heads: list[tuple[Key, str, str, int]] = []
-        for tenant, lines in firsts.items():
-            heapq.heapify(lines)
-            heads.append(self._head(lines[0][0], tenant, scales, moment))
+        for tenant, groups in by_tenant.items():
+            heapq.heapify(groups)
+            heads.append(self._head(groups[0][0], tenant, scales, version))
         heapq.heapify(heads)
         while heads:
-            key, tenant, job_id, asked_at = heapq.heappop(heads)
-            lines = firsts[tenant]
-            while lines and (why := why_all(tenant, lines[0][1])):
-                first, _, rest = heapq.heappop(lines)
+            key, tenant, job_id, key_version = heapq.heappop(heads)
+            groups = by_tenant[tenant]
+            while groups and (why := group_reason(tenant, groups[0][1])):
+                first, _, rest = heapq.heappop(groups)
                 for entry in (first, *rest):
-                    tell(entry[2], why)
-            if not lines:
+                    on_skip(entry[2], why)
+            if not groups:
                 continue
-            if (job_id, asked_at) != (lines[0][0][2], moment):
-                head = self._head(lines[0][0], tenant, scales, moment)
+            if (job_id, key_version) != (groups[0][0][2], version):
+                head = self._head(groups[0][0], tenant, scales, version)
                 if head[0] != key:
                     heapq.heappush(heads, head)
                     continue
-            first, kind, rest = lines[0]
+            first, group, rest = groups[0]
             if (following := next(rest, None)) is None:
-                heapq.heappop(lines)
+                heapq.heappop(groups)
             else:
-                heapq.heapreplace(lines, (following, kind, rest))
+                heapq.heapreplace(groups, (following, group, rest))
             if (request := self._requests.get(first[2])) is not None:
                 yield request
-                moment += 1
-            if lines:
-                heapq.heappush(heads, self._head(lines[0][0], tenant, scales, moment))
+                version += 1
+            if groups:
+                heapq.heappush(heads, self._head(groups[0][0], tenant, scales, version))
 
-    def _head(self, entry: _Entry, tenant: str, scales: Scales, moment: int) -> tuple[Key, str, str, int]:
-        return (self._among(entry, scales), tenant, entry[2], moment)
+    def _head(self, entry: _Entry, tenant: str, scales: Scales, version: int) -> tuple[Key, str, str, int]:
+        return (self._among(entry, scales), tenant, entry[2], version)
 
     def _among(self, entry: _Entry, scales: Scales) -> Key:
         request = self._requests.get(entry[2])

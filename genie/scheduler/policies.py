@@ -1,15 +1,15 @@
-"""Policies by name: the built-in orders, and those that users wrote in Python, behind a fence.
+"""Policies by name: the built-in orders, and policies written by users in Python, which are isolated.
 
-A user's policy is any object with `within` and `among` of order.Order. It may have two things more:
-`allowed(request, node)`, a filter, says why a kind of jobs may not go on a node, or "" (filters.py: what it
-is given, and when); `cost(running, now)` is what it costs to send a running job away: the lowest go first.
+A user's policy is any object with the methods `within` and `among` of order.Order. Two methods are optional:
+`allowed(request, node)` is a filter that returns why a kind of jobs may not run on a node, or ""
+(cluster/filters.py documents its arguments); `cost(running, now)` is the cost of preempting a running job:
+the lowest is preempted first.
 
-The fence: when a call raises, answers something of a wrong type, or takes longer than its budget, the policy
-is out of use from then on, a built-in one takes over, and `fault` says what happened with which job. What is
-decided is safe whatever a policy answers: it orders, rules out and weighs, and nothing else.
-A call that does not return is ended by the guard, where there is one: it raises TooLongError in the middle of
-it. Not fenced: a call that takes all memory or ends the process, and code that changes Genie's own objects on
-purpose. Whoever lets others write policies runs them in a process that may be ended.
+If a call raises, returns a wrong type, or exceeds its time budget, the policy is disabled, a built-in one
+replaces it, and `fault` names the call and the job. Decisions are safe whatever a policy returns: it only
+orders, filters and weighs. A call that does not return is ended by the guard, if there is one, which raises
+PolicyTimeoutError inside it. Not isolated: a call that exhausts memory, ends the process, or modifies
+Genie's own objects. Run policies that you do not trust in a separate process.
 """
 
 from __future__ import annotations
@@ -23,36 +23,38 @@ from typing import Any, TypeAlias, TypeVar
 
 from genie.errors import UsageError
 from genie.scheduler.order import FairShare, Fifo, Key, Order, Priority, Scales
-from genie.scheduler.request import NodeFacts, Request
-from genie.scheduler.victims import Running, lost_work
+from genie.scheduler.preemption.victims import StartedJob, lost_work
+from genie.scheduler.request import JobRequest, NodeFacts
 
 Clock: TypeAlias = Callable[[], float]
-"""Seconds that only grow."""
+"""Monotonic seconds."""
 
 Factory: TypeAlias = Callable[[], Order]
 
 Guard: TypeAlias = AbstractContextManager[object]
-"""Around each call. Entered again and again."""
+"""A reusable context manager around each call."""
 
 POLICIES_MAX = 64
 KEY_MAX = 16
-"""Numbers in a key."""
+"""Maximum length of a key."""
 _TEXT_MAX = 200
-_WHAT_IT_HAS = "it needs within(request) and among(request, scales); genie/scheduler/policies.py says more"
+_REQUIRED_METHODS = (
+    "a policy needs within(request) and among(request, scales); see genie/scheduler/policies.py"
+)
 
 BUILT_IN: Mapping[str, Factory] = MappingProxyType({"fair": FairShare, "fifo": Fifo, "priority": Priority})
 
-_Answer = TypeVar("_Answer")
+_Result = TypeVar("_Result")
 _NO_GUARD: Guard = nullcontext()
 
 
-class TooLongError(BaseException):
-    """Raised by a guard in a call that does not return. No Exception: a policy's own handlers do not hold
-    it."""
+class PolicyTimeoutError(BaseException):
+    """Raised by a guard in a call that does not return. Not an Exception, so that a policy's handlers do not
+    catch it."""
 
 
 class Policies:
-    """What policies there are."""
+    """The registry of policies."""
 
     def __init__(self) -> None:
         self._factories: dict[str, Factory] = dict(BUILT_IN)
@@ -62,29 +64,28 @@ class Policies:
         return sorted(self._factories)
 
     def register(self, name: str, factory: Factory) -> None:
-        """A policy of a user; `factory` makes it, as a class does. UsageError when the name is taken."""
+        """Register a user's policy; `factory` is its class or a function. UsageError if the name exists."""
         if not name or name in self._factories:
-            raise UsageError(f"there is a policy '{name}' already" if name else "a policy needs a name")
+            raise UsageError(f"policy '{name}' already exists" if name else "a policy needs a name")
         if len(self._factories) >= POLICIES_MAX:
-            raise UsageError(f"there are {POLICIES_MAX} policies already")
+            raise UsageError(f"cannot register policy '{name}': the maximum is {POLICIES_MAX} policies")
         self._factories[name] = factory
 
     def make(self, name: str, *, budget_s: float, clock: Clock, guard: Guard = _NO_GUARD) -> Order:
-        """A new one, which a Scheduler takes through Rules.under(). UsageError when there is none, or it
-        cannot be made."""
+        """Create a policy for Rules.with_order(). UsageError if it is not registered or its factory fails."""
         if name not in self._factories:
-            raise UsageError(f"there is no policy '{name}'", hint=f"there are {', '.join(self.names)}")
+            raise UsageError(f"unknown policy '{name}'", hint=f"known policies: {', '.join(self.names)}")
         if name in BUILT_IN:
             return self._factories[name]()
         try:
-            made = self._factories[name]()
+            policy = self._factories[name]()
         except (Exception, SystemExit) as error:
-            raise UsageError(f"the policy '{name}' cannot be made: {_told(error)}") from error
-        return Fenced(made, budget_s=budget_s, clock=clock, name=name, guard=guard)
+            raise UsageError(f"could not create policy '{name}': {_format_error(error)}") from error
+        return IsolatedPolicy(policy, budget_s=budget_s, clock=clock, name=name, guard=guard)
 
 
-class Fenced:
-    """A user's policy as an Order that can be relied on. `error` is what it raised, if it did."""
+class IsolatedPolicy:
+    """A user's policy as a reliable Order. `error` is the exception that disabled it, if any."""
 
     def __init__(
         self,
@@ -93,15 +94,15 @@ class Fenced:
         budget_s: float,
         clock: Clock,
         name: str = "",
-        instead: Order | None = None,
+        fallback: Order | None = None,
         guard: Guard = _NO_GUARD,
     ) -> None:
         self.name = name or type(policy).__name__
         for method in ("within", "among"):
             if not callable(getattr(policy, method, None)):
-                raise UsageError(f"the policy '{self.name}' has no method {method}", hint=_WHAT_IT_HAS)
-        self._policy: Any = policy  # its other methods are looked for, and every answer is checked
-        self._instead = instead or FairShare()
+                raise UsageError(f"policy '{self.name}' has no method {method}", hint=_REQUIRED_METHODS)
+        self._policy: Any = policy  # optional methods are looked up, and every result is checked
+        self._fallback = fallback or FairShare()
         self._budget_s = budget_s
         self._clock = clock
         self._guard = guard
@@ -112,122 +113,122 @@ class Fenced:
     def filters(self) -> bool:
         return callable(getattr(self._policy, "allowed", None))
 
-    def within(self, request: Request) -> Key:
-        return self._ask(
+    def within(self, request: JobRequest) -> Key:
+        return self._call(
             "within",
             f"job {request.job_id}",
             lambda: self._policy.within(request),
-            check=_key,
-            instead=lambda: self._instead.within(request),
+            check=_check_key,
+            fallback=lambda: self._fallback.within(request),
         )
 
-    def among(self, request: Request, scales: Scales) -> Key:
-        return self._ask(
+    def among(self, request: JobRequest, scales: Scales) -> Key:
+        return self._call(
             "among",
             f"job {request.job_id}",
             lambda: self._policy.among(request, scales),
-            check=_key,
-            instead=lambda: self._instead.among(request, scales),
+            check=_check_key,
+            fallback=lambda: self._fallback.among(request, scales),
         )
 
-    def allowed(self, request: Request, node: NodeFacts) -> str:
-        """As filters.Filter. Where the policy has no filter, all may go everywhere."""
+    def allowed(self, request: JobRequest, node: NodeFacts) -> str:
+        """As filters.Filter. Without a filter, all nodes are allowed."""
         if not self.filters:
             return ""
-        return self._ask(
+        return self._call(
             "allowed",
             f"jobs of {request.tenant} on node {node.node_id}",
             lambda: self._policy.allowed(request, node),
-            check=_reason,
-            instead=lambda: "",
+            check=_check_reason,
+            fallback=lambda: "",
         )
 
-    def cost(self, running: Running, now: float) -> Key:
+    def cost(self, running: StartedJob, now: float) -> Key:
         """As victims.Cost."""
         if not callable(getattr(self._policy, "cost", None)):
             return lost_work(running, now)
-        return self._ask(
+        return self._call(
             "cost",
             f"job {running.request.job_id}",
             lambda: self._policy.cost(running, now),
-            check=_number,
-            instead=lambda: lost_work(running, now),
+            check=_check_number,
+            fallback=lambda: lost_work(running, now),
         )
 
-    def _ask(
+    def _call(
         self,
         method: str,
-        what: str,
+        subject: str,
         call: Callable[[], object],
         *,
-        check: Callable[[object], _Answer | _Wrong],
-        instead: Callable[[], _Answer],
-    ) -> _Answer:
+        check: Callable[[object], _Result | _Invalid],
+        fallback: Callable[[], _Result],
+    ) -> _Result:
         if self.fault:
-            return instead()
+            return fallback()
         started = self._clock()
         try:
             with self._guard:
-                answer = check(call())
-        except TooLongError:
-            return self._out_of_use(f"{method}() for {what} did not return", instead)
+                result = check(call())
+        except PolicyTimeoutError:
+            return self._disable(f"{method}() for {subject} did not return", fallback)
         except (Exception, SystemExit) as error:
             self.error = error
-            return self._out_of_use(f"{method}() for {what} raised {_told(error)}", instead)
+            return self._disable(f"{method}() for {subject} raised {_format_error(error)}", fallback)
         took_s = self._clock() - started
-        if isinstance(answer, _Wrong):
-            return self._out_of_use(f"{method}() for {what} answered {answer.what}", instead)
+        if isinstance(result, _Invalid):
+            return self._disable(f"{method}() for {subject} returned {result.what}", fallback)
         if took_s > self._budget_s:
-            slow = f"{method}() for {what} took {took_s:.3g} s, and may take {self._budget_s:.3g} s"
-            return self._out_of_use(slow, instead)
-        return answer
+            slow = f"{method}() for {subject} took {took_s:.3g} s; the limit is {self._budget_s:.3g} s"
+            return self._disable(slow, fallback)
+        return result
 
-    def _out_of_use(self, what: str, instead: Callable[[], _Answer]) -> _Answer:
-        taken_over = type(self._instead).__name__
-        self.fault = f"the policy '{self.name}' is out of use, and {taken_over} decides: {what}"
-        return instead()
+    def _disable(self, what: str, fallback: Callable[[], _Result]) -> _Result:
+        replacement = type(self._fallback).__name__
+        self.fault = f"policy '{self.name}' is disabled and replaced by {replacement}: {what}"
+        return fallback()
 
 
 @dataclass(frozen=True)
-class _Wrong:
-    """What came back instead of an answer."""
+class _Invalid:
+    """Describes an invalid result."""
 
     what: str
 
 
-def _key(answer: object) -> Key | _Wrong:
-    if not isinstance(answer, tuple):
-        return _Wrong(f"a {type(answer).__name__}, and not a tuple of numbers")
-    if len(answer) > KEY_MAX:
-        return _Wrong(f"a tuple of {len(answer)}, and {KEY_MAX} are allowed")
-    numbers = [_plain(each) for each in answer]
-    wrong = [each for each in numbers if isinstance(each, _Wrong)]
-    return wrong[0] if wrong else tuple(each for each in numbers if not isinstance(each, _Wrong))
+def _check_key(result: object) -> Key | _Invalid:
+    if not isinstance(result, tuple):
+        return _Invalid(f"a {type(result).__name__} instead of a tuple of numbers")
+    if len(result) > KEY_MAX:
+        return _Invalid(f"a tuple of {len(result)} numbers; the maximum is {KEY_MAX}")
+    numbers = [_as_number(each) for each in result]
+    invalid = [each for each in numbers if isinstance(each, _Invalid)]
+    return invalid[0] if invalid else tuple(each for each in numbers if not isinstance(each, _Invalid))
 
 
-def _number(answer: object) -> Key | _Wrong:
-    return _key((answer,))
+def _check_number(result: object) -> Key | _Invalid:
+    return _check_key((result,))
 
 
-def _plain(each: object) -> float | _Wrong:
-    """Numbers of others' types may compare as they like: they are made plain ones."""
+def _as_number(each: object) -> float | _Invalid:
+    """Convert subclasses of numbers, which may compare in any way, to plain numbers."""
     if not isinstance(each, int | float):
-        return _Wrong(f"a {type(each).__name__} where a number belongs")
+        return _Invalid(f"a {type(each).__name__} instead of a number")
     if not math.isfinite(each):
-        return _Wrong("a number that is not finite")
+        return _Invalid("a number that is not finite")
     return int(each) if isinstance(each, int) else float(each)
 
 
-def _reason(answer: object) -> str | _Wrong:
+def _check_reason(result: object) -> str | _Invalid:
     return (
-        str(answer)[:_TEXT_MAX]
-        if isinstance(answer, str)
-        else _Wrong(f"a {type(answer).__name__}, and not a text")
+        str(result)[:_TEXT_MAX]
+        if isinstance(result, str)
+        else _Invalid(f"a {type(result).__name__} instead of a string")
     )
 
 
-def _told(error: BaseException) -> str:
-    """In words; an error of a user's own may fail at that, too."""
+def _format_error(error: BaseException) -> str:
+    """A user's exception may raise when it is formatted."""
     try:
         return f"{type(error).__name__}: {error}"[:_TEXT_MAX]
     except Exception:

@@ -1,4 +1,4 @@
-"""What is asked for and what there is, as the scheduler sees them. Values only; amounts are whole numbers."""
+"""Requests, nodes and allocations as the scheduler sees them. Plain values; amounts are integers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ CPU = "cpu"
 
 
 class Amounts(msgspec.Struct, frozen=True, gc=False):
-    """What is held, of each thing that is shared. `gpu_milli` counts thousandths of GPUs."""
+    """Resources of a job, node or tenant. `gpu_milli` is in thousandths of a GPU."""
 
     gpu_milli: int = 0
     cpu_milli: int = 0
@@ -43,7 +43,7 @@ class Amounts(msgspec.Struct, frozen=True, gc=False):
 
 @dataclass(frozen=True)
 class Shape:
-    """What one worker takes, and which nodes will do for it. Shares and GPU memory are of each GPU."""
+    """What one worker requests, and its constraints on nodes. `gpu_milli` and GPU memory are per GPU."""
 
     gpus: int = 0
     gpu_milli: int = FULL_MILLI
@@ -51,37 +51,37 @@ class Shape:
     cpu_milli: int = 0
     memory_mib: int = 0
     models: frozenset[str] = frozenset()
-    """Any of these GPU models; empty for all."""
+    """Allowed GPU models; empty for all."""
     vendor: str = ""
     kind: str = ""
-    """"gpu" or "cpu": a CPU may be offered as an accelerator where there are no GPUs; empty for both."""
+    """"gpu", "cpu" (the CPU of a node without GPUs as an accelerator), or empty for both."""
     gpu_memory_min_mib: int = 0
-    """The whole memory that a GPU must have at least, held or not."""
+    """Minimum total memory per GPU."""
     capability_min: tuple[int, int] = (0, 0)
     labels: frozenset[tuple[str, str]] = frozenset()
-    """Every one of these labels of a node."""
+    """Required labels."""
     nodes: frozenset[str] = frozenset()
-    """Only these; empty for all."""
+    """Allowed nodes; empty for all."""
     gpu_ids: tuple[int, ...] = ()
-    """Only on these GPUs of the one node in `nodes`; empty for all."""
+    """Allowed GPUs of the only node in `nodes`; empty for all."""
 
     def __post_init__(self) -> None:
         if self.gpu_ids and len(self.nodes) != 1:
-            raise UsageError("GPUs are asked for by number and no node, or several", hint="name one node")
+            raise UsageError("GPUs by number require exactly one node", hint="name the node of the GPUs")
 
     def __hash__(self) -> int:
         return self._hash
 
     @cached_property
     def _hash(self) -> int:
-        """Asked for several times in every decision, so it is counted once."""
+        """Cached: shapes are hashed several times in every decision."""
         amounts = (self.gpus, self.gpu_milli, self.gpu_memory_mib, self.cpu_milli, self.memory_mib)
         needs = (self.models, self.vendor, self.kind, self.gpu_memory_min_mib, self.capability_min)
         return hash((amounts, needs, self.labels, self.nodes, self.gpu_ids))
 
     @property
-    def asks_for_gpus(self) -> bool:
-        """For some of those there are, that is, not only for so many."""
+    def constrains_gpus(self) -> bool:
+        """Whether it requires certain GPUs, not only a number of them."""
         needs = (self.models, self.vendor, self.gpu_memory_min_mib, self.capability_min > (0, 0))
         return self.gpus > 0 and any(needs)
 
@@ -90,12 +90,12 @@ class Shape:
         return Amounts(self.gpus * self.gpu_milli, self.cpu_milli, self.memory_mib)
 
     @cached_property
-    def bare(self) -> Shape:
-        """What it holds, whatever else it asks for."""
+    def without_constraints(self) -> Shape:
+        """The resources without the constraints."""
         return Shape(self.gpus, self.gpu_milli, self.gpu_memory_mib, self.cpu_milli, self.memory_mib)
 
     def times(self, count: int) -> Shape:
-        """So many workers as one: on one node, on different GPUs."""
+        """Return the request of several workers together: on one node, on different GPUs."""
         return replace(
             self,
             gpus=self.gpus * count,
@@ -104,8 +104,8 @@ class Shape:
         )
 
 
-class Request(msgspec.Struct, frozen=True, dict=True):
-    """A job that waits or runs. `sequence` is its order of arrival; times are in seconds of one clock."""
+class JobRequest(msgspec.Struct, frozen=True, dict=True):
+    """A job, queued or running. `sequence` is its order of arrival; all times are seconds of one clock."""
 
     job_id: str
     tenant: str
@@ -114,26 +114,26 @@ class Request(msgspec.Struct, frozen=True, dict=True):
     submitted_at: float = 0.0
     workers: int = 1
     workers_min: int = 0
-    """An elastic job starts with so many at least; 0 for all of them."""
+    """Minimum number of workers of an elastic job; 0 for all."""
     within: Within = Within.ANYWHERE
     spread: Spread = Spread.PACK
     near: frozenset[str] = frozenset()
-    """Only on nodes where a job of the tenant with one of these names runs."""
+    """Only on nodes that run a job of the tenant with one of these names."""
     apart: frozenset[str] = frozenset()
-    """Not on nodes where a job of the tenant with one of these names runs."""
+    """Not on nodes that run a job of the tenant with one of these names."""
     name: str = ""
     priority: int = 0
     preemptible: bool = False
     grace_s: float = 30.0
-    """How long it is given to save its state before it must go."""
+    """Grace period on preemption."""
     time_limit_s: float | None = None
-    """It is ended after so long; None: nobody knows how long it takes."""
+    """None for no limit."""
     deadline_at: float | None = None
 
     @cached_property
-    def kind(self) -> Request:
-        """What jobs that fare alike have in common; the rest is left out."""
-        return Request(
+    def kind(self) -> JobRequest:
+        """The fields that determine whether it fits; jobs with equal kinds fit alike."""
+        return JobRequest(
             job_id="",
             tenant=self.tenant,
             sequence=0,
@@ -161,13 +161,13 @@ class GpuFacts:
     memory_mib: int = 0
     capability: tuple[int, int] = (0, 0)
     island: int = 0
-    """Those with the same number are joined by NVLink."""
+    """GPUs with the same number are connected by NVLink."""
     numa: int = 0
 
 
 @dataclass(frozen=True)
 class NodeFacts:
-    """One node. `closed` says why nothing may be placed there; empty when it may."""
+    """`closed` is why the node accepts no placements; empty if it does."""
 
     node_id: str
     cpu_milli: int
@@ -177,9 +177,9 @@ class NodeFacts:
     rack: str = ""
     closed: str = ""
     closed_gpus: frozenset[int] = frozenset()
-    """Draining, throttled or unhealthy: nothing new is placed on them."""
+    """Draining, throttled or unhealthy GPUs, which accept no placements."""
     memory_outside_mib: tuple[int, ...] = ()
-    """Of each GPU, what processes outside of the cluster use; empty for nothing."""
+    """Memory of each GPU used by processes outside the cluster; empty for none."""
 
     @property
     def amounts(self) -> Amounts:
@@ -193,53 +193,64 @@ class WorkerPlace(msgspec.Struct, frozen=True, order=True):
     gpu_ids: tuple[int, ...] = ()
 
 
+class Allocation(msgspec.Struct, frozen=True):
+    """What a running job holds."""
+
+    request: JobRequest
+    places: tuple[WorkerPlace, ...]
+
+    @property
+    def amounts(self) -> Amounts:
+        return self.request.amounts(len(self.places))
+
+
 def why_not(shape: Shape, node: NodeFacts) -> str:
-    """Why the node could not hold one such worker, were it all free; empty when it could."""
+    """Return why the node could not hold one such worker even if it were free; empty if it could."""
     if node.closed:
         return node.closed
     if shape.nodes and node.node_id not in shape.nodes:
-        return "another node is asked for"
+        return "is not a requested node"
     if missing := shape.labels - node.labels:
-        return "no label " + ", ".join(f"{key}={value}" for key, value in sorted(missing))
+        return "missing label " + ", ".join(f"{key}={value}" for key, value in sorted(missing))
     if shape.cpu_milli > node.cpu_milli:
-        return "has " + counted(node.cpu_milli / 1000, "CPU")
+        return "has " + format_count(node.cpu_milli / 1000, "CPU")
     if shape.memory_mib > node.memory_mib:
         return f"has {node.memory_mib} MiB of memory"
     if shape.gpus > len(node.gpus):
         is_cpu = bool(node.gpus) and all(gpu.vendor == CPU for gpu in node.gpus)
-        return "has " + counted(len(node.gpus), "CPU accelerator" if is_cpu else "GPU")
+        return "has " + format_count(len(node.gpus), "CPU accelerator" if is_cpu else "GPU")
     if shape.gpu_ids:
-        return _why_not_these(shape, node)
+        return _why_not_named_gpus(shape, node)
     return why_not_gpus(shape, node.gpus) if shape.gpus else ""
 
 
-def counted(count: float, word: str) -> str:
+def format_count(count: float, word: str) -> str:
     """`1 GPU`, `0.5 GPUs`."""
     return f"{count:g} {word}{'' if count == 1 else 's'}"
 
 
-def _why_not_these(shape: Shape, node: NodeFacts) -> str:
+def _why_not_named_gpus(shape: Shape, node: NodeFacts) -> str:
     if missing := [gpu for gpu in shape.gpu_ids if not 0 <= gpu < len(node.gpus)]:
         return f"has no GPU {min(missing)}"
     usable = set(shape.gpu_ids) - node.closed_gpus
     if len(usable) < shape.gpus <= len(set(shape.gpu_ids)):
-        return f"its GPU {min(set(shape.gpu_ids) - usable)} takes nothing new"
+        return f"GPU {min(set(shape.gpu_ids) - usable)} accepts no new jobs"
     if len(usable) < shape.gpus:
-        return f"{shape.gpus} GPUs are asked for, and {len(usable)} by number"
+        return f"{shape.gpus} GPUs are requested, but {len(usable)} by number"
     return why_not_gpus(shape, tuple(node.gpus[gpu] for gpu in sorted(usable)))
 
 
 def why_not_gpus(shape: Shape, gpus: tuple[GpuFacts, ...]) -> str:
-    """All of these must do: which of them a worker gets is decided later."""
+    """Return why one of these GPUs is not suitable. All must be: which of them is used is decided later."""
     for gpu in gpus:
         if shape.models and gpu.model not in shape.models:
-            return f"its GPUs are {gpu.model or 'of an unknown model'}"
+            return f"GPU model is {gpu.model or 'unknown'}"
         if shape.kind and (gpu.vendor == CPU) != (shape.kind == CPU):
-            return "its accelerators are CPUs" if gpu.vendor == CPU else "its accelerators are GPUs"
+            return "has only a CPU accelerator" if gpu.vendor == CPU else "has GPUs, not a CPU accelerator"
         if shape.vendor and gpu.vendor != shape.vendor:
-            return f"its GPUs are by {gpu.vendor or 'an unknown vendor'}"
+            return f"GPU vendor is {gpu.vendor or 'unknown'}"
         if gpu.memory_mib < max(shape.gpu_memory_min_mib, shape.gpu_memory_mib):
-            return f"its GPUs have {gpu.memory_mib} MiB"
+            return f"GPUs have {gpu.memory_mib} MiB of memory"
         if gpu.capability < shape.capability_min:
-            return f"its GPUs have compute capability {gpu.capability[0]}.{gpu.capability[1]}"
+            return f"GPUs have compute capability {gpu.capability[0]}.{gpu.capability[1]}"
     return ""

@@ -1,9 +1,10 @@
-"""Seeded simulation: stand-ins for the world that the real controller and agent code runs against.
+"""Seeded simulation of clusters and workloads. Imported only by tests, benchmarks and `genie sim`.
 
-`traces.py` reads workloads of real clusters, `synthetic.py` makes some up, `replay.py` plays one to a placer.
-`workload.py` has jobs that come, run and go, `events.py` runs them through the scheduler, `measures.py` says
-what came of it and `plots.py` draws it.
-Not for: production. Nothing outside tests, benchmarks and simulations imports it.
+Fault simulation: `cluster.py` runs the real controllers and agents on a simulated network, clock and store;
+`fault_injector.py` injects faults and `invariants.py` checks invariants.
+
+Scheduling simulation: `workloads/` reads traces and generates workloads, `events.py` runs jobs
+through the scheduler, `replay.py` places requests that never end, `metrics.py` and `plots.py` evaluate.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""A whole cluster on simulated time: the real controllers and the real agents, and a seeded saboteur.
+"""A cluster on simulated time: the real controllers and agents with a simulated network, clock and store.
 
-Addresses are in 127/8, because without TLS nothing else is allowed. One seed, one run. Not for:
-speed or placement studies (that is the scheduler's simulator).
+Addresses are in 127.0.0.0/8: only loopback is allowed without TLS. The seed determines the run. For placement
+studies see events.py and replay.py.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import TypeVar
 import msgspec
 
 from genie.agent.agent import Agent
+from genie.agent.disk import DiskAccess
 from genie.agent.identity import read_identity
 from genie.agent.joining import join
 from genie.config import AgentConfig, ControllerConfig
@@ -26,21 +27,24 @@ from genie.model.job import Job, JobSpec, Resources
 from genie.model.messages import CreateToken, ListJobs, ListNodes, Message, NodeView, Request, SubmitJob
 from genie.model.node import GPUInfo, Vendor
 from genie.model.tenant import TokenKind
-from genie.runtime.credentials import OWNER_TOKEN_FILE, Access, greet
+from genie.runtime.connection_limits import ConnectionLimits
+from genie.runtime.credentials import OWNER_TOKEN_FILE, Access, connect_authenticated
+from genie.sim.disk import SimDisk
 from genie.sim.processes import DURATION_VARIABLE, SHARE_VARIABLE, Machines, SimLauncher
-from genie.sim.store import MemoryStore
+from genie.sim.store import BYTES_MAX, MemoryStore
 from genie.sim.world import SimClock, SimNetwork, World
 from genie.tenancy.access import parse_token
 
 _Reply = TypeVar("_Reply", bound=Message)
 
 PORT = 5555
-_CLIENT = "127.0.9.9"
+CLIENT = "127.0.9.9"
+"""Address of the owner and, unless another is given, of the tenants."""
 _CALL_S = 5.0
 
 
 class _Accelerators:
-    """Those with these ids, asked for anew each time."""
+    """An inventory that reports the GPUs returned by `ids` at each reading."""
 
     def __init__(self, ids: Callable[[], Collection[int]]) -> None:
         self._ids = ids
@@ -53,17 +57,28 @@ class _Accelerators:
 
 
 @dataclass
-class _Running:
-    """One life of one actor."""
+class _Actor:
+    """One run of a controller or agent, from its start to its crash."""
 
     task: asyncio.Task[None]
     launcher: SimLauncher | None = None
     controller: Controller | None = None
 
 
+@dataclass(frozen=True)
+class FaultWindow:
+    """A fault and its time. `hosts`: those on which it may end jobs."""
+
+    kind: str
+    hosts: frozenset[str]
+    start_s: float
+    end_s: float
+
+
 @dataclass
 class SimCluster:
-    """Start inside `async with asyncio.TaskGroup()`; `stop` ends every actor."""
+    """Start it inside a TaskGroup; `stop` ends all controllers and agents. `limits`: those of controllers on
+    connections before authentication."""
 
     seed: int
     directory: Path
@@ -71,18 +86,22 @@ class SimCluster:
     nodes: int = 3
     gpus: int = 2
     controllers: int = 1
+    store_bytes_max: int = BYTES_MAX
+    limits: ConnectionLimits | None = None
     world: World = field(init=False)
     machines: Machines = field(init=False)
 
     def __post_init__(self) -> None:
         self.world = World(self.seed)
         self.machines = Machines(self.world)
-        self._lives: dict[str, _Running] = {}
+        self._actors: dict[str, _Actor] = {}
         self._stores: dict[str, MemoryStore] = {}
-        self._dying: dict[str, list[asyncio.Task[None]]] = {}
+        self._stopping: dict[str, list[asyncio.Task[None]]] = {}
+        self.faults: list[FaultWindow] = []
+        """Faults that may end jobs, so far."""
         self._requests = 0
         self._tokens: dict[str, str] = {}
-        """Of users, by tenant."""
+        """User tokens by tenant."""
         self._gpu_ids = {host: tuple(range(self.gpus)) for host in self.node_hosts}
 
     @property
@@ -96,66 +115,82 @@ class SimCluster:
     def node_id(self, host: str) -> str:
         return host.replace(".", "-")
 
+    def node_dir(self, host: str) -> Path:
+        return self.directory / host / "agents" / self.node_id(host)
+
     def is_up(self, host: str) -> bool:
-        return host in self._lives
+        return host in self._actors
+
+    def is_leader(self, host: str) -> bool:
+        """Return whether this controller considers itself the leader."""
+        actor = self._actors.get(host)
+        return actor is not None and actor.controller is not None and actor.controller.is_leading
 
     @property
     def leader(self) -> Controller | None:
-        """One that believes that it leads."""
-        lives = (self._lives[host] for host in self.controller_hosts if host in self._lives)
-        several = (life.controller for life in lives)
+        """Return a controller that considers itself the leader, or None."""
+        actors = (self._actors[host] for host in self.controller_hosts if host in self._actors)
+        several = (actor.controller for actor in actors)
         return next((one for one in several if one is not None and one.is_leading), None)
 
     @property
-    def memory(self) -> MemoryStore:
-        """The store as it is, whoever can reach it."""
+    def store(self) -> MemoryStore:
+        """The shared store, independent of simulated store outages."""
         return self._memory
 
     async def start(self) -> None:
-        self._memory = await MemoryStore.open(clock=SimClock(self.world, "store"))
-        self._lives["machines"] = _Running(self.group.create_task(self.machines.run()))
+        self._memory = await MemoryStore.open(
+            clock=SimClock(self.world, "store"), bytes_max=self.store_bytes_max
+        )
+        self._actors["machines"] = _Actor(self.group.create_task(self.machines.run()))
         for host in self.controller_hosts:
             self.start_controller(host)
-        await self._until_leading()
+        await self._wait_for_leader()
         for host in self.node_hosts:
             await self._join(host)
             self.start_agent(host)
 
+    async def wait_for_nodes(self) -> None:
+        """Wait until all nodes have registered."""
+        while len(await self.node_views()) < self.nodes:
+            await asyncio.sleep(0.1)
+
     async def stop(self) -> None:
-        for host in list(self._lives):
+        for host in list(self._actors):
             self.crash(host)
         await asyncio.sleep(2.0)
         for store in self._stores.values():
             await store.close()
         await self._memory.close()
 
-    # --- lives ------------------------------------------------------------------------------
+    # --- actors -----------------------------------------------------------------------------
 
     def start_controller(self, host: str) -> None:
         self._stores[host] = self._memory.connect()
 
-        async def live() -> None:
-            await self._gone(host)
+        async def run_actor() -> None:
+            await self._wait_stopped(host)
             controller = Controller(
                 ControllerConfig(bind=host, port=PORT, tls="off"),
                 state_dir=self.directory / host,
                 store=self._stores[host],
-                network=SimNetwork(self.world, host),
+                network=SimNetwork(self.world, host, self.limits),
                 clock=SimClock(self.world, host),
                 name=host,
                 random_bytes=self.world.random.randbytes,
             )
-            life.controller = controller
+            actor.controller = controller
             await controller.run()
 
-        life = self._lives[host] = _Running(self.group.create_task(live()))
+        actor = self._actors[host] = _Actor(self.group.create_task(run_actor()))
 
     def start_agent(self, host: str) -> None:
         launcher = SimLauncher(self.world, self.machines, host)
 
-        async def live() -> None:
-            await self._gone(host)
-            node_dir = next((self.directory / host / "agents").iterdir())
+        async def run_actor() -> None:
+            await self._wait_stopped(host)
+            node_dir = self.node_dir(host)
+            disk = self.machines.disks.setdefault(host, SimDisk(self.world, host, node_dir))
             agent = Agent(
                 AgentConfig(),
                 node_dir=node_dir,
@@ -165,86 +200,94 @@ class SimCluster:
                 rng=random.Random(self.world.random.random()),
                 inventory=_Accelerators(lambda: self._gpu_ids[host]),
                 launcher=launcher,
+                disk=DiskAccess(journal=disk, bulk=disk, space=disk.space),
                 facts=lambda: HostFacts(
                     cpus=8.0, memory_total_bytes=1 << 34, memory_used_bytes=0, hostname=host
                 ),
             )
             await agent.run()
 
-        self._lives[host] = _Running(self.group.create_task(live()), launcher)
+        self._actors[host] = _Actor(self.group.create_task(run_actor()), launcher)
 
     def crash(self, host: str, *, power: bool = False) -> None:
-        """kill -9 of the actor, or of its whole machine with `power`."""
-        life = self._lives.pop(host, None)
-        if life is None:
+        """Kill the actor (SIGKILL), or power off its machine with `power`."""
+        actor = self._actors.pop(host, None)
+        if actor is None:
             return
-        if life.launcher is not None:
-            life.launcher.dead = True
+        if actor.launcher is not None:
+            actor.launcher.dead = True
         if power:
-            self.machines.lose_host(host)
+            self.machines.power_off(host)
         if host in self._stores:
-            # The dead write nothing: not even the resignation that cancelling would bring about.
+            # A killed process writes nothing; cancelling its task would write a resignation.
             self._stores[host].set_available(False)
         self.world.crash(host, silent=power)
-        life.task.cancel()
-        self._dying.setdefault(host, []).append(life.task)
+        actor.task.cancel()
+        self._stopping.setdefault(host, []).append(actor.task)
 
-    async def _gone(self, host: str) -> None:
-        """A killed actor's tasks take a few turns of the loop to end; its next life starts after that."""
-        if dying := [task for task in self._dying.get(host, ()) if not task.done()]:
-            await asyncio.wait(dying)
+    async def _wait_stopped(self, host: str) -> None:
+        """Wait until the cancelled tasks of the previous actor on this host have ended."""
+        if stopping := [task for task in self._stopping.get(host, ()) if not task.done()]:
+            await asyncio.wait(stopping)
 
     def restart(self, host: str) -> None:
-        if host not in self._lives:
+        if host not in self._actors:
             (self.start_controller if host in self.controller_hosts else self.start_agent)(host)
 
     def set_gpus(self, host: str, gpu_ids: Collection[int]) -> None:
-        """From its next look on, the node's agent finds these."""
+        """Change the GPUs that the agent finds from its next reading on."""
         self._gpu_ids[host] = tuple(gpu_ids)
 
-    def lose_answer(self, host: str) -> None:
-        """This controller's next change happens, and it does not hear so."""
-        self._stores[host].lose_next_answer()
+    def lose_reply(self, host: str) -> None:
+        """Let the next commit of this controller succeed, but lose the reply."""
+        self._stores[host].lose_next_reply()
+
+    def set_store_delay(self, host: str, seconds: float, *, range_s: float | None = None) -> None:
+        """Make the store slow for this controller until it restarts."""
+        self._stores[host].set_delay(seconds, range_s=range_s)
 
     def set_store(self, host: str, *, available: bool) -> None:
         self._stores[host].set_available(available)
 
-    # --- as a client ------------------------------------------------------------------------
+    # --- client ---------------------------------------------------------------------------
 
     async def submit(self, *, gpus: int, seconds: float) -> str:
-        """The job's id, once it is taken."""
+        """Submit a job and return its ID."""
         spec = JobSpec(name="sim", command=("simulated",), resources=Resources(gpus=gpus))
         return await self.submit_spec(spec, seconds=seconds)
 
     async def submit_spec(self, spec: JobSpec, *, seconds: float, tenant: str = "") -> str:
-        """Asked as often as needed: the request id makes that safe. Of the owner's tenant unless told."""
+        """Submit with retries, which the request ID makes idempotent. Default: the owner's tenant."""
         self._requests += 1
         env = {DURATION_VARIABLE: str(seconds), SHARE_VARIABLE: str(spec.resources.gpu_milli)}
-        spec = msgspec.structs.replace(spec, name=f"{spec.name}-{self._requests}", env=env)
+        spec = msgspec.structs.replace(spec, name=f"{spec.name}-{self._requests}", env={**spec.env, **env})
         request = SubmitJob(spec=spec, request_id=f"request-{self.seed}-{self._requests}")
-        token = await self._token(tenant) if tenant else ""
-        return (await self.ask(request, token=token)).job.job_id
+        token = await self.token(tenant) if tenant else ""
+        return (await self.send_request(request, token=token)).job.job_id
 
-    async def _token(self, tenant: str) -> str:
+    async def token(self, tenant: str) -> str:
+        """Return the user token of a tenant."""
         if tenant not in self._tokens:
-            created = await self.ask(CreateToken(kind=TokenKind.USER, tenant=tenant))
+            created = await self.send_request(CreateToken(kind=TokenKind.USER, tenant=tenant))
             self._tokens[tenant] = created.token
         return self._tokens[tenant]
 
     async def jobs(self) -> dict[str, Job]:
-        answer = await self.ask(ListJobs(limit=1000))
+        answer = await self.send_request(ListJobs(limit=1000))
         return {job.job_id: job for job in answer.jobs}
 
     async def node_views(self) -> tuple[NodeView, ...]:
-        return (await self.ask(ListNodes())).nodes
+        return (await self.send_request(ListNodes())).nodes
 
-    async def ask(self, request: Request[_Reply], *, token: str = "") -> _Reply:
-        """Of whoever leads, until it is answered; as the owner unless there is a token."""
+    async def send_request(self, request: Request[_Reply], *, token: str = "") -> _Reply:
+        """Send a request to the leader, with retries; as the owner unless `token` is given."""
         while True:
             for host in self.controller_hosts:
-                access = self._access(host, token)
+                access = self.access(host, token)
                 try:
-                    async with greet(self._network, access, timeout_s=_CALL_S, program="sim") as (peer, now):
+                    async with connect_authenticated(
+                        self._network, access, timeout_s=_CALL_S, program="sim"
+                    ) as (peer, now):
                         if now.leading:
                             return await peer.call(request, timeout_s=_CALL_S)
                 except GenieError as error:
@@ -254,26 +297,27 @@ class SimCluster:
 
     @property
     def _network(self) -> SimNetwork:
-        return SimNetwork(self.world, _CLIENT)
+        return SimNetwork(self.world, CLIENT)
 
-    def _access(self, host: str, token: str) -> Access:
+    def access(self, host: str, token: str = "") -> Access:
+        """How to connect to a controller; as the owner unless `token` is given."""
         paths = [self.directory / each / OWNER_TOKEN_FILE for each in self.controller_hosts]
         text = token or next(path for path in paths if path.exists()).read_text("utf-8")
         return Access(host=host, port=PORT, token=parse_token(text), tls=None)
 
-    async def _until_leading(self) -> None:
+    async def _wait_for_leader(self) -> None:
         paths = [self.directory / host / OWNER_TOKEN_FILE for host in self.controller_hosts]
         while not any(path.exists() for path in paths):
             await asyncio.sleep(0.1)
 
     async def _join(self, host: str) -> None:
-        created = await self.ask(CreateToken(kind=TokenKind.JOIN))
+        created = await self.send_request(CreateToken(kind=TokenKind.JOIN))
         leader = next(each for each in self.controller_hosts if self.is_up(each))
         await join(
             leader,
             PORT,
             created.token,
             state_dir=self.directory / host,
-            node_id_wish=self.node_id(host),
+            requested_node_id=self.node_id(host),
             network=SimNetwork(self.world, host),
         )

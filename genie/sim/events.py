@@ -1,8 +1,8 @@
-"""Runs jobs with durations through genie.scheduler.scheduler, on simulated time, and notes what came of it.
+"""Event-driven simulation: runs jobs with durations through genie.scheduler on simulated time.
 
-Jobs arrive, end, are preempted (they go on for their grace period, then wait again), and nodes may fail.
-What happens at one time happens together, and is followed by one decision. The same jobs, nodes and plan
-give the same run. Not for: what the figures mean (measures.py), the scheduler's rules (genie/scheduler).
+Events are arrivals, ends, preemptions (a job runs on for its grace period and is then queued again), node
+failures and repairs. All events of one moment are followed by one scheduling pass. Equal jobs, nodes and plan
+give equal results.
 """
 
 from __future__ import annotations
@@ -13,33 +13,35 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
+from genie.controller.placement.placers import placer_factory
 from genie.errors import UsageError
-from genie.runtime.placers import placer_factory
-from genie.scheduler.book import Book
+from genie.scheduler.cluster.allocations import ClusterAllocations
+from genie.scheduler.decisions import Preempt, Start
+from genie.scheduler.feasibility import why_never
 from genie.scheduler.placement.protocol import ANY_MODEL, MODELS_MAX, TypicalShape
-from genie.scheduler.possible import why_never
-from genie.scheduler.request import NodeFacts, Request, why_not
-from genie.scheduler.scheduler import Preempt, Rules, Scheduler, Start
-from genie.sim.workload import SimJob, gpu_milli_of
+from genie.scheduler.request import JobRequest, NodeFacts, why_not
+from genie.scheduler.rules import Rules
+from genie.scheduler.scheduler import Scheduler
+from genie.sim.workloads.workload import SimJob, gpu_milli_of
 
-SAMPLES = 1000
-"""Of what is free but of no use, at most so many while jobs arrive."""
+FRAGMENTATION_SAMPLES_MAX = 1000
+"""Maximum number of fragmentation samples until the last arrival."""
 
 Progress = Callable[[int, int], None]
-"""Told how many of how many jobs are over."""
+"""Called with the numbers of finished and of all jobs."""
 
 
 @dataclass(frozen=True)
 class Failures:
-    """A node fails after `every_s` on average and is back after `repair_s`; none after the last arrival."""
+    """Mean time between failures and repair time of each node; no node fails after the last arrival."""
 
     every_s: float
     repair_s: float
 
 
 @dataclass(frozen=True)
-class Plan:
-    """How a run is decided."""
+class SimulationPlan:
+    """Parameters of a simulation."""
 
     rules: Rules = field(default_factory=Rules)
     placement: str = "supply"
@@ -48,8 +50,8 @@ class Plan:
 
 
 @dataclass(slots=True)
-class Record:
-    """What became of a job. `lost_s` is work that was done in vain, `started_s` its first start."""
+class SimJobResult:
+    """Result of a job. `lost_s` is unsaved work that was repeated, `started_s` the first start."""
 
     job: SimJob
     started_s: float | None = None
@@ -60,32 +62,32 @@ class Record:
 
 
 @dataclass(frozen=True, slots=True)
-class Moment:
-    """From `at_s` until the next moment. Thousandths of GPUs."""
+class UsageSample:
+    """GPU usage from `at_s` until the next sample, in thousandths of GPUs, and the number of pending jobs."""
 
     at_s: float
     used_milli: int
-    there_milli: int
+    available_milli: int
     waiting: int
 
 
 @dataclass(frozen=True, slots=True)
-class Sample:
-    """GPUs that were free at a time, and how much of that not one worker of the first who waits could use."""
+class FragmentationSample:
+    """Free GPUs, and the part of them that fits no worker of the first pending job."""
 
     at_s: float
     free_milli: int
-    useless_milli: int
+    unusable_milli: int
 
 
 @dataclass(frozen=True)
-class Run:
-    """`impossible` are jobs that would not start on the whole cluster; they were never submitted. `fault` is
-    why a policy of the user's own was out of use in the end."""
+class SimulatedRun:
+    """Result of a simulation. `impossible` lists skipped jobs, which do not fit the empty cluster; `fault` is
+    the reason why a custom policy was disabled."""
 
-    records: Sequence[Record]
-    moments: Sequence[Moment]
-    samples: Sequence[Sample]
+    records: Sequence[SimJobResult]
+    usage: Sequence[UsageSample]
+    samples: Sequence[FragmentationSample]
     impossible: Sequence[str]
     gpu_milli: int
     placer: str
@@ -94,18 +96,22 @@ class Run:
 
 
 def simulate(
-    nodes: Sequence[NodeFacts], jobs: Sequence[SimJob], plan: Plan, *, progress: Progress | None = None
-) -> Run:
-    """The whole run, until the last job is over."""
+    nodes: Sequence[NodeFacts],
+    jobs: Sequence[SimJob],
+    plan: SimulationPlan,
+    *,
+    progress: Progress | None = None,
+) -> SimulatedRun:
+    """Simulate until the last job has ended."""
     if not any(node.gpus for node in nodes) or not jobs:
         raise UsageError("a simulation needs nodes with GPUs and jobs", hint="see genie sim run --help")
     return _Simulation(nodes, jobs, plan).run(progress or (lambda done, total: None))
 
 
-def _typical(nodes: Sequence[NodeFacts], jobs: Sequence[SimJob], most: int = 64) -> list[TypicalShape]:
-    """The most frequent requests of the workload; only FGD is told them beforehand."""
+def _typical_shapes(nodes: Sequence[NodeFacts], jobs: Sequence[SimJob], most: int = 64) -> list[TypicalShape]:
+    """Return the most frequent request shapes of the workload, which FGD needs in advance."""
     models: dict[str, int] = {}
-    for node in nodes:  # numbered as the book does it
+    for node in nodes:  # same numbering as in the book
         models.setdefault(node.gpus[0].model if node.gpus else "", len(models) % MODELS_MAX)
     counts = Counter((job.gpus, job.gpu_milli if job.gpus else 0, job.cpu_milli, job.models) for job in jobs)
     common = sorted(counts.items(), key=lambda item: (-item[1], item[0][:3], sorted(item[0][3])))[:most]
@@ -123,50 +129,52 @@ def _typical(nodes: Sequence[NodeFacts], jobs: Sequence[SimJob], most: int = 64)
 
 
 @dataclass(slots=True)
-class _Life:
-    """A job on its way. `epoch` counts its runs: an event of an earlier one is void."""
+class _ActiveJob:
+    """State of a submitted job. Events with an older `epoch` are ignored."""
 
-    record: Record
-    request: Request
-    kept_s: float = 0.0
+    record: SimJobResult
+    request: JobRequest
+    saved_s: float = 0.0
     since_s: float = 0.0
     epoch: int = 0
     nodes: frozenset[str] = frozenset()
 
 
-_END, _LEAVE, _REPAIR, _FAIL, _ARRIVE = range(5)
-"""What happens first when times are equal."""
+_END, _PREEMPTED, _REPAIR, _FAIL, _ARRIVE = range(5)
+"""Event kinds, in the order of handling at equal times."""
 
 
 class _Simulation:
-    def __init__(self, nodes: Sequence[NodeFacts], jobs: Sequence[SimJob], plan: Plan) -> None:
+    def __init__(self, nodes: Sequence[NodeFacts], jobs: Sequence[SimJob], plan: SimulationPlan) -> None:
         make, self._placer = placer_factory()
-        typical = _typical(nodes, jobs)
-        self._book = Book(lambda policy: make(policy, plan.seed, typical), policy=plan.placement)
-        self._scheduler = Scheduler(self._book, plan.rules)
+        typical = _typical_shapes(nodes, jobs)
+        self._allocations = ClusterAllocations(
+            lambda policy: make(policy, plan.seed, typical), policy=plan.placement
+        )
+        self._scheduler = Scheduler(self._allocations, plan.rules)
         self._nodes = {node.node_id: node for node in nodes}
         for node in nodes:
             self._scheduler.set_node(node)
         self._down: set[str] = set()
-        self._running: dict[str, _Life] = {}
-        self._lives: dict[str, _Life] = {}
+        self._running: dict[str, _ActiveJob] = {}
+        self._active: dict[str, _ActiveJob] = {}
         self._impossible: list[str] = []
         self._events: list[tuple[float, int, int, str, int]] = []
-        self._pushed = 0
+        self._event_count = 0
         self._used_milli = 0
-        self._there_milli = gpu_milli_of(nodes)
-        self._moments: list[Moment] = []
-        self._samples: list[Sample] = []
+        self._available_milli = gpu_milli_of(nodes)
+        self._usage_samples: list[UsageSample] = []
+        self._fragmentation_samples: list[FragmentationSample] = []
         self._arrived = 0
-        self._over = 0
+        self._finished = 0
         self._admit(nodes, jobs)
         self._last_arrival_s = max(
-            (life.record.job.submitted_s for life in self._lives.values()), default=0.0
+            (active.record.job.submitted_s for active in self._active.values()), default=0.0
         )
-        self._failures, self._chance = plan.failures, random.Random(f"failures {plan.seed}")
+        self._failures, self._random = plan.failures, random.Random(f"failures {plan.seed}")
         if self._failures is not None:
             for node in nodes:
-                self._plan_failure(node.node_id, 0.0)
+                self._schedule_failure(node.node_id, 0.0)
 
     def _admit(self, nodes: Sequence[NodeFacts], jobs: Sequence[SimJob]) -> None:
         known: dict[tuple[object, ...], bool] = {}
@@ -174,38 +182,38 @@ class _Simulation:
             kind = (job.shape, job.workers, job.within)
             if kind not in known:
                 known[kind] = not why_never(job.request(number), nodes)
-            if job.job_id in self._lives:
-                raise UsageError(f"there are two jobs {job.job_id!r}", hint="give each another name")
+            if job.job_id in self._active:
+                raise UsageError(f"duplicate job ID {job.job_id!r}", hint="give each job a unique ID")
             if not known[kind]:
                 self._impossible.append(job.job_id)
                 continue
-            self._lives[job.job_id] = _Life(Record(job), job.request(number))
+            self._active[job.job_id] = _ActiveJob(SimJobResult(job), job.request(number))
             self._push(job.submitted_s, _ARRIVE, job.job_id)
 
     def _push(self, at_s: float, kind: int, name: str, epoch: int = 0) -> None:
-        self._pushed += 1
-        heapq.heappush(self._events, (at_s, kind, self._pushed, name, epoch))
+        self._event_count += 1
+        heapq.heappush(self._events, (at_s, kind, self._event_count, name, epoch))
 
     # -- time ---------------------------------------------------------------------------------
 
-    def run(self, progress: Progress) -> Run:
+    def run(self, progress: Progress) -> SimulatedRun:
         events, decisions = self._events, 0
-        while events and self._over < len(self._lives):
-            now, happened = events[0][0], False
+        while events and self._finished < len(self._active):
+            now, changed = events[0][0], False
             while events and events[0][0] == now:
                 _, kind, _, name, epoch = heapq.heappop(events)
-                happened |= self._happen(kind, name, epoch, now)
-            if happened:
-                self._decide(now)
+                changed |= self._handle_event(kind, name, epoch, now)
+            if changed:
+                self._schedule(now)
                 decisions += 1
                 if not decisions % 1000:
-                    progress(self._over, len(self._lives))
-        records = [life.record for life in self._lives.values()]
+                    progress(self._finished, len(self._active))
+        records = [active.record for active in self._active.values()]
         milli = gpu_milli_of(self._nodes.values())
-        return Run(
+        return SimulatedRun(
             records=records,
-            moments=self._moments,
-            samples=self._samples,
+            usage=self._usage_samples,
+            samples=self._fragmentation_samples,
             impossible=self._impossible,
             gpu_milli=milli,
             placer=self._placer,
@@ -213,20 +221,20 @@ class _Simulation:
             fault=self._scheduler.fault,
         )
 
-    def _happen(self, kind: int, name: str, epoch: int, now: float) -> bool:
-        """Whether there is something to decide afterwards."""
-        if kind in (_END, _LEAVE):
-            life = self._running.get(name)
-            if life is None or life.epoch != epoch:
+    def _handle_event(self, kind: int, name: str, epoch: int, now: float) -> bool:
+        """Handle one event and return whether a scheduling pass is needed."""
+        if kind in (_END, _PREEMPTED):
+            active = self._running.get(name)
+            if active is None or active.epoch != epoch:
                 return False
             if kind == _END:
-                self._stop(life, now)
-                life.record.ended_s = now
-                self._over += 1
+                self._stop(active, now)
+                active.record.ended_s = now
+                self._finished += 1
             else:
-                self._send_back(life, now)
+                self._requeue(active, now)
         elif kind == _ARRIVE:
-            self._scheduler.submit(self._lives[name].request)
+            self._scheduler.submit(self._active[name].request)
             self._arrived += 1
         elif kind == _FAIL:
             self._fail(name, now)
@@ -234,51 +242,51 @@ class _Simulation:
             self._repair(name, now)
         return True
 
-    def _decide(self, now: float) -> None:
+    def _schedule(self, now: float) -> None:
         for decision in self._scheduler.decide(now):
             if isinstance(decision, Start):
-                life = self._lives[decision.job_id]
-                life.nodes = frozenset(place.node_id for place in decision.places)
-                self._start(life, now)
+                active = self._active[decision.job_id]
+                active.nodes = frozenset(place.node_id for place in decision.places)
+                self._start(active, now)
             elif isinstance(decision, Preempt):
-                life = self._lives[decision.job_id]
-                life.record.preemptions += 1
-                self._push(now + decision.grace_s, _LEAVE, decision.job_id, life.epoch)
-        waiting = self._arrived - self._over - len(self._running)  # not all of them are told something new
-        self._moments.append(Moment(now, self._used_milli, self._there_milli, waiting))
+                active = self._active[decision.job_id]
+                active.record.preemptions += 1
+                self._push(now + decision.grace_s, _PREEMPTED, decision.job_id, active.epoch)
+        waiting = self._arrived - self._finished - len(self._running)  # decisions do not list all of them
+        self._usage_samples.append(UsageSample(now, self._used_milli, self._available_milli, waiting))
         if waiting and now >= self._next_sample_s:
-            self._samples.append(self._sample(now))
+            self._fragmentation_samples.append(self._sample(now))
 
     # -- jobs ---------------------------------------------------------------------------------
 
-    def _start(self, life: _Life, now: float) -> None:
-        job, record = life.record.job, life.record
-        life.epoch += 1
-        life.since_s = now
+    def _start(self, active: _ActiveJob, now: float) -> None:
+        job, record = active.record.job, active.record
+        active.epoch += 1
+        active.since_s = now
         record.started_s = now if record.started_s is None else record.started_s
-        self._running[job.job_id] = life
+        self._running[job.job_id] = active
         self._used_milli += job.gpu_milli_all
-        self._push(now + job.runs_s - life.kept_s, _END, job.job_id, life.epoch)
+        self._push(now + job.runs_s - active.saved_s, _END, job.job_id, active.epoch)
 
-    def _stop(self, life: _Life, now: float, *, again: bool = False) -> None:
-        job = life.record.job
+    def _stop(self, active: _ActiveJob, now: float, *, requeue: bool = False) -> None:
+        job = active.record.job
         del self._running[job.job_id]
         self._used_milli -= job.gpu_milli_all
-        self._scheduler.ended(job.job_id, again=again)
+        self._scheduler.ended(job.job_id, requeue=requeue)
 
-    def _send_back(self, life: _Life, now: float) -> None:
-        """It waits again, with what it had saved."""
-        done_s = life.kept_s + now - life.since_s
-        step_s = life.record.job.checkpoint_s
-        life.kept_s = 0.0 if step_s is None else max(life.kept_s, done_s - done_s % step_s)
-        life.record.lost_s += done_s - life.kept_s
-        self._stop(life, now, again=True)
+    def _requeue(self, active: _ActiveJob, now: float) -> None:
+        """Queue the job again, with the work saved at its last checkpoint."""
+        done_s = active.saved_s + now - active.since_s
+        step_s = active.record.job.checkpoint_s
+        active.saved_s = 0.0 if step_s is None else max(active.saved_s, done_s - done_s % step_s)
+        active.record.lost_s += done_s - active.saved_s
+        self._stop(active, now, requeue=True)
 
     # -- nodes --------------------------------------------------------------------------------
 
-    def _plan_failure(self, node_id: str, now: float) -> None:
+    def _schedule_failure(self, node_id: str, now: float) -> None:
         assert self._failures is not None
-        at_s = now + self._chance.expovariate(1.0 / self._failures.every_s)
+        at_s = now + self._random.expovariate(1.0 / self._failures.every_s)
         if at_s <= self._last_arrival_s:
             self._push(at_s, _FAIL, node_id)
 
@@ -286,34 +294,34 @@ class _Simulation:
         assert self._failures is not None
         facts = self._nodes[node_id]
         self._scheduler.set_node(replace(facts, closed="it has failed"))
-        self._there_milli -= facts.amounts.gpu_milli
+        self._available_milli -= facts.amounts.gpu_milli
         self._down.add(node_id)
-        for life in [life for life in self._running.values() if node_id in life.nodes]:
-            life.record.failures += 1
-            self._send_back(life, now)
+        for active in [active for active in self._running.values() if node_id in active.nodes]:
+            active.record.failures += 1
+            self._requeue(active, now)
         self._push(now + self._failures.repair_s, _REPAIR, node_id)
 
     def _repair(self, node_id: str, now: float) -> None:
         self._scheduler.set_node(self._nodes[node_id])
-        self._there_milli += self._nodes[node_id].amounts.gpu_milli
+        self._available_milli += self._nodes[node_id].amounts.gpu_milli
         self._down.discard(node_id)
-        self._plan_failure(node_id, now)
+        self._schedule_failure(node_id, now)
 
-    # -- what is left over --------------------------------------------------------------------
+    # -- fragmentation ------------------------------------------------------------------------
 
     @property
     def _next_sample_s(self) -> float:
-        last_s = self._samples[-1].at_s if self._samples else 0.0
-        return last_s + self._last_arrival_s / SAMPLES
+        last_s = self._fragmentation_samples[-1].at_s if self._fragmentation_samples else 0.0
+        return last_s + self._last_arrival_s / FRAGMENTATION_SAMPLES_MAX
 
-    def _sample(self, now: float) -> Sample:
+    def _sample(self, now: float) -> FragmentationSample:
         reservation = self._scheduler.reservation
-        head = self._scheduler.waiting[0] if reservation is None else self._lives[reservation.job_id].request
+        head = self._scheduler.waiting[0] if reservation is None else self._active[reservation.job_id].request
         free = useless = 0
         for node_id, facts in self._nodes.items():
             if node_id in self._down:
                 continue
-            cpu_milli, memory_mib, gpus = self._book.free_on(node_id)
+            cpu_milli, memory_mib, gpus = self._allocations.free_on(node_id)
             shares = [milli for milli, _ in gpus]
             shape = head.shape
             fitting = [milli for milli in shares if milli >= shape.gpu_milli]
@@ -327,4 +335,4 @@ class _Simulation:
                 useless += sum(shares)
             elif shape.gpus:
                 useless += sum(shares) - sum(fitting)
-        return Sample(now, free, useless)
+        return FragmentationSample(now, free, useless)

@@ -1,6 +1,6 @@
-"""Draws a run as SVG: utilisation over time, and how long jobs waited. Plain text, nothing to install.
+"""Plots a simulated run as SVG: utilization over time and the distribution of wait times.
 
-There is no PNG: that would need a library that draws text. Browsers show SVG and print it as PNG.
+SVG needs no plotting library.
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ import math
 from collections.abc import Sequence
 from html import escape
 
-from genie.sim.events import Moment, Run
-from genie.sim.measures import is_large_gang, percentile
+from genie.sim.events import SimulatedRun, UsageSample
+from genie.sim.metrics import is_large_gang, percentile
 
 _WIDTH, _HEIGHT = 800, 320
 _LEFT, _RIGHT, _TOP, _BOTTOM = 60, 20, 40, 50
@@ -22,22 +22,22 @@ _UNITS = (("d", 86400.0), ("h", 3600.0), ("min", 60.0), ("s", 1.0))
 Points = Sequence[tuple[float, float]]
 
 
-def utilisation_svg(run: Run) -> str:
-    """The share of GPUs in use over time, in 400 steps, and the number of jobs that wait."""
-    used = _steps(run.moments, [moment.used_milli / max(moment.there_milli, 1) for moment in run.moments])
-    waiting = _steps(run.moments, [float(moment.waiting) for moment in run.moments])
+def utilisation_svg(run: SimulatedRun) -> str:
+    """Plot the fraction of GPUs in use and the number of pending jobs over time, in 400 steps."""
+    used = _steps(run.usage, [sample.used_milli / max(sample.available_milli, 1) for sample in run.usage])
+    waiting = _steps(run.usage, [float(sample.waiting) for sample in run.usage])
     most = max((value for _, value in waiting), default=0.0)
     scaled = [(at, value / most if most else 0.0) for at, value in waiting]
     return _chart(
         "GPUs in use over time",
-        [("GPUs in use", used), (f"jobs that wait (100% = {most:.0f})", scaled)],
+        [("GPUs in use", used), (f"pending jobs (100% = {most:.0f})", scaled)],
         across=_time_ticks(used[-1][0] if used else 0.0),
         up=[(share / 100, f"{share}%") for share in range(0, 101, 20)],
     )
 
 
-def waiting_svg(run: Run) -> str:
-    """What share of the jobs waited at most so long, all of them and large gangs; the time is logarithmic."""
+def waiting_svg(run: SimulatedRun) -> str:
+    """Plot the cumulative distribution of wait times, for all jobs and large gangs, on a log scale."""
     started = [it for it in run.records if it.started_s is not None]
     waits = [(it.job, max(it.started_s or 0.0, it.job.submitted_s) - it.job.submitted_s) for it in started]
     top = math.log10(1 + max((wait for _, wait in waits), default=1.0)) or 1.0
@@ -55,21 +55,21 @@ def waiting_svg(run: Run) -> str:
         if math.log10(1 + at_s) <= top
     ]
     return _chart(
-        "Jobs that waited at most so long",
+        "Cumulative distribution of wait times",
         lines,
         across=across,
         up=[(share / 100, f"{share}%") for share in range(0, 101, 20)],
     )
 
 
-def _steps(moments: Sequence[Moment], values: Sequence[float]) -> list[tuple[float, float]]:
-    """The mean of each step, at its place between 0 and 1 of the span."""
-    if len(moments) < 2:
+def _steps(usage: Sequence[UsageSample], values: Sequence[float]) -> list[tuple[float, float]]:
+    """Return the mean value of each time step."""
+    if len(usage) < 2:
         return []
-    first_s, span_s = moments[0].at_s, moments[-1].at_s - moments[0].at_s
+    first_s, span_s = usage[0].at_s, usage[-1].at_s - usage[0].at_s
     sums, step_s = [0.0] * _POINTS, span_s / _POINTS
     for number, value in enumerate(values[:-1]):
-        begin, end = moments[number].at_s - first_s, moments[number + 1].at_s - first_s
+        begin, end = usage[number].at_s - first_s, usage[number + 1].at_s - first_s
         at = min(int(begin / step_s), _POINTS - 1)
         while begin < end and at < _POINTS:
             until = end if at == _POINTS - 1 else min(end, (at + 1) * step_s)

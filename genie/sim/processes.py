@@ -1,29 +1,36 @@
-"""Processes without processes: what runs on which accelerator is known exactly, and checked at every start.
+"""Simulated job processes. Every start is checked against the processes that are running.
 
-`Machines` is the truth that no actor can see: an accelerator that is given out twice, or one job twice,
-goes into `violations` (an error could be caught by the code under test). `SimLauncher` is what an
-agent gets; a process under it ends by its plan, by order, or because its dead-man timer was not
-refreshed, and leaves its exit record on disk as the real shim does.
+`Machines` knows the true state, which controllers and agents cannot see. Overallocated accelerators and
+duplicate jobs are recorded in `violations` (the code under test could catch an exception). `SimLauncher` is
+the launcher of an agent. Its processes end by themselves, by request, or when the dead-man timer expires, and
+write an exit record as the real shim does.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
 
+from genie.agent.jobs import CONTACT_LOST
 from genie.agent.launcher import LaunchPlan
 from genie.model.allocation import FULL_MILLI
 from genie.model.job import parse_unit
 from genie.model.messages import ExitReport
-from genie.runtime import files
+from genie.processes import files
+from genie.sim.disk import SimDisk
 from genie.sim.world import EPOCH_S, SimClock, World
 
 DURATION_VARIABLE = "SIM_SECONDS"
 SHARE_VARIABLE = "SIM_GPU_MILLI"
+UNKILLABLE_VARIABLE = "SIM_UNKILLABLE_S"
+"""How long a process of the job survives SIGKILL and the end of its command, in seconds."""
+FILLS_DISK_VARIABLE = "SIM_FILLS_DISK"
+"""Set if the job fills the disk of its node while it runs."""
 
 
 @dataclass
@@ -35,20 +42,23 @@ class SimProcess:
     directory: Path
     ends_at_s: float
     until_s: float
-    """Dead-man limit by the node's own clock."""
+    """Expiry of the dead-man timer, by the clock of the node."""
     grace_s: float
     deadman_grace_s: float
-    doomed: str = ""
-    """Why it is being ended; empty while it may go on."""
+    end_reason: str = ""
+    """Why the process is being terminated; empty until then."""
     killed_at_s: float = float("inf")
-    """When SIGKILL comes; until then it may linger."""
+    """Time of SIGKILL; the process may run until then."""
     exit_code: int | None = None
     alive: bool = True
     gpu_milli: int = FULL_MILLI
+    unkillable_s: float = 0.0
+    lingers_until_s: float | None = None
+    """Set when the command has ended but a process of the job cannot be killed."""
 
     @property
     def launch(self) -> tuple[str, int]:
-        """The job, and the decision by which this is one of its workers."""
+        """Job ID and epoch."""
         return parse_unit(self.job_id)[0], self.epoch
 
 
@@ -57,105 +67,144 @@ class Machines:
         self._world = world
         self.processes: list[SimProcess] = []
         self.finished: dict[str, int] = {}
-        """How often each job ran to its own end."""
+        """Number of completed runs of each job."""
         self.finished_launches: set[tuple[str, int]] = set()
-        """Workers and launches of those."""
+        """Completed workers with their epoch."""
         self.violations: list[str] = []
         self.on_spawn: list[Callable[[SimProcess], None]] = []
+        self.on_termination: list[Callable[[SimProcess], None]] = []
+        """Called when a process is terminated, or loses power: it does not end by itself."""
+        self.disks: dict[str, SimDisk] = {}
+        """By host."""
 
     def alive(self, node_id: str = "") -> list[SimProcess]:
         return [one for one in self.processes if one.alive and node_id in ("", one.node_id)]
 
-    def spawn(self, process: SimProcess) -> None:
+    def start_process(self, process: SimProcess) -> None:
         for other in self.alive():
             if other.job_id == process.job_id and other.epoch == process.epoch:
-                self.violated(f"{process} runs twice, also as {other}")
+                self.report_violation(f"duplicate process: {process} and {other}")
             elif other.launch[0] == process.launch[0] and other.epoch != process.epoch:
-                self._runs_beside(process, other)
+                self._check_overlap(process, other)
         self.processes.append(process)
         for gpu_id in process.gpu_ids:
             there = [one for one in self.alive(process.node_id) if gpu_id in one.gpu_ids]
             if sum(one.gpu_milli for one in there) > FULL_MILLI:
-                self.violated(f"{process} has too much of accelerator {gpu_id}, where there is {there}")
-        for told in self.on_spawn:
-            told(process)
+                self.report_violation(f"accelerator {gpu_id} is overallocated by {process}: {there}")
+        for callback in self.on_spawn:
+            callback(process)
 
-    def _runs_beside(self, process: SimProcess, other: SimProcess) -> None:
+    def _check_overlap(self, process: SimProcess, other: SimProcess) -> None:
         if not self.is_overdue(other):
-            self.violated(f"{process} runs beside {other}, which is of another launch")
+            self.report_violation(f"{process} overlaps with {other} of another epoch")
 
-    def violated(self, what: str) -> None:
+    def report_violation(self, what: str) -> None:
         self.violations.append(f"{self._world.now_s:.2f}: {what}")
 
     def is_overdue(self, process: SimProcess) -> bool:
-        """Whether its dead-man timer should have ended it: a whole machine was stopped meanwhile, and nobody
-        can reach into that. It ends as soon as that goes on."""
+        """Return whether the dead-man timer has expired, on a machine that is frozen until it resumes."""
         over_s = process.until_s + process.deadman_grace_s
         return SimClock(self._world, process.node_id).monotonic_s() > over_s
 
-    def lose_host(self, node_id: str) -> None:
-        """A power cut: everything on the node is gone and nothing was written down."""
+    def power_off(self, node_id: str) -> None:
+        """End all processes of a node without exit records."""
         for process in self.alive(node_id):
-            process.alive = False
+            process.end_reason = process.end_reason or "power outage"
+            self._notify(process)
+            self._end(process)
+        if node_id in self.disks:
+            self.disks[node_id].lose_power()
 
-    def doom(self, process: SimProcess, reason: str, *, within_s: float) -> None:
-        """SIGTERM now, SIGKILL within that time. It makes use of some of it."""
-        process.doomed = process.doomed or reason
+    def terminate(self, process: SimProcess, reason: str, *, within_s: float) -> None:
+        """Send SIGTERM; the process ends at a random time within the grace period."""
+        if not process.end_reason:
+            process.end_reason = reason
+            self._notify(process)
         lingers_s = self._world.random.uniform(0.0, within_s)
         process.killed_at_s = min(process.killed_at_s, self._world.now_s + lingers_s)
 
     async def run(self) -> None:
-        """Lets processes end in their time. Runs beside the actors, as the kernel does."""
+        """End processes at their time. Runs concurrently with controllers and agents."""
         while True:
             await asyncio.sleep(0.05)
             for process in self.alive():
-                self._let_end(process)
+                self._step(process)
 
-    def _let_end(self, process: SimProcess) -> None:
+    def _step(self, process: SimProcess) -> None:
         now_s = self._world.now_s
         if self._world.is_frozen(process.node_id):
             return
+        if process.lingers_until_s is not None:
+            if now_s >= process.lingers_until_s:
+                self._end(process)
+            return
         if SimClock(self._world, process.node_id).monotonic_s() >= process.until_s:
-            self.doom(process, "ended by Genie: the dead-man timer ran out", within_s=process.deadman_grace_s)
-        if now_s >= process.ends_at_s and not process.doomed:
+            self.terminate(process, CONTACT_LOST, within_s=process.deadman_grace_s)
+        if now_s >= process.ends_at_s and not process.end_reason:
             process.exit_code = 0
             self.finished[process.job_id] = self.finished.get(process.job_id, 0) + 1
             self.finished_launches.add((process.job_id, process.epoch))
         elif now_s < process.killed_at_s:
             return
-        process.alive = False
-        report = report_of(process, now_s=self._world.now_s)
+        report = exit_report(process, now_s=self._world.now_s)
         body = msgspec.to_builtins(report)
-        files.write_private(process.directory / "exit.json", msgspec.json.encode(body))
+        disk = self.disks.get(process.node_id)
+        with disk.recorded() if disk else nullcontext():
+            files.write_private(process.directory / "exit.json", msgspec.json.encode(body))
+        if process.unkillable_s:
+            process.lingers_until_s = now_s + process.unkillable_s
+        else:
+            self._end(process)
+
+    def kill_leftovers(self, node_id: str) -> int:
+        """End the processes of an earlier agent, except those that cannot be killed. Return their number."""
+        count = 0
+        for process in self.alive(node_id):
+            if process.unkillable_s:
+                process.lingers_until_s = process.lingers_until_s or self._world.now_s + process.unkillable_s
+            else:
+                self._end(process)
+                count += 1
+        return count
+
+    def _end(self, process: SimProcess) -> None:
+        process.alive = False
+        if process.node_id in self.disks:
+            self.disks[process.node_id].filled_by.discard(process.launch)
+
+    def _notify(self, process: SimProcess) -> None:
+        for callback in self.on_termination:
+            callback(process)
 
 
-def report_of(process: SimProcess, *, now_s: float) -> ExitReport:
+def exit_report(process: SimProcess, *, now_s: float) -> ExitReport:
     return ExitReport(
         job_id=process.job_id,
         epoch=process.epoch,
         exit_code=process.exit_code,
-        reason=process.doomed or "exit code 0",
+        reason=process.end_reason or "exit code 0",
         ended_at=EPOCH_S + now_s,
     )
 
 
 class SimLauncher:
-    """One agent's hand on its node's processes. `dead` when that agent was killed: then it moves nothing."""
+    """Launcher of one agent. After the agent was killed (`dead`), it has no effect."""
 
     def __init__(self, world: World, machines: Machines, host: str) -> None:
         self._world = world
         self._machines = machines
         self._host = host
         self._mine: dict[str, SimProcess] = {}
+        self._leftovers: list[SimProcess] = []
+        """Processes of an earlier agent that cannot be killed."""
         self.dead = False
 
     def end_leftovers(self, jobs_dir: Path) -> int:
-        left = self._machines.alive(self._host)
-        for process in left:
-            process.alive = False
-        return len(left)
+        count = self._machines.kill_leftovers(self._host)
+        self._leftovers = self._machines.alive(self._host)
+        return count
 
-    def start(self, plan: LaunchPlan, *, until_s: float) -> None:
+    async def start(self, plan: LaunchPlan, *, until_s: float) -> None:
         if self.dead:
             return
         seconds = float(plan.env.get(DURATION_VARIABLE, "1"))
@@ -171,8 +220,11 @@ class SimLauncher:
             grace_s=plan.grace_s,
             deadman_grace_s=plan.deadman_grace_s,
             gpu_milli=int(plan.env.get(SHARE_VARIABLE, FULL_MILLI)),
+            unkillable_s=float(plan.env.get(UNKILLABLE_VARIABLE, "0")),
         )
-        self._machines.spawn(process)
+        if FILLS_DISK_VARIABLE in plan.env:
+            self._machines.disks[self._host].filled_by.add(process.launch)
+        self._machines.start_process(process)
         self._mine[plan.job_id] = process
 
     def refresh(self, until_s: float) -> None:
@@ -182,17 +234,20 @@ class SimLauncher:
 
     def kill(self, job_id: str, *, reason: str, grace_s: float | None = None) -> None:
         process = self._mine.get(job_id)
-        if process is not None and not self.dead and not process.doomed:
-            self._machines.doom(process, reason, within_s=process.grace_s if grace_s is None else grace_s)
+        if process is not None and not self.dead and not process.end_reason:
+            self._machines.terminate(
+                process, reason, within_s=process.grace_s if grace_s is None else grace_s
+            )
 
-    def running(self) -> frozenset[str]:
-        return frozenset(self._mine)
+    def running(self) -> dict[str, str]:
+        leftovers = {process.job_id: process for process in self._leftovers if process.alive}
+        return {job_id: _stuck_reason(process) for job_id, process in (leftovers | self._mine).items()}
 
     def exits(self) -> list[ExitReport]:
         ended = [process for process in self._mine.values() if not process.alive]
         for process in ended:
             del self._mine[process.job_id]
-        return [report_of(process, now_s=self._world.now_s) for process in ended]
+        return [exit_report(process, now_s=self._world.now_s) for process in ended]
 
     async def wait_exit(self) -> None:
         while self.dead or all(process.alive for process in self._mine.values()):
@@ -201,3 +256,7 @@ class SimLauncher:
 
     def close(self) -> None:
         self._mine.clear()
+
+
+def _stuck_reason(process: SimProcess) -> str:
+    return "" if process.lingers_until_s is None else "1 process cannot be killed (injected fault)"

@@ -1,8 +1,8 @@
-"""A store in memory for seeded simulation: one loop, no threads, the same order every time.
+"""An in-memory store for seeded simulation: single-threaded and deterministic.
 
-Several controllers can share one memory, each through its own `MemoryStore`, and each can be
-cut off by itself. Every call gives other tasks a turn before and after it takes effect, as a
-network would. Held to the same contract test as the real engines. Not for: keeping anything.
+Several controllers can share one memory, each through its own `MemoryStore`, which can be made unavailable
+individually. Every call yields to other tasks before and after it takes effect, as a network would. Passes
+the same contract test as the real stores.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from bisect import bisect_left, insort
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 
-from genie.controller.store import Compare, Delete, KeyValue, Put, RangeResult, TxnResult, WatchEvent
+from genie.controller.store import Compare, Delete, KeyValue, Put, RangeResult, Space, TxnResult, WatchEvent
 from genie.controller.store.background import Background
 from genie.controller.store.leases import LeaseTimers
 from genie.controller.store.limits import (
@@ -24,100 +24,118 @@ from genie.controller.store.limits import (
     key_span,
 )
 from genie.controller.store.protocol import RANGE_BYTES_MAX, TXN_OPS_MAX
-from genie.errors import CompactedError, LeaseLostError, StoreUnavailableError, UsageError
-from genie.runtime.clock import Clock
+from genie.errors import CompactedError, LeaseLostError, StoreFullError, StoreUnavailableError, UsageError
+from genie.processes.clock import Clock
+
+BYTES_MAX = 1 << 40
 
 
 class MemoryStore:
-    """A `Store`. `open` makes the memory; `connect` gives another client of the same memory."""
+    """A `Store`. `open` creates the memory; `connect` returns another client of it."""
 
     txn_ops_max = TXN_OPS_MAX
 
     def __init__(self, memory: _Memory) -> None:
         self._memory = memory
         self._available = True
-        self._lose_answers = 0
+        self._lose_replies = 0
+        self._delay_s = self._range_delay_s = 0.0
         self._closed = False
         memory.clients += 1
 
     @classmethod
-    async def open(cls, *, clock: Clock, history_revisions: int = 10_000) -> MemoryStore:
+    async def open(
+        cls, *, clock: Clock, history_revisions: int = 10_000, bytes_max: int = BYTES_MAX
+    ) -> MemoryStore:
+        """Values above `bytes_max` in total raise StoreFullError, and so does granting a lease then."""
         background = await Background.open("memory store")
-        return cls(_Memory(clock=clock, background=background, history_revisions=history_revisions))
+        memory = _Memory(
+            clock=clock, background=background, history_revisions=history_revisions, bytes_max=bytes_max
+        )
+        return cls(memory)
 
     def connect(self) -> MemoryStore:
         return MemoryStore(self._memory)
 
     def set_available(self, available: bool) -> None:
-        """False: this client's calls and watches raise StoreUnavailableError until True. Leases run on."""
+        """While False, calls and watches of this client raise StoreUnavailableError. Leases still expire."""
         self._available = available
         self._memory.wake()
 
-    def on_commit(self, told: Callable[[Sequence[Put | Delete]], None]) -> None:
-        """Told of every transaction of any client at the moment it takes effect."""
-        self._memory.told.append(told)
+    def on_commit(self, listener: Callable[[Sequence[Put | Delete]], None]) -> None:
+        """Register a callback for every transaction of any client, called when it takes effect."""
+        self._memory.listeners.append(listener)
 
-    def lose_next_answer(self) -> None:
-        """The next commit takes effect, and its caller gets StoreUnavailableError all the same."""
-        self._lose_answers += 1
+    def set_delay(self, seconds: float, *, range_s: float | None = None) -> None:
+        """Let each call of this client take this time; `range` takes `range_s`, if given."""
+        self._delay_s = seconds
+        self._range_delay_s = seconds if range_s is None else range_s
+
+    def lose_next_reply(self) -> None:
+        """Let the next commit take effect but raise StoreUnavailableError."""
+        self._lose_replies += 1
 
     async def range(
         self, prefix: str, *, start_after: str = "", limit: int = 1000, timeout_s: float = 5.0
     ) -> RangeResult:
         check_range_limit(limit)
         first, end = key_span(prefix, start_after=start_after)
-        await self._travel()
+        await self._simulate_latency(self._range_delay_s)
         result = self._memory.range(first, end, limit)
-        await self._travel()
+        await self._simulate_latency(0.0)
         return result
 
     async def get(self, key: str, *, timeout_s: float = 5.0) -> KeyValue | None:
         key_bytes = encode_key(key)
-        await self._travel()
+        await self._simulate_latency()
         found = self._memory.items.get(key_bytes)
-        await self._travel()
+        await self._simulate_latency(0.0)
         return found
 
     async def commit(
         self, compares: Sequence[Compare], operations: Sequence[Put | Delete], *, timeout_s: float = 5.0
     ) -> TxnResult:
         check_transaction(compares, operations)
-        await self._travel()
+        await self._simulate_latency()
         result = self._memory.commit(compares, operations)
-        await self._travel()
-        if self._lose_answers:
-            self._lose_answers -= 1
-            raise StoreUnavailableError("the memory store lost the answer, as it was told to")
+        await self._simulate_latency(0.0)
+        if self._lose_replies:
+            self._lose_replies -= 1
+            raise StoreUnavailableError("the memory store lost the reply (injected fault)")
         return result
 
     async def grant_lease(self, ttl_s: float, *, timeout_s: float = 5.0) -> int:
         check_ttl(ttl_s)
-        await self._travel()
+        await self._simulate_latency()
         lease_id = self._memory.grant_lease(ttl_s)
-        await self._travel()
+        await self._simulate_latency(0.0)
         return lease_id
 
     async def keep_alive(self, lease_id: int, *, timeout_s: float = 5.0) -> None:
-        await self._travel()
+        await self._simulate_latency()
         self._memory.leases.renew(lease_id)
-        await self._travel()
+        await self._simulate_latency(0.0)
 
     async def revoke_lease(self, lease_id: int, *, timeout_s: float = 5.0) -> None:
-        await self._travel()
+        await self._simulate_latency()
         self._memory.leases.stop(lease_id)
         self._memory.delete_keys_of(lease_id)
-        await self._travel()
+        await self._simulate_latency(0.0)
 
     async def compact(self, revision: int, *, timeout_s: float = 5.0) -> None:
-        await self._travel()
+        await self._simulate_latency()
         self._memory.compact(revision)
-        await self._travel()
+        await self._simulate_latency(0.0)
+
+    async def space(self, *, timeout_s: float = 5.0) -> Space:
+        await self._simulate_latency()
+        return self._memory.space()
 
     @asynccontextmanager
     async def watch(self, prefix: str, *, after_revision: int) -> AsyncIterator[AsyncIterator[WatchEvent]]:
         check_after_revision(after_revision)
         span = key_span(prefix)
-        await self._travel()
+        await self._simulate_latency()
         yield self._follow(span, after_revision)
 
     async def close(self) -> None:
@@ -133,11 +151,11 @@ class MemoryStore:
         if self._closed:
             raise StoreUnavailableError("the memory store is closed")
         if not self._available:
-            raise StoreUnavailableError("the memory store was made unavailable")
+            raise StoreUnavailableError("the memory store is unavailable (injected fault)")
 
-    async def _travel(self) -> None:
+    async def _simulate_latency(self, delay_s: float | None = None) -> None:
         self.check_reachable()
-        await asyncio.sleep(0)
+        await asyncio.sleep(self._delay_s if delay_s is None else delay_s)
         self.check_reachable()
 
     def _follow(self, span: tuple[bytes, bytes], after_revision: int) -> _MemoryWatch:
@@ -145,17 +163,21 @@ class MemoryStore:
 
 
 class _Memory:
-    """What all clients share. Plain calls that take effect at once."""
+    """State shared by all clients. Calls take effect immediately."""
 
-    def __init__(self, *, clock: Clock, background: Background, history_revisions: int) -> None:
+    def __init__(
+        self, *, clock: Clock, background: Background, history_revisions: int, bytes_max: int
+    ) -> None:
         self.background = background
+        self._bytes_max = bytes_max
+        self._used_bytes = 0
         self.leases = LeaseTimers(clock=clock, background=background, expire=self._expire)
         self.items: dict[bytes, KeyValue] = {}
         self.history: list[tuple[bytes, WatchEvent]] = []
         self.dropped = 0
         self.compacted = 0
         self.clients = 0
-        self.told: list[Callable[[Sequence[Put | Delete]], None]] = []
+        self.listeners: list[Callable[[Sequence[Put | Delete]], None]] = []
         self._history_revisions = history_revisions
         self._keys: list[bytes] = []
         self._revision = 1
@@ -179,17 +201,28 @@ class _Memory:
         for operation in operations:
             if isinstance(operation, Put) and operation.lease_id and self.leases.is_lost(operation.lease_id):
                 raise LeaseLostError(f"lease {operation.lease_id} has expired or was revoked")
+        self._check_space(operations)
         before = len(self.history) + self.dropped
         for operation in operations:
             self._apply(operation)
         if len(self.history) + self.dropped > before:
             self._advance()
-        for told in self.told:
-            told(operations)
+        for listener in self.listeners:
+            listener(operations)
         return TxnResult(succeeded=True, revision=self._revision)
 
+    def space(self) -> Space:
+        return Space(self._used_bytes, self._bytes_max, self._revision)
+
+    def _check_space(self, operations: Sequence[Put | Delete]) -> None:
+        more_bytes = sum(len(each.value) for each in operations if isinstance(each, Put))
+        if more_bytes and self._used_bytes + more_bytes > self._bytes_max:
+            raise StoreFullError("the memory store is full; nothing was changed")
+
     def grant_lease(self, ttl_s: float) -> int:
-        self.leases.check_room()
+        if self._used_bytes >= self._bytes_max:
+            raise StoreFullError("the memory store is full; no lease was granted")
+        self.leases.check_capacity()
         self._last_lease_id += 1
         self.leases.start(self._last_lease_id, ttl_s=ttl_s)
         return self._last_lease_id
@@ -230,7 +263,9 @@ class _Memory:
     def _apply(self, operation: Put | Delete) -> None:
         key, revision = encode_key(operation.key), self._revision + 1
         old = self.items.get(key)
+        self._used_bytes -= len(old.value) if old is not None else 0
         if isinstance(operation, Put):
+            self._used_bytes += len(operation.value)
             if old is None:
                 insort(self._keys, key)
             created = revision if old is None else old.create_revision
@@ -250,7 +285,7 @@ class _Memory:
 
 
 class _MemoryWatch:
-    """Reads on in the shared history. `_position` counts entries since the memory was made."""
+    """Reads the shared history. `_position` counts entries since the creation of the memory."""
 
     def __init__(
         self, store: MemoryStore, memory: _Memory, span: tuple[bytes, bytes], after_revision: int
@@ -276,10 +311,10 @@ class _MemoryWatch:
         memory = self._memory
         if self._position is None:
             if self._after_revision < memory.compacted:
-                raise self._gone()
+                raise self._compacted_error()
             self._position = memory.dropped
         if self._position < memory.dropped:
-            raise self._gone()
+            raise self._compacted_error()
         first, end = self._span
         while self._position - memory.dropped < len(memory.history):
             key, event = memory.history[self._position - memory.dropped]
@@ -288,7 +323,7 @@ class _MemoryWatch:
                 return event
         return None
 
-    def _gone(self) -> CompactedError:
+    def _compacted_error(self) -> CompactedError:
         return CompactedError(
             f"changes up to revision {self._memory.compacted} are no longer kept",
             hint="range again and watch from the revision it gives",

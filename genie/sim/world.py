@@ -1,9 +1,10 @@
-"""The simulated world between actors: clocks that drift, hosts that stop, links that break.
+"""The simulated environment: network, clocks and hosts, with faults.
 
-One `World` per run; every choice comes from its seeded random source. Actors get a `SimClock`
-and a `SimNetwork` for their host; faults are set on the world (pause, cut, crash). What TCP
-would do is kept: frames on one connection stay in order, a cut link stalls them and they go on
-after it heals, a crashed process's connections break, a dead host's just fall silent.
+One `World` per run; all randomness comes from its seed. Controllers and agents get a `SimClock` and a
+`SimNetwork` for their host; faults are set on the world (pause, cut, crash). Connections behave like TCP:
+frames arrive in order, a cut link delays them until it heals, connections of a crashed process are reset,
+those of a host without power time out. `duplicate_share` and `reorder_share` break these rules, as a faulty
+proxy would. A host with a `Cpu` does one thing at a time: each frame occupies it.
 """
 
 from __future__ import annotations
@@ -11,26 +12,58 @@ from __future__ import annotations
 import asyncio
 import random
 import ssl
+from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass
 
-from genie.errors import AddressInUseError, ConnectionLostError, DeadlineError, NothingListensError
+from genie.errors import (
+    AddressInUseError,
+    ConnectionLostError,
+    DeadlineError,
+    NothingListensError,
+    OverloadedError,
+)
+from genie.model.names import address_text
+from genie.processes.clock import Timer
 from genie.runtime import wire
-from genie.runtime.clock import Timer
+from genie.runtime.connection_limits import ConnectionLimiter, ConnectionLimits, OpenConnection
 from genie.runtime.network import Accept, ClientTls
 
 EPOCH_S = 1_700_000_000.0
 _STEP_S = 0.01
+_FILES_MAX = 1 << 20
+_RETRY_AFTER_S = 0.5
+_KIND_OFFSET = 4
+"""Of the kind in the header of a frame."""
+
+
+@dataclass(frozen=True)
+class Cpu:
+    """How long the CPU of a host is busy with each frame that arrives, and each byte that is sent."""
+
+    frame_s: float
+    sent_byte_s: float
 
 
 class World:
     def __init__(self, seed: int) -> None:
         self.random = random.Random(seed)
         self.delay_s = 0.005
+        self.duplicate_share = 0.0
+        """Share of frames that arrive twice."""
+        self.reorder_share = 0.0
+        """Share of frames that the next frame overtakes, if there is one."""
+        self.requests_sent: Counter[str] = Counter()
+        """By host."""
+        self._cpus: dict[str, Cpu] = {}
+        self._busy_until_s: dict[str, float] = {}
+        self._wall_offsets_s: dict[str, float] = {}
         self._rates: dict[str, tuple[float, float, float]] = {}
-        """By host: the clock's rate, since when, and what it showed then."""
+        """Clock rate by host, the time of its last change, and the clock value at that time."""
         self._frozen_until: dict[str, float] = {}
         self._paused_until: dict[str, float] = {}
-        self._cut: set[frozenset[str]] = set()
+        self._cut: set[tuple[str, str]] = set()
+        """Pairs of sender and receiver."""
         self.listeners: dict[tuple[str, int], _Listener] = {}
         self.channels: set[_Channel] = set()
 
@@ -39,12 +72,12 @@ class World:
         return asyncio.get_running_loop().time()
 
     def pause(self, host: str, seconds: float) -> None:
-        """Like SIGSTOP: the host's code does not run, but time goes on. One that lasts longer already is not
-        cut short: some of the host's code would go on, and some would not."""
+        """Stop the code of a host, as SIGSTOP does. Does not shorten a longer pause, which would resume only
+        part of the code."""
         self._paused_until[host] = max(self._paused_until.get(host, 0.0), self.now_s + seconds)
 
     def freeze(self, host: str, seconds: float) -> None:
-        """Like a paused virtual machine: not even the host's other processes run."""
+        """Stop a host with all its processes, as a paused virtual machine."""
         self.pause(host, seconds)
         self._frozen_until[host] = max(self._frozen_until.get(host, 0.0), self.now_s + seconds)
 
@@ -52,7 +85,7 @@ class World:
         return self.now_s < self._frozen_until.get(host, 0.0)
 
     def set_rate(self, host: str, rate: float) -> None:
-        """From now on the host's clock runs this much faster. It goes on from where it is."""
+        """Set the clock rate of a host; the clock continues from its current value."""
         self._rates[host] = (rate, self.now_s, self.host_s(host))
 
     def host_s(self, host: str) -> float:
@@ -70,40 +103,62 @@ class World:
             await asyncio.sleep(left_s)
 
     def paused_for_s(self, host: str) -> float:
-        """How much longer; 0 or less when it is not."""
+        """Return the remaining pause in seconds; 0 or less if the host is not paused."""
         return self._paused_until.get(host, 0.0) - self.now_s
 
-    def cut(self, one: str, other: str) -> None:
-        self._cut.add(frozenset((one, other)))
+    def set_cpu(self, host: str, cpu: Cpu) -> None:
+        self._cpus[host] = cpu
+
+    def occupy_cpu(self, host: str, *, frames: int = 0, sent_bytes: int = 0) -> float:
+        """Add work to the host's CPU, after all earlier work; return the time when it is done."""
+        cpu = self._cpus.get(host)
+        if cpu is None:
+            return self.now_s
+        work_s = frames * cpu.frame_s + sent_bytes * cpu.sent_byte_s
+        done_s = max(self.now_s, self._busy_until_s.get(host, 0.0)) + work_s
+        self._busy_until_s[host] = done_s
+        return done_s
+
+    def wall_s(self, host: str) -> float:
+        return EPOCH_S + self.now_s + self._wall_offsets_s.get(host, 0.0)
+
+    def step_clock(self, host: str, seconds: float) -> None:
+        """Set the wall clock of a host forward or back. Its monotonic clock is not affected."""
+        self._wall_offsets_s[host] = self._wall_offsets_s.get(host, 0.0) + seconds
+
+    def cut(self, sender: str, receiver: str, *, both: bool = True) -> None:
+        """Cut the link; without `both`, only from sender to receiver."""
+        self._cut |= {(sender, receiver), (receiver, sender)} if both else {(sender, receiver)}
 
     def heal(self, one: str, other: str) -> None:
-        self._cut.discard(frozenset((one, other)))
+        self._cut -= {(one, other), (other, one)}
 
     def heal_all(self) -> None:
-        """Links and clocks. Pauses end by themselves."""
+        """Heal all links and clocks. Pauses end by themselves."""
         self._cut.clear()
+        self.duplicate_share = self.reorder_share = 0.0
         for host in list(self._rates):
             self.set_rate(host, 1.0)
 
-    def is_cut(self, one: str, other: str) -> bool:
-        return frozenset((one, other)) in self._cut
+    def is_cut(self, sender: str, receiver: str) -> bool:
+        return (sender, receiver) in self._cut
 
     def crash(self, host: str, *, silent: bool) -> None:
-        """Ends the host's connections and listeners. `silent` is a power cut: peers hear nothing."""
+        """Close connections and listeners of a host. With `silent` (power outage), peers are not notified."""
         for address in [key for key in self.listeners if key[0] == host]:
             del self.listeners[address]
         for channel in [one for one in self.channels if host in (one.host, one.other_host)]:
             if channel.host == host or not silent:
-                channel.break_now()
+                channel.disconnect()
 
     async def transit(self) -> None:
-        """One frame's way through the network: short, sometimes long."""
+        """Simulate the latency of one frame: 2% are 50 times slower."""
         slow = self.random.random() < 0.02
         await asyncio.sleep(self.random.expovariate(1 / self.delay_s) * (50 if slow else 1))
 
 
 class SimClock:
-    """A host's clock: it drifts with the host's rate and does not return from sleep while paused."""
+    """Clock of a host: drifts with its rate; sleeps do not return while the host is paused."""
 
     def __init__(self, world: World, host: str) -> None:
         self._world = world
@@ -113,7 +168,7 @@ class SimClock:
         return self._world.host_s(self._host)
 
     def wall_s(self) -> float:
-        return EPOCH_S + self._world.now_s
+        return self._world.wall_s(self._host)
 
     async def sleep(self, seconds: float) -> None:
         await asyncio.sleep(seconds / self._world.rate(self._host))
@@ -124,28 +179,29 @@ class SimClock:
 
 
 class _SimTimer:
-    """Does not go off while its host is paused."""
+    """A timer that does not fire while its host is paused."""
 
     def __init__(self, world: World, host: str, seconds: float, callback: Callable[[], None]) -> None:
         self._world = world
         self._host = host
         self._callback = callback
-        self._handle = asyncio.get_running_loop().call_later(seconds, self._go_off)
+        self._handle = asyncio.get_running_loop().call_later(seconds, self._fire)
 
     def cancel(self) -> None:
         self._handle.cancel()
 
-    def _go_off(self) -> None:
+    def _fire(self) -> None:
         if (left_s := self._world.paused_for_s(self._host)) > 0:
-            self._handle = asyncio.get_running_loop().call_later(left_s, self._go_off)
+            self._handle = asyncio.get_running_loop().call_later(left_s, self._fire)
         else:
             self._callback()
 
 
 class _Listener:
-    def __init__(self, accept: Accept, connections: asyncio.TaskGroup) -> None:
+    def __init__(self, accept: Accept, connections: asyncio.TaskGroup, limiter: ConnectionLimiter) -> None:
         self.accept = accept
         self.connections = connections
+        self.limiter = limiter
 
 
 class _Channel:
@@ -158,37 +214,52 @@ class _Channel:
         self.host = host
         self.other_host = other_host
         self.peer = f"{other_host}:0"
-        self.cap_bytes = cap_bytes
+        self._cap_bytes = cap_bytes
         self.other: _Channel | None = None
-        self._inbox: asyncio.Queue[bytes | None] = asyncio.Queue()
+        self._inbox: asyncio.Queue[tuple[bytes, float] | None] = asyncio.Queue()
+        """Frames, and when the CPU of this host has time for them."""
+        self._is_open = False
+        """Whether a frame was sent."""
+        self.on_authenticated: Callable[[], None] = lambda: None
         self._outbox: asyncio.Queue[bytes] = asyncio.Queue(maxsize=1000)
         self._closed = asyncio.Event()
         world.channels.add(self)
+
+    def set_frame_limit(self, size_bytes: int) -> None:
+        self._cap_bytes = size_bytes
+
+    def set_authenticated(self) -> None:
+        self.on_authenticated()
 
     async def send(self, frame: bytes) -> None:
         await self._world.wait_unpaused(self.host)
         if self._closed.is_set():
             raise ConnectionLostError(f"the connection to {self.peer} was lost")
+        if frame[_KIND_OFFSET] == wire.Kind.REQUEST:
+            self._world.requests_sent[self.host] += 1
+        await _sleep_until(self._world.occupy_cpu(self.host, sent_bytes=len(frame)))
         await self._outbox.put(frame)
 
     def try_send_nowait(self, frame: bytes) -> bool:
         return False
 
     async def receive(self) -> wire.Frame:
-        data = await self._inbox.get()
+        arrived = await self._inbox.get()
         await self._world.wait_unpaused(self.host)
-        if data is None:
+        if arrived is None:
             self._inbox.put_nowait(None)
             raise ConnectionLostError(f"{self.peer} closed the connection")
+        data, ready_s = arrived
+        await _sleep_until(ready_s)
         header, payload = data[: wire.HEADER_BYTES], data[wire.HEADER_BYTES :]
-        _, kind, call_id = wire.unpack_header(header, cap_bytes=self.cap_bytes, peer=self.peer)
+        _, kind, call_id = wire.unpack_header(header, cap_bytes=self._cap_bytes, peer=self.peer)
         return wire.Frame(kind, call_id, payload)
 
     def try_receive_nowait(self) -> wire.Frame | None:
         return None
 
-    async def carry(self) -> None:
-        """Moves frames to the other end, in order, through whatever the network does."""
+    async def deliver_frames(self) -> None:
+        """Deliver frames to the other end, in order, with latency and link faults."""
         while not self._closed.is_set():
             try:
                 async with asyncio.timeout(1.0):
@@ -198,43 +269,64 @@ class _Channel:
             await self._world.transit()
             while self._world.is_cut(self.host, self.other_host) and not self._closed.is_set():
                 await asyncio.sleep(_STEP_S * 10)
-            if self.other is not None and not self._closed.is_set():
-                self.other._inbox.put_nowait(frame)
+            for each in self._disturbed(frame):
+                if self.other is not None and not self._closed.is_set():
+                    ready_s = self._world.occupy_cpu(self.other_host, frames=1)
+                    self.other._inbox.put_nowait((each, ready_s))
+
+    def _disturbed(self, frame: bytes) -> list[bytes]:
+        """The frames that arrive now: usually this one. The first one, a handshake, is not disturbed."""
+        world, frames = self._world, [frame]
+        if not self._is_open:
+            self._is_open = True
+            return frames
+        if world.reorder_share and not self._outbox.empty() and world.random.random() < world.reorder_share:
+            frames.insert(0, self._outbox.get_nowait())
+        if world.duplicate_share and world.random.random() < world.duplicate_share:
+            frames.append(frame)
+        return frames
 
     def close(self) -> None:
         if not self._closed.is_set():
-            self.break_now()
+            self.disconnect()
             if self.other is not None and not self._world.is_cut(self.host, self.other_host):
-                self.other.break_now()
+                self.other.disconnect()
 
-    def break_now(self) -> None:
+    def disconnect(self) -> None:
         self._world.channels.discard(self)
         self._closed.set()
         self._inbox.put_nowait(None)
 
 
 class SimNetwork:
-    """The network as one host sees it."""
+    """Network interface of one host. `limits`: those of each server; by default those of a large machine."""
 
-    def __init__(self, world: World, host: str) -> None:
+    def __init__(self, world: World, host: str, limits: ConnectionLimits | None = None) -> None:
         self._world = world
         self._host = host
+        self._limits = limits or ConnectionLimits.for_file_limit(_FILES_MAX)
 
     async def connect(self, host: str, port: int, *, tls: ClientTls | None, timeout_s: float) -> _Channel:
-        assert tls is None, "there is no TLS in the simulation"
-        world = self._world
+        assert tls is None, "the simulation does not support TLS"
+        world, where = self._world, address_text(host, port)
         await world.wait_unpaused(self._host)
         await world.transit()
-        if world.is_cut(self._host, host) or world.is_paused(host):
+        if world.is_cut(self._host, host) or world.is_cut(host, self._host) or world.is_paused(host):
             await asyncio.sleep(timeout_s)
-            raise DeadlineError(f"{host}:{port} did not answer within {timeout_s:g} s")
+            raise DeadlineError(f"{where} did not respond within {timeout_s:g} s")
         listener = world.listeners.get((host, port))
         if listener is None:
-            raise NothingListensError(f"{host}:{port} refused the connection: nothing listens there")
+            raise NothingListensError(f"{where} refused the connection: nothing listens there")
         near = _Channel(world, self._host, host, cap_bytes=wire.FRAME_BYTES_MAX)
-        far = _Channel(world, host, self._host, cap_bytes=wire.FRAME_BYTES_MAX_STRANGER)
+        far = _Channel(world, host, self._host, cap_bytes=wire.UNAUTHENTICATED_FRAME_BYTES_MAX)
+        opened = listener.limiter.accept(self._host, now_s=world.now_s, close=far.close)
+        if isinstance(opened, str):
+            world.channels -= {near, far}
+            raise OverloadedError(f"{where} rejected the connection: {opened}", retry_after_s=_RETRY_AFTER_S)
+        far.on_authenticated = opened.set_authenticated
         near.other, far.other = far, near
-        for work in (near.carry(), far.carry(), _accepted(listener.accept, far)):
+        serving = _serve_connection(listener.accept, far, opened)
+        for work in (near.deliver_frames(), far.deliver_frames(), serving):
             listener.connections.create_task(work)
         return near
 
@@ -247,12 +339,13 @@ class SimNetwork:
         tls: ssl.SSLContext | None,
         on_listening: Callable[[int], None],
     ) -> None:
-        assert tls is None, "there is no TLS in the simulation"
+        assert tls is None, "the simulation does not support TLS"
         address = (self._host, port)
         if address in self._world.listeners:
             raise AddressInUseError(f"port {port} on {host} is in use")
         async with asyncio.TaskGroup() as connections:
-            self._world.listeners[address] = _Listener(accept, connections)
+            limiter = ConnectionLimiter(self._limits)
+            self._world.listeners[address] = _Listener(accept, connections, limiter)
             try:
                 on_listening(port)
                 await asyncio.Event().wait()
@@ -260,10 +353,17 @@ class SimNetwork:
                 self._world.listeners.pop(address, None)
 
 
-async def _accepted(accept: Accept, channel: _Channel) -> None:
+async def _serve_connection(accept: Accept, channel: _Channel, opened: OpenConnection) -> None:
     try:
         await accept(channel)
     except ConnectionLostError:
         pass
     finally:
+        opened.release()
         channel.close()
+
+
+async def _sleep_until(at_s: float) -> None:
+    left_s = at_s - asyncio.get_running_loop().time()
+    if left_s > 0:
+        await asyncio.sleep(left_s)

@@ -1,1 +1,1 @@
-"""How Genie is watched from outside: logs today; metrics and traces will join them here."""
+"""Logs of the processes of Genie."""

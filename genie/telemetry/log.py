@@ -1,10 +1,8 @@
-"""What Genie's own processes write to standard error: lines for people, or JSON for machines.
+"""The log of the processes of Genie on standard error: text or JSON.
 
-Modules log through logging.getLogger(__name__), with facts in `extra`. Only the logger "genie" is
-set up here, never the root: in a user's program the user decides. Secrets are taken out of every
-line, as a last line of defence; nobody should log them in the first place.
-
-Not for: what a job prints (the agent keeps that), and events (cluster/events.py).
+Modules log through logging.getLogger(__name__), with fields in `extra`. Only the logger "genie" is
+configured, never the root logger; a program that has configured logging keeps its configuration. Secrets are
+redacted as a last line of defence; code must not log them. The output of jobs is kept by the agent.
 """
 
 from __future__ import annotations
@@ -23,20 +21,20 @@ from genie.config import LogConfig
 LOGGER = "genie"
 HIDDEN = "***"
 TEXT_CHARS_MAX = 8192
-"""Of one message, field or traceback; the middle of a longer one is cut out."""
-_LOOKED_AT_CHARS_MAX = 8 * TEXT_CHARS_MAX
+"""Maximum length of a message, field or traceback; the middle of a longer one is removed."""
+_SCAN_CHARS_MAX = 8 * TEXT_CHARS_MAX
 
-# What a record has without anyone's `extra`.
-_OWN_FIELDS = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
+# The fields of a record without `extra`.
+_STANDARD_FIELDS = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
 
 _SECRET_NAME = re.compile(r"(?i)token|secret|password|passwd|ticket|authorization|api_?key|private_?key")
-# Ids and hashes are named after what they belong to, and are meant to be read.
+# IDs, hashes and paths are not secret.
 _HARMLESS_NAME = re.compile(r"(?i)(_id|_ids|_kind|_sha256|_file|_path|leader_token|fencing_token)$")
 
-# Each starts at a fixed word and never runs past the next one: strangers give these texts, and looking
-# through one must take time in proportion to its length.
+# Each pattern starts at a fixed word and does not match beyond the next one, so that matching untrusted text
+# takes linear time.
 _SECRET_TEXTS = (
-    # A Genie token: kind and id stay readable, secret and pin do not.
+    # Genie tokens: redacts secret and pin, keeps kind and ID.
     (
         re.compile(r"\bgenie\.(owner|user|join|node)\.([a-z0-9]+)\.[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]*)?"),
         r"genie.\1.\2.***",
@@ -51,21 +49,77 @@ _SECRET_TEXTS = (
     ),
     # user:password@host in an address
     (re.compile(r"(://[^\s:/@]*):[^\s/@]+@"), r"\1:***@"),
+    # user@host in an address: the user may be a token
+    (re.compile(r"://[^\s:/@]+:?@"), "://***@"),
 )
 
 
 def configure(config: LogConfig, *, stream: TextIO | None = None) -> None:
-    """Writes Genie's log to `stream` (standard error) from now on. Called again, it replaces itself."""
-    handler = _Handler(stream)
+    """Writes the log of Genie to `stream` (default: standard error). Replaces an earlier configuration."""
+    _install(config, _Handler(stream))
+    logging.getLogger(LOGGER).setLevel(config.level)
+
+
+def configure_session(config: LogConfig, *, requested: bool) -> None:
+    """configure() for a session in a program of the user. `requested`: the user has set a level or a format.
+
+    Otherwise a program that configures logging, also later, keeps its configuration: its handlers get the
+    records of Genie at or above its level; if it configures logging later, none below `config.level`.
+    """
+    if requested:
+        configure(config)
+    elif not _program_has_logging():
+        handler = _Handler(None)
+        handler.addFilter(_yield_to_program)
+        _install(config, handler)
+        logging.getLogger(LOGGER).setLevel(_SessionLevel(logging.getLevelNamesMapping()[config.level]))
+
+
+def _install(config: LogConfig, handler: _Handler) -> None:
     handler.setFormatter(JsonFormatter() if config.format == "json" else TextFormatter())
     reset()
+    logging.getLogger(LOGGER).addHandler(handler)
+
+
+class _SessionLevel(int):
+    """Distinguishes the level of a session from a level that the program sets."""
+
+
+def _yield_to_program(record: logging.LogRecord) -> bool:
+    """A filter: Genie writes records only while the program has no handlers."""
+    if not _program_has_handlers():
+        return True
+    if record.levelno < _program_level(record.name):
+        # The record passed the level of the session. The handlers of the program run after this one, with
+        # levels of 0 (NOTSET) and above, and a filter has no other means to stop the record.
+        record.levelno = -1
+    return False
+
+
+def _program_level(name: str) -> int:
+    """The effective level of a logger without the level of a session."""
+    logger: logging.Logger | None = logging.getLogger(name)
+    while logger is not None:
+        if logger.level != logging.NOTSET and not isinstance(logger.level, _SessionLevel):
+            return logger.level
+        logger = logger.parent
+    return logging.NOTSET
+
+
+def _program_has_logging() -> bool:
     logger = logging.getLogger(LOGGER)
-    logger.addHandler(handler)
-    logger.setLevel(config.level)
+    is_ours = any(isinstance(handler, _Handler) for handler in logger.handlers)
+    return _program_has_handlers() or (logger.level != logging.NOTSET and not is_ours)
+
+
+def _program_has_handlers() -> bool:
+    ours = (_Handler, logging.NullHandler)
+    own = logging.getLogger(LOGGER).handlers
+    return bool(logging.getLogger().handlers) or any(not isinstance(handler, ours) for handler in own)
 
 
 def reset() -> None:
-    """Undoes configure(): Genie is silent again, unless the program around it listens."""
+    """Undoes configure(): Genie writes no log, unless the program has handlers."""
     logger = logging.getLogger(LOGGER)
     for handler in list(logger.handlers):
         if isinstance(handler, _Handler):
@@ -74,66 +128,67 @@ def reset() -> None:
     logger.setLevel(logging.NOTSET)
 
 
-def redacted(text: str) -> str:
-    """`text` without what looks like a token, a private key or a password, as valid Unicode, and cut."""
-    unseen = max(0, len(text) - _LOOKED_AT_CHARS_MAX)
-    text = text[:_LOOKED_AT_CHARS_MAX]
-    text = text.encode("utf-8", "backslashreplace").decode()  # file names can hold half characters
-    for pattern, instead in _SECRET_TEXTS:
-        text = pattern.sub(instead, text)
-    return _shortened(text, unseen)
+def redact(text: str) -> str:
+    """Returns `text` without tokens, private keys and passwords, as valid Unicode, shortened."""
+    unscanned = max(0, len(text) - _SCAN_CHARS_MAX)
+    text = text[:_SCAN_CHARS_MAX]
+    text = text.encode("utf-8", "backslashreplace").decode()  # file names may contain surrogates
+    for pattern, replacement in _SECRET_TEXTS:
+        text = pattern.sub(replacement, text)
+    return _shorten(text, unscanned)
 
 
-def _shortened(text: str, unseen: int) -> str:
-    """Cut only after the secrets are out: half of one might not look like one any more."""
-    if not unseen and len(text) <= TEXT_CHARS_MAX:
+def _shorten(text: str, unscanned: int) -> str:
+    """Shortens redacted text; before redaction, a secret that is cut might not be recognized."""
+    if not unscanned and len(text) <= TEXT_CHARS_MAX:
         return text
-    # The end of a traceback says most. Where the end was not looked at, half a secret may stand last.
-    tail = "" if unseen else text[-TEXT_CHARS_MAX // 2 :]
+    # The end of a traceback matters most. It is dropped if it was not scanned: it may contain part of a
+    # secret.
+    tail = "" if unscanned else text[-TEXT_CHARS_MAX // 2 :]
     head = text[: TEXT_CHARS_MAX - len(tail)]
-    return f"{head}[{len(text) + unseen - len(head) - len(tail)} characters cut]{tail}"
+    return f"{head}[{len(text) + unscanned - len(head) - len(tail)} characters cut]{tail}"
 
 
 class TextFormatter(logging.Formatter):
-    """`TIME LEVEL LOGGER MESSAGE key=value ...`, and a traceback on lines of its own below."""
+    """`TIME LEVEL LOGGER MESSAGE key=value ...`, followed by the traceback on separate lines."""
 
     def format(self, record: logging.LogRecord) -> str:
         fields = "".join(f" {key}={_one_line(value)}" for key, value in _extra(record).items())
-        message = _one_line(redacted(record.getMessage()))
+        message = _one_line(redact(record.getMessage()))
         line = f"{_time(record)} {record.levelname:<7} {record.name} {message}{fields}"
         trace = _trace(self, record)
         return f"{line}\n{trace}" if trace else line
 
 
 class JsonFormatter(logging.Formatter):
-    """One JSON object a line: time, level, logger, message, then the extra fields, then the traceback."""
+    """One JSON object per line: time, level, logger, message, extra fields, traceback."""
 
     def format(self, record: logging.LogRecord) -> str:
         line: dict[str, object] = {
             "time": _time(record),
             "level": record.levelname,
             "logger": record.name,
-            "message": redacted(record.getMessage()),
+            "message": redact(record.getMessage()),
         }
         for key, value in _extra(record).items():
             line[f"extra_{key}" if key in line or key == "traceback" else key] = value
         trace = _trace(self, record)
         if trace:
             line["traceback"] = trace
-        # ASCII only: some readers take U+2028 and its kind for the end of a line.
+        # ASCII only: some readers treat U+2028 and others as the end of a line.
         return json.dumps(line)
 
 
 class _Handler(logging.StreamHandler[TextIO]):
-    """A type of our own, so that reset() takes away nobody else's handler."""
+    """A separate type, so that reset() does not remove handlers of the program."""
 
     def __init__(self, given: TextIO | None) -> None:
-        logging.Handler.__init__(self)  # not StreamHandler's, which sets the stream once and for all
+        logging.Handler.__init__(self)  # not that of StreamHandler, which sets the stream
         self._given = given
 
     @property
     def stream(self) -> TextIO:  # type: ignore[override]  # looked up for each record
-        """Standard error as it is now, unless one was given: a program may replace it at any time."""
+        """The given stream or the current standard error, which a program may replace at any time."""
         return self._given or sys.stderr
 
 
@@ -143,33 +198,35 @@ def _time(record: logging.LogRecord) -> str:
 
 
 def _extra(record: logging.LogRecord) -> dict[str, object]:
-    return {key: _safe(key, value) for key, value in vars(record).items() if key not in _OWN_FIELDS}
+    return {
+        key: _redact_value(key, value) for key, value in vars(record).items() if key not in _STANDARD_FIELDS
+    }
 
 
-def _safe(name: str, value: object) -> object:
-    """The value without secrets; numbers and the like as they are, what has no JSON form as text."""
+def _redact_value(name: str, value: object) -> object:
+    """The value without secrets; values without a JSON form become text."""
     if _SECRET_NAME.search(name) and not _HARMLESS_NAME.search(name):
         return HIDDEN
     if isinstance(value, float) and not math.isfinite(value):
-        return str(value)  # JSON has no word for it
+        return str(value)  # JSON has no infinity and NaN
     if value is None or isinstance(value, (bool, int, float)):
         return value
     if isinstance(value, Mapping):
-        return {str(key): _safe(str(key), item) for key, item in value.items()}
+        return {str(key): _redact_value(str(key), item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_safe(name, item) for item in value]
-    return redacted(str(value))
+        return [_redact_value(name, item) for item in value]
+    return redact(str(value))
 
 
 def _trace(formatter: logging.Formatter, record: logging.LogRecord) -> str:
     parts = [formatter.formatException(record.exc_info)] if record.exc_info else []
     if record.stack_info:
         parts.append(formatter.formatStack(record.stack_info))
-    return redacted("\n".join(parts))
+    return redact("\n".join(parts))
 
 
 def _one_line(value: object) -> str:
-    """Line ends and control characters written out: one record is one line, whoever gave the text."""
+    """Escapes line ends and control characters, so that one record is one line."""
     text = str(value)
     if text.isprintable():
         return text

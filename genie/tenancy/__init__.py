@@ -1,1 +1,1 @@
-"""Decides who may do what. Pure: values in, a decision or an error with its reason out."""
+"""Access control. Pure functions that return a decision or raise an error with the reason."""

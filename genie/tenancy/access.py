@@ -1,9 +1,8 @@
-"""Tokens: their text, their record, and whether one opens a door now.
+"""Tokens: text form, stored record, verification and permissions.
 
-A token reads `genie.KIND.ID.SECRET.PIN`: the id names the record, the secret is 256 bits that
-the store keeps only as SHA-256, the pin is the SHA-256 of the cluster's CA certificate ("-"
-where TLS is off), so that one string is enough to reach a cluster safely. Pure: the secret, the
-id and the time are arguments.
+A token has the form `genie.KIND.ID.SECRET.PIN`. The ID identifies the record, the secret has 256 bits and is
+stored only as SHA-256, the pin is the SHA-256 of the CA certificate of the cluster ("-" without TLS), so that
+a client needs nothing but the token to authenticate the cluster. Pure: secret, ID and time are arguments.
 """
 
 from __future__ import annotations
@@ -32,17 +31,25 @@ _ALLOWED: dict[TokenKind, frozenset[type[Message]]] = {
     TokenKind.NODE: frozenset(FOR_NODES),
     TokenKind.JOIN: frozenset(),
 }
-_NOT_ORDERS = {
-    "Heartbeat": "send heartbeats of a node",
+# Requests whose name does not describe what they do.
+_DESCRIPTIONS = {
+    "ConfirmLaunch": "confirm launches",
     "ExecutorReady": "report executors",
-    "SessionHeartbeat": "hold a session",
-    "SessionEnd": "end a session",
+    "GetQueue": "read the queue",
+    "GetStatus": "read the status",
+    "Heartbeat": "send heartbeats of nodes",
+    "Leave": "remove nodes",
+    "Register": "register nodes",
+    "SessionEnd": "end sessions",
+    "SessionHeartbeat": "open sessions",
+    "SignExecutor": "request certificates of executors",
+    "WaitDevice": "wait for devices",
 }
 
 
 @dataclass(frozen=True, slots=True)
 class Token:
-    """A token as its holder has it. Its repr hides the secret."""
+    """A token with its secret, which the repr hides."""
 
     kind: TokenKind
     token_id: str
@@ -57,12 +64,12 @@ class Token:
 
 
 def parse_token(text: str) -> Token:
-    """TokenRefusedError, without repeating the text, when it is not a token at all."""
+    """Raises TokenRefusedError, which does not repeat the text."""
     match = _TOKEN.fullmatch(text.strip())
     if match is None:
         raise TokenRefusedError(
             "this is not a Genie token",
-            hint="a token reads genie.KIND.ID.SECRET.PIN; make one with 'genie token create'",
+            hint="a token has the form genie.KIND.ID.SECRET.PIN; create one with 'genie token create'",
         )
     kind, token_id, secret, pin = match.groups()
     return Token(TokenKind(kind), token_id, secret, pin)
@@ -70,7 +77,7 @@ def parse_token(text: str) -> Token:
 
 def new_token(kind: TokenKind, *, token_id: str, secret: bytes, pin: str) -> Token:
     assert len(secret) == SECRET_BYTES
-    return Token(kind, token_id, encoded(secret), pin)
+    return Token(kind, token_id, encode_base64url(secret), pin)
 
 
 def new_record(
@@ -88,36 +95,36 @@ def new_record(
 
 
 def verify(token: Token, record: TokenRecord | None, *, now: float) -> Identity:
-    """Who this token stands for, or TokenRefusedError that says why it opens nothing."""
+    """Returns the identity of this token. Raises TokenRefusedError with the reason."""
     wrong = record is None or not hmac.compare_digest(secret_hash(token.secret), record.secret_sha256)
     if record is None or wrong or record.kind is not token.kind:
         raise TokenRefusedError(
             f"token {token.token_id} is unknown here or its secret is wrong",
-            hint="see 'genie token list' on the cluster, or make one with 'genie token create'",
+            hint="run 'genie token list' on the cluster, or create one with 'genie token create'",
         )
     if record.revoked_at is not None:
-        raise TokenRefusedError(f"token {token.token_id} was revoked", hint=_another(token.kind))
+        raise TokenRefusedError(f"token {token.token_id} was revoked", hint=_new_token_hint(token.kind))
     if record.expires_at is not None and now >= record.expires_at:
-        raise TokenRefusedError(f"token {token.token_id} has expired", hint=_another(token.kind))
+        raise TokenRefusedError(f"token {token.token_id} has expired", hint=_new_token_hint(token.kind))
     if record.used_at is not None:
-        raise TokenRefusedError(f"token {token.token_id} was used already", hint=_another(token.kind))
+        raise TokenRefusedError(f"token {token.token_id} was used already", hint=_new_token_hint(token.kind))
     return Identity(token_id=record.token_id, kind=record.kind, tenant=record.tenant, name=record.name)
 
 
 def check_allowed(identity: Identity, request: Message) -> None:
-    """PermissionError_ when this kind of identity may not ask this."""
+    """Raises PermissionError_ if this kind of token may not send this request."""
     if request.__class__ not in _ALLOWED[identity.kind]:
         raise PermissionError_(
-            f"{_a(identity.kind)} token may not {_words(type(request).__name__)}",
-            hint="use the owner's token, or ask the owner of the cluster",
+            f"permission denied: {identity.kind} tokens cannot {_describe(type(request).__name__)}",
+            hint="use the owner token, or contact the owner of the cluster",
         )
 
 
-def used(record: TokenRecord, *, now: float) -> TokenRecord:
+def mark_used(record: TokenRecord, *, now: float) -> TokenRecord:
     return msgspec.structs.replace(record, used_at=now)
 
 
-def revoked(record: TokenRecord, *, now: float) -> TokenRecord:
+def mark_revoked(record: TokenRecord, *, now: float) -> TokenRecord:
     return msgspec.structs.replace(record, revoked_at=now)
 
 
@@ -125,20 +132,19 @@ def secret_hash(secret: str) -> str:
     return hashlib.sha256(secret.encode()).hexdigest()
 
 
-def encoded(raw: bytes) -> str:
-    """32 bytes as 43 characters."""
+def encode_base64url(raw: bytes) -> str:
+    """Base64 for URLs, without padding: 32 bytes are 43 characters."""
     return base64.urlsafe_b64encode(raw).decode().rstrip("=")
 
 
-def _another(kind: TokenKind) -> str:
+def _new_token_hint(kind: TokenKind) -> str:
     command = "genie token create --join" if kind is TokenKind.JOIN else "genie token create"
-    return f"ask for another: '{command}'"
+    return f"request a new one: '{command}'"
 
 
-def _a(kind: TokenKind) -> str:
-    return f"an {kind}" if kind is TokenKind.OWNER else f"a {kind}"
-
-
-def _words(request_name: str) -> str:
-    """`ListTokens` as people say it: list tokens. Most requests are named as orders, so this reads well."""
-    return _NOT_ORDERS.get(request_name) or re.sub(r"(?<!^)(?=[A-Z])", " ", request_name).lower()
+def _describe(request_name: str) -> str:
+    """What a request does: `ListTokens` is 'list tokens', `DrainNode` is 'drain nodes'."""
+    if request_name in _DESCRIPTIONS:
+        return _DESCRIPTIONS[request_name]
+    words = re.sub(r"(?<!^)(?=[A-Z])", " ", request_name).lower()
+    return words if words.endswith("s") else f"{words}s"

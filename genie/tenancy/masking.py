@@ -1,4 +1,4 @@
-"""Texts as one tenant may read them: jobs of others are counted in them, not named. Pure."""
+"""Hides the IDs of other tenants' jobs in texts. Pure."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ _ID = r"\bj-[a-z2-7]{8}\b"
 _IDS = re.compile(rf"{_ID}(?:, {_ID})*")
 
 
-def masked(text: str, *, is_shown: Callable[[str], bool]) -> str:
-    """`text` with the ids of jobs for which `is_shown` says yes; of the others, how many there are."""
+def mask_job_ids(text: str, *, is_shown: Callable[[str], bool]) -> str:
+    """Returns `text` with the job IDs that are not visible replaced by their number."""
 
-    def kept(found: re.Match[str]) -> str:
+    def replace(found: re.Match[str]) -> str:
         ids = found[0].split(", ")
-        named = [job_id for job_id in ids if is_shown(job_id)]
-        hidden = len(ids) - len(named)
+        visible = [job_id for job_id in ids if is_shown(job_id)]
+        hidden = len(ids) - len(visible)
         if hidden:
-            named.append("another job" if hidden == 1 else f"{hidden} other jobs")
-        return ", ".join(named)
+            visible.append("another job" if hidden == 1 else f"{hidden} other jobs")
+        return ", ".join(visible)
 
-    return _IDS.sub(kept, text)
+    return _IDS.sub(replace, text)

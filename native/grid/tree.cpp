@@ -1,11 +1,11 @@
-// Trees of files for the grid's sync: walking, reading, staging, placing and checking many small files.
+// File trees for the grid's sync: walks, reads, stages, places and checks many small files.
 //
-// genie/grid/remote/tree.py has the format, a plain twin of every function, and calls these through ctypes,
-// on this machine and on nodes. So: a C interface, C++17, nothing linked but the C library. A property test
-// holds both equal. Not for: deciding what is sent or deleted.
+// genie/grid/remote/tree.py defines the format, has a Python implementation of every function, and calls
+// these through ctypes, on this machine and on nodes. Therefore: a C interface, C++17, linked only to the C
+// library. A property test checks that both are equivalent. Does not decide what is sent or deleted.
 //
-// A record: Head, path, link target, Stamp. Records are in the order of a walk: a folder, then what is in it.
-// No link is ever followed, on either side: every folder is opened from its parent.
+// A record: Head, path, link target, Stamp. Records are in walk order: a directory, then its contents.
+// Symbolic links are never followed: every directory is opened from its parent.
 
 #include <dirent.h>
 #include <errno.h>
@@ -30,15 +30,15 @@ namespace {
 constexpr int kDepthMax = 256;
 constexpr int kPathMax = 4096;
 constexpr uint64_t kNone = ~uint64_t{0};
-constexpr int64_t kSecond = 1000000000;
-// Times of files come from a clock that ticks every 1 to 10 ms; some file systems keep whole seconds only.
-constexpr int64_t kTick = 20000000;
+constexpr int64_t kSecondNs = 1000000000;
+// File times have a resolution of 1 to 10 ms; some file systems store whole seconds only.
+constexpr int64_t kClockTickNs = 20000000;
 constexpr int64_t kSmallMax = 256 << 10;
 constexpr int64_t kSparseMin = 64 << 10;
 
 struct Head {
-  uint8_t kind;   // 'd', 'f', 'l', 'x' for what is left out, 'r' for what is removed
-  uint8_t flags;  // of 'x': 1 for a folder
+  uint8_t kind;   // 'd', 'f', 'l', 'x' for excluded, 'r' for removed
+  uint8_t flags;  // of 'x': 1 for a directory
   uint16_t mode;
   uint16_t path_bytes;
   uint16_t link_bytes;
@@ -48,7 +48,7 @@ struct Head {
 };
 static_assert(sizeof(Head) == 56);
 
-// What a clean file still looks like. All zero: not known.
+// Identifies an unchanged file. All zero: unknown.
 struct Stamp {
   uint64_t inode;
   int64_t mtime_ns;
@@ -56,7 +56,7 @@ struct Stamp {
 };
 static_assert(sizeof(Stamp) == 24);
 
-// A whole small file on its way to a node; its bytes follow.
+// A whole small file in transfer; its bytes follow.
 struct Frame {
   uint8_t kind;
   uint8_t pad;
@@ -85,7 +85,7 @@ struct Record {
   bool is_folder() const { return head.kind == 'd' || (head.kind == 'x' && head.flags != 0); }
 };
 
-// '/' before every other byte, so that what is in a folder comes right behind it.
+// Sorts '/' before every other byte, so that the contents of a directory directly follow it.
 int compare_paths(const char* a, size_t a_bytes, const char* b, size_t b_bytes) {
   const size_t common = std::min(a_bytes, b_bytes);
   for (size_t i = 0; i < common; ++i) {
@@ -103,14 +103,14 @@ int compare(const Record& a, const Record& b) {
 }
 
 timespec time_of(int64_t nanoseconds) {
-  const int64_t rest = (nanoseconds % kSecond + kSecond) % kSecond;
+  const int64_t rest = (nanoseconds % kSecondNs + kSecondNs) % kSecondNs;
   timespec time = {};
-  time.tv_sec = (nanoseconds - rest) / kSecond;
+  time.tv_sec = (nanoseconds - rest) / kSecondNs;
   time.tv_nsec = rest;
   return time;
 }
 
-int64_t nanoseconds(const timespec& time) { return time.tv_sec * kSecond + time.tv_nsec; }
+int64_t nanoseconds(const timespec& time) { return time.tv_sec * kSecondNs + time.tv_nsec; }
 
 Stamp stamp_of(const struct stat& found) {
   return {static_cast<uint64_t>(found.st_ino), nanoseconds(found.st_mtim), nanoseconds(found.st_ctim)};
@@ -120,10 +120,10 @@ bool same(const Stamp& a, const Stamp& b) {
   return a.inode == b.inode && a.mtime_ns == b.mtime_ns && a.ctime_ns == b.ctime_ns;
 }
 
-// Written so shortly before it was looked at that a later write may have left the same times.
+// True if the file was written so shortly before the scan that a later write may have the same times.
 bool is_racy(const Stamp& stamp, int64_t taken_ns) {
-  const bool whole = stamp.mtime_ns % kSecond == 0 && stamp.ctime_ns % kSecond == 0;
-  return std::max(stamp.mtime_ns, stamp.ctime_ns) + (whole ? 2 * kSecond : kTick) >= taken_ns;
+  const bool whole = stamp.mtime_ns % kSecondNs == 0 && stamp.ctime_ns % kSecondNs == 0;
+  return std::max(stamp.mtime_ns, stamp.ctime_ns) + (whole ? 2 * kSecondNs : kClockTickNs) >= taken_ns;
 }
 
 struct Buffer {
@@ -148,7 +148,7 @@ struct Buffer {
 
 }  // namespace
 
-// What every function fills in; the caller gives it back to genie_free().
+// Output of every function; the caller passes it to genie_free().
 struct Out {
   uint8_t* data;
   uint64_t size;
@@ -157,7 +157,7 @@ struct Out {
   uint64_t skipped;
   int32_t is_same;
   int32_t rules_changed;
-  int32_t error;  // an errno, or -1 when the one who decides gave up
+  int32_t error;  // an errno, or -1 if the IsExcluded callback failed
   char where[kPathMax + 8];
 };
 
@@ -165,20 +165,20 @@ namespace {
 
 int fail(Out* out, int error, const char* path, size_t bytes) {
   out->error = error;
-  const size_t kept = std::min(bytes, sizeof out->where - 1);
-  if (kept != 0) memcpy(out->where, path, kept);
-  out->where[kept] = 0;
+  const size_t length = std::min(bytes, sizeof out->where - 1);
+  if (length != 0) memcpy(out->where, path, length);
+  out->where[length] = 0;
   return -1;
 }
 
-void hand_over(Out* out, const Buffer& data, const Buffer& list) {
+void set_output(Out* out, const Buffer& data, const Buffer& list) {
   out->data = data.data;
   out->size = data.size;
   out->list = reinterpret_cast<uint64_t*>(list.data);
   out->count = list.size / sizeof(uint64_t);
 }
 
-// The folder of a path, opened step by step from the root. Neighbours in a walk share most of the steps.
+// Opens the directory of a path, step by step from the root. Consecutive paths share open directories.
 class Folders {
  public:
   explicit Folders(int root) { fds_[0] = root; }
@@ -186,16 +186,16 @@ class Folders {
   Folders(const Folders&) = delete;
   Folders& operator=(const Folders&) = delete;
 
-  // The folder that holds `path`, and the path's last name; -1 with errno.
+  // Returns the parent directory of `path` and sets `name`; -1 with errno.
   int holder(const char* path, size_t bytes, const char** name) {
-    if (bytes == 0 || bytes >= kPathMax) return refuse(ENAMETOOLONG);
+    if (bytes == 0 || bytes >= kPathMax) return fail_with(ENAMETOOLONG);
     memcpy(text_, path, bytes);
     text_[bytes] = 0;
-    if (memchr(text_, 0, bytes) != nullptr) return refuse(EINVAL);
+    if (memchr(text_, 0, bytes) != nullptr) return fail_with(EINVAL);
     const char* slash = strrchr(text_, '/');
     const size_t folder_bytes = slash == nullptr ? 0 : static_cast<size_t>(slash - text_);
     *name = slash == nullptr ? text_ : slash + 1;
-    if (!is_plain_name(*name)) return refuse(EINVAL);
+    if (!is_plain_name(*name)) return fail_with(EINVAL);
     while (depth_ > 0 && !is_within(folder_bytes)) pop_to(depth_ - 1);
     while (ends_[depth_] < folder_bytes) {
       if (step(folder_bytes) < 0) return -1;
@@ -204,7 +204,7 @@ class Folders {
   }
 
  private:
-  static int refuse(int error) {
+  static int fail_with(int error) {
     errno = error;
     return -1;
   }
@@ -217,7 +217,7 @@ class Folders {
            (end == folder_bytes || text_[end] == '/');
   }
   int step(size_t folder_bytes) {
-    if (depth_ + 1 >= kDepthMax) return refuse(ENAMETOOLONG);
+    if (depth_ + 1 >= kDepthMax) return fail_with(ENAMETOOLONG);
     const size_t begin = ends_[depth_] == 0 ? 0 : ends_[depth_] + 1;
     const void* slash = memchr(text_ + begin, '/', folder_bytes - begin);
     const size_t end =
@@ -225,7 +225,7 @@ class Folders {
     char name[kPathMax];
     memcpy(name, text_ + begin, end - begin);
     name[end - begin] = 0;
-    if (!is_plain_name(name)) return refuse(EINVAL);
+    if (!is_plain_name(name)) return fail_with(EINVAL);
     const int fd = openat(fds_[depth_], name, O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC);
     if (fd < 0) return -1;
     memcpy(open_, text_, end);
@@ -244,7 +244,7 @@ class Folders {
   char text_[kPathMax];
 };
 
-using Decide = int32_t (*)(const char* path, uint64_t bytes, int32_t is_folder);
+using IsExcluded = int32_t (*)(const char* path, uint64_t bytes, int32_t is_folder);
 
 struct Name {
   uint64_t at;
@@ -253,12 +253,13 @@ struct Name {
 
 class Walker {
  public:
-  Walker(const uint8_t* old, uint64_t old_bytes, int64_t old_taken_ns, bool reuse, Decide decide, Out* out)
+  Walker(const uint8_t* old, uint64_t old_bytes, int64_t old_taken_ns, bool reuse, IsExcluded is_excluded,
+         Out* out)
       : old_(old),
         old_end_(old + old_bytes),
         old_taken_ns_(old_taken_ns),
         reuse_(reuse),
-        decide_(decide),
+        is_excluded_fn_(is_excluded),
         out_(out) {}
 
   int run(const char* root) {
@@ -267,15 +268,15 @@ class Walker {
     const uint8_t* old = old_;
     const uint64_t old_bytes = static_cast<uint64_t>(old_end_ - old_);
     int status = folder(fd, 0, 0);
-    while (status == 0 && old_ < old_end_) pass_over();
+    while (status == 0 && old_ < old_end_) skip_old();
     out_->is_same = status == 0 && dirty_.size == 0 && records_.size == old_bytes &&
                     (old_bytes == 0 || memcmp(records_.data, old, old_bytes) == 0);
-    hand_over(out_, records_, dirty_);
+    set_output(out_, records_, dirty_);
     return status;
   }
 
  private:
-  // Takes the descriptor. path_ has the folder's own path in its first bytes.
+  // Takes ownership of the descriptor. path_ starts with the path of the directory.
   int folder(int fd, size_t path_bytes, int depth) {
     DIR* dir = fdopendir(fd);
     if (dir == nullptr) {
@@ -308,9 +309,9 @@ class Walker {
       const char* name = found->d_name;
       if (strcmp(name, ".") == 0 || strcmp(name, "..") == 0) continue;
       if (depth == 0 && (strcmp(name, ".grid") == 0 || strcmp(name, "grid_env") == 0)) continue;
-      const Name kept = {text->size, found->d_type};
+      const Name entry = {text->size, found->d_type};
       text->add(name, strlen(name) + 1);
-      names->add(&kept, sizeof kept);
+      names->add(&entry, sizeof entry);
     }
   }
 
@@ -326,7 +327,7 @@ class Walker {
     struct stat found;
     bool have_stat = false;
     if (type == DT_UNKNOWN) {
-      if (fstatat(fd, name, &found, AT_SYMLINK_NOFOLLOW) < 0) return gone(bytes);
+      if (fstatat(fd, name, &found, AT_SYMLINK_NOFOLLOW) < 0) return check_removed(bytes);
       have_stat = true;
       type = IFTODT(found.st_mode);
     }
@@ -336,31 +337,32 @@ class Walker {
     }
     const uint8_t* old = find(bytes);
     const bool is_rules = type == DT_REG && strcmp(name, ".gitignore") == 0;
-    if (old != nullptr && !is_rules && had_rules(Record(old))) out_->rules_changed = 1;
-    const int left_out = is_left_out(old, bytes, type == DT_DIR);
-    if (left_out < 0) return fail(out_, -1, path_, bytes);
-    if (!left_out || is_rules) {
-      if (!have_stat && fstatat(fd, name, &found, AT_SYMLINK_NOFOLLOW) < 0) return gone(bytes);
-      if (IFTODT(found.st_mode) != type) return 0;  // replaced just now: the next walk sees it
+    if (old != nullptr && !is_rules && was_gitignore(Record(old))) out_->rules_changed = 1;
+    const int excluded = is_excluded(old, bytes, type == DT_DIR);
+    if (excluded < 0) return fail(out_, -1, path_, bytes);
+    if (!excluded || is_rules) {
+      if (!have_stat && fstatat(fd, name, &found, AT_SYMLINK_NOFOLLOW) < 0) return check_removed(bytes);
+      if (IFTODT(found.st_mode) != type) return 0;  // just replaced: the next walk finds it
     }
     if (is_rules && !(old != nullptr && same(Record(old).stamp(), stamp_of(found)))) out_->rules_changed = 1;
-    if (left_out) return add_left_out(bytes, type == DT_DIR, is_rules ? &found : nullptr);
+    if (excluded) return add_excluded(bytes, type == DT_DIR, is_rules ? &found : nullptr);
     if (type == DT_REG) return add_file(old, bytes, found);
     if (type == DT_LNK) return add_link(fd, name, bytes, found);
     return add_folder(fd, name, bytes, found, depth);
   }
 
-  int gone(size_t bytes) { return errno == ENOENT ? 0 : fail(out_, errno, path_, bytes); }
+  // Ignores a file that has been removed since it was listed.
+  int check_removed(size_t bytes) { return errno == ENOENT ? 0 : fail(out_, errno, path_, bytes); }
 
-  int is_left_out(const uint8_t* old, size_t bytes, bool is_folder) {
+  int is_excluded(const uint8_t* old, size_t bytes, bool is_folder) {
     if (reuse_ && old != nullptr) {
       const Record known(old);
       if (known.is_folder() == is_folder) return known.head.kind == 'x';
     }
-    return decide_(path_, bytes, is_folder);
+    return is_excluded_fn_(path_, bytes, is_folder);
   }
 
-  int add_left_out(size_t bytes, bool is_folder, const struct stat* found) {
+  int add_excluded(size_t bytes, bool is_folder, const struct stat* found) {
     Head head = {};
     head.kind = 'x';
     head.flags = is_folder;
@@ -390,7 +392,7 @@ class Walker {
   int add_link(int fd, const char* name, size_t bytes, const struct stat& found) {
     char target[kPathMax];
     const ssize_t count = readlinkat(fd, name, target, sizeof target);
-    if (count < 0) return gone(bytes);
+    if (count < 0) return check_removed(bytes);
     Head head = {};
     head.kind = 'l';
     head.mode = 0777;
@@ -401,7 +403,7 @@ class Walker {
 
   int add_folder(int fd, const char* name, size_t bytes, const struct stat& found, int depth) {
     const int inner = openat(fd, name, O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC);
-    if (inner < 0) return gone(bytes);
+    if (inner < 0) return check_removed(bytes);
     Head head = {};
     head.kind = 'd';
     head.mode = found.st_mode & 07777;
@@ -417,7 +419,7 @@ class Walker {
     records_.add(&stamp, sizeof stamp);
   }
 
-  // The old record of path_, if there is one. Both go in the same order.
+  // Returns the old record of path_, or null. Old records are in walk order too.
   const uint8_t* find(size_t bytes) {
     while (old_ < old_end_) {
       const Record next(old_);
@@ -427,18 +429,18 @@ class Walker {
         old_ += next.bytes();
         return next.at;
       }
-      pass_over();
+      skip_old();
     }
     return nullptr;
   }
 
-  void pass_over() {
-    const Record gone(old_);
-    if (had_rules(gone)) out_->rules_changed = 1;
-    old_ += gone.bytes();
+  void skip_old() {
+    const Record removed(old_);
+    if (was_gitignore(removed)) out_->rules_changed = 1;
+    old_ += removed.bytes();
   }
 
-  static bool had_rules(const Record& old) {
+  static bool was_gitignore(const Record& old) {
     static constexpr char kRules[] = ".gitignore";
     constexpr size_t kBytes = sizeof kRules - 1;
     const size_t bytes = old.head.path_bytes;
@@ -451,7 +453,7 @@ class Walker {
   const uint8_t* old_end_;
   int64_t old_taken_ns_;
   bool reuse_;
-  Decide decide_;
+  IsExcluded is_excluded_fn_;
   Out* out_;
   Buffer records_;
   Buffer dirty_;
@@ -487,7 +489,7 @@ bool is_sparse(const struct stat& found) {
   return found.st_size >= kSparseMin && found.st_blocks * 512 < found.st_size;
 }
 
-// 0 when the file stands in the buffer, 1 when it is for the slow path, -1 when there is no room left.
+// Returns 0 if the file is in the buffer, 1 if it needs the slow path, -1 if the buffer is full.
 int read_one(Folders* folders, const Record& record, uint32_t number, uint8_t* into, uint64_t room) {
   if (record.head.size > static_cast<uint64_t>(kSmallMax)) return 1;
   if (sizeof(Frame) + record.head.size > room) return -1;
@@ -532,7 +534,7 @@ int stage_one(int objects, const Frame& frame, const uint8_t* data, const char* 
   return error;
 }
 
-// 0 when the object has the mode and the time of the record, or the file is in its place already.
+// Sets mode and time of the staged file; returns 0 or an errno. `is_placed`: the file is already in place.
 int prepare(int objects, const char* object, int holder, const char* name, const Record& record,
             bool* is_placed) {
   struct stat found;
@@ -574,13 +576,13 @@ int place_one(Folders* folders, int objects, const Record& record) {
   return renameat(objects, object, holder, name) == 0 ? 0 : errno;
 }
 
-// Whether what stands at the record's path is what was put there. `found` is filled where something is.
+// Whether the file at the record's path is unchanged. `found` is set if a file exists.
 bool is_untouched(Folders* folders, const Record& record, int64_t taken_ns, struct stat* found,
-                  bool* is_there) {
+                  bool* exists) {
   const char* name;
   const int holder = folders->holder(record.path(), record.head.path_bytes, &name);
-  *is_there = holder >= 0 && fstatat(holder, name, found, AT_SYMLINK_NOFOLLOW) == 0;
-  if (!*is_there) return false;
+  *exists = holder >= 0 && fstatat(holder, name, found, AT_SYMLINK_NOFOLLOW) == 0;
+  if (!*exists) return false;
   if (record.head.kind == 'd') return S_ISDIR(found->st_mode) && (found->st_mode & 07777) == record.head.mode;
   const mode_t kind = record.head.kind == 'f' ? S_IFREG : S_IFLNK;
   if ((found->st_mode & S_IFMT) != kind || !same(record.stamp(), stamp_of(*found))) return false;
@@ -589,8 +591,8 @@ bool is_untouched(Folders* folders, const Record& record, int64_t taken_ns, stru
          (found->st_mode & 07777) == record.head.mode && !is_racy(record.stamp(), taken_ns);
 }
 
-// Records come from disks and other machines: nothing is read past their end.
-bool are_whole(const uint8_t* records, uint64_t bytes) {
+// Records come from disks and other machines, so their sizes are validated before use.
+bool are_complete(const uint8_t* records, uint64_t bytes) {
   for (uint64_t at = 0; at < bytes;) {
     if (bytes - at < sizeof(Head) + sizeof(Stamp)) return false;
     const uint64_t size = Record(records + at).bytes();
@@ -600,7 +602,7 @@ bool are_whole(const uint8_t* records, uint64_t bytes) {
   return true;
 }
 
-const uint8_t* next_sent(const uint8_t* at, const uint8_t* end) {
+const uint8_t* next_included(const uint8_t* at, const uint8_t* end) {
   while (at < end && Record(at).head.kind == 'x') at += Record(at).bytes();
   return at;
 }
@@ -611,15 +613,15 @@ extern "C" {
 
 #define EXPORTED __attribute__((visibility("default")))
 
-// Records of all that is in a folder. `list` has the places of files whose contents are not known.
+// Returns records of all files in a directory. `list` has the offsets of files with unknown contents.
 EXPORTED int32_t genie_walk(const char* root, const uint8_t* old, uint64_t old_bytes, int64_t old_taken_ns,
-                            int32_t reuse, Decide decide, Out* out) {
-  if (!are_whole(old, old_bytes)) return fail(out, EBADMSG, "", 0);
-  return Walker(old, old_bytes, old_taken_ns, reuse != 0, decide, out).run(root);
+                            int32_t reuse, IsExcluded is_excluded, Out* out) {
+  if (!are_complete(old, old_bytes)) return fail(out, EBADMSG, "", 0);
+  return Walker(old, old_bytes, old_taken_ns, reuse != 0, is_excluded, out).run(root);
 }
 
-// Frames of the small files at `places`, as many as fit. `list` has 0 for one that stands in the buffer and
-// 1 for one that needs the slow path; `size` is how much of the buffer is used.
+// Returns frames of the small files at `places`, as many as fit. `list` has 0 for a file in the buffer and 1
+// for one that needs the slow path; `size` is the number of bytes used.
 EXPORTED int32_t genie_read(int32_t root, const uint8_t* records, const uint64_t* places, uint64_t count,
                             uint32_t first_number, uint8_t* into, uint64_t room, Out* out) {
   Folders folders(root);
@@ -633,12 +635,12 @@ EXPORTED int32_t genie_read(int32_t root, const uint8_t* records, const uint64_t
     list.add_number(static_cast<uint64_t>(status));
     if (status == 0) used += sizeof(Frame) + record.head.size;
   }
-  hand_over(out, Buffer{}, list);
+  set_output(out, Buffer{}, list);
   out->size = used;
   return 0;
 }
 
-// Writes the whole frames at the beginning of `data`. `size` is how far it came, `count` how many there were.
+// Writes the complete frames at the beginning of `data`. `size` is the bytes consumed, `count` the frames.
 EXPORTED int32_t genie_stage(int32_t objects, const uint8_t* data, uint64_t bytes, Out* out) {
   while (bytes - out->size >= sizeof(Frame)) {
     Frame frame;
@@ -654,10 +656,10 @@ EXPORTED int32_t genie_stage(int32_t objects, const uint8_t* data, uint64_t byte
   return 0;
 }
 
-// Makes folders and moves objects to where their records say. `size` is how far it came.
+// Creates directories and moves staged files to the paths of their records. `size` is the bytes consumed.
 EXPORTED int32_t genie_place(int32_t root, int32_t objects, const uint8_t* records, uint64_t bytes,
                              Out* out) {
-  if (!are_whole(records, bytes)) return fail(out, EBADMSG, "", 0);
+  if (!are_complete(records, bytes)) return fail(out, EBADMSG, "", 0);
   Folders folders(root);
   while (out->size < bytes) {
     const Record record(records + out->size);
@@ -668,40 +670,40 @@ EXPORTED int32_t genie_place(int32_t root, int32_t objects, const uint8_t* recor
   return 0;
 }
 
-// `list` has the places of records that do not match what is there. With `fill`, records without a stamp
-// get the one of what is there, and nothing else is looked at.
+// `list` has the offsets of records that do not match the files. With `fill`, only missing stamps are filled
+// in from the files.
 EXPORTED int32_t genie_check(int32_t root, uint8_t* records, uint64_t bytes, int64_t taken_ns, int32_t fill,
                              Out* out) {
-  if (!are_whole(records, bytes)) return fail(out, EBADMSG, "", 0);
+  if (!are_complete(records, bytes)) return fail(out, EBADMSG, "", 0);
   Folders folders(root);
   Buffer list;
   for (uint64_t at = 0; at < bytes;) {
     const Record record(records + at);
     const bool is_new = record.head.kind != 'd' && record.stamp().inode == 0;
     struct stat found;
-    bool is_there = false;
+    bool exists = false;
     if (fill == 0) {
-      if (!is_untouched(&folders, record, taken_ns, &found, &is_there)) list.add_number(at);
+      if (!is_untouched(&folders, record, taken_ns, &found, &exists)) list.add_number(at);
     } else if (is_new) {
-      is_untouched(&folders, record, taken_ns, &found, &is_there);
-      const Stamp stamp = is_there ? stamp_of(found) : Stamp{};
+      is_untouched(&folders, record, taken_ns, &found, &exists);
+      const Stamp stamp = exists ? stamp_of(found) : Stamp{};
       memcpy(records + at + record.plain_bytes(), &stamp, sizeof stamp);
     }
     at += record.bytes();
   }
-  hand_over(out, Buffer{}, list);
+  set_output(out, Buffer{}, list);
   return 0;
 }
 
-// `list` has pairs of places, old and new, of records that differ; one of a pair may be missing.
+// `list` has pairs of offsets, old and new, of records that differ; one of a pair may be kNone.
 EXPORTED int32_t genie_compare(const uint8_t* old, uint64_t old_bytes, const uint8_t* now, uint64_t now_bytes,
                                Out* out) {
-  if (!are_whole(old, old_bytes) || !are_whole(now, now_bytes)) return fail(out, EBADMSG, "", 0);
+  if (!are_complete(old, old_bytes) || !are_complete(now, now_bytes)) return fail(out, EBADMSG, "", 0);
   Buffer list;
   const uint8_t *a = old, *b = now, *a_end = old + old_bytes, *b_end = now + now_bytes;
   for (;;) {
-    a = next_sent(a, a_end);
-    b = next_sent(b, b_end);
+    a = next_included(a, a_end);
+    b = next_included(b, b_end);
     if (a >= a_end && b >= b_end) break;
     const int order = a >= a_end ? 1 : b >= b_end ? -1 : compare(Record(a), Record(b));
     const uint64_t a_bytes = order <= 0 ? Record(a).bytes() : 0;
@@ -714,14 +716,14 @@ EXPORTED int32_t genie_compare(const uint8_t* old, uint64_t old_bytes, const uin
     a += a_bytes;
     b += b_bytes;
   }
-  hand_over(out, Buffer{}, list);
+  set_output(out, Buffer{}, list);
   return 0;
 }
 
-// The records of `old` with those of `changes` in their place; one of kind 'r' takes a record away.
+// Returns `old` with the records of `changes` replaced or added; one of kind 'r' removes a record.
 EXPORTED int32_t genie_merge(const uint8_t* old, uint64_t old_bytes, const uint8_t* changes,
                              uint64_t change_bytes, Out* out) {
-  if (!are_whole(old, old_bytes) || !are_whole(changes, change_bytes)) return fail(out, EBADMSG, "", 0);
+  if (!are_complete(old, old_bytes) || !are_complete(changes, change_bytes)) return fail(out, EBADMSG, "", 0);
   Buffer merged;
   const uint8_t *a = old, *b = changes, *a_end = old + old_bytes, *b_end = changes + change_bytes;
   while (a < a_end || b < b_end) {
@@ -731,20 +733,20 @@ EXPORTED int32_t genie_merge(const uint8_t* old, uint64_t old_bytes, const uint8
     if (order <= 0) a += Record(a).bytes();
     if (order >= 0) b += Record(b).bytes();
   }
-  hand_over(out, merged, Buffer{});
+  set_output(out, merged, Buffer{});
   return 0;
 }
 
-// The records without stamps and without what is left out: what both sides must agree on.
-EXPORTED int32_t genie_plain(const uint8_t* records, uint64_t bytes, Out* out) {
-  if (!are_whole(records, bytes)) return fail(out, EBADMSG, "", 0);
+// Returns the records without stamps and excluded paths, which both sides must agree on.
+EXPORTED int32_t genie_without_stamps(const uint8_t* records, uint64_t bytes, Out* out) {
+  if (!are_complete(records, bytes)) return fail(out, EBADMSG, "", 0);
   Buffer plain;
   for (const uint8_t* at = records; at < records + bytes;) {
     const Record record(at);
     if (record.head.kind != 'x') plain.add(at, record.plain_bytes());
     at += record.bytes();
   }
-  hand_over(out, plain, Buffer{});
+  set_output(out, plain, Buffer{});
   return 0;
 }
 

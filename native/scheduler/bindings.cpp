@@ -1,4 +1,4 @@
-// The Python module genie_scheduler. genie/scheduler/placement/protocol.py says what each call promises.
+// The Python module genie_scheduler. genie/scheduler/placement/protocol.py documents the calls.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
@@ -19,7 +19,7 @@ namespace {
 
 using Shape = std::tuple<int, int, int, uint64_t, double>;
 
-std::vector<TypicalShape> typical_from(const std::vector<Shape>& shapes) {
+std::vector<TypicalShape> to_typical_shapes(const std::vector<Shape>& shapes) {
   std::vector<TypicalShape> typical;
   for (const auto& [gpus, gpu_milli, cpu_milli, models, share] : shapes) {
     typical.push_back({gpus, gpu_milli, cpu_milli, models, share});
@@ -27,7 +27,7 @@ std::vector<TypicalShape> typical_from(const std::vector<Shape>& shapes) {
   return typical;
 }
 
-nb::tuple numbers_of(uint16_t gpus) {
+nb::tuple to_tuple(uint16_t gpus) {
   PyObject* numbers = PyTuple_New(std::popcount(gpus));
   Py_ssize_t at = 0;
   for (int g = 0; g < kGpusMax; ++g) {
@@ -36,29 +36,29 @@ nb::tuple numbers_of(uint16_t gpus) {
   return nb::steal<nb::tuple>(numbers);
 }
 
-uint16_t set_of(const std::vector<int>& numbers) {
+uint16_t to_mask(const std::vector<int>& numbers) {
   uint16_t gpus = 0;
   for (int g : numbers) {
     if (g < 0 || g >= kGpusMax || (gpus >> g & 1) != 0)
-      throw Misuse("GPUs are different numbers from 0 to 15");
+      throw UsageError("GPUs must be different numbers from 0 to 15");
     gpus = static_cast<uint16_t>(gpus | 1 << g);
   }
   return gpus;
 }
 
-nb::object shown(const std::optional<Choice>& choice) {
+nb::object to_python(const std::optional<Choice>& choice) {
   if (!choice) return nb::none();
-  return nb::make_tuple(choice->node, numbers_of(choice->gpus));
+  return nb::make_tuple(choice->node, to_tuple(choice->gpus));
 }
 
-// Many of a gang's places have the same GPUs: one tuple for all of them.
-nb::object shown(const std::optional<std::vector<Choice>>& choices) {
+// Consecutive places with the same GPUs share one tuple.
+nb::object to_python(const std::optional<std::vector<Choice>>& choices) {
   if (!choices) return nb::none();
   PyObject* places = PyList_New(static_cast<Py_ssize_t>(choices->size()));
   nb::tuple numbers;
   for (size_t i = 0; i < choices->size(); ++i) {
     const Choice& choice = (*choices)[i];
-    if (i == 0 || choice.gpus != (*choices)[i - 1].gpus) numbers = numbers_of(choice.gpus);
+    if (i == 0 || choice.gpus != (*choices)[i - 1].gpus) numbers = to_tuple(choice.gpus);
     PyObject* place = PyTuple_New(2);
     PyTuple_SET_ITEM(place, 0, PyLong_FromLong(choice.node));
     PyTuple_SET_ITEM(place, 1, nb::object(numbers).release().ptr());
@@ -70,7 +70,7 @@ nb::object shown(const std::optional<std::vector<Choice>>& choices) {
 NodeSet node_set(const Placement& self, const std::vector<int>& numbers) {
   NodeSet nodes;
   for (int number : numbers) {
-    self.cluster().node(number);  // throws when there is none
+    self.cluster().node(number);  // throws if it does not exist
     nodes.add(number);
   }
   return nodes;
@@ -79,7 +79,7 @@ NodeSet node_set(const Placement& self, const std::vector<int>& numbers) {
 NodeSet all_but_these(const Placement& self, const std::vector<int>& numbers) {
   NodeSet nodes = self.cluster().all_nodes();
   for (int number : numbers) {
-    self.cluster().node(number);  // throws when there is none
+    self.cluster().node(number);  // throws if it does not exist
     nodes.remove(number);
   }
   return nodes;
@@ -90,7 +90,7 @@ void set_positions(std::array<uint8_t, kGpusMax>& positions, const std::optional
   if (!numbers) return;
   const auto in_range = [](int number) { return number >= 0 && number < kGpusMax; };
   if (static_cast<int>(numbers->size()) != gpus || !std::all_of(numbers->begin(), numbers->end(), in_range)) {
-    throw Misuse("there is an island and a NUMA node for each GPU, each a number from 0 to 15");
+    throw UsageError("islands and numa must have a number from 0 to 15 for each GPU");
   }
   std::copy(numbers->begin(), numbers->end(), positions.begin());
 }
@@ -115,10 +115,11 @@ int add_node(Placement& self, int cpu_milli, int memory_mib, int gpus, int gpu_m
 int request_class(Placement& self, int gpus, int gpu_milli, int gpu_memory_mib, int cpu_milli, int memory_mib,
                   uint64_t models, const std::optional<std::vector<int>>& nodes, bool one_island,
                   const std::optional<std::vector<int>>& only_gpus) {
-  RequestClass wanted{gpus, gpu_milli, gpu_memory_mib, cpu_milli, memory_mib, models, one_island, 0xffff, {}};
-  if (only_gpus) wanted.only_gpus = set_of(*only_gpus);
-  if (nodes) wanted.nodes = node_set(self, *nodes);
-  return self.cluster().add_class(wanted);
+  RequestClass request{gpus,   gpu_milli,  gpu_memory_mib, cpu_milli, memory_mib,
+                       models, one_island, 0xffff,         {}};
+  if (only_gpus) request.only_gpus = to_mask(*only_gpus);
+  if (nodes) request.nodes = node_set(self, *nodes);
+  return self.cluster().add_class(request);
 }
 
 nb::tuple node_state(const Placement& self, int number) {
@@ -131,26 +132,27 @@ nb::tuple node_state(const Placement& self, int number) {
   return nb::make_tuple(node.open, node.free_cpu_milli, node.free_memory_mib, nb::tuple(gpus));
 }
 
-void raise_misuse(const std::exception_ptr& raised, void*) {
+void raise_usage_error(const std::exception_ptr& raised, void*) {
   try {
     std::rethrow_exception(raised);
-  } catch (const Misuse& misuse) {
+  } catch (const UsageError& error) {
     const nb::object usage_error = nb::module_::import_("genie.errors").attr("UsageError");
-    PyErr_SetString(usage_error.ptr(), misuse.what());
+    PyErr_SetString(usage_error.ptr(), error.what());
   }
 }
 
 }  // namespace
 
 NB_MODULE(genie_scheduler, module) {
-  nb::set_leak_warnings(false);  // a process that ends need not take its placers apart first
-  nb::register_exception_translator(raise_misuse);
+  nb::set_leak_warnings(false);  // placers need not be destroyed before the process exits
+  nb::register_exception_translator(raise_usage_error);
   nb::class_<Placement>(module, "Placement")
       .def(
           "__init__",
           [](Placement* self, const std::string& policy, uint64_t seed, const std::vector<Shape>& typical,
              double gamma, bool by_model, int draws) {
-            new (self) Placement(policy, seed, typical_from(typical), SupplyOptions{gamma, by_model, draws});
+            new (self)
+                Placement(policy, seed, to_typical_shapes(typical), SupplyOptions{gamma, by_model, draws});
           },
           "policy"_a, nb::kw_only(), "seed"_a = 0, "typical"_a = std::vector<Shape>{}, "gamma"_a = 0.05,
           "by_model"_a = true, "draws"_a = 60)
@@ -162,18 +164,19 @@ NB_MODULE(genie_scheduler, module) {
       .def(
           "set_open", [](Placement& self, int node, bool open) { self.cluster().set_open(node, open); },
           "node"_a, nb::kw_only(), "is_open"_a)
-      .def("request_class", &request_class, nb::kw_only(), "gpus"_a = 0, "gpu_milli"_a = 0,
+      .def("register_request_class", &request_class, nb::kw_only(), "gpus"_a = 0, "gpu_milli"_a = 0,
            "gpu_memory_mib"_a = 0, "cpu_milli"_a = 0, "memory_mib"_a = 0, "models"_a = kAnyModel,
            "nodes"_a = nb::none(), "one_island"_a = false, "only_gpus"_a = nb::none())
       .def("drop_class", &Placement::drop_class, "request_class"_a)
       .def(
           "node_set",
           [](Placement& self, const std::vector<int>& nodes, bool all_but) {
-            return self.cluster().add_set(all_but ? all_but_these(self, nodes) : node_set(self, nodes));
+            return self.cluster().add_node_set(all_but ? all_but_these(self, nodes) : node_set(self, nodes));
           },
           "nodes"_a, nb::kw_only(), "all_but"_a = false)
       .def(
-          "drop_node_set", [](Placement& self, int number) { self.cluster().drop_set(number); }, "node_set"_a)
+          "drop_node_set", [](Placement& self, int number) { self.cluster().drop_node_set(number); },
+          "node_set"_a)
       .def(
           "set_gpu",
           [](Placement& self, int node, int gpu, bool open, int memory_outside_mib) {
@@ -184,33 +187,33 @@ NB_MODULE(genie_scheduler, module) {
       .def(
           "choose",
           [](Placement& self, int number, uint32_t tenant, std::optional<int> among) {
-            return shown(self.choose(number, tenant, among));
+            return to_python(self.choose(number, tenant, among));
           },
           "request_class"_a, "tenant"_a, nb::kw_only(), "among"_a = nb::none())
       .def(
           "place",
           [](Placement& self, int number, uint32_t tenant, std::optional<int> among) {
-            return shown(self.place(number, tenant, among));
+            return to_python(self.place(number, tenant, among));
           },
           "request_class"_a, "tenant"_a, nb::kw_only(), "among"_a = nb::none())
       .def(
           "place_gang",
           [](Placement& self, int number, uint32_t tenant, int workers, int workers_min, bool spread,
              const std::optional<std::vector<int>>& domains, std::optional<int> among) {
-            return shown(self.place_gang({number, tenant, workers, workers_min, spread}, domains, among));
+            return to_python(self.place_gang({number, tenant, workers, workers_min, spread}, domains, among));
           },
           "request_class"_a, "tenant"_a, nb::kw_only(), "workers"_a, "workers_min"_a = 0, "spread"_a = false,
           "domains"_a = nb::none(), "among"_a = nb::none())
       .def(
           "take",
           [](Placement& self, int number, uint32_t tenant, int node, const std::vector<int>& gpus) {
-            self.cluster().take(node, number, tenant, set_of(gpus));
+            self.cluster().take(node, number, tenant, to_mask(gpus));
           },
           "request_class"_a, "tenant"_a, nb::kw_only(), "node"_a, "gpus"_a)
       .def(
           "release",
           [](Placement& self, int number, int node, const std::vector<int>& gpus) {
-            self.cluster().release(node, number, set_of(gpus));
+            self.cluster().release(node, number, to_mask(gpus));
           },
           "request_class"_a, nb::kw_only(), "node"_a, "gpus"_a)
       .def("refresh", &Placement::refresh, "budget"_a = INT64_MAX)

@@ -16,7 +16,7 @@ GpuGroups groups_by(const std::array<uint8_t, kGpusMax>& number_of, int gpu_coun
   return groups;
 }
 
-GpuGroups crossed(const GpuGroups& some, const GpuGroups& others) {
+GpuGroups intersections(const GpuGroups& some, const GpuGroups& others) {
   GpuGroups groups;
   for (uint16_t one : some) {
     for (uint16_t other : others) {
@@ -29,11 +29,12 @@ GpuGroups crossed(const GpuGroups& some, const GpuGroups& others) {
 }  // namespace
 
 int Cluster::add_node(const Node& node) {
-  const bool sane = node.cpu_milli >= 0 && node.memory_mib >= 0 && node.gpu_memory_mib >= 0;
-  if (!sane || node.gpu_count < 0 || node.gpu_count > kGpusMax) {
-    throw Misuse("a node has 0 to 16 GPUs, and no amount of it is negative");
+  const bool is_valid = node.cpu_milli >= 0 && node.memory_mib >= 0 && node.gpu_memory_mib >= 0;
+  if (!is_valid || node.gpu_count < 0 || node.gpu_count > kGpusMax) {
+    throw UsageError("a node must have 0 to 16 GPUs and no negative amounts");
   }
-  if (node.model < 0 || node.model >= kModelsMax) throw Misuse("a GPU model is a number from 0 to 63");
+  if (node.model < 0 || node.model >= kModelsMax)
+    throw UsageError("a GPU model must be a number from 0 to 63");
   Node added = node;
   added.free_cpu_milli = node.cpu_milli;
   added.free_memory_mib = node.memory_mib;
@@ -41,15 +42,15 @@ int Cluster::add_node(const Node& node) {
   for (Gpu& gpu : added.gpus) gpu = {kFullMilli, node.gpu_memory_mib, 0, 0};
   added.islands = groups_by(node.island_of, node.gpu_count);
   added.numas = groups_by(node.numa_of, node.gpu_count);
-  added.corners = crossed(added.islands, added.numas);
+  added.numa_islands = intersections(added.islands, added.numas);
   const int number = next_number();
   if (free_numbers_.erase(number) > 0) {
-    added.version = nodes_[number].version;  // who knows the one before must see that it is another
+    added.version = nodes_[number].version;  // versions must keep growing for readers of the previous node
     nodes_[number] = added;
   } else {
     nodes_.push_back(added);
   }
-  note_change(number);
+  record_change(number);
   return number;
 }
 
@@ -62,18 +63,18 @@ void Cluster::drop_node(int node) {
   bool is_free =
       dropped.free_cpu_milli == dropped.cpu_milli && dropped.free_memory_mib == dropped.memory_mib &&
       std::all_of(dropped.held.begin(), dropped.held.end(), [](uint16_t count) { return count == 0; });
-  if (!is_free) throw Misuse("something is held there");
-  Node nobody;
-  nobody.model = dropped.model;
-  nobody.version = dropped.version;
-  nobody.open = nobody.there = false;
-  nodes_[node] = nobody;
+  if (!is_free) throw UsageError("cannot drop node " + std::to_string(node) + ": resources are held there");
+  Node empty;
+  empty.model = dropped.model;
+  empty.version = dropped.version;
+  empty.open = empty.exists = false;
+  nodes_[node] = empty;
   free_numbers_.insert(node);
-  sets_.change([node](NodeSet& nodes) { nodes.remove(node); });
-  classes_.change([node](RequestClass& wanted) {
-    if (wanted.nodes) wanted.nodes->remove(node);
+  node_sets_.change([node](NodeSet& nodes) { nodes.remove(node); });
+  classes_.change([node](RequestClass& request) {
+    if (request.nodes) request.nodes->remove(node);
   });
-  note_change(node);
+  record_change(node);
 }
 
 NodeSet Cluster::all_nodes() const {
@@ -82,23 +83,24 @@ NodeSet Cluster::all_nodes() const {
   return nodes;
 }
 
-int Cluster::add_class(const RequestClass& wanted) {
-  if (wanted.gpus < 0 || wanted.gpus > kGpusMax) throw Misuse("a request has 0 to 16 GPUs of one node");
-  if (wanted.gpus > 0 && (wanted.gpu_milli < 1 || wanted.gpu_milli > kFullMilli)) {
-    throw Misuse("the share of a GPU is 1 to 1000 thousandths");
+int Cluster::add_class(const RequestClass& request) {
+  if (request.gpus < 0 || request.gpus > kGpusMax)
+    throw UsageError("a request must have 0 to 16 GPUs of one node");
+  if (request.gpus > 0 && (request.gpu_milli < 1 || request.gpu_milli > kFullMilli)) {
+    throw UsageError("the fraction of a GPU must be 1 to 1000 thousandths");
   }
-  if (wanted.gpus == 0 && (wanted.gpu_milli != 0 || wanted.gpu_memory_mib != 0 || wanted.one_island)) {
-    throw Misuse("a request without GPUs has no share, no memory and no island of them");
+  if (request.gpus == 0 && (request.gpu_milli != 0 || request.gpu_memory_mib != 0 || request.one_island)) {
+    throw UsageError("a request without GPUs cannot have a GPU fraction, GPU memory or an island");
   }
-  if (wanted.gpu_memory_mib < 0 || wanted.cpu_milli < 0 || wanted.memory_mib < 0) {
-    throw Misuse("no amount of a request is negative");
+  if (request.gpu_memory_mib < 0 || request.cpu_milli < 0 || request.memory_mib < 0) {
+    throw UsageError("a request cannot have negative amounts");
   }
-  return classes_.add(wanted);
+  return classes_.add(request);
 }
 
 const Node& Cluster::node(int node) const {
-  if (node < 0 || node >= static_cast<int>(nodes_.size()) || !nodes_[node].there) {
-    throw Misuse("there is no such node");
+  if (node < 0 || node >= static_cast<int>(nodes_.size()) || !nodes_[node].exists) {
+    throw UsageError("unknown node: " + std::to_string(node));
   }
   return nodes_[node];
 }
@@ -106,73 +108,75 @@ const Node& Cluster::node(int node) const {
 void Cluster::set_open(int node, bool open) {
   if (this->node(node).open == open) return;
   nodes_[node].open = open;
-  note_change(node);
+  record_change(node);
 }
 
 void Cluster::set_gpu(int node, int gpu, bool open, int memory_outside_mib) {
   if (gpu < 0 || gpu >= this->node(node).gpu_count || memory_outside_mib < 0) {
-    throw Misuse("there is no such GPU, or memory is negative");
+    throw UsageError("node " + std::to_string(node) + " has no GPU " + std::to_string(gpu) +
+                     ", or the memory is negative");
   }
   Node& changed = nodes_[node];
   if (changed.gpu_open(gpu) == open && changed.gpus[gpu].memory_outside_mib == memory_outside_mib) return;
   const auto bit = static_cast<uint16_t>(1 << gpu);
   changed.open_gpus = static_cast<uint16_t>(open ? changed.open_gpus | bit : changed.open_gpus & ~bit);
   changed.gpus[gpu].memory_outside_mib = memory_outside_mib;
-  note_change(node);
+  record_change(node);
 }
 
 void Cluster::take(int node, int request_class, uint32_t tenant, uint16_t gpus) {
-  const RequestClass& wanted = this->request_class(request_class);
-  if (tenant == 0) throw Misuse("tenants are numbers from 1");
-  this->node(node);  // throws when there is none
+  const RequestClass& request = this->request_class(request_class);
+  if (tenant == 0) throw UsageError("a tenant must be a number from 1");
+  this->node(node);  // throws if it does not exist
   Node& target = nodes_[node];
-  bool fits = target.free_cpu_milli >= wanted.cpu_milli && target.free_memory_mib >= wanted.memory_mib &&
-              count_of(gpus) == wanted.gpus && gpus >> target.gpu_count == 0;
+  bool fits = target.free_cpu_milli >= request.cpu_milli && target.free_memory_mib >= request.memory_mib &&
+              count_of(gpus) == request.gpus && gpus >> target.gpu_count == 0;
   for (int g = 0; fits && g < target.gpu_count; ++g) {
-    fits = (gpus >> g & 1) == 0 || has_room(target.gpus[g], wanted, tenant);
+    fits = (gpus >> g & 1) == 0 || has_capacity(target.gpus[g], request, tenant);
   }
-  if (!fits) throw Misuse("the request does not fit there");
-  target.free_cpu_milli -= wanted.cpu_milli;
-  target.free_memory_mib -= wanted.memory_mib;
+  if (!fits) throw UsageError("the request does not fit on node " + std::to_string(node));
+  target.free_cpu_milli -= request.cpu_milli;
+  target.free_memory_mib -= request.memory_mib;
   for (int g = 0; g < target.gpu_count; ++g) {
     if ((gpus >> g & 1) == 0) continue;
-    target.gpus[g].free_milli -= wanted.gpu_milli;
-    target.gpus[g].free_memory_mib -= wanted.gpu_memory_mib;
+    target.gpus[g].free_milli -= request.gpu_milli;
+    target.gpus[g].free_memory_mib -= request.gpu_memory_mib;
     target.gpus[g].tenant = tenant;
   }
-  if (wanted.gpus > 0) ++target.held[wanted.is_fraction() ? 0 : wanted.gpus];
-  note_change(node);
+  if (request.gpus > 0) ++target.held[request.is_fraction() ? 0 : request.gpus];
+  record_change(node);
 }
 
 void Cluster::release(int node, int request_class, uint16_t gpus) {
-  const RequestClass& wanted = this->request_class(request_class);
-  this->node(node);  // throws when there is none
+  const RequestClass& request = this->request_class(request_class);
+  this->node(node);  // throws if it does not exist
   Node& target = nodes_[node];
-  bool was_taken = count_of(gpus) == wanted.gpus && gpus >> target.gpu_count == 0 &&
-                   target.free_cpu_milli + wanted.cpu_milli <= target.cpu_milli &&
-                   target.free_memory_mib + wanted.memory_mib <= target.memory_mib;
-  for (int g = 0; was_taken && g < target.gpu_count; ++g) {
-    was_taken = (gpus >> g & 1) == 0 ||
-                (target.gpus[g].free_milli + wanted.gpu_milli <= kFullMilli &&
-                 target.gpus[g].free_memory_mib + wanted.gpu_memory_mib <= target.gpu_memory_mib);
+  bool is_held = count_of(gpus) == request.gpus && gpus >> target.gpu_count == 0 &&
+                 target.free_cpu_milli + request.cpu_milli <= target.cpu_milli &&
+                 target.free_memory_mib + request.memory_mib <= target.memory_mib;
+  for (int g = 0; is_held && g < target.gpu_count; ++g) {
+    is_held = (gpus >> g & 1) == 0 ||
+              (target.gpus[g].free_milli + request.gpu_milli <= kFullMilli &&
+               target.gpus[g].free_memory_mib + request.gpu_memory_mib <= target.gpu_memory_mib);
   }
-  uint16_t* held = wanted.gpus > 0 ? &target.held[wanted.is_fraction() ? 0 : wanted.gpus] : nullptr;
-  if (!was_taken || (held != nullptr && *held == 0)) throw Misuse("nothing like that was taken there");
+  uint16_t* held = request.gpus > 0 ? &target.held[request.is_fraction() ? 0 : request.gpus] : nullptr;
+  if (!is_held || (held != nullptr && *held == 0))
+    throw UsageError("no such request is held on node " + std::to_string(node));
   if (held != nullptr) --*held;
-  target.free_cpu_milli += wanted.cpu_milli;
-  target.free_memory_mib += wanted.memory_mib;
+  target.free_cpu_milli += request.cpu_milli;
+  target.free_memory_mib += request.memory_mib;
   for (int g = 0; g < target.gpu_count; ++g) {
     if ((gpus >> g & 1) == 0) continue;
-    target.gpus[g].free_milli += wanted.gpu_milli;
-    target.gpus[g].free_memory_mib += wanted.gpu_memory_mib;
+    target.gpus[g].free_milli += request.gpu_milli;
+    target.gpus[g].free_memory_mib += request.gpu_memory_mib;
     if (target.gpus[g].free_milli == kFullMilli) target.gpus[g].tenant = 0;
   }
-  note_change(node);
+  record_change(node);
 }
 
-void Cluster::note_change(int node) {
+void Cluster::record_change(int node) {
   ++nodes_[node].version;
-  log_[changes_++ % log_.size()] = node;
+  change_log_[change_count_++ % change_log_.size()] = node;
 }
 
 }  // namespace genie

@@ -1,4 +1,4 @@
-// The nodes and what is free on them. Not for: choosing among them.
+// The nodes and what is free on them. Does not choose among them.
 #pragma once
 
 #include <algorithm>
@@ -7,21 +7,21 @@
 #include <set>
 #include <vector>
 
-#include "numbered.h"
+#include "slot_table.h"
 #include "request.h"
 
 namespace genie {
 
-// What is free is what is accounted for.
+// Free amounts are as accounted for.
 struct Gpu {
   int free_milli = kFullMilli;
   int free_memory_mib = 0;
-  uint32_t tenant = 0;         // whose requests are on it; 0: nobody's
-  int memory_outside_mib = 0;  // used by processes outside of the cluster
+  uint32_t tenant = 0;         // of the requests on it; 0: none
+  int memory_outside_mib = 0;  // used by processes outside the cluster
   int usable_memory_mib() const { return std::max(free_memory_mib - memory_outside_mib, 0); }
 };
 
-// Sets of GPUs that have something in common; each is a number with a bit for each GPU.
+// Groups of GPUs with something in common; each is a bit mask.
 struct GpuGroups {
   std::array<uint16_t, kGpusMax> sets{};
   int count = 0;
@@ -29,28 +29,28 @@ struct GpuGroups {
   const uint16_t* end() const { return sets.data() + count; }
 };
 
-// What every decision touches comes first: nodes are often not in the cache.
+// Fields that every decision reads come first: nodes are often not in the CPU cache.
 struct alignas(64) Node {
   int free_cpu_milli = 0;
   int free_memory_mib = 0;
   int cpu_milli = 0;
   int memory_mib = 0;
-  int gpu_memory_mib = 0;  // of each of its GPUs
+  int gpu_memory_mib = 0;  // per GPU
   int gpu_count = 0;
   int model = 0;
   uint32_t rank = 0;     // the lower one wins a tie
   uint32_t version = 0;  // grows with every change
   bool open = true;
-  bool there = true;            // false: the number is nobody's; then it is closed, too
-  uint16_t open_gpus = 0xffff;  // bit g: something may be placed on GPU g
-  // How many requests are on it: [0] fractions, [j] those of j whole GPUs.
+  bool exists = true;           // false: the number is unused; then it is closed, too
+  uint16_t open_gpus = 0xffff;  // bit g: GPU g accepts placements
+  // Number of requests on it: [0] fractions, [j] those of j whole GPUs.
   std::array<uint16_t, kGpusMax + 1> held{};
   std::array<Gpu, kGpusMax> gpus;
   std::array<uint8_t, kGpusMax> island_of{};
   std::array<uint8_t, kGpusMax> numa_of{};
-  GpuGroups islands;  // the GPUs of each NVLink island
-  GpuGroups numas;    // of each NUMA node
-  GpuGroups corners;  // of each NUMA node in each island
+  GpuGroups islands;       // the GPUs of each NVLink island
+  GpuGroups numas;         // the GPUs of each NUMA node
+  GpuGroups numa_islands;  // of each NUMA node within each island
 
   bool gpu_open(int gpu) const { return (open_gpus >> gpu & 1) != 0; }
   int free_gpu_milli() const {
@@ -67,63 +67,66 @@ struct alignas(64) Node {
 
 class Cluster {
  public:
-  // Its free parts, groups and holds are set here. Numbers that were given back are given out first.
+  // Sets its free amounts, groups and holds. The lowest free number is reused first.
   int add_node(const Node& node);
   int next_number() const;
-  // Nothing may be held there. Sets and classes that had it have it no longer.
+  // Nothing may be held there. Removes it from node sets and request classes.
   void drop_node(int node);
-  int add_class(const RequestClass& wanted);
+  int add_class(const RequestClass& request);
   void drop_class(int number) { classes_.drop(number); }
-  int add_set(const NodeSet& nodes) { return sets_.add(nodes); }
-  void drop_set(int number) { sets_.drop(number); }
+  int add_node_set(const NodeSet& nodes) { return node_sets_.add(nodes); }
+  void drop_node_set(int number) { node_sets_.drop(number); }
   void set_open(int node, bool open);
   void set_gpu(int node, int gpu, bool open, int memory_outside_mib);
-  // About what is there: it minds amounts and tenants, and nothing else that choosing minds.
+  // Records resources that are in use. Checks amounts and tenants only, not the other constraints.
   void take(int node, int request_class, uint32_t tenant, uint16_t gpus);
   void release(int node, int request_class, uint16_t gpus);
 
-  // By number, those that are not there too.
+  // By number, including unused numbers.
   const std::vector<Node>& nodes() const { return nodes_; }
   const Node& node(int node) const;
   const RequestClass& request_class(int number) const { return classes_.get(number); }
-  const NodeSet& node_set(int number) const { return sets_.get(number); }
+  const NodeSet& node_set(int number) const { return node_sets_.get(number); }
   NodeSet all_nodes() const;
-  // Node numbers in the order of their changes, from the beginning; a reader remembers how far it has read.
-  // Only the last changes are kept: see changes_kept_from().
-  uint64_t changes() const { return changes_; }
-  uint64_t changes_kept_from() const { return changes_ > log_.size() ? changes_ - log_.size() : 0; }
-  int changed(uint64_t number) const { return log_[number % log_.size()]; }
+  // The log of changed nodes; a reader remembers its position. Only the last changes are kept: see
+  // changes_kept_from().
+  uint64_t changes() const { return change_count_; }
+  uint64_t changes_kept_from() const {
+    return change_count_ > change_log_.size() ? change_count_ - change_log_.size() : 0;
+  }
+  int changed(uint64_t number) const { return change_log_[number % change_log_.size()]; }
 
  private:
-  void note_change(int node);
+  void record_change(int node);
 
   std::vector<Node> nodes_;
   std::set<int> free_numbers_;
-  Numbered<RequestClass> classes_{"request class", size_t{1} << 16};
-  Numbered<NodeSet> sets_{"node set", size_t{1} << 14};
-  std::vector<int> log_ = std::vector<int>(4096);
-  uint64_t changes_ = 0;
+  SlotTable<RequestClass> classes_{"request class", size_t{1} << 16};
+  SlotTable<NodeSet> node_sets_{"node set", size_t{1} << 14};
+  std::vector<int> change_log_ = std::vector<int>(4096);
+  uint64_t change_count_ = 0;
 };
 
-// Everything but the GPUs themselves: is it open, allowed, of the right model, with CPU and memory enough?
-inline bool fits_beside_gpus(const Node& node, size_t number, const RequestClass& wanted) {
-  if (!node.open || node.free_cpu_milli < wanted.cpu_milli || node.free_memory_mib < wanted.memory_mib) {
+// Whether the node is open, allowed, of the right model, and has enough CPU and memory.
+inline bool fits_except_gpus(const Node& node, size_t number, const RequestClass& request) {
+  if (!node.open || node.free_cpu_milli < request.cpu_milli || node.free_memory_mib < request.memory_mib) {
     return false;
   }
-  if (wanted.gpus == 0) return wanted.allows_node(number);
-  return wanted.gpus <= node.gpu_count && (wanted.models >> node.model & 1) != 0 &&
-         wanted.allows_node(number);
+  if (request.gpus == 0) return request.allows_node(number);
+  return request.gpus <= node.gpu_count && (request.models >> node.model & 1) != 0 &&
+         request.allows_node(number);
 }
 
-// As accounted for. Two tenants never share a GPU.
-inline bool has_room(const Gpu& gpu, const RequestClass& wanted, uint32_t tenant) {
-  return gpu.free_milli >= wanted.gpu_milli && gpu.free_memory_mib >= wanted.gpu_memory_mib &&
+// By the accounted amounts. Two tenants never share a GPU.
+inline bool has_capacity(const Gpu& gpu, const RequestClass& request, uint32_t tenant) {
+  return gpu.free_milli >= request.gpu_milli && gpu.free_memory_mib >= request.gpu_memory_mib &&
          (gpu.tenant == 0 || gpu.tenant == tenant);
 }
 
-inline bool fits_gpu(const Node& node, int gpu, const RequestClass& wanted, uint32_t tenant) {
-  return ((node.open_gpus & wanted.only_gpus) >> gpu & 1) != 0 && has_room(node.gpus[gpu], wanted, tenant) &&
-         node.gpus[gpu].usable_memory_mib() >= wanted.gpu_memory_mib;
+inline bool fits_gpu(const Node& node, int gpu, const RequestClass& request, uint32_t tenant) {
+  return ((node.open_gpus & request.only_gpus) >> gpu & 1) != 0 &&
+         has_capacity(node.gpus[gpu], request, tenant) &&
+         node.gpus[gpu].usable_memory_mib() >= request.gpu_memory_mib;
 }
 
 }  // namespace genie

@@ -7,64 +7,64 @@
 namespace genie {
 namespace {
 
-// In the order of the doubles, of which -0 and 0 are one.
-uint64_t ordered(double cost) {
+// Maps costs to integers of the same order; -0 equals 0.
+uint64_t ordered_bits(double cost) {
   constexpr uint64_t kSign = uint64_t{1} << 63;
   const auto bits = std::bit_cast<uint64_t>(cost + 0.0);
   return (bits & kSign) != 0 ? ~bits : bits | kSign;
 }
 
-// A node that can take a worker, and its judgement as numbers that compare without a branch: which of two
-// nodes is the better one cannot be guessed.
-struct Open {
+// A node that fits a worker, with its evaluation as integers that compare without branches, which would be
+// mispredicted.
+struct OpenNode {
   uint64_t cost;
   uint64_t tie;
   int node;
   uint16_t gpus;
 
-  bool operator<(const Open& other) const {
-    const bool sooner = (tie < other.tie) | ((tie == other.tie) & (node < other.node));
-    return (cost < other.cost) | ((cost == other.cost) & sooner);
+  bool operator<(const OpenNode& other) const {
+    const bool is_first = (tie < other.tie) | ((tie == other.tie) & (node < other.node));
+    return (cost < other.cost) | ((cost == other.cost) & is_first);
   }
 };
 
 }  // namespace
 
-GangPlacer::GangPlacer(Cluster& cluster, Policy& policy, Row& row, const Gang& gang)
+GangPlacer::GangPlacer(Cluster& cluster, Policy& policy, ClassEvaluations& evaluations, const Gang& gang)
     : cluster_(cluster),
       policy_(policy),
-      row_(row),
+      evaluations_(evaluations),
       gang_(gang),
-      blocks_(static_cast<int>(row.block_best.size())) {
-  if (!gang.spread) Rows::count_room(row, cluster);
+      blocks_(static_cast<int>(evaluations.block_best.size())) {
+  if (!gang.spread) EvaluationCache::compute_capacity(evaluations, cluster);
 }
 
 std::optional<std::vector<Choice>> GangPlacer::place(const std::vector<const NodeSet*>& domains,
                                                      const NodeSet* among) {
   std::vector<Domain> order;
   for (int index = 0; index < static_cast<int>(domains.size()); ++index) {
-    const int64_t room = room_in(domains[index], among);
-    if (room >= gang_.least()) order.push_back({room, index});
+    const int64_t capacity = capacity_in(domains[index], among);
+    if (capacity >= gang_.minimum()) order.push_back({capacity, index});
   }
   std::sort(order.begin(), order.end());
   for (const Domain& domain : order) {
-    if (domain.room < gang_.workers) continue;
+    if (domain.capacity < gang_.workers) continue;
     fill(domains[domain.index], among, gang_.workers);
     if (static_cast<int>(places_.size()) == gang_.workers) return std::move(places_);
-    give_back();
+    release_all();
   }
-  if (gang_.least() == gang_.workers) return std::nullopt;
+  if (gang_.minimum() == gang_.workers) return std::nullopt;
   int most = 0;
   int where = -1;
-  for (auto domain = order.rbegin(); domain != order.rend() && domain->room >= most; ++domain) {
+  for (auto domain = order.rbegin(); domain != order.rend() && domain->capacity >= most; ++domain) {
     fill(domains[domain->index], among, gang_.workers);
     if (static_cast<int>(places_.size()) >= most) {
       most = static_cast<int>(places_.size());
       where = domain->index;
     }
-    give_back();
+    release_all();
   }
-  if (most < gang_.least()) return std::nullopt;
+  if (most < gang_.minimum()) return std::nullopt;
   fill(domains[where], among, most);
   return std::move(places_);
 }
@@ -74,62 +74,63 @@ uint64_t GangPlacer::word(const NodeSet* domain, const NodeSet* among, int block
   return among != nullptr ? word & among->word(block) : word;
 }
 
-int64_t GangPlacer::room_in(const NodeSet* domain, const NodeSet* among) const {
-  int64_t room = 0;
+int64_t GangPlacer::capacity_in(const NodeSet* domain, const NodeSet* among) const {
+  int64_t capacity = 0;
   for (int block = 0; block < blocks_; ++block) {
-    if (!row_.block_best[block].fits()) continue;
+    if (!evaluations_.block_best[block].fits()) continue;
     for (uint64_t left = word(domain, among, block); left != 0; left &= left - 1) {
       const int node = block * kBlock + std::countr_zero(left);
-      room += gang_.spread ? static_cast<int>(row_.at(node).fits()) : row_.room[node];
+      capacity += gang_.spread ? static_cast<int>(evaluations_.at(node).fits()) : evaluations_.capacity[node];
     }
   }
-  return room;
+  return capacity;
 }
 
-// The row is left as it is: only nodes that take workers change, and those are judged here. It catches up
-// when it is asked again.
+// Does not update the evaluations: only nodes that get workers change, and those are evaluated here.
 void GangPlacer::fill(const NodeSet* domain, const NodeSet* among, int workers) {
-  const RequestClass& wanted = cluster_.request_class(gang_.request_class);
-  std::array<Open, kBlock> fitting;  // of a block
-  std::vector<Open> open;
+  const RequestClass& request = cluster_.request_class(gang_.request_class);
+  std::array<OpenNode, kBlock> fitting;  // in one block
+  std::vector<OpenNode> open;
   for (int block = 0; block < blocks_; ++block) {
-    if (!row_.block_best[block].fits()) continue;
+    if (!evaluations_.block_best[block].fits()) continue;
     size_t count = 0;
     for (uint64_t left = word(domain, among, block); left != 0; left &= left - 1) {
       const int node = block * kBlock + std::countr_zero(left);
-      fitting[count] = {ordered(row_.cost[node]), row_.tie[node], node, row_.gpus[node]};
-      count += static_cast<size_t>(row_.at(node).fits());
+      fitting[count] = {ordered_bits(evaluations_.cost[node]), evaluations_.tie[node], node,
+                        evaluations_.gpus[node]};
+      count += static_cast<size_t>(evaluations_.at(node).fits());
     }
     open.insert(open.end(), fitting.begin(), fitting.begin() + static_cast<std::ptrdiff_t>(count));
   }
   const auto most = static_cast<size_t>(workers);
-  if (open.size() > most) {  // each takes one at least
+  if (open.size() > most) {  // each holds at least one
     std::nth_element(open.begin(), open.begin() + workers, open.end());
     open.resize(most);
   }
   std::sort(open.begin(), open.end());
-  std::vector<Open> again;  // have taken one, and could take another
+  std::vector<OpenNode> reusable;  // nodes that got a worker and fit another
   places_.clear();
   places_.reserve(most);
   for (auto next = open.begin(); places_.size() < most;) {
-    const auto used = std::min_element(again.begin(), again.end());
-    const bool is_used = used != again.end() && (next == open.end() || *used < *next);
+    const auto used = std::min_element(reusable.begin(), reusable.end());
+    const bool is_used = used != reusable.end() && (next == open.end() || *used < *next);
     if (!is_used && next == open.end()) return;
-    const Open best = is_used ? *used : *next;
+    const OpenNode best = is_used ? *used : *next;
     if (is_used) {
-      again.erase(used);
+      reusable.erase(used);
     } else {
       ++next;
     }
     places_.push_back({best.node, best.gpus});
     cluster_.take(best.node, gang_.request_class, gang_.tenant, best.gpus);
     if (gang_.spread) continue;
-    const std::optional<Candidate> found = policy_.judge(cluster_, best.node, wanted, row_.tenant);
-    if (found) again.push_back({ordered(found->cost), found->tie, best.node, found->gpus});
+    const std::optional<Candidate> found =
+        policy_.evaluate(cluster_, best.node, request, evaluations_.tenant);
+    if (found) reusable.push_back({ordered_bits(found->cost), found->tie, best.node, found->gpus});
   }
 }
 
-void GangPlacer::give_back() {
+void GangPlacer::release_all() {
   for (auto place = places_.rbegin(); place != places_.rend(); ++place) {
     cluster_.release(place->node, gang_.request_class, place->gpus);
   }

@@ -19,8 +19,8 @@ uint16_t lowest(uint16_t gpus, int count) {
   return chosen;
 }
 
-// Islands that are used anyway first, then the smallest that is enough, then the largest.
-uint16_t in_few_islands(const Node& node, uint16_t sure, uint16_t equal, int count) {
+// Islands of `fixed` first, then the smallest sufficient one, then the largest.
+uint16_t in_fewest_islands(const Node& node, uint16_t fixed, uint16_t equal, int count) {
   uint16_t chosen = 0;
   uint16_t left = equal;
   while (count > 0) {
@@ -33,7 +33,7 @@ uint16_t in_few_islands(const Node& node, uint16_t sure, uint16_t equal, int cou
       const int first = std::countr_zero(members);
       std::tuple<int, int, int> key{2, -size, first};
       if (size >= count) key = {1, size, first};
-      if ((island & sure) != 0) key = {0, 0, first};
+      if ((island & fixed) != 0) key = {0, 0, first};
       if (key < least) {
         least = key;
         next = members;
@@ -47,29 +47,29 @@ uint16_t in_few_islands(const Node& node, uint16_t sure, uint16_t equal, int cou
   return chosen;
 }
 
-// The smallest of the groups that has enough of the equal ones, and all that are sure; 0 when there is none.
-uint16_t smallest_enough(const GpuGroups& groups, uint16_t sure, uint16_t equal, int count) {
+// The smallest group with enough of the equal GPUs and all fixed ones; 0 if there is none.
+uint16_t smallest_sufficient(const GpuGroups& groups, uint16_t fixed, uint16_t equal, int count) {
   uint16_t found = 0;
   const auto key = [](uint16_t gpus) { return std::pair(count_of(gpus), std::countr_zero(gpus)); };
   for (uint16_t group : groups) {
     const auto members = static_cast<uint16_t>(group & equal);
-    if (members == 0 || count_of(members) < count || (sure & ~group) != 0) continue;
+    if (members == 0 || count_of(members) < count || (fixed & ~group) != 0) continue;
     if (found == 0 || key(members) < key(found)) found = members;
   }
   return found;
 }
 
-// So many of the equal ones, near to each other and to those that are sure.
-uint16_t nearest(const Node& node, uint16_t sure, uint16_t equal, int count) {
-  if (node.corners.count <= 1) return lowest(equal, count);
-  for (const GpuGroups* groups : {&node.corners, &node.islands, &node.numas}) {
-    const uint16_t found = smallest_enough(*groups, sure, equal, count);
-    if (found != 0) return in_few_islands(node, sure, found, count);
+// `count` of the equal GPUs, close to each other and to the fixed ones.
+uint16_t closest(const Node& node, uint16_t fixed, uint16_t equal, int count) {
+  if (node.numa_islands.count <= 1) return lowest(equal, count);
+  for (const GpuGroups* groups : {&node.numa_islands, &node.islands, &node.numas}) {
+    const uint16_t found = smallest_sufficient(*groups, fixed, equal, count);
+    if (found != 0) return in_fewest_islands(node, fixed, found, count);
   }
-  return in_few_islands(node, sure, equal, count);
+  return in_fewest_islands(node, fixed, equal, count);
 }
 
-uint16_t tightest_of(const Node& node, uint16_t usable, int count) {
+uint16_t tightest_among(const Node& node, uint16_t usable, int count) {
   if (count_of(usable) < count) return 0;
   std::array<int, kGpusMax> free;
   int size = 0;
@@ -78,14 +78,14 @@ uint16_t tightest_of(const Node& node, uint16_t usable, int count) {
   }
   std::nth_element(free.begin(), free.begin() + (count - 1), free.begin() + size);
   const int limit = free[count - 1];
-  uint16_t sure = 0;
+  uint16_t fixed = 0;
   uint16_t equal = 0;
   for (uint16_t left = usable; left != 0; left &= static_cast<uint16_t>(left - 1)) {
     const int g = std::countr_zero(left);
-    if (node.gpus[g].free_milli < limit) sure |= static_cast<uint16_t>(1 << g);
+    if (node.gpus[g].free_milli < limit) fixed |= static_cast<uint16_t>(1 << g);
     if (node.gpus[g].free_milli == limit) equal |= static_cast<uint16_t>(1 << g);
   }
-  return static_cast<uint16_t>(sure | nearest(node, sure, equal, count - count_of(sure)));
+  return static_cast<uint16_t>(fixed | closest(node, fixed, equal, count - count_of(fixed)));
 }
 
 int free_milli_of(const Node& node, uint16_t gpus) {
@@ -97,23 +97,23 @@ int free_milli_of(const Node& node, uint16_t gpus) {
 
 }  // namespace
 
-uint16_t usable_gpus(const Node& node, const RequestClass& wanted, uint32_t tenant) {
+uint16_t usable_gpus(const Node& node, const RequestClass& request, uint32_t tenant) {
   uint16_t usable = 0;
   for (int g = 0; g < node.gpu_count; ++g) {
-    if (fits_gpu(node, g, wanted, tenant)) usable |= static_cast<uint16_t>(1 << g);
+    if (fits_gpu(node, g, request, tenant)) usable |= static_cast<uint16_t>(1 << g);
   }
   return usable;
 }
 
-uint16_t tightest_gpus(const Node& node, const RequestClass& wanted, uint32_t tenant) {
-  if (wanted.gpus == 0) return 0;
-  const uint16_t usable = usable_gpus(node, wanted, tenant);
-  if (!wanted.one_island) return tightest_of(node, usable, wanted.gpus);
+uint16_t tightest_gpus(const Node& node, const RequestClass& request, uint32_t tenant) {
+  if (request.gpus == 0) return 0;
+  const uint16_t usable = usable_gpus(node, request, tenant);
+  if (!request.one_island) return tightest_among(node, usable, request.gpus);
   uint16_t best = 0;
   std::pair<int, int> least;
   for (uint16_t island : node.islands) {
     const auto members = static_cast<uint16_t>(usable & island);
-    const uint16_t found = tightest_of(node, members, wanted.gpus);
+    const uint16_t found = tightest_among(node, members, request.gpus);
     if (found == 0) continue;
     const std::pair key(free_milli_of(node, found), count_of(members));
     if (best == 0 || key < least) {
@@ -124,29 +124,30 @@ uint16_t tightest_gpus(const Node& node, const RequestClass& wanted, uint32_t te
   return best;
 }
 
-uint16_t nearest_like(const Node& node, uint16_t alike) { return nearest(node, 0, alike, 1); }
+uint16_t closest_of_equal(const Node& node, uint16_t equal_gpus) { return closest(node, 0, equal_gpus, 1); }
 
-int room_on(const Node& node, const RequestClass& wanted, uint32_t tenant) {
-  int room = kRoomMax;
-  if (wanted.cpu_milli > 0) room = std::min(room, node.free_cpu_milli / wanted.cpu_milli);
-  if (wanted.memory_mib > 0) room = std::min(room, node.free_memory_mib / wanted.memory_mib);
-  if (wanted.gpus == 0) return room;
+int request_capacity(const Node& node, const RequestClass& request, uint32_t tenant) {
+  int capacity = kCapacityMax;
+  if (request.cpu_milli > 0) capacity = std::min(capacity, node.free_cpu_milli / request.cpu_milli);
+  if (request.memory_mib > 0) capacity = std::min(capacity, node.free_memory_mib / request.memory_mib);
+  if (request.gpus == 0) return capacity;
   std::array<int, kGpusMax> times{};
   for (int g = 0; g < node.gpu_count; ++g) {
-    if (!fits_gpu(node, g, wanted, tenant)) continue;
-    times[g] = node.gpus[g].free_milli / wanted.gpu_milli;
-    if (wanted.gpu_memory_mib > 0) {
-      times[g] = std::min(times[g], node.gpus[g].usable_memory_mib() / wanted.gpu_memory_mib);
+    if (!fits_gpu(node, g, request, tenant)) continue;
+    times[g] = node.gpus[g].free_milli / request.gpu_milli;
+    if (request.gpu_memory_mib > 0) {
+      times[g] = std::min(times[g], node.gpus[g].usable_memory_mib() / request.gpu_memory_mib);
     }
   }
-  if (!wanted.one_island) return std::min(room, std::accumulate(times.begin(), times.end(), 0) / wanted.gpus);
+  if (!request.one_island)
+    return std::min(capacity, std::accumulate(times.begin(), times.end(), 0) / request.gpus);
   int sum = 0;
   for (uint16_t island : node.islands) {
     int in_island = 0;
     for (int g = 0; g < node.gpu_count; ++g) in_island += (island >> g & 1) * times[g];
-    sum += in_island / wanted.gpus;
+    sum += in_island / request.gpus;
   }
-  return std::min(room, sum);
+  return std::min(capacity, sum);
 }
 
 }  // namespace genie

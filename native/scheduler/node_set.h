@@ -1,4 +1,4 @@
-// Some of the nodes.
+// A set of nodes as a bit set.
 #pragma once
 
 #include <cstdint>

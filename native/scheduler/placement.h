@@ -1,4 +1,4 @@
-// The placement core: a cluster, a policy, and what the policy has learned. One writer; no locks.
+// The placer: a cluster, a policy, and what the policy has learned. Not thread-safe.
 #pragma once
 
 #include <memory>
@@ -7,11 +7,11 @@
 #include <vector>
 
 #include "cluster.h"
-#include "dice.h"
+#include "seeded_random.h"
 #include "gang.h"
 #include "policy.h"
-#include "rows.h"
-#include "supply.h"
+#include "evaluation_cache.h"
+#include "supply_policy.h"
 
 namespace genie {
 
@@ -22,41 +22,41 @@ class Placement {
 
   Cluster& cluster() { return cluster_; }
   const Cluster& cluster() const { return cluster_; }
-  // A request has arrived. Once each, however often it is tried.
+  // Records the arrival of a request; call it once per request.
   void observe(int request_class, uint32_t tenant);
-  // `among` is a node set, as are `domains`; one of these must take all.
+  // `among` and `domains` are node sets; one of the domains must hold the whole gang.
   std::optional<Choice> choose(int request_class, uint32_t tenant, std::optional<int> among);
   std::optional<Choice> place(int request_class, uint32_t tenant, std::optional<int> among);
   std::optional<std::vector<Choice>> place_gang(const Gang& gang,
                                                 const std::optional<std::vector<int>>& domains,
                                                 std::optional<int> among);
   void drop_class(int request_class);
-  // Does ahead what the next decisions would have to do, `budget` judgements of it; true when all is done.
+  // Precomputes what the next choices need, with `budget` evaluations; true if nothing is left.
   bool refresh(int64_t budget);
 
  private:
-  // What was learned and what follows from it.
-  struct Lesson {
+  // A policy with what it has learned, and its evaluations of the nodes.
+  struct LearnedState {
     std::unique_ptr<Policy> policy;
-    Supply* supply = nullptr;  // the same object, when it is one that learns
-    Rows rows;
+    SupplyPolicy* supply = nullptr;  // the same object if the policy learns
+    EvaluationCache cache;
   };
 
-  bool is_lesson_due();
-  std::unique_ptr<Lesson> learn();
-  void learn_if_late();
-  std::optional<Choice> choose_at_random(const RequestClass& wanted, uint32_t tenant, const NodeSet* among);
+  bool is_update_due();
+  std::unique_ptr<LearnedState> learn();
+  void update_if_overdue();
+  std::optional<Choice> choose_at_random(const RequestClass& request, uint32_t tenant, const NodeSet* among);
 
   Cluster cluster_;
   SupplyOptions options_;
-  bool random_ = false;
-  bool is_refreshed_ = false;  // somebody calls refresh(), so lessons are prepared there
-  std::unique_ptr<Lesson> lesson_;
-  std::unique_ptr<Lesson> next_;
-  std::vector<RequestClass> history_;  // a ring; without their nodes and GPUs, which nobody learns from
+  bool is_random_ = false;
+  bool is_refreshed_ = false;  // refresh() is used, so updates are prepared there
+  std::unique_ptr<LearnedState> current_;
+  std::unique_ptr<LearnedState> next_;
+  std::vector<RequestClass> history_;  // a ring buffer, without allowed nodes and GPUs
   uint64_t observed_ = 0;
-  uint64_t due_ = 0;
-  Dice dice_;
+  uint64_t update_due_ = 0;
+  SeededRandom random_source_;
 };
 
 }  // namespace genie

@@ -1,4 +1,4 @@
-// How good a place is. One object a policy; a policy that learns makes a new object when it has learned.
+// Rates places. A policy that learns is replaced by a new object when it has learned.
 #pragma once
 
 #include <memory>
@@ -13,13 +13,13 @@ namespace genie {
 class Policy {
  public:
   virtual ~Policy() = default;
-  // The best GPUs of this node for the request. Depends on nothing but its arguments and what was learned,
-  // so that an answer holds until the node changes.
-  virtual std::optional<Candidate> judge(const Cluster& cluster, int node, const RequestClass& wanted,
-                                         uint32_t tenant) = 0;
+  // The best GPUs of this node for the request. Depends only on its arguments and what was learned, so a
+  // result is valid until the node changes.
+  virtual std::optional<Candidate> evaluate(const Cluster& cluster, int node, const RequestClass& request,
+                                            uint32_t tenant) = 0;
 };
 
-// A shape of request that is common in a workload, with its share of all requests.
+// A common kind of request and its share of all requests.
 struct TypicalShape {
   int gpus = 0;
   int gpu_milli = 0;
@@ -34,8 +34,8 @@ std::unique_ptr<Policy> make_packing();
 std::unique_ptr<Policy> make_bestfit();
 std::unique_ptr<Policy> make_fgd(std::vector<TypicalShape> typical);
 
-// Integer scores from 0 to 100, the higher the better; the node's rank decides ties.
-inline Candidate scored(int score, const Node& node, uint16_t gpus) {
+// Integer scores from 0 to 100, higher is better; the node's rank breaks ties.
+inline Candidate scored_candidate(int score, const Node& node, uint16_t gpus) {
   return {-static_cast<double>(score), node.rank, gpus};
 }
 

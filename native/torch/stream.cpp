@@ -12,9 +12,9 @@ namespace genie {
 
 namespace {
 
-class BareStream final : public Stream {
+class PlaintextStream final : public Stream {
  public:
-  explicit BareStream(std::shared_ptr<Socket> socket) : socket_(std::move(socket)) {}
+  explicit PlaintextStream(std::shared_ptr<Socket> socket) : socket_(std::move(socket)) {}
 
   size_t read_some(void* into, size_t size, int64_t timeout_us) override {
     if (size == 0) return 0;
@@ -23,7 +23,7 @@ class BareStream final : public Stream {
       socket_->check_open();
       ssize_t got = socket_->receive(into, size);
       if (got > 0) return static_cast<size_t>(got);
-      if (got == 0) throw ConnectionLost("the peer has closed the connection");
+      if (got == 0) throw ConnectionLost("the peer closed the connection");
       check_would_block();
     } while (socket_->wait(POLLIN, deadline));
     return 0;
@@ -44,15 +44,15 @@ class BareStream final : public Stream {
   bool encrypted() const override { return false; }
 
   std::unique_ptr<Stream> without_tls(int64_t) override {
-    throw std::logic_error("this connection has no TLS to end");
+    throw std::logic_error("this connection has no TLS to shut down");
   }
 
  private:
-  // A negative result of the last call: goes on when that only meant "not now".
+  // After a failed call: returns if it would only have blocked, throws otherwise.
   void check_would_block() const {
     int error = errno;
     if (would_block(error)) return;
-    socket_->check_open();  // what this side did itself is the better reason
+    socket_->check_open();  // a local shutdown is the better reason
     throw ConnectionLost("the connection broke: " + error_text(error));
   }
 
@@ -61,32 +61,32 @@ class BareStream final : public Stream {
 
 }  // namespace
 
-std::unique_ptr<Stream> Stream::bare(int fd) { return bare_stream(std::make_shared<Socket>(fd)); }
+std::unique_ptr<Stream> Stream::plaintext(int fd) { return plaintext_stream(std::make_shared<Socket>(fd)); }
 
-std::unique_ptr<Stream> bare_stream(std::shared_ptr<Socket> socket) {
-  return std::make_unique<BareStream>(std::move(socket));
+std::unique_ptr<Stream> plaintext_stream(std::shared_ptr<Socket> socket) {
+  return std::make_unique<PlaintextStream>(std::move(socket));
 }
 
 void Stream::read_exactly(void* into, size_t size, int64_t timeout_us) {
   Deadline deadline(timeout_us);
   auto* next = static_cast<char*>(into);
   for (size_t left = size; left > 0;) {
-    size_t got = read_some(next, left, deadline.left_us());
+    size_t got = read_some(next, left, deadline.remaining_us());
     if (got == 0) {
-      throw ConnectionLost("the peer sent " + std::to_string(size - left) + " of " + std::to_string(size) +
-                           " bytes in time");
+      throw ConnectionLost("timeout: the peer sent " + std::to_string(size - left) + " of " +
+                           std::to_string(size) + " bytes");
     }
     next += got;
     left -= got;
   }
 }
 
-size_t Stream::read_soon(void* into, size_t size, int64_t timeout_us, int64_t spin_us) {
+size_t Stream::read_spinning(void* into, size_t size, int64_t timeout_us, int64_t spin_us) {
   if (timeout_us >= 0) spin_us = std::min(spin_us, timeout_us);
   Deadline spinning(std::max<int64_t>(spin_us, 0));
   do {
     if (size_t got = read_some(into, size, 0)) return got;
-  } while (spinning.left_us() > 0);
+  } while (spinning.remaining_us() > 0);
   return timeout_us != 0 ? read_some(into, size, timeout_us) : 0;
 }
 
@@ -103,10 +103,10 @@ void Stream::write_all(const void* from, size_t size, int64_t timeout_us, int64_
       continue;
     }
     if (!spinning) spinning.emplace(spin_us);
-    if (spinning->left_us() > 0) continue;
-    if (!wait_writable(deadline.left_us())) {
-      throw ConnectionLost("the peer took " + std::to_string(size - left) + " of " + std::to_string(size) +
-                           " bytes in time");
+    if (spinning->remaining_us() > 0) continue;
+    if (!wait_writable(deadline.remaining_us())) {
+      throw ConnectionLost("timeout: the peer received " + std::to_string(size - left) + " of " +
+                           std::to_string(size) + " bytes");
     }
   }
 }

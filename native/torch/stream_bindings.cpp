@@ -17,9 +17,9 @@ namespace genie {
 
 namespace {
 
-constexpr int64_t SIGNALS_EVERY_US = 200'000;
+constexpr int64_t SIGNAL_CHECK_INTERVAL_US = 200'000;
 
-// What Python holds. Closing lets go of the stream; a thread that is still in a call keeps it meanwhile.
+// The Python object. close() releases the stream; a thread that is still in a call keeps it until it returns.
 struct StreamObject {
   std::shared_ptr<Stream> stream;
 
@@ -29,7 +29,7 @@ struct StreamObject {
   }
 };
 
-// The memory of any object that has some: bytes, bytearray, memoryview, an array.
+// The buffer of a Python object: bytes, bytearray, memoryview, an array.
 class Memory {
  public:
   explicit Memory(py::handle object) {
@@ -49,7 +49,7 @@ class Memory {
 int64_t microseconds(std::optional<double> timeout_s) {
   constexpr double YEAR_S = 365.0 * 86400;
   if (!timeout_s || *timeout_s > YEAR_S) return -1;
-  if (!(*timeout_s >= 0)) throw py::value_error("a timeout is a number from 0, or None");
+  if (!(*timeout_s >= 0)) throw py::value_error("timeout_s must be a number >= 0, or None");
   return static_cast<int64_t>(*timeout_s * 1e6);
 }
 
@@ -59,7 +59,7 @@ auto without_gil(Work work) {
   return work();
 }
 
-StreamObject bare(int fd) { return {Stream::bare(fd)}; }
+StreamObject plaintext(int fd) { return {Stream::plaintext(fd)}; }
 
 StreamObject tls_client(int fd, const std::vector<py::bytes>& ca_der, const std::string& server_name,
                         std::optional<double> timeout_s) {
@@ -85,12 +85,13 @@ py::bytes read_exactly(const StreamObject& self, size_t count, std::optional<dou
   char* into = PyBytes_AS_STRING(bytes.ptr());
   Deadline deadline(timeout_us);
   for (size_t got = 0; got < count;) {
-    int64_t left_us = deadline.left_us();
-    int64_t slice_us = left_us < 0 ? SIGNALS_EVERY_US : std::min(left_us, SIGNALS_EVERY_US);
+    int64_t remaining_us = deadline.remaining_us();
+    int64_t slice_us =
+        remaining_us < 0 ? SIGNAL_CHECK_INTERVAL_US : std::min(remaining_us, SIGNAL_CHECK_INTERVAL_US);
     size_t some = without_gil([&] { return stream->read_some(into + got, count - got, slice_us); });
-    if (some == 0 && left_us == 0) {
-      throw ConnectionLost("the peer sent " + std::to_string(got) + " of " + std::to_string(count) +
-                           " bytes in time");
+    if (some == 0 && remaining_us == 0) {
+      throw ConnectionLost("timeout: the peer sent " + std::to_string(got) + " of " + std::to_string(count) +
+                           " bytes");
     }
     if (PyErr_CheckSignals() != 0) throw py::error_already_set();
     got += some;
@@ -122,7 +123,7 @@ void close(StreamObject& self) {
   self.stream.reset();
 }
 
-// Python's ssl module may not be there at all; TLS then asks for OpenSSL by its usual names.
+// Python's ssl module may be missing; OpenSSL is then searched by its usual names.
 void use_pythons_openssl() {
   try {
     openssl::use_openssl_of(py::module_::import("_ssl").attr("__file__").cast<std::string>());
@@ -138,7 +139,7 @@ void bind_stream(py::module_& module) {
   py::register_local_exception<ConnectionLost>(module, "ConnectionLost", PyExc_ConnectionError);
   py::register_local_exception<TlsRefused>(module, "TlsRefused", PyExc_ConnectionError);
   py::class_<StreamObject>(module, "Stream", py::module_local())
-      .def_static("bare", &bare, py::arg("fd"))
+      .def_static("plaintext", &plaintext, py::arg("fd"))
       .def_static("tls_client", &tls_client, py::arg("fd"), py::arg("ca_der"), py::arg("server_name"),
                   py::arg("timeout_s"))
       .def_static("tls_server", &tls_server, py::arg("fd"), py::arg("certificate_path"), py::arg("key_path"),

@@ -1,6 +1,6 @@
-// Streams for Python: both ends set a connection up there, then the C++ side takes it over.
+// Python bindings of streams: both ends do the handshake in Python, then pass the stream to C++.
 //
-// Each library binds its own class, so that both may live in one process.
+// Each library binds its own class, so that both can be loaded in one process.
 #pragma once
 
 #include <memory>
@@ -11,13 +11,13 @@
 
 namespace genie {
 
-// Stream.bare(fd), .tls_client(fd, ca_der, server_name, timeout_s), .tls_server(fd, certificate_path,
+// Stream.plaintext(fd), .tls_client(fd, ca_der, server_name, timeout_s), .tls_server(fd, certificate_path,
 // key_path, timeout_s); read_exactly, write_all, without_tls, shut_down, close, encrypted; and the exceptions
-// ConnectionLost and TlsRefused. Times are seconds; None waits for ever. The descriptor is taken over in any
-// case: detach it from its socket object.
+// ConnectionLost and TlsRefused. Timeouts are in seconds; None waits forever. The stream owns the descriptor
+// in any case: detach it from its socket object.
 void bind_stream(pybind11::module_& module);
 
-// The stream of a Python object of this library. ConnectionLost when it is closed or TLS was ended on it.
+// The stream of a Python object of this library. ConnectionLost if it is closed, or TLS was shut down on it.
 std::shared_ptr<Stream> stream_of(pybind11::handle object);
 
 }  // namespace genie

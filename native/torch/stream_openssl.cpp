@@ -11,7 +11,7 @@ namespace genie::openssl {
 namespace {
 
 std::mutex path_guard;
-std::string& linked_library_path() {
+std::string& openssl_library_path() {
   static std::string path;
   return path;
 }
@@ -19,7 +19,7 @@ std::string& linked_library_path() {
 template <class Function>
 void look_up(void* library, const char* name, Function& function) {
   function = reinterpret_cast<Function>(::dlsym(library, name));
-  if (!function) throw TlsRefused(std::string("the OpenSSL of this machine is too old: it has no ") + name);
+  if (!function) throw TlsRefused(std::string("the OpenSSL of this machine is too old: missing ") + name);
 }
 
 Functions look_up_all(void* library) {
@@ -30,8 +30,8 @@ Functions look_up_all(void* library) {
   return found;
 }
 
-// Never closed: connections use it until the process ends. dlsym also looks into what the library is linked
-// to, so one handle serves libssl and libcrypto.
+// Never closed: connections use it until the process exits. dlsym also searches the dependencies of the
+// library, so one handle serves libssl and libcrypto.
 void* try_open(const std::string& path) {
   if (path.empty()) return nullptr;
   void* library = ::dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL);
@@ -42,12 +42,12 @@ Functions load() {
   std::string linked;
   {
     std::lock_guard lock(path_guard);
-    linked = linked_library_path();
+    linked = openssl_library_path();
   }
   for (const std::string& path : {linked, std::string("libssl.so.3"), std::string("libssl.so.1.1")}) {
     if (void* library = try_open(path)) return look_up_all(library);
   }
-  throw TlsRefused("TLS needs OpenSSL, which is not on this machine (Debian, Ubuntu: apt install libssl3)");
+  throw TlsRefused("TLS needs OpenSSL, which is not installed (Debian, Ubuntu: apt install libssl3)");
 }
 
 }  // namespace
@@ -59,7 +59,7 @@ const Functions& functions() {
 
 void use_openssl_of(const std::string& library_path) {
   std::lock_guard lock(path_guard);
-  linked_library_path() = library_path;
+  openssl_library_path() = library_path;
 }
 
 }  // namespace genie::openssl

@@ -1,5 +1,5 @@
-// The part of OpenSSL that TLS streams call, found at run time: no headers and no library are needed to
-// compile, and a process has one OpenSSL, the one that its Python uses.
+// The OpenSSL functions that TLS streams use, looked up at run time: compiling needs neither headers nor
+// library, and the process has one OpenSSL, the one of its Python.
 //
 // Versions 1.1.1 and 3.x. Names and numbers are OpenSSL's own, so that its manual pages explain them.
 #pragma once
@@ -101,11 +101,11 @@ struct Functions {
 #undef DECLARE_FUNCTION
 };
 
-// Looked up at the first call. TlsRefused when there is no OpenSSL, or one that lacks something.
+// Looked up at the first call. TlsRefused if there is no OpenSSL, or it lacks a function.
 const Functions& functions();
 
-// The file of a library that is linked to the OpenSSL to use, asked before the usual names. For Python's own
-// `_ssl`; to be called before the first functions().
+// Sets a library that is linked to the OpenSSL to use (Python's `_ssl`); it is tried before the usual names.
+// Call it before the first functions().
 void use_openssl_of(const std::string& library_path);
 
 }  // namespace genie::openssl

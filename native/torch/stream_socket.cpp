@@ -21,7 +21,7 @@ namespace {
 constexpr int KEEPALIVE_IDLE_S = 30;
 constexpr int KEEPALIVE_INTERVAL_S = 10;
 constexpr int KEEPALIVE_PROBES = 3;
-// A year; so that sums of times stay numbers.
+// One year, so that adding timeouts does not overflow.
 constexpr int64_t TIMEOUT_US_MAX = 31'536'000'000'000;
 
 #ifdef MSG_NOSIGNAL
@@ -31,13 +31,13 @@ constexpr int SEND_FLAGS = 0;
 #endif
 
 void set_option(int fd, int level, int name, int value) {
-  // Not every kind of socket knows every option (a test's may be local); it works without them.
+  // Optional: Unix sockets, which tests use, lack the TCP options.
   (void)::setsockopt(fd, level, name, &value, sizeof(value));
 }
 
-// Small messages leave at once; a peer whose machine has vanished is noticed within about a minute, unless
-// something is on its way to it: then the kernel tries for much longer, and the cluster says that it is gone.
-// The sizes of the buffers are left to the kernel, which grows them as it needs.
+// No Nagle delay. Keepalive detects a vanished peer within about a minute, unless data is in flight: the
+// kernel then retransmits for much longer, and the cluster reports the loss first. Buffer sizes are left to
+// the kernel's autotuning.
 void tune(int fd) {
   set_option(fd, IPPROTO_TCP, TCP_NODELAY, 1);
   set_option(fd, SOL_SOCKET, SO_KEEPALIVE, 1);
@@ -57,7 +57,7 @@ bool is_socket(int fd) {
   return ::getsockopt(fd, SOL_SOCKET, SO_TYPE, &type, &size) == 0 && type == SOCK_STREAM;
 }
 
-// poll, to the microsecond where the system can; a negative time is for ever.
+// poll, with microsecond resolution on Linux; a negative timeout waits forever.
 int poll_one(pollfd* entry, int64_t timeout_us) {
 #ifdef __linux__
   timespec left{static_cast<time_t>(timeout_us / 1000000), static_cast<long>(timeout_us % 1000000 * 1000)};
@@ -70,12 +70,13 @@ int poll_one(pollfd* entry, int64_t timeout_us) {
 
 }  // namespace
 
-Deadline::Deadline(int64_t timeout_us) : never_(timeout_us < 0), end_(std::chrono::steady_clock::now()) {
+Deadline::Deadline(int64_t timeout_us)
+    : is_infinite_(timeout_us < 0), end_(std::chrono::steady_clock::now()) {
   end_ += std::chrono::microseconds(std::min(timeout_us, TIMEOUT_US_MAX));
 }
 
-int64_t Deadline::left_us() const {
-  if (never_) return -1;
+int64_t Deadline::remaining_us() const {
+  if (is_infinite_) return -1;
   auto left = std::chrono::duration_cast<std::chrono::microseconds>(end_ - std::chrono::steady_clock::now());
   return std::max<int64_t>(left.count(), 0);
 }
@@ -110,22 +111,22 @@ ssize_t Socket::send(const void* from, size_t size) noexcept {
 bool Socket::wait(short events, const Deadline& deadline) {
   for (;;) {
     pollfd entry{fd_, events, 0};
-    int64_t left_us = deadline.left_us();
-    int ready = poll_one(&entry, left_us);
+    int64_t remaining_us = deadline.remaining_us();
+    int ready = poll_one(&entry, remaining_us);
     if (ready > 0) return true;
     if (ready == -1 && errno != EINTR) throw ConnectionLost("waiting failed: " + error_text(errno));
-    if (left_us == 0) return false;
+    if (remaining_us == 0) return false;
   }
 }
 
 void Socket::shut_down() noexcept {
   shut_down_.store(true, std::memory_order_release);
-  // ENOTCONN when the peer was faster: whoever waits has been woken by that.
+  // ENOTCONN if the peer disconnected first, which has woken the waiters.
   (void)::shutdown(fd_, SHUT_RDWR);
 }
 
 void Socket::check_open() const {
-  if (shut_down_.load(std::memory_order_acquire)) throw ConnectionLost("this side has ended the connection");
+  if (shut_down_.load(std::memory_order_acquire)) throw ConnectionLost("the connection was closed locally");
 }
 
 bool would_block(int error) { return error == EAGAIN || error == EWOULDBLOCK; }

@@ -1,6 +1,6 @@
-// A connected socket that never blocks in a call, and the time until which one may wait for it.
+// A connected non-blocking socket, and deadlines.
 //
-// Not for: other files than stream*.cpp; everyone else uses stream.h.
+// Private to stream*.cpp; other code uses stream.h.
 #pragma once
 
 #include <atomic>
@@ -14,37 +14,36 @@
 
 namespace genie {
 
-// `timeout_us` from now; a negative one never comes.
+// `timeout_us` from now; a negative timeout never expires.
 class Deadline {
  public:
   explicit Deadline(int64_t timeout_us);
-  // Negative: for ever. 0: the time is over.
-  int64_t left_us() const;
+  // Negative: no deadline. 0: expired.
+  int64_t remaining_us() const;
 
  private:
-  bool never_;
+  bool is_infinite_;
   std::chrono::steady_clock::time_point end_;
 };
 
 class Socket {
  public:
-  // Takes the descriptor over, also when it throws: ConnectionLost for one that is not a socket.
+  // Owns the descriptor, also when it throws: ConnectionLost if it is not a socket.
   explicit Socket(int fd);
   ~Socket();
   Socket(const Socket&) = delete;
   Socket& operator=(const Socket&) = delete;
 
-  // As recv and send of a socket that does not block: -1 and errno when nothing can be done now, or for good.
-  // No SIGPIPE, whatever the process does with it.
+  // As recv and send of a non-blocking socket: -1 and errno on failure. Never raises SIGPIPE.
   ssize_t receive(void* into, size_t size) noexcept;
   ssize_t send(const void* from, size_t size) noexcept;
 
-  // Until one of poll's `events`, or the end of the connection; false when the time is over first.
+  // Waits for one of poll's `events`, or the end of the connection; false on timeout.
   bool wait(short events, const Deadline& deadline);
 
-  // Wakes whoever waits. Any thread.
+  // Wakes waiting threads. Thread-safe.
   void shut_down() noexcept;
-  // ConnectionLost once this side has shut it down.
+  // ConnectionLost after a local shut_down().
   void check_open() const;
 
  private:
@@ -53,9 +52,9 @@ class Socket {
 };
 
 class Stream;
-std::unique_ptr<Stream> bare_stream(std::shared_ptr<Socket> socket);
+std::unique_ptr<Stream> plaintext_stream(std::shared_ptr<Socket> socket);
 
-// Whether errno of receive() or send() means: wait, then try again.
+// Whether errno of receive() or send() means that the call would block.
 bool would_block(int error);
 
 std::string error_text(int error);

@@ -14,9 +14,9 @@ namespace {
 
 using namespace openssl;
 
-// Between two calls of a writer the reader has its turn, and the other way round.
+// Bytes per lock of OpenSSL, so that reader and writer alternate.
 constexpr size_t TURN_BYTES_MAX = 256u << 10;
-// AES-GCM is sound for some 2^24 records with one key; this is far below and costs nothing that shows.
+// AES-GCM is safe for about 2^24 records per key; this is far below, at no measurable cost.
 constexpr uint64_t RECORDS_PER_KEY = 1u << 12;
 
 struct Free {
@@ -28,15 +28,15 @@ using Context = std::unique_ptr<SSL_CTX, Free>;
 using Connection = std::unique_ptr<SSL, Free>;
 using Certificate = std::unique_ptr<X509, Free>;
 
-// --- how OpenSSL reaches the socket ------------------------------------------------------------------------
+// --- OpenSSL's transport -----------------------------------------------------------------------------------
 
-// OpenSSL's own way to a socket may raise SIGPIPE; ours does not, and remembers how a call failed.
+// OpenSSL's own socket BIO may raise SIGPIPE; this one does not, and keeps the error of a failed call.
 struct Transport {
   std::shared_ptr<Socket> socket;
-  bool ended = false;  // the peer has closed its side
-  int error = 0;       // errno of what broke the connection
+  bool ended = false;  // the peer closed its side
+  int error = 0;       // errno of the failed call
 
-  // For OpenSSL, of what receive() or send() has just returned.
+  // Converts the result of receive() or send() for OpenSSL.
   int result(BIO* bio, ssize_t done, int direction) {
     int failure = done < 0 ? errno : 0;
     const Functions& f = functions();
@@ -84,7 +84,7 @@ BIO* new_transport_bio(Transport* transport) {
   return bio;
 }
 
-// --- what OpenSSL says, in plain words ---------------------------------------------------------------------
+// --- error messages ----------------------------------------------------------------------------------------
 
 std::string reason_of_last_error() {
   constexpr unsigned long SYSTEM_ERROR = 1ul << 31;
@@ -98,17 +98,17 @@ std::string reason_of_last_error() {
 
 [[noreturn]] void refuse(const std::string& what) { throw TlsRefused(what + ": " + reason_of_last_error()); }
 
-// --- what may be spoken ------------------------------------------------------------------------------------
+// --- contexts ----------------------------------------------------------------------------------------------
 
 Context new_context(const SSL_METHOD* method) {
   const Functions& f = functions();
   Context context(f.SSL_CTX_new(method));
-  if (!context) refuse("TLS cannot be set up");
+  if (!context) refuse("could not set up TLS");
   if (f.SSL_CTX_ctrl(context.get(), SSL_CTRL_SET_MIN_PROTO_VERSION, TLS1_3_VERSION, nullptr) != 1) {
-    refuse("this OpenSSL has no TLS 1.3");
+    refuse("this OpenSSL does not support TLS 1.3");
   }
-  // Every connection is authenticated anew: no tickets, no cache of sessions. Read-ahead is off by default
-  // and stays so: without_tls() needs every byte behind TLS to be still in the socket.
+  // Every connection does a full handshake: no tickets, no session cache. Read-ahead stays off, as by
+  // default: without_tls() needs all bytes after TLS to be still in the socket.
   f.SSL_CTX_set_options(context.get(), SSL_OP_NO_TICKET);
   f.SSL_CTX_ctrl(context.get(), SSL_CTRL_SET_SESS_CACHE_MODE, SSL_SESS_CACHE_OFF, nullptr);
   f.SSL_CTX_ctrl(context.get(), SSL_CTRL_MODE,
@@ -121,14 +121,14 @@ void trust(SSL_CTX* context, const std::string& der) {
   const auto* start = reinterpret_cast<const unsigned char*>(der.data());
   const unsigned char* next = start;
   Certificate certificate(f.d2i_X509(nullptr, &next, static_cast<long>(der.size())));
-  if (!certificate || next != start + der.size()) refuse("a CA's certificate cannot be read");
+  if (!certificate || next != start + der.size()) refuse("could not parse a CA certificate");
   if (f.X509_STORE_add_cert(f.SSL_CTX_get_cert_store(context), certificate.get()) != 1) {
-    refuse("a CA's certificate cannot be used");
+    refuse("could not use a CA certificate");
   }
 }
 
 Context client_context(const std::vector<std::string>& ca_der) {
-  if (ca_der.empty()) throw TlsRefused("no CA is given, so there is no way to trust whoever answers");
+  if (ca_der.empty()) throw TlsRefused("no CA given, so the peer cannot be verified");
   const Functions& f = functions();
   Context context = new_context(f.TLS_client_method());
   for (const std::string& der : ca_der) trust(context.get(), der);
@@ -136,7 +136,7 @@ Context client_context(const std::vector<std::string>& ca_der) {
   return context;
 }
 
-// Instead of OpenSSL's own, which asks at the terminal.
+// Replaces OpenSSL's own, which prompts at the terminal.
 int no_password(char*, int, int, void*) { return 0; }
 
 Context server_context(const std::string& certificate_path, const std::string& key_path) {
@@ -145,27 +145,27 @@ Context server_context(const std::string& certificate_path, const std::string& k
   f.SSL_CTX_set_num_tickets(context.get(), 0);
   f.SSL_CTX_set_default_passwd_cb(context.get(), no_password);
   if (f.SSL_CTX_use_certificate_chain_file(context.get(), certificate_path.c_str()) != 1) {
-    refuse("the certificate " + certificate_path + " cannot be used");
+    refuse("could not use the certificate " + certificate_path);
   }
-  // Also refuses a key that does not belong to the certificate.
+  // Also fails for a key that does not match the certificate.
   if (f.SSL_CTX_use_PrivateKey_file(context.get(), key_path.c_str(), SSL_FILETYPE_PEM) != 1) {
-    refuse("the key " + key_path + " cannot be used");
+    refuse("could not use the key " + key_path);
   }
   return context;
 }
 
 void expect_name(SSL* ssl, const std::string& name) {
   if (name.empty() || name.find('\0') != std::string::npos) {
-    throw TlsRefused("no name is given that the peer's certificate must carry");
+    throw TlsRefused("no server name given to check the certificate against");
   }
   const Functions& f = functions();
   X509_VERIFY_PARAM* param = f.SSL_get0_param(ssl);
   unsigned flags = X509_CHECK_FLAG_NO_PARTIAL_WILDCARDS | X509_CHECK_FLAG_NEVER_CHECK_SUBJECT;
   f.X509_VERIFY_PARAM_set_hostflags(param, flags);
-  std::string shown = name;
+  std::string hostname = name;
   if (f.X509_VERIFY_PARAM_set1_host(param, name.data(), name.size()) != 1 ||
-      f.SSL_ctrl(ssl, SSL_CTRL_SET_TLSEXT_HOSTNAME, TLSEXT_NAMETYPE_host_name, shown.data()) != 1) {
-    refuse("the name " + name + " cannot be checked");
+      f.SSL_ctrl(ssl, SSL_CTRL_SET_TLSEXT_HOSTNAME, TLSEXT_NAMETYPE_host_name, hostname.data()) != 1) {
+    refuse("could not set the server name " + name);
   }
 }
 
@@ -174,52 +174,53 @@ void expect_name(SSL* ssl, const std::string& name) {
 class TlsStream final : public Stream {
  public:
   TlsStream(std::shared_ptr<Socket> socket, SSL_CTX* context)
-      : transport_{std::move(socket)}, ssl_(f_.SSL_new(context)) {
-    if (!ssl_) refuse("TLS cannot be set up");
+      : transport_{std::move(socket)}, ssl_(openssl_.SSL_new(context)) {
+    if (!ssl_) refuse("could not set up TLS");
     BIO* bio = new_transport_bio(&transport_);
-    f_.SSL_set_bio(ssl_.get(), bio, bio);
+    openssl_.SSL_set_bio(ssl_.get(), bio, bio);
   }
 
   void connect(const std::string& server_name, int64_t timeout_us) {
     expect_name(ssl_.get(), server_name);
-    f_.SSL_set_connect_state(ssl_.get());
-    shake_hands(timeout_us);
+    openssl_.SSL_set_connect_state(ssl_.get());
+    handshake(timeout_us);
   }
 
   void accept(int64_t timeout_us) {
-    f_.SSL_set_accept_state(ssl_.get());
-    shake_hands(timeout_us);
+    openssl_.SSL_set_accept_state(ssl_.get());
+    handshake(timeout_us);
   }
 
   size_t read_some(void* into, size_t size, int64_t timeout_us) override {
     if (size == 0) return 0;
     Deadline deadline(timeout_us);
     for (;;) {
-      Step step = read_turn(static_cast<char*>(into), size);
+      Step step = try_read_once(static_cast<char*>(into), size);
       if (step.bytes > 0) return step.bytes;
       if (!socket().wait(step.wait_for, deadline)) return 0;
     }
   }
 
   size_t write_some(const void* from, size_t size) override {
-    std::lock_guard lock(using_);
-    check_usable(writing_);
+    std::lock_guard lock(ssl_mutex_);
+    check_usable(write_failure_);
     size = std::min(size, TURN_BYTES_MAX);
     size_t done = 0;
     while (done < size) {
       if (!retrying_) renew_key_when_due();
       size_t count = 0;
-      forget_errors();
-      int result = f_.SSL_write_ex(ssl_.get(), static_cast<const char*>(from) + done, size - done, &count);
+      clear_errors();
+      int result =
+          openssl_.SSL_write_ex(ssl_.get(), static_cast<const char*>(from) + done, size - done, &count);
       retrying_ = result != 1;
       if (retrying_) {
-        if (outcome(result, writing_) == POLLIN) writing_ = "the peer asks for another handshake";
+        if (outcome(result, write_failure_) == POLLIN) write_failure_ = "the peer requested renegotiation";
         break;
       }
       records_with_key_++;
       done += count;
     }
-    if (done == 0) check_usable(writing_);
+    if (done == 0) check_usable(write_failure_);
     return done;
   }
 
@@ -232,15 +233,15 @@ class TlsStream final : public Stream {
   std::unique_ptr<Stream> without_tls(int64_t timeout_us) override {
     Deadline deadline(timeout_us);
     for (;;) {
-      short wait_for = shutdown_turn();
+      short wait_for = try_shutdown_once();
       if (wait_for == 0) break;
-      if (!socket().wait(wait_for, deadline)) throw ConnectionLost("the peer did not end TLS in time");
+      if (!socket().wait(wait_for, deadline)) throw ConnectionLost("timeout: the peer did not shut down TLS");
     }
-    return bare_stream(transport_.socket);
+    return plaintext_stream(transport_.socket);
   }
 
  private:
-  // What one turn at OpenSSL gave: bytes, or the event of poll to wait for.
+  // The result of one call: bytes, or the poll event to wait for.
   struct Step {
     size_t bytes;
     short wait_for;
@@ -248,67 +249,68 @@ class TlsStream final : public Stream {
 
   Socket& socket() { return *transport_.socket; }
 
-  void shake_hands(int64_t timeout_us) {
+  void handshake(int64_t timeout_us) {
     Deadline deadline(timeout_us);
     for (;;) {
-      forget_errors();
-      int result = f_.SSL_do_handshake(ssl_.get());
+      clear_errors();
+      int result = openssl_.SSL_do_handshake(ssl_.get());
       if (result == 1) return;
-      int error = f_.SSL_get_error(ssl_.get(), result);
-      if (error != SSL_ERROR_WANT_READ && error != SSL_ERROR_WANT_WRITE) refuse_handshake();
+      int error = openssl_.SSL_get_error(ssl_.get(), result);
+      if (error != SSL_ERROR_WANT_READ && error != SSL_ERROR_WANT_WRITE) fail_handshake();
       if (!socket().wait(error == SSL_ERROR_WANT_READ ? POLLIN : POLLOUT, deadline)) {
-        throw ConnectionLost("the peer did not finish the TLS handshake in time");
+        throw ConnectionLost("timeout during the TLS handshake");
       }
     }
   }
 
-  [[noreturn]] void refuse_handshake() {
+  [[noreturn]] void fail_handshake() {
     check_transport("during the TLS handshake");
-    long verdict = f_.SSL_get_verify_result(ssl_.get());
+    long verdict = openssl_.SSL_get_verify_result(ssl_.get());
     if (verdict != X509_V_OK) {
-      const char* why = f_.X509_verify_cert_error_string(verdict);
-      throw TlsRefused(std::string("the peer's certificate is refused: ") + why);
+      const char* why = openssl_.X509_verify_cert_error_string(verdict);
+      throw TlsRefused(std::string("certificate verification failed: ") + why);
     }
-    refuse("no TLS 1.3 could be made with the peer");
+    refuse("TLS 1.3 handshake with the peer failed");
   }
 
-  // The better reason, when the trouble was below TLS.
+  // Throws the error of the socket, if there is one: it is more precise than OpenSSL's.
   void check_transport(const std::string& when) {
     socket().check_open();
-    if (transport_.ended) throw ConnectionLost("the peer has closed the connection " + when);
+    if (transport_.ended) throw ConnectionLost("the peer closed the connection " + when);
     if (transport_.error) {
       throw ConnectionLost("the connection broke " + when + ": " + error_text(transport_.error));
     }
   }
 
-  Step read_turn(char* into, size_t size) {
-    std::lock_guard lock(using_);
-    check_usable(reading_);
+  Step try_read_once(char* into, size_t size) {
+    std::lock_guard lock(ssl_mutex_);
+    check_usable(read_failure_);
     size = std::min(size, TURN_BYTES_MAX);
     Step step{0, 0};
     while (step.bytes < size) {
       size_t count = 0;
-      forget_errors();
-      int result = f_.SSL_read_ex(ssl_.get(), into + step.bytes, size - step.bytes, &count);
+      clear_errors();
+      int result = openssl_.SSL_read_ex(ssl_.get(), into + step.bytes, size - step.bytes, &count);
       if (result != 1) {
-        step.wait_for = outcome(result, reading_);
+        step.wait_for = outcome(result, read_failure_);
         break;
       }
       step.bytes += count;
     }
-    if (step.bytes == 0) check_usable(reading_);
+    if (step.bytes == 0) check_usable(read_failure_);
     return step;
   }
 
-  // The event to wait for after a call that did nothing; 0 when no more will come of it, and `lost` says why.
+  // The poll event to wait for after a call that did nothing; 0 if the connection is lost, with the reason in
+  // `lost`.
   short outcome(int result, std::string& lost) {
-    switch (f_.SSL_get_error(ssl_.get(), result)) {
+    switch (openssl_.SSL_get_error(ssl_.get(), result)) {
       case SSL_ERROR_WANT_READ:
         return POLLIN;
       case SSL_ERROR_WANT_WRITE:
         return POLLOUT;
       case SSL_ERROR_ZERO_RETURN:
-        lost = "the peer has closed the connection";
+        lost = "the peer closed the connection";
         return 0;
       default:
         lost = reason_of_loss();
@@ -318,12 +320,12 @@ class TlsStream final : public Stream {
 
   std::string reason_of_loss() const {
     if (transport_.error) return "the connection broke: " + error_text(transport_.error);
-    if (transport_.ended) return "the connection was cut: the peer is gone without a word";
-    return "what came from the peer is not what it sent: " + reason_of_last_error();
+    if (transport_.ended) return "connection lost: the peer disconnected without closing TLS";
+    return "TLS data from the peer is corrupt: " + reason_of_last_error();
   }
 
-  void forget_errors() {
-    f_.ERR_clear_error();
+  void clear_errors() {
+    openssl_.ERR_clear_error();
     transport_.error = 0;
   }
 
@@ -334,34 +336,34 @@ class TlsStream final : public Stream {
 
   void renew_key_when_due() {
     if (records_with_key_ < RECORDS_PER_KEY) return;
-    forget_errors();
-    if (f_.SSL_key_update(ssl_.get(), SSL_KEY_UPDATE_NOT_REQUESTED) == 1) records_with_key_ = 0;
+    clear_errors();
+    if (openssl_.SSL_key_update(ssl_.get(), SSL_KEY_UPDATE_NOT_REQUESTED) == 1) records_with_key_ = 0;
   }
 
-  // The event to wait for; 0 when both sides have said that TLS is over.
-  short shutdown_turn() {
-    std::lock_guard lock(using_);
-    check_usable(reading_);
-    check_usable(writing_);
-    forget_errors();
-    int result = f_.SSL_shutdown(ssl_.get());
-    if (result == 0) result = f_.SSL_shutdown(ssl_.get());  // ours is sent; now for the peer's
+  // The poll event to wait for; 0 when both sides have shut down TLS.
+  short try_shutdown_once() {
+    std::lock_guard lock(ssl_mutex_);
+    check_usable(read_failure_);
+    check_usable(write_failure_);
+    clear_errors();
+    int result = openssl_.SSL_shutdown(ssl_.get());
+    if (result == 0) result = openssl_.SSL_shutdown(ssl_.get());  // ours is sent; now wait for the peer's
     if (result == 1) {
-      reading_ = writing_ = "TLS has been ended on this connection";
+      read_failure_ = write_failure_ = "TLS was shut down on this connection";
       return 0;
     }
-    short wait_for = outcome(result, reading_);
-    check_usable(reading_);
+    short wait_for = outcome(result, read_failure_);
+    check_usable(read_failure_);
     return wait_for;
   }
 
-  const Functions& f_ = functions();
+  const Functions& openssl_ = functions();
   Transport transport_;
-  Connection ssl_;    // reaches the transport, so it goes first
-  std::mutex using_;  // OpenSSL allows one thread at a time; never held while waiting
-  // Why no more can be read or written. Apart, because a peer's last words can be read when it takes no more.
-  std::string reading_;
-  std::string writing_;
+  Connection ssl_;        // uses the transport, so it is destroyed first
+  std::mutex ssl_mutex_;  // OpenSSL allows one thread at a time; never held while waiting
+  // Why reading or writing has ended. Separate: the peer's last data can be read when writing has failed.
+  std::string read_failure_;
+  std::string write_failure_;
   bool retrying_ = false;
   uint64_t records_with_key_ = 0;
 };

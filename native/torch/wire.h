@@ -1,75 +1,75 @@
-// The op stream between the torch device and an executor: frames, records, templates.
+// The op stream between the torch device and an executor: frames, records, templates, replies. Both sides
+// include this file; limits and message layouts are defined here only.
 //
-// The connection is set up in Python (genie/runtime/opwire.py: preface, ticket). From then on both sides
-// speak what is written here, little endian, without padding.
+// The handshake is in Python (genie/runtime/device_protocol.py: preface, ticket). After it both sides speak
+// the protocol of this file: little endian, without padding.
 //
-// Client to executor: FrameHeader, then `bytes` of payload. Frames are numbered from 1 without gaps over
-// the whole session, also across connections: after a cut the client sends again what the executor has not
-// received. RECORDS holds whole records; BYTES holds the next part of the upload that a Put began.
+// Client to executor: FrameHeader, then `bytes` of payload. Frames are numbered from 1 without gaps over the
+// whole session, across connections: after a reconnect the client resends what the executor has not received.
+// RECORDS holds whole records; BYTES holds the next part of the upload that a Put began.
 //
 // Executor to client: ReplyHeader, then `bytes` of payload. Replies are numbered from 1 in the order of the
-// records that ask for one (Get, Sync, Ask, GeneratorState, Stats, GraphReport). An executor keeps a reply
-// until the client has said in `replies_received` that it has it.
+// records that request one (Get, Sync, DynamicOp, GeneratorState, Stats, GraphReport). An executor keeps a
+// reply until the client has acknowledged it in `replies_received`.
 //
 // clang-format off
 // A record is u32 `kind << 24 | argument`, then its body:
-//   Op             argument: template. Data of the arguments in order, then a u32 storage for each new one.
-//   Ask            argument: template. Data of the arguments. Replied: the outputs, see below.
-//   Bind           argument: count. u64 number of the Ask's reply, u32 storage for each of its new outputs.
-//   Template       argument: template. u32 bytes, body (below). Replaces nothing: the number must be free.
-//   Forget         argument: template.
+//   Op             argument: template. Data of the arguments in order, then a u32 storage per new output.
+//   DynamicOp      argument: template. Data of the arguments. Reply: the outputs, see OutputKind.
+//   BindOutputs    argument: count. u64 number of the DynamicOp's reply, u32 storage for each of its new
+//                  outputs.
+//   DefineTemplate argument: template. u32 bytes, body (below). The number must be free.
+//   DropTemplate   argument: template.
 //   Allocate       u32 storage, u64 bytes.
 //   Free           u32 storage.
-//   Resize         u32 storage, u64 bytes. Contents up to the smaller size are kept. Where it is smaller, the
-//                  use of a tensor that reaches beyond is a failure, until the storage has its size back.
+//   Resize         u32 storage, u64 bytes. Contents up to the smaller size are kept. After shrinking, using a
+//                  tensor that exceeds the storage fails until the storage has its size back.
 //   Put            argument 1: the bytes follow in the record; 0: in BYTES frames, which come next, so that
 //                  it is the last record of its frame. View, u64 bytes, [bytes].
-//   Get            View. Replied: the bytes, contiguous.
-//   Sync           Replied: nothing, when everything before has been carried out on the accelerator.
+//   Get            View. Reply: the bytes, contiguous.
+//   Sync           Reply: empty, when all earlier records have completed on the accelerator.
 //   Seed           u32 generator, u64 seed.
-//   GeneratorState u32 generator. Replied: its state.
+//   GeneratorState u32 generator. Reply: its state.
 //   SetGenerator   u32 generator, u32 bytes, state.
 //   FreeGenerator  u32 generator.
-//   Stats          Replied: five u64: storages, bytes allocated, peak, quota (0: none), ops run. Argument 1:
-//                  from then on the peak is counted anew.
-//   GraphBegin     u32 graph. Op, Allocate and Free up to GraphEnd are carried out and also written down.
-//                  Only they, Template, Forget, Ask, Bind, GraphStep and Unship may come between, and a
-//                  storage that is made there keeps its number for the graph until GraphFree.
-//   GraphStep      As Op, but only written down: it was asked just before, and its outputs are known now.
-//   GraphEnd       argument 1: the graph is kept; 2: it is kept, and compiled at its first replay if that
-//                  can be done; 0: it is forgotten.
-//   GraphReplay    u32 graph. What was written down is carried out again, on the same storages. Those that
-//                  were still there at GraphEnd are the graph's results, and made anew; the rest come and go.
-//                  A storage that it reads and does not make must be there.
-//   GraphResult    u32 storage, u32 new storage. The new one has what the first, a graph's result, has now.
+//   Stats          Reply: StatsReply. Argument 1: reset the peak afterwards.
+//   GraphBegin     u32 graph. Op, Allocate and Free up to GraphEnd are executed and also recorded. Only they,
+//                  DefineTemplate, DropTemplate, DynamicOp, BindOutputs, GraphStep and DropParcel may come
+//                  between; a storage that is created there keeps its number for the graph until GraphFree.
+//   GraphStep      As Op, but only recorded: it ran just before as a DynamicOp, and its outputs are known.
+//   GraphEnd       argument: GRAPH_DISCARD, GRAPH_KEEP, or GRAPH_COMPILE: keep, and compile at the first
+//                  replay if possible.
+//   GraphReplay    u32 graph. The recorded ops run again, on the same storages. Storages that still existed
+//                  at GraphEnd are the graph's results and are created anew; the others are temporary. A storage
+//                  that it reads and does not create must exist.
+//   GraphResult    u32 storage, u32 new storage. The new one gets the current contents of the first, which is
+//                  a result of a graph.
 //   GraphFree      u32 graph.
-//   GraphReport    u32 graph. Replied: u8 ReplayKind, u64 replays, text why it is not replayed in a better
-//                  way ("" when nothing is in the way of that).
-//   Ship           u64 number, View. A copy of it is put on the shelf, where one other executor may fetch it.
-//                  Numbers rise. The shelf then has the copy, or why there is none.
-//   Unship         u64 number. What is on the shelf under it, if anything, is dropped.
-//   Land           View, u64 bytes, text host, u32 port, text server name, u64 number, text token, text
-//                  name of the source (for messages). What another executor ships under the number is
-//                  fetched into the view. It is alone in its frame, and the frame counts as received when
-//                  that is over: a client that comes back after a cut sends it again. When it fails the
-//                  whole storage is poisoned.
-//   Goodbye        The client leaves for good. Last record.
+//   GraphReport    u32 graph. Reply: u8 ReplayKind, u64 replays, text: why no faster kind is used ("" if the
+//                  fastest is).
+//   PublishParcel  u64 number, View. A copy is kept as a parcel, which one other executor may fetch. Numbers
+//                  rise. If the copy fails, the parcel holds the error.
+//   DropParcel     u64 number. Drops the parcel of this number, if there is one.
+//   FetchParcel    View, u64 bytes, ParcelOrigin. Fetches the parcel from the other executor into the view.
+//                  It is alone in its frame, and the frame counts as received when the fetch has ended: after a
+//                  reconnect the client sends it again. When it fails, the whole storage is poisoned.
+//   CloseSession   The client ends the session. Last record.
 // clang-format on
-// Generator 0 is the session's default one; others come to life when they are first named.
+// Generator 0 is the session's default generator; others are created when they are first named.
 //
 // View: u32 storage, u8 dtype, u8 dimensions, u8 flags, u8 0, i64 offset, i64 sizes..., i64 strides...
-// A dtype is torch's c10::ScalarType number; only those of is_carried() may be named.
-// Template body: text op name ("aten::add"), text overload, u32 arguments, each as below; u8 1 when outputs
-// are predicted (Op) or 0 (Ask); then, when predicted, u32 outputs, each as below.
-// text: u32 bytes, UTF-8. An argument is u8 ArgumentKind, then what the kind says; "data" travels with
-// each Op. A list holds at most LIST_ITEMS_MAX, and no lists. The numbers of dtypes, layouts and memory
-// formats are Integers; the executor holds every argument against the type that the op declares.
+// A dtype is torch's c10::ScalarType number; only those of is_supported_dtype() may be named.
+// Template body: text op name ("aten::add"), text overload, u32 arguments, each as in ArgumentKind; u8 1 if
+// the outputs are predicted (Op) or 0 (DynamicOp); if predicted, u32 outputs, each as in OutputKind. text:
+// u32 bytes, UTF-8. An argument is u8 ArgumentKind, then what the kind defines; "data" is sent with each Op.
+// A list holds at most LIST_ITEMS_MAX items, and no lists. The numbers of dtypes, layouts and memory formats
+// are Integers; the executor checks every argument against the schema of the op.
 //
-// One executor fetches from another over a connection of its own, set up as opwire.py says. As soon as it has
-// the number on its shelf, the other sends ParcelHeader and `bytes` of contents, or of a failure written as
-// in ReplyKind::Error. Whoever has got all of it says so with the one byte PARCEL_TAKEN, and the shelf lets
-// it go; without that byte it may be fetched again. What was taken once is not given twice. After the byte
-// it may ask for another number on the same connection, in the words of opwire.py.
+// An executor fetches a parcel from another one over a separate connection, set up as in device_protocol.py.
+// As soon as the parcel exists, the other sends ParcelHeader and `bytes` of contents, or of a RemoteError.
+// The receiver acknowledges it with the byte PARCEL_ACKNOWLEDGED, and the parcel is dropped; without that
+// byte it can be fetched again. An acknowledged parcel is not sent twice. After the byte the receiver may
+// send another Fetch on the same connection.
 #pragma once
 
 #include <cstdint>
@@ -86,32 +86,32 @@ namespace genie {
 constexpr uint32_t FRAME_BYTES_MAX = 4u << 20;
 constexpr uint32_t INLINE_BYTES_MAX = 64u << 10;
 constexpr uint32_t TEMPLATES_MAX = 1u << 16;
-// Arguments and outputs of all templates together, those in lists too.
+// Arguments and outputs of all templates together, including those in lists.
 constexpr uint64_t TEMPLATE_NODES_MAX = 2'000'000;
 constexpr uint32_t STORAGES_MAX = 1u << 22;
 constexpr uint32_t GENERATORS_MAX = 1u << 12;
 constexpr uint32_t GRAPHS_MAX = 1u << 12;
 constexpr uint32_t GRAPH_STEPS_MAX = 1u << 18;
-// What the steps of all graphs take in the executor's memory, records and bookkeeping.
+// Memory of the recorded steps of all graphs in the executor, with bookkeeping.
 constexpr uint64_t GRAPH_BYTES_MAX = 256u << 20;
 constexpr uint32_t DIMENSIONS_MAX = 64;
 constexpr uint32_t LIST_ITEMS_MAX = 65536;
-constexpr size_t SCALAR_BYTES = 16;  // of the data of a ScalarTensor
+constexpr size_t SCALAR_BYTES = 16;  // data of a ScalarTensor
 constexpr uint32_t TEXT_BYTES_MAX = 4096;
-// The executor says how far it is at least every so many frames or bytes; the client holds more than that
-// many unacknowledged ones before it waits.
+// The executor acknowledges at least once per ACKNOWLEDGE_FRAMES frames or ACKNOWLEDGE_BYTES bytes. The
+// client's window, UNACKNOWLEDGED_*_MAX, is larger.
 constexpr uint32_t ACKNOWLEDGE_FRAMES = 64;
 constexpr uint64_t ACKNOWLEDGE_BYTES = 4u << 20;
 constexpr uint32_t UNACKNOWLEDGED_FRAMES_MAX = 1024;
 constexpr uint64_t UNACKNOWLEDGED_BYTES_MAX = 32u << 20;
-// A client that has asked for so many replies takes some (and says so in a frame) before it asks for more;
-// likewise it binds what its Asks gave. More than that is an error.
-constexpr uint32_t REPLIES_UNRECEIVED_MAX = 1024;
-constexpr uint32_t ASKS_UNBOUND_MAX = 256;
-// On a shelf at one time; one Ship more is a failure of that copy.
+// Replies that the client may leave unacknowledged, and DynamicOps that it may leave unbound. More is an
+// error.
+constexpr uint32_t UNRECEIVED_REPLIES_MAX = 1024;
+constexpr uint32_t UNBOUND_REPLIES_MAX = 256;
+// Parcels that one executor keeps at a time; publishing more fails that copy.
 constexpr uint32_t PARCELS_MAX = 4096;
 constexpr uint64_t PARCEL_FAILURE_BYTES_MAX = 4 * TEXT_BYTES_MAX;
-constexpr uint8_t PARCEL_TAKEN = 1;
+constexpr uint8_t PARCEL_ACKNOWLEDGED = 1;
 constexpr uint32_t HOST_BYTES_MAX = 255;
 
 enum class FrameKind : uint32_t { Records = 1, Bytes = 2 };
@@ -124,13 +124,11 @@ struct FrameHeader {
 };
 static_assert(sizeof(FrameHeader) == 24);
 
-// Acknowledge has no payload and the number of the last reply. Farewell is an error after which the executor
-// closes the session.
-enum class ReplyKind : uint32_t { Acknowledge = 0, Reply = 1, Error = 2, Farewell = 3 };
+// Acknowledge has no payload, and the number of the last reply. After Fatal the executor closes the session.
+// The payload of Error and Fatal is a RemoteError.
+enum class ReplyKind : uint32_t { Acknowledge = 0, Reply = 1, Error = 2, Fatal = 3 };
 
-// `frames_received`: the last frame that has arrived whole.
-// Payload of Error and Farewell: text code (of errors.py or "device.out_of_memory"), text op, u64 number of
-// the op, text message.
+// `frames_received`: number of the last frame that has arrived completely.
 struct ReplyHeader {
   uint64_t bytes;
   uint64_t number;
@@ -151,10 +149,10 @@ static_assert(sizeof(ParcelHeader) == 16);
 
 enum class Record : uint8_t {
   Op = 0,
-  Ask = 1,
-  Bind = 2,
-  Template = 3,
-  Forget = 4,
+  DynamicOp = 1,
+  BindOutputs = 2,
+  DefineTemplate = 3,
+  DropTemplate = 4,
   Allocate = 5,
   Free = 6,
   Resize = 7,
@@ -166,7 +164,7 @@ enum class Record : uint8_t {
   SetGenerator = 13,
   FreeGenerator = 14,
   Stats = 15,
-  Goodbye = 16,
+  CloseSession = 16,
   GraphBegin = 17,
   GraphEnd = 18,
   GraphReplay = 19,
@@ -174,11 +172,11 @@ enum class Record : uint8_t {
   GraphStep = 21,
   GraphResult = 22,
   GraphReport = 23,
-  Ship = 24,
-  Land = 25,
-  Unship = 26,
+  PublishParcel = 24,
+  FetchParcel = 25,
+  DropParcel = 26,
 };
-constexpr uint32_t GRAPH_FORGET = 0, GRAPH_KEEP = 1, GRAPH_COMPILE = 2;  // arguments of GraphEnd
+constexpr uint32_t GRAPH_DISCARD = 0, GRAPH_KEEP = 1, GRAPH_COMPILE = 2;  // arguments of GraphEnd
 // How an executor replays a graph.
 enum class ReplayKind : uint8_t {
   Steps = 0,
@@ -186,22 +184,24 @@ enum class ReplayKind : uint8_t {
   Inductor = 2,
   InductorInCudaGraph = 3,
 };
+// The names in genie.device's GraphReport, by ReplayKind.
+constexpr const char* REPLAY_KIND_NAMES[] = {"steps", "cuda graph", "inductor", "inductor in a cuda graph"};
 constexpr uint32_t RECORD_ARGUMENT_MAX = (1u << 24) - 1;
 
 enum class ArgumentKind : uint8_t {
   None = 0,
   Tensor = 1,        // u8 dtype, u8 dimensions, u8 flags (VIEW_*), i64 sizes..., i64 strides...;
                      // data: u32 storage, and i64 offset when VIEW_HAS_OFFSET
-  ScalarTensor = 2,  // a CPU tensor without dimensions: u8 dtype, u8 1 when it stands for a Python number;
+  ScalarTensor = 2,  // a CPU tensor without dimensions: u8 dtype, u8 1 if it wraps a Python number;
                      // data: 16 bytes
-  Undefined = 3,     // a tensor that is not there
+  Undefined = 3,     // an undefined tensor
   Integer = 4,       // i64
   Boolean = 5,       // u8
   Float = 6,         // f64
   Complex = 7,       // f64, f64
   Text = 8,          // text
   List = 9,          // u32 items, each an argument
-  OwnDevice = 10,    // the executor's accelerator
+  Device = 10,       // the executor's accelerator
   Generator = 11,    // data: u32 generator
   IntegerData = 12,  // data: i64
   FloatData = 13,    // data: f64
@@ -211,13 +211,13 @@ constexpr uint8_t VIEW_HAS_OFFSET = 1;
 constexpr uint8_t VIEW_CONJUGATE = 2;
 constexpr uint8_t VIEW_NEGATIVE = 4;
 
-// In a template (what is predicted) and in the reply to an Ask: u32 outputs, each as here, and in the reply
-// then u32 inputs that the op has given another shape or size: u32 index, u64 storage bytes, u8 dimensions,
-// i64 offset, i64 sizes..., i64 strides...
+// In a template (predicted) and in the reply to a DynamicOp: u32 outputs, each as here. In the reply then u32
+// inputs that the op has resized: u32 index, u64 storage bytes, u8 dimensions, i64 offset, i64 sizes..., i64
+// strides...
 enum class OutputKind : uint8_t {
   None = 0,     // no tensor
-  New = 1,      // u8 dtype, u8 dimensions, i64 sizes..., i64 strides...; a storage of its own, offset 0
-  Same = 2,     // u32 index among the arguments of kind Tensor, in order, those in lists included
+  New = 1,      // u8 dtype, u8 dimensions, i64 sizes..., i64 strides...; a new storage, offset 0
+  Alias = 2,    // u32 index among the arguments of kind Tensor, in order, those in lists included
   List = 3,     // u32 items, each an output
   Integer = 4,  // i64
   Float = 5,    // f64; only in replies, as are the next two
@@ -225,7 +225,7 @@ enum class OutputKind : uint8_t {
   Complex = 7,  // f64, f64
 };
 
-inline bool is_carried(c10::ScalarType type) {
+inline bool is_supported_dtype(c10::ScalarType type) {
   switch (type) {
     case c10::ScalarType::Bool:
     case c10::ScalarType::Byte:
@@ -251,7 +251,7 @@ inline bool is_carried(c10::ScalarType type) {
   }
 }
 
-// What came over the wire is not what this side allows; the session cannot go on.
+// The peer violated the protocol; the session cannot continue.
 struct ProtocolError : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
@@ -295,14 +295,14 @@ class Writer {
   size_t size_ = 0;
 };
 
-// Never reads past its end: ProtocolError instead.
+// Throws ProtocolError instead of reading past its end.
 class Reader {
  public:
   Reader(const uint8_t* start, size_t size) : next_(start), end_(start + size) {}
 
-  size_t left() const { return static_cast<size_t>(end_ - next_); }
+  size_t remaining() const { return static_cast<size_t>(end_ - next_); }
   const uint8_t* take(size_t count) {
-    if (count > left()) throw ProtocolError("a record ends before its time");
+    if (count > remaining()) throw ProtocolError("a record is truncated");
     const uint8_t* start = next_;
     next_ += count;
     return start;
@@ -330,5 +330,82 @@ class Reader {
   const uint8_t* next_;
   const uint8_t* end_;
 };
+
+// Error codes that are not in genie/errors.py: the client raises torch's exception of that kind.
+namespace error_code {
+constexpr const char* OUT_OF_MEMORY = "device.out_of_memory";
+constexpr const char* INDEX_ERROR = "remote.IndexError";
+constexpr const char* VALUE_ERROR = "remote.ValueError";
+constexpr const char* TYPE_ERROR = "remote.TypeError";
+constexpr const char* NOT_IMPLEMENTED_ERROR = "remote.NotImplementedError";
+constexpr const char* LINALG_ERROR = "remote.LinAlgError";
+}  // namespace error_code
+
+// text code (of genie/errors.py, or error_code), text op, u64 number of the op, text message.
+struct RemoteError {
+  std::string code;
+  std::string op;
+  uint64_t number = 0;
+  std::string message;
+};
+
+inline void write_error(Writer& out, const RemoteError& error) {
+  out.text(error.code);
+  out.text(error.op);
+  out.u64(error.number);
+  out.text(error.message);
+}
+
+inline RemoteError read_error(Reader& in) {
+  RemoteError error;
+  error.code = in.text();
+  error.op = in.text();
+  error.number = in.u64();
+  error.message = in.text();
+  return error;
+}
+
+// `bytes_max`: the quota; 0: none.
+struct StatsReply {
+  uint64_t storages, bytes_allocated, bytes_allocated_peak, bytes_max, ops;
+};
+static_assert(sizeof(StatsReply) == 40);
+
+// Where a parcel is: text host, u32 port, text server name, u64 number, text token, text name of the source.
+struct ParcelOrigin {
+  std::string host;
+  uint32_t port = 0;
+  std::string server_name;
+  uint64_t number = 0;
+  std::string token;
+  std::string source;  // for error messages
+};
+
+inline void write_origin(Writer& out, const ParcelOrigin& origin) {
+  out.text(origin.host);
+  out.u32(origin.port);
+  out.text(origin.server_name);
+  out.u64(origin.number);
+  out.text(origin.token);
+  out.text(origin.source);
+}
+
+// ProtocolError if it is not an address.
+inline ParcelOrigin read_origin(Reader& in) {
+  auto bounded_text = [&in] {
+    std::string text = in.text();
+    if (text.size() > HOST_BYTES_MAX) throw ProtocolError("an address is longer than allowed");
+    return text;
+  };
+  ParcelOrigin origin;
+  origin.host = bounded_text();
+  origin.port = in.u32();
+  if (origin.port == 0 || origin.port > 65535) throw ProtocolError("a port is out of range");
+  origin.server_name = bounded_text();
+  origin.number = in.u64();
+  origin.token = bounded_text();
+  origin.source = bounded_text();
+  return origin;
+}
 
 }  // namespace genie

@@ -1,4 +1,4 @@
-"""What the agent's tests share: a scripted controller, a node's directory, an agent here or in a process."""
+"""Shared fixtures: a scripted controller, a node directory, an agent in this or another process."""
 
 from __future__ import annotations
 
@@ -16,26 +16,30 @@ from pathlib import Path
 import pytest
 
 from genie.agent.agent import Agent
+from genie.agent.disk import DiskAccess
 from genie.agent.identity import write_identity
 from genie.agent.launcher import LaunchPlan, ShimLauncher
-from genie.agent.processes import ProcessMark, end_leftovers
-from genie.config import AgentConfig, inherited_by_jobs
+from genie.agent.leftovers import JobProcesses
+from genie.config import AgentConfig, environment_for_jobs
 from genie.model.node import GPUInfo, Vendor
 from genie.model.tenant import TokenKind
-from genie.runtime.clock import SystemClock
+from genie.processes.clock import SystemClock
+from genie.processes.marks import ProcessMark
 from genie.runtime.credentials import Access
 from genie.runtime.network import TcpNetwork
 from tests.fakes.controller import HOST, FakeController
-from tests.waiting import until
+from tests.waiting import TIMEOUT_S, until
 
 FAST = AgentConfig(heartbeat_s=0.05, stop_grace_s=0.5)
 NODE_ID = "n1"
-# A job that says who it is and then stays until it is ended.
-STAY = ("/bin/sh", "-c", "echo $$ > pid.new; mv pid.new pid; echo here; exec sleep 300")
+# Renamed, because a file that is just created may be empty.
+WRITE_PID = "echo $$ > pid.new; mv pid.new pid"
+# A job that writes its process ID and runs until it is ended.
+STAY = ("/bin/sh", "-c", f"{WRITE_PID}; echo here; exec sleep 300")
 
 
 class TwoGpus:
-    """Two GPUs that are always well. What nobody holds of them is in use outside."""
+    """Two healthy GPUs. A GPU that no job holds has outside memory use."""
 
     async def read_async(self, held: Collection[int] = ()) -> tuple[GPUInfo, ...]:
         return tuple(
@@ -52,9 +56,9 @@ class TwoGpus:
 
 @pytest.fixture
 def nothing_left(tmp_path: Path) -> Iterator[None]:
-    """Processes of jobs do not outlive the test, however it ends: a killed shim leaves its job's children."""
+    """Kills processes of jobs that outlive the test, such as children of a killed shim."""
     yield
-    end_leftovers(tmp_path, ())
+    JobProcesses(tmp_path).end()
 
 
 @pytest.fixture
@@ -87,10 +91,12 @@ RunAgent = Callable[..., AbstractAsyncContextManager[Agent]]
 
 @pytest.fixture
 def run_agent(controller: FakeController, node_dir: Path, nothing_left: None) -> RunAgent:
-    """An agent in this process for the length of a block; it is stopped in order at the end."""
+    """Runs an agent in this process for the block and stops it at the end."""
 
     @contextlib.asynccontextmanager
-    async def run(**changes: object) -> AsyncIterator[Agent]:
+    async def run(
+        *, group: str | None = None, disk: DiskAccess | None = None, **changes: object
+    ) -> AsyncIterator[Agent]:
         token = controller.token(TokenKind.NODE)
         agent = Agent(
             replace(FAST, **changes),  # type: ignore[arg-type]
@@ -100,11 +106,12 @@ def run_agent(controller: FakeController, node_dir: Path, nothing_left: None) ->
             clock=SystemClock(),
             rng=random.Random(1),
             inventory=TwoGpus(),
-            launcher=ShimLauncher(),
-            base_env=inherited_by_jobs(),
+            launcher=ShimLauncher(group),
+            base_env=environment_for_jobs(),
+            disk=disk,
         )
-        async with asyncio.TaskGroup() as group:
-            group.create_task(agent.run())
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(agent.run())
             try:
                 yield agent
             finally:
@@ -115,7 +122,7 @@ def run_agent(controller: FakeController, node_dir: Path, nothing_left: None) ->
 
 @dataclass
 class AgentProcess:
-    """An agent as people run it. `output` is its standard error."""
+    """An agent in a separate process. `output` is its standard error."""
 
     process: asyncio.subprocess.Process
     output: Path
@@ -123,7 +130,7 @@ class AgentProcess:
     def send_signal(self, number: int) -> None:
         self.process.send_signal(number)
 
-    async def wait(self, *, timeout_s: float = 15.0) -> int:
+    async def wait(self, *, timeout_s: float = TIMEOUT_S) -> int:
         async with asyncio.timeout(timeout_s):
             return await self.process.wait()
 
@@ -133,7 +140,7 @@ StartAgent = Callable[..., AbstractAsyncContextManager[AgentProcess]]
 
 @pytest.fixture
 def start_agent(tmp_path: Path, controller: FakeController, nothing_left: None) -> StartAgent:
-    """`python -m genie.agent` for the length of a block; killed at the end if it still runs."""
+    """Runs `python -m genie.agent` for the block; kills it at the end if it still runs."""
 
     @contextlib.asynccontextmanager
     async def start(*arguments: str, **env: str) -> AsyncIterator[AgentProcess]:
@@ -156,22 +163,25 @@ def start_agent(tmp_path: Path, controller: FakeController, nothing_left: None) 
 
 
 async def job_process(node_dir: Path, job_id: str) -> ProcessMark:
-    """The process of a job that runs STAY."""
-    path = node_dir / "jobs" / job_id / "work" / "pid"
-    await until(path.exists, what=f"{job_id} says who it is")
+    """Waits for a job that runs WRITE_PID and for its start record; returns its process."""
+    directory = node_dir / "jobs" / job_id
+    path = directory / "work" / "pid"
+    await until(path.exists, what=f"{job_id} writes its process ID")
+    await until((directory / "started.json").exists, what=f"the start record of {job_id}")
     mark = ProcessMark.of(int(path.read_text()))
-    assert mark is not None
+    assert mark is not None, f"{job_id} has ended"
     return mark
 
 
 @pytest.fixture
 async def launcher() -> AsyncIterator[ShimLauncher]:
-    """Real shims; what still runs at the end is killed."""
+    """A launcher with real shims; kills running jobs at the end."""
     shims = ShimLauncher()
     yield shims
     for job_id in shims.running():
         shims.kill(job_id, reason="the test is over")
     await until(lambda: not shims.running(), what="the shims end")
+    shims.close()
 
 
 @pytest.fixture

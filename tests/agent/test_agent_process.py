@@ -1,4 +1,4 @@
-"""The agent as a process of its own: killed, stopped, restarted, joined, refused."""
+"""The agent as a separate process: kill, stop, restart, join."""
 
 from __future__ import annotations
 
@@ -10,41 +10,42 @@ from pathlib import Path
 
 import pytest
 
-from genie.agent.processes import ProcessMark, read_started
+from genie.agent.leftovers import read_start_record
 from genie.errors import TokenRefusedError
 from genie.model.tenant import TokenKind
-from tests.agent.conftest import STAY, StartAgent, job_process
+from genie.processes.marks import ProcessMark
+from tests.agent.conftest import STAY, WRITE_PID, StartAgent, job_process
 from tests.fakes.controller import FakeController
-from tests.waiting import until
+from tests.waiting import TIMEOUT_S, until
 
 
-async def test_a_job_outlives_a_killed_agent_by_its_timer_only(
+async def test_job_ends_when_dead_man_timer_expires_after_agent_was_killed(
     controller: FakeController, node_dir: Path, start_agent: StartAgent
 ) -> None:
-    controller.ttl_s = 1.5
+    controller.ttl_s = 4.0
     async with start_agent() as agent:
         await controller.launch("j1", *STAY)
         job = await job_process(node_dir, "j1")
-        shim, _ = read_started(node_dir / "jobs" / "j1" / "started.json")
+        shim, _ = read_start_record(node_dir / "jobs" / "j1" / "started.json")
         agent.send_signal(signal.SIGKILL)
-        await until(lambda: not job.is_alive and not shim.is_alive, timeout_s=5, what="job and shim end")
-    assert "the agent is gone" in (node_dir / "jobs" / "j1" / "exit.json").read_text()
+        await until(lambda: not job.is_alive and not shim.is_alive, what="job and shim end")
+    assert "the agent has ended" in (node_dir / "jobs" / "j1" / "exit.json").read_text()
 
 
-async def test_a_stopped_agent_loses_its_job_in_time_and_says_so_later(
+async def test_job_of_a_suspended_agent_ends_and_is_reported_later(
     controller: FakeController, node_dir: Path, start_agent: StartAgent
 ) -> None:
-    controller.ttl_s = 1.5
+    controller.ttl_s = 4.0
     async with start_agent() as agent:
         await controller.launch("j1", *STAY)
         job = await job_process(node_dir, "j1")
         agent.send_signal(signal.SIGSTOP)
-        await until(lambda: not job.is_alive, timeout_s=5, what="the job ends")
+        await until(lambda: not job.is_alive, what="the job ends")
         agent.send_signal(signal.SIGCONT)
         assert "lost contact" in (await controller.end_of("j1")).reason
 
 
-async def test_an_end_survives_a_killed_agent_and_is_told_by_the_next(
+async def test_exit_record_survives_a_killed_agent(
     controller: FakeController, node_dir: Path, start_agent: StartAgent
 ) -> None:
     async with start_agent() as agent:
@@ -60,7 +61,7 @@ async def test_an_end_survives_a_killed_agent_and_is_told_by_the_next(
         await until((node_dir / "jobs" / "j1" / "settled.json").exists, what="it is settled")
 
 
-async def test_what_an_earlier_agent_left_running_is_ended_before_the_next_registers(
+async def test_leftover_processes_are_ended_before_registration(
     controller: FakeController, node_dir: Path, start_agent: StartAgent
 ) -> None:
     controller.ttl_s = 60.0
@@ -70,32 +71,33 @@ async def test_what_an_earlier_agent_left_running_is_ended_before_the_next_regis
         agent.send_signal(signal.SIGKILL)
         await agent.wait()
     assert job.is_alive
+    before = len(controller.registers)
     async with start_agent():
-        await until(lambda: len(controller.registers) == 2, what="the next agent registers")
+        await until(lambda: len(controller.registers) > before, what="the next agent registers")
         assert not job.is_alive
         assert controller.registers[-1].node.incarnation == 2
-        assert controller.registers[-1].exits == ()  # nobody saw it end: the controller calls it lost
+        assert controller.registers[-1].exits == ()  # its end was not observed: the controller marks it lost
 
 
-async def test_a_controller_that_is_gone_disturbs_nothing(
+async def test_job_survives_a_controller_restart(
     tmp_path: Path, controller: FakeController, node_dir: Path, start_agent: StartAgent
 ) -> None:
-    second = FakeController(tmp_path / "second", ttl_s=1.0)
+    second = FakeController(tmp_path / "second", ttl_s=4.0)
     token = tmp_path / "token"
     token.write_text(str(second.token(TokenKind.JOIN)))
     async with contextlib.AsyncExitStack() as stack:
         async with second.listening():
             joining = start_agent("--join", second.address, "--token-file", str(token), "--node-id", "n2")
             await stack.enter_async_context(joining)
-            await second.launch("j1", "/bin/sh", "-c", "echo $$ > pid; sleep 1.6; exit 7")
+            await second.launch("j1", "/bin/sh", "-c", f"{WRITE_PID}; sleep 4; exit 7")
             job = await job_process(node_dir.parent / "n2", "j1")
-        await until(lambda: not job.is_alive, timeout_s=8, what="the job ends by itself")
+        await until(lambda: not job.is_alive, what="the job ends by itself")
         async with second.listening():
             assert (await second.end_of("j1")).exit_code == 7
             assert second.registers[-1].node.incarnation == 1
 
 
-async def test_sigterm_is_an_orderly_stop(
+async def test_sigterm_stops_the_agent_gracefully(
     controller: FakeController, node_dir: Path, start_agent: StartAgent
 ) -> None:
     async with start_agent() as agent:
@@ -107,19 +109,19 @@ async def test_sigterm_is_an_orderly_stop(
     assert controller.exits["j1"].reason == "ended by Genie: the agent was stopped"
 
 
-async def test_a_second_agent_on_the_same_node_says_why_it_does_not_start(
+async def test_second_agent_process_on_the_same_node_reports_the_conflict(
     controller: FakeController, node_dir: Path, start_agent: StartAgent
 ) -> None:
     async with start_agent():
         await controller.peer()
         async with start_agent() as second:
             assert await second.wait() == 1
-        said = second.output.read_text()
-    assert "another agent already runs on" in said
-    assert "Traceback" not in said
+        text = second.output.read_text()
+    assert "another agent already uses" in text
+    assert "Traceback" not in text
 
 
-async def test_a_node_joins_with_tls_and_shows_its_certificate(
+async def test_node_joins_with_tls_and_presents_its_certificate(
     tmp_path: Path, start_agent: StartAgent
 ) -> None:
     async with FakeController(tmp_path / "tls", use_tls=True).listening() as secure:
@@ -132,9 +134,11 @@ async def test_a_node_joins_with_tls_and_shows_its_certificate(
     assert {path.stat().st_mode & 0o077 for path in (node_dir, *node_dir.iterdir())} == {0}
 
 
-async def test_a_certificate_is_renewed_at_half_of_its_life(tmp_path: Path, start_agent: StartAgent) -> None:
+async def test_certificate_is_renewed_after_half_of_its_validity(
+    tmp_path: Path, start_agent: StartAgent
+) -> None:
     day_s = 86400.0
-    fake = FakeController(tmp_path / "tls", use_tls=True, certificate_days=3.0 / day_s)
+    fake = FakeController(tmp_path / "tls", use_tls=True, certificate_days=6.0 / day_s)
     async with fake.listening() as secure:
         token = str(secure.token(TokenKind.JOIN))
         async with start_agent("--join", secure.address, "--node-id", "n5", GENIE_TOKEN=token):
@@ -143,30 +147,30 @@ async def test_a_certificate_is_renewed_at_half_of_its_life(tmp_path: Path, star
             first = path.read_text()
             await until(lambda: path.read_text() != first, what="another certificate")
             (await secure.peer()).close()
-            await until(lambda: len(secure.registers) == 2, what="a connection with the new certificate")
+            await until(lambda: len(secure.registers) >= 2, what="a connection with the new certificate")
 
 
 @pytest.mark.parametrize(
-    ("arguments", "code", "words"),
+    ("arguments", "code", "message"),
     [
-        (("--node-id", "nowhere"), 1, "has no node's token"),
-        (("--join", "127.0.0.1:1:1"), 2, "cannot be read"),
-        (("--join", "127.0.0.1:1"), 1, "joining needs a token"),
+        (("--node-id", "nowhere"), 1, "has no node token"),
+        (("--join", "127.0.0.1:1:1"), 2, "is not an address"),
+        (("--join", "127.0.0.1:1"), 1, "joining a cluster requires a token"),
         (("--join", "127.0.0.1:1", "--token", "nonsense"), 1, "not a Genie token"),
         (("--controller", "nowhere"), 2, "has no port"),
     ],
 )
-async def test_bad_input_is_said_in_words_with_a_documented_exit_code(
-    start_agent: StartAgent, arguments: tuple[str, ...], code: int, words: str
+async def test_invalid_arguments_print_an_error_and_return_its_exit_code(
+    start_agent: StartAgent, arguments: tuple[str, ...], code: int, message: str
 ) -> None:
     async with start_agent(*arguments) as agent:
         assert await agent.wait() == code
-    said = agent.output.read_text()
-    assert words in said
-    assert "Traceback" not in said
+    text = agent.output.read_text()
+    assert message in text
+    assert "Traceback" not in text
 
 
-async def test_a_join_that_is_refused_leaves_no_node(
+async def test_rejected_join_creates_no_node(
     tmp_path: Path, controller: FakeController, start_agent: StartAgent
 ) -> None:
     controller.join_error = TokenRefusedError("token abcd has expired")
@@ -177,7 +181,7 @@ async def test_a_join_that_is_refused_leaves_no_node(
     assert not (tmp_path / "state" / "agents" / "n7").exists()
 
 
-async def test_a_job_of_an_agent_that_dies_at_the_start_is_found_by_its_environment(
+async def test_leftover_job_without_start_record_is_found_by_its_environment(
     node_dir: Path, controller: FakeController, start_agent: StartAgent
 ) -> None:
     directory = node_dir / "jobs" / "j1"
@@ -192,7 +196,7 @@ async def test_a_job_of_an_agent_that_dies_at_the_start_is_found_by_its_environm
         mark = ProcessMark.of(other.pid)
         async with start_agent():
             await until(lambda: controller.registers, what="the agent registers")
-            assert await asyncio.wait_for(stray.wait(), 5) == -signal.SIGKILL
+            assert await asyncio.wait_for(stray.wait(), TIMEOUT_S) == -signal.SIGKILL
             assert mark is not None
             assert mark.is_alive
     finally:
@@ -203,13 +207,13 @@ async def test_a_job_of_an_agent_that_dies_at_the_start_is_found_by_its_environm
             await stray.wait()
 
 
-async def test_an_agent_has_the_executors_library_ready_and_ends_as_before(
+async def test_agent_with_compiled_library_stops_normally(
     controller: FakeController, node_dir: Path, start_agent: StartAgent
 ) -> None:
     async with start_agent(GENIE_AGENT_COMPILE_AHEAD="true") as agent:
         await controller.peer()
         await until(
-            lambda: "the executors' library is ready" in agent.output.read_text(),
+            lambda: "the executors' library is compiled" in agent.output.read_text(),
             timeout_s=60,
             what="the log",
         )
@@ -217,7 +221,7 @@ async def test_an_agent_has_the_executors_library_ready_and_ends_as_before(
         assert await agent.wait() == 0
 
 
-async def test_an_agent_that_ends_ends_the_compiling_too(
+async def test_stopping_the_agent_stops_the_compiler(
     controller: FakeController, node_dir: Path, start_agent: StartAgent
 ) -> None:
     async with start_agent(GENIE_AGENT_COMPILE_AHEAD="true") as agent:

@@ -1,4 +1,4 @@
-"""Joining: whom the token is shown to, what is written, what is refused."""
+"""Joining a cluster and the files of the node identity."""
 
 from __future__ import annotations
 
@@ -23,16 +23,20 @@ from genie.errors import (
 )
 from genie.model.names import parse_endpoint
 from genie.model.tenant import TokenKind
-from genie.runtime import files, tls
+from genie.processes import files
+from genie.processes.tasks import run_inline
+from genie.runtime import tls
 from genie.runtime.network import TcpNetwork
 from tests.fakes.controller import HOST, FakeController
 
 
 async def try_join(fake: FakeController, state_dir: Path, *, token: str, wish: str = "n1") -> Path:
-    return await join(HOST, fake.port, token, state_dir=state_dir, node_id_wish=wish, network=TcpNetwork())
+    return await join(
+        HOST, fake.port, token, state_dir=state_dir, requested_node_id=wish, network=TcpNetwork()
+    )
 
 
-async def test_a_node_gets_an_identity_of_its_own(tmp_path: Path) -> None:
+async def test_join_writes_the_node_identity(tmp_path: Path) -> None:
     async with FakeController(tmp_path / "c", use_tls=True).listening() as fake:
         node_dir = await try_join(fake, tmp_path / "s", token=str(fake.token(TokenKind.JOIN)))
         access = read_identity(node_dir)
@@ -42,7 +46,7 @@ async def test_a_node_gets_an_identity_of_its_own(tmp_path: Path) -> None:
     assert {path.stat().st_mode & 0o777 for path in node_dir.iterdir()} == {0o600}
 
 
-async def test_the_token_is_not_shown_to_a_server_of_another_cluster(tmp_path: Path) -> None:
+async def test_join_token_is_not_sent_to_another_cluster(tmp_path: Path) -> None:
     async with FakeController(tmp_path / "c", use_tls=True).listening() as fake:
         other = FakeController(tmp_path / "other", use_tls=True)
         with pytest.raises(TlsError, match="another fingerprint"):
@@ -51,7 +55,7 @@ async def test_the_token_is_not_shown_to_a_server_of_another_cluster(tmp_path: P
     assert not (tmp_path / "s" / "agents").exists()
 
 
-async def test_a_token_that_has_expired_leaves_nothing_behind(tmp_path: Path) -> None:
+async def test_join_with_expired_token_writes_nothing(tmp_path: Path) -> None:
     fake = FakeController(tmp_path / "c", use_tls=True, join_error=TokenRefusedError("token x has expired"))
     async with fake.listening():
         with pytest.raises(TokenRefusedError, match="has expired"):
@@ -60,12 +64,14 @@ async def test_a_token_that_has_expired_leaves_nothing_behind(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("kind", [TokenKind.OWNER, TokenKind.USER, TokenKind.NODE])
-async def test_only_a_join_token_joins(tmp_path: Path, controller: FakeController, kind: TokenKind) -> None:
+async def test_join_requires_a_join_token(
+    tmp_path: Path, controller: FakeController, kind: TokenKind
+) -> None:
     with pytest.raises(TokenRefusedError, match=f"a {kind} token cannot be used to join"):
         await try_join(controller, tmp_path / "s", token=str(controller.token(kind)))
 
 
-async def test_a_wish_with_odd_characters_is_refused_before_anything_is_sent(
+async def test_invalid_node_id_is_rejected_before_anything_is_sent(
     tmp_path: Path, controller: FakeController
 ) -> None:
     with pytest.raises(NameInvalidError):
@@ -73,18 +79,18 @@ async def test_a_wish_with_odd_characters_is_refused_before_anything_is_sent(
     assert controller.joins == []
 
 
-async def test_nothing_listens(tmp_path: Path, controller: FakeController) -> None:
+async def test_join_fails_if_nothing_listens(tmp_path: Path, controller: FakeController) -> None:
     token = str(controller.token(TokenKind.JOIN))
     with pytest.raises(NothingListensError):
-        await join(HOST, 1, token, state_dir=tmp_path, node_id_wish="n1", network=TcpNetwork())
+        await join(HOST, 1, token, state_dir=tmp_path, requested_node_id="n1", network=TcpNetwork())
 
 
-def test_a_directory_without_a_token_is_not_a_node(tmp_path: Path) -> None:
-    with pytest.raises(TokenMissingError, match="has no node's token"):
+def test_read_identity_requires_a_token(tmp_path: Path) -> None:
+    with pytest.raises(TokenMissingError, match="has no node token"):
         read_identity(tmp_path)
 
 
-def test_a_node_without_tls_only_speaks_to_its_own_machine(tmp_path: Path) -> None:
+def test_node_without_tls_connects_only_to_loopback(tmp_path: Path) -> None:
     fake = FakeController(tmp_path / "c")
     write_identity(
         tmp_path / "n1",
@@ -94,13 +100,13 @@ def test_a_node_without_tls_only_speaks_to_its_own_machine(tmp_path: Path) -> No
         ca_pem="",
         controller=("10.0.0.1", 5555),
     )
-    with pytest.raises(TlsError, match="is not this machine"):
+    with pytest.raises(TlsError, match="is not a loopback address"):
         read_identity(tmp_path / "n1")
     assert read_identity(tmp_path / "n1", controller=("127.0.0.1", 1)).port == 1
 
 
-def test_the_node_of_this_machine_is_the_only_one_or_the_named_one(tmp_path: Path) -> None:
-    with pytest.raises(TokenMissingError, match="no node of a cluster"):
+def test_find_node_dir_returns_the_only_or_the_named_node(tmp_path: Path) -> None:
+    with pytest.raises(TokenMissingError, match="contains no node"):
         find_node_dir(tmp_path, None)
     files.write_private(tmp_path / "agents" / "a" / "node.token", b"")
     assert find_node_dir(tmp_path, None).name == "a"
@@ -110,7 +116,7 @@ def test_the_node_of_this_machine_is_the_only_one_or_the_named_one(tmp_path: Pat
     assert find_node_dir(tmp_path, "b").name == "b"
 
 
-async def test_a_renewal_that_was_cut_short_is_finished_at_the_next_start(tmp_path: Path) -> None:
+async def test_interrupted_renewal_is_finished_at_the_next_start(tmp_path: Path) -> None:
     async with FakeController(tmp_path / "c", use_tls=True).listening() as fake:
         node_dir = await try_join(fake, tmp_path / "s", token=str(fake.token(TokenKind.JOIN)))
         key, csr = tls.new_key_and_csr()
@@ -120,15 +126,17 @@ async def test_a_renewal_that_was_cut_short_is_finished_at_the_next_start(tmp_pa
         files.write_private(node_dir / "node.key.next", key)
         signed = fake.authority.issue(csr, name=tls.node_name("n1"), days=1, now=0)
         files.write_private(node_dir / "node.pem", signed.encode())
-        read_identity(node_dir)  # it has: the new key is
+        read_identity(node_dir)  # it has changed: the new key is
         assert (node_dir / "node.key").read_bytes() == key
 
 
-async def test_a_fresh_certificate_is_not_renewed(tmp_path: Path) -> None:
+async def test_fresh_certificate_is_not_renewed(tmp_path: Path) -> None:
     async with FakeController(tmp_path / "c", use_tls=True).listening() as fake:
         node_dir = await try_join(fake, tmp_path / "s", token=str(fake.token(TokenKind.JOIN)))
-    due = tls.renew_at((node_dir / "node.pem").read_text())
-    assert await renew_certificate(node_dir, None, now=due - 5, timeout_s=1) == 5  # type: ignore[arg-type]
+    start, end = tls.validity((node_dir / "node.pem").read_text())
+    now = (start + end) / 2 - 5
+    renewed = renew_certificate(node_dir, None, now=now, timeout_s=1, offload=run_inline)  # type: ignore[arg-type]
+    assert await renewed == pytest.approx(5)
 
 
 @pytest.mark.parametrize(
@@ -141,11 +149,11 @@ async def test_a_fresh_certificate_is_not_renewed(tmp_path: Path) -> None:
         ("[::1]", ("::1", 5555)),
     ],
 )
-def test_an_address_is_read(text: str, address: tuple[str, int]) -> None:
+def test_parse_endpoint_reads_an_address(text: str, address: tuple[str, int]) -> None:
     assert parse_endpoint(text, port=5555) == address
 
 
 @pytest.mark.parametrize("text", ["", ":1", "a:0", "a:65536", "a:b", "1.2.3.4:1:1"])
-def test_what_is_not_an_address_is_refused(text: str) -> None:
+def test_parse_endpoint_rejects_an_invalid_address(text: str) -> None:
     with pytest.raises(UsageError, match="address"):
         parse_endpoint(text, port=5555)

@@ -1,4 +1,4 @@
-"""What the agent still knows after a crash."""
+"""The durable state of an agent."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from genie.agent import jobfiles
+from genie.agent import job_files
 from genie.agent.journal import JobRecord, Journal, parse_exit
 from genie.errors import AgentRunningError, FencedError, NameInvalidError, StoreCorruptError, StoreFullError
 from genie.model.messages import ExitReport
-from genie.runtime import files
+from genie.processes import files
 
 
 @pytest.fixture
@@ -38,11 +38,11 @@ def end(job_id: str) -> ExitReport:
     return ExitReport(job_id=job_id, epoch=1, exit_code=None, reason="because", ended_at=2.0)
 
 
-def test_incarnations_only_grow(journal: Journal) -> None:
+def test_incarnations_increase(journal: Journal) -> None:
     assert [reopened(journal).begin_incarnation() for _ in range(3)] == [1, 2, 3]
 
 
-def test_only_one_agent_has_it(journal: Journal) -> None:
+def test_journal_is_locked_by_one_agent(journal: Journal) -> None:
     with pytest.raises(AgentRunningError):
         Journal(journal.node_dir).open()
     journal.close()
@@ -51,30 +51,32 @@ def test_only_one_agent_has_it(journal: Journal) -> None:
     other.close()
 
 
-def test_the_highest_leader_token_is_kept(journal: Journal) -> None:
-    journal.obey(3, what="an order")
-    journal.obey(3, what="an order")
-    with pytest.raises(FencedError, match="an order refused: it carries leader token 2"):
-        reopened(journal).obey(2, what="an order")
+def test_highest_leader_token_is_stored(journal: Journal) -> None:
+    assert journal.accept_leader_token(3, what="an order")
+    assert not journal.accept_leader_token(3, what="an order")
+    journal.store_leader_token()
+    with pytest.raises(FencedError, match="an order rejected: its leader token 2"):
+        reopened(journal).accept_leader_token(2, what="an order")
 
 
 @pytest.mark.parametrize("name", ["fence.json", "incarnation"])
-def test_a_damaged_file_is_an_error_and_is_not_replaced(journal: Journal, name: str) -> None:
+def test_damaged_file_raises_and_is_not_replaced(journal: Journal, name: str) -> None:
     journal.begin_incarnation()
-    journal.obey(3, what="an order")
+    journal.accept_leader_token(3, what="an order")
+    journal.store_leader_token()
     (journal.node_dir / name).write_bytes(b"{")
     with pytest.raises(StoreCorruptError, match=name):
         reopened(journal)
     assert (journal.node_dir / name).read_bytes() == b"{"
 
 
-def test_an_accepted_job_is_known_after_a_crash(journal: Journal) -> None:
+def test_accepted_job_is_known_after_a_crash(journal: Journal) -> None:
     journal.accept(record("j1", epoch=7))
     assert reopened(journal).record("j1") == record("j1", epoch=7)
     assert journal.record("j2") is None
 
 
-def test_a_later_attempt_starts_with_an_empty_directory(journal: Journal) -> None:
+def test_next_run_starts_with_an_empty_directory(journal: Journal) -> None:
     directory = journal.accept(record("j1"))
     (directory / "work" / "left").touch()
     journal.write_exit(end("j1"))
@@ -83,16 +85,16 @@ def test_a_later_attempt_starts_with_an_empty_directory(journal: Journal) -> Non
     assert not list((directory / "work").iterdir())
 
 
-def test_an_end_is_pending_until_it_is_settled(journal: Journal) -> None:
+def test_exit_is_pending_until_it_is_settled(journal: Journal) -> None:
     journal.accept(record("j1"))
     journal.write_exit(end("j1"))
     assert reopened(journal).pending_exits() == {"j1": end("j1")}
     journal.settle(["j1"])
     assert reopened(journal).pending_exits() == {}
-    journal.settle(["j1"])  # said twice
+    journal.settle(["j1"])  # a repetition is harmless
 
 
-def test_a_damaged_exit_record_does_not_hide_the_others(journal: Journal) -> None:
+def test_damaged_exit_record_does_not_hide_the_others(journal: Journal) -> None:
     for job_id in ("j1", "j2"):
         journal.accept(record(job_id))
         journal.write_exit(end(job_id))
@@ -100,26 +102,28 @@ def test_a_damaged_exit_record_does_not_hide_the_others(journal: Journal) -> Non
     assert journal.pending_exits() == {"j2": end("j2")}
 
 
-def test_only_what_is_finished_settled_and_old_is_pruned(journal: Journal) -> None:
+def test_only_old_settled_jobs_are_pruned(journal: Journal) -> None:
     for number in range(6):
         directory = journal.accept(record(f"j{number}"))
         os.utime(directory, (number, number))
     journal.write_exit(end("j0"))
-    assert [path.name for path in journal.prunable(kept=2, live={"j1"})] == ["j3", "j2"]
+    discarded = journal.discard_old(kept=2, live={"j1"})
+    assert sorted(path.name[:4] for path in discarded) == [".j2.", ".j3."]
+    assert journal.job_ids() == ["j0", "j1", "j4", "j5"]
 
 
 @pytest.mark.parametrize("job_id", ["..", "../x", "/etc", "", "a/b", "a\x00"])
-def test_a_job_id_cannot_lead_elsewhere(journal: Journal, job_id: str) -> None:
+def test_job_id_cannot_be_another_path(journal: Journal, job_id: str) -> None:
     with pytest.raises(NameInvalidError):
         journal.job_dir(job_id)
 
 
-def test_lost_output_is_part_of_the_end() -> None:
+def test_exit_reason_mentions_lost_output() -> None:
     line = b'{"job_id":"j","epoch":1,"exit_code":0,"reason":"exit code 0","ended_at":1.0,"log_bytes_lost":9}'
-    assert parse_exit(line).reason == "exit code 0; 9 bytes of its output could not be written"
+    assert parse_exit(line).reason == "exit code 0; 9 bytes of its output were lost"
 
 
-# --- directories that a job has spoilt -----------------------------------------------------------
+# --- directories damaged by a job ----------------------------------------------------------------
 
 
 def ended(journal: Journal, job_id: str) -> Path:
@@ -128,18 +132,18 @@ def ended(journal: Journal, job_id: str) -> Path:
     return directory
 
 
-def test_an_end_that_cannot_be_marked_is_settled_all_the_same(journal: Journal) -> None:
+def test_exit_is_settled_if_its_record_cannot_be_renamed(journal: Journal) -> None:
     (ended(journal, "j1") / "settled.json").mkdir()
     ended(journal, "j2")
     journal.settle(["j1", "j2"])
     assert journal.pending_exits() == {}
     assert reopened(journal).pending_exits() == {}
-    assert journal.has_rubbish
-    assert [path.name[:4] for path in journal.prunable(kept=9, live=())] == [".j1."]
-    assert not journal.has_rubbish
+    assert journal.has_trash
+    assert [path.name[:4] for path in journal.discard_old(kept=9, live=())] == [".j1."]
+    assert not journal.has_trash
 
 
-def test_an_end_that_cannot_be_moved_either_is_settled_in_this_life(
+def test_exit_is_settled_in_memory_if_its_directory_cannot_be_moved(
     journal: Journal, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (ended(journal, "j1") / "settled.json").mkdir()
@@ -151,7 +155,7 @@ def test_an_end_that_cannot_be_moved_either_is_settled_in_this_life(
         patched.setattr(os, "rename", refuse)
         journal.settle(["j1"])
     assert journal.pending_exits() == {}
-    assert [path.name for path in journal.prunable(kept=0, live=())] == ["j1"]
+    assert [path.name[:4] for path in journal.discard_old(kept=0, live=())] == [".j1."]
     journal.accept(record("j1", epoch=2))
     journal.write_exit(end("j1"))
     assert journal.pending_exits() == {"j1": end("j1")}
@@ -159,7 +163,7 @@ def test_an_end_that_cannot_be_moved_either_is_settled_in_this_life(
 
 @pytest.mark.parametrize("name", ["exit.json", "job.json"])
 @pytest.mark.parametrize("kind", ["fifo", "directory", "link", "huge", "deep"])
-def test_what_is_not_a_record_is_read_as_none(journal: Journal, name: str, kind: str) -> None:
+def test_invalid_record_is_read_as_none(journal: Journal, name: str, kind: str) -> None:
     path = ended(journal, "j1") / name
     path.unlink()
     match kind:
@@ -176,17 +180,17 @@ def test_what_is_not_a_record_is_read_as_none(journal: Journal, name: str, kind:
     ended(journal, "j2")
     assert set(journal.pending_exits()) == ({"j2"} if name == "exit.json" else {"j1", "j2"})
     assert (journal.record("j1") is None) == (name == "job.json")
-    journal.prunable(kept=0, live=())
+    journal.discard_old(kept=0, live=())
 
 
-def test_an_exit_record_cannot_speak_for_another_job(journal: Journal) -> None:
+def test_exit_record_of_another_job_is_ignored(journal: Journal) -> None:
     directory = ended(journal, "j1")
     ended(journal, "j2")
     (journal.job_dir("j2") / "exit.json").replace(directory / "exit.json")
     assert journal.pending_exits() == {}
 
 
-def test_a_pipe_in_the_way_does_not_hold_up_the_writing_of_an_end(journal: Journal) -> None:
+def test_pipe_at_the_exit_path_does_not_block_the_write(journal: Journal) -> None:
     directory = journal.accept(record("j1"))
     os.mkfifo(directory / "exit.json")
     os.mkfifo(directory / f".exit.json.{os.getpid()}.new")
@@ -194,7 +198,7 @@ def test_a_pipe_in_the_way_does_not_hold_up_the_writing_of_an_end(journal: Journ
     assert journal.pending_exits() == {"j1": end("j1")}
 
 
-def test_a_directory_that_became_a_file_cannot_take_the_end_and_says_so(journal: Journal) -> None:
+def test_write_exit_fails_if_the_directory_became_a_file(journal: Journal) -> None:
     directory = journal.accept(record("j1"))
     shutil.rmtree(directory)
     directory.touch()
@@ -205,18 +209,18 @@ def test_a_directory_that_became_a_file_cannot_take_the_end_and_says_so(journal:
     assert journal.accept(record("j1", epoch=2)).is_dir()
 
 
-def test_a_later_attempt_does_not_wait_for_the_removal_of_an_earlier(
+def test_next_run_does_not_wait_for_the_removal_of_the_previous(
     journal: Journal, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (journal.accept(record("j1")) / "work" / "left").touch()
     journal.accept(record("j1", epoch=2))
-    (aside,) = journal.prunable(kept=9, live={"j1"})
+    (aside,) = journal.discard_old(kept=9, live={"j1"})
     assert (aside / "work" / "left").exists()
-    jobfiles.try_remove_tree(aside)
+    job_files.try_remove_tree(aside)
     assert [path.name for path in journal.jobs_dir.iterdir()] == ["j1"]
 
 
-def test_logs_of_the_newest_runs_before_are_kept_with_the_job(journal: Journal) -> None:
+def test_logs_of_the_newest_earlier_runs_are_kept(journal: Journal) -> None:
     for epoch in range(7, 14):
         directory = journal.accept(record("j1", epoch=epoch))
         if epoch != 12:  # one that never wrote anything is no run
@@ -228,13 +232,13 @@ def test_logs_of_the_newest_runs_before_are_kept_with_the_job(journal: Journal) 
     }
     assert kept == {epoch: f"{epoch}" for epoch in (8, 9, 10, 11, 13)}
     assert journal.run_dir("j1", 13) == journal.run_dir("j1", 0) == journal.job_dir("j1")
-    for path in journal.prunable(kept=9, live={"j1"}):
-        jobfiles.try_remove_tree(path)
+    for path in journal.discard_old(kept=9, live={"j1"}):
+        job_files.try_remove_tree(path)
     assert [path.name for path in journal.jobs_dir.iterdir()] == ["j1"]
 
 
 @pytest.mark.parametrize("name", ["earlier", "log"])
-def test_a_job_that_puts_something_else_in_the_place_of_its_logs_starts_again(
+def test_job_that_replaced_its_log_directory_can_run_again(
     journal: Journal, tmp_path: Path, name: str
 ) -> None:
     (tmp_path / "others").mkdir()
@@ -247,7 +251,7 @@ def test_a_job_that_puts_something_else_in_the_place_of_its_logs_starts_again(
     assert (tmp_path / "others" / "00.log").exists()
 
 
-def test_many_ends_are_settled_with_one_sync(journal: Journal, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_exits_are_settled_with_one_sync(journal: Journal, monkeypatch: pytest.MonkeyPatch) -> None:
     for number in range(5):
         ended(journal, f"j{number}")
     synced: list[Path] = []

@@ -1,4 +1,4 @@
-"""The launcher's ear: a shim that leaves is always noticed, whatever it left unread."""
+"""The launcher: exits of shims, log files, leftovers."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +16,7 @@ from pathlib import Path
 import pytest
 import uvloop
 
-from genie.agent import launcher, processes
+from genie.agent import launcher, leftovers
 from genie.agent.launcher import LaunchPlan, ShimLauncher
 from genie.agent.logs import read_chunk
 from genie.model.messages import ExitReport
@@ -40,30 +41,111 @@ def _plan(folder: Path) -> LaunchPlan:
 
 
 @pytest.mark.parametrize("factory", [asyncio.new_event_loop, uvloop.new_event_loop])
-def test_an_end_is_heard_though_the_shim_left_a_line_unread(
+def test_exit_is_received_if_the_shim_left_a_line_unread(
     factory: object, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ends: list[int] = []
 
-    def spawn(plan: LaunchPlan, control_fd: int, until_s: float) -> subprocess.Popen[bytes]:
+    def spawn(plan: LaunchPlan, control_fd: int, until_s: float, *, group: str) -> subprocess.Popen[bytes]:
         ends.append(os.dup(control_fd))
         return subprocess.Popen(["true"])
 
     monkeypatch.setattr(launcher, "_spawn", spawn)
 
-    async def heard() -> list[ExitReport]:
+    async def receive_exits() -> list[ExitReport]:
         shims = ShimLauncher()
-        shims.start(_plan(tmp_path), until_s=1.0)
+        await shims.start(_plan(tmp_path), until_s=1.0)
         await asyncio.sleep(0)
         os.write(ends[0], json.dumps(RECORD).encode() + b"\n")
         shims.refresh(2.0)
         os.close(ends[0])
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(20):
             await shims.wait_exit()
-        return shims.exits()
+        ended = shims.exits()
+        shims.close()
+        return ended
 
     with asyncio.Runner(loop_factory=factory) as runner:  # type: ignore[arg-type]
-        assert [(end.job_id, end.exit_code) for end in runner.run(heard())] == [("j-1", 0)]
+        assert [(end.job_id, end.exit_code) for end in runner.run(receive_exits())] == [("j-1", 0)]
+
+
+def test_cancelled_start_leaves_no_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    may_spawn, spawned = threading.Event(), []
+    real = launcher._spawn
+
+    def spawn(*args: object, **given: object) -> subprocess.Popen[bytes]:
+        assert may_spawn.wait(10)
+        spawned.append(real(*args, **given))  # type: ignore[arg-type]
+        return spawned[0]
+
+    monkeypatch.setattr(launcher, "_spawn", spawn)
+    (tmp_path / "log").mkdir()
+    plan = replace(_plan(tmp_path), argv=(sys.executable, "-c", STUBBORN))
+
+    async def start_and_cancel() -> None:
+        shims = ShimLauncher()
+        starting = asyncio.ensure_future(shims.start(plan, until_s=time.monotonic() + 60))
+        await asyncio.sleep(0)
+        starting.cancel()
+        await asyncio.wait([starting])
+        may_spawn.set()
+        await until(lambda: spawned and spawned[0].returncode is not None, what="the shim is killed")
+        assert shims.running() == {}
+        shims.close()
+
+    asyncio.run(start_and_cancel())
+
+
+def _record_with_survivor(pid: int) -> bytes:
+    mark = leftovers.ProcessMark.of(pid)
+    assert mark is not None
+    return json.dumps(RECORD | {"survivors": [[mark.pid, mark.start]]}).encode()
+
+
+def test_exit_is_reported_after_the_end_of_processes_that_the_shim_could_not_kill(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ends: list[int] = []
+
+    def spawn(plan: LaunchPlan, control_fd: int, until_s: float, *, group: str) -> subprocess.Popen[bytes]:
+        ends.append(os.dup(control_fd))
+        return subprocess.Popen(["true"])
+
+    monkeypatch.setattr(launcher, "_spawn", spawn)
+
+    async def receive_exit() -> ExitReport:
+        shims = ShimLauncher()
+        await shims.start(_plan(tmp_path), until_s=1.0)
+        os.write(ends[0], _record_with_survivor(survivor.pid) + b"\n")
+        os.close(ends[0])
+        (report,) = await until(shims.exits)
+        shims.close()
+        return report
+
+    with subprocess.Popen(["/bin/sleep", "300"], env={}) as survivor:
+        assert asyncio.run(receive_exit()).exit_code == 0
+        assert survivor.wait() == -signal.SIGKILL
+
+
+def test_new_agent_kills_processes_that_a_shim_could_not_kill(tmp_path: Path) -> None:
+    (tmp_path / "jobs" / "j-1").mkdir(parents=True)
+
+    async def end_leftovers() -> int:
+        shims = ShimLauncher()
+        try:
+            return shims.end_leftovers(tmp_path / "jobs")
+        finally:
+            shims.close()
+
+    with subprocess.Popen(["/bin/sleep", "300"], env={}) as survivor:
+        (tmp_path / "jobs" / "j-1" / "exit.json").write_bytes(_record_with_survivor(survivor.pid))
+        assert asyncio.run(end_leftovers()) == 1
+        assert survivor.wait() == -signal.SIGKILL
+
+
+@pytest.mark.parametrize("record", [b"", b"[]", b'{"survivors": 1}', b'{"survivors": [[1]]}', b"[" * 60_000])
+def test_invalid_exit_record_names_no_survivor(record: bytes) -> None:
+    assert leftovers.parse_survivors(record) == ()
 
 
 STUBBORN = """
@@ -74,27 +156,29 @@ time.sleep(600)
 """
 
 
-def test_a_later_order_may_shorten_the_grace_of_an_earlier_one(tmp_path: Path) -> None:
+def test_second_kill_can_shorten_the_grace_period(tmp_path: Path) -> None:
     (tmp_path / "log").mkdir()
     plan = replace(_plan(tmp_path), argv=(sys.executable, "-c", STUBBORN), grace_s=0.1)
 
     async def ended() -> list[ExitReport]:
         shims = ShimLauncher()
-        shims.start(plan, until_s=time.monotonic() + 60)
+        await shims.start(plan, until_s=time.monotonic() + 60)
         await until(lambda: b"up" in read_chunk(tmp_path, offset=0, bytes_max=100, live=True).data)
         shims.kill("j-1", reason="makes room", grace_s=86400.0)
         assert shims.exits() == []
         shims.kill("j-1", reason="cancelled")
         async with asyncio.timeout(20):
             await shims.wait_exit()
-        return shims.exits()
+        ended = shims.exits()
+        shims.close()
+        return ended
 
     assert ["makes room" in end.reason for end in asyncio.run(ended())] == [True], (
         "why it ends stays the first"
     )
 
 
-def test_only_files_that_a_shim_would_name_are_a_log(tmp_path: Path) -> None:
+def test_log_files_ignores_other_file_names(tmp_path: Path) -> None:
     (tmp_path / "log").mkdir()
     for name in ("²", "٣", "0" * 20, "0" * 19 + "7", "x", "-1", "1 "):
         (tmp_path / "log" / f"{name}.log").write_text(name)
@@ -107,35 +191,38 @@ def test_only_files_that_a_shim_would_name_are_a_log(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", ["[" * 60_000, '{"shim": [1e999, ""]}', "[1]", '{"a": 1}'])
-def test_a_start_record_that_is_not_one_names_nobody(tmp_path: Path, content: str) -> None:
+def test_invalid_start_record_contains_no_process(tmp_path: Path, content: str) -> None:
     (tmp_path / "started.json").write_text(content)
-    assert processes.read_started(tmp_path / "started.json") == ()
+    assert leftovers.read_start_record(tmp_path / "started.json") == ()
 
 
-def test_leftovers_stand_still_before_the_first_of_them_dies(
+def test_leftovers_are_all_stopped_before_one_is_killed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sent: list[int] = []
-    really_send = processes.ProcessMark.send_signal
+    really_send = leftovers.ProcessMark.send_signal
 
-    def send_signal(mark: processes.ProcessMark, number: int) -> bool:
+    def send_signal(mark: leftovers.ProcessMark, number: int) -> bool:
         sent.append(number)
         return really_send(mark, number)
 
-    monkeypatch.setattr(processes.ProcessMark, "send_signal", send_signal)
-    environment = {processes.JOB_DIR_VARIABLE: str(tmp_path / "j1")}
+    monkeypatch.setattr(leftovers.ProcessMark, "send_signal", send_signal)
+    environment = {leftovers.JOB_DIR_VARIABLE: str(tmp_path / "j1")}
     sleepers = [subprocess.Popen(["/bin/sleep", "300"], env=environment) for _ in range(3)]
     try:
-        found, stubborn = processes.end_leftovers(tmp_path, ())
+        found, stubborn = leftovers.JobProcesses(tmp_path).end()
     finally:
         for sleeper in sleepers:
             sleeper.kill()
             sleeper.wait()
-    assert (found, stubborn) == (3, frozenset())
+    assert (found, stubborn) == (3, {})
     assert sent[:6] == [signal.SIGSTOP] * 3 + [signal.SIGKILL] * 3
 
 
-def test_a_start_record_cannot_turn_the_agent_against_itself(tmp_path: Path) -> None:
-    own = processes.ProcessMark.of(os.getpid())
+def test_start_record_cannot_make_the_agent_kill_itself(tmp_path: Path) -> None:
+    own = leftovers.ProcessMark.of(os.getpid())
     assert own is not None
-    assert processes.end_leftovers(tmp_path, [own], within_s=0.1) == (0, frozenset())
+    with subprocess.Popen(["/bin/sleep", "300"]) as child:
+        assert leftovers.JobProcesses(tmp_path, known={own: "j1"}).end(timeout_s=0.1) == (0, {})
+        assert child.poll() is None
+        child.kill()

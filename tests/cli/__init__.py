@@ -1,1 +1,1 @@
-"""Tests of the command line, each through `genie.cli.main`, as a person would call it."""
+"""Tests of the command line, through `genie.cli.main`."""

@@ -1,6 +1,8 @@
-"""Sizes, durations and addresses as people write them."""
+"""Parsing and formatting of sizes, durations and addresses."""
 
 from __future__ import annotations
+
+import re
 
 import pytest
 from hypothesis import given
@@ -8,11 +10,12 @@ from hypothesis import strategies as st
 
 from genie.cli.quantities import (
     duration_text,
-    parse_amount,
     parse_duration,
-    parse_moment,
+    parse_labels,
+    parse_number,
     parse_pairs,
     parse_size,
+    parse_time,
     size_text,
 )
 from genie.errors import UsageError
@@ -33,46 +36,46 @@ from genie.model.names import address_text, parse_address
         ("10B", 10),
     ],
 )
-def test_a_size_is_read(text: str, size_bytes: int) -> None:
+def test_size_is_parsed(text: str, size_bytes: int) -> None:
     assert parse_size(text, what="--memory") == size_bytes
 
 
 @pytest.mark.parametrize("text", ["", "-1", "4X", "GiB", "1e9", "4 G i B", "nan", "inf", "9999999PiB", "٤"])
-def test_a_size_that_is_none_names_the_option(text: str) -> None:
+def test_invalid_size_names_the_option(text: str) -> None:
     with pytest.raises(UsageError, match="--memory"):
         parse_size(text, what="--memory")
 
 
 @given(st.integers(0, 1 << 60))
-def test_every_number_of_bytes_is_read_as_itself(size_bytes: int) -> None:
+def test_plain_numbers_are_bytes(size_bytes: int) -> None:
     assert abs(parse_size(str(size_bytes), what="x") - size_bytes) <= size_bytes // 2**50
 
 
 @pytest.mark.parametrize(
     ("text", "seconds"), [("90", 90), ("90s", 90), ("15m", 900), ("1.5h", 5400), ("7d", 604800)]
 )
-def test_a_duration_is_read(text: str, seconds: float) -> None:
+def test_duration_is_parsed(text: str, seconds: float) -> None:
     assert parse_duration(text, what="--ttl") == seconds
 
 
 @pytest.mark.parametrize("text", ["", "0", "-5", "1w", "h", "99999d"])
-def test_a_duration_that_is_none_names_the_option(text: str) -> None:
+def test_invalid_duration_names_the_option(text: str) -> None:
     with pytest.raises(UsageError, match="--ttl"):
         parse_duration(text, what="--ttl")
 
 
-def test_a_duration_may_be_none_or_bounded_where_that_is_said() -> None:
-    assert parse_duration("0s", what="--grace", none_too=True) == 0
+def test_duration_zero_and_maximum() -> None:
+    assert parse_duration("0s", what="--grace", zero_allowed=True) == 0
     assert parse_duration("1d", what="--grace", high_s=86400.0) == 86400
     with pytest.raises(UsageError, match="--grace") as caught:
-        parse_duration("25h", what="--grace", none_too=True, high_s=86400.0)
+        parse_duration("25h", what="--grace", zero_allowed=True, high_s=86400.0)
     assert caught.value.hint.endswith("at most 1 d")
 
 
-def test_an_amount_has_two_bounds() -> None:
-    assert parse_amount("0.01", what="--gpu-share", low=0.01, high=1) == 0.01
+def test_amount_is_checked_against_its_range() -> None:
+    assert parse_number("0.01", what="--gpu-share", low=0.01, high=1) == 0.01
     with pytest.raises(UsageError, match="--gpu-share") as caught:
-        parse_amount("0.009", what="--gpu-share", low=0.01, high=1)
+        parse_number("0.009", what="--gpu-share", low=0.01, high=1)
     assert caught.value.hint == "give a number from 0.01 to 1"
 
 
@@ -85,8 +88,8 @@ def test_an_amount_has_two_bounds() -> None:
         ("1970-01-13 01:00+01:00", 12 * 86400.0),
     ],
 )
-def test_a_moment_is_a_duration_from_now_or_a_time(text: str, moment: float) -> None:
-    assert parse_moment(text, what="--deadline", now=1_000_000.0) == moment
+def test_moment_is_a_duration_or_a_time(text: str, moment: float) -> None:
+    assert parse_time(text, what="--deadline", now=1_000_000.0) == moment
 
 
 @pytest.mark.parametrize(
@@ -95,21 +98,21 @@ def test_a_moment_is_a_duration_from_now_or_a_time(text: str, moment: float) -> 
         ("soon", "is not a time"),
         ("", "is not a time"),
         ("2030-13-01", "is not a time"),
-        ("0", "is over already"),
-        ("1970-01-12T00:00:00Z", "is over already"),
-        ("0001-01-01T00:00:00Z", "is over already"),
-        ("2100-01-01", "is too far away"),
-        ("9999d", "is too far away"),
+        ("0", "is in the past"),
+        ("1970-01-12T00:00:00Z", "is in the past"),
+        ("0001-01-01T00:00:00Z", "is in the past"),
+        ("2100-01-01", "is too far in the future"),
+        ("9999d", "is too far in the future"),
     ],
 )
-def test_a_moment_that_is_none_or_over_is_told_apart(text: str, why: str) -> None:
+def test_invalid_moment_has_the_reason(text: str, why: str) -> None:
     with pytest.raises(UsageError, match=why) as caught:
-        parse_moment(text, what="--deadline", now=1_000_000.0)
+        parse_time(text, what="--deadline", now=1_000_000.0)
     assert "--deadline" in caught.value.message
 
 
 @given(st.sampled_from(["box", "10.0.0.5", "::1"]), st.integers(1, 65535))
-def test_an_address_is_written_as_it_is_read(host: str, port: int) -> None:
+def test_address_text_is_parsed_back(host: str, port: int) -> None:
     assert parse_address(address_text(host, port), what="x") == (host, port)
 
 
@@ -117,7 +120,7 @@ def test_an_address_is_written_as_it_is_read(host: str, port: int) -> None:
     ("size_bytes", "text"),
     [(0, "0 B"), (1023, "1023 B"), (1536, "1.5 KiB"), (200 * 1024**2, "200 MiB"), (5 * 1024**5, "5120 TiB")],
 )
-def test_a_size_is_shown_in_the_nearest_unit(size_bytes: int, text: str) -> None:
+def test_size_is_formatted_in_the_nearest_unit(size_bytes: int, text: str) -> None:
     assert size_text(size_bytes) == text
 
 
@@ -137,22 +140,41 @@ def test_a_size_is_shown_in_the_nearest_unit(size_bytes: int, text: str) -> None
         (30 * 86400 - 1, "30 d"),
     ],
 )
-def test_a_duration_is_shown_short_and_rounded_to_the_nearest(seconds: float, text: str) -> None:
+def test_duration_is_formatted_rounded(seconds: float, text: str) -> None:
     assert duration_text(seconds) == text
 
 
-def test_a_duration_that_is_too_long_is_told_the_most() -> None:
+def test_too_long_duration_names_the_maximum() -> None:
     with pytest.raises(UsageError) as raised:
         parse_duration("2d", what="--grace", high_s=86400.0)
-    assert str(raised.value) == "--grace '2d' is not allowed (write 90s, 15m or 1h, at most 1 d)"
+    assert str(raised.value) == "--grace '2d' is out of range (write 90s, 15m or 1h, at most 1 d)"
 
 
-def test_pairs_are_split_at_the_first_sign_and_the_last_of_a_key_counts() -> None:
+def test_pairs_are_split_at_the_first_sign_and_the_last_value_wins() -> None:
     assert parse_pairs(["a=1", "b=x=y", "a="], what="--env") == {"a": "", "b": "x=y"}
     assert parse_pairs(None, what="--env") == {}
 
 
+def test_equal_labels_may_be_repeated() -> None:
+    assert parse_labels(["a=1", "b=x/y", "a=1"]) == {"a": "1", "b": "x/y"}
+    assert parse_labels(None) == {}
+
+
+@pytest.mark.parametrize(
+    ("texts", "message"),
+    [
+        (["a=1", "a=2"], "--label a=1 and --label a=2 contradict each other"),
+        (["zone"], "--label 'zone' is not KEY=VALUE"),
+        (["a=b=c"], "the value of --label a 'b=c' is not allowed"),
+        ([f"k{number}=v" for number in range(65)], "--label: 65 labels are too many"),
+    ],
+)
+def test_invalid_labels_are_rejected(texts: list[str], message: str) -> None:
+    with pytest.raises(UsageError, match=re.escape(message)):
+        parse_labels(texts)
+
+
 @pytest.mark.parametrize("text", ["zone", "", "=a"])
-def test_what_is_no_pair_is_told_how_to_be_one(text: str) -> None:
+def test_invalid_pair_has_a_hint(text: str) -> None:
     with pytest.raises(UsageError, match="write --label KEY=VALUE"):
         parse_pairs([text], what="--label")

@@ -1,9 +1,10 @@
-"""What a command imports before it does anything: its own module and what that needs, and nothing else."""
+"""Start-up: a command imports only its own module and dependencies."""
 
 from __future__ import annotations
 
 import importlib
 import json
+import os
 import socket
 import subprocess
 import sys
@@ -32,9 +33,9 @@ HEAVY = [
     "genie.scheduler",
     "genie.controller",
     "genie.agent",
-    "genie.runtime.native",
+    "genie.native.libraries",
 ]
-"""What none of the commands here uses."""
+"""Packages that no command here uses."""
 SOME_USE = ["asyncssh", "cryptography", "msgspec", "psutil", "pathspec"]
 """Large packages that some commands use."""
 TABLES = ["rich", "markdown_it", "pygments"]
@@ -52,7 +53,7 @@ LATER = [
 
 @pytest.fixture
 def grid_file(tmp_path: Path) -> Iterator[Path]:
-    """A grid with one node, at a port that refuses: it is taken, and nobody listens."""
+    """A grid with one node, on a port that is bound but not listening."""
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         file = tmp_path / "grid.yaml"
@@ -61,64 +62,66 @@ def grid_file(tmp_path: Path) -> Iterator[Path]:
 
 
 def modules_after(tmp_path: Path, *typed: str, code: int) -> set[str]:
-    """The modules that a process has imported when the command ends with `code`."""
+    """Run a command that exits with `code` and return the imported modules."""
     program, *arguments = typed
-    told = tmp_path / "modules.json"
+    module_list = tmp_path / "modules.json"
+    not_measured = {name: value for name, value in os.environ.items() if not name.startswith("COVERAGE_")}
     done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, program, str(told), *arguments],
+        [sys.executable, "-c", PROGRAM, program, str(module_list), *arguments],
         capture_output=True,
         text=True,
         timeout=60,
         stdin=subprocess.DEVNULL,
+        env=not_measured,
     )
     assert done.returncode == 0, done.stderr
-    ended, names = json.loads(told.read_text("utf-8"))
+    ended, names = json.loads(module_list.read_text("utf-8"))
     assert ended == code, done.stderr
     return set(names)
 
 
-def commands_among(names: set[str]) -> set[str]:
-    """Which of the modules that register commands are there."""
-    homes = {*app_module._COMMANDS.values(), *app_module._GRID_COMMANDS.values()} - {"app"}
-    return {home for home in homes if f"genie.cli.{home}" in names}
+def command_modules(names: set[str]) -> set[str]:
+    """Return the command modules among the imported ones."""
+    modules = {*app_module._COMMANDS.values(), *app_module._GRID_COMMANDS.values()} - {"app"}
+    return {module for module in modules if f"genie.cli.{module}" in names}
 
 
 @pytest.mark.parametrize("program", ["genie", "grid-cli"])
-def test_the_version_needs_the_parser_alone(program: str, tmp_path: Path) -> None:
+def test_version_imports_only_the_parser(program: str, tmp_path: Path) -> None:
     names = modules_after(tmp_path, program, "--version", code=0)
     assert names.isdisjoint([*HEAVY, *SOME_USE, *TABLES, *LATER, "genie.grid", "genie.cluster"])
-    assert commands_among(names) == set()
+    assert command_modules(names) == set()
 
 
 @pytest.mark.parametrize("program", ["genie", "grid-cli"])
-def test_help_imports_the_commands_and_nothing_that_they_use(program: str, tmp_path: Path) -> None:
+def test_help_imports_commands_without_dependencies(program: str, tmp_path: Path) -> None:
     names = modules_after(tmp_path, program, "--help", code=0)
     assert names.isdisjoint([*HEAVY, *SOME_USE, "yaml", "genie.grid", "genie.cluster", "genie.runtime"])
 
 
-def test_checking_the_grid_s_file_reads_it_and_connects_nothing(grid_file: Path, tmp_path: Path) -> None:
+def test_config_check_imports_no_network_code(grid_file: Path, tmp_path: Path) -> None:
     names = modules_after(tmp_path, "grid-cli", "--config", str(grid_file), "config", "check", code=0)
-    assert names.isdisjoint([*HEAVY, *SOME_USE, *TABLES, "genie.runtime", "genie.grid.ssh_pool"])
-    assert commands_among(names) == {"grid_node_commands"}
+    assert names.isdisjoint([*HEAVY, *SOME_USE, *TABLES, "genie.runtime", "genie.grid.ssh.pool"])
+    assert command_modules(names) == {"grid.nodes"}
 
 
-def test_a_run_imports_what_reaches_a_node_and_no_more(grid_file: Path, tmp_path: Path) -> None:
+def test_grid_run_imports_only_what_it_needs(grid_file: Path, tmp_path: Path) -> None:
     given = ("--config", str(grid_file), "run", "--node", "127.0.0.1", "hostname")
     names = modules_after(tmp_path, "grid-cli", *given, code=255)
     assert "asyncssh" in names
     unused = [*HEAVY, *TABLES, "psutil", "pathspec", "tomllib", "genie.cluster", "genie.grid.sync"]
     assert names.isdisjoint(unused)
-    assert commands_among(names) <= {"grid_run_commands", "grid_node_commands", "grid_sync_commands"}
+    assert command_modules(names) <= {"grid.run", "grid.nodes", "grid.sync"}
 
 
-def test_a_command_of_the_cluster_imports_nothing_of_the_grid(tmp_path: Path) -> None:
+def test_cluster_command_imports_no_grid_code(tmp_path: Path) -> None:
     names = modules_after(tmp_path, "genie", "nodes", code=2)
     assert names.isdisjoint([*HEAVY, *TABLES, "asyncssh", "psutil", "pathspec", "yaml", "genie.grid"])
-    assert commands_among(names) == {"view_commands"}
+    assert command_modules(names) == {"commands.views"}
 
 
 @pytest.mark.parametrize("typed", [("nodse",), ("nodse", "run")])
-def test_a_name_that_there_is_not_is_compared_with_all_commands(typed: tuple[str, ...]) -> None:
+def test_unknown_command_suggests_the_closest(typed: tuple[str, ...]) -> None:
     program = "import sys; from genie.cli import grid_main; sys.exit(grid_main(sys.argv[1:]))"
     done = subprocess.run([sys.executable, "-c", program, *typed], capture_output=True, text=True, timeout=60)
     assert done.returncode == 2
@@ -126,22 +129,20 @@ def test_a_name_that_there_is_not_is_compared_with_all_commands(typed: tuple[str
 
 
 @pytest.mark.parametrize(
-    ("door", "homes"),
+    ("commands", "modules"),
     [(app_module.app, app_module._COMMANDS), (app_module.grid, app_module._GRID_COMMANDS)],
     ids=["genie", "grid-cli"],
 )
-def test_the_modules_register_exactly_the_commands_that_are_looked_for_in_them(
-    door: typer.Typer, homes: dict[str, str]
-) -> None:
-    for home in homes.values():
-        importlib.import_module(f"genie.cli.{home}")
-    group: Any = typer.main.get_command(door)
-    found = {name: home_of(command) for name, command in group.commands.items()}
-    assert found == {name: f"genie.cli.{home}" for name, home in homes.items()}
+def test_modules_register_exactly_their_commands(commands: typer.Typer, modules: dict[str, str]) -> None:
+    for module in modules.values():
+        importlib.import_module(f"genie.cli.{module}")
+    group: Any = typer.main.get_command(commands)
+    found = {name: module_of(command) for name, command in group.commands.items()}
+    assert found == {name: f"genie.cli.{module}" for name, module in modules.items()}
 
 
-def home_of(command: Any) -> str:
-    """Where it is registered; a group with options of its own has them there, too."""
+def module_of(command: Any) -> str:
+    """Return the module that registers a command or group."""
     if command.callback is None:
         command = next(iter(command.commands.values()))
     return str(command.callback.__module__)

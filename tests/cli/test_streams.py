@@ -1,4 +1,4 @@
-"""Output that goes nowhere, and arguments that are no text: said in words, never as a traceback."""
+"""Unwritable output and arguments that are not text are readable errors, never tracebacks."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ def _genie(*arguments: str | bytes, **how: object) -> subprocess.CompletedProces
     return subprocess.run([*GENIE, *arguments], text=True, timeout=60, **how)  # type: ignore[call-overload, no-any-return]
 
 
-def test_an_argument_that_is_not_text_is_named() -> None:
+def test_argument_that_is_not_utf8_is_named() -> None:
     done = _genie("submit", "--", b"\xff", capture_output=True)
     assert done.returncode == 2
     assert "argument 3 is not UTF-8 text" in done.stderr
     assert "internal error" not in done.stderr
 
 
-def test_a_closed_standard_output_is_quiet() -> None:
+def test_closed_standard_output_is_silent() -> None:
     done = subprocess.run(
         ["sh", "-c", '"$0" -m genie config show >&-', sys.executable],
         text=True,
@@ -37,18 +37,21 @@ def test_a_closed_standard_output_is_quiet() -> None:
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full (Linux)")
-def test_a_full_disk_under_the_output_is_said() -> None:
+def test_full_disk_is_reported() -> None:
     with Path("/dev/full").open("w") as full:
         done = _genie("config", "show", stdout=full, stderr=subprocess.PIPE)
     assert done.returncode == 1
-    assert "could not be written: No space left" in done.stderr
+    assert "could not write the output: No space left" in done.stderr
     assert "internal error" not in done.stderr
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full (Linux)")
 @pytest.mark.parametrize(("arguments", "code"), [(("config", "show"), 0), (("--nope",), 2)])
-def test_what_cannot_be_said_changes_no_exit_code(arguments: tuple[str, ...], code: int) -> None:
-    script = "import sys; from genie.cli import main, output; output.say('x'); sys.exit(main(sys.argv[1:]))"
+def test_closed_standard_error_does_not_change_the_exit_code(arguments: tuple[str, ...], code: int) -> None:
+    script = (
+        "import sys; from genie.cli import main, output; "
+        "output.print_message('x'); sys.exit(main(sys.argv[1:]))"
+    )
     with Path("/dev/full").open("w") as full:
         done = subprocess.run(
             [sys.executable, "-c", script, *arguments], timeout=60, stdout=subprocess.DEVNULL, stderr=full
@@ -56,7 +59,7 @@ def test_what_cannot_be_said_changes_no_exit_code(arguments: tuple[str, ...], co
     assert done.returncode == code
 
 
-def test_progress_on_a_terminal_that_has_gone_ends_no_work(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_progress_on_a_closed_terminal_does_not_fail(monkeypatch: pytest.MonkeyPatch) -> None:
     ours, theirs = pty.openpty()
     terminal = os.fdopen(theirs, "w")
     monkeypatch.setattr(sys, "stderr", terminal)
@@ -68,7 +71,7 @@ def test_progress_on_a_terminal_that_has_gone_ends_no_work(monkeypatch: pytest.M
         terminal.close()
 
 
-def test_a_word_without_end_is_not_repeated_whole() -> None:
+def test_long_argument_is_truncated_in_errors() -> None:
     done = _genie("x" * 100_000, capture_output=True)
     assert done.returncode == 2
     assert "no such command 'xxx" in done.stderr

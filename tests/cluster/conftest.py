@@ -1,4 +1,4 @@
-"""A small controller for the tests of sessions, and a session that is always ended."""
+"""An in-process controller, and a session that is ended after each test."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.cluster.small_controller import SmallController
 
 @pytest.fixture
 def controller() -> Iterator[SmallController]:
-    """Announced in the test's state directory, so that init() finds it without arguments."""
+    """Registered in the state directory of the test, so that init() finds it without arguments."""
     with SmallController() as running:
         running.announce(Path(os.environ["GENIE_STATE_DIR"]))
         yield running

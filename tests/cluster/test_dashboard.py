@@ -1,4 +1,4 @@
-"""The dashboard and its example: what is drawn from which values."""
+"""The tables of the dashboard and its example."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ from pathlib import Path
 from rich.console import Console, RenderableType
 
 from genie.cluster.dashboard import render, show
+from genie.cluster.health import CheckResult, HealthReport, check_cpu
+from genie.hardware import CpuReading
 from genie.model.node import GPUInfo, NodeInfo, NodeRole, NodeStatus, Vendor
 from tests.fakes.step_clock import StepClock
 from tests.waiting import until
@@ -49,13 +51,13 @@ def drawn(what: RenderableType) -> str:
     return target.file.getvalue()
 
 
-def test_nodes_are_drawn_with_state_age_and_size() -> None:
+def test_node_table_shows_status_heartbeat_age_and_size() -> None:
     text = drawn(render([node("box", status=NodeStatus.SUSPECT, reason="silent")], now=1000.0))
     for part in ("box", "worker", "10.0.0.1:5555", "suspect: silent", "10 s ago", "16", "8.0 / 64.0 GiB"):
         assert part in text
 
 
-def test_accelerators_are_drawn_with_readings_and_a_dash_for_what_is_not_known() -> None:
+def test_accelerator_table_shows_readings_and_a_dash_if_unknown() -> None:
     full = GPUInfo(
         gpu_id=0,
         name="NVIDIA H200",
@@ -76,11 +78,25 @@ def test_accelerators_are_drawn_with_readings_and_a_dash_for_what_is_not_known()
     assert lost_line.count(" - ") == 4
 
 
-def test_names_from_the_network_are_text_and_not_markup() -> None:
+def test_health_table_is_shown_if_there_is_a_report() -> None:
+    checks = (
+        check_cpu(CpuReading(cores=2, load_1m=5.0, busy_pct=97.0)),
+        CheckResult(name="network", status=NodeStatus.HEALTHY, reason="connected through eth0, 10 Gbit/s"),
+    )
+    report = HealthReport(status=NodeStatus.DEGRADED, checks=checks, at=1.0)
+    lines = drawn(render([node("box")], now=0.0, report=report)).splitlines()
+    (cpu,) = [line for line in lines if " cpu " in line]
+    assert "degraded" in cpu and "97% used, load 5.0 on 2 cores" in cpu
+    (network,) = [line for line in lines if " network " in line]
+    assert "healthy" in network and "eth0, 10 Gbit/s" in network
+    assert "Health" not in drawn(render([node("box")], now=0.0))
+
+
+def test_node_names_are_not_interpreted_as_markup() -> None:
     assert "[bold]x[/bold]" in drawn(render([node("[bold]x[/bold]")], now=0.0))
 
 
-def test_nodes_are_sorted_by_name() -> None:
+def test_nodes_are_sorted_by_node_id() -> None:
     text = drawn(render([node("bbb"), node("aaa")], now=0.0))
     assert text.index("aaa") < text.index("bbb")
 
@@ -89,9 +105,10 @@ def test_nodes_are_sorted_by_name() -> None:
 class State:
     local_node: NodeInfo
     nodes: dict[str, NodeInfo] = field(default_factory=dict)
+    health_report: HealthReport | None = None
 
 
-async def test_show_reads_the_state_again_at_every_refresh_and_includes_the_local_node() -> None:
+async def test_show_rereads_the_state_and_includes_the_local_node() -> None:
     clock, target = StepClock(), Console(file=io.StringIO(), width=200, force_terminal=True)
     assert isinstance(target.file, io.StringIO)
     state = State(node("local"))
@@ -105,7 +122,7 @@ async def test_show_reads_the_state_again_at_every_refresh_and_includes_the_loca
     assert "newcomer" in target.file.getvalue()
 
 
-def test_the_example_draws_this_machine_without_a_cluster() -> None:
+def test_example_shows_this_machine_without_a_cluster() -> None:
     path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     done = subprocess.run(
         [sys.executable, "examples/monitoring_dashboard.py", "--rounds", "2", "--refresh", "0.05"],

@@ -1,4 +1,4 @@
-"""The event bus: delivery to plain and async handlers, bounds, and trouble that stays where it is."""
+"""The event bus: delivery to plain and async handlers, bounds, failing handlers."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ def publish(bus: EventBus, reason: str, event_type: EventType = EventType.GPU_AV
     return bus.publish(event_type, node_id="n", reason=reason)
 
 
-def test_the_types_are_those_of_the_model() -> None:
+def test_event_types_are_those_of_the_model() -> None:
     assert module.ClusterEvent is model.ClusterEvent
     assert module.EventType is model.EventType
 
 
-def test_a_plain_handler_gets_events_in_order_on_the_thread_of_the_bus(bus: EventBus) -> None:
+def test_plain_handler_gets_events_in_order_on_the_bus_thread(bus: EventBus) -> None:
     got: list[tuple[str, str]] = []
     bus.subscribe(None, lambda event: got.append((event.reason, threading.current_thread().name)))
     for reason in ("a", "b", "c"):
@@ -53,7 +53,7 @@ def test_a_plain_handler_gets_events_in_order_on_the_thread_of_the_bus(bus: Even
     assert got == [("a", "genie-events"), ("b", "genie-events"), ("c", "genie-events")]
 
 
-def test_a_published_event_carries_time_node_reason_and_facts(bus: EventBus) -> None:
+def test_published_event_has_time_node_reason_and_facts(bus: EventBus) -> None:
     event = bus.publish(EventType.GPU_OVERHEATED, node_id="n1", reason="hot", facts={"gpu_id": 3})
     assert event == ClusterEvent(
         type=EventType.GPU_OVERHEATED, node_id="n1", at=1234.5, reason="hot", facts={"gpu_id": 3}
@@ -61,7 +61,7 @@ def test_a_published_event_carries_time_node_reason_and_facts(bus: EventBus) -> 
     assert bus.history() == [event]
 
 
-def test_only_the_type_asked_for_is_delivered(bus: EventBus) -> None:
+def test_handler_gets_only_the_subscribed_type(bus: EventBus) -> None:
     got: list[str] = []
     bus.subscribe(EventType.GPU_OVERHEATED, lambda event: got.append(event.reason))
     publish(bus, "cool", EventType.GPU_AVAILABLE)
@@ -70,7 +70,7 @@ def test_only_the_type_asked_for_is_delivered(bus: EventBus) -> None:
     assert got == ["hot"]
 
 
-async def test_an_async_handler_runs_on_the_loop_that_subscribed_it(bus: EventBus) -> None:
+async def test_async_handler_runs_on_the_loop_that_subscribed_it(bus: EventBus) -> None:
     loops: list[asyncio.AbstractEventLoop] = []
     done = asyncio.Event()
 
@@ -81,13 +81,13 @@ async def test_an_async_handler_runs_on_the_loop_that_subscribed_it(bus: EventBu
     bus.subscribe(None, handler)
     emitter = threading.Thread(target=publish, args=(bus, "from another thread"))
     emitter.start()
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(20):
         await done.wait()
     emitter.join()
     assert loops == [asyncio.get_running_loop()]
 
 
-async def test_async_events_keep_their_order_and_never_overlap(bus: EventBus) -> None:
+async def test_async_handler_gets_events_in_order_without_overlap(bus: EventBus) -> None:
     log: list[str] = []
 
     async def handler(event: ClusterEvent) -> None:
@@ -105,7 +105,7 @@ async def test_async_events_keep_their_order_and_never_overlap(bus: EventBus) ->
 
 
 @pytest.mark.parametrize("shape", ["partial", "object"])
-async def test_async_handlers_of_every_shape_are_recognised(bus: EventBus, shape: str) -> None:
+async def test_all_kinds_of_async_handlers_are_detected(bus: EventBus, shape: str) -> None:
     got: list[str] = []
 
     async def function(prefix: str, event: ClusterEvent) -> None:
@@ -120,19 +120,19 @@ async def test_async_handlers_of_every_shape_are_recognised(bus: EventBus, shape
     await until(lambda: got == ["xa"])
 
 
-def test_an_async_handler_without_a_loop_is_refused_with_advice(bus: EventBus) -> None:
+def test_async_handler_requires_a_running_loop(bus: EventBus) -> None:
     async def handler(event: ClusterEvent) -> None: ...
 
-    with pytest.raises(UsageError, match=r"needs a running event loop .*plain function"):
+    with pytest.raises(UsageError, match=r"requires a running event loop .*plain function"):
         bus.subscribe(None, handler)
 
 
-def test_something_that_cannot_be_called_is_refused(bus: EventBus) -> None:
+def test_handler_must_be_callable(bus: EventBus) -> None:
     with pytest.raises(UsageError, match="must be callable"):
         bus.subscribe(None, "print")  # type: ignore[arg-type]
 
 
-def test_a_handler_that_fails_is_logged_and_breaks_nobody(
+def test_failing_handler_is_logged_and_does_not_affect_others(
     bus: EventBus, caplog: pytest.LogCaptureFixture
 ) -> None:
     got: list[str] = []
@@ -149,7 +149,7 @@ def test_a_handler_that_fails_is_logged_and_breaks_nobody(
     assert "boom" in caplog.text
 
 
-async def test_an_async_handler_that_fails_gets_the_next_event_all_the_same(
+async def test_failing_async_handler_gets_the_next_event(
     bus: EventBus, caplog: pytest.LogCaptureFixture
 ) -> None:
     got: list[str] = []
@@ -165,9 +165,7 @@ async def test_an_async_handler_that_fails_gets_the_next_event_all_the_same(
     await until(lambda: caplog.text.count("ValueError: boom") == 2)
 
 
-def test_a_lambda_around_an_async_function_is_named_in_the_log(
-    bus: EventBus, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_handler_that_returns_a_coroutine_is_logged(bus: EventBus, caplog: pytest.LogCaptureFixture) -> None:
     async def handler(event: ClusterEvent) -> None: ...
 
     bus.subscribe(None, lambda event: handler(event))  # noqa: PLW0108 - the wrapper is the point
@@ -175,18 +173,18 @@ def test_a_lambda_around_an_async_function_is_named_in_the_log(
     wait_until(lambda: "subscribe the async function" in caplog.text)
 
 
-def test_a_slow_plain_handler_loses_its_oldest_events_and_they_are_counted(bus: EventBus) -> None:
+def test_slow_plain_handler_loses_its_oldest_events(bus: EventBus) -> None:
     gate, entered = threading.Event(), threading.Event()
     got: list[str] = []
 
     def slow(event: ClusterEvent) -> None:
         entered.set()
-        gate.wait(10)
+        gate.wait(30)
         got.append(event.reason)
 
     subscription = bus.subscribe(None, slow)
     publish(bus, "0")
-    assert entered.wait(10)
+    assert entered.wait(30)
     for number in range(1, 8):  # 4 of these 7 fit
         publish(bus, str(number))
     assert subscription.dropped == 3
@@ -194,7 +192,7 @@ def test_a_slow_plain_handler_loses_its_oldest_events_and_they_are_counted(bus: 
     wait_until(lambda: got == ["0", "4", "5", "6", "7"])
 
 
-async def test_a_slow_async_handler_loses_its_oldest_events_and_they_are_counted(bus: EventBus) -> None:
+async def test_slow_async_handler_loses_its_oldest_events(bus: EventBus) -> None:
     got: list[str] = []
 
     async def handler(event: ClusterEvent) -> None:
@@ -207,7 +205,7 @@ async def test_a_slow_async_handler_loses_its_oldest_events_and_they_are_counted
     await until(lambda: got == ["3", "4", "5", "6"])
 
 
-def test_after_unsubscribing_nothing_comes_and_it_may_be_repeated(bus: EventBus) -> None:
+def test_unsubscribe_stops_delivery_and_is_idempotent(bus: EventBus) -> None:
     got: list[str] = []
     with bus.subscribe(None, lambda event: got.append(event.reason)) as subscription:
         publish(bus, "a")
@@ -218,7 +216,7 @@ def test_after_unsubscribing_nothing_comes_and_it_may_be_repeated(bus: EventBus)
     assert got == ["a"]
 
 
-def test_a_handler_may_unsubscribe_itself(bus: EventBus) -> None:
+def test_handler_can_unsubscribe_itself(bus: EventBus) -> None:
     got: list[str] = []
 
     def once(event: ClusterEvent) -> None:
@@ -233,7 +231,7 @@ def test_a_handler_may_unsubscribe_itself(bus: EventBus) -> None:
     assert got == ["a"]
 
 
-def test_a_handler_may_emit(bus: EventBus) -> None:
+def test_handler_can_emit(bus: EventBus) -> None:
     got: list[str] = []
 
     def handler(event: ClusterEvent) -> None:
@@ -246,7 +244,7 @@ def test_a_handler_may_emit(bus: EventBus) -> None:
     wait_until(lambda: got == ["a", "b"])
 
 
-def test_a_subscriber_whose_loop_has_ended_is_dropped_silently(bus: EventBus) -> None:
+def test_subscription_ends_when_its_loop_is_closed(bus: EventBus) -> None:
     async def handler(event: ClusterEvent) -> None: ...
 
     async def main() -> None:
@@ -259,8 +257,8 @@ def test_a_subscriber_whose_loop_has_ended_is_dropped_silently(bus: EventBus) ->
     assert bus._subscriptions == []
 
 
-async def test_a_delivery_that_is_cancelled_does_not_end_the_subscription(bus: EventBus) -> None:
-    """As a program does that cancels every task it finds."""
+async def test_cancelled_delivery_does_not_end_the_subscription(bus: EventBus) -> None:
+    """As by a program that cancels all tasks."""
     got: list[str] = []
 
     async def handler(event: ClusterEvent) -> None:
@@ -279,7 +277,7 @@ async def test_a_delivery_that_is_cancelled_does_not_end_the_subscription(bus: E
     await until(lambda: got == ["a", "b"])
 
 
-def test_history_is_bounded_and_gives_the_last_ones_oldest_first(bus: EventBus) -> None:
+def test_history_is_bounded_and_ordered_oldest_first(bus: EventBus) -> None:
     for number in range(12):
         publish(bus, str(number))
     assert [event.reason for event in bus.history()] == [str(number) for number in range(2, 12)]
@@ -287,7 +285,7 @@ def test_history_is_bounded_and_gives_the_last_ones_oldest_first(bus: EventBus) 
     assert bus.history(limit=0) == []
 
 
-def test_closing_delivers_what_waits_and_ends_the_thread(bus: EventBus) -> None:
+def test_close_delivers_queued_events_and_ends_the_thread(bus: EventBus) -> None:
     got: list[str] = []
     bus.subscribe(None, lambda event: got.append(event.reason))
     for reason in "abcd":
@@ -297,7 +295,7 @@ def test_closing_delivers_what_waits_and_ends_the_thread(bus: EventBus) -> None:
     assert not [one for one in threading.enumerate() if one.name == "genie-events"]
 
 
-def test_after_closing_events_are_ignored_and_subscribing_is_refused(bus: EventBus) -> None:
+def test_closed_bus_ignores_events_and_rejects_subscriptions(bus: EventBus) -> None:
     bus.close()
     bus.close()
     publish(bus, "late")
@@ -306,25 +304,23 @@ def test_after_closing_events_are_ignored_and_subscribing_is_refused(bus: EventB
         bus.subscribe(None, print)
 
 
-def test_closing_does_not_wait_for_a_handler_that_is_stuck(
-    bus: EventBus, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_close_does_not_wait_for_a_stuck_handler(bus: EventBus, caplog: pytest.LogCaptureFixture) -> None:
     gate, entered = threading.Event(), threading.Event()
 
     def stuck(event: ClusterEvent) -> None:
         entered.set()
-        gate.wait(10)
+        gate.wait(30)
 
     bus.subscribe(None, stuck)
     publish(bus, "a")
-    assert entered.wait(10)
+    assert entered.wait(30)
     with caplog.at_level(logging.WARNING):
         bus.close(timeout_s=0.01)
-    assert "did not come back" in caplog.text
+    assert "did not return" in caplog.text
     gate.set()
 
 
-def test_many_threads_may_emit_at_once() -> None:
+def test_emit_is_thread_safe() -> None:
     bus = EventBus(queue_max=10_000, history_max=10_000)
     got: list[str] = []
     bus.subscribe(None, lambda event: got.append(event.reason))

@@ -1,4 +1,4 @@
-"""Health: what each check finds, how they become one verdict, and who hears of it."""
+"""Health checks, the overall status, and the checker."""
 
 from __future__ import annotations
 
@@ -18,7 +18,9 @@ from genie.cluster.health import (
     CheckResult,
     DiskReading,
     HealthChecker,
+    HealthReport,
     NetworkReading,
+    check_cpu,
     check_disk,
     check_gpus,
     check_memory,
@@ -29,8 +31,9 @@ from genie.cluster.health import (
     read_disk,
 )
 from genie.errors import HardwareError
-from genie.hardware import HostFacts
+from genie.hardware import CpuReading, HostFacts
 from genie.model.node import GPUInfo, NodeInfo, NodeRole, NodeStatus, Vendor
+from genie.runtime.interfaces import Interface, Throughput
 from tests.fakes.step_clock import StepClock
 from tests.waiting import until
 
@@ -57,7 +60,7 @@ def result(status: NodeStatus, name: str = "x") -> CheckResult:
     return CheckResult(name=name, status=status, reason="why")
 
 
-# --- Each check -----------------------------------------------------------------------------------
+# --- checks ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -89,13 +92,71 @@ def test_network(reading: NetworkReading, status: NodeStatus) -> None:
     assert check_network(reading).status is status
 
 
+def link(*, sent_gbps: float, speed_gbps: float | None = 10.0) -> NetworkReading:
+    return NetworkReading(
+        connected=True,
+        rtt_ms=0.5,
+        interface=Interface(name="eth0", speed_gbps=speed_gbps),
+        throughput=Throughput(received_bytes_per_s=2e6, sent_bytes_per_s=sent_gbps * 1e9 / 8, over_s=30.0),
+    )
+
+
+def test_network_check_reports_interface_speed_and_throughput() -> None:
+    found = check_network(link(sent_gbps=1.0))
+    assert found.reason == "connected through eth0, 10 Gbit/s, 2.0 MB/s in, 125.0 MB/s out"
+    assert found.readings == {
+        "rtt_ms": 0.5,
+        "link_speed_gbps": 10.0,
+        "received_bytes_per_s": 2e6,
+        "sent_bytes_per_s": 125e6,
+    }
+
+
 @pytest.mark.parametrize(
-    ("silent", "speaking", "status"),
+    ("sent_gbps", "speed_gbps", "status"),
+    [(9.4, 10.0, HEALTHY), (9.6, 10.0, DEGRADED), (90.0, None, HEALTHY)],
+)
+def test_saturated_interface_is_degraded(
+    sent_gbps: float, speed_gbps: float | None, status: NodeStatus
+) -> None:
+    found = check_network(link(sent_gbps=sent_gbps, speed_gbps=speed_gbps))
+    assert found.status is status
+    assert ("saturated: eth0, 10 Gbit/s" in found.reason) is (status is DEGRADED)
+
+
+@pytest.mark.parametrize(
+    ("load_1m", "busy_pct", "status"),
+    [
+        (0.0, 0.0, HEALTHY),
+        (4.0, 100.0, HEALTHY),
+        (8.0, 100.0, HEALTHY),
+        (8.1, 100.0, DEGRADED),
+        (32.1, 100.0, UNHEALTHY),
+        (None, 100.0, HEALTHY),
+    ],
+)
+def test_cpu(load_1m: float | None, busy_pct: float, status: NodeStatus) -> None:
+    assert check_cpu(CpuReading(cores=4, load_1m=load_1m, busy_pct=busy_pct)).status is status
+
+
+def test_cpu_check_reports_utilization_and_load() -> None:
+    found = check_cpu(CpuReading(cores=4, load_1m=9.0, busy_pct=98.4))
+    assert found.reason == "98% used, load 9.0 on 4 cores"
+    assert found.readings == {"cores": 4.0, "load_1m": 9.0, "utilization_pct": 98.4}
+    report = HealthReport(status=found.status, checks=(found,), at=0.0)
+    assert report.reason == "cpu: 98% used, load 9.0 on 4 cores"
+    assert report.check("cpu") is found
+    assert report.check("unknown") is None
+    assert check_cpu(CpuReading(cores=4, load_1m=None, busy_pct=None)).reason == "no reading on this system"
+
+
+@pytest.mark.parametrize(
+    ("unresponsive", "responsive", "status"),
     [(0, 0, HEALTHY), (0, 2, HEALTHY), (1, 1, DEGRADED), (2, 1, DEGRADED), (1, 0, UNHEALTHY)],
 )
-def test_peers(silent: int, speaking: int, status: NodeStatus) -> None:
-    gone = [peer(f"gone-{n}", NodeStatus.DISCONNECTED) for n in range(silent)]
-    assert check_peers([*gone, *(peer(f"here-{n}") for n in range(speaking))]).status is status
+def test_peers(unresponsive: int, responsive: int, status: NodeStatus) -> None:
+    disconnected = [peer(f"gone-{n}", NodeStatus.DISCONNECTED) for n in range(unresponsive)]
+    assert check_peers([*disconnected, *(peer(f"here-{n}") for n in range(responsive))]).status is status
 
 
 @pytest.mark.parametrize(
@@ -113,32 +174,32 @@ def test_disk(free: int, status: NodeStatus) -> None:
     assert check_disk(DiskReading(free_bytes=free, total_bytes=100)).status is status
 
 
-def test_the_reason_names_what_is_wrong() -> None:
+def test_report_reason_lists_failed_checks() -> None:
     assert check_gpus([gpu(reason="GPU is lost")]).reason == "GPU 0: GPU is lost"
     assert check_network(NetworkReading(connected=False, reason="refused")).reason == "refused"
     assert check_peers([peer("b", NodeStatus.SUSPECT), peer("a", NodeStatus.DISCONNECTED)]).reason == (
-        "silent: a, b"
+        "unresponsive: a, b"
     )
 
 
-def test_the_disk_of_a_folder_that_is_not_there_yet_is_that_of_its_parent(tmp_path: Path) -> None:
+def test_read_disk_uses_the_nearest_existing_parent(tmp_path: Path) -> None:
     assert read_disk(tmp_path / "not" / "yet").total_bytes == read_disk(tmp_path).total_bytes > 0
 
 
-# --- One verdict ----------------------------------------------------------------------------------
+# --- overall status -------------------------------------------------------------------------------
 
 STATUSES = st.lists(st.sampled_from(SEVERITY), max_size=8)
 
 
 @given(STATUSES)
-def test_the_verdict_is_one_of_the_checks_and_none_is_worse(statuses: list[NodeStatus]) -> None:
+def test_overall_is_the_worst_status(statuses: list[NodeStatus]) -> None:
     verdict = overall([result(status) for status in statuses])
     assert verdict in (statuses or [HEALTHY])
     assert all(SEVERITY.index(status) <= SEVERITY.index(verdict) for status in statuses)
 
 
 @given(STATUSES, st.sampled_from(SEVERITY), st.randoms())
-def test_a_further_check_never_improves_the_verdict_and_order_does_not_matter(
+def test_overall_is_monotonic_and_independent_of_order(
     statuses: list[NodeStatus], more: NodeStatus, chance: object
 ) -> None:
     before = overall([result(status) for status in statuses])
@@ -147,12 +208,12 @@ def test_a_further_check_never_improves_the_verdict_and_order_does_not_matter(
     assert SEVERITY.index(overall([result(status) for status in mixed])) >= SEVERITY.index(before)
 
 
-def test_a_check_cannot_find_a_status_that_is_not_about_health() -> None:
+def test_check_result_rejects_other_statuses() -> None:
     with pytest.raises(AssertionError):
         result(NodeStatus.DISCONNECTED)
 
 
-# --- The checker ----------------------------------------------------------------------------------
+# --- checker --------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -163,7 +224,7 @@ def events() -> Iterator[EventBus]:
 
 
 def always(*statuses: NodeStatus, name: str = "x") -> Check:
-    """One status a round; the last one stays."""
+    """Returns one status per round, then repeats the last one."""
     left = list(statuses)
 
     async def check() -> CheckResult:
@@ -172,7 +233,7 @@ def always(*statuses: NodeStatus, name: str = "x") -> Check:
     return check
 
 
-async def test_a_round_reports_every_check_with_the_time_and_the_reasons() -> None:
+async def test_report_contains_all_checks_time_and_reasons() -> None:
     checker = HealthChecker(
         "n1", checks={"a": always(HEALTHY, name="a"), "b": always(UNHEALTHY, name="b")}, clock=StepClock()
     )
@@ -183,7 +244,7 @@ async def test_a_round_reports_every_check_with_the_time_and_the_reasons() -> No
     assert (checker.report, checker.status) == (report, UNHEALTHY)
 
 
-async def test_a_change_of_the_verdict_is_told_once(events: EventBus) -> None:
+async def test_status_change_is_published_once(events: EventBus) -> None:
     check = always(HEALTHY, HEALTHY, DEGRADED, DEGRADED, HEALTHY)
     checker = HealthChecker("n1", checks={"x": check}, clock=StepClock(), events=events)
     for _ in range(5):
@@ -201,7 +262,7 @@ async def test_a_change_of_the_verdict_is_told_once(events: EventBus) -> None:
     ]
 
 
-async def test_a_check_that_fails_is_degraded_itself_and_hides_no_other(
+async def test_failing_check_is_degraded_and_does_not_hide_others(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     async def broken() -> CheckResult:
@@ -217,21 +278,21 @@ async def test_a_check_that_fails_is_degraded_itself_and_hides_no_other(
         ("expected", DEGRADED),
         ("fine", HEALTHY),
     ]
-    assert report.checks[1].reason == "could not be checked: the disk does not answer"
+    assert report.checks[1].reason == "check failed: the disk does not answer"
     assert caplog.text.count("Traceback") == 1
 
 
-async def test_a_check_that_takes_too_long_is_degraded_itself() -> None:
+async def test_check_that_times_out_is_degraded() -> None:
     async def endless() -> CheckResult:
         await asyncio.Event().wait()
         raise AssertionError
 
     checker = HealthChecker("n", checks={"x": endless}, check_timeout_s=0.01, clock=StepClock())
     report = await checker.check()
-    assert (report.status, report.reason) == (DEGRADED, "x: no answer within 0.01 s")
+    assert (report.status, report.reason) == (DEGRADED, "x: no response within 0.01 s")
 
 
-async def test_run_checks_at_once_and_then_at_every_interval() -> None:
+async def test_run_checks_immediately_and_then_every_interval() -> None:
     clock, rounds = StepClock(), []
 
     async def counted() -> CheckResult:
@@ -250,13 +311,42 @@ async def test_run_checks_at_once_and_then_at_every_interval() -> None:
     assert stopped == [1]
 
 
-async def test_the_five_checks_run_over_their_readers(tmp_path: Path) -> None:
+async def test_run_waits_one_interval_if_there_is_a_report() -> None:
+    clock, rounds = StepClock(), []
+
+    async def count() -> CheckResult:
+        rounds.append(1)
+        return result(HEALTHY)
+
+    checker = HealthChecker("n", checks={"x": count}, interval_s=30.0, clock=clock)
+    await checker.check()
+    async with asyncio.TaskGroup() as group:
+        task = group.create_task(checker.run())
+        await until(lambda: clock.slept_s == [30.0])
+        assert len(rounds) == 1
+        clock.step()
+        await until(lambda: len(rounds) == 2)
+        task.cancel()
+
+
+async def test_hanging_check_ends_at_the_timeout() -> None:
+    async def hang() -> CheckResult:
+        await asyncio.get_running_loop().create_future()
+        raise AssertionError
+
+    checker = HealthChecker("n", checks={"disk": hang}, check_timeout_s=3600.0)
+    report = await checker.check(timeout_s=0.01)
+    assert report.reason == "disk: no response within 0.01 s"
+
+
+async def test_create_health_checker_runs_six_checks(tmp_path: Path) -> None:
     checker = create_health_checker(
         "n",
         gpus=lambda: [gpu(temp=90.0)],
         network=lambda: NetworkReading(connected=True, rtt_ms=1.0),
         peers=lambda: [peer("a")],
         host=lambda: HostFacts(cpus=1.0, memory_total_bytes=100, memory_used_bytes=10, hostname="h"),
+        cpu=lambda: CpuReading(cores=1, load_1m=2.5, busy_pct=None),
         disk_path=tmp_path,
         clock=StepClock(),
     )
@@ -265,9 +355,10 @@ async def test_the_five_checks_run_over_their_readers(tmp_path: Path) -> None:
         await until(lambda: checker.report)
         task.cancel()
     assert checker.report is not None
-    assert [check.name for check in checker.report.checks] == ["gpu", "network", "peers", "memory", "disk"]
+    names = [check.name for check in checker.report.checks]
+    assert names == ["gpu", "cpu", "network", "peers", "memory", "disk"]
     found = {check.name: check.status for check in checker.report.checks}
-    assert found["gpu"] is DEGRADED
+    assert (found["gpu"], found["cpu"]) == (DEGRADED, DEGRADED)
     assert {found["network"], found["peers"], found["memory"]} == {HEALTHY}
     assert "free" in checker.report.checks[-1].reason
     assert not [one for one in threading.enumerate() if one.name.startswith("genie-health")]

@@ -1,4 +1,4 @@
-"""The resource monitor: readings on a schedule, events on change, and no reading that can end it."""
+"""The resource monitor: periodic readings, events on change, failed readings."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ NODE = NodeInfo(node_id="n1", hostname="box", role=NodeRole.CLIENT, host="127.0.
 
 
 class ScriptedSource:
-    """Readings in order; an exception among them is raised; the last one stays."""
+    """Returns the readings in order, raises exceptions among them, then repeats the last one."""
 
     def __init__(self, *readings: tuple[GPUInfo, ...] | Exception) -> None:
         self._readings = list(readings)
@@ -68,11 +68,11 @@ def monitor_of(
     )
 
 
-def told(events: EventBus) -> list[tuple[EventType, str]]:
+def published(events: EventBus) -> list[tuple[EventType, str]]:
     return [(event.type, event.reason) for event in events.history()]
 
 
-async def test_a_reading_becomes_the_snapshot_and_the_nodes_newest_state(events: EventBus) -> None:
+async def test_poll_updates_snapshot_and_local_node(events: EventBus) -> None:
     monitor = monitor_of(ScriptedSource((gpu(temp=55.0),)), events=events)
     assert monitor.snapshot() is None
     await monitor.poll()
@@ -81,31 +81,31 @@ async def test_a_reading_becomes_the_snapshot_and_the_nodes_newest_state(events:
     assert (snapshot.at, snapshot.gpus[0].temperature_c, snapshot.host) == (1000.0, 55.0, FACTS)
     assert monitor.local_node.gpus == snapshot.gpus
     assert (monitor.local_node.memory_used_bytes, monitor.local_node.node_id) == (30, "n1")
-    assert told(events) == []
+    assert published(events) == []
 
 
-async def test_events_come_only_on_change(events: EventBus) -> None:
+async def test_events_are_published_only_on_change(events: EventBus) -> None:
     busy = gpu(reason="utilisation 97% is above 90%")
     monitor = monitor_of(ScriptedSource((gpu(),), (busy,), (busy,), (gpu(),), (gpu(),)), events=events)
     for _ in range(5):
         await monitor.poll()
-    assert told(events) == [
+    assert published(events) == [
         (EventType.GPU_UNAVAILABLE, "GPU 0 (X1): utilisation 97% is above 90%"),
         (EventType.GPU_AVAILABLE, "GPU 0 (X1) is available again"),
     ]
 
 
-async def test_heat_is_told_once_until_the_gpu_has_cooled_down(events: EventBus) -> None:
+async def test_overheating_is_published_once_until_the_gpu_cooled_down(events: EventBus) -> None:
     hot, cool = gpu(temp=86.0), gpu(temp=85.0)
     monitor = monitor_of(ScriptedSource((hot,), (hot,), (cool,), (hot,)), events=events)
     for _ in range(4):
         await monitor.poll()
-    assert told(events) == [(EventType.GPU_OVERHEATED, "GPU 0 (X1): 86 C is above 85 C")] * 2
+    assert published(events) == [(EventType.GPU_OVERHEATED, "GPU 0 (X1): 86 C is above 85 C")] * 2
     assert events.history()[0].facts == {"gpu_id": 0, "utilization_pct": None, "temperature_c": 86.0}
     assert events.history()[0].node_id == "n1"
 
 
-def test_a_first_look_without_a_known_state_tells_only_what_is_wrong() -> None:
+def test_first_reading_reports_only_errors() -> None:
     changes = gpu_changes(None, [gpu(0), gpu(1, reason="lost"), gpu(2, temp=90.0)])
     assert [(change.type, change.gpu.gpu_id) for change in changes] == [
         (EventType.GPU_UNAVAILABLE, 1),
@@ -113,7 +113,7 @@ def test_a_first_look_without_a_known_state_tells_only_what_is_wrong() -> None:
     ]
 
 
-def test_a_gpu_that_appears_and_one_that_disappears_are_told() -> None:
+def test_appearing_and_disappearing_gpus_are_reported() -> None:
     changes = gpu_changes([gpu(0)], [gpu(1)])
     assert [(change.type, change.reason) for change in changes] == [
         (EventType.GPU_AVAILABLE, "GPU 1 (X1) is available"),
@@ -121,25 +121,25 @@ def test_a_gpu_that_appears_and_one_that_disappears_are_told() -> None:
     ]
 
 
-async def test_failed_readings_are_told_once_with_the_reason_and_watching_goes_on(
+async def test_failed_reading_is_published_once_and_polling_continues(
     events: EventBus, caplog: pytest.LogCaptureFixture
 ) -> None:
-    stuck = HardwareError("no answer within 10 s")
+    stuck = HardwareError("no response within 10 s")
     monitor = monitor_of(ScriptedSource(stuck, stuck, RuntimeError("odd"), (gpu(temp=41.0),)), events=events)
     assert await monitor.poll() is None
-    assert monitor.trouble == "no answer within 10 s"
+    assert monitor.last_error == "no response within 10 s"
     assert await monitor.poll() is None
     assert await monitor.poll() is None
     assert await monitor.poll() is not None
-    assert monitor.trouble == ""
-    assert told(events) == [
-        (EventType.MONITOR_ERROR, "no answer within 10 s"),
+    assert monitor.last_error == ""
+    assert published(events) == [
+        (EventType.MONITOR_ERROR, "no response within 10 s"),
         (EventType.MONITOR_ERROR, "odd"),
     ]
-    assert "Traceback" in caplog.text, "what nobody expected is logged with its traceback"
+    assert "Traceback" in caplog.text, "an unexpected error is logged with its traceback"
 
 
-async def test_the_same_trouble_after_a_good_reading_is_told_again(events: EventBus) -> None:
+async def test_repeated_error_after_a_good_reading_is_published_again(events: EventBus) -> None:
     stuck = HardwareError("no answer")
     monitor = monitor_of(ScriptedSource(stuck, (gpu(),), stuck), events=events)
     for _ in range(3):
@@ -157,7 +157,7 @@ async def test_history_is_bounded_and_oldest_first() -> None:
     assert [snapshot.at for snapshot in monitor.history(limit=1)] == [4.0]
 
 
-async def test_run_reads_at_once_and_then_at_every_interval() -> None:
+async def test_run_reads_immediately_and_then_every_interval() -> None:
     clock, source = StepClock(), ScriptedSource((gpu(),))
     monitor = monitor_of(source, clock=clock)
     async with asyncio.TaskGroup() as group:
@@ -167,10 +167,10 @@ async def test_run_reads_at_once_and_then_at_every_interval() -> None:
         await until(lambda: source.reads == 2)
         task.cancel()
     assert clock.slept_s[0] == 5.0
-    assert source.closed == 0, "a source that was given stays its owner's"
+    assert source.closed == 0, "a given source is not closed"
 
 
-async def test_started_as_the_document_shows_it_reads_in_the_background_until_stopped() -> None:
+async def test_start_reads_in_the_background_until_stop() -> None:
     source = ScriptedSource((gpu(),))
     monitor = monitor_of(source)
     await monitor.start()
@@ -182,7 +182,7 @@ async def test_started_as_the_document_shows_it_reads_in_the_background_until_st
     assert [task for task in asyncio.all_tasks() if task.get_name() == "genie-monitor"] == []
 
 
-async def test_a_stopped_monitor_may_be_started_again() -> None:
+async def test_stopped_monitor_can_be_started_again() -> None:
     source = ScriptedSource((gpu(),))
     monitor = monitor_of(source)
     async with monitor:
@@ -193,24 +193,24 @@ async def test_a_stopped_monitor_may_be_started_again() -> None:
 
 async def test_start_returns_when_the_first_reading_fails() -> None:
     async with monitor_of(ScriptedSource(HardwareError("no"))) as monitor:
-        assert (monitor.snapshot(), monitor.trouble) == (None, "no")
+        assert (monitor.snapshot(), monitor.last_error) == (None, "no")
 
 
-async def test_start_returns_when_someone_stops_it_during_the_first_reading() -> None:
+async def test_start_returns_when_stopped_during_the_first_reading() -> None:
     class Endless(ScriptedSource):
         async def read_async(self, *, timeout_s: float) -> tuple[GPUInfo, ...]:
             await asyncio.Event().wait()
             raise AssertionError
 
     monitor = monitor_of(Endless())
-    async with asyncio.timeout(10), asyncio.TaskGroup() as group:
+    async with asyncio.timeout(30), asyncio.TaskGroup() as group:
         starting = group.create_task(monitor.start())
         await until(lambda: any(task.get_name() == "genie-monitor" for task in asyncio.all_tasks()))
         await monitor.stop()
         await starting
 
 
-async def test_without_a_source_the_hardware_is_read_and_its_thread_ends_with_the_monitor() -> None:
+async def test_default_source_is_closed_with_the_monitor() -> None:
     cpu = GPUInfo(gpu_id=0, name="cpu", vendor=Vendor.CPU)
     node = NodeInfo(node_id="n", hostname="h", role=NodeRole.WORKER, host="127.0.0.1", gpus=(cpu,))
     async with create_resource_monitor(local_node=node, interval_s=60) as monitor:

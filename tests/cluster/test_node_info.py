@@ -18,7 +18,7 @@ from genie.config import ClusterConfig
 from genie.errors import NameInvalidError
 from genie.hardware import HostFacts
 from genie.model import node as model
-from genie.model.names import checked_node_id
+from genie.model.names import validate_node_id
 from genie.model.node import GPUInfo, NodeRole, NodeStatus, Vendor
 from genie.runtime.network import address_towards
 
@@ -26,11 +26,11 @@ FACTS = HostFacts(cpus=4.0, memory_total_bytes=100, memory_used_bytes=40, hostna
 
 
 @pytest.mark.parametrize("name", ["NodeInfo", "GPUInfo", "NodeStatus", "NodeRole"])
-def test_the_documented_names_are_those_of_the_model(name: str) -> None:
+def test_documented_names_are_those_of_the_model(name: str) -> None:
     assert getattr(node_info, name) is getattr(model, name)
 
 
-def test_a_node_carries_what_configuration_and_host_say() -> None:
+def test_local_node_has_configuration_and_host_facts() -> None:
     gpu = GPUInfo(gpu_id=0, name="x", vendor=Vendor.CPU)
     config = ClusterConfig(node_role="worker")
     node = create_local_node(config, suffix="abc", host="10.0.0.1", gpus=(gpu,), facts=FACTS, now=7.0)
@@ -42,48 +42,48 @@ def test_a_node_carries_what_configuration_and_host_say() -> None:
     assert (node.network_backend, node.control_port) == ("tcp", 0)
 
 
-def test_a_server_has_its_port_and_an_explicit_backend_is_kept() -> None:
+def test_server_node_has_its_port_and_backend() -> None:
     config = ClusterConfig(node_role="server", master_port=6000, backend="rdma")
     node = create_local_node(config, suffix="a", gpus=(), facts=FACTS)
     assert (node.control_port, node.network_backend) == (6000, "rdma")
 
 
-def test_a_configured_id_is_taken_as_it_is() -> None:
+def test_configured_node_id_is_used_unchanged() -> None:
     config = ClusterConfig(node_id="my-node")
     assert create_local_node(config, suffix="abc", gpus=(), facts=FACTS).node_id == "my-node"
 
 
-def test_a_configured_id_with_odd_characters_is_refused() -> None:
+def test_invalid_configured_node_id_is_rejected() -> None:
     with pytest.raises(NameInvalidError, match="My Node"):
         create_local_node(ClusterConfig(node_id="My Node"), suffix="abc", gpus=(), facts=FACTS)
 
 
 @given(st.text(max_size=80), st.text("0123456789abcdef", min_size=1, max_size=32))
-def test_every_host_name_gives_an_allowed_id_that_keeps_the_suffix(hostname: str, suffix: str) -> None:
+def test_every_host_name_gives_a_valid_node_id_with_suffix(hostname: str, suffix: str) -> None:
     node_id = local_node_id(ClusterConfig(), hostname=hostname, suffix=suffix)
-    assert checked_node_id(node_id) == node_id
+    assert validate_node_id(node_id) == node_id
     assert node_id.endswith(f"-{suffix}")
 
 
-def test_without_readings_given_the_machine_is_read() -> None:
+def test_local_node_reads_the_machine_by_default() -> None:
     node = create_local_node(ClusterConfig(), suffix="abc")
     assert node.memory_total_bytes > 0
     assert node.cpus > 0
 
 
-def test_cpu_accelerators_are_detected_only_when_asked_for_and_without_gpus() -> None:
+def test_cpu_accelerators_are_detected_only_on_request() -> None:
     found = detect_local_gpus(cpu_accelerators=2)
     vendors = {gpu.vendor for gpu in found}
     assert vendors in ({Vendor.CPU}, {Vendor.NVIDIA})
     assert all(gpu.vendor is not Vendor.CPU for gpu in detect_local_gpus())
 
 
-def test_a_session_id_is_a_node_id_with_the_whole_suffix() -> None:
+def test_session_id_is_a_node_id_with_the_full_suffix() -> None:
     assert new_session_id("box", suffix="a1b2c3") == "box-a1b2c3"
     long = new_session_id("x" * 55 + "-" + "y" * 7, suffix="a1b2c3")
-    assert checked_node_id(long).endswith("x-a1b2c3")
+    assert validate_node_id(long).endswith("x-a1b2c3")
 
 
-def test_our_address_is_the_one_on_the_way_there() -> None:
+def test_address_towards_returns_the_local_address() -> None:
     assert address_towards("127.0.0.1", 5555) == "127.0.0.1"
     assert address_towards("256.0.0.1", 5555) is None

@@ -1,4 +1,4 @@
-"""The session without async: in scripts, and in code that an event loop already runs."""
+"""Synchronous sessions, in scripts and inside a running event loop."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from genie.model.messages import SessionEnd
 from tests.cluster.small_controller import SmallController
 
 
-def test_connect_blocks_until_there_is_a_session(controller: SmallController) -> None:
+def test_connect_blocks_until_the_session_is_ready(controller: SmallController) -> None:
     state = genie.connect("127.0.0.1", controller.port)
     assert state.initialized
     assert genie.get_cluster_state() is state
 
 
-def test_disconnect_ends_what_connect_began(controller: SmallController) -> None:
+def test_disconnect_ends_the_session(controller: SmallController) -> None:
     genie.disconnect()
     state = genie.connect()
     genie.disconnect()
@@ -32,7 +32,7 @@ def test_disconnect_ends_what_connect_began(controller: SmallController) -> None
     genie.disconnect()
 
 
-async def test_disconnect_works_where_an_event_loop_runs_as_in_a_notebook(
+async def test_disconnect_works_inside_a_running_event_loop(
     controller: SmallController,
 ) -> None:
     await genie.init()
@@ -40,7 +40,7 @@ async def test_disconnect_works_where_an_event_loop_runs_as_in_a_notebook(
     assert not genie.is_initialized()
 
 
-async def test_connect_works_where_an_event_loop_runs_as_in_a_notebook(controller: SmallController) -> None:
+async def test_connect_works_inside_a_running_event_loop(controller: SmallController) -> None:
     state = genie.connect()
     assert set(state.nodes) == {"n1"}
     assert await genie.init() is state
@@ -48,7 +48,7 @@ async def test_connect_works_where_an_event_loop_runs_as_in_a_notebook(controlle
     assert not genie.is_initialized()
 
 
-def test_a_session_lasts_as_long_as_its_block(controller: SmallController) -> None:
+def test_session_ends_with_its_block(controller: SmallController) -> None:
     with genie.session() as state:
         assert genie.get_cluster_state() is state
         assert controller.count(SessionEnd) == 0
@@ -56,20 +56,20 @@ def test_a_session_lasts_as_long_as_its_block(controller: SmallController) -> No
     assert controller.count(SessionEnd) == 1
 
 
-async def test_a_session_block_works_where_an_event_loop_runs(controller: SmallController) -> None:
+async def test_session_works_inside_a_running_event_loop(controller: SmallController) -> None:
     with genie.session() as state:
         await asyncio.sleep(0)
         assert state.initialized
     assert not genie.is_initialized()
 
 
-def test_a_session_ends_when_its_block_raises(controller: SmallController) -> None:
+def test_session_ends_when_its_block_raises(controller: SmallController) -> None:
     with pytest.raises(ZeroDivisionError), genie.session():
         raise ZeroDivisionError
     assert not genie.is_initialized()
 
 
-def test_a_session_inside_another_leaves_the_outer_one_open(controller: SmallController) -> None:
+def test_nested_session_keeps_the_outer_one_open(controller: SmallController) -> None:
     with genie.session() as outer:
         with genie.session() as inner:
             assert inner is outer
@@ -77,14 +77,12 @@ def test_a_session_inside_another_leaves_the_outer_one_open(controller: SmallCon
     assert not genie.is_initialized()
 
 
-def test_a_session_with_other_arguments_is_refused_inside_another(controller: SmallController) -> None:
+def test_nested_session_with_other_arguments_is_rejected(controller: SmallController) -> None:
     with genie.session(), pytest.raises(AlreadyInitializedError, match="backend"):
         genie.connect(backend="tcp")
 
 
-def test_a_failed_connect_raises_and_leaves_nothing(
-    controller: SmallController, unused_tcp_port: int
-) -> None:
+def test_failed_connect_leaves_nothing(controller: SmallController, unused_tcp_port: int) -> None:
     with pytest.raises(UnreachableError):
         genie.connect("127.0.0.1", unused_tcp_port)
     assert not genie.is_initialized()
@@ -92,5 +90,5 @@ def test_a_failed_connect_raises_and_leaves_nothing(
 
 
 @pytest.mark.parametrize("function", [genie.connect, genie.session])
-def test_they_take_what_init_takes(function: object) -> None:
+def test_signature_is_that_of_init(function: object) -> None:
     assert inspect.signature(function) == inspect.signature(genie.init)  # type: ignore[arg-type]

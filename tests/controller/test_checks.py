@@ -1,4 +1,4 @@
-"""What a submitted job and a quota may say; everything else is refused before it is written."""
+"""Validation of submitted jobs and quotas."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import math
 import pytest
 
 from genie.controller.checks import check_job, check_quota
-from genie.errors import UsageError
-from genie.model.job import JobKind, JobSpec, Resources, Spread, Wishes, Within
+from genie.errors import NameInvalidError, UsageError
+from genie.model.job import JobKind, JobSpec, PlacementConstraints, Resources, Spread, Within
 from genie.model.tenant import QuotaRecord
 
 
@@ -18,101 +18,104 @@ def spec(*, gpus: int = 1, **fields: object) -> JobSpec:
 
 
 @pytest.mark.parametrize(
-    "wishes",
+    "constraints",
     [
-        Wishes(),
-        Wishes(workers=1024, workers_min=1024),
-        Wishes(workers=2, workers_min=0, spread=Spread.SPREAD, within=Within.RACK),
-        Wishes(within=Within.NODE, spread=Spread.SPREAD),
-        Wishes(priority=-1000, grace_s=0.0, time_limit_s=0.5, deadline_at=1.0),
-        Wishes(priority=1000, grace_s=86400.0, preemptible=True),
-        Wishes(labels={f"k{number}": "v" for number in range(64)}),
-        Wishes(near=("a",) * 64, apart=("b-2",), gpu_models=("NVIDIA H200",), vendor="amd"),
-        Wishes(capability_min=(99, 99), gpu_memory_min_bytes=1 << 40),
-        Wishes(within=Within.ISLAND, workers=2),
+        PlacementConstraints(),
+        PlacementConstraints(workers=1024, workers_min=1024),
+        PlacementConstraints(workers=2, workers_min=0, spread=Spread.SPREAD, within=Within.RACK),
+        PlacementConstraints(within=Within.NODE, spread=Spread.SPREAD),
+        PlacementConstraints(priority=-1000, grace_s=0.0, time_limit_s=0.5, deadline_at=1.0),
+        PlacementConstraints(priority=1000, grace_s=86400.0, preemptible=True),
+        PlacementConstraints(labels={f"k{number}": "v" for number in range(64)}),
+        PlacementConstraints(near=("a",) * 64, apart=("b-2",), gpu_models=("NVIDIA H200",), vendor="amd"),
+        PlacementConstraints(capability_min=(99, 99), gpu_memory_min_bytes=1 << 40),
+        PlacementConstraints(within=Within.ISLAND, workers=2),
     ],
 )
-def test_what_is_allowed_passes(wishes: Wishes) -> None:
-    check_job(spec(wishes=wishes))
+def test_valid_constraints_are_accepted(constraints: PlacementConstraints) -> None:
+    check_job(spec(constraints=constraints))
 
 
 @pytest.mark.parametrize(
-    ("wishes", "named"),
+    ("constraints", "named"),
     [
-        (Wishes(workers=0), "workers = 0"),
-        (Wishes(workers=4097), "workers = 4097"),
-        (Wishes(workers=2, workers_min=3), "workers_min"),
-        (Wishes(workers_min=-1), "workers_min"),
-        (Wishes(priority=1001), "priority"),
-        (Wishes(priority=-1001), "priority"),
-        (Wishes(grace_s=-0.1), "grace_s"),
-        (Wishes(grace_s=86401.0), "grace_s"),
-        (Wishes(grace_s=math.nan), "grace_s"),
-        (Wishes(time_limit_s=0.0), "time_limit_s"),
-        (Wishes(time_limit_s=math.nan), "time_limit_s"),
-        (Wishes(time_limit_s=math.inf), "time_limit_s"),
-        (Wishes(deadline_at=math.inf), "deadline_at"),
-        (Wishes(deadline_at=-1.0), "deadline_at"),
-        (Wishes(gpu_memory_min_bytes=-1), "gpu_memory_min_bytes"),
-        (Wishes(capability_min=(100, 0)), "capability_min"),
-        (Wishes(capability_min=(8, -1)), "capability_min"),
-        (Wishes(near=("a b",)), "near"),
-        (Wishes(near=("a",) * 65), "near"),
-        (Wishes(apart=("",)), "apart"),
-        (Wishes(apart=("a",) * 65), "apart"),
-        (Wishes(gpu_models=("",)), "GPU model"),
-        (Wishes(gpu_models=("a\0",)), "GPU model"),
-        (Wishes(gpu_models=("m",) * 65), "gpu_models"),
-        (Wishes(gpu_models=("x" * 1025,)), "GPU model"),
-        (Wishes(vendor="acme"), "vendor"),
-        (Wishes(labels={f"k{number}": "" for number in range(65)}), "labels"),
-        (Wishes(labels={"": "v"}), "label"),
-        (Wishes(labels={"k": "v\0"}), "label"),
-        (Wishes(workers=2, spread=Spread.SPREAD, within=Within.NODE), "within one node"),
-        (Wishes(workers=2, spread=Spread.SPREAD, within=Within.ISLAND), "within one island"),
-        (Wishes(near=("a", "b"), apart=("b", "c", "a")), "near to and apart from jobs named a or b"),
+        (PlacementConstraints(workers=0), "workers = 0"),
+        (PlacementConstraints(workers=4097), "workers = 4097"),
+        (PlacementConstraints(workers=2, workers_min=3), "workers_min"),
+        (PlacementConstraints(workers_min=-1), "workers_min"),
+        (PlacementConstraints(priority=1001), "priority"),
+        (PlacementConstraints(priority=-1001), "priority"),
+        (PlacementConstraints(grace_s=-0.1), "grace_s"),
+        (PlacementConstraints(grace_s=86401.0), "grace_s"),
+        (PlacementConstraints(grace_s=math.nan), "grace_s"),
+        (PlacementConstraints(time_limit_s=0.0), "time_limit_s"),
+        (PlacementConstraints(time_limit_s=math.nan), "time_limit_s"),
+        (PlacementConstraints(time_limit_s=math.inf), "time_limit_s"),
+        (PlacementConstraints(deadline_at=math.inf), "deadline_at"),
+        (PlacementConstraints(deadline_at=-1.0), "deadline_at"),
+        (PlacementConstraints(gpu_memory_min_bytes=-1), "gpu_memory_min_bytes"),
+        (PlacementConstraints(capability_min=(100, 0)), "capability_min"),
+        (PlacementConstraints(capability_min=(8, -1)), "capability_min"),
+        (PlacementConstraints(near=("a b",)), "near"),
+        (PlacementConstraints(near=("a",) * 65), "near"),
+        (PlacementConstraints(apart=("",)), "apart"),
+        (PlacementConstraints(apart=("a",) * 65), "apart"),
+        (PlacementConstraints(gpu_models=("",)), "GPU model"),
+        (PlacementConstraints(gpu_models=("a\0",)), "GPU model"),
+        (PlacementConstraints(gpu_models=("m",) * 65), "gpu_models"),
+        (PlacementConstraints(gpu_models=("x" * 1025,)), "GPU model"),
+        (PlacementConstraints(vendor="acme"), "vendor"),
+        (PlacementConstraints(labels={f"k{number}": "" for number in range(65)}), "labels"),
+        (PlacementConstraints(labels={"": "v"}), "label"),
+        (PlacementConstraints(labels={"k": "v\0"}), "label"),
+        (PlacementConstraints(workers=2, spread=Spread.SPREAD, within=Within.NODE), "within = node"),
+        (PlacementConstraints(workers=2, spread=Spread.SPREAD, within=Within.ISLAND), "within = island"),
+        (
+            PlacementConstraints(near=("a", "b"), apart=("b", "c", "a")),
+            "near and apart both name a or b",
+        ),
     ],
 )
-def test_what_is_not_allowed_is_named(wishes: Wishes, named: str) -> None:
+def test_error_names_the_invalid_constraint(constraints: PlacementConstraints, named: str) -> None:
     with pytest.raises(UsageError, match=named):
-        check_job(spec(wishes=wishes))
+        check_job(spec(constraints=constraints))
 
 
-def test_an_island_is_one_of_gpus() -> None:
-    with pytest.raises(UsageError, match="island without gpus"):
-        check_job(spec(gpus=0, wishes=Wishes(within=Within.ISLAND)))
+def test_island_needs_gpus() -> None:
+    with pytest.raises(UsageError, match="island requires GPUs"):
+        check_job(spec(gpus=0, constraints=PlacementConstraints(within=Within.ISLAND)))
 
 
 @pytest.mark.parametrize(
-    "wishes",
+    "constraints",
     [
-        Wishes(gpu_models=("H200",)),
-        Wishes(vendor="nvidia"),
-        Wishes(gpu_memory_min_bytes=1),
-        Wishes(capability_min=(8, 0)),
+        PlacementConstraints(gpu_models=("H200",)),
+        PlacementConstraints(vendor="nvidia"),
+        PlacementConstraints(gpu_memory_min_bytes=1),
+        PlacementConstraints(capability_min=(8, 0)),
     ],
 )
-def test_who_says_what_gpus_must_be_like_says_how_many(wishes: Wishes) -> None:
-    check_job(spec(gpus=1, wishes=wishes))
-    with pytest.raises(UsageError, match="not how many"):
-        check_job(spec(gpus=0, wishes=wishes))
+def test_gpu_constraints_need_gpus(constraints: PlacementConstraints) -> None:
+    check_job(spec(gpus=1, constraints=constraints))
+    with pytest.raises(UsageError, match="GPU constraints require GPUs"):
+        check_job(spec(gpus=0, constraints=constraints))
 
 
-def test_accelerators_are_named_for_one_worker_only() -> None:
+def test_gpu_ids_need_a_single_worker() -> None:
     check_job(spec(node_id="n1", gpu_ids=(0,)))
-    with pytest.raises(UsageError, match="gpu_ids with 2 workers"):
-        check_job(spec(node_id="n1", gpu_ids=(0,), wishes=Wishes(workers=2)))
+    with pytest.raises(UsageError, match="gpu_ids requires a job with one worker"):
+        check_job(spec(node_id="n1", gpu_ids=(0,), constraints=PlacementConstraints(workers=2)))
 
 
-def test_memory_of_gpus_is_bounded() -> None:
+def test_gpu_memory_is_limited() -> None:
     check_job(spec(resources=Resources(gpus=1, gpu_memory_bytes=1 << 40)))
     with pytest.raises(UsageError, match="gpu_memory_bytes"):
         check_job(spec(resources=Resources(gpus=1, gpu_memory_bytes=-1)))
 
 
-def test_a_session_cannot_be_submitted_and_so_has_no_wishes() -> None:
+def test_session_cannot_be_submitted() -> None:
     with pytest.raises(UsageError, match="OpenDevice"):
-        check_job(spec(kind=JobKind.SESSION, wishes=Wishes(priority=1000)))
+        check_job(spec(kind=JobKind.SESSION, constraints=PlacementConstraints(priority=1000)))
 
 
 @pytest.mark.parametrize(
@@ -128,7 +131,18 @@ def test_a_session_cannot_be_submitted_and_so_has_no_wishes() -> None:
         ({"weight": 1001.0}, "weight"),
     ],
 )
-def test_a_quota_that_makes_no_sense_is_named(fields: dict[str, object], named: str) -> None:
+def test_error_names_the_invalid_field_of_a_quota(fields: dict[str, object], named: str) -> None:
     check_quota(QuotaRecord(tenant="lab", gpus=0.0, borrow_gpus=1e6, weight=0.01))
     with pytest.raises(UsageError, match=named):
         check_quota(QuotaRecord(**{"tenant": "lab", **fields}))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", ["j-abcdefgh", "j-22222222", "j-abcdefgh.3"])
+def test_job_must_not_be_named_like_a_job_id(name: str) -> None:
+    with pytest.raises(NameInvalidError, match="form of a job ID"):
+        check_job(JobSpec(name=name, command=("true",)))
+
+
+@pytest.mark.parametrize("name", ["j-abc", "j-abcdefgh-2", "j-ABCDEFGH", "job"])
+def test_name_that_only_resembles_a_job_id_is_allowed(name: str) -> None:
+    check_job(JobSpec(name=name, command=("true",)))

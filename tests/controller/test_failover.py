@@ -1,4 +1,4 @@
-"""Two controllers on a real etcd: one leads, and when it dies the other goes on with everything."""
+"""Failover: two controllers on a real etcd; the standby takes over when the leader fails."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from genie.controller.store.etcd import EtcdStore
 from genie.errors import GenieError
 from genie.model.job import JobState
 from genie.sim.store import MemoryStore
-from tests.controller.standing import standing
+from tests.controller.running_controller import running_controller
 from tests.controller.store.etcd_server import EtcdServer
 from tests.fakes.agent import FakeAgent, node_info
 from tests.fakes.clock import FakeClock
@@ -26,13 +26,11 @@ def etcd(tmp_path: Path) -> Iterator[EtcdServer]:
     server.stop()
 
 
-async def test_the_second_controller_takes_over_what_the_first_began(
-    etcd: EtcdServer, tmp_path: Path
-) -> None:
+async def test_standby_takes_over_the_jobs_of_the_leader(etcd: EtcdServer, tmp_path: Path) -> None:
     one_store, two_store = await EtcdStore.open(etcd.url), await EtcdStore.open(etcd.url)
     async with (
-        standing(tmp_path / "1", store=one_store, leader_ttl_s=2.0, name="one") as one,
-        standing(tmp_path / "2", store=two_store, leader_ttl_s=2.0, name="two") as two,
+        running_controller(tmp_path / "1", store=one_store, leader_ttl_s=4.0, name="one") as one,
+        running_controller(tmp_path / "2", store=two_store, leader_ttl_s=4.0, name="two") as two,
     ):
         assert one.controller is not None
         assert two.controller is not None
@@ -46,7 +44,7 @@ async def test_the_second_controller_takes_over_what_the_first_began(
             job = await owner.submit(gpus=1)
             launch = await agent.start_next()
             waiting = await owner.submit(gpus=1)
-            await one_store.close()  # it can neither renew nor resign: as good as dead
+            await one_store.close()  # it can neither renew nor resign
             await until(lambda: two.controller is not None and two.controller.is_leading, timeout_s=30)
             assert not one.controller.is_leading
             assert not (await agent.beat()).leading
@@ -64,25 +62,27 @@ async def test_the_second_controller_takes_over_what_the_first_began(
             assert await owner.held("n1") == [waiting.job_id]
 
 
-async def test_agents_hear_of_a_new_controller_soon(tmp_path: Path) -> None:
+async def test_agents_learn_about_a_new_controller(tmp_path: Path) -> None:
     clock = FakeClock()
     memory = await MemoryStore.open(clock=clock)
-    async with standing(tmp_path / "1", store=memory.connect(), clock=clock, name="one") as one:
+    async with running_controller(tmp_path / "1", store=memory.connect(), clock=clock, name="one") as one:
         access = await one.join("n1")
         async with FakeAgent(node_info("n1")).connected(one.network, access) as agent:
             await agent.register()
             await agent.beat()
             assert agent.peer is not None
             known = agent.peer
-            async with standing(tmp_path / "2", store=memory.connect(), clock=clock, name="two") as two:
+            async with running_controller(
+                tmp_path / "2", store=memory.connect(), clock=clock, name="two"
+            ) as two:
 
-                async def hung_up() -> bool:
+                async def is_closed() -> bool:
                     await clock.advance(0.5)
                     return known.is_closed
 
-                await until(hung_up, what="the leader sends the agent away to ask again")
+                await until(is_closed, what="the leader closes the connection of the agent")
                 async with agent.connected(one.network, access):
-                    told = await agent.register()
+                    registered = await agent.register()
                 assert two.controller is not None
-                assert two.controller.address in told.controllers
+                assert two.controller.address in registered.controllers
     await memory.close()

@@ -1,36 +1,38 @@
-"""Group commit: writes that share a transaction come out as they would one after the other."""
+"""Group commit: writes that share a transaction have the same results as sequential ones."""
 
 from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from functools import partial
 from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from genie.config import ControllerConfig
+from genie.controller.change_notifier import ChangeNotifier
 from genie.controller.election import Election, StoreHealth
-from genie.controller.jobs import NODES_OF_JOB_MAX, Jobs
+from genie.controller.jobs.backoff import LaunchBackoff
+from genie.controller.jobs.lifecycle import JOB_NODES_MAX, JobLifecycle
 from genie.controller.ledger import Counter, Ledger, NodeRecord, Table, Transaction
 from genie.controller.store import Compare, Delete, Put, TxnResult
 from genie.controller.store.protocol import TXN_OPS_MAX
-from genie.controller.waiting import Bell
 from genie.errors import FencedError, StoreFullError, StoreUnavailableError, UsageError
-from genie.model.allocation import NodeLedger
+from genie.model.allocation import NodeHolds
 from genie.model.job import Job, JobSpec, JobState, Resources
 from genie.model.messages import ExitReport
 from genie.model.tenant import Identity, TokenKind
+from genie.scheduler.decisions import Decision, Start
 from genie.scheduler.request import WorkerPlace
-from genie.scheduler.scheduler import Start
 from genie.sim.store import MemoryStore
 from tests.fakes.agent import node_info
 from tests.fakes.clock import FakeClock
+from tests.fakes.placer import NoPlacement
 from tests.waiting import until
 
 NODES = ("n0", "n1")
@@ -38,7 +40,7 @@ WHO = Identity(token_id="t", tenant="default", kind=TokenKind.USER, name="")
 
 
 def job_id(number: int) -> str:
-    """Of the job that was submitted when the counter of arrivals stood at `number`."""
+    """ID of the job that was submitted when the sequence counter was `number`."""
     return "j-" + _digest(number, 5).hex()
 
 
@@ -47,36 +49,38 @@ def _digest(number: int, count: int) -> bytes:
 
 
 class Books:
-    """A ledger with jobs on it. Ids follow from the counter as builds see it, so they can be foretold."""
+    """A ledger with jobs. Job IDs derive from the sequence counter, so they are predictable."""
 
-    def __init__(self, store: MemoryStore, clock: FakeClock) -> None:
+    def __init__(self, store: MemoryStore, clock: FakeClock, *, at_once: bool) -> None:
         self.store = store
         self.election = Election(store, clock=clock, name="a", ttl_s=60.0, health=StoreHealth())
         self.ledger = Ledger(store, self.election, StoreHealth())
-        self.jobs = Jobs(
+        self.placer = FirstFreeGpu(self.ledger)
+        self.jobs = JobLifecycle(
             self.ledger,
             config=ControllerConfig(queue_max=3),
             clock=clock,
             random_bytes=self._bytes,
-            bell=Bell(clock),
+            notifier=ChangeNotifier(clock),
             wake=lambda: None,
+            placer=self.placer if at_once else NoPlacement(),
+            backoff=LaunchBackoff(clock),
         )
         self.jobs._new_id = self._new_id  # type: ignore[method-assign]
-        self.starter = AtOnce(self.ledger)
-        self.told: list[tuple[str, str, object, object]] = []
+        self.changes: list[tuple[str, str, object, object]] = []
         self.commits = 0
         for table in self.ledger._tables:
-            table.on_change.append(partial(self._note, table.prefix))
+            table.add_listener(partial(self._note, table.prefix))
 
     def _new_id(self) -> str:
-        standing = self.ledger.counters.get("sequence")
-        return job_id(standing.value if standing else 0)
+        current = self.ledger.counters.get("sequence")
+        return job_id(current.value if current else 0)
 
     def _bytes(self, count: int) -> bytes:
         raise AssertionError("ids come from _new_id here")
 
     def _note(self, prefix: str, row_id: str, before: object, after: object) -> None:
-        self.told.append((prefix, row_id, before, after))
+        self.changes.append((prefix, row_id, before, after))
 
     def shown(self) -> dict[str, Any]:
         return {table.prefix + row_id: row for table in self.ledger._tables for row_id, row in table.items()}
@@ -86,12 +90,13 @@ class Books:
         return {item.key: item.value for item in found if item.key != "leader"}
 
     def indexes(self) -> object:
-        jobs = self.jobs
-        return jobs._by_state, jobs._by_name, jobs._by_request
+        index, staged = self.jobs._index, self.jobs._staged
+        states = {state: sorted(job.job_id for job in index.in_states([state])) for state in JobState}
+        return states, index._by_name, vars(staged)
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """While a commit is under way, the tables and indexes show what was durable before it."""
+        """Check during each commit that tables and indexes show only what was durable before it."""
         commit, store = self.store.commit, self.store
 
         async def checked(
@@ -99,10 +104,11 @@ class Books:
         ) -> TxnResult:
             self.commits += 1
             shown = {key: msgspec.json.encode(row) for key, row in self.shown().items()}
-            assert shown == await self.kept(), "nobody but the builds may see what is not durable"
+            assert shown == await self.kept(), "only builds may see changes that are not durable"
             states = {row_id: job.state for row_id, job in self.ledger.jobs.items()}
-            indexed = {key: state for state, jobs in self.jobs._by_state.items() for key in jobs}
+            indexed = {job.job_id: state for state in JobState for job in self.jobs.in_states(state)}
             assert indexed == states
+            assert self.jobs._staged.queued == list(states.values()).count(JobState.QUEUED)
             return await commit(compares, operations, timeout_s=timeout_s)
 
         store.commit = checked  # type: ignore[method-assign]
@@ -112,33 +118,33 @@ class Books:
             store.commit = commit  # type: ignore[method-assign]
 
 
-class AtOnce:
-    """Starts every job with its submission, on the first GPU that nobody holds as the builds see it."""
+class FirstFreeGpu:
+    """Places every job at its submission, on the first free GPU as the builds see it."""
 
     def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger
         self.counted: set[str] = set()
 
-    def start_now(self, job: Job) -> Start | None:
+    def place(self, new_job: Job | None = None) -> Sequence[Decision]:
+        assert new_job is not None
         for node_id in NODES:
-            held = self._ledger.holds.get(node_id) or NodeLedger(node_id=node_id)
+            held = self._ledger.holds.get(node_id) or NodeHolds(node_id=node_id)
             for gpu in range(2):
                 if not held.gpu_used_milli(gpu):
-                    self.counted.add(job.job_id)
-                    return Start(job.job_id, (WorkerPlace(node_id, (gpu,)),), "at once")
-        return None
+                    self.counted.add(new_job.job_id)
+                    return (Start(new_job.job_id, (WorkerPlace(node_id, (gpu,)),), "at once"),)
+        return ()
 
-    def take_back(self, job_id: str) -> None:
-        self.counted.remove(job_id)
+    def settle(self, job_ids: Iterable[str]) -> None:
+        for job_id in job_ids:
+            self.counted.remove(job_id)
 
 
 @asynccontextmanager
 async def books(*, at_once: bool = False) -> AsyncIterator[Books]:
     clock = FakeClock()
     store = await MemoryStore.open(clock=clock)
-    one = Books(store, clock)
-    if at_once:
-        one.jobs.starter = one.starter
+    one = Books(store, clock, at_once=at_once)
     assert await one.election.try_win("a:1")
     await one.ledger.load()
     async with asyncio.TaskGroup() as group:
@@ -163,9 +169,9 @@ async def all_at_once(*writes: Awaitable[Any]) -> list[Any]:
     return await asyncio.gather(*writes, return_exceptions=True)
 
 
-# --- batched is the same as one by one -------------------------------------------------------
+# --- batched equals sequential -------------------------------------------------------------
 
-# Any: what comes of a step is of every type.
+# Any: results of every type.
 Step = Callable[[Books], Awaitable[Any]]
 few, epochs = st.integers(0, 4), st.integers(1, 5)
 
@@ -192,7 +198,7 @@ def confirm(number: int, node: int, epoch: int) -> Step:
 
 def end(number: int, node: int, epoch: int) -> Step:
     report = ExitReport(job_id=job_id(number), epoch=epoch, exit_code=0, reason="", ended_at=0.0)
-    return lambda on: on.jobs.exited(NODES[node], [report])
+    return lambda on: on.jobs.record_exits(NODES[node], [report])
 
 
 def cancel(number: int) -> Step:
@@ -204,7 +210,9 @@ def requeue(number: int, epoch: int) -> Step:
 
 
 def lose(number: int, epoch: int) -> Step:
-    return lambda on: on.jobs.lose(job_id(number), epoch=epoch, reason="silent")
+    return lambda on: on.jobs.record_lost_worker(
+        job_id(number), node_id=NODES[0], epoch=epoch, reason="silent"
+    )
 
 
 def drop(number: int) -> Step:
@@ -212,7 +220,7 @@ def drop(number: int) -> Step:
 
 
 def count_up(rows: int) -> Step:
-    """Many rows: a few of these do not fit into one transaction."""
+    """Change many rows: a few of these do not fit into one transaction."""
 
     def build(txn: Transaction) -> list[int]:
         return [txn.next_number(f"row-{index}") for index in range(rows)]
@@ -221,7 +229,7 @@ def count_up(rows: int) -> Step:
 
 
 def fail(number: int) -> Step:
-    """Stages rows, and then fails by itself or, with a key that no store takes, at the end."""
+    """Stage rows and fail, in the build or, with an invalid key, when it is added to the batch."""
 
     async def step(on: Books) -> object:
         def build(txn: Transaction) -> None:
@@ -254,19 +262,19 @@ def _plain(outcome: object) -> object:
     return (type(outcome), str(outcome)) if isinstance(outcome, BaseException) else outcome
 
 
-async def carried_out(groups: Sequence[Sequence[Step]], *, at_once: bool) -> tuple[object, ...]:
-    """What came of each step, and everything that can be seen of the books afterwards."""
+async def run_steps(groups: Sequence[Sequence[Step]], *, at_once: bool) -> tuple[object, ...]:
+    """Return the result of each step and the visible state afterwards."""
     async with books(at_once=at_once) as one:
         outcomes = [await all_at_once(*(step(one) for step in group)) for group in groups]
         flat = [_plain(outcome) for group in outcomes for outcome in group]
         before = one.shown(), one.indexes()
-        placed = {row_id for _, row_id, was, now in one.told if was is None and is_placing(now)}
-        assert one.starter.counted == placed, "what is not durable was taken back"
+        placed = {row_id for _, row_id, was, now in one.changes if was is None and is_placing(now)}
+        assert one.placer.counted == placed, "placements that are not durable were rolled back"
         kept = await one.kept()
         await one.ledger.load()
-        assert one.shown() == before[0], "memory is what the store has"
-        assert one.indexes() == before[1], "indexes are what follows from the rows"
-        return flat, kept, list(one.shown()), one.told, before
+        assert one.shown() == before[0], "memory equals the store"
+        assert one.indexes() == before[1], "indexes are consistent with the rows"
+        return flat, kept, list(one.shown()), one.changes, before
 
 
 def is_placing(row: object) -> bool:
@@ -274,16 +282,17 @@ def is_placing(row: object) -> bool:
 
 
 @given(st.lists(st.lists(steps, min_size=1, max_size=12), max_size=5), st.booleans())
-def test_writes_together_come_out_as_one_by_one(groups: list[list[Step]], at_once: bool) -> None:
-    together = asyncio.run(carried_out(groups, at_once=at_once))
-    alone = asyncio.run(carried_out([[step] for group in groups for step in group], at_once=at_once))
+@example([[submit(0), confirm(0, 0, 1)]], True)
+def test_batched_writes_equal_sequential_writes(groups: list[list[Step]], at_once: bool) -> None:
+    together = asyncio.run(run_steps(groups, at_once=at_once))
+    alone = asyncio.run(run_steps([[step] for group in groups for step in group], at_once=at_once))
     assert together == alone
 
 
-# --- one by one, by name ---------------------------------------------------------------------
+# --- single properties ---------------------------------------------------------------------
 
 
-async def test_what_waits_together_is_one_commit_and_one_alone_does_not_wait() -> None:
+async def test_queued_writes_share_a_commit_and_a_single_write_does_not_wait() -> None:
     async with books() as one:
         await submit(0)(one)
         assert one.commits == 1
@@ -295,7 +304,7 @@ async def test_what_waits_together_is_one_commit_and_one_alone_does_not_wait() -
         assert kept["counter/epoch"] == b'{"value":100}'
 
 
-async def test_a_job_that_need_not_wait_is_placed_with_its_submission() -> None:
+async def test_job_is_placed_at_its_submission() -> None:
     async with books(at_once=True) as one:
         job = await submit(0)(one)
         assert one.commits == 1
@@ -305,14 +314,14 @@ async def test_a_job_that_need_not_wait_is_placed_with_its_submission() -> None:
         assert one.jobs.in_states(JobState.PLACING) == [job]
 
 
-async def test_nobody_is_placed_at_once_past_those_who_wait_even_in_one_commit() -> None:
+async def test_job_is_not_placed_at_submission_while_others_are_queued() -> None:
     async with books(at_once=True) as one:
-        start_now = one.starter.start_now
+        place = one.placer.place
 
-        def refusing(job: Job) -> Start | None:
-            return None if job.spec.name == "job-1" else start_now(job)
+        def place_others(new_job: Job | None = None) -> Sequence[Decision]:
+            return () if new_job is not None and new_job.spec.name == "job-1" else place(new_job)
 
-        one.starter.start_now = refusing  # type: ignore[method-assign]
+        one.placer.place = place_others  # type: ignore[method-assign]
         before, waits, behind = await all_at_once(*(submit(number)(one) for number in (0, 1, 2)))
         assert one.commits == 1
         states = [job.state for job in (before, waits, behind)]
@@ -320,12 +329,12 @@ async def test_nobody_is_placed_at_once_past_those_who_wait_even_in_one_commit()
         assert (await submit(4)(one)).state is JobState.QUEUED
 
 
-async def test_what_a_build_counted_on_is_taken_back_when_it_is_not_committed() -> None:
+async def test_rollbacks_run_when_a_build_is_not_committed() -> None:
     async with books() as one:
         done: list[str] = []
 
         def build(name: str, fails: bool, txn: Transaction) -> None:
-            txn.otherwise(partial(done.append, name))
+            txn.on_rollback(partial(done.append, name))
             txn.next_number("sequence")
             if fails:
                 raise ZeroDivisionError
@@ -346,15 +355,15 @@ async def test_what_a_build_counted_on_is_taken_back_when_it_is_not_committed() 
         done.clear()
 
         def large(number: int, txn: Transaction) -> None:
-            txn.otherwise(partial(done.append, str(number)))
+            txn.on_rollback(partial(done.append, str(number)))
             for index in range(100):
                 txn.put(one.ledger.counters, f"{number}-{index}", Counter(value=1))
 
         await all_at_once(*(one.ledger.write(partial(large, number)) for number in range(2)))
-        assert done == ["1"], "built once more, for a transaction of its own"
+        assert done == ["1"], "built again for its own transaction"
 
 
-async def test_several_writes_whose_caller_goes_away_are_not_made() -> None:
+async def test_writes_of_a_cancelled_caller_are_not_committed() -> None:
     async with books() as one:
         held = asyncio.Event()
         commit = one.store.commit
@@ -369,7 +378,7 @@ async def test_several_writes_whose_caller_goes_away_are_not_made() -> None:
             await asyncio.sleep(0)
             builds = [lambda txn: txn.next_number("second")] * 3
             several = group.create_task(one.ledger.write_each(builds))
-            await until(lambda: len(one.ledger._queue) == 3, what="they wait behind the first")
+            await until(lambda: len(one.ledger._queue) == 3, what="they are queued behind the first")
             several.cancel()
             await asyncio.wait([several])
             held.set()
@@ -378,25 +387,25 @@ async def test_several_writes_whose_caller_goes_away_are_not_made() -> None:
         assert "second" not in one.ledger.counters
 
 
-async def test_the_same_request_twice_in_one_commit_is_one_job() -> None:
+async def test_same_request_id_twice_in_one_commit_creates_one_job() -> None:
     async with books() as one:
         first, second = await all_at_once(submit(0)(one), submit(0)(one))
         assert first == second
         assert len(one.ledger.jobs) == 1
 
 
-async def test_the_bound_of_the_queue_holds_within_one_commit() -> None:
+async def test_queue_limit_holds_within_one_commit() -> None:
     async with books() as one:
         answers = await all_at_once(*(submit(number)(one) for number in range(5)))
         assert [isinstance(answer, Exception) for answer in answers] == [False] * 3 + [True] * 2
         assert len(one.jobs.in_states(JobState.QUEUED)) == 3
 
 
-async def test_a_transaction_has_no_more_rows_than_a_store_takes() -> None:
+async def test_transaction_stays_within_the_row_limit_of_the_store() -> None:
     async with books() as one:
         answers = await all_at_once(*(count_up(60)(one) for _ in range(3)), count_up(100)(one))
         assert answers == [[value] * 60 for value in (1, 2, 3)] + [[4] * 60 + [1] * 40]
-        assert one.commits == 1, "they change the same rows"
+        assert one.commits == 1, "they share rows"
         one.commits = 0
 
         def build(number: int, txn: Transaction) -> None:
@@ -407,7 +416,7 @@ async def test_a_transaction_has_no_more_rows_than_a_store_takes() -> None:
         assert one.commits == 3
 
 
-async def test_a_transaction_has_no_more_bytes_than_a_store_takes() -> None:
+async def test_transaction_stays_within_the_size_limit_of_the_store() -> None:
     large = JobSpec(name="large", command=("x" * 730_000,))
     async with books() as one:
         jobs = await all_at_once(*(one.jobs.submit(large, WHO, f"r{number}") for number in range(3)))
@@ -415,9 +424,9 @@ async def test_a_transaction_has_no_more_bytes_than_a_store_takes() -> None:
         assert one.commits == 3
 
 
-async def test_a_job_on_as_many_nodes_as_are_allowed_is_one_transaction_and_on_more_it_ends() -> None:
+async def test_job_on_too_many_nodes_is_cancelled() -> None:
     async with books() as one:
-        several = tuple(f"many-{number}" for number in range(NODES_OF_JOB_MAX + 1))
+        several = tuple(f"many-{number}" for number in range(JOB_NODES_MAX + 1))
         for node_id in several:
             record = NodeRecord(info=node_info(node_id))
             await one.ledger.write(partial(_put, one.ledger.nodes, node_id, record))
@@ -427,14 +436,14 @@ async def test_a_job_on_as_many_nodes_as_are_allowed_is_one_transaction_and_on_m
             start = Start(job_id(number), tuple(WorkerPlace(node_id, (0,)) for node_id in nodes), "because")
             await one.jobs.place([start], placed=lambda job: None)
         held, refused = one.ledger.jobs[job_id(0)], one.ledger.jobs[job_id(1)]
-        assert (held.state, len(held.placements)) == (JobState.PLACING, NODES_OF_JOB_MAX)
+        assert (held.state, len(held.placements)) == (JobState.PLACING, JOB_NODES_MAX)
         assert refused.state is JobState.CANCELLED
-        assert refused.reason == "cancelled: its workers would be on 121 nodes, and 120 are the most"
+        assert refused.reason == "cancelled: its workers would need 121 nodes; the maximum is 120"
         await one.jobs.cancel(job_id(0), "asked for")
         assert not any(one.ledger.holds[node_id].holds for node_id in several[1:])
 
 
-async def test_a_bad_write_fails_alone_and_leaves_nothing() -> None:
+async def test_failed_build_does_not_affect_other_writes() -> None:
     async with books() as one:
         first, bad, worse, last = await all_at_once(
             submit(0)(one), fail(0)(one), fail(1)(one), submit(1)(one)
@@ -447,8 +456,8 @@ async def test_a_bad_write_fails_alone_and_leaves_nothing() -> None:
 
 
 @pytest.mark.parametrize("is_certain", [True, False])
-async def test_a_commit_that_fails_fails_all_that_share_it(is_certain: bool) -> None:
-    """Also one that failed because of what the others staged: that has not come to be."""
+async def test_failed_commit_fails_all_its_writes(is_certain: bool) -> None:
+    """Also one that failed because of changes that the others staged."""
     async with books() as one:
         await submit(0)(one)
         await place(0, 0, 0)(one)
@@ -460,15 +469,15 @@ async def test_a_commit_that_fails_fails_all_that_share_it(is_certain: bool) -> 
         if is_certain:
             one.store.commit = full  # type: ignore[method-assign]
         else:
-            one.store.lose_next_answer()
+            one.store.lose_next_reply()
         wanted = StoreFullError if is_certain else StoreUnavailableError
         answers = await all_at_once(cancel(0)(one), confirm(0, 0, 1)(one), submit(1)(one))
         assert [type(answer) for answer in answers] == [wanted] * 3
-        assert len({id(answer) for answer in answers}) == 3, "each raises its own"
+        assert len({id(answer) for answer in answers}) == 3, "each caller gets its own exception"
         one.store.commit = commit  # type: ignore[method-assign]
-        standing = one.ledger.jobs[job_id(0)]
-        assert standing.state is JobState.PLACING, "not durable as far as is known"
-        # The next write knows what came of it: certainly nothing, or all of it.
+        current = one.ledger.jobs[job_id(0)]
+        assert current.state is JobState.PLACING, "the outcome is unknown"
+        # The next write resolves it: nothing or everything was committed.
         if is_certain:
             await confirm(0, 0, 1)(one)
             assert one.ledger.jobs[job_id(0)].state is JobState.RUNNING
@@ -479,7 +488,7 @@ async def test_a_commit_that_fails_fails_all_that_share_it(is_certain: bool) -> 
         assert (await submit(1)(one)).sequence == 2
 
 
-async def test_a_caller_that_goes_away_takes_no_other_with_it() -> None:
+async def test_cancelled_caller_does_not_affect_other_writes() -> None:
     async with books() as one:
         async with asyncio.TaskGroup() as group:
             gone, stays = (

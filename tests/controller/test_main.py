@@ -1,7 +1,8 @@
-"""The controller as a process: exit codes, one line of error, signals, one at a time."""
+"""The controller as a process: exit codes, error output, signals, the lock of its directory."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -10,19 +11,22 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import IO
 
 import pytest
 
 from genie.config import ClusterConfig
-from genie.controller.__main__ import compile_beside
+from genie.controller.__main__ import compile_in_background
+from genie.controller.placement.placers import why_not_native
+from genie.errors import GenieError, StoreFullError
 from genie.model.job import JobState
 from genie.model.messages import GetStatus
-from genie.runtime import native
-from genie.runtime.credentials import LocalCluster, find_access, greet
+from genie.native import libraries
+from genie.runtime import tls
+from genie.runtime.credentials import LocalCluster, connect_authenticated, find_access
 from genie.runtime.network import TcpNetwork
-from genie.runtime.placers import why_plain
-from genie.scheduler.placement.plain import PlainPlacer
-from tests.controller.standing import standing
+from tests.controller.running_controller import running_controller
+from tests.needs import require_namespaces
 from tests.waiting import until, wait_until
 
 
@@ -37,11 +41,13 @@ def run(*arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
 
 
 @contextmanager
-def started(state_dir: Path, *arguments: str) -> Iterator[subprocess.Popen[str]]:
+def started(
+    state_dir: Path, *arguments: str, stderr: int | IO[bytes] = subprocess.PIPE
+) -> Iterator[subprocess.Popen[str]]:
     process = subprocess.Popen(
         [sys.executable, "-m", "genie.controller", "--port", "0", "--state-dir", str(state_dir), *arguments],
         stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
+        stderr=stderr,
         text=True,
     )
     try:
@@ -50,19 +56,19 @@ def started(state_dir: Path, *arguments: str) -> Iterator[subprocess.Popen[str]]
     finally:
         if process.poll() is None:
             process.kill()
-        process.communicate(timeout=10)
+        process.communicate(timeout=30)
 
 
 async def status_of(state_dir: Path) -> bool:
     network = TcpNetwork()
     access = await find_access(ClusterConfig(), state_dir=state_dir, network=network, timeout_s=5)
     assert access.tls is not None
-    async with greet(network, access, timeout_s=5, program="test") as (peer, welcome):
+    async with connect_authenticated(network, access, timeout_s=5, program="test") as (peer, welcome):
         status = await peer.call(GetStatus(), timeout_s=5)
         return status.leading and welcome.leading
 
 
-async def test_it_serves_with_tls_until_sigterm_and_ends_in_order(tmp_path: Path) -> None:
+async def test_controller_serves_with_tls_until_sigterm(tmp_path: Path) -> None:
     state_dir = tmp_path / "s"
     with started(state_dir) as process:
         assert await status_of(state_dir)
@@ -73,14 +79,82 @@ async def test_it_serves_with_tls_until_sigterm_and_ends_in_order(tmp_path: Path
         assert "Traceback" not in log
 
 
-async def test_after_kill_9_it_leads_again_at_once_with_everything(tmp_path: Path) -> None:
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    require_namespaces("mount")  # the right to create one implies the right to mount
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", str(folder)], check=True)
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", "--lazy", str(folder)], check=True)
+
+
+async def test_controller_waits_for_disk_space(small_disk: Path, tmp_path: Path) -> None:
+    """It does not exit: its supervisor would wait longer before each restart."""
+    with started(small_disk) as process:
+        assert await status_of(small_disk)
+        process.kill()
+    free = os.statvfs(small_disk)
+    (small_disk / "ballast").write_bytes(bytes(free.f_bavail * free.f_frsize))
+    log = tmp_path / "log"
+    with log.open("wb") as file, started(small_disk, stderr=file) as process:
+        wait_until(lambda: "waiting for disk space" in log.read_text() or process.poll() is not None)
+        assert process.poll() is None, log.read_text()
+        (small_disk / "ballast").unlink()
+
+        async def leads() -> bool:
+            with contextlib.suppress(GenieError):
+                return await status_of(small_disk)
+            return False
+
+        await until(leads)
+        assert process.poll() is None
+
+
+async def test_full_disk_of_the_state_directory_does_not_end_a_term(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(self: LocalCluster, state_dir: Path) -> None:
+        raise StoreFullError("cannot write local.json: no space left on device")
+
+    write = LocalCluster.write
+    monkeypatch.setattr(LocalCluster, "write", fail)
+    async with running_controller(tmp_path) as one, one.client() as owner:
+        assert (await owner.status()).alarms == (
+            "commands on this machine may not find the cluster: cannot write local.json: "
+            "no space left on device",
+        )
+        monkeypatch.setattr(LocalCluster, "write", write)
+
+        async def is_written() -> bool:
+            return LocalCluster.read(one.state_dir) is not None and not (await owner.status()).alarms
+
+        await until(is_written)
+
+
+async def test_certificate_of_the_controller_is_used_again(tmp_path: Path) -> None:
+    async with running_controller(tmp_path, tls="on") as one:
+        path = one.state_dir / "controller" / "controller.pem"
+        before = path.read_text()
+        await one.restart()
+        assert path.read_text() == before
+        (path.parent / "controller.key").write_bytes(tls.new_key_and_csr()[0])
+        await one.restart()
+        assert path.read_text() != before, "an interrupted renewal: the key is not that of the certificate"
+        async with one.client() as owner:
+            assert (await owner.status()).leading
+
+
+async def test_controller_leads_again_after_sigkill_without_data_loss(tmp_path: Path) -> None:
     state_dir = tmp_path / "s"
     with started(state_dir) as process:
         assert await status_of(state_dir)
         before = LocalCluster.read(state_dir)
         token = (state_dir / "owner.token").read_text()
         process.kill()
-        process.communicate(timeout=10)
+        process.communicate(timeout=30)
     (state_dir / "local.json").unlink()
     with started(state_dir):
         after = LocalCluster.read(state_dir)
@@ -91,24 +165,24 @@ async def test_after_kill_9_it_leads_again_at_once_with_everything(tmp_path: Pat
         await until(lambda: status_of(state_dir), what="it leads")
 
 
-def test_a_second_controller_on_the_same_directory_is_refused(tmp_path: Path) -> None:
+def test_second_controller_on_the_same_directory_fails(tmp_path: Path) -> None:
     with started(tmp_path / "s"):
         second = run("--port", "0", "--state-dir", str(tmp_path / "s"))
         assert second.returncode == 1
-        assert "another controller runs on" in second.stderr
+        assert "another controller is using" in second.stderr
         assert "Traceback" not in second.stderr
 
 
-def test_an_address_that_others_reach_needs_tls(tmp_path: Path) -> None:
+def test_address_reachable_from_other_machines_needs_tls(tmp_path: Path) -> None:
     for bind in ("0.0.0.0", "::", "192.0.2.1"):
         refused = run("--bind", bind, "--tls", "off", "--port", "0", "--state-dir", str(tmp_path / "s"))
-        assert refused.returncode == 1
+        assert refused.returncode == 2
         assert "controller.tls is off" in refused.stderr
         assert "hint: leave TLS on" in refused.stderr
         assert "Traceback" not in refused.stderr
 
 
-def test_a_port_in_use_is_said(tmp_path: Path) -> None:
+def test_port_in_use_is_reported(tmp_path: Path) -> None:
     with started(tmp_path / "a"):
         local = LocalCluster.read(tmp_path / "a")
         assert local is not None
@@ -118,11 +192,11 @@ def test_a_port_in_use_is_said(tmp_path: Path) -> None:
         assert "Traceback" not in second.stderr
 
 
-def test_bad_settings_are_usage_errors(tmp_path: Path) -> None:
+def test_invalid_settings_are_usage_errors(tmp_path: Path) -> None:
     for arguments, words in [
         (("--port", "seventy"), "controller.port"),
         (("--port", "70000"), "from 0 to 65535"),
-        (("--store", "mysql://x"), "is not a store"),
+        (("--store", "mysql://x"), "invalid store URL"),
     ]:
         failed = run(*arguments, "--state-dir", str(tmp_path / "s"))
         assert (failed.returncode, "Traceback" in failed.stderr) == (2, False)
@@ -132,63 +206,67 @@ def test_bad_settings_are_usage_errors(tmp_path: Path) -> None:
     assert "GENIE_CONTROLLER_PORT" in misspelt.stderr
 
 
-def test_the_log_can_be_read_by_machines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_log_in_json_format(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GENIE_LOG_FORMAT", "json")
     with started(tmp_path / "s") as process:
         process.send_signal(signal.SIGTERM)
         _, log = process.communicate(timeout=20)
-    said = [json.loads(line)["message"] for line in log.splitlines()]
-    assert any("listening on" in what for what in said)
+    messages = [json.loads(line)["message"] for line in log.splitlines()]
+    assert any("listening on" in what for what in messages)
 
 
 @pytest.fixture
 def not_compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[str, ...]:
-    """The scheduler's library is still to be compiled; gives a command that does it at once."""
-    here = native.Workshop.of_this_installation()
+    """Pretend that the scheduler's library is not compiled; return a command that compiles it at once."""
+    here = libraries.BuildCache.of_this_installation()
     library = here.build("genie_scheduler")
-    empty = native.Workshop(here.sources, tmp_path / "cache")
-    monkeypatch.setattr(native.Workshop, "of_this_installation", lambda: empty)
+    empty = libraries.BuildCache(here.sources, tmp_path / "cache")
+    monkeypatch.setattr(libraries.BuildCache, "of_this_installation", lambda: empty)
     code = "import pathlib, shutil, sys; pathlib.Path(sys.argv[2]).mkdir(); shutil.copy(*sys.argv[1:])"
     return (sys.executable, "-c", code, str(library), str(empty.cache))
 
 
-async def test_the_schedulers_library_is_compiled_beside_the_work_and_decides_from_then_on(
+async def test_scheduler_library_is_compiled_in_the_background_and_used(
     tmp_path: Path, not_compiled: tuple[str, ...], caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO")
-    async with standing(tmp_path / "s") as one, one.client() as owner, one.agent("a", gpus=2) as agent:
+    async with (
+        running_controller(tmp_path / "s") as one,
+        one.client() as owner,
+        one.agent("a", gpus=2) as agent,
+    ):
         assert one.controller is not None
         planner = one.controller._planner
         first = await owner.submit(gpus=1)
         launch = await agent.start_next()
-        assert isinstance(planner._scheduler.book._real, PlainPlacer), "it does not wait for the library"
-        await compile_beside(one.controller, is_wanted=True, command=not_compiled)
+        assert planner._scheduler.allocations.uses_python_placer, "it starts without the library"
+        await compile_in_background(one.controller, is_enabled=True, command=not_compiled)
         await owner.submit(gpus=1)
         second = await agent.start_next()
-        assert not isinstance(planner._scheduler.book._real, PlainPlacer)
-        assert launch.placement.gpu_ids != second.placement.gpu_ids, "what runs is still accounted for"
+        assert not planner._scheduler.allocations.uses_python_placer
+        assert launch.placement.gpu_ids != second.placement.gpu_ids, "running jobs are still accounted for"
         assert (await owner.job(first.job_id)).state is JobState.RUNNING
-    assert "is not compiled yet; a controller does that in the background" in caplog.text
+    assert "is not compiled yet; the controller compiles it in the background" in caplog.text
     assert "half a minute" in caplog.text
-    assert "the scheduler's library is ready" in caplog.text
+    assert "the scheduler's library is compiled" in caplog.text
 
 
-async def test_where_it_is_not_to_be_compiled_it_is_said_how_to(
+async def test_log_says_how_to_compile_when_compile_ahead_is_off(
     tmp_path: Path, not_compiled: tuple[str, ...], caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO")
-    async with standing(tmp_path / "s") as one:
+    async with running_controller(tmp_path / "s") as one:
         assert one.controller is not None
-        await compile_beside(one.controller, is_wanted=False, command=not_compiled)
-        assert "'python -m genie.runtime.native genie_scheduler' compiles it" in caplog.text
+        await compile_in_background(one.controller, is_enabled=False, command=not_compiled)
+        assert "to compile the scheduler library, run: python -m genie.native genie_scheduler" in caplog.text
         assert not one.controller.use_compiled()
 
 
-def test_a_machine_without_a_compiler_is_told_what_that_means(
+def test_missing_compiler_is_explained(
     not_compiled: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CXX", "no-such-compiler")
-    assert why_plain() == (
-        "the scheduler's library is not compiled, and CXX names 'no-such-compiler', which is not there; "
-        "decisions for many nodes are slow"
+    assert why_not_native() == (
+        "the scheduler's library is not compiled, and CXX names 'no-such-compiler', which was not found; "
+        "scheduling for many nodes is slow"
     )

@@ -1,24 +1,27 @@
-"""A controller that ends and comes back: everything that was acknowledged is there."""
+"""Restarts of a controller: everything that was acknowledged survives."""
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 
 import pytest
 
+from genie.controller.store import RangeResult
 from genie.errors import NotLeaderError, StoreFullError, StoreUnavailableError
 from genie.model.job import JobSpec, JobState
-from genie.model.messages import ListJobs, ListTokens, SubmitJob
+from genie.model.messages import CancelJob, ListJobs, ListTokens, SubmitJob
 from genie.model.node import NodeStatus
+from genie.runtime.credentials import connect_authenticated
 from genie.sim.store import MemoryStore
-from tests.controller.standing import standing
+from tests.controller.running_controller import CALL_S, RunningController, running_controller
 from tests.fakes.agent import FakeAgent, node_info
 from tests.fakes.clock import FakeClock
 from tests.waiting import until
 
 
-async def test_queue_jobs_holds_and_tokens_survive_and_running_work_goes_on(tmp_path: Path) -> None:
-    async with standing(tmp_path) as one:
+async def test_queue_jobs_holds_and_tokens_survive_a_restart(tmp_path: Path) -> None:
+    async with running_controller(tmp_path) as one:
         access = await one.join("n1")
         agent = FakeAgent(node_info("n1"))
         async with one.client() as owner, agent.connected(one.network, access):
@@ -50,8 +53,8 @@ async def test_queue_jobs_holds_and_tokens_survive_and_running_work_goes_on(tmp_
             assert (await agent.next_launch()).job_id == waiting.job_id
 
 
-async def test_a_launch_of_the_last_life_that_was_not_confirmed_is_void(tmp_path: Path) -> None:
-    async with standing(tmp_path) as one:
+async def test_launch_unconfirmed_before_a_restart_is_void(tmp_path: Path) -> None:
+    async with running_controller(tmp_path) as one:
         access = await one.join("n1")
         agent = FakeAgent(node_info("n1"))
         async with one.client() as owner, agent.connected(one.network, access):
@@ -68,9 +71,9 @@ async def test_a_launch_of_the_last_life_that_was_not_confirmed_is_void(tmp_path
             assert after.placement.epoch > before.placement.epoch
 
 
-async def test_a_new_term_gives_every_node_its_full_time(tmp_path: Path) -> None:
+async def test_new_term_restarts_the_timeouts_of_all_nodes(tmp_path: Path) -> None:
     clock = FakeClock()
-    async with standing(tmp_path, clock=clock) as one:
+    async with running_controller(tmp_path, clock=clock) as one:
         access = await one.join("n1")
         agent = FakeAgent(node_info("n1"))
         async with one.client() as owner, agent.connected(one.network, access):
@@ -84,7 +87,7 @@ async def test_a_new_term_gives_every_node_its_full_time(tmp_path: Path) -> None
             node = await owner.node("n1")
             assert (node.status, node.status_reason) == (
                 NodeStatus.SUSPECT,
-                "not heard since this controller started",
+                "no heartbeat since this controller started",
             )
             await clock.advance(12.0)
             assert (await owner.job(job.job_id)).state is JobState.RUNNING
@@ -96,13 +99,13 @@ async def test_a_new_term_gives_every_node_its_full_time(tmp_path: Path) -> None
             await until(lost)
 
 
-async def test_without_its_store_nothing_is_decided_reads_go_on_and_work_is_left_alone(
+async def test_reads_and_running_jobs_continue_without_the_store(
     tmp_path: Path,
 ) -> None:
     clock = FakeClock()
     store = await MemoryStore.open(clock=clock)
     async with (
-        standing(tmp_path, clock=clock, store=store, leader_ttl_s=3.0) as one,
+        running_controller(tmp_path, clock=clock, store=store, leader_ttl_s=3.0) as one,
         one.client() as owner,
         one.agent() as agent,
     ):
@@ -121,7 +124,7 @@ async def test_without_its_store_nothing_is_decided_reads_go_on_and_work_is_left
         for _ in range(20):
             await clock.advance(1.0)
         assert (await owner.job(job.job_id)).state is JobState.RUNNING
-        with pytest.raises(StoreUnavailableError, match="decides nothing now"):
+        with pytest.raises(StoreUnavailableError, match="store is unavailable"):
             await owner.submit(gpus=1)
 
         store.set_available(True)
@@ -137,11 +140,11 @@ async def test_without_its_store_nothing_is_decided_reads_go_on_and_work_is_left
         assert (await owner.submit(gpus=1)).state in (JobState.QUEUED, JobState.PLACING)
 
 
-async def test_a_commit_whose_answer_was_lost_is_found_out_by_reading(tmp_path: Path) -> None:
+async def test_commit_with_a_lost_reply_is_resolved_by_a_reload(tmp_path: Path) -> None:
     clock = FakeClock()
     store = await MemoryStore.open(clock=clock)
-    async with standing(tmp_path, clock=clock, store=store) as one, one.client() as owner:
-        store.lose_next_answer()
+    async with running_controller(tmp_path, clock=clock, store=store) as one, one.client() as owner:
+        store.lose_next_reply()
         spec = JobSpec(name="once", command=("true",))
         with pytest.raises(StoreUnavailableError):
             await owner.ask(SubmitJob(spec=spec, request_id="once"))
@@ -151,8 +154,8 @@ async def test_a_commit_whose_answer_was_lost_is_found_out_by_reading(tmp_path: 
         assert second.sequence > job.sequence
 
 
-async def test_a_full_disk_reaches_the_caller_and_it_goes_on_when_there_is_space(tmp_path: Path) -> None:
-    async with standing(tmp_path) as one, one.client() as owner:
+async def test_full_disk_is_reported_and_writes_resume_with_free_space(tmp_path: Path) -> None:
+    async with running_controller(tmp_path) as one, one.client() as owner:
         before = await owner.submit()
         commit = one.store.commit
 
@@ -170,23 +173,25 @@ async def test_a_full_disk_reaches_the_caller_and_it_goes_on_when_there_is_space
         assert (await owner.status()).store_ok
 
 
-async def test_nodes_come_to_know_of_a_controller_that_is_started_later(tmp_path: Path) -> None:
+async def test_nodes_learn_about_a_controller_started_later(tmp_path: Path) -> None:
     clock = FakeClock()
     store = await MemoryStore.open(clock=clock)
-    async with standing(tmp_path / "a", clock=clock, store=store) as first:
+    async with running_controller(tmp_path / "a", clock=clock, store=store) as first:
         access = await first.join("n1")
         agent = FakeAgent(node_info("n1"))
         async with agent.connected(first.network, access):
             assert len((await agent.register()).controllers) == 1
             second_store = store.connect()
-            async with standing(tmp_path / "b", clock=clock, store=second_store, name="two") as second:
+            async with running_controller(
+                tmp_path / "b", clock=clock, store=second_store, name="two"
+            ) as second:
                 assert agent.peer is not None
 
-                async def hung_up() -> bool:
+                async def is_closed() -> bool:
                     await clock.advance(1.0)
                     return agent.peer is not None and agent.peer.is_closed
 
-                await until(hung_up, what="the node has to register anew")
+                await until(is_closed, what="the node has to register again")
                 async with agent.connected(first.network, access):
                     assert second.controller is not None
                     assert second.controller.address in (await agent.register()).controllers
@@ -195,12 +200,14 @@ async def test_nodes_come_to_know_of_a_controller_that_is_started_later(tmp_path
                         await agent.beat()
 
 
-async def test_of_two_controllers_one_leads_and_the_other_says_who(tmp_path: Path) -> None:
+async def test_standby_names_the_leader(tmp_path: Path) -> None:
     clock = FakeClock()
     store = await MemoryStore.open(clock=clock)
     async with (
-        standing(tmp_path / "a", clock=clock, store=store, leader_ttl_s=3.0) as first,
-        standing(tmp_path / "b", clock=clock, store=store.connect(), leader_ttl_s=3.0, name="two") as second,
+        running_controller(tmp_path / "a", clock=clock, store=store, leader_ttl_s=3.0) as first,
+        running_controller(
+            tmp_path / "b", clock=clock, store=store.connect(), leader_ttl_s=3.0, name="two"
+        ) as second,
     ):
         assert first.controller is not None
         assert second.controller is not None
@@ -227,3 +234,102 @@ async def test_of_two_controllers_one_leads_and_the_other_says_who(tmp_path: Pat
             assert (await owner.job(job.job_id)).state is JobState.QUEUED
             assert (await owner.status()).leading
         await first.start()
+
+
+def slow_down(store: MemoryStore, clock: FakeClock, seconds: int) -> None:
+    """Let every read of the jobs take this time."""
+    read = store.range
+
+    async def slow(prefix: str, **settings: object) -> RangeResult:
+        for _ in range(seconds if prefix == "job/" else 0):
+            await clock.sleep(1.0)
+        return await read(prefix, **settings)  # type: ignore[arg-type]
+
+    store.range = slow  # type: ignore[method-assign, assignment]
+
+
+async def says_it_leads(one: RunningController) -> bool:
+    access = await one.access()
+    async with connect_authenticated(one.network, access, timeout_s=CALL_S, program="test") as (_, welcome):
+        return welcome.leading
+
+
+async def test_controller_leads_although_loading_takes_longer_than_the_lease(tmp_path: Path) -> None:
+    clock = FakeClock()
+    store = await MemoryStore.open(clock=clock)
+    async with running_controller(tmp_path, clock=clock, store=store, leader_ttl_s=2.0) as one:
+        async with one.client() as owner:
+            job = await owner.submit()
+        stopped = one.controller
+        await one.stop()
+        slow_down(store, clock, 30)
+        async with asyncio.TaskGroup() as group:
+            starting = group.create_task(one.start())
+            await until(lambda: one.controller not in (None, stopped) and one.controller.port > 0)
+            await clock.advance(5.0)
+            asking = group.create_task(says_it_leads(one))
+
+            async def was_asked() -> bool:
+                await clock.advance(0.05)
+                return asking.done()
+
+            await until(was_asked)
+            assert not starting.done(), "still loading"
+            assert not asking.result(), "agents keep their jobs while no controller leads"
+
+            async def has_started() -> bool:
+                await clock.advance(0.5)
+                return starting.done()
+
+            await until(has_started)
+        assert one.controller is not None
+        assert one.controller.is_leading
+        await clock.advance(5.0)
+        async with one.client() as owner:
+            assert (await owner.job(job.job_id)).state is JobState.QUEUED
+            assert (await owner.status()).leading
+
+
+async def test_reads_never_use_tables_of_an_earlier_term(tmp_path: Path) -> None:
+    clock = FakeClock()
+    memory = await MemoryStore.open(clock=clock)
+    first_store = memory.connect()
+    async with running_controller(tmp_path / "a", clock=clock, store=first_store, leader_ttl_s=2.0) as first:
+        token = (first.state_dir / "owner.token").read_text()
+        async with first.client() as owner:
+            job = await owner.submit()
+            first_store.set_available(False)
+            async with running_controller(
+                tmp_path / "b", clock=clock, store=memory.connect(), leader_ttl_s=2.0, name="two"
+            ) as second:
+
+                async def took_over() -> bool:
+                    await clock.advance(0.5)
+                    return second.controller is not None and second.controller.is_leading
+
+                await until(took_over)
+                async with second.client(token) as other:
+                    await other.ask(CancelJob(job_id=job.job_id))
+            slow_down(first_store, clock, 10)
+            first_store.set_available(True)
+            assert first.controller is not None
+            election = first.controller._election
+
+            async def has_won() -> bool:
+                await clock.advance(0.25)
+                return election.is_leading
+
+            await until(has_won)
+            with pytest.raises(NotLeaderError, match="taking over leadership"):
+                await owner.job(job.job_id)
+            with pytest.raises(NotLeaderError, match="taking over leadership"):
+                await owner.ask(CancelJob(job_id="unknown"))
+            assert not (await owner.status()).leading
+
+            async def leads() -> bool:
+                await clock.advance(0.5)
+                return (await owner.status()).leading
+
+            await until(leads)
+            assert (await owner.job(job.job_id)).state is JobState.CANCELLED
+    await memory.close()

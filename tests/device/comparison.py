@@ -1,6 +1,7 @@
-"""Compares entries of torch's databases in a child process with an executor of its own, and survives both.
+"""Compares entries of torch's databases in a child process with its own executor, and handles crashes of
+both.
 
-Not for: what is compared (opinfo.py and its like), or what came of it (findings.py).
+Does not define what is compared (opinfo.py, moduleinfo.py, optiminfo.py), nor the results (findings.py).
 """
 
 from __future__ import annotations
@@ -10,7 +11,6 @@ import json
 import os
 import select
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -19,22 +19,24 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from tests.agent.executor.process import ExecutorProcess, start_executor
+from tests import forkserver
 from tests.device.findings import Findings, Unit
+from tests.executor.process import PRELOADED, ExecutorProcess, start_executor
+from tests.forkserver import ForkedProcess
 
 ROOT = Path(__file__).parents[2]
 VENDORS = {"cpu": "cpu", "cuda": "nvidia"}
-# Between two signs of life, that is: one call of one op, here and there.
+# Between two progress messages: one call of one op, locally and remotely.
 STEP_TIMEOUT_S = 60.0
 START_TIMEOUT_S = 120.0
-# The client may see that its executor is gone before the system has told us.
-_ENDING_S = 0.2
-# Some virtual machines report AMX and kill whoever uses it; bfloat16 is compared without it.
+# The state of an exiting process in /proc/PID/stat. Set before its sockets are closed.
+_PF_EXITING = 0x4
+# Some virtual machines report AMX but crash processes that use it; bfloat16 is compared without it.
 SETTINGS = {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE_BF16"}
 
 
 class WorkerEndedError(Exception):
-    """The child has died, or is stuck; `at` is what it was doing."""
+    """The child has died or hangs; `at` is its current work."""
 
     def __init__(self, reason: str, at: str) -> None:
         super().__init__(reason)
@@ -42,9 +44,9 @@ class WorkerEndedError(Exception):
 
 
 class Comparison:
-    """Runs units one after the other, with a new child and executor after each that crashed.
+    """Runs units one after the other, with a new child and executor after each crash.
 
-    `database` is the module of this folder that says what an entry is: it has `check` and `dtypes_by_name`.
+    `database` is the module of this folder that defines entries: it has `check` and `dtypes_by_name`.
     """
 
     def __init__(self, database: str, device: str = "cpu", *, step_timeout_s: float = STEP_TIMEOUT_S) -> None:
@@ -91,7 +93,7 @@ class Comparison:
 
 
 class _Worker:
-    """The child that compares, and its executor. Close it in any case."""
+    """The child process and its executor. Must be closed."""
 
     def __init__(self, folder: Path, database: str, device: str) -> None:
         self._closing = ExitStack()
@@ -107,14 +109,14 @@ class _Worker:
             raise
 
     def compare(self, unit: Unit, step_timeout_s: float) -> Findings:
-        """WorkerEndedError when there is no answer; the worker is of no use then."""
+        """WorkerEndedError if there is no reply; the worker is unusable then."""
         self._at = "start"
         assert self._process.stdin is not None
         try:
             self._process.stdin.write(json.dumps(dataclasses.asdict(unit)).encode() + b"\n")
             self._process.stdin.flush()
         except BrokenPipeError:
-            pass  # the answer says it
+            pass  # the reply reports it
         findings = Findings.from_json(self._wait("findings", step_timeout_s))
         if findings.has_problem and self._executor_ended():
             raise WorkerEndedError(f"the executor ended: {_tail(self._executor.output())}", self._at)
@@ -124,11 +126,13 @@ class _Worker:
         self._closing.close()
 
     def _executor_ended(self) -> bool:
+        """Also true while it exits: the client notices the loss before the exit status is available."""
         try:
-            self._executor.wait_end(_ENDING_S)
-        except subprocess.TimeoutExpired:
-            return False
-        return True
+            stat = Path(f"/proc/{self._executor.process.pid}/stat").read_text()
+        except (FileNotFoundError, ProcessLookupError):
+            return True
+        state, *others = stat.rpartition(")")[2].split()
+        return state in "ZX" or bool(int(others[5]) & _PF_EXITING)
 
     def _start_executor(self, device: str) -> ExecutorProcess:
         executor = start_executor(self._folder, vendor=VENDORS[device], idle_s=120.0)
@@ -136,13 +140,13 @@ class _Worker:
         executor.wait_ready()
         return executor
 
-    def _start_process(self, database: str, device: str) -> tuple[subprocess.Popen[bytes], int]:
+    def _start_process(self, database: str, device: str) -> tuple[ForkedProcess, int]:
         answers, theirs = os.pipe()
         self._closing.callback(os.close, answers)
         with (self._folder / "worker").open("wb") as output:
-            process = subprocess.Popen(
+            process = forkserver.shared(*PRELOADED).popen(
                 [
-                    sys.executable, "-m", "tests.device.database_worker",
+                    "-m", "tests.device.database_worker",
                     database, device, str(self._executor.port), str(theirs),
                 ],
                 cwd=ROOT,
@@ -156,7 +160,7 @@ class _Worker:
         return process, answers
 
     def _wait(self, key: str, timeout_s: float) -> Any:
-        """The next message with that key; every other says that the worker is getting on."""
+        """The next message with that key; all others are progress messages."""
         while True:
             message = json.loads(self._line(timeout_s))
             if key in message:
@@ -168,7 +172,7 @@ class _Worker:
         while b"\n" not in self._text:
             left_s = deadline - time.monotonic()
             if left_s <= 0 or not select.select([self._answers], [], [], left_s)[0]:
-                raise WorkerEndedError(f"no answer within {timeout_s:g} s", self._at)
+                raise WorkerEndedError(f"no response within {timeout_s:g} s", self._at)
             part = os.read(self._answers, 1 << 16)
             if not part:
                 code = self._process.wait(START_TIMEOUT_S)
@@ -179,14 +183,14 @@ class _Worker:
         return line
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
+def _end(process: ForkedProcess) -> None:
     assert process.stdin is not None
     process.kill()
     process.wait(START_TIMEOUT_S)
     try:
         process.stdin.close()
     except BrokenPipeError:
-        pass  # there was something left to write
+        pass  # unflushed data
 
 
 def _tail(text: str) -> str:

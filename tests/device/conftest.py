@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from genie import device
-from genie.device import ExecutorAddress, RemoteDevice, backend, roster
-from tests.agent.executor.process import TICKET, start_executor
+from genie.device import ExecutorAddress, RemoteDevice, library, registry
+from tests.executor.process import TICKET, start_executor
 
-# Some virtual machines report AMX and kill whoever uses it. torch looks when it first needs to know.
+# Some virtual machines report AMX but crash processes that use it. torch reads this at first use.
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
 
 D0 = "remote_accelerator:0"
@@ -22,7 +22,7 @@ D1 = "remote_accelerator:1"
 
 
 def remote_device(number: int, open_: Callable[[], int]) -> RemoteDevice:
-    """`open_` gives the port of an executor on this machine."""
+    """`open_` returns the port of an executor on this machine."""
     return RemoteDevice(
         node_id=f"node-{number}",
         gpu_id=f"gpu-{number}",
@@ -45,13 +45,13 @@ def devices(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         ports = [executor.port for executor in executors]
         device.attach([remote_device(number, lambda port=port: port) for number, port in enumerate(ports)])
         stack.callback(device.detach)
-        for name in (D0, D1):  # connected here, so that no single test is blamed for the socket
+        for name in (D0, D1):  # connected here, so that no test appears to leak the socket
             torch.zeros(1, device=name)
         yield
 
 
 class SocketPipe:
-    """A plain socket as opwire.py wants it."""
+    """Adapts a plain socket to device_protocol.Pipe."""
 
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
@@ -62,7 +62,7 @@ class SocketPipe:
         while len(data) < count:
             part = self._sock.recv(count - len(data))
             if not part:
-                raise ConnectionError("the client has left")
+                raise ConnectionError("the client disconnected")
             data += part
         return data
 
@@ -73,10 +73,10 @@ class SocketPipe:
 
 @pytest.fixture
 def unattached(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """For this test nothing is attached; afterwards the shared executors are again."""
-    monkeypatch.setattr(roster._roster, "slots", None)
-    backend.follow_roster()
+    """Detaches the shared executors for this test."""
+    monkeypatch.setattr(registry._registry, "slots", None)
+    library.update_devices()
     yield
     device.detach()
     monkeypatch.undo()
-    backend.follow_roster()
+    library.update_devices()

@@ -1,8 +1,8 @@
-"""The process in which entries of a database are compared; comparison.py starts another when it dies of one.
+"""The process that compares entries of a database; comparison.py starts another one after a crash.
 
-Reads units from standard input and answers on the descriptor it was given, a JSON object a line: what it
-is about to do ("at"), then what it found. Standard output is whatever torch prints. It is a process of its
-own also because torch's databases change the settings of whoever imports them.
+Reads units from standard input and replies on the given descriptor, one JSON object per line: its progress
+("at"), then the result. Standard output is for torch's messages. It is a separate process also because
+torch's databases change settings of the process that imports them.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import torch
 from genie import device
 from tests.device.conftest import D0, remote_device
 from tests.device.findings import Findings, Unit
-from tests.device.judge import outcome_of
+from tests.device.run_classifier import outcome_of
 
 _PR_SET_PDEATHSIG = 1
 
@@ -33,7 +33,7 @@ _PR_SET_PDEATHSIG = 1
 def main(database: str, kind: str, *, port: int, answers: int) -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # ends with its parent
     faulthandler.enable()
-    warnings.simplefilter("ignore")  # of what is run; what it warns of is not compared
+    warnings.simplefilter("ignore")  # warnings are not compared
     torch.set_num_threads(1)
     local = "cpu" if kind == "cpu" else f"{kind}:0"
     entries = importlib.import_module(f"tests.device.{database}")
@@ -50,7 +50,7 @@ def _compared(unit: Unit, entries: ModuleType, local: str, out: TextIO) -> Findi
     began = time.monotonic()
     try:
         findings: Findings = entries.check(unit, local=local, beat=lambda what: _say(out, at=what))
-    except Exception as error:  # of the comparison itself: told to whoever asked, and no pass
+    except Exception as error:  # an error of the comparison itself is reported, and is not a pass
         findings = Findings(unit.name, unit.dtype)
         for verdict in (findings.forward, findings.backward):
             verdict.note(outcome_of(error), f"the comparison: {type(error).__name__}: {error}")
@@ -59,7 +59,7 @@ def _compared(unit: Unit, entries: ModuleType, local: str, out: TextIO) -> Findi
 
 
 def _described(entries: ModuleType, local: str) -> dict[str, Any]:
-    """What one must know to ask: the names of the entries, with the dtypes in which torch has them here."""
+    """Names of the entries, with the dtypes that torch supports locally."""
     return {
         "torch": torch.__version__,
         "device": torch.cuda.get_device_name(0) if local != "cpu" else "cpu",

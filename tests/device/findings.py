@@ -1,6 +1,6 @@
-"""What a comparison with torch's own databases found: outcomes, their sum, and the list of known exceptions.
+"""Results of a comparison with torch's databases: outcomes, totals, and the list of known exceptions.
 
-Imports no torch. Not for: running anything (opinfo.py, opinfo_report.py).
+Imports no torch, and runs nothing.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ TEXT_MAX = 300
 
 
 class Outcome(enum.StrEnum):
-    """From good to bad. What varies is right, and must be in the list."""
+    """From best to worst. VARIES counts as right, and must be listed."""
 
     PASS = "pass"
     VARIES = "varies"
@@ -33,19 +33,20 @@ class Outcome(enum.StrEnum):
 
 @dataclass(frozen=True)
 class Unit:
-    """What is compared at once: one entry of a database in one dtype."""
+    """The unit of comparison: one entry of a database in one dtype."""
 
     name: str
     dtype: str
     samples: int | None
-    """At most so many; None for all."""
+    """Maximum number of samples; None: all."""
     errors: bool
     """Whether to add inputs that must raise."""
 
 
 @dataclass
 class Verdict:
-    """The worst outcome of an entry's samples in one direction; `reason` and `sample` are of its first."""
+    """The worst outcome of an entry's samples in one direction, with `reason` and `sample` of its first
+    occurrence."""
 
     outcome: Outcome = Outcome.PASS
     reason: str = ""
@@ -62,7 +63,7 @@ class Verdict:
 
 @dataclass
 class Raised:
-    """Samples that raise here: what they do there. `other_type` and `nothing` name them."""
+    """Remote behaviour of samples that raise locally. `other_type` and `nothing` name them."""
 
     same: int = 0
     other_type: list[str] = field(default_factory=list)
@@ -71,7 +72,7 @@ class Raised:
 
 @dataclass
 class Findings:
-    """What came of one entry in one dtype. Where nothing could be compared, `compared` is 0."""
+    """Result of one entry in one dtype. `compared` is 0 if nothing could be compared."""
 
     name: str
     dtype: str
@@ -89,7 +90,7 @@ class Findings:
 
     @classmethod
     def crashed(cls, name: str, dtype: str, *, reason: str, sample: str) -> Findings:
-        """In both directions: whatever would have come after it has not been looked at."""
+        """Counts in both directions: later samples were not compared."""
         findings = cls(name, dtype)
         for verdict in (findings.forward, findings.backward):
             verdict.note(Outcome.CRASHED, reason, sample)
@@ -124,7 +125,7 @@ class Problem:
 
 
 class Summary:
-    """Findings of a run, counted by entry: it passes when all its dtypes do."""
+    """Results of a run, counted by entry: an entry passes if all its dtypes do."""
 
     def __init__(self, findings: Iterable[Findings]) -> None:
         self.by_name: dict[str, list[Findings]] = {}
@@ -133,7 +134,7 @@ class Summary:
 
     @property
     def not_here(self) -> list[str]:
-        """Entries that raise here with every sample: torch does not have them on this device."""
+        """Entries that raise locally with every sample: torch does not support them on this device."""
         return [name for name in self.by_name if not self._compared(name, "forward")]
 
     @property
@@ -163,7 +164,7 @@ class Summary:
         return round(100 * (1 - len(bad) / len(counted)), 2) if counted else 100.0
 
     def compared(self) -> dict[str, int]:
-        """Calls whose results were held against each other."""
+        """Calls whose results were compared."""
         every = [one for several in self.by_name.values() for one in several]
         return {name: sum(getattr(one, name).compared for one in every) for name in DIRECTIONS}
 
@@ -181,7 +182,7 @@ class Summary:
 
 @dataclass(frozen=True)
 class Listed:
-    """A line of the list: an entry that is known not to pass; forward, then not backward either."""
+    """A line of the list: an entry that is known to fail; one that fails forward also fails backward."""
 
     name: str
     device: str
@@ -200,13 +201,13 @@ class Listed:
 
 
 def read_exceptions(path: Path = EXCEPTIONS_PATH) -> list[Listed]:
-    """Every line but empty ones and comments."""
+    """All lines except empty ones and comments."""
     lines = [line.strip() for line in path.read_text("utf-8").splitlines()]
     return [parsed(line) for line in lines if line and not line.startswith("#")]
 
 
 def parsed(line: str) -> Listed:
-    """ValueError when it is not a line of the list."""
+    """ValueError if the line is malformed."""
     parts = [part.strip() for part in line.split("|")]
     if len(parts) != 6 or parts[3] not in DIRECTIONS:
         raise ValueError(f"{EXCEPTIONS_PATH.name}: not a line of the list: {line}")
@@ -232,9 +233,9 @@ def unlisted(problems: Iterable[Problem], listed: Sequence[Listed]) -> list[Prob
 
 
 def stale(summary: Summary, listed: Sequence[Listed]) -> list[tuple[Listed, str]]:
-    """Lines that are not true any more, with the dtype of which that holds, among what has been run.
+    """Obsolete lines, with their dtype, among the entries that were run.
 
-    Not those that vary: one run may be without.
+    Entries that vary are excluded: a single run may pass.
     """
     ran = {(one.name, one.dtype) for several in summary.by_name.values() for one in several}
     return [

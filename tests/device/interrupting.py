@@ -1,4 +1,4 @@
-"""For scripts of test_interrupts.py: interrupts their main thread once it waits for a silent executor."""
+"""For scripts of test_interrupts.py: interrupts the main thread once it waits for a silent executor."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def interrupted(
 ) -> None:
     """Runs `work`, which must wait, between `silence()` and `speech()`; it must be interrupted.
 
-    `progress` counts what `work` gets done before it waits.
+    `progress` counts the work done before the wait.
     """
     silence()
     watcher = threading.Thread(target=signal_when_waiting, args=(signal.SIGINT, progress))
@@ -39,7 +39,7 @@ def interrupted(
 
 
 def signal_when_waiting(number: int, progress: Callable[[], int] = lambda: 0) -> None:
-    """The main thread waits when it stays where it is while this one has the interpreter, again and again."""
+    """The main thread is waiting if it does not move while this thread repeatedly holds the GIL."""
     main = threading.main_thread().ident
     assert main is not None
     seen: list[tuple[int, int, int]] = []

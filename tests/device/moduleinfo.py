@@ -1,7 +1,7 @@
-"""One entry of torch's module database, here and on a remote device, in training or in evaluation.
+"""Runs one entry of torch's module database locally and remotely, in train or eval mode.
 
-For every input: the outputs, the gradients of parameters and inputs, and the buffers afterwards are the same.
-Not for: starting executors and surviving crashes (opinfo_report.py).
+For every input, the outputs, the gradients of parameters and inputs, and the buffers afterwards must be
+equal. Does not start executors or handle crashes (opinfo_report.py).
 """
 
 from __future__ import annotations
@@ -15,9 +15,7 @@ from torch.testing._internal.common_modules import module_db
 
 from tests.device.conftest import D0
 from tests.device.findings import Findings, Unit
-from tests.device.judge import Judge, Run, attempt
-from tests.device.tolerances import tolerance_of
-from tests.device.twins import (
+from tests.device.paired_runs import (
     SEED,
     Copies,
     Tolerance,
@@ -28,6 +26,8 @@ from tests.device.twins import (
     seed,
     spread,
 )
+from tests.device.run_classifier import Judge, Run, attempt
+from tests.device.tolerances import tolerance_of
 
 _MODES = {"train": True, "eval": False}
 
@@ -38,7 +38,7 @@ def dtypes_by_name(local: str) -> dict[str, list[str]]:
 
 
 def check(unit: Unit, *, local: str, beat: Callable[[str], None]) -> Findings:
-    """What the database raises when it makes inputs goes through."""
+    """Errors of the database's input generators propagate."""
     name, _, mode = unit.name.partition(", ")
     info = next(info for info in module_db if info.name == name)
     training, dtype = _MODES[mode], getattr(torch, unit.dtype)

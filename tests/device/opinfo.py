@@ -1,8 +1,8 @@
-"""One entry of torch's op database, here and on a remote device: what is asked and what must be the same.
+"""Runs one entry of torch's op database locally and remotely, and compares the results.
 
-For every sample: the outputs, the inputs afterwards and the gradients are the same. For some also: the
-sample without contiguous memory, conjugated, in place, into out=. Where the op raises here, it raises there.
-Not for: starting executors and surviving crashes (opinfo_report.py).
+For every sample, the outputs, the inputs afterwards and the gradients must be equal; for some samples also
+with non-contiguous and conjugated inputs, in place, and with out=. Local errors must be remote errors. Does
+not start executors or handle crashes (opinfo_report.py).
 """
 
 from __future__ import annotations
@@ -20,9 +20,7 @@ from torch.testing._internal.opinfo.core import SampleInput
 
 from tests.device.conftest import D0
 from tests.device.findings import Findings, Unit, shortened
-from tests.device.judge import Judge, Run, attempt
-from tests.device.tolerances import tolerance_of
-from tests.device.twins import (
+from tests.device.paired_runs import (
     Copies,
     MismatchError,
     VariesError,
@@ -34,22 +32,24 @@ from tests.device.twins import (
     spread,
     tensors_of,
 )
+from tests.device.run_classifier import Judge, Run, attempt
+from tests.device.tolerances import tolerance_of
 
-# Samples that are tried until the op in place, or into out=, has worked here once.
+# Samples to try until the in-place or out= variant has succeeded locally once.
 _VARIANT_TRIES_MAX = 6
-# What is in their results nobody has written; only shapes and dtypes can be compared.
+# Their results are uninitialized; only shapes and dtypes are compared.
 _UNINITIALISED = frozenset(
     ("empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided",
      "resize_", "resize_as_")
 )  # fmt: skip
-# Likewise single outputs, by their index: without dropout there is no seed.
+# Likewise for single outputs, by index: without dropout there is no seed.
 _UNINITIALISED_OUTPUTS = {
     "torch.ops.aten._efficient_attention_forward": (2, 3),
     "torch.ops.aten._flash_attention_forward": (2, 3),
 }
-# More local runs, where one has given something else than the remote device.
+# Additional local runs after a mismatch with the remote device.
 _LOCAL_RUNS = 6
-# A gradient that varies may be so many times as far from the exact one as local runs, at its worst number
+# A gradient that varies may be this many times as far from the exact one as local runs, at its worst number
 # and on average.
 _WORST, _MEAN = 3.0, 1.5
 _FINER = {
@@ -58,15 +58,15 @@ _FINER = {
     torch.float32: torch.float64,
     torch.complex64: torch.complex128,
 }
-# Where CUDA, too, wants everything but the input in host memory.
+# CUDA also requires all arguments but the input in host memory.
 _HOST_ARGUMENTS = frozenset(("tensor_split",))
-# Some of their samples name no device, and would be made here in both runs.
+# Some of their samples name no device, and would run locally in both runs.
 _FACTORIES = frozenset(("arange", "linspace", "logspace"))
 
 
 @dataclass(frozen=True)
 class _Case:
-    """One call; with `grad` it is recorded, and the gradients are compared, too."""
+    """One call; with `grad` its gradients are compared as well."""
 
     label: str
     call: Callable[..., Any]
@@ -76,18 +76,18 @@ class _Case:
     def __str__(self) -> str:
         try:
             return f"{self.label}: {self.sample.summary()}"
-        except RuntimeError as error:  # of a layout that torch cannot describe
+        except RuntimeError as error:  # a layout that torch cannot describe
             return f"{self.label}: {error}"
 
 
 def dtypes_by_name(local: str) -> dict[str, list[str]]:
-    """The dtypes in which torch has an op on that device."""
+    """The dtypes that torch supports for an op on that device."""
     kind = local.partition(":")[0]
     return {op.full_name: sorted(map(_name, op.supported_dtypes(kind))) for op in op_db}
 
 
 def check(unit: Unit, *, local: str, beat: Callable[[str], None]) -> Findings:
-    """`beat` is told before each call what comes. What a sample generator raises goes through."""
+    """`beat` is called before each call. Errors of sample generators propagate."""
     op = next(op for op in op_db if op.full_name == unit.name)
     dtype = getattr(torch, unit.dtype)
     grad = op.supports_autograd and dtype in op.supported_backward_dtypes(local.partition(":")[0])
@@ -118,7 +118,7 @@ class _Checker(Judge):
         self._values = op.name not in _UNINITIALISED
 
     def check(self, case: _Case) -> Run:
-        """Returns the run here."""
+        """Returns the local run."""
         self.beat(case.label)
         here, there = self._run(case, self._local), self._run(case, D0)
         findings = self.findings
@@ -190,8 +190,8 @@ class _Checker(Judge):
         return move(sample.input), move_rest(sample.args), move_rest(named)
 
     def _compare_or_arbitrate(self, case: _Case, there: Run, here: Run) -> None:
-        """Where a GPU of this process does otherwise than its CPU, that is torch's own affair, and noted: the
-        remote device is then right when it gives what the CPU gives."""
+        """A difference between a local GPU and its CPU is torch's, and is noted: the remote device then
+        counts as right if it matches the CPU."""
         self._compare_places(there, here)
         try:
             self._compare_values(there, here)
@@ -210,7 +210,7 @@ class _Checker(Judge):
             raise MismatchError(f"outputs are inputs: {same[0]} instead of {same[1]}")
 
     def _compare_values(self, there: Run, here: Run) -> None:
-        # of the arguments only tensors: names of devices differ on purpose
+        # of the arguments only tensors: device names differ
         pairs = {
             "output": (self._written(there.outputs), self._written(here.outputs)),
             "argument": (tensors_of(there.arguments), tensors_of(here.arguments)),
@@ -228,9 +228,8 @@ class _Checker(Judge):
         again: Callable[[str], Any],
         exact: Callable[[], Any] = lambda: None,
     ) -> None:
-        """As _compare_or_arbitrate. Many of a GPU's kernels add up in any order, with a rounding each time. A
-        remote gradient that is as near to the `exact` one as local ones is a VariesError: the list says where
-        that may be."""
+        """As _compare_or_arbitrate. Many GPU kernels sum in varying order, with different rounding. A remote
+        gradient that is as close to the `exact` one as local ones is a VariesError, which must be listed."""
 
         def compare(to: Any) -> None:
             several = [x if x is None else tuple(x) for x in (found, to)]
@@ -266,7 +265,7 @@ class _Checker(Judge):
         return attempt(work, device)
 
     def exact_gradients(self, case: _Case) -> Run:
-        """Of the same numbers, in a dtype in which the roundings of theirs do not count."""
+        """The gradient of the same values in a dtype of higher precision."""
         finer = replace(case, sample=case.sample.transform(_finer))
         return self._differentiated(finer, self._run(finer, "cpu"), "cpu", drawn=self._dtype)
 
@@ -303,8 +302,8 @@ def _passes(compare: Callable[[], None]) -> bool:
 
 
 def _as_exact(found: Sequence[Any], runs: Sequence[Sequence[Any]], exact: Sequence[Any]) -> list[Any]:
-    """Each tensor that was found, where it is as near to the exact one as those of the runs; else that of the
-    first run."""
+    """Each found tensor, if it is as close to the exact one as those of the runs; else that of the first
+    run."""
     alike = [run for run in runs if len(run) == len(found) == len(exact)]
     if not alike:
         return list(runs[0])
@@ -315,7 +314,7 @@ def _as_exact(found: Sequence[Any], runs: Sequence[Sequence[Any]], exact: Sequen
 
 
 def _is_as_near(mine: Any, several: Sequence[Any], exact: Any) -> bool:
-    """All numbers together: one alone may stray as it did in none of the runs."""
+    """The mean over all elements: single elements may deviate more than in the local runs."""
     if len({_shape(x) for x in (mine, *several)}) > 1 or _shape(mine) is None or _shape(exact) is None:
         return False
     off = [(_real(x) - _real(exact)).abs() for x in (mine, *several)]
@@ -333,7 +332,7 @@ def _finer(value: Any) -> Any:
 
 
 def _shape(x: Any) -> tuple[Any, ...] | None:
-    """None for what has no numbers that could be near."""
+    """None for values without a numerical distance."""
     if not isinstance(x, torch.Tensor) or x.layout is not torch.strided or x.numel() == 0:
         return None
     return (x.shape, x.dtype) if x.is_floating_point() or x.is_complex() else None
@@ -345,7 +344,7 @@ def _real(x: torch.Tensor) -> torch.Tensor:
 
 
 def _within_sequences(sample: Any, gradients: Any) -> Any:
-    """Of attention over packed sequences: what lies behind the last one nobody has written."""
+    """Attention over packed sequences: memory after the last one is uninitialized."""
     ends = [sample.kwargs.get(name) for name in ("cu_seqlens_q", "cu_seqlens_k", "cu_seqlens_k")]
     if gradients is None or any(end is None for end in ends):
         return gradients
@@ -363,7 +362,7 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def _resolved_for(options: Any, device: str) -> Any:
-    """linear_cross_entropy takes another algorithm on each kind of device; both runs take the one of here."""
+    """linear_cross_entropy selects its algorithm by device type; both runs use the local one."""
     kind = type(options)
 
     def adjust(self: Any, **given: Any) -> Any:
@@ -388,6 +387,6 @@ def _without_elements(output: torch.Tensor) -> torch.Tensor:
 
 
 def _same_objects(run: Run) -> list[tuple[int, int]]:
-    """Which outputs are, as objects, which inputs."""
+    """Which outputs are the same objects as which inputs."""
     outputs, inputs = tensors_of(run.outputs), tensors_of(run.arguments)
     return [(i, j) for i, x in enumerate(outputs) for j, y in enumerate(inputs) if x is y]

@@ -1,4 +1,4 @@
-"""How much of torch's own op database works on a remote device: the same results, forward and backward.
+"""Reports how much of torch's op database gives the same results on a remote device, forward and backward.
 
     python tests/device/opinfo_report.py [--json] [--device cpu|cuda] [--dtypes float32,...] [--ops NAME...]
                                          [--shard I/N] [--samples N] [--list-failures]
@@ -7,12 +7,12 @@
 Starts an executor on this machine, on the CPU or on cuda:0, and compares with the same device used directly;
 with cuda, the process that compares holds that GPU as well. float32 is compared with every sample, other
 dtypes with a few; --samples caps all. --shard 2/4 takes the second of four parts. --list-failures prints
-what does not pass as lines for opinfo_exceptions.txt. Ends with 1 when something is wrong or has crashed, or
-when the list and what was found do not agree.
+failures as lines for opinfo_exceptions.txt. Exits with 1 if an entry is wrong or crashed, or if the list and
+the results disagree.
 
-Everything runs in a child process, one after the other; what kills the child or the executor, or does not
-come back, is counted as crashed, and new ones go on with the next. An op passes when every sample in every
-dtype does; the percentages are of the ops that torch has on that device.
+Everything runs in a child process, sequentially. An entry that kills the child or the executor, or hangs,
+counts as crashed, and new processes continue with the next. An op passes if every sample in every dtype does;
+the percentages are of the ops that torch supports on that device.
 """
 
 from __future__ import annotations
@@ -68,11 +68,11 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--dtypes", default=",".join(DTYPES))
     parser.add_argument("--ops", nargs="+", metavar="NAME", help="as in the report: add, std.unbiased")
     parser.add_argument("--shard", default="1/1", metavar="I/N")
-    parser.add_argument("--samples", type=int, metavar="N", help="at most so many for each op and dtype")
+    parser.add_argument("--samples", type=int, metavar="N", help="maximum number of samples per op and dtype")
     parser.add_argument("--list-failures", action="store_true")
     options = parser.parse_args(arguments)
     unknown = [name for name in options.dtypes.split(",") if name not in DTYPES]
-    if unknown:  # a report of nothing would look like one without a fault
+    if unknown:  # an empty report would look like success
         parser.error(f"--dtypes: {', '.join(unknown)} is not among {', '.join(DTYPES)}")
     return options
 
@@ -90,7 +90,7 @@ def _chosen(entries: dict[str, list[str]], options: argparse.Namespace) -> dict[
 
 
 def _units(entries: dict[str, list[str]], dtypes: Sequence[str], samples: int | None) -> list[Unit]:
-    """Inputs that must raise come with the first dtype of an op."""
+    """Inputs that must raise are added for the first dtype of an op."""
     units = []
     for name, supported in entries.items():
         wanted = [dtype for dtype in dtypes if dtype in supported]
@@ -103,7 +103,7 @@ def _units(entries: dict[str, list[str]], dtypes: Sequence[str], samples: int | 
 
 
 def _tell_of_list(summary: Summary, options: argparse.Namespace) -> bool:
-    """Whether the list and the findings disagree. A line may need more samples than --samples allows."""
+    """Whether the list and the results disagree. A line may need more samples than --samples allows."""
     listed = [line for line in findings.read_exceptions() if line.device == options.device]
     unlisted = findings.unlisted(summary.problems, listed)
     stale = findings.stale(summary, listed) if options.samples is None else []

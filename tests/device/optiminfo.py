@@ -1,7 +1,7 @@
-"""One entry of torch's optimizer database, here and on a remote device.
+"""Runs one entry of torch's optimizer database locally and remotely.
 
-For every configuration: a few steps on a tiny model give the same parameters and the same state; a state
-saved there goes on there, and one saved here goes on there. Not for: starting executors (opinfo_report.py).
+For every configuration, a few steps on a tiny model give the same parameters and state; remote optimizers
+continue from states saved remotely and locally. Does not start executors (opinfo_report.py).
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from torch.testing._internal.common_optimizers import optim_db
 
 from tests.device.conftest import D0
 from tests.device.findings import Findings, Unit
-from tests.device.judge import Judge, Run, attempt
-from tests.device.twins import SEED, Copies, assert_placed, assert_same, fetched, spread, tensors_of
+from tests.device.paired_runs import SEED, Copies, assert_placed, assert_same, fetched, spread, tensors_of
+from tests.device.run_classifier import Judge, Run, attempt
 
 _STEPS = 3
 _IMPLEMENTATIONS: dict[str, dict[str, bool]] = {
@@ -29,7 +29,7 @@ _IMPLEMENTATIONS: dict[str, dict[str, bool]] = {
 
 
 def dtypes_by_name(local: str) -> dict[str, list[str]]:
-    """`Adam, foreach` and the like, for each way in which torch can run the optimizer."""
+    """Names like `Adam, foreach`, one for each implementation of the optimizer in torch."""
     kind = local.partition(":")[0]
     return {
         f"{info.name}, {way}": ["float32"]
@@ -63,7 +63,7 @@ class _Checker(Judge):
         )
 
     def _trained(self, info: Any, kwargs: dict[str, Any], device: str) -> Run:
-        """Some steps, then one by each of two optimizers that take over the state."""
+        """Some steps, then one by each of two optimizers that load the state."""
 
         def work(run: Run) -> None:
             model = _Model(info, self._local, device)
@@ -72,7 +72,7 @@ class _Checker(Judge):
             for _ in range(_STEPS):
                 model.step(optimizer)
             saved = copy.deepcopy(optimizer.state_dict())
-            # an optimizer that loads a state may go on in the same tensors
+            # an optimizer that loads a state may reuse its tensors
             run.outputs = [copy.deepcopy([model.parameters, saved])]
             for state in (saved, torch.load(_written(fetched(saved)), weights_only=True)):
                 following = info.optim_cls(model.parameters, **options)
@@ -83,14 +83,14 @@ class _Checker(Judge):
         return attempt(work, device)
 
     def _compare(self, there: Run, here: Run) -> None:
-        # "step" stays in host memory, as with CUDA, but where the optimizer is fused
+        # "step" stays in host memory, as with CUDA, unless the optimizer is fused
         found, expected = ([x for x in tensors_of(run.outputs) if x.dim()] for run in (there, here))
         assert_placed(found, expected, local=self._local, remote=D0, what="state")
         assert_same(fetched(there.outputs), fetched(here.outputs), what="state")
 
 
 class _Model:
-    """Two layers and a loss; made here, so that both runs begin with the same numbers."""
+    """Two layers and a loss, created locally, so that both runs start with the same values."""
 
     def __init__(self, info: Any, local: str, device: str) -> None:
         generator = torch.Generator().manual_seed(SEED)

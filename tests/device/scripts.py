@@ -1,4 +1,4 @@
-"""Runs a script in a process of its own, which may not hang: where a failure would take pytest with it."""
+"""Runs a script in a separate process with a timeout, for failures that would crash pytest."""
 
 from __future__ import annotations
 
@@ -6,14 +6,21 @@ import subprocess
 import sys
 import textwrap
 
-# Enough for a slow machine to import torch, and far below what an executor may be silent for (600 s).
+from tests import forkserver
+from tests.executor.process import PRELOADED
+
+# Enough for a slow machine to import torch, and far below the op timeout (600 s).
 DEADLINE_S = 120
 
 
-def run_script(code: str, *args: object) -> None:
-    """Fails the test unless the script ends well and in time."""
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code), *map(str, args)],
-        capture_output=True, text=True, timeout=DEADLINE_S, check=False, stdin=subprocess.DEVNULL,
-    )  # fmt: skip
+def run_script(code: str, *args: object, fresh: bool = False) -> None:
+    """Fails the test unless the script exits with 0 in time. `fresh`: in a new interpreter."""
+    arguments = ["-c", textwrap.dedent(code), *map(str, args)]
+    if fresh:
+        done = subprocess.run(
+            [sys.executable, *arguments],
+            capture_output=True, text=True, timeout=DEADLINE_S, check=False, stdin=subprocess.DEVNULL,
+        )  # fmt: skip
+    else:
+        done = forkserver.shared(*PRELOADED).run(arguments, timeout=DEADLINE_S)
     assert done.returncode == 0, done.stderr

@@ -1,4 +1,4 @@
-"""Training: gradients and losses are those of the CPU, on every index, and errors come out of backward."""
+"""Training: gradients and losses match the CPU on every device index, and errors propagate from backward."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def losses(module: nn.Module, device: str, data: tuple[torch.Tensor, torch.Tenso
     ("make", "shape", "device"),
     [(mlp, (16,), D0), (mlp, (16,), D1), (transformer, (2, 5), D1), (convnet, (6,), D0)],
 )
-def test_training_goes_as_on_the_cpu(make: object, shape: tuple[int, ...], device: str) -> None:
+def test_training_matches_cpu(make: object, shape: tuple[int, ...], device: str) -> None:
     torch.manual_seed(0)
     module: nn.Module = make()  # type: ignore[operator]
     data = torch.randn(*shape, 8), torch.randn(*shape, 1)
@@ -87,7 +87,7 @@ def test_training_goes_as_on_the_cpu(make: object, shape: tuple[int, ...], devic
     assert losses(twin, device, data) == pytest.approx(losses(module, "cpu", data), rel=1e-4)
 
 
-def test_sgd_with_momentum_and_a_module_made_there() -> None:
+def test_sgd_with_momentum_on_a_module_created_remotely() -> None:
     results = []
     for device in ("cpu", D1):
         torch.manual_seed(3)
@@ -101,7 +101,7 @@ def test_sgd_with_momentum_and_a_module_made_there() -> None:
     torch.testing.assert_close(results[1], results[0])
 
 
-def test_a_forward_pass_of_the_stock_encoder() -> None:
+def test_transformer_encoder_forward() -> None:
     torch.manual_seed(0)
     encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 2, 32, batch_first=True), 2).eval()
     x = torch.randn(2, 3, 16)
@@ -118,7 +118,7 @@ def test_gradients_cross_devices() -> None:
     assert x.grad.tolist() == [0, 6, 12]
 
 
-def test_views_and_changes_in_place_are_differentiated() -> None:
+def test_views_and_in_place_ops_are_differentiated() -> None:
     grads = []
     for device in ("cpu", D0):
         x = torch.arange(6.0, device=device, requires_grad=True)
@@ -148,7 +148,7 @@ def test_checkpointing(reentrant: bool) -> None:
 
 
 @pytest.mark.parametrize("device", [D0, D1])
-def test_what_a_hook_raises_comes_out_of_backward(device: str) -> None:
+def test_hook_exception_propagates_from_backward(device: str) -> None:
     x = torch.ones(3, device=device, requires_grad=True)
 
     def hook(grad: torch.Tensor) -> None:
@@ -165,7 +165,7 @@ def test_what_a_hook_raises_comes_out_of_backward(device: str) -> None:
     assert x.grad.tolist() == [2, 2, 2]
 
 
-def test_an_op_that_fails_in_backward_raises_its_own_error() -> None:
+def test_failing_op_in_backward_raises_its_error() -> None:
     class Wrong(torch.autograd.Function):
         @staticmethod
         def forward(ctx: object, x: torch.Tensor) -> torch.Tensor:
@@ -180,7 +180,7 @@ def test_an_op_that_fails_in_backward_raises_its_own_error() -> None:
         Wrong.apply(x).sum().backward()  # type: ignore[no-untyped-call]
 
 
-def test_backward_works_on_a_thread_that_has_never_seen_the_device() -> None:
+def test_backward_works_on_a_new_thread() -> None:
     x = torch.ones(3, requires_grad=True)
     loss = (x.to(D1) * 5).sum().cpu()
     thread = threading.Thread(target=loss.backward)
@@ -208,7 +208,7 @@ def test_several_threads_use_one_device() -> None:
     assert found == {number: 32.0 * number for number in range(4)}
 
 
-def test_training_here_is_not_disturbed() -> None:
+def test_local_training_is_unaffected() -> None:
     before = torch._C._is_multithreading_enabled()
     x = torch.ones(3, requires_grad=True)
     (x * x).sum().backward()

@@ -1,4 +1,4 @@
-"""The comparison itself: it takes nothing wrong for right, and no crash ends it."""
+"""The comparison itself: it detects wrong results, and survives crashes."""
 
 from __future__ import annotations
 
@@ -17,8 +17,7 @@ from genie.errors import DeviceLostError, OpRefusedError, RemoteOpError
 from tests.device import findings, opinfo, opinfo_report
 from tests.device.comparison import Comparison
 from tests.device.findings import Findings, Listed, Outcome, Problem, Summary, Unit
-from tests.device.judge import Judge, Run, outcome_of
-from tests.device.twins import (
+from tests.device.paired_runs import (
     Copies,
     MismatchError,
     Tolerance,
@@ -27,10 +26,11 @@ from tests.device.twins import (
     assert_same,
     spread,
 )
+from tests.device.run_classifier import Judge, Run, outcome_of
 
 
 @pytest.mark.timeout(200)
-def test_a_crash_is_counted_and_the_next_entry_is_compared() -> None:
+def test_crash_is_counted_and_comparison_continues() -> None:
     with Comparison("crashinfo", step_timeout_s=20.0) as comparison:
         names = comparison.described()["entries"]
         units = [Unit(name, "float32", None, errors=False) for name in names if name != "is stuck"]
@@ -49,13 +49,13 @@ def test_a_crash_is_counted_and_the_next_entry_is_compared() -> None:
 
 
 @pytest.mark.timeout(200)
-def test_a_report_of_a_dtype_that_is_not_compared_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+def test_report_of_unknown_dtype_is_rejected(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         opinfo_report.main(["--dtypes", "float32,float31"])
     assert "float31 is not among" in capsys.readouterr().err
 
 
-def test_where_a_gpu_differs_from_its_cpu_the_cpu_decides() -> None:
+def test_cpu_is_the_reference_where_gpu_and_cpu_differ() -> None:
     op = next(op for op in op_db if op.full_name == "add")
     checker = opinfo._Checker(op, torch.float32, "cuda:0", lambda what: None)
     x, y = torch.ones(3), torch.full((3,), 2.0)
@@ -78,9 +78,7 @@ def test_where_a_gpu_differs_from_its_cpu_the_cpu_decides() -> None:
     ],
     ids=["its input", "elsewhere"],
 )
-def test_what_is_in_the_wrong_place_is_not_for_the_cpu_to_decide(
-    there: torch.Tensor, here: torch.Tensor
-) -> None:
+def test_wrong_device_is_an_error_regardless_of_cpu(there: torch.Tensor, here: torch.Tensor) -> None:
     op = next(op for op in op_db if op.full_name == "clone")
     checker = opinfo._Checker(op, torch.float32, "cuda:0", lambda what: None)
     case = opinfo._Case("sample 0", torch.clone, SampleInput(torch.ones(1)), grad=False)
@@ -96,7 +94,7 @@ def test_what_is_in_the_wrong_place_is_not_for_the_cpu_to_decide(
 def compared_to_runs(
     found: Sequence[Any], runs: Sequence[Sequence[Any]], exact: Sequence[Any] | None, failing: bool = False
 ) -> type[BaseException] | None:
-    """What is raised for gradients that were `found`, where runs here give the others in turn."""
+    """The error for `found` gradients, where local runs return the others in turn."""
     op = next(op for op in op_db if op.full_name == "add")
     checker = opinfo._Checker(op, torch.float32, "cuda:0", lambda what: None)
     case = opinfo._Case("sample 0", op.op, SampleInput(torch.ones(1), args=(1,)), grad=True)
@@ -119,7 +117,7 @@ def exactly(*numbers: float) -> tuple[torch.Tensor]:
 
 
 @pytest.mark.parametrize("failing", [False, True], ids=["", "with runs that fail"])
-def test_a_gradient_as_near_to_the_exact_one_as_local_ones_varies(failing: bool) -> None:
+def test_gradient_as_close_to_exact_as_local_ones_varies(failing: bool) -> None:
     exact = (*exactly(1.0, 2.0, 3.0), None)
     runs = [(torch.tensor([1.0, 2.0, last], dtype=HALF), None) for last in (3.05, 2.95, 3.1)]
 
@@ -138,12 +136,12 @@ def test_a_gradient_as_near_to_the_exact_one_as_local_ones_varies(failing: bool)
 
 
 @pytest.mark.parametrize("run", [math.inf, math.nan])
-def test_local_runs_without_an_end_allow_nothing(run: float) -> None:
+def test_endless_local_runs_allow_no_deviation(run: float) -> None:
     several = [(torch.tensor([number]),) for number in (1.0, run, 1.0)]
     assert compared_to_runs((torch.tensor([1.001]),), several, exactly(1.0)) is MismatchError
 
 
-def test_conjugated_gradients_are_compared_as_they_are() -> None:
+def test_conjugated_gradients_are_compared() -> None:
     exact = (torch.tensor([100 - 1j], dtype=torch.complex128),)
     runs = [(torch.tensor([part + 1j], dtype=torch.complex64).conj(),) for part in (100 - 8e-5, 100 + 1e-4)]
     found = torch.tensor([100 + 1.2e-4 - 1j], dtype=torch.complex64)
@@ -152,7 +150,7 @@ def test_conjugated_gradients_are_compared_as_they_are() -> None:
 
 
 @pytest.mark.parametrize("name", ["nn.functional.interpolate.area", "cummax"])
-def test_the_exact_gradient_is_of_the_same_numbers_in_a_finer_dtype(name: str) -> None:
+def test_exact_gradient_uses_the_same_values_in_higher_precision(name: str) -> None:
     op = next(op for op in op_db if op.full_name == name)
     checker = opinfo._Checker(op, HALF, "cpu", lambda what: None)
     sample = next(iter(op.sample_inputs("cpu", HALF, requires_grad=True)))
@@ -165,7 +163,7 @@ def test_the_exact_gradient_is_of_the_same_numbers_in_a_finer_dtype(name: str) -
     assert opinfo._as_exact(coarse, [coarse], fine) == list(coarse)
 
 
-def test_what_varies_must_be_listed_and_may_pass() -> None:
+def test_varying_entries_must_be_listed_and_may_pass() -> None:
     found = Findings("max", "bfloat16")
     found.backward.note(Outcome.VARIES, "any order")
     line = Listed("max", "cuda", ("bfloat16",), "backward", Outcome.VARIES, "any order")
@@ -179,7 +177,7 @@ def test_what_varies_must_be_listed_and_may_pass() -> None:
     assert [one.outcome for one in findings.unlisted(Summary([found]).problems, [line])] == [Outcome.WRONG]
 
 
-def test_a_gradient_as_on_the_cpu_passes_and_is_noted() -> None:
+def test_gradient_equal_to_cpu_passes_and_is_noted() -> None:
     op = next(op for op in op_db if op.full_name == "add")
     checker = opinfo._Checker(op, torch.float32, "cuda:0", lambda what: None)
     case = opinfo._Case("sample 0", op.op, SampleInput(torch.ones(1), args=(1,)), grad=True)
@@ -191,7 +189,7 @@ def test_a_gradient_as_on_the_cpu_passes_and_is_noted() -> None:
         on_cpu.compare_gradients(case, of_cpu, of_gpu, lambda device: of_cpu)
 
 
-def test_gradients_behind_the_last_packed_sequence_are_left_out() -> None:
+def test_gradients_after_the_last_packed_sequence_are_ignored() -> None:
     ends = torch.tensor([0, 2], dtype=torch.int32)
     sample = SampleInput(torch.ones(1), kwargs={"cu_seqlens_q": ends, "cu_seqlens_k": ends})
     cut = opinfo._within_sequences(sample, [torch.ones(1, 3, 2), torch.ones(1, 4, 2), None])
@@ -200,11 +198,11 @@ def test_gradients_behind_the_last_packed_sequence_are_left_out() -> None:
     assert opinfo._within_sequences(SampleInput(torch.ones(1)), whole) is whole
 
 
-def test_what_does_not_come_back_is_a_crash() -> None:
+def test_missing_result_is_a_crash() -> None:
     with Comparison("crashinfo", step_timeout_s=1.0) as comparison:
         (found,) = comparison.run([Unit("is stuck", "float32", None, errors=False)])
     assert found.is_crashed
-    assert "no answer" in found.forward.reason
+    assert "no response" in found.forward.reason
 
 
 @pytest.mark.parametrize(
@@ -222,7 +220,7 @@ def test_what_does_not_come_back_is_a_crash() -> None:
         (SystemError("returned NULL"), Outcome.CRASHED),
     ],
 )
-def test_how_an_error_counts(error: Exception, outcome: Outcome) -> None:
+def test_errors_are_classified(error: Exception, outcome: Outcome) -> None:
     assert outcome_of(error) is outcome
 
 
@@ -232,7 +230,7 @@ def judged(here: Exception | None, there: Exception | None) -> Findings:
     return judge.findings
 
 
-def test_what_raises_here_must_raise_there() -> None:
+def test_local_error_must_be_a_remote_error() -> None:
     assert judged(ValueError("a"), ValueError("b")).raised.same == 1
     assert judged(RuntimeError("a"), RemoteOpError("b")).raised.same == 1
     assert judged(IndexError("a"), RemoteOpError("b")).raised.other_type
@@ -241,7 +239,7 @@ def test_what_raises_here_must_raise_there() -> None:
     assert judged(IndexError("a"), None).forward.compared == 0
 
 
-def test_the_worst_sample_counts() -> None:
+def test_worst_sample_counts() -> None:
     found = Findings("op", "float32")
     for outcome in (Outcome.PASS, Outcome.WRONG, Outcome.REFUSED, Outcome.PASS):
         found.forward.note(outcome, f"it was {outcome}", "here")
@@ -249,7 +247,7 @@ def test_the_worst_sample_counts() -> None:
     assert (found.forward.compared, found.forward.bad) == (4, 2)
 
 
-def test_percentages_are_of_what_was_compared() -> None:
+def test_percentages_are_of_compared_entries() -> None:
     several = [Findings(name, "float32") for name in "abcd"]
     for one, outcome in zip(several, (Outcome.PASS, Outcome.REFUSED, Outcome.PASS), strict=False):
         one.forward.note(outcome)
@@ -260,7 +258,7 @@ def test_percentages_are_of_what_was_compared() -> None:
     assert (summary.named(Outcome.WRONG), summary.named(Outcome.REFUSED)) == (["a"], ["b"])
 
 
-def test_the_list_covers_what_it_says_and_no_more() -> None:
+def test_exception_list_covers_only_its_entries() -> None:
     line = Listed("std", "cpu", ("float32", "bool"), "forward", Outcome.REFUSED, "why")
     one = Findings("std", "float32")
     one.forward.note(Outcome.REFUSED)
@@ -276,7 +274,7 @@ def test_the_list_covers_what_it_says_and_no_more() -> None:
     assert [one.direction for one in findings.unlisted(Summary([one]).problems, [backward])] == ["forward"]
 
 
-def test_a_line_of_the_list_is_read() -> None:
+def test_exception_line_is_parsed() -> None:
     lines = findings.exception_lines(
         [
             Problem("std", "int64", "forward", Outcome.REFUSED, "OpRefusedError: a | b"),
@@ -308,28 +306,28 @@ def test_a_line_of_the_list_is_read() -> None:
         (float("nan"), 1.0),
     ],
 )
-def test_what_differs_is_found(one: object, other: object) -> None:
+def test_differences_are_found(one: object, other: object) -> None:
     with pytest.raises(MismatchError, match="output"):
         assert_same(one, other, what="output")
 
 
-def test_what_is_the_same_is_found_so() -> None:
+def test_equal_results_are_equal() -> None:
     nan = torch.tensor([float("nan"), 1.0])
     assert_same([nan, {"a": 1}, float("nan"), None], [nan + 1e-8, {"a": 1}, float("nan"), None], what="it")
     assert_same(torch.ones(2), torch.ones(2) * 1.01, what="it", tolerance=Tolerance(rtol=0.1))
     assert_same(torch.ones(2), torch.zeros(2), what="it", values=False)
-    with pytest.raises(MismatchError):  # integers are exact, whatever is allowed
+    with pytest.raises(MismatchError):  # integers are compared exactly
         assert_same(torch.tensor([1]), torch.tensor([2]), what="it", tolerance=Tolerance(atol=5.0))
 
 
-def test_a_result_in_the_wrong_place_is_found() -> None:
+def test_result_on_wrong_device_is_found() -> None:
     meta = torch.ones(2, device="meta")
     assert_placed([meta], [torch.ones(2)], local="cpu", remote="meta", what="output")
     with pytest.raises(MismatchError, match="is on cpu, not on meta"):
         assert_placed([torch.ones(2)], [torch.ones(2)], local="cpu", remote="meta", what="output")
 
 
-def test_copies_keep_strides_and_what_is_shared() -> None:
+def test_copies_keep_strides_and_shared_memory() -> None:
     base = torch.arange(12.0)
     one, other = base[2:10:2], base.view(3, 4).t()
     leaf = torch.ones(2, requires_grad=True)
@@ -345,7 +343,7 @@ def test_copies_keep_strides_and_what_is_shared() -> None:
     assert copied["b"][0].is_leaf
 
 
-def test_copies_keep_views_that_conjugate() -> None:
+def test_copies_keep_conjugate_views() -> None:
     value = torch.tensor([1 + 2j, 3 - 1j]).conj()
     copied = Copies("cpu", "cpu")([value, value.imag])
     assert copied[0].is_conj()
@@ -353,14 +351,14 @@ def test_copies_keep_views_that_conjugate() -> None:
     assert torch.equal(copied[1], value.imag)
 
 
-def test_copies_name_the_other_device() -> None:
+def test_copies_use_the_other_device() -> None:
     moved = Copies("cpu", "meta")([torch.ones(2), "cpu", torch.device("cpu"), "sum"])
     assert [str(x.device) if isinstance(x, torch.Tensor) else str(x) for x in moved] == [
         "meta", "meta", "meta", "sum"
     ]  # fmt: skip
 
 
-def test_too_many_samples_are_thinned_out_evenly() -> None:
+def test_samples_are_thinned_out_evenly() -> None:
     assert spread(lambda: range(10), None) == list(range(10))
     assert spread(lambda: range(10), 4) == [0, 3, 6, 9]
     assert spread(lambda: range(10), 1) == [0]

@@ -1,7 +1,7 @@
-"""Recorded graphs as graphs of torch.fx: random programs give what they give without, replay after replay.
+"""Recorded graphs as torch.fx graphs: random programs match their uncompiled results in every replay.
 
-Inductor itself is left out here: it takes seconds for each program. What it is given goes through torch's
-functionalization instead, as it does on the way to inductor.
+Inductor itself is not run: it takes seconds per program. Its input goes through torch's functionalization
+instead, as it would before inductor.
 """
 
 from __future__ import annotations
@@ -16,11 +16,12 @@ import torch
 from torch._functorch.aot_autograd import aot_module_simplified
 
 from genie import config, device
-from genie.agent.executor import fxgraph, inductor
 from genie.device import capture
 from genie.errors import OpRefusedError
-from tests.agent.executor.thread import executor_on_a_thread
+from genie.executor import fxgraph, inductor
+from genie.native.graph_steps import Step, StepArgument, StepOutput
 from tests.device.conftest import D0, remote_device
+from tests.executor.thread import executor_on_a_thread
 
 PROGRAMS = 60
 CPU = torch.device("cpu")
@@ -37,14 +38,15 @@ def functionalized(traced: fxgraph.Traced) -> Any:
 
 @pytest.fixture
 def attached(unattached: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(inductor, "_inductor", functionalized)
-    monkeypatch.setattr(config, "compile_into", lambda folder: None)  # the environment is the tests' own
+    monkeypatch.setattr(inductor, "_compile_fx", functionalized)
+    # Keep the environment of the tests.
+    monkeypatch.setattr(config, "set_compiler_cache_dir", lambda folder: None)
     with executor_on_a_thread(endpoint_path=str(tmp_path / "endpoint")) as executor:
         device.attach([remote_device(0, lambda: executor.port)])
         yield
         assert (tmp_path / "inductor").is_dir()
         device.detach()
-    assert not (tmp_path / "inductor").exists()  # it went with the session
+    assert not (tmp_path / "inductor").exists()  # removed with the session
 
 
 class Program:
@@ -95,7 +97,7 @@ def _view(value: torch.Tensor, _: list[torch.Tensor], chance: random.Random) -> 
 
 
 def _overlaps(value: torch.Tensor) -> bool:
-    places = torch.arange(4096)  # more than any of them has
+    places = torch.arange(4096)  # more than any tensor has elements
     seen = places.as_strided(value.shape, value.stride(), value.storage_offset())
     return seen.unique().numel() < value.numel()
 
@@ -104,7 +106,7 @@ def _write(value: torch.Tensor, values: list[torch.Tensor], chance: random.Rando
     kind = chance.randrange(5)
     amount = chance.randint(1, 3)
     other = chance.choice(values)
-    if _overlaps(value):  # torch refuses or leaves open what this does
+    if _overlaps(value):  # torch refuses it, or its result is undefined
         return
     match kind:
         case 0:
@@ -136,7 +138,7 @@ def _make(value: torch.Tensor, values: list[torch.Tensor], chance: random.Random
 
 
 @pytest.mark.usefixtures("attached")
-def test_random_programs_are_right_replay_after_replay() -> None:
+def test_random_programs_are_right_in_every_replay() -> None:
     compiled = 0
     for seed in range(PROGRAMS):
         here, there = Program(seed, "cpu"), Program(seed, D0)
@@ -151,49 +153,49 @@ def test_random_programs_are_right_replay_after_replay() -> None:
     assert compiled > PROGRAMS * 0.6
 
 
-# --- what is refused ----------------------------------------------------------------------------
+# --- refusals ----------------------------------------------------------------------------------
 
 LOOK = (torch.float32, (2,), (1,))
 
 
-def traced(*steps: fxgraph.Step, wanted: tuple[int, ...] = (2,)) -> fxgraph.Traced:
+def traced(*steps: Step, wanted: tuple[int, ...] = (2,)) -> fxgraph.Traced:
     return fxgraph.trace(steps, wanted, {1: 8}, CPU)
 
 
-def op(name: str, *arguments: fxgraph.Step, gives: fxgraph.Step = ("new", 2, *LOOK)) -> fxgraph.Step:
+def op(name: str, *arguments: StepArgument, gives: StepOutput = ("new", 2, *LOOK)) -> Step:
     return ("op", f"aten::{name}", "", list(arguments), [gives])
 
 
 X = ("tensor", 1, *LOOK, 0, False)
 
 
-def test_a_text_that_is_not_a_word_never_reaches_a_source() -> None:
+def test_string_arguments_are_restricted_to_identifiers() -> None:
     assert traced(op("gelu", X, ("value", "tanh"))).results[0].storage == 2
     for text in ("none\nimport os", "none'", "a" * 33, "*/"):
-        with pytest.raises(OpRefusedError, match="plain word"):
+        with pytest.raises(OpRefusedError, match="string argument"):
             traced(op("gelu", X, ("value", text)))
 
 
 @pytest.mark.parametrize(
-    ("steps", "said"),
+    ("steps", "message"),
     [
-        ([op("relu", ("tensor", 7, *LOOK, 0, False))], "not there"),
-        ([op("relu", ("tensor", 2, *LOOK, 0, False))], "not there"),
-        ([op("relu", X), ("free", 2), op("neg", ("tensor", 2, *LOOK, 0, False))], "not there"),
-        ([op("relu", X), ("free", 2)], "never made"),
-        ([], "never made"),
-        ([op("relu", X, gives=("new", 2, torch.float32, (3,), (1,)))], "something else"),
-        ([op("relu", X, gives=("new", 2, torch.float64, (2,), (1,)))], "something else"),
+        ([op("relu", ("tensor", 7, *LOOK, 0, False))], "does not exist"),
+        ([op("relu", ("tensor", 2, *LOOK, 0, False))], "does not exist"),
+        ([op("relu", X), ("free", 2), op("neg", ("tensor", 2, *LOOK, 0, False))], "does not exist"),
+        ([op("relu", X), ("free", 2)], "never created"),
+        ([], "never created"),
+        ([op("relu", X, gives=("new", 2, torch.float32, (3,), (1,)))], "another dtype or shape"),
+        ([op("relu", X, gives=("new", 2, torch.float64, (2,), (1,)))], "another dtype or shape"),
     ],
     ids=["unknown", "before it is made", "after it is freed", "freed", "nothing", "size", "dtype"],
 )
-def test_steps_that_do_not_fit_together_are_refused(steps: list[fxgraph.Step], said: str) -> None:
-    with pytest.raises(OpRefusedError, match=said):
+def test_inconsistent_steps_are_refused(steps: list[Step], message: str) -> None:
+    with pytest.raises(OpRefusedError, match=message):
         traced(*steps)
 
 
-def test_a_graph_that_is_too_long_is_not_compiled(tmp_path: Path) -> None:
+def test_too_long_graph_is_not_compiled(tmp_path: Path) -> None:
     compiler = inductor.Compiler(device="cpu", folder=tmp_path / "inductor")
-    with pytest.raises(OpRefusedError, match="the most that are compiled"):
+    with pytest.raises(OpRefusedError, match="the maximum for compilation"):
         compiler.compile([("free", 1)] * (inductor.STEPS_MAX + 1), [], {}, lambda: None)
     assert not (tmp_path / "inductor").exists()

@@ -1,4 +1,4 @@
-"""Captured models that the executor compiles: as right as without, and it says when it could not."""
+"""Captured models that the executor compiles: the same results, and a report if compilation failed."""
 
 from __future__ import annotations
 
@@ -13,47 +13,48 @@ from torch import nn
 
 from benchmarks import device_models
 from genie import device
-from genie.device import backend, capture, roster
-from genie.device.graphs import Captured
-from tests.agent.executor.process import ExecutorProcess, running_executor
+from genie.device import capture, library, registry
+from genie.device.model_capture import CapturedModel
 from tests.device.conftest import D0, remote_device
+from tests.executor.process import ExecutorProcess, running_executor
 
 # A compiler is started for each kernel; the first graph of an executor takes longest.
-pytestmark = [pytest.mark.usefixtures("own_executor"), pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.usefixtures("own_executor"), pytest.mark.timeout(400)]
+LONG = pytest.mark.long("compiles with inductor")
 
 
 @pytest.fixture(scope="module")
 def own_executor(
     devices: None, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[tuple[ExecutorProcess, Path]]:
-    """With a memory limit, and the folder that its user's other processes would share with it."""
+    """An executor with a memory limit, and the temporary folder of its user."""
     folder = tmp_path_factory.mktemp("inductor")
     shared = folder / "shared"
     shared.mkdir()
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TMPDIR", str(shared))
-        patch.setattr(roster._roster, "slots", None)
-        backend.follow_roster()
+        patch.setattr(registry._registry, "slots", None)
+        library.update_devices()
         with running_executor(folder / "own", memory_bytes_max=64 << 20, threads=2) as executor:
             device.attach([remote_device(0, lambda: executor.port)])
             torch.zeros(1, device=D0)
             yield executor, shared
             device.detach()
-    backend.follow_roster()
+    library.update_devices()
 
 
-def how(captured: Captured) -> list[str]:
+def how(captured: CapturedModel) -> list[str]:
     return [each.how for each in captured.report()]
 
 
-def why(captured: Captured) -> str:
+def why(captured: CapturedModel) -> str:
     return "; ".join(each.why for each in captured.report())
 
 
 def assert_same_as_local(
     model: nn.Module, inputs: Callable[[int], tuple[torch.Tensor, ...]], *, calls: int = 4
 ) -> None:
-    """Results of every call, and what the model has kept at the end."""
+    """Results of every call, and the model's buffers at the end."""
     local, remote = copy.deepcopy(model), copy.deepcopy(model).to(D0)
     captured = capture(remote, inductor=True)
     with torch.no_grad():
@@ -74,7 +75,8 @@ def random_rows(call: int, *shape: int) -> tuple[torch.Tensor]:
     return (torch.randn(*shape, generator=torch.Generator().manual_seed(call)),)
 
 
-def test_a_convnet_with_batch_norm() -> None:
+@LONG
+def test_convnet_with_batch_norm() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(
         nn.Conv2d(3, 4, 3, 2, bias=False), nn.BatchNorm2d(4), nn.ReLU(), nn.MaxPool2d(2),
@@ -84,14 +86,15 @@ def test_a_convnet_with_batch_norm() -> None:
     assert_same_as_local(model.eval(), lambda call: random_rows(call, 2, 3, 12, 12))
 
 
-def test_a_decode_loop_keeps_its_cache() -> None:
+@LONG
+def test_decode_loop_keeps_its_cache() -> None:
     torch.manual_seed(0)
     model = device_models.DecodeStep(64, 1, 16, torch.float32).eval()
     assert_same_as_local(model, lambda call: (torch.tensor([[call + 3]]), torch.tensor([call])), calls=6)
 
 
-class Keeper(nn.Module):
-    """Writes to its buffers in place, whole and in part, and reads them through other views."""
+class ModelWithBuffers(nn.Module):
+    """Writes to its buffers in place, entirely and in part, and reads them through other views."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -106,12 +109,13 @@ class Keeper(nn.Module):
         return self.count * 2, self.table.t(), self.table
 
 
-def test_buffers_that_the_model_writes_to() -> None:
-    assert_same_as_local(Keeper(), lambda _: (torch.ones(3),))
+@LONG
+def test_written_buffers() -> None:
+    assert_same_as_local(ModelWithBuffers(), lambda _: (torch.ones(3),))
 
 
 class Viewer(nn.Module):
-    """Gives one piece of memory in several ways, and the same numbers twice."""
+    """Returns several views of one storage, and equal values twice."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -124,10 +128,12 @@ class Viewer(nn.Module):
         return one, one.t(), one[1:], one.view(-1), two, torch.cat([one, two]), flipped, x.clone()
 
 
-def test_results_that_share_memory_and_views_of_them() -> None:
+@LONG
+def test_results_that_share_memory() -> None:
     assert_same_as_local(Viewer(), lambda call: random_rows(call, 4, 3))
 
 
+@LONG
 def test_weights_that_change_between_replays() -> None:
     model = nn.Linear(2, 1, bias=False).to(D0)
     captured = capture(model, inductor=True)
@@ -141,7 +147,7 @@ def test_weights_that_change_between_replays() -> None:
     assert how(captured) == ["inductor"]
 
 
-def test_random_numbers_are_drawn_as_without_compiling() -> None:
+def test_random_numbers_match_uncompiled_graph() -> None:
     torch.manual_seed(3)
     plain, compiled = nn.Dropout(0.5).train(), capture(nn.Dropout(0.5).train(), inductor=True)
     x = torch.ones(100, device=D0)
@@ -153,7 +159,8 @@ def test_random_numbers_are_drawn_as_without_compiling() -> None:
     assert "random numbers" in why(compiled)
 
 
-def test_what_fails_in_a_compiled_graph_is_raised_and_the_next_replay_works() -> None:
+@LONG
+def test_compiled_graph_error_is_raised_and_next_replay_works() -> None:
     captured = capture(nn.Embedding(3, 2).to(D0), inductor=True)
     rows = torch.arange(100_000) % 3  # enough for a loop that several threads would share
     for _ in range(3):
@@ -167,7 +174,7 @@ def test_what_fails_in_a_compiled_graph_is_raised_and_the_next_replay_works() ->
     assert how(captured) == ["inductor"]
 
 
-def test_a_division_of_whole_numbers_by_zero_is_an_error_and_not_the_end() -> None:
+def test_integer_division_by_zero_does_not_end_the_executor() -> None:
     captured = capture(lambda x, y: torch.div(x, y, rounding_mode="trunc"), inductor=True)
     some, none = torch.tensor([6, 8], device=D0), torch.zeros(2, dtype=torch.int64, device=D0)
     for _ in range(2):
@@ -175,10 +182,11 @@ def test_a_division_of_whole_numbers_by_zero_is_an_error_and_not_the_end() -> No
     with pytest.raises(Exception, match=r"(?i)zero"):
         captured(some, none).cpu()
     assert captured(some, some).tolist() == [1, 1]
-    assert "whole numbers" in why(captured)
+    assert "integers" in why(captured)
 
 
-def test_a_compiled_model_trains_as_on_the_cpu() -> None:
+@LONG
+def test_compiled_model_trains_as_on_cpu() -> None:
     x, y = torch.randn(6, 4), torch.randn(6, 2)
     losses = []
     for place, options in (("cpu", None), (D0, {"inductor": True})):
@@ -198,13 +206,13 @@ def test_a_compiled_model_trains_as_on_the_cpu() -> None:
     assert [each.how for each in found] == ["inductor", "inductor"], found
 
 
-def test_the_option_is_checked() -> None:
+def test_inductor_option_is_checked() -> None:
     for options in ({"mode": "fast"}, {"inductor": "yes"}):
-        with pytest.raises(Exception, match='takes the option "inductor"'):
+        with pytest.raises(Exception, match='has one option, "inductor"'):
             torch.compile(nn.Linear(2, 2), backend="genie", options=options)(torch.ones(1, 2))
 
 
-def test_a_graph_that_is_not_compiled_says_how_it_is_replayed() -> None:
+def test_uncompiled_graph_reports_its_replay_kind() -> None:
     captured = capture(nn.Linear(2, 2).to(D0))
     assert captured.report() == []
     for _ in range(3):
@@ -215,7 +223,8 @@ def test_a_graph_that_is_not_compiled_says_how_it_is_replayed() -> None:
     assert report in torch.remote_accelerator.graph_reports(D0)
 
 
-def test_what_is_written_while_compiling_is_the_executors_own(
+@pytest.mark.long("compiles with inductor")
+def test_compiler_files_are_private_to_the_executor(
     own_executor: tuple[ExecutorProcess, Path],
 ) -> None:
     executor, shared = own_executor
@@ -230,7 +239,7 @@ def test_what_is_written_while_compiling_is_the_executors_own(
     assert "compiling a graph" in executor.output()
 
 
-def test_without_a_compiler_the_graph_is_replayed_as_it_is(
+def test_graph_is_replayed_without_a_compiler(
     tmp_path: Path, unattached: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CXX", str(tmp_path / "no-compiler"))

@@ -1,4 +1,4 @@
-"""Ctrl-C while an executor is silent: it is heard soon, and everything goes on afterwards."""
+"""Ctrl-C during a wait for a silent executor: it is handled soon, and the device works afterwards."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.agent.executor.process import running_executor
 from tests.device.scripts import run_script
+from tests.executor.process import running_executor
 
 pytestmark = pytest.mark.usefixtures("devices", "unattached")
 
@@ -16,7 +16,7 @@ STOPPED = """
 import os, signal, sys, threading
 import torch
 from genie import device
-from genie.device import capture, roster
+from genie.device import capture, registry
 from tests.device.conftest import D0, remote_device
 from tests.device.interrupting import interrupted, signal_when_waiting
 
@@ -26,14 +26,14 @@ x = torch.arange(6.0, device=D0)
 torch.remote_accelerator.synchronize()
 
 def held():
-    connection = roster.slot(0).open_connection
+    connection = registry.slot(0).open_connection
     torch.remote_accelerator.synchronize()
     return connection.executor_counters()["tensors"], connection.client_counters()["storages"]
 
 before = held()
 
 def while_stopped(work):
-    connection = roster.slot(0).open_connection
+    connection = registry.slot(0).open_connection
     interrupted(
         work,
         silence=lambda: os.kill(pid, signal.SIGSTOP),
@@ -50,7 +50,7 @@ def run_beside_executor(folder: Path, code: str) -> None:
         run_script(STOPPED + textwrap.dedent(code) + "device.detach()\n", executor.port, executor.process.pid)
 
 
-def test_every_wait_for_a_silent_executor_is_interrupted_and_leaves_nothing_behind(tmp_path: Path) -> None:
+def test_waits_for_a_silent_executor_are_interruptible_without_leaks(tmp_path: Path) -> None:
     run_beside_executor(
         tmp_path,
         """
@@ -85,7 +85,7 @@ def test_every_wait_for_a_silent_executor_is_interrupted_and_leaves_nothing_behi
     )
 
 
-def test_a_handler_may_use_the_device_while_the_main_thread_waits(tmp_path: Path) -> None:
+def test_signal_handler_may_use_the_device_during_a_wait(tmp_path: Path) -> None:
     run_beside_executor(
         tmp_path,
         """
@@ -104,7 +104,7 @@ def test_a_handler_may_use_the_device_while_the_main_thread_waits(tmp_path: Path
         watcher.join()
         assert seen == [21, (5, 1)]
 
-        # Waiting for another thread's capture is a wait, too.
+        # Waiting for another thread's capture is interruptible as well.
         recording, go_on = threading.Event(), threading.Event()
 
         def slow(value):
@@ -127,7 +127,7 @@ def test_a_handler_may_use_the_device_while_the_main_thread_waits(tmp_path: Path
     )
 
 
-def test_opening_a_silent_executor_is_interrupted() -> None:
+def test_opening_a_connection_is_interruptible() -> None:
     run_script(
         """
         import socket
@@ -146,13 +146,13 @@ def test_opening_a_silent_executor_is_interrupted() -> None:
     )
 
 
-def test_a_reply_that_stops_in_its_middle_is_interrupted_and_its_rest_is_passed_over() -> None:
+def test_partial_reply_is_interruptible_and_its_rest_discarded() -> None:
     run_script(
         """
 import socket, struct, sys, threading
 import torch
 from genie import device
-from genie.runtime import opwire
+from genie.runtime import device_protocol
 from tests.device.conftest import D0, SocketPipe, remote_device
 from tests.device.interrupting import interrupted
 
@@ -164,16 +164,16 @@ def reply(number, size):
     return struct.pack("<QQQII", size, number, 0, 1, 0)
 
 def wait_for(sock, kind):
-    heard = b""
-    while struct.pack("<I", kind << 24) not in heard:
-        heard += sock.recv(4096)
+    received = b""
+    while struct.pack("<I", kind << 24) not in received:
+        received += sock.recv(4096)
 
 def serve():
     sock, _ = server.accept()
     pipe = SocketPipe(sock)
-    opwire.receive_request(pipe, peer="the client", timeout_s=60)
-    opened = opwire.Opened("cpu", "fake", 1, "job-1", "0", session_key="key", bare=True)
-    opwire.answer(pipe, opened, peer="the client", timeout_s=60)
+    device_protocol.receive_request(pipe, peer="the client", timeout_s=60)
+    opened = device_protocol.Opened("cpu", "fake", 1, "job-1", "0", session_key="key", plaintext=True)
+    device_protocol.send_reply(pipe, opened, peer="the client", timeout_s=60)
     wait_for(sock, 9)  # Get
     half = b"\\x01" * (SIZE // 2)
     sock.sendall(reply(1, SIZE) + half)

@@ -1,4 +1,4 @@
-"""Attaching and detaching, connections that are lost, and both orders of importing torch."""
+"""attach and detach, lost connections, and both orders of importing torch and genie."""
 
 from __future__ import annotations
 
@@ -14,13 +14,12 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 import torch
 
 from genie import device
-from genie.device import backend, connection, roster
+from genie.device import connection, library, registry
 from genie.device.connection import ExecutorLink
 from genie.errors import (
     AlreadyInitializedError,
@@ -35,10 +34,10 @@ from genie.errors import (
     UnreachableError,
     UsageError,
 )
-from genie.runtime import opwire
-from tests.agent.executor.process import TICKET, start_executor
-from tests.agent.executor.thread import ThreadedExecutor, executor_on_a_thread
+from genie.runtime import device_protocol
 from tests.device.conftest import D0, SocketPipe, remote_device
+from tests.executor.process import TICKET, start_executor
+from tests.executor.thread import ThreadedExecutor, executor_on_a_thread
 from tests.waiting import wait_until
 
 pytestmark = pytest.mark.usefixtures("devices", "unattached")
@@ -48,7 +47,7 @@ LONG_S = 10.0
 
 @contextmanager
 def attached(**settings: object) -> Iterator[ThreadedExecutor]:
-    """One executor of this test's own, behind remote_accelerator:0."""
+    """A separate executor for this test, as remote_accelerator:0."""
     with executor_on_a_thread(**settings) as executor:
         device.attach([remote_device(0, lambda: executor.port)])
         try:
@@ -60,7 +59,7 @@ def attached(**settings: object) -> Iterator[ThreadedExecutor]:
 # --- attach and detach --------------------------------------------------------------------------
 
 
-def test_without_a_session_the_error_says_what_to_call() -> None:
+def test_error_without_session_says_what_to_call() -> None:
     for use in (
         lambda: torch.ones(1, device=D0),
         lambda: torch.ones(1).to(D0),
@@ -73,13 +72,13 @@ def test_without_a_session_the_error_says_what_to_call() -> None:
     torch.manual_seed(0)
 
 
-def test_a_cluster_without_accelerators_says_so() -> None:
+def test_cluster_without_accelerators_is_reported() -> None:
     device.attach([])
     with pytest.raises(DeviceUnavailableError, match="no accelerators"):
         torch.ones(1, device=D0)
 
 
-def test_attaching_opens_nothing() -> None:
+def test_attach_opens_no_connection() -> None:
     def must_not_be_called() -> int:
         raise AssertionError("opened")
 
@@ -92,7 +91,7 @@ def test_attaching_opens_nothing() -> None:
         device.attach([])
 
 
-def test_after_detaching_the_tensors_that_are_left_are_lost() -> None:
+def test_tensors_are_lost_after_detach() -> None:
     with attached():
         left = torch.ones(3, device=D0)
         device.detach()
@@ -103,7 +102,7 @@ def test_after_detaching_the_tensors_that_are_left_are_lost() -> None:
         assert left.shape == (3,)
 
 
-def test_attaching_again_starts_afresh() -> None:
+def test_attach_after_detach_starts_new_sessions() -> None:
     with attached():
         old = torch.ones(3, device=D0)
     with attached():
@@ -113,9 +112,9 @@ def test_attaching_again_starts_afresh() -> None:
         assert new.sum().item() == 6
 
 
-def test_detaching_wakes_a_thread_that_waits_for_an_answer() -> None:
+def test_detach_wakes_a_waiting_thread() -> None:
     outcome: list[BaseException] = []
-    with deaf_executor() as port:
+    with unresponsive_executor() as port:
         device.attach([remote_device(0, lambda: port)])
 
         def work() -> None:
@@ -126,13 +125,13 @@ def test_detaching_wakes_a_thread_that_waits_for_an_answer() -> None:
 
         thread = threading.Thread(target=work)
         thread.start()
-        wait_until(roster.in_use, what="the thread to be connected")
+        wait_until(registry.in_use, what="the thread to be connected")
         device.detach()
         thread.join(LONG_S)
         assert len(outcome) == 1
 
 
-def test_an_executor_that_is_opened_too_late_is_not_kept() -> None:
+def test_executor_opened_after_detach_is_closed() -> None:
     with executor_on_a_thread() as executor:
 
         def slow() -> int:
@@ -147,7 +146,7 @@ def test_an_executor_that_is_opened_too_late_is_not_kept() -> None:
 # --- opening ------------------------------------------------------------------------------------
 
 
-def test_what_the_broker_raises_reaches_the_user() -> None:
+def test_open_error_propagates() -> None:
     def refuse() -> int:
         raise LaunchError("the node has no room")
 
@@ -158,7 +157,7 @@ def test_what_the_broker_raises_reaches_the_user() -> None:
         torch.nn.Linear(2, 2).to(D0)
 
 
-def test_nobody_at_the_address_is_an_error() -> None:
+def test_unreachable_executor_is_an_error() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     device.attach([remote_device(0, lambda: port)])
@@ -166,14 +165,14 @@ def test_nobody_at_the_address_is_an_error() -> None:
         torch.ones(1, device=D0)
 
 
-def test_nothing_is_sent_to_another_machine_without_tls() -> None:
+def test_remote_host_without_tls_is_refused() -> None:
     address = device.ExecutorAddress(host="192.0.2.1", port=9, server_name="", ticket=TICKET)
     device.attach([device.RemoteDevice(**(vars(remote_device(0, int)) | {"open": lambda: address}))])
     with pytest.raises(TlsError, match="another machine"):
         torch.ones(1, device=D0)
 
 
-def test_a_wrong_ticket_is_an_error() -> None:
+def test_wrong_ticket_is_an_error() -> None:
     with executor_on_a_thread() as executor:
         wrong = remote_device(0, lambda: executor.port)
         address = device.ExecutorAddress(host="127.0.0.1", port=executor.port, server_name="", ticket="wrong")
@@ -186,7 +185,7 @@ def test_a_wrong_ticket_is_an_error() -> None:
         device.detach()
 
 
-def test_a_cut_connection_is_tried_again_for_no_longer_than_it_should(
+def test_reconnecting_stops_at_its_deadline(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(connection, "RESUME_S", 0.3)
@@ -198,7 +197,7 @@ def test_a_cut_connection_is_tried_again_for_no_longer_than_it_should(
             link.resume(0)
 
 
-def test_a_second_client_is_refused_clearly() -> None:
+def test_second_client_is_refused() -> None:
     with attached() as executor:
         torch.ones(1, device=D0)
         with pytest.raises(DeviceUnavailableError, match="already serves"):
@@ -206,7 +205,7 @@ def test_a_second_client_is_refused_clearly() -> None:
         assert torch.ones(2, device=D0).sum().item() == 2
 
 
-def test_the_seed_set_before_the_first_use_counts() -> None:
+def test_seed_set_before_first_use_applies() -> None:
     torch.manual_seed(77)
     expected = torch.rand(4, generator=torch.Generator().manual_seed(77))
     with attached():
@@ -216,7 +215,7 @@ def test_the_seed_set_before_the_first_use_counts() -> None:
         assert torch.equal(torch.rand(4, device=D0).cpu(), expected)
 
 
-def test_memory_beyond_the_quota_is_torchs_own_error() -> None:
+def test_exceeding_the_quota_raises_out_of_memory() -> None:
     with attached(memory_bytes_max=1_000_000):
         with pytest.raises(torch.OutOfMemoryError, match=r"1000000.*memory for a tensor, op 0 on .*node-0"):
             torch.empty(2**50, device=D0).sum().item()
@@ -228,7 +227,7 @@ def test_memory_beyond_the_quota_is_torchs_own_error() -> None:
         assert torch.remote_accelerator.memory_stats()["allocated_bytes.limit"] == 1_000_000
 
 
-def test_torch_accelerator_tells_of_the_memory_and_the_peak_can_be_counted_anew() -> None:
+def test_torch_accelerator_reports_memory_and_resets_peak() -> None:
     with attached():
         kept = torch.zeros(1000, device=D0)
         large = torch.zeros(100_000, device=D0)
@@ -244,7 +243,7 @@ def test_torch_accelerator_tells_of_the_memory_and_the_peak_can_be_counted_anew(
         torch.accelerator.empty_cache()
 
 
-def test_devices_that_come_later_get_the_next_indices_and_the_others_stay() -> None:
+def test_added_devices_get_the_next_indices() -> None:
     with attached() as first, executor_on_a_thread() as second:
         kept = torch.ones(3, device=D0, requires_grad=True)
         kept.sum().backward()
@@ -255,12 +254,14 @@ def test_devices_that_come_later_get_the_next_indices_and_the_others_stay() -> N
         assert later.grad is not None and later.grad.sum().item() == 3
         assert (kept + 1).sum().item() == 6
         assert first.session.stats()["ops"] > 0, "the first connection is still in use"
-        with pytest.raises(DeviceUnavailableError, match="the cluster has 2, 0 to 1"):
+        with pytest.raises(
+            DeviceUnavailableError, match="has 2 devices: remote_accelerator:0 to remote_accelerator:1"
+        ):
             torch.ones(1, device="remote_accelerator:2")
 
 
-def test_indices_are_added_while_a_lost_device_is_opened_again() -> None:
-    """The one who adds holds the interpreter, and letting go of the lost connection wants it."""
+def test_devices_can_be_added_while_a_lost_one_reconnects() -> None:
+    """The adding thread holds the GIL, which releasing the lost connection needs."""
     ports: list[int] = []
     added = threading.Event()
     with ExitStack() as stack:
@@ -269,7 +270,7 @@ def test_indices_are_added_while_a_lost_device_is_opened_again() -> None:
 
         def add() -> None:
             while not added.is_set():
-                backend.follow_roster()
+                library.update_devices()
 
         thread = threading.Thread(target=add)
         for number in range(12):
@@ -280,46 +281,43 @@ def test_indices_are_added_while_a_lost_device_is_opened_again() -> None:
                     thread.start()
                     stack.callback(thread.join)
                     stack.callback(added.set)
-                executor.hang_up()
-                wait_until(lambda: roster.slot(0).open_connection is None)
+                executor.stop()
+                wait_until(lambda: registry.slot(0).open_connection is None)
 
 
-def test_an_index_can_be_used_before_the_library_has_heard_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_index_can_be_used_before_the_library_is_updated(monkeypatch: pytest.MonkeyPatch) -> None:
     with attached(), executor_on_a_thread() as second:
         torch.ones(1, device=D0)
         with monkeypatch.context() as patch:
-            patch.setattr(roster, "_tell_library", lambda: None)
+            patch.setattr(registry._registry, "change_callbacks", [])
             device.extend([remote_device(1, lambda: second.port)])
         assert torch.ones(2, device="remote_accelerator:1").sum().item() == 2
 
 
-def test_adding_nothing_tells_nobody_and_adding_while_torch_comes_is_left_to_it(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_adding_no_devices_does_not_notify(monkeypatch: pytest.MonkeyPatch) -> None:
     with attached():
-        with monkeypatch.context() as patch:
-            patch.setitem(sys.modules, "genie.device.backend", ModuleType("genie.device.backend"))
-            device.extend([remote_device(1, lambda: 1)])
-        told: list[None] = []
-        monkeypatch.setattr(roster, "_tell_library", lambda: told.append(None))
+        notified: list[None] = []
+        monkeypatch.setattr(registry._registry, "change_callbacks", [lambda: notified.append(None)])
         device.extend([])
-        assert told == []
+        assert notified == []
+        device.extend([remote_device(1, lambda: 1)])
+        assert notified == [None]
 
 
-def test_counters_that_are_cut_short_end_the_connection() -> None:
-    """An executor that answers with fewer bytes than a record has is not believed in anything else."""
+def test_truncated_counters_end_the_connection() -> None:
+    """A truncated reply is a protocol violation, so the session ends."""
     server = socket.create_server(("127.0.0.1", 0))
-    told = opwire.Opened("cpu", "fake", 1, "job-1", "0", session_key="key", bare=True)
+    opened = device_protocol.Opened("cpu", "fake", 1, "job-1", "0", session_key="key", plaintext=True)
 
     def serve() -> None:
         sock, _ = server.accept()
         with sock:
             pipe = SocketPipe(sock)
-            opwire.receive_request(pipe, peer="client", timeout_s=LONG_S)
-            opwire.answer(pipe, told, peer="client", timeout_s=LONG_S)
-            heard = b""
-            while struct.pack("<I", 15 << 24) not in heard:
-                heard += sock.recv(4096)
+            device_protocol.receive_request(pipe, peer="client", timeout_s=LONG_S)
+            device_protocol.send_reply(pipe, opened, peer="client", timeout_s=LONG_S)
+            received = b""
+            while struct.pack("<I", 15 << 24) not in received:
+                received += sock.recv(4096)
             sock.sendall(struct.pack("<QQQII", 3, 1, 0, 1, 0) + b"abc")
             while sock.recv(4096):
                 pass
@@ -331,16 +329,16 @@ def test_counters_that_are_cut_short_end_the_connection() -> None:
         stack.callback(thread.join)
         device.attach([remote_device(0, lambda: int(server.getsockname()[1]))])
         stack.callback(device.detach)
-        with pytest.raises(DeviceLostError, match="ends before its time"):
+        with pytest.raises(DeviceLostError, match="is truncated"):
             torch.remote_accelerator.memory_stats(0)
 
 
-def test_without_a_session_nothing_is_added() -> None:
+def test_extend_without_session_has_no_effect() -> None:
     device.extend([remote_device(0, lambda: 1)])
     assert torch.remote_accelerator.device_count() == 0
 
 
-def test_an_event_is_waited_for() -> None:
+def test_event_synchronize_waits() -> None:
     with attached():
         x = torch.ones(3, device=D0)
         event = torch.Event(device=D0)
@@ -350,10 +348,10 @@ def test_an_event_is_waited_for() -> None:
         assert x.sum().item() == 3
 
 
-def test_with_as_many_devices_as_torch_can_count_backward_works_and_more_are_refused() -> None:
+def test_backward_works_with_the_maximum_number_of_devices() -> None:
     with executor_on_a_thread() as executor:
-        many = [remote_device(number, lambda: executor.port) for number in range(roster.DEVICES_MAX + 1)]
-        with pytest.raises(UsageError, match="127 at most"):
+        many = [remote_device(number, lambda: executor.port) for number in range(registry.DEVICES_MAX + 1)]
+        with pytest.raises(UsageError, match="at most 127"):
             device.attach(many)
         device.attach(many[:-1])
         try:
@@ -362,29 +360,29 @@ def test_with_as_many_devices_as_torch_can_count_backward_works_and_more_are_ref
             (x * 2).sum().backward()
             assert x.grad is not None
             assert x.grad.tolist() == [2, 2, 2]
-            with pytest.raises(UsageError, match="127 at most"):
+            with pytest.raises(UsageError, match="at most 127"):
                 device.extend(many[-1:])
         finally:
             device.detach()
 
 
 @pytest.mark.parametrize("index", [129, 200, 254])
-def test_an_index_that_torch_cannot_count_is_refused(index: int) -> None:
-    with attached(), pytest.raises(DeviceUnavailableError, match="beyond 126"):
+def test_index_beyond_the_maximum_is_refused(index: int) -> None:
+    with attached(), pytest.raises(DeviceUnavailableError, match="largest device index is 126"):
         torch.ones(2, device=f"remote_accelerator:{index}")
 
 
-def test_a_bad_state_of_random_numbers_is_named() -> None:
+def test_invalid_rng_state_is_reported() -> None:
     with attached():
         torch.remote_accelerator.set_rng_state(torch.zeros(3, dtype=torch.uint8))
         with pytest.raises(RuntimeError, match="set_rng_state, op 0 on remote_accelerator:0"):
             torch.remote_accelerator.synchronize()
 
 
-# --- losing -------------------------------------------------------------------------------------
+# --- lost executors -----------------------------------------------------------------------------
 
 
-def test_a_silent_executor_that_is_given_up_raises_in_who_waits_for_it(tmp_path: Path) -> None:
+def test_lost_executor_raises_in_waiting_threads(tmp_path: Path) -> None:
     with ExitStack() as stack:
         executors = [start_executor(tmp_path / str(number), job_id=f"job-{number}") for number in range(2)]
         for executor in executors:
@@ -408,13 +406,13 @@ def test_a_silent_executor_that_is_given_up_raises_in_who_waits_for_it(tmp_path:
         waiting = threading.Thread(target=wait)
         waiting.start()
         wait_until(lambda: torch.remote_accelerator.stream_stats(0)["replies"] > 1)
-        roster.slot(0).lose("its node is gone")
+        registry.slot(0).lose("its node is gone")
         waiting.join(LONG_S)
         assert "its node is gone" in str(raised[0])
         assert torch.ones(2, device=D0).sum().item() == 2, "the next use opens another"
 
 
-def test_a_lost_executor_is_named_and_the_next_use_opens_another() -> None:
+def test_lost_executor_is_named_and_next_use_reconnects() -> None:
     with ExitStack() as stack:
         executors = [stack.enter_context(executor_on_a_thread()) for _ in range(2)]
         ports = iter([executor.port for executor in executors])
@@ -422,7 +420,7 @@ def test_a_lost_executor_is_named_and_the_next_use_opens_another() -> None:
         stack.callback(device.detach)
         torch.manual_seed(5)
         old = torch.rand(3, device=D0)
-        executors[0].hang_up()
+        executors[0].stop()
         for _ in range(2):
             with pytest.raises(DeviceLostError, match=r"remote_accelerator:0.*node-0.*job-1"):
                 (old + 1).cpu()
@@ -459,25 +457,25 @@ def text(value: bytes) -> bytes:
         reply(3, payload=b"\x01"),
     ],
 )
-def test_an_executor_that_talks_nonsense_costs_an_error_and_no_more(answer: bytes) -> None:
-    with deaf_executor(answer) as port:
+def test_malformed_replies_are_errors(answer: bytes) -> None:
+    with unresponsive_executor(answer) as port:
         device.attach([remote_device(0, lambda: port)])
         with pytest.raises((DeviceLostError, TransportError, RuntimeError)):
             torch.ones(1, device=D0).cpu()
 
 
-def test_an_answer_without_end_is_refused() -> None:
+def test_oversized_reply_is_refused() -> None:
     nested = struct.pack("<I", 1) + b"\x03\x01\x00\x00\x00" * 100_000
-    with deaf_executor(reply(1, payload=nested)) as port:
+    with unresponsive_executor(reply(1, payload=nested)) as port:
         device.attach([remote_device(0, lambda: port)])
         with pytest.raises((DeviceLostError, TransportError)):
             torch.ones(3, device=D0).nonzero()
 
 
 def exit_code_of_child(work: Callable[[], int]) -> int:
-    """Of a forked process that ends with what `work` gives; it may not hang."""
+    """The exit code of a forked process that runs `work`, with a timeout."""
     with warnings.catch_warnings():
-        # Python 3.12 warns of forks beside threads; people do it all the same, with DataLoaders.
+        # Python 3.12 warns of forks in a process with threads, as DataLoaders do.
         warnings.simplefilter("ignore", DeprecationWarning)
         child = os.fork()
     if child == 0:  # pragma: no cover - another process
@@ -502,7 +500,7 @@ def exit_code_of_child(work: Callable[[], int]) -> int:
     return os.waitstatus_to_exitcode(status[-1])
 
 
-def test_a_child_process_does_not_disturb_its_parents_connection() -> None:
+def test_forked_child_does_not_disturb_the_parent() -> None:
     with attached():
         there = torch.ones(3, device=D0)
 
@@ -517,14 +515,14 @@ def test_a_child_process_does_not_disturb_its_parents_connection() -> None:
         assert (there + 1).tolist() == [2, 2, 2]
 
 
-def test_a_child_process_lets_go_of_tensors_whose_executor_was_replaced() -> None:
+def test_forked_child_frees_tensors_of_replaced_executor() -> None:
     with ExitStack() as stack:
         executors = [stack.enter_context(executor_on_a_thread()) for _ in range(2)]
         ports = iter([executor.port for executor in executors])
         device.attach([remote_device(0, lambda: next(ports))])
         stack.callback(device.detach)
         old = [torch.ones(3, device=D0)]
-        executors[0].hang_up()
+        executors[0].stop()
         with pytest.raises(DeviceLostError):
             old[0].cpu()
         assert torch.ones(3, device=D0).sum().item() == 3
@@ -537,8 +535,9 @@ def test_a_child_process_lets_go_of_tensors_whose_executor_was_replaced() -> Non
 
 
 @contextmanager
-def deaf_executor(answer: bytes | None = None) -> Iterator[int]:
-    """Lets a client in; then answers its first frame with these bytes and is gone, or not at all."""
+def unresponsive_executor(answer: bytes | None = None) -> Iterator[int]:
+    """Accepts a client; then replies to its first frame with these bytes and disconnects, or does not
+    reply."""
     server = socket.create_server(("127.0.0.1", 0))
     done = threading.Event()
 
@@ -546,9 +545,9 @@ def deaf_executor(answer: bytes | None = None) -> Iterator[int]:
         sock, _ = server.accept()
         with sock:
             pipe = SocketPipe(sock)
-            opwire.receive_request(pipe, peer="the client", timeout_s=LONG_S)
-            opened = opwire.Opened("cpu", "fake", 1, "job-1", "0", session_key="key", bare=True)
-            opwire.answer(pipe, opened, peer="the client", timeout_s=LONG_S)
+            device_protocol.receive_request(pipe, peer="the client", timeout_s=LONG_S)
+            opened = device_protocol.Opened("cpu", "fake", 1, "job-1", "0", session_key="key", plaintext=True)
+            device_protocol.send_reply(pipe, opened, peer="the client", timeout_s=LONG_S)
             sock.recv(1)
             if answer is None:
                 done.wait(LONG_S)
@@ -580,7 +579,7 @@ def run_python(code: str) -> str:
     return done.stdout
 
 
-def test_attaching_before_torch_is_imported_registers_when_it_is() -> None:
+def test_attach_before_torch_import_registers_at_import() -> None:
     shown = run_python(
         """
         import sys
@@ -607,7 +606,7 @@ def test_attaching_before_torch_is_imported_registers_when_it_is() -> None:
 
 @pytest.mark.parametrize("autoload", ["0", "1"])
 @pytest.mark.parametrize("imports", ["genie, torch", "torch, genie"])
-def test_before_the_first_session_the_device_has_a_name_and_says_what_is_missing(
+def test_device_is_registered_and_reports_missing_session(
     imports: str, autoload: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("TORCH_DEVICE_BACKEND_AUTOLOAD", autoload)
@@ -635,14 +634,14 @@ def test_before_the_first_session_the_device_has_a_name_and_says_what_is_missing
         x = torch.ones(2, requires_grad=True)
         x.sum().backward()
         assert type(torch.autograd.Variable._execution_engine) is torch._C._ImperativeEngine
-        from genie.device import backend
-        print(backend.is_loaded())
+        from genie.device import library
+        print(library.is_loaded())
         """
     )
     assert shown.split() == ["True"] * 4 + ["False"]
 
 
-def test_beside_a_gpu_of_its_own_a_process_has_the_name_only_with_a_session() -> None:
+def test_process_with_local_gpu_registers_only_with_a_session() -> None:
     shown = run_python(
         """
         import torch
@@ -656,7 +655,7 @@ def test_beside_a_gpu_of_its_own_a_process_has_the_name_only_with_a_session() ->
     assert shown.split() == ["privateuseone", "remote_accelerator"]
 
 
-def test_without_a_session_another_package_may_have_the_place_and_nothing_is_said() -> None:
+def test_other_backend_without_session_logs_nothing() -> None:
     shown = run_python(
         """
         import logging, sys
@@ -670,7 +669,7 @@ def test_without_a_session_another_package_may_have_the_place_and_nothing_is_sai
     assert shown.split() == ["other:1"]
 
 
-def test_where_another_package_has_the_place_torch_works_and_the_log_says_why() -> None:
+def test_other_backend_with_session_is_logged() -> None:
     shown = run_python(
         """
         import logging, sys
@@ -685,12 +684,13 @@ def test_where_another_package_has_the_place_torch_works_and_the_log_says_why() 
 
 
 @pytest.mark.parametrize("name", ["genie", "genie.device"])
-def test_importing_the_device_imports_neither_torch_nor_a_network(name: str) -> None:
-    shown = run_python(
-        f"import sys, {name}; print({{'torch', 'asyncio', 'socket', 'ssl'}} & {{*sys.modules}})"
+def test_import_does_not_import_torch_or_networking(name: str) -> None:
+    shown = run_python(  # `make coverage` imports some of them at startup
+        f"import sys; before = {{*sys.modules}}; import {name}; "
+        "print({'torch', 'asyncio', 'socket', 'ssl'} & {*sys.modules} - before)"
     )
     assert shown.strip() == "set()"
 
 
-def test_where_torch_may_not_be_imported_genie_may() -> None:
+def test_genie_is_importable_without_torch() -> None:
     assert run_python("import sys; sys.modules['torch'] = None; import genie; print(genie.init)")

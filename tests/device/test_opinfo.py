@@ -1,12 +1,13 @@
-"""torch's op database: every op with a few samples gives here and there the same, but for those in the list.
+"""torch's op database: every op, with a few samples, gives the same results remotely, except the listed ones.
 
-This file has the ops of torch itself; test_opinfo_namespaces.py has linalg, nn.functional and the others.
+This file has the ops of torch itself; test_opinfo_namespaces.py has linalg, nn.functional and the others, and
+test_opinfo_few.py a few of all, for `make test`.
 opinfo_report.py runs all samples, in more dtypes. The list, opinfo_exceptions.txt, can only become shorter.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 import pytest
 
@@ -15,23 +16,31 @@ from tests.device.comparison import Comparison
 from tests.device.findings import Outcome, Problem, Summary, Unit
 from tests.device.opinfo_report import DTYPES
 
-pytestmark = pytest.mark.timeout(400)  # the whole comparison is in the first test's set-up
+pytestmark = [
+    pytest.mark.timeout(400),  # the whole comparison is in the first test's set-up
+    pytest.mark.long("compares a whole database"),
+]
 
 SAMPLES_MAX = 1
 LISTED = [line for line in findings.read_exceptions() if line.device == "cpu"]
 
 
 def samples_of(name: str, few: int) -> int | None:
-    """Few, but of what is in the list all: it must show why it is there."""
+    """Few samples; all of them for listed ops, which must fail in one."""
     return None if any(line.name == name for line in LISTED) else few
 
 
+def dtype_of(supported: Collection[str]) -> str | None:
+    """float32, or the first supported dtype; None if no dtype is compared."""
+    return next((dtype for dtype in DTYPES if dtype in supported), None)
+
+
 def compared(chosen: Callable[[str], bool]) -> Summary:
-    """Each op in float32, or the first dtype that it has."""
+    """Each op in float32, or its first supported dtype."""
     with Comparison("opinfo") as comparison:
         units = []
         for name, supported in comparison.described()["entries"].items():
-            dtype = next((dtype for dtype in DTYPES if dtype in supported), None)
+            dtype = dtype_of(supported)
             if chosen(name) and dtype is not None:
                 units.append(Unit(name, dtype, samples_of(name, SAMPLES_MAX), errors=False))
         return Summary(comparison.run(units))
@@ -46,7 +55,7 @@ def compared_whole(database: str, *, few: int) -> Summary:
 
 
 def in_namespace(name: str) -> bool:
-    """linalg.svd; but svd, and std.unbiased, which is a variant of std."""
+    """True for linalg.svd; not for svd, nor for std.unbiased, a variant of std."""
     space = name.partition(".")[0]
     return space in ("fft", "linalg", "masked", "nn", "signal", "sparse", "special", "torch")
 
@@ -56,22 +65,22 @@ def summary() -> Summary:
     return compared(lambda name: not in_namespace(name))
 
 
-def test_nothing_is_wrong_and_nothing_crashes(summary: Summary) -> None:
+def test_no_entry_is_wrong_or_crashes(summary: Summary) -> None:
     bad = [one for one in summary.problems if one.outcome in (Outcome.WRONG, Outcome.CRASHED)]
     assert not bad, shown(bad)
 
 
-def test_what_does_not_pass_is_in_the_list(summary: Summary) -> None:
+def test_failures_are_listed(summary: Summary) -> None:
     unlisted = findings.unlisted(summary.problems, LISTED)
     assert not unlisted, shown(unlisted)
 
 
-def test_what_is_in_the_list_does_not_pass(summary: Summary) -> None:
+def test_listed_entries_fail(summary: Summary) -> None:
     stale = [f"{line.name} {dtype} {line.direction}" for line, dtype in findings.stale(summary, LISTED)]
     assert not stale, "take these off the list:\n" + "\n".join(stale)
 
 
-def test_nothing_that_raises_here_goes_through_there(summary: Summary) -> None:
+def test_local_errors_are_remote_errors(summary: Summary) -> None:
     quiet = {
         name: one.raised.nothing for name, several in summary.by_name.items() for one in several
         if one.raised.nothing
@@ -79,7 +88,7 @@ def test_nothing_that_raises_here_goes_through_there(summary: Summary) -> None:
     assert quiet == {}
 
 
-def test_the_comparison_is_of_the_whole_database(summary: Summary) -> None:
+def test_whole_database_is_compared(summary: Summary) -> None:
     assert len(summary.counted("forward")) > 200
     assert len(summary.counted("backward")) > 150
     assert not [name for name in summary.not_here if not name.startswith("jiterator")]

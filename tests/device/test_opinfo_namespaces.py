@@ -8,12 +8,12 @@ from tests.device.findings import Summary
 from tests.device.test_opinfo import (
     compared,
     in_namespace,
-    pytestmark,  # noqa: F401 - the same time limit
-    test_nothing_is_wrong_and_nothing_crashes,  # noqa: F401 - with the summary of this file
-    test_nothing_that_raises_here_goes_through_there,  # noqa: F401
-    test_the_comparison_is_of_the_whole_database,  # noqa: F401
-    test_what_does_not_pass_is_in_the_list,  # noqa: F401
-    test_what_is_in_the_list_does_not_pass,  # noqa: F401
+    pytestmark,  # noqa: F401 - the same time limit, and as long
+    test_failures_are_listed,  # noqa: F401
+    test_listed_entries_fail,  # noqa: F401
+    test_local_errors_are_remote_errors,  # noqa: F401
+    test_no_entry_is_wrong_or_crashes,  # noqa: F401 - with the summary of this file
+    test_whole_database_is_compared,  # noqa: F401
 )
 
 

@@ -1,4 +1,4 @@
-"""A broad table of calls: each gives on a remote device what it gives on the CPU."""
+"""A broad table of ops: each gives the same result on a remote device as on the CPU."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.usefixtures("devices")
 
 
 class Maker:
-    """Makes inputs on the CPU, the same for each device, and moves them there."""
+    """Makes the same inputs for each device, on the CPU, and moves them to the device."""
 
     def __init__(self, name: str, device: str) -> None:
         self.device = device
@@ -223,7 +223,7 @@ def flat(value: Any) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_a_call_gives_what_it_gives_on_the_cpu(name: str) -> None:
+def test_op_matches_cpu(name: str) -> None:
     device = D0 if zlib.crc32(name.encode()) % 4 else D1
     expected = flat(CALLS[name](Maker(name, "cpu")))
     found = flat(CALLS[name](Maker(name, device)))

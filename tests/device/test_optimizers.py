@@ -1,6 +1,7 @@
-"""torch's optimizer database: every optimizer, in each way it can run, changes there what it changes here.
+"""torch's optimizer database: every optimizer, in each implementation, updates remote parameters as local
+ones.
 
-A few configurations each; `opinfo_report.py --database optimizers` takes all of them.
+A few configurations each; `opinfo_report.py --database optimizers` runs all of them.
 """
 
 from __future__ import annotations
@@ -10,11 +11,10 @@ import pytest
 from tests.device.findings import Summary
 from tests.device.test_opinfo import (
     compared_whole,
-    test_what_does_not_pass_is_in_the_list,  # noqa: F401 - with the summary of this file
-    test_what_is_in_the_list_does_not_pass,  # noqa: F401
+    pytestmark,  # noqa: F401 - the same time limit, and as long
+    test_failures_are_listed,  # noqa: F401 - with the summary of this file
+    test_listed_entries_fail,  # noqa: F401
 )
-
-pytestmark = pytest.mark.timeout(400)  # the whole comparison is in the first test's set-up
 
 CONFIGURATIONS_MAX = 2
 
@@ -25,5 +25,5 @@ def summary() -> Summary:
 
 
 @pytest.mark.parametrize("way", ["default", "for loop", "foreach", "fused"])
-def test_each_way_was_compared(summary: Summary, way: str) -> None:
+def test_each_variant_was_compared(summary: Summary, way: str) -> None:
     assert [name for name in summary.counted("forward") if name.endswith(f", {way}")]

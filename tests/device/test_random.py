@@ -1,4 +1,4 @@
-"""Random numbers: reproducible per seed and device, and the numbers of a local device of the same kind."""
+"""Random numbers: reproducible per seed and device, and equal to those of a local device of the same kind."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812 - everyone's name for it
 
-from tests.agent.executor.process import running_executor
 from tests.device.conftest import D0, D1
 from tests.device.scripts import run_script
+from tests.executor.process import running_executor
 
 pytestmark = pytest.mark.usefixtures("devices")
 
@@ -34,7 +34,7 @@ pytestmark = pytest.mark.usefixtures("devices")
     ],
 )
 @pytest.mark.parametrize("device", [D0, D1])
-def test_a_seed_gives_the_numbers_of_a_local_cpu(draw: Callable[[str], torch.Tensor], device: str) -> None:
+def test_seed_matches_local_cpu(draw: Callable[[str], torch.Tensor], device: str) -> None:
     torch.manual_seed(1234)
     expected = [draw("cpu"), draw("cpu")]
     torch.manual_seed(1234)
@@ -43,7 +43,7 @@ def test_a_seed_gives_the_numbers_of_a_local_cpu(draw: Callable[[str], torch.Ten
     assert torch.equal(found[1], expected[1])
 
 
-def test_each_device_has_its_own_numbers() -> None:
+def test_each_device_has_its_own_generator() -> None:
     torch.manual_seed(5)
     first = torch.rand(5, device=D0)
     torch.rand(100, device=D1)
@@ -53,7 +53,7 @@ def test_each_device_has_its_own_numbers() -> None:
     assert torch.equal(torch.rand(10, device=D0).cpu(), torch.cat([first, second]).cpu())
 
 
-def test_one_device_can_be_seeded_alone() -> None:
+def test_single_device_can_be_seeded() -> None:
     torch.manual_seed(5)
     with torch.remote_accelerator.device(1):
         torch.remote_accelerator.manual_seed(6)
@@ -62,7 +62,7 @@ def test_one_device_can_be_seeded_alone() -> None:
     assert torch.equal(other, torch.rand(3, generator=torch.Generator().manual_seed(6)))
 
 
-def test_a_state_can_be_kept_and_restored() -> None:
+def test_rng_state_can_be_saved_and_restored() -> None:
     state = torch.remote_accelerator.get_rng_state(D0)
     first = torch.rand(5, device=D0).cpu()
     torch.remote_accelerator.set_rng_state(state, D0)

@@ -1,4 +1,4 @@
-"""What a recording was made with: where it no longer holds, captured models are recorded again, or say so."""
+"""Guards of recordings: after a change, captured models are recorded again, or raise."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ import pytest
 import torch
 from torch import nn
 
-from genie.device import capture, graphs
+from genie.device import capture, graphs, model_capture
 from genie.errors import OpRefusedError, UsageError
 from tests.device.conftest import D0, D1
 
 pytestmark = pytest.mark.usefixtures("devices")
 
 
-def recordings(captured: graphs.Captured) -> int:
+def recordings(captured: model_capture.CapturedModel) -> int:
     return len(captured.report())
 
 
@@ -31,7 +31,7 @@ def in_bfloat16(**options: bool) -> torch.autocast:
 
 
 class Inside(nn.Module):
-    """With an autocast of its own, which keeps what it casts."""
+    """Uses autocast itself, with the cache enabled."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -43,7 +43,7 @@ class Inside(nn.Module):
 
 
 @pytest.mark.parametrize("make", [lambda: nn.Linear(4, 4, bias=False), Inside], ids=["outside", "inside"])
-def test_weights_that_autocast_has_cast_before_are_cast_by_every_replay(
+def test_replays_cast_weights_that_autocast_had_cached(
     make: Callable[[], nn.Module],
 ) -> None:
     model = make().to(D0)
@@ -64,7 +64,7 @@ def test_weights_that_autocast_has_cast_before_are_cast_by_every_replay(
 
 
 @pytest.mark.parametrize("make", [lambda: nn.Linear(4, 4, bias=False), Inside], ids=["outside", "inside"])
-def test_what_autocast_casts_in_a_recording_is_the_recordings_own(make: Callable[[], nn.Module]) -> None:
+def test_autocast_cache_of_a_recording_is_not_shared(make: Callable[[], nn.Module]) -> None:
     model = make().to(D0)
     captured = capture(model)
     x = torch.ones(1, 4, device=D0)
@@ -76,11 +76,11 @@ def test_what_autocast_casts_in_a_recording_is_the_recordings_own(make: Callable
         assert torch.equal(model(x).cpu(), captured(x).cpu())
 
 
-# --- where the weights are ----------------------------------------------------------------------
+# --- memory of the weights ----------------------------------------------------------------------
 
 
 class Flat(nn.Module):
-    """Its weight is a part of a larger tensor."""
+    """Its weight is a view of a larger tensor."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -109,9 +109,7 @@ def _other_shape(model: Flat) -> None:
     ids=["part", "strides", "shape", "in place"],
 )
 @pytest.mark.parametrize("compiled", [False, True], ids=["captured", "compiled"])
-def test_a_weight_on_other_parts_of_its_memory_is_seen(
-    change: Callable[[Flat], object], compiled: bool
-) -> None:
+def test_weight_moved_within_its_storage_is_seen(change: Callable[[Flat], object], compiled: bool) -> None:
     torch._dynamo.reset()
     model = Flat()
     made: Any = torch.compile(model, backend="genie") if compiled else capture(model)
@@ -137,14 +135,14 @@ class Previous(nn.Module):
         return y
 
 
-def test_an_argument_that_the_model_keeps_as_a_buffer_is_kept() -> None:
+def test_argument_kept_as_a_buffer_is_not_overwritten() -> None:
     captured = capture(Previous())
     got = [captured(torch.full((3,), float(i + 1), device=D0))[0].item() for i in range(5)]
     assert got == [1, 3, 5, 7, 9]
 
 
 class Scaled(nn.Module):
-    """With a number on this machine, which CUDA and remote accelerators take as it is."""
+    """Uses a CPU scalar, which CUDA and remote accelerators accept."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -156,7 +154,7 @@ class Scaled(nn.Module):
 
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["captured", "compiled"])
-def test_a_number_that_the_model_has_on_this_machine_is_watched(compiled: bool) -> None:
+def test_changed_cpu_scalar_of_the_model_is_seen(compiled: bool) -> None:
     torch._dynamo.reset()
     model = Scaled()
     made: Any = torch.compile(model, backend="genie") if compiled else capture(model)
@@ -180,7 +178,7 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("impatient")
-def test_a_model_whose_branches_run_on_other_threads_is_refused_by_their_names() -> None:
+def test_model_with_branches_on_other_threads_is_refused() -> None:
     x = torch.ones(3, device=D0)
     with ThreadPoolExecutor(2, thread_name_prefix="branch") as pool:
 
@@ -194,7 +192,7 @@ def test_a_model_whose_branches_run_on_other_threads_is_refused_by_their_names()
 
 
 @pytest.mark.usefixtures("impatient")
-def test_a_thread_that_has_what_the_recording_waits_for_is_told_so() -> None:
+def test_thread_that_blocks_the_recording_raises() -> None:
     lock, inside, taken = threading.Lock(), threading.Event(), threading.Event()
     there = torch.zeros(3, device=D0)
     refused: list[str] = []
@@ -228,7 +226,7 @@ def test_a_thread_that_has_what_the_recording_waits_for_is_told_so() -> None:
 
 
 @pytest.mark.usefixtures("impatient")
-def test_a_recording_that_goes_on_may_take_its_time() -> None:
+def test_slow_recording_does_not_time_out() -> None:
     done: list[float] = []
 
     def work() -> None:
@@ -249,10 +247,10 @@ def test_a_recording_that_goes_on_may_take_its_time() -> None:
     assert done == [4]
 
 
-# --- which device -------------------------------------------------------------------------------
+# --- device selection ---------------------------------------------------------------------------
 
 
-def test_a_captured_function_works_where_its_arguments_are() -> None:
+def test_captured_function_runs_on_the_device_of_its_arguments() -> None:
     captured = capture(lambda x: x * 2)
     for device in (D0, D1, D0, D1):
         got = captured(torch.ones(2, device=device))
@@ -266,7 +264,7 @@ def test_a_captured_function_works_where_its_arguments_are() -> None:
     assert [each.tolist() for each in both] == [[2, 2], [2, 2]]
 
 
-def test_arguments_on_two_devices_are_refused_before_and_after_a_recording() -> None:
+def test_arguments_on_two_devices_are_refused() -> None:
     here, there = torch.ones(2, device=D0), torch.ones(2, device=D1)
     captured = capture(lambda x, y: x + y)
     for _ in range(2):
@@ -275,7 +273,7 @@ def test_arguments_on_two_devices_are_refused_before_and_after_a_recording() -> 
         assert captured(here, here).tolist() == [2, 2]
 
 
-def test_a_compiled_function_works_where_its_arguments_are() -> None:
+def test_compiled_function_runs_on_the_device_of_its_arguments() -> None:
     torch._dynamo.reset()
     compiled = torch.compile(lambda x: x * 2, backend="genie")
     for device in (D0, D1, D0, D1):
@@ -291,7 +289,7 @@ class Parts(nn.Module):
         return self.part(x)  # type: ignore[no-any-return]
 
 
-def test_a_method_takes_arguments_from_this_machine() -> None:
+def test_method_accepts_cpu_arguments() -> None:
     model = Parts().to(D1)
     captured = capture(model.method)
     x = torch.ones(1, 3)
@@ -299,7 +297,7 @@ def test_a_method_takes_arguments_from_this_machine() -> None:
         assert torch.equal(captured(x).cpu(), model.method(x.to(D1)).cpu())
 
 
-def test_a_function_takes_arguments_from_this_machine() -> None:
+def test_function_accepts_cpu_arguments() -> None:
     captured = capture(lambda x, y: x + y)
     x, y = torch.ones(2), torch.ones(2, device=D1)
     for _ in range(2):
@@ -310,7 +308,7 @@ def test_a_function_takes_arguments_from_this_machine() -> None:
             assert captured(x, x).device == torch.device(D1)
 
 
-def test_what_is_on_the_wrong_device_is_told_what_to_move() -> None:
+def test_error_says_what_to_move() -> None:
     with pytest.raises(OpRefusedError, match=r"weights are on: cpu.*module\.to"):
         capture(Parts().method)(torch.ones(1, 3))
     both = nn.ModuleList([Parts().to(D0), Parts().to(D1)])
@@ -341,7 +339,7 @@ def _signed(x: torch.Tensor, value: Any) -> torch.Tensor:
     ],
     ids=["zero", "complex zero", "set", "slice", "inside", "range", "keys"],
 )
-def test_values_that_are_equal_and_not_the_same_are_told_apart(
+def test_equal_values_of_other_types_have_separate_recordings(
     model: Callable[[torch.Tensor, object], torch.Tensor], values: tuple[object, ...]
 ) -> None:
     captured = capture(model)
@@ -351,7 +349,7 @@ def test_values_that_are_equal_and_not_the_same_are_told_apart(
     assert recordings(captured) == len(values)
 
 
-def test_what_is_no_number_needs_one_recording() -> None:
+def test_nan_needs_one_recording() -> None:
     captured = capture(lambda x, value: x + value)
     for _ in range(3):
         assert captured(torch.ones(2, device=D0), float("nan")).isnan().all().item()
@@ -408,7 +406,7 @@ def default_device() -> Iterator[None]:
     [default_dtype, deterministic, only_warned, precision, default_device],
     ids=lambda f: f.__name__,
 )
-def test_settings_that_a_model_may_ask_for_have_recordings_of_their_own(
+def test_torch_settings_have_separate_recordings(
     setting: Callable[[], Any],
 ) -> None:
     def asked() -> list[object]:
@@ -439,19 +437,19 @@ def test_settings_that_a_model_may_ask_for_have_recordings_of_their_own(
 # --- batch sizes --------------------------------------------------------------------------------
 
 
-def test_an_empty_batch_is_not_told_to_find_a_larger_size() -> None:
+def test_empty_batch_error_does_not_suggest_a_larger_size() -> None:
     captured = capture(nn.Linear(4, 4).to(D0), batch_sizes=(2,))
     with pytest.raises(UsageError, match="a batch of 0 rows") as caught:
         captured(torch.ones(0, 4))
     assert "larger" not in caught.value.hint
-    assert "leave it out" in caught.value.hint
+    assert "skip empty batches" in caught.value.hint
 
 
-# --- tensors that are made of numbers -----------------------------------------------------------
+# --- factories ----------------------------------------------------------------------------------
 
 
 class Reads(nn.Module):
-    """Like a small transformer: embeddings of positions, and a mask of what comes later."""
+    """A small transformer: position embeddings and a causal mask."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -467,7 +465,9 @@ class Reads(nn.Module):
         return self.out(self.layer(x, src_mask=later))  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize("inductor", [False, True])
+@pytest.mark.parametrize(
+    "inductor", [False, pytest.param(True, marks=pytest.mark.long("compiles with inductor"))]
+)
 def test_positions_and_masks_are_captured(inductor: bool) -> None:
     torch.manual_seed(0)
     local = Reads().eval()
@@ -499,7 +499,7 @@ def test_positions_and_masks_are_compiled() -> None:
         ((1, 4, 0.5), torch.int32), ((0, 6, 2), torch.bfloat16), ((3,), torch.float64),
     ],
 )  # fmt: skip
-def test_a_range_is_captured_as_it_is_made_eagerly(numbers: Any, dtype: torch.dtype | None) -> None:
+def test_arange_is_captured_as_in_eager_mode(numbers: Any, dtype: torch.dtype | None) -> None:
     expected = torch.arange(*numbers, dtype=dtype)
     captured = capture(lambda x: torch.arange(*numbers, dtype=dtype, device=x.device))
     x = torch.ones(1, device=D0)
@@ -510,7 +510,7 @@ def test_a_range_is_captured_as_it_is_made_eagerly(numbers: Any, dtype: torch.dt
     assert recordings(captured) == 1
 
 
-def test_a_range_has_the_default_dtype_of_this_process() -> None:
+def test_arange_has_the_default_dtype_of_the_client() -> None:
     torch.set_default_dtype(torch.float64)
     try:
         assert torch.arange(0, 1, 0.25, device=D0).dtype == torch.float64
@@ -518,7 +518,7 @@ def test_a_range_has_the_default_dtype_of_this_process() -> None:
         torch.set_default_dtype(torch.float32)
 
 
-def test_a_range_is_one_op() -> None:
+def test_arange_is_one_op() -> None:
     before = torch.remote_accelerator.stream_stats(D0)["ops"]
     made = [torch.arange(4, device=D0), torch.arange(1, 4, device=D0), torch.arange(1, 4, 2, device=D0)]
     assert torch.remote_accelerator.stream_stats(D0)["ops"] - before == len(made)
@@ -537,7 +537,7 @@ def test_a_range_is_one_op() -> None:
         lambda x: torch.cumsum(x, 0, out=torch.empty(0, device=x.device)) + x,
     ],
 )
-def test_what_is_given_its_size_in_the_model_is_captured(
+def test_resize_of_a_new_tensor_is_captured(
     make: Callable[[torch.Tensor], torch.Tensor],
 ) -> None:
     captured = capture(make)
@@ -547,9 +547,9 @@ def test_what_is_given_its_size_in_the_model_is_captured(
     assert recordings(captured) == 1
 
 
-def test_what_was_there_before_is_not_given_another_size_by_a_recording() -> None:
+def test_resize_of_an_existing_tensor_is_refused() -> None:
     kept, x = torch.empty(0, device=D0), torch.ones(2, device=D0)
-    with pytest.raises(OpRefusedError, match="change of a tensor's size"):
+    with pytest.raises(OpRefusedError, match="resizing a tensor"):
         capture(lambda x: torch.add(x, x, out=kept))(x)
     assert torch.add(x, x, out=kept).tolist() == [2, 2]
 
@@ -572,18 +572,20 @@ class Counts(nn.Module):
         return y * y.sum().item()
 
 
-def test_a_refusal_says_which_tensors_have_changed() -> None:
+def test_error_lists_changed_tensors() -> None:
     model = Counts().to(D0)
     x = torch.ones(3, 2, device=D0)
     with pytest.raises(OpRefusedError) as refused:
         capture(model)(x, more=False)
-    said = str(refused.value)
+    message = str(refused.value)
     names = "norm.running_mean, norm.running_var, norm.num_batches_tracked"
-    assert "copy to this machine cannot be part of a captured graph; the model has run up to there: " in said
-    assert f"what it wrote to {names} stays" in said
+    assert (
+        "copy to this machine cannot be part of a captured graph; the model ran up to this point: " in message
+    )
+    assert f"it has written to {names}" in message
     assert model.norm.num_batches_tracked.item() == 1
-    assert x.tolist() == [[1, 1]] * 3  # it worked on a copy
-    with pytest.raises(OpRefusedError, match=rf"{names}, 1 other tensor stays"):
+    assert x.tolist() == [[1, 1]] * 3  # the model ran on a copy
+    with pytest.raises(OpRefusedError, match=rf"{names}, 1 other tensor"):
         capture(model)(x, more=True)
-    with pytest.raises(OpRefusedError, match="no tensor of before has changed"):
+    with pytest.raises(OpRefusedError, match="changed no existing tensor"):
         capture(model.eval())(x, more=False)

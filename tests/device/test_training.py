@@ -1,4 +1,5 @@
-"""Programs as people write them: a training loop and what belongs to it do there what they do here."""
+"""Typical programs: training loops, checkpoints and autograd features give the same results remotely as
+locally."""
 
 from __future__ import annotations
 
@@ -19,14 +20,17 @@ from tests.device.test_autograd import Block
 
 pytestmark = pytest.mark.usefixtures("devices")
 
-# A data loader forks its workers, on purpose, from a process with threads.
-forks = pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
-# torch's own forward mode still uses it.
+# A data loader forks its workers from a process with threads, and warns on a machine with one core.
+forks = pytest.mark.filterwarnings(
+    "ignore:This process .* is multi-threaded:DeprecationWarning",
+    "ignore:This DataLoader will create 2 worker processes:UserWarning",
+)
+# torch's forward mode uses it.
 scripts = pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
 
 
 class Classifier(nn.Module):
-    """Convolutions, then a transformer layer over their positions, with dropout on the way."""
+    """Convolutions, then a transformer layer over the positions, with dropout."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -44,7 +48,7 @@ class Classifier(nn.Module):
 
 
 def classifier(device: str) -> Classifier:
-    """The same weights every time, made here."""
+    """The same weights every time, created on the CPU."""
     torch.manual_seed(11)
     return Classifier().to(device)
 
@@ -57,7 +61,7 @@ def images() -> TensorDataset:
 
 
 def batches(**options: Any) -> Iterator[list[torch.Tensor]]:
-    """Two rounds over the images, in an order that no other use of random numbers changes."""
+    """Two epochs over the images, in an order that does not depend on other random numbers."""
     loader = DataLoader(
         images(), batch_size=8, shuffle=True, generator=torch.Generator().manual_seed(13), **options
     )
@@ -65,12 +69,12 @@ def batches(**options: Any) -> Iterator[list[torch.Tensor]]:
         yield from loader
 
 
-# The keys' bias changes nothing, so that its gradient is rounding, which AdamW makes as large as any other.
+# The keys' bias has no effect, so its gradient is rounding noise, which AdamW scales up.
 ROUNDING = "mix.qkv.bias"
 
 
 def trained(device: str, *, accumulate: int = 1, **options: Any) -> tuple[list[float], nn.Module]:
-    """The loss of every batch, and the module afterwards."""
+    """The loss of every batch, and the trained module."""
     module = classifier(device)
     optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2, weight_decay=0.1)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=2e-2, total_steps=6)
@@ -98,7 +102,7 @@ def assert_equal_modules(one: nn.Module, other: nn.Module, *, but: str = "") -> 
 @forks
 @pytest.mark.parametrize("device", [D0, D1])
 @pytest.mark.parametrize("workers", [0, 2])
-def test_training_comes_to_the_same_loss(device: str, workers: int) -> None:
+def test_training_reaches_the_same_loss(device: str, workers: int) -> None:
     expected, module = trained("cpu")
     found, twin = trained(device, num_workers=workers)
     assert found == pytest.approx(expected, rel=1e-4)
@@ -106,7 +110,7 @@ def test_training_comes_to_the_same_loss(device: str, workers: int) -> None:
     assert_equal_modules(twin, module, but=ROUNDING)
 
 
-def test_gradients_add_up_over_several_batches() -> None:
+def test_gradients_accumulate() -> None:
     expected, module = trained("cpu", accumulate=3)
     found, twin = trained(D0, accumulate=3)
     assert found == pytest.approx(expected, rel=1e-4)
@@ -115,7 +119,7 @@ def test_gradients_add_up_over_several_batches() -> None:
 
 @pytest.mark.parametrize("workers", [0, 2])
 @forks
-def test_a_data_loader_that_pins_its_batches(workers: int) -> None:
+def test_data_loader_with_pinned_memory(workers: int) -> None:
     expected = [x.sum().item() for x, _ in batches()]
     found = [
         x.to(D0, non_blocking=True).sum().item() for x, _ in batches(pin_memory=True, num_workers=workers)
@@ -124,7 +128,7 @@ def test_a_data_loader_that_pins_its_batches(workers: int) -> None:
 
 
 @pytest.mark.parametrize("count", [10, 100_000])
-def test_pinned_memory_is_ordinary_memory(count: int) -> None:
+def test_pinned_memory_is_pageable(count: int) -> None:
     pinned = torch.ones(count).pin_memory()
     assert pinned.is_pinned() == torch.cuda.is_available()
     there = pinned.to(D0, non_blocking=True)
@@ -139,7 +143,7 @@ def test_pinned_memory_is_ordinary_memory(count: int) -> None:
 # --- states, files, copies ------------------------------------------------------------------------
 
 
-def test_a_state_goes_there_and_back() -> None:
+def test_state_dict_round_trips() -> None:
     there, here = classifier(D0), Classifier()
     here.load_state_dict(there.state_dict())
     assert {str(x.device) for x in here.state_dict().values()} == {"cpu"}
@@ -151,8 +155,8 @@ def test_a_state_goes_there_and_back() -> None:
     assert_equal_modules(here, there)
 
 
-def test_a_moved_module_has_the_parameters_that_it_had() -> None:
-    """Weights stay tied, and an optimizer that was made before goes on with them, as with CUDA."""
+def test_moved_module_keeps_its_parameter_objects() -> None:
+    """Weights stay tied, and an optimizer created before the move still updates them, as with CUDA."""
     module = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
     module[1].weight = module[0].weight
     before = list(module.parameters())
@@ -172,7 +176,7 @@ def saved(value: Any) -> io.BytesIO:
 
 
 @pytest.mark.parametrize("place", [None, "cpu", D0, D1, {D0: D1}, "function"])
-def test_what_was_saved_there_is_loaded(place: Any) -> None:
+def test_remote_checkpoint_is_loaded(place: Any) -> None:
     state = classifier(D0).state_dict()
     wanted = {None: D0, "function": "cpu"}.get(place if isinstance(place, str | None) else "", place)
     wanted = D1 if isinstance(wanted, dict) else wanted
@@ -183,14 +187,14 @@ def test_what_was_saved_there_is_loaded(place: Any) -> None:
         assert torch.equal(x.cpu(), state[name].cpu())
 
 
-def test_what_was_saved_here_is_loaded_there() -> None:
+def test_local_checkpoint_is_loaded_remotely() -> None:
     state = classifier("cpu").state_dict()
     loaded = torch.load(saved(state), map_location=D1, weights_only=True)
     assert {str(x.device) for x in loaded.values()} == {D1}
     assert all(torch.equal(x.cpu(), state[name]) for name, x in loaded.items())
 
 
-def test_a_saved_module_is_whole_and_shares_what_it_shared() -> None:
+def test_saved_module_keeps_shared_parameters() -> None:
     module = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)).to(D0)
     module[1].weight = module[0].weight
     loaded = torch.load(saved(module), weights_only=False)
@@ -199,14 +203,14 @@ def test_a_saved_module_is_whole_and_shares_what_it_shared() -> None:
     assert torch.equal(loaded(x).cpu(), module(x).cpu())
 
 
-def test_saved_views_share_a_storage_again() -> None:
+def test_saved_views_share_a_storage() -> None:
     base = torch.arange(6.0, device=D0)
     one, other = torch.load(saved([base[1:5], base.view(2, 3).t()]), weights_only=True)
     one.zero_()
     assert other.cpu().tolist() == [[0, 0], [0, 0], [0, 5]]
 
 
-def test_an_optimizer_goes_on_after_a_restart() -> None:
+def test_optimizer_resumes_after_a_restart() -> None:
     module = nn.Linear(4, 2, device=D0)
     optimizer = torch.optim.AdamW(module.parameters())
 
@@ -226,7 +230,7 @@ def test_an_optimizer_goes_on_after_a_restart() -> None:
     assert torch.equal(other.weight.detach().cpu(), module.weight.detach().cpu())
 
 
-def test_a_copied_module_is_another_module() -> None:
+def test_deepcopied_module_is_independent() -> None:
     module = classifier(D0)
     twin = copy.deepcopy(module)
     assert {str(x.device) for x in twin.state_dict().values()} == {D0}
@@ -240,11 +244,11 @@ def test_a_copied_module_is_another_module() -> None:
         copy.deepcopy(x * 2)
 
 
-# --- what autograd offers -------------------------------------------------------------------------
+# --- autograd features ----------------------------------------------------------------------------
 
 
 def both(work: Callable[[str], Any]) -> tuple[Any, Any]:
-    """What `work` gives on D0 and what it gives here, in host memory."""
+    """Results of `work` on D0 and locally, in host memory."""
     return tuple(
         torch.utils._pytree.tree_map_only(torch.Tensor, lambda x: x.detach().cpu(), work(device))
         for device in (D0, "cpu")
@@ -252,7 +256,7 @@ def both(work: Callable[[str], Any]) -> tuple[Any, Any]:
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_checkpointed_layers_drop_the_same_and_learn_the_same(reentrant: bool) -> None:
+def test_checkpointed_dropout_matches(reentrant: bool) -> None:
     def work(device: str) -> list[torch.Tensor]:
         torch.manual_seed(1)
         layers = nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.5), nn.GELU(), nn.Linear(8, 4)).to(device)
@@ -321,7 +325,7 @@ def test_forward_mode_through_a_module() -> None:
     torch.testing.assert_close(*both(work))
 
 
-def test_hooks_of_modules_and_tensors_see_the_same() -> None:
+def test_module_and_tensor_hooks_match() -> None:
     def work(device: str) -> list[Any]:
         seen: list[Any] = []
         module = classifier(device).eval()
@@ -339,7 +343,7 @@ def test_hooks_of_modules_and_tensors_see_the_same() -> None:
     torch.testing.assert_close(*both(work))
 
 
-def test_saved_tensors_can_be_kept_here() -> None:
+def test_saved_tensors_can_be_offloaded() -> None:
     def work(device: str) -> torch.Tensor:
         x = torch.ones(3, device=device, requires_grad=True)
         with torch.autograd.graph.save_on_cpu():
@@ -354,7 +358,7 @@ def test_saved_tensors_can_be_kept_here() -> None:
 # --- mixed precision, printing --------------------------------------------------------------------
 
 
-def test_autocast_computes_in_bfloat16_as_it_does_here() -> None:
+def test_autocast_bfloat16_matches_local() -> None:
     seen = {}
 
     def work(device: str) -> list[torch.Tensor]:
@@ -390,7 +394,7 @@ def test_autocast_computes_in_bfloat16_as_it_does_here() -> None:
         lambda device: nn.Parameter(torch.ones(1, device=device)),
     ],
 )
-def test_a_tensor_is_printed_with_its_values_and_its_device(make: Callable[[str], torch.Tensor]) -> None:
+def test_tensor_repr_shows_values_and_device(make: Callable[[str], torch.Tensor]) -> None:
     def words(device: str) -> str:
         return (
             "".join(repr(make(device)).split())
@@ -402,6 +406,6 @@ def test_a_tensor_is_printed_with_its_values_and_its_device(make: Callable[[str]
     assert f"device='{D0}'" in repr(make(D0))
 
 
-def test_a_number_is_formatted_and_a_module_is_printed() -> None:
+def test_scalar_format_and_module_repr() -> None:
     assert f"{torch.tensor(1.5, device=D0):.3f}" == "1.500"
     assert repr(classifier(D0)) == repr(classifier("cpu"))

@@ -1,6 +1,6 @@
-"""How far apart torch's own databases let results be.
+"""Tolerances of torch's own databases.
 
-Not for: comparing (twins.py). Importing this changes settings of the process, as torch's databases do.
+Does not compare (paired_runs.py). Importing this changes settings of the process, as torch's databases do.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ import torch
 from torch.testing._internal.common_device_type import precisionOverride, toleranceOverride
 from torch.testing._internal.opinfo.core import DecorateInfo
 
-from tests.device.twins import Tolerance
+from tests.device.paired_runs import Tolerance
 
 
 def tolerance_of(decorators: Iterable[Any], tests: str, dtype: torch.dtype, local: str) -> Tolerance:
-    """What the database itself allows for an entry, in general or in that class of torch's tests."""
+    """The database's tolerance for an entry, in general or in a given class of torch's tests."""
     here = (None, local.partition(":")[0])
     decorators = list(decorators)
     plain = [item for item in decorators if not isinstance(item, DecorateInfo)]

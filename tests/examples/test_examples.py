@@ -1,4 +1,4 @@
-"""Every example does what its docstring says, and ends without a trace."""
+"""Every example does what its docstring describes and leaves no process running."""
 
 from __future__ import annotations
 
@@ -15,28 +15,37 @@ from typing import Any
 
 import pytest
 
-from genie.cluster import local
+from genie.supervisor import local_cluster
+from tests import forkserver
 from tests.cluster.small_controller import SmallController
+from tests.executor.process import PRELOADED
+from tests.forkserver import ForkServer
 from tests.grid.bed import Bed
-from tests.grid.conftest import own_bed
+from tests.grid.conftest import bed_lease, own_bed
 from tests.waiting import wait_until
 
-__all__ = ["own_bed"]
+__all__ = ["bed_lease", "own_bed"]
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples"
 SCHEDULERS = {
-    "schedulers/affinity_scheduler.py": ("near it   starts on n1", "GPU 1     waits: GPU 1 of n1 is held by"),
+    "schedulers/affinity_scheduler.py": (
+        "near it   starts on n1",
+        "GPU 1     pending: GPU 1 of n1 is held",
+    ),
     "schedulers/fifo_scheduler.py": ("short  runs from 150 s", "short  runs from   2 s"),
-    "schedulers/gang_scheduler.py": ("gang B  waits: has a reservation", "elastic starts with 2 workers"),
-    "schedulers/own_policy.py": ("is too large for tests", "'broken' is out of use, and FairShare decides"),
+    "schedulers/gang_scheduler.py": (
+        "gang B  pending: waiting for resources on n1, n2",
+        "elastic starts with 2 workers",
+    ),
+    "schedulers/own_policy.py": ("is too large for tests", "'broken' is disabled and replaced by FairShare"),
     "schedulers/priority_scheduler.py": ("runs at 130 s", "preempted 1 times"),
 }
 SCHEDULER_LINES_MAX = 60
 RUN_HERE = {
     "basic_client.py",
     "gpu_server.py",
-    "grid/batch_gpu_tasks.py",  # tests/grid/test_ray_cluster.py
-    "grid/setup_cluster.py",  # tests/grid/test_ray_cluster.py
+    "grid/batch_gpu_tasks.py",  # tests/grid/ray/test_cluster.py
+    "grid/setup_cluster.py",  # tests/grid/ray/test_cluster.py
     "grid/monitor.py",
     "grid/run_job.py",
     "monitoring_dashboard.py",
@@ -54,6 +63,11 @@ def run_example(name: str, *arguments: str, timeout_s: float = 60) -> subprocess
         timeout=timeout_s,
         stdin=subprocess.DEVNULL,
     )
+
+
+def run_with_torch(name: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Runs an example in a fork of a process that has imported torch."""
+    return forkserver.shared(*PRELOADED).run([str(EXAMPLES / name), *arguments], timeout=100)
 
 
 @contextmanager
@@ -77,54 +91,53 @@ def test_every_example_runs_in_a_test() -> None:
 
 
 @pytest.mark.parametrize("name", sorted(SCHEDULERS))
-def test_a_scheduler_shows_what_its_policy_does(name: str) -> None:
+def test_scheduler_example_prints_the_decisions_of_its_policy(name: str) -> None:
     done = run_example(name)
     assert (done.returncode, done.stderr) == (0, "")
     assert [text for text in SCHEDULERS[name] if text not in done.stdout] == [], done.stdout
     assert len((EXAMPLES / name).read_text().splitlines()) <= SCHEDULER_LINES_MAX
 
 
-def test_a_server_serves_a_client_and_ends_at_ctrl_c_without_a_trace(
+@pytest.mark.timeout(240)
+def test_server_serves_clients_and_stops_on_ctrl_c(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, unused_tcp_port: int
 ) -> None:
     monkeypatch.setenv("GENIE_MASTER_PORT", str(unused_tcp_port))
     state_dir, log = Path(os.environ["GENIE_STATE_DIR"]), tmp_path / "server.log"
     with running_example("gpu_server.py", log) as server:
         wait_until(lambda: "clients connect" in log.read_text() or server.poll() is not None, timeout_s=60)
-        assert f"clients connect to port {unused_tcp_port}" in log.read_text()
-        done = run_example("basic_client.py", "127.0.0.1")
+        assert f"clients connect to 127.0.0.1, port {unused_tcp_port}" in log.read_text()
+        done = run_with_torch("basic_client.py", "127.0.0.1")
         assert done.returncode == 0, done.stderr
         assert "(1000, 1000) on remote_accelerator:0" in done.stdout
-        assert "is healthy and has 1" in done.stdout
-        trained = run_example("multimodal.py", "--steps", "12")
+        assert "healthy, accelerators: 1" in done.stdout
+        trained = run_with_torch("multimodal.py", "--steps", "12")
         assert trained.returncode == 0, trained.stderr
         losses = [float(each) for each in re.findall(r"loss ([0-9.]+)", trained.stdout)]
         assert losses[-1] < losses[0], trained.stdout
         server.send_signal(signal.SIGINT)
-        assert server.wait(30) == 0, log.read_text()
-    said = log.read_text()
-    assert "stopped" in said
-    assert "Traceback" not in said
-    assert local.find_running(state_dir) is None
+        assert server.wait(60) == 0, log.read_text()
+    output = log.read_text()
+    assert "stopped" in output
+    assert "Traceback" not in output
+    assert local_cluster.find_running(state_dir) is None
 
 
-def test_training_for_no_steps_is_refused() -> None:
-    done = run_example("multimodal.py", "--steps", "0")
+def test_multimodal_rejects_zero_steps() -> None:
+    done = run_with_torch("multimodal.py", "--steps", "0")
     assert done.returncode == 2
-    assert "at least 1" in done.stderr
+    assert "must be at least 1" in done.stderr
 
 
-def test_a_server_ends_by_itself_after_its_seconds(
-    monkeypatch: pytest.MonkeyPatch, unused_tcp_port: int
-) -> None:
+def test_server_stops_after_the_given_time(monkeypatch: pytest.MonkeyPatch, unused_tcp_port: int) -> None:
     monkeypatch.setenv("GENIE_MASTER_PORT", str(unused_tcp_port))
     done = run_example("gpu_server.py", "--seconds", "0.1")
     assert done.returncode == 0, done.stderr
-    assert "are over" in done.stdout
-    assert local.find_running(Path(os.environ["GENIE_STATE_DIR"])) is None
+    assert "stopping after 0.1 s" in done.stdout
+    assert local_cluster.find_running(Path(os.environ["GENIE_STATE_DIR"])) is None
 
 
-def test_the_dashboard_shows_how_this_machine_is(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dashboard_shows_the_health_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "200")
     done = run_example("monitoring_dashboard.py", "--rounds", "1", "--refresh", "0.1")
     assert done.returncode == 0, done.stderr
@@ -133,7 +146,7 @@ def test_the_dashboard_shows_how_this_machine_is(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize("given", ["as an argument", "in the environment"])
-def test_the_dashboard_shows_a_cluster(given: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dashboard_shows_a_cluster(given: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with SmallController() as controller:
         controller.announce(Path(os.environ["GENIE_STATE_DIR"]))
         where = ["127.0.0.1"]
@@ -146,27 +159,39 @@ def test_the_dashboard_shows_a_cluster(given: str, monkeypatch: pytest.MonkeyPat
     assert "n1" in shown.stdout
 
 
+@pytest.mark.parametrize(
+    ("name", "arguments", "message"),
+    [
+        ("basic_client.py", ["gpu-box"], "no token for gpu-box:5555"),
+        ("gpu_server.py", ["--address", "0.0.0.0"], "is not an address that other machines can connect to"),
+        ("monitoring_dashboard.py", ["gpu-box"], "no token for gpu-box:5555"),
+    ],
+)
+def test_error_of_an_example_is_one_line(
+    name: str, arguments: list[str], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GENIE_LOG_LEVEL", "ERROR")
+    done = run_with_torch(name, *arguments) if name == "basic_client.py" else run_example(name, *arguments)
+    assert done.returncode == 1
+    (line,) = done.stderr.splitlines()
+    assert line.startswith(f"{name.removesuffix('.py')}: ") and message in line
+
+
 # --- the grid ---------------------------------------------------------------------------------
 
 
-def test_a_job_runs_on_a_node_of_the_grid_by_both_doors(
-    own_bed: Bed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_grid_job_runs_through_command_line_and_python(
+    own_bed: Bed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fork_server: ForkServer
 ) -> None:
     keys = "ssh: {connect_timeout: 10}\nhealth_check: {timeout: 10}\n"
     (tmp_path / "grid.yaml").write_text(own_bed.grid_yaml(more=keys))
     monkeypatch.setenv("GENIE_GRID_FILE", str(tmp_path / "grid.yaml"))
     monkeypatch.setenv("GENIE_GRID_SSH_CONFIG", str(own_bed.ssh_config))
     example = str(EXAMPLES / "grid" / "run_job.py")
+    (tmp_path / "job").mkdir()
 
     def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            [sys.executable, example, *arguments],
-            capture_output=True,
-            text=True,
-            timeout=60,
-            stdin=subprocess.DEVNULL,
-            cwd=ROOT,
-        )
+        return fork_server.run([example, *arguments], timeout=60, cwd=tmp_path / "job")
 
     done = run()
     assert done.returncode == 0, done.stderr
@@ -175,34 +200,35 @@ def test_a_job_runs_on_a_node_of_the_grid_by_both_doors(
     assert run("exit 3").returncode == 3
     for node in own_bed.nodes:
         node.stop()
-    gone = run()
-    assert gone.returncode in (1, 255)
-    assert "Traceback" not in gone.stderr
+    unreachable = run()
+    assert unreachable.returncode in (1, 255)
+    assert "Traceback" not in unreachable.stderr
 
 
 # --- the tour ---------------------------------------------------------------------------------
 
 
-def test_the_tour_runs_the_lines_of_the_readme_and_leaves_no_process() -> None:
+@pytest.mark.long("runs all of `make run`, whose parts are also tested separately")
+def test_tour_runs_the_readme_example_and_leaves_no_process() -> None:
     done = run_example("tour.py", timeout_s=85)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stderr == ""
-    steps = ("listens on 127.0.0.1:", "torch.Size([1000, 1000])", "a job on", "no process is left")
+    steps = ("listens on 127.0.0.1:", "torch.Size([1000, 1000])", "hello from a job on", "no process is left")
     assert [step for step in steps if step not in done.stdout] == []
 
 
 WITHOUT_COMPILER = """
 import runpy, sys
 from pathlib import Path
-from genie.runtime import native
+from genie.native import libraries
 
-empty = native.Workshop(native.Workshop.of_this_installation().sources, Path(sys.argv[2]))
-native.Workshop.of_this_installation = lambda: empty
+empty = libraries.BuildCache(libraries.BuildCache.of_this_installation().sources, Path(sys.argv[2]))
+libraries.BuildCache.of_this_installation = lambda: empty
 runpy.run_path(sys.argv[1], run_name="__main__")
 """
 
 
-def test_without_a_compiler_the_tour_says_what_to_install_and_shows_the_rest(
+def test_tour_without_compiler_names_the_packages_and_skips_the_device(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CXX", "no-such-compiler")
@@ -215,10 +241,10 @@ def test_without_a_compiler_the_tour_says_what_to_install_and_shows_the_rest(
     )
     assert done.returncode == 0, done.stderr
     assert "Traceback" not in done.stdout + done.stderr
-    assert "the PyTorch device is left out" in done.stdout
+    assert "skipping the PyTorch device" in done.stdout
     assert "apt install g++ python3-dev" in done.stdout
-    assert "everything but the remote_accelerator device works without it" in done.stdout
-    assert "a job on" in done.stdout
+    assert "without it the remote_accelerator device is not available" in done.stdout
+    assert "hello from a job on" in done.stdout
 
 
 @pytest.fixture
@@ -228,48 +254,44 @@ def tour(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:  # Any: the names o
     return runpy.run_path(str(EXAMPLES / "tour.py"))
 
 
-def test_the_tour_takes_the_first_python_of_the_readme(tour: dict[str, Any]) -> None:
-    lines = tour["snippet"]()
+def test_tour_uses_the_first_python_example_of_the_readme(tour: dict[str, Any]) -> None:
+    lines = tour["readme_example"]()
     compile(lines, "README.md", "exec")
     assert "await genie.init(" in lines
     assert 'device="remote_accelerator:0"' in lines
     assert len(lines.strip().splitlines()) <= 12
 
 
-def test_a_step_that_fails_fails_the_tour(
+def test_tour_fails_when_a_step_fails(
     tour: dict[str, Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     main = tour["main"]
-    monkeypatch.setitem(main.__globals__, "snippet", lambda: "import sys; sys.exit('no luck')")
+    monkeypatch.setitem(main.__globals__, "readme_example", lambda: "import sys; sys.exit('no luck')")
     assert main() == 1
-    said = capsys.readouterr()
-    assert "no luck" in said.out
-    assert "no process is left" in said.out
-    assert re.search(r"the tour failed: .* exit code 1", said.err)
+    output = capsys.readouterr()
+    assert "no luck" in output.out
+    assert "no process is left" in output.out
+    assert re.search(r"the tour failed: .* exit code 1", output.err)
 
 
-def test_a_process_that_is_left_is_seen(tour: dict[str, Any], tmp_path: Path) -> None:
+def test_tour_finds_remaining_processes(tour: dict[str, Any], tmp_path: Path) -> None:
     with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)", str(tmp_path)]) as left:
         try:
-            wait_until(lambda: len(tour["processes_left"](tmp_path)) == 1)
+            wait_until(lambda: len(tour["remaining_processes"](tmp_path)) == 1)
         finally:
             left.kill()
 
 
-def test_a_grid_is_watched(own_bed: Bed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_grid_monitor_writes_health_and_metrics(
+    own_bed: Bed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fork_server: ForkServer
+) -> None:
     own_bed["gpu1"].gpus(2)
     keys = "ssh: {connect_timeout: 10}\nhealth_check: {timeout: 10}\n"
     (tmp_path / "grid.yaml").write_text(own_bed.grid_yaml(more=keys))
     monkeypatch.setenv("GENIE_GRID_FILE", str(tmp_path / "grid.yaml"))
     monkeypatch.setenv("GENIE_GRID_SSH_CONFIG", str(own_bed.ssh_config))
-    done = subprocess.run(
-        [sys.executable, str(EXAMPLES / "grid" / "monitor.py"), "--rounds", "2", "--every", "0.1"],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        stdin=subprocess.DEVNULL,
-        cwd=tmp_path,
-    )
+    example = str(EXAMPLES / "grid" / "monitor.py")
+    done = fork_server.run([example, "--rounds", "2", "--every", "0.1"], timeout=60, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert len(re.findall(r"^gpu[12] +ok +[0-9.]+", done.stdout, re.MULTILINE)) == 4, done.stdout
     assert "DEBUG" in done.stderr

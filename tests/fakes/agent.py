@@ -1,4 +1,4 @@
-"""An agent made of a script: it speaks the protocol over a real connection and runs nothing."""
+"""A fake agent: implements the protocol over a real connection and starts no processes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from genie.model.messages import (
     RunningJob,
 )
 from genie.model.node import GPUInfo, NodeInfo, NodeRole, NodeStatus, Vendor
-from genie.runtime.credentials import Access, greet
+from genie.runtime.credentials import Access, connect_authenticated
 from genie.runtime.network import Network
 from genie.runtime.rpc import Peer
 
@@ -60,7 +60,7 @@ def node_info(
 
 
 class FakeAgent:
-    """What it accepts goes to `launches` and `kills`; `refuse` answers the next launches with an error."""
+    """Puts accepted requests into `launches` and `kills`. If `refuse` is set, launches fail with it."""
 
     def __init__(self, info: NodeInfo) -> None:
         self.info = info
@@ -68,9 +68,11 @@ class FakeAgent:
         self.launches: asyncio.Queue[Launch] = asyncio.Queue()
         self.kills: asyncio.Queue[Kill] = asyncio.Queue()
         self.running: dict[str, RunningJob] = {}
+        self.elapsed_s = 0.001
+        """Elapsed time that it reports for all running jobs."""
         self.exits: dict[str, ExitReport] = {}
         self.logs: dict[str, bytes] = {}
-        """By job, or by job@epoch where its runs differ."""
+        """Log by job, or by job@epoch if it depends on the epoch."""
         self.refuse: GenieError | None = None
         self.hang: asyncio.Event | None = None
 
@@ -78,7 +80,7 @@ class FakeAgent:
     async def connected(self, network: Network, access: Access) -> AsyncIterator[FakeAgent]:
         async with AsyncExitStack() as stack:
             self.peer, _ = await stack.enter_async_context(
-                greet(
+                connect_authenticated(
                     network,
                     access,
                     timeout_s=CALL_S,
@@ -93,16 +95,18 @@ class FakeAgent:
         return await self._peer.call(Register(node=self.info, exits=exits), timeout_s=CALL_S)
 
     async def leave(self) -> None:
-        goodbye = Leave(node_id=self.info.node_id, incarnation=self.info.incarnation)
-        await self._peer.call(goodbye, timeout_s=CALL_S)
+        request = Leave(node_id=self.info.node_id, incarnation=self.info.incarnation)
+        await self._peer.call(request, timeout_s=CALL_S)
 
     async def beat(self, **changes: object) -> HeartbeatAck:
-        """One heartbeat; what the controller has settled is forgotten."""
+        """Sends one heartbeat and drops the exit reports that the controller has settled."""
         request = Heartbeat(
             node_id=self.info.node_id,
             incarnation=self.info.incarnation,
             node=self.info,
-            running=tuple(self.running.values()),
+            running=tuple(
+                msgspec.structs.replace(job, elapsed_s=self.elapsed_s) for job in self.running.values()
+            ),
             exits=tuple(self.exits.values()),
         )
         ack = await self._peer.call(msgspec.structs.replace(request, **changes), timeout_s=CALL_S)
@@ -118,12 +122,12 @@ class FakeAgent:
         async with asyncio.timeout(CALL_S):
             return await self.kills.get()
 
-    async def confirm(self, launch: Launch, *, epoch: int | None = None) -> None:
+    async def confirm(self, launch: Launch, *, epoch: int | None = None, wait_s: float = 0.0) -> None:
         epoch = launch.placement.epoch if epoch is None else epoch
-        await self._peer.call(
-            ConfirmLaunch(job_id=launch.job_id, epoch=epoch, incarnation=self.info.incarnation),
-            timeout_s=CALL_S,
+        request = ConfirmLaunch(
+            job_id=launch.job_id, epoch=epoch, incarnation=self.info.incarnation, wait_s=wait_s
         )
+        await self._peer.call(request, timeout_s=CALL_S)
         self.running[launch.job_id] = RunningJob(job_id=launch.job_id, epoch=epoch)
 
     async def start_next(self) -> Launch:
@@ -140,7 +144,7 @@ class FakeAgent:
         started: bool = True,
         by_node: bool = False,
     ) -> ExitReport:
-        """The process is over; the next heartbeat says so."""
+        """Records the exit of the job; the next heartbeat reports it."""
         self.running.pop(launch.job_id, None)
         report = ExitReport(
             job_id=launch.job_id,
@@ -155,7 +159,7 @@ class FakeAgent:
         return report
 
     def restarted(self) -> FakeAgent:
-        """The next life of the same node: it runs nothing and remembers no launch."""
+        """The agent of the same node after a restart: next incarnation, no jobs, no launches."""
         info = msgspec.structs.replace(self.info, incarnation=self.info.incarnation + 1)
         return FakeAgent(info)
 
@@ -174,8 +178,11 @@ class FakeAgent:
         elif isinstance(request, Kill):
             await self.kills.put(request)
         elif isinstance(request, ReadLog):
-            log = self.logs.get(f"{request.job_id}@{request.epoch}", self.logs.get(request.job_id, b""))
-            data = log[request.offset :][: request.bytes_max]
-            end = request.offset + len(data)
-            return LogChunk(data=data, start=request.offset, next_offset=end, eof=True)
+            return await self._read_log(request)
         return Done()
+
+    async def _read_log(self, request: ReadLog) -> LogChunk:
+        log = self.logs.get(f"{request.job_id}@{request.epoch}", self.logs.get(request.job_id, b""))
+        data = log[request.offset :][: request.bytes_max]
+        end = request.offset + len(data)
+        return LogChunk(data=data, start=request.offset, next_offset=end, eof=True)

@@ -1,4 +1,4 @@
-"""A clock that stands still until a test moves it; every sleeper on the way wakes in order."""
+"""A fake clock that a test advances; sleepers wake in order."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ import heapq
 import itertools
 from collections.abc import Callable
 
-from genie.runtime.clock import Timer
+from genie.processes.clock import Timer
 
 
 class FakeClock:
-    """A `Clock`. Wall time and monotonic time move together."""
+    """A `Clock` whose wall time and monotonic time advance together, unless the wall clock is set."""
 
     def __init__(self, *, wall_s: float = 1_700_000_000.0) -> None:
-        self._began_s = wall_s
+        self._start_wall_s = wall_s
         self._now_s = 1000.0
         self._numbers = itertools.count()
         self._sleepers: list[tuple[float, int, asyncio.Future[None]]] = []
@@ -23,7 +23,11 @@ class FakeClock:
         return self._now_s
 
     def wall_s(self) -> float:
-        return self._began_s + self._now_s - 1000.0
+        return self._start_wall_s + self._now_s - 1000.0
+
+    def step_wall(self, seconds: float) -> None:
+        """Sets the wall clock forward, or back if negative."""
+        self._start_wall_s += seconds
 
     async def sleep(self, seconds: float) -> None:
         if seconds <= 0:
@@ -40,18 +44,18 @@ class FakeClock:
         return woken
 
     async def advance(self, seconds: float) -> None:
-        """Moves on in steps of one sleeper at a time; what wakes up gets a few turns before the next."""
+        """Wakes the due sleepers one at a time; each gets a few loop iterations before the next."""
         end_s = self._now_s + seconds
         while self._sleepers and self._sleepers[0][0] <= end_s:
             due_s, _, woken = heapq.heappop(self._sleepers)
             self._now_s = max(self._now_s, due_s)
             if not woken.done():
                 woken.set_result(None)
-                await _turns()
+                await _run_loop_iterations()
         self._now_s = end_s
-        await _turns()
+        await _run_loop_iterations()
 
 
-async def _turns() -> None:
+async def _run_loop_iterations() -> None:
     for _ in range(10):
         await asyncio.sleep(0)

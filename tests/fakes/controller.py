@@ -1,71 +1,122 @@
-"""A controller that does what a test tells it to, over the real network and the real wire.
+"""The fake controller of tests for agents, sessions and clients: real network, real messages.
 
-It keeps what agents said in lists, answers by its knobs, and gives orders when asked. Not for: testing
-the controller itself; tests/controller has the real one.
+It records requests in lists, answers as its attributes say, and sends orders to agents on request.
+tests/controller/test_fake_controller.py compares its answers with those of the real one. ThreadedController
+runs it on a thread of its own for tests that block.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import secrets
+import threading
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
+from typing import Self
 
 import genie
-from genie.errors import GenieError, ProtocolError
-from genie.model.job import JobKind, JobSpec, Placement, Resources, Workdir
+from genie.errors import GenieError, ProtocolError, TokenMissingError, TokenRefusedError
+from genie.model.allocation import NodeHolds
+from genie.model.job import Job, JobKind, JobSpec, JobState, Placement, Resources, Workdir
 from genie.model.messages import (
+    BEFORE_HELLO,
     CHUNK_BYTES_MAX,
     CONTROLLER_REQUESTS,
     BlobChunk,
+    CancelJob,
     Certificate,
     ConfirmLaunch,
+    DeviceReply,
     Done,
+    Endpoint,
     ExecutorReady,
     ExitReport,
     FetchTrust,
     GetBlob,
+    GetStatus,
     Heartbeat,
     HeartbeatAck,
     Hello,
     JobOrder,
+    JobReply,
     Join,
     Joined,
     Kill,
     Launch,
+    ListNodes,
     LogChunk,
     Message,
+    NodesReply,
+    NodeView,
+    OpenDevice,
     ReadLog,
     Register,
     Registered,
     RenewCertificate,
+    SessionEnd,
+    SessionHeartbeat,
     SignExecutor,
+    StatusReply,
     TrustAnchor,
+    WaitDevice,
     Welcome,
 )
-from genie.model.tenant import TokenKind
-from genie.runtime import files, rpc, tls, wire
+from genie.model.node import NodeInfo
+from genie.model.tenant import DEFAULT_TENANT, TokenKind
+from genie.processes import files
+from genie.runtime import rpc, tls, wire
+from genie.runtime.credentials import OWNER_TOKEN_FILE, LocalCluster
 from genie.runtime.network import Channel, TcpNetwork
 from genie.tenancy.access import NO_PIN, Token, new_token, parse_token
-from tests.waiting import until
+from tests.waiting import TIMEOUT_S, until
 
 HOST = "127.0.0.1"
+CLUSTER_ID = "c1"
+OWNER_TOKEN = new_token(TokenKind.OWNER, token_id="owner1", secret=b"\x01" * 32, pin=NO_PIN)
+
+
+def session_job(job_id: str, state: JobState, *, reason: str = "") -> Job:
+    return Job(
+        job_id=job_id,
+        tenant=DEFAULT_TENANT,
+        owner=OWNER_TOKEN.token_id,
+        spec=JobSpec(name="session", command=(), kind=JobKind.SESSION),
+        state=state,
+        reason=reason,
+        submitted_at=1.0,
+        sequence=1,
+    )
+
+
+def _running_session() -> DeviceReply:
+    return DeviceReply(
+        job=session_job("j-1", JobState.RUNNING),
+        endpoint=Endpoint(host=HOST, port=1, server_name="j-1.executor.genie.internal"),
+        ticket="the-ticket",
+    )
 
 
 @dataclass
 class FakeController:
-    """Knobs may be turned at any time."""
+    """Attributes may be changed at any time. `directory` is for the CA, which TLS and joining need."""
 
-    directory: Path
+    directory: Path | None = None
     use_tls: bool = False
     ttl_s: float = 10.0
     leading: bool = True
+    leader: str = ""
+    """HOST:PORT of the leader, when this controller is a standby."""
+    only_token: Token | None = None
+    """If set, Hello with another token is rejected."""
     silent: bool = False
-    """Answers nothing, like a controller behind a cut link."""
+    """Sends no replies, like a controller behind a broken link."""
+    answers_hello: bool = True
     leader_token: int = 5
     confirm_error: GenieError | None = None
     join_error: GenieError | None = None
@@ -75,7 +126,14 @@ class FakeController:
     kill: list[JobOrder] = field(default_factory=list)
     blobs: dict[str, bytes] = field(default_factory=dict)
     more_controllers: tuple[str, ...] = ()
+    refusals: dict[type[Message], GenieError] = field(default_factory=dict)
+    """Errors to reply with, by type of request."""
+    nodes: tuple[NodeInfo, ...] = ()
+    nodes_per_reply: int = 1000
+    device: DeviceReply = field(default_factory=_running_session)
 
+    asked: list[Message] = field(default_factory=list)
+    """All requests."""
     hellos: list[Hello] = field(default_factory=list)
     joins: list[Join] = field(default_factory=list)
     registers: list[Register] = field(default_factory=list)
@@ -83,71 +141,154 @@ class FakeController:
     confirms: list[ConfirmLaunch] = field(default_factory=list)
     ready: list[ExecutorReady] = field(default_factory=list)
     certificates: list[str] = field(default_factory=list)
-    """Names in the client certificates that nodes have shown."""
+    """Names in the client certificates of registered nodes."""
     exits: dict[str, ExitReport] = field(default_factory=dict)
     port: int = 0
     _peer: rpc.Peer | None = None
-    _serving: asyncio.Event = field(default_factory=asyncio.Event)
+    _authenticated: set[rpc.Peer] = field(default_factory=set)
+    _listening: threading.Event = field(default_factory=threading.Event)
     _epochs: int = 0
 
     def __post_init__(self) -> None:
-        self.authority = tls.CertificateAuthority.load_or_create(self.directory, now=time.time())
+        if self.directory is None:
+            return
+        self.write_certificate(now=time.time())
+
+    def write_certificate(self, *, now: float) -> None:
+        """Write its own certificate, valid for a day from `now`; used by the next `serve`."""
+        assert self.directory is not None
         key, csr = tls.new_key_and_csr()
         files.write_private(self.directory / "controller.key", key)
-        certificate = self.authority.issue(csr, name=tls.CONTROLLER_NAME, days=1, now=time.time())
+        certificate = self.authority.issue(csr, name=tls.CONTROLLER_NAME, days=1, now=now)
         files.write_private(self.directory / "controller.pem", certificate.encode())
 
-    # --- running it -------------------------------------------------------------------------
+    @cached_property
+    def authority(self) -> tls.CertificateAuthority:
+        assert self.directory is not None, "the CA needs a directory"
+        return tls.CertificateAuthority.load_or_create(self.directory, now=time.time())
+
+    # --- serving ---------------------------------------------------------------------------
 
     @asynccontextmanager
     async def listening(self) -> AsyncIterator[FakeController]:
-        """For the length of the block; a second time it takes the same port."""
+        """Serve for the length of the block; the second time on the same port."""
         async with asyncio.TaskGroup() as group:
-            task = group.create_task(self._serve())
-            await self._serving.wait()
+            task = group.create_task(self.serve())
+            await until(self._listening.is_set, what="the fake controller listens")
             try:
                 yield self
             finally:
-                self._serving.clear()
                 task.cancel()
 
-    async def _serve(self) -> None:
-        context = (
-            tls.server_context(
+    async def serve(self) -> None:
+        """Serve until cancelled."""
+        context = None
+        if self.use_tls:
+            assert self.directory is not None
+            context = tls.server_context(
                 self.directory / "controller.pem",
                 self.directory / "controller.key",
                 ca_pem=self.authority.ca_pem,
             )
-            if self.use_tls
-            else None
-        )
-        await TcpNetwork().serve(HOST, self.port, self._accept, tls=context, on_listening=self._listens)
+        try:
+            await TcpNetwork().serve(
+                HOST, self.port, self._accept, tls=context, on_listening=self._set_listening
+            )
+        finally:
+            self._listening.clear()
 
-    def _listens(self, port: int) -> None:
+    def _set_listening(self, port: int) -> None:
         self.port = port
-        self._serving.set()
+        self._listening.set()
 
     async def _accept(self, channel: Channel) -> None:
-        channel.cap_bytes = wire.FRAME_BYTES_MAX
-        await rpc.Peer(channel, requests=CONTROLLER_REQUESTS, handler=self._handle).run()
+        async def handle(peer: rpc.Peer, request: Message) -> Message:
+            return await self._handle(peer, request)  # looked up for each request: tests replace it
 
-    # --- what agents ask --------------------------------------------------------------------
+        peer = rpc.Peer(channel, requests=CONTROLLER_REQUESTS, handler=handle)
+        try:
+            await peer.run()
+        finally:
+            self._authenticated.discard(peer)
+
+    # --- requests --------------------------------------------------------------------------
 
     async def _handle(self, peer: rpc.Peer, request: Message) -> Message:
         if self.silent:
             await asyncio.get_running_loop().create_future()
+        self.asked.append(request)
+        if type(request) in self.refusals:
+            raise self.refusals[type(request)]
+        if isinstance(request, Hello):
+            return await self._hello(peer, request)
+        if type(request) not in BEFORE_HELLO and peer not in self._authenticated:
+            raise TokenMissingError("this connection is not authenticated", hint="send Hello first")
+        if reply := self._answer_client(request):
+            return reply
+        return self._answer_agent(peer, request)
+
+    async def _hello(self, peer: rpc.Peer, request: Hello) -> Welcome:
+        self.hellos.append(request)
+        if peer in self._authenticated:
+            raise ProtocolError("this connection has already sent Hello")
+        if not self.answers_hello:
+            await asyncio.get_running_loop().create_future()
+        token = parse_token(request.token)
+        if self.only_token is not None and str(token) != str(self.only_token):
+            raise TokenRefusedError(
+                f"token {token.token_id} is unknown here or its secret is wrong", hint="create another"
+            )
+        self._authenticated.add(peer)
+        peer.channel.set_frame_limit(wire.FRAME_BYTES_MAX)
+        return Welcome(
+            cluster_id=CLUSTER_ID,
+            version=genie.__version__,
+            tenant=DEFAULT_TENANT,
+            kind=token.kind,
+            leading=self.leading and not self.leader,
+        )
+
+    def _answer_client(self, request: Message) -> Message | None:
         match request:
-            case Hello():
-                self.hellos.append(request)
-                return Welcome(
-                    cluster_id="fake",
-                    version=genie.__version__,
-                    tenant="default",
-                    kind=TokenKind.NODE,
-                    leading=self.leading,
+            case SessionHeartbeat() | ListNodes():
+                after = request.after if isinstance(request, ListNodes) else ""
+                views = tuple(
+                    NodeView(info=info, node_holds=NodeHolds(node_id=info.node_id))
+                    for info in self.nodes
+                    if info.node_id > after
                 )
+                page = views[: self.nodes_per_reply]
+                return NodesReply(nodes=page, more=len(page) < len(views))
+            case OpenDevice() | WaitDevice():
+                return self.device
+            case CancelJob():
+                return JobReply(job=self.device.job)
+            case GetStatus():
+                return self._status()
+            case SessionEnd():
+                return Done()
+        return None
+
+    def _status(self) -> StatusReply:
+        return StatusReply(
+            cluster_id=CLUSTER_ID,
+            version=genie.__version__,
+            leading=self.leading and not self.leader,
+            leader=self.leader,
+            store="sqlite",
+            store_ok=True,
+            started_at=1.0,
+            nodes={},
+            jobs={},
+            gpus_total=0,
+            gpus_free=0,
+            clients=0,
+        )
+
+    def _answer_agent(self, peer: rpc.Peer, request: Message) -> Message:
+        match request:
             case FetchTrust():
-                return TrustAnchor(ca_pem=self.authority.ca_pem)
+                return TrustAnchor(ca_pem=self.authority.ca_pem if self.directory is not None else "")
             case Join():
                 return self._join(request)
             case Register():
@@ -170,16 +311,18 @@ class FakeController:
                 return self._issue(request.csr_pem, tls.executor_name(request.job_id))
             case RenewCertificate():
                 return self._issue(request.csr_pem, peer.channel.certificate_name)
-        raise ProtocolError(f"the fake does not answer {type(request).__name__}")
+        raise ProtocolError(f"the fake controller does not answer {type(request).__name__}")
 
     def _join(self, request: Join) -> Joined:
         self.joins.append(request)
         if self.join_error is not None:
             raise self.join_error
         parse_token(request.token)
-        signed = self._issue(request.csr_pem, tls.node_name(request.node_id_wish)) if self.use_tls else None
+        signed = (
+            self._issue(request.csr_pem, tls.node_name(request.requested_node_id)) if self.use_tls else None
+        )
         return Joined(
-            node_id=request.node_id_wish,
+            node_id=request.requested_node_id,
             token=str(self.token(TokenKind.NODE)),
             certificate_pem=signed.certificate_pem if signed else "",
             ca_pem=self.authority.ca_pem if self.use_tls else "",
@@ -215,7 +358,7 @@ class FakeController:
         pem = self.authority.issue(csr_pem, name=name, days=self.certificate_days, now=time.time())
         return Certificate(certificate_pem=pem)
 
-    # --- what a test asks -------------------------------------------------------------------
+    # --- for tests -------------------------------------------------------------------------
 
     @property
     def address(self) -> str:
@@ -225,21 +368,30 @@ class FakeController:
         pin = self.authority.fingerprint if self.use_tls else NO_PIN
         return new_token(kind, token_id=secrets.token_hex(4), secret=secrets.token_bytes(32), pin=pin)
 
+    def count(self, kind: type[Message]) -> int:
+        """Number of requests of this type so far."""
+        return sum(isinstance(request, kind) for request in list(self.asked))
+
+    def announce(self, state_dir: Path) -> None:
+        """Write what a real controller leaves in the state directory, so that clients find this one."""
+        files.write_private(state_dir / OWNER_TOKEN_FILE, str(OWNER_TOKEN).encode())
+        LocalCluster(host=HOST, port=self.port, cluster_id=CLUSTER_ID).write(state_dir)
+
     def keep_blob(self, data: bytes) -> Workdir:
         digest = hashlib.sha256(data).hexdigest()
         self.blobs[digest] = data
         return Workdir(digest=digest, size_bytes=len(data))
 
     async def peer(self) -> rpc.Peer:
-        """The connection of the node that registered last, after its first heartbeat on it."""
+        """Return the connection of the node that registered last, after a heartbeat on it."""
         await until(lambda: self._peer is not None and not self._peer.is_closed, what="an agent registers")
-        heard = len(self.heartbeats)
-        await until(lambda: len(self.heartbeats) > heard, what="a heartbeat")
+        count = len(self.heartbeats)
+        await until(lambda: len(self.heartbeats) > count, what="a heartbeat")
         assert self._peer is not None
         return self._peer
 
     def launch_of(self, job_id: str, *command: str, epoch: int | None = None, **given: object) -> Launch:
-        """An order for the node as it registered last; every part can be given otherwise."""
+        """Create a launch for the node that registered last; `given` overrides its fields."""
         self._epochs += 1
         node = self.registers[-1].node
         spec = JobSpec(
@@ -269,14 +421,14 @@ class FakeController:
     async def launch(self, job_id: str, *command: str, **given: object) -> Launch:
         peer = await self.peer()
         order = self.launch_of(job_id, *command, **given)  # type: ignore[arg-type]
-        await peer.call(order, timeout_s=5)
+        await peer.call(order, timeout_s=20)
         return order
 
     async def order_kill(self, launch: Launch, *, reason: str = "cancelled by its owner") -> None:
         order = Kill(
             job_id=launch.job_id, epoch=launch.placement.epoch, leader_token=self.leader_token, reason=reason
         )
-        await (await self.peer()).call(order, timeout_s=5)
+        await (await self.peer()).call(order, timeout_s=20)
 
     async def log(
         self,
@@ -288,10 +440,10 @@ class FakeController:
         epoch: int = 0,
     ) -> LogChunk:
         request = ReadLog(job_id=job_id, offset=offset, wait_s=wait_s, bytes_max=bytes_max, epoch=epoch)
-        return await (await self.peer()).call(request, timeout_s=wait_s + 5)
+        return await (await self.peer()).call(request, timeout_s=wait_s + 20)
 
     async def whole_log(self, job_id: str) -> str:
-        """Until the end of the job."""
+        """Read the log until the job ends."""
         data, offset = b"", 0
         while True:
             chunk = await self.log(job_id, offset=offset, wait_s=5)
@@ -299,6 +451,40 @@ class FakeController:
             if chunk.eof:
                 return data.decode()
 
-    async def end_of(self, job_id: str, *, timeout_s: float = 10.0) -> ExitReport:
+    async def end_of(self, job_id: str, *, timeout_s: float = TIMEOUT_S) -> ExitReport:
         await until(lambda: job_id in self.exits, timeout_s=timeout_s, what=f"the end of {job_id}")
         return self.exits[job_id]
+
+
+class ThreadedController(FakeController):
+    """A fake controller on a thread of its own; it can be stopped and started again on the same port."""
+
+    _thread: threading.Thread | None = None
+    _cancel: Callable[[], object] | None = None
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(self, *ignored: object) -> None:
+        self.stop()
+
+    def start(self) -> None:
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._run()), name="fake-controller")
+        self._thread.start()
+        assert self._listening.wait(TIMEOUT_S)
+
+    def stop(self) -> None:
+        """Close every connection and stop listening."""
+        if self._thread is not None:
+            assert self._cancel is not None
+            self._cancel()
+            self._thread.join(TIMEOUT_S)
+            self._thread = None
+
+    async def _run(self) -> None:
+        loop, task = asyncio.get_running_loop(), asyncio.current_task()
+        assert task is not None
+        self._cancel = lambda: loop.call_soon_threadsafe(task.cancel)
+        with contextlib.suppress(asyncio.CancelledError):
+            await self.serve()

@@ -1,4 +1,4 @@
-"""A clock that a test moves on by hand: sleepers wait until step() lets one round pass."""
+"""A fake clock on which each sleep() returns when the test calls step()."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One rule for this folder: its tests run where there is an NVIDIA GPU, and are listed as left out elsewhere.
+"""Tests of this folder run on machines with an NVIDIA GPU, and are reported as skipped elsewhere.
 
 They are the only ones that may be left out when GENIE_TEST_REQUIRE_ALL=1 (tests/conftest.py).
 """
@@ -15,7 +15,7 @@ from tests.needs import require_module
 
 @cache
 def has_nvidia_gpu() -> bool:
-    """The driver's device file, or where there is none, as in some virtual machines, torch's word."""
+    """Checks the driver's device file, or torch where there is none, as in some virtual machines."""
     if Path("/dev/nvidiactl").exists():
         return True
     return bool(require_module("torch", package="torch").cuda.is_available())

@@ -1,4 +1,4 @@
-"""The executor on a CUDA device: it does there what the CPU executor does, with that device's numbers."""
+"""The device with an executor on CUDA: the same results as on the CPU, with CUDA's random numbers."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ import torch
 
 from genie import device
 from genie.errors import DeviceLostError, RemoteOpError
-from tests.agent.executor.process import start_executor
 from tests.device.conftest import D0, remote_device
 from tests.device.test_autograd import convnet, losses, mlp, transformer
 from tests.device.test_ops import CALLS, Maker, flat
+from tests.executor.process import start_executor
 
 GIB = 1024**3
 NOT_ON_CUDA = {"histc": "sums in another order", "view dtype": "bits depend on rounding"}
@@ -37,7 +37,7 @@ def cuda_executor(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("name", [name for name in CALLS if name not in NOT_ON_CUDA])
-def test_a_call_gives_what_it_gives_on_the_cpu(name: str) -> None:
+def test_op_matches_cpu(name: str) -> None:
     expected = flat(CALLS[name](Maker(name, "cpu")))
     found = flat(CALLS[name](Maker(name, D0)))
     for one, other in zip(found, expected, strict=True):
@@ -49,7 +49,7 @@ def test_a_call_gives_what_it_gives_on_the_cpu(name: str) -> None:
 
 
 @pytest.mark.parametrize(("make", "shape"), [(mlp, (16,)), (transformer, (2, 5)), (convnet, (6,))])
-def test_training_goes_as_on_the_cpu(make: object, shape: tuple[int, ...]) -> None:
+def test_training_matches_cpu(make: object, shape: tuple[int, ...]) -> None:
     torch.manual_seed(0)
     module = make()  # type: ignore[operator]
     data = torch.randn(*shape, 8), torch.randn(*shape, 1)
@@ -57,7 +57,7 @@ def test_training_goes_as_on_the_cpu(make: object, shape: tuple[int, ...]) -> No
     assert losses(twin, D0, data) == pytest.approx(losses(module, "cpu", data), rel=1e-2)
 
 
-def test_a_seed_gives_the_numbers_of_a_local_cuda_device() -> None:
+def test_seed_matches_local_cuda() -> None:
     torch.manual_seed(9)
     expected = torch.randn(1000, device="cuda").cpu()
     torch.manual_seed(9)
@@ -68,7 +68,7 @@ def test_a_seed_gives_the_numbers_of_a_local_cuda_device() -> None:
     assert torch.equal(torch.rand(10, device=D0).cpu(), first)
 
 
-def test_large_tensors_and_odd_layouts_go_there_and_back() -> None:
+def test_large_tensors_and_unusual_layouts_round_trip() -> None:
     sent = torch.arange(64 * 1024 * 1024, dtype=torch.int32)
     assert torch.equal(sent.to(D0).cpu(), sent)
     turned = torch.randn(300, 200).t()
@@ -78,7 +78,7 @@ def test_large_tensors_and_odd_layouts_go_there_and_back() -> None:
     assert base[:, 1].tolist() == [0, 1, 2, 3]
 
 
-def test_memory_beyond_the_quota_is_torchs_own_error() -> None:
+def test_exceeding_the_quota_raises_out_of_memory() -> None:
     for take in (
         lambda: torch.empty(2 * GIB, device=D0),
         lambda: torch.arange(2 * GIB, device=D0),
@@ -89,7 +89,7 @@ def test_memory_beyond_the_quota_is_torchs_own_error() -> None:
     assert torch.ones(2, device=D0).sum().item() == 2
 
 
-def test_tensors_of_two_devices_and_failing_ops_are_named() -> None:
+def test_errors_name_devices_and_ops() -> None:
     with pytest.raises(RemoteOpError, match="aten::mm"):
         torch.ones(2, 3, device=D0) @ torch.ones(2, 3, device=D0)
     with pytest.raises(RuntimeError, match=f"{D0} and cuda"):
@@ -98,8 +98,8 @@ def test_tensors_of_two_devices_and_failing_ops_are_named() -> None:
     assert torch.ones(2, device=D0).to("cuda").tolist() == [1, 1]
 
 
-def test_a_fault_of_the_device_ends_this_executor_with_a_clear_error() -> None:
-    """Last: a fault on the device poisons its process, which then ends."""
+def test_device_fault_ends_the_executor_with_a_clear_error() -> None:
+    """Runs last: a device fault ends the executor process."""
     there = torch.ones(4, device=D0)
     with pytest.raises((RemoteOpError, DeviceLostError)):
         there[torch.tensor([99], device=D0)].sum().item()

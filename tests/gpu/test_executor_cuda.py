@@ -1,4 +1,4 @@
-"""The executor on a CUDA device, spoken to byte by byte: overlapping copies, faults, random numbers.
+"""The executor on a CUDA device, at protocol level: overlapping copies, faults, random numbers.
 
 What a program sees through the torch device is test_device_cuda.py.
 """
@@ -12,28 +12,28 @@ import pytest
 import torch
 
 from genie.errors import HardwareError
-from tests.agent.executor.client import (
-    HERE,
+from tests.executor.client import (
+    DEVICE,
     UNDEFINED,
-    Answer,
+    Alias,
     Client,
     Data,
+    DynamicResult,
     Error,
     Generator,
     New,
     Record,
     Reply,
-    Same,
     Tensor,
-    dial,
-    enter,
     frame,
+    handshake,
+    open_pipe,
     record,
     u32,
     u64,
     view,
 )
-from tests.agent.executor.process import TICKET, ExecutorProcess, running_executor
+from tests.executor.process import TICKET, ExecutorProcess, running_executor
 
 MIB = 1024 * 1024
 GIB = 1024 * MIB
@@ -50,18 +50,18 @@ def executor(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ExecutorProce
 
 
 class Connected:
-    """The one client of the executor, and how it comes back."""
+    """The client of the executor, with reconnect."""
 
     def __init__(self, port: int) -> None:
         self.port = port
-        pipe = dial(port)
-        self.facts = enter(pipe, TICKET)
+        pipe = open_pipe(port)
+        self.opened = handshake(pipe, TICKET)
         self.client = Client(pipe)
 
-    def come_back(self) -> None:
-        pipe = dial(self.port)
+    def reconnect(self) -> None:
+        pipe = open_pipe(self.port)
         client = self.client
-        again = enter(pipe, TICKET, session_key=self.facts.session_key, replies_received=client.replies)
+        again = handshake(pipe, TICKET, session_key=self.opened.session_key, replies_received=client.replies)
         client.pipe = pipe
         for data in client.sent[again.frames_received :]:
             client.write(data)
@@ -70,7 +70,7 @@ class Connected:
 @pytest.fixture(scope="module")
 def connected(executor: ExecutorProcess) -> Iterator[Connected]:
     connected = Connected(executor.port)
-    assert connected.facts.kind == "cuda"
+    assert connected.opened.kind == "cuda"
     yield connected
     connected.client.close()
 
@@ -82,20 +82,20 @@ def client(connected: Connected) -> Iterator[Client]:
 
 
 def zeros(client: Client, *shape: int) -> Tensor:
-    return client.made("aten::zeros", list(shape), FLOAT32, None, HERE, None, gives=[New(shape)])
+    return client.op_output("aten::zeros", list(shape), FLOAT32, None, DEVICE, None, outputs=[New(shape)])
 
 
-def test_ops_run_there_and_pipeline_with_uploads(client: Client) -> None:
+def test_ops_are_pipelined_with_uploads(client: Client) -> None:
     total = zeros(client, 1000)
     part = client.allocate((1000,))
     for step in range(200):
         client.put(part, struct.pack("<f", step) * 1000)
-        client.op("aten::add_.Tensor", total, part, Data(1), gives=[Same()])
+        client.op("aten::add_.Tensor", total, part, Data(1), outputs=[Alias()])
     assert client.floats_in(total) == (float(sum(range(200))),) * 1000
 
 
 @pytest.mark.parametrize("turned", [False, True], ids=["straight", "by way of another"])
-def test_large_tensors_go_there_and_back(client: Client, turned: bool) -> None:
+def test_large_tensors_round_trip(client: Client, turned: bool) -> None:
     shape = (4096, 5000)
     data = torch.arange(4096 * 5000, dtype=torch.int32).numpy().tobytes()
     target = client.allocate(shape, "int32")
@@ -108,20 +108,20 @@ def test_large_tensors_go_there_and_back(client: Client, turned: bool) -> None:
 
 
 @pytest.mark.leaks_allowed("the connection of the whole module is replaced by another")
-def test_a_large_reply_is_sent_again_as_it_was(connected: Connected, client: Client) -> None:
+def test_large_reply_is_resent_unchanged(connected: Connected, client: Client) -> None:
     size = 8 * MIB
-    made = client.made("aten::full", [size], 7.0, FLOAT32, None, HERE, None, gives=[New((size,))])
+    made = client.op_output("aten::full", [size], 7.0, FLOAT32, None, DEVICE, None, outputs=[New((size,))])
     client.sync()
     client.sent = [b""] * client.frames
     client.send(record(Record.GET, 0, view(made)))
     client.pipe.read_exactly(1000, 10.0)
-    number, template = client.template("aten::zero_", [made], [Same()])
+    number, template = client.template("aten::zero_", [made], [Alias()])
     client.frames += 1
     blind = frame(client.frames, template + record(Record.OP, number, u32(made.storage)))
     client.sent.append(blind)
     client.write(blind)
     client.close()
-    connected.come_back()
+    connected.reconnect()
     reply = client.receive()
     assert isinstance(reply, Reply)
     assert reply.payload == struct.pack("<f", 7.0) * size
@@ -133,19 +133,17 @@ def test_a_large_reply_is_sent_again_as_it_was(connected: Connected, client: Cli
 
 @pytest.mark.leaks_allowed("the connection of the whole module is replaced by another")
 @pytest.mark.parametrize("freed", [False, True], ids=["kept", "freed"])
-def test_a_large_reply_does_not_change_with_a_replay(
-    connected: Connected, client: Client, freed: bool
-) -> None:
-    """A CUDA graph writes its results to the same memory each time, also after the client has freed them."""
+def test_large_reply_is_not_changed_by_a_replay(connected: Connected, client: Client, freed: bool) -> None:
+    """A CUDA graph writes its results to the same memory each time, even after the client has freed them."""
     size, graph = 8 * MIB, 3
-    x = client.made("aten::full", [size], 7.0, FLOAT32, None, HERE, None, gives=[New((size,))])
+    x = client.op_output("aten::full", [size], 7.0, FLOAT32, None, DEVICE, None, outputs=[New((size,))])
     y = Tensor(client.new_storage(), (size,))
     negate, first = client.template("aten::neg", [x], [New((size,))])
-    zero, second = client.template("aten::zero_", [x], [Same()])
+    zero, second = client.template("aten::zero_", [x], [Alias()])
     begin, replay = record(Record.GRAPH_BEGIN, 0, u32(graph)), record(Record.GRAPH_REPLAY, 0, u32(graph))
     step = record(Record.OP, negate, u32(x.storage, y.storage))
     client.send(first, second, begin, step, record(Record.GRAPH_END, 1), replay, replay)
-    report = client.ask_for(record(Record.GRAPH_REPORT, 0, u32(graph)))
+    report = client.request(record(Record.GRAPH_REPORT, 0, u32(graph)))
     assert isinstance(report, Reply)
     assert report.payload[0] == 1  # a CUDA graph
     client.sent = [b""] * client.frames
@@ -157,7 +155,7 @@ def test_a_large_reply_does_not_change_with_a_replay(
     client.sent.append(blind)
     client.write(blind)
     client.close()
-    connected.come_back()
+    connected.reconnect()
     reply = client.receive()
     assert isinstance(reply, Reply)
     assert reply.payload == struct.pack("<f", -7.0) * size
@@ -169,67 +167,65 @@ def test_a_large_reply_does_not_change_with_a_replay(
     assert client.sync() is None
 
 
-def test_a_seed_gives_the_numbers_of_a_local_cuda_device(client: Client) -> None:
+def test_seed_matches_local_cuda(client: Client) -> None:
     for generator in (0, 5):
         client.send(record(Record.SEED, 0, u32(generator) + u64(9)))
-        made = client.made(
-            "aten::randn.generator", [1000], Generator(generator), FLOAT32, None, HERE, None,
-            gives=[New((1000,))],
+        made = client.op_output(
+            "aten::randn.generator", [1000], Generator(generator), FLOAT32, None, DEVICE, None,
+            outputs=[New((1000,))],
         )  # fmt: skip
         local = torch.Generator("cuda").manual_seed(9)
         expected = torch.randn(1000, device="cuda", generator=local).cpu()
         assert client.floats_in(made) == tuple(expected.tolist())
-    state = client.ask_for(record(Record.GENERATOR_STATE, 0, u32(5)))
+    state = client.request(record(Record.GENERATOR_STATE, 0, u32(5)))
     assert isinstance(state, Reply)
     client.send(record(Record.SET_GENERATOR, 0, u32(6, len(state.payload)) + state.payload))
-    again = client.ask_for(record(Record.GENERATOR_STATE, 0, u32(6)))
+    again = client.request(record(Record.GENERATOR_STATE, 0, u32(6)))
     assert isinstance(again, Reply)
     assert again.payload == state.payload
 
 
-def test_numbers_that_an_op_leaves_on_the_cpu_stay_there_for_the_next_one(client: Client) -> None:
-    """The seed of an attention's dropout: its backward reads it from the CPU's memory."""
+def test_cpu_outputs_of_an_op_stay_on_the_cpu(client: Client) -> None:
+    """The dropout seed of attention: its backward reads it from host memory."""
     shape = (1, 2, 16, 32)
-    query = client.made("aten::randn", list(shape), FLOAT32, None, HERE, None, gives=[New(shape)])
-    forward = client.asked(
+    query = client.op_output("aten::randn", list(shape), FLOAT32, None, DEVICE, None, outputs=[New(shape)])
+    forward = client.run_dynamic(
         "aten::_scaled_dot_product_efficient_attention", query, query, query, None, True, 0.5, False, None
     )
-    assert isinstance(forward, Answer), forward
+    assert isinstance(forward, DynamicResult), forward
     out, sums, seed, offset = forward.values
-    backward = client.asked(
+    backward = client.run_dynamic(
         "aten::_scaled_dot_product_efficient_attention_backward",
         query, query, query, query, UNDEFINED, out, sums, seed, offset, 0.5, [True, True, True, False], False,
         None,
     )  # fmt: skip
-    assert isinstance(backward, Answer), backward
+    assert isinstance(backward, DynamicResult), backward
     assert [value.shape if value else None for value in backward.values] == [shape, shape, shape, None]
     assert isinstance(client.get(seed), bytes)
     assert client.sync() is None
 
 
-def test_memory_beyond_the_quota_and_beyond_the_device_is_an_error(client: Client) -> None:
+def test_exceeding_quota_or_device_memory_is_an_error(client: Client) -> None:
     before = client.stats().bytes_allocated
     for size in (2 * GIB, 2**45):
-        error = client.refused("aten::empty.memory_format", [size], FLOAT32, None, HERE, None, None)
+        error = client.run_refused("aten::empty.memory_format", [size], FLOAT32, None, DEVICE, None, None)
         assert error.code == "device.out_of_memory"
     row = zeros(client, 60_000)
-    error = client.refused("aten::mul.Tensor", row, Tensor(row.storage, (60_000, 1)))
+    error = client.run_refused("aten::mul.Tensor", row, Tensor(row.storage, (60_000, 1)))
     assert error.code == "device.out_of_memory"
     client.free(row)
     assert client.sync() is None
     assert client.stats().bytes_allocated == before
 
 
-def test_a_fault_of_the_device_ends_this_executor_with_a_clear_error(
-    executor: ExecutorProcess, client: Client
-) -> None:
-    """Last: a fault on the device poisons its process, which then ends."""
+def test_device_fault_ends_the_executor_with_a_clear_error(executor: ExecutorProcess, client: Client) -> None:
+    """Runs last: a device fault ends the executor process."""
     source = zeros(client, 4)
     index = client.uploaded((1,), struct.pack("<q", 99), "int64")
-    client.op("aten::index.Tensor", source, [index], gives=[New((1,))])
+    client.op("aten::index.Tensor", source, [index], outputs=[New((1,))])
     client.send(record(Record.SYNC))
-    while client.farewell is None:
+    while client.fatal_error is None:
         assert isinstance(client.receive(), Error)
-    assert "CUDA" in client.farewell.message or "device" in client.farewell.message
+    assert "CUDA" in client.fatal_error.message or "device" in client.fatal_error.message
     client.close()
     assert executor.wait_end() == HardwareError.exit_code, executor.output()

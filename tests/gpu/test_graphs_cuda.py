@@ -1,4 +1,4 @@
-"""Graphs on a CUDA device: taken down as CUDA graphs, compiled or not, and always right."""
+"""Graphs on a CUDA device: captured as CUDA graphs, compiled or not, with the same results."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from torch import nn
 from benchmarks import device_models
 from genie import device
 from genie.device import capture
-from tests.agent.executor.process import start_executor
 from tests.device.conftest import D0, remote_device
+from tests.executor.process import start_executor
 
 MIB = 1024**2
 GIB = 1024 * MIB
-pytestmark = pytest.mark.timeout(600)
+pytestmark = pytest.mark.timeout(400)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -37,7 +37,7 @@ def cuda_executor(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         yield
 
 
-class Keeper(nn.Module):
+class ModelWithBuffers(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("count", torch.zeros(3))
@@ -51,7 +51,7 @@ class Keeper(nn.Module):
 
 
 class Positions(nn.Module):
-    """What models make on the way: positions, a causal mask, and attention."""
+    """Typical parts of models: positions, a causal mask, and attention."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -83,7 +83,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], tuple[torch.Ten
         lambda call: (torch.tensor([[call + 3]]), torch.tensor([call])),
     ),
     "positions": (Positions, lambda call: (torch.full((2, 8, 16), 0.1 * call),)),
-    "buffers": (Keeper, lambda _: (torch.ones(3),)),
+    "buffers": (ModelWithBuffers, lambda _: (torch.ones(3),)),
 }
 
 
@@ -93,7 +93,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], tuple[torch.Ten
     ids=["plain", "inductor"],
 )
 @pytest.mark.parametrize("name", MODELS)
-def test_a_graph_gives_what_the_cpu_gives(name: str, inductor: bool, how: str) -> None:
+def test_graph_matches_cpu(name: str, inductor: bool, how: str) -> None:
     make, inputs = MODELS[name]
     torch.manual_seed(0)
     local = make().eval()
@@ -119,7 +119,7 @@ def test_attention_and_positions_compile() -> None:
         torch.testing.assert_close(compiled(x.to(D0)).cpu(), local(x), rtol=1e-2, atol=1e-3)
 
 
-def test_weights_whose_memory_was_freed_come_back_under_a_graph() -> None:
+def test_graph_works_after_freed_weights_are_restored() -> None:
     remote = nn.Linear(256, 256, bias=False, device=D0)
     kept, x = remote.weight.detach().cpu(), torch.ones(1, 256, device=D0)
     captured = capture(remote)
@@ -135,7 +135,7 @@ def test_weights_whose_memory_was_freed_come_back_under_a_graph() -> None:
             torch.testing.assert_close(captured(x).cpu(), before)
 
 
-def test_work_that_must_wait_for_the_gpu_is_replayed_step_by_step() -> None:
+def test_work_that_synchronizes_is_replayed_step_by_step() -> None:
     def masked(x: torch.Tensor, mask: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
         y = x + 1
         y[mask] = values
@@ -151,7 +151,7 @@ def test_work_that_must_wait_for_the_gpu_is_replayed_step_by_step() -> None:
     assert "no CUDA graph" in report.why
 
 
-def test_weights_that_get_other_memory_are_seen() -> None:
+def test_weights_with_new_memory_are_seen() -> None:
     weight = torch.ones(4, device=D0)
     captured = capture(lambda x: x * weight)
     x = torch.full((4,), 2.0, device=D0)
@@ -164,7 +164,7 @@ def test_weights_that_get_other_memory_are_seen() -> None:
     assert captured.report()[0].how == "cuda graph"
 
 
-def test_memory_that_a_graph_keeps_counts_until_it_is_gone() -> None:
+def test_memory_of_a_graph_counts_until_it_is_freed() -> None:
     gc.collect()
     before = torch.remote_accelerator.memory_allocated(0)
     captured = capture(lambda x: (x + 1).sum())
@@ -181,13 +181,13 @@ def test_memory_that_a_graph_keeps_counts_until_it_is_gone() -> None:
 
 
 @pytest.mark.parametrize("size", [10, 1_000_000])
-def test_results_are_the_callers_to_keep(size: int) -> None:
+def test_results_are_not_overwritten_by_later_calls(size: int) -> None:
     captured = capture(lambda x: x * 2)
     kept = [captured(torch.full((size,), float(i), device=D0)) for i in range(6)]
     assert [each.unique().tolist() for each in kept] == [[2.0 * i] for i in range(6)]
 
 
-def test_a_result_may_be_written_to() -> None:
+def test_result_can_be_written_to() -> None:
     captured = capture(lambda x: (x + 1, x + 2))
     for i in range(5):
         one, other = captured(torch.full((8,), float(i), device=D0))
@@ -196,15 +196,15 @@ def test_a_result_may_be_written_to() -> None:
         assert (one[0].item(), other[0].item()) == (100.0 * (i + 1), i + 2.0)
 
 
-def test_views_and_inputs_as_results_are_copied() -> None:
+def test_views_and_inputs_returned_as_results_are_copied() -> None:
     captured = capture(lambda x: (x, (x * 2)[3:5]))
     kept = [captured(torch.full((8,), float(i), device=D0)) for i in range(5)]
     for i, (same, part) in enumerate(kept):
         assert (same.tolist(), part.tolist()) == ([float(i)] * 8, [2.0 * i] * 2)
 
 
-def test_a_large_answer_is_right_although_a_replay_follows_at_once() -> None:
-    """Larger than what the executor copies to answer; its tensor is gone when the answer arrives."""
+def test_large_result_is_right_if_a_replay_follows_at_once() -> None:
+    """Larger than replies that the executor copies; the tensor is freed before the reply arrives."""
     captured = capture(lambda x: x * 2)
     x = torch.ones(4_000_000, device=D0)
     for i in range(5):
@@ -213,7 +213,7 @@ def test_a_large_answer_is_right_although_a_replay_follows_at_once() -> None:
         assert here.unique().tolist() == [2.0 * i]
 
 
-def test_memory_comes_back_when_results_and_graphs_are_gone() -> None:
+def test_memory_is_freed_with_results_and_graphs() -> None:
     torch.zeros(1, device=D0)
     torch.remote_accelerator.synchronize()
     before = torch.remote_accelerator.memory_stats()["allocated_bytes.current"]

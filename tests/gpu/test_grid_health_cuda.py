@@ -1,4 +1,4 @@
-"""A grid node's readings on a machine with a real nvidia-smi: what torch and NVML say of the same GPUs."""
+"""A grid node's readings on a machine with a real nvidia-smi, compared with torch and NVML."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ def _closed_afterwards():
 
 def read() -> dict[str, Any]:
     function, _ = OPS["health.read"]
-    return dict(function({"root": "~/grid_workspace", "timeout_s": 60.0}, b""))
+    return dict(function({"root": "~/grid_workspace", "timeout_s": 60.0, "throttle_check_c": 80.0}, b""))
 
 
-def test_the_gpus_are_those_of_torch() -> None:
+def test_gpus_match_torch() -> None:
     torch = require_module("torch", package="torch")
     found = read()
     assert (found["vendor"], found["failed"]) == ("nvidia", {})
@@ -36,11 +36,11 @@ def test_the_gpus_are_those_of_torch() -> None:
         there = torch.cuda.get_device_properties(index)
         gpu = seen[f"GPU-{there.uuid}"]
         assert gpu["name"] == there.name == torch.cuda.get_device_name(index)
-        # The driver keeps a little of the memory for itself.
+        # The driver reserves some memory.
         assert 0.9 <= there.total_memory / gpu["memory_total_bytes"] <= 1.0
 
 
-def test_memory_in_use_is_seen() -> None:
+def test_memory_in_use_is_reported() -> None:
     torch = require_module("torch", package="torch")
     uuid = f"GPU-{torch.cuda.get_device_properties(0).uuid}"
     held = torch.ones(1 << 30, dtype=torch.uint8, device="cuda:0")
@@ -51,14 +51,14 @@ def test_memory_in_use_is_seen() -> None:
     assert used >= 1024 * MIB
 
 
-def test_every_reading_of_a_gpu_in_good_order_is_a_number() -> None:
+def test_healthy_gpu_has_all_readings() -> None:
     for gpu in read()["gpus"]:
         assert 0 <= gpu["utilization_pct"] <= 100
         assert 0 < gpu["temperature_c"] < 120
         assert gpu["ecc_uncorrected"] in (0, None)
 
 
-def test_a_reading_starts_no_program(monkeypatch) -> None:
+def test_reading_starts_no_program(monkeypatch) -> None:
     def started(argv: list[str], deadline: float) -> str:
         raise AssertionError(argv)
 
@@ -66,12 +66,12 @@ def test_a_reading_starts_no_program(monkeypatch) -> None:
     assert health.read_gpus(60.0)["gpus"]
 
 
-def test_nvml_says_what_nvidia_smi_says() -> None:
+def test_nvml_readings_match_nvidia_smi() -> None:
     program = require_program("nvidia-smi", package="nvidia-smi")
-    told = health._nvidia_smi(program, health.time.monotonic() + 60)["gpus"]
+    by_smi = health._nvidia_smi(program, health.time.monotonic() + 60, 80.0)["gpus"]
     found = [health._gpu_by_nvml(**each) for each in nvml.read()]
-    assert len(found) == len(told) > 0
-    for ours, theirs in zip(found, told, strict=True):
+    assert len(found) == len(by_smi) > 0
+    for ours, theirs in zip(found, by_smi, strict=True):
         assert set(ours) == set(theirs)
         for key in ("index", "name", "uuid", "ecc_uncorrected"):
             assert ours[key] == theirs[key]
@@ -80,12 +80,12 @@ def test_nvml_says_what_nvidia_smi_says() -> None:
         assert ours["temperature_c"] == pytest.approx(theirs["temperature_c"], abs=_NEAR_C)
 
 
-def test_the_driver_knows_the_question_why_clocks_are_held_down() -> None:
+def test_driver_supports_throttle_reason_query() -> None:
     program = require_program("nvidia-smi", package="nvidia-smi")
     gpus = read()["gpus"]
     for gpu in gpus:
         gpu["throttled"] = None
-    health._add_reasons(gpus, program, health.time.monotonic() + 60)
+    health._add_throttle_reasons(gpus, program, health.time.monotonic() + 60)
     assert all(isinstance(gpu["throttled"], list) for gpu in gpus)
     query = "--query-gpu=index,clocks_throttle_reasons.active"
     done = subprocess.run(
@@ -95,6 +95,6 @@ def test_the_driver_knows_the_question_why_clocks_are_held_down() -> None:
     assert "0x" in done.stdout
 
 
-def test_the_kernels_log_is_read_or_said_to_be_unknown() -> None:
+def test_kernel_log_is_read_or_reported_as_unknown() -> None:
     found = read()
     assert isinstance(found["xids"], list) or found["xids_unknown"]

@@ -1,4 +1,4 @@
-"""The inventory against the real NVML, held to the contract of the fake in tests/hardware."""
+"""The inventory with the real NVML, under the contract of the fake in tests/hardware."""
 
 from __future__ import annotations
 
@@ -25,27 +25,27 @@ def opened() -> Iterator[Inventory]:
 
 
 def smi(fields: str) -> list[list[str]]:
-    """The same readings by another program: one row for each GPU."""
+    """The same readings from nvidia-smi: one row per GPU."""
     program = require_program("nvidia-smi", package="nvidia-smi")
     command = [program, f"--query-gpu={fields}", "--format=csv,noheader,nounits"]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     return [[cell.strip() for cell in line.split(",")] for line in done.stdout.splitlines()]
 
 
-def test_the_real_nvml_keeps_the_inventory_contract(opened: Inventory) -> None:
+def test_real_nvml_passes_the_inventory_contract(opened: Inventory) -> None:
     check_nvidia_inventory(opened.read)
     assert opened.absent_reason == ""
 
 
-def test_names_ids_and_memory_are_those_that_nvidia_smi_shows(opened: Inventory) -> None:
+def test_names_ids_and_memory_match_nvidia_smi(opened: Inventory) -> None:
     rows = smi("index,name,uuid,memory.total")
     assert [
         [str(gpu.gpu_id), gpu.name, gpu.uuid, str(gpu.memory_total_bytes // MIB)] for gpu in opened.read()
     ] == rows
 
 
-def test_temperature_power_and_use_are_near_those_that_nvidia_smi_shows(opened: Inventory) -> None:
-    """Near, because they move between the two readings."""
+def test_temperature_power_and_utilization_are_close_to_nvidia_smi(opened: Inventory) -> None:
+    """Approximately equal, because the values change between the two readings."""
     for gpu, row in zip(opened.read(), smi("temperature.gpu,power.draw,memory.used"), strict=True):
         assert gpu.temperature_c == pytest.approx(float(row[0]), abs=15)
         assert gpu.power_w == pytest.approx(float(row[1]), abs=150)
@@ -53,12 +53,12 @@ def test_temperature_power_and_use_are_near_those_that_nvidia_smi_shows(opened: 
         assert used_mib >= float(row[2]) - 64, "what the driver keeps for itself counts as used here"
 
 
-def test_the_capability_is_that_which_nvidia_smi_shows(opened: Inventory) -> None:
+def test_compute_capability_matches_nvidia_smi(opened: Inventory) -> None:
     rows = smi("compute_cap")
     assert [["{}.{}".format(*gpu.capability)] for gpu in opened.read()] == rows
 
 
-def test_a_gpu_in_good_order_is_well_and_the_first_is_the_first_of_its_island(opened: Inventory) -> None:
+def test_healthy_gpu_is_ok_and_first_of_its_island(opened: Inventory) -> None:
     gpus = opened.read()
     assert [(gpu.available, gpu.reason) for gpu in gpus] == [(True, "")] * len(gpus)
     assert gpus[0].island == 0
@@ -67,7 +67,7 @@ def test_a_gpu_in_good_order_is_well_and_the_first_is_the_first_of_its_island(op
 
 @pytest.fixture
 def holder() -> Iterator[subprocess.Popen[str]]:
-    """A process below this one that holds 1 GiB of the first GPU until its input ends."""
+    """A child process that holds 1 GiB of the first GPU until its stdin closes."""
     require_module("torch", package="torch")
     hold = "x = torch.ones(2**30, dtype=torch.uint8, device='cuda:0')"
     code = f"import sys, torch; {hold}; print('held', flush=True); sys.stdin.read()"
@@ -81,32 +81,32 @@ def holder() -> Iterator[subprocess.Popen[str]]:
         process.stdin.close()
 
 
-def test_what_a_job_holds_is_not_outside(opened: Inventory, holder: subprocess.Popen[str]) -> None:
+def test_memory_of_a_job_is_not_external(opened: Inventory, holder: subprocess.Popen[str]) -> None:
     gpu = opened.read(held=[0])[0]
-    # Where the driver lists no processes, as in containers, nothing counts as outside; else all but theirs.
+    # If the driver lists no processes, as in containers, no memory counts as external; else all but theirs.
     assert gpu.memory_outside_bytes <= gpu.memory_used_bytes - 1024 * MIB
     assert opened.read()[0].memory_outside_bytes >= 1024 * MIB, "and for one who holds nothing all of it is"
 
 
-async def test_async_readings_come_from_the_named_thread(opened: Inventory) -> None:
+async def test_async_readings_run_on_the_named_thread(opened: Inventory) -> None:
     gpus = await opened.read_async(timeout_s=30)
     assert gpus[0].vendor is Vendor.NVIDIA
     assert any(one.name.startswith("genie-hardware") for one in threading.enumerate())
 
 
-def test_closing_and_reading_again_opens_nvml_again(opened: Inventory) -> None:
+def test_reading_after_close_reopens_nvml(opened: Inventory) -> None:
     before = [gpu.uuid for gpu in opened.read()]
     opened.close()
     assert [(gpu.uuid, gpu.available) for gpu in opened.read()] == [(uuid, True) for uuid in before]
 
 
-def test_the_probe_finds_the_gpu_usable() -> None:
+def test_probe_reports_gpu_usable() -> None:
     nvidia = probe()[0]
     assert (nvidia.vendor, nvidia.usable, nvidia.fix) == (Vendor.NVIDIA, True, "")
 
 
 @pytest.mark.parametrize("held", [True, False])
-def test_a_process_sees_the_gpu_that_it_holds_and_none_without(held: bool) -> None:
+def test_process_sees_only_its_allocated_gpu(held: bool) -> None:
     require_module("torch", package="torch")
     gpus = inventory(0)
     environment = visible_devices_env(Vendor.NVIDIA, [gpus[0].gpu_id] if held else [], gpus)

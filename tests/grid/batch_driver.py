@@ -1,6 +1,6 @@
-"""Runs on a node of the Ray cluster: batches that go well and badly, told as one JSON object.
+"""Runs on a node of the Ray cluster: successful and failing batches, printed as one JSON object.
 
-Not for: judging it (test_ray_cluster.py).
+tests/grid/ray/test_cluster.py checks the output.
 """
 
 from __future__ import annotations
@@ -11,14 +11,16 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import ray
 
+from genie.config import load
 from genie.errors import GenieError
 from genie.grid import BatchExecutor, TaskFailure
+from genie.grid.metrics import GridMetrics, MetricsSnapshot
 
 
 def halve(number: int) -> float:
@@ -43,30 +45,37 @@ def touch_and_wait(folder: str, number: int) -> None:
         time.sleep(0.05)
 
 
-class Counted:
+class CountingMetrics:
     def __init__(self) -> None:
         self.found: list[str] = []
+        self.active = 0
 
-    def task_finished(self, status: str, duration_s: float) -> None:
-        assert duration_s >= 0
-        self.found.append(status)
+    def tasks_changed(self, *, started: int = 0, ended: Sequence[tuple[str, float]] = ()) -> None:
+        self.active += started - len(ended)
+        assert all(duration_s >= 0 for _, duration_s in ended)
+        self.found += [status for status, _ in ended]
 
 
 def plain(results: list[Any]) -> list[Any]:
     return [[each.index, each.error] if isinstance(each, TaskFailure) else each for each in results]
 
 
-def stuck(folder: Path, end: Callable[[BatchExecutor], None]) -> list[Any]:
-    """Two batches run and are stuck, the rest waits: then `end` is called from another thread."""
+def run_blocked_batches(folder: Path, end: Callable[[BatchExecutor], None]) -> list[Any]:
+    """Run two batches that block while the rest is pending, then call `end` in another thread."""
     folder.mkdir()
     executor = BatchExecutor(batch_size=1, num_gpus=0, num_cpus=1, in_flight_max=2)
 
-    def end_them() -> None:
+    def end_when_blocked() -> None:
         while len(list(folder.iterdir())) < 2:
             time.sleep(0.05)
+        while not own_metrics().active_tasks:
+            time.sleep(0.05)
+        active.append(own_metrics().active_tasks)
         end(executor)
 
-    other = threading.Thread(target=end_them)
+    active: list[int] = []
+
+    other = threading.Thread(target=end_when_blocked)
     other.start()
     try:
         tasks = [(str(folder), number) for number in range(20)]
@@ -75,8 +84,12 @@ def stuck(folder: Path, end: Callable[[BatchExecutor], None]) -> list[Any]:
         results = "interrupted"
     other.join()
     while ray.available_resources().get("CPU", 0) < ray.cluster_resources()["CPU"]:
-        time.sleep(0.05)  # until nothing is stuck any more
-    return [results, len(list(folder.iterdir()))]
+        time.sleep(0.05)  # until no batch blocks a CPU
+    return [results, len(list(folder.iterdir())), *active, own_metrics().active_tasks]
+
+
+def own_metrics() -> MetricsSnapshot:
+    return GridMetrics(load().paths.state_dir.expanduser()).figures()
 
 
 def error_of(executor: BatchExecutor, tasks: list[int]) -> str:
@@ -93,22 +106,25 @@ def main() -> None:
     except GenieError as error:
         unconnected = error.message
     ray.init(address="auto", log_to_driver=False)
-    counted, marks = Counted(), Path(sys.argv[1])
+    counted, marks = CountingMetrics(), Path(sys.argv[1])
     small = BatchExecutor(batch_size=4, num_gpus=0, metrics=counted)
-    told = {
+    outcomes = {
         "unconnected": unconnected,
         "halved": plain(small.submit_batched_tasks(halve, range(10))),
-        "counted": sorted(counted.found),
+        "counted": [*sorted(counted.found), counted.active],
         "died": plain(small.submit_batched_tasks(die_at_five, range(10))),
         "unpicklable": plain(small.submit_batched_tasks(unpicklable, range(3))),
         "empty": small.submit_batched_tasks(halve, []),
         "raised": error_of(BatchExecutor(batch_size=2, num_gpus=0, raise_on_error=True), [1, 3, 3]),
         "too_much": error_of(BatchExecutor(num_gpus=1000), [1]),
-        "cancelled": stuck(marks / "cancelled", BatchExecutor.cancel),
-        "interrupted": stuck(marks / "interrupted", lambda _: os.kill(os.getpid(), signal.SIGINT)),
+        "cancelled": run_blocked_batches(marks / "cancelled", BatchExecutor.cancel),
+        "completed": own_metrics().completed,
+        "interrupted": run_blocked_batches(
+            marks / "interrupted", lambda _: os.kill(os.getpid(), signal.SIGINT)
+        ),
     }
     ray.shutdown()
-    print(f"TOLD {json.dumps(told)}")
+    print(f"RESULTS {json.dumps(outcomes)}")
 
 
 if __name__ == "__main__":

@@ -1,10 +1,9 @@
-"""Real SSH servers to test against: each node is an sshd in mount and UTS namespaces of its own.
+"""A testbed of real SSH servers: each node is an sshd in its own mount and UTS namespaces.
 
-A node has its own address (127.0.77.N), host key, home and host name, and a scripted nvidia-smi; with
-the fake NVML (tests/fakes/nvml) it has a driver's library too, which answers the same. What a node
-starts is found by its namespace and ended with it. Needs root and Debian's openssh-server.
-
-Not for: anything that the grid itself does.
+A node has its own address (127.0.77.N), host key, home directory, host name, and fake nvidia-smi; with a fake
+NVML (tests/fakes/nvml) also a driver library that returns the same values. Processes of a node are found by
+their namespace and killed with it. A test that creates a testbed is skipped without root, permission to
+create namespaces, or Debian's openssh-server.
 """
 
 from __future__ import annotations
@@ -23,30 +22,33 @@ from typing import Self
 
 import asyncssh
 
-SSHD = "/usr/sbin/sshd"
+from tests.needs import require_namespaces, require_program
+from tests.ports import free_port
+
 KEX = "curve25519-sha256,curve25519-sha256@libssh.org"
-"""The default exchange of today's OpenSSH costs a tenth of a second of processor time for each connection."""
+"""The default key exchange of OpenSSH costs 0.1 s of CPU time per connection."""
 _START_S = 20.0
 _PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 _NVIDIA_SMI = """#!/bin/sh
-# Answers any --query-gpu with the lines of a file, and fails while there is none.
+# Prints the lines of a file for any --query-gpu; fails without the file.
 if [ -e "{folder}/smi-hangs" ]; then exec sleep 3600; fi
 case $1 in *throttle*) lines=reasons.csv ;; *) lines=gpus.csv ;; esac
 while read -r line; do echo "$line"; done < "{folder}/$lines"
 """
 _NVML_KEYS = ("name", "uuid", "memory_total", "memory_used", "utilization", "temperature", "ecc")
-"""What the fake NVML calls the columns behind the index."""
+"""Names of the columns after the index in the fake NVML."""
 _NVML_ERRORS = {"[Unknown Error]": "!999"}
 _NOT_SUPPORTED = "!3"
 _LOST = "!15"
 
 
 class Node:
-    """One server. `name` is its alias in the bed's ssh_config, and its host name."""
+    """One server. `name` is its alias in the testbed's ssh_config and its host name."""
 
     def __init__(
         self, folder: Path, *, number: int, port: int, kept: Sequence[Path] = (), nvml: Path | None = None
     ) -> None:
+        self._sshd = require_program("sshd", package="openssh-server")
         self.folder = folder
         self._nvml = nvml
         self.name = f"gpu{number}"
@@ -56,9 +58,9 @@ class Node:
         self.bin = folder / "bin"
         self.kept = [path for path in kept if path.is_relative_to("/root")]
         self.login_shell: Path | None = None
-        """root's shell on this node alone, from the next start on. None is that of this machine."""
+        """Login shell of root on this node from the next start on; None is that of this machine."""
         self.path = f"{self.bin}:{_PATH}"
-        """Where a login looks for programs; written down by `prepare`."""
+        """PATH of a login; set by `prepare`."""
         self._process: subprocess.Popen[bytes] | None = None
 
     def prepare(self, authorized: Path) -> None:
@@ -78,7 +80,7 @@ class Node:
         )
 
     def write_host_key(self) -> None:
-        """A new key. A server that runs keeps the old one until it is started again."""
+        """Write a new key. A running server uses the old one until it is restarted."""
         key = asyncssh.generate_private_key("ssh-ed25519")
         path = self.folder / "host_key"
         path.write_bytes(key.export_private_key())
@@ -86,49 +88,49 @@ class Node:
         self.public_key = key.export_public_key().decode().strip()
 
     def nvml(self, library: Path | None) -> None:
-        """What a program finds as the driver's library. None is one that cannot be loaded, so that a real
-        one of this machine is not found either."""
-        place = self.folder / "lib" / "libnvidia-ml.so.1"
-        place.unlink(missing_ok=True)
+        """Install the driver library. None installs an empty file that cannot be loaded, which also hides a
+        real one of this machine."""
+        path = self.folder / "lib" / "libnvidia-ml.so.1"
+        path.unlink(missing_ok=True)
         if library is None:
-            place.touch()
+            path.touch()
         else:
-            place.symlink_to(library)
+            path.symlink_to(library)
 
     def gpus(self, count: int, *, lines: Sequence[str] = (), reasons: Sequence[str] = ()) -> None:
-        """What nvidia-smi and NVML answer; 0 takes nvidia-smi away. `lines` replaces the made-up answer.
+        """Set the GPUs of nvidia-smi and NVML; 0 removes nvidia-smi. `lines` replaces the default output.
 
-        `reasons` are lines of an index and why its clocks are held down, as a hexadecimal mask.
+        `reasons` are lines of a GPU index and its throttle reasons as a hexadecimal mask.
         """
         program = self.bin / "nvidia-smi"
         program.unlink(missing_ok=True)
         if not count and not lines:
             return
-        made = [
+        default = [
             f"{i}, NVIDIA H100 80GB HBM3, GPU-{self.name}-{i}, 81559, {i * 1000}, {i * 7}, {30 + i}, 0"
             for i in range(count)
         ]
-        (self.folder / "gpus.csv").write_text("\n".join([*(lines or made), ""]))
+        (self.folder / "gpus.csv").write_text("\n".join([*(lines or default), ""]))
         (self.folder / "reasons.csv").write_text("\n".join([*reasons, ""]))
-        self.nvml_state(nvml_lines(lines or made, reasons))
+        self.nvml_state(nvml_lines(lines or default, reasons))
         program.write_text(_NVIDIA_SMI.format(folder=self.folder))
         program.chmod(0o755)
 
     def nvml_state(self, lines: Sequence[str]) -> None:
-        """What NVML alone answers from now on."""
-        fresh = self.folder / "nvml.new"
-        fresh.write_text("\n".join([*lines, ""]))
-        fresh.rename(self.folder / "nvml.state")
+        """Replace the state of NVML only."""
+        temporary = self.folder / "nvml.new"
+        temporary.write_text("\n".join([*lines, ""]))
+        temporary.rename(self.folder / "nvml.state")
 
     def start(self, *, before: str = "") -> None:
-        """`before` is a line of shell that runs in the node's namespace first."""
-        places = [(path, self.home / path.relative_to("/root")) for path in self.kept]
-        binds = "".join(f"mkdir -p {place} && mount --bind {path} {place} && " for path, place in places)
+        """Start the server. `before` is a shell command line that runs in the node's namespace first."""
+        targets = [(path, self.home / path.relative_to("/root")) for path in self.kept]
+        binds = "".join(f"mkdir -p {target} && mount --bind {path} {target} && " for path, target in targets)
         if self.login_shell is not None:
             binds += f"{self._passwd(self.login_shell)} && "
         script = (
             f"hostname {self.name} && {binds}mount --rbind {self.home} /root && {before or 'true'} && "
-            f"exec {SSHD} -D -e -f {self.folder}/sshd_config 2>>{self.folder}/sshd.log"
+            f"exec {self._sshd} -D -e -f {self.folder}/sshd_config 2>>{self.folder}/sshd.log"
         )
         self._process = subprocess.Popen(
             ["unshare", "--mount", "--uts", "--propagation", "private", "sh", "-c", script],
@@ -156,10 +158,11 @@ class Node:
             time.sleep(0.005)
 
     def stop(self) -> None:
-        """Ends the server and everything that runs in its namespace."""
+        """Kill the server and all processes in its namespace."""
         process, self._process = self._process, None
         if process is None:
             return
+        self._signal_all(process.pid, signal.SIGSTOP)  # none can start another while they are killed
         for pid in self._pids(process.pid):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
@@ -171,19 +174,16 @@ class Node:
         self.wait_ready()
 
     def cut(self) -> None:
-        """Breaks every connection at once, without a goodbye; the server goes on listening."""
+        """Kill all connections without a disconnect message; the server keeps listening."""
         for pid in self._sessions():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
 
     @contextlib.contextmanager
     def hanging(self) -> Iterator[None]:
-        """Nothing of the node runs any more, and nothing says so."""
+        """Stop all processes of the node with SIGSTOP, so that it does not respond."""
         assert self._process is not None
-        pids = self._pids(self._process.pid)
-        for pid in pids:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGSTOP)
+        pids = self._signal_all(self._process.pid, signal.SIGSTOP)
         try:
             yield
         finally:
@@ -191,8 +191,18 @@ class Node:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGCONT)
 
+    def _signal_all(self, root: int, number: signal.Signals) -> set[int]:
+        """Signal all processes of the node, including those that are started meanwhile. Return their PIDs."""
+        signalled: set[int] = set()
+        while new := set(self._pids(root)) - signalled:
+            for pid in new:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, number)
+            signalled |= new
+        return signalled
+
     def run(self, command: str) -> str:
-        """A line of shell in the node's namespaces, as root would type it there."""
+        """Run a shell command line in the node's namespaces, as root."""
         assert self._process is not None
         done = subprocess.run(
             ["nsenter", f"--target={self._process.pid}", "--mount", "--uts", "sh", "-c", command],
@@ -204,7 +214,7 @@ class Node:
         return done.stdout
 
     def processes(self, text: str) -> list[int]:
-        """Pids in the node whose command line has `text`."""
+        """Return the PIDs on the node whose command line contains `text`."""
         assert self._process is not None
         found = []
         for pid in self._pids(self._process.pid):
@@ -228,7 +238,7 @@ class Node:
         except OSError:
             return []
         if space == Path("/proc/self/ns/mnt").readlink():
-            return [root]  # unshare has not got there yet
+            return [root]  # unshare has not created the namespace yet
         found = []
         for entry in Path("/proc").iterdir():
             with contextlib.suppress(OSError):
@@ -238,20 +248,22 @@ class Node:
 
 
 class Bed:
-    """Several nodes, one key that all of them take, and what OpenSSH and the grid need to know of them.
+    """Several nodes, a client key that all of them accept, and the files for OpenSSH and the grid.
 
-    `kept` are folders of this machine that all nodes see, also where their own home hides them. `nvml` is
-    the fake NVML, built; nodes without it have nvidia-smi alone.
+    `kept` are directories of this machine that stay visible on all nodes, even below /root. `nvml` is the
+    compiled fake NVML; without it nodes only have nvidia-smi.
     """
 
     def __init__(
         self, folder: Path, *, count: int, kept: Sequence[Path] = (), nvml: Path | None = None
     ) -> None:
+        require_namespaces("mount", "uts")
+        require_program("nsenter", package="util-linux")
         self.folder = folder
         self.key = folder / "id_ed25519"
         self.ssh_config = folder / "ssh_config"
         self.known_hosts = folder / "known_hosts"
-        port = _free_port()
+        port = free_port()
         self.nodes = [
             Node(folder / f"node{n}", number=n, port=port, kept=kept, nvml=nvml) for n in range(1, count + 1)
         ]
@@ -295,7 +307,7 @@ class Bed:
         )
 
     def write_ssh_config(self, *, ports: dict[str, int] | None = None, more: str = "") -> None:
-        """`ports` sends some nodes through another port of their address: a proxy's."""
+        """`ports` overrides the port of some nodes, for a proxy."""
         self.ssh_config.write_text(
             "".join(
                 f"Host {node.name}\n  HostName {node.address}\n"
@@ -312,7 +324,7 @@ class Bed:
 
 
 def nvml_lines(lines: Sequence[str], reasons: Sequence[str] = ()) -> list[str]:
-    """Lines of nvidia-smi as the fake NVML is told them. A line that is none is a GPU that is lost."""
+    """Convert lines of nvidia-smi to the state of the fake NVML. An invalid line becomes a lost GPU."""
     found = [f"count={len(lines)}"]
     for index, line in enumerate(lines):
         cells = [cell.strip() for cell in line.split(",")]
@@ -331,10 +343,3 @@ def _nvml_value(key: str, cell: str) -> str:
     if cell.isdigit():
         return str(int(cell) << 20) if key.startswith("memory") else cell
     return cell if key in ("name", "uuid") else _NVML_ERRORS.get(cell, _NOT_SUPPORTED)
-
-
-def _free_port() -> int:
-    """Free on every address at the time of asking; each worker of the suite gets another one."""
-    with socket.socket() as probe:
-        probe.bind(("0.0.0.0", 0))
-        return int(probe.getsockname()[1])

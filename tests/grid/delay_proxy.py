@@ -1,9 +1,9 @@
-"""A network that is slower than loopback: a TCP proxy in a process of its own that holds everything back.
+"""Simulates network latency: a TCP proxy in a separate process that delays all data.
 
     python -m tests.grid.delay_proxy DELAY_MS PORT TARGET_PORT ADDRESS...
 
-listens on PORT of each address and passes on to TARGET_PORT there; each direction takes DELAY_MS, so a
-round trip takes twice that. Order is kept and nothing is lost. Not for: losing packets, or bandwidth.
+listens on PORT of each address and forwards to TARGET_PORT; each direction takes DELAY_MS, so a round trip
+takes twice that. Data stays in order. Does not simulate packet loss or limited bandwidth.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _QUEUE_MAX = 4096
 
 @contextlib.contextmanager
 def delayed(addresses: Sequence[str], *, port: int, target_port: int, delay_ms: float) -> Iterator[None]:
-    """Runs the proxy for the length of the block."""
+    """Run the proxy during the block."""
     command = [sys.executable, "-m", "tests.grid.delay_proxy", str(delay_ms), str(port), str(target_port)]
     process = subprocess.Popen([*command, *addresses], stdout=subprocess.PIPE, stdin=subprocess.DEVNULL)
     assert process.stdout is not None
@@ -35,18 +35,18 @@ def delayed(addresses: Sequence[str], *, port: int, target_port: int, delay_ms: 
 
 async def _pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, delay_s: float) -> None:
     loop = asyncio.get_running_loop()
-    held: asyncio.Queue[tuple[float, bytes]] = asyncio.Queue(_QUEUE_MAX)
+    queue: asyncio.Queue[tuple[float, bytes]] = asyncio.Queue(_QUEUE_MAX)
 
     async def read() -> None:
         while True:
             data = await reader.read(_CHUNK_BYTES)
-            await held.put((loop.time() + delay_s, data))
+            await queue.put((loop.time() + delay_s, data))
             if not data:
                 return
 
     async def write() -> None:
         while True:
-            due, data = await held.get()
+            due, data = await queue.get()
             await asyncio.sleep(max(0.0, due - loop.time()))
             if not data:
                 writer.close()
@@ -63,12 +63,12 @@ async def _main(delay_ms: float, port: int, target_port: int, addresses: Sequenc
     async def serve(address: str) -> asyncio.Server:
         async def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             try:
-                there = await asyncio.open_connection(address, target_port)
+                target = await asyncio.open_connection(address, target_port)
             except OSError:
                 writer.close()
                 return
             delay_s = delay_ms / 1000
-            await asyncio.gather(_pump(reader, there[1], delay_s), _pump(there[0], writer, delay_s))
+            await asyncio.gather(_pump(reader, target[1], delay_s), _pump(target[0], writer, delay_s))
 
         return await asyncio.start_server(connected, address, port, backlog=512)
 

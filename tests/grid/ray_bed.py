@@ -1,20 +1,17 @@
-"""Nodes of the bed that can run Ray: with this machine's Ray on their PATH, and a temporary folder each.
-
-Not for: what the grid does with them.
-"""
+"""Test nodes that can run Ray: this machine's Ray is on their PATH, and each has its own /tmp/ray."""
 
 from __future__ import annotations
 
 import contextlib
-import socket
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 from genie.grid.grid_file import GridFile, read_grid_file
 from tests.grid.bed import Bed, Node
+from tests.ports import free_ports
 
-# As pip writes it, but with little memory: all nodes are one machine.
+# Like pip's script, but with little memory, because all nodes share one machine.
 _RAY = """#!{python}
 import sys
 from ray.scripts.scripts import main
@@ -29,7 +26,7 @@ def ray_bed(folder: Path, *, count: int) -> Iterator[Bed]:
     with Bed(folder, count=count, kept=[Path(sys.base_prefix)]) as bed:
         for node in bed.nodes:
             (node.folder / "ray").mkdir()
-            # One machine has one folder for Ray's sockets; these nodes are to be several.
+            # Ray keeps its sockets in /tmp/ray, and the nodes share a machine.
             node.restart(before=f"mkdir -p /tmp/ray && mount --bind {node.folder}/ray /tmp/ray")
             install_ray(node, _RAY.format(python=sys.executable))
         yield bed
@@ -41,7 +38,7 @@ def install_ray(node: Node, text: str) -> None:
 
 
 def ray_file(bed: Bed, path: Path, *, nodes: list[str] | None = None, more: str = "") -> GridFile:
-    """A grid's file with ports that nobody has."""
+    """Write a grid file with free ports."""
     redis, dashboard = free_ports(2)
     text = bed.grid_yaml(
         nodes=nodes,
@@ -50,11 +47,3 @@ def ray_file(bed: Bed, path: Path, *, nodes: list[str] | None = None, more: str 
     )
     path.write_text(text)
     return read_grid_file(path)
-
-
-def free_ports(count: int) -> list[int]:
-    with contextlib.ExitStack() as stack:
-        probes = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for probe in probes:
-            probe.bind(("0.0.0.0", 0))
-        return [int(probe.getsockname()[1]) for probe in probes]

@@ -1,4 +1,4 @@
-"""The bed leaves nothing behind, also where it does not get as far as being one."""
+"""The testbed cleans up, even if it is interrupted while starting."""
 
 from __future__ import annotations
 
@@ -10,9 +10,7 @@ import pytest
 from tests.grid.bed import Bed
 
 
-def test_a_bed_that_is_interrupted_while_it_starts_ends_what_it_has_started(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_interrupted_start_stops_started_nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     bed = Bed(tmp_path / "nodes", count=3)
     first = (bed.nodes[0].address, bed.nodes[0].port)
 

@@ -15,9 +15,10 @@ import pytest
 
 from genie.errors import ConfigError, NodeRefusedError, SyncError, UnreachableError, UsageError
 from genie.grid import executor as executor_module
-from genie.grid import runner as runner_module
 from genie.grid.executor import Executor, RunResult
-from genie.grid.launch import figures
+from genie.grid.runs import runner as runner_module
+from genie.grid.runs.launch import grid_metrics
+from tests.forkserver import ForkServer
 from tests.grid import parts
 from tests.grid.bed import Bed
 from tests.waiting import wait_until
@@ -32,6 +33,8 @@ def write_file(bed: Bed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pat
     path.write_text(bed.grid_yaml(more=more))
     monkeypatch.setenv("GENIE_GRID_SSH_CONFIG", str(bed.ssh_config))
     monkeypatch.setenv("GENIE_GRID_FILE", str(path))
+    (tmp_path / "work").mkdir()
+    monkeypatch.chdir(tmp_path / "work")  # synced to the node
     return path
 
 
@@ -47,34 +50,34 @@ def own_executor(own_bed: Bed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         yield executor
 
 
-def test_a_command_gives_its_output_and_its_exit_code(executor: Executor) -> None:
+def test_run_returns_output_and_exit_code(executor: Executor) -> None:
     result = executor.run_distributed("hostname; echo no >&2; exit 3", node="gpu2")
     assert (result.exit_code, result.stdout, result.stderr, result.node) == (3, "gpu2\n", "no\n", "gpu2")
     assert not result.ok
     assert str(result) == f"gpu2\nno\nexit code 3 on gpu2 (run {result.run_id})"
 
 
-def test_a_result_prints_as_what_the_command_wrote(executor: Executor) -> None:
+def test_result_prints_as_its_output(executor: Executor) -> None:
     assert str(executor.run_distributed("echo done")) == "done"
 
 
-def test_what_is_asked_for_beside_the_command_reaches_the_node(
+def test_run_options_are_applied_on_the_node(
     bed: Bed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = write_file(bed, tmp_path, monkeypatch)
     path.write_text(path.read_text().replace("- gpu4\n", "- {name: gpu4, labels: {zone: b}}\n"))
     with Executor(path) as executor:
-        told = executor.run_distributed("pwd; echo $A", labels={"zone": "b"}, env={"A": "x y"}, cwd="/usr")
-        assert (told.node, told.stdout) == ("gpu4", "/usr\nx y\n")
+        result = executor.run_distributed("pwd; echo $A", labels={"zone": "b"}, env={"A": "x y"}, cwd="/usr")
+        assert (result.node, result.stdout) == ("gpu4", "/usr\nx y\n")
         assert executor.run_distributed("sleep 60", node="gpu4", timeout_s=0.2).exit_code == 124
 
 
-def test_the_settings_name_the_file_where_no_argument_does(executor: Executor) -> None:
+def test_grid_file_defaults_to_settings(executor: Executor) -> None:
     with Executor() as other:
         assert other.run_distributed("hostname", node="gpu3").stdout == "gpu3\n"
 
 
-def test_several_threads_may_use_one(executor: Executor) -> None:
+def test_executor_is_thread_safe(executor: Executor) -> None:
     results: dict[str, str] = {}
 
     def run(name: str) -> None:
@@ -88,39 +91,37 @@ def test_several_threads_may_use_one(executor: Executor) -> None:
     assert results == {f"gpu{number}": f"gpu{number}" for number in (1, 2, 3, 4)}
 
 
-async def test_it_works_where_a_loop_runs_already(executor: Executor) -> None:
+async def test_executor_works_inside_a_running_event_loop(executor: Executor) -> None:
     assert asyncio.get_running_loop().is_running()
     assert executor.run_distributed("echo x", node="gpu1").stdout == "x\n"
 
 
-def test_output_beyond_the_bound_is_left_out_and_told(
-    executor: Executor, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_output_beyond_the_limit_is_truncated(executor: Executor, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(executor_module, "OUTPUT_BYTES_MAX", 1000)
     result = executor.run_distributed("seq 1 1000", node="gpu1")
     assert result.truncated
     assert len(result.stdout) == 1000
 
 
-def test_runs_are_counted_with_how_they_ended(executor: Executor) -> None:
+def test_runs_are_counted_by_status(executor: Executor) -> None:
     executor.run_distributed("true", node="gpu1")
     executor.run_distributed("false", node="gpu1")
-    text = figures(Path(os.environ["GENIE_STATE_DIR"])).text()
+    text = grid_metrics(Path(os.environ["GENIE_STATE_DIR"])).text()
     assert 'status="succeeded"' in text
     assert 'status="failed"' in text
 
 
-def test_a_busy_node_is_left_out_and_the_next_one_taken(own_bed: Bed, own_executor: Executor) -> None:
+def test_busy_node_is_skipped(own_bed: Bed, own_executor: Executor) -> None:
     for node in own_bed.nodes:
         node.gpus(1)
     with Executor() as other:
         run = threading.Thread(
             target=other.run_distributed,
-            args=("touch ~/begun; sleep 7301",),
+            args=("touch ~/started; sleep 7301",),
             kwargs={"gpus": 1, "node": "gpu1"},
         )
         run.start()
-        wait_until((own_bed["gpu1"].home / "begun").exists, what="the first")
+        wait_until((own_bed["gpu1"].home / "started").exists, what="the first")
         assert own_executor.run_distributed("hostname", gpus=1).stdout == "gpu2\n"
         with pytest.raises(NodeRefusedError, match="0 of 1 GPUs are free") as caught:
             own_executor.run_distributed("hostname", gpus=1, node="gpu1")
@@ -130,62 +131,82 @@ def test_a_busy_node_is_left_out_and_the_next_one_taken(own_bed: Bed, own_execut
         run.join()
 
 
-def test_a_folder_is_brought_to_the_node_first(executor: Executor, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_folder_is_synced_before_the_run(executor: Executor, monkeypatch: pytest.MonkeyPatch) -> None:
     synced = parts.install_syncer(monkeypatch)
-    executor.run_distributed("true", node="gpu1", sync="/some/where")
-    assert synced == [(Path("/some/where"), ["gpu1"])]
+    executor.run_distributed("true", node="gpu1", sync=".")
+    assert synced == [(Path.cwd(), ["gpu1"])]
 
 
-def test_a_folder_that_does_not_arrive_means_no_run(
-    executor: Executor, monkeypatch: pytest.MonkeyPatch, bed: Bed
-) -> None:
+def test_failed_sync_prevents_the_run(executor: Executor, monkeypatch: pytest.MonkeyPatch, bed: Bed) -> None:
     parts.install_syncer(monkeypatch, failing=["gpu1"])
     with pytest.raises(SyncError, match="gpu1"):
-        executor.run_distributed("touch ~/ran-without-its-folder", node="gpu1", sync="/some/where")
+        executor.run_distributed("touch ~/ran-without-its-folder", node="gpu1", sync=".")
     assert not (bed["gpu1"].home / "ran-without-its-folder").exists()
 
 
-def test_nothing_that_can_be_reached_is_an_error(own_bed: Bed, own_executor: Executor) -> None:
+def test_unreachable_node_raises(own_bed: Bed, own_executor: Executor) -> None:
     own_bed["gpu1"].stop()
     with pytest.raises(UnreachableError):
         own_executor.run_distributed("true", node="gpu1")
 
 
-def test_a_file_that_is_not_there_is_an_error_at_once(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="is not there"):
+def test_missing_grid_file_raises(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="does not exist"):
         Executor(tmp_path / "none.yaml")
 
 
-def test_an_interrupt_is_passed_on_to_the_command(own_bed: Bed, own_executor: Executor) -> None:
+def test_sigint_interrupts_the_command(own_bed: Bed, own_executor: Executor, fork_server: ForkServer) -> None:
     text = "from genie.grid.executor import Executor\nExecutor().run_distributed('sleep 7302', node='gpu1')\n"
-    with subprocess.Popen([sys.executable, "-c", text], cwd=ROOT, stderr=subprocess.PIPE) as process:
-        try:
-            wait_until(lambda: own_bed["gpu1"].processes("sleep 7302"), timeout_s=30, what="the command")
-            process.send_signal(signal.SIGINT)
-            _, err = process.communicate(timeout=30)
-        finally:
-            process.kill()
+    with fork_server.popen(["-c", text], stderr=subprocess.PIPE) as process:
+        wait_until(lambda: own_bed["gpu1"].processes("sleep 7302"), timeout_s=30, what="the command")
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=30)
     assert b"KeyboardInterrupt" in err
     wait_until(lambda: not own_bed["gpu1"].processes("sleep 7302"), what="the end of the command")
 
 
-def test_a_program_that_does_not_close_it_ends_all_the_same(own_executor: Executor) -> None:
+def test_sigint_in_another_thread_interrupts_the_command(
+    own_bed: Bed, own_executor: Executor, fork_server: ForkServer
+) -> None:
+    text = (
+        "import signal, sys, threading\n"
+        "from genie.grid.executor import Executor\n"
+        "def interrupt():\n"
+        "    sys.stdin.readline()\n"
+        "    signal.pthread_kill(threading.get_ident(), signal.SIGINT)\n"
+        "threading.Thread(target=interrupt, daemon=True).start()\n"
+        "Executor().run_distributed('sleep 7303', node='gpu1')\n"
+    )
+    with fork_server.popen(["-c", text], stdin=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        wait_until(lambda: own_bed["gpu1"].processes("sleep 7303"), timeout_s=30, what="the command")
+        assert process.stdin is not None
+        process.stdin.write(b"\n")
+        process.stdin.flush()
+        _, err = process.communicate(timeout=30)
+    assert b"KeyboardInterrupt" in err
+    wait_until(lambda: not own_bed["gpu1"].processes("sleep 7303"), what="the end of the command")
+
+
+def test_program_exits_without_closing_the_executor(own_executor: Executor) -> None:
     text = (
         "from genie.grid.executor import Executor\n"
         "executor = Executor()\n"
         "print(executor.run_distributed('echo done', node='gpu1'))\n"
     )
     done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", text], cwd=ROOT, capture_output=True, timeout=60
+        [sys.executable, "-W", "error", "-c", text],
+        env=dict(os.environ, PYTHONPATH=str(ROOT)),
+        capture_output=True,
+        timeout=60,
     )
     assert (done.returncode, done.stdout, done.stderr) == (0, b"done\n", b"")
 
 
 @pytest.mark.parametrize("quick_s", [0.0, 1.0])
-def test_closing_it_frees_a_thread_that_waits_and_the_command_goes_on(
+def test_close_releases_waiting_thread_and_command_continues(
     own_bed: Bed, own_executor: Executor, monkeypatch: pytest.MonkeyPatch, quick_s: float
 ) -> None:
-    monkeypatch.setattr(runner_module, "_QUICK_S", quick_s)  # with the answer to the start, or before it
+    monkeypatch.setattr(runner_module, "_SHORT_RUN_WAIT_S", quick_s)  # with or without waiting for quick runs
     caught: list[BaseException] = []
 
     def run() -> None:
@@ -204,5 +225,5 @@ def test_closing_it_frees_a_thread_that_waits_and_the_command_goes_on(
     assert own_bed["gpu1"].processes("sleep 7303")
 
 
-def test_a_result_without_output_prints_nothing() -> None:
+def test_result_without_output_prints_nothing() -> None:
     assert str(RunResult(exit_code=0, stdout="", stderr="x", node="n", run_id="r")) == ""

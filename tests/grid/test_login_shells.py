@@ -1,4 +1,4 @@
-"""Nodes with every login shell that Debian has in common use, with Python and without: all does the same.
+"""Nodes with all common login shells of Debian, with and without Python, behave the same.
 
 A node without Python has nothing but a few programs in its PATH: those of busybox, or those that the grid
 starts, with dash, mksh or bash as `sh`.
@@ -20,19 +20,21 @@ import pytest_asyncio
 
 from genie.errors import NodeRefusedError, SyncError
 from genie.grid.grid_file import GridFile
-from genie.grid.health_check import HealthChecker, NodeState
-from genie.grid.run import RunState
-from genie.grid.runner import Runner
-from genie.grid.ssh_pool import SshPool
+from genie.grid.health.check import HealthState, NodeHealthChecker
+from genie.grid.runs.run import RunState
+from genie.grid.runs.runner import Runner
+from genie.grid.ssh.pool import SshPool
 from genie.grid.sync.syncer import Syncer
 from tests.grid.bed import Bed, Node
 from tests.grid.conftest import grid_file_of
-from tests.grid.sync.trees import told, write
-from tests.grid.test_runner import Heard, ran
+from tests.grid.runs.test_runner import OutputRecorder, run_to_end
+from tests.grid.sync.trees import read_tree, write
 from tests.needs import require_program
 from tests.waiting import until
 
-# Each with Python, and without it: then the second word is what `sh` is there.
+pytestmark = pytest.mark.long("fourteen nodes, one for each login shell with Python and without")
+
+# Each with and without Python; the second word is `sh` on the node without Python.
 LOGINS = (
     ("bash", "bash"),
     ("dash", "dash"),
@@ -46,15 +48,15 @@ TOOLS = (
     *("cat", "cut", "date", "df", "dmesg", "find", "grep", "head", "ls", "mkdir", "mv", "printf", "rm"),
     *("sed", "setsid", "sleep", "tail", "tar", "timeout", "tr", "wc"),
 )
-"""What a node without Python needs beside a shell."""
+"""Programs that a node without Python needs in addition to a shell."""
 STARTUP = {"bash": ".bashrc", "zsh": ".zshenv", "tcsh": ".tcshrc", "fish": ".config/fish/config.fish"}
-"""What a shell reads before each command; the others read nothing."""
+"""The startup file that a shell reads before each command; the others read none."""
 ODD = 'it\'s "odd" $HOME `id` \\0101 \\n ! %s ~ \t ü *\nsecond; # line \\'
 UTF8 = {"LC_ALL": "C.UTF-8"}
-"""Without it, fish makes other characters of those in the environment."""
+"""Without it, fish changes characters in the environment."""
 NOISE = "printf 'welcome to %s' here; sh -c 'printf \"and hello\" >&2'\n"
-"""No line's end: what we say ourselves must not be taken for the rest of that line."""
-# Of each the shell makes what it makes: the same as for ssh.
+"""No newline: our own output must not be taken for the rest of that line."""
+# Each shell interprets them as it does for ssh.
 COMMANDS = (
     "printf '%s|' 'a  b' \"c 'd' e\" '$HOME \\d `x` é' -x a\\ b \"$HOME\"",
     "echo one two\necho 'three' # no\nexit 4",
@@ -120,7 +122,7 @@ def runner(own_pool: SshPool, file: GridFile) -> Runner:
 
 @contextmanager
 def startup(nodes: Sequence[Node], text: str) -> Iterator[None]:
-    """What their shells read first, each time."""
+    """Writes the startup files of the shells."""
     files = [node.home / STARTUP[login_of(node)] for node in nodes]
     for file in files:
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -133,7 +135,7 @@ def startup(nodes: Sequence[Node], text: str) -> Iterator[None]:
 
 
 async def on_each(nodes: Sequence[Node], check: Callable[[Node], Awaitable[None]]) -> None:
-    """On all at the same time; says of each that fails which one it is."""
+    """Runs `check` on all nodes concurrently; names each node that fails."""
 
     async def one(node: Node) -> None:
         try:
@@ -148,13 +150,11 @@ async def on_each(nodes: Sequence[Node], check: Callable[[Node], Awaitable[None]
         raise BaseExceptionGroup("some shells", failed)
 
 
-async def test_the_first_reading_is_one_of_a_shell_and_the_next_one_tells_the_same(
-    shells: Bed, own_pool: SshPool, file: GridFile
-) -> None:
-    checker = HealthChecker(own_pool, file, clock=time.time)
+async def test_shell_reading_and_helper_reading_agree(shells: Bed, own_pool: SshPool, file: GridFile) -> None:
+    checker = NodeHealthChecker(own_pool, file, clock=time.time)
     for _ in range(2):
         for found in await checker.check_all(fresh=True):
-            assert (found.state, found.note) == (NodeState.OK, ""), found
+            assert (found.state, found.note) == (HealthState.OK, ""), found
             assert found.readings is not None
             assert (found.readings.cores, found.readings.vendor) == (os.cpu_count(), "none")
 
@@ -165,23 +165,27 @@ async def test_the_first_reading_is_one_of_a_shell_and_the_next_one_tells_the_sa
     await on_each(shells.nodes, check)
 
 
-async def test_a_run_gives_both_streams_the_code_and_its_variables(shells: Bed, runner: Runner) -> None:
+async def test_run_has_both_streams_exit_code_and_environment(shells: Bed, runner: Runner) -> None:
     async def check(node: Node) -> None:
         command = "sh -c 'printf %s \"$A\"; echo no >&2'; exit 3"
-        assert await ran(runner, node.name, command, env={"A": ODD, **UTF8}) == (3, ODD.encode(), b"no\n")
-        assert (await ran(runner, node.name, "sh -c 'kill -TERM $$'"))[0] == 128 + 15
+        assert await run_to_end(runner, node.name, command, env={"A": ODD, **UTF8}) == (
+            3,
+            ODD.encode(),
+            b"no\n",
+        )
+        assert (await run_to_end(runner, node.name, "sh -c 'kill -TERM $$'"))[0] == 128 + 15
         itself = "kill -KILL $fish_pid" if login_of(node) == "fish" else "kill -KILL $$"
-        assert (await ran(runner, node.name, itself))[0] == 128 + 9
+        assert (await run_to_end(runner, node.name, itself))[0] == 128 + 9
 
     await on_each(shells.nodes, check)
 
 
-async def test_a_command_means_what_it_means_for_ssh(shells: Bed, own_pool: SshPool, runner: Runner) -> None:
+async def test_command_behaves_as_with_ssh(shells: Bed, own_pool: SshPool, runner: Runner) -> None:
     async def check(node: Node) -> None:
         for command in COMMANDS:
             async with own_pool.use(node.name) as link:
                 done = await link.command(command, timeout_s=20)
-            code, out, _ = await ran(runner, node.name, command)
+            code, out, _ = await run_to_end(runner, node.name, command)
             assert (code, out) == (done.exit_code, done.stdout), command
             if command == COMMANDS[0]:
                 assert out.decode() == "a  b|c 'd' e|$HOME \\d `x` é|-x|a b|/root|"
@@ -189,27 +193,27 @@ async def test_a_command_means_what_it_means_for_ssh(shells: Bed, own_pool: SshP
     await on_each(shells.nodes, check)
 
 
-async def test_standard_input_reaches_a_command_where_there_is_python(shells: Bed, runner: Runner) -> None:
+async def test_standard_input_reaches_the_command_with_python(shells: Bed, runner: Runner) -> None:
     async def check(node: Node) -> None:
         if has_python(node):
-            assert (await ran(runner, node.name, "cat", stdin=b"\0\xff\n x"))[1] == b"\0\xff\n x"
+            assert (await run_to_end(runner, node.name, "cat", stdin=b"\0\xff\n x"))[1] == b"\0\xff\n x"
         else:
-            with pytest.raises(NodeRefusedError, match="no standard input"):
+            with pytest.raises(NodeRefusedError, match="standard input is not supported"):
                 await runner.start(node.name, "cat", stdin=b"x")
-        assert await ran(runner, node.name, "cat") == (0, b"", b"")
+        assert await run_to_end(runner, node.name, "cat") == (0, b"", b"")
 
     await on_each(shells.nodes, check)
 
 
-async def test_runs_are_interrupted_cancelled_ended_in_time_and_listed(shells: Bed, runner: Runner) -> None:
+async def test_runs_can_be_interrupted_cancelled_timed_out_and_listed(shells: Bed, runner: Runner) -> None:
     async def check(node: Node) -> None:
         for signal, code in (("INT", 2), ("TERM", 15)):
             run = await runner.start(node.name, "exec sh -c 'echo ready; exec sleep 7301'")
-            await runner.read(run, out=0, err=0, wait_s=10)  # fish is deaf to interrupts while it starts
+            await runner.read(run, out=0, err=0, wait_s=10)  # fish ignores interrupts while it starts
             (listed,) = await runner.list(node.name, prefix=run.run_id)
             assert listed.state is RunState.RUNNING
             assert (await runner.cancel(run, signal=signal)).exit_code == 128 + code, signal
-        assert (await ran(runner, node.name, "sleep 7301", timeout_s=1))[0] == 124
+        assert (await run_to_end(runner, node.name, "sleep 7301", timeout_s=1))[0] == 124
         await until(lambda: not node.processes("sleep 7301"), what="the end of its processes")
 
     await on_each(shells.nodes, check)
@@ -219,9 +223,9 @@ async def test_output_is_read_from_any_offset(shells: Bed, runner: Runner) -> No
     async def check(node: Node) -> None:
         command = "printf 'abc\\nd\\377f\\000'; sh -c 'printf 12345 >&2'; sleep 7302"
         run = await runner.start(node.name, command)
-        heard = Heard()
-        following = asyncio.ensure_future(runner.wait(run, heard, out=2, err=4))
-        await until(lambda: (heard.out, heard.err) == (b"c\nd\xfff\0", b"5"), what="its output")
+        recorder = OutputRecorder()
+        following = asyncio.ensure_future(runner.wait(run, recorder, out=2, err=4))
+        await until(lambda: (recorder.out, recorder.err) == (b"c\nd\xfff\0", b"5"), what="its output")
         await runner.signal(run, "KILL")
         assert await following == 128 + 9
         chunk = await runner.read(run, out=5, err=0)
@@ -230,7 +234,7 @@ async def test_output_is_read_from_any_offset(shells: Bed, runner: Runner) -> No
     await on_each(shells.nodes, check)
 
 
-async def test_a_tree_is_brought_brought_again_and_changed(
+async def test_tree_is_synced_repeatedly(
     shells: Bed, own_pool: SshPool, file: GridFile, tmp_path: Path
 ) -> None:
     root = tmp_path / "project"
@@ -243,26 +247,26 @@ async def test_a_tree_is_brought_brought_again_and_changed(
         for report in await syncer.sync(root, [node.name for node in shells.nodes]):
             assert report.error is None, report
         for node in shells.nodes:
-            there = told(node.home / "grid_workspace")
-            assert there == told(root), node.name
+            there = read_tree(node.home / "grid_workspace")
+            assert there == read_tree(root), node.name
 
 
-async def test_what_startup_files_print_is_the_commands_output_and_never_ours(
+async def test_output_of_startup_files_does_not_disturb_replies(
     shells: Bed, own_pool: SshPool, file: GridFile, tmp_path: Path
 ) -> None:
-    runner, checker = Runner(own_pool, file), HealthChecker(own_pool, file, clock=time.time)
+    runner, checker = Runner(own_pool, file), NodeHealthChecker(own_pool, file, clock=time.time)
     syncer = Syncer(own_pool, file, state_dir=tmp_path / "state")
     nodes = [node for node in shells.nodes if login_of(node) in STARTUP]
 
     async def check(node: Node) -> None:
         for _ in range(2):
             found = await checker.check(node.name, fresh=True)
-            assert (found.state, found.note) == (NodeState.OK, "")
+            assert (found.state, found.note) == (HealthState.OK, "")
         async with own_pool.use(node.name) as link:
             assert link.has_helper == has_python(node)
             done = await link.command("echo; exit 3", timeout_s=20)
         assert (done.exit_code, done.stdout, done.stderr) == (3, b"welcome to here\n", b"and hello")
-        assert await ran(runner, node.name, "echo; exit 3") == (3, done.stdout, done.stderr)
+        assert await run_to_end(runner, node.name, "echo; exit 3") == (3, done.stdout, done.stderr)
         root = tmp_path / node.name
         for content in (b"1", b"2"):
             data = content * (3 << 20)
@@ -280,15 +284,13 @@ async def test_what_startup_files_print_is_the_commands_output_and_never_ours(
         await on_each(nodes, check)
 
 
-async def test_a_startup_file_that_takes_its_time_is_waited_for(
-    shells: Bed, own_pool: SshPool, file: GridFile
-) -> None:
-    runner, checker = Runner(own_pool, file), HealthChecker(own_pool, file, clock=time.time)
+async def test_slow_startup_file_is_tolerated(shells: Bed, own_pool: SshPool, file: GridFile) -> None:
+    runner, checker = Runner(own_pool, file), NodeHealthChecker(own_pool, file, clock=time.time)
     nodes = [node for node in shells.nodes if login_of(node) == "zsh"]
 
     async def check(node: Node) -> None:
-        found, done = await asyncio.gather(checker.check(node.name), ran(runner, node.name, "exit 3"))
-        assert (found.state, done) == (NodeState.OK, (3, b"", b""))
+        found, done = await asyncio.gather(checker.check(node.name), run_to_end(runner, node.name, "exit 3"))
+        assert (found.state, done) == (HealthState.OK, (3, b"", b""))
 
-    with startup(nodes, "sleep 2\n"):
+    with startup(nodes, "sleep 1\n"):
         await on_each(nodes, check)

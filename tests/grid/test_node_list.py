@@ -1,4 +1,4 @@
-"""Adding and removing nodes in the text of the file: everything else in it stays as it was."""
+"""Adding and removing nodes in the grid file: everything else stays unchanged."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ def names(text: str) -> list[str]:
     return [node.name for node in parse_grid_file(text, name="f").nodes]
 
 
-def test_a_node_is_added_behind_the_last_and_nothing_else_changes() -> None:
+def test_node_is_appended_and_nothing_else_changes() -> None:
     made = add(BLOCK, GridNode(name="gpu4"), name="f")
     assert made == BLOCK.replace("alice@gpu3:2222\n", "alice@gpu3:2222\n  - gpu4\n")
 
 
-def test_a_node_with_more_than_a_name_is_one_line() -> None:
+def test_node_with_settings_is_one_line() -> None:
     node = GridNode(name="gpu4", user="bob", port=23, weight=2.0, labels={"zone": "null"})
     made = add(BLOCK, node, name="f")
     assert "  - {name: gpu4, user: bob, port: 23, weight: 2.0, labels: {zone: 'null'}}\n" in made
@@ -60,19 +60,19 @@ def test_a_node_with_more_than_a_name_is_one_line() -> None:
         ("# only a comment\n", "# only a comment\nnodes:\n  - new\n"),
     ],
 )
-def test_every_way_to_write_the_list_takes_one_more(before: str, after: str | None) -> None:
+def test_node_can_be_added_to_every_list_style(before: str, after: str | None) -> None:
     made = add(before, GridNode(name="new"), name="f")
     assert made == (after or before.replace("{x: y}\n", "{x: y}\n  - new\n"))
 
 
-def test_an_empty_file_becomes_one_with_words() -> None:
+def test_empty_file_gets_a_header() -> None:
     made = add("", GridNode(name="gpu1"), name="f")
     assert made.startswith("# ")
     assert names(made) == ["gpu1"]
 
 
-def test_a_node_that_is_there_is_not_added_again() -> None:
-    with pytest.raises(UsageError, match="'gpu2' already"):
+def test_existing_node_is_not_added_again() -> None:
+    with pytest.raises(UsageError, match="already has a node 'gpu2'"):
         add(BLOCK, GridNode(name="gpu2"), name="f")
 
 
@@ -84,7 +84,7 @@ def test_a_node_that_is_there_is_not_added_again() -> None:
         ("gpu3", "  - alice@gpu3:2222\n"),
     ],
 )
-def test_a_node_is_removed_with_its_own_lines_alone(node: str, gone: str) -> None:
+def test_removing_a_node_removes_only_its_lines(node: str, gone: str) -> None:
     assert remove(BLOCK, node, name="f") == BLOCK.replace(gone, "")
 
 
@@ -96,11 +96,11 @@ def test_a_node_is_removed_with_its_own_lines_alone(node: str, gone: str) -> Non
         ("c", "nodes: [a, {name: b}] # x\n"),
     ],
 )
-def test_a_node_is_removed_from_within_brackets(node: str, after: str) -> None:
+def test_node_is_removed_from_a_flow_list(node: str, after: str) -> None:
     assert remove("nodes: [a, {name: b}, c] # x\n", node, name="f") == after
 
 
-def test_the_only_node_and_an_unknown_one_are_not_removed() -> None:
+def test_only_node_and_unknown_node_are_not_removed() -> None:
     with pytest.raises(UsageError, match="only node"):
         remove("nodes: [a]\n", "a", name="f")
     with pytest.raises(NoNodeError):
@@ -117,13 +117,13 @@ def test_the_only_node_and_an_unknown_one_are_not_removed() -> None:
         "- a\n",
     ],
 )
-def test_a_file_that_is_wrong_is_not_edited(text: str) -> None:
+def test_invalid_file_is_not_edited(text: str) -> None:
     with pytest.raises((ConfigError, UsageError)):
         add(text, GridNode(name="new"), name="f")
 
 
-def test_an_edit_that_would_change_something_else_is_refused() -> None:
-    # The last node is an alias, which stands where its anchor is: among the patterns.
+def test_edit_with_other_effects_is_rejected() -> None:
+    # The last node is an alias, whose position is that of its anchor: among the patterns.
     text = "sync: {exclude_patterns: [&last a, z]}\nnodes: [b, *last]\n"
     with pytest.raises(UsageError, match="by hand"):
         add(text, GridNode(name="new"), name="f")
@@ -133,9 +133,7 @@ _NAMES = st.from_regex(r"[a-z_][a-z0-9_.-]{0,8}", fullmatch=True).filter(lambda 
 
 
 @given(st.lists(_NAMES, min_size=1, max_size=6, unique=True), _NAMES, st.booleans())
-def test_what_is_added_and_removed_again_leaves_the_text_as_it_was(
-    before: list[str], new: str, in_brackets: bool
-) -> None:
+def test_adding_and_removing_a_node_restores_the_text(before: list[str], new: str, in_brackets: bool) -> None:
     lines = [f"  - {name}  # {number}" for number, name in enumerate(before)]
     text = f"nodes: [{', '.join(before)}]\n" if in_brackets else "\n".join(["nodes:", *lines, "ssh: {}", ""])
     if new in before:
@@ -145,7 +143,7 @@ def test_what_is_added_and_removed_again_leaves_the_text_as_it_was(
     assert remove(made, new, name="f") == text
 
 
-def test_a_file_keeps_its_mode_and_stays_behind_its_link(tmp_path: Path) -> None:
+def test_file_keeps_its_mode_and_its_link(tmp_path: Path) -> None:
     real = tmp_path / "real.yaml"
     real.write_text("nodes: [a]\n")
     real.chmod(0o640)
@@ -157,22 +155,22 @@ def test_a_file_keeps_its_mode_and_stays_behind_its_link(tmp_path: Path) -> None
     assert sorted(path.name for path in tmp_path.iterdir()) == ["link.yaml", "real.yaml"]
 
 
-def test_folders_are_made_for_a_new_file(tmp_path: Path) -> None:
+def test_parent_folders_are_created_for_a_new_file(tmp_path: Path) -> None:
     path = tmp_path / "config" / "cluster_config.yaml"
     assert read(path) == ""
     edit(path, lambda _: "nodes: [a]\n")
     assert path.read_text() == "nodes: [a]\n"
 
 
-def test_a_file_that_is_no_text_is_said(tmp_path: Path) -> None:
+def test_file_that_is_not_text_is_rejected(tmp_path: Path) -> None:
     (tmp_path / "f").write_bytes(b"\xff\xfe")
     with pytest.raises(ConfigError, match="UTF-8"):
         read(tmp_path / "f")
-    with pytest.raises(ConfigError, match="cannot be read"):
+    with pytest.raises(ConfigError, match="could not read"):
         read(tmp_path)
 
 
-def test_edits_at_the_same_time_wait_for_each_other(tmp_path: Path) -> None:
+def test_concurrent_edits_are_serialized(tmp_path: Path) -> None:
     path = tmp_path / "grid.yaml"
     path.write_text("nodes:\n  - gpu0\n")
 

@@ -1,4 +1,4 @@
-"""SSH nodes become nodes of a real cluster, run a job there, and come back."""
+"""Grid nodes are promoted to a real cluster, run a job, and are demoted."""
 
 from __future__ import annotations
 
@@ -18,26 +18,39 @@ from genie.cluster.client import open_client
 from genie.grid import own_wheel
 from genie.grid.promotion import PYTHONS
 from genie.model.job import JobSpec, JobState, Resources
+from genie.model.tenant import TokenRecord
 from genie.telemetry import log
 from tests.grid.bed import Bed, Node
-from tests.grid.test_shell_words import NARROW, give_login_shell
+from tests.grid.quick_venv import QuickVenv
+from tests.grid.ssh.test_shell_words import NARROW, give_login_shell
 from tests.integration.running import RunningCluster, StartedCluster
 
 
-@pytest.fixture
-def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[RunningCluster]:
-    settings = config.load(
-        {"paths.state_dir": tmp_path / "c", "controller.port": 0, "cluster.node_id": "here"}
-    )
+@pytest.fixture(scope="module")
+def cluster_of_file(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningCluster]:
+    """One cluster for all tests. Nodes that a test leaves in it do not respond."""
+    state_dir = tmp_path_factory.mktemp("cluster") / "c"
+    settings = config.load({"paths.state_dir": state_dir, "controller.port": 0, "cluster.node_id": "here"})
     with StartedCluster(settings) as started:
-        started.running.use(monkeypatch)
         yield started.running
 
 
 @pytest.fixture
+def cluster(cluster_of_file: RunningCluster, monkeypatch: pytest.MonkeyPatch) -> RunningCluster:
+    cluster_of_file.use(monkeypatch)
+    return cluster_of_file
+
+
+@pytest.fixture
 def grid_cli(
-    own_bed: Bed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    own_bed: Bed,
+    quick_venv: QuickVenv,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
 ) -> Iterator[Callable[..., tuple[int, str, str]]]:
+    for node in own_bed.nodes:
+        quick_venv.install(node)
     file = tmp_path / "grid.yaml"
     file.write_text(own_bed.grid_yaml(more="remote_root: ~/work space\nssh: {connect_timeout: 10}\n"))
     monkeypatch.setenv("GENIE_GRID_FILE", str(file))
@@ -53,8 +66,8 @@ def grid_cli(
 
 
 def give_environment(node: Node) -> None:
-    """An environment on the node that finds Genie's dependencies here: nothing is fetched."""
-    node.run("python3 -m venv '/root/work space/genie_env'")
+    """Create an environment on the node that uses the dependencies of this machine, without downloads."""
+    node.run(f"{node.bin}/python3 -m venv '/root/work space/genie_env'")
     pth = next((node.home / "work space/genie_env/lib").glob("python3*")) / "site-packages" / "here.pth"
     pth.write_text(str(Path(msgspec.__file__).parents[1]))
 
@@ -67,7 +80,8 @@ async def run_on(cluster: RunningCluster, node: str) -> JobState:
         return (await client.wait_job(job.job_id, timeout_s=60)).state
 
 
-def test_a_node_is_promoted_runs_a_job_and_is_demoted(
+@pytest.mark.long("Genie is installed on the node twice, and agents start there")
+def test_node_is_promoted_runs_a_job_and_is_demoted(
     own_bed: Bed, cluster: RunningCluster, grid_cli: Callable[..., tuple[int, str, str]]
 ) -> None:
     node = own_bed["gpu1"]
@@ -78,32 +92,33 @@ def test_a_node_is_promoted_runs_a_job_and_is_demoted(
     assert json.loads(out)["nodes"] == [{"node": "gpu1", "outcome": "promoted", "error": "", "exit_code": 0}]
     assert cluster.token not in err
     assert asyncio.run(run_on(cluster, "gpu1")) is JobState.SUCCEEDED
-    assert '"was there"' in grid_cli("promote", "gpu1", "--controller", where, "--json")[1]
+    assert '"already promoted"' in grid_cli("promote", "gpu1", "--controller", where, "--json")[1]
 
     code, out, err = grid_cli("demote", "gpu1", "--json")
     assert code == 0, out + err
     assert json.loads(out)["nodes"][0]["outcome"] == "demoted"
     assert node.run("ls -A '/root/work space'") == ""
     assert not node.processes("genie")
-    assert '"was not there"' in grid_cli("demote", "gpu1", "--json")[1]
+    assert '"not promoted"' in grid_cli("demote", "gpu1", "--json")[1]
 
     give_environment(node)
     code, out, err = grid_cli("promote", "gpu1", "--controller", where, "--json")
     assert (code, json.loads(out)["nodes"][0]["outcome"]) == (0, "promoted"), out + err
+    assert grid_cli("demote", "gpu1", "--json")[0] == 0  # the cluster is shared with other tests
 
 
-def test_a_user_whose_login_shell_is_not_sh_is_demoted_all_the_same(
+def test_demote_works_with_another_login_shell(
     own_bed: Bed, cluster: RunningCluster, grid_cli: Callable[..., tuple[int, str, str]]
 ) -> None:
     node = own_bed["gpu1"]
     give_login_shell(node, NARROW)
     node.run("mkdir -p '/root/work space/genie_env'")
     code, out, err = grid_cli("demote", "gpu1", "--json")
-    assert (code, json.loads(out)["nodes"][0]["outcome"]) == (0, "was not there"), out + err
+    assert (code, json.loads(out)["nodes"][0]["outcome"]) == (0, "not promoted"), out + err
     assert node.run("ls -A '/root/work space'") == ""
 
 
-def test_an_environment_whose_making_broke_off_is_finished(
+def test_incomplete_environment_is_finished(
     own_bed: Bed, cluster: RunningCluster, grid_cli: Callable[..., tuple[int, str, str]], tmp_path: Path
 ) -> None:
     node = own_bed["gpu1"]
@@ -112,11 +127,53 @@ def test_an_environment_whose_making_broke_off_is_finished(
     where = f"{cluster.host}:{cluster.port}"
     argv = ("promote", "gpu1", "--controller", where, "--wheels", str(tmp_path / "wheels"), "--json")
     error = json.loads(grid_cli(*argv)[1])["nodes"][0]["error"]
-    assert "No matching distribution" in error  # pip's own words: it is there
+    assert "No matching distribution" in error  # printed by pip, so pip is installed
     assert (node.home / "work space/genie_env/bin/pip").exists()
 
 
-def test_each_node_that_fails_is_named_with_its_own_reason(
+_BROKEN_VENV = """#!/bin/sh
+if [ "$1 $2" != "-m venv" ]; then exec /usr/bin/python3 "$@"; fi
+mkdir -p "$3/bin"
+printf '#!/bin/sh\\n' > "$3/bin/pip"
+printf '#!/bin/sh\\n' > "$3/bin/python"
+printf '#!/bin/sh\\nmkdir -p "$GENIE_STATE_DIR"\\n[ "$1" = down ] || { echo broken; exit 1; }\\n' \\
+    > "$3/bin/genie"
+chmod 755 "$3"/bin/*
+"""
+
+
+def test_failed_join_leaves_no_token_and_no_environment(
+    own_bed: Bed, cluster: RunningCluster, grid_cli: Callable[..., tuple[int, str, str]]
+) -> None:
+    node = own_bed["gpu1"]
+    (node.bin / "python3").write_text(_BROKEN_VENV)
+    where = f"{cluster.host}:{cluster.port}"
+    result = json.loads(grid_cli("promote", "gpu1", "--controller", where, "--json")[1])["nodes"][0]
+    assert result["outcome"] == "failed"
+    assert "could not join the cluster" in result["error"] and "broken" in result["error"]
+    assert node.run("ls -A '/root/work space'") == ""
+
+    async def tokens() -> list[TokenRecord]:
+        async with open_client(cluster.settings()) as client:
+            return [token for token in await client.list_tokens() if token.name == "grid-gpu1"]
+
+    found = asyncio.run(tokens())
+    assert found and all(token.revoked_at or token.used_at for token in found)
+
+
+def test_failed_install_removes_only_what_it_created(
+    own_bed: Bed, cluster: RunningCluster, grid_cli: Callable[..., tuple[int, str, str]], tmp_path: Path
+) -> None:
+    node = own_bed["gpu1"]
+    node.run("mkdir -p '/root/work space/.genie' && touch '/root/work space/.genie/kept'")
+    (tmp_path / "wheels").mkdir()
+    where = f"{cluster.host}:{cluster.port}"
+    argv = ("promote", "gpu1", "--controller", where, "--wheels", str(tmp_path / "wheels"), "--json")
+    assert "No matching distribution" in json.loads(grid_cli(*argv)[1])["nodes"][0]["error"]
+    assert node.run("cd '/root/work space' && find . -type f").split() == ["./.genie/kept"]
+
+
+def test_each_failing_node_has_its_reason(
     own_bed: Bed, cluster: RunningCluster, grid_cli: Callable[..., tuple[int, str, str]]
 ) -> None:
     own_bed["gpu1"].stop()
@@ -129,11 +186,11 @@ def test_each_node_that_fails_is_named_with_its_own_reason(
     first, second = json.loads(out)["nodes"]
     assert (first["outcome"], second["outcome"]) == ("unreachable", "failed")
     assert "gpu1" in first["error"]
-    assert "cannot be reached" in first["error"]
+    assert "could not reach" in first["error"]
     assert "gpu2 has no Python 3.11 or newer: python3 3.8" in second["error"]
 
 
-def test_a_cluster_that_listens_on_loopback_alone_is_not_offered_to_other_machines(
+def test_cluster_on_loopback_is_rejected(
     cluster: RunningCluster, grid_cli: Callable[..., tuple[int, str, str]]
 ) -> None:
     code, _, err = grid_cli("promote", "gpu1")
@@ -142,20 +199,18 @@ def test_a_cluster_that_listens_on_loopback_alone_is_not_offered_to_other_machin
 
 
 @pytest.mark.parametrize("argv", [("promote",), ("promote", "gpu1", "--all"), ("demote",)])
-def test_it_must_be_said_which_nodes(
-    argv: tuple[str, ...], grid_cli: Callable[..., tuple[int, str, str]]
-) -> None:
+def test_nodes_must_be_selected(argv: tuple[str, ...], grid_cli: Callable[..., tuple[int, str, str]]) -> None:
     code, _, err = grid_cli(*argv)
     assert code == 2
     assert "--all" in err
 
 
-def test_a_package_can_not_be_an_option(grid_cli: Callable[..., tuple[int, str, str]]) -> None:
+def test_package_that_looks_like_an_option_is_rejected(grid_cli: Callable[..., tuple[int, str, str]]) -> None:
     code, _, err = grid_cli("promote", "gpu1", "--package=--index-url=http://127.0.0.1:1")
     assert (code, "--package '--index-url=http://127.0.0.1:1' is not allowed" in err) == (2, True), err
 
 
-def test_the_wheel_has_the_package_and_its_cpp_sources_and_is_the_same_every_time() -> None:
+def test_wheel_is_complete_and_reproducible() -> None:
     name, content = own_wheel.wheel()
     assert name.endswith("-py3-none-any.whl")
     assert own_wheel.wheel() == (name, content)

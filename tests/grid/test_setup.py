@@ -1,37 +1,28 @@
-"""One Python environment on all nodes: what is asked for, the stamp, wheels for nodes without a network."""
+"""Python environments on all nodes: the request, the stamp, and wheels for nodes without internet access."""
 
 from __future__ import annotations
 
 import asyncio
 import dataclasses
 import fcntl
+import hashlib
+import os
 import re
-import zipfile
+import time
 from pathlib import Path
 
 import pytest
 
 from genie.errors import UsageError
 from genie.grid.remote.core import OpError
-from genie.grid.remote.environment import install
-from genie.grid.setup import Setup, Wish, wish
-from genie.grid.ssh_pool import SshPool
+from genie.grid.remote.environment import _constraints, _pip_commands, install
+from genie.grid.setup import DEFAULT_PACKAGES, EnvironmentSpec, Setup, default_packages, read_environment_spec
+from genie.grid.ssh.pool import SshPool
 from tests.grid.bed import Bed
 from tests.grid.conftest import grid_file_of
+from tests.grid.quick_venv import QuickVenv
+from tests.grid.small_wheel import make_wheel
 from tests.waiting import until
-
-
-def make_wheel(folder: Path, *, version: str = "1.0", value: int = 1) -> None:
-    """The smallest wheel that pip takes."""
-    folder.mkdir(exist_ok=True)
-    info = f"small_thing-{version}.dist-info"
-    with zipfile.ZipFile(folder / f"small_thing-{version}-py3-none-any.whl", "w") as wheel:
-        wheel.writestr("small_thing.py", f"VALUE = {value}\n")
-        wheel.writestr(f"{info}/METADATA", f"Metadata-Version: 2.1\nName: small-thing\nVersion: {version}\n")
-        wheel.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
-        wheel.writestr(
-            f"{info}/RECORD", f"small_thing.py,,\n{info}/METADATA,,\n{info}/WHEEL,,\n{info}/RECORD,,\n"
-        )
 
 
 @pytest.fixture
@@ -40,115 +31,157 @@ def wheels(tmp_path: Path) -> Path:
     return tmp_path / "wheels"
 
 
-async def test_wheels_are_sent_and_installed_and_the_same_again_does_nothing(
-    own_bed: Bed, wheels: Path
+@pytest.fixture
+def quick_bed(own_bed: Bed, quick_venv: QuickVenv) -> Bed:
+    """Nodes with a fast venv."""
+    for node in own_bed.nodes:
+        quick_venv.install(node)
+    return own_bed
+
+
+@pytest.mark.parametrize(
+    "bed_name", ["quick_bed", pytest.param("own_bed", marks=pytest.mark.long("venv and pip as they are"))]
+)
+async def test_wheels_are_installed_and_repeating_changes_nothing(
+    request: pytest.FixtureRequest, bed_name: str, wheels: Path
 ) -> None:
+    own_bed: Bed = request.getfixturevalue(bed_name)
     file = grid_file_of(own_bed)
-    wanted = wish(requirements=None, packages=["small-thing"], wheels=wheels)
-    said: list[str] = []
+    spec = read_environment_spec(requirements=None, packages=["small-thing"], wheels=wheels)
+    shown: list[str] = []
     async with SshPool(file, ssh_config=own_bed.ssh_config) as pool:
         setup = Setup(pool, file)
-        reports = await setup.run(wanted, say=lambda node, text: said.append(f"{node} {text}"))
+        reports = await setup.run(spec, on_progress=lambda node, text: shown.append(f"{node} {text}"))
         assert [(each.node, each.state, each.error) for each in reports] == [
             ("gpu1", "installed", ""),
             ("gpu2", "installed", ""),
         ]
-        assert any("gpu2 sending small_thing" in each for each in said)
+        assert any("gpu2 uploading small_thing" in each for each in shown)
         env = "/root/grid_workspace/grid_env"
         assert own_bed["gpu1"].run(f"{env}/bin/python -c 'import small_thing as t; print(t.VALUE)'") == "1\n"
-        # People who activate it find the grid's Ray, if there is one.
+        # bin/activate sets the variables of the grid's Ray cluster.
         own_bed["gpu1"].run(f"mkdir -p {env}/../.grid/ray && echo 'export X=ray' > {env}/../.grid/ray/env.sh")
         assert own_bed["gpu1"].run(f". {env}/bin/activate; echo $X") == "ray\n"
-        again = await setup.run(wanted, say=lambda node, text: None)
+        again = await setup.run(spec, on_progress=lambda node, text: None)
         assert [each.state for each in again] == ["unchanged", "unchanged"]
         make_wheel(wheels, value=2)
-        changed = wish(requirements=None, packages=["small-thing"], wheels=wheels)
+        changed = read_environment_spec(requirements=None, packages=["small-thing"], wheels=wheels)
         assert [each.state for each in await setup.run(changed, ["gpu1"])] == ["installed"]
 
 
-async def test_one_node_that_fails_does_not_stop_the_other_and_pips_last_lines_are_shown(
-    own_bed: Bed, wheels: Path
+async def test_failing_node_does_not_stop_others_and_pip_output_is_shown(
+    own_bed: Bed, quick_venv: QuickVenv, wheels: Path
 ) -> None:
     broken = own_bed["gpu2"]
     (broken.bin / "python3.special").write_text("#!/bin/sh\nexit 3\n")
     (broken.bin / "python3.special").chmod(0o755)
-    (own_bed["gpu1"].bin / "python3.special").symlink_to("/usr/bin/python3")
+    quick_venv.install(own_bed["gpu1"], "python3.special")
     file = grid_file_of(own_bed)
-    wanted = wish(requirements=None, packages=["not-there"], wheels=wheels, python="python3.special")
+    spec = read_environment_spec(
+        requirements=None, packages=["not-there"], wheels=wheels, python="python3.special"
+    )
     async with SshPool(file, ssh_config=own_bed.ssh_config) as pool:
-        first, second = await Setup(pool, file).run(wanted)
+        first, second = await Setup(pool, file).run(spec)
         assert first.state == second.state == "failed"
         assert "No matching distribution found for not-there" in first.error
-        assert "no Python that runs" in second.error
-        # What failed has no stamp, so it is tried again.
-        right = dataclasses.replace(wanted, packages=("small-thing",))
+        assert "is not a working Python" in second.error
+        # A failed installation has no stamp, so it is retried.
+        right = dataclasses.replace(spec, packages=("small-thing",))
         assert [each.state for each in await Setup(pool, file).run(right, ["gpu1"])] == ["installed"]
 
 
-async def test_a_python_without_venv_gets_the_hint_for_debian(own_bed: Bed) -> None:
+async def test_missing_venv_has_hint_for_debian(own_bed: Bed) -> None:
     refuse = 'if [ "$1" = -m ]; then echo "No module named venv"; exit 1; fi'
     script = f'#!/bin/sh\n{refuse}\nexec /usr/bin/python3 "$@"\n'
     (own_bed["gpu1"].bin / "python3.bare").write_text(script)
     (own_bed["gpu1"].bin / "python3.bare").chmod(0o755)
     file = grid_file_of(own_bed)
     async with SshPool(file, ssh_config=own_bed.ssh_config) as pool:
-        (report,) = await Setup(pool, file).run(Wish(packages=("x",), python="python3.bare"), ["gpu1"])
+        (report,) = await Setup(pool, file).run(
+            EnvironmentSpec(packages=("x",), python="python3.bare"), ["gpu1"]
+        )
     assert "No module named venv" in report.error
     assert report.hint == "on Debian and Ubuntu: apt install python3-venv"
 
 
-async def test_on_a_full_disk_it_is_the_disk_that_is_named(own_bed: Bed) -> None:
+async def test_passwords_in_progress_lines_are_redacted(own_bed: Bed) -> None:
+    node = own_bed["gpu1"]
+    line = 'echo "from https://me:hunter2@host/x"; read _ < /root/gate; exit 1'
+    script = f'#!/bin/sh\nif [ "$1" = -m ]; then {line}; fi\nexec /usr/bin/python3 "$@"\n'
+    (node.bin / "python3.slow").write_text(script)
+    (node.bin / "python3.slow").chmod(0o755)
+    node.run("mkfifo /root/gate")
+    file = grid_file_of(own_bed)
+    shown: list[str] = []
+
+    def on_progress(_node: str, text: str) -> None:
+        shown.append(text)
+        if "host/x" in text:
+            (node.home / "gate").write_text("\n")
+
+    async with SshPool(file, ssh_config=own_bed.ssh_config) as pool:
+        (report,) = await Setup(pool, file).run(
+            EnvironmentSpec(packages=("x",), python="python3.slow"), ["gpu1"], on_progress=on_progress
+        )
+    assert shown[-1] == "from https://me:***@host/x"
+    assert report.error.endswith("from https://me:***@host/x")
+
+
+async def test_full_disk_is_reported(own_bed: Bed) -> None:
     own_bed["gpu1"].restart(before="mount -t tmpfs -o size=2m tmpfs /root")
     file = grid_file_of(own_bed)
     async with SshPool(file, ssh_config=own_bed.ssh_config) as pool:
         (report,) = await Setup(pool, file).run(
-            wish(requirements=None, packages=["small-thing"], wheels=None), ["gpu1"]
+            read_environment_spec(requirements=None, packages=["small-thing"], wheels=None), ["gpu1"]
         )
     assert report.state == "failed"
     assert "No space left on device" in report.error
     assert "python3-venv" not in report.hint
 
 
-async def test_two_at_the_same_time_do_not_spoil_each_other(own_bed: Bed, wheels: Path) -> None:
-    file = grid_file_of(own_bed)
-    wanted = wish(requirements=None, packages=["small-thing"], wheels=wheels)
-    async with SshPool(file, ssh_config=own_bed.ssh_config) as pool:
-        both = await asyncio.gather(*(Setup(pool, file).run(wanted, ["gpu1"]) for _ in range(2)))
+async def test_concurrent_setups_do_not_interfere(quick_bed: Bed, wheels: Path) -> None:
+    file = grid_file_of(quick_bed)
+    spec = read_environment_spec(requirements=None, packages=["small-thing"], wheels=wheels)
+    async with SshPool(file, ssh_config=quick_bed.ssh_config) as pool:
+        both = await asyncio.gather(*(Setup(pool, file).run(spec, ["gpu1"]) for _ in range(2)))
     reports = [report for each in both for report in each]
     assert "installed" in [report.state for report in reports]
     errors = [report.error for report in reports if report.state == "failed"]
-    assert [error for error in errors if "under way" not in error] == []
+    assert [error for error in errors if "in progress" not in error] == []
 
 
-async def test_a_setup_goes_on_after_a_cut_says_so_to_the_next_and_leaves_no_lock(
-    own_bed: Bed, wheels: Path
+async def test_setup_continues_after_disconnect_and_releases_its_lock(
+    own_bed: Bed, quick_venv: QuickVenv, wheels: Path
 ) -> None:
-    """The program that makes the environment waits at a gate, once."""
+    """The program that creates the environment blocks once, on a FIFO."""
     node = own_bed["gpu1"]
     gate = "if [ -p /root/gate ]; then read _ < /root/gate; rm /root/gate; exit 1; fi"
+    quick_venv.install(node, "python3.quick")
     (node.bin / "python3.slow").write_text(
-        f'#!/bin/sh\ncase "$*" in *venv*) {gate};; esac\nexec /usr/bin/python3 "$@"\n'
+        f'#!/bin/sh\ncase "$*" in *venv*) {gate};; esac\nexec {node.bin}/python3.quick "$@"\n'
     )
     (node.bin / "python3.slow").chmod(0o755)
     node.run("mkfifo /root/gate")
     file = grid_file_of(own_bed, more="ssh: {connect_timeout: 20, max_retries: 0}\n")
-    wanted = wish(requirements=None, packages=["small-thing"], wheels=wheels, python="python3.slow")
+    spec = read_environment_spec(
+        requirements=None, packages=["small-thing"], wheels=wheels, python="python3.slow"
+    )
     async with SshPool(file, ssh_config=own_bed.ssh_config) as pool:
-        first = asyncio.ensure_future(Setup(pool, file, who="ann@desk").run(wanted, ["gpu1"]))
-        await until(lambda: node.processes("python3.slow -m venv"), what="the setup at its gate")
+        first = asyncio.ensure_future(Setup(pool, file, requester="ann@desk").run(spec, ["gpu1"]))
+        await until(lambda: node.processes("python3.slow -m venv"), what="the blocked setup")
         (slow,) = node.processes("python3.slow -m venv")
         node.cut()
         (lost,) = await first
         assert lost.state == "unreachable"
-        (told,) = await Setup(pool, file).run(wanted, ["gpu1"])
-        assert told.state == "failed"
-        under_way = r"another setup is under way here, begun by ann@desk \d+ s ago \(process (\d+)\)"
-        found = re.search(under_way, told.error)
-        assert found is not None and int(found[1]) == slow, told.error
-        assert "grid-cli run --node gpu1 'tail .grid/setup/setup.log'" in told.hint
+        (second,) = await Setup(pool, file).run(spec, ["gpu1"])
+        assert second.state == "failed"
+        message = r"another setup is in progress, started by ann@desk \d+ s ago \(process (\d+)\)"
+        found = re.search(message, second.error)
+        assert found is not None and int(found[1]) == slow, second.error
+        assert "grid-cli run --node gpu1 'tail .grid/setup/setup.log'" in second.hint
         (node.home / "gate").write_text("\n")
         await until(lambda: not node.processes("python3.slow -m venv"), what="the end of the first setup")
-        (after,) = await Setup(pool, file).run(wanted, ["gpu1"])
+        (after,) = await Setup(pool, file).run(spec, ["gpu1"])
         assert (after.state, after.error) == ("installed", "")
 
 
@@ -159,53 +192,165 @@ async def test_a_setup_goes_on_after_a_cut_says_so_to_the_next_and_leaves_no_loc
         '{"who": "x", "since": 1%s, "pid": 1}' % ("0" * 400),
     ],
 )
-def test_a_lock_that_tells_nothing_is_still_a_lock(tmp_path: Path, content: str) -> None:
+def test_lock_with_invalid_contents_is_respected(tmp_path: Path, content: str) -> None:
     (tmp_path / ".grid/setup").mkdir(parents=True)
     path = tmp_path / ".grid/setup/lock"
     path.write_text(content)
     with path.open() as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        with pytest.raises(OpError, match=r"^another setup is under way here$") as caught:
+        with pytest.raises(OpError, match=r"^another setup is in progress$") as caught:
             install({"root": str(tmp_path)}, b"")
     assert (caught.value.reason, path.read_text()) == ("locked", content)
 
 
-def test_a_link_in_place_of_the_lock_is_not_written_through(tmp_path: Path) -> None:
+def test_symbolic_link_as_lock_is_not_followed(tmp_path: Path) -> None:
     (tmp_path / ".grid/setup").mkdir(parents=True)
-    (tmp_path / "precious").write_text("as it was")
+    (tmp_path / "precious").write_text("unchanged")
     (tmp_path / ".grid/setup/lock").symlink_to(tmp_path / "precious")
     with pytest.raises(OSError, match="symbolic links"):
         install({"root": str(tmp_path), "who": "x"}, b"")
-    assert (tmp_path / "precious").read_text() == "as it was"
+    assert (tmp_path / "precious").read_text() == "unchanged"
 
 
-def test_a_wish_is_the_same_whatever_its_order() -> None:
-    one, other = Wish(packages=("a", "b")), Wish(packages=("b", "a"))
+def test_stamp_is_independent_of_package_order() -> None:
+    one, other = EnvironmentSpec(packages=("a", "b")), EnvironmentSpec(packages=("b", "a"))
     assert one.stamp("3.11.7") == other.stamp("3.11.7")
     assert one.stamp("3.11.7") != one.stamp("3.12.0")
-    assert one.stamp("3.11.7") != Wish(packages=("a",)).stamp("3.11.7")
+    assert one.stamp("3.11.7") != EnvironmentSpec(packages=("a",)).stamp("3.11.7")
 
 
 @pytest.mark.parametrize("package", ["-rfile", "--index-url=x", "", "a\nb", "./x"])
-def test_a_package_can_not_be_an_option(package: str) -> None:
+def test_package_that_looks_like_an_option_is_rejected(package: str) -> None:
     with pytest.raises(UsageError, match="--package"):
-        wish(requirements=None, packages=[package])
+        read_environment_spec(requirements=None, packages=[package])
 
 
-@pytest.mark.parametrize("line", ["-r more.txt", "-e .", "  -c x", "./local", "--find-links here"])
-def test_a_requirement_that_names_a_file_of_this_machine_is_refused_with_its_line(
-    tmp_path: Path, line: str
+@pytest.mark.parametrize(
+    ("line", "what"),
+    [
+        ("-r more.txt", "option -r"),
+        ("-e .", "option -e"),
+        ("  -c x", "option -c"),
+        ("./local", "a local path"),
+        ("--find-links here", "option --find-links"),
+        ("-e git+https://ghp_SECRET@github.com/a/b", "option -e"),
+        ("--find-links=https://SECRET@host/", "option --find-links"),
+        ("file://SECRET@host/x", "a local path"),
+    ],
+)
+@pytest.mark.parametrize("before", ["numpy\n", "", "\ufeff"])
+def test_unsupported_requirement_is_rejected_without_quoting_it(
+    tmp_path: Path, before: str, line: str, what: str
 ) -> None:
     path = tmp_path / "requirements.txt"
-    path.write_text(f"numpy\n{line}\n")
-    with pytest.raises(UsageError, match=r"requirements\.txt:2"):
-        wish(requirements=path)
+    path.write_text(f"{before}{line}\n")
+    number = 1 + before.count("\n")
+    with pytest.raises(UsageError, match=rf"requirements\.txt:{number}: {what} is not supported") as caught:
+        read_environment_spec(requirements=path)
+    assert "SECRET" not in caught.value.message + caught.value.hint
 
 
-def test_a_folder_without_wheels_is_refused(tmp_path: Path) -> None:
+def test_invalid_wheel_directory_and_python_are_rejected(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="no wheels"):
-        wish(requirements=None, packages=["a"], wheels=tmp_path)
+        read_environment_spec(requirements=None, packages=["a"], wheels=tmp_path)
     with pytest.raises(UsageError, match="not a directory"):
-        wish(requirements=None, packages=["a"], wheels=tmp_path / "none")
+        read_environment_spec(requirements=None, packages=["a"], wheels=tmp_path / "none")
+    with pytest.raises(UsageError, match=r"could not read the requirements file .*: No such file") as missing:
+        read_environment_spec(requirements=tmp_path / "none.txt")
+    assert missing.value.hint == "check --requirements"
     with pytest.raises(UsageError, match="--python"):
-        wish(requirements=None, python="-c evil")
+        read_environment_spec(requirements=None, python="-c evil")
+
+
+@pytest.mark.parametrize("name", ["requirements", "wheels"])
+def test_unknown_user_in_path_is_reported(name: str) -> None:
+    paths = {"requirements": None, "wheels": None, name: Path("~nosuchuser/x")}
+    with pytest.raises(
+        UsageError, match=r"^~nosuchuser/x cannot be read: no home directory for '~nosuchuser'"
+    ):
+        read_environment_spec(**paths)
+
+
+def test_requirements_are_size_limited_and_may_come_from_a_pipe() -> None:
+    with pytest.raises(UsageError, match="/dev/zero is larger than 1048576 bytes"):
+        read_environment_spec(requirements=Path("/dev/zero"))
+    reader, writer = os.pipe()
+    with os.fdopen(reader), os.fdopen(writer, "w") as out:
+        out.write("numpy\n")
+        out.close()
+        assert read_environment_spec(requirements=Path(f"/dev/fd/{reader}")).requirements == "numpy\n"
+
+
+async def test_packages_can_be_added_to_requirements_with_hashes(
+    quick_bed: Bed, wheels: Path, tmp_path: Path
+) -> None:
+    for version in ("1.0", "2.0"):
+        make_wheel(wheels, name="pinned", version=version)
+    digest = hashlib.sha256((wheels / "pinned-1.0-py3-none-any.whl").read_bytes()).hexdigest()
+    (tmp_path / "locked.txt").write_text(f"pinned==1.0 \\\n    --hash=sha256:{digest}\n")
+    spec = read_environment_spec(
+        requirements=tmp_path / "locked.txt", packages=["small-thing", "pinned"], wheels=wheels
+    )
+    file = grid_file_of(quick_bed)
+    async with SshPool(file, ssh_config=quick_bed.ssh_config) as pool:
+        reports = [(await Setup(pool, file).run(spec, ["gpu1"]))[0] for _ in range(2)]
+        assert [(each.state, each.error) for each in reports] == [("installed", ""), ("unchanged", "")]
+        (tmp_path / "locked.txt").write_text(f"pinned==1.0 --hash=sha256:{'0' * 64}\n")
+        wrong = read_environment_spec(
+            requirements=tmp_path / "locked.txt", packages=["small-thing"], wheels=wheels
+        )
+        env = quick_bed["gpu1"].home / "grid_workspace/grid_env"
+        assert [path.name for path in env.glob("lib/*/site-packages/pinned-*")] == ["pinned-1.0.dist-info"]
+        (report,) = await Setup(pool, file).run(wrong, ["gpu2"])
+        assert (report.state, "DO NOT MATCH THE HASHES" in report.error) == ("failed", True), report.error
+
+
+def test_constraints_keep_versions_and_indexes() -> None:
+    text = (
+        "--index-url https://own/simple\n--require-hashes\n# a comment\n"
+        "ray[default,serve] ==2.9 ; python_version > '3' \\\n  --hash=sha256:aa \\\r\n  --hash=sha256:bb\n"
+        "https://host/x-1.whl --hash=sha256:cc\nnumpy\n"
+    )
+    assert _constraints(text).splitlines() == [
+        *("--index-url https://own/simple", "ray ==2.9 ; python_version > '3'", "numpy")
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "constraints"),
+    [
+        ("--require-hashes --index-url http://own/simple\n", ["--index-url http://own/simple"]),
+        ("--index-url http://own/simple --require-hashes\n", ["--index-url http://own/simple"]),
+        ("--require-hashes \\\n  --pre\\\n --require-hashes -i http://own", ["--pre -i http://own"]),
+        ("\ufeff--require-hashes\na==1 --hash=sha256:aa\n", ["a==1"]),
+        ("# made with: x \\\na==1\n", ["a==1"]),
+        ("a==1 \\\n  # why \\\nb==2 # last \\\n c==3\n", ["a==1", "b==2"]),
+        ("a==1.\\\n0\\", ["a==1.0"]),
+    ],
+)
+def test_constraints_drop_only_the_hash_flag(text: str, constraints: list[str]) -> None:
+    assert _constraints(text).splitlines() == constraints
+
+
+@pytest.mark.parametrize("mark", ["", "\ufeff"])
+def test_packages_use_a_separate_command_with_require_hashes(tmp_path: Path, mark: str) -> None:
+    args = {"wheels": False, "packages": ["b"]}
+    written = f"{mark}--require-hashes -i http://own\na==1\n".encode()
+    first, second = _pip_commands(args, "env", str(tmp_path), written)
+    assert (first[-1], second[-2:]) == (str(tmp_path / "requirements.txt"), ["--", "b"])
+    assert (tmp_path / "constraints.txt").read_text() == "-i http://own\na==1\n"
+
+
+@pytest.mark.parametrize("blank", [" ", " -", "#", " #", "a[", "\\\n", "--require-hashes"])
+def test_constraints_take_linear_time(blank: str) -> None:
+    start = time.process_time()
+    _constraints("a" + blank * 100_000 + "a")
+    assert time.process_time() - start < 2
+
+
+def test_default_packages_are_limited_to_available_wheels(tmp_path: Path) -> None:
+    make_wheel(tmp_path, name="ray")
+    (tmp_path / "NumPy-2.0.tar.gz").touch()
+    make_wheel(tmp_path, name="torch-tools")
+    assert default_packages(tmp_path) == ("ray[default]", "numpy")
+    assert default_packages(None) == DEFAULT_PACKAGES

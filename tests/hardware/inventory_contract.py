@@ -1,4 +1,4 @@
-"""What every inventory of real GPUs keeps to: the fake NVML in tests/hardware, the real one in tests/gpu."""
+"""The contract of every inventory: the fake NVML in tests/hardware, the real one in tests/gpu."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _UUID = re.compile(r"GPU-[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 
 
 def check_nvidia_inventory(read: Callable[[], tuple[GPUInfo, ...]]) -> None:
-    """For a machine with at least one NVIDIA GPU, all of them in working order."""
+    """For a machine with at least one NVIDIA GPU, without faults."""
     first, second = read(), read()
     assert first, "there is at least one GPU"
     assert [gpu.gpu_id for gpu in first] == list(range(len(first)))
@@ -30,7 +30,7 @@ def _check_gpu(gpu: GPUInfo) -> None:
     assert gpu.temperature_c is None or 0 < gpu.temperature_c < 120
     assert gpu.power_w is None or 0 < gpu.power_w < 3000
     assert gpu.available == (gpu.reason == "")
-    assert gpu.memory_outside_bytes == gpu.memory_used_bytes, "nobody here holds it"
+    assert gpu.memory_outside_bytes == gpu.memory_used_bytes, "no job runs on it"
     assert (3, 0) <= gpu.capability < (100, 0)
     assert 0 <= gpu.island <= gpu.gpu_id, "an island has the number of its first"
     assert 0 <= gpu.numa < 1024

@@ -1,4 +1,4 @@
-"""The inventory where there is no GPU; with GPUs see test_nvidia.py and tests/gpu."""
+"""The inventory of a machine without GPUs; for GPUs see test_nvidia.py and tests/gpu."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from genie.model.node import Vendor
 
 @pytest.fixture
 def _no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that these tests say the same on a machine that has one."""
+    """Gives the same results on a machine with GPUs."""
 
     def absent() -> None:
         raise HardwareError("NVML: not here", hint="install it")
@@ -26,13 +26,13 @@ def _no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("_no_gpu")
 @pytest.mark.parametrize("count", [0, 1, 3])
-def test_without_a_gpu_there_are_as_many_cpu_accelerators_as_configured(count: int) -> None:
+def test_machine_without_gpu_has_the_configured_cpu_accelerators(count: int) -> None:
     gpus = inventory(count)
     assert [(gpu.gpu_id, gpu.vendor) for gpu in gpus] == [(index, Vendor.CPU) for index in range(count)]
 
 
 @pytest.mark.usefixtures("_no_gpu")
-async def test_async_readings_come_from_a_named_thread_that_close_ends() -> None:
+async def test_async_reads_use_a_named_thread_that_close_ends() -> None:
     with Inventory(1) as opened:
         first = await opened.read_async(timeout_s=5)
         second = await opened.read_async(timeout_s=5)
@@ -43,11 +43,11 @@ async def test_async_readings_come_from_a_named_thread_that_close_ends() -> None
 
 
 @pytest.mark.usefixtures("_no_gpu")
-def test_making_an_inventory_opens_nothing_yet() -> None:
+def test_constructor_opens_no_driver() -> None:
     assert Inventory(1).absent_reason == ""
 
 
-def test_the_package_imports_neither_torch_nor_pynvml() -> None:
+def test_package_imports_neither_torch_nor_pynvml() -> None:
     """pynvml is thousands of lines that a client without a GPU does not need at import."""
     code = "import sys, genie.hardware; print(sorted({'torch', 'pynvml'} & set(sys.modules)))"
     root = Path(__file__).parents[2]

@@ -11,7 +11,7 @@ from genie.model.node import GPUInfo, Vendor
 from tests.waiting import wait_until
 
 
-def test_each_accelerator_has_an_equal_share_of_the_memory(tmp_path: Path) -> None:
+def test_accelerators_share_the_memory_equally(tmp_path: Path) -> None:
     (tmp_path / "proc").mkdir()
     (tmp_path / "proc/cpuinfo").write_text("model name : Some CPU\n")
     gpus = CpuReader(4, root=tmp_path).read()
@@ -29,16 +29,16 @@ def test_cpu_accelerators_are_one_island_on_one_numa_node_without_a_capability()
     }
 
 
-def test_none_is_a_number_too() -> None:
+def test_zero_accelerators_are_allowed() -> None:
     assert CpuReader(0).read() == ()
 
 
-def test_utilisation_is_unknown_at_first_and_a_percentage_afterwards() -> None:
+def test_utilization_is_none_at_first_and_then_a_percentage() -> None:
     reader = CpuReader(1)
     assert reader.read()[0].utilization_pct is None
 
     def busy_reading() -> GPUInfo | None:
-        hashlib.sha256(bytes(1_000_000)).digest()  # the counters tick every 10 ms: give them work to show
+        hashlib.sha256(bytes(1_000_000)).digest()  # the counters have a resolution of 10 ms
         (gpu,) = reader.read()
         return gpu if gpu.utilization_pct else None
 

@@ -1,12 +1,15 @@
-"""Processors and memory within the limits of a container, with /proc and /sys made of files."""
+"""Processors and memory within the limits of a container, with fake /proc and /sys."""
 
 from __future__ import annotations
 
+import os
+import time
 from pathlib import Path
 
 import psutil
+import pytest
 
-from genie.hardware import host_facts
+from genie.hardware import CpuMeter, CpuReading, host, host_facts
 from genie.hardware.host import cgroup_limits, cpu_model
 
 MIB = 1024**2
@@ -20,7 +23,7 @@ def tree(root: Path, files: dict[str, str]) -> Path:
     return root
 
 
-def test_without_proc_and_sys_the_whole_machine_counts(tmp_path: Path) -> None:
+def test_without_proc_and_sys_there_are_no_limits(tmp_path: Path) -> None:
     facts = host_facts(root=tmp_path)
     assert facts.cpus >= 1
     assert facts.memory_total_bytes == psutil.virtual_memory().total
@@ -35,7 +38,7 @@ def test_facts_unpack_in_the_documented_order(tmp_path: Path) -> None:
     assert isinstance(hostname, str)
 
 
-def test_a_version_2_group_limits_processors_and_memory(tmp_path: Path) -> None:
+def test_cgroup_v2_limits_processors_and_memory(tmp_path: Path) -> None:
     root = tree(
         tmp_path,
         {
@@ -53,7 +56,7 @@ def test_a_version_2_group_limits_processors_and_memory(tmp_path: Path) -> None:
     assert facts.memory_used_bytes == 20 * MIB
 
 
-def test_the_tightest_limit_on_the_way_up_counts(tmp_path: Path) -> None:
+def test_tightest_limit_of_all_ancestors_applies(tmp_path: Path) -> None:
     root = tree(
         tmp_path,
         {
@@ -72,7 +75,7 @@ def test_the_tightest_limit_on_the_way_up_counts(tmp_path: Path) -> None:
     assert (limits.memory_bytes, limits.memory_used_bytes) == (8 * MIB, 3 * MIB)
 
 
-def test_a_version_1_group_under_a_path_of_the_host_is_read_from_its_mount(tmp_path: Path) -> None:
+def test_cgroup_v1_with_a_host_path_is_read_from_its_mount(tmp_path: Path) -> None:
     root = tree(
         tmp_path,
         {
@@ -89,7 +92,7 @@ def test_a_version_1_group_under_a_path_of_the_host_is_read_from_its_mount(tmp_p
     assert (limits.memory_bytes, limits.memory_used_bytes) == (32 * MIB, 12 * MIB)
 
 
-def test_unlimited_groups_and_nonsense_limit_nothing(tmp_path: Path) -> None:
+def test_unlimited_and_invalid_values_set_no_limit(tmp_path: Path) -> None:
     root = tree(
         tmp_path,
         {
@@ -103,7 +106,7 @@ def test_unlimited_groups_and_nonsense_limit_nothing(tmp_path: Path) -> None:
     assert (limits.cpus, limits.memory_bytes) == (None, None)
 
 
-def test_version_1_writes_no_limit_as_a_huge_number_and_minus_one(tmp_path: Path) -> None:
+def test_cgroup_v1_unlimited_values_set_no_limit(tmp_path: Path) -> None:
     root = tree(
         tmp_path,
         {
@@ -116,10 +119,30 @@ def test_version_1_writes_no_limit_as_a_huge_number_and_minus_one(tmp_path: Path
     assert host_facts(root=root).memory_total_bytes == psutil.virtual_memory().total
 
 
-def test_the_processor_is_named_as_in_cpuinfo(tmp_path: Path) -> None:
+def test_cpu_model_is_read_from_cpuinfo(tmp_path: Path) -> None:
     root = tree(tmp_path, {"proc/cpuinfo": "processor : 0\nmodel name\t: Some CPU @ 2.0GHz\n"})
     assert cpu_model(root=root) == "Some CPU @ 2.0GHz"
 
 
-def test_without_cpuinfo_the_processor_still_has_a_name(tmp_path: Path) -> None:
+def test_cpu_model_has_a_fallback_without_cpuinfo(tmp_path: Path) -> None:
     assert cpu_model(root=tmp_path)
+
+
+def test_cpu_meter_measures_since_the_previous_reading() -> None:
+    meter = CpuMeter()
+    deadline = time.process_time() + 0.1  # long enough for the system's clock ticks
+    while time.process_time() < deadline:
+        pass
+    found = meter.read()
+    assert found.cores == os.cpu_count()
+    assert found.load_1m is not None and found.load_1m >= 0.0
+    assert found.busy_pct is not None and 0.0 < found.busy_pct <= 100.0
+
+
+def test_load_is_none_if_the_system_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    def absent() -> tuple[float, float, float]:
+        raise OSError("no load average")
+
+    monkeypatch.setattr(os, "getloadavg", absent)
+    monkeypatch.setattr(host, "_cpu_seconds", lambda: (1.0, 2.0))
+    assert CpuMeter().read() == CpuReading(cores=os.cpu_count() or 1, load_1m=None, busy_pct=None)

@@ -1,4 +1,4 @@
-"""When a GPU counts as busy, when as too hot, and when as well again."""
+"""When a GPU is busy, overheated, or available again."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from genie.hardware import is_busy, is_overheated
-from genie.hardware.limits import GOOD_READINGS_MIN, Convalescence, with_verdict
+from genie.hardware.limits import GOOD_READINGS_MIN, RecoveryTracker, with_busy_status
 from genie.model.node import GPUInfo, Vendor
 
 
@@ -25,41 +25,41 @@ def gpu(
 
 
 @pytest.mark.parametrize(("util", "busy"), [(None, False), (0.0, False), (90.0, False), (90.1, True)])
-def test_a_gpu_is_busy_above_ninety_percent(util: float | None, busy: bool) -> None:
+def test_gpu_is_busy_above_ninety_percent(util: float | None, busy: bool) -> None:
     assert is_busy(gpu(util=util)) is busy
-    assert with_verdict(gpu(util=util)).available is not busy
+    assert with_busy_status(gpu(util=util)).available is not busy
 
 
 @pytest.mark.parametrize(("temp", "hot"), [(None, False), (85.0, False), (85.5, True)])
-def test_a_gpu_is_overheated_above_eighty_five_degrees(temp: float | None, hot: bool) -> None:
+def test_gpu_is_overheated_above_eighty_five_degrees(temp: float | None, hot: bool) -> None:
     assert is_overheated(gpu(temp=temp)) is hot
 
 
-def test_heat_alone_does_not_make_a_gpu_unavailable() -> None:
-    assert with_verdict(gpu(temp=99.0)).available
+def test_overheated_gpu_stays_available() -> None:
+    assert with_busy_status(gpu(temp=99.0)).available
 
 
-def test_a_loaded_host_does_not_make_its_cpu_accelerator_unavailable() -> None:
-    assert with_verdict(gpu(vendor=Vendor.CPU, util=100.0)).available
+def test_cpu_accelerator_of_a_loaded_host_stays_available() -> None:
+    assert with_busy_status(gpu(vendor=Vendor.CPU, util=100.0)).available
 
 
-def test_a_gpu_that_is_lost_keeps_its_own_reason() -> None:
-    assert with_verdict(gpu(util=99.0, reason="lost")).reason == "lost"
+def test_lost_gpu_keeps_its_reason() -> None:
+    assert with_busy_status(gpu(util=99.0, reason="lost")).reason == "lost"
 
 
-def test_a_gpu_that_was_unwell_comes_back_after_three_good_readings_in_a_row() -> None:
-    ward = Convalescence()
+def test_gpu_recovers_after_three_consecutive_good_readings() -> None:
+    tracker = RecoveryTracker()
     bad = gpu(reason="too hot")
     for readings in ([bad], [gpu(), gpu(), bad], [gpu(), gpu()]):
-        assert not any(ward.judged(reading).available for reading in readings)
-    assert ward.judged(gpu()) == gpu()
-    assert ward.judged(gpu()) == gpu()
+        assert not any(tracker.update(reading).available for reading in readings)
+    assert tracker.update(gpu()) == gpu()
+    assert tracker.update(gpu()) == gpu()
     assert GOOD_READINGS_MIN == 3
 
 
-def test_a_gpu_on_the_mend_says_what_it_had_and_others_are_not_kept_back() -> None:
-    ward = Convalescence()
-    ward.judged(gpu(reason="lost"))
-    assert ward.judged(gpu()).reason == "until just now: lost"
+def test_recovering_gpu_has_its_last_reason_and_others_are_available() -> None:
+    tracker = RecoveryTracker()
+    tracker.update(gpu(reason="lost"))
+    assert tracker.update(gpu()).reason == "recovering from: lost"
     other = msgspec.structs.replace(gpu(), gpu_id=1)
-    assert ward.judged(other) == other
+    assert tracker.update(other) == other

@@ -14,12 +14,12 @@ from tests.hardware.inventory_contract import check_nvidia_inventory
 GIB = 1024**3
 
 
-def test_the_fake_keeps_the_inventory_contract(fake_nvml: FakeNvml) -> None:
+def test_fake_nvml_satisfies_the_inventory_contract(fake_nvml: FakeNvml) -> None:
     fake_nvml.script("count=3")
     check_nvidia_inventory(fake_nvml.read)
 
 
-def test_every_reading_arrives_in_the_right_field_and_unit(fake_nvml: FakeNvml) -> None:
+def test_readings_have_the_right_field_and_unit(fake_nvml: FakeNvml) -> None:
     fake_nvml.script(
         "count=2",
         "0.name=NVIDIA H200",
@@ -38,15 +38,15 @@ def test_every_reading_arrives_in_the_right_field_and_unit(fake_nvml: FakeNvml) 
     assert (gpu.available, gpu.reason) == (True, "")
 
 
-def test_readings_are_fresh_while_the_handles_stay_open(fake_nvml: FakeNvml) -> None:
+def test_readings_are_current_while_handles_stay_open(fake_nvml: FakeNvml) -> None:
     fake_nvml.script("count=1", "0.temperature=50")
     assert fake_nvml.read()[0].temperature_c == 50.0
     fake_nvml.script("count=1", "0.temperature=70")
     assert fake_nvml.read()[0].temperature_c == 70.0
 
 
-def test_a_reading_that_is_not_supported_is_none_and_the_gpu_stays_available(fake_nvml: FakeNvml) -> None:
-    """As with MIG: no utilisation; without permission: no power."""
+def test_unsupported_reading_is_none_and_the_gpu_stays_available(fake_nvml: FakeNvml) -> None:
+    """As with MIG (no utilization) or without permission (no power)."""
     fake_nvml.script("count=1", "0.utilization=!3", "0.power=!4", "0.temperature=!3", "0.memory_total=!3")
     gpu = fake_nvml.read()[0]
     assert (gpu.utilization_pct, gpu.power_w, gpu.temperature_c) == (None, None, None)
@@ -54,12 +54,12 @@ def test_a_reading_that_is_not_supported_is_none_and_the_gpu_stays_available(fak
     assert gpu.available
 
 
-def test_an_older_driver_gives_its_temperature_through_the_older_call(fake_nvml: FakeNvml) -> None:
+def test_temperature_of_an_older_driver_is_read(fake_nvml: FakeNvml) -> None:
     fake_nvml.script("count=1", "0.temperature=55", "0.temperature_v=!13")
     assert fake_nvml.read()[0].temperature_c == 55.0
 
 
-def test_a_lost_gpu_stays_listed_as_not_available_and_the_others_are_read(fake_nvml: FakeNvml) -> None:
+def test_lost_gpu_stays_listed_as_unavailable(fake_nvml: FakeNvml) -> None:
     fake_nvml.script("count=2", "0.temperature=50")
     before = fake_nvml.read()
     fake_nvml.script("count=2", "0.lost=15", "1.temperature=51")
@@ -71,7 +71,7 @@ def test_a_lost_gpu_stays_listed_as_not_available_and_the_others_are_read(fake_n
     assert (well.available, well.temperature_c) == (True, 51.0)
 
 
-def test_a_lost_gpu_that_comes_back_is_available_again_after_a_while(fake_nvml: FakeNvml) -> None:
+def test_lost_gpu_that_returns_becomes_available_again(fake_nvml: FakeNvml) -> None:
     fake_nvml.script("count=1", "0.lost=15")
     assert not fake_nvml.read()[0].available
     fake_nvml.script("count=1")
@@ -81,7 +81,7 @@ def test_a_lost_gpu_that_comes_back_is_available_again_after_a_while(fake_nvml: 
     assert gpu.name == "NVIDIA Fake 80GB"
 
 
-def test_a_gpu_without_a_handle_is_listed_with_the_reason(fake_nvml: FakeNvml) -> None:
+def test_gpu_without_a_handle_is_listed_with_the_reason(fake_nvml: FakeNvml) -> None:
     fake_nvml.script("count=2", "0.handle=!15")
     dead, well = fake_nvml.read()
     assert (dead.gpu_id, dead.available) == (0, False)
@@ -89,15 +89,15 @@ def test_a_gpu_without_a_handle_is_listed_with_the_reason(fake_nvml: FakeNvml) -
     assert (well.gpu_id, well.available) == (1, True)
 
 
-def test_a_gpu_above_ninety_percent_is_not_available_and_at_ninety_it_is(fake_nvml: FakeNvml) -> None:
+def test_gpu_is_unavailable_only_above_ninety_percent(fake_nvml: FakeNvml) -> None:
     fake_nvml.script("count=2", "0.utilization=91", "1.utilization=90")
     busy, free = fake_nvml.read()
-    assert (busy.available, busy.reason) == (False, "utilisation 91% is above 90%")
+    assert (busy.available, busy.reason) == (False, "utilization 91% is above 90%")
     assert busy.utilization_pct == 91.0
     assert free.available
 
 
-def test_a_gpu_that_a_job_of_ours_keeps_busy_is_available_for_others_that_share_it(
+def test_gpu_busy_with_our_job_stays_available(
     fake_nvml: FakeNvml,
 ) -> None:
     fake_nvml.script("count=2", "0.utilization=99", "1.utilization=99")
@@ -106,7 +106,7 @@ def test_a_gpu_that_a_job_of_ours_keeps_busy_is_available_for_others_that_share_
     assert not fake_nvml.read(held=[0])[0].available, "unless it is not well"
 
 
-# --- what the scheduler asks for --------------------------------------------------------------
+# --- properties for the scheduler -------------------------------------------------------------
 
 
 def test_capability_and_numa_node_are_read(fake_nvml: FakeNvml) -> None:
@@ -130,25 +130,23 @@ def test_capability_and_numa_node_are_read(fake_nvml: FakeNvml) -> None:
     ],
     ids=["PCIe", "pairs", "chain", "switch", "unknown kind", "off or npu", "nowhere", "failing"],
 )
-def test_gpus_that_links_join_are_an_island(
-    fake_nvml: FakeNvml, links: list[str], islands: list[int]
-) -> None:
+def test_linked_gpus_form_an_island(fake_nvml: FakeNvml, links: list[str], islands: list[int]) -> None:
     fake_nvml.script("count=4", *links)
     gpus = fake_nvml.read()
     assert [gpu.island for gpu in gpus] == islands
     assert all(gpu.available for gpu in gpus)
 
 
-def test_what_a_gpu_is_does_not_change_while_it_or_a_reading_is_lost(fake_nvml: FakeNvml) -> None:
-    """A scheduler that has counted it would be wrong about what is held."""
+def test_static_properties_do_not_change_while_a_gpu_is_lost(fake_nvml: FakeNvml) -> None:
+    """The scheduler relies on them."""
     machine = ["count=3", *(f"{gpu}.link.0=switch" for gpu in range(3)), "0.capability=8.6", "0.numa=4"]
     fake_nvml.script(*machine)
     before = [lasting(gpu) for gpu in fake_nvml.read()]
     assert before[0][2:] == (85899345920, (8, 6), 0, 2)
     silent = [f"0.{call}=!3" for call in ("name", "uuid", "memory_total", "capability", "numa", "link.0")]
-    for trouble in (silent, ["0.lost=15"], ["1.link.0=off"], ["0.lost=1"], ["init=!9"], silent, []):
-        fake_nvml.script(*machine, *trouble)
-        assert [lasting(gpu) for gpu in fake_nvml.read()] == before, trouble
+    for fault in (silent, ["0.lost=15"], ["1.link.0=off"], ["0.lost=1"], ["init=!9"], silent, []):
+        fake_nvml.script(*machine, *fault)
+        assert [lasting(gpu) for gpu in fake_nvml.read()] == before, fault
 
 
 def lasting(gpu: GPUInfo) -> tuple[object, ...]:
@@ -156,9 +154,7 @@ def lasting(gpu: GPUInfo) -> tuple[object, ...]:
 
 
 @pytest.mark.parametrize("number", [0, 1, 2])
-def test_a_gpu_that_answers_late_joins_its_island_and_the_others_stay(
-    fake_nvml: FakeNvml, number: int
-) -> None:
+def test_gpu_that_responds_late_joins_its_island(fake_nvml: FakeNvml, number: int) -> None:
     machine = ["count=4", *(f"{gpu}.link.0=switch" for gpu in range(3))]
     fake_nvml.script(*machine, f"{number}.lost=15")
     first = [gpu.island for gpu in fake_nvml.read()]
@@ -172,13 +168,13 @@ def test_a_gpu_that_answers_late_joins_its_island_and_the_others_stay(
     ]
 
 
-def test_all_that_is_in_use_on_a_gpu_without_a_job_is_outside(fake_nvml: FakeNvml) -> None:
+def test_all_used_memory_of_a_gpu_without_a_job_is_outside(fake_nvml: FakeNvml) -> None:
     fake_nvml.script("count=1", f"0.memory_used={3 * GIB}")
     assert fake_nvml.read()[0].memory_outside_bytes == 3 * GIB
 
 
 @pytest.mark.parametrize("kind", ["processes", "mps", "graphics"])
-def test_what_processes_of_jobs_use_is_not_outside(fake_nvml: FakeNvml, kind: str) -> None:
+def test_memory_of_job_processes_is_not_outside(fake_nvml: FakeNvml, kind: str) -> None:
     used, ours, theirs = 30 * GIB, 20 * GIB, 9 * GIB
     listed = f"{fake_nvml.job_pid()}:{ours},{os.getpid()}:{theirs}"
     fake_nvml.script("count=1", f"0.memory_used={used}", f"0.{kind}={listed}")
@@ -187,17 +183,15 @@ def test_what_processes_of_jobs_use_is_not_outside(fake_nvml: FakeNvml, kind: st
     assert fake_nvml.read(held=[0])[0].memory_outside_bytes == 30 * GIB, "the job has not begun to use it"
 
 
-def test_a_process_in_two_lists_is_counted_once(fake_nvml: FakeNvml) -> None:
+def test_process_in_two_lists_is_counted_once(fake_nvml: FakeNvml) -> None:
     one = f"{fake_nvml.job_pid()}:{2 * GIB}"
     fake_nvml.script("count=1", f"0.memory_used={5 * GIB}", f"0.processes={one}", f"0.graphics={one}")
     assert fake_nvml.read(held=[0])[0].memory_outside_bytes == 3 * GIB
 
 
 @pytest.mark.parametrize("listed", ["", "!3", "{job}:?", "{job}:1000,4194999:1000"])
-def test_without_figures_nothing_on_a_gpu_of_a_job_counts_as_outside(
-    fake_nvml: FakeNvml, listed: str
-) -> None:
-    """As in a container. The last pid is above what Linux gives out."""
+def test_without_process_figures_no_memory_of_a_held_gpu_is_outside(fake_nvml: FakeNvml, listed: str) -> None:
+    """As in a container. The last PID is above the maximum of Linux."""
     lists = [
         f"0.{kind}={listed.format(job=fake_nvml.job_pid())}" for kind in ("processes", "mps", "graphics")
     ]
@@ -211,17 +205,15 @@ def test_without_figures_nothing_on_a_gpu_of_a_job_counts_as_outside(
         ("0.clocks=64", "too hot"),
         ("0.clocks=72", "too hot"),
         ("0.clocks=128", "power supply"),
-        ("0.clocks=9", "slowed down by its hardware"),
-        ("0.remapped=0,1,0,1", "could not be repaired"),
-        ("0.remapped=0,1,1,0", "wait for a reset"),
-        ("0.retired_pending=1", "wait for a reset"),
+        ("0.clocks=9", "throttled by its hardware"),
+        ("0.remapped=0,1,0,1", "row remapping failed"),
+        ("0.remapped=0,1,1,0", "needs a reset"),
+        ("0.retired_pending=1", "needs a reset"),
         ("0.recovery=1", "a reset of the GPU"),
         ("0.recovery=99", "recovery action 99"),
     ],
 )
-def test_a_gpu_that_is_not_well_is_not_available_and_still_read(
-    fake_nvml: FakeNvml, line: str, words: str
-) -> None:
+def test_faulty_gpu_is_unavailable_and_still_read(fake_nvml: FakeNvml, line: str, words: str) -> None:
     fake_nvml.script("count=2", "0.temperature=88", line)
     unwell, well = fake_nvml.read()
     assert (unwell.available, well.available) == (False, True)
@@ -233,7 +225,7 @@ def test_a_gpu_that_is_not_well_is_not_available_and_still_read(
     "line",
     [
         "0.clocks=0",
-        "0.clocks=55",  # idle, set by hand, power cap, sync boost, temperature held by the driver
+        "0.clocks=55",  # idle, set by hand, power cap, sync boost, driver temperature limit
         "0.clocks=!3",
         "0.remapped=3,1,0,0",
         "0.remapped=!3",
@@ -241,40 +233,40 @@ def test_a_gpu_that_is_not_well_is_not_available_and_still_read(
         "0.recovery=!3",
     ],
 )
-def test_a_gpu_is_well_when_it_does_not_say_otherwise(fake_nvml: FakeNvml, line: str) -> None:
+def test_gpu_without_reported_faults_is_available(fake_nvml: FakeNvml, line: str) -> None:
     fake_nvml.script("count=1", line)
     assert fake_nvml.read()[0].available
 
 
-def test_an_older_driver_says_under_another_name_why_a_gpu_is_slow(fake_nvml: FakeNvml) -> None:
+def test_throttle_reasons_of_an_older_driver_are_read(fake_nvml: FakeNvml) -> None:
     fake_nvml.script("count=1", "0.clocks_event=!13", "0.clocks=64")
     assert "too hot" in fake_nvml.read()[0].reason
 
 
-def test_a_gpu_that_is_throttled_now_and_again_is_not_available_in_between(fake_nvml: FakeNvml) -> None:
+def test_intermittently_throttled_gpu_stays_unavailable(fake_nvml: FakeNvml) -> None:
     for clocks in (64, 0, 0, 64, 0, 0):
         fake_nvml.script("count=1", f"0.clocks={clocks}")
         gpu = fake_nvml.read()[0]
         assert not gpu.available
-    assert gpu.reason == "until just now: slowed down by its hardware: too hot"
+    assert gpu.reason == "recovering from: throttled by its hardware: too hot"
     assert fake_nvml.read()[0].available
 
 
-# --- drivers that come and go -----------------------------------------------------------------
+# --- loading of drivers -----------------------------------------------------------------------
 
 
-def test_a_driver_that_goes_away_leaves_every_gpu_listed_as_not_available(fake_nvml: FakeNvml) -> None:
+def test_unloaded_driver_leaves_all_gpus_listed_as_unavailable(fake_nvml: FakeNvml) -> None:
     fake_nvml.script("count=2")
     uuids = [gpu.uuid for gpu in fake_nvml.read()]
     fake_nvml.script("count=2", "0.lost=1", "init=!9")
     for _ in range(2):
-        gone = fake_nvml.read()
-        assert [gpu.uuid for gpu in gone] == uuids
-        assert not any(gpu.available for gpu in gone)
-    assert "Driver Not Loaded" in gone[0].reason
+        lost = fake_nvml.read()
+        assert [gpu.uuid for gpu in lost] == uuids
+        assert not any(gpu.available for gpu in lost)
+    assert "Driver Not Loaded" in lost[0].reason
 
 
-def test_after_a_driver_reload_in_another_order_each_gpu_keeps_its_number(fake_nvml: FakeNvml) -> None:
+def test_gpus_keep_their_ids_after_a_driver_reload(fake_nvml: FakeNvml) -> None:
     a, b, c = (f"GPU-0000000{letter}-0000-0000-0000-000000000000" for letter in "abc")
     fake_nvml.script("count=2", f"0.uuid={a}", f"1.uuid={b}")
     fake_nvml.read()
@@ -291,14 +283,14 @@ def test_after_a_driver_reload_in_another_order_each_gpu_keeps_its_number(fake_n
     assert gpus[1].reason == "the driver no longer lists this GPU"
 
 
-def test_a_driver_that_is_not_loaded_leaves_the_cpu_with_the_reason(fake_nvml: FakeNvml) -> None:
+def test_missing_driver_falls_back_to_the_cpu_with_the_reason(fake_nvml: FakeNvml) -> None:
     fake_nvml.script("count=2", "init=!9")
     (cpu,) = fake_nvml.read()
     assert cpu.vendor is Vendor.CPU
     assert "Driver Not Loaded" in fake_nvml.absent_reason()
 
 
-def test_gpus_that_appear_later_do_not_replace_the_cpu_under_the_same_number(fake_nvml: FakeNvml) -> None:
+def test_gpus_that_appear_later_do_not_replace_the_cpu(fake_nvml: FakeNvml) -> None:
     fake_nvml.script("count=0")
     assert fake_nvml.read()[0].vendor is Vendor.CPU
     assert fake_nvml.absent_reason() == "NVML lists no GPU"
@@ -306,13 +298,13 @@ def test_gpus_that_appear_later_do_not_replace_the_cpu_under_the_same_number(fak
     assert fake_nvml.read()[0].vendor is Vendor.CPU
 
 
-def test_a_count_that_fails_is_a_reason_and_not_an_exception(fake_nvml: FakeNvml) -> None:
+def test_failing_gpu_count_is_a_reason_and_not_an_exception(fake_nvml: FakeNvml) -> None:
     fake_nvml.script("count=!999")
     assert fake_nvml.read()[0].vendor is Vendor.CPU
     assert "NVML" in fake_nvml.absent_reason()
 
 
-def test_the_probe_names_the_gpus_and_the_one_that_is_lost(fake_nvml: FakeNvml) -> None:
+def test_probe_names_the_gpus_and_the_lost_one(fake_nvml: FakeNvml) -> None:
     fake_nvml.script("count=2", "0.name=NVIDIA H200", "1.lost=15")
     nvidia = fake_nvml.probe()[0]
     assert (nvidia.vendor, nvidia.usable) == (Vendor.NVIDIA, True)
@@ -322,7 +314,7 @@ def test_the_probe_names_the_gpus_and_the_one_that_is_lost(fake_nvml: FakeNvml) 
     assert nvidia.fix
 
 
-def test_the_probe_says_what_to_do_about_a_driver_that_is_not_loaded(fake_nvml: FakeNvml) -> None:
+def test_probe_has_a_fix_for_a_driver_that_is_not_loaded(fake_nvml: FakeNvml) -> None:
     fake_nvml.script("init=!9")
     nvidia = fake_nvml.probe()[0]
     assert not nvidia.usable

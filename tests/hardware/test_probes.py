@@ -1,4 +1,4 @@
-"""What `genie doctor` hears about accelerators, with /sys and /dev made of files."""
+"""Probes of accelerators, with fake /sys and /dev."""
 
 from __future__ import annotations
 
@@ -24,28 +24,28 @@ def test_every_vendor_has_one_result_with_a_reason_even_on_an_empty_system(tmp_p
     assert all(result.reason for result in results)
 
 
-def test_the_cpu_is_always_usable(tmp_path: Path) -> None:
+def test_cpu_is_always_usable(tmp_path: Path) -> None:
     assert probed(tmp_path, Vendor.CPU).usable
 
 
-def test_an_amd_gpu_is_recognised_and_said_to_be_not_used(tmp_path: Path) -> None:
+def test_amd_gpu_is_recognized_as_unsupported(tmp_path: Path) -> None:
     card(tmp_path, "card0", "0x1002")
     (tmp_path / "dev").mkdir()
     (tmp_path / "dev/kfd").touch()
     result = probed(tmp_path, Vendor.AMD)
     assert not result.usable
     assert "card0" in result.reason
-    assert "does not use AMD GPUs" in result.reason
+    assert "does not support AMD GPUs" in result.reason
 
 
-def test_an_amd_gpu_without_its_compute_driver_says_which_to_load(tmp_path: Path) -> None:
+def test_amd_gpu_without_driver_has_a_fix(tmp_path: Path) -> None:
     card(tmp_path, "card0", "0x1002")
     result = probed(tmp_path, Vendor.AMD)
     assert "not loaded" in result.reason
     assert "/dev/kfd" in result.fix
 
 
-def test_an_intel_gpu_is_recognised_by_its_vendor_and_render_node(tmp_path: Path) -> None:
+def test_intel_gpu_is_recognized_by_vendor_and_render_node(tmp_path: Path) -> None:
     card(tmp_path, "card1", "0x8086")
     (tmp_path / "dev/dri").mkdir(parents=True)
     (tmp_path / "dev/dri/renderD128").touch()

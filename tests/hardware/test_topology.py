@@ -1,4 +1,4 @@
-"""Islands of GPUs, against a plain search from GPU to GPU."""
+"""Islands of GPUs, compared with a plain graph search."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def address(gpu_id: int) -> tuple[int, int, int]:
 
 @st.composite
 def machines(draw: st.DrawFn) -> tuple[int, set[tuple[int, int]], set[int]]:
-    """How many GPUs, which of them are linked (as only one of the two says), which hang on switches."""
+    """Number of GPUs, links (reported by one side only), and GPUs with a switch."""
     count = draw(st.integers(0, 8))
     numbers = st.integers(0, max(count - 1, 0))
     pairs = draw(st.sets(st.tuples(numbers, numbers), max_size=8)) if count else set()
@@ -22,7 +22,7 @@ def machines(draw: st.DrawFn) -> tuple[int, set[tuple[int, int]], set[int]]:
 
 
 @given(machines())
-def test_an_island_is_all_that_can_be_reached_over_links(
+def test_island_is_a_connected_component_of_links(
     machine: tuple[int, set[tuple[int, int]], set[int]],
 ) -> None:
     count, pairs, switched = machine
@@ -45,7 +45,7 @@ def test_an_island_is_all_that_can_be_reached_over_links(
     assert islands(links) == expected
 
 
-def test_those_that_name_the_same_unlisted_peer_are_joined() -> None:
+def test_gpus_with_the_same_unlisted_peer_are_one_island() -> None:
     lost = frozenset({address(7)})
     links = {0: GpuLinks(address(0), lost), 1: GpuLinks(address(1)), 2: GpuLinks(None, lost), 3: GpuLinks()}
     assert islands(links) == {0: 0, 1: 1, 2: 0, 3: 3}

@@ -1,8 +1,10 @@
-"""The files of this repository, as the house tests read them. Generated code is left out."""
+"""The files of this repository for the tests of conventions, without generated code."""
 
 from __future__ import annotations
 
 import ast
+import gc
+import re
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -31,23 +33,25 @@ _TEXT = {
 
 
 def python_files(*folders: str) -> list[Path]:
-    """Every .py file under these folders of the repository."""
+    """All .py files in these folders of the repository."""
     return [path for path in _walk(folders) if path.suffix == ".py"]
 
 
 def native_files() -> list[Path]:
-    """Every file of C++."""
+    """All C++ files."""
     return [path for path in _walk(("native",)) if path.suffix in (".cpp", ".h")]
 
 
 def text_files() -> list[Path]:
-    """Everything that people wrote: code, pages, settings of tools."""
-    top = [path for path in sorted(ROOT.iterdir()) if path.is_file() and not path.name.startswith(".cov")]
+    """All handwritten text files: code, pages, tool configuration."""
+    # In a git worktree, .git is a file with a path of the machine.
+    ours = [path for path in sorted(ROOT.iterdir()) if path.is_file() and path.name != ".git"]
+    top = [path for path in ours if not path.name.startswith(".cov")]
     return [path for path in [*top, *_walk(_FOLDERS)] if path.suffix in _TEXT]
 
 
 def pages() -> list[Path]:
-    """The pages that users read."""
+    """The Markdown pages in the root and in docs/."""
     return [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
 
 
@@ -55,30 +59,56 @@ def shown(path: Path) -> str:
     return path.relative_to(ROOT).as_posix()
 
 
+def table(text: str, heading: str) -> list[list[str]]:
+    """Rows of the only table with this first column heading, each a list of cells."""
+    found = re.findall(
+        rf"^\| {re.escape(heading)} \|.*\n\|[-| ]+\|\n((?:\|.*\n)+)", text + "\n", re.MULTILINE
+    )
+    assert len(found) == 1, f"found {len(found)} tables with the heading {heading!r}, expected 1"
+    return [_cells(line) for line in found[0].splitlines()]
+
+
+def _cells(line: str) -> list[str]:
+    return [cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]]
+
+
 @cache
 def parsed(path: Path) -> ast.Module:
-    return ast.parse(path.read_text("utf-8"), filename=str(path))
+    text = path.read_text("utf-8")
+    is_enabled = gc.isenabled()
+    gc.disable()  # collecting garbage among millions of nodes takes longer than parsing
+    try:
+        return ast.parse(text, filename=str(path))
+    finally:
+        if is_enabled:
+            gc.enable()
 
 
 def functions(tree: ast.Module) -> Iterator[tuple[str, ast.FunctionDef | ast.AsyncFunctionDef]]:
-    """Every function with its dotted name inside the file, nested ones too."""
+    """All functions, including nested ones, with their qualified names."""
     yield from _functions(tree, "")
 
 
 def _functions(node: ast.AST, prefix: str) -> Iterator[tuple[str, ast.FunctionDef | ast.AsyncFunctionDef]]:
     for child in ast.iter_child_nodes(node):
+        if not isinstance(child, _STATEMENTS):
+            continue  # expressions contain no function definitions
         if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef):
             yield prefix + child.name, child
         inner = f"{prefix}{child.name}." if isinstance(child, _NAMED) else prefix
         yield from _functions(child, inner)
 
 
+_STATEMENTS = (ast.stmt, ast.ExceptHandler, ast.match_case)
 _NAMED = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 
 
 def _walk(folders: tuple[str, ...]) -> Iterator[Path]:
     for folder in folders:
-        for path in sorted((ROOT / folder).rglob("*")):
-            generated = "_pb2" in path.name or "__pycache__" in path.parts
-            if path.is_file() and not generated:
-                yield path
+        yield from _files_in(folder)
+
+
+@cache
+def _files_in(folder: str) -> list[Path]:
+    found = sorted((ROOT / folder).rglob("*"))
+    return [p for p in found if "_pb2" not in p.name and "__pycache__" not in p.parts and p.is_file()]

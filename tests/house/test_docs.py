@@ -1,7 +1,4 @@
-"""The pages are true: links lead somewhere, commands and Python names exist, snippets compile.
-
-Not for: running the examples (tests/examples).
-"""
+"""Links, commands and Python names on the pages exist, and Python snippets compile."""
 
 from __future__ import annotations
 
@@ -11,14 +8,16 @@ import pkgutil
 import re
 import textwrap
 from pathlib import Path
+from typing import Any
 
 import pytest
 import typer.main
 
 import genie
+from genie.agent import identity
 from tests.house.sources import ROOT, pages, shown
 
-NAMED_PAGES = (
+REQUIRED_PAGES = (
     "README.md",
     "CHANGELOG.md",
     "CONTRIBUTING.md",
@@ -28,7 +27,7 @@ NAMED_PAGES = (
     "docs/ENVIRONMENT_VARIABLES.md",
     "docs/CLUSTER_INITIALIZATION.md",
 )
-NAMED_EXAMPLES = ("examples/tour.py", "examples/basic_client.py", "examples/gpu_server.py")
+REQUIRED_EXAMPLES = ("examples/tour.py", "examples/basic_client.py", "examples/gpu_server.py")
 
 _LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)[^)]*\)")
 _FENCE = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
@@ -58,18 +57,18 @@ def commands_in(page: Path) -> set[tuple[str, str]]:
 
 def python_blocks(page: Path) -> list[str]:
     blocks = re.findall(r"^ *```python\n(.*?)^ *```", page.read_text("utf-8"), re.MULTILINE | re.DOTALL)
-    return [_completed(textwrap.dedent(block)) for block in blocks]
+    return [_complete_signature(textwrap.dedent(block)) for block in blocks]
 
 
-def _completed(block: str) -> str:
-    """A page may show a signature under its full name and without a body."""
+def _complete_signature(block: str) -> str:
+    """Completes a signature that a page shows with its qualified name and without a body."""
     if not re.match(r"(async )?def genie\.", block):
         return block
     return block.replace("def genie.", "def ", 1).rstrip() + ": ..."
 
 
 def genie_names(tree: ast.Module) -> set[str]:
-    """Every dotted name that begins with `genie`, and what is imported from there."""
+    """All dotted names that start with `genie`, and names imported from genie."""
     names: set[str] = set()
     for node in ast.walk(tree):
         match node:
@@ -83,7 +82,7 @@ def genie_names(tree: ast.Module) -> set[str]:
 
 
 def resolves(name: str) -> bool:
-    """As a user's program would find it: modules by importing, the rest by asking."""
+    """Whether a program can import or access the name."""
     found: object = genie
     known = "genie"
     for part in name.split(".")[1:]:
@@ -97,24 +96,28 @@ def resolves(name: str) -> bool:
     return True
 
 
-def command_tree() -> dict[str, dict[str, object]]:
-    """Every command of the command line, with its subcommands."""
+def commands_of_genie() -> dict[str, Any]:  # Any: Typer has no public type for a command
+    """All commands of the command line by name."""
     import genie.cli
     from genie.cli.app import app
 
-    for module in pkgutil.iter_modules(genie.cli.__path__, "genie.cli."):
+    for module in pkgutil.walk_packages(genie.cli.__path__, "genie.cli."):
         importlib.import_module(module.name)  # importing a module registers its commands
-    top = getattr(typer.main.get_command(app), "commands")  # noqa: B009 - typer has no public type for it
-    return {name: getattr(command, "commands", {}) for name, command in top.items()}
+    return dict(getattr(typer.main.get_command(app), "commands"))  # noqa: B009 - no public type has it
 
 
-@pytest.mark.parametrize("name", [*NAMED_PAGES, *NAMED_EXAMPLES])
-def test_a_named_file_exists(name: str) -> None:
+def command_tree() -> dict[str, dict[str, object]]:
+    """All commands of the command line with their subcommands."""
+    return {name: getattr(command, "commands", {}) for name, command in commands_of_genie().items()}
+
+
+@pytest.mark.parametrize("name", [*REQUIRED_PAGES, *REQUIRED_EXAMPLES])
+def test_required_file_exists(name: str) -> None:
     assert (ROOT / name).is_file()
 
 
 @pytest.mark.parametrize("page", pages(), ids=shown)
-def test_links_lead_to_files(page: Path) -> None:
+def test_links_on_a_page_exist(page: Path) -> None:
     broken = []
     for target in links(page):
         name, _, anchor = target.partition("#")
@@ -165,7 +168,7 @@ def test_commands_are_found_on_a_page(text: str, found: set[tuple[str, str]], tm
     assert commands_in(page) == found
 
 
-def test_a_broken_link_is_seen(tmp_path: Path) -> None:
+def test_broken_link_is_detected(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text("[there](no-such.md) and [away](https://example.org)")
     assert links(page) == ["no-such.md"]
@@ -181,8 +184,25 @@ def test_a_broken_link_is_seen(tmp_path: Path) -> None:
         ("import genie.no_such_part", ["genie.no_such_part"]),
     ],
 )
-def test_a_name_that_does_not_exist_is_seen(code: str, unknown: list[str], tmp_path: Path) -> None:
+def test_unknown_name_is_detected(code: str, unknown: list[str], tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text(f"words\n```python\n{code}\n```\n")
     (block,) = python_blocks(page)
     assert [name for name in sorted(genie_names(ast.parse(block))) if not resolves(name)] == unknown
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "Tenants are not isolated from each other on a node.",
+        "it runs as the user of the agent",
+        f"read the identity of the node (`{identity._TOKEN}`, `{identity._KEY}`)",
+        "send signals to the agent, to shims and to jobs of other tenants",
+        "move itself to another control group",
+        "fill the disk",
+    ],
+)
+def test_security_page_states_what_a_job_can_do_to_its_node(statement: str) -> None:
+    page = " ".join((ROOT / "SECURITY.md").read_text("utf-8").split())
+    _, _, not_protected = page.partition("## Not protected")
+    assert statement in not_protected

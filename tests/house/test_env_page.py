@@ -1,28 +1,28 @@
-"""docs/ENVIRONMENT_VARIABLES.md and the settings say the same, and only config.py reads the environment."""
+"""docs/ENVIRONMENT_VARIABLES.md matches the settings, and only genie/config reads the environment."""
 
 from __future__ import annotations
 
 import ast
 import re
 
-from genie.config import declared, environment_variables
+from genie.config import environment_variables, list_settings
 from tests.house.sources import PACKAGE, ROOT, parsed, python_files, shown, text_files
 
 PAGE = ROOT / "docs" / "ENVIRONMENT_VARIABLES.md"
 _NAME = re.compile(r"GENIE_[A-Z0-9_]*[A-Z0-9]")
 _READERS = {"environ", "environb", "getenv", "getenvb", "putenv"}
 
-# Files besides config.py that may name os.environ, each with its reason.
+# Other files that may use os.environ, with the reason.
 MAY_READ: dict[str, str] = {
-    "genie/grid/remote/health.py": "runs on nodes, and looks for their tools",
-    "genie/grid/remote/environment.py": "runs on nodes, and hands their own environment on to pip",
-    "genie/grid/remote/ray_node.py": "runs on nodes, and hands their own environment on to Ray",
-    "genie/grid/remote/runs.py": "runs on nodes, where a command gets the environment of the login",
+    "genie/grid/remote/health.py": "runs on nodes and finds their tools",
+    "genie/grid/remote/environment.py": "runs on nodes and passes their environment to pip",
+    "genie/grid/remote/ray_node.py": "runs on nodes and passes their environment to Ray",
+    "genie/grid/remote/runs.py": "runs on nodes and passes the login environment to commands",
 }
 
 
 def page_rows() -> dict[str, str]:
-    """Each variable that has a row of its own in a table of the page, with that row."""
+    """Variables that have a row in a table of the page, with that row."""
     rows = re.findall(r"^\|\s*`(GENIE_\w+)`\s*\|.*$", PAGE.read_text("utf-8"), re.MULTILINE)
     lines = PAGE.read_text("utf-8").splitlines()
     return {
@@ -30,17 +30,19 @@ def page_rows() -> dict[str, str]:
     }
 
 
-def test_the_page_lists_exactly_the_variables_that_are_read() -> None:
+def test_page_lists_exactly_the_variables_that_are_read() -> None:
     assert set(page_rows()) == set(environment_variables())
 
 
-def test_the_page_shows_each_default() -> None:
+def test_page_shows_the_defaults() -> None:
     rows = page_rows()
-    wrong = [item.env for item in declared() if item.default and f"`{item.default}`" not in rows[item.env]]
+    wrong = [
+        item.env for item in list_settings() if item.default and f"`{item.default}`" not in rows[item.env]
+    ]
     assert wrong == []
 
 
-def test_every_variable_that_any_page_or_file_names_exists() -> None:
+def test_variables_in_pages_and_files_exist() -> None:
     known = set(environment_variables())
     wrong = {
         f"{shown(path)}: {name}"
@@ -56,7 +58,8 @@ def test_only_config_reads_the_environment() -> None:
     readers = {
         shown(path)
         for path in python_files("genie")
-        if path != PACKAGE / "config.py" and any(_reads_environment(node) for node in ast.walk(parsed(path)))
+        if path.parent != PACKAGE / "config"
+        and any(_reads_environment(node) for node in ast.walk(parsed(path)))
     }
     assert readers - set(MAY_READ) == set()
 

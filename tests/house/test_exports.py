@@ -1,4 +1,4 @@
-"""The public names: exactly the documented ones, and every promised name exists."""
+"""The public names are exactly the documented ones, and all of them exist."""
 
 from __future__ import annotations
 
@@ -38,6 +38,7 @@ DOCUMENTED_MODULES = (
     "genie.runtime.network_discovery",
     "genie.runtime.backend_info",
 )
+ALIASES = ("backend_info", "network_discovery")  # of genie.runtime, in genie.cluster
 
 
 def modules_with_all() -> list[str]:
@@ -63,20 +64,33 @@ def test_every_name_in_all_exists(module: str) -> None:
 
 
 @pytest.mark.parametrize("module", DOCUMENTED_MODULES)
-def test_a_documented_module_can_be_imported(module: str) -> None:
+def test_documented_module_can_be_imported(module: str) -> None:
     importlib.import_module(module)
 
 
-def test_an_unknown_name_is_an_attribute_error() -> None:
+@pytest.mark.parametrize("name", ALIASES)
+def test_alias_module_has_all_public_names_of_its_original(name: str) -> None:
+    original = importlib.import_module(f"genie.runtime.{name}")
+    alias = importlib.import_module(f"genie.cluster.{name}")
+    defined = {
+        key: value
+        for key, value in vars(original).items()
+        if not key.startswith("_") and getattr(value, "__module__", "") == original.__name__
+    }
+    assert {key: getattr(alias, key, None) for key in defined} == defined
+    assert all(getattr(alias, key) is getattr(original, key) for key in alias.__all__)
+
+
+def test_unknown_name_raises_attribute_error() -> None:
     with pytest.raises(AttributeError, match="no_such_name"):
-        getattr(genie, "no_such_name")  # noqa: B009 - the checker would refuse the plain form
+        getattr(genie, "no_such_name")  # noqa: B009 - mypy rejects the attribute
 
 
-def test_the_version_stands_in_one_place() -> None:
+def test_version_is_defined_once() -> None:
     assert importlib.metadata.version("genie-gpu") == genie.__version__
-    lines = (PACKAGE / "__init__.py").read_text("utf-8").splitlines()
+    lines = (PACKAGE / "version.py").read_text("utf-8").splitlines()
     assert lines.count(f'__version__ = "{genie.__version__}"') == 1, "pyproject.toml reads this line"
 
 
-def test_the_package_says_that_it_is_typed() -> None:
+def test_package_has_py_typed() -> None:
     assert (PACKAGE / "py.typed").is_file()

@@ -1,20 +1,20 @@
-"""The client's side runs on a laptop: importing it needs nothing that only Linux has, and not torch.
+"""Client modules import on macOS: without Linux-only APIs and without torch.
 
-There is no Mac at hand, so a child process plays one: what macOS lacks is taken away, then the client's
-modules are imported. Third parties come first, because theirs are other files on a Mac.
+A child process simulates macOS: it removes the Linux-only APIs, then imports the client modules. Third-party
+packages are imported before that, because they have different files on macOS.
 """
 
 from __future__ import annotations
 
-import subprocess
-import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
+from tests.forkserver import ForkServer
 from tests.house.sources import ROOT, python_files
 
-# One child each where the order of imports could hide a lack; the command line's parts share one.
+# One child per module, so that import order hides nothing; the modules of the command line share one.
 CLIENT_MODULES = (
     "genie",
     "genie.cluster",
@@ -28,12 +28,18 @@ CLIENT_MODULES = (
     ),
 )
 
-PLAY_MACOS = '''
-import asyncio, concurrent.futures, ctypes, logging.handlers, multiprocessing.connection, sqlite3, ssl
-import cryptography.x509, msgspec, pathspec, psutil, rich.console, rich.progress, rich.table, typer, uvloop
+# Imported once before children are forked; neither Genie nor torch.
+THIRD_PARTIES = (
+    *("asyncio", "concurrent.futures", "ctypes", "logging.handlers", "multiprocessing.connection", "sqlite3"),
+    *("ssl", "cryptography.x509", "msgspec", "pathspec", "psutil", "rich.console", "rich.progress"),
+    *("rich.table", "typer", "uvloop"),
+)
+
+SIMULATE_MACOS = '''
+import ctypes
 import fcntl, os, resource, select, signal, socket, subprocess, sys, tempfile, time
 
-LACKING = {
+LINUX_ONLY = {
     os: """eventfd eventfd_read eventfd_write memfd_create sched_getaffinity sched_setaffinity pidfd_open
         pipe2 setns unshare getrandom copy_file_range splice posix_fadvise posix_fallocate fdatasync waitid
         getresuid setresuid getxattr setxattr P_PIDFD O_TMPFILE O_PATH O_DIRECT""",
@@ -45,7 +51,7 @@ LACKING = {
     fcntl: "F_ADD_SEALS F_SEAL_WRITE F_SETPIPE_SZ F_OFD_SETLK",
     time: "CLOCK_BOOTTIME CLOCK_TAI",
 }
-for module, names in LACKING.items():
+for module, names in LINUX_ONLY.items():
     for name in names.split():
         if hasattr(module, name):
             delattr(module, name)
@@ -63,44 +69,55 @@ sys.platform = "darwin"
 '''
 
 
-def run_child(code: str, tmp_path: Path) -> str:
-    script = tmp_path / "child.py"
-    script.write_text(code)
-    command = [sys.executable, "-W", "error", str(script)]
-    done = subprocess.run(
-        command, cwd=ROOT, env={"PYTHONPATH": str(ROOT), "HOME": str(tmp_path), "PATH": "/usr/bin:/bin"},
-        capture_output=True, text=True, timeout=60, stdin=subprocess.DEVNULL,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+RunChild = Callable[..., str]
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[ForkServer]:
+    server = ForkServer(preload=THIRD_PARTIES)
+    yield server
+    server.close()
+
+
+@pytest.fixture
+def run_child(server: ForkServer, tmp_path: Path) -> RunChild:
+    """Runs code in a child with warnings as errors and returns its output."""
+    env = {"PYTHONPATH": str(ROOT), "HOME": str(tmp_path), "PATH": "/usr/bin:/bin"}
+
+    def run(code: str) -> str:
+        done = server.run(["-W", "error", "-c", code], timeout=60, cwd=ROOT, env=env)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return str(done.stdout)
+
+    return run
 
 
 @pytest.mark.parametrize("modules", CLIENT_MODULES, ids=lambda modules: modules.partition(",")[0])
-def test_a_client_module_imports_without_linux(modules: str, tmp_path: Path) -> None:
-    run_child(f"{PLAY_MACOS}\nimport {modules}", tmp_path)
+def test_client_module_imports_without_linux(modules: str, run_child: RunChild) -> None:
+    run_child(f"{SIMULATE_MACOS}\nimport {modules}")
 
 
-def test_every_public_name_loads_without_linux(tmp_path: Path) -> None:
-    run_child(f"{PLAY_MACOS}\nimport genie\nfor name in genie.__all__: getattr(genie, name)", tmp_path)
+def test_every_public_name_loads_without_linux(run_child: RunChild) -> None:
+    run_child(f"{SIMULATE_MACOS}\nimport genie\nfor name in genie.__all__: getattr(genie, name)")
 
 
-def test_the_torch_device_imports_without_linux(tmp_path: Path) -> None:
-    """The backend is what registers the device; it loads when torch asks for it, so it is named here."""
-    run_child(f"import torch\n{PLAY_MACOS}\nimport genie.device, genie.device.backend", tmp_path)
+def test_torch_device_imports_without_linux(run_child: RunChild) -> None:
+    """Imports the backend explicitly, which torch loads only on first use."""
+    run_child(f"import torch\n{SIMULATE_MACOS}\nimport genie.device, genie.device.backend")
 
 
-def test_the_command_line_lists_its_commands_without_linux(tmp_path: Path) -> None:
-    code = f"{PLAY_MACOS}\nfrom genie.cli import main\nsys.exit(main(['--help']))"
-    shown = run_child(code, tmp_path)
-    missing = [name for name in ("up", "status", "submit", "logs") if name not in shown.split()]
-    assert missing == [], shown
+def test_command_line_lists_its_commands_without_linux(run_child: RunChild) -> None:
+    code = f"{SIMULATE_MACOS}\nfrom genie.cli import main\nsys.exit(main(['--help']))"
+    output = run_child(code)
+    missing = [name for name in ("up", "status", "submit", "logs") if name not in output.split()]
+    assert missing == [], output
 
 
 @pytest.mark.parametrize("module", ["genie", "genie.cli"])
-def test_importing_does_not_load_torch(module: str, tmp_path: Path) -> None:
+def test_importing_does_not_load_torch(module: str, run_child: RunChild) -> None:
     code = f"import sys, {module}\nprint(sorted({{'torch', 'numpy', 'grpc'}} & set(sys.modules)))"
-    assert run_child(code, tmp_path).strip() == "[]"
+    assert run_child(code).strip() == "[]"
 
 
-def test_the_played_laptop_really_lacks_what_linux_has(tmp_path: Path) -> None:
-    run_child(f"{PLAY_MACOS}\nassert not hasattr(os, 'eventfd') and not hasattr(select, 'epoll')", tmp_path)
+def test_simulated_macos_has_no_linux_apis(run_child: RunChild) -> None:
+    run_child(f"{SIMULATE_MACOS}\nassert not hasattr(os, 'eventfd') and not hasattr(select, 'epoll')")

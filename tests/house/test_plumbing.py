@@ -1,27 +1,22 @@
-"""The plumbing of the tests themselves: skips are listed, leaks are caught, the user's files are safe.
+"""The hooks of tests/conftest.py: skips are listed, leaks are detected, tests are isolated.
 
-The scenarios are small suites that run in child pytests with this repository's conftest.py, each in one
-process and in two workers. A child takes a second or two, so several scenarios share one.
+The scenarios are small suites that run in child pytest processes with the conftest.py of this repository, in
+one process and with two workers. A child takes a second or two, so scenarios share one.
 """
 
 from __future__ import annotations
 
 import os
-import re
 import socket
 import subprocess
-import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import hypothesis
 import psutil
 import pytest
 
-from tests import conftest
+from tests.house.small_suites import WORKERS, Outcome, run_suite
 from tests.house.sources import ROOT
 from tests.needs import require_program
 from tests.waiting import until, wait_until
@@ -31,7 +26,7 @@ import asyncio, os, socket, subprocess, sys, threading
 import pytest
 import tests.leaks
 
-tests.leaks._SETTLE_S = 0.05  # nothing here goes away by itself
+tests.leaks._SETTLE_S = 0.05  # no leak here ends without help
 held = []
 
 def test_thread():
@@ -63,7 +58,7 @@ def test_unreaped_child():
 def test_no_reason():
     pass
 
-def test_the_thread_ends():
+def test_thread_ends():
     held[0].set()
 """
 
@@ -73,7 +68,7 @@ import pytest
 
 @pytest.fixture(scope="module")
 def wide():
-    """Like an etcd server that several tests share."""
+    """Like an etcd server shared by several tests."""
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     server = socket.create_server(("127.0.0.1", 0))
     stop = threading.Event()
@@ -94,7 +89,7 @@ def test_first_use(wide):
 def test_second_use(wide):
     socket.create_connection(wide.getsockname()).close()
 
-async def test_gives_everything_back():
+async def test_closes_everything():
     async with asyncio.TaskGroup() as group:
         group.create_task(asyncio.sleep(0))
     await asyncio.to_thread(int)
@@ -108,7 +103,7 @@ async def test_gives_everything_back():
 def test_may_leak():
     wide.socket = socket.create_server(("127.0.0.1", 0))
 
-def test_the_marker_ends_with_its_test():
+def test_marker_applies_only_to_its_test():
     wide.socket.close()
 '''
 
@@ -133,16 +128,9 @@ def test_here():
 
 SKIPPED_FILE = """
 import pytest
-from shared import not_here  # two files with one place where they are skipped
+from shared import not_here  # two files are skipped in one function
 
 not_here()
-"""
-
-SHARED = """
-import pytest
-
-def not_here():
-    pytest.skip("needs another machine", allow_module_level=True)
 """
 
 MANY_SKIPS = """
@@ -153,11 +141,19 @@ def test_on_the_moon(number):
     pytest.skip("needs a moon")
 """
 
+SOME_SKIPS = (
+    MANY_SKIPS
+    + """
+def test_on_earth():
+    pass
+"""
+)
+
 DETACHING = """
 import os, subprocess, sys
 
 def test_starts_a_daemon():
-    # The middle process ends at once, so that the last one is nobody's child any more.
+    # The intermediate process ends at once, so that the last one is detached.
     start = "import subprocess as s; s.Popen(['sleep', '60'], stdout=s.DEVNULL, stderr=s.DEVNULL)"
     subprocess.run([sys.executable, "-c", start], check=True)
 """
@@ -165,7 +161,7 @@ def test_starts_a_daemon():
 CRASHING = (
     DETACHING
     + """
-def test_takes_its_worker_along():
+def test_crashes_its_worker():
     os._exit(3)
 """
 )
@@ -175,7 +171,7 @@ import os
 from pathlib import Path
 
 def test_home(pytestconfig):
-    # Of the run, not of a worker: its folder has a longer name, and a socket's path must be short.
+    # The folder of the run, not that of a worker: socket paths must be short.
     base = os.environ["RUN_FOLDER"] + "/"
     assert os.environ["HOME"].startswith(base) and Path.home().is_dir()
     assert os.environ["GENIE_STATE_DIR"].startswith(base)
@@ -184,7 +180,7 @@ def test_home(pytestconfig):
     assert ours == ["GENIE_STATE_DIR", "GENIE_AGENT_COMPILE_AHEAD", "GENIE_CONTROLLER_COMPILE_AHEAD"]
     Path("~/touched").expanduser().touch()
 
-def test_a_home_of_its_own():
+def test_home_is_empty():
     assert list(Path.home().iterdir()) == []
 """
 
@@ -192,7 +188,7 @@ def test_a_home_of_its_own():
 STUCK = """
 import pytest, time
 
-@pytest.mark.timeout(0.2)
+@pytest.mark.timeout(0.2, func_only=True)
 def test_stuck():
     time.sleep(50)
 """
@@ -201,7 +197,7 @@ LOGGING = """
 import logging
 log = logging.getLogger("genie.part")
 
-def test_starts_logging_like_a_program():
+def test_configures_logging():
     logging.getLogger("genie").propagate = False
     logging.getLogger("genie").setLevel("ERROR")
     logging.getLogger().handlers.clear()
@@ -212,91 +208,49 @@ def test_captures(caplog):
     assert logging.getLogger("genie").propagate
 """
 
-WORKERS = ("-n", "2", "--dist", "loadfile", "--no-loadscope-reorder", "--max-worker-restart", "0")
-
-
-@dataclass(frozen=True)
-class Outcome:
-    status: int
-    text: str
-
-    def part(self, heading: str) -> str:
-        """What stands between this heading and the next."""
-        after = self.text.partition(f" {heading} ")[2].partition("\n")[2]
-        return after.partition("\n__")[0].partition("\n==")[0]
-
-    def named(self, verdict: str) -> list[str]:
-        """The tests that are listed as FAILED or ERROR."""
-        return sorted(re.findall(rf"^{verdict} \S+::(\w+)", self.text, re.MULTILINE))
-
-
-def run_suite(folder: Path, files: dict[str, str], options: tuple[str, ...], **environ: str) -> Outcome:
-    for name, code in files.items():
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_text(code)
-    (folder / "shared.py").write_text(SHARED)
-    clean = {
-        name: value
-        for name, value in os.environ.items()
-        if not name.startswith(("GENIE_", "COV_", "PYTEST_"))
-    }
-    command = [sys.executable, "-m", "pytest", "-p", "tests.conftest", *options]
-    command += ["-p", "no:cacheprovider", "-p", "no:hypothesispytest"]
-    command += [f"--config-file={ROOT / 'pyproject.toml'}", f"--rootdir={folder}"]
-    done = subprocess.run(
-        [*command, f"--basetemp={folder / 'b'}", *files],
-        cwd=folder,
-        env={**clean, "PYTHONPATH": f"{ROOT}{os.pathsep}{folder}", **environ},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        stdin=subprocess.DEVNULL,
-    )
-    return Outcome(done.returncode, done.stdout + done.stderr)
-
 
 @pytest.fixture(scope="module", params=[(), WORKERS], ids=["one_process", "workers"])
 def options(request: pytest.FixtureRequest) -> tuple[str, ...]:
     return tuple(request.param)
 
 
-# --- what a test leaves behind ----------------------------------------------------------------
+# --- leaks ------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
-def untidy(options: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory) -> Outcome:
+def leaking(options: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory) -> Outcome:
     files = {"test_leaking.py": LEAKING, "test_stuck.py": STUCK}
-    return run_suite(tmp_path_factory.mktemp("untidy"), files, options)
+    return run_suite(tmp_path_factory.mktemp("leaking"), files, options)
 
 
-LEAKS = {
+LEAK_MESSAGES = {
     "test_thread": "thread 'left-thread'",
     "test_own_daemon": "thread 'genie-left'",
     "test_task": "task 'left-task'",
     "test_socket": "socket addr(ip='127.0.0.1'",
     "test_child": "left-child",
-    "test_unreaped_child": "nobody waited for it",
+    "test_unreaped_child": "was not waited for",
     "test_no_reason": "leaks_allowed needs a reason",
 }
 
 
-@pytest.mark.parametrize("test", LEAKS)
-def test_a_leak_fails_the_test_that_leaked_and_is_named(untidy: Outcome, test: str) -> None:
-    assert LEAKS[test] in untidy.part(f"ERROR at teardown of {test}"), untidy.text
+@pytest.mark.parametrize("test", LEAK_MESSAGES)
+def test_leak_fails_its_test_and_is_described(leaking: Outcome, test: str) -> None:
+    assert LEAK_MESSAGES[test] in leaking.part(f"ERROR at teardown of {test}"), leaking.text
 
 
-def test_a_leak_does_not_fail_the_tests_after_it(untidy: Outcome) -> None:
-    assert untidy.status == 1
-    assert untidy.named("ERROR") == sorted(LEAKS), untidy.text
+def test_leak_does_not_fail_later_tests(leaking: Outcome) -> None:
+    assert leaking.status == 1
+    assert leaking.named("ERROR") == sorted(LEAK_MESSAGES), leaking.text
 
 
-def test_a_stuck_test_ends_at_its_deadline(untidy: Outcome) -> None:
-    assert "test_stuck" in untidy.named("FAILED"), untidy.text
-    assert "Timeout" in untidy.part("test_stuck")
+def test_stuck_test_ends_at_its_timeout(leaking: Outcome) -> None:
+    assert "test_stuck" in leaking.named("FAILED"), leaking.text
+    assert "Timeout" in leaking.part("test_stuck")
 
 
-def test_what_session_fixtures_hold_is_not_blamed_on_a_test(session_socket: socket.socket) -> None:
-    assert session_socket.fileno() > 0  # the check is what happens after this test
+def test_resources_of_session_fixtures_are_not_leaks(session_socket: socket.socket) -> None:
+    assert session_socket.fileno() > 0  # the check runs after this test
 
 
 @pytest.fixture(scope="session")
@@ -305,95 +259,97 @@ def session_socket() -> Iterator[socket.socket]:
         yield server
 
 
-def test_a_detached_process_is_named_ended_and_fails_the_run(
+def test_detached_process_is_listed_and_killed_and_fails_the_run(
     tmp_path: Path, options: tuple[str, ...]
 ) -> None:
     outcome = run_suite(tmp_path, {"test_detaching.py": DETACHING}, options)
     assert outcome.status == 1, outcome.text
-    assert "1 passed" in outcome.text, "the run fails, not the test, which is long past"
-    _check_named_and_ended(outcome, "test_detaching.py::test_starts_a_daemon")
+    assert "1 passed" in outcome.text, "the run fails, not the test, which has ended"
+    _check_listed_and_killed(outcome, "test_detaching.py::test_starts_a_daemon")
 
 
-def test_a_test_that_takes_its_worker_along_ends_the_run_and_what_it_left_is_found(tmp_path: Path) -> None:
+def test_crashed_worker_ends_the_run_and_its_processes_are_found(tmp_path: Path) -> None:
     outcome = run_suite(tmp_path, {"test_crashing.py": CRASHING, "test_tidy.py": TIDY}, WORKERS)
     assert outcome.status != 0
-    assert outcome.named("FAILED") == ["test_takes_its_worker_along"], outcome.text
-    _check_named_and_ended(outcome, "test_crashing.py::test_starts_a_daemon")
+    assert outcome.named("FAILED") == ["test_crashes_its_worker"], outcome.text
+    _check_listed_and_killed(outcome, "test_crashing.py::test_starts_a_daemon")
 
 
-def _check_named_and_ended(outcome: Outcome, test: str) -> None:
-    line = outcome.part("still running after the tests")
+def _check_listed_and_killed(outcome: Outcome, test: str) -> None:
+    line = outcome.part("processes still running after the tests")
     assert f"(sleep 60), started by {test}" in line, outcome.text
     wait_until(lambda: not _alive(int(line.split()[1])), what="the end of the process")
 
 
 def _alive(pid: int) -> bool:
-    """Neither gone nor a zombie that its new parent has yet to reap."""
+    """Whether the process exists and is not a zombie."""
     try:
         return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False
 
 
-# --- what is left out, and what tests see -----------------------------------------------------
+# --- skipped tests and isolation --------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
-def orderly(options: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory) -> Outcome:
+def passing(options: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory) -> Outcome:
     files = {
         "test_far.py": SKIPPED_FILE,
         "test_farther.py": SKIPPED_FILE,
         "test_home.py": HOME,
         "test_logging.py": LOGGING,
         "test_moon.py": MANY_SKIPS,
+        "test_orbit.py": SOME_SKIPS,
         "test_skipping.py": SKIPPING,
         "test_tidy.py": TIDY,
     }
-    folder = tmp_path_factory.mktemp("orderly")
+    folder = tmp_path_factory.mktemp("passing")
     environ = {"GENIE_MASTER_ADDR": "elsewhere", "XDG_STATE_HOME": "/nowhere"}
     return run_suite(folder, files, options, RUN_FOLDER=str(folder / "b"), **environ)
 
 
-def test_what_wider_fixtures_hold_is_not_blamed_on_a_test(orderly: Outcome) -> None:
-    assert orderly.named("ERROR") == []
-    assert orderly.status == 0, orderly.text
+def test_resources_of_wider_fixtures_are_not_leaks(passing: Outcome) -> None:
+    assert passing.named("ERROR") == []
+    assert passing.status == 0, passing.text
 
 
-def test_tests_see_nothing_of_the_user(orderly: Outcome) -> None:
-    assert {"test_home", "test_a_home_of_its_own"}.isdisjoint(orderly.named("FAILED")), orderly.text
+def test_tests_are_isolated_from_the_user(passing: Outcome) -> None:
+    assert {"test_home", "test_home_is_empty"}.isdisjoint(passing.named("FAILED")), passing.text
 
 
-def test_logging_is_given_back_as_it_was(orderly: Outcome) -> None:
-    assert "test_captures" not in orderly.named("FAILED"), orderly.text
+def test_logging_is_restored(passing: Outcome) -> None:
+    assert "test_captures" not in passing.named("FAILED"), passing.text
 
 
-def test_a_skip_is_listed_by_name_with_its_reason(orderly: Outcome) -> None:
-    assert orderly.part("left out").splitlines() == [
+def test_skip_is_listed_with_its_reason(passing: Outcome) -> None:
+    assert passing.part("skipped").splitlines() == [
         "test_far.py: needs another machine",
         "test_farther.py: needs another machine",
         "test_moon.py (4 tests): needs a moon",
+        *(f"test_orbit.py::test_on_the_moon[{number}]: needs a moon" for number in range(4)),
         "test_skipping.py::test_module: needs the module no_such_module.part (pip: no-such-wheel)",
         "test_skipping.py::test_program: needs no-such-program (Debian: no-such-package)",
-    ], orderly.text
-    assert orderly.status == 0, "nobody asked for everything"
+    ], passing.text
+    assert passing.status == 0, "skips are allowed without GENIE_TEST_REQUIRE_ALL"
 
 
 @pytest.mark.parametrize("skipping", [MANY_SKIPS, SKIPPED_FILE], ids=["tests", "file"])
-def test_a_skip_fails_the_run_when_everything_is_required(
+def test_skip_fails_the_run_when_everything_is_required(
     tmp_path: Path, options: tuple[str, ...], skipping: str
 ) -> None:
     files = {"tests/gpu/test_moon.py": MANY_SKIPS, "tests/other/test_it.py": skipping}
     outcome = run_suite(tmp_path, files, options, GENIE_TEST_REQUIRE_ALL="1")
     assert outcome.status == 1, outcome.text
-    assert "tests/other/test_it.py" in outcome.part("left out")
+    assert "tests/other/test_it.py" in outcome.part("skipped")
 
 
-def test_only_tests_of_gpus_may_be_left_out_when_everything_is_required(
+def test_gpu_tests_may_be_skipped_when_everything_is_required(
     tmp_path: Path, options: tuple[str, ...]
 ) -> None:
     files = {"tests/gpu/test_far.py": SKIPPED_FILE, "tests/gpu/test_moon.py": MANY_SKIPS}
     outcome = run_suite(tmp_path, files, options, GENIE_TEST_REQUIRE_ALL="1")
-    assert outcome.part("left out").splitlines() == [
+    assert outcome.part("skipped").splitlines() == [
         "tests/gpu/test_far.py: needs another machine",
         "tests/gpu/test_moon.py (4 tests): needs a moon",
     ]
@@ -405,54 +361,52 @@ def test_property_tests_have_no_deadline() -> None:
     assert hypothesis.settings.default.deadline is None
 
 
-def test_make_shares_out_the_whole_suite_and_keeps_a_part_of_it_together() -> None:
+def commands_of_make(*arguments: str) -> str:
+    """Commands that make would run."""
     make = require_program("make", package="make")
-    # Not what a `make test ARGS=...` that runs this very test hands down.
+    # Without the variables of a `make test ARGS=...` that runs this test.
     clean = {name: os.environ[name] for name in os.environ if name != "ARGS" and "MAKE" not in name}
+    command = [make, "-C", str(ROOT), "--dry-run", "--no-print-directory", *arguments]
+    return subprocess.run(command, env=clean, capture_output=True, text=True, timeout=30).stdout
 
-    def printed(*arguments: str) -> str:
-        command = [make, "-C", str(ROOT), "--dry-run", "--no-print-directory", *arguments]
-        return subprocess.run(command, env=clean, capture_output=True, text=True, timeout=30).stdout
 
+def test_make_uses_workers_only_for_the_whole_suite() -> None:
     for target in ("test", "coverage"):
-        assert " ".join(WORKERS[2:]) in printed(target)
-        assert "--dist" not in printed(target, "ARGS=tests/test_config.py -k port")
+        assert " ".join(WORKERS[2:]) in commands_of_make(target)
+        assert "--dist" not in commands_of_make(target, "ARGS=tests/test_config.py -k port")
+
+
+def test_make_run_installs_no_development_tools_and_make_test_does() -> None:
+    run, test = (commands_of_make("--always-make", target) for target in ("run", "test"))
+    assert "requirements/run.txt" in run and "requirements/dev.txt" not in run
+    assert "requirements/run.txt" in test and "requirements/dev.txt" in test
 
 
 # --- waiting ----------------------------------------------------------------------------------
 
 
-def test_the_longest_files_come_first(pytestconfig: pytest.Config) -> None:
-    longest = [ROOT / name for name in conftest.LONGEST_FIRST]
-    assert [path for path in longest if not path.is_file()] == []
-    others = [ROOT / "tests" / "test_a.py", ROOT / "tests" / "test_b.py"]
-    items: list[Any] = [SimpleNamespace(path=path) for path in (others[0], *reversed(longest), others[1])]
-    conftest.pytest_collection_modifyitems(pytestconfig, items)
-    assert [item.path for item in items] == [*longest, *others]
+async def test_until_returns_the_first_truthy_result() -> None:
+    results = iter([0, "", "here"])
 
+    async def poll() -> object:
+        return next(results)
 
-async def test_waiting_returns_what_came() -> None:
-    answers = iter([0, "", "here"])
-
-    async def ask() -> object:
-        return next(answers)
-
-    assert await until(ask, timeout_s=5) == "here"
-    answers = iter([None, [1]])
-    assert await until(lambda: next(answers), timeout_s=5) == [1]
+    assert await until(poll, timeout_s=5) == "here"
+    results = iter([None, [1]])
+    assert await until(lambda: next(results), timeout_s=5) == [1]
     assert wait_until(lambda: 7, timeout_s=5) == 7
 
 
-async def test_waiting_gives_up_with_what_it_waited_for() -> None:
-    with pytest.raises(pytest.fail.Exception, match=r"waited 0\.01 s for: a blue moon"):
-        await until(lambda: False, timeout_s=0.01, what="a blue moon")
-    with pytest.raises(pytest.fail.Exception, match="a blue moon"):
-        wait_until(lambda: False, timeout_s=0.01, what="a blue moon")
+async def test_timeout_of_until_names_the_condition() -> None:
+    with pytest.raises(pytest.fail.Exception, match=r"timed out after 0\.01 s waiting for: the event"):
+        await until(lambda: False, timeout_s=0.01, what="the event")
+    with pytest.raises(pytest.fail.Exception, match="the event"):
+        wait_until(lambda: False, timeout_s=0.01, what="the event")
 
 
-async def test_waiting_lets_through_what_the_question_raises() -> None:
-    def ask() -> None:
-        raise TimeoutError("of the question itself")
+async def test_until_does_not_catch_exceptions_of_the_predicate() -> None:
+    def poll() -> None:
+        raise TimeoutError("of the predicate")
 
-    with pytest.raises(TimeoutError, match="of the question itself"):
-        await until(ask, timeout_s=5)
+    with pytest.raises(TimeoutError, match="of the predicate"):
+        await until(poll, timeout_s=5)

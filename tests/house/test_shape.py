@@ -1,12 +1,13 @@
-"""The shape of files: their size, their names, and the few habits that a reader counts on.
+"""Rules for source files: size, names, docstrings, task groups, broad exception handlers.
 
-Every exception stands in a list here with its reason. An entry that is no longer needed fails, too.
+Exceptions are listed here with their reason. An entry that is no longer needed fails, too.
 """
 
 from __future__ import annotations
 
 import ast
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -17,31 +18,38 @@ from tests.house.sources import functions, native_files, parsed, python_files, s
 CODE = ("genie", "tests", "benchmarks", "examples")
 FILE_LINES_MAX = 800
 FUNCTION_LINES_MAX = 60
-DRAWERS = {"utils", "util", "helpers", "helper", "common", "misc", "manager"}
+PACKAGE_MODULES_MAX = 15
+GENERIC_NAMES = {"utils", "util", "helpers", "helper", "common", "misc", "manager"}
 HISTORY = re.compile(r"_(v\d+|new|old|optimized|enhanced|final)$")
 
 # "file" or "file::function": the reason.
 LONG_FILES: dict[str, str] = {}
 LONG_FUNCTIONS: dict[str, str] = {}
-# Tasks without a TaskGroup, which ends its children; here something else does, and the reason says what.
+# Calls that open a TaskGroup.
+GROUPS = ("TaskGroup", "unwrapped_task_group")
+# Tasks outside a TaskGroup; the reason names their owner.
 LOOSE_TASKS: dict[str, str] = {
-    "genie/cluster/monitoring.py::ResourceMonitor.start": "the monitor owns it, and stop() waits for its end",
-    "genie/controller/store/background.py::Background.open": "it holds the group, and close() awaits it",
+    "genie/cluster/monitoring.py::ResourceMonitor.start": "owned by the monitor; stop() awaits it",
+    "genie/controller/store/background.py::Background.open": "owned by the group; close() awaits it",
 }
-# Broad catches that neither log the traceback, nor raise again, nor hand the error to a future.
+# Broad handlers that neither log the traceback, nor raise, nor set the exception of a future.
 QUIET_CATCHES: dict[str, str] = {
-    "genie/controller/store/sqlite_file.py::SqliteFile.run": "runs each part alone, and that logs",
-    "genie/cluster/loop_thread.py::LoopThread._carry_out": "_finish() hands it to the future",
-    "genie/controller/ledger.py::Ledger._carry_out": "_refuse() hands it to those who asked",
-    "genie/controller/ledger.py::Ledger.write_each": "it is that write's outcome, given to the one who asked",
-    "genie/controller/ledger.py::Ledger._built": "_answer() hands it to the one who asked, after the commit",
-    "genie/grid/remote/core.py::Loop._carry_out": "who asked gets it with its traceback; a node has no log",
-    "genie/grid/batch.py::run_batch": "on a worker; the traceback goes into the task's own result",
-    "genie/scheduler/policies.py::Fenced._ask": "a user's code; `fault` tells it, `error` has it for the log",
-    "genie/scheduler/policies.py::_told": "an error that fails at telling itself is told by its type",
+    "genie/controller/store/sqlite_file.py::SqliteFile.run": "retries each part separately, which logs",
+    "genie/cluster/lifecycle/loop_thread.py::LoopThread._run_submitted": "_finish() sets it on the future",
+    "genie/controller/ledger.py::Ledger._commit_next_batch": "_fail() sets it on the futures of the callers",
+    "genie/controller/ledger.py::Ledger.write_each": "returned to the caller as the result of its write",
+    "genie/controller/ledger.py::Ledger._try_build": "_resolve() sets it on the future",
+    "genie/controller/ledger.py::Ledger._commit": "Quarantine.add() logs it",
+    "genie/controller/quarantine.py::Quarantine.isolated": "Quarantine.add() logs it",
+    "genie/controller/placement/pass_runner.py::PassRunner._try_preempt": "Quarantine.add() logs it",
+    "genie/controller/steps.py::PeriodicSteps.run": "_record() logs it",
+    "genie/grid/remote/core.py::Loop._execute": "the caller gets it with its traceback; a node has no log",
+    "genie/grid/ray/batch.py::run_batch": "runs on a worker; the traceback is part of the result of the task",
+    "genie/scheduler/policies.py::IsolatedPolicy._call": "a user's code; `fault` describes the error",
+    "genie/scheduler/policies.py::_format_error": "an error that cannot be formatted is reported by its type",
 }
 
-# Spelled in halves so that this file does not name them.
+# Split strings, so that this file does not match.
 PLACES = re.compile(
     "|".join(
         [
@@ -59,9 +67,9 @@ EMOJI = re.compile("[\U0001f000-\U0001faff\u2600-\u26ff\u2700-\u27bf\ufe0f\u2b50
 
 
 def excess(found: dict[str, str], allowed: dict[str, str]) -> str:
-    """What is neither right nor excused, and excuses that nothing needs any more; '' when all is well."""
+    """Violations that are not allowed, and allowed ones that no longer exist; empty if there are none."""
     wrong = [f"{where}: {what}" for where, what in found.items() if where not in allowed]
-    stale = [f"{where}: is fine now, take it off the list" for where in allowed if where not in found]
+    stale = [f"{where}: no longer needed, remove it from the list" for where in allowed if where not in found]
     return "\n".join(wrong + stale)
 
 
@@ -75,6 +83,11 @@ def test_files_are_short() -> None:
     assert not excess(long, LONG_FILES), excess(long, LONG_FILES)
 
 
+def test_packages_are_small() -> None:
+    modules = Counter(shown(path.parent) for path in python_files("genie") if path.name != "__init__.py")
+    assert {package: count for package, count in modules.items() if count > PACKAGE_MODULES_MAX} == {}
+
+
 def test_functions_fit_one_screen() -> None:
     long = {}
     for path in python_files(*CODE):
@@ -85,29 +98,40 @@ def test_functions_fit_one_screen() -> None:
     assert not excess(long, LONG_FUNCTIONS), excess(long, LONG_FUNCTIONS)
 
 
-def test_files_are_named_for_what_they_own() -> None:
+def test_file_names_have_no_generic_words_or_history() -> None:
     names = {p: {*p.relative_to(p.parents[1]).with_suffix("").parts} for p in python_files(*CODE)}
     wrong = [
-        shown(p) for p, parts in names.items() if parts & DRAWERS or any(HISTORY.search(n) for n in parts)
+        shown(p)
+        for p, parts in names.items()
+        if parts & GENERIC_NAMES or any(HISTORY.search(n) for n in parts)
     ]
     assert wrong == []
 
 
-def test_every_module_says_what_it_is_for() -> None:
+def test_addresses_are_formatted_by_address_text() -> None:
+    """It puts IPv6 addresses in brackets, so that they can be passed to commands."""
+    by_hand = re.compile(r"%s:%d|\{[\w.]*host\}:\{[\w.]*port\}")
+    found = {shown(path) for path in python_files("genie") if by_hand.search(path.read_text("utf-8"))}
+    assert found == {"genie/model/names.py"}
+
+
+def test_every_module_has_a_docstring() -> None:
     assert [shown(p) for p in python_files(*CODE) if not ast.get_docstring(parsed(p))] == []
 
 
-def test_every_task_has_a_parent() -> None:
+def test_tasks_are_in_task_groups() -> None:
     loose = _found_in_functions(_loose_tasks, "starts a task outside a TaskGroup")
     assert not excess(loose, LOOSE_TASKS), excess(loose, LOOSE_TASKS)
 
 
-def test_a_broad_catch_logs_the_traceback_or_raises() -> None:
-    quiet = _found_in_functions(_quiet_catches, "catches everything and says nothing")
+def test_broad_handler_logs_the_traceback_or_raises() -> None:
+    quiet = _found_in_functions(_quiet_catches, "catches everything and does not report it")
     assert not excess(quiet, QUIET_CATCHES), excess(quiet, QUIET_CATCHES)
 
 
-@pytest.mark.parametrize(("pattern", "what"), [(PLACES, "a place on one machine"), (EMOJI, "an emoji")])
+@pytest.mark.parametrize(
+    ("pattern", "what"), [(PLACES, "a path or index of one machine"), (EMOJI, "an emoji")]
+)
 def test_no_file_names(pattern: re.Pattern[str], what: str) -> None:
     hits = [
         f"{shown(path)}:{number}: {match[0]}"
@@ -123,7 +147,9 @@ def _found_in_functions(find: Callable[[ast.Module], list[ast.AST]], what: str) 
     for path in python_files("genie"):
         tree = parsed(path)
         wrong = {id(node) for node in find(tree)}
-        for name, function in reversed(list(functions(tree))):  # innermost first, and only that one
+        if not wrong:
+            continue
+        for name, function in reversed(list(functions(tree))):  # innermost function only
             here = wrong & {id(node) for node in ast.walk(function)}
             if here:
                 found[f"{shown(path)}::{name}"] = what
@@ -134,18 +160,18 @@ def _found_in_functions(find: Callable[[ast.Module], list[ast.AST]], what: str) 
 
 
 def _loose_tasks(tree: ast.Module) -> list[ast.AST]:
-    groups = _task_groups(tree)
     calls = [(node, _dotted(node.func)) for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    calls = [(node, called) for node, called in calls if called.endswith(("ensure_future", "create_task"))]
+    groups = _task_groups(tree) if calls else set()
     return [
         node
         for node, called in calls
-        if called.endswith("ensure_future")
-        or (called.endswith("create_task") and _last(called.rpartition(".")[0]) not in groups)
+        if called.endswith("ensure_future") or _last(called.rpartition(".")[0]) not in groups
     ]
 
 
 def _task_groups(tree: ast.Module) -> set[str]:
-    """The names in this file that hold a TaskGroup: made here, annotated, or handed on under a new name.
+    """Names in this file that refer to a TaskGroup: created here, annotated, or assigned from another name.
 
     Only the last part of a dotted name counts: `self.group` and `listener.group` are both `group`.
     """
@@ -153,7 +179,7 @@ def _task_groups(tree: ast.Module) -> set[str]:
     for node in ast.walk(tree):
         match node:
             case ast.withitem(context_expr=ast.Call(func=made), optional_vars=ast.expr() as name):
-                groups |= {_last(_dotted(name))} if _dotted(made).endswith("TaskGroup") else set()
+                groups |= {_last(_dotted(name))} if _dotted(made).endswith(GROUPS) else set()
             case ast.arg(arg=name, annotation=ast.expr() as kind) if "TaskGroup" in ast.unparse(kind):
                 groups.add(name)
             case ast.AnnAssign(target=name, annotation=kind) if "TaskGroup" in ast.unparse(kind):
@@ -174,11 +200,11 @@ def _quiet_catches(tree: ast.Module) -> list[ast.AST]:
         if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Name)
     }
     handlers = [node for node in ast.walk(tree) if isinstance(node, ast.ExceptHandler)]
-    return [node for node in handlers if _catches_quietly(node) and not _keeps(node) & raised]
+    return [node for node in handlers if _catches_quietly(node) and not _assigned_names(node) & raised]
 
 
-def _keeps(node: ast.ExceptHandler) -> set[str]:
-    """Names under which a handler keeps the error, to raise it behind the block."""
+def _assigned_names(node: ast.ExceptHandler) -> set[str]:
+    """Names to which a handler assigns the error, to raise it after the block."""
     kept = [item for item in node.body if isinstance(item, ast.Assign) and _dotted(item.value) == node.name]
     return {_dotted(target) for item in kept for target in item.targets}
 
@@ -187,7 +213,7 @@ def _catches_quietly(node: ast.ExceptHandler) -> bool:
     caught = {_dotted(item) for item in _caught_types(node)}
     if node.type is not None and not caught & {"Exception", "BaseException"}:
         return False
-    return not any(_raises_or_tells(inner) for statement in node.body for inner in ast.walk(statement))
+    return not any(_raises_or_reports(inner) for statement in node.body for inner in ast.walk(statement))
 
 
 def _caught_types(node: ast.ExceptHandler) -> Iterator[ast.expr]:
@@ -197,7 +223,7 @@ def _caught_types(node: ast.ExceptHandler) -> Iterator[ast.expr]:
         yield node.type
 
 
-def _raises_or_tells(node: ast.AST) -> bool:
+def _raises_or_reports(node: ast.AST) -> bool:
     if isinstance(node, ast.Raise):
         return True
     if not isinstance(node, ast.Call):
@@ -216,7 +242,7 @@ def _last(dotted: str) -> str:
     return dotted.rpartition(".")[2]
 
 
-# --- the rules themselves: each must see what it forbids --------------------------------------
+# --- tests of the rules -----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -229,7 +255,7 @@ def _last(dotted: str) -> str:
         "group = other()\ngroup.create_task(work())",
     ],
 )
-def test_a_loose_task_is_seen(code: str) -> None:
+def test_task_outside_a_group_is_detected(code: str) -> None:
     assert _loose_tasks(ast.parse(code))
 
 
@@ -237,13 +263,14 @@ def test_a_loose_task_is_seen(code: str) -> None:
     "code",
     [
         "async def f():\n  async with asyncio.TaskGroup() as children:\n    children.create_task(work())",
+        "async def f():\n  async with unwrapped_task_group() as children:\n    children.create_task(work())",
         "def f(answers: asyncio.TaskGroup):\n  answers.create_task(work())",
         "def f(self, answers: asyncio.TaskGroup):\n  self._a = answers\n  self._a.create_task(work())",
         "self._group = asyncio.TaskGroup()\nself._group.create_task(work())",
         "@dataclass\nclass A:\n  group: TaskGroup\n  def f(self):\n    self.group.create_task(work())",
     ],
 )
-def test_a_task_in_a_group_is_not_loose(code: str) -> None:
+def test_task_in_a_group_is_allowed(code: str) -> None:
     assert not _loose_tasks(ast.parse(code))
 
 
@@ -259,18 +286,18 @@ def test_a_task_in_a_group_is_not_loose(code: str) -> None:
         ("ValueError", "pass", False),
     ],
 )
-def test_a_quiet_broad_catch_is_seen(caught: str, body: str, quiet: bool) -> None:
+def test_quiet_broad_handler_is_detected(caught: str, body: str, quiet: bool) -> None:
     tree = ast.parse(f"try:\n    work()\nexcept {caught}:\n    {body}")
     assert bool(_quiet_catches(tree)) is quiet
 
 
-def test_an_error_that_is_kept_and_raised_later_is_not_quiet() -> None:
+def test_error_that_is_raised_later_is_allowed() -> None:
     kept = "try:\n    work()\nexcept Exception as error:\n    failure = error\n"
     assert _quiet_catches(ast.parse(kept))
     assert not _quiet_catches(ast.parse(kept + "if failure:\n    raise failure"))
 
 
 @pytest.mark.parametrize("text", ["/wo" + "rk/main", "https://py" + "pi.org/simple"])
-def test_a_place_on_one_machine_is_seen(text: str) -> None:
+def test_path_of_one_machine_is_detected(text: str) -> None:
     assert PLACES.search(text)
     assert not PLACES.search("a framework/ or net/work/ is none")

@@ -1,7 +1,7 @@
-"""A real cluster for the integration tests: one for the whole run, and others for tests that break theirs.
+"""Real clusters for the integration tests: a shared one, and separate ones for tests that break them.
 
-The shared one is on this machine, or the one that GENIE_TEST_SERVER=HOST[:PORT] names; then the token
-comes from GENIE_TOKEN or from the state directory, as for any client.
+The shared cluster is started on this machine, or is that of GENIE_TEST_SERVER=HOST[:PORT]; its token is then
+that of GENIE_TOKEN, of `genie login` or of the owner, as for any client.
 """
 
 from __future__ import annotations
@@ -15,31 +15,33 @@ import pytest
 from genie import config
 from genie.cluster import init
 from genie.cluster.client import ClusterClient, open_client
-from genie.runtime.credentials import OWNER_TOKEN_FILE
+from genie.model.names import parse_endpoint
+from genie.runtime.credentials import find_token, login_hint
 from tests import needs
 from tests.integration.running import RunningCluster, StartedCluster
 
 
-def _elsewhere() -> RunningCluster | None:
-    """Read at import: conftest.py of the folder above hides every GENIE_* variable from the tests."""
+def _external_cluster() -> RunningCluster | None:
+    """Evaluated at import: tests/conftest.py removes all GENIE_* variables later."""
     if needs.SERVER is None:
         return None
-    host, _, port = needs.SERVER.partition(":")
     settings = config.load()
-    token = settings.cluster.token
-    if token is None:
-        token = (settings.paths.state_dir / OWNER_TOKEN_FILE).read_text("utf-8").strip()
-    return RunningCluster(host, int(port or settings.cluster.master_port), token, Path())
+    port = settings.cluster.master_port
+    host, port = parse_endpoint(needs.SERVER, what="GENIE_TEST_SERVER", port=port)
+    found = find_token(settings.cluster, settings.paths.state_dir, host=host, port=port)
+    if found is None:
+        raise pytest.UsageError(f"no token for GENIE_TEST_SERVER={needs.SERVER}: {login_hint(host, port)}")
+    return RunningCluster(host, port, str(found[0]), Path())
 
 
-ELSEWHERE = _elsewhere()
+EXTERNAL_CLUSTER = _external_cluster()
 
 
 @pytest.fixture(scope="session")
 def shared_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningCluster]:
     client_dir = tmp_path_factory.mktemp("client")
-    if ELSEWHERE is not None:
-        yield replace(ELSEWHERE, state_dir=client_dir)
+    if EXTERNAL_CLUSTER is not None:
+        yield replace(EXTERNAL_CLUSTER, state_dir=client_dir)
         return
     state_dir = tmp_path_factory.mktemp("c")
     settings = config.load({"paths.state_dir": state_dir, "controller.port": 0, "cluster.node_id": "n1"})
@@ -49,7 +51,7 @@ def shared_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running
 
 @pytest.fixture
 def cluster(shared_cluster: RunningCluster, monkeypatch: pytest.MonkeyPatch) -> Iterator[RunningCluster]:
-    """The shared cluster, as the one that this process's sessions use. A session that is left is ended."""
+    """The shared cluster, configured for sessions of this process. Ends open sessions afterwards."""
     shared_cluster.use(monkeypatch)
     yield shared_cluster
     init.shutdown_blocking()
@@ -63,7 +65,7 @@ async def client(cluster: RunningCluster) -> AsyncIterator[ClusterClient]:
 
 @pytest.fixture
 def own_cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[StartedCluster]:
-    """A cluster that the test may break."""
+    """A separate cluster that the test may break."""
     settings = config.load({"paths.state_dir": tmp_path / "c", "controller.port": 0, "cluster.node_id": "n1"})
     with StartedCluster(settings) as started:
         started.running.use(monkeypatch)

@@ -1,6 +1,6 @@
-"""Controller and agents as single processes, each with a state directory of its own, as on single machines.
+"""Controller and agents as separate processes with separate state directories, as on separate machines.
 
-For tests that kill them one by one. Not for: a cluster that simply works (conftest.py).
+For tests that kill them individually; conftest.py has a shared cluster for the others.
 """
 
 from __future__ import annotations
@@ -14,22 +14,22 @@ from pathlib import Path
 
 from genie import config
 from genie.agent import joining
-from genie.cluster.children import Child
 from genie.cluster.client import ClusterClient, open_client
-from genie.cluster.local import owner_access
 from genie.config import Settings
 from genie.model.messages import NodeView
 from genie.model.node import NodeInfo, NodeStatus
 from genie.model.tenant import TokenKind
 from genie.runtime.credentials import OWNER_TOKEN_FILE, LocalCluster
 from genie.runtime.network import TcpNetwork
+from genie.supervisor.child import Child
+from genie.supervisor.local_cluster import owner_access
 from tests.waiting import until
 
 STOP_S = 20.0
 
 
 class Machine:
-    """One process and the directory that it lives in."""
+    """A controller or agent process with its arguments."""
 
     def __init__(self, child: Child, arguments: list[str]) -> None:
         self._child = child
@@ -44,12 +44,12 @@ class Machine:
         self._child.start(self._arguments)
 
     def start_with(self, *more: str) -> None:
-        """Starts it, now and later, with other arguments."""
+        """Replaces the arguments and starts the process."""
         self._arguments = list(more)
         self.start()
 
     async def kill(self) -> None:
-        """kill -9, and gone."""
+        """Sends SIGKILL and waits for the end of the process."""
         if self._child.exit_code() is None:
             os.kill(self.pid, signal.SIGKILL)
         await until(lambda: self._child.exit_code() is not None)
@@ -62,40 +62,40 @@ class Machine:
 
 
 class Machines:
-    """A controller and agents by name, on loopback. Everything is stopped at the end."""
+    """A controller and agents by node ID on loopback."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._settings = config.load({"paths.state_dir": folder / "controller"})
         self.agents: dict[str, Machine] = {}
-        state_dir = self._made("controller")
+        state_dir = self._make_state_dir("controller")
         self.controller = Machine(
             Child("controller", module="genie.controller", state_dir=state_dir),
             ["--state-dir", str(state_dir), "--bind", "127.0.0.1", "--port", "0"],
         )
-        self.where: LocalCluster | None = None
+        self.address: LocalCluster | None = None
 
     async def start_controller(self) -> None:
-        """The second time on the port of the first."""
+        """Starts the controller; a restart uses the same port."""
         state_dir = self._settings.paths.state_dir
-        if self.where is None:
+        if self.address is None:
             self.controller.start()
         else:
-            place = ["--bind", "127.0.0.1", "--port", str(self.where.port)]
+            bind = ["--bind", "127.0.0.1", "--port", str(self.address.port)]
             (state_dir / "local.json").unlink(missing_ok=True)
-            self.controller.start_with("--state-dir", str(state_dir), *place)
-        self.where = await until(lambda: self._announced(state_dir), timeout_s=30)
+            self.controller.start_with("--state-dir", str(state_dir), *bind)
+        self.address = await until(lambda: self._read_address(state_dir), timeout_s=30)
 
     async def start_agent(self, node_id: str) -> NodeInfo:
-        """Joins with a token of its own the first time. Returns what the controller knows of it."""
+        """Starts an agent, which joins on its first start. Returns its registration at the controller."""
         if node_id not in self.agents:
             await self._join(node_id)
-        before = (await self.node(node_id)).incarnation if node_id in await self._known() else 0
+        before = (await self.node(node_id)).incarnation if node_id in await self._node_views() else 0
         self.agents[node_id].start()
 
         async def registered() -> NodeInfo | None:
             self.agents[node_id].check_alive()
-            known = (await self._known()).get(node_id)
+            known = (await self._node_views()).get(node_id)
             fresh = known is not None and known.info.incarnation > before
             return known.info if known and fresh and known.info.status is NodeStatus.HEALTHY else None
 
@@ -104,7 +104,7 @@ class Machines:
         return found
 
     async def node(self, node_id: str) -> NodeInfo:
-        return (await self._known())[node_id].info
+        return (await self._node_views())[node_id].info
 
     @asynccontextmanager
     async def client(self) -> AsyncIterator[ClusterClient]:
@@ -112,8 +112,8 @@ class Machines:
             yield client
 
     def settings(self) -> Settings:
-        assert self.where is not None
-        return replace(self._settings, cluster=owner_access(self._settings.paths.state_dir, self.where))
+        assert self.address is not None
+        return replace(self._settings, cluster=owner_access(self._settings.paths.state_dir, self.address))
 
     async def stop(self) -> None:
         for agent in self.agents.values():
@@ -121,16 +121,16 @@ class Machines:
         await self.controller.stop()
 
     async def _join(self, node_id: str) -> None:
-        assert self.where is not None
-        state_dir = self._made(node_id)
+        assert self.address is not None
+        state_dir = self._make_state_dir(node_id)
         async with self.client() as client:
             token = await client.create_token(TokenKind.JOIN)
         await joining.join(
-            self.where.host,
-            self.where.port,
+            self.address.host,
+            self.address.port,
             token.token,
             state_dir=state_dir,
-            node_id_wish=node_id,
+            requested_node_id=node_id,
             network=TcpNetwork(),
         )
         self.agents[node_id] = Machine(
@@ -138,15 +138,15 @@ class Machines:
             ["--state-dir", str(state_dir), "--node-id", node_id],
         )
 
-    async def _known(self) -> dict[str, NodeView]:
+    async def _node_views(self) -> dict[str, NodeView]:
         async with self.client() as client:
             return {view.info.node_id: view for view in await client.nodes()}
 
-    def _announced(self, state_dir: Path) -> LocalCluster | None:
+    def _read_address(self, state_dir: Path) -> LocalCluster | None:
         self.controller.check_alive()
         return LocalCluster.read(state_dir) if (state_dir / OWNER_TOKEN_FILE).exists() else None
 
-    def _made(self, name: str) -> Path:
+    def _make_state_dir(self, name: str) -> Path:
         path = self._folder / name
         path.mkdir(mode=0o700)
         return path
@@ -154,12 +154,12 @@ class Machines:
 
 @asynccontextmanager
 async def machines(folder: Path, *agents: str) -> AsyncIterator[Machines]:
-    """A controller and these agents, each in a process of its own."""
-    made = Machines(folder)
+    """Starts a controller and these agents, each in a separate process; stops them at the end."""
+    cluster = Machines(folder)
     try:
-        await made.start_controller()
+        await cluster.start_controller()
         for name in agents:
-            await made.start_agent(name)
-        yield made
+            await cluster.start_agent(name)
+        yield cluster
     finally:
-        await made.stop()
+        await cluster.stop()

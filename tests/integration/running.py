@@ -1,6 +1,6 @@
-"""A running cluster as the tests see it: where it is, how to get in, how to run a client of it.
+"""A running cluster for tests: its address and token, and clients of it.
 
-Not for: controller and agents one by one (machine.py).
+machine.py starts controller and agents individually.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from pathlib import Path
 import pytest
 
 from genie import config
-from genie.cluster import local
-from genie.cluster.local import Supervisor
-from genie.cluster.loop_thread import LoopThread
+from genie.cluster.lifecycle.loop_thread import LoopThread
 from genie.config import Settings
 from genie.errors import GenieError
 from genie.model.job import JobSpec, Resources
 from genie.runtime.credentials import OWNER_TOKEN_FILE
+from genie.supervisor import local_cluster
+from genie.supervisor.local_cluster import Supervisor
 from tests import needs
 
 START_S = 60.0
@@ -30,7 +30,7 @@ START_S = 60.0
 
 @dataclass(frozen=True)
 class RunningCluster:
-    """`state_dir` is a client's, not the cluster's: what is found there is only what a client has."""
+    """Address and token of a cluster. `state_dir` is that of a client, not of the cluster."""
 
     host: str
     port: int
@@ -47,7 +47,7 @@ class RunningCluster:
         return config.load(arguments | config.cluster_arguments(cluster))
 
     def environ(self) -> dict[str, str]:
-        """For a process that is a client of this cluster."""
+        """Environment of a client process of this cluster."""
         return {
             **os.environ,
             "GENIE_MASTER_ADDR": self.host,
@@ -57,16 +57,16 @@ class RunningCluster:
         }
 
     def use(self, patch: pytest.MonkeyPatch) -> None:
-        """Makes it the cluster of this process's sessions."""
+        """Configures this cluster for sessions of this process."""
         for name, value in self.environ().items():
             if name.startswith("GENIE_"):
                 patch.setenv(name, value)
 
     def run_client(self, code: str, *, timeout_s: float = 60) -> subprocess.CompletedProcess[str]:
-        """A client in a process of its own; what it leaves open shows on standard error."""
+        """Runs a client in a separate process; unclosed resources are reported on standard error."""
         return subprocess.run(
             [sys.executable, "-W", "default::ResourceWarning", "-c", textwrap.dedent(code)],
-            env=self.environ(),
+            env=self.environ() | {"GENIE_LOG_LEVEL": "ERROR"},
             capture_output=True,
             text=True,
             timeout=timeout_s,
@@ -75,7 +75,7 @@ class RunningCluster:
 
 
 class StartedCluster:
-    """A cluster of a test's own, on a loop of its own, so that the test may block or break it."""
+    """A separate cluster with its own event loop thread, which a test may block or break."""
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
@@ -98,7 +98,7 @@ class StartedCluster:
 
     async def _main(self) -> None:
         try:
-            async with local.up(
+            async with local_cluster.up(
                 self.settings, progress=lambda _line: None, timeout_s=START_S
             ) as self.supervisor:
                 self._ready.set()
@@ -122,8 +122,8 @@ class StartedCluster:
 
 
 def python_job(code: str, *, name: str = "test", gpus: int = 0, node_id: str = "") -> JobSpec:
-    """A job that runs this Python code, which needs nothing but the standard library."""
-    # On another machine the interpreter of these tests is not there.
+    """A job that runs this Python code, which may use only the standard library."""
+    # Another machine does not have the interpreter of these tests.
     python = sys.executable if needs.SERVER is None else "python3"
     return JobSpec(
         name=name,

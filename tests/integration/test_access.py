@@ -1,4 +1,4 @@
-"""Who gets in: with TLS and without, with the right token, a wrong one, one of another cluster, or none."""
+"""Authentication with and without TLS: valid, wrong, foreign and missing tokens."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from genie import config
 from genie.cluster.client import ClusterClient, open_client
 from genie.errors import (
     AccessError,
+    ConfigError,
     PermissionError_,
     ProtocolError,
     TlsError,
@@ -33,21 +34,21 @@ from tests.integration.running import RunningCluster, StartedCluster
 
 
 @pytest.fixture(autouse=True)
-def _nothing_is_left() -> Iterator[None]:
+def _no_session_remains() -> Iterator[None]:
     yield
     assert not genie.is_initialized()
 
 
-async def test_without_a_token_nothing_is_given_on_loopback_either(
+async def test_token_is_required_on_loopback(
     cluster: RunningCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("GENIE_TOKEN")
-    with pytest.raises(TokenMissingError, match="GENIE_TOKEN"):
+    with pytest.raises(TokenMissingError, match=r"'genie token create' .*'genie login "):
         await genie.init()
 
 
-async def test_a_client_that_says_nothing_of_itself_gets_nothing(cluster: RunningCluster) -> None:
-    """Below our own client: frames by hand, with a request where Hello should be."""
+async def test_request_before_hello_is_rejected(cluster: RunningCluster) -> None:
+    """Sends frames without the client: a request instead of Hello."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     reader, writer = await asyncio.open_connection(cluster.host, cluster.port, ssl=context)
@@ -56,40 +57,38 @@ async def test_a_client_that_says_nothing_of_itself_gets_nothing(cluster: Runnin
         payload = b"\x81\xa4type\xa9ListNodes"
         writer.write(wire.pack(wire.Kind.REQUEST, 1, payload))
         await reader.readexactly(wire.PREFACE_BYTES)
-        answer = b""
+        header = b""
         try:
-            async with asyncio.timeout(10):
-                answer = await reader.readexactly(wire.HEADER_BYTES)
-                _, kind, _ = wire.unpack_header(answer, cap_bytes=1 << 20, peer="test")
+            async with asyncio.timeout(30):
+                header = await reader.readexactly(wire.HEADER_BYTES)
+                _, kind, _ = wire.unpack_header(header, cap_bytes=1 << 20, peer="test")
                 assert kind is wire.Kind.ERROR
         except asyncio.IncompleteReadError:
-            assert answer == b""
+            assert header == b""
     finally:
         writer.transport.abort()
         await asyncio.sleep(0)
 
 
-async def test_a_wrong_secret_is_refused(cluster: RunningCluster) -> None:
+async def test_wrong_secret_is_rejected(cluster: RunningCluster) -> None:
     token = parse_token(cluster.token)
     with pytest.raises(TokenRefusedError, match="wrong"):
         await genie.init(token=cluster.token.replace(token.secret, token.secret[::-1]))
 
 
-async def test_a_token_that_is_none_is_refused_without_repeating_it(cluster: RunningCluster) -> None:
+async def test_malformed_token_is_rejected_and_not_in_the_error(cluster: RunningCluster) -> None:
     with pytest.raises(TokenRefusedError, match="not a Genie token") as caught:
         await genie.init(token="hunter2")
     assert "hunter2" not in str(caught.value)
 
 
-async def test_a_token_of_another_cluster_is_not_even_sent(cluster: RunningCluster) -> None:
+async def test_token_of_another_cluster_is_not_sent(cluster: RunningCluster) -> None:
     token = parse_token(cluster.token)
     with pytest.raises(TlsError, match="another fingerprint"):
         await genie.init(token=cluster.token.replace(token.pin, token.pin[::-1]))
 
 
-async def test_a_users_token_works_until_it_is_revoked(
-    client: ClusterClient, cluster: RunningCluster
-) -> None:
+async def test_user_token_works_until_it_is_revoked(client: ClusterClient, cluster: RunningCluster) -> None:
     created = await client.create_token(TokenKind.USER, tenant="team-a", name="laptop")
     state = await genie.init(token=created.token)
     assert state.tenant == "team-a"
@@ -103,39 +102,37 @@ async def test_a_users_token_works_until_it_is_revoked(
     assert created.record.token_id in {record.token_id for record in await client.list_tokens()}
 
 
-async def test_a_port_where_nothing_listens_is_unreachable(
-    cluster: RunningCluster, unused_tcp_port: int
-) -> None:
+async def test_closed_port_is_unreachable(cluster: RunningCluster, unused_tcp_port: int) -> None:
     with pytest.raises(UnreachableError, match=str(unused_tcp_port)):
         await genie.init("127.0.0.1", unused_tcp_port)
 
 
-async def test_a_name_that_does_not_exist_is_unreachable(cluster: RunningCluster) -> None:
+async def test_unknown_host_name_is_unreachable(cluster: RunningCluster) -> None:
     with pytest.raises(UnreachableError, match=r"no-such-host\.invalid"):
         await genie.init("no-such-host.invalid", timeout=10)
 
 
-async def test_another_program_on_the_port_is_not_taken_for_genie(cluster: RunningCluster) -> None:
-    async def speak_http(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+async def test_other_server_on_the_port_is_rejected(cluster: RunningCluster) -> None:
+    async def serve_http(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.write(b"HTTP/1.1 400 Bad Request\r\nContent-Length: 0\r\n\r\n")
         writer.close()
 
-    async with await asyncio.start_server(speak_http, "127.0.0.1", 0) as server:
+    async with await asyncio.start_server(serve_http, "127.0.0.1", 0) as server:
         port = server.sockets[0].getsockname()[1]
         with pytest.raises((TransportError, AccessError)) as caught:
             await genie.init("127.0.0.1", port, timeout=10)
     assert str(port) in str(caught.value)
 
 
-async def test_another_version_is_named(cluster: RunningCluster) -> None:
-    async def speak_newer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+async def test_error_names_another_protocol_version(cluster: RunningCluster) -> None:
+    async def serve_newer_version(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.write(wire.preface(wire.VERSION + 1))
         await writer.drain()
         writer.close()
 
     token = parse_token(cluster.token)
     plain = cluster.token.replace(token.pin, NO_PIN)
-    async with await asyncio.start_server(speak_newer, "127.0.0.1", 0) as server:
+    async with await asyncio.start_server(serve_newer_version, "127.0.0.1", 0) as server:
         port = server.sockets[0].getsockname()[1]
         with pytest.raises(ProtocolError, match=f"version {wire.VERSION + 1}"):
             await genie.init("127.0.0.1", port, token=plain)
@@ -161,7 +158,7 @@ def plain_cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[S
         yield started
 
 
-def test_without_tls_a_cluster_on_loopback_works_and_still_wants_a_token(
+def test_cluster_without_tls_on_loopback_requires_a_token(
     plain_cluster: StartedCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     running = plain_cluster.running
@@ -169,18 +166,18 @@ def test_without_tls_a_cluster_on_loopback_works_and_still_wants_a_token(
     with genie.session():
         assert torch.ones(3, device="remote_accelerator:0").sum().item() == 3.0
     monkeypatch.delenv("GENIE_TOKEN")
-    monkeypatch.setenv("GENIE_STATE_DIR", str(tmp_path / "a-stranger"))
+    monkeypatch.setenv("GENIE_STATE_DIR", str(tmp_path / "no-token"))
     with pytest.raises(TokenMissingError):
         genie.connect()
 
 
-async def test_a_token_of_a_cluster_without_tls_is_not_sent_elsewhere(cluster: RunningCluster) -> None:
+async def test_token_of_a_cluster_without_tls_is_not_sent_to_other_machines(cluster: RunningCluster) -> None:
     token = parse_token(cluster.token)
     with pytest.raises(TlsError, match="not this machine"):
         await genie.init("192.0.2.1", token=cluster.token.replace(token.pin, NO_PIN), timeout=5)
 
 
-def test_a_controller_beyond_loopback_without_tls_does_not_start(tmp_path: Path) -> None:
+def test_controller_without_tls_does_not_start_beyond_loopback(tmp_path: Path) -> None:
     settings = config.load(
         {
             "paths.state_dir": tmp_path / "c",
@@ -189,6 +186,6 @@ def test_a_controller_beyond_loopback_without_tls_does_not_start(tmp_path: Path)
             "controller.tls": "off",
         }
     )
-    with pytest.raises(AccessError, match="TLS"), StartedCluster(settings):
+    with pytest.raises(ConfigError, match="TLS"), StartedCluster(settings):
         pass
     assert LocalCluster.read(tmp_path / "c") is None

@@ -1,4 +1,4 @@
-"""From a person's keyboard to a computation in another process and back."""
+"""Sessions, computations and jobs on a real cluster."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 import genie
 from genie.cluster.client import ClusterClient, open_client
 from genie.cluster.events import EventType
-from genie.cluster.phases import PHASES
+from genie.cluster.lifecycle.phases import PHASES
 from genie.errors import AlreadyInitializedError, JobNotFoundError, JobRefusedError
 from genie.model.job import JobSpec, JobState, Resources
 from tests.integration.running import RunningCluster, python_job
@@ -26,23 +26,23 @@ SNIPPET = """
         await genie.init()
         x = torch.randn(1000, 1000, device="remote_accelerator:0")
         y = x @ x
-        there, here = y.cpu(), x.cpu() @ x.cpu()
+        remote, local = y.cpu(), x.cpu() @ x.cpu()
         await genie.shutdown()
-        assert torch.allclose(there, here, atol=1e-2), (there - here).abs().max()
-        print("device", x.device, "shape", tuple(there.shape))
+        assert torch.allclose(remote, local, atol=1e-2), (remote - local).abs().max()
+        print("device", x.device, "shape", tuple(remote.shape))
 
     asyncio.run(main())
 """
 
 
-def test_the_snippet_multiplies_in_another_process(cluster: RunningCluster) -> None:
+def test_client_process_computes_on_the_remote_device(cluster: RunningCluster) -> None:
     done = cluster.run_client(SNIPPET)
     assert done.returncode == 0, done.stderr
     assert done.stdout == "device remote_accelerator:0 shape (1000, 1000)\n"
     assert done.stderr == ""
 
 
-def test_torch_may_come_after_init_and_a_session_that_is_left_open_gives_its_executor_back(
+def test_torch_is_imported_after_init_and_an_open_session_releases_its_executor(
     cluster: RunningCluster,
 ) -> None:
     done = cluster.run_client(
@@ -56,19 +56,19 @@ def test_torch_may_come_after_init_and_a_session_that_is_left_open_gives_its_exe
     )
     assert (done.returncode, done.stdout) == (0, "3.0\n"), done.stderr
     assert done.stderr == ""
-    wait_until(lambda: _held_by("forgetful", cluster) == [], timeout_s=20)
+    wait_until(lambda: _jobs_of_session("forgetful", cluster) == [], timeout_s=20)
 
 
-def _held_by(session: str, cluster: RunningCluster) -> list[str]:
-    async def ask() -> list[str]:
+def _jobs_of_session(session: str, cluster: RunningCluster) -> list[str]:
+    async def fetch() -> list[str]:
         async with open_client(cluster.settings()) as client:
             jobs, _ = await client.list_jobs(states=(JobState.QUEUED, JobState.PLACING, JobState.RUNNING))
             return [job.job_id for job in jobs if job.spec.name == f"session-{session}"]
 
-    return asyncio.run(ask())
+    return asyncio.run(fetch())
 
 
-async def test_all_five_phases_happen_against_a_real_cluster(cluster: RunningCluster) -> None:
+async def test_init_completes_all_phases(cluster: RunningCluster) -> None:
     state = await genie.init()
     done = [
         event.facts["name"]
@@ -83,21 +83,23 @@ async def test_all_five_phases_happen_against_a_real_cluster(cluster: RunningClu
     assert state.backend == "tcp"
 
 
-async def test_a_second_init_is_the_same_session(cluster: RunningCluster) -> None:
+async def test_second_init_returns_the_same_session(cluster: RunningCluster) -> None:
     first = await genie.init()
     assert await genie.init() is first
     with pytest.raises(AlreadyInitializedError, match="node_id"):
         await genie.init(node_id="another")
 
 
-async def test_heartbeats_are_answered_while_the_users_loop_is_blocked(cluster: RunningCluster) -> None:
+async def test_heartbeats_continue_while_the_event_loop_of_the_user_is_blocked(
+    cluster: RunningCluster,
+) -> None:
     state = await genie.init(heartbeat_interval=0.1)
     before = state.stats["heartbeats_sent"]
     wait_until(lambda: state.stats["heartbeats_sent"] >= before + 5)  # this blocks the loop
     assert state.stats["heartbeats_failed"] == 0
 
 
-async def test_twenty_sessions_one_after_the_other_leave_no_thread(cluster: RunningCluster) -> None:
+async def test_twenty_sequential_sessions_leave_no_thread(cluster: RunningCluster) -> None:
     before = set(threading.enumerate())
     for _ in range(20):
         await genie.init()
@@ -108,7 +110,7 @@ async def test_twenty_sessions_one_after_the_other_leave_no_thread(cluster: Runn
 # --- jobs -------------------------------------------------------------------------------------
 
 
-async def test_a_job_runs_and_its_log_comes_back(client: ClusterClient) -> None:
+async def test_job_runs_and_its_log_is_returned(client: ClusterClient) -> None:
     job = await client.submit(python_job("print('to stdout')", gpus=1))
     seen: list[JobState] = []
     ended = await client.wait_job(job.job_id, timeout_s=60, on_change=lambda job: seen.append(job.state))
@@ -118,7 +120,7 @@ async def test_a_job_runs_and_its_log_comes_back(client: ClusterClient) -> None:
     assert log == b"to stdout\n"
 
 
-async def test_a_log_is_followed_while_it_is_written(client: ClusterClient) -> None:
+async def test_log_is_followed_while_it_is_written(client: ClusterClient) -> None:
     code = """
         import time
         for number in range(5):
@@ -132,7 +134,7 @@ async def test_a_log_is_followed_while_it_is_written(client: ClusterClient) -> N
     assert b"".join(middle) == b"2\n3\n4\n"
 
 
-async def test_a_directory_goes_along_and_is_sent_once(client: ClusterClient, tmp_path: Path) -> None:
+async def test_working_directory_is_uploaded_once(client: ClusterClient, tmp_path: Path) -> None:
     (tmp_path / "data.txt").write_text("x" * 1_500_000)
     (tmp_path / "main.py").write_text("print(len(open('data.txt').read()))")
     (tmp_path / ".gitignore").write_text("secret\n")
@@ -149,17 +151,17 @@ async def test_a_directory_goes_along_and_is_sent_once(client: ClusterClient, tm
     steps.clear()
     again = await client.submit(spec, workdir=tmp_path, progress=lambda *step: steps.append(step))
     assert again.spec.workdir == job.spec.workdir
-    assert [what for what, _, _ in steps if what == "sending"] == ["sending"], "it was there already"
+    assert [what for what, _, _ in steps if what == "sending"] == ["sending"], "the blob is already uploaded"
     await client.wait_job(again.job_id, timeout_s=60)
 
 
-async def test_a_job_that_can_never_run_is_refused_with_the_reason(client: ClusterClient) -> None:
+async def test_job_that_can_never_run_is_rejected_with_the_reason(client: ClusterClient) -> None:
     spec = JobSpec(name="huge", command=("true",), resources=Resources(gpus=1000))
     with pytest.raises(JobRefusedError, match="1000"):
         await client.submit(spec)
 
 
-async def test_a_running_job_is_cancelled(client: ClusterClient) -> None:
+async def test_running_job_is_cancelled(client: ClusterClient) -> None:
     job = await client.submit(python_job("import time; print('up'); time.sleep(60)"))
     async for _ in client.follow_log(job.job_id):
         break
@@ -168,7 +170,7 @@ async def test_a_running_job_is_cancelled(client: ClusterClient) -> None:
     assert ended.state is JobState.CANCELLED
 
 
-async def test_asking_for_a_job_that_is_not_there_says_so(client: ClusterClient) -> None:
+async def test_unknown_job_raises_not_found(client: ClusterClient) -> None:
     with pytest.raises(JobNotFoundError, match="j-nothere"):
         await client.get_job("j-nothere")
 

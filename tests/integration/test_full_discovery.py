@@ -1,4 +1,4 @@
-"""Network discovery as a part of init(): what is found is kept with its reasons, and decides the backend."""
+"""Network discovery during init(): results are stored with reasons and determine the backend."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from genie.errors import ConfigError
 from tests.integration.running import RunningCluster
 
 
-async def test_what_was_found_is_kept_with_its_reasons(cluster: RunningCluster) -> None:
+async def test_discovery_results_are_stored_with_reasons(cluster: RunningCluster) -> None:
     state = await genie.init()
     assert state.discovery is not None
     assert state.discovery.tcp_rtt_ms is not None
@@ -20,14 +20,12 @@ async def test_what_was_found_is_kept_with_its_reasons(cluster: RunningCluster) 
     assert state.local_node.network_backend == state.backend
 
 
-async def test_tcp_may_be_asked_for_by_name(cluster: RunningCluster) -> None:
+async def test_tcp_backend_can_be_selected(cluster: RunningCluster) -> None:
     assert (await genie.init(backend="tcp")).backend == "tcp"
 
 
 @pytest.mark.parametrize("backend", ["dpdk", "dpdk_gpudev"])
-async def test_a_backend_that_does_not_work_here_is_refused_with_the_reason(
-    cluster: RunningCluster, backend: str
-) -> None:
+async def test_unavailable_backend_is_rejected_with_the_reason(cluster: RunningCluster, backend: str) -> None:
     with pytest.raises(ConfigError, match=f"backend '{backend}'"):
         await genie.init(backend=backend)
     assert not genie.is_initialized()

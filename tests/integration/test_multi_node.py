@@ -1,4 +1,4 @@
-"""Several clients and several nodes at once."""
+"""Several concurrent clients and several nodes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch
 
 import genie
 from genie.cluster import init
-from genie.model.job import JobState, Spread, Wishes
+from genie.model.job import JobState, PlacementConstraints, Spread
 from tests.integration.machine import machines
 from tests.integration.running import RunningCluster, python_job
 from tests.waiting import wait_until
@@ -27,7 +27,7 @@ CLIENT = """
 """
 
 
-def test_several_clients_at_once_each_get_their_own_answer(cluster: RunningCluster) -> None:
+def test_concurrent_clients_get_their_own_results(cluster: RunningCluster) -> None:
     clients = [
         subprocess.Popen(
             [sys.executable, "-c", textwrap.dedent(CLIENT.format(value=value))],
@@ -41,12 +41,12 @@ def test_several_clients_at_once_each_get_their_own_answer(cluster: RunningClust
     outcomes = [client.communicate(timeout=80) for client in clients]
     assert [client.returncode for client in clients] == [0, 0], outcomes
     names = {out.split()[0] for out, _ in outcomes}
-    assert len(names) == 2, "each session has a name of its own"
+    assert len(names) == 2, "each session has its own name"
     assert [float(out.split()[1]) for out, _ in outcomes] == [64.0 * value * value for value in range(1, 3)]
 
 
 @pytest.mark.timeout(120)
-async def test_jobs_spread_over_nodes_and_each_node_has_its_own_index(
+async def test_jobs_run_on_all_nodes_and_each_node_has_a_device_index(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with machines(tmp_path, "b", "a") as cluster, cluster.client() as client:
@@ -64,8 +64,8 @@ async def test_jobs_spread_over_nodes_and_each_node_has_its_own_index(
 
 
 @pytest.mark.timeout(120)
-async def test_the_workers_of_a_job_meet_each_other(tmp_path: Path) -> None:
-    """As torch.distributed would: the first listens at MASTER_ADDR:MASTER_PORT, the others connect."""
+async def test_workers_of_a_gang_connect_to_each_other(tmp_path: Path) -> None:
+    """Like torch.distributed: rank 0 listens at MASTER_ADDR:MASTER_PORT, the others connect."""
     meet = """
         import os, socket, time
         rank, workers = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -88,8 +88,8 @@ async def test_the_workers_of_a_job_meet_each_other(tmp_path: Path) -> None:
     """
     async with machines(tmp_path, "b", "a") as cluster, cluster.client() as client:
         wanted = python_job(textwrap.dedent(meet), gpus=1)
-        wishes = Wishes(workers=2, spread=Spread.SPREAD)
-        job = await client.submit(msgspec.structs.replace(wanted, wishes=wishes))
+        constraints = PlacementConstraints(workers=2, spread=Spread.SPREAD)
+        job = await client.submit(msgspec.structs.replace(wanted, constraints=constraints))
         ended = await client.wait_job(job.job_id, timeout_s=60)
         assert (ended.state, ended.exit_code) == (JobState.SUCCEEDED, 0), ended.reason
         assert {placement.node_id for placement in ended.placements} == {"a", "b"}
@@ -99,18 +99,18 @@ async def test_the_workers_of_a_job_meet_each_other(tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(120)
-async def test_a_worker_that_fails_takes_the_others_with_it(tmp_path: Path) -> None:
+async def test_failed_worker_ends_the_gang(tmp_path: Path) -> None:
     fail = "import os, sys, time; sys.exit(7) if os.environ['RANK'] == '1' else time.sleep(600)"
     async with machines(tmp_path, "b", "a") as cluster, cluster.client() as client:
-        wishes = Wishes(workers=2, spread=Spread.SPREAD)
-        job = await client.submit(msgspec.structs.replace(python_job(fail, gpus=1), wishes=wishes))
+        constraints = PlacementConstraints(workers=2, spread=Spread.SPREAD)
+        job = await client.submit(msgspec.structs.replace(python_job(fail, gpus=1), constraints=constraints))
         ended = await client.wait_job(job.job_id, timeout_s=60)
         assert (ended.state, ended.exit_code) == (JobState.FAILED, 7)
         assert "worker 1 on node" in ended.reason
 
 
 @pytest.mark.timeout(120)
-async def test_a_preempted_job_may_save_its_state_and_goes_on_later(tmp_path: Path) -> None:
+async def test_preempted_job_saves_its_state_and_resumes(tmp_path: Path) -> None:
     saving = f"""
         import pathlib, signal, sys, time
         state = pathlib.Path({str(tmp_path / "state")!r})
@@ -125,13 +125,15 @@ async def test_a_preempted_job_may_save_its_state_and_goes_on_later(tmp_path: Pa
         time.sleep(600)
     """
     async with machines(tmp_path, "a") as cluster, cluster.client() as client:
-        wishes = Wishes(preemptible=True, grace_s=20.0)
+        constraints = PlacementConstraints(preemptible=True, grace_s=20.0)
         low = python_job(textwrap.dedent(saving), gpus=1)
-        one = await client.submit(msgspec.structs.replace(low, wishes=wishes))
+        one = await client.submit(msgspec.structs.replace(low, constraints=constraints))
         async for part in client.follow_log(one.job_id, follow=True):
             if b"ready" in part:
                 break
-        high = msgspec.structs.replace(python_job("pass", gpus=1), wishes=Wishes(priority=5))
+        high = msgspec.structs.replace(
+            python_job("pass", gpus=1), constraints=PlacementConstraints(priority=5)
+        )
         two = await client.submit(high)
         assert (await client.wait_job(two.job_id, timeout_s=60)).state is JobState.SUCCEEDED
         assert (tmp_path / "state").read_text() == "saved"
@@ -142,7 +144,7 @@ async def test_a_preempted_job_may_save_its_state_and_goes_on_later(tmp_path: Pa
 
 
 @pytest.mark.timeout(120)
-async def test_a_node_that_joins_later_gets_the_next_index(tmp_path: Path) -> None:
+async def test_node_that_joins_later_gets_the_next_device_index(tmp_path: Path) -> None:
     def work() -> float:
         wait_until(lambda: torch.remote_accelerator.device_count() == 2, timeout_s=60)  # type: ignore[attr-defined]
         return float((here.to("remote_accelerator:1") * 2).sum())
@@ -163,8 +165,8 @@ async def test_a_node_that_joins_later_gets_the_next_index(tmp_path: Path) -> No
 
 
 @pytest.mark.timeout(120)
-async def test_a_tensor_goes_from_one_node_straight_to_another(tmp_path: Path) -> None:
-    """With TLS: each executor checks the other's certificate before it shows the token."""
+async def test_tensor_is_copied_directly_between_nodes(tmp_path: Path) -> None:
+    """With TLS: each executor verifies the certificate of the other before it sends the ticket."""
 
     def work() -> tuple[bool, int]:
         here = torch.arange(500_000.0)
@@ -181,4 +183,4 @@ async def test_a_tensor_goes_from_one_node_straight_to_another(tmp_path: Path) -
         finally:
             await asyncio.to_thread(init.shutdown_blocking)
     assert right
-    assert sent < 100_000, "no tensor was sent to the second node from here"
+    assert sent < 100_000, "the client sent no tensor to the second node"

@@ -1,4 +1,4 @@
-"""The roles server and worker: what they start, what they use, and that they stop only what they started."""
+"""Sessions with the roles server and worker: processes that they start, reuse and stop."""
 
 from __future__ import annotations
 
@@ -11,16 +11,17 @@ import psutil
 import pytest
 
 import genie
-from genie.cluster import init, local
+from genie.cluster import init
 from genie.errors import ConfigError, TokenMissingError
 from genie.model.node import NodeRole, NodeStatus
 from genie.model.tenant import TokenKind
+from genie.supervisor import local_cluster
 from tests.integration.running import StartedCluster
 from tests.waiting import until
 
 
 @pytest.fixture(autouse=True)
-def _session_is_ended() -> Iterator[None]:
+def _end_session() -> Iterator[None]:
     yield
     init.shutdown_blocking()
 
@@ -29,23 +30,23 @@ def state_dir() -> Path:
     return Path(os.environ["GENIE_STATE_DIR"])
 
 
-async def test_a_server_hosts_a_cluster_for_as_long_as_its_session(unused_tcp_port: int) -> None:
+async def test_server_runs_a_cluster_until_its_session_ends(unused_tcp_port: int) -> None:
     state = await genie.init(node_role="server", master_port=unused_tcp_port)
     assert state.local_node.role is NodeRole.SERVER
     assert (state.config.master_addr, state.config.node_id) == ("127.0.0.1", state.local_node.node_id)
     assert list(state.nodes) == [state.local_node.node_id]
     assert state.local_node.gpu_count == state.nodes[state.local_node.node_id].gpu_count == 1
-    running = local.find_running(state_dir())
+    running = local_cluster.find_running(state_dir())
     assert running is not None
     assert set(running.pids) == {"controller", "agent"}
     assert running.cluster is not None
     assert running.cluster.port == unused_tcp_port
     await genie.shutdown()
-    assert local.find_running(state_dir()) is None
+    assert local_cluster.find_running(state_dir()) is None
     assert [pid for pid in running.pids.values() if psutil.pid_exists(pid)] == []
 
 
-async def test_the_address_of_the_documents_works_and_others_can_use_the_cluster(
+async def test_documented_address_works_and_other_clients_can_connect(
     unused_tcp_port: int,
 ) -> None:
     state = await genie.init("localhost", unused_tcp_port, node_role="server", node_id="box")
@@ -59,34 +60,38 @@ async def test_the_address_of_the_documents_works_and_others_can_use_the_cluster
     await genie.shutdown()
 
 
-async def test_a_server_where_a_cluster_is_already_only_uses_it(own_cluster: StartedCluster) -> None:
-    before = own_cluster.pids
-    state = await genie.init(node_role="server")
+async def test_server_reuses_a_running_cluster(
+    own_cluster: StartedCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before, port = own_cluster.pids, own_cluster.running.port
+    monkeypatch.delenv("GENIE_MASTER_PORT")
+    state = await genie.init(node_role="server", master_addr=f"127.0.0.1:{port}")
     assert set(state.nodes) == {"n1"}
+    assert state.local_node.control_port == port
     await genie.shutdown()
     assert own_cluster.pids == before
     assert all(psutil.pid_exists(pid) for pid in before.values())
 
 
-async def test_a_worker_lends_this_machine_for_as_long_as_its_session(
+async def test_worker_adds_this_machine_until_its_session_ends(
     own_cluster: StartedCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("GENIE_STATE_DIR", str(tmp_path / "worker"))
     state = await genie.init(node_role="worker", node_id="w1", heartbeat_interval=0.2)
     assert set(state.nodes) == {"n1", "w1"}
-    running = local.find_running(state_dir())
+    running = local_cluster.find_running(state_dir())
     assert running is not None
     assert set(running.pids) == {"agent"}
     await genie.shutdown()
-    assert local.find_running(state_dir()) is None
+    assert local_cluster.find_running(state_dir()) is None
     assert set(own_cluster.pids) == {"controller", "agent"}
-    # The second time it is the same node again, without a new token.
+    # The next session uses the same node without a new token.
     again = await genie.init(node_role="worker", node_id="w1")
     assert again.nodes["w1"].incarnation == 2
     await genie.shutdown()
 
 
-async def test_a_worker_with_a_join_token_alone_is_told_what_is_missing(
+async def test_worker_with_only_a_join_token_raises_token_missing(
     own_cluster: StartedCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from genie.cluster.client import open_client
@@ -96,21 +101,21 @@ async def test_a_worker_with_a_join_token_alone_is_told_what_is_missing(
     monkeypatch.setenv("GENIE_STATE_DIR", str(tmp_path / "worker"))
     with pytest.raises(TokenMissingError, match="genie join"):
         await genie.init(node_role="worker", token=token)
-    assert local.find_running(tmp_path / "worker") is None
+    assert local_cluster.find_running(tmp_path / "worker") is None
 
 
-async def test_a_server_that_fails_to_start_stops_what_it_started(
+async def test_server_that_fails_to_start_stops_its_processes(
     unused_tcp_port: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(ConfigError, match="rdma"):
         await genie.init(node_role="server", master_port=unused_tcp_port, backend="rdma")
-    assert local.find_running(state_dir()) is None
+    assert local_cluster.find_running(state_dir()) is None
     assert not genie.is_initialized()
 
 
-async def test_a_servers_crashed_agent_comes_back(unused_tcp_port: int) -> None:
+async def test_crashed_agent_of_a_server_is_restarted(unused_tcp_port: int) -> None:
     state = await genie.init(node_role="server", master_port=unused_tcp_port, heartbeat_interval=0.2)
-    running = local.find_running(state_dir())
+    running = local_cluster.find_running(state_dir())
     assert running is not None
     os.kill(running.pids["agent"], signal.SIGKILL)
     name = state.local_node.node_id

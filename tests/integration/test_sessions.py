@@ -1,4 +1,4 @@
-"""Sessions while things happen to the cluster: a controller that dies, hangs or comes back."""
+"""Sessions during failures of the cluster: a controller that crashes, hangs or restarts."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from tests.integration.running import StartedCluster
 from tests.waiting import until
 
 
-def has(state: genie.ClusterState, kind: EventType) -> bool:
+def has_event(state: genie.ClusterState, kind: EventType) -> bool:
     return any(event.type is kind for event in state.events.history())
 
 
 @contextmanager
-def frozen(pid: int) -> Iterator[None]:
-    """A process that keeps its connections and says nothing."""
+def stopped(pid: int) -> Iterator[None]:
+    """Stops a process, which keeps its connections open and does not respond."""
     os.kill(pid, signal.SIGSTOP)
     try:
         yield
@@ -33,15 +33,15 @@ def frozen(pid: int) -> Iterator[None]:
         os.kill(pid, signal.SIGCONT)
 
 
-async def test_a_session_and_its_device_outlive_the_controllers_crash(own_cluster: StartedCluster) -> None:
+async def test_session_and_device_survive_a_controller_crash(own_cluster: StartedCluster) -> None:
     state = await genie.init(heartbeat_interval=0.2)
     x = torch.ones(4, 4, device="remote_accelerator:0")
     old = own_cluster.pids["controller"]
     os.kill(old, signal.SIGKILL)
-    await until(lambda: has(state, EventType.CONNECTION_LOST))
+    await until(lambda: has_event(state, EventType.CONNECTION_LOST))
     assert (x @ x).sum().item() == 64.0, "the executor does not need the controller"
-    await until(lambda: has(state, EventType.CONNECTION_RESTORED), timeout_s=30)
-    assert own_cluster.pids["controller"] != old, "the supervisor has started another one"
+    await until(lambda: has_event(state, EventType.CONNECTION_RESTORED), timeout_s=30)
+    assert own_cluster.pids["controller"] != old, "the supervisor has_event restarted the controller"
     assert state.stats["reconnects"] >= 1
     await until(lambda: state.nodes["n1"].status is NodeStatus.HEALTHY, timeout_s=30)
     sent = state.stats["heartbeats_sent"]
@@ -53,20 +53,20 @@ async def test_a_session_and_its_device_outlive_the_controllers_crash(own_cluste
     await genie.shutdown()
 
 
-async def test_a_controller_that_hangs_keeps_nobody_waiting(own_cluster: StartedCluster) -> None:
-    """With TLS, where an orderly goodbye would need the other side."""
+async def test_hanging_controller_does_not_block_the_session(own_cluster: StartedCluster) -> None:
+    """With TLS, where an orderly shutdown needs the peer."""
     state = await genie.init(heartbeat_interval=0.2, heartbeat_timeout=0.6)
-    with frozen(own_cluster.pids["controller"]):
-        await until(lambda: state.nodes["n1"].status is NodeStatus.DISCONNECTED, timeout_s=20)
+    with stopped(own_cluster.pids["controller"]):
+        await until(lambda: state.nodes["n1"].status is NodeStatus.DISCONNECTED)
         assert state.stats["heartbeats_failed"] >= 1
         await genie.shutdown()
         with pytest.raises(DeadlineError, match="phase 4 of 5"):
-            await genie.init(timeout=1.0)
+            await genie.init(timeout=3.0)
     assert not genie.is_initialized()
     assert (await genie.init()).initialized
 
 
-async def test_a_lost_executor_is_replaced_at_the_next_use(own_cluster: StartedCluster) -> None:
+async def test_lost_executor_is_replaced_on_next_use(own_cluster: StartedCluster) -> None:
     await genie.init()
     x = torch.ones(2, device="remote_accelerator:0")
     async with open_client(own_cluster.running.settings()) as client:

@@ -1,4 +1,4 @@
-"""The life cycle of a job, and the ledger's arithmetic."""
+"""The life cycle of a job, the holds of a node, and the encoding of renamed fields."""
 
 from __future__ import annotations
 
@@ -9,19 +9,24 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from genie.model.allocation import Hold, NodeLedger
+from genie.model.allocation import Hold, NodeHolds
 from genie.model.job import (
-    ALLOWED_MOVES,
+    ALLOWED_TRANSITIONS,
     FINAL_STATES,
     HISTORY_MAX,
     Job,
     JobSpec,
     JobState,
     Placement,
-    Stop,
+    PlacementConstraints,
+    Resources,
+    StopReason,
     Transition,
-    moved,
+    with_state,
 )
+from genie.model.messages import Join, NodesRuledOut, NodeView, QueuedJob
+from genie.model.record import Record
+from tests.fakes.agent import node_info
 
 
 def job(state: JobState = JobState.QUEUED) -> Job:
@@ -39,41 +44,41 @@ def job(state: JobState = JobState.QUEUED) -> Job:
 
 
 @pytest.mark.parametrize(("before", "after"), list(itertools.product(JobState, JobState)))
-def test_a_step_is_taken_if_and_only_if_the_table_has_it(before: JobState, after: JobState) -> None:
-    if after in ALLOWED_MOVES[before]:
-        step = moved(job(before), after, reason="because", at=5.0)
+def test_transition_is_allowed_if_and_only_if_it_is_in_the_table(before: JobState, after: JobState) -> None:
+    if after in ALLOWED_TRANSITIONS[before]:
+        step = with_state(job(before), after, reason="because", at=5.0)
         assert (step.state, step.reason) == (after, "because")
         assert step.history[-1] == Transition(state=after, at=5.0, reason="because")
         assert (step.ended_at == 5.0) == after.is_final
         assert (step.started_at == 5.0) == (after is JobState.RUNNING)
     else:
         with pytest.raises(AssertionError):
-            moved(job(before), after, reason="because", at=5.0)
+            with_state(job(before), after, reason="because", at=5.0)
 
 
-def test_nothing_leaves_a_final_state() -> None:
-    assert {state for state, moves in ALLOWED_MOVES.items() if not moves} == FINAL_STATES
+def test_final_states_have_no_transitions() -> None:
+    assert {state for state, moves in ALLOWED_TRANSITIONS.items() if not moves} == FINAL_STATES
 
 
-def test_going_back_to_the_queue_forgets_the_place() -> None:
+def test_requeued_job_has_no_placement() -> None:
     placement = Placement(node_id="n", incarnation=1, gpu_ids=(0,), epoch=1)
     placing = msgspec.structs.replace(job(JobState.PLACING), placements=(placement,))
-    assert moved(placing, JobState.QUEUED, reason="r", at=1.0).placement is None
-    assert moved(placing, JobState.RUNNING, reason="r", at=1.0).placement == placement
+    assert with_state(placing, JobState.QUEUED, reason="r", at=1.0).placement is None
+    assert with_state(placing, JobState.RUNNING, reason="r", at=1.0).placement == placement
 
 
-def test_a_history_without_end_keeps_its_beginning_and_its_end() -> None:
+def test_long_history_keeps_its_start_and_end() -> None:
     one = job()
     for number in range(200):
         state = JobState.PLACING if one.state is JobState.QUEUED else JobState.QUEUED
-        one = moved(one, state, reason=str(number), at=float(number))
+        one = with_state(one, state, reason=str(number), at=float(number))
     assert len(one.history) == HISTORY_MAX
     assert one.history[0].reason == "r"
     assert one.history[-1].reason == "199"
 
 
-def test_a_job_survives_the_store() -> None:
-    one = msgspec.structs.replace(job(), stop=Stop.CANCEL, session="laptop", request_id="r")
+def test_job_round_trips() -> None:
+    one = msgspec.structs.replace(job(), stop=StopReason.CANCEL, session="laptop", request_id="r")
     assert msgspec.json.decode(msgspec.json.encode(one), type=Job) == one
 
 
@@ -91,24 +96,57 @@ HOLDS = st.builds(
 
 
 @given(holds=st.lists(HOLDS, max_size=8))
-def test_a_ledger_never_holds_more_than_all_of_an_accelerator(holds: list[Hold]) -> None:
-    ledger = NodeLedger(node_id="n")
+def test_holds_never_over_allocate_an_accelerator(holds: list[Hold]) -> None:
+    node_holds = NodeHolds(node_id="n")
     for hold in holds:
-        fits = all(ledger.gpu_used_milli(gpu) + hold.gpu_milli <= 1000 for gpu in hold.gpu_ids)
+        fits = all(node_holds.gpu_used_milli(gpu) + hold.gpu_milli <= 1000 for gpu in hold.gpu_ids)
         if fits:
-            after = ledger.with_hold(hold)
-            assert after.without_job(hold.job_id) == ledger
-            ledger = after
+            after = node_holds.with_hold(hold)
+            assert after.without_job(hold.job_id) == node_holds
+            node_holds = after
         else:
             with pytest.raises(AssertionError):
-                ledger.with_hold(hold)
-    assert ledger.cpus_used == sum(hold.cpus for hold in ledger.holds)
-    assert ledger.memory_used_bytes == sum(hold.memory_bytes for hold in ledger.holds)
+                node_holds.with_hold(hold)
+    assert node_holds.cpus_used == sum(hold.cpus for hold in node_holds.holds)
+    assert node_holds.memory_used_bytes == sum(hold.memory_bytes for hold in node_holds.holds)
 
 
-def test_what_has_its_default_is_not_written_and_comes_back() -> None:
+def test_defaults_are_not_encoded_and_are_restored() -> None:
     spec = JobSpec(name="n", command=("true",))
     written = msgspec.json.encode(spec)
     assert written == b'{"name":"n","command":["true"]}'
     assert msgspec.json.decode(written, type=JobSpec) == spec
     assert msgspec.json.decode(msgspec.json.encode(job()), type=Job) == job()
+
+
+CONSTRAINTS = PlacementConstraints(workers=2)
+
+
+@pytest.mark.parametrize(
+    ("record", "name"),
+    [
+        (JobSpec(name="n", command=("true",), constraints=CONSTRAINTS), "wishes"),
+        (
+            QueuedJob(
+                position=1,
+                job_id="j-1",
+                name="n",
+                tenant="t",
+                resources=Resources(),
+                constraints=CONSTRAINTS,
+                submitted_at=0.0,
+                reason="r",
+            ),
+            "wishes",
+        ),
+        (NodesRuledOut(reason="r", count=1, nodes=("n",), is_permanent=True), "ever"),
+        (NodeView(info=node_info("n"), node_holds=NodeHolds(node_id="n")), "ledger"),
+        (Join(token="t", requested_node_id="n", csr_pem=""), "node_id_wish"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else type(value).__name__,
+)
+def test_renamed_field_keeps_its_encoded_name(record: Record, name: str) -> None:
+    """Jobs that are stored and processes of another revision use that name."""
+    encoded = msgspec.json.encode(record)
+    assert name in msgspec.json.decode(encoded)
+    assert msgspec.json.decode(encoded, type=type(record)) == record

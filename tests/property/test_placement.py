@@ -1,7 +1,7 @@
-"""The native placer and the plain one are the same, and neither gives away what is not there.
+"""The native and the Python placer return the same results, and neither overcommits.
 
-The plain one has no index: it judges every node anew at every choice. So after any sequence of events the
-native index is what counting it from scratch would give.
+The Python placer has no index: it evaluates every node for each choice. So after any sequence of events the
+native index equals one built from scratch.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from genie.errors import UsageError
-from genie.runtime import native
-from genie.scheduler.placement.plain import FIRST_LESSON, PlainPlacer
+from genie.native import libraries
+from genie.scheduler.placement.plain import FIRST_UPDATE, PlainPlacer
 from genie.scheduler.placement.protocol import ANY_MODEL, Place, Placer, TypicalShape
 
 TYPICAL = (
@@ -29,7 +29,7 @@ TYPICAL = (
 gpu_counts = st.sampled_from([0, 1, 2, 4, 8])
 
 
-def sides(gpus: int) -> st.SearchStrategy[list[int] | None]:
+def locality_numbers(gpus: int) -> st.SearchStrategy[list[int] | None]:
     return st.none() | st.lists(st.integers(0, 3), min_size=gpus, max_size=gpus)
 
 
@@ -41,17 +41,20 @@ nodes = gpu_counts.flatmap(
             "gpus": st.just(gpus),
             "gpu_memory_mib": st.sampled_from([0, 16000]),
             "model": st.integers(0, 2),
-            "islands": sides(gpus),
-            "numa": sides(gpus),
+            "islands": locality_numbers(gpus),
+            "numa": locality_numbers(gpus),
         }
     )
 )
 models = st.sampled_from([ANY_MODEL, 0b001, 0b010, 0b110, 0b1000])
 allowed = st.sampled_from([None, None, None, [0], [0, 1]])
 only = st.sampled_from([None, None, None, [1], [0, 3], [15, 0, 1, 2]])
-beside = {"cpu_milli": st.sampled_from([0, 100, 3000, 9000]), "memory_mib": st.sampled_from([0, 500, 9000])}
+host_needs = {
+    "cpu_milli": st.sampled_from([0, 100, 3000, 9000]),
+    "memory_mib": st.sampled_from([0, 500, 9000]),
+}
 requests = st.one_of(
-    st.fixed_dictionaries({"nodes": allowed, **beside}),
+    st.fixed_dictionaries({"nodes": allowed, **host_needs}),
     st.fixed_dictionaries(
         {
             "gpus": st.sampled_from([1, 1, 1, 2]),
@@ -61,7 +64,7 @@ requests = st.one_of(
             "nodes": allowed,
             "one_island": st.booleans(),
             "only_gpus": only,
-            **beside,
+            **host_needs,
         }
     ),
     st.fixed_dictionaries(
@@ -71,7 +74,7 @@ requests = st.one_of(
             "models": models,
             "one_island": st.booleans(),
             "only_gpus": only,
-            **beside,
+            **host_needs,
         }
     ),
 )
@@ -84,14 +87,14 @@ steps = st.one_of(
 
 
 def placers(policy: str) -> tuple[Placer, Placer]:
-    library = native.load("genie_scheduler")
+    library = libraries.load("genie_scheduler")
     typical = [shape.as_tuple() for shape in TYPICAL]
     return library.Placement(policy, typical=typical), PlainPlacer(policy, typical=TYPICAL)
 
 
 @dataclass
 class Pair:
-    """Both placers, told the same; every answer is compared."""
+    """Both placers; every result is compared."""
 
     both: tuple[Placer, Placer]
     nodes: list[int] = field(default_factory=list)
@@ -100,82 +103,87 @@ class Pair:
     sets: list[int] = field(default_factory=list)
     held: list[tuple[dict[str, Any], Place]] = field(default_factory=list)
 
-    def ask(self, word: str, *values: Any, **named: Any) -> Any:
-        answers = [answer(placer, word, *values, **named) for placer in self.both]
-        assert answers[0] == answers[1]
-        return answers[0]
+    def call(self, method: str, *values: Any, **named: Any) -> Any:
+        results = [try_call(placer, method, *values, **named) for placer in self.both]
+        assert results[0] == results[1]
+        return results[0]
 
     def add_node(self, node: dict[str, Any]) -> None:
-        number = self.ask("add_node", **node)
-        assert number == min(self.dropped, default=len(self.nodes)), "the lowest that is nobody's"
+        number = self.call("add_node", **node)
+        assert number == min(self.dropped, default=len(self.nodes)), "the lowest free number"
         self.dropped.discard(number)
         self.nodes = sorted([*self.nodes, number])
 
     def drop_node(self, node: int) -> None:
-        """What is held there is given back before; one node is left."""
+        """Release what is held there first; one node remains."""
         if len(self.nodes) == 1:
             return
         there = [item for item in self.held if item[1][0] == node]
-        assert (self.ask("drop_node", node) == "refused") == any(map(holds_something, there))
+        assert (self.call("drop_node", node) == "rejected") == any(map(holds_resources, there))
         self.held = [item for item in self.held if item[1][0] != node]
         for request, place in there:
-            if node in self.nodes and holds_something((request, place)):
-                self.give_back(request, place)
-        if any(map(holds_something, there)):
-            assert self.ask("drop_node", node) is None
-        assert self.ask("node_state", node) == self.ask("drop_node", node) == "refused"
+            if node in self.nodes and holds_resources((request, place)):
+                self.release(request, place)
+        if any(map(holds_resources, there)):
+            assert self.call("drop_node", node) is None
+        assert self.call("node_state", node) == self.call("drop_node", node) == "rejected"
         self.nodes.remove(node)
         self.dropped.add(node)
 
     def add_class(self, request: dict[str, Any]) -> int:
         if request.get("nodes"):
             request = request | {"nodes": [node for node in request["nodes"] if node in self.nodes]}
-        number: int = self.ask("request_class", **request)
+        number: int = self.call("register_request_class", **request)
         assert number not in [known for known, _ in self.classes]
         self.classes.append((number, request))
         return number
 
     def add_set(self, one: int) -> None:
         these = [node for node in self.nodes if one >> node % 6 & 1]
-        self.sets.append(self.ask("node_set", these, all_but=one % 2 > 0))
+        self.sets.append(self.call("node_set", these, all_but=one % 2 > 0))
 
     def do(self, step: tuple[str, int, int]) -> None:
-        word, one, other = step
+        method, one, other = step
         number, request = self.classes[one % len(self.classes)]
         tenant, node = other % 2 + 1, self.nodes[one % len(self.nodes)]
         among = self.sets[other % len(self.sets)] if self.sets and other % 3 else None
-        match word:
+        match method:
             case "place" | "choose" | "among":
-                self.ask("observe", number, tenant)
-                found = self.ask(word.replace("among", "place"), number, tenant, among=among)
-                if word != "choose" and found is not None:
+                self.call("observe", number, tenant)
+                found = self.call(method.replace("among", "place"), number, tenant, among=among)
+                if method != "choose" and found is not None:
                     self.held.append((request, found))
             case "gang":
                 before = self.states()
-                places = self.ask("place_gang", number, tenant, among=among, **self.some_gang(other))
+                places = self.call("place_gang", number, tenant, among=among, **self.random_gang(other))
                 assert places is not None or self.states() == before
                 self.held += [(request, place) for place in places or ()]
             case "take":
-                if self.ask("take", number, tenant, node=node, gpus=gpus_of(request, other)) != "refused":
-                    self.held.append((request, (node, gpus_of(request, other))))
+                if (
+                    self.call("take", number, tenant, node=node, gpus=random_gpus(request, other))
+                    != "rejected"
+                ):
+                    self.held.append((request, (node, random_gpus(request, other))))
             case "release" if self.held:
-                self.give_back(*self.held.pop(one % len(self.held)))
+                self.release(*self.held.pop(one % len(self.held)))
             case "close" | "open":
-                self.ask("set_open", node, is_open=word == "open")
+                self.call("set_open", node, is_open=method == "open")
             case "drop":
                 self.drop_node(node)
             case "gpu":
-                self.ask("set_gpu", node, other % 5, is_open=one % 3 > 0, memory_outside_mib=other % 3 * 2000)
+                self.call(
+                    "set_gpu", node, other % 5, is_open=one % 3 > 0, memory_outside_mib=other % 3 * 2000
+                )
             case "class":
                 self.replace_class(one % len(self.classes), other)
             case "set" if len(self.sets) > 3:
-                self.ask("drop_node_set", self.sets.pop(other % len(self.sets)))
+                self.call("drop_node_set", self.sets.pop(other % len(self.sets)))
             case "set":
                 self.add_set(one)
             case "refresh":
-                assert self.ask("refresh") is True
+                assert self.call("refresh") is True
 
-    def some_gang(self, chance: int) -> dict[str, Any]:
+    def random_gang(self, chance: int) -> dict[str, Any]:
         workers = 1 + chance % 5
         return {
             "workers": workers,
@@ -184,22 +192,22 @@ class Pair:
             "domains": self.sets[: chance % 4] if chance % 7 > 3 else None,
         }
 
-    def give_back(self, request: dict[str, Any], place: Place) -> None:
-        """By any class of the amounts: that which took it may be gone."""
+    def release(self, request: dict[str, Any], place: Place) -> None:
+        """With any class of the same amounts: the original one may be dropped."""
         where = ("nodes", "one_island", "only_gpus")
         amounts = {name: amount for name, amount in request.items() if name not in where}
-        number = self.ask("request_class", **amounts)
-        self.ask("release", number, node=place[0], gpus=place[1])
-        self.ask("drop_class", number)
+        number = self.call("register_request_class", **amounts)
+        self.call("release", number, node=place[0], gpus=place[1])
+        self.call("drop_class", number)
 
     def replace_class(self, index: int, chance: int) -> None:
         number, _ = self.classes.pop(index)
-        self.ask("drop_class", number)
+        self.call("drop_class", number)
         again = {"gpus": chance % 3, "gpu_milli": (chance + 1) * 15} if chance % 3 else {}
         assert self.add_class({**again, "cpu_milli": chance}) == number
 
     def states(self) -> list[Any]:
-        return [self.ask("node_state", node) for node in self.nodes]
+        return [self.call("node_state", node) for node in self.nodes]
 
     def check_state(self) -> None:
         for _, cpu_milli, memory_mib, gpus in self.states():
@@ -207,56 +215,56 @@ class Pair:
             assert all(0 <= milli <= 1000 and memory >= 0 for milli, memory, _ in gpus)
             assert all((milli == 1000) == (tenant == 0) for milli, _, tenant in gpus)
         for request, place in self.held:
-            self.give_back(request, place)
+            self.release(request, place)
         for _, _, _, gpus in self.states():
             assert all((milli, tenant) == (1000, 0) for milli, _, tenant in gpus)
 
 
-def answer(placer: Placer, word: str, *values: Any, **named: Any) -> Any:
+def try_call(placer: Placer, method: str, *values: Any, **named: Any) -> Any:
     try:
-        return getattr(placer, word)(*values, **named)
+        return getattr(placer, method)(*values, **named)
     except UsageError:
-        return "refused"
+        return "rejected"
 
 
-def holds_something(item: tuple[dict[str, Any], Place]) -> bool:
+def holds_resources(item: tuple[dict[str, Any], Place]) -> bool:
     return any(item[0].get(name) for name in ("gpus", "cpu_milli", "memory_mib"))
 
 
-def gpus_of(request: dict[str, Any], chance: int) -> tuple[int, ...]:
+def random_gpus(request: dict[str, Any], chance: int) -> tuple[int, ...]:
     return tuple((chance + step) % 8 for step in range(request.get("gpus", 0)))
 
 
 @pytest.mark.parametrize("policy", ["bestfit", "fgd", "packing", "clustering", "dotprod"])
 @settings(max_examples=40)
 @given(data=st.data())
-def test_native_and_plain_choose_the_same(policy: str, data: st.DataObject) -> None:
-    play(Pair(placers(policy)), data, steps_max=60)
+def test_native_and_python_placers_choose_the_same(policy: str, data: st.DataObject) -> None:
+    run_steps(Pair(placers(policy)), data, steps_max=60)
 
 
 @settings(max_examples=30)
 @given(seed=st.integers(0, 2**32))
-def test_native_and_plain_learn_the_same(seed: int) -> None:
-    """From many requests, so that lessons matter: what hypothesis draws itself is mostly too short."""
+def test_native_and_python_placers_learn_the_same(seed: int) -> None:
+    """From many requests, so that updates matter: sequences drawn by hypothesis are mostly too short."""
     chance = random.Random(seed)
     pair = Pair(placers("supply"))
     for _ in range(chance.randint(3, 8)):
-        pair.add_node(some_node(chance))
+        pair.add_node(random_node(chance))
     for _ in range(chance.randint(3, 8)):
-        pair.add_class(some_request(chance))
-    for _ in range(FIRST_LESSON * chance.randint(2, 10)):
+        pair.add_class(random_request(chance))
+    for _ in range(FIRST_UPDATE * chance.randint(2, 10)):
         if chance.random() < 0.02:
-            pair.add_node(some_node(chance))
-        often = {"place": 80, "release": 20, "choose": 5, "open": 3, "close": 1, "gpu": 3, "gang": 5}
-        often |= {"among": 10, "set": 2, "class": 1, "drop": 2}
-        word = chance.choices(list(often), list(often.values()))[0]
-        pair.do((word, chance.randrange(64), chance.randrange(64)))
+            pair.add_node(random_node(chance))
+        weights = {"place": 80, "release": 20, "choose": 5, "open": 3, "close": 1, "gpu": 3, "gang": 5}
+        weights |= {"among": 10, "set": 2, "class": 1, "drop": 2}
+        method = chance.choices(list(weights), list(weights.values()))[0]
+        pair.do((method, chance.randrange(64), chance.randrange(64)))
         if seed % 3 == 0 and chance.random() < 0.3:
             pair.do(("refresh", 0, 0))
     pair.check_state()
 
 
-def some_node(chance: random.Random) -> dict[str, Any]:
+def random_node(chance: random.Random) -> dict[str, Any]:
     gpus = chance.choice([1, 2, 4, 8, 8])
     return {
         "cpu_milli": chance.choice([16000, 64000, 96000]),
@@ -269,7 +277,7 @@ def some_node(chance: random.Random) -> dict[str, Any]:
     }
 
 
-def some_request(chance: random.Random) -> dict[str, Any]:
+def random_request(chance: random.Random) -> dict[str, Any]:
     gpus = chance.choice([0, 1, 1, 1, 1, 2, 3, 4])
     milli = chance.choice([1000, 1000, 810, 470, 320, 190]) if gpus == 1 else 1000 * bool(gpus)
     return {
@@ -283,7 +291,7 @@ def some_request(chance: random.Random) -> dict[str, Any]:
     }
 
 
-def play(pair: Pair, data: st.DataObject, *, steps_max: int) -> None:
+def run_steps(pair: Pair, data: st.DataObject, *, steps_max: int) -> None:
     for node in data.draw(st.lists(nodes, min_size=1, max_size=5), label="nodes"):
         pair.add_node(node)
     for request in data.draw(st.lists(requests, min_size=1, max_size=6), label="requests"):

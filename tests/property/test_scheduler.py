@@ -1,4 +1,4 @@
-"""What holds for every cluster, every set of jobs and every order of events."""
+"""Invariants of the scheduler for any cluster, jobs and order of events."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 
 from genie.errors import UsageError
 from genie.model.job import Spread, Within
-from genie.scheduler.book import Held
+from genie.scheduler.decisions import Preempt, Start, Wait
 from genie.scheduler.order import FairShare, Fifo, Priority
-from genie.scheduler.quota import Quota, Quotas, fits, of_gpus
-from genie.scheduler.request import FULL_MILLI, Amounts, NodeFacts, Shape
-from genie.scheduler.scheduler import Preempt, Rules, Start, Wait
-from tests.scheduler.clusters import H200, Desk, node
+from genie.scheduler.quota import Quota, Quotas, fits, gpu_amounts
+from genie.scheduler.request import FULL_MILLI, Allocation, Amounts, NodeFacts, Shape
+from genie.scheduler.rules import Rules
+from tests.scheduler.clusters import H200, SchedulerHarness, node
 
 TENANTS = ("a", "b", "c")
 TIME_LIMIT_S_MAX = 50.0
@@ -65,8 +65,8 @@ rules = st.builds(
     quotas=st.sampled_from(
         [
             Quotas(),
-            Quotas({"a": Quota(of_gpus(2)), "b": Quota(of_gpus(1), borrowed=of_gpus(1))}),
-            Quotas({tenant: Quota(of_gpus(2)) for tenant in TENANTS}),
+            Quotas({"a": Quota(gpu_amounts(2)), "b": Quota(gpu_amounts(1), borrowed=gpu_amounts(1))}),
+            Quotas({tenant: Quota(gpu_amounts(2)) for tenant in TENANTS}),
         ]
     ),
     preempts=st.booleans(),
@@ -92,9 +92,9 @@ steps = st.lists(
 
 @dataclass
 class World:
-    """A desk, and what was done with it."""
+    """A harness and the events applied to it."""
 
-    desk: Desk
+    harness: SchedulerHarness
     nodes: list[NodeFacts]
     submitted: int = 0
     removed: set[str] = field(default_factory=set)
@@ -103,15 +103,15 @@ class World:
     @classmethod
     def of(cls, cluster: list[NodeFacts], how: Rules) -> World:
         named = [_named(facts, f"n{number}") for number, facts in enumerate(cluster)]
-        return cls(Desk(*named, rules=how), named)
+        return cls(SchedulerHarness(*named, rules=how), named)
 
     def do(self, step: tuple[str, Any]) -> None:
         what, value = step
-        scheduler = self.desk.scheduler
+        scheduler = self.harness.scheduler
         if what == "submit":
             self.submit(value)
         elif what == "time":
-            self.desk.pass_time(self.desk.now + value)
+            self.harness.advance(self.harness.now + value)
         elif what == "end" and scheduler.running:
             job = scheduler.running[value % len(scheduler.running)]
             scheduler.ended(job.request.job_id)
@@ -130,9 +130,9 @@ class World:
 
     def remove(self, node_id: str) -> None:
         try:
-            self.desk.scheduler.remove_node(node_id)
+            self.harness.scheduler.remove_node(node_id)
         except UsageError:
-            held = self.desk.book.held.values()
+            held = self.harness.allocations.held.values()
             runs = any(place.node_id == node_id for each in held for place in each.places)
             assert runs or node_id in self.removed
         else:
@@ -144,15 +144,15 @@ class World:
         kinds = (H200,) * [0, 1, 3, 8][how]
         facts = replace(facts, gpus=kinds, cpu_milli=[500, 8_000][how % 2], memory_mib=64_000 * (how + 1))
         self.nodes[number] = facts
-        self.desk.scheduler.set_node(facts)
+        self.harness.scheduler.set_node(facts)
         self.removed.discard(facts.node_id)
         self.changed.add(facts.node_id)
 
-    def submit(self, wishes: dict[str, Any]) -> None:
-        wishes = dict(wishes)
-        elastic = wishes.pop("elastic")
+    def submit(self, options: dict[str, Any]) -> None:
+        options = dict(options)
+        elastic = options.pop("elastic")
         least = 1 if elastic else 0
-        self.desk.submit(f"j{self.submitted}", workers_min=least, **wishes)
+        self.harness.submit(f"j{self.submitted}", workers_min=least, **options)
         self.submitted += 1
 
 
@@ -164,13 +164,13 @@ def _closed(facts: NodeFacts) -> NodeFacts:
     return NodeFacts(**(vars(facts) | {"closed": "draining"}))
 
 
-def check_books(world: World) -> None:
+def check_allocations(world: World) -> None:
     """Capacity is never exceeded, gangs are whole, no GPU has two tenants, and the three placers agree."""
-    desk = world.desk
+    harness = world.harness
     cpus: Counter[str] = Counter()
     shares: Counter[tuple[str, int]] = Counter()
     tenants: dict[tuple[str, int], set[str]] = {}
-    for held in desk.book.held.values():
+    for held in harness.allocations.held.values():
         request = held.request
         assert request.least_workers <= len(held.places) <= request.workers
         nodes = {place.node_id for place in held.places}
@@ -182,123 +182,123 @@ def check_books(world: World) -> None:
         assert not pinned or all(set(place.gpu_ids) <= pinned for place in held.places)
         if request.within is Within.ISLAND and not nodes & world.changed:
             assert len(islands_of(world, held)) <= 1
-        for shape, place in (desk.book._part(request, place) for place in held.places):
-            assert (shape == request.shape.bare) or place.node_id in world.changed
+        for shape, place in (harness.allocations.get_hold(request, place) for place in held.places):
+            assert (shape == request.shape.without_constraints) or place.node_id in world.changed
             cpus[place.node_id] += shape.cpu_milli
             for gpu in place.gpu_ids:
                 shares[place.node_id, gpu] += request.shape.gpu_milli
                 tenants.setdefault((place.node_id, gpu), set()).add(request.tenant)
     assert all(len(found) == 1 for found in tenants.values())
     there = [facts for facts in world.nodes if facts.node_id not in world.removed]
-    assert desk.book.capacity == sum((facts.amounts for facts in there), Amounts())
+    assert harness.allocations.capacity == sum((facts.amounts for facts in there), Amounts())
     for facts in there:
-        cpu_milli, _, gpus = desk.book.free_on(facts.node_id)
+        cpu_milli, _, gpus = harness.allocations.free_on(facts.node_id)
         assert cpu_milli == facts.cpu_milli - cpus[facts.node_id] >= 0
         for gpu, (free_milli, _) in enumerate(gpus):
             assert free_milli == FULL_MILLI - shares[facts.node_id, gpu] >= 0
-    for placer in (desk.book._scratch, desk.book._ahead):
-        for number in [each.number for each in desk.book._nodes.values()]:
-            assert placer.node_state(number) == desk.book._real.node_state(number)
+    for placer in (harness.allocations.placers.trial, harness.allocations.placers.projected):
+        for number in [each.number for each in harness.allocations.placers.nodes.values()]:
+            assert placer.node_state(number) == harness.allocations.placers.main.node_state(number)
 
 
-def islands_of(world: World, held: Held) -> set[int]:
+def islands_of(world: World, held: Allocation) -> set[int]:
     facts = {node.node_id: node for node in world.nodes}
     return {facts[place.node_id].gpus[gpu].island for place in held.places for gpu in place.gpu_ids}
 
 
 def check_quotas(world: World) -> None:
-    quotas = world.desk.scheduler.rules.quotas
+    quotas = world.harness.scheduler.rules.quotas
     for tenant, quota in quotas.by_tenant.items():
-        usage = world.desk.book.usage(tenant)
+        usage = world.harness.allocations.usage(tenant)
         assert fits(usage, quota.own + quota.borrowed)
-        held = [held for held in world.desk.book.held.values() if held.request.tenant == tenant]
+        held = [held for held in world.harness.allocations.held.values() if held.request.tenant == tenant]
         fixed = sum((each.amounts for each in held if not each.request.preemptible), Amounts())
-        assert fits(fixed, quota.own), "only what can be taken back is borrowed"
+        assert fits(fixed, quota.own), "only preemptible jobs borrow"
 
 
 @given(clusters, rules, steps)
 @settings(max_examples=150)
-def test_nothing_is_given_twice_gangs_are_whole_and_quotas_hold(
+def test_no_overcommit_whole_gangs_and_quotas_hold(
     cluster: list[NodeFacts], how: Rules, events: list[tuple[str, Any]]
 ) -> None:
     world = World.of(cluster, how)
     for event in events:
         world.do(event)
-        decisions = world.desk.decide()
-        check_books(world)
+        decisions = world.harness.decide()
+        check_allocations(world)
         check_quotas(world)
-        told = Counter(each.job_id for each in decisions)
-        assert all(count == 1 for count in told.values())
-        heard = {each.job_id: each for each in world.desk.log if isinstance(each, Wait)}
-        for wait in world.desk.scheduler.told:
-            assert heard.get(wait.job_id) == wait, "every job that waits knows why"
+        counts = Counter(each.job_id for each in decisions)
+        assert all(count == 1 for count in counts.values())
+        logged = {each.job_id: each for each in world.harness.log if isinstance(each, Wait)}
+        for wait in world.harness.scheduler.waits:
+            assert logged.get(wait.job_id) == wait, "every queued job has a reason"
 
 
 @given(clusters, rules, st.lists(jobs, max_size=14))
 @settings(max_examples=150)
-def test_every_job_that_could_run_alone_does_in_the_end(
+def test_every_feasible_job_runs_eventually(
     cluster: list[NodeFacts], how: Rules, several: list[dict[str, Any]]
 ) -> None:
     world = World.of(cluster, how)
-    alone = set()
-    for number, wishes in enumerate(several):
-        lonely = World.of(cluster, how)
-        lonely.submit(wishes)
-        if lonely.desk.started():
-            alone.add(f"j{number}")
-    for wishes in several:
-        world.submit(wishes)
-    desk = world.desk
-    ran = set(desk.started())
+    feasible = set()
+    for number, options in enumerate(several):
+        single = World.of(cluster, how)
+        single.submit(options)
+        if single.harness.started():
+            feasible.add(f"j{number}")
+    for options in several:
+        world.submit(options)
+    harness = world.harness
+    ran = set(harness.started())
     for _ in range(60 * (len(several) + 1)):
-        if not desk.scheduler.running:
+        if not harness.scheduler.running:
             break
-        ran |= set(desk.pass_time(desk.now + 2.0))
-    assert alone <= ran
-    assert not desk.scheduler.running
+        ran |= set(harness.advance(harness.now + 2.0))
+    assert feasible <= ran
+    assert not harness.scheduler.running
 
 
 @given(clusters, rules, st.lists(jobs, max_size=14))
 @settings(max_examples=100)
-def test_preemption_ends(cluster: list[NodeFacts], how: Rules, several: list[dict[str, Any]]) -> None:
-    """With nobody coming and nobody ending by himself, there is a last start and a last preemption."""
+def test_preemption_terminates(cluster: list[NodeFacts], how: Rules, several: list[dict[str, Any]]) -> None:
+    """Without arrivals and ends, starts and preemptions stop."""
     world = World.of(cluster, how)
-    for wishes in several:
-        world.submit(wishes | {"time_limit_s": None})
-    desk = world.desk
+    for options in several:
+        world.submit(options | {"time_limit_s": None})
+    harness = world.harness
     for _ in range(6 * len(several) + 1):
-        decisions = desk.decide()
+        decisions = harness.decide()
         if not any(isinstance(each, Preempt | Start) for each in decisions):
             return
-        desk.now += 10.0
-        for job in desk.scheduler.running:
-            if job.is_leaving:
-                desk.scheduler.ended(job.request.job_id, again=True)
-    raise AssertionError(f"still going on: {decisions}")
+        harness.now += 10.0
+        for job in harness.scheduler.running:
+            if job.is_stopping:
+                harness.scheduler.ended(job.request.job_id, requeue=True)
+    raise AssertionError(f"preemption does not terminate: {decisions}")
 
 
 @given(clusters, st.sampled_from([Fifo(), FairShare()]), steps)
 @settings(max_examples=150)
-def test_a_reservation_is_never_put_off(
+def test_reservation_is_never_delayed(
     cluster: list[NodeFacts], order: Any, events: list[tuple[str, Any]]
 ) -> None:
-    """By jobs that came later. Without preemption, quotas and closed nodes nothing else can."""
+    """By later jobs. Without preemption, quotas and closed nodes nothing else can delay it."""
     world = World.of(cluster, Rules(order=order, preempts=False))
     last: tuple[str, float] | None = None
     for what, value in events:
         if what in ("close", "open", "remove", "change", "rules"):
             continue
         world.do((what, value | {"priority": 0} if what == "submit" else value))
-        world.desk.decide()
-        reservation = world.desk.scheduler.reservation
+        world.harness.decide()
+        reservation = world.harness.scheduler.reservation
         if reservation is not None and last is not None and reservation.job_id == last[0]:
-            assert reservation.starts_at <= max(last[1], world.desk.now)
+            assert reservation.starts_at <= max(last[1], world.harness.now)
         last = None if reservation is None else (reservation.job_id, reservation.starts_at)
 
 
 @given(clusters, rules, steps)
 @settings(max_examples=50)
-def test_the_same_events_give_the_same_decisions(
+def test_decisions_are_deterministic(
     cluster: list[NodeFacts], how: Rules, events: list[tuple[str, Any]]
 ) -> None:
     logs = []
@@ -306,24 +306,24 @@ def test_the_same_events_give_the_same_decisions(
         world = World.of(cluster, how)
         for event in events:
             world.do(event)
-            world.desk.decide()
-        logs.append(world.desk.log)
+            world.harness.decide()
+        logs.append(world.harness.log)
     assert logs[0] == logs[1]
 
 
 @given(clusters, rules, steps)
 @settings(max_examples=150)
-def test_those_who_are_not_gone_through_again_could_not_have_started(
+def test_partial_pass_misses_no_start(
     cluster: list[NodeFacts], how: Rules, events: list[tuple[str, Any]]
 ) -> None:
-    """A pass after which nothing is open would decide nothing were it made at once again, over all."""
+    """After a pass that needs no full pass, a full pass would start nothing."""
     world = World.of(cluster, how)
     for event in events:
         world.do(event)
-        world.desk.decide()
-        scheduler = world.desk.scheduler
-        if scheduler._is_other:
+        world.harness.decide()
+        scheduler = world.harness.scheduler
+        if scheduler.jobs.needs_full_pass:
             continue
-        scheduler._is_other = True
-        assert all(isinstance(each, Wait) for each in world.desk.decide())
-        scheduler._is_other = False
+        scheduler.jobs.require_full_pass()
+        assert all(isinstance(each, Wait) for each in world.harness.decide())
+        scheduler.jobs.begin_full_pass()

@@ -9,7 +9,7 @@ from genie.errors import ConfigError
 from genie.runtime.backend_info import BACKENDS, PRIORITY, get_backend_info
 
 
-def test_the_documented_figures_are_kept() -> None:
+def test_backends_have_the_documented_figures() -> None:
     figures = {
         name: (info.bandwidth_gbps, info.latency_ms, info.zero_copy) for name, info in BACKENDS.items()
     }
@@ -21,22 +21,22 @@ def test_the_documented_figures_are_kept() -> None:
     }
 
 
-def test_the_order_is_the_documented_one_and_names_every_backend() -> None:
+def test_priority_has_the_documented_order_and_all_backends() -> None:
     assert PRIORITY == ("dpdk_gpudev", "rdma", "dpdk", "tcp")
     assert set(PRIORITY) == set(BACKENDS)
 
 
-def test_only_tcp_has_a_transport_and_only_tcp_needs_nothing() -> None:
+def test_only_tcp_has_a_transport_and_no_requirements() -> None:
     assert [name for name, info in BACKENDS.items() if info.implemented] == ["tcp"]
     assert [name for name, info in BACKENDS.items() if not info.requirements] == ["tcp"]
 
 
-def test_the_setting_allows_exactly_the_backends_and_auto() -> None:
+def test_setting_allows_exactly_the_backends_and_auto() -> None:
     allowed = ClusterConfig.__dataclass_fields__["backend"].metadata["allowed"]
     assert set(allowed) == {"auto", *BACKENDS}
 
 
 @pytest.mark.parametrize("name", ["auto", "smoke", ""])
-def test_a_name_that_is_no_backend_is_refused_with_the_allowed_ones(name: str) -> None:
+def test_unknown_backend_error_lists_the_allowed_names(name: str) -> None:
     with pytest.raises(ConfigError, match=r"allowed: tcp, dpdk, dpdk_gpudev, rdma"):
         get_backend_info(name)

@@ -1,12 +1,14 @@
-"""TCP and TLS: what a failed connect means, and what a server does with a bad one."""
+"""TCP and TLS: frames, errors of connect, and invalid connections to a server."""
 
 from __future__ import annotations
 
 import asyncio
+import errno
 import socket
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,14 +20,16 @@ from genie.errors import (
     DeadlineError,
     FrameTooLargeError,
     NothingListensError,
+    OverloadedError,
     ProtocolError,
     TlsError,
     TransportError,
     UnreachableError,
     VersionError,
 )
-from genie.runtime import tls, wire
-from genie.runtime.network import Channel, ClientTls, TcpChannel, TcpNetwork
+from genie.runtime import connection_limits, tls, wire
+from genie.runtime.connection_limits import ConnectionLimits
+from genie.runtime.network import Channel, ClientTls, TcpChannel, TcpNetwork, explain_connect_failure
 from tests.waiting import until
 
 
@@ -36,11 +40,13 @@ async def _echo(channel: Channel) -> None:
 
 
 @asynccontextmanager
-async def serving(accept: object = _echo, *, context: object = None) -> AsyncIterator[int]:
+async def serving(
+    accept: object = _echo, *, context: object = None, limits: ConnectionLimits | None = None
+) -> AsyncIterator[int]:
     port: asyncio.Future[int] = asyncio.get_running_loop().create_future()
     async with asyncio.TaskGroup() as group:
         task = group.create_task(
-            TcpNetwork().serve("127.0.0.1", 0, accept, tls=context, on_listening=port.set_result)  # type: ignore[arg-type]
+            TcpNetwork(limits).serve("127.0.0.1", 0, accept, tls=context, on_listening=port.set_result)  # type: ignore[arg-type]
         )
         yield await port
         task.cancel()
@@ -70,46 +76,90 @@ async def test_frames_arrive_whole_and_in_order() -> None:
         channel.close()
 
 
-async def test_a_stranger_may_send_small_frames_only() -> None:
+async def test_unauthenticated_peer_may_send_small_frames_only() -> None:
     async with serving() as port:
         channel = await TcpNetwork().connect("127.0.0.1", port, tls=None, timeout_s=5)
         with pytest.raises(ConnectionLostError):
-            await channel.send(wire.pack(wire.Kind.REQUEST, 1, bytes(wire.FRAME_BYTES_MAX_STRANGER + 1)))
+            await channel.send(
+                wire.pack(wire.Kind.REQUEST, 1, bytes(wire.UNAUTHENTICATED_FRAME_BYTES_MAX + 1))
+            )
             await channel.receive()
         channel.close()
 
 
-async def test_what_a_failed_connect_means_is_said() -> None:
+async def test_failed_connect_error_states_the_cause() -> None:
     network = TcpNetwork()
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        nobody = taken.getsockname()[1]
-        with pytest.raises(NothingListensError, match="nothing listens there"):
-            await network.connect("127.0.0.1", nobody, tls=None, timeout_s=5)
-        taken.listen()
-        with pytest.raises(DeadlineError, match=r"did not answer within 0\.1 s"):
-            await network.connect("127.0.0.1", nobody, tls=None, timeout_s=0.1)
-    with pytest.raises(UnreachableError):
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
+        with pytest.raises(NothingListensError, match=r"nothing listens there .*genie up.*--bind ADDRESS"):
+            await network.connect("127.0.0.1", port, tls=None, timeout_s=5)
+        listener.listen()
+        with pytest.raises(DeadlineError, match=r"did not respond within 0\.1 s"):
+            await network.connect("127.0.0.1", port, tls=None, timeout_s=0.1)
+    with pytest.raises(
+        UnreachableError, match=r"(no such name \(.*check the spelling|the name lookup failed \(.*DNS server)"
+    ):
         await network.connect("no-such-host.invalid", 1, tls=None, timeout_s=5)
     with pytest.raises(TransportError):
         await network.connect("a" * 300, 1, tls=None, timeout_s=5)
     async with plain_server(b"HTTP/1.1 400 Bad Request\r\n\r\n") as port:
-        with pytest.raises(ProtocolError, match="does not speak Genie"):
+        with pytest.raises(ProtocolError, match="does not speak the Genie protocol"):
             await network.connect("127.0.0.1", port, tls=None, timeout_s=5)
     async with plain_server(wire.preface(7)) as port:
-        with pytest.raises(VersionError, match="speaks wire version 7"):
+        with pytest.raises(VersionError, match="uses version 7"):
             await network.connect("127.0.0.1", port, tls=None, timeout_s=5)
 
 
-async def test_a_port_in_use_and_an_address_of_another_machine_are_said() -> None:
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (OSError(errno.EHOSTUNREACH, "Connect call failed ('10.0.0.7', 5555)"), "no route to host"),
+        (OSError(errno.ENETUNREACH, "Connect call failed ('10.0.0.7', 5555)"), "network is unreachable"),
+        (socket.gaierror(socket.EAI_NONAME, "Name or service not known"), "no such name (Name or"),
+        (socket.gaierror(socket.EAI_AGAIN, "Temporary failure"), "the name lookup failed (Temporary"),
+        (OSError("Multiple exceptions: [Errno 113] a, [Errno 111] b"), "Multiple exceptions"),
+    ],
+)
+def test_failure_reason_is_the_text_of_the_errno(error: OSError, reason: str) -> None:
+    message = explain_connect_failure(error, "10.0.0.7:5555").message
+    assert message.lower().startswith(f"10.0.0.7:5555 cannot be reached: {reason.lower()}")
+
+
+def test_closed_connection_without_a_reason_has_none_in_the_message() -> None:
+    message = explain_connect_failure(ConnectionResetError(), "10.0.0.7:5555").message
+    assert message == "10.0.0.7:5555 closed the connection during the handshake"
+
+
+@pytest.mark.parametrize(
+    ("number", "hint"),
+    [
+        (socket.EAI_NONAME, "check the spelling of the host name"),
+        (socket.EAI_AGAIN, "check the DNS server of this machine"),
+        (socket.EAI_FAIL, "check the DNS server of this machine"),
+    ],
+)
+def test_hint_mentions_spelling_only_if_the_name_does_not_exist(number: int, hint: str) -> None:
+    error = explain_connect_failure(socket.gaierror(number, "failed"), "gpu-box:5555")
+    assert error.hint.startswith(hint)
+
+
+async def test_ipv6_address_is_shown_in_brackets(unused_tcp_port: int) -> None:
+    with pytest.raises(UnreachableError, match=rf"^\[::1\]:{unused_tcp_port} "):
+        await TcpNetwork().connect("::1", unused_tcp_port, tls=None, timeout_s=5)
+
+
+async def test_port_in_use_and_foreign_address_errors_state_the_cause() -> None:
     async with serving() as port:
         with pytest.raises(AddressInUseError, match=f"port {port} on 127.0.0.1 is in use"):
             await TcpNetwork().serve("127.0.0.1", port, _echo, tls=None, on_listening=print)
-    with pytest.raises(ConfigError, match=r"cannot listen on 192\.0\.2\.1"):
+    with pytest.raises(
+        ConfigError, match=r"cannot listen on 192\.0\.2\.1:0: .* not an address of this machine .*node_role"
+    ):
         await TcpNetwork().serve("192.0.2.1", 0, _echo, tls=None, on_listening=print)
 
 
-async def test_a_handler_that_fails_ends_its_own_connection_only(caplog: pytest.LogCaptureFixture) -> None:
+async def test_failing_handler_ends_only_its_connection(caplog: pytest.LogCaptureFixture) -> None:
     broken = True
 
     async def accept(channel: Channel) -> None:
@@ -130,7 +180,7 @@ async def test_a_handler_that_fails_ends_its_own_connection_only(caplog: pytest.
         channel.close()
 
 
-async def test_a_frame_cut_in_the_middle_is_a_lost_connection() -> None:
+async def test_frame_cut_in_the_middle_is_a_lost_connection() -> None:
     seen: list[Exception] = []
 
     async def accept(channel: Channel) -> None:
@@ -150,7 +200,7 @@ async def test_a_frame_cut_in_the_middle_is_a_lost_connection() -> None:
 
 
 class Certified:
-    """A CA with a controller's, a node's and a stranger's certificates."""
+    """A CA with certificates of a controller and a node, and a certificate of another CA."""
 
     def __init__(self, folder: Path) -> None:
         now = time.time()
@@ -173,7 +223,7 @@ class Certified:
         return ClientTls(context, tls.CONTROLLER_NAME)
 
 
-async def test_with_tls_both_sides_know_whom_they_talk_to(tmp_path: Path) -> None:
+async def test_tls_authenticates_both_sides(tmp_path: Path) -> None:
     certified = Certified(tmp_path)
     names: list[str] = []
 
@@ -192,18 +242,84 @@ async def test_with_tls_both_sides_know_whom_they_talk_to(tmp_path: Path) -> Non
         assert names == [tls.node_name("n1"), ""]
 
 
-async def test_another_ca_or_a_node_that_plays_controller_is_not_trusted(tmp_path: Path) -> None:
+async def test_another_ca_and_a_node_impersonating_a_controller_are_rejected(tmp_path: Path) -> None:
     (tmp_path / "other").mkdir()
     certified, other = Certified(tmp_path), Certified(tmp_path / "other")
     async with serving(context=certified.server()) as port:
-        with pytest.raises(TlsError, match="not of this cluster"):
+        with pytest.raises(TlsError, match="of another cluster"):
             await TcpNetwork().connect("127.0.0.1", port, tls=other.client(), timeout_s=5)
     async with serving(context=certified.server("node")) as port:
-        with pytest.raises(TlsError, match="not of this cluster"):
+        with pytest.raises(TlsError, match="of another cluster"):
             await TcpNetwork().connect("127.0.0.1", port, tls=certified.client(), timeout_s=5)
 
 
-async def test_one_side_with_tls_and_the_other_without_is_explained(tmp_path: Path) -> None:
+FEW = ConnectionLimits(
+    connections_max=40,
+    unauthenticated_max=10,
+    unauthenticated_of_address_max=8,
+    users_max=20,
+    owner_reserve=2,
+    handshakes_per_s=1000.0,
+    handshakes_burst=1000.0,
+)
+
+
+async def _echo_authenticated(channel: Channel) -> None:
+    channel.set_authenticated()
+    await _echo(channel)
+
+
+async def test_silent_strangers_do_not_lock_out_a_client(tmp_path: Path) -> None:
+    certified = Certified(tmp_path)
+    async with serving(_echo_authenticated, context=certified.server(), limits=FEW) as port:
+        strangers = [
+            await asyncio.open_connection("127.0.0.1", port, local_addr=(f"127.0.0.{2 + number % 5}", 0))
+            for number in range(60)
+        ]
+        channels = [
+            await TcpNetwork().connect("127.0.0.1", port, tls=certified.client(), timeout_s=20)
+            for _ in range(20)
+        ]
+        for channel in channels:
+            await channel.send(wire.pack(wire.Kind.REQUEST, 1, b"x"))
+            assert (await channel.receive()).payload == b"x"
+            channel.close()
+        for _, writer in strangers:
+            writer.transport.abort()
+
+
+async def test_strangers_of_the_same_address_are_rejected_before_the_handshake(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connection_limits, "HANDSHAKE_S", 60.0)
+    certified = Certified(tmp_path)
+    async with serving(context=certified.server(), limits=FEW) as port:
+        strangers = [await asyncio.open_connection("127.0.0.1", port) for _ in range(20)]
+        ends = [asyncio.create_task(reader.read(100)) for reader, _ in strangers]
+        await until(lambda: sum(task.done() for task in ends) == 12)
+        assert all(task.result()[:1] == b"\x15" for task in ends if task.done()), "a TLS alert"
+        with pytest.raises(OverloadedError, match="a limit on connections is reached") as caught:
+            await TcpNetwork().connect("127.0.0.1", port, tls=certified.client(), timeout_s=0.2)
+        assert caught.value.retry_after_s > 0
+        monkeypatch.setattr(connection_limits, "HANDSHAKE_S", 0.0)
+        channel = await TcpNetwork().connect("127.0.0.1", port, tls=certified.client(), timeout_s=20)
+        channel.close()
+        assert sum(task.done() for task in ends) == 13, "it has replaced the oldest stranger"
+        for _, writer in strangers:
+            writer.transport.abort()
+        await asyncio.wait(ends)
+
+
+async def test_connect_retries_while_the_rate_limit_rejects_it(tmp_path: Path) -> None:
+    certified = Certified(tmp_path)
+    slow = replace(FEW, handshakes_per_s=2.0, handshakes_burst=2.0)
+    async with serving(_echo_authenticated, context=certified.server(), limits=slow) as port:
+        for _ in range(4):
+            channel = await TcpNetwork().connect("127.0.0.1", port, tls=certified.client(), timeout_s=20)
+            channel.close()
+
+
+async def test_tls_on_one_side_only_is_explained(tmp_path: Path) -> None:
     certified = Certified(tmp_path)
     async with serving(context=certified.server()) as port:
         with pytest.raises((ProtocolError, ConnectionLostError)) as caught:
@@ -215,20 +331,20 @@ async def test_one_side_with_tls_and_the_other_without_is_explained(tmp_path: Pa
         assert "TLS" in str(other.value)
 
 
-async def test_a_frame_over_the_cap_is_refused_by_the_client_too() -> None:
+async def test_client_rejects_oversized_frames() -> None:
     async def accept(channel: Channel) -> None:
         await channel.send(wire.pack(wire.Kind.REPLY, 1, b"12345"))
         await asyncio.Event().wait()
 
     async with serving(accept) as port:
         channel = await TcpNetwork().connect("127.0.0.1", port, tls=None, timeout_s=5)
-        channel.cap_bytes = 4
+        channel.set_frame_limit(4)
         with pytest.raises(FrameTooLargeError):
             await channel.receive()
         channel.close()
 
 
-async def test_frames_arrive_whole_however_they_are_cut() -> None:
+async def test_frames_arrive_whole_from_any_segmentation() -> None:
     frames = [
         wire.pack(wire.Kind.REQUEST, number, bytes([number]) * size) for number, size in enumerate(SIZES)
     ]
@@ -252,7 +368,7 @@ async def test_frames_arrive_whole_however_they_are_cut() -> None:
 SIZES = (0, 1, 5, 0, 300, 9, 20_000, 3)
 
 
-async def test_what_is_sent_at_once_is_bounded_and_goes_on_when_it_is_read() -> None:
+async def test_unsent_frames_are_bounded_until_the_peer_reads() -> None:
     frame, done = wire.pack(wire.Kind.REPLY, 1, b"x" * 10_000), asyncio.Event()
     sent = 0
 
@@ -274,7 +390,7 @@ async def test_what_is_sent_at_once_is_bounded_and_goes_on_when_it_is_read() -> 
         channel.close()
 
 
-async def test_what_one_turn_sends_is_one_write_in_order_and_outlives_the_close() -> None:
+async def test_frames_of_one_iteration_are_one_write_and_survive_close() -> None:
     writes: list[int] = []
 
     async def talk(channel: Channel) -> None:
@@ -304,7 +420,7 @@ async def test_what_one_turn_sends_is_one_write_in_order_and_outlives_the_close(
         channel.close()
 
 
-async def test_a_frame_that_is_here_need_not_be_waited_for() -> None:
+async def test_received_frame_is_available_without_waiting() -> None:
     async def talk(channel: Channel) -> None:
         await channel.send(b"".join(wire.pack(wire.Kind.REPLY, number, b"x") for number in range(2)))
         await channel.receive()

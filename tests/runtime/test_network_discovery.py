@@ -1,4 +1,4 @@
-"""Discovery: real TCP on loopback, and a system made of files for everything that needs hardware."""
+"""Network discovery: real TCP on loopback, and a fake file system for hardware."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from genie.errors import ConfigError, UnreachableError
 from genie.runtime import network_discovery
 from genie.runtime.backend_info import BACKENDS
+from genie.runtime.interfaces import Interface
 from genie.runtime.network_discovery import (
     DiscoveryResult,
     NetworkDiscovery,
@@ -52,7 +53,7 @@ def result_of(
 
 @pytest.fixture
 async def server() -> AsyncIterator[tuple[int, list[int]]]:
-    """A port that accepts, and the sizes of what each connection sent before it ended."""
+    """A port that accepts connections, and the number of bytes that each connection sent."""
     sent: list[int] = []
 
     async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -66,7 +67,7 @@ async def server() -> AsyncIterator[tuple[int, list[int]]]:
 
 @pytest.fixture
 def closed_port() -> Iterator[int]:
-    """A port that is taken but not listened on: whoever connects is refused."""
+    """A port that is bound but does not listen: connections are refused."""
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
         yield sock.getsockname()[1]
@@ -74,7 +75,7 @@ def closed_port() -> Iterator[int]:
 
 @pytest.fixture
 def silent_port() -> Iterator[int]:
-    """A port whose queue is full, so that the system drops whoever wants to connect."""
+    """A port whose backlog is full, so that the system drops connections."""
     with ExitStack() as stack:
         sock = stack.enter_context(socket.socket())
         sock.bind(("127.0.0.1", 0))
@@ -86,7 +87,7 @@ def silent_port() -> Iterator[int]:
         yield sock.getsockname()[1]
 
 
-async def test_a_listening_port_is_reachable_with_a_round_trip_time(
+async def test_listening_port_is_reachable_with_a_round_trip_time(
     server: tuple[int, list[int]], tmp_path: Path
 ) -> None:
     port, sent = server
@@ -101,14 +102,42 @@ async def test_a_listening_port_is_reachable_with_a_round_trip_time(
     assert sent == [0, 0, 0], "the probe sends nothing"
 
 
-async def test_a_name_is_looked_up_off_the_loop(server: tuple[int, list[int]], tmp_path: Path) -> None:
+async def test_result_contains_the_interface_of_the_connection(
+    server: tuple[int, list[int]], tmp_path: Path
+) -> None:
+    (tmp_path / "sys/class/net/lo").mkdir(parents=True)
+    (tmp_path / "sys/class/net/lo/speed").write_text("25000\n")
+    (tmp_path / "proc/net").mkdir(parents=True)
+    (tmp_path / "proc/net/dev").write_text("lo: 5 1 0 0 0 0 0 0 7 1 0 0 0 0 0 0\n")
+    found = await NetworkDiscovery(root=tmp_path).discover("127.0.0.1", server[0])
+    assert found.interface == Interface(name="lo", speed_gbps=25.0)
+    assert found.throughput is not None
+    assert (found.throughput.received_bytes_per_s, found.throughput.sent_bytes_per_s) == (0.0, 0.0)
+    assert found.recommendation is not None
+    assert found.recommendation.est_bandwidth_gbps == 25.0
+
+
+async def test_result_contains_the_throughput_of_the_interface(server: tuple[int, list[int]]) -> None:
+    found = await NetworkDiscovery().discover("127.0.0.1", server[0])
+    assert found.interface is not None
+    assert found.interface.name == "lo"
+    assert found.throughput is not None
+    assert found.throughput.sent_bytes_per_s > 0.0
+
+
+async def test_unreachable_host_has_no_interface(closed_port: int, tmp_path: Path) -> None:
+    found = await NetworkDiscovery(root=tmp_path).discover("127.0.0.1", closed_port)
+    assert (found.interface, found.throughput) == (None, None)
+
+
+async def test_name_lookup_runs_on_a_thread(server: tuple[int, list[int]], tmp_path: Path) -> None:
     port, sent = server
     result = await NetworkDiscovery(root=tmp_path, connects=1).discover("localhost", port, timeout_s=5)
     assert result.tcp_reachable
     await until(lambda: len(sent) == 1)
 
 
-async def test_a_refused_connection_is_a_result_that_names_it(closed_port: int, tmp_path: Path) -> None:
+async def test_refused_connection_is_a_result(closed_port: int, tmp_path: Path) -> None:
     result = await NetworkDiscovery(root=tmp_path).discover("127.0.0.1", closed_port, timeout_s=5)
     assert not result.tcp_reachable
     assert (result.tcp_rtt_ms, result.recommendation) == (None, None)
@@ -118,20 +147,18 @@ async def test_a_refused_connection_is_a_result_that_names_it(closed_port: int, 
         select_backend("auto", result)
 
 
-async def test_a_port_that_never_answers_times_out(silent_port: int, tmp_path: Path) -> None:
+async def test_unresponsive_port_times_out(silent_port: int, tmp_path: Path) -> None:
     result = await NetworkDiscovery(root=tmp_path).discover("127.0.0.1", silent_port, timeout_s=0.2)
     with pytest.raises(UnreachableError, match=r"timed out after 0.2 s .*firewall"):
         select_backend("auto", result)
 
 
 @pytest.mark.parametrize("host", ["no-such-host.invalid", "x" * 70, "exa mple", ".."])
-async def test_a_name_that_does_not_exist_is_said_to_be_one(
-    host: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_unknown_name_is_reported(host: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real = socket.getaddrinfo
 
     def offline(host: str, port: int, **more: int) -> object:
-        """Never asks a name server: what is not a number does not exist."""
+        """Resolves only numeric addresses, without a name server."""
         return real(host, port, **{**more, "flags": socket.AI_NUMERICHOST})
 
     monkeypatch.setattr(socket, "getaddrinfo", offline)
@@ -140,18 +167,30 @@ async def test_a_name_that_does_not_exist_is_said_to_be_one(
         select_backend("auto", result)
 
 
-async def test_an_address_that_swallows_packets_leaves_time_for_the_next(
+async def test_name_server_failure_is_reported_as_such(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def failing(*_: object, **__: object) -> None:
+        raise socket.gaierror(socket.EAI_AGAIN, "Temporary failure in name resolution")
+
+    monkeypatch.setattr(socket, "getaddrinfo", failing)
+    result = await NetworkDiscovery(root=tmp_path).discover("gpu-box", 5555, timeout_s=5)
+    with pytest.raises(UnreachableError, match=r"the name lookup failed .*check the DNS server"):
+        select_backend("auto", result)
+
+
+async def test_unresponsive_address_leaves_time_for_the_next(
     server: tuple[int, list[int]], silent_port: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     port, sent = server
     both = [(socket.AF_INET, ("127.0.0.1", silent_port)), (socket.AF_INET, ("127.0.0.1", port))]
-    monkeypatch.setattr(network_discovery, "_looked_up", lambda *_, **__: both)
+    monkeypatch.setattr(network_discovery, "_look_up", lambda *_, **__: both)
     result = await NetworkDiscovery(root=tmp_path, connects=1).discover("box", 5555, timeout_s=1.0)
     assert result.tcp_reachable
     await until(lambda: len(sent) == 1)
 
 
-# --- What this machine has ----------------------------------------------------------------------
+# --- Local probes -------------------------------------------------------------------------------
 
 
 def system(root: Path, *files: str, links: dict[str, str] | None = None) -> Path:
@@ -171,7 +210,7 @@ def system(root: Path, *files: str, links: dict[str, str] | None = None) -> Path
 
 
 async def local(root: Path) -> DiscoveryResult:
-    """Port 9 of this host: whether it answers is not looked at."""
+    """Probes port 9 of this host; the result of TCP is ignored."""
     return await NetworkDiscovery(root=root).discover("127.0.0.1", 9, timeout_s=10)
 
 
@@ -192,7 +231,7 @@ GPU_DIRECT = (
 )
 
 
-async def test_an_empty_system_has_nothing_and_says_why(tmp_path: Path) -> None:
+async def test_empty_system_reports_what_is_missing(tmp_path: Path) -> None:
     result = await local(system(tmp_path))
     found = (result.rdma_available, result.dpdk_available, result.gpu_direct_available)
     assert found == (False, False, False)
@@ -203,10 +242,10 @@ async def test_an_empty_system_has_nothing_and_says_why(tmp_path: Path) -> None:
     assert all(probe.duration_ms > 0 for probe in result.probes.values())
 
 
-async def test_a_system_without_sys_says_that_only_linux_is_looked_at(tmp_path: Path) -> None:
+async def test_system_without_sys_reports_that_only_linux_is_supported(tmp_path: Path) -> None:
     result = await local(tmp_path)
     assert {result.probes[name].reason for name in ("rdma", "dpdk", "gpu_direct")} == {
-        "this system has no /sys; only Linux is looked at"
+        "this system has no /sys; only Linux is supported"
     }
 
 
@@ -224,16 +263,16 @@ async def test_dpdk_needs_its_library_and_huge_pages(tmp_path: Path, missing: st
     assert not (await local(system(tmp_path, *files, links=MLX5))).dpdk_available
 
 
-async def test_a_card_that_dpdk_shares_with_the_kernel_needs_no_vfio(tmp_path: Path) -> None:
+async def test_card_shared_with_the_kernel_needs_no_vfio(tmp_path: Path) -> None:
     assert (await local(system(tmp_path, *DPDK, links=MLX5))).dpdk_available
 
 
-async def test_a_card_bound_to_vfio_is_one_for_dpdk(tmp_path: Path) -> None:
+async def test_card_bound_to_vfio_is_usable_by_dpdk(tmp_path: Path) -> None:
     bound = {"sys/bus/pci/drivers/vfio-pci/0000:03:00.0": "sys/devices/pci/0000:03:00.0"}
     assert (await local(system(tmp_path, *DPDK, links=bound))).dpdk_available
 
 
-async def test_a_card_with_an_ordinary_driver_is_none_for_dpdk(tmp_path: Path) -> None:
+async def test_card_with_an_ordinary_driver_is_not_usable_by_dpdk(tmp_path: Path) -> None:
     plain = {"sys/class/net/eth0/device/driver": "sys/bus/pci/drivers/virtio-pci"}
     result = await local(system(tmp_path, *DPDK, links=plain))
     assert result.probes["dpdk"].reason == "no network card that DPDK can drive"
@@ -245,14 +284,12 @@ async def test_gpu_direct_needs_gpu_library_and_kernel_module(tmp_path: Path) ->
     assert result.dpdk_available
 
 
-async def test_a_library_in_a_folder_of_the_loaders_list_is_found(tmp_path: Path) -> None:
+async def test_library_in_a_configured_folder_is_found(tmp_path: Path) -> None:
     conf, library = "etc/ld.so.conf.d/ofed.conf=/opt/ofed/lib", "opt/ofed/lib/libibverbs.so.1"
     assert (await local(system(tmp_path, *RDMA[:2], conf, library))).rdma_available
 
 
-async def test_a_system_that_does_not_answer_is_reported_at_the_deadline(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_slow_probe_is_reported_at_the_timeout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     gate = threading.Event()
 
     def stuck(root: Path) -> list[tuple[str, str]]:
@@ -261,15 +298,13 @@ async def test_a_system_that_does_not_answer_is_reported_at_the_deadline(
 
     monkeypatch.setitem(network_discovery._LOCAL_PROBES, "rdma", stuck)
     result = await NetworkDiscovery(root=system(tmp_path)).discover("127.0.0.1", 9, timeout_s=0.1)
-    assert result.probes["rdma"].reason == "the system did not answer within 0.1 s"
+    assert result.probes["rdma"].reason == "the probe timed out after 0.1 s"
     assert "librte_eal" in result.probes["dpdk"].reason, "what was done by then is kept"
     gate.set()
     await until(lambda: not [one for one in threading.enumerate() if one.name == "genie-discovery"])
 
 
-async def test_a_probe_that_fails_fails_the_discovery_instead_of_hanging_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_failing_probe_fails_the_discovery(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(root: Path) -> list[tuple[str, str]]:
         raise KeyError("a fault of ours")
 
@@ -279,10 +314,10 @@ async def test_a_probe_that_fails_fails_the_discovery_instead_of_hanging_it(
     assert caught.group_contains(KeyError)
 
 
-# --- Deciding -----------------------------------------------------------------------------------
+# --- Selection ----------------------------------------------------------------------------------
 
 
-def test_with_nothing_else_there_auto_takes_tcp_and_says_what_is_absent() -> None:
+def test_auto_selects_tcp_and_reports_what_is_missing() -> None:
     selection = select_backend("auto", result_of())
     assert (selection.backend, selection.fallback_from) == ("tcp", None)
     assert "rdma: no device" in selection.reason
@@ -306,7 +341,7 @@ def test_auto_falls_back_to_tcp_from_a_better_backend_without_a_transport(
     assert "no transport" in selection.reason
 
 
-def test_a_backend_with_a_transport_is_chosen_in_the_documented_order() -> None:
+def test_backends_with_a_transport_are_selected_in_the_documented_order() -> None:
     probes = result_of(dpdk=YES, gpu_direct=YES, rdma=YES).probes
     advice = recommend(probes, tcp_rtt_ms=0.4, backends=WITH_ALL)
     assert advice is not None
@@ -316,7 +351,7 @@ def test_a_backend_with_a_transport_is_chosen_in_the_documented_order() -> None:
 
 
 @given(st.booleans(), st.booleans(), st.booleans())
-def test_auto_always_ends_at_a_backend_that_works_and_has_a_transport(
+def test_auto_always_selects_a_working_backend_with_a_transport(
     dpdk: bool, gpu_direct: bool, rdma: bool
 ) -> None:
     picked = {True: YES, False: NO}
@@ -326,19 +361,19 @@ def test_auto_always_ends_at_a_backend_that_works_and_has_a_transport(
     assert selection.reason
 
 
-def test_tcp_asked_for_is_tcp_taken() -> None:
+def test_requested_tcp_is_selected() -> None:
     selection = select_backend("tcp", result_of(rdma=YES))
     assert (selection.backend, selection.fallback_from) == ("tcp", None)
 
 
-def test_a_backend_asked_for_that_is_absent_is_an_error_with_reason_and_fix() -> None:
+def test_requested_backend_that_is_missing_is_an_error_with_reason_and_fix() -> None:
     with pytest.raises(ConfigError) as caught:
         select_backend("rdma", result_of(), backends=WITH_ALL)
     assert caught.value.message == "backend 'rdma' does not work on this machine: no device; no library"
     assert caught.value.hint == "buy one, or use backend 'auto'"
 
 
-def test_a_backend_asked_for_without_a_transport_is_an_error_that_says_so() -> None:
+def test_requested_backend_without_a_transport_is_an_error() -> None:
     for probe in (YES, NO):
         with pytest.raises(
             ConfigError, match=r"no transport for backend 'rdma' \(use backend 'auto' or 'tcp'\)"
@@ -346,21 +381,21 @@ def test_a_backend_asked_for_without_a_transport_is_an_error_that_says_so() -> N
             select_backend("rdma", result_of(rdma=probe))
 
 
-def test_dpdk_gpudev_is_absent_when_either_half_is() -> None:
+def test_dpdk_gpudev_needs_both_probes() -> None:
     lacks_gpu = Probe(available=False, reason="no CUDA GPU")
     with pytest.raises(ConfigError, match=r"'dpdk_gpudev' does not work on this machine: no CUDA GPU"):
         select_backend("dpdk_gpudev", result_of(dpdk=YES, gpu_direct=lacks_gpu), backends=WITH_ALL)
 
 
-def test_an_unknown_backend_is_an_error_with_the_allowed_names() -> None:
+def test_unknown_backend_is_an_error_with_the_allowed_names() -> None:
     with pytest.raises(ConfigError, match=r"no network backend 'smoke'"):
         select_backend("smoke", result_of())
 
 
-@pytest.mark.parametrize("wish", ["auto", "tcp", "rdma"])
-def test_every_wish_needs_a_host_that_answers(wish: str) -> None:
+@pytest.mark.parametrize("requested", ["auto", "tcp", "rdma"])
+def test_every_selection_needs_a_reachable_host(requested: str) -> None:
     refused = Probe(available=False, reason="connection refused", fix="start it")
     with pytest.raises(UnreachableError) as caught:
-        select_backend(wish, result_of(tcp=refused, rdma=YES))
+        select_backend(requested, result_of(tcp=refused, rdma=YES))
     assert caught.value.message == "box:5555 cannot be reached: connection refused"
     assert caught.value.hint == "start it"

@@ -1,14 +1,22 @@
-"""Calls over a real connection: answers, errors, deadlines, both directions, and the end of it."""
+"""Calls over a real connection: replies, errors, timeouts, both directions, and lost connections."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 
 import pytest
 
-from genie.errors import ConnectionLostError, DeadlineError, GenieError, JobNotFoundError, ProtocolError
+from genie.errors import (
+    ConnectionLostError,
+    DeadlineError,
+    GenieError,
+    JobNotFoundError,
+    OverloadedError,
+    ProtocolError,
+)
 from genie.model.messages import (
     AGENT_REQUESTS,
     CancelJob,
@@ -19,9 +27,10 @@ from genie.model.messages import (
     LogChunk,
     Message,
     ReadLog,
+    Request,
     TrustAnchor,
 )
-from genie.runtime import rpc, wire
+from genie.runtime import network, rpc, wire
 from genie.runtime.network import Channel, TcpNetwork
 from tests.waiting import until
 
@@ -29,12 +38,13 @@ REQUESTS = (GetJob, CancelJob, FetchTrust, ReadLog)
 
 
 class Server:
-    """Answers by a small script; `peers` are those that are connected."""
+    """A scripted server; `peers` are the connected ones."""
 
     def __init__(self) -> None:
         self.peers: list[rpc.Peer] = []
         self.release = asyncio.Event()
         self.cancelled = 0
+        self.ended = 0
 
     async def handle(self, peer: rpc.Peer, request: Message) -> Message:
         if isinstance(request, GetJob):
@@ -51,10 +61,11 @@ class Server:
         return TrustAnchor(ca_pem="pem")
 
     async def accept(self, channel: Channel) -> None:
-        channel.cap_bytes = wire.FRAME_BYTES_MAX
+        channel.set_frame_limit(wire.FRAME_BYTES_MAX)
         peer = rpc.Peer(channel, requests=REQUESTS, handler=self.handle)
         self.peers.append(peer)
         await peer.run()
+        self.ended += 1
 
 
 @asynccontextmanager
@@ -73,7 +84,7 @@ def dialled(port: int) -> AbstractAsyncContextManager[rpc.Peer]:
     return rpc.dial(TcpNetwork(), "127.0.0.1", port, tls=None, timeout_s=5)
 
 
-async def test_answers_come_to_whoever_asked_in_any_order() -> None:
+async def test_replies_are_matched_to_calls_in_any_order() -> None:
     async with serving() as (server, port), dialled(port) as peer:
         async with asyncio.TaskGroup() as group:
             slow = group.create_task(peer.call(ReadLog(job_id="a"), timeout_s=5))
@@ -84,7 +95,7 @@ async def test_answers_come_to_whoever_asked_in_any_order() -> None:
         assert slow.result().data == b"late"
 
 
-async def test_a_known_error_arrives_as_itself_and_a_bug_as_an_internal_error(
+async def test_genie_errors_keep_their_type_and_others_become_internal_errors(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     async with serving() as (_, port), dialled(port) as peer:
@@ -97,19 +108,19 @@ async def test_a_known_error_arrives_as_itself_and_a_bug_as_an_internal_error(
         assert await peer.call(FetchTrust(), timeout_s=5)
 
 
-async def test_no_answer_in_time_is_a_deadline_error_and_a_late_answer_is_dropped() -> None:
+async def test_timeout_is_a_deadline_error_and_a_late_reply_is_dropped() -> None:
     async with serving() as (server, port), dialled(port) as peer:
-        with pytest.raises(DeadlineError, match=r"did not answer ReadLog within 0\.05 s"):
+        with pytest.raises(DeadlineError, match=r"did not reply to ReadLog within 0\.05 s"):
             await peer.call(ReadLog(job_id="a"), timeout_s=0.05)
         server.release.set()
         assert await peer.call(FetchTrust(), timeout_s=5)
 
 
-async def test_the_other_side_may_ask_too() -> None:
-    asked: list[Message] = []
+async def test_server_can_call_the_client() -> None:
+    received: list[Message] = []
 
     async def handle(peer: rpc.Peer, request: Message) -> Message:
-        asked.append(request)
+        received.append(request)
         return Done()
 
     async with (
@@ -121,17 +132,57 @@ async def test_the_other_side_may_ask_too() -> None:
         await until(lambda: server.peers)
         order = Kill(job_id="j", epoch=1, leader_token=1, reason="r")
         assert await server.peers[0].call(order, timeout_s=5) == Done()
-        assert asked == [order]
+        assert received == [order]
 
 
-async def test_a_side_that_answers_nothing_says_so() -> None:
+async def test_peer_without_a_handler_rejects_requests() -> None:
     async with serving() as (server, port), dialled(port):
         await until(lambda: server.peers)
-        with pytest.raises(ProtocolError, match="answers no requests"):
+        with pytest.raises(ProtocolError, match="does not accept requests"):
             await server.peers[0].call(Kill(job_id="j", epoch=1, leader_token=1, reason=""), timeout_s=5)
 
 
-async def test_when_the_connection_ends_callers_are_told_and_handlers_are_cancelled() -> None:
+async def test_cancellation_while_a_failed_connection_is_closed_is_not_lost() -> None:
+    handling, ending, ended = asyncio.Event(), asyncio.Event(), asyncio.Event()
+
+    async def handle(peer: rpc.Peer, request: Message) -> Message:
+        handling.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ending.set()
+            await ended.wait()
+        return Done()
+
+    async def reconnect(port: int) -> None:
+        for _ in range(2):
+            with contextlib.suppress(ProtocolError):
+                async with rpc.dial(
+                    TcpNetwork(),
+                    "127.0.0.1",
+                    port,
+                    tls=None,
+                    timeout_s=5,
+                    requests=AGENT_REQUESTS,
+                    handler=handle,
+                ):
+                    await handling.wait()
+                    raise ProtocolError("no")
+
+    async with serving() as (server, port), asyncio.TaskGroup() as group:
+        task = group.create_task(reconnect(port))
+        await until(lambda: server.peers)
+        order = Kill(job_id="j", epoch=1, leader_token=1, reason="r")
+        with pytest.raises(ConnectionLostError):
+            await server.peers[0].call(order, timeout_s=20)
+        await ending.wait()
+        task.cancel()
+        ended.set()
+        await asyncio.wait([task], timeout=20)
+        assert task.cancelled()
+
+
+async def test_lost_connection_fails_calls_and_cancels_handlers() -> None:
     async with serving() as (server, port), dialled(port) as peer:
         async with asyncio.TaskGroup() as group:
             waiting = group.create_task(_lost(peer))
@@ -150,25 +201,82 @@ async def _lost(peer: rpc.Peer) -> bool:
     return True
 
 
-async def test_what_the_block_raises_comes_out_of_dial_as_it_is() -> None:
+async def test_dial_raises_errors_of_the_context_unchanged() -> None:
     async with serving() as (_, port):
         with pytest.raises(KeyError):
             async with rpc.dial(TcpNetwork(), "127.0.0.1", port, tls=None, timeout_s=5):
                 raise KeyError
 
 
-async def test_a_peer_that_asks_too_much_at_once_is_not_read_further() -> None:
+async def test_requests_above_the_limit_are_rejected_and_replies_are_still_read() -> None:
+    async def handle(peer: rpc.Peer, request: Message) -> Message:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    async with (
+        serving() as (server, port),
+        rpc.dial(
+            TcpNetwork(), "127.0.0.1", port, tls=None, timeout_s=5, requests=AGENT_REQUESTS, handler=handle
+        ) as peer,
+        asyncio.TaskGroup() as group,
+    ):
+        await until(lambda: server.peers)
+        peer.set_in_flight_max(20)
+        waits = [group.create_task(_outcome(server.peers[0], ReadLog(job_id="a"))) for _ in range(30)]
+        assert await peer.call(FetchTrust(), timeout_s=5), "a reply does not wait for the requests"
+        await until(lambda: sum(task.done() for task in waits) == 10)
+        rejected = [task.result() for task in waits if task.done()]
+        assert {type(error) for error in rejected} == {OverloadedError}
+        assert all(isinstance(error, GenieError) and error.retry_after_s > 0 for error in rejected)
+        assert "limit of 20 requests in flight" in str(rejected[0])
+        peer.close()
+
+
+async def _outcome(peer: rpc.Peer, request: Request[LogChunk]) -> LogChunk | GenieError:
+    (outcome,) = await peer.call_each([request], timeout_s=30)
+    return outcome
+
+
+async def test_peer_that_ignores_the_limit_is_disconnected(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rpc, "REJECTIONS_MAX", 5)
     async with serving() as (server, port), dialled(port) as peer:
-        async with asyncio.TaskGroup() as group:
-            flood = [
-                group.create_task(peer.call(ReadLog(job_id="a"), timeout_s=20))
-                for _ in range(rpc.IN_FLIGHT_MAX + 50)
-            ]
-            server.release.set()
-        assert all(task.result().data == b"late" for task in flood), "they wait their turn, none is lost"
+        await until(lambda: server.peers)
+        server.peers[0].set_in_flight_max(2)
+        outcomes = await peer.call_each([ReadLog(job_id="a")] * 20, timeout_s=30)
+        assert ConnectionLostError in {type(outcome) for outcome in outcomes}
+        await until(lambda: server.cancelled == 2)
 
 
-async def test_calls_that_go_together_have_each_its_own_outcome() -> None:
+async def test_peer_that_sends_many_invalid_requests_is_disconnected(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rpc, "INVALID_MAX", 3)
+    async with serving() as (server, port), dialled(port) as peer:
+        for _ in range(3):
+            with pytest.raises(ProtocolError):
+                await peer.call(Kill(job_id="j", epoch=1, leader_token=1, reason=""), timeout_s=5)
+        assert await peer.call(FetchTrust(), timeout_s=5)
+        with pytest.raises(ConnectionLostError):
+            await peer.call(Kill(job_id="j", epoch=1, leader_token=1, reason=""), timeout_s=5)
+        await until(lambda: server.ended == 1)
+
+
+async def test_close_does_not_wait_for_a_peer_that_reads_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(network, "LINGER_S", 0.05)
+    async with serving() as (server, port):
+        _, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(wire.preface())
+        await until(lambda: server.peers)
+        (peer,) = server.peers
+        large = wire.pack(wire.Kind.REPLY, 1, bytes(60_000))
+        await until(lambda: not peer.channel.try_send_nowait(large), what="the send buffer is full")
+        transport = peer.channel._transport  # type: ignore[attr-defined]
+        await until(transport.get_write_buffer_size)
+        peer.close()
+        await until(lambda: server.ended == 1, what="run() returned")
+        await until(lambda: transport.get_write_buffer_size() == 0, what="the unread data was dropped")
+        writer.close()
+
+
+async def test_call_each_returns_one_outcome_per_request() -> None:
     async with serving() as (_, port), dialled(port) as peer:
         good, missing, late = await peer.call_each(
             [FetchTrust(), GetJob(job_id="a"), ReadLog(job_id="a")],  # type: ignore[list-item]
@@ -177,13 +285,13 @@ async def test_calls_that_go_together_have_each_its_own_outcome() -> None:
         assert good == TrustAnchor(ca_pem="pem")
         assert isinstance(missing, JobNotFoundError)
         assert isinstance(late, DeadlineError)
-        assert not peer._waiting, "nothing is remembered of them"
+        assert not peer._calls, "finished calls are removed"
         peer.close()
         outcomes = await peer.call_each([FetchTrust(), FetchTrust()], timeout_s=5)
         assert [type(outcome) for outcome in outcomes] == [ConnectionLostError] * 2
 
 
-async def test_numbers_of_calls_begin_anew_where_a_frame_has_no_more() -> None:
+async def test_call_ids_wrap_around() -> None:
     async with serving() as (_, port), dialled(port) as peer:
         peer._next_call = (1 << 32) - 2
         for _ in range(3):
@@ -192,16 +300,21 @@ async def test_numbers_of_calls_begin_anew_where_a_frame_has_no_more() -> None:
 
 
 class _Unread:
-    """A channel whose other end asks again and again and reads nothing."""
+    """A channel whose peer sends requests and reads no replies."""
 
-    peer = "deaf:0"
+    peer = "peer:0"
     certificate_name = ""
-    cap_bytes = wire.FRAME_BYTES_MAX
 
-    def __init__(self, asks: int) -> None:
+    def __init__(self, requests: int) -> None:
         self.sent = 0
         self.closed = asyncio.Event()
-        self._asks = asks
+        self._requests = requests
+
+    def set_frame_limit(self, size_bytes: int) -> None:
+        pass
+
+    def set_authenticated(self) -> None:
+        pass
 
     async def send(self, frame: bytes) -> None:
         self.sent += 1
@@ -211,9 +324,9 @@ class _Unread:
         return False
 
     async def receive(self) -> wire.Frame:
-        if self._asks:
-            self._asks -= 1
-            return wire.Frame(wire.Kind.REQUEST, self._asks, wire.encode(FetchTrust()))
+        if self._requests:
+            self._requests -= 1
+            return wire.Frame(wire.Kind.REQUEST, self._requests, wire.encode(FetchTrust()))
         await self.closed.wait()
         raise ConnectionLostError("closed")
 
@@ -224,28 +337,30 @@ class _Unread:
         self.closed.set()
 
 
-async def test_a_peer_that_reads_no_answers_costs_one_and_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rpc, "ANSWER_S_MAX", 0.2)
-    deaf = _Unread(asks=50)
-    peer = rpc.Peer(deaf, requests=REQUESTS, handler=Server().handle)
+async def test_peer_that_reads_no_replies_uses_bounded_memory_and_is_closed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(rpc, "REPLY_TIMEOUT_S", 0.2)
+    unread = _Unread(requests=50)
+    peer = rpc.Peer(unread, requests=REQUESTS, handler=Server().handle)
     async with asyncio.timeout(10):
         await peer.run()
     assert peer.is_closed
-    assert deaf.sent == 1, "the others were never encoded"
+    assert unread.sent == 1, "the others were never encoded"
 
 
 class _CannotSend(_Unread):
-    """A channel that is known to be lost by whoever sends, and not yet by whoever reads."""
+    """A channel on which sending fails while reading still blocks."""
 
     async def send(self, frame: bytes) -> None:
         raise ConnectionLostError("lost")
 
 
-async def test_a_connection_on_which_nothing_can_be_sent_counts_as_closed_at_once() -> None:
-    lost = _CannotSend(asks=0)
+async def test_failed_send_closes_the_connection_immediately() -> None:
+    lost = _CannotSend(requests=0)
     peer = rpc.Peer(lost)
     async with asyncio.timeout(10), asyncio.TaskGroup() as group:
         group.create_task(peer.run())
         with pytest.raises(ConnectionLostError):
             await peer.call(FetchTrust(), timeout_s=5)
-        assert peer.is_closed, "or else the next one is asked over it, too"
+        assert peer.is_closed, "otherwise the next call would use it, too"

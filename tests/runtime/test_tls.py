@@ -1,4 +1,4 @@
-"""Certificates: who issued them, whose they are, how long they last, and what is refused."""
+"""Certificates: issuer, name, lifetime and validation."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def _names(certificate_pem: str) -> list[str]:
     return extension.value.get_values_for_type(x509.DNSName)
 
 
-def test_a_ca_is_made_once_and_read_afterwards(tmp_path: Path) -> None:
+def test_ca_is_created_once_and_then_read(tmp_path: Path) -> None:
     first = tls.CertificateAuthority.load_or_create(tmp_path, now=time.time())
     second = tls.CertificateAuthority.load_or_create(tmp_path, now=time.time())
     assert first.ca_pem == second.ca_pem
@@ -31,7 +31,7 @@ def test_a_ca_is_made_once_and_read_afterwards(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("missing", ["ca.pem", "ca.key"])
-def test_half_a_ca_is_an_error_and_is_never_replaced(tmp_path: Path, missing: str) -> None:
+def test_incomplete_ca_is_an_error_and_never_replaced(tmp_path: Path, missing: str) -> None:
     tls.CertificateAuthority.load_or_create(tmp_path, now=time.time())
     (tmp_path / missing).unlink()
     with pytest.raises(TlsError, match="cannot be read"):
@@ -39,14 +39,14 @@ def test_half_a_ca_is_an_error_and_is_never_replaced(tmp_path: Path, missing: st
     assert not (tmp_path / missing).exists()
 
 
-def test_garbage_in_place_of_a_ca_is_an_error(tmp_path: Path) -> None:
+def test_invalid_ca_files_are_an_error(tmp_path: Path) -> None:
     for name in ("ca.pem", "ca.key"):
         (tmp_path / name).write_text("nonsense")
     with pytest.raises(TlsError, match=r"restore ca\.pem and ca\.key"):
         tls.CertificateAuthority.load_or_create(tmp_path, now=time.time())
 
 
-def test_the_issuer_chooses_the_name_whatever_the_request_says() -> None:
+def test_issuer_sets_the_name() -> None:
     authority = tls.CertificateAuthority.create(now=time.time())
     key = ec.generate_private_key(ec.SECP256R1())
     greedy = (
@@ -64,7 +64,7 @@ def test_the_issuer_chooses_the_name_whatever_the_request_says() -> None:
     assert certificate.subject == x509.Name([])
 
 
-def test_a_certificate_lasts_as_long_as_it_should_and_is_renewed_at_half() -> None:
+def test_certificate_is_renewed_after_half_of_its_lifetime() -> None:
     now = time.time()
     authority = tls.CertificateAuthority.create(now=now)
     _, csr_pem = tls.new_key_and_csr()
@@ -72,8 +72,9 @@ def test_a_certificate_lasts_as_long_as_it_should_and_is_renewed_at_half() -> No
     start, end = tls.validity(issued)
     assert start <= now
     assert end == pytest.approx(now + 2 * 86400, abs=2)
-    assert start < tls.renew_at(issued) < end
-    assert tls.renew_at(issued) == pytest.approx(now + 86400, abs=400)
+    assert tls.renewal_due_in_s(issued, now=now) == pytest.approx(86400, abs=400)
+    assert tls.renewal_due_in_s(issued, now=end + 1) == 0
+    assert tls.renewal_due_in_s(issued, now=start - 1) == 0, "the clock was set back"
 
 
 def _rsa_request() -> str:
@@ -83,7 +84,7 @@ def _rsa_request() -> str:
 
 
 def _forged_request() -> str:
-    """Two honest requests, the key of one under the signature of the other."""
+    """Two valid requests, the key of one with the signature of the other."""
     _, one = tls.new_key_and_csr()
     lines = one.splitlines()
     middle = len(lines) // 2
@@ -95,33 +96,33 @@ def _forged_request() -> str:
     "request_",
     ["", "nonsense", "-----BEGIN CERTIFICATE REQUEST-----\nAAAA\n-----END CERTIFICATE REQUEST-----\n"],
 )
-def test_a_request_that_cannot_be_read_is_refused(request_: str) -> None:
+def test_invalid_signing_request_is_rejected(request_: str) -> None:
     authority = tls.CertificateAuthority.create(now=time.time())
     with pytest.raises(TlsError, match="signing request"):
         authority.issue(request_, name="x", days=1, now=time.time())
 
 
-def test_a_request_with_another_kind_of_key_or_a_bad_signature_is_refused() -> None:
+def test_signing_request_with_another_key_type_or_a_bad_signature_is_rejected() -> None:
     authority = tls.CertificateAuthority.create(now=time.time())
     for request in (_rsa_request(), _forged_request()):
         with pytest.raises(TlsError, match="signing request"):
             authority.issue(request, name="x", days=1, now=time.time())
 
 
-def test_the_fingerprint_is_what_tokens_carry() -> None:
+def test_fingerprint_is_the_pin_of_tokens() -> None:
     authority = tls.CertificateAuthority.create(now=time.time())
     token = new_token(TokenKind.USER, token_id="abcd", secret=bytes(32), pin=authority.fingerprint)
     assert parse_token(str(token)).pin == tls.fingerprint(authority.ca_pem) != NO_PIN
-    with pytest.raises(TlsError, match="not a certificate"):
+    with pytest.raises(TlsError, match="invalid certificate"):
         tls.fingerprint("nonsense")
 
 
-def test_contexts_take_nothing_below_tls_1_3_and_say_when_files_are_bad(tmp_path: Path) -> None:
+def test_contexts_require_tls_1_3_and_valid_files(tmp_path: Path) -> None:
     authority = tls.CertificateAuthority.create(now=time.time())
     for context in (tls.client_context(authority.ca_pem), tls.unverified_context()):
         assert context.minimum_version is ssl.TLSVersion.TLSv1_3
     assert tls.client_context(authority.ca_pem).verify_mode is ssl.CERT_REQUIRED
-    with pytest.raises(TlsError, match="cannot be used"):
+    with pytest.raises(TlsError, match="could not load the certificate"):
         tls.client_context("nonsense")
-    with pytest.raises(TlsError, match="cannot be used"):
+    with pytest.raises(TlsError, match="could not load the certificate"):
         tls.server_context(tmp_path / "none.pem", tmp_path / "none.key")

@@ -1,4 +1,4 @@
-"""Frames and messages: what comes out is what went in, and nothing else comes in."""
+"""Frames and messages: round trips and validation."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from genie.errors import (
     FrameTooLargeError,
     GenieError,
     NotLeaderError,
+    OverloadedError,
     ProtocolError,
     VersionError,
 )
@@ -18,35 +19,35 @@ from genie.model.messages import CONTROLLER_REQUESTS, Done, GetJob, Hello, JobRe
 from genie.runtime import wire
 
 
-def test_the_preface_of_this_version_is_accepted_and_no_other() -> None:
+def test_only_the_preface_of_this_version_is_accepted() -> None:
     wire.check_preface(wire.preface(), peer="x")
-    with pytest.raises(VersionError, match="speaks wire version 2, this side speaks 1"):
+    with pytest.raises(VersionError, match="uses version 2 of the Genie protocol, this side uses 1"):
         wire.check_preface(wire.preface(2), peer="x")
     for data in (b"HTTP/1.1", b"GENIE\x01\x00\x01", b"\0" * 8):
-        with pytest.raises(ProtocolError, match="does not speak Genie"):
+        with pytest.raises(ProtocolError, match="does not speak the Genie protocol"):
             wire.check_preface(data, peer="x")
 
 
 @given(
     kind=st.sampled_from(list(wire.Kind)), call_id=st.integers(0, 2**32 - 1), payload=st.binary(max_size=99)
 )
-def test_a_frame_comes_out_as_it_went_in(kind: wire.Kind, call_id: int, payload: bytes) -> None:
+def test_frame_round_trips(kind: wire.Kind, call_id: int, payload: bytes) -> None:
     packed = wire.pack(kind, call_id, payload)
     header, body = packed[: wire.HEADER_BYTES], packed[wire.HEADER_BYTES :]
     assert wire.unpack_header(header, cap_bytes=99, peer="x") == (len(payload), kind, call_id)
     assert body == payload
 
 
-def test_a_length_over_the_cap_is_refused_before_anything_is_read() -> None:
+def test_oversized_length_is_rejected_before_the_payload_is_read() -> None:
     header = wire.pack(wire.Kind.REQUEST, 1, b"12345")[: wire.HEADER_BYTES]
-    with pytest.raises(FrameTooLargeError, match="announced a frame of 5 bytes; the cap is 4"):
+    with pytest.raises(FrameTooLargeError, match="announced a frame of 5 bytes; the limit is 4"):
         wire.unpack_header(header, cap_bytes=4, peer="x")
     with pytest.raises(FrameTooLargeError):
         wire.pack(wire.Kind.REQUEST, 1, bytes(wire.FRAME_BYTES_MAX + 1))
 
 
 @given(header=st.binary(min_size=wire.HEADER_BYTES, max_size=wire.HEADER_BYTES))
-def test_any_header_is_read_or_refused(header: bytes) -> None:
+def test_any_header_is_decoded_or_rejected(header: bytes) -> None:
     try:
         length, kind, _ = wire.unpack_header(header, cap_bytes=1000, peer="x")
     except ProtocolError:
@@ -56,7 +57,7 @@ def test_any_header_is_read_or_refused(header: bytes) -> None:
 
 
 @given(payload=st.binary(max_size=300))
-def test_any_payload_is_a_request_or_refused(payload: bytes) -> None:
+def test_any_payload_is_decoded_or_rejected(payload: bytes) -> None:
     decoder = wire.RequestDecoder(CONTROLLER_REQUESTS)
     try:
         request = decoder.decode(payload, peer="x")
@@ -65,7 +66,7 @@ def test_any_payload_is_a_request_or_refused(payload: bytes) -> None:
     assert isinstance(request, CONTROLLER_REQUESTS)
 
 
-def test_only_the_requests_of_this_server_and_only_their_fields_are_read() -> None:
+def test_unknown_requests_and_fields_are_rejected() -> None:
     decoder = wire.RequestDecoder((GetJob, Hello))
     assert decoder.decode(wire.encode(GetJob(job_id="j")), peer="x") == GetJob(job_id="j")
     for body in (
@@ -75,20 +76,24 @@ def test_only_the_requests_of_this_server_and_only_their_fields_are_read() -> No
         msgspec.msgpack.encode({"type": "GetJob"}),
         b"\x91" * 100_000,
     ):
-        with pytest.raises(ProtocolError, match="cannot be read"):
+        with pytest.raises(ProtocolError, match="sent an invalid message"):
             decoder.decode(body, peer="x")
 
 
-def test_every_request_names_its_reply() -> None:
+def test_every_request_has_a_reply_type() -> None:
     assert reply_type(GetJob) is JobReply
     for request in CONTROLLER_REQUESTS:
         assert issubclass(reply_type(request), msgspec.Struct)  # type: ignore[type-var]
 
 
-def test_an_error_arrives_with_its_type_words_and_hint() -> None:
-    sent = wire.encode_error(NotLeaderError("not me", hint="ask b"))
+def test_error_keeps_type_message_and_hint() -> None:
+    sent = wire.encode_error(NotLeaderError("not the leader", hint="use b"))
     received = wire.decode_error(sent, peer="x")
-    assert (type(received), received.message, received.hint) == (NotLeaderError, "not me", "ask b")
+    assert (type(received), received.message, received.hint) == (NotLeaderError, "not the leader", "use b")
+    overloaded = wire.decode_error(
+        wire.encode_error(OverloadedError("too many requests", retry_after_s=0.5)), peer="x"
+    )
+    assert (type(overloaded), overloaded.retry_after_s) == (OverloadedError, 0.5)
     unknown = msgspec.msgpack.encode({"code": "of.tomorrow", "message": "m", "hint": ""})
     assert type(wire.decode_error(unknown, peer="x")) is GenieError
     with pytest.raises(ProtocolError):

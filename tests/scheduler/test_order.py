@@ -1,71 +1,73 @@
-"""Lines of those who wait: in which order they are gone through, and who is passed over."""
+"""The job queue: order of iteration and skipped groups."""
 
 from __future__ import annotations
 
-from genie.scheduler.order import FairShare, Fifo, Lines, Order, Priority, Scales
-from genie.scheduler.request import Amounts, Request, Shape
+from genie.scheduler.order import FairShare, Fifo, JobQueue, Order, Priority, Scales
+from genie.scheduler.request import Amounts, JobRequest, Shape
 
 
-def lines_of(order: Order, *jobs: tuple[str, str, int]) -> tuple[Lines, dict[str, Request]]:
+def queue_of(order: Order, *jobs: tuple[str, str, int]) -> tuple[JobQueue, dict[str, JobRequest]]:
     """Each a name, a tenant and a priority, in order of arrival."""
-    lines, requests = Lines(order), {}
+    queue, requests = JobQueue(order), {}
     for number, (name, tenant, priority) in enumerate(jobs):
-        requests[name] = Request(name, tenant, number, Shape(gpus=1), priority=priority)
-        lines.add(requests[name], (number % 2, priority))
-    return lines, requests
+        requests[name] = JobRequest(name, tenant, number, Shape(gpus=1), priority=priority)
+        queue.add(requests[name], (number % 2, priority))
+    return queue, requests
 
 
-def walk(lines: Lines, held: dict[str, Amounts] | None = None, passed: str = "") -> list[str]:
-    told: list[str] = []
+def iterate(queue: JobQueue, held: dict[str, Amounts] | None = None, skipped: str = "") -> list[str]:
+    notified: list[str] = []
     usage = held if held is not None else {}
     scales = Scales(0.0, Amounts(8000), lambda tenant: usage.get(tenant, Amounts()), {})
     found = []
-    for request in lines.walk(
+    for request in queue.iterate(
         scales,
-        why_all=lambda tenant, _: "no" if tenant == passed else "",
-        tell=lambda job, _: told.append(job),
+        group_reason=lambda tenant, _: "no" if tenant == skipped else "",
+        on_skip=lambda job, _: notified.append(job),
     ):
         found.append(request.job_id)
         usage[request.tenant] = usage.get(request.tenant, Amounts()) + Amounts(1000)
-    return [*found, *(f"not {job}" for job in told)]
+    return [*found, *(f"not {job}" for job in notified)]
 
 
 JOBS = (("a1", "a", 0), ("a2", "a", 1), ("a3", "a", 0), ("b1", "b", 0), ("b2", "b", 2))
 
 
-def test_one_order_over_lines_of_all_kinds() -> None:
-    assert walk(lines_of(Fifo(), *JOBS)[0]) == ["a1", "a2", "a3", "b1", "b2"]
-    assert walk(lines_of(Priority(), *JOBS)[0]) == ["b2", "a2", "a1", "a3", "b1"]
+def test_groups_are_merged_in_one_order() -> None:
+    assert iterate(queue_of(Fifo(), *JOBS)[0]) == ["a1", "a2", "a3", "b1", "b2"]
+    assert iterate(queue_of(Priority(), *JOBS)[0]) == ["b2", "a2", "a1", "a3", "b1"]
 
 
-def test_what_starts_meanwhile_counts_for_the_next() -> None:
-    assert walk(lines_of(FairShare(), *JOBS)[0], {"a": Amounts(500)}) == ["b2", "a2", "b1", "a1", "a3"]
+def test_start_changes_the_order_of_following_jobs() -> None:
+    assert iterate(queue_of(FairShare(), *JOBS)[0], {"a": Amounts(500)}) == ["b2", "a2", "b1", "a1", "a3"]
 
 
-def test_a_line_is_passed_over_and_its_jobs_are_told() -> None:
-    found = walk(lines_of(Fifo(), *JOBS)[0], passed="a")
+def test_skipped_group_reports_its_jobs() -> None:
+    found = iterate(queue_of(Fifo(), *JOBS)[0], skipped="a")
     assert found[:2] == ["b1", "b2"]
     assert sorted(found[2:]) == ["not a1", "not a2", "not a3"]
 
 
-def test_who_left_is_not_gone_through_even_when_that_happens_meanwhile() -> None:
-    lines, requests = lines_of(Fifo(), *JOBS)
-    lines.remove(requests["a2"], (1, 1))
-    assert walk(lines) == ["a1", "a3", "b1", "b2"]
+def test_job_removed_during_iteration_is_not_yielded() -> None:
+    queue, requests = queue_of(Fifo(), *JOBS)
+    queue.remove(requests["a2"], (1, 1))
+    assert iterate(queue) == ["a1", "a3", "b1", "b2"]
     scales = Scales(0.0, Amounts(8000), lambda tenant: Amounts(), {})
     found = []
-    for request in lines.walk(scales, why_all=lambda *_: "", tell=lambda *_: None):
+    for request in queue.iterate(scales, group_reason=lambda *_: "", on_skip=lambda *_: None):
         found.append(request.job_id)
         if request.job_id == "a1":
-            lines.remove(requests["b1"], (1, 0))
+            queue.remove(requests["b1"], (1, 0))
     assert found == ["a1", "a3", "b2"]
 
 
-def test_a_deadline_brings_a_job_forward_by_one_priority_at_most() -> None:
-    def turn(came: float, priority: int = 0, deadline_at: float | None = None) -> tuple[float, ...]:
-        request = Request("j", "t", 9, Shape(gpus=1), came, priority=priority, deadline_at=deadline_at)
+def test_deadline_is_worth_one_priority_at_most() -> None:
+    def turn(submitted_at: float, priority: int = 0, deadline_at: float | None = None) -> tuple[float, ...]:
+        request = JobRequest(
+            "j", "t", 9, Shape(gpus=1), submitted_at, priority=priority, deadline_at=deadline_at
+        )
         return Priority(aging_s=100.0).within(request)
 
     assert turn(1000.0, deadline_at=1050.0) < turn(951.0) < turn(1000.0, deadline_at=1060.0)
-    assert turn(1000.0, deadline_at=5000.0)[0] == turn(1000.0)[0], "it is far away"
+    assert turn(1000.0, deadline_at=5000.0)[0] == turn(1000.0)[0], "the deadline is too far away to matter"
     assert turn(1000.0, deadline_at=0.0)[0] == turn(900.0)[0] == turn(1000.0, priority=1)[0]

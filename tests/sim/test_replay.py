@@ -1,4 +1,4 @@
-"""The arrival-only protocol: what arrives, what is counted, and when the fill is read off."""
+"""Replay of requests that never end: arrivals, counts and the measured allocation."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from dataclasses import dataclass, field
 import pytest
 
 from genie.errors import UsageError
-from genie.runtime import native
+from genie.native import libraries
 from genie.scheduler.placement.plain import PlainPlacer
 from genie.scheduler.placement.protocol import ANY_MODEL, Placer, TypicalShape
-from genie.sim.replay import Workload, replay
-from genie.sim.synthetic import synthetic_workload
-from genie.sim.traces import TraceNode, TracePod
+from genie.sim.replay import replay
+from genie.sim.workloads.synthetic import synthetic_workload
+from genie.sim.workloads.traces import TraceNode, TracePod, Workload
 
 ONE = TracePod(0, 0, 1, 1000, ())
 HALF = TracePod(0, 0, 1, 500, ())
@@ -27,57 +27,57 @@ def plain(seed: int, typical: Sequence[TypicalShape]) -> Placer:
     return PlainPlacer("bestfit", typical=typical)
 
 
-def test_a_workload_that_fits_fills_the_cluster() -> None:
+def test_workload_that_fits_fills_the_cluster() -> None:
     outcome = replay(Workload(nodes(10), [HALF] * 20), plain, seed=0)
-    # 80 GPUs; 200% of half GPUs ask for 130% of them, and what rounds to 100% is between 99.5 and 100.5.
+    # 80 GPUs; requests for half GPUs up to 130% of them; 99.5 to 100.5 round to 100%.
     assert (outcome.arrivals, outcome.dropped) == (208, 48)
     assert outcome.allocated_pct == pytest.approx(100.0, abs=0.3)
 
 
-def test_dropped_requests_count_as_requested() -> None:
+def test_rejected_requests_count_as_requested() -> None:
     pods = [TracePod(0, 0, 1, 1000, ("B",)), ONE]
     outcome = replay(Workload(nodes(25), pods), plain, seed=3)
     assert outcome.dropped > 100
-    assert 40 < outcome.allocated_pct < 60  # nobody has model B
+    assert 40 < outcome.allocated_pct < 60  # no node has model B
 
 
-def test_where_a_large_request_steps_over_100_percent_the_nearest_readings_count() -> None:
+def test_nearest_readings_count_when_a_request_skips_100_percent() -> None:
     outcome = replay(Workload(nodes(1, gpus=3), [ONE, TracePod(0, 0, 2, 1000, ())]), plain, seed=1)
     assert outcome.allocated_pct == 100.0
     outcome = replay(Workload(nodes(33, gpus=3), [TracePod(0, 0, 2, 1000, ())]), plain, seed=0)
-    assert outcome.allocated_pct == pytest.approx(66 / 99 * 100)  # 98 and 100 of 99 GPUs were asked for
+    assert outcome.allocated_pct == pytest.approx(66 / 99 * 100)  # 98 and 100 of 99 GPUs were requested
 
 
-def test_drops_of_several_gpus_are_counted_apart() -> None:
+def test_rejected_multi_gpu_requests_are_counted_separately() -> None:
     outcome = replay(Workload(nodes(100, gpus=4), [TracePod(0, 0, 8, 1000, ()), ONE]), plain, seed=0)
     assert 0 < outcome.dropped_multi_gpu <= outcome.dropped
 
 
-def test_the_same_seed_is_the_same_run_and_another_is_not() -> None:
+def test_runs_depend_on_the_seed() -> None:
     workload = synthetic_workload(nodes=60, pods=300, seed=1)
     runs = [replay(workload, plain, seed=seed) for seed in (5, 5, 6)]
     assert runs[0] == runs[1] != runs[2]
 
 
-def test_typical_requests_are_the_most_frequent_ones_up_to_95_percent() -> None:
+def test_typical_shapes_cover_95_percent_of_requests() -> None:
     rare = TracePod(1, 0, 2, 1000, ("A",))
     typical = Workload(nodes(1), [ONE] * 16 + [HALF] * 3 + [rare]).typical()
-    # To the last bit: 16 / 19 is another number than 0.8 / 0.95.
+    # Exact: 16 / 19 differs from 0.8 / 0.95 in the last bit.
     assert [(shape.gpu_milli, shape.share) for shape in typical] == [(1000, 0.8 / 0.95), (500, 0.15 / 0.95)]
     assert len(Workload(nodes(1), [ONE] * 50 + [HALF] * 44 + [rare] * 6).typical()) == 3
 
 
-def test_models_that_are_written_differently_are_two_shapes_with_the_same_models() -> None:
+def test_differently_written_models_are_separate_shapes() -> None:
     spellings = [("A",), ("A", "A"), ("B", "A"), ()]
     workload = Workload(nodes(1), [TracePod(0, 0, 1, 1000, models) for models in spellings])
-    # Equally frequent, so in the order of what is written; nobody has model B.
+    # Equally frequent, so ordered by the written models; no node has model B.
     assert [shape.models for shape in workload.typical()] == [1, 1, 1, ANY_MODEL]
     assert [shape.share for shape in workload.typical()] == [0.25] * 4
 
 
 @dataclass
-class Told:
-    """Notes what it is told, and places nothing."""
+class RecordingPlacer:
+    """Records its calls and places nothing."""
 
     ranks: list[int] = field(default_factory=list)
     classes: list[int] = field(default_factory=list)
@@ -90,7 +90,7 @@ class Told:
         self.ranks.append(rank)
         return len(self.ranks) - 1
 
-    def request_class(self, **wanted: int) -> int:
+    def register_request_class(self, **wanted: int) -> int:
         self.classes.append(wanted["gpu_milli"])
         return len(self.classes) - 1
 
@@ -100,66 +100,66 @@ class Told:
     def place(self, request_class: int, tenant: int) -> None: ...
 
 
-def test_ranks_are_drawn_for_each_run_and_each_shape_is_one_class() -> None:
-    first, second = Told(), Told()
-    for seed, told in enumerate((first, second)):
-        replay(Workload(nodes(50), [ONE, HALF] * 5), told.make, seed=seed)
+def test_ranks_are_random_and_each_shape_is_one_class() -> None:
+    first, second = RecordingPlacer(), RecordingPlacer()
+    for seed, placer in enumerate((first, second)):
+        replay(Workload(nodes(50), [ONE, HALF] * 5), placer.make, seed=seed)
     assert sorted(first.ranks) == sorted(second.ranks) == list(range(50))
     assert first.ranks != second.ranks
     assert first.classes == [1000, 500]
 
 
-def told_of(count: int, *, gpu_milli: int = 1000, seed: int) -> Told:
-    """Of so many requests that are all different, for 8 GPUs."""
-    told = Told()
+def replay_distinct(count: int, *, gpu_milli: int = 1000, seed: int) -> RecordingPlacer:
+    """Replay `count` distinct requests on 8 GPUs and return the calls."""
+    placer = RecordingPlacer()
     pods = [TracePod(number, 0, 1, gpu_milli, ()) for number in range(count)]
-    replay(Workload(nodes(8, gpus=1), pods), told.make, seed=seed)
-    return told
+    replay(Workload(nodes(8, gpus=1), pods), placer.make, seed=seed)
+    return placer
 
 
-def test_arrivals_and_ranks_are_drawn_in_the_published_order() -> None:
-    few, many = told_of(5, seed=42), told_of(14, seed=42)
+def test_arrivals_and_ranks_match_the_published_runs() -> None:
+    few, many = replay_distinct(5, seed=42), replay_distinct(14, seed=42)
     assert few.arrivals == [1, 3, 4, 2, 0, 0, 2, 1, 3, 3]
     assert few.ranks == [3, 4, 6, 7, 0, 1, 5, 2]
     assert many.arrivals == [6, 4, 1, 10, 8, 11, 9, 13, 2, 0]
     assert many.ranks == [5, 6, 7, 0, 2, 4, 1, 3]
 
 
-def test_of_the_last_request_one_gpu_counts_for_the_end() -> None:
-    told = Told()
-    replay(Workload(nodes(8, gpus=1), [TracePod(0, 0, 4, 1000, ())]), told.make, seed=1)
-    assert len(told.arrivals) == 3  # 8 + 1 GPUs are less than 10.4, and 8 + 4 are not
+def test_one_gpu_of_the_last_request_counts_for_the_end() -> None:
+    placer = RecordingPlacer()
+    replay(Workload(nodes(8, gpus=1), [TracePod(0, 0, 4, 1000, ())]), placer.make, seed=1)
+    assert len(placer.arrivals) == 3  # 8 + 1 GPUs are less than 10.4, 8 + 4 are not
 
 
-def test_of_a_workload_that_asks_for_more_some_is_left_out() -> None:
-    told = told_of(50, gpu_milli=500, seed=1)
-    # 130% of 8 GPUs are 10.4, so 20 halves: none of them twice, and not only the first ones.
-    assert len(told.arrivals) == len(set(told.arrivals)) == 20
-    assert max(told.arrivals) > 40
+def test_oversized_workload_is_reduced_at_random() -> None:
+    placer = replay_distinct(50, gpu_milli=500, seed=1)
+    # 130% of 8 GPUs are 10.4, so 20 halves: distinct, and not only the first ones.
+    assert len(placer.arrivals) == len(set(placer.arrivals)) == 20
+    assert max(placer.arrivals) > 40
 
 
-def test_supply_fills_more_than_fgd_from_what_it_has_seen() -> None:
-    library = native.load("genie_scheduler")
+def test_supply_allocates_more_than_fgd() -> None:
+    library = libraries.load("genie_scheduler")
     workload = synthetic_workload(nodes=60, pods=1000, seed=0)
 
-    def filled(policy: str) -> float:
+    def allocated_pct(policy: str) -> float:
         def make(seed: int, typical: Sequence[TypicalShape]) -> Placer:
             placer: Placer = library.Placement(policy, typical=[shape.as_tuple() for shape in typical])
             return placer
 
         return replay(workload, make, seed=0).allocated_pct
 
-    assert filled("supply") > filled("fgd") + 1
+    assert allocated_pct("supply") > allocated_pct("fgd") + 1
 
 
 @pytest.mark.parametrize(
     ("machines", "pods"), [([], [ONE]), (nodes(1), []), (nodes(1), [TracePod(1, 1, 0, 0, ())])]
 )
-def test_a_workload_without_gpus_is_refused(machines: list[TraceNode], pods: list[TracePod]) -> None:
+def test_workload_without_gpus_is_rejected(machines: list[TraceNode], pods: list[TracePod]) -> None:
     with pytest.raises(UsageError, match="needs nodes with GPUs"):
         Workload(machines, pods)
 
 
-def test_a_workload_that_is_too_coarse_is_refused() -> None:
-    with pytest.raises(UsageError, match="too coarse"):
+def test_workload_that_is_too_coarse_is_rejected() -> None:
+    with pytest.raises(UsageError, match="near 100%"):
         replay(Workload(nodes(1, gpus=3), [TracePod(0, 0, 2, 1000, ())]), plain, seed=0)

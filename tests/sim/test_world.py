@@ -1,4 +1,4 @@
-"""The simulated world itself: a host stands still as a whole, and time that stands still is found."""
+"""The simulated environment: pauses and freezes of hosts; detection of livelocks."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from genie.sim import loop
 from genie.sim.world import SimClock, World
 
 
-def test_a_pause_within_a_pause_wakes_nobody_early_and_nobody_late() -> None:
-    async def woken() -> dict[str, float]:
+def test_shorter_pause_does_not_shorten_a_longer_one() -> None:
+    async def wake_times() -> dict[str, float]:
         world, at_s = World(0), {}
 
         async def wait(name: str) -> None:
@@ -28,10 +28,10 @@ def test_a_pause_within_a_pause_wakes_nobody_early_and_nobody_late() -> None:
             group.create_task(wait("late"))
         return at_s
 
-    assert loop.run(woken()) == {"timer": 20.0, "early": 20.0, "late": 20.0}
+    assert loop.run(wake_times()) == {"timer": 20.0, "early": 20.0, "late": 20.0}
 
 
-def test_a_longer_freeze_within_a_freeze_counts() -> None:
+def test_longest_freeze_wins() -> None:
     async def frozen() -> list[bool]:
         world = World(0)
         world.freeze("host", 2.0)
@@ -45,21 +45,21 @@ def test_a_longer_freeze_within_a_freeze_counts() -> None:
     assert loop.run(frozen()) == [True, True, False, False]
 
 
-def test_code_that_goes_round_in_circles_is_found() -> None:
-    async def circle() -> None:
+def test_livelock_is_detected() -> None:
+    async def spin() -> None:
         await asyncio.sleep(3.0)
-        for _ in range(2 * loop.TURNS_MAX):
+        for _ in range(2 * loop.ITERATIONS_MAX):
             await asyncio.sleep(0)
 
-    with pytest.raises(loop.StuckError, match=r"time stands still at 3\.000 s"):
-        loop.run(circle())
+    with pytest.raises(loop.StuckError, match=r"livelock at 3\.000 s"):
+        loop.run(spin())
 
 
-def test_many_turns_are_no_circle_while_time_moves() -> None:
+def test_many_iterations_are_no_livelock_while_time_advances() -> None:
     async def work() -> float:
-        for _ in range(loop.TURNS_MAX):
+        for _ in range(loop.ITERATIONS_MAX):
             await asyncio.sleep(0)
             await asyncio.sleep(0.001)
         return asyncio.get_running_loop().time()
 
-    assert loop.run(work()) == pytest.approx(loop.TURNS_MAX / 1000)
+    assert loop.run(work()) == pytest.approx(loop.ITERATIONS_MAX / 1000)

@@ -1,4 +1,4 @@
-"""Logs of Genie's processes: their two forms, whose loggers they touch, and what they never show."""
+"""The log: formats, loggers and redaction."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ TOKEN = str(Token(TokenKind.OWNER, "abcd1234", SECRET, "p" * 43))
 
 
 @pytest.fixture(autouse=True)
-def _back_to_silence() -> Iterator[None]:
+def _reset_log() -> Iterator[None]:
     yield
     log.reset()
 
@@ -46,7 +46,7 @@ def json_line(stream: io.StringIO) -> dict[str, object]:
     return found
 
 
-def test_a_text_line_has_time_level_logger_message_and_fields() -> None:
+def test_text_line_has_time_level_logger_message_and_fields() -> None:
     stream, logger = written()
     logger.warning("job %s ended", "j1", extra={"exit_code": 3, "node": "n1"})
     assert re.fullmatch(
@@ -55,7 +55,7 @@ def test_a_text_line_has_time_level_logger_message_and_fields() -> None:
     )
 
 
-def test_a_json_line_has_the_same_in_named_fields_with_their_types() -> None:
+def test_json_line_has_the_same_in_typed_fields() -> None:
     stream, logger = written(form="json")
     fields = {"exit_code": 3, "ratio": 0.5, "ok": True, "tags": ["a"], "none": None}
     logger.info("job %s ended", "j1", extra=fields)
@@ -69,14 +69,14 @@ def test_a_json_line_has_the_same_in_named_fields_with_their_types() -> None:
     }
 
 
-def test_a_value_without_a_json_form_is_written_as_text() -> None:
+def test_value_without_a_json_form_is_written_as_text() -> None:
     stream, logger = written(form="json")
     logger.info("x", extra={"path": Path("/a/b"), "deep": {"inner": {1: Path("/c")}}, "odd": float("nan")})
     assert (json_line(stream)["path"], json_line(stream)["odd"]) == ("/a/b", "nan")
     assert json_line(stream)["deep"] == {"inner": {"1": "/c"}}
 
 
-def test_a_field_named_like_one_of_ours_does_not_replace_it() -> None:
+def test_extra_field_does_not_replace_a_standard_field() -> None:
     stream, logger = written(form="json")
     logger.info("x", extra={"level": "mine", "time": 1})
     line = json_line(stream)
@@ -84,7 +84,7 @@ def test_a_field_named_like_one_of_ours_does_not_replace_it() -> None:
 
 
 @pytest.mark.parametrize("form", ["text", "json"])
-def test_a_traceback_comes_with_the_record(form: str) -> None:
+def test_traceback_is_written_with_the_record(form: str) -> None:
     stream, logger = written(form=form)
     try:
         raise KeyError("lost")
@@ -96,7 +96,7 @@ def test_a_traceback_comes_with_the_record(form: str) -> None:
 
 
 @pytest.mark.parametrize(("level", "lines"), [("DEBUG", 3), ("INFO", 2), ("ERROR", 0)])
-def test_only_the_configured_level_and_above_is_written(level: str, lines: int) -> None:
+def test_records_below_the_configured_level_are_not_written(level: str, lines: int) -> None:
     stream, logger = written(level=level)
     logger.debug("a")
     logger.info("b")
@@ -104,7 +104,7 @@ def test_only_the_configured_level_and_above_is_written(level: str, lines: int) 
     assert len(stream.getvalue().splitlines()) == lines
 
 
-def test_only_genies_loggers_are_touched() -> None:
+def test_only_loggers_of_genie_are_configured() -> None:
     root_before = (logging.root.level, list(logging.root.handlers))
     stream, _ = written(level="DEBUG")
     logging.getLogger("other.library").warning("not ours")
@@ -112,13 +112,13 @@ def test_only_genies_loggers_are_touched() -> None:
     assert (logging.root.level, logging.root.handlers) == root_before
 
 
-def test_a_programs_own_handlers_still_get_genies_records(caplog: pytest.LogCaptureFixture) -> None:
+def test_handlers_of_the_program_still_get_records_of_genie(caplog: pytest.LogCaptureFixture) -> None:
     _, logger = written()
     logger.info("seen by both")
     assert "seen by both" in caplog.text
 
 
-def test_configuring_again_replaces_and_does_not_double() -> None:
+def test_second_configure_replaces_the_first() -> None:
     first, _ = written()
     second, logger = written()
     logger.info("once")
@@ -126,7 +126,7 @@ def test_configuring_again_replaces_and_does_not_double() -> None:
     assert second.getvalue().count("once") == 1
 
 
-def test_reset_leaves_handlers_that_others_have_put_there() -> None:
+def test_reset_keeps_handlers_of_the_program() -> None:
     theirs = logging.NullHandler()
     logger = logging.getLogger("genie")
     logger.addHandler(theirs)
@@ -139,7 +139,7 @@ def test_reset_leaves_handlers_that_others_have_put_there() -> None:
         logger.removeHandler(theirs)
 
 
-def test_without_a_stream_lines_go_to_what_standard_error_is_at_that_moment(
+def test_default_stream_is_the_current_standard_error(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     log.configure(LogConfig())
@@ -149,7 +149,7 @@ def test_without_a_stream_lines_go_to_what_standard_error_is_at_that_moment(
     assert "hello" in later.getvalue()
 
 
-def test_a_record_that_cannot_be_formatted_does_not_break_the_program(
+def test_record_that_cannot_be_formatted_does_not_raise(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(logging, "raiseExceptions", False)
@@ -159,27 +159,27 @@ def test_a_record_that_cannot_be_formatted_does_not_break_the_program(
     assert "next" in stream.getvalue()
 
 
-def test_a_stream_that_is_closed_does_not_break_the_program(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_closed_stream_does_not_raise(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(logging, "raiseExceptions", False)
     stream, logger = written()
     stream.close()
-    logger.info("nobody reads this")
+    logger.info("not written")
 
 
-# --- Text from elsewhere --------------------------------------------------------------------------
+# --- Untrusted text -------------------------------------------------------------------------------
 
 
 ANY_TEXT = st.text(st.characters(exclude_categories=()))
 
 
 @given(ANY_TEXT, ANY_TEXT)
-def test_one_record_is_one_line_whatever_the_text(message: str, value: str) -> None:
+def test_one_record_is_one_line_for_any_text(message: str, value: str) -> None:
     for formatter in (log.TextFormatter(), log.JsonFormatter()):
         record = logging.makeLogRecord({"name": "genie", "levelname": "INFO", "msg": message, "field": value})
         assert len(formatter.format(record).splitlines()) == 1
 
 
-def test_control_characters_are_written_out() -> None:
+def test_control_characters_are_escaped() -> None:
     stream, logger = written()
     logger.info("a\nINFO genie forged\x1b[2J", extra={"field": "b\rc"})
     assert "a\\nINFO genie forged\\x1b[2J field=b\\rc\n" in stream.getvalue()
@@ -198,6 +198,8 @@ SECRET_LINES = [
     f"ticket={SECRET}&next=1",
     f"api_key={SECRET}",
     f"etcds://root:{SECRET}@10.0.0.1:2379",
+    f"https://{SECRET}@10.0.0.1/simple",
+    f"https://{SECRET}:@10.0.0.1/simple",
     f"-----BEGIN PRIVATE KEY-----\n{SECRET}\n-----END PRIVATE KEY-----",
     f"-----BEGIN EC PRIVATE KEY-----\n{SECRET}\ncut off",
 ]
@@ -205,7 +207,7 @@ SECRET_LINES = [
 
 @pytest.mark.parametrize("form", ["text", "json"])
 @pytest.mark.parametrize("line", SECRET_LINES)
-def test_a_secret_in_the_message_in_a_field_or_in_a_traceback_is_not_written(form: str, line: str) -> None:
+def test_secrets_in_message_fields_and_traceback_are_redacted(form: str, line: str) -> None:
     stream, logger = written(form=form)
     try:
         raise ValueError(line)
@@ -218,28 +220,29 @@ def test_a_secret_in_the_message_in_a_field_or_in_a_traceback_is_not_written(for
 @pytest.mark.parametrize(
     "name", ["token", "secret", "password", "ticket", "api_key", "authorization", "node_token"]
 )
-def test_a_field_named_like_a_secret_is_hidden_whatever_is_in_it(name: str) -> None:
+def test_field_with_a_secret_name_is_redacted(name: str) -> None:
     stream, logger = written(form="json")
     logger.info("x", extra={name: "plain", "inside": {name: 123}})
     assert (json_line(stream)[name], json_line(stream)["inside"]) == ("***", {name: "***"})
 
 
-def test_what_is_meant_to_be_read_stays_readable() -> None:
+def test_harmless_fields_are_not_redacted() -> None:
     stream, logger = written(form="json")
     fields = {"token_id": "abcd1234", "leader_token": 7, "secret_sha256": "beef"}
     logger.info("checked %s", TOKEN, extra=fields)
     line = json_line(stream)
     assert line["message"] == "checked genie.owner.abcd1234.***"
     assert {name: line[name] for name in fields} == fields
-    assert log.redacted("genie.owner is a kind, genie.cluster.events.EventBus a class") == (
+    assert log.redact("genie.owner is a kind, genie.cluster.events.EventBus a class") == (
         "genie.owner is a kind, genie.cluster.events.EventBus a class"
     )
+    assert log.redact("https://ann:pass@host/a@b http://host/@c") == "https://ann:***@host/a@b http://host/@c"
 
 
 # --- As a library ---------------------------------------------------------------------------------
 
 
-def test_an_imported_genie_says_nothing_until_someone_listens() -> None:
+def test_import_of_genie_writes_no_log() -> None:
     code = "import logging, genie; logging.getLogger('genie.part').warning('unasked')"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert (done.stdout, done.stderr) == ("", "")
@@ -248,9 +251,9 @@ def test_an_imported_genie_says_nothing_until_someone_listens() -> None:
 # --- long texts -------------------------------------------------------------------------------
 
 
-def test_a_long_text_is_cut_in_the_middle_and_says_by_how_much() -> None:
+def test_long_text_is_cut_in_the_middle_with_a_note() -> None:
     text = "start" + "x" * 20_000 + "end"
-    cut = log.redacted(text)
+    cut = log.redact(text)
     assert len(cut) < log.TEXT_CHARS_MAX + 50
     assert cut.startswith("start")
     assert cut.endswith("end")
@@ -258,17 +261,113 @@ def test_a_long_text_is_cut_in_the_middle_and_says_by_how_much() -> None:
 
 
 @pytest.mark.parametrize("length", [1, 10_000, 70_000, 500_000])
-def test_a_secret_at_any_place_of_a_long_text_is_not_shown(length: int) -> None:
+def test_secret_anywhere_in_a_long_text_is_redacted(length: int) -> None:
     for secret in (TOKEN, f"https://ann:{SECRET}@host"):
-        assert SECRET not in log.redacted("x" * length + " " + secret + " " + "y" * length)
+        assert SECRET not in log.redact("x" * length + " " + secret + " " + "y" * length)
         for at in (log.TEXT_CHARS_MAX, log.TEXT_CHARS_MAX // 2):
-            assert SECRET[:9] not in log.redacted("x" * (at - 30) + " " + secret + "y" * length)
+            assert SECRET[:9] not in log.redact("x" * (at - 30) + " " + secret + "y" * length)
 
 
 @pytest.mark.parametrize(
-    "piece", ["a", "://", "a://", "bearer ", "secret=", "-----BEGIN ", "genie.owner.", " "]
+    "piece", ["a", "://", "a://", "://a", "://a:", "bearer ", "secret=", "-----BEGIN ", "genie.owner.", " "]
 )
-def test_looking_for_secrets_takes_few_steps_whatever_the_text(piece: str) -> None:
-    """The longest text that is looked at, as often as a busy log has lines; quadratic takes minutes."""
+def test_redaction_takes_linear_time(piece: str) -> None:
+    """Scans the longest text many times; quadratic time would take minutes."""
     for _ in range(5):
-        log.redacted(piece * (70_000 // len(piece)))
+        log.redact(piece * (70_000 // len(piece)))
+
+
+# --- in a user's program ------------------------------------------------------------------------
+
+
+def bare_logger() -> logging.Logger:
+    """As in a program without logging configuration; the conftest of all tests restores it.
+
+    Not a fixture: pytest adds its own handlers for the call of the test.
+    """
+    logging.getLogger().handlers[:] = []
+    return logging.getLogger("genie")
+
+
+def test_session_configures_the_log_if_the_program_has_none() -> None:
+    logger = bare_logger()
+    log.configure_session(LogConfig(), requested=False)
+    assert logger.level == logging.INFO
+    log.configure_session(LogConfig(level="DEBUG"), requested=False)
+    assert logger.level == logging.DEBUG, "a second session replaces what the first has set up"
+
+
+@pytest.mark.parametrize("requested", [False, True])
+@pytest.mark.parametrize("own", ["root handler", "handler", "level"])
+def test_logging_of_the_program_is_kept_unless_a_level_was_requested(own: str, requested: bool) -> None:
+    logger = bare_logger()
+    handler = logging.StreamHandler(io.StringIO())
+    if own == "root handler":
+        logging.getLogger().addHandler(handler)
+    elif own == "handler":
+        logger.addHandler(handler)
+    else:
+        logger.setLevel(logging.ERROR)
+    before = logger.level
+    log.configure_session(LogConfig(), requested=requested)
+    assert logger.level == (logging.INFO if requested else before)
+
+
+@pytest.mark.parametrize("name", ["", "genie"], ids=["root", "genie"])
+def test_program_that_configures_logging_later_gets_each_record_once(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bare_logger()
+    ours, theirs = io.StringIO(), io.StringIO()
+    monkeypatch.setattr(sys, "stderr", ours)
+    log.configure_session(LogConfig(), requested=False)
+    part = logging.getLogger("genie.part")
+    part.info("first")
+    handler = logging.StreamHandler(theirs)
+    logging.getLogger(name).addHandler(handler)
+    part.warning("second")
+    assert ours.getvalue().endswith("genie.part first\n")
+    assert theirs.getvalue() == "second\n"
+    logging.getLogger(name).removeHandler(handler)
+    part.info("third")
+    assert ours.getvalue().endswith("genie.part third\n")
+
+
+@pytest.mark.parametrize(
+    ("name", "level", "seen"),
+    [
+        ("", logging.WARNING, ["warning"]),
+        ("", logging.INFO, ["info", "warning"]),
+        ("genie", logging.INFO, ["info", "warning"]),
+        ("genie", logging.ERROR, []),
+        ("genie.part", logging.INFO, ["info", "warning"]),
+    ],
+)
+def test_level_that_the_program_sets_later_applies_immediately(
+    name: str, level: int, seen: list[str]
+) -> None:
+    bare_logger()
+    log.configure_session(LogConfig(), requested=False)
+    theirs = io.StringIO()
+    logging.basicConfig(stream=theirs, format="%(levelname)s %(message)s")
+    part = logging.getLogger("genie.part")
+    before = part.level
+    logging.getLogger(name).setLevel(level)
+    try:
+        part.info("info")
+        part.warning("warning")
+    finally:
+        part.setLevel(before)
+    assert [line.split()[1] for line in theirs.getvalue().splitlines()] == seen
+
+
+def test_requested_level_is_kept_if_the_program_configures_logging_later(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    bare_logger()
+    ours = io.StringIO()
+    monkeypatch.setattr(sys, "stderr", ours)
+    log.configure_session(LogConfig(), requested=True)
+    logging.getLogger().addHandler(logging.NullHandler())
+    logging.getLogger("genie.part").info("still here")
+    assert "still here" in ours.getvalue()

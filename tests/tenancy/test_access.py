@@ -1,4 +1,4 @@
-"""Tokens: their text, whether they open a door now, and which doors they open at all."""
+"""Tokens: text form, verification and permissions."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ from genie.model.messages import (
     FOR_NODES,
     FOR_OWNERS,
     FOR_USERS,
+    DrainNode,
     Heartbeat,
+    Leave,
     ListJobs,
     ListTokens,
 )
@@ -25,11 +27,11 @@ from genie.model.tenant import Identity, TokenKind
 from genie.tenancy.access import (
     NO_PIN,
     check_allowed,
+    mark_revoked,
+    mark_used,
     new_record,
     new_token,
     parse_token,
-    revoked,
-    used,
     verify,
 )
 
@@ -41,32 +43,32 @@ TOKEN = new_token(TokenKind.USER, token_id="abcd1234", secret=bytes(range(32)), 
     token_id=st.from_regex(r"[a-z0-9]{4,32}", fullmatch=True),
     secret=st.binary(min_size=32, max_size=32),
 )
-def test_a_token_survives_being_written_down(kind: TokenKind, token_id: str, secret: bytes) -> None:
+def test_token_text_round_trips(kind: TokenKind, token_id: str, secret: bytes) -> None:
     token = new_token(kind, token_id=token_id, secret=secret, pin=NO_PIN)
     assert parse_token(f" {token}\n") == token
 
 
 @given(text=st.text(max_size=200))
-def test_any_other_text_is_refused_without_being_repeated(text: str) -> None:
+def test_invalid_token_is_rejected_and_not_repeated(text: str) -> None:
     with pytest.raises(TokenRefusedError) as caught:
         parse_token("genie.user.x." + text)
     assert text not in str(caught.value) or len(text) < 40
 
 
-def test_the_secret_is_neither_shown_nor_stored() -> None:
+def test_secret_is_neither_in_the_repr_nor_in_the_record() -> None:
     record = new_record(TOKEN, now=0.0, tenant="t")
     assert TOKEN.secret not in repr(TOKEN)
     assert TOKEN.secret not in msgspec.json.encode(record).decode()
 
 
-def test_a_good_token_stands_for_what_the_server_recorded() -> None:
+def test_valid_token_has_the_recorded_identity() -> None:
     record = new_record(TOKEN, now=0.0, tenant="blue", name="ann")
     assert verify(TOKEN, record, now=1.0) == Identity(
         token_id="abcd1234", kind=TokenKind.USER, tenant="blue", name="ann"
     )
 
 
-def test_a_token_that_is_wrong_in_any_way_opens_nothing() -> None:
+def test_invalid_tokens_are_rejected() -> None:
     record = new_record(TOKEN, now=0.0, tenant="t", ttl_s=10.0)
     other = new_token(TokenKind.USER, token_id="abcd1234", secret=bytes(32), pin=NO_PIN)
     promoted = replace(TOKEN, kind=TokenKind.OWNER)
@@ -75,14 +77,14 @@ def test_a_token_that_is_wrong_in_any_way_opens_nothing() -> None:
         (other, record, 1.0, "unknown here or its secret is wrong"),
         (promoted, record, 1.0, "unknown here"),
         (TOKEN, record, 10.0, "has expired"),
-        (TOKEN, revoked(record, now=1.0), 2.0, "was revoked"),
-        (TOKEN, used(record, now=1.0), 2.0, "was used already"),
+        (TOKEN, mark_revoked(record, now=1.0), 2.0, "was revoked"),
+        (TOKEN, mark_used(record, now=1.0), 2.0, "was used already"),
     ]:
         with pytest.raises(TokenRefusedError, match=words):
             verify(token, kept, now=now)
 
 
-def test_each_kind_may_ask_its_own_requests_and_no_others() -> None:
+def test_each_token_kind_may_send_only_its_requests() -> None:
     def allowed(kind: TokenKind) -> set[type]:
         identity = Identity(token_id="x", kind=kind, tenant="t")
         found = set()
@@ -101,6 +103,17 @@ def test_each_kind_may_ask_its_own_requests_and_no_others() -> None:
     assert allowed(TokenKind.JOIN) == set()
     assert not {Heartbeat, ListTokens} & allowed(TokenKind.USER)
     assert ListJobs in allowed(TokenKind.USER)
+
+
+def test_permission_error_describes_the_request() -> None:
+    user = Identity(token_id="x", kind=TokenKind.USER, tenant="t")
+    for request, action in (
+        (DrainNode(node_id="n"), "drain nodes"),
+        (ListTokens(), "list tokens"),
+        (Leave(node_id="n", incarnation=1), "remove nodes"),
+    ):
+        with pytest.raises(PermissionError_, match=f"permission denied: user tokens cannot {action}"):
+            check_allowed(user, request)
 
 
 def test_every_request_is_in_exactly_one_list() -> None:

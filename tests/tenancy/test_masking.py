@@ -1,10 +1,10 @@
-"""Texts for one tenant count the jobs of others."""
+"""Texts for one tenant do not name jobs of others."""
 
 from __future__ import annotations
 
 import pytest
 
-from genie.tenancy.masking import masked
+from genie.tenancy.masking import mask_job_ids
 
 MINE, OTHER, THIRD = "j-aaaaaaaa", "j-bbbbbbbb", "j-cccc2222"
 
@@ -14,12 +14,12 @@ MINE, OTHER, THIRD = "j-aaaaaaaa", "j-bbbbbbbb", "j-cccc2222"
     [
         (f"would delay {OTHER}, which has a reservation", "would delay another job, which has a reservation"),
         (f"would delay {MINE}, which has a reservation", f"would delay {MINE}, which has a reservation"),
-        (f"waits for {OTHER}, {THIRD} to make room", "waits for 2 other jobs to make room"),
-        (f"waits for {OTHER}, {MINE}, {THIRD} to make room", f"waits for {MINE}, 2 other jobs to make room"),
+        (f"pending: {OTHER}, {THIRD} must end", "pending: 2 other jobs must end"),
+        (f"pending: {OTHER}, {MINE}, {THIRD} must end", f"pending: {MINE}, 2 other jobs must end"),
         ("1 of 4 GPUs are free", "1 of 4 GPUs are free"),
         (f"held by {OTHER} and {THIRD}", "held by another job and another job"),
         ("", ""),
     ],
 )
-def test_only_what_is_shown_is_named(text: str, shown: str) -> None:
-    assert masked(text, is_shown=lambda job_id: job_id == MINE) == shown
+def test_only_visible_jobs_are_named(text: str, shown: str) -> None:
+    assert mask_job_ids(text, is_shown=lambda job_id: job_id == MINE) == shown

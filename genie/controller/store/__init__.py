@@ -1,9 +1,9 @@
-"""The cluster's memory: one protocol, two engines (sqlite.py embedded, etcd.py for HA).
+"""The controller's database: one protocol, two engines (sqlite.py embedded, etcd.py for HA).
 
-Both keep a single, ever growing revision; a transaction compares revisions and applies
-all of its operations or none; keys can hang on a lease; a watch replays from a revision.
-`tests/controller/store/` holds every engine to one contract. Not for: what the keys mean
-(ledger, membership, election know that).
+Both have a single, monotonically increasing revision. A transaction compares revisions and
+applies all of its operations or none; keys can be attached to a lease; a watch replays changes
+from a revision. `tests/controller/store/` runs one contract test against every engine. The
+meaning of the keys is defined by ledger, membership and election.
 """
 
 from __future__ import annotations
@@ -14,9 +14,22 @@ from genie.controller.store.protocol import (
     KeyValue,
     Put,
     RangeResult,
+    Space,
     Store,
+    StoreSpace,
     TxnResult,
     WatchEvent,
 )
 
-__all__ = ["Compare", "Delete", "KeyValue", "Put", "RangeResult", "Store", "TxnResult", "WatchEvent"]
+__all__ = [
+    "Compare",
+    "Delete",
+    "KeyValue",
+    "Put",
+    "RangeResult",
+    "Space",
+    "Store",
+    "StoreSpace",
+    "TxnResult",
+    "WatchEvent",
+]

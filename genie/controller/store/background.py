@@ -1,8 +1,8 @@
-"""A TaskGroup that lives from an engine's open() to its close().
+"""A TaskGroup that is open from an engine's open() to its close().
 
-A TaskGroup must be entered and left by one task, while open() and close() may be called by
-two. So one root task holds the group; everything an engine runs beside its callers is a child
-of it. Not for: work that ends with the call that started it (use a TaskGroup there).
+A TaskGroup must be entered and exited by the same task, while open() and close() may be called by
+different ones. So one root task holds the group; all background tasks of an engine are its
+children. Work that ends with the call that started it uses a TaskGroup of its own.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ log = logging.getLogger(__name__)
 
 
 class Background:
-    """Children run until they end or `close`. One that fails ends them all, and the log says so."""
+    """Child tasks run until they end or `close`. If one fails, all are cancelled and the error is logged."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -26,7 +26,7 @@ class Background:
     @classmethod
     async def open(cls, name: str) -> Background:
         background = cls(name)
-        # The one task without a group: it holds the group and is awaited in close().
+        # The only task outside of a group: it holds the group and is awaited in close().
         background._root = asyncio.get_running_loop().create_task(background._hold(), name=name)
         await background._started.wait()
         return background
@@ -36,11 +36,11 @@ class Background:
 
     @property
     def is_over(self) -> bool:
-        """Closed, or ended by a child that failed."""
+        """True after close(), or after a child task failed."""
         return self._root is None or self._root.done()
 
     async def close(self) -> None:
-        """Cancels the children and returns when they are gone. Idempotent."""
+        """Cancels the child tasks and waits for them. Idempotent."""
         if self._root is None:
             return
         self._root.cancel()
@@ -51,5 +51,5 @@ class Background:
             async with self._group:
                 self._started.set()
                 await asyncio.Event().wait()
-        except BaseExceptionGroup:  # a task boundary: nobody awaits this task before close()
+        except BaseExceptionGroup:  # a task boundary: this task is not awaited before close()
             log.exception("%s: a background task failed", self._name)

@@ -1,11 +1,12 @@
-"""The engine for more than one controller: an etcd cluster, through its v3 API over gRPC.
+"""The engine for several controllers: an etcd cluster, through its v3 API over gRPC.
 
-A thin wrapper. etcd orders the transactions, runs the leases and keeps the history; all keys
-are under one namespace, so that an etcd can be shared. Two differences to know: lease times
-are whole seconds, rounded up, and etcd raises short ones to its own least (2 s by default);
-and history is trimmed by the server (`--auto-compaction-retention`) or by `compact`.
+A thin wrapper: etcd orders transactions, expires leases and keeps the history. All keys are
+under one namespace, so that an etcd cluster can be shared. Two differences to SQLite: lease
+TTLs are whole seconds, rounded up, and etcd raises short ones to its minimum (2 s by default);
+history is compacted by the server (`--auto-compaction-retention`) or by `compact`, which the leading
+controller calls.
 
-Not for: starting etcd servers.
+Does not start etcd servers.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
 from genie.controller.store.etcd_address import EtcdAddress, parse_etcd_url
-from genie.controller.store.etcd_channels import RANGE_PAGE_KEYS, EtcdChannels, Member
+from genie.controller.store.etcd_channels import RANGE_PAGE_KEYS, EtcdChannels, EtcdMember
 from genie.controller.store.etcd_proto import kv_pb2, rpc_pb2
 from genie.controller.store.etcd_watch import EtcdWatch
 from genie.controller.store.limits import (
@@ -35,6 +36,7 @@ from genie.controller.store.protocol import (
     KeyValue,
     Put,
     RangeResult,
+    Space,
     TxnResult,
     WatchEvent,
 )
@@ -46,13 +48,15 @@ from genie.errors import (
     StoreFullError,
     StoreUnavailableError,
 )
-from genie.runtime.clock import Clock, SystemClock
+from genie.processes.clock import Clock, SystemClock
 
-_RANGE_STARTS_MAX = 3
+_RANGE_ATTEMPTS_MAX = 3
+SPACE_BYTES_MAX = 2 * 1024**3
+"""Default of `--quota-backend-bytes`; etcd before 3.6 does not report its value."""
 
 
 class EtcdStore:
-    """A `Store` on an etcd cluster. Made by `open` inside the running loop."""
+    """A `Store` on an etcd cluster. Created by `open` inside the running event loop."""
 
     txn_ops_max = TXN_OPS_MAX
 
@@ -65,14 +69,14 @@ class EtcdStore:
 
     @classmethod
     async def open(cls, url: str, *, clock: Clock | None = None, timeout_s: float = 5.0) -> EtcdStore:
-        """Returns once one endpoint has told a version that may be used; the others are asked before
-        their first use. ConfigError for a bad URL or login, TlsError, StoreVersionError,
-        StoreUnavailableError when no endpoint answers within `timeout_s`."""
+        """Returns when one endpoint has reported a supported version; the others are checked before
+        their first use. Raises ConfigError for a bad URL or login, TlsError, StoreVersionError, and
+        StoreUnavailableError when no endpoint responds within `timeout_s`."""
         address = parse_etcd_url(url)
         clock = clock or SystemClock()
         channels = EtcdChannels(address, clock=clock)
         try:
-            await channels.usable(asyncio.get_running_loop().time() + timeout_s)
+            await channels.ready_member(asyncio.get_running_loop().time() + timeout_s)
         except BaseException:
             await channels.close()
             raise
@@ -84,20 +88,22 @@ class EtcdStore:
         check_range_limit(limit)
         first, end = key_span(prefix, start_after=start_after)
         deadline_s = asyncio.get_running_loop().time() + timeout_s
-        for _ in range(_RANGE_STARTS_MAX):
+        for _ in range(_RANGE_ATTEMPTS_MAX):
             try:
-                return await self._pages(self._namespace + first, self._namespace + end, limit, deadline_s)
+                return await self._range_pages(
+                    self._namespace + first, self._namespace + end, limit, deadline_s
+                )
             except CompactedError:
-                # Someone compacted past the first page's revision between two pages: begin anew.
+                # Compacted past the first page's revision between two pages: start over.
                 continue
         raise StoreUnavailableError(
-            f"the keys under {prefix!r} could not be read at one revision: etcd compacts too often"
+            f"could not read the keys under {prefix!r} at one revision: etcd compacts too often"
         )
 
     async def get(self, key: str, *, timeout_s: float = 5.0) -> KeyValue | None:
         request = rpc_pb2.RangeRequest(key=self._namespace + encode_key(key))
-        answer = await self._range(request, timeout_s=timeout_s)
-        return self._key_value(answer.kvs[0]) if answer.kvs else None
+        response = await self._range(request, timeout_s=timeout_s)
+        return self._key_value(response.kvs[0]) if response.kvs else None
 
     async def commit(
         self, compares: Sequence[Compare], operations: Sequence[Put | Delete], *, timeout_s: float = 5.0
@@ -109,71 +115,92 @@ class EtcdStore:
         )
         before = self._revision_seen
         try:
-            answer = await self._channels.ask(
-                lambda member: member.kv.Txn, request, doing="a commit", timeout_s=timeout_s, send_again=False
+            response = await self._channels.unary(
+                lambda member: member.kv.Txn, request, action="commit", timeout_s=timeout_s, idempotent=False
             )
         except StoreFullError as error:
-            return await self._after_full(error, operations, before=before, timeout_s=timeout_s)
-        self._saw(answer.header)
-        return TxnResult(succeeded=answer.succeeded, revision=answer.header.revision)
+            return await self._resolve_no_space(error, operations, before=before, timeout_s=timeout_s)
+        self._note_revision(response.header)
+        return TxnResult(succeeded=response.succeeded, revision=response.header.revision)
 
     async def grant_lease(self, ttl_s: float, *, timeout_s: float = 5.0) -> int:
         check_ttl(ttl_s)
         request = rpc_pb2.LeaseGrantRequest(TTL=math.ceil(ttl_s))
-        # A lease whose answer was lost has no keys and ends by itself, so asking twice does no harm.
-        answer = await self._channels.ask(
+        # Safe to retry: a lease whose response was lost has no keys and expires.
+        response = await self._channels.unary(
             lambda member: member.lease.LeaseGrant,
             request,
-            doing="a lease grant",
+            action="grant lease",
             timeout_s=timeout_s,
-            send_again=True,
+            idempotent=True,
         )
-        if answer.error or answer.ID <= 0:
-            raise StoreError(f"etcd granted no lease of {ttl_s} s: {answer.error!r}")
-        return answer.ID
+        if response.error or response.ID <= 0:
+            raise StoreError(f"etcd did not grant a lease of {ttl_s} s: {response.error!r}")
+        return response.ID
 
     async def keep_alive(self, lease_id: int, *, timeout_s: float = 5.0) -> None:
-        async def send(member: Member, left_s: float) -> int:
-            stream = member.lease.LeaseKeepAlive(None, timeout=left_s, metadata=self._channels.metadata())
+        async def send(member: EtcdMember, remaining_s: float) -> int:
+            stream = member.lease.LeaseKeepAlive(
+                None, timeout=remaining_s, metadata=self._channels.metadata()
+            )
             try:
                 await stream.write(rpc_pb2.LeaseKeepAliveRequest(ID=lease_id))
-                answer = await stream.read()
+                response = await stream.read()
             finally:
                 stream.cancel()
-            if not isinstance(answer, rpc_pb2.LeaseKeepAliveResponse):
-                raise StoreUnavailableError(f"etcd at {member.endpoint} ended a keep-alive without an answer")
-            return answer.TTL
+            if not isinstance(response, rpc_pb2.LeaseKeepAliveResponse):
+                raise StoreUnavailableError(
+                    f"etcd at {member.endpoint} did not respond to a lease keep-alive"
+                )
+            return response.TTL
 
-        left_s = await self._channels.call(send, doing="a keep-alive", timeout_s=timeout_s, send_again=True)
-        if left_s <= 0:
+        ttl_s = await self._channels.call(
+            send, action="keep lease alive", timeout_s=timeout_s, idempotent=True
+        )
+        if ttl_s <= 0:
             raise LeaseLostError(f"lease {lease_id} has expired or was revoked", hint="grant a new one")
 
     async def revoke_lease(self, lease_id: int, *, timeout_s: float = 5.0) -> None:
         request = rpc_pb2.LeaseRevokeRequest(ID=lease_id)
         try:
-            await self._channels.ask(
+            await self._channels.unary(
                 lambda member: member.lease.LeaseRevoke,
                 request,
-                doing="a lease's end",
+                action="revoke lease",
                 timeout_s=timeout_s,
-                send_again=True,
+                idempotent=True,
             )
         except LeaseLostError:
             pass
 
     async def compact(self, revision: int, *, timeout_s: float = 5.0) -> None:
-        """Forgets the changes up to `revision`, those of other users of this etcd too."""
+        """Drops the history up to `revision`, also that of other users of this etcd cluster."""
         request = rpc_pb2.CompactionRequest(revision=revision)
         try:
-            await self._channels.ask(
+            await self._channels.unary(
                 lambda member: member.kv.Compact,
                 request,
-                doing="a compaction",
+                action="compact",
                 timeout_s=timeout_s,
-                send_again=True,
+                idempotent=True,
             )
         except CompactedError:
             pass
+
+    async def space(self, *, timeout_s: float = 5.0) -> Space:
+        status = await self._channels.unary(
+            lambda member: member.maintenance.Status,
+            rpc_pb2.StatusRequest(),
+            action="status",
+            timeout_s=timeout_s,
+            idempotent=True,
+        )
+        return Space(
+            used_bytes=status.dbSizeInUse,
+            bytes_max=status.dbSizeQuota or SPACE_BYTES_MAX,
+            revision=status.header.revision,
+            fragmented_bytes=status.dbSize - status.dbSizeInUse,
+        )
 
     @asynccontextmanager
     async def watch(self, prefix: str, *, after_revision: int) -> AsyncIterator[AsyncIterator[WatchEvent]]:
@@ -194,11 +221,13 @@ class EtcdStore:
     async def close(self) -> None:
         await self._channels.close()
 
-    async def _after_full(
+    async def _resolve_no_space(
         self, error: StoreFullError, operations: Sequence[Put | Delete], *, before: int, timeout_s: float
     ) -> TxnResult:
-        """The one request that takes etcd over its quota is carried out and answered with "no space" all
-        the same. A key that it puts tells which it was: a put that happened has a new revision."""
+        """Finds out whether a commit that failed with "no space" was applied.
+
+        etcd applies the one request that exceeds its quota and reports the error all the same. A put that
+        was applied has a new revision."""
         put = next((operation for operation in operations if isinstance(operation, Put)), None)
         item = await self.get(put.key, timeout_s=timeout_s) if put is not None else None
         if put is None or item is None or item.mod_revision <= before:
@@ -206,38 +235,37 @@ class EtcdStore:
         if before and (item.value, item.lease_id) == (put.value, put.lease_id):
             return TxnResult(succeeded=True, revision=item.mod_revision)
         raise StoreUnavailableError(
-            f"etcd is out of space, and {put.key!r} was changed meanwhile",
-            hint="the write may have happened: read to find out",
+            f"etcd is out of space, and {put.key!r} was changed at the same time",
+            hint="the write may have been applied: read the key to find out",
         ) from error
 
-    async def _pages(self, first: bytes, end: bytes, limit: int, deadline_s: float) -> RangeResult:
-        """All pages at the first one's revision, until `limit` keys or RANGE_BYTES_MAX are reached."""
+    async def _range_pages(self, first: bytes, end: bytes, limit: int, deadline_s: float) -> RangeResult:
+        """Reads pages at the revision of the first one, up to `limit` keys or RANGE_BYTES_MAX."""
         items: list[KeyValue] = []
         size_bytes = 0
         request = rpc_pb2.RangeRequest(key=first, range_end=end)
         while True:
             request.limit = min(limit - len(items), RANGE_PAGE_KEYS)
-            left_s = max(0.001, deadline_s - asyncio.get_running_loop().time())
-            answer = await self._range(request, timeout_s=left_s)
-            request.revision = request.revision or answer.header.revision
-            for kv in answer.kvs:
+            remaining_s = max(0.001, deadline_s - asyncio.get_running_loop().time())
+            response = await self._range(request, timeout_s=remaining_s)
+            request.revision = request.revision or response.header.revision
+            for kv in response.kvs:
                 if size_bytes >= RANGE_BYTES_MAX:
                     return RangeResult(tuple(items), request.revision, more=True)
                 items.append(self._key_value(kv))
                 size_bytes += len(kv.value)
-            if not answer.more or len(items) == limit:
-                return RangeResult(tuple(items), request.revision, more=answer.more)
-            request.key = answer.kvs[-1].key + b"\0"
+            if not response.more or len(items) == limit:
+                return RangeResult(tuple(items), request.revision, more=response.more)
+            request.key = response.kvs[-1].key + b"\0"
 
     async def _range(self, request: rpc_pb2.RangeRequest, *, timeout_s: float) -> rpc_pb2.RangeResponse:
-
-        answer = await self._channels.ask(
-            lambda member: member.kv.Range, request, doing="a read", timeout_s=timeout_s, send_again=True
+        response = await self._channels.unary(
+            lambda member: member.kv.Range, request, action="range", timeout_s=timeout_s, idempotent=True
         )
-        self._saw(answer.header)
-        return answer
+        self._note_revision(response.header)
+        return response
 
-    def _saw(self, header: rpc_pb2.ResponseHeader) -> None:
+    def _note_revision(self, header: rpc_pb2.ResponseHeader) -> None:
         self._revision_seen = max(self._revision_seen, header.revision)
 
     def _compare(self, compare: Compare) -> rpc_pb2.Compare:
@@ -257,5 +285,5 @@ class EtcdStore:
         try:
             key = kv.key[len(self._namespace) :].decode()
         except UnicodeDecodeError as error:
-            raise StoreCorruptError(f"{self.address} holds a key that is not UTF-8: {error}") from error
+            raise StoreCorruptError(f"{self.address} contains a key that is not UTF-8: {error}") from error
         return KeyValue(key, kv.value, kv.create_revision, kv.mod_revision, kv.lease)

@@ -1,10 +1,10 @@
-"""Where an etcd cluster is and how to talk to it, from one URL.
+"""Endpoints and credentials of an etcd cluster, parsed from one URL.
 
-    etcd://HOST[:PORT][,HOST[:PORT]…]        plain, for loopback and closed networks
+    etcd://HOST[:PORT][,HOST[:PORT]…]        plaintext, for loopback and isolated networks
     etcds://HOST[:PORT][,…]?ca=FILE&cert=FILE&key=FILE
 
 Query parameters: `ca`, `cert`, `key` (PEM files), `user` with `password_file`, `namespace`.
-Not for: opening connections (etcd_channels.py).
+Connections are opened by etcd_channels.py.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 from urllib.parse import parse_qsl, urlsplit
 
 from genie.errors import ConfigError
-from genie.runtime.credentials import is_loopback
+from genie.model.names import address_text, is_loopback
 
 DEFAULT_PORT = 2379
 DEFAULT_NAMESPACE = "/genie/"
@@ -25,7 +25,7 @@ _TLS_PARAMETERS = ("ca", "cert", "key")
 
 @dataclass(frozen=True, slots=True)
 class EtcdAddress:
-    """`endpoints` are host:port. Without `ca` a TLS server is checked against the system's authorities."""
+    """`endpoints` are host:port. Without `ca`, servers are verified against the system's CAs."""
 
     endpoints: tuple[str, ...]
     tls: bool = False
@@ -41,19 +41,19 @@ class EtcdAddress:
 
 
 def parse_etcd_url(url: str) -> EtcdAddress:
-    """ConfigError names the part that is wrong and what is allowed."""
+    """Raises ConfigError that names the invalid part and what is allowed."""
     parts = urlsplit(url)
     if parts.scheme not in ("etcd", "etcds"):
         raise ConfigError(f"store {url!r} is not an etcd URL", hint="etcd://HOST:PORT or etcds://HOST:PORT")
     if "@" in parts.netloc:
         raise ConfigError(
-            "the store URL carries a user name or password before the host",
+            "the store URL contains a user name or password before the host",
             hint="use ?user=NAME&password_file=FILE, so that the password stays out of command lines",
         )
     if parts.path.strip("/") or parts.fragment:
         raise ConfigError(
-            f"store {url!r} has a path, which etcd has no use for",
-            hint="for a key prefix give ?namespace=/NAME/",
+            f"store {url!r} has a path, which etcd does not support",
+            hint="for a key prefix, use ?namespace=/NAME/",
         )
     tls = parts.scheme == "etcds"
     endpoints = tuple(_endpoint(text, url) for text in parts.netloc.split(","))
@@ -73,12 +73,12 @@ def parse_etcd_url(url: str) -> EtcdAddress:
 
 
 def read_file(path: Path, *, parameter: str) -> bytes:
-    """The bytes of a file that the URL names; ConfigError says which parameter named it."""
+    """Reads a file that the URL names. Raises ConfigError that names the parameter."""
     try:
         return path.read_bytes()
     except OSError as error:
         raise ConfigError(
-            f"the file that the store URL names with ?{parameter}= cannot be read: {path}: {error.strerror}"
+            f"could not read the file of ?{parameter}= in the store URL: {path}: {error.strerror}"
         ) from error
 
 
@@ -90,16 +90,17 @@ def _endpoint(text: str, url: str) -> str:
         raise ConfigError(f"store {url!r}: {text!r} is not HOST:PORT: {error}") from None
     if not host or port == 0:
         raise ConfigError(
-            f"store {url!r}: {text!r} is not HOST:PORT", hint=f"the port may be left out: {DEFAULT_PORT}"
+            f"store {url!r}: {text!r} is not HOST:PORT",
+            hint=f"the port is optional (default: {DEFAULT_PORT})",
         )
-    return f"{f'[{host}]' if ':' in host else host}:{port or DEFAULT_PORT}"
+    return address_text(host, port or DEFAULT_PORT)
 
 
 def _parameters(query: str, url: str) -> dict[str, str]:
     try:
         pairs = parse_qsl(query, keep_blank_values=True, strict_parsing=bool(query))
     except ValueError as error:
-        raise ConfigError(f"store {url!r}: the part after ? cannot be read: {error}") from None
+        raise ConfigError(f"store {url!r}: invalid query string: {error}") from None
     for name, value in pairs:
         if name not in _PARAMETERS:
             raise ConfigError(
@@ -108,7 +109,7 @@ def _parameters(query: str, url: str) -> dict[str, str]:
         if not value:
             raise ConfigError(f"store {url!r}: parameter {name!r} is empty")
     if len({name for name, _ in pairs}) != len(pairs):
-        raise ConfigError(f"store {url!r}: a parameter is given twice")
+        raise ConfigError(f"store {url!r}: a parameter is repeated")
     return dict(pairs)
 
 
@@ -116,18 +117,20 @@ def _check_tls(given: dict[str, str], *, tls: bool, url: str) -> None:
     named = [name for name in _TLS_PARAMETERS if name in given]
     if named and not tls:
         raise ConfigError(
-            f"store {url!r}: {', '.join(named)} needs TLS", hint="write etcds:// instead of etcd://"
+            f"store {url!r}: {', '.join(named)} requires TLS", hint="use etcds:// instead of etcd://"
         )
     if ("cert" in given) != ("key" in given):
-        raise ConfigError(f"store {url!r}: cert and key go together", hint="give both or neither")
+        raise ConfigError(f"store {url!r}: cert and key are required together", hint="set both or neither")
 
 
 def _check_user(given: dict[str, str], *, tls: bool, endpoints: tuple[str, ...], url: str) -> None:
     if ("user" in given) != ("password_file" in given):
-        raise ConfigError(f"store {url!r}: user and password_file go together", hint="give both or neither")
+        raise ConfigError(
+            f"store {url!r}: user and password_file are required together", hint="set both or neither"
+        )
     if "user" in given and not tls and not all(is_loopback(_host(endpoint)) for endpoint in endpoints):
         raise ConfigError(
-            f"store {url!r} would send a password over a network without TLS", hint="write etcds:// instead"
+            f"store {url!r} would send a password over a network without TLS", hint="use etcds:// instead"
         )
 
 
@@ -142,7 +145,7 @@ def _path(given: dict[str, str], name: str) -> Path | None:
 def _namespace(text: str) -> str:
     if not text.startswith("/") or not text.endswith("/") or len(text.encode()) > NAMESPACE_BYTES_MAX:
         raise ConfigError(
-            f"etcd namespace {text!r} is not allowed",
-            hint=f"it starts and ends with / and has at most {NAMESPACE_BYTES_MAX} bytes",
+            f"invalid etcd namespace {text!r}",
+            hint=f"it must start and end with / and have at most {NAMESPACE_BYTES_MAX} bytes",
         )
     return text

@@ -1,10 +1,10 @@
-"""gRPC channels to the endpoints of one etcd cluster: which to use, log in, try the next one.
+"""gRPC channels to the endpoints of one etcd cluster: endpoint selection, login and retries.
 
-An endpoint is used only after it has told its version on this connection. Reads may be sent
-again to another endpoint. A write is sent once: when its answer is lost nobody can know
-whether it happened, and sending it again could report a conflict with itself.
+An endpoint is used only after its version was checked on this connection. Reads are retried on
+another endpoint. A write is sent once: if its response is lost, it is unknown whether it was
+applied, and a retry could conflict with itself.
 
-Not for: what the calls mean (etcd.py), the watch stream (etcd_watch.py).
+The calls are in etcd.py, the watch stream in etcd_watch.py.
 """
 
 from __future__ import annotations
@@ -18,33 +18,33 @@ import grpc
 import grpc.aio
 
 from genie.controller.store.etcd_address import EtcdAddress, read_file
-from genie.controller.store.etcd_faults import (
+from genie.controller.store.etcd_errors import (
     NO_LEADER,
     check_version,
     is_tls_failure,
-    is_token_refused,
+    is_token_rejected,
     translate,
 )
 from genie.controller.store.etcd_proto import rpc_pb2, rpc_pb2_grpc
 from genie.errors import ConfigError, StoreUnavailableError, TlsError
-from genie.runtime.clock import Clock
+from genie.processes.clock import Clock
 
 log = logging.getLogger(__name__)
 
 PROBE_TIMEOUT_S = 1.0
 RETRY_S = 0.05
-SETTLE_S = 0.5
+CLOSE_TIMEOUT_S = 0.5
 RANGE_PAGE_KEYS = 256
-# A page of the largest requests that a server takes by default, with room for framing.
-_ANSWER_BYTES_MAX = RANGE_PAGE_KEYS * 1600 * 1024
+# A page of the largest values that a server accepts by default, plus framing.
+_RESPONSE_BYTES_MAX = RANGE_PAGE_KEYS * 1600 * 1024
 _OPTIONS: list[tuple[str, int]] = [
-    ("grpc.max_receive_message_length", _ANSWER_BYTES_MAX),
+    ("grpc.max_receive_message_length", _RESPONSE_BYTES_MAX),
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 1000),
-    # Finds a peer that vanished without a word. etcd closes connections that ask more than every 5 s.
+    # Detects a lost peer. etcd closes connections that ping more often than every 5 s.
     ("grpc.keepalive_time_ms", 10_000),
     ("grpc.keepalive_timeout_ms", 3_000),
-    # Else two channels of one process to one endpoint share a connection and its fate.
+    # Otherwise channels of one process to the same endpoint share a connection and its failures.
     ("grpc.use_local_subchannel_pool", 1),
 ]
 
@@ -54,8 +54,8 @@ A = TypeVar("A")
 Metadata = tuple[tuple[str, str], ...]
 
 
-class Member:
-    """One endpoint: its channel and the calls that can be made on it."""
+class EtcdMember:
+    """One endpoint: its channel and stubs."""
 
     def __init__(self, endpoint: str, channel: grpc.aio.Channel) -> None:
         self.endpoint = endpoint
@@ -72,71 +72,75 @@ class Member:
 
 
 class EtcdChannels:
-    """Make it inside the running loop: grpc.aio binds channels to the loop they are made in."""
+    """Create it inside the running event loop: grpc.aio binds channels to the current loop."""
 
     def __init__(self, address: EtcdAddress, *, clock: Clock) -> None:
         self._address = address
         self._clock = clock
         self._password = _read_password(address)
         credentials = _credentials(address)
-        self._members = [Member(endpoint, _channel(endpoint, credentials)) for endpoint in address.endpoints]
+        self._members = [
+            EtcdMember(endpoint, _channel(endpoint, credentials)) for endpoint in address.endpoints
+        ]
         self._token = ""
         self.closed = False
 
     def metadata(self) -> Metadata:
-        # hasleader: a member that is cut off from the rest says so instead of keeping us waiting.
+        # hasleader: a partitioned member fails the request instead of letting it time out.
         always = (("hasleader", "true"),)
         return (*always, ("token", self._token)) if self._token else always
 
-    async def ask(
+    async def unary(
         self,
-        pick: Callable[[Member], grpc.aio.UnaryUnaryMultiCallable[Q, A]],
+        pick: Callable[[EtcdMember], grpc.aio.UnaryUnaryMultiCallable[Q, A]],
         request: Q,
         *,
-        doing: str,
+        action: str,
         timeout_s: float,
-        send_again: bool,
+        idempotent: bool,
     ) -> A:
-        """One request, one answer, on the call that `pick` names. Else as `call`."""
+        """Sends a unary request on the stub that `pick` selects. Retries and errors as in `call`."""
 
-        def send(member: Member, left_s: float) -> Awaitable[A]:
-            return pick(member)(request, timeout=left_s, metadata=self.metadata())
+        def send(member: EtcdMember, remaining_s: float) -> Awaitable[A]:
+            return pick(member)(request, timeout=remaining_s, metadata=self.metadata())
 
-        return await self.call(send, doing=doing, timeout_s=timeout_s, send_again=send_again)
+        return await self.call(send, action=action, timeout_s=timeout_s, idempotent=idempotent)
 
     async def call(
         self,
-        send: Callable[[Member, float], Awaitable[T]],
+        send: Callable[[EtcdMember, float], Awaitable[T]],
         *,
-        doing: str,
+        action: str,
         timeout_s: float,
-        send_again: bool,
+        idempotent: bool,
     ) -> T:
-        """`send` is given a member and the seconds it may take. `send_again` for what may happen twice."""
+        """Calls `send` with a member and a timeout in seconds; retries on other members if `idempotent`."""
         deadline_s = self._now_s() + timeout_s
-        logged_in_again = False
+        login_was_reset = False
         while True:
-            member = await self.usable(deadline_s)
+            member = await self.ready_member(deadline_s)
             try:
-                return await self._guard(send(member, self._attempt_s(deadline_s, send_again)))
+                return await self._translate_cancellation(
+                    send(member, self._attempt_s(deadline_s, idempotent))
+                )
             except grpc.aio.AioRpcError as error:
-                if is_token_refused(error) and not logged_in_again:
-                    logged_in_again = True
+                if is_token_rejected(error) and not login_was_reset:
+                    login_was_reset = True
                     self.forget_login(member)
                     continue
-                again = self._may_repeat(error, member, send_again)
-                if not again or self._now_s() + RETRY_S >= deadline_s:
-                    raise translate(error, doing=doing, endpoint=member.endpoint) from error
+                may_retry = self._may_retry(error, member, idempotent)
+                if not may_retry or self._now_s() + RETRY_S >= deadline_s:
+                    raise translate(error, action=action, endpoint=member.endpoint) from error
             await self._clock.sleep(RETRY_S)
 
-    async def usable(self, deadline_s: float) -> Member:
-        """A member that is connected and may be used, the last good one first."""
+    async def ready_member(self, deadline_s: float) -> EtcdMember:
+        """Returns a connected member of a supported version; the last one that worked is preferred."""
         while True:
             self.check_open()
             reasons: dict[str, str] = {}
             for member in list(self._members):
                 try:
-                    # In this order, and not any that is connected: one that we turned from may still be.
+                    # In this order: a deprioritized member may still be connected.
                     if not member.is_ready():
                         await self._probe(member, deadline_s)
                     if self._address.user and not self._token:
@@ -145,26 +149,27 @@ class EtcdChannels:
                 except grpc.aio.AioRpcError as error:
                     self.check_open()
                     reasons[member.endpoint] = error.details() or error.code().name
-                    self.turn_from(member)
-            self._raise_when_hopeless(reasons)
+                    self.deprioritize(member)
+            self._raise_if_all_tls(reasons)
             if self._now_s() + RETRY_S >= deadline_s:
                 raise StoreUnavailableError(
-                    f"no etcd endpoint answers: {_listed(reasons)}", hint="is etcd running and reachable?"
+                    f"could not reach any etcd endpoint: {_format_reasons(reasons)}",
+                    hint="is etcd running and reachable?",
                 )
             await self._clock.sleep(RETRY_S)
 
-    def turn_from(self, member: Member) -> None:
-        """Others are asked before this one from now on."""
+    def deprioritize(self, member: EtcdMember) -> None:
+        """Moves the member to the end of the preference order."""
         if member in self._members:
             self._members.remove(member)
             self._members.append(member)
 
-    def forget_login(self, member: Member) -> None:
-        """The next use logs in anew. ConfigError when there is no user to log in."""
+    def forget_login(self, member: EtcdMember) -> None:
+        """Makes the next call log in again. Raises ConfigError when the URL has no user."""
         if not self._address.user:
             raise ConfigError(
-                f"etcd at {member.endpoint} wants a user",
-                hint="give ?user=NAME&password_file=FILE in the store URL",
+                f"etcd at {member.endpoint} requires a user",
+                hint="add ?user=NAME&password_file=FILE to the store URL",
             )
         self._token = ""
 
@@ -173,62 +178,66 @@ class EtcdChannels:
             raise StoreUnavailableError(f"the store {self._address} is closed")
 
     async def close(self) -> None:
-        """Idempotent. Calls under way end with StoreUnavailableError."""
+        """Idempotent. Pending calls fail with StoreUnavailableError."""
         self.closed = True
-        # Let go of them: grpc.aio keeps a thread and two sockets as long as one channel is referenced.
+        # Drop the references: grpc.aio keeps a thread and two sockets while any channel is referenced.
         members, self._members = self._members, []
         for member in members:
             await member.channel.close(None)
-        await _wait_for_ended_calls()
+        await _wait_for_call_tasks()
 
-    async def _probe(self, member: Member, deadline_s: float) -> None:
-        left_s = max(0.001, min(PROBE_TIMEOUT_S, deadline_s - self._now_s()))
-        status = await self._guard(member.maintenance.Status(rpc_pb2.StatusRequest(), timeout=left_s))
+    async def _probe(self, member: EtcdMember, deadline_s: float) -> None:
+        remaining_s = max(0.001, min(PROBE_TIMEOUT_S, deadline_s - self._now_s()))
+        status = await self._translate_cancellation(
+            member.maintenance.Status(rpc_pb2.StatusRequest(), timeout=remaining_s)
+        )
         check_version(status.version, endpoint=member.endpoint)
         if not member.checked:
             log.info("store %s: endpoint %s is etcd %s", self._address, member.endpoint, status.version)
         member.checked = True
 
-    async def _log_in(self, member: Member, deadline_s: float) -> None:
+    async def _log_in(self, member: EtcdMember, deadline_s: float) -> None:
         request = rpc_pb2.AuthenticateRequest(name=self._address.user, password=self._password)
-        left_s = max(0.001, deadline_s - self._now_s())
+        remaining_s = max(0.001, deadline_s - self._now_s())
         try:
-            answer = await self._guard(member.auth.Authenticate(request, timeout=left_s))
+            response = await self._translate_cancellation(
+                member.auth.Authenticate(request, timeout=remaining_s)
+            )
         except grpc.aio.AioRpcError as error:
             if error.code() in (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.FAILED_PRECONDITION):
                 raise ConfigError(
-                    f"etcd at {member.endpoint} refuses user {self._address.user!r}: {error.details()}",
+                    f"etcd at {member.endpoint} rejected user {self._address.user!r}: {error.details()}",
                     hint=f"check ?user= and the password in {self._address.password_file}",
                 ) from error
             raise
-        self._token = answer.token
+        self._token = response.token
 
-    async def _guard(self, answer: Awaitable[T]) -> T:
-        """grpc.aio raises CancelledError in callers when their channel is closed; nobody cancelled them."""
+    async def _translate_cancellation(self, response: Awaitable[T]) -> T:
+        """Raises StoreUnavailableError instead of the CancelledError that grpc.aio raises on close()."""
         try:
-            return await answer
+            return await response
         except asyncio.CancelledError:
             task = asyncio.current_task()
             if self.closed and task is not None and not task.cancelling():
                 self.check_open()
             raise
 
-    def _may_repeat(self, error: grpc.aio.AioRpcError, member: Member, send_again: bool) -> bool:
+    def _may_retry(self, error: grpc.aio.AioRpcError, member: EtcdMember, idempotent: bool) -> bool:
         lost = error.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
         if lost:
-            self.turn_from(member)
-        # Without a leader the member refuses before it takes the request in.
-        return lost and (send_again or error.details() == NO_LEADER)
+            self.deprioritize(member)
+        # Without a leader, the member rejects the request before applying it.
+        return lost and (idempotent or error.details() == NO_LEADER)
 
-    def _attempt_s(self, deadline_s: float, send_again: bool) -> float:
-        left_s = max(0.001, deadline_s - self._now_s())
-        # Leave time for another endpoint, should this one be silent.
-        return left_s / 2 if send_again and len(self._members) > 1 else left_s
+    def _attempt_s(self, deadline_s: float, idempotent: bool) -> float:
+        remaining_s = max(0.001, deadline_s - self._now_s())
+        # Reserve time for another endpoint in case this one does not respond.
+        return remaining_s / 2 if idempotent and len(self._members) > 1 else remaining_s
 
-    def _raise_when_hopeless(self, reasons: dict[str, str]) -> None:
+    def _raise_if_all_tls(self, reasons: dict[str, str]) -> None:
         if reasons and all(is_tls_failure(reason) for reason in reasons.values()):
             raise TlsError(
-                f"no TLS connection to etcd: {_listed(reasons)}",
+                f"TLS handshake with etcd failed: {_format_reasons(reasons)}",
                 hint="check ?ca=, ?cert= and ?key= of the store URL and the server's certificate",
             )
 
@@ -236,9 +245,11 @@ class EtcdChannels:
         return asyncio.get_running_loop().time()
 
 
-async def _wait_for_ended_calls() -> None:
-    """grpc.aio has a task for each call, also for a moment after the call's end. It gives no handle on
-    them, so they are known by name; should the name change, we only leave a little earlier."""
+async def _wait_for_call_tasks() -> None:
+    """Waits for grpc.aio's per-call tasks, which outlive their call for a moment.
+
+    There is no handle on them, so they are identified by name; if the name changes, close() only returns
+    a little earlier."""
     current = asyncio.current_task()
     ending = [
         task
@@ -246,7 +257,7 @@ async def _wait_for_ended_calls() -> None:
         if task is not current and "_AioCall." in getattr(task.get_coro(), "__qualname__", "")
     ]
     if ending:
-        await asyncio.wait(ending, timeout=SETTLE_S)
+        await asyncio.wait(ending, timeout=CLOSE_TIMEOUT_S)
 
 
 def _channel(endpoint: str, credentials: grpc.ChannelCredentials | None) -> grpc.aio.Channel:
@@ -272,8 +283,8 @@ def _read_password(address: EtcdAddress) -> str:
     try:
         return raw.decode().strip("\r\n")
     except UnicodeDecodeError:
-        raise ConfigError(f"the password file {address.password_file} is not UTF-8 text") from None
+        raise ConfigError(f"the password file {address.password_file} is not valid UTF-8") from None
 
 
-def _listed(reasons: dict[str, str]) -> str:
+def _format_reasons(reasons: dict[str, str]) -> str:
     return "; ".join(f"{endpoint}: {reason}" for endpoint, reason in reasons.items())

@@ -1,6 +1,6 @@
-"""One watch on etcd: a stream that is taken up again, without a gap, when it breaks.
+"""One watch on etcd: a stream that is resumed without a gap when it breaks.
 
-Not for: buffering. etcd keeps the history; here is only the answer being read.
+Only the response being read is buffered here; etcd keeps the history.
 """
 
 from __future__ import annotations
@@ -14,24 +14,24 @@ from collections.abc import AsyncIterator
 import grpc
 import grpc.aio
 
-from genie.controller.store.etcd_channels import RETRY_S, EtcdChannels, Member
-from genie.controller.store.etcd_faults import is_watch_refused, translate
+from genie.controller.store.etcd_channels import RETRY_S, EtcdChannels, EtcdMember
+from genie.controller.store.etcd_errors import is_watch_denied, translate
 from genie.controller.store.etcd_proto import kv_pb2, rpc_pb2
 from genie.controller.store.protocol import WatchEvent
 from genie.errors import CompactedError, GenieError, StoreCorruptError, StoreError, StoreUnavailableError
-from genie.runtime.clock import Clock
+from genie.processes.clock import Clock
 
 log = logging.getLogger(__name__)
 
 START_TIMEOUT_S = 5.0
-# How long a broken stream is retried before the reader is told that etcd is gone.
+# How long a broken stream is retried before the reader gets an error.
 RECONNECT_S = 10.0
 
 _Stream = grpc.aio.StreamStreamCall[rpc_pb2.WatchRequest, rpc_pb2.WatchResponse]
 
 
 class EtcdWatch:
-    """`span` and the events' keys are etcd's, with the namespace of `namespace_bytes` bytes in front."""
+    """`span` and event keys include the namespace prefix of `namespace_bytes` bytes."""
 
     def __init__(
         self,
@@ -47,15 +47,15 @@ class EtcdWatch:
         self._namespace_bytes = namespace_bytes
         self._clock = clock
         self._stream: _Stream | None = None
-        self._member: Member | None = None
+        self._member: EtcdMember | None = None
         self._ready: deque[WatchEvent] = deque()
         # Seen: everything before `_revision`, and of `_revision` itself the first `_seen` changes.
-        # A transaction's changes can come in several pieces with a break between them.
+        # The changes of one transaction can arrive in fragments, with a reconnect between them.
         self._revision = after_revision
         self._seen = sys.maxsize
         self._skip = self._seen
         self._broken_since_s: float | None = None
-        self._logged_in_again = False
+        self._reauthenticated = False
 
     def __aiter__(self) -> AsyncIterator[WatchEvent]:
         return self
@@ -66,29 +66,29 @@ class EtcdWatch:
         return self._ready.popleft()
 
     async def _receive(self) -> None:
-        """One answer, or one step towards a new stream after a fault that may pass."""
+        """Reads one response, or makes one attempt to reconnect after a transient error."""
         if self._stream is None:
-            self._member = await self._channels.usable(self._give_up_at_s())
+            self._member = await self._channels.ready_member(self._reconnect_deadline_s())
         fault: GenieError
         try:
             if self._stream is None:
-                answer = await self._start()
+                response = await self._start()
             else:
-                answer = await self._read(self._stream)
-            self._take(answer)
+                response = await self._read(self._stream)
+            self._handle_response(response)
             return
         except grpc.aio.AioRpcError as error:
-            fault = translate(error, doing="a watch", endpoint=self._endpoint)
+            fault = translate(error, action="watch", endpoint=self._endpoint)
         except TimeoutError:
-            fault = StoreUnavailableError(f"etcd at {self._endpoint} did not start a watch in time")
+            fault = StoreUnavailableError(f"etcd at {self._endpoint}: starting a watch timed out")
         except StoreUnavailableError as error:
             fault = error
         except BaseException:
-            # A reader that was cancelled may come back: grpc.aio has ended the stream, we start another.
+            # A cancelled reader may read again: grpc.aio has ended the stream, so start another.
             self.close()
             raise
         self.close()
-        await self._wait_out(fault)
+        await self._back_off(fault)
 
     @property
     def _endpoint(self) -> str:
@@ -103,8 +103,8 @@ class EtcdWatch:
         assert self._member is not None
         self._stream = stream = self._member.watch.Watch(None, metadata=self._channels.metadata())
         first, end = self._span
-        # One revision early, and what is known is skipped: compacting to the revision of a delete can drop
-        # that delete from etcd's history, and a watch from exactly there would not be told.
+        # One revision early, skipping known events: compaction to the revision of a delete can drop that
+        # delete from etcd's history, and a watch from exactly there would miss it.
         create = rpc_pb2.WatchCreateRequest(
             key=first, range_end=end, start_revision=max(1, self._revision), fragment=True
         )
@@ -115,62 +115,62 @@ class EtcdWatch:
 
     async def _read(self, stream: _Stream) -> rpc_pb2.WatchResponse:
         try:
-            answer = await stream.read()
+            response = await stream.read()
         except asyncio.CancelledError:
             task = asyncio.current_task()
             if self._channels.closed and task is not None and not task.cancelling():
                 self._channels.check_open()
             raise
-        if not isinstance(answer, rpc_pb2.WatchResponse):
-            raise StoreUnavailableError(f"etcd at {self._endpoint} has no more answers for a watch")
-        return answer
+        if not isinstance(response, rpc_pb2.WatchResponse):
+            raise StoreUnavailableError(f"etcd at {self._endpoint} closed a watch stream")
+        return response
 
-    async def _wait_out(self, fault: GenieError) -> None:
-        """Returns when it is worth another try; raises when not, or when it has gone on too long."""
+    async def _back_off(self, fault: GenieError) -> None:
+        """Sleeps before the next attempt; raises `fault` if it is permanent or older than RECONNECT_S."""
         self._channels.check_open()
         if self._member is not None:
-            self._channels.turn_from(self._member)
+            self._channels.deprioritize(self._member)
         if not isinstance(fault, StoreUnavailableError):
             raise fault
         now_s = asyncio.get_running_loop().time()
         if self._broken_since_s is None:
             self._broken_since_s = now_s
-            log.info("watch on %r broke and is taken up again: %s", self._span[0], fault)
+            log.info("watch on %r was interrupted, reconnecting: %s", self._span[0], fault)
         elif now_s - self._broken_since_s > RECONNECT_S:
             self._broken_since_s = None
             raise fault
         await self._clock.sleep(RETRY_S)
 
-    def _give_up_at_s(self) -> float:
+    def _reconnect_deadline_s(self) -> float:
         now_s = asyncio.get_running_loop().time()
         since_s = now_s if self._broken_since_s is None else self._broken_since_s
         return max(now_s + RETRY_S, since_s + RECONNECT_S)
 
-    def _take(self, answer: rpc_pb2.WatchResponse) -> None:
-        if answer.compact_revision > 0:
+    def _handle_response(self, response: rpc_pb2.WatchResponse) -> None:
+        if response.compact_revision > 0:
             raise CompactedError(
-                f"changes up to revision {answer.compact_revision} are no longer kept in etcd, "
-                f"and those after {self._revision} were asked for",
-                hint="range again and watch from the revision it gives",
+                f"cannot watch after revision {self._revision}: etcd is compacted up to revision "
+                f"{response.compact_revision}",
+                hint="range again and watch from the returned revision",
             )
-        if answer.canceled:
-            if is_watch_refused(answer.cancel_reason):
-                self._log_in_again(answer.cancel_reason)
-            raise StoreUnavailableError(f"etcd at {self._endpoint} ended a watch: {answer.cancel_reason!r}")
-        if answer.created:
+        if response.canceled:
+            if is_watch_denied(response.cancel_reason):
+                self._reset_login(response.cancel_reason)
+            raise StoreUnavailableError(f"etcd at {self._endpoint} ended a watch: {response.cancel_reason!r}")
+        if response.created:
             self._broken_since_s = None
-            self._logged_in_again = False
-        for event in answer.events:
+            self._reauthenticated = False
+        for event in response.events:
             if self._is_new(event.kv.mod_revision):
                 self._ready.append(self._decode(event))
 
-    def _log_in_again(self, reason: str) -> None:
-        if self._logged_in_again or self._member is None:
+    def _reset_login(self, reason: str) -> None:
+        if self._reauthenticated or self._member is None:
             raise StoreError(
-                f"etcd at {self._endpoint} refuses a watch: {reason!r}",
-                hint="give the user a role with read and write on the namespace",
+                f"etcd at {self._endpoint} rejected a watch: {reason!r}",
+                hint="grant the user a role with read and write on the namespace",
             )
-        self._logged_in_again = True
+        self._reauthenticated = True
         self._channels.forget_login(self._member)
 
     def _is_new(self, revision: int) -> bool:
@@ -190,7 +190,7 @@ class EtcdWatch:
             key = event.kv.key[self._namespace_bytes :].decode()
         except UnicodeDecodeError as error:
             raise StoreCorruptError(
-                f"etcd at {self._endpoint} holds a key that is not UTF-8: {error}"
+                f"etcd at {self._endpoint} contains a key that is not UTF-8: {error}"
             ) from error
         value = None if event.type == kv_pb2.Event.DELETE else event.kv.value
         return WatchEvent(key, value, event.kv.mod_revision)

@@ -1,7 +1,6 @@
-"""The last changes of the embedded store, for watches. In memory: whoever watches is in this process, too.
+"""The recent changes of the embedded store, for watches. In memory: all watchers are in this process.
 
-A revision has one entry with all that it changed, and revisions follow each other without a gap. Not for:
-what stands now (sqlite_file.py).
+Each revision has one entry with all its changes, without gaps. Current values are in sqlite_file.py.
 """
 
 from __future__ import annotations
@@ -18,15 +17,15 @@ PAGE_EVENTS = 500
 PAGE_BYTES = 4 * 1024 * 1024
 BYTES_MAX = 32 * 1024 * 1024
 _CHANGE_BYTES = 150
-"""What an entry costs beside its key and its value, about."""
+"""Approximate overhead of an entry in addition to its key and value."""
 
 Change = tuple[bytes, bytes | None]
-"""A key and its new value; None when it was deleted."""
+"""A key and its new value; None for a deletion."""
 
 
 @dataclass(frozen=True, slots=True)
 class HistoryPosition:
-    """Changes still to be read: those of `revision` but for the first ones, and those of later revisions."""
+    """Where to continue reading: at `revision`, after its first `skipped` changes."""
 
     revision: int
     skipped: int = 0
@@ -41,15 +40,15 @@ class HistoryPage:
 
 class History:
     def __init__(self, *, revision: int, revisions_max: int) -> None:
-        """Nothing is known of what happened up to `revision`."""
+        """Starts empty: history up to `revision` is not available."""
         self.compacted = revision
         self._revisions_max = revisions_max
         self._entries: deque[tuple[Sequence[Change], int]] = deque()
-        """Of each revision after `compacted`: its changes, and what they cost in bytes."""
+        """For each revision after `compacted`: its changes and their size in bytes."""
         self._size_bytes = 0
 
     def add(self, changes: Sequence[Change]) -> None:
-        """Those of the next revision. The oldest go when there are a tenth too many."""
+        """Appends the next revision. Drops the oldest ones when the limit is exceeded by a tenth."""
         size_bytes = sum(len(key) + len(value or b"") + _CHANGE_BYTES for key, value in changes)
         self._entries.append((changes, size_bytes))
         self._size_bytes += size_bytes
@@ -59,7 +58,7 @@ class History:
             self._drop_oldest()
 
     def compact(self, revision: int) -> None:
-        """Forgets what happened up to that revision."""
+        """Drops the changes up to `revision`."""
         latest = self.compacted + len(self._entries)
         if revision > latest:
             raise UsageError(f"cannot compact to revision {revision}; the store is at {latest}")
@@ -67,24 +66,24 @@ class History:
             self._drop_oldest()
 
     def page(self, span: tuple[bytes, bytes], position: HistoryPosition) -> HistoryPage:
-        """Changes of keys in the span from that position on, as many as are read at a time."""
+        """Returns one page of changes of keys in the span, from `position` on."""
         if self.compacted >= position.revision:
             raise CompactedError(
-                f"changes up to revision {self.compacted} are no longer kept, "
-                f"and those from {position.revision} on were asked for",
-                hint="range again and watch from the revision it gives",
+                f"cannot watch from revision {position.revision}: history is compacted up to revision "
+                f"{self.compacted}",
+                hint="range again and watch from the returned revision",
             )
         first, end = span
         events: list[WatchEvent] = []
-        left_bytes, skipped = PAGE_BYTES, position.skipped
+        remaining_bytes, skipped = PAGE_BYTES, position.skipped
         start = position.revision - self.compacted - 1
         for revision, (changes, _) in enumerate(islice(self._entries, start, None), position.revision):
             for number, (key, value) in enumerate(changes[skipped:], skipped + 1):
                 if not first <= key < end:
                     continue
                 events.append(WatchEvent(key.decode(), value, revision))
-                left_bytes -= len(value or b"")
-                if len(events) == PAGE_EVENTS or left_bytes <= 0:
+                remaining_bytes -= len(value or b"")
+                if len(events) == PAGE_EVENTS or remaining_bytes <= 0:
                     return HistoryPage(tuple(events), HistoryPosition(revision, number), complete=False)
             skipped = 0
         behind = max(position.revision, self.compacted + len(self._entries) + 1)

@@ -1,7 +1,7 @@
-"""When leases end, for the engines that keep leases in this process (sqlite, and sim's memory).
+"""Lease timers for the engines that keep leases in this process (SQLite, and the simulator's memory store).
 
-One timer task a lease. Not for: the keys that hang on a lease; the engine deletes them when
-told to, and etcd does all of this by itself.
+One timer task per lease. The keys attached to a lease are deleted by the engine. etcd has its own
+leases.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from genie.controller.store.background import Background
 from genie.errors import LeaseLostError, UsageError
-from genie.runtime.clock import Clock
+from genie.processes.clock import Clock
 
 LEASES_MAX = 10_000
 
@@ -25,7 +25,7 @@ class _Lease:
 
 
 class LeaseTimers:
-    """Live leases and their deadlines. `expire` is awaited once for each lease that runs out."""
+    """Active leases and their deadlines. `expire` is awaited once for each lease that expires."""
 
     def __init__(
         self, *, clock: Clock, background: Background, expire: Callable[[int], Awaitable[None]]
@@ -35,17 +35,19 @@ class LeaseTimers:
         self._expire = expire
         self._leases: dict[int, _Lease] = {}
 
-    def check_room(self) -> None:
+    def check_capacity(self) -> None:
         if len(self._leases) >= LEASES_MAX:
-            raise UsageError(f"there are {LEASES_MAX} leases already", hint="revoke those no longer needed")
+            raise UsageError(
+                f"the limit of {LEASES_MAX} leases is reached", hint="revoke leases that are not needed"
+            )
 
     def start(self, lease_id: int, *, ttl_s: float) -> None:
         lease = _Lease(ttl_s, self._clock.monotonic_s() + ttl_s)
         self._leases[lease_id] = lease
-        lease.timer = self._background.start(self._watch_over(lease_id, lease), name=f"lease-{lease_id}")
+        lease.timer = self._background.start(self._run_timer(lease_id, lease), name=f"lease-{lease_id}")
 
     def renew(self, lease_id: int) -> None:
-        """LeaseLostError when the lease is gone, or its time is over and the timer has yet to run."""
+        """Restarts the TTL. Raises LeaseLostError if the lease was revoked or its deadline has passed."""
         if self.is_lost(lease_id):
             raise LeaseLostError(f"lease {lease_id} has expired or was revoked", hint="grant a new one")
         lease = self._leases[lease_id]
@@ -56,13 +58,13 @@ class LeaseTimers:
         return lease is None or self._clock.monotonic_s() >= lease.deadline_s
 
     def stop(self, lease_id: int) -> None:
-        """Forgets the lease without expiring it. A lease that is gone is fine."""
+        """Removes the lease without expiring it. Ignores an unknown lease."""
         lease = self._leases.pop(lease_id, None)
         if lease is not None and lease.timer is not None:
             lease.timer.cancel()
 
-    async def _watch_over(self, lease_id: int, lease: _Lease) -> None:
-        while (left_s := lease.deadline_s - self._clock.monotonic_s()) > 0:
-            await self._clock.sleep(left_s)
+    async def _run_timer(self, lease_id: int, lease: _Lease) -> None:
+        while (remaining_s := lease.deadline_s - self._clock.monotonic_s()) > 0:
+            await self._clock.sleep(remaining_s)
         self._leases.pop(lease_id, None)
         await self._expire(lease_id)

@@ -1,6 +1,6 @@
-"""Checks on arguments that every engine makes before it does anything, so that all refuse alike.
+"""Argument checks that every engine makes first, so that all engines reject the same requests.
 
-The figures are in protocol.py. Not for: what an engine finds out only while doing the work.
+The limits are defined in protocol.py.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from genie.controller.store.protocol import (
     Delete,
     Put,
 )
-from genie.errors import UsageError
+from genie.errors import RowTooLargeError, UsageError
 
 # UTF-8 has no byte 0xff, so prefix + 0xff sorts after every key that starts with the prefix.
-_AFTER_ALL = b"\xff"
+_AFTER_ALL_KEYS = b"\xff"
 
 
 def encode_key(key: str) -> bytes:
-    """The key as the engines store it; UsageError when it is empty, too long or not UTF-8."""
+    """Encodes a key as UTF-8. Raises UsageError when it is empty, too long or not valid UTF-8."""
     if not key:
-        raise UsageError("a store key is empty", hint="give it at least one character")
+        raise UsageError("a store key is empty", hint="use at least one character")
     return _encode(key, what="store key")
 
 
@@ -36,32 +36,32 @@ def key_span(prefix: str, *, start_after: str = "") -> tuple[bytes, bytes]:
     prefix_bytes = _encode(prefix, what="prefix")
     after = _encode(start_after, what="start_after")
     first = max(prefix_bytes, after + b"\0") if after else prefix_bytes
-    return first, prefix_bytes + _AFTER_ALL
+    return first, prefix_bytes + _AFTER_ALL_KEYS
 
 
 def check_range_limit(limit: int) -> None:
     if not 1 <= limit <= RANGE_LIMIT_MAX:
-        raise UsageError(f"range limit {limit} is not from 1 to {RANGE_LIMIT_MAX}")
+        raise UsageError(f"range limit {limit} is not between 1 and {RANGE_LIMIT_MAX}")
 
 
 def check_after_revision(after_revision: int) -> None:
     if after_revision < 0:
-        raise UsageError(f"a watch cannot start after revision {after_revision}; the least is 0")
+        raise UsageError(f"a watch cannot start after revision {after_revision}; the minimum is 0")
 
 
 def check_ttl(ttl_s: float) -> None:
-    # Written so that NaN is refused too.
+    # Written so that NaN is rejected too.
     if not 0 < ttl_s <= LEASE_TTL_S_MAX:
-        raise UsageError(f"lease time {ttl_s} s is not above 0 and at most {LEASE_TTL_S_MAX:.0f} s")
+        raise UsageError(f"lease TTL {ttl_s} s is not above 0 and at most {LEASE_TTL_S_MAX:.0f} s")
 
 
 def check_transaction(
     compares: Sequence[Compare], operations: Sequence[Put | Delete], *, ops_max: int = TXN_OPS_MAX
 ) -> int:
-    """The transaction's size in bytes as it is counted against TXN_BYTES_MAX."""
+    """Checks a transaction and returns its size in bytes, as counted against TXN_BYTES_MAX."""
     if len(compares) > ops_max or len(operations) > ops_max:
         raise UsageError(
-            f"a transaction of {len(compares)} compares and {len(operations)} operations is too long",
+            f"a transaction has {len(compares)} compares and {len(operations)} operations",
             hint=f"at most {ops_max} of each; split it",
         )
     size_bytes = 0
@@ -70,31 +70,35 @@ def check_transaction(
     for operation in operations:
         size_bytes += operation_bytes(operation)
     if size_bytes > TXN_BYTES_MAX:
-        raise UsageError(f"a transaction of {size_bytes} bytes is over {TXN_BYTES_MAX}", hint="split it")
+        raise RowTooLargeError(
+            f"a transaction has {size_bytes} bytes; the limit is {TXN_BYTES_MAX}", hint="split it"
+        )
     if len(operations) > 1 and len({operation.key for operation in operations}) != len(operations):
-        raise UsageError("a key occurs twice among the operations of one transaction")
+        raise UsageError("a key occurs in two operations of one transaction")
     return size_bytes
 
 
 def _compare_bytes(compare: Compare) -> int:
     key = compare.key
     if compare.revision < 0:
-        raise UsageError(f"compare of {key!r} with revision {compare.revision}; the least is 0")
-    # What nearly all keys are; the rest, and errors, are seen to over there. Here and below.
+        raise UsageError(f"compare of {key!r} with revision {compare.revision}; the minimum is 0")
+    # Fast path for ASCII keys; encode_key() handles the rest and the errors. Here and below.
     return len(key) if key.isascii() and 0 < len(key) <= KEY_BYTES_MAX else len(encode_key(key))
 
 
 def operation_bytes(operation: Put | Delete) -> int:
-    """What it counts against TXN_BYTES_MAX; UsageError when no engine takes it."""
+    """Size in bytes as counted against TXN_BYTES_MAX. Raises UsageError for an invalid operation."""
     key = operation.key
     key_bytes = len(key) if key.isascii() and 0 < len(key) <= KEY_BYTES_MAX else len(encode_key(key))
     if operation.__class__ is Delete:
         return key_bytes
     assert isinstance(operation, Put)
     if len(operation.value) > VALUE_BYTES_MAX:
-        raise UsageError(f"the value of {key!r} has {len(operation.value)} bytes, over {VALUE_BYTES_MAX}")
+        raise RowTooLargeError(
+            f"the value of {key!r} has {len(operation.value)} bytes; the limit is {VALUE_BYTES_MAX}"
+        )
     if operation.lease_id < 0:
-        raise UsageError(f"put of {operation.key!r} names lease {operation.lease_id}; ids are above 0")
+        raise UsageError(f"put of {operation.key!r} with lease {operation.lease_id}; lease IDs are above 0")
     return key_bytes + len(operation.value)
 
 
@@ -104,5 +108,5 @@ def _encode(text: str, *, what: str) -> bytes:
     except UnicodeEncodeError as error:
         raise UsageError(f"{what} {text[:40]!r} is not valid UTF-8: {error.reason}") from None
     if len(encoded) > KEY_BYTES_MAX:
-        raise UsageError(f"{what} {text[:40]!r}... has {len(encoded)} bytes, over {KEY_BYTES_MAX}")
+        raise UsageError(f"{what} {text[:40]!r}... has {len(encoded)} bytes; the limit is {KEY_BYTES_MAX}")
     return encoded

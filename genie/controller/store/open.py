@@ -1,4 +1,4 @@
-"""From the `store` setting to an open store. Not for: what the engines do."""
+"""Opens the store that the `store` setting names."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ from pathlib import Path
 
 from genie.controller.store.protocol import Store
 from genie.errors import ConfigError
-from genie.runtime.clock import Clock
+from genie.processes.clock import Clock
 
 FILE_NAME = "store.sqlite3"
 
 
 async def open_store(url: str, *, state_dir: Path, clock: Clock) -> Store:
-    """`sqlite` (in `state_dir`), `sqlite:/PATH`, `etcd://…` or `etcds://…`; ConfigError for all else.
+    """Opens `sqlite` (in `state_dir`), `sqlite:/PATH`, `etcd://…` or `etcds://…`. The caller closes it.
 
-    Raises what the engine's `open` raises. The caller closes what is returned.
+    Raises ConfigError for any other URL, and what the `open` of the engine raises.
     """
-    # Late imports: an embedded store needs no gRPC, and an etcd client no file locks.
+    # Late imports: the embedded store needs no gRPC, and the etcd client no file locks.
     scheme, _, rest = url.partition(":")
     if scheme == "sqlite":
         from genie.controller.store.sqlite import SqliteStore
@@ -27,7 +27,7 @@ async def open_store(url: str, *, state_dir: Path, clock: Clock) -> Store:
             from genie.controller.store.etcd import EtcdStore
         except ImportError as error:
             raise ConfigError(
-                f"store {url!r} needs the packages of the etcd extra: {error}",
+                f"store {url!r} requires the packages of the etcd extra: {error}",
                 hint="pip install 'genie-gpu[etcd]'",
             ) from error
 
@@ -45,6 +45,6 @@ def _sqlite_path(url: str, rest: str, state_dir: Path) -> Path:
 
 def _not_allowed(url: str) -> ConfigError:
     return ConfigError(
-        f"store {url!r} is not a store",
+        f"invalid store URL {url!r}",
         hint="allowed: sqlite, sqlite:/PATH/TO/FILE, etcd://HOST:PORT[,HOST:PORT], etcds://HOST:PORT?ca=FILE",
     )

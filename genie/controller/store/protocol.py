@@ -1,10 +1,9 @@
-"""What a store engine promises. Values only; the engines are beside this file.
+"""The contract of a store engine: the protocol, its value types and its limits.
 
-Limits that every engine holds, so that code written against one runs on the other:
-a key is 1 byte to 1 KiB of UTF-8, a value at most 1 MiB, a transaction at most 128
-compares and 128 operations and 1.375 MiB of keys and values in all, a lease at most a day.
-Over a limit is a UsageError. One limit may be higher: who can make use of longer transactions
-asks the engine (`txn_ops_max`).
+Limits of every engine, so that code written for one works on the other: a key is 1 byte to
+1 KiB of UTF-8, a value at most 1 MiB, a transaction at most 128 compares, 128 operations and
+1.375 MiB of keys and values in total, a lease TTL at most one day. Exceeding a limit is a
+UsageError. An engine may accept more compares and operations (`txn_ops_max`).
 """
 
 from __future__ import annotations
@@ -12,14 +11,14 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal, Protocol, runtime_checkable
 
 import msgspec
 
 KEY_BYTES_MAX = 1024
 VALUE_BYTES_MAX = 1024 * 1024
 TXN_OPS_MAX = 128
-# etcd refuses a request over 1.5 MiB by default; the difference is room for its framing.
+# etcd rejects requests over 1.5 MiB by default; the difference is for framing.
 TXN_BYTES_MAX = 1408 * 1024
 RANGE_LIMIT_MAX = 10_000
 RANGE_BYTES_MAX = 64 * 1024 * 1024
@@ -28,7 +27,7 @@ LEASE_TTL_S_MAX = 86_400.0
 
 @dataclass(frozen=True, slots=True)
 class KeyValue:
-    """One key as it stands: `create_revision` is the fencing token where one is needed."""
+    """The current value of one key. `create_revision` can serve as a fencing token."""
 
     key: str
     value: bytes
@@ -39,10 +38,10 @@ class KeyValue:
 
 @dataclass(frozen=True, slots=True)
 class RangeResult:
-    """Keys in ascending order as of `revision`; `more` when a limit cut the answer.
+    """Keys in ascending order as of `revision`; `more` if a limit truncated the result.
 
-    Pages that follow one another are read at different revisions. To miss nothing, watch
-    after the revision of the first page.
+    Successive pages are read at different revisions. To miss no change, watch after the
+    revision of the first page.
     """
 
     items: tuple[KeyValue, ...]
@@ -51,7 +50,7 @@ class RangeResult:
 
 
 class Compare(msgspec.Struct, frozen=True):
-    """The key must have this revision; 0 means: the key must not exist."""
+    """Condition: the key has this revision; 0 means that the key does not exist."""
 
     key: str
     revision: int
@@ -70,10 +69,10 @@ class Delete(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class TxnResult:
-    """`succeeded` is False when a compare did not hold: then nothing was changed.
+    """`succeeded` is False when a compare failed; nothing was changed then.
 
-    `revision` is that of the transaction itself when it changed something (it becomes the
-    mod_revision of every key it put), and the store's current one otherwise.
+    `revision` is that of the transaction if it changed something (and the mod_revision of every
+    key it put), otherwise the current revision of the store.
     """
 
     succeeded: bool
@@ -82,25 +81,48 @@ class TxnResult:
 
 @dataclass(frozen=True, slots=True)
 class WatchEvent:
-    """One change. A delete (or a lease's end) has value None and the revision of the deletion."""
+    """One change. For a deletion or an expired lease, value is None and revision that of the deletion."""
 
     key: str
     value: bytes | None
     revision: int
 
 
+@dataclass(frozen=True, slots=True)
+class Space:
+    """The space that a store uses, including its history, and the most that it can use."""
+
+    used_bytes: int
+    bytes_max: int
+    revision: int
+    """The current one."""
+    fragmented_bytes: int = 0
+    """Free space that counts against the maximum until the store is defragmented."""
+
+
+@runtime_checkable
+class StoreSpace(Protocol):
+    """What every engine has besides `Store`, to keep it from filling up."""
+
+    async def space(self, *, timeout_s: float = 5.0) -> Space: ...
+
+    async def compact(self, revision: int, *, timeout_s: float = 5.0) -> None:
+        """Drops the history up to `revision`. Also possible when there is no space."""
+        ...
+
+
 class Store(Protocol):
-    """Linearizable. Every method raises StoreUnavailableError past `timeout_s`; a commit that
-    timed out may or may not have happened, and the caller finds out by reading."""
+    """Linearizable. Every method raises StoreUnavailableError after `timeout_s`. A commit that timed
+    out may have been applied; the caller has to read to find out."""
 
     txn_ops_max: int
-    """Compares, and operations, that this engine takes in one transaction: TXN_OPS_MAX or more."""
+    """Maximum compares, and maximum operations, in one transaction: TXN_OPS_MAX or more."""
 
     async def range(
         self, prefix: str, *, start_after: str = "", limit: int = 1000, timeout_s: float = 5.0
     ) -> RangeResult:
-        """Keys that start with `prefix`, ascending, after `start_after`. At most `limit` of them,
-        and no more once RANGE_BYTES_MAX of values are reached."""
+        """Returns the keys that start with `prefix`, ascending, after `start_after`: at most `limit`,
+        and none after RANGE_BYTES_MAX of values."""
         ...
 
     async def get(self, key: str, *, timeout_s: float = 5.0) -> KeyValue | None: ...
@@ -108,34 +130,34 @@ class Store(Protocol):
     async def commit(
         self, compares: Sequence[Compare], operations: Sequence[Put | Delete], *, timeout_s: float = 5.0
     ) -> TxnResult:
-        """Durable on return. One key at most once among the operations. When all compares hold,
-        LeaseLostError if a Put names a lease that is gone; StoreFullError when there is no space,
-        and nothing changed. Deleting a key that does not exist changes nothing."""
+        """Applies the operations if all compares succeed; durable on return. Keys of the operations are
+        unique. Raises LeaseLostError if a Put names a lost lease, and StoreFullError when there is no
+        space; nothing was changed then. Deleting a missing key changes nothing."""
         ...
 
     async def grant_lease(self, ttl_s: float, *, timeout_s: float = 5.0) -> int:
-        """A new lease id (> 0). When it is not kept alive for `ttl_s`, its keys are deleted, all at
-        one revision. An engine may give more time than asked (etcd counts whole seconds)."""
+        """Returns a new lease ID (> 0). If the lease is not renewed within `ttl_s`, its keys are deleted
+        at one revision. An engine may round the TTL up (etcd: whole seconds)."""
         ...
 
     async def keep_alive(self, lease_id: int, *, timeout_s: float = 5.0) -> None:
-        """Starts the lease's time anew. LeaseLostError when it is gone."""
+        """Restarts the TTL. Raises LeaseLostError if the lease has expired or was revoked."""
         ...
 
     async def revoke_lease(self, lease_id: int, *, timeout_s: float = 5.0) -> None:
-        """Ends the lease and deletes its keys. Revoking a lease that is gone is fine."""
+        """Ends the lease and deletes its keys. Ignores a lost lease."""
         ...
 
     def watch(
         self, prefix: str, *, after_revision: int
     ) -> AbstractAsyncContextManager[AsyncIterator[WatchEvent]]:
-        """Every change of keys under `prefix` after that revision, in order, none left out.
-        CompactedError when that revision is no longer kept or the reader fell too far behind:
-        range again and watch from there. StoreUnavailableError when the engine went away.
-        Both may come on entering or from the iterator. For one reader; cancelling a wait for
-        the next event loses none."""
+        """Iterates over all changes of keys under `prefix` after that revision, in order.
+        Raises CompactedError when that revision is no longer in the history or the reader is too
+        slow (range again and watch from there), and StoreUnavailableError when the engine is lost;
+        both on entering or from the iterator. For one reader; cancelling a wait for the next event
+        loses none."""
         ...
 
     async def close(self) -> None:
-        """Idempotent. Open watches end with StoreUnavailableError, and so does every later call."""
+        """Idempotent. Open watches and later calls raise StoreUnavailableError."""
         ...

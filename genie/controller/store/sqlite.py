@@ -1,14 +1,14 @@
 """The embedded engine: one SQLite file, one process, one writer thread.
 
-Callers queue; the writer thread takes whatever is queued as one transaction with one sync
-(group commit) and everyone in it is answered after the sync. Reads queue with the writes, so
-that they see every write acknowledged before them. The queue is bounded: when it is full,
-callers wait for room until their deadline.
+Requests are queued. The writer thread executes all queued requests as one transaction with one
+fsync (group commit); their callers get results after the fsync. Reads share the queue with
+writes, so that they see every write acknowledged before them. The queue is bounded: when it is
+full, callers wait until their deadline.
 
 Leases belong to the process that has the file open: their timers run here, and opening the
-file revokes all that an earlier process left, because its holders died with its lock.
+file revokes leases of an earlier process, whose holders ended with it.
 
-The blocking part is sqlite_file.py. Not for: more than one controller (etcd.py is).
+The blocking part is sqlite_file.py. For several controllers, use etcd.py.
 """
 
 from __future__ import annotations
@@ -35,15 +35,24 @@ from genie.controller.store.limits import (
     encode_key,
     key_span,
 )
-from genie.controller.store.protocol import Compare, Delete, KeyValue, Put, RangeResult, TxnResult, WatchEvent
-from genie.controller.store.sqlite_file import Ran, SqliteFile, Work
+from genie.controller.store.protocol import (
+    Compare,
+    Delete,
+    KeyValue,
+    Put,
+    RangeResult,
+    Space,
+    TxnResult,
+    WatchEvent,
+)
+from genie.controller.store.sqlite_file import FileCall, GroupResult, SqliteFile
 from genie.errors import StoreError, StoreUnavailableError
-from genie.runtime.clock import Clock, SystemClock
+from genie.processes.clock import Clock, SystemClock
 
 log = logging.getLogger(__name__)
 
 QUEUE_MAX = 512
-GROUP_WORKS_MAX = 128
+GROUP_REQUESTS_MAX = 128
 GROUP_BYTES_MAX = 8 * 1024 * 1024
 SIZE_BYTES_MAX = 8 * 1024 * 1024 * 1024
 WATCH_READ_TIMEOUT_S = 30.0
@@ -53,14 +62,14 @@ T = TypeVar("T")
 
 
 @dataclass(slots=True)
-class _Call:
-    work: Work
-    answer: asyncio.Future[Any]  # Any: works of every kind share one queue
+class _Request:
+    call: FileCall
+    response: asyncio.Future[Any]  # Any: requests of every kind share one queue
     size_bytes: int
 
 
 class SqliteStore:
-    """A `Store` on one file. Made by `open`; `close` gives the file back."""
+    """A `Store` on one file. Created by `open`; `close` releases the file."""
 
     txn_ops_max = 1024
 
@@ -69,16 +78,16 @@ class SqliteStore:
         self._thread = thread
         self._background = background
         self._clock = clock
-        self._queue: asyncio.Queue[_Call] = asyncio.Queue(QUEUE_MAX)
-        self._group: list[_Call] = []
-        """What the thread has; empty while it has nothing."""
+        self._queue: asyncio.Queue[_Request] = asyncio.Queue(QUEUE_MAX)
+        self._group: list[_Request] = []
+        """The requests being executed by the thread."""
         self._idle = asyncio.Event()
         self._idle.set()
         self._leases = LeaseTimers(clock=clock, background=background, expire=self._expire)
         self._watches: set[_Watch] = set()
         self._closing = False
         self._stopped = False
-        """The thread gets nothing more but the file's close."""
+        """True when the thread accepts nothing but the close of the file."""
         self._closed = False
         self._close_lock = asyncio.Lock()
 
@@ -91,12 +100,12 @@ class SqliteStore:
         history_revisions: int = 10_000,
         size_bytes_max: int = SIZE_BYTES_MAX,
     ) -> SqliteStore:
-        """Makes the file (0600) and its directory when they are not there.
+        """Opens the file; creates it (0600) and its directory if missing.
 
-        A watch can start at any of the last `history_revisions` since then, if those are not too large to be
-        remembered. Past `size_bytes_max` writes are a StoreFullError. StoreUnavailableError when another
-        process has the file open, StoreCorruptError when it is damaged, StoreVersionError when a newer Genie
-        wrote it.
+        A watch can start at any of the last `history_revisions` since then, unless they exceed the memory
+        limit of the history. Above `size_bytes_max`, writes raise StoreFullError. Raises
+        StoreUnavailableError when another process has the file open, StoreCorruptError when it is damaged,
+        StoreVersionError when a newer Genie wrote it.
         """
         thread = ThreadPoolExecutor(1, thread_name_prefix="genie-store")
         try:
@@ -119,13 +128,16 @@ class SqliteStore:
     ) -> RangeResult:
         check_range_limit(limit)
         key_span(prefix, start_after=start_after)
-        return await self._ask(
+        return await self._execute(
             lambda file: file.range(prefix, start_after=start_after, limit=limit), timeout_s=timeout_s
         )
 
     async def get(self, key: str, *, timeout_s: float = 5.0) -> KeyValue | None:
         encode_key(key)
-        return await self._ask(lambda file: file.get(key), timeout_s=timeout_s)
+        return await self._execute(lambda file: file.get(key), timeout_s=timeout_s)
+
+    async def space(self, *, timeout_s: float = 5.0) -> Space:
+        return await self._execute(lambda file: file.space(), timeout_s=timeout_s)
 
     async def commit(
         self, compares: Sequence[Compare], operations: Sequence[Put | Delete], *, timeout_s: float = 5.0
@@ -134,7 +146,7 @@ class SqliteStore:
         size_bytes = check_transaction(compares, operations, ops_max=self.txn_ops_max)
         named = {op.lease_id for op in operations if isinstance(op, Put) and op.lease_id}
         lost = frozenset(lease_id for lease_id in named if self._leases.is_lost(lease_id))
-        return await self._ask(
+        return await self._execute(
             lambda file: file.commit(compares, operations, lost_leases=lost),
             timeout_s=timeout_s,
             size_bytes=size_bytes,
@@ -142,23 +154,23 @@ class SqliteStore:
 
     async def grant_lease(self, ttl_s: float, *, timeout_s: float = 5.0) -> int:
         check_ttl(ttl_s)
-        self._leases.check_room()
-        lease_id = await self._ask(SqliteFile.grant_lease, timeout_s=timeout_s)
+        self._leases.check_capacity()
+        lease_id = await self._execute(SqliteFile.grant_lease, timeout_s=timeout_s)
         self._leases.start(lease_id, ttl_s=ttl_s)
         return lease_id
 
     async def keep_alive(self, lease_id: int, *, timeout_s: float = 5.0) -> None:
-        # Time is kept in memory only: a lease does not outlive the process anyway.
+        # In memory only: a lease does not outlive the process.
         self._check_open()
         self._leases.renew(lease_id)
 
     async def revoke_lease(self, lease_id: int, *, timeout_s: float = 5.0) -> None:
-        await self._ask(lambda file: file.revoke_lease(lease_id), timeout_s=timeout_s)
+        await self._execute(lambda file: file.revoke_lease(lease_id), timeout_s=timeout_s)
         self._leases.stop(lease_id)
 
     async def compact(self, revision: int, *, timeout_s: float = 5.0) -> None:
-        """Forgets the changes up to `revision` at once. The store also does so by itself."""
-        await self._ask(lambda file: file.compact(revision), timeout_s=timeout_s)
+        """Drops the history up to `revision` now. The store also compacts automatically."""
+        await self._execute(lambda file: file.compact(revision), timeout_s=timeout_s)
 
     @asynccontextmanager
     async def watch(self, prefix: str, *, after_revision: int) -> AsyncIterator[AsyncIterator[WatchEvent]]:
@@ -172,14 +184,14 @@ class SqliteStore:
             self._watches.discard(watch)
 
     async def close(self) -> None:
-        """Answers what is queued, then gives the file back. Call again if a call was cancelled."""
+        """Executes queued requests, then releases the file. Call it again if it was cancelled."""
         self._closing = True
         async with self._close_lock:
             if self._closed:
                 return
             for watch in self._watches:
                 watch.wake()
-            while not self._idle.is_set():  # one that waited for room may come before this goes on
+            while not self._idle.is_set():  # a caller that waited for the queue may come first
                 await self._idle.wait()
             self._stopped = True
             await self._background.close()
@@ -189,19 +201,19 @@ class SqliteStore:
 
     # -- the queue ----------------------------------------------------------------------------
 
-    async def _ask(self, work: Callable[[SqliteFile], T], *, timeout_s: float, size_bytes: int = 0) -> T:
+    async def _execute(self, call: Callable[[SqliteFile], T], *, timeout_s: float, size_bytes: int = 0) -> T:
         self._check_open()
-        answer: asyncio.Future[T] = asyncio.get_running_loop().create_future()
+        response: asyncio.Future[T] = asyncio.get_running_loop().create_future()
         try:
             async with asyncio.timeout(timeout_s):
-                await self._queue.put(_Call(work, answer, size_bytes))
+                await self._queue.put(_Request(call, response, size_bytes))
                 self._check_running()
-                self._go_on()
-                return await answer
+                self._submit_next_group()
+                return await response
         except TimeoutError:
             raise StoreUnavailableError(
-                f"the store {self.path} did not answer within {timeout_s} s",
-                hint="a write may have happened all the same: read to find out",
+                f"the store {self.path} timed out after {timeout_s} s",
+                hint="a write may have been applied: read the key to find out",
             ) from None
 
     def _check_open(self) -> None:
@@ -215,9 +227,9 @@ class SqliteStore:
                 f"the store {self.path} has stopped", hint="see the log for the cause"
             )
 
-    def _go_on(self) -> None:
-        """Gives the thread what is queued, unless it is busy. Not a task of its own: a busy loop comes to
-        each of its tasks only after all the others, and a commit would wait for that twice more."""
+    def _submit_next_group(self) -> None:
+        """Submits the queued requests to the thread unless it is busy. Not a task: on a busy event loop,
+        each commit would wait for two more iterations."""
         if self._group:
             return
         self._group = self._next_group()
@@ -225,67 +237,76 @@ class SqliteStore:
             self._idle.set()
             return
         self._idle.clear()
-        loop, works = asyncio.get_running_loop(), [call.work for call in self._group]
-        self._thread.submit(lambda: loop.call_soon_threadsafe(self._settle, self._run(works)))
+        loop, calls = asyncio.get_running_loop(), [request.call for request in self._group]
+        self._thread.submit(lambda: loop.call_soon_threadsafe(self._deliver, self._run(calls)))
 
-    def _next_group(self) -> list[_Call]:
-        group: list[_Call] = []
+    def _next_group(self) -> list[_Request]:
+        group: list[_Request] = []
         size_bytes = 0
-        while not self._queue.empty() and len(group) < GROUP_WORKS_MAX and size_bytes <= GROUP_BYTES_MAX:
-            call = self._queue.get_nowait()
-            # A caller that has gone (cancelled, or past its deadline) wants nothing any more.
-            if not call.answer.done():
-                group.append(call)
-                size_bytes += call.size_bytes
+        while not self._queue.empty() and len(group) < GROUP_REQUESTS_MAX and size_bytes <= GROUP_BYTES_MAX:
+            request = self._queue.get_nowait()
+            # Skip requests whose caller was cancelled or timed out.
+            if not request.response.done():
+                group.append(request)
+                size_bytes += request.size_bytes
         return group
 
-    def _run(self, works: Sequence[Work]) -> Ran | BaseException:
-        """In the thread."""
+    def _run(self, calls: Sequence[FileCall]) -> GroupResult | BaseException:
+        """Runs in the thread."""
         try:
-            return self._file.run(works)
-        # A thread boundary: whatever it is, those who wait are told and those behind them go on.
+            return self._file.run(calls)
+        # A thread boundary: every error is delivered to the waiting callers; later groups still run.
         except BaseException as error:
-            log.exception("store %s: a group of %d failed", self.path, len(works))
+            log.exception("store %s: a group of %d requests failed", self.path, len(calls))
             return error
 
-    def _settle(self, ran: Ran | BaseException) -> None:
+    def _deliver(self, result: GroupResult | BaseException) -> None:
         group, self._group = self._group, []
-        if isinstance(ran, Ran):
-            self._announce(ran)
-        outcomes = ran.outcomes if isinstance(ran, Ran) else [self._broken(ran) for _ in group]
-        self._go_on()
-        for call, outcome in zip(group, outcomes, strict=True):
-            if call.answer.done():
+        if isinstance(result, GroupResult):
+            self._notify_watches(result)
+        outcomes = (
+            result.outcomes
+            if isinstance(result, GroupResult)
+            else [self._internal_error(result) for _ in group]
+        )
+        self._submit_next_group()
+        for request, outcome in zip(group, outcomes, strict=True):
+            if request.response.done():
                 continue
             if isinstance(outcome, BaseException):
-                call.answer.set_exception(outcome)
+                request.response.set_exception(outcome)
             else:
-                call.answer.set_result(outcome)
+                request.response.set_result(outcome)
 
-    def _broken(self, error: BaseException) -> StoreUnavailableError:
+    def _internal_error(self, error: BaseException) -> StoreUnavailableError:
         return StoreUnavailableError(
-            f"the store {self.path} failed in a way it should not: {error!r}",
-            hint="a write may have happened all the same: read to find out",
+            f"internal error in the store {self.path}: {error!r}",
+            hint="a write may have been applied: read the key to find out",
         )
 
-    def _announce(self, ran: Ran) -> None:
+    def _notify_watches(self, result: GroupResult) -> None:
         for watch in self._watches:
-            watch.notice(ran)
+            watch.notice(result)
 
     async def _expire(self, lease_id: int) -> None:
-        """Tries until it works or the store closes: a full disk must not leave a dead lease's keys."""
+        """Retries until it succeeds or the store closes: a full disk must not keep keys of expired leases."""
         while not self._closing:
             try:
-                await self._ask(lambda file: file.revoke_lease(lease_id), timeout_s=WATCH_READ_TIMEOUT_S)
+                await self._execute(lambda file: file.revoke_lease(lease_id), timeout_s=WATCH_READ_TIMEOUT_S)
                 return
             except StoreError as error:
-                log.warning("store %s: lease %d is over, its keys stay: %s", self.path, lease_id, error)
+                log.warning(
+                    "store %s: lease %d has expired, but its keys could not be deleted: %s",
+                    self.path,
+                    lease_id,
+                    error,
+                )
                 await self._clock.sleep(EXPIRE_RETRY_S)
 
 
 class _Watch:
-    """Pulls pages of history. Nothing is buffered for a slow reader but the page it is reading: one
-    that falls behind what history keeps gets CompactedError."""
+    """Reads pages of the history. Only the current page is buffered; a reader that is slower than the
+    history's compaction gets CompactedError."""
 
     def __init__(self, store: SqliteStore, span: tuple[bytes, bytes], after_revision: int) -> None:
         self._store = store
@@ -308,25 +329,25 @@ class _Watch:
     def wake(self) -> None:
         self._changed.set()
 
-    def notice(self, ran: Ran) -> None:
-        """Wakes the reader when a key of its span changed. When none did and all before was read,
-        moves on, so that history trimmed meanwhile is not missed by a watch that never needed it."""
+    def notice(self, result: GroupResult) -> None:
+        """Wakes the reader when a key of its span changed. Otherwise advances a reader that is up to
+        date, so that it does not depend on history that may be compacted."""
         first, end = self._span
-        if any(first <= key < end for key in ran.changed):
+        if any(first <= key < end for key in result.changed):
             self._changed.set()
         elif not self._reading and not self._changed.is_set():
-            self._next = HistoryPosition(max(self._next.revision, ran.revision + 1))
+            self._next = HistoryPosition(max(self._next.revision, result.revision + 1))
 
     async def _read(self) -> None:
         self._changed.clear()
         self._reading = True
         span, position = self._span, self._next
         try:
-            page = await self._store._ask(
+            page = await self._store._execute(
                 lambda file: file.history(span, position), timeout_s=WATCH_READ_TIMEOUT_S
             )
         except BaseException:
-            # Whatever it was, the reader may come back, and what it waited for is still unread.
+            # The reader may read again, and the events it waited for are still unread.
             self._changed.set()
             raise
         finally:

@@ -1,13 +1,13 @@
 """The SQLite file under SqliteStore: schema and transactions. Plain blocking code for one thread.
 
     meta(name, value)      format, revision
-    kv(key, value, …)      what stands now
+    kv(key, value, …)      current values
     lease(id)              leases of the process that has the file open
 
-Write-ahead log with a full sync at every commit: what `run` returned survives a kill and a
-power cut. One process at a time: an flock on `<path>.lock`, and SQLite's own exclusive mode,
-which also keeps the log's index in memory instead of in a third file. Not for: queues,
-deadlines and lease timers (sqlite.py), changes for watches (history.py).
+Write-ahead log with a full sync at every commit: results of `run` survive a kill and a power
+failure. One process at a time: an flock on `<path>.lock`, and SQLite's exclusive mode, which
+also keeps the index of the log in memory instead of in a third file. Queues, deadlines and lease
+timers are in sqlite.py, changes for watches in history.py.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import quote
 
-from genie.controller.store.file_lock import make_private_file, take_lock
+from genie.controller.store.file_lock import acquire_lock, make_private_file
 from genie.controller.store.history import Change, History, HistoryPage, HistoryPosition
 from genie.controller.store.limits import encode_key, key_span
 from genie.controller.store.protocol import (
@@ -32,6 +32,7 @@ from genie.controller.store.protocol import (
     KeyValue,
     Put,
     RangeResult,
+    Space,
     TxnResult,
 )
 from genie.errors import (
@@ -43,13 +44,13 @@ from genie.errors import (
     StoreUnavailableError,
     StoreVersionError,
 )
-from genie.runtime.files import FileLock
+from genie.processes.files import FileLock
 
 log = logging.getLogger(__name__)
 
 FORMAT = 2
 APPLICATION_ID = 0x47454E45
-# A page that changes often is copied from the log once for all of that: 32 MiB of 4 KiB pages.
+# A page that changes often is copied from the log once per checkpoint: 32 MiB of 4 KiB pages.
 CHECKPOINT_PAGES = 8192
 CACHE_KIB = 32 * 1024
 
@@ -63,16 +64,16 @@ CREATE INDEX kv_lease ON kv (lease) WHERE lease != 0;
 CREATE TABLE lease (id INTEGER PRIMARY KEY AUTOINCREMENT);
 """
 
-Work = Callable[["SqliteFile"], object]
+FileCall = Callable[["SqliteFile"], object]
 _Item = TypeVar("_Item")
 
-# Rows in one statement. The thread lets the program go on at each, and then has to wait for its turn.
-_PART_SIZES = (512, 256, 128, 64, 32, 16, 8, 4, 2, 1)
+# Rows per statement. SQLite releases the GIL in each statement, and the thread then waits to get it back.
+_BATCH_SIZES = (512, 256, 128, 64, 32, 16, 8, 4, 2, 1)
 
 
 @dataclass(frozen=True, slots=True)
-class Ran:
-    """What came of the works: a value or a GenieError each, the keys that changed, the revision after."""
+class GroupResult:
+    """Results of the calls (a value or a GenieError each), the changed keys, and the revision after."""
 
     outcomes: list[object]
     changed: list[bytes]
@@ -80,7 +81,7 @@ class Ran:
 
 
 class SqliteFile:
-    """Only the thread that opened it may call it. `run` is the door; the works call the rest."""
+    """Only for the thread that opened it. Callers use `run`; the other methods are for the calls it runs."""
 
     def __init__(self, path: Path, *, lock: FileLock, history_revisions: int) -> None:
         self.path = path
@@ -90,12 +91,12 @@ class SqliteFile:
         self._history: History
         self._revision = 0
         self._changed: list[Sequence[Change]] = []
-        """By the last transaction, revision by revision."""
+        """Changes of the last transaction, one entry per revision."""
 
     @classmethod
     def open(cls, path: Path, *, history_revisions: int, size_bytes_max: int) -> SqliteFile:
-        """StoreUnavailableError when another process has it, StoreCorruptError, StoreVersionError."""
-        lock = take_lock(path.with_name(path.name + ".lock"))
+        """Raises StoreUnavailableError if another process has it, StoreCorruptError, StoreVersionError."""
+        lock = acquire_lock(path.with_name(path.name + ".lock"))
         try:
             make_private_file(path)
             file = cls(path, lock=lock, history_revisions=history_revisions)
@@ -109,21 +110,23 @@ class SqliteFile:
         self._db.close()
         self._lock.release()
 
-    def run(self, works: Sequence[Work]) -> Ran:
-        """All in one transaction and one sync. If that fails, each alone, so that each has its own answer:
-        a read still works on a full disk, and one large write does not take small ones with it."""
+    def run(self, calls: Sequence[FileCall]) -> GroupResult:
+        """Runs all calls in one transaction with one sync. If that fails, runs each one separately, so that
+        reads still work on a full disk and one large write does not fail small ones."""
         changed: list[Sequence[Change]] = []
         outcomes: list[object] = []
         try:
-            outcomes = self._transact(works)
+            outcomes = self._transact(calls)
             changed += self._changed
         except Exception:
-            if len(works) > 1:
-                log.info("store %s: a group of %d failed, running each alone", self.path, len(works))
-            for work in works:
-                outcomes.append(self._alone(work))
+            if len(calls) > 1:
+                log.info(
+                    "store %s: a group of %d requests failed, running each separately", self.path, len(calls)
+                )
+            for call in calls:
+                outcomes.append(self._transact_one(call))
                 changed += self._changed
-        return Ran(outcomes, [key for changes in changed for key, _ in changes], self._revision)
+        return GroupResult(outcomes, [key for changes in changed for key, _ in changes], self._revision)
 
     def get(self, key: str) -> KeyValue | None:
         row = self._db.execute(
@@ -139,13 +142,13 @@ class SqliteFile:
             (first, end, limit + 1),
         )
         items: list[KeyValue] = []
-        left_bytes = RANGE_BYTES_MAX
+        remaining_bytes = RANGE_BYTES_MAX
         for row in rows:
-            if len(items) == limit or left_bytes <= 0:
+            if len(items) == limit or remaining_bytes <= 0:
                 rows.close()
                 return RangeResult(tuple(items), self._revision, more=True)
             items.append(self._key_value(row))
-            left_bytes -= len(row[1])
+            remaining_bytes -= len(row[1])
         return RangeResult(tuple(items), self._revision, more=False)
 
     def commit(
@@ -155,20 +158,20 @@ class SqliteFile:
         *,
         lost_leases: frozenset[int] = frozenset(),
     ) -> TxnResult:
-        """`lost_leases` are over by the clock though their keys may still stand."""
-        if not self._hold(compares):
+        """`lost_leases` have expired, although their keys may not be deleted yet."""
+        if not self._compares_succeed(compares):
             return TxnResult(succeeded=False, revision=self._revision)
         for lease_id in {op.lease_id for op in operations if isinstance(op, Put) and op.lease_id}:
             if lease_id in lost_leases or not self._has_lease(lease_id):
                 raise LeaseLostError(f"lease {lease_id} has expired or was revoked", hint="grant a new one")
         revision = self._revision + 1
         keyed = [(encode_key(op.key), op) for op in operations]
-        gone = self._delete([key for key, op in keyed if isinstance(op, Delete)])
+        deleted = self._delete([key for key, op in keyed if isinstance(op, Delete)])
         self._put([(key, op.value, op.lease_id) for key, op in keyed if isinstance(op, Put)], revision)
         changes = [
             (key, op.value if isinstance(op, Put) else None)
             for key, op in keyed
-            if isinstance(op, Put) or key in gone
+            if isinstance(op, Put) or key in deleted
         ]
         if changes:
             self._record(revision, changes)
@@ -189,11 +192,16 @@ class SqliteFile:
     def compact(self, revision: int) -> None:
         self._history.compact(revision)
 
+    def space(self) -> Space:
+        page_bytes = self._pragma("page_size")
+        used_pages = self._pragma("page_count") - self._pragma("freelist_count")
+        return Space(used_pages * page_bytes, self._pragma("max_page_count") * page_bytes, self._revision)
+
     # -- opening ------------------------------------------------------------------------------
 
     def _connect(self, size_bytes_max: int) -> None:
         try:
-            # mode=rw: the file is there by now, with the right permissions.
+            # mode=rw: the file exists, with the right permissions.
             uri = f"file:{quote(str(self.path))}?mode=rw"
             self._db = sqlite3.connect(uri, uri=True, isolation_level=None, timeout=0)
         except sqlite3.Error as error:
@@ -209,25 +217,25 @@ class SqliteFile:
             raise
 
     def _check_identity(self) -> None:
-        """Before anything is changed: is it ours, is it whole, and can this program read it?"""
+        """Checks, before any change, that the file is a Genie store, undamaged and of a known format."""
         self._db.execute("PRAGMA locking_mode = EXCLUSIVE")
         if self._is_new():
             return
         if self._pragma("application_id") != APPLICATION_ID:
-            raise self._corrupt("it is a SQLite file of another program")
+            raise self._corrupt("it is an SQLite file of another program")
         found = self._pragma("quick_check(1)")
         if found != "ok":
             raise self._corrupt(str(found))
         file_format = self._meta("format")
         if file_format > FORMAT:
             raise StoreVersionError(
-                f"the store file {self.path} has format {file_format}; this Genie reads up to {FORMAT}",
-                hint="install the newer Genie that wrote it, or give another state directory",
+                f"the store file {self.path} has format {file_format}; this Genie supports up to {FORMAT}",
+                hint="install the newer Genie that wrote it, or use another state directory",
             )
 
     def _prepare(self, size_bytes_max: int) -> None:
         if self._pragma("journal_mode = WAL") != "wal":
-            raise StoreUnavailableError(f"the file system under {self.path} does not allow a write-ahead log")
+            raise StoreUnavailableError(f"the file system of {self.path} does not support a write-ahead log")
         self._db.execute("PRAGMA synchronous = FULL")
         self._db.execute(f"PRAGMA journal_size_limit = {64 * 1024 * 1024}")
         self._db.execute(f"PRAGMA wal_autocheckpoint = {CHECKPOINT_PAGES}")
@@ -238,19 +246,19 @@ class SqliteFile:
         if is_new:
             self._make_schema()
         elif self._meta("format") == 1:
-            self._drop_stored_history()
+            self._migrate_format_1()
         self._revision = self._meta("revision")
         known = 0 if is_new else self._revision
         self._history = History(revision=known, revisions_max=self._history_revisions)
         if is_new:
             self._history.add(())  # the first revision changed nothing
-        # Their holders died with the process that had the file open.
+        # Leases ended with the process that had the file open.
         (cleared,) = self._transact([SqliteFile._revoke_all])
         if isinstance(cleared, GenieError):
             raise cleared
 
     def _is_new(self) -> bool:
-        # Not "has no pages": a kill between the switch to the log and the schema leaves a page.
+        # Not "has no pages": a kill between switching to WAL and creating the schema leaves a page.
         return self._db.execute("SELECT 1 FROM sqlite_master").fetchone() is None
 
     def _make_schema(self) -> None:
@@ -262,8 +270,8 @@ class SqliteFile:
         self._db.execute(f"PRAGMA application_id = {APPLICATION_ID}")
         self._db.execute("COMMIT")
 
-    def _drop_stored_history(self) -> None:
-        """Files of format 1 had their changes in a table."""
+    def _migrate_format_1(self) -> None:
+        """Migrates a file of format 1, which stored the history in a table."""
         self._db.execute("BEGIN IMMEDIATE")
         self._db.execute("DROP TABLE history")
         self._db.execute("DELETE FROM meta WHERE name = 'compacted'")
@@ -276,13 +284,13 @@ class SqliteFile:
 
     # -- transactions -------------------------------------------------------------------------
 
-    def _transact(self, works: Sequence[Work]) -> list[object]:
-        """Outcomes after the commit. StoreError when SQLite failed; then nothing has changed."""
+    def _transact(self, calls: Sequence[FileCall]) -> list[object]:
+        """Runs the calls and commits; returns their outcomes. Raises StoreError, with nothing changed."""
         before = self._revision
         self._changed = []
         try:
             self._db.execute("BEGIN IMMEDIATE")
-            outcomes = [self._attempt(work) for work in works]
+            outcomes = [self._run_call(call) for call in calls]
             if self._revision != before:
                 self._set_meta("revision", self._revision)
             self._db.execute("COMMIT")
@@ -297,25 +305,25 @@ class SqliteFile:
             self._history.add(changes)
         return outcomes
 
-    def _attempt(self, work: Work) -> object:
-        # Works raise GenieError only before they have changed anything, so the others may go on.
+    def _run_call(self, call: FileCall) -> object:
+        # Calls raise GenieError only before they change anything, so the others can proceed.
         try:
-            return work(self)
+            return call(self)
         except GenieError as error:
             return error
 
-    def _alone(self, work: Work) -> object:
+    def _transact_one(self, call: FileCall) -> object:
         try:
-            return self._transact([work])[0]
+            return self._transact([call])[0]
         except GenieError as error:
             return error
         except Exception as error:
-            # A request boundary: a mistake in one work must not end the thread that serves all.
-            log.exception("store %s: a work failed", self.path)
-            return StoreError(f"the store failed in a way it should not: {error!r}", hint="see the log")
+            # A request boundary: a bug in one call must not end the thread that serves all.
+            log.exception("store %s: a request failed", self.path)
+            return StoreError(f"internal error in the store: {error!r}", hint="see the log")
 
     def _roll_back(self) -> None:
-        # SQLite rolls back by itself after some errors, a full disk among them.
+        # SQLite rolls back automatically after some errors, such as a full disk.
         if not self._db.in_transaction:
             return
         try:
@@ -325,9 +333,9 @@ class SqliteFile:
 
     # -- rows ---------------------------------------------------------------------------------
 
-    def _hold(self, compares: Sequence[Compare]) -> bool:
+    def _compares_succeed(self, compares: Sequence[Compare]) -> bool:
         absent = [encode_key(compare.key) for compare in compares if compare.revision == 0]
-        if self._standing(absent):
+        if self._existing_keys(absent):
             return False
         for column in ("create", "mod"):
             pairs = [
@@ -335,26 +343,26 @@ class SqliteFile:
                 for compare in compares
                 if compare.field == column and compare.revision > 0
             ]
-            for part in _parts(pairs):
-                # Counted over there: every row that comes back here is a change of threads.
+            for batch in _batches(pairs):
+                # Counted in SQL: fetching each row would release and reacquire the GIL.
                 row = self._db.execute(
-                    f"WITH wanted (key, rev) AS (VALUES {_rows(len(part), 2)})"  # noqa: S608
+                    f"WITH wanted (key, rev) AS (VALUES {_value_rows(len(batch), 2)})"  # noqa: S608
                     " SELECT count(*) FROM wanted CROSS JOIN kv"
                     f" WHERE kv.key = wanted.key AND kv.{column}_rev = wanted.rev",
-                    list(chain.from_iterable(part)),
+                    list(chain.from_iterable(batch)),
                 ).fetchone()
-                if row[0] != len(part):
+                if row[0] != len(batch):
                     return False
         return True
 
-    def _standing(self, keys: Sequence[bytes]) -> set[bytes]:
-        """Those of these keys that there are."""
+    def _existing_keys(self, keys: Sequence[bytes]) -> set[bytes]:
+        """Returns those of `keys` that exist."""
         found: set[bytes] = set()
-        for part in _parts(keys):
-            places = _places(len(part))
+        for batch in _batches(keys):
+            placeholders = _placeholders(len(batch))
             row = self._db.execute(
-                f"SELECT group_concat(hex(key)) FROM kv WHERE key IN {places}",  # noqa: S608
-                part,
+                f"SELECT group_concat(hex(key)) FROM kv WHERE key IN {placeholders}",  # noqa: S608
+                batch,
             ).fetchone()
             found.update(bytes.fromhex(key) for key in (row[0] or "").split(",") if key)
         return found
@@ -363,23 +371,23 @@ class SqliteFile:
         return self._db.execute("SELECT 1 FROM lease WHERE id = ?", (lease_id,)).fetchone() is not None
 
     def _put(self, rows: Sequence[tuple[bytes, bytes, int]], revision: int) -> None:
-        for part in _parts(rows):
-            values = [(key, value, revision, revision, lease_id) for key, value, lease_id in part]
+        for batch in _batches(rows):
+            values = [(key, value, revision, revision, lease_id) for key, value, lease_id in batch]
             self._db.execute(
-                f"INSERT INTO kv VALUES {_rows(len(part), 5)} ON CONFLICT (key) DO UPDATE"  # noqa: S608
+                f"INSERT INTO kv VALUES {_value_rows(len(batch), 5)} ON CONFLICT (key) DO UPDATE"  # noqa: S608
                 " SET value = excluded.value, mod_rev = excluded.mod_rev, lease = excluded.lease",
                 list(chain.from_iterable(values)),
             )
 
     def _delete(self, keys: Sequence[bytes]) -> set[bytes]:
-        """Those that were there."""
-        gone = self._standing(keys)
-        for part in _parts(keys):
-            self._db.execute(f"DELETE FROM kv WHERE key IN {_places(len(part))}", part)  # noqa: S608
-        return gone
+        """Deletes `keys`; returns those that existed."""
+        deleted = self._existing_keys(keys)
+        for batch in _batches(keys):
+            self._db.execute(f"DELETE FROM kv WHERE key IN {_placeholders(len(batch))}", batch)  # noqa: S608
+        return deleted
 
     def _delete_keys(self, condition: str, values: tuple[int, ...]) -> None:
-        """All at one revision. `condition` is a constant of this file, never a caller's text."""
+        """Deletes matching keys at one revision. `condition` is always a constant of this file."""
         keys = self._db.execute(f"SELECT key FROM kv WHERE {condition} ORDER BY key", values).fetchall()  # noqa: S608
         if not keys:
             return
@@ -388,7 +396,7 @@ class SqliteFile:
         self._record(revision, [(key, None) for (key,) in keys])
 
     def _record(self, revision: int, changes: Sequence[Change]) -> None:
-        """The revision is written to the file once a transaction, in _transact."""
+        """The revision is written to the file once per transaction, in _transact."""
         self._changed.append(changes)
         self._revision = revision
 
@@ -411,15 +419,15 @@ class SqliteFile:
         except UnicodeDecodeError as error:
             raise self._corrupt(f"a key is not UTF-8: {error}") from error
 
-    def _pragma(self, text: str) -> Any:  # Any: SQLite's pragmas return whatever they like
+    def _pragma(self, text: str) -> Any:  # Any: the type depends on the pragma
         row = self._db.execute(f"PRAGMA {text}").fetchone()
         return None if row is None else row[0]
 
     def _corrupt(self, what: str) -> StoreCorruptError:
         return StoreCorruptError(
             f"the store file {self.path} is damaged: {what}",
-            hint="stop the controller, put a backup of the file (and no old -wal file) in its place, "
-            "or try `sqlite3 FILE .recover`; move it away to start with an empty store",
+            hint="stop the controller, restore a backup of the file (without an old -wal file), "
+            "or try `sqlite3 FILE .recover`; move the file away to start with an empty store",
         )
 
     def _translate(self, error: sqlite3.Error) -> StoreError:
@@ -427,28 +435,28 @@ class SqliteFile:
         name = getattr(error, "sqlite_errorname", "no SQLite code")
         if primary == sqlite3.SQLITE_FULL:
             return StoreFullError(
-                f"no space for the store file {self.path}; nothing was changed",
-                hint="free space on its disk; the store goes on by itself",
+                f"no space left for the store file {self.path}; nothing was changed",
+                hint="free space on its disk; the store then continues without a restart",
             )
         if primary in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB):
             return self._corrupt(str(error))
-        return StoreUnavailableError(f"the store file {self.path} does not answer: {error} ({name})")
+        return StoreUnavailableError(f"could not access the store file {self.path}: {error} ({name})")
 
 
-def _parts(rows: Sequence[_Item]) -> Iterator[Sequence[_Item]]:
-    """All of them, in as few statements as possible. Sizes are few, so that each is compiled once."""
+def _batches(rows: Sequence[_Item]) -> Iterator[Sequence[_Item]]:
+    """Splits rows into batches of a few fixed sizes, so that each statement is compiled once."""
     start = 0
-    for size in _PART_SIZES:
+    for size in _BATCH_SIZES:
         while len(rows) - start >= size:
             yield rows[start : start + size]
             start += size
 
 
 @cache
-def _places(count: int) -> str:
+def _placeholders(count: int) -> str:
     return "(" + ", ".join("?" * count) + ")"
 
 
 @cache
-def _rows(count: int, columns: int) -> str:
-    return ", ".join([_places(columns)] * count)
+def _value_rows(count: int, columns: int) -> str:
+    return ", ".join([_placeholders(columns)] * count)

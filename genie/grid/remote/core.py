@@ -1,11 +1,11 @@
-"""The helper's loop: requests come in on standard input, answers go out on standard output.
+"""The helper's main loop: reads requests from standard input and writes responses to standard output.
 
-A message is two lengths (JSON, blob), then both. Requests are {"id", "op", "args"}; answers have the
-id and either "ok" or "error" (a reason and a text). Answers come in any order. Ops that may take long
-run in threads, so one of them never holds up another. When standard input ends, so does all of it,
-except what was started through the spawner: a small process that was forked before there were threads.
+A message consists of two lengths (JSON, blob) and both parts. Requests are {"id", "op", "args"}; responses
+have the ID and either "ok" or "error" (a reason and a text), in any order. Ops that may block run in threads.
+The helper exits when standard input ends; processes started through the spawner, a small process forked
+before there were threads, continue.
 
-Runs on nodes, so: standard library only, Python 3.8. Not for: the ops themselves.
+Runs on nodes: standard library only, Python 3.8. Does not define ops.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from typing import Any, Callable, NoReturn  # noqa: UP035 - Callable[...] at run
 
 VERSION = 1
 MAGIC = b"\0genie-grid-1\0"
-"""Comes before the first answer: whatever a login shell printed stands in front of it."""
+"""Precedes the first response; output of a login shell comes before it."""
 HEADER = struct.Struct(">II")
 JSON_BYTES_MAX = 8 << 20
 BLOB_BYTES_MAX = 16 << 20
 THREADS_MAX = 64
 
-Answer = Any  # what JSON can carry, or (that, bytes)
+Answer = Any  # a JSON value, or (JSON value, bytes)
 Args = Any  # a JSON object
 Op = Callable[[Args, bytes], Answer]
 
@@ -35,7 +35,7 @@ OPS: dict[str, tuple[Op, bool]] = {}
 
 
 class OpError(Exception):
-    """The op could not be done. `reason` is a word for programs, the text is for people."""
+    """The op failed. `reason` is an identifier for programs, the text is for people."""
 
     def __init__(self, reason: str, text: str) -> None:
         super().__init__(text)
@@ -43,7 +43,7 @@ class OpError(Exception):
 
 
 def op(name: str, *, quick: bool = False) -> Callable[[Op], Op]:
-    """Registers a function of (args, blob). A quick one never waits, and runs in the loop itself."""
+    """Register a function of (args, blob). A quick one never blocks and runs in the loop itself."""
 
     def register(function: Op) -> Op:
         OPS[name] = (function, quick)
@@ -53,7 +53,7 @@ def op(name: str, *, quick: bool = False) -> Callable[[Op], Op]:
 
 
 def load(name: str, text: str) -> None:
-    """Makes a module of a text, under the name that imports use."""
+    """Create a module from its source, under the name that imports use."""
     parts = name.split(".")
     for end in range(1, len(parts)):
         parent = ".".join(parts[:end])
@@ -63,11 +63,11 @@ def load(name: str, text: str) -> None:
             sys.modules[parent] = package
     module = types.ModuleType(name)
     sys.modules[name] = module
-    exec(compile(text, name, "exec"), module.__dict__)  # noqa: S102 - our own text, from the one who logged in
+    exec(compile(text, name, "exec"), module.__dict__)  # noqa: S102 - our own source, sent by the logged-in user
 
 
 class Spawner:
-    """Forks processes that outlive the connection. One request at a time."""
+    """Forks processes that outlive the connection. Serves one request at a time."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -80,20 +80,20 @@ class Spawner:
         self.pid = pid
 
     def load(self, name: str, text: str) -> None:
-        self._ask({"load": name, "text": text})
+        self._request({"load": name, "text": text})
 
     def spawn(self, module: str, function: str, args: Args) -> int:
-        """Calls module.function(args) in a process of its own, with a session of its own; gives its pid."""
-        return int(self._ask({"module": module, "function": function, "args": args})["pid"])
+        """Call module.function(args) in a new process with its own session; returns its PID."""
+        return int(self._request({"module": module, "function": function, "args": args})["pid"])
 
-    def _ask(self, message: Args) -> Args:
+    def _request(self, message: Args) -> Args:
         with self._lock:
             try:
                 _send(self._ours, message)
                 answer = _receive(self._ours)
             except OSError:
                 answer = None
-        if answer is None:  # killed: the next helper has another one, and what was asked for is begun once
+        if answer is None:  # the spawner was killed: exit, so that the next helper starts a new one
             os._exit(4)
         return answer
 
@@ -102,9 +102,9 @@ SPAWNER: Spawner
 
 
 def main() -> NoReturn:
-    """Never returns: ends with the connection."""
+    """Serve requests until the connection ends; never returns."""
     global SPAWNER  # noqa: PLW0603 - it must be forked here, before there are threads
-    # What ops print by mistake, and what a child inherits, must not become part of the answers.
+    # Output of ops and of child processes must not mix with the responses.
     answers = os.fdopen(os.dup(1), "wb", buffering=0)
     os.dup2(2, 1)
     os.set_inheritable(answers.fileno(), False)
@@ -122,7 +122,7 @@ class Loop:
     def run(self) -> NoReturn:
         python = ".".join(map(str, sys.version_info[:3]))
         self._write(MAGIC)
-        self.answer({"id": 0, "ok": {"version": VERSION, "python": python, "pid": os.getpid()}})
+        self.respond({"id": 0, "ok": {"version": VERSION, "python": python, "pid": os.getpid()}})
         while True:
             head = self._read(HEADER.size)
             json_bytes, blob_bytes = HEADER.unpack(head)
@@ -138,38 +138,37 @@ class Loop:
             return
         function, quick = OPS.get(request["op"], (_unknown, True))
         if quick:
-            self._carry_out(function, request, blob)
+            self._execute(function, request, blob)
         elif not self._threads.acquire(blocking=False):
-            self._fail(request, "busy", f"more than {THREADS_MAX} requests are under way")
+            self._fail(request, "busy", f"more than {THREADS_MAX} requests are in progress")
         else:
             threading.Thread(target=self._in_thread, args=(function, request, blob), daemon=True).start()
 
     def _in_thread(self, function: Op, request: Args, blob: bytes) -> None:
         try:
-            self._carry_out(function, request, blob)
+            self._execute(function, request, blob)
         finally:
             self._threads.release()
 
-    def _carry_out(self, function: Op, request: Args, blob: bytes) -> None:
+    def _execute(self, function: Op, request: Args, blob: bytes) -> None:
         try:
             answer = function(request.get("args", {}), blob)
         except OpError as error:
             self._fail(request, error.reason, str(error))
         except OSError as error:
-            where = ": " + str(error.filename) if error.filename else ""
-            self._fail(request, _REASONS.get(error.errno or 0, "os"), (error.strerror or str(error)) + where)
+            self._fail(request, *describe_os_error(error))
         except Exception as error:
             import traceback
 
             self._fail(request, "bug", f"{type(error).__name__}: {error}\n{traceback.format_exc()}")
         else:
             value, data = answer if isinstance(answer, tuple) else (answer, b"")
-            self.answer({"id": request["id"], "ok": value}, data)
+            self.respond({"id": request["id"], "ok": value}, data)
 
     def _fail(self, request: Args, reason: str, text: str) -> None:
-        self.answer({"id": request["id"], "error": {"reason": reason, "text": text}})
+        self.respond({"id": request["id"], "error": {"reason": reason, "text": text}})
 
-    def answer(self, message: Args, blob: bytes = b"") -> None:
+    def respond(self, message: Args, blob: bytes = b"") -> None:
         body = json.dumps(message, separators=(",", ":")).encode()
         self._write(HEADER.pack(len(body), len(blob)) + body + blob)
 
@@ -190,7 +189,13 @@ class Loop:
 
 
 def _unknown(args: Args, blob: bytes) -> Answer:
-    raise OpError("unknown", "this helper knows no such op")
+    raise OpError("unknown", "unknown op")
+
+
+def describe_os_error(error: OSError) -> tuple[str, str]:
+    """Return the reason for callers to distinguish, and the text."""
+    where = ": " + str(error.filename) if error.filename else ""
+    return _REASONS.get(error.errno or 0, "os"), (error.strerror or str(error)) + where
 
 
 _REASONS = {
@@ -202,12 +207,12 @@ _REASONS = {
     30: "read_only",
     122: "no_space",
 }
-"""errno numbers of Linux that callers tell apart."""
+"""Linux errno numbers that callers distinguish."""
 
 
 def _spawner_main(channel: socket.socket) -> NoReturn:
-    """In the spawner: one request after the other, until the helper is gone."""
-    _leave_stdio()
+    """Main loop of the spawner: serve requests until the helper exits."""
+    _detach_stdio()
     while True:
         request = _receive(channel)
         if request is None:
@@ -220,11 +225,11 @@ def _spawner_main(channel: socket.socket) -> NoReturn:
         pid = os.fork()
         if pid == 0:
             channel.close()
-            _spawned(request)
+            _run_spawned(request)
         _send(channel, {"pid": pid})
 
 
-def _spawned(request: Args) -> NoReturn:
+def _run_spawned(request: Args) -> NoReturn:
     status = 70
     try:
         os.setsid()
@@ -234,14 +239,14 @@ def _spawned(request: Args) -> NoReturn:
         os._exit(status)
 
 
-def _leave_stdio() -> None:
-    """The connection's own pipes would keep the channel open after the helper has ended."""
-    nothing = os.open(os.devnull, os.O_RDWR)
+def _detach_stdio() -> None:
+    """Close the connection's pipes, which would keep the SSH channel open after the helper exits."""
+    null = os.open(os.devnull, os.O_RDWR)
     for number in (0, 1, 2):
-        os.dup2(nothing, number)
+        os.dup2(null, number)
     for name in os.listdir("/proc/self/fd") if os.path.isdir("/proc/self/fd") else []:
         number = int(name)
-        if number > 2 and not _is_socket(number) and number != nothing:
+        if number > 2 and not _is_socket(number) and number != null:
             _close_quietly(number)
 
 
@@ -275,12 +280,12 @@ def _send(channel: socket.socket, message: Args) -> None:
 
 
 def _receive(channel: socket.socket) -> Args:
-    head = _exactly(channel, 4)
-    body = _exactly(channel, struct.unpack(">I", head)[0]) if head else None
+    head = _receive_exactly(channel, 4)
+    body = _receive_exactly(channel, struct.unpack(">I", head)[0]) if head else None
     return json.loads(body.decode()) if body else None
 
 
-def _exactly(channel: socket.socket, count: int) -> bytes | None:
+def _receive_exactly(channel: socket.socket, count: int) -> bytes | None:
     parts = []
     while count:
         try:

@@ -1,10 +1,10 @@
-"""A Python environment on this node: ROOT/grid_env, made with venv and filled with pip.
+"""Installs the Python environment of a node, ROOT/grid_env, with venv and pip.
 
-A stamp in it says what was asked for, so the same wish again costs nothing. One installation at a time:
-the lock is held by the programs that run, also when the helper is gone, and goes away with them. The
-file has who asked for it, when, and which process holds it.
+A stamp in it identifies the requested packages, so that repeating a setup costs nothing. One setup runs
+at a time: the lock is held by the running programs, also after the helper has exited. The lock file contains
+the requester, the start time and the PID of the holder.
 
-Runs on nodes, so: standard library only, Python 3.8. Not for: deciding what is installed.
+Runs on nodes: standard library only, Python 3.8. Does not decide what is installed (setup.py).
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ _STAMP = "genie-grid.json"
 _TAIL_BYTES = 16000
 _LINES = 25
 _CHUNK_BYTES = 1 << 20
-_PART_S = 3600.0
+_STALE_PART_S = 3600.0
 _SPACE_BYTES_MIN = 1 << 20
 _ACTIVATE = """
-# Written by grid-cli setup: where the grid has started Ray, `ray` finds it and its token.
+# Written by grid-cli setup: lets `ray` find the grid's Ray cluster and its token.
 if [ -r {path} ]; then . {path}; fi
 """
 
 
-@op("environment.look")
-def look(args: Args, blob: bytes) -> Answer:
-    """The stamp of the environment, the version of the Python asked for, and the wheels that are here."""
+@op("environment.inspect")
+def inspect_environment(args: Args, blob: bytes) -> Answer:
+    """Return the stamp of the environment, the requested Python and its version, and the uploaded wheels."""
     folder = _folder(args)
     python = _python(args)
     return {
@@ -47,7 +47,7 @@ def look(args: Args, blob: bytes) -> Answer:
 
 @op("environment.put_wheel")
 def put_wheel(args: Args, blob: bytes) -> Answer:
-    """A part of a wheel from `offset`; the last part gives it its name, if its hash is right."""
+    """Write a part of a wheel at `offset`; after the last part, check the hash and rename the file."""
     folder = os.path.join(_setup_folder(args), "wheels")
     os.makedirs(folder, mode=0o700, exist_ok=True)
     path = os.path.join(folder, _file_name(args["name"]))
@@ -60,94 +60,93 @@ def put_wheel(args: Args, blob: bytes) -> Answer:
         file.truncate()
     if args["last"]:
         if _sha256(part) != args["sha256"]:
-            raise OpError("damaged", args["name"] + " arrived damaged")
+            raise OpError("damaged", args["name"] + " was damaged in transfer")
         os.replace(part, path)
-        with open(path + ".sha256", "w") as note:
-            note.write(args["sha256"])
+        with open(path + ".sha256", "w") as file:
+            file.write(args["sha256"])
     return {}
 
 
 @op("environment.install")
 def install(args: Args, blob: bytes) -> Answer:
-    """Makes the environment and installs; the blob is a requirements file. Ends with the stamp written."""
+    """Create the environment, install the packages and write the stamp; the blob is a requirements file."""
     import fcntl
 
     setup = _setup_folder(args)
     os.makedirs(setup, mode=0o700, exist_ok=True)
-    # A link is not followed: what it leads to would be written over.
+    # Links are not followed, because the target would be overwritten.
     lock = os.open(os.path.join(setup, "lock"), os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
     try:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise OpError("locked", _under_way(lock)) from None
+            raise OpError("locked", _describe_holder(lock)) from None
         holder = {"since": time.time(), "who": str(args.get("who", ""))}
-        return _install(args, blob, setup, _Lock(lock, holder))
+        return _install(args, blob, setup, _SetupLock(lock, holder))
     finally:
         os.close(lock)
 
 
-class _Lock:
-    """`file` is open and locked; what it has in it says who holds it."""
+class _SetupLock:
+    """The locked file, whose contents describe the holder."""
 
     def __init__(self, file: int, holder: dict[str, Any]) -> None:
         self.file = file
         self._holder = holder
-        self.held_by(os.getpid())
+        self.set_pid(os.getpid())
 
-    def held_by(self, pid: int) -> None:
+    def set_pid(self, pid: int) -> None:
         data = json.dumps(dict(self._holder, pid=pid)).encode()
         try:
             os.ftruncate(self.file, 0)
             os.pwrite(self.file, data, 0)
         except OSError:
-            pass  # a full disk: it is only told
+            pass  # full disk: the contents are informational
 
 
-def _under_way(lock: int) -> str:
-    text = "another setup is under way here"
+def _describe_holder(lock: int) -> str:
+    text = "another setup is in progress"
     try:
         holder = json.loads(os.pread(lock, 4096, 0).decode())
         who = " by " + holder["who"] if holder["who"] else ""
         since_s = max(0.0, time.time() - holder["since"])
-        text += f", begun{who} {since_s:.0f} s ago (process {holder['pid']})"
+        text += f", started{who} {since_s:.0f} s ago (process {holder['pid']})"
     except (ValueError, TypeError, KeyError, OverflowError, OSError, RecursionError):
-        pass  # written by an older version, not yet, or by someone else
+        pass  # not written yet, or by another version or program
     return text
 
 
 @op("environment.progress", quick=True)
 def progress(args: Args, blob: bytes) -> Answer:
-    """The last line of the log of the installation."""
+    """Return the last line of the installation log."""
     lines = _tail(os.path.join(_setup_folder(args), "setup.log")).splitlines()
     return {"line": lines[-1] if lines else ""}
 
 
-def _install(args: Args, requirements: bytes, setup: str, lock: _Lock) -> Answer:
+def _install(args: Args, requirements: bytes, setup: str, lock: _SetupLock) -> Answer:
     folder = _folder(args)
     log_path = os.path.join(setup, "setup.log")
     deadline = time.monotonic() + float(args["timeout_s"])
     with open(log_path, "wb") as log:
-        run = _Run(log, log_path, deadline, lock)
-        if not _is_whole(folder, args):
+        run = _CommandRunner(log, log_path, deadline, lock)
+        if not _is_reusable(folder, args):
             shutil.rmtree(folder, ignore_errors=True)
             run(_venv_command(args, folder), reason="venv")
-        elif _sees_system(folder) != bool(args["system_packages"]):
-            run(_venv_command(args, folder), reason="venv")  # over the old one: what is installed stays
-        _forget_stamp(folder)
-        command = _pip_command(args, folder, setup, requirements)
-        if command:
+        elif _uses_system_packages(folder) != bool(args["system_packages"]):
+            run(_venv_command(args, folder), reason="venv")  # in place: installed packages are kept
+        _remove_stamp(folder)
+        for command in _pip_commands(args, folder, setup, requirements):
             run(command, reason="pip")
-    _teach_activate(args, folder)
+    _extend_activate(args, folder)
     with open(os.path.join(folder, _STAMP), "w") as file:
         json.dump(args["stamp"], file)
     return {"packages": len(_installed(folder))}
 
 
-class _Run:
-    """Runs one program after the other into a log; they keep the lock while they live."""
+class _CommandRunner:
+    """Runs programs with their output in a log. They inherit the lock, so it is held while they run."""
 
-    def __init__(self, log: Any, log_path: str, deadline: float, lock: _Lock) -> None:
+    def __init__(self, log: Any, log_path: str, deadline: float, lock: _SetupLock) -> None:
         self._log = log
         self._log_path = log_path
         self._deadline = deadline
@@ -164,20 +163,22 @@ class _Run:
             env=env,
             pass_fds=(self._lock.file,),
         ) as process:
-            self._lock.held_by(process.pid)
+            self._lock.set_pid(process.pid)
             try:
                 code = process.wait(max(1.0, self._deadline - time.monotonic()))
             except subprocess.TimeoutExpired:
                 process.kill()
-                told = _tail(self._log_path)
-                raise OpError("timeout", "it took too long; the last lines:\n" + told) from None
+                tail = _tail(self._log_path)
+                raise OpError(
+                    "timeout", "the installation timed out; last lines of the log:\n" + tail
+                ) from None
         if code != 0:
             _check_space(self._log_path)
-            raise OpError(reason, _tail(self._log_path) or f"it ended with code {code}")
+            raise OpError(reason, _tail(self._log_path) or f"{command[0]} exited with code {code}")
 
 
 def _check_space(path: str) -> None:
-    """On a full disk nothing can be said in a file: whoever failed may not have been able to say why."""
+    """Raise OpError if the disk is full: the failed program may not have been able to log that."""
     found = os.statvfs(os.path.dirname(path))
     if found.f_bavail * found.f_frsize < _SPACE_BYTES_MIN:
         raise OpError("no_space", "No space left on device: " + os.path.dirname(path))
@@ -188,35 +189,73 @@ def _venv_command(args: Args, folder: str) -> list[str]:
     return [_python(args), "-m", "venv", *more, "--", folder]
 
 
-def _pip_command(args: Args, folder: str, setup: str, requirements: bytes) -> list[str]:
+def _pip_commands(args: Args, folder: str, setup: str, requirements: bytes) -> list[list[str]]:
+    """Return one command, or two if the requirements have hashes: pip then rejects packages without them."""
     command = [os.path.join(folder, "bin", "python"), "-m", "pip", "install", "--progress-bar", "off"]
     if args["wheels"]:
         command += ["--no-index", "--find-links", os.path.join(setup, "wheels")]
-    wanted = []
-    if requirements:
-        path = os.path.join(setup, "requirements.txt")
-        with open(path, "wb") as file:
-            file.write(requirements)
-        wanted += ["-r", path]
-    if args["packages"]:
-        wanted += ["--", *args["packages"]]
-    return command + wanted if wanted else []
+    packages = ["--", *args["packages"]] if args["packages"] else []
+    if not requirements:
+        return [command + packages] if packages else []
+    listed = ["-r", _write_file(os.path.join(setup, "requirements.txt"), requirements)]
+    if packages and re.search(rb"(^|\s|\xef\xbb\xbf)--(hash|require-hashes)\b", requirements):
+        constraints = _write_file(
+            os.path.join(setup, "constraints.txt"), _constraints(requirements.decode()).encode()
+        )
+        return [command + listed, [*command, "-c", constraints, *packages]]
+    return [command + listed + packages]
 
 
-def _sees_system(folder: str) -> bool:
+def _constraints(requirements: str) -> str:
+    """Return the requirements without hashes, extras and plain URLs, which constraints do not allow."""
+    lines = []
+    for line in _logical_lines(requirements.lstrip("\ufeff")):
+        text = re.sub(r"(^|\s)#.*", "", line).strip()
+        if text.startswith("-"):
+            # Remove only the flag: the line may also select an index.
+            text = re.sub(r"(^|\s)--require-hashes(?=\s|$)", "", text).strip()
+        elif re.match(r"[A-Za-z][A-Za-z0-9+.-]*://", text):
+            text = ""
+        else:
+            version = re.split(r"\s--", text, maxsplit=1)[0].rstrip()
+            text = re.sub(r"^([\w.-]+)\s*\[[^\]]*\]", r"\1", version)
+        lines += [text] if text else []
+    return "\n".join([*lines, ""])
+
+
+def _logical_lines(text: str) -> list[str]:
+    """Join lines at a backslash like pip: a comment line is not continued, and ends a continued one."""
+    lines, parts = [], []
+    for line in text.splitlines():
+        is_comment = line.lstrip().startswith("#")
+        parts.append(" " + line if is_comment else line.rstrip("\\"))
+        if is_comment or not line.endswith("\\"):
+            lines.append("".join(parts))
+            parts = []
+    return [*lines, "".join(parts)]
+
+
+def _write_file(path: str, data: bytes) -> str:
+    with open(path, "wb") as file:
+        file.write(data)
+    return path
+
+
+def _uses_system_packages(folder: str) -> bool:
     with open(os.path.join(folder, "pyvenv.cfg")) as file:
         return re.search(r"^include-system-site-packages *= *true", file.read(), re.MULTILINE) is not None
 
 
-def _is_whole(folder: str, args: Args) -> bool:
-    """An environment of another Python, or one whose making broke off, is made anew."""
+def _is_reusable(folder: str, args: Args) -> bool:
+    """False for an environment of another Python version or an incomplete one."""
     version = _version(os.path.join(folder, "bin", "python"), check=False)
     same = version.split(".")[:2] == str(args["stamp"]["python"]).split(".")[:2]
     pip = os.path.join(folder, "bin", "pip")
     return same and os.path.exists(pip) and os.path.exists(os.path.join(folder, "pyvenv.cfg"))
 
 
-def _teach_activate(args: Args, folder: str) -> None:
+def _extend_activate(args: Args, folder: str) -> None:
+    """Append _ACTIVATE to bin/activate, once."""
     import shlex
 
     path = os.path.join(folder, "bin", "activate")
@@ -250,11 +289,11 @@ def _setup_folder(args: Args) -> str:
 
 
 def _python(args: Args) -> str:
-    """Raises OpError where there is no such program."""
-    wanted = str(args.get("python") or "python3")
-    path = shutil.which(os.path.expanduser(wanted))
+    """Return the path of the requested Python. Raises OpError if it is not found."""
+    name = str(args.get("python") or "python3")
+    path = shutil.which(os.path.expanduser(name))
     if path is None:
-        raise OpError("missing", "there is no program " + wanted)
+        raise OpError("missing", "program not found: " + name)
     return path
 
 
@@ -272,7 +311,7 @@ def _version(python: str, check: bool = True) -> str:
     except (OSError, subprocess.TimeoutExpired):
         text = ""
     if check and not text:
-        raise OpError("python", python + " is no Python that runs")
+        raise OpError("python", python + " is not a working Python")
     return text
 
 
@@ -284,7 +323,7 @@ def _read_stamp(folder: str) -> Any:
         return None
 
 
-def _forget_stamp(folder: str) -> None:
+def _remove_stamp(folder: str) -> None:
     try:
         os.unlink(os.path.join(folder, _STAMP))
     except FileNotFoundError:
@@ -292,21 +331,22 @@ def _forget_stamp(folder: str) -> None:
 
 
 def _wheels(folder: str) -> dict[str, str]:
-    place = own_folder(os.path.dirname(folder), "setup", "wheels")
+    """Return the hashes of the uploaded wheels by file name."""
+    wheels = own_folder(os.path.dirname(folder), "setup", "wheels")
     found = {}
-    for name in os.listdir(place) if os.path.isdir(place) else []:
-        if name.endswith(".sha256") and os.path.exists(os.path.join(place, name[: -len(".sha256")])):
-            with open(os.path.join(place, name)) as file:
+    for name in os.listdir(wheels) if os.path.isdir(wheels) else []:
+        if name.endswith(".sha256") and os.path.exists(os.path.join(wheels, name[: -len(".sha256")])):
+            with open(os.path.join(wheels, name)) as file:
                 found[name[: -len(".sha256")]] = file.read(100)
     return found
 
 
 def _remove_old_parts(folder: str) -> None:
-    """Of uploads that broke off; those under way are younger."""
+    """Remove the parts of interrupted uploads; those of active ones are younger than _STALE_PART_S."""
     for name in os.listdir(folder):
         path = os.path.join(folder, name)
         try:
-            if name.endswith(".part") and os.path.getmtime(path) < time.time() - _PART_S:
+            if name.endswith(".part") and os.path.getmtime(path) < time.time() - _STALE_PART_S:
                 os.unlink(path)
         except OSError:
             pass
@@ -314,7 +354,7 @@ def _remove_old_parts(folder: str) -> None:
 
 def _file_name(name: str) -> str:
     if os.path.basename(name) != name or name.startswith((".", "-")):
-        raise OpError("name", "this is no name of a file: " + repr(name))
+        raise OpError("name", "invalid file name: " + repr(name))
     return name
 
 

@@ -1,9 +1,8 @@
-"""Runs that want GPUs: those that no run of ours holds and that nobody else computes on.
+"""Starts runs that request GPUs, on GPUs that no grid run holds and no other process uses.
 
-What is free is decided as health does it (health.py), and with the same tools, so that a node that was
-chosen for its free GPUs has them.
+Free GPUs are determined by health.py, so that a node that was chosen for its free GPUs has them.
 
-Runs on nodes, so: standard library only, Python 3.8. Not for: runs themselves (runs.py).
+Runs on nodes: standard library only, Python 3.8. Does not manage the runs themselves (runs.py).
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ _QUERY_S = 10.0
 
 @op("gpu_runs.start")
 def start(args: Args, blob: bytes) -> Answer:
-    """As runs.start does, with `gpus` of them."""
+    """Like runs.start, with `gpus` free GPUs."""
     return runs.start_run(args, blob, lambda held: _take(held, int(args["gpus"])))
 
 
@@ -26,7 +25,7 @@ def _take(held: Args, count: int) -> tuple[list[int], Args]:
     found = health.read_gpus(_QUERY_S)
     gpus = choose(found["gpus"], held, count)
     text = ",".join(map(str, gpus))
-    # Without the order, CUDA counts from the fastest, and not as nvidia-smi does.
+    # By default CUDA numbers GPUs from the fastest, unlike nvidia-smi.
     env = {"CUDA_VISIBLE_DEVICES": text, "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
     if found["vendor"] == "amd":
         env["HIP_VISIBLE_DEVICES"] = text
@@ -34,18 +33,21 @@ def _take(held: Args, count: int) -> tuple[list[int], Args]:
 
 
 def choose(gpus: Any, held: Args, count: int) -> list[int]:
-    """`gpus` are readings, `held` has the run that has one by its number. Raises OpError('busy')."""
-    free, why = [], []
-    for gpu in sorted(gpus, key=lambda one: int(one["index"])):
-        number, used, busy = gpu["index"], gpu["memory_used_bytes"], gpu["utilization_pct"]
-        if number in held:
-            why.append(f"GPU {number} is held by run {held[number]}")
-        elif not health.is_free(gpu["memory_total_bytes"], used, busy):
+    """Return the indexes of `count` free GPUs.
+
+    `gpus` are readings; `held` maps the index of a GPU to the run that holds it. Raises OpError('busy').
+    """
+    free, reasons = [], []
+    for gpu in sorted(gpus, key=lambda reading: int(reading["index"])):
+        index, used, utilization = gpu["index"], gpu["memory_used_bytes"], gpu["utilization_pct"]
+        if index in held:
+            reasons.append(f"GPU {index} is held by run {held[index]}")
+        elif not health.is_free(gpu["memory_total_bytes"], used, utilization):
             memory = "?" if used is None else used >> 20
-            why.append(f"GPU {number} has {memory} MiB in use and is {busy or 0:.0f}% busy")
+            reasons.append(f"GPU {index} has {memory} MiB in use and {utilization or 0:.0f}% utilization")
         else:
-            free.append(number)
+            free.append(index)
     if len(free) < count:
-        told = "; ".join(why) if gpus else "the node shows no GPU"
-        raise OpError("busy", f"{len(free)} of {len(gpus)} GPUs are free and {count} wanted: {told}")
+        detail = "; ".join(reasons) if gpus else "the node has no GPUs"
+        raise OpError("busy", f"{len(free)} of {len(gpus)} GPUs are free, {count} requested: {detail}")
     return free[:count]

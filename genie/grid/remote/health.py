@@ -1,10 +1,10 @@
-"""A node's readings: load, memory, disk, GPUs, and what the kernel said about GPUs.
+"""Takes a node's readings: load, memory, disk, GPUs, and GPU errors in the kernel log.
 
-`health.read` gives all of them in one answer. Each part has its own time, so a tool that hangs costs
-its own reading: the answer has the others, and `failed` says which is missing and why. A tool that
-still hangs is not started a second time.
+`health.read` returns all of them. Each part has its own timeout, so a tool that hangs costs only its own
+reading: the result has the others, and `failed` maps each missing part to the reason. A tool that still hangs
+is not started again.
 
-Runs on nodes, so: standard library only, Python 3.8. Not for: judging the readings (health_check.py).
+Runs on nodes: standard library only, Python 3.8. Does not evaluate the readings (health/check.py).
 """
 
 from __future__ import annotations
@@ -24,18 +24,17 @@ NVIDIA_QUERY = (
 )
 NVIDIA_FORMAT = "csv,noheader,nounits"
 MIB = 1 << 20
-HOT_C = 80
-"""From here on nvidia-smi is asked why clocks are held down; that is one more start of a slow tool."""
+_NO_THROTTLE_CHECK_C = float("inf")
 FREE_MEMORY_SHARE = 0.05
 FREE_MEMORY_BYTES = 1 << 30
 FREE_UTILIZATION_PCT = 10.0
 OUTPUT_BYTES_MAX = 1 << 20
-"""Of one tool."""
+"""Output limit of one tool."""
 TEXT_MAX = 200
-"""Characters of a name, a path or a complaint."""
+"""Maximum characters of a name, path or message."""
 _RECORDS_MAX = 200_000
 _XIDS_MAX = 100
-_MORE_FOLDERS = ("/usr/local/bin", "/usr/bin", "/bin", "/usr/sbin", "/sbin", "/opt/rocm/bin")
+_PROGRAM_FOLDERS = ("/usr/local/bin", "/usr/bin", "/bin", "/usr/sbin", "/sbin", "/opt/rocm/bin")
 _NUMBER = re.compile(r"[+-]?[0-9]{1,18}(\.[0-9]{1,9})?")
 _XID = re.compile(
     r"(?:[0-9]+,[0-9]+,(?P<us>[0-9]+),[^;]*;|\[ *(?P<s>[0-9]+\.[0-9]+)\].*?)?"
@@ -45,54 +44,64 @@ _LOG_COMMANDS = (
     ("dmesg",),
     ("journalctl", "-k", "-b", "-q", "--no-pager", "-o", "short-monotonic", "-g", "NVRM: Xid", "-n", "100"),
 )
-_HELD_DOWN = ((0x8, "hardware slowdown"), (0x20, "heat"), (0x40, "heat (hardware)"), (0x80, "power brake"))
+_THROTTLE_REASONS = (
+    (0x8, "hardware slowdown"),
+    (0x20, "software thermal slowdown"),
+    (0x40, "hardware thermal slowdown"),
+    (0x80, "power brake"),
+)
 
 Reading = Dict[str, Any]  # noqa: UP006 - evaluated at run time
 
 
 @op("health.read")
 def read(args: Any, blob: bytes) -> Reading:
-    """args: root (a path, '~' allowed) and timeout_s, which is for each part."""
+    """Return all readings.
+
+    args: root (a path, '~' allowed), timeout_s (of each part) and throttle_check_c (the temperature from
+    which nvidia-smi is started a second time, for the throttle reasons).
+    """
     root = os.path.expanduser(str(args["root"]))
     timeout_s = float(args["timeout_s"])
+    throttle_check_c = float(args["throttle_check_c"])
     tool = _gpu_tool()
     nvidia = tool is not None and os.path.basename(tool) == "nvidia-smi"
-    # What never waits is read at once; what might, in threads, which cost more than most readings.
-    at_once: dict[str, Callable[[], Reading]] = {"load": _load, "memory": _memory}
-    apart: dict[str, Callable[[], Reading]] = {"disk": lambda: _disk(root)}
-    (apart if tool else at_once)["gpus"] = lambda: _gpus(tool, timeout_s)
+    # Parts that may block run in threads; the others do not, because a thread costs more than most readings.
+    inline: dict[str, Callable[[], Reading]] = {"load": _load, "memory": _memory}
+    threaded: dict[str, Callable[[], Reading]] = {"disk": lambda: _disk(root)}
+    (threaded if tool else inline)["gpus"] = lambda: _gpus(tool, timeout_s, throttle_check_c)
     if nvidia or os.path.isdir("/proc/driver/nvidia"):
-        (at_once if _KERNEL_LOG.is_ready else apart)["xids"] = lambda: _xids(timeout_s)
-    return _side_by_side(apart, at_once, timeout_s)
+        (inline if _KERNEL_LOG.is_ready else threaded)["xids"] = lambda: _xids(timeout_s)
+    return _read_parts(threaded, inline, timeout_s)
 
 
-_UNDER_WAY: dict[str, tuple[threading.Thread, float]] = {}
-"""The last thread of each part, and until when it has time. With the lock, there is never a second one."""
-_STARTING = threading.Lock()
+_THREADS: dict[str, tuple[threading.Thread, float]] = {}
+"""The latest thread of each part and its deadline. _THREADS_LOCK ensures that no part has two threads."""
+_THREADS_LOCK = threading.Lock()
 
 
-def _side_by_side(
-    parts: dict[str, Callable[[], Reading]], at_once: dict[str, Callable[[], Reading]], timeout_s: float
+def _read_parts(
+    threaded: dict[str, Callable[[], Reading]], inline: dict[str, Callable[[], Reading]], timeout_s: float
 ) -> Reading:
-    """Runs each of the parts in a thread, and waits no longer than its time for any of them."""
-    # A tool is ended at its time; a little more lets its part say so.
+    """Run each threaded part in a thread and wait at most `timeout_s` for all of them."""
+    # Tools are killed at the timeout; the margin lets their parts return that error.
     deadline = time.monotonic() + timeout_s + 0.1
     found: Reading = {}
     failed: dict[str, str] = {}
     results: dict[str, Reading] = {}
     started = {}
-    # First, because beside a thread that calls into a library it would take several times as long.
-    for name, part in at_once.items():
-        _into(results, name, part)
-    for name, part in parts.items():
-        thread = threading.Thread(target=_into, args=(results, name, part), daemon=True)
+    # First, because next to a thread inside a library call they would take several times as long.
+    for name, part in inline.items():
+        _read_part(results, name, part)
+    for name, part in threaded.items():
+        thread = threading.Thread(target=_read_part, args=(results, name, part), daemon=True)
         if _start(name, thread, deadline):
             started[name] = thread
         else:
-            failed[name] = "an earlier reading still hangs"
+            failed[name] = "a previous reading still hangs"
     for thread in started.values():
         thread.join(max(0.0, deadline - time.monotonic()))
-    for name in [*at_once, *started]:
+    for name in [*inline, *started]:
         result = results.get(name)
         if result is None:
             failed[name] = f"took longer than {timeout_s:.3g} s"
@@ -104,25 +113,25 @@ def _side_by_side(
 
 
 def _start(name: str, thread: threading.Thread, deadline: float) -> bool:
-    """False where an earlier thread of this part is beyond its time. One that is not yet is waited for."""
+    """Start the thread after any previous one of this part; False if that one is past its deadline."""
     while True:
-        with _STARTING:
-            before, until = _UNDER_WAY.get(name, (None, 0.0))
-            if before is None or not before.is_alive():
-                _UNDER_WAY[name] = (thread, deadline)
+        with _THREADS_LOCK:
+            previous, until = _THREADS.get(name, (None, 0.0))
+            if previous is None or not previous.is_alive():
+                _THREADS[name] = (thread, deadline)
                 thread.start()
                 return True
         left_s = min(until, deadline) - time.monotonic()
         if left_s <= 0:
             return False
-        before.join(left_s)
+        previous.join(left_s)
 
 
-def _into(results: dict[str, Reading], name: str, part: Callable[[], Reading]) -> None:
+def _read_part(results: dict[str, Reading], name: str, part: Callable[[], Reading]) -> None:
     try:
         results[name] = part()
     except (OpError, OSError, ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
-        text = str(error) if isinstance(error, (OpError, OSError)) else f"not understood: {error}"
+        text = str(error) if isinstance(error, (OpError, OSError)) else f"invalid: {error}"
         results[name] = {"failed": {name: text[:TEXT_MAX]}}
 
 
@@ -142,21 +151,21 @@ def parse_meminfo(text: str) -> Reading:
         words = rest.split()
         if words and words[0].isdigit():
             sizes[name] = int(words[0]) * 1024
-    # Kernels before 3.14 and some containers do not tell what is available.
+    # Kernels before 3.14 and some containers have no MemAvailable.
     available = sizes.get("MemAvailable", sizes.get("MemFree", 0) + sizes.get("Cached", 0))
     return {"memory_total_bytes": sizes["MemTotal"], "memory_available_bytes": available}
 
 
 def _disk(root: str) -> Reading:
-    """Of the filesystem that the path is on, or would be: it may not have been made yet."""
+    """Readings of the file system of `root`, or of its first existing parent directory."""
     while root and not os.path.exists(root):
-        above = os.path.dirname(root)
-        if above == root:
+        parent = os.path.dirname(root)
+        if parent == root:
             break
-        root = above
+        root = parent
     root = root or "/"
     stat = os.statvfs(root)
-    # The system's own answer: it knows of read-only file systems, which bind root, too.
+    # access(2) also detects read-only file systems, even for root.
     writable = os.path.isdir(root) and os.access(root, os.W_OK | os.X_OK)
     return {
         "disk_total_bytes": stat.f_frsize * stat.f_blocks,
@@ -169,73 +178,73 @@ def _disk(root: str) -> Reading:
 
 
 def read_gpus(timeout_s: float) -> Reading:
-    """As `health.read` has them: vendor and gpus. Raises OpError where that fails, or takes longer."""
+    """Return the vendor and gpus of `health.read`. Raises OpError on failure or timeout."""
     tool = _gpu_tool()
-    found = _side_by_side({"gpus": lambda: _gpus(tool, timeout_s)}, {}, timeout_s)
+    found = _read_parts({"gpus": lambda: _gpus(tool, timeout_s, _NO_THROTTLE_CHECK_C)}, {}, timeout_s)
     if "gpus" not in found:
         raise OpError("gpus", f"GPUs: {found['failed']['gpus']}")
     return found
 
 
 def memory_share(total: int | None, used: int | None, utilization: float | None) -> float | None:
-    """Memory in use, 0 to 1. Where memory is the host's own and not told, the utilisation instead."""
+    """Fraction of memory in use, 0 to 1. Without memory readings (integrated GPUs), the utilization."""
     if total and used is not None:
         return min(1.0, used / total)
     return utilization / 100 if utilization is not None else None
 
 
 def is_free(total: int | None, used: int | None, utilization: float | None) -> bool:
-    """Nobody computes there: hardly any memory in use (5% or 1 GiB), and less than 10% busy."""
+    """True if less than 5% or 1 GiB of memory is in use and utilization is below 10%."""
     share = memory_share(total, used, utilization)
-    little = share is not None and share < FREE_MEMORY_SHARE
+    has_memory = share is not None and share < FREE_MEMORY_SHARE
     if used is not None:
-        little = little or used < FREE_MEMORY_BYTES
-    return little and (utilization or 0.0) < FREE_UTILIZATION_PCT
+        has_memory = has_memory or used < FREE_MEMORY_BYTES
+    return has_memory and (utilization or 0.0) < FREE_UTILIZATION_PCT
 
 
 def _gpu_tool() -> str | None:
     return find_program("nvidia-smi") or find_program("rocm-smi") or find_program("amd-smi")
 
 
-def _gpus(tool: str | None, timeout_s: float) -> Reading:
+def _gpus(tool: str | None, timeout_s: float, throttle_check_c: float) -> Reading:
     deadline = time.monotonic() + timeout_s
     name = os.path.basename(tool or "")
     if tool and name == "nvidia-smi":
-        return _nvidia(tool, deadline)
+        return _nvidia(tool, deadline, throttle_check_c)
     if tool and name == "rocm-smi":
-        shown = ["--showproductname", "--showuniqueid", "--showmeminfo", "vram", "--showuse", "--showtemp"]
-        return parse_rocm(_output([tool, *shown, "--json"], deadline))
+        options = ["--showproductname", "--showuniqueid", "--showmeminfo", "vram", "--showuse", "--showtemp"]
+        return parse_rocm(_output([tool, *options, "--json"], deadline))
     if tool:
         metric = _output([tool, "metric", "--json"], deadline)
         return parse_amd(metric, _amd_names(tool, deadline))
     return {"vendor": "none", "gpus": []}
 
 
-def _nvidia(program: str, deadline: float) -> Reading:
-    """By NVML, which starts nothing; where that fails by nvidia-smi, whose words people know."""
+def _nvidia(program: str, deadline: float, throttle_check_c: float) -> Reading:
+    """Read by NVML, which starts no process; if it fails, by nvidia-smi, whose messages are well known."""
     try:
         return {"vendor": "nvidia", "gpus": [_gpu_by_nvml(**each) for each in nvml.read()]}
     except nvml.NvmlError:
-        return _nvidia_smi(program, deadline)
+        return _nvidia_smi(program, deadline, throttle_check_c)
 
 
-def _gpu_by_nvml(index: int, held_down: int | None, **values: Any) -> Reading:
+def _gpu_by_nvml(index: int, throttle_mask: int | None, **values: Any) -> Reading:
     gpu = _gpu(index, **values)
-    gpu["throttled"] = _reasons(held_down or 0)
+    gpu["throttled"] = _throttle_reasons(throttle_mask or 0)
     return gpu
 
 
-def _nvidia_smi(program: str, deadline: float) -> Reading:
+def _nvidia_smi(program: str, deadline: float, throttle_check_c: float) -> Reading:
     found = parse_nvidia(
         _output([program, f"--query-gpu={NVIDIA_QUERY}", f"--format={NVIDIA_FORMAT}"], deadline)
     )
-    if any((gpu["temperature_c"] or 0) >= HOT_C for gpu in found["gpus"]):
-        _add_reasons(found["gpus"], program, deadline)
+    if any((gpu["temperature_c"] or 0) >= throttle_check_c for gpu in found["gpus"]):
+        _add_throttle_reasons(found["gpus"], program, deadline)
     return found
 
 
-def _add_reasons(gpus: list[Reading], program: str, deadline: float) -> None:
-    """Why clocks are held down, where the driver tells; without it the readings are still whole."""
+def _add_throttle_reasons(gpus: list[Reading], program: str, deadline: float) -> None:
+    """Fill in `throttled`; it stays empty if the driver does not support the query."""
     try:
         query = "--query-gpu=index,clocks_throttle_reasons.active"
         text = _output([program, query, f"--format={NVIDIA_FORMAT}"], deadline)
@@ -244,22 +253,22 @@ def _add_reasons(gpus: list[Reading], program: str, deadline: float) -> None:
     masks = dict(re.findall(r"^ *([0-9]{1,4}) *, *(0x[0-9a-fA-F]{1,16}) *$", text, re.MULTILINE))
     for gpu in gpus:
         mask = int(masks.get(str(gpu["index"]), "0x0"), 16)
-        gpu["throttled"] = _reasons(mask)
+        gpu["throttled"] = _throttle_reasons(mask)
 
 
-def _reasons(mask: int) -> list[str]:
-    return [reason for bit, reason in _HELD_DOWN if mask & bit]
+def _throttle_reasons(mask: int) -> list[str]:
+    return [reason for bit, reason in _THROTTLE_REASONS if mask & bit]
 
 
 def parse_nvidia(text: str) -> Reading:
-    """The lines of NVIDIA_QUERY. A line that is not understood fails the reading, not the other lines."""
+    """Parse the output of NVIDIA_QUERY. An invalid line is reported in `failed`; other lines are used."""
     gpus = []
     failed = {}
     for line in text.splitlines():
         if not line.strip() or "no devices were found" in line.lower():
             continue
         cells = [cell.strip() for cell in line.split(",")]
-        # Eight cells, more if a name has a comma in it, fewer if an old driver leaves some out.
+        # Eight cells; more if a name contains a comma, fewer if an old driver omits some.
         extra = max(0, len(cells) - 8)
         cells = [cells[0], ", ".join(cells[1 : 2 + extra]), *cells[2 + extra :]]
         if not cells[0].isdigit() or len(cells[0]) > 4:
@@ -285,7 +294,7 @@ def parse_nvidia(text: str) -> Reading:
 
 
 def parse_rocm(text: str) -> Reading:
-    """rocm-smi --json: one object for each card, whose keys differ in case between releases."""
+    """Parse rocm-smi --json: one object per card; the case of its keys differs between releases."""
     gpus = []
     for name, card in sorted(_json(text).items()):
         index = re.fullmatch(r"card([0-9]{1,4})", name)
@@ -309,13 +318,13 @@ def parse_rocm(text: str) -> Reading:
 
 
 def parse_amd(text: str, names: dict[int, tuple[str, str]]) -> Reading:
-    """amd-smi metric --json: a list, or an object around it in newer releases."""
+    """Parse amd-smi metric --json: a list, which newer releases wrap in an object."""
     body = _json(text)
     cards = body.get("gpu_data", []) if isinstance(body, dict) else body
     gpus = []
     for card in cards:
         memory = card.get("mem_usage") or {}
-        heat = card.get("temperature") or {}
+        temperatures = card.get("temperature") or {}
         name, uuid = names.get(int(card["gpu"]), ("", ""))
         gpus.append(
             _gpu(
@@ -325,7 +334,7 @@ def parse_amd(text: str, names: dict[int, tuple[str, str]]) -> Reading:
                 total=_with_unit(memory.get("total_vram")),
                 used=_with_unit(memory.get("used_vram")),
                 utilization=number(_value((card.get("usage") or {}).get("gfx_activity"))),
-                temperature=_hottest(_value(each) for each in heat.values()),
+                temperature=_hottest(_value(each) for each in temperatures.values()),
                 ecc=number(_value((card.get("ecc") or {}).get("total_uncorrectable_count"))),
             )
         )
@@ -333,7 +342,7 @@ def parse_amd(text: str, names: dict[int, tuple[str, str]]) -> Reading:
 
 
 def _amd_names(program: str, deadline: float) -> dict[int, tuple[str, str]]:
-    """Names are worth showing, not worth failing for."""
+    """Return name and UUID by GPU index; empty on failure, because names are optional."""
     try:
         body = _json(_output([program, "static", "--asic", "--json"], deadline))
         cards = body.get("gpu_data", []) if isinstance(body, dict) else body
@@ -371,7 +380,7 @@ def _gpu(
 
 
 def number(text: Any) -> float | None:
-    """None for what a tool writes where it has no number: [N/A], [Not Supported], ERR!, nothing."""
+    """Parse a number; None for placeholders such as [N/A], [Not Supported], ERR! and empty text."""
     found = _NUMBER.match(str(text).strip()) if text is not None else None
     return float(found.group()) if found else None
 
@@ -399,18 +408,18 @@ def _hottest(texts: Any) -> float | None:
 def _json(text: str) -> Any:
     import json
 
-    # The tools print warnings in front of what they were asked for.
-    start = min((place for place in (text.find("{"), text.find("[")) if place >= 0), default=-1)
+    # The tools print warnings before the JSON.
+    start = min((index for index in (text.find("{"), text.find("[")) if index >= 0), default=-1)
     if start < 0:
         raise OpError("output", f"no JSON in {text.strip()[:80]!r}")
     return json.loads(text[start:])
 
 
-# --- what the kernel said ---------------------------------------------------------------------
+# --- the kernel log ---------------------------------------------------------------------------
 
 
 class _KernelLog:
-    """Stays open between readings, so that each record is read once."""
+    """/dev/kmsg, kept open between readings so that each record is read once."""
 
     def __init__(self) -> None:
         self.descriptor = -1
@@ -419,7 +428,7 @@ class _KernelLog:
 
     @property
     def is_ready(self) -> bool:
-        """Whether the next reading is only of what is new."""
+        """True if the next read returns only new records, or none at all."""
         return self.descriptor >= 0 or bool(self.refused)
 
     def read(self, timeout_s: float) -> list[Reading]:
@@ -432,7 +441,7 @@ class _KernelLog:
             except BlockingIOError:
                 break
             except BrokenPipeError:
-                continue  # overwritten before it was read; the next one is there
+                continue  # this record was overwritten; the next one is available
             if not data or time.monotonic() > deadline:
                 break
             if b"NVRM: Xid" in data:
@@ -445,7 +454,7 @@ _KERNEL_LOG = _KernelLog()
 
 
 def _xids(timeout_s: float) -> Reading:
-    """None where this user may not read the kernel's log: that is no fault of the node."""
+    """Xid errors; None if this user may not read the kernel log, which is not a fault of the node."""
     log = _KERNEL_LOG
     if log.refused:
         return {"xids": None, "xids_unknown": log.refused}
@@ -468,7 +477,7 @@ def _xids(timeout_s: float) -> Reading:
 
 
 def parse_xids(text: str) -> list[Reading]:
-    """Lines of /dev/kmsg, or of dmesg and journalctl with seconds since the start in brackets."""
+    """Parse lines of /dev/kmsg, or of dmesg and journalctl with seconds since boot in brackets."""
     found = []
     for line in text.splitlines():
         match = _XID.search(line)
@@ -480,7 +489,7 @@ def parse_xids(text: str) -> list[Reading]:
 
 
 def with_age(xids: list[Reading], now_s: float) -> list[Reading]:
-    """`now_s` is on the same clock: seconds since the start."""
+    """Replace `at_s` by `age_s`. `now_s` is on the same clock: seconds since boot."""
     return [
         {
             "bus": xid["bus"],
@@ -496,8 +505,8 @@ def with_age(xids: list[Reading], now_s: float) -> list[Reading]:
 
 
 def find_program(name: str) -> str | None:
-    """A login without a terminal often has a short PATH."""
-    for folder in [*os.environ.get("PATH", "").split(os.pathsep), *_MORE_FOLDERS]:
+    """Search PATH and the usual directories: a non-interactive login often has a short PATH."""
+    for folder in [*os.environ.get("PATH", "").split(os.pathsep), *_PROGRAM_FOLDERS]:
         path = os.path.join(folder, name)
         if folder and os.access(path, os.X_OK) and os.path.isfile(path):
             return path
@@ -505,7 +514,7 @@ def find_program(name: str) -> str | None:
 
 
 def _output(argv: list[str], deadline: float) -> str:
-    """What a program writes, at most 1 MiB; ended at the deadline, with all that it has started."""
+    """Run a program and return its output, at most 1 MiB; its process group is killed at the deadline."""
     import subprocess
 
     timeout_s = max(0.0, deadline - time.monotonic())
@@ -520,27 +529,27 @@ def _output(argv: list[str], deadline: float) -> str:
     )
     assert process.stdout is not None
     try:
-        data = _until(process.stdout.fileno(), deadline)
-        whole = data is not None and len(data) < OUTPUT_BYTES_MAX
-        code = process.wait(max(0.05, deadline - time.monotonic())) if whole else None
+        data = _read_until(process.stdout.fileno(), deadline)
+        is_complete = data is not None and len(data) < OUTPUT_BYTES_MAX
+        code = process.wait(max(0.05, deadline - time.monotonic())) if is_complete else None
     except subprocess.TimeoutExpired:
         data = code = None
     finally:
         process.stdout.close()
         if process.poll() is None:
-            _end(process)
+            _kill_group(process)
     if data is not None and len(data) >= OUTPUT_BYTES_MAX:
-        raise OpError("output", f"{name} prints more than {OUTPUT_BYTES_MAX} bytes")
+        raise OpError("output", f"{name} printed more than {OUTPUT_BYTES_MAX} bytes")
     if data is None:
         raise OpError("timeout", f"{name} took longer than {timeout_s:.3g} s")
     text = data.decode("utf-8", "replace")
     if code and "no devices were found" not in text.lower():
-        raise OpError("exit", f"{name} ended with {code}: {' '.join(text.split())[-160:]}")
+        raise OpError("exit", f"{name} exited with code {code}: {' '.join(text.split())[-160:]}")
     return text
 
 
-def _until(descriptor: int, deadline: float) -> bytes | None:
-    """None when the deadline came first."""
+def _read_until(descriptor: int, deadline: float) -> bytes | None:
+    """Read to the end or OUTPUT_BYTES_MAX; None if the deadline passes first."""
     import select
 
     data = b""
@@ -555,8 +564,8 @@ def _until(descriptor: int, deadline: float) -> bytes | None:
     return data
 
 
-def _end(process: Any) -> None:
-    """A process that is stuck in the kernel outlives this, and is not waited for."""
+def _kill_group(process: Any) -> None:
+    """Does not wait long: a process stuck in the kernel survives SIGKILL."""
     import signal
     import subprocess
 

@@ -1,9 +1,9 @@
-"""Where the grid keeps what is its own on a node: <remote_root>/.grid, and what may stand in its place.
+"""The grid's own directory on a node, <remote_root>/.grid.
 
-A link there is followed within the user's home and remote_root, and refused when it leads out of them:
-what is kept there is read back and removed, and belongs to nobody else. shell_words.py says the same in sh.
+It may be a symbolic link to a directory inside the user's home or remote_root. Other links are rejected,
+because files below it are read back and removed. shell_words.py implements the same rule in sh.
 
-Runs on nodes, so: standard library only, Python 3.8. Not for: what is in it.
+Runs on nodes: standard library only, Python 3.8.
 """
 
 from __future__ import annotations
@@ -16,23 +16,23 @@ NAME = ".grid"
 
 
 def own_folder(root: str, *parts: str) -> str:
-    """The path of a part of it, which need not be there. Raises OpError for a link that is not followed."""
+    """Return a path below .grid, which need not exist. Raises OpError for a link that is not allowed."""
     path = os.path.join(root, NAME)
     if os.path.islink(path):
         real = os.path.realpath(path)
         places = [os.path.realpath(place).rstrip("/") + "/" for place in (os.path.expanduser("~"), root)]
         if not os.path.isdir(real):
-            raise OpError("link", broken(path))
+            raise OpError("link", broken_link_message(path))
         if not any(real.startswith(place) for place in places):
-            raise OpError("link", refusal(path, real))
+            raise OpError("link", rejected_link_message(path, real))
     return os.path.join(path, *parts)
 
 
-def broken(path: str) -> str:
-    return path + " is a link to no folder; remove it, or use another remote_root"
+def broken_link_message(path: str) -> str:
+    return path + " is a link to a missing directory; remove it, or use another remote_root"
 
 
-def refusal(path: str, real: str) -> str:
+def rejected_link_message(path: str, real: str) -> str:
     return (
-        path + " is a link that leads out of the home, to " + real + "; remove it, or use another remote_root"
+        path + " is a link out of the home directory, to " + real + "; remove it, or use another remote_root"
     )

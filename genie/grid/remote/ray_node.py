@@ -1,10 +1,10 @@
-"""Ray on this node: what is installed, starting it, what runs of it, ending it, and asking its dashboard.
+"""Ray on this node: finds the installation, starts and stops Ray, reports its state, queries its dashboard.
 
-What was started is written down in ROOT/.grid/ray/cluster.json: processes with their start times, and
-the id of the cluster, which all of them have in their environment. Only those are ever ended, with what
-descends from them; `ray stop` would end the clusters of others too.
+Started processes are recorded in ROOT/.grid/ray/cluster.json with their start times and the cluster ID, which
+is also in their environment. Only these and their descendants are ever stopped; `ray stop` would also stop
+other clusters.
 
-Runs on nodes, so: standard library only, Python 3.8. Not for: deciding which node does what.
+Runs on nodes: standard library only, Python 3.8. Does not decide the role of a node (ray/plan.py).
 """
 
 from __future__ import annotations
@@ -20,16 +20,17 @@ from typing import Any, Callable  # noqa: UP035 - Callable[...] at run time need
 
 from genie.grid.remote.core import Answer, Args, OpError, op
 from genie.grid.remote.own_folder import own_folder
+from genie.grid.remote.ray_namespace import SITECUSTOMIZE
 
 MARK = "GRID_RAY_CLUSTER"
-"""In the environment of all that is started, with the id of the cluster and the name of the node."""
+"""Environment variable of all started processes: cluster ID and node name."""
 _RECORD_BYTES_MAX = 1 << 20
 _TAIL_BYTES = 4000
 _LOG_BYTES_MAX = 1 << 20
 _SHORT_S = 10.0
 _POLL_S = 0.05
 _KILL_WAIT_S = 5.0
-_LOCK_S = 5.0  # the helper of a connection that was cut needs a moment to end
+_LOCK_S = 5.0  # after a disconnect, the previous helper takes a moment to exit
 _FACTS = (
     "import sys\n"
     "from importlib.metadata import version\n"
@@ -39,7 +40,7 @@ _FACTS = (
 
 @op("ray_node.facts")
 def facts(args: Args, blob: bytes) -> Answer:
-    """What is needed to decide whether this node can take part, and what is written down about it."""
+    """Return the Ray installation, address, number of GPUs and cluster record of this node."""
     root = _root(args)
     program = _find_ray(root)
     version, python = _versions(program) if program else ("", "")
@@ -50,21 +51,21 @@ def facts(args: Args, blob: bytes) -> Answer:
         "version": version,
         "python": python,
         "gpus": _count_gpus(),
-        "record": _shown(_read_record(root)),
+        "record": _describe(_read_record(root)),
     }
 
 
 @op("ray_node.record", quick=True)
 def record(args: Args, blob: bytes) -> Answer:
-    return _shown(_read_record(_root(args)))
+    return _describe(_read_record(_root(args)))
 
 
 @op("ray_node.start")
 def start(args: Args, blob: bytes) -> Answer:
-    """Runs `ray start` with these options; the token is the blob. Ends with all of it up, or none."""
+    """Run `ray start` with these options; the blob is the token. On failure, everything is stopped."""
     folder = _folder(_root(args))
     os.makedirs(folder, mode=0o700, exist_ok=True)
-    with _Alone(folder):
+    with _RayLock(folder):
         return _start(folder, args, blob)
 
 
@@ -86,23 +87,24 @@ def _start(folder: str, args: Args, token: bytes) -> Answer:
     try:
         _write_private(os.path.join(folder, "token"), token)
         _write_private(os.path.join(folder, "env.sh"), _shell_env(folder, args).encode())
+        _write_python_folder(folder, args)
         _run_start(folder, args, entry)
     except BaseException:
-        _end(entry, grace_s=1.0)
+        _stop_processes(entry, grace_s=1.0)
         _remove_files(folder, entry)
         raise
-    return _shown(entry)
+    return _describe(entry)
 
 
 @op("ray_node.stop")
 def stop(args: Args, blob: bytes) -> Answer:
-    """Ends what is written down, and forgets it. `cluster` names the only one that may be ended, if given."""
+    """Stop the recorded cluster and remove the record. If `cluster` is given, stop only that cluster."""
     root = _root(args)
     folder = _folder(root)
     if not os.path.isdir(folder):
         return {"was": None, "ended": 0, "killed": 0}
-    # A start that is under way is ended too: it then cleans up after itself and gives the lock back.
-    with _Alone(folder, meanwhile=lambda: _stop(root, args, forget=False)):
+    # A start in progress is stopped too: it then cleans up and releases the lock.
+    with _RayLock(folder, while_waiting=lambda: _stop(root, args, forget=False)):
         return _stop(root, args)
 
 
@@ -111,24 +113,24 @@ def _stop(root: str, args: Args, forget: bool = True) -> Answer:
     if entry is None:
         return {"was": None, "ended": 0, "killed": 0}
     if args.get("cluster") and args["cluster"] != entry["cluster"]:
-        raise OpError("other", "another cluster runs here: " + entry["cluster"])
-    ended, killed, left = _end(entry, grace_s=float(args["grace_s"]))
+        raise OpError("other", "another cluster is running on this node: " + entry["cluster"])
+    ended, killed, left = _stop_processes(entry, grace_s=float(args["grace_s"]))
     if left:
-        raise OpError("left", "these processes could not be ended: " + ", ".join(map(str, left[:20])))
+        raise OpError("left", "could not stop these processes: " + ", ".join(map(str, left[:20])))
     if forget:
         _remove_files(_folder(root), entry)
     return {"was": {"cluster": entry["cluster"], "role": entry["role"]}, "ended": ended, "killed": killed}
 
 
-@op("ray_node.ask")
-def ask(args: Args, blob: bytes) -> Answer:
-    """One HTTP request to the dashboard on this node's loopback, with the token that is kept here."""
+@op("ray_node.request_dashboard")
+def request_dashboard(args: Args, blob: bytes) -> Answer:
+    """Send one HTTP request to the dashboard on this node's loopback, with the stored token."""
     import http.client
 
     root = _root(args)
     entry = _read_record(root)
     if entry is None:
-        raise OpError("missing", "no Ray cluster is written down here")
+        raise OpError("missing", "no Ray cluster is recorded on this node")
     with open(os.path.join(_folder(root), "token"), "rb") as file:
         token = file.read(4096).decode().strip()
     link = http.client.HTTPConnection("127.0.0.1", int(entry["dashboard_port"]), timeout=args["timeout_s"])
@@ -138,21 +140,21 @@ def ask(args: Args, blob: bytes) -> Answer:
         answer = link.getresponse()
         body = answer.read((8 << 20) + 1)
     except http.client.HTTPException as error:
-        raise OpError("http", "the dashboard sent no HTTP: " + repr(error)) from None
+        raise OpError("http", "invalid HTTP response from the dashboard: " + repr(error)) from None
     finally:
         link.close()
     if len(body) > 8 << 20:
-        raise OpError("large", "the dashboard sent more than 8 MiB")
+        raise OpError("large", "the dashboard's response is larger than 8 MiB")
     return {"status": answer.status}, body
 
 
 @op("ray_node.job_log")
 def job_log(args: Args, blob: bytes) -> Answer:
-    """The log of a job from an offset; waits up to wait_s for more. `there` is False where no log is."""
+    """Return the log of a job from an offset; wait up to wait_s for output. `there`: the log exists."""
     entry = _read_record(_root(args))
     name = args["job"]
     if entry is None or not name.replace("-", "").replace("_", "").isalnum():
-        raise OpError("missing", "no such job here")
+        raise OpError("missing", "no such job on this node")
     path = os.path.join(entry["session_dir"], "logs", "job-driver-" + name + ".log")
     deadline = time.monotonic() + min(float(args["wait_s"]), 30.0)
     while True:
@@ -171,7 +173,7 @@ def _read_from(path: str, offset: int) -> tuple[bool, bytes]:
         return False, b""
 
 
-# --- what is installed ---
+# --- the installation ---
 
 
 def _root(args: Args) -> str:
@@ -190,7 +192,7 @@ def _find_ray(root: str) -> str | None:
 
 
 def _on_login_path(program: str) -> str | None:
-    """On the PATH of this session, else of a login shell: profiles are what adds most folders to it."""
+    """Search PATH, then the PATH of a login shell, to which profiles add directories."""
     found = shutil.which(program)
     if found:
         return found
@@ -202,7 +204,7 @@ def _on_login_path(program: str) -> str | None:
 
 
 def _versions(program: str) -> tuple[str, str]:
-    """Of Ray and of the Python that it runs on; '' for what cannot be told."""
+    """Return the versions of Ray and of its Python; '' if unknown."""
     python = _interpreter(program)
     if python:
         code, out = _output([python, "-c", _FACTS])
@@ -215,7 +217,7 @@ def _versions(program: str) -> tuple[str, str]:
 
 
 def _interpreter(program: str) -> str | None:
-    """What the script's first line names; importing all of Ray only for its version would take seconds."""
+    """Return the Python in the script's first line: `ray --version` would take seconds to import Ray."""
     try:
         with open(program, "rb") as file:
             first = file.readline(1024)
@@ -244,20 +246,16 @@ def _output(command: list[str], timeout_s: float = _SHORT_S) -> tuple[int, str]:
 
 
 def _count_gpus() -> int | None:
-    """None where it cannot be told; Ray then looks for itself."""
-    program = _on_path("nvidia-smi")
+    """Return the number of NVIDIA GPUs; None if unknown, and Ray then detects them itself."""
+    program = shutil.which("nvidia-smi")
     if program is None:
         return None
     code, out = _output([program, "--query-gpu=index", "--format=csv,noheader"])
     return len([line for line in out.splitlines() if line.strip()]) if code == 0 else None
 
 
-def _on_path(program: str) -> str | None:
-    return shutil.which(program)
-
-
 def _own_address() -> str:
-    """The address under which the caller reached this node: one that it has, whatever stands in between."""
+    """Return this node's address of the SSH connection, which is its own even behind NAT."""
     words = os.environ.get("SSH_CONNECTION", "").split()
     return words[2] if len(words) == 4 else ""
 
@@ -265,13 +263,13 @@ def _own_address() -> str:
 # --- starting ---
 
 
-class _Alone:
-    """One start or stop at a time on this node; the kernel gives it back, however the helper ends."""
+class _RayLock:
+    """Allows one start or stop at a time on this node; the kernel releases it when the helper exits."""
 
-    def __init__(self, folder: str, meanwhile: Callable[[], object] = lambda: None) -> None:
-        """`meanwhile` is called again and again while another holds the lock."""
+    def __init__(self, folder: str, while_waiting: Callable[[], object] = lambda: None) -> None:
+        """`while_waiting` is called repeatedly while another process holds the lock."""
         self._path = os.path.join(folder, "lock")
-        self._meanwhile = meanwhile
+        self._while_waiting = while_waiting
         self._descriptor = -1
 
     def __enter__(self) -> None:
@@ -285,8 +283,8 @@ class _Alone:
             except BlockingIOError:
                 if time.monotonic() >= deadline:
                     os.close(self._descriptor)
-                    raise OpError("busy", "another start or stop is under way here") from None
-                self._meanwhile()
+                    raise OpError("busy", "another start or stop is in progress on this node") from None
+                self._while_waiting()
                 time.sleep(_POLL_S)
             else:
                 return
@@ -302,7 +300,7 @@ def _check_free(host: str, port: int, key: str) -> None:
         try:
             probe.bind((host, port))
         except OSError as error:
-            raise OpError("port", f"port {port} ({key}) cannot be had: {error.strerror}") from None
+            raise OpError("port", f"cannot bind port {port} ({key}): {error.strerror}") from None
 
 
 def _claim_record(folder: str, entry: Args) -> None:
@@ -310,22 +308,25 @@ def _claim_record(folder: str, entry: Args) -> None:
     old = _read_record(os.path.dirname(os.path.dirname(folder)))
     if old is not None and not _members(old, _table()):
         _remove_files(folder, old)
-    if os.path.lexists(path):  # nobody else makes one meanwhile: this runs alone
-        raise OpError("running", "a Ray cluster already runs here; 'grid-cli cluster stop' ends it")
-    _write_record(folder, entry)
+    if os.path.lexists(path):  # not a race: the lock is held
+        raise OpError(
+            "running", "a Ray cluster is already running on this node; stop it: grid-cli cluster stop"
+        )
+    _write_cluster_record(folder, entry)
 
 
 def _shell_env(folder: str, args: Args) -> str:
-    """For people on the node: `grid_env/bin/activate` reads it, and then `ray status` works."""
-    lines = ["export RAY_AUTH_MODE=token", "export RAY_AUTH_TOKEN_PATH=" + _quoted(folder + "/token")]
+    """Return env.sh, which `grid_env/bin/activate` reads, so that `ray status` works on the node."""
+    lines = ["export RAY_AUTH_MODE=token", "export RAY_AUTH_TOKEN_PATH=" + _quote(folder + "/token")]
     if args["role"] == "head":
         lines.append(f"export RAY_API_SERVER_ADDRESS=http://127.0.0.1:{args['dashboard_port']}")
-    lines.append("export RAY_ADDRESS=" + _quoted(args["head"]))
-    lines.append("export RAY_NAMESPACE=" + _quoted(args["namespace"]))
+    lines.append("export RAY_ADDRESS=" + _quote(args["head"]))
+    lines.append("export RAY_NAMESPACE=" + _quote(args["namespace"]))
+    lines.append("export PYTHONPATH=" + _quote(_python_folder(folder)) + "${PYTHONPATH:+:$PYTHONPATH}")
     return "\n".join(lines) + "\n"
 
 
-def _quoted(text: str) -> str:
+def _quote(text: str) -> str:
     import shlex
 
     return shlex.quote(text)
@@ -347,27 +348,27 @@ def _run_start(folder: str, args: Args, entry: Args) -> None:
         )
     entry["session"] = process.pid
     entry["processes"] = [[process.pid, _table().get(process.pid, _Process()).start]]
-    _write_record(folder, entry)
+    _write_cluster_record(folder, entry)
     try:
         code = process.wait(float(args["timeout_s"]))
     except subprocess.TimeoutExpired:
-        text = f"'ray start' took longer than {args['timeout_s']:g} s; it said:\n{_tail(log_path)}"
+        text = f"'ray start' timed out after {args['timeout_s']:g} s:\n{_tail(log_path)}"
         raise OpError("timeout", text) from None
     table = _table()
     members = _members(entry, table)
-    # Only the daemons: workers come and go, and are found as what descends from these.
+    # Record only the daemons; workers are found as their descendants.
     daemons = sorted(pid for pid in members if table[pid].parent not in members)
     entry["processes"] = [[pid, table[pid].start] for pid in daemons]
     entry["session_dir"] = _session_dir(members)
-    _write_record(folder, entry)
+    _write_cluster_record(folder, entry)
     if code != 0:
-        raise OpError("start", f"'ray start' ended with code {code}:\n{_tail(log_path)}")
+        raise OpError("start", f"'ray start' exited with code {code}:\n{_tail(log_path)}")
 
 
 def _ray_env(folder: str, args: Args) -> dict[str, str]:
     env = {name: value for name, value in os.environ.items() if not name.startswith("RAY_AUTH")}
     env.pop("RAY_ADDRESS", None)
-    # Jobs and workers inherit it: their `python` is to be the one that has this Ray.
+    # Jobs and workers inherit it, so that their `python` is the one with this Ray.
     env["PATH"] = os.path.dirname(args["ray"]) + os.pathsep + env.get("PATH", os.defpath)
     env.update(
         {
@@ -379,21 +380,26 @@ def _ray_env(folder: str, args: Args) -> dict[str, str]:
             "NO_COLOR": "1",
         }
     )
-    if args["log_level"] != "info":  # setting Ray's own default makes every program on it say so
+    if args["log_level"] != "info":  # Ray's default; setting it makes every program print a notice
         env["RAY_BACKEND_LOG_LEVEL"] = args["log_level"]
+    env["PYTHONPATH"] = os.pathsep.join(filter(None, [_python_folder(folder), env.get("PYTHONPATH", "")]))
     if args["loopback"]:
-        env.update(_loopback_env(folder))
+        env["RAY_START_HOOK"] = "genie_grid_loopback.bind"
     return env
 
 
-def _loopback_env(folder: str) -> dict[str, str]:
-    """Ray replaces a loopback address by another of the node's, unless this hook sets it afterwards."""
-    place = os.path.join(folder, "loopback")
-    os.makedirs(place, mode=0o700, exist_ok=True)
-    text = "def bind(params, head):\n    params.node_ip_address = '127.0.0.1'\n"
-    _write_private(os.path.join(place, "genie_grid_loopback.py"), text.encode())
-    path = os.pathsep.join(filter(None, [place, os.environ.get("PYTHONPATH", "")]))
-    return {"RAY_START_HOOK": "genie_grid_loopback.bind", "PYTHONPATH": path}
+def _python_folder(folder: str) -> str:
+    return os.path.join(folder, "python")
+
+
+def _write_python_folder(folder: str, args: Args) -> None:
+    """Write modules for the cluster's Python. Ray replaces a loopback address unless the hook restores it."""
+    python = _python_folder(folder)
+    os.makedirs(python, mode=0o700, exist_ok=True)
+    _write_private(os.path.join(python, "sitecustomize.py"), SITECUSTOMIZE.encode())
+    if args["loopback"]:
+        text = "def bind(params, head):\n    params.node_ip_address = '127.0.0.1'\n"
+        _write_private(os.path.join(python, "genie_grid_loopback.py"), text.encode())
 
 
 def _session_dir(members: dict[int, str]) -> str:
@@ -406,7 +412,7 @@ def _session_dir(members: dict[int, str]) -> str:
 
 
 def _tail(path: str) -> str:
-    """The end of what `ray start` printed, without the colours that it prints all the same."""
+    """Return the end of the output of `ray start`, without the colours that it prints despite NO_COLOR."""
     import re
 
     text = _read_bytes(path)[-_TAIL_BYTES:].decode("utf-8", "replace")
@@ -414,7 +420,7 @@ def _tail(path: str) -> str:
     return "\n".join(lines[-15:])
 
 
-# --- what is written down ---
+# --- the cluster record ---
 
 
 def _read_record(root: str) -> Args | None:
@@ -425,17 +431,17 @@ def _read_record(root: str) -> Args | None:
     except FileNotFoundError:
         return None
     except ValueError:
-        raise OpError("damaged", "this file is damaged: " + path) from None
+        raise OpError("damaged", "damaged file: " + path) from None
     return entry
 
 
-def _shown(entry: Args | None) -> Args | None:
-    """The record with how many of its processes live."""
+def _describe(entry: Args | None) -> Args | None:
+    """Return the record with the number of its processes that are alive."""
     if entry is None:
         return None
     table = _table()
     same_boot = entry["boot"] == _boot()
-    alive = [pid for pid, began in entry["processes"] if same_boot and _lives(table, pid, began)]
+    alive = [pid for pid, start in entry["processes"] if same_boot and _is_alive(table, pid, start)]
     return {
         "cluster": entry["cluster"],
         "role": entry["role"],
@@ -447,19 +453,19 @@ def _shown(entry: Args | None) -> Args | None:
     }
 
 
-def _write_record(folder: str, entry: Args) -> None:
+def _write_cluster_record(folder: str, entry: Args) -> None:
     _write_private(os.path.join(folder, "cluster.json"), json.dumps(entry).encode())
 
 
 def _write_private(path: str, data: bytes) -> None:
-    beside = f"{path}.{os.getpid()}.part"
-    descriptor = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600)
+    temporary = f"{path}.{os.getpid()}.part"
+    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600)
     try:
         with os.fdopen(descriptor, "wb") as file:
             file.write(data)
-        os.replace(beside, path)
+        os.replace(temporary, path)
     except OSError:
-        os.unlink(beside)
+        os.unlink(temporary)
         raise
 
 
@@ -469,12 +475,12 @@ def _remove_files(folder: str, entry: Args) -> None:
             os.unlink(os.path.join(folder, name))
         except FileNotFoundError:
             pass
-    shutil.rmtree(os.path.join(folder, "loopback"), ignore_errors=True)
-    _forget_address(entry)
+    shutil.rmtree(_python_folder(folder), ignore_errors=True)
+    _remove_address_file(entry)
 
 
-def _forget_address(entry: Args) -> None:
-    """Ray's own note of where a cluster is, if it is still about this one."""
+def _remove_address_file(entry: Args) -> None:
+    """Remove Ray's file with the address of the current cluster, if it is this cluster."""
     temporary = os.path.dirname(entry["session_dir"]) if entry["session_dir"] else ""
     path = os.path.join(temporary, "ray_current_cluster")
     if temporary and _read_bytes(path).decode("utf-8", "replace").strip() == entry["head"]:
@@ -496,7 +502,7 @@ class _Process:
 
 
 def _table() -> dict[int, _Process]:
-    """Every process that lives; a zombie does not."""
+    """Return all processes by PID, without zombies."""
     found = {}
     for name in os.listdir("/proc"):
         if not name.isdigit():
@@ -508,19 +514,19 @@ def _table() -> dict[int, _Process]:
     return found
 
 
-def _lives(table: dict[int, _Process], pid: int, start: str) -> bool:
+def _is_alive(table: dict[int, _Process], pid: int, start: str) -> bool:
     return pid in table and table[pid].start == start
 
 
 def _members(entry: Args, table: dict[int, _Process]) -> dict[int, str]:
-    """The cluster's processes here and when each began.
+    """Return the start times of the cluster's processes on this node by PID.
 
-    Those that are written down, those that have its id in their environment, all of their session (Ray
-    writes over the environment of its workers), and what descends from any of them.
+    These are the recorded processes, those with the cluster ID in their environment, their session (Ray
+    overwrites the environment of its workers), and all descendants.
     """
     if entry["boot"] != _boot():
         return {}
-    known = {pid for pid, start in entry["processes"] if _lives(table, pid, start)}
+    known = {pid for pid, start in entry["processes"] if _is_alive(table, pid, start)}
     mark = (MARK + "=" + entry["mark"]).encode()
     known |= {pid for pid in table if mark in _read_bytes(f"/proc/{pid}/environ").split(b"\0")}
     if entry["session"] and any(table[pid].session == entry["session"] for pid in known):
@@ -533,21 +539,21 @@ def _members(entry: Args, table: dict[int, _Process]) -> dict[int, str]:
     return {pid: table[pid].start for pid in known}
 
 
-def _end(entry: Args, grace_s: float) -> tuple[int, int, list[int]]:
-    """TERM, then KILL for what is left. Gives how many there were, how many were killed, what is left."""
+def _stop_processes(entry: Args, grace_s: float) -> tuple[int, int, list[int]]:
+    """Send SIGTERM, then SIGKILL. Returns the total, the number killed, and the PIDs that are still alive."""
     members = _members(entry, _table())
     total = len(members)
-    # The others sign off with the GCS; without it they would wait for nothing.
+    # The GCS last: the others deregister with it, and would wait if it had stopped.
     last = {pid: start for pid, start in members.items() if _program(pid) == b"gcs_server"}
     first = {pid: start for pid, start in members.items() if pid not in last}
     left = {}
     for each in (first, last):
         _signal(each, signal.SIGTERM)
-        left.update(_wait_gone(each, grace_s / 2))
+        left.update(_wait_ended(each, grace_s / 2))
     left.update(_members(entry, _table()))
     killed = len(left)
     _signal(left, signal.SIGKILL)
-    left = _wait_gone(left, _KILL_WAIT_S)
+    left = _wait_ended(left, _KILL_WAIT_S)
     return total, killed, sorted(left)
 
 
@@ -558,18 +564,18 @@ def _program(pid: int) -> bytes:
 def _signal(members: dict[int, str], number: int) -> None:
     table = _table()
     for pid, start in members.items():
-        if _lives(table, pid, start):
+        if _is_alive(table, pid, start):
             try:
                 os.kill(pid, number)
             except (ProcessLookupError, PermissionError):
                 pass
 
 
-def _wait_gone(members: dict[int, str], limit_s: float) -> dict[int, str]:
+def _wait_ended(members: dict[int, str], limit_s: float) -> dict[int, str]:
     deadline = time.monotonic() + limit_s
     while True:
         table = _table()
-        left = {pid: start for pid, start in members.items() if _lives(table, pid, start)}
+        left = {pid: start for pid, start in members.items() if _is_alive(table, pid, start)}
         if not left or time.monotonic() >= deadline:
             return left
         time.sleep(_POLL_S)

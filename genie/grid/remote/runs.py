@@ -1,13 +1,13 @@
-"""Runs on a node: commands that go on without a connection, what they print and how they end.
+"""Runs on a node: commands that continue without a connection, their output and their exit status.
 
-Each has a folder below `<remote_root>/.grid/runs`, named by the id that its client made: meta.json says
-what it is, `out` and `err` take its output, `pid` and `exit` are records of a fixed size, written once
-beforehand so that a full disk cannot lose them. A supervisor, detached from the connection, renames the
-prepared folder to its name, which only one can do: so a run that is asked for twice is started once. It
-starts the command as `ssh HOST COMMAND` would, by the user's own shell, in a session of its own.
+Each run has a directory below `<remote_root>/.grid/runs`, named by the ID from the client: meta.json
+describes it, `out` and `err` contain its output, `pid` and `exit` are fixed-size records that are allocated
+beforehand, so that a full disk cannot lose them. A supervisor, detached from the connection, renames the
+prepared directory to its final name, which succeeds only once: a run that is requested twice starts once. It
+starts the command like `ssh HOST COMMAND`, with the user's shell, in a new session.
 
-Runs on nodes, so: standard library only, Python 3.8. Not for: nodes without Python (grid/plain_runs.py),
-and which GPUs a run gets (gpu_runs.py).
+Runs on nodes: standard library only, Python 3.8. Does not handle nodes without Python (runs/shell_runs.py) or
+choose GPUs (gpu_runs.py).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from genie.grid.remote.core import Answer, Args, OpError, op
 from genie.grid.remote.own_folder import own_folder
 
 RUNS_KEPT = 200
-"""Ended runs that a node keeps. Older ones go when a new run starts."""
+"""Number of ended runs that a node keeps. Older ones are removed when a new run starts."""
 CHUNK_BYTES = 256 << 10
 TIMED_OUT = 124
 CANNOT_START = 126
@@ -56,13 +56,12 @@ def start(args: Args, blob: bytes) -> Answer:
 
 
 def start_run(args: Args, blob: bytes, take_gpus: Any = None) -> Answer:
-    """Starts a run unless its id is there already; either way says how it is.
+    """Start a run unless its ID exists already; return its status.
 
-    `take_gpus` is given what runs hold (a run's id by the number of a GPU), and gives numbers and variables.
-    A run that is over within quick_s is told whole, so that nobody need ask again: `first` is what
-    runs.read would answer.
+    `take_gpus` gets the held GPUs (run ID by GPU index) and returns GPU indexes and environment variables.
+    For a run that ends within quick_s, `first` is the result of runs.read, which saves a round trip.
     """
-    found = _started(args, blob, take_gpus)
+    found = _start_once(args, blob, take_gpus)
     folder = _folder(args)
     deadline = time.monotonic() + min(float(args.get("quick_s") or 0), _QUICK_S_MAX)
     while _record(os.path.join(folder, "exit"), ("code", "ended")) is None:
@@ -73,7 +72,7 @@ def start_run(args: Args, blob: bytes, take_gpus: Any = None) -> Answer:
     return (dict(found, **_state(folder), first=first), output) if first["end"] else found
 
 
-def _started(args: Args, blob: bytes, take_gpus: Any) -> Args:
+def _start_once(args: Args, blob: bytes, take_gpus: Any) -> Args:
     folder = _folder(args)
     if os.path.isdir(folder):
         return dict(_status(folder), created=False)
@@ -83,7 +82,7 @@ def _started(args: Args, blob: bytes, take_gpus: Any) -> Args:
         os.makedirs(runs, 0o700, exist_ok=True)
         _prune(runs)
     except OSError as error:
-        raise _named(error, runs) from None
+        raise _with_path(error, runs) from None
     cwd = os.path.join(root, os.path.expanduser(args.get("cwd") or ""))
     if not os.path.isdir(cwd):
         raise OpError("missing", "there is no folder " + cwd)
@@ -91,9 +90,9 @@ def _started(args: Args, blob: bytes, take_gpus: Any) -> Args:
         return _begin(folder, dict(args, cwd=cwd, root=root, gpu_env={}), [], blob)
     lock = _lock(runs)
     try:
-        if os.path.isdir(folder):  # this very run was being started, and now holds its GPUs
+        if os.path.isdir(folder):  # a concurrent request started this run, which now holds its GPUs
             return dict(_status(folder), created=False)
-        gpus, env = take_gpus(_held(runs))
+        gpus, env = take_gpus(_held_gpus(runs))
         return _begin(folder, dict(args, cwd=cwd, root=root, gpu_env=env), gpus, blob)
     finally:
         os.close(lock)
@@ -106,12 +105,12 @@ def status(args: Args, blob: bytes) -> Answer:
 
 @op("runs.read")
 def read(args: Args, blob: bytes) -> Answer:
-    """Output from the offsets `out` and `err` on; waits up to wait_s until there is some, or the end."""
+    """Return output from the offsets `out` and `err`; wait up to wait_s for output or the end."""
     folder = _folder(args)
     deadline = time.monotonic() + min(float(args.get("wait_s", 0)), _WAIT_S_MAX)
     pause_s = 0.001
     while True:
-        found = _state(folder)  # before the output: what has ended has written everything
+        found = _state(folder)  # before the output: an ended run has written everything
         ended = found["state"] in ("exited", "lost")
         out = _chunk(os.path.join(folder, "out"), int(args["out"]))
         err = _chunk(os.path.join(folder, "err"), int(args["err"]))
@@ -125,11 +124,11 @@ def read(args: Args, blob: bytes) -> Answer:
 
 @op("runs.signal")
 def send_signal(args: Args, blob: bytes) -> Answer:
-    """To the run's whole process group, if that still is the run's."""
+    """Send a signal to the run's process group, if it still belongs to the run."""
     folder = _folder(args)
     number = getattr(signal, "SIG" + str(args["signal"]), None)
     if not isinstance(number, signal.Signals):
-        raise OpError("usage", "there is no signal " + str(args["signal"]))
+        raise OpError("usage", "unknown signal " + str(args["signal"]))
     pid = _record(os.path.join(folder, "pid")) or {}
     found = _state(folder)
     sent = found["state"] == "running" and is_alive(pid, "pid", _boot(), _process)
@@ -143,7 +142,7 @@ def send_signal(args: Args, blob: bytes) -> Answer:
 
 @op("runs.list")
 def list_runs(args: Args, blob: bytes) -> Answer:
-    """Newest first. `prefix` is the beginning of the ids."""
+    """Return runs whose ID starts with `prefix`, newest first."""
     runs = _runs(args)
     found = []
     for name in _names(runs):
@@ -151,7 +150,7 @@ def list_runs(args: Args, blob: bytes) -> Answer:
             try:
                 one = _status(os.path.join(runs, name))
             except OpError:
-                continue  # removed since, or not ours
+                continue  # removed meanwhile, or not a run
             if len(one["command"]) > _COMMAND_SHOWN:
                 one["command"] = one["command"][:_COMMAND_SHOWN] + " ..."
             found.append(one)
@@ -163,7 +162,7 @@ def list_runs(args: Args, blob: bytes) -> Answer:
 def remove(args: Args, blob: bytes) -> Answer:
     folder = _folder(args)
     if _state(folder)["state"] in ("running", "starting"):
-        raise OpError("running", f"run {args['id']} still runs")
+        raise OpError("running", f"run {args['id']} is still running")
     _remove(folder)
     return {}
 
@@ -177,23 +176,23 @@ def _begin(folder: str, args: Args, gpus: Any, blob: bytes) -> Args:
         _prepare(new, args, gpus, blob)
     except OSError as error:
         _remove_files(new)
-        raise _named(error, new) from None
+        raise _with_path(error, new) from None
     keys = ("command", "env", "gpu_env", "cwd", "root", "id", "timeout_s")
     passed = {key: args.get(key) for key in keys}
     watcher = core.SPAWNER.spawn(__name__, "supervise", dict(passed, new=new, folder=folder))
     deadline = time.monotonic() + _BEGIN_S_MAX
     pause_s = _QUICK_PAUSE_S
     while time.monotonic() < deadline:
-        gone = _process(watcher)[0] in ("", "Z", "X")  # asked first: what it did is seen below
+        exited = _process(watcher)[0] in ("", "Z", "X")  # checked before the records that it writes
         pid = _record(os.path.join(folder, "pid")) or {}
-        if gone or "pid" in pid or _record(os.path.join(folder, "exit")):
+        if exited or "pid" in pid or _record(os.path.join(folder, "exit")):
             break
         time.sleep(pause_s)
         pause_s = min(pause_s * 1.5, 0.02)
     if not os.path.isdir(folder):
-        _remove(new)  # now it can begin no more, if it has not just done so
+        _remove(new)  # the supervisor cannot start after this, unless it just has
         if not os.path.isdir(folder):
-            raise OpError("start", "the process that was to watch the run has not begun")
+            raise OpError("start", "the supervisor of the run did not start")
     return dict(_status(folder), created=True)
 
 
@@ -230,10 +229,10 @@ def _private(path: str, flags: int) -> int:
 
 
 def _prune(runs: str) -> None:
-    """Removes the oldest ended runs beyond those that are kept, and what a killed start has left."""
+    """Remove the oldest ended runs beyond RUNS_KEPT, and leftovers of interrupted starts."""
     found = os.listdir(runs)
     for path in [os.path.join(runs, name) for name in found if name.startswith((".new-", ".old-"))]:
-        if time.time() - _changed(path) > _STALE_S:
+        if time.time() - _modified_at(path) > _STALE_S:
             _remove_files(path)
     names = [name for name in found if _ID.fullmatch(name)]
     if len(names) <= RUNS_KEPT + _PRUNE_EVERY:
@@ -244,22 +243,22 @@ def _prune(runs: str) -> None:
         try:
             found = _state(folder)
         except OpError:
-            continue  # someone else has removed it
+            continue  # removed by another process
         if found["state"] in ("exited", "lost"):
-            ended.append((found["ended"] or _changed(folder), folder))
+            ended.append((found["ended"] or _modified_at(folder), folder))
     for _, folder in sorted(ended)[: max(0, len(ended) - RUNS_KEPT)]:
         _remove(folder)
 
 
-def _changed(path: str) -> float:
-    """When; now, for what is gone meanwhile."""
+def _modified_at(path: str) -> float:
+    """Return the modification time; the current time if the path no longer exists."""
     try:
         return os.lstat(path).st_mtime
     except FileNotFoundError:
         return time.time()
 
 
-# --- the supervisor, in a process of its own ------------------------------------------------------
+# --- the supervisor, a separate process -----------------------------------------------------------
 
 
 def supervise(args: Args) -> None:
@@ -268,12 +267,12 @@ def supervise(args: Args) -> None:
     err = os.open(os.path.join(new, "err"), os.O_WRONLY | os.O_APPEND)
     pid_file = os.open(os.path.join(new, "pid"), os.O_WRONLY)
     exit_file = os.open(os.path.join(new, "exit"), os.O_WRONLY)
-    source = _source(new)
+    source = _open_stdin(new)
     pid = {"boot": _boot(), "watcher": os.getpid(), "watcher_start": _process(os.getpid())[1]}
     _write_record(pid_file, pid)
     try:
         os.rename(new, folder)
-    except OSError:  # someone else has that id: this one was asked for twice
+    except OSError:  # the ID exists: the run was requested twice
         _remove(new)
         return
     try:
@@ -284,8 +283,8 @@ def supervise(args: Args) -> None:
     os.fsync(exit_file)
 
 
-def _source(new: str) -> int:
-    """What the command reads. The file is gone once it is open: nobody needs it again."""
+def _open_stdin(new: str) -> int:
+    """Open the command's standard input and unlink its file."""
     try:
         source = os.open(os.path.join(new, "in"), os.O_RDONLY)
     except FileNotFoundError:
@@ -296,15 +295,23 @@ def _source(new: str) -> int:
 
 def _run(args: Args, pid: Args, pid_file: int, streams: Any) -> Args:
     ready, go = os.pipe()
+    group_ready, announce = os.pipe()
     child = os.fork()
     if child == 0:
-        _become(args, ready, go, streams)
-    os.close(ready)
-    for number in streams:
+        os.close(group_ready)
+        os.close(go)
+        _exec_command(args, ready, announce, streams)
+    for number in (ready, announce, *streams):
         os.close(number)
-    # Only when it is written down who the command is, may it begin.
+    # The PID is recorded when the child leads its process group, so that no signal misses it, and the
+    # command starts only after that.
+    os.read(group_ready, 1)
+    os.close(group_ready)
     _write_record(pid_file, dict(pid, pid=child, pid_start=_process(child)[1]))
-    os.write(go, b"1")
+    try:
+        os.write(go, b"1")
+    except BrokenPipeError:
+        pass  # a signal has ended the child already
     os.close(go)
     code, timed_out = _wait(child, args.get("timeout_s"))
     if os.WIFSIGNALED(code):
@@ -312,28 +319,28 @@ def _run(args: Args, pid: Args, pid_file: int, streams: Any) -> Args:
     return {"code": os.WEXITSTATUS(code), "timed_out": timed_out}
 
 
-def _become(args: Args, ready: int, go: int, streams: Any) -> NoReturn:
+def _exec_command(args: Args, ready: int, announce: int, streams: Any) -> NoReturn:
     try:
-        os.close(go)
         os.setsid()
+        # Python handles or ignores these signals, and exec would keep what is ignored.
+        for each in (signal.SIGINT, signal.SIGPIPE, signal.SIGXFSZ):
+            signal.signal(each, signal.SIG_DFL)
+        os.write(announce, b"1")
         for number, stream in enumerate(streams):
             os.dup2(stream, number)
         if not os.read(ready, 1):
             os._exit(CANNOT_START)
-        # Python ignores these, and what is ignored stays so in the program.
-        signal.signal(signal.SIGPIPE, signal.SIG_DFL)
-        signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
         os.chdir(args["cwd"])
         shell = os.environ.get("SHELL") or "/bin/sh"
         os.execve(shell, [shell, "-c", args["command"]], environment(os.environ, args))  # noqa: S606
     except OSError as error:
-        os.write(2, f"cannot be started: {error.strerror}: {error.filename}\n".encode())
+        os.write(2, f"could not start the command: {error.strerror}: {error.filename}\n".encode())
     finally:
         os._exit(CANNOT_START)
 
 
 def environment(own: Any, args: Args) -> Args:
-    """What the command gets: what the login has, the grid's environment if there is one, and --env."""
+    """Return the command's environment: the login's, grid_env if it exists, GPUs, and --env."""
     env = dict(own, GRID_RUN_ID=args["id"], GRID_ROOT=args["root"])
     venv = os.path.join(args["root"], "grid_env")
     if os.path.exists(os.path.join(venv, "bin", "python")):
@@ -359,7 +366,7 @@ def _wait(child: int, timeout_s: Any) -> tuple[int, bool]:
         pause_s = min(pause_s * 1.5, _PAUSE_S_MAX)
 
 
-# --- how a run is -----------------------------------------------------------------------------
+# --- status -----------------------------------------------------------------------------------
 
 
 def _status(folder: str) -> Args:
@@ -367,7 +374,7 @@ def _status(folder: str) -> Args:
         with open(os.path.join(folder, "meta.json"), "rb") as file:
             meta = json.loads(file.read(_META_BYTES_MAX).decode())
     except FileNotFoundError:
-        raise OpError("missing", "no run has the id " + os.path.basename(folder)) from None
+        raise OpError("missing", "no run has the ID " + os.path.basename(folder)) from None
     except (OSError, ValueError, RecursionError):
         meta = None
     if not is_meta(meta):
@@ -376,7 +383,7 @@ def _status(folder: str) -> Args:
 
 
 def is_meta(meta: Any) -> bool:
-    """Not so after a power cut, which may leave an empty file, or where someone else wrote it."""
+    """True for valid metadata. A power cut may leave an empty file."""
     return (
         isinstance(meta, dict)
         and isinstance(meta.get("command"), str)
@@ -389,11 +396,11 @@ def is_meta(meta: Any) -> bool:
 
 def _state(folder: str) -> Args:
     found: Args = {}
-    for _ in range(2):  # it may end between two looks
+    for _ in range(2):  # the run may end between reading the two records
         ended = _record(os.path.join(folder, "exit"), ("code", "ended"))
         pid = _record(os.path.join(folder, "pid"), ("boot", "watcher"))
         if pid is None and not os.path.isdir(folder):
-            raise OpError("missing", "no run has the id " + os.path.basename(folder))
+            raise OpError("missing", "no run has the ID " + os.path.basename(folder))
         found = state_of(ended, pid or {}, _boot(), _process)
         if found["state"] != "lost":
             break
@@ -401,9 +408,9 @@ def _state(folder: str) -> Args:
 
 
 def state_of(ended: Any, pid: Args, boot: str, look: Any) -> Args:
-    """How a run is, by its records. `look` gives a process's state and when it began.
+    """Return the state of a run from its records. `look` returns a process's state and start time.
 
-    Lost: it is gone and left no word of how it ended, because the node or its supervisor was killed.
+    A run is lost if it ended without an exit record, because the node or its supervisor was killed.
     """
     found: Args = {"state": "lost", "exit_code": None, "signal": None, "ended": None, "error": ""}
     if ended is not None:
@@ -415,16 +422,16 @@ def state_of(ended: Any, pid: Args, boot: str, look: Any) -> Args:
     return found
 
 
-def is_alive(pid: Args, who: str, boot: str, look: Any) -> bool:
-    """The very process that was written down, not another one that has got its number since."""
-    if who not in pid or pid["boot"] != boot:
+def is_alive(pid: Args, process: str, boot: str, look: Any) -> bool:
+    """True if the recorded process is alive, and not another one with the same PID."""
+    if process not in pid or pid["boot"] != boot:
         return False
-    letter, began = look(pid[who])
-    return letter not in ("", "Z", "X") and began == pid.get(who + "_start")
+    state, start = look(pid[process])
+    return state not in ("", "Z", "X") and start == pid.get(process + "_start")
 
 
 def _process(pid: int) -> tuple[str, int]:
-    """One letter for its state, '' if there is none, and when it began, in ticks since the boot."""
+    """Return the state letter of a process ('' if it does not exist) and its start in ticks since boot."""
     try:
         with open(f"/proc/{int(pid)}/stat", "rb") as file:
             fields = file.read(4096).rpartition(b")")[2].split()
@@ -442,7 +449,7 @@ def _boot() -> str:
 
 
 def _record(path: str, needed: tuple[str, ...] = ()) -> Any:
-    """None where nothing is written yet, or where it is not what we write."""
+    """Return a record; None if it is empty or invalid."""
     try:
         with open(path, "rb") as file:
             text = file.read(_RECORD_BYTES).strip()
@@ -453,7 +460,7 @@ def _record(path: str, needed: tuple[str, ...] = ()) -> Any:
 
 
 def _write_record(file: int, record: Args) -> None:
-    """In one write over what is there already: no new space is needed."""
+    """Overwrite the allocated record in one write, which needs no disk space."""
     text = json.dumps(record, separators=(",", ":")).encode()[:_RECORD_BYTES]
     os.pwrite(file, text.ljust(_RECORD_BYTES), 0)
 
@@ -469,13 +476,13 @@ def _chunk(path: str, offset: int) -> bytes:
 def _runs(args: Args) -> str:
     root = os.path.expanduser(str(args["root"]))
     if not os.path.isabs(root) or ".." in root.split("/"):
-        raise OpError("usage", "remote_root must be a whole path: " + root)
+        raise OpError("usage", "remote_root must be an absolute path: " + root)
     return own_folder(root, "runs")
 
 
 def _folder(args: Args) -> str:
     if not _ID.fullmatch(str(args["id"])):
-        raise OpError("usage", "that is not the id of a run")
+        raise OpError("usage", "invalid run ID")
     return os.path.join(_runs(args), str(args["id"]))
 
 
@@ -487,7 +494,7 @@ def _names(runs: str) -> list[str]:
 
 
 def _remove(folder: str) -> None:
-    """Out of sight first: a folder that is half empty must not look like a run."""
+    """Rename the directory before removing it, so that a partial one does not look like a run."""
     old = f"{os.path.dirname(folder)}/.old-{os.getpid()}-{time.monotonic_ns()}"
     try:
         os.rename(folder, old)
@@ -508,7 +515,7 @@ def _remove_files(folder: str) -> None:
         pass
 
 
-def _named(error: OSError, path: str) -> OSError:
+def _with_path(error: OSError, path: str) -> OSError:
     return OSError(error.errno, error.strerror or str(error), error.filename or path)
 
 
@@ -524,18 +531,18 @@ def _lock(runs: str) -> int:
         except OSError as error:
             if error.errno not in (errno.EAGAIN, errno.EACCES) or time.monotonic() > deadline:
                 os.close(file)
-                raise OpError("busy", "other runs that want GPUs are being started") from None
+                raise OpError("busy", "timed out waiting for other GPU runs to start") from None
         time.sleep(0.01)
 
 
-def _held(runs: str) -> Args:
-    """Which run has a GPU. Call it with the lock, and keep that until the run has its folder."""
+def _held_gpus(runs: str) -> Args:
+    """Return the run ID by held GPU. The caller holds the lock until the new run has its directory."""
     held = {}
     for name in _names(runs):
         try:
             found = _status(os.path.join(runs, name))
         except OpError:
-            continue  # removed since, or damaged: what it still uses, the driver tells
+            continue  # removed or damaged; GPUs still in use show up in the readings
         if found["state"] in ("running", "starting"):
             held.update(dict.fromkeys(found["gpus"], name))
     return held

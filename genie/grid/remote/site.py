@@ -1,10 +1,10 @@
-"""Where a node keeps what it knows of a tree that was sent to it: <remote_root>/.grid/sync/TREE.
+"""The sync state of one tree on a node: <remote_root>/.grid/sync/TREE.
 
-`state` has the records of what we put there, `objects-*` what has arrived and is not in its place yet,
-`journal` a change that was begun and must be finished, `lock` who is at it. Nothing is flushed to the
-disk: after a power cut, sizes and times tell what is missing, and it is sent again.
+`state` contains the records of the synced files, `objects-*` received files that are not in place yet,
+`journal` a change that was started and must be finished, `lock` the lock. Nothing is fsynced: after a power
+cut, sizes and times show what is missing, and it is sent again.
 
-Runs on nodes, so: standard library only, Python 3.8. Not for: the changes themselves (sync.py).
+Runs on nodes: standard library only, Python 3.8. Does not apply changes (sync.py).
 """
 
 from __future__ import annotations
@@ -20,52 +20,52 @@ from genie.grid.remote.contents import BLOCKS_BYTES_MIN
 from genie.grid.remote.core import OpError
 from genie.grid.remote.own_folder import NAME, own_folder
 
-STATE_HEAD = struct.Struct("<8sq32s32s")  # magic, when it was looked at, digest of the plain records, rules
+STATE_HEAD = struct.Struct("<8sq32s32s")  # magic, time of the last scan, digest of the plain records, rules
 STATE_MAGIC = b"GGTREE2\n"
-"""With the number of the format."""
-_MAGIC_BEFORE = b"GGTREE1\n"
-"""Large files were called by their SHA-256 as well."""
+"""Includes the format version."""
+_STATE_MAGIC_1 = b"GGTREE1\n"
+"""In this version, large files were also identified by their SHA-256."""
 _TREE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}")
 _KEY = re.compile(r"[0-9a-f]{16,64}")
 _LOCK_STEP_S = 0.02
-_ENGINES: dict[str, tree.Plain] = {}
+_ENGINES: dict[str, tree.PlainEngine] = {}
 
 
-class State:
-    """What we put into a tree, as it was when we last looked."""
+class TreeState:
+    """Records of the synced files as of the last scan at `taken_ns`."""
 
     def __init__(self, records: bytes = b"", *, taken_ns: int = 0, digest: bytes = b"") -> None:
         self.records, self.taken_ns, self.digest = records, taken_ns, digest
 
 
-class Site:
-    """One tree on this node. Use it as a context; it holds descriptors."""
+class SyncedTree:
+    """One tree on this node. A context manager that owns file descriptors."""
 
     def __init__(self, args: dict[str, str], *, create: bool) -> None:
-        """Raises FileNotFoundError where nothing was ever sent, unless it is to be created."""
+        """Raises FileNotFoundError if the tree was never synced, unless `create`."""
         if not _TREE.fullmatch(args["tree"]):
-            raise OpError("usage", "a tree cannot be named " + repr(args["tree"]))
+            raise OpError("usage", "invalid tree name " + repr(args["tree"]))
         path = os.path.expanduser(args["root"])
         if create:
             os.makedirs(path, exist_ok=True)
         self._fds: list[int] = []
         self._is_locked = False
         try:
-            self.root = self._kept(os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
-            own = self._own(path, create=create)
+            self.root = self._track_fd(os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
+            own = self._open_own_folder(path, create=create)
             self.shared = self._folder(own, "sync", create=create)
             self.folder = self._folder(self.shared, args["tree"], create=create)
         except BaseException as error:
             self.close()
             if isinstance(error, OSError):
-                held = {NAME: path, "sync": own_folder(path), args["tree"]: own_folder(path, "sync")}
-                _name_whole(error, held.get(str(error.filename), ""))
+                parents = {NAME: path, "sync": own_folder(path), args["tree"]: own_folder(path, "sync")}
+                _add_folder(error, parents.get(str(error.filename), ""))
             raise
         self.path = own_folder(path, "sync")
         self._where = os.path.join(self.path, args["tree"])
         self.engine = engine(self.path, args.get("key", ""))
 
-    def __enter__(self) -> Site:
+    def __enter__(self) -> SyncedTree:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -76,7 +76,7 @@ class Site:
             os.close(self._fds.pop())
 
     def objects(self) -> int:
-        """The folder for what arrives. What an earlier boot left there may be half-written, and goes."""
+        """Open the directory of received files; remove those of an earlier boot, which may be incomplete."""
         name = "objects-" + _boot()
         for other in os.listdir(self.folder):
             if other.startswith("objects-") and other != name:
@@ -87,41 +87,41 @@ class Site:
         try:
             self.empty(self._folder(self.folder, name, create=False))
             os.rmdir(name, dir_fd=self.folder)
-        except OSError as error:  # no folder, or something in it that is not ours: it is in nobody's way
+        except OSError as error:  # not a directory, or it contains other files: ignored
             if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR, errno.ELOOP):
                 raise
 
     def empty(self, folder: int) -> None:
-        """Of files. A folder that someone else has made there stays."""
+        """Remove all files from a directory; subdirectories made by others stay."""
         for name in os.listdir(folder):
             try:
                 os.unlink(name, dir_fd=folder)
-            except (IsADirectoryError, PermissionError):  # which of them, depends on the system
+            except (IsADirectoryError, PermissionError):  # depends on the system
                 pass
 
-    def state(self) -> State:
-        """An empty one where there is none, or where what is there cannot be read any more."""
+    def state(self) -> TreeState:
+        """Return the stored state; an empty one if it is missing or unreadable."""
         data = self.read("state")
         if data is None:
             data = self.read("state.old")
         if data is None or len(data) < STATE_HEAD.size:
-            return State()
+            return TreeState()
         magic, taken_ns, digest, _ = STATE_HEAD.unpack_from(data)
         records = data[STATE_HEAD.size :]
         try:
-            if magic not in (STATE_MAGIC, _MAGIC_BEFORE) or digest != digest_of(self.engine, records):
-                return State()
-            if magic == _MAGIC_BEFORE:
-                records = _without_large(records)
+            if magic not in (STATE_MAGIC, _STATE_MAGIC_1) or digest != digest_of(self.engine, records):
+                return TreeState()
+            if magic == _STATE_MAGIC_1:
+                records = _clear_large_digests(records)
                 digest = digest_of(self.engine, records)
         except OSError:
-            return State()
-        return State(records, taken_ns=taken_ns, digest=digest)
+            return TreeState()
+        return TreeState(records, taken_ns=taken_ns, digest=digest)
 
     def write_state(self, records: bytes, *, taken_ns: int, digest: bytes, name: str = "state") -> None:
         data = STATE_HEAD.pack(STATE_MAGIC, taken_ns, digest, bytes(32)) + records
         self.write(name + ".whole", data)
-        # Not over the old one: file systems then wait for the disk. In between, the old one counts.
+        # Replacing a file makes file systems flush, so the old state is renamed first; it is the fallback.
         try:
             os.rename(name, name + ".old", src_dir_fd=self.folder, dst_dir_fd=self.folder)
         except FileNotFoundError:
@@ -137,18 +137,18 @@ class Site:
             return file.read()
 
     def write(self, name: str, data: bytes) -> None:
-        """Whole or not at all."""
-        made = name + ".part"
+        """Write a file atomically."""
+        part = name + ".part"
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
-        fd = os.open(made, flags, 0o600, dir_fd=self.folder)
+        fd = os.open(part, flags, 0o600, dir_fd=self.folder)
         try:
             tree.write_all(fd, data)
         except OSError:
-            os.unlink(made, dir_fd=self.folder)
+            os.unlink(part, dir_fd=self.folder)
             raise
         finally:
             os.close(fd)
-        os.rename(made, name, src_dir_fd=self.folder, dst_dir_fd=self.folder)
+        os.rename(part, name, src_dir_fd=self.folder, dst_dir_fd=self.folder)
 
     def free_bytes(self) -> int:
         found = os.fstatvfs(self.folder)
@@ -161,16 +161,16 @@ class Site:
             pass
 
     def lock(self, *, wait_s: float) -> None:
-        """Held until this is closed. Raises OpError ('busy') when another sync has it all that time."""
+        """Acquire the lock until `close`. Raises OpError ('busy') after `wait_s`."""
         import fcntl
 
         if self._is_locked:
             return
         flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
         try:
-            fd = self._kept(os.open("lock", flags, 0o600, dir_fd=self.folder))
+            fd = self._track_fd(os.open("lock", flags, 0o600, dir_fd=self.folder))
         except OSError as error:
-            _name_whole(error, self._where)
+            _add_folder(error, self._where)
             raise
         deadline = time.monotonic() + wait_s
         while True:
@@ -182,16 +182,16 @@ class Site:
                 if error.errno not in (errno.EAGAIN, errno.EACCES):
                     raise
             if time.monotonic() >= deadline:
-                raise OpError("busy", "another sync of this tree is under way")
+                raise OpError("busy", "another sync of this tree is in progress")
             time.sleep(_LOCK_STEP_S)
 
-    def _own(self, root: str, *, create: bool) -> int:
+    def _open_own_folder(self, root: str, *, create: bool) -> int:
         path = own_folder(root)
         if not os.path.islink(path):
             return self._folder(self.root, NAME, create=create)
-        own = self._kept(os.open(os.path.realpath(path), os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
+        own = self._track_fd(os.open(os.path.realpath(path), os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
         if os.fstat(own).st_dev != os.fstat(self.root).st_dev:
-            raise OpError("link", path + " leads to another file system, from which nothing can be renamed")
+            raise OpError("link", path + " must be on the same file system as remote_root")
         return own
 
     def _folder(self, parent: int, name: str, *, create: bool) -> int:
@@ -201,15 +201,15 @@ class Site:
             except FileExistsError:
                 pass
         flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
-        return self._kept(os.open(name, flags, dir_fd=parent))
+        return self._track_fd(os.open(name, flags, dir_fd=parent))
 
-    def _kept(self, fd: int) -> int:
+    def _track_fd(self, fd: int) -> int:
         self._fds.append(fd)
         return fd
 
 
-def _without_large(records: bytes) -> bytes:
-    """What is in large files is not known: they are sent once again, and all else is as we left it."""
+def _clear_large_digests(records: bytes) -> bytes:
+    """Clear the digests of large files, which are then sent again."""
     known = bytearray(records)
     for one in tree.records_of(records):
         if one.kind == tree.FILE and one.size >= BLOCKS_BYTES_MIN:
@@ -217,35 +217,35 @@ def _without_large(records: bytes) -> bytes:
     return bytes(known)
 
 
-def _name_whole(error: OSError, folder: str) -> None:
-    """What is opened beside a descriptor has half a name, which tells nobody where to look."""
+def _add_folder(error: OSError, folder: str) -> None:
+    """Make the file name of an error absolute; it is relative to a directory descriptor."""
     if isinstance(error.filename, str):
         error.filename = os.path.join(folder, error.filename)
 
 
-def digest_of(engine: tree.Plain, records: bytes) -> bytes:
+def digest_of(engine: tree.PlainEngine, records: bytes) -> bytes:
     import hashlib
 
-    return hashlib.sha256(engine.plain(records)).digest()
+    return hashlib.sha256(engine.without_stamps(records)).digest()
 
 
 def library_path(folder: str, key: str) -> str:
     if not _KEY.fullmatch(key):
-        raise OpError("usage", "this is no key of a library")
+        raise OpError("usage", "invalid library key")
     return os.path.join(folder, "tree-" + key + ".so")
 
 
-def engine(folder: str, key: str) -> tree.Plain:
-    """The compiled one, once it is here."""
+def engine(folder: str, key: str) -> tree.PlainEngine:
+    """Return the compiled engine if its library is available, else the Python one."""
     if key not in _ENGINES:
         path = library_path(folder, key) if key else ""
         if not path or not os.path.exists(path):
-            return tree.Plain()
+            return tree.PlainEngine()
         found = tree.engine_at(path)
         _ENGINES.clear()
         _ENGINES[key] = found
         return found
-    return _ENGINES.get(key) or tree.Plain()
+    return _ENGINES.get(key) or tree.PlainEngine()
 
 
 def _boot() -> str:

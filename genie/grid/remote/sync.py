@@ -1,10 +1,10 @@
-"""Ops that bring a tree up to date: what is here, what arrives, and putting it into place.
+"""Ops that update a tree on a node: check its state, receive files, and move them into place.
 
-What arrives is kept beside the tree until all of it is here; then a journal is written, and from there on
-the change is finished, if need be by the next one who asks. So the visible tree has whole files only. What
-was not put there by an earlier sync, or was changed since, is not deleted; no link is ever followed.
+Received files are staged next to the tree until all have arrived. Then a journal is written, and the change
+is finished even after a crash, by the next request. So the visible tree only has complete files. Files that
+were not created by a sync, or were changed since, are not deleted; symbolic links are never followed.
 
-Runs on nodes, so: standard library only, Python 3.8. Not for: deciding what changes (genie/grid/sync).
+Runs on nodes: standard library only, Python 3.8. Does not decide what changes (genie/grid/sync).
 """
 
 from __future__ import annotations
@@ -23,64 +23,67 @@ from typing import Any, NoReturn
 from genie.grid.remote import contents, core, tree
 from genie.grid.remote.core import OpError, op
 from genie.grid.remote.own_folder import own_folder
-from genie.grid.remote.site import Site, State, digest_of, library_path
-from genie.grid.remote.tree import FILE, FOLDER, LINK, REMOVED, Folders, Record
+from genie.grid.remote.site import SyncedTree, TreeState, digest_of, library_path
+from genie.grid.remote.tree import FILE, FOLDER, LINK, REMOVED, Folders, TreeRecord
 
 PARTS = ("gone", "folders", "added", "changed", "copies", "links", "metas")
-"""What a change is made of, each a list of records; `gone` first, then in the order of putting them there."""
+"""The parts of a change, each a list of records, in the order in which they are applied."""
 DELETE, FORGET, REPLACE = 0, 1, 2
-"""Flags of a record in `gone`: delete if untouched; leave it there; something else takes its place."""
+"""Flags of a record in `gone`: delete if unchanged; keep the file; something else replaces it."""
 PLAN_HEAD = struct.Struct("<I")
 PLAN_BYTES_MAX = 1 << 30
 PIECE_BYTES_MAX = 1 << 20
-"""Of a frame with contents, except whole small files."""
+"""Size limit of a content frame, except for whole small files."""
 ANSWER_BYTES = 8 << 20
 _NAMES_SHOWN = 100
-_SPARE_BYTES = 64 << 20
+_FREE_BYTES_MIN = 64 << 20
 _COMPILE_S = 120
 _COMPILERS = ("c++", "g++", "clang++")
 _FLAGS = ("-std=c++17", "-O2", "-fPIC", "-fvisibility=hidden", "-fno-exceptions", "-fno-rtti", "-shared")
 _OBJECT = re.compile(r"[0-9a-f]{64}\.[0-9a-f]{1,16}")
 _LIBRARY_PART = re.compile(r"tree-[0-9a-f]+(\.so\.[0-9]+-[0-9]+\.part|-[0-9]+-[0-9]+\.cpp(\.part)?)")
 _PART_AGE_S_MAX = 3600.0
-_PARTS_LOOKED_AT_MAX = 100
-_drift: dict[str, bytes] = {}
+_PARTS_CHECKED_MAX = 100
+_last_drift: dict[str, bytes] = {}
 
 
 @op("sync.check")
 def check(args: Any, blob: bytes) -> Any:
-    """What we put here, as its digest, and records of what is otherwise now. Finishes what was begun."""
+    """Finish an interrupted change; return the digest of the state, and records that differ from it."""
     has_library = os.path.exists(library_path(_sync_folder(args), args["key"]))
     answer = {"digest": "", "drift": 0, "objects": 0, "has_library": has_library, "machine": _machine()}
     try:
-        site = Site(args, create=False)
+        site = SyncedTree(args, create=False)
     except FileNotFoundError:
         return answer
     with site:
-        # One whose connection broke may still be at it: what has arrived is whole when it lets go.
+        # A disconnected sync may still be writing; its files are complete when it releases the lock.
         site.lock(wait_s=args["wait_s"])
-        finish(site)
+        finish_interrupted(site)
         _clear_library_parts(site)
         state = site.state()
-        drift = look_closer(site, state)
-        _drift.clear()  # for one tree at a time
-        _drift[args["tree"]] = drift
+        drift = find_drift(site, state)
+        _last_drift.clear()  # for one tree at a time
+        _last_drift[args["tree"]] = drift
         answer.update(
-            digest=state.digest.hex(), drift=len(drift), objects=len(_staged(site)), engine=site.engine.name
+            digest=state.digest.hex(),
+            drift=len(drift),
+            objects=len(_staged_objects(site)),
+            engine=site.engine.name,
         )
     return answer, drift[:ANSWER_BYTES]
 
 
 @op("sync.drift", quick=True)
 def more_drift(args: Any, blob: bytes) -> Any:
-    """A further piece of what the last check found."""
-    return {}, _drift.get(args["tree"], b"")[args["offset"] : args["offset"] + ANSWER_BYTES]
+    """Return a further piece of the drift that the last check found."""
+    return {}, _last_drift.get(args["tree"], b"")[args["offset"] : args["offset"] + ANSWER_BYTES]
 
 
 @op("sync.records")
 def records(args: Any, blob: bytes) -> Any:
-    """A piece of the records of what we put here."""
-    with Site(args, create=False) as site:
+    """Return a piece of the records of the state."""
+    with SyncedTree(args, create=False) as site:
         state = site.state()
     piece = state.records[args["offset"] : args["offset"] + ANSWER_BYTES]
     return {"digest": state.digest.hex(), "size": len(state.records)}, piece
@@ -88,30 +91,30 @@ def records(args: Any, blob: bytes) -> Any:
 
 @op("sync.objects")
 def objects(args: Any, blob: bytes) -> Any:
-    """The digests of what has arrived and is not in its place yet. What is half-written goes."""
-    with Site(args, create=False) as site:
+    """Return the digests of staged files; incomplete ones are removed."""
+    with SyncedTree(args, create=False) as site:
         site.lock(wait_s=args["wait_s"])
-        return {}, b"".join(_staged(site))[: ANSWER_BYTES // 32 * 32]
+        return {}, b"".join(_staged_objects(site))[: ANSWER_BYTES // 32 * 32]
 
 
 @op("sync.apply")
 def apply(args: Any, blob: bytes) -> Any:
-    """A whole small change in one request."""
-    with Site(args, create=True) as site:
+    """Receive and apply a small change in one request."""
+    with SyncedTree(args, create=True) as site:
         site.lock(wait_s=args["wait_s"])
-        intake = Intake(site)
-        if intake.take(blob) != len(blob) or not intake.is_complete:
-            raise OpError("protocol", "a change that ends too soon")
-        return intake.finish()
+        receiver = ChangeReceiver(site)
+        if receiver.feed(blob) != len(blob) or not receiver.is_complete:
+            raise OpError("protocol", "truncated change")
+        return receiver.finish()
 
 
 @op("sync.library")
 def library(args: Any, blob: bytes) -> Any:
-    """Keeps the compiled library: the one that was sent if it fits, else it is compiled here, later."""
-    with Site(args, create=True) as site:
+    """Store the compiled library: the uploaded one if it works here, else compile it in the background."""
+    with SyncedTree(args, create=True) as site:
         path = library_path(site.path, args["key"])
         binary, source = blob[: args["binary"]], blob[args["binary"] :]
-        if binary and args["machine"] == _machine() and _is_good_library(path, binary):
+        if binary and args["machine"] == _machine() and _install_library(path, binary):
             return {"how": "given"}
         source_path = f"{path[: -len('.so')]}-{os.getpid()}-{threading.get_ident()}.cpp"
         try:
@@ -125,7 +128,7 @@ def library(args: Any, blob: bytes) -> Any:
 
 
 def compile_library(args: Any) -> None:
-    """In a process of its own. Without a compiler nothing happens, and Python does the work."""
+    """Compile the library, in a separate process. Without a compiler, the Python engine stays in use."""
     import shutil
     import subprocess
 
@@ -143,119 +146,119 @@ def compile_library(args: Any) -> None:
 
 
 def receive_main(source: int = 0) -> NoReturn:
-    """A program of its own: a line of JSON, then a change, on standard input; one line of JSON comes back."""
+    """Separate program: reads a line of JSON and a change from standard input, writes one line of JSON."""
     os.umask(0)
     head = bytearray()
     while not head.endswith(b"\n"):
         head += os.read(source, 1) or sys.exit(1)
     try:
         args = json.loads(head.decode())
-        with Site(args, create=True) as site:
+        with SyncedTree(args, create=True) as site:
             site.lock(wait_s=args["wait_s"])
-            answer: Any = {"ok": _receive(Intake(site), source)}
+            answer: Any = {"ok": _receive(ChangeReceiver(site), source)}
     except OpError as error:
         answer = {"error": {"reason": error.reason, "text": str(error)}}
     except OSError as error:
-        reason = core._REASONS.get(error.errno or 0, "os")
-        where = ": " + str(error.filename) if error.filename else ""
-        answer = {"error": {"reason": reason, "text": (error.strerror or str(error)) + where}}
+        reason, text = core.describe_os_error(error)
+        answer = {"error": {"reason": reason, "text": text}}
     os.write(1, core.MAGIC + json.dumps(answer).encode() + b"\n")
     os._exit(0)
 
 
-def _receive(intake: Intake, source: int) -> Any:
-    held = memoryview(bytearray(4 * PIECE_BYTES_MAX))
+def _receive(receiver: ChangeReceiver, source: int) -> Any:
+    buffer = memoryview(bytearray(4 * PIECE_BYTES_MAX))
     end = 0
-    while not intake.is_complete:
-        count = os.readv(source, [held[end:]])
+    while not receiver.is_complete:
+        count = os.readv(source, [buffer[end:]])
         if not count:
-            raise OpError("cut", "the connection broke")
+            raise OpError("cut", "connection lost")
         end += count
-        used = intake.take(held[:end])
+        used = receiver.feed(buffer[:end])
         if used:
-            held[: end - used] = bytes(held[used:end])
+            buffer[: end - used] = bytes(buffer[used:end])
             end -= used
-    return intake.finish()
+    return receiver.finish()
 
 
-class Intake:
-    """Takes frames: whole small files, pieces of large ones, and the plan."""
+class ChangeReceiver:
+    """Stages the frames of a change: whole small files, pieces of large files, and the plan."""
 
-    def __init__(self, site: Site) -> None:
+    def __init__(self, site: SyncedTree) -> None:
         self._site = site
         self._objects = site.objects()
         self._plan = bytearray()
         self._large: dict[int, int] = {}
         self.is_complete = False
 
-    def take(self, data: Any) -> int:
-        """Deals with the whole frames at the beginning, and gives the number of bytes that these are."""
+    def feed(self, data: Any) -> int:
+        """Process the complete frames at the beginning; returns the number of bytes consumed."""
         try:
-            return self._take(data)
+            return self._feed(data)
         except OSError as error:
             if error.errno in (errno.ENOSPC, errno.EDQUOT):
-                # The space is given back: what has arrived is of no use while nothing else fits.
+                # Free the space: staged files are useless if the rest does not fit.
                 self._site.empty(self._objects)
             raise
 
     def finish(self) -> Any:
-        return change(self._site, self._objects, bytes(self._plan))
+        return apply_change(self._site, self._objects, bytes(self._plan))
 
-    def _take(self, data: Any) -> int:
+    def _feed(self, data: Any) -> int:
         at = 0
         view = memoryview(data)
         while not self.is_complete and len(view) - at >= tree.FRAME.size:
             if view[at] == ord("F"):
-                used, _ = self._site.engine.stage(self._objects, _stageable(data, view, at))
+                used, _ = self._site.engine.stage(self._objects, _engine_input(data, view, at))
                 at += used
                 if not used:
                     break
                 continue
-            used = self._other(view, at)
+            used = self._handle_frame(view, at)
             if not used:
                 break
             at += used
         return at
 
-    def _other(self, view: memoryview, at: int) -> int:
+    def _handle_frame(self, view: memoryview, at: int) -> int:
+        """Process a frame that is not a whole small file; returns its size, 0 if it is incomplete."""
         kind, _, mode, number, size, mtime_ns, sha = tree.FRAME.unpack_from(view, at)
         begin = at + tree.FRAME.size
         if kind in b"DP":
             if size > PIECE_BYTES_MAX:
-                raise OpError("protocol", f"a piece of {size} bytes")
+                raise OpError("protocol", f"piece of {size} bytes is too large")
             if len(view) - begin < size:
                 return 0
-            self._piece(kind, number, view[begin : begin + size])
+            self._add_piece(kind, number, view[begin : begin + size])
             return int(tree.FRAME.size + size)
         if kind == ord("H"):
             os.lseek(self._large_file(number), size, os.SEEK_CUR)
         elif kind == ord("E"):
-            self._end(number, size, mode, mtime_ns, sha)
+            self._finish_file(number, size, mode, mtime_ns, sha)
         elif kind == ord("A"):
             os.close(self._large_file(number))
             del self._large[number]
-            os.unlink(_part(number), dir_fd=self._objects)
+            os.unlink(_part_name(number), dir_fd=self._objects)
         elif kind == ord("Z"):
             self.is_complete = True
         else:
-            raise OpError("protocol", f"an unknown frame {chr(kind)!r}")
+            raise OpError("protocol", f"unknown frame {chr(kind)!r}")
         return tree.FRAME.size
 
-    def _piece(self, kind: int, number: int, data: memoryview) -> None:
+    def _add_piece(self, kind: int, number: int, data: memoryview) -> None:
         if kind == ord("D"):
             tree.write_all(self._large_file(number), data)
         elif len(self._plan) + len(data) > PLAN_BYTES_MAX:
-            raise OpError("protocol", "a plan that is too large")
+            raise OpError("protocol", "plan is too large")
         else:
             self._plan += data
 
     def _large_file(self, number: int) -> int:
         if number not in self._large:
             flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
-            self._large[number] = os.open(_part(number), flags, 0o600, dir_fd=self._objects)
+            self._large[number] = os.open(_part_name(number), flags, 0o600, dir_fd=self._objects)
         return self._large[number]
 
-    def _end(self, number: int, size: int, mode: int, mtime_ns: int, sha: bytes) -> None:
+    def _finish_file(self, number: int, size: int, mode: int, mtime_ns: int, sha: bytes) -> None:
         fd = self._large_file(number)
         del self._large[number]
         os.ftruncate(fd, size)
@@ -263,35 +266,35 @@ class Intake:
         os.utime(fd, ns=(mtime_ns, mtime_ns))
         os.close(fd)
         name = tree.object_name(sha, size)
-        os.rename(_part(number), name, src_dir_fd=self._objects, dst_dir_fd=self._objects)
+        os.rename(_part_name(number), name, src_dir_fd=self._objects, dst_dir_fd=self._objects)
 
 
-def _stageable(data: Any, view: memoryview, at: int) -> Any:
-    """The compiled engine takes bytes whole, and slices of what can be written to."""
+def _engine_input(data: Any, view: memoryview, at: int) -> Any:
+    """Return data for the compiled engine, which accepts whole bytes objects and writable slices."""
     if view.readonly:
         return data if at == 0 else bytes(view[at:])
     return view[at:]
 
 
-def _part(number: int) -> bytes:
+def _part_name(number: int) -> bytes:
     return b"part-%d" % number
 
 
-def change(site: Site, objects: int, plan: bytes) -> Any:
-    """Checks that it can be done, writes the journal, does it. Raises OpError before anything is visible."""
+def apply_change(site: SyncedTree, objects: int, plan: bytes) -> Any:
+    """Validate a change, write the journal and apply it. Raises OpError before anything is visible."""
     state = site.state()
-    head, parts = split(plan)
+    head, parts = split_plan(plan)
     if head["base"] != state.digest.hex():
-        raise OpError("moved", "another sync has changed this tree in the meantime")
+        raise OpError("moved", "another sync has changed this tree meanwhile")
     merged = merged_records(site, state, parts)
     digest = digest_of(site.engine, merged)
     if digest.hex() != head["digest"]:
-        raise OpError("protocol", "the records that arrived are not those that were sent")
+        raise OpError("protocol", "the received records do not match their digest")
     overwritten = find_conflicts(site, parts)
     try:
         _copy_objects(objects, parts["copies"])
-        # Takes the space for the state now: once the journal is written, nothing should fail.
-        if site.free_bytes() < _SPARE_BYTES + 4 * len(merged):
+        # Reserve the space for the state: after the journal is written, nothing should fail.
+        if site.free_bytes() < _FREE_BYTES_MIN + 4 * len(merged):
             site.write_state(merged, taken_ns=0, digest=digest, name="next")
         site.write("journal", plan)
     except OSError as error:
@@ -299,29 +302,29 @@ def change(site: Site, objects: int, plan: bytes) -> Any:
             site.empty(objects)
             site.remove("next")
         raise
-    done = carry_out(site, objects, state, plan, merged=merged)
+    done = execute_plan(site, objects, state, plan, merged=merged)
     done["overwritten"] = overwritten
     return done
 
 
-def finish(site: Site) -> None:
-    """A change whose journal was written, and that did not come to its end."""
+def finish_interrupted(site: SyncedTree) -> None:
+    """Finish a change whose journal was written but that was interrupted."""
     plan = site.read("journal")
     if plan is None:
         return
     state = site.state()
     try:
-        head, _ = split(plan)
+        head, _ = split_plan(plan)
     except (OpError, ValueError, KeyError, struct.error):
-        site.remove("journal")  # a power cut: the check tells what is missing
+        site.remove("journal")  # damaged by a power cut: the check finds what is missing
         return
     if state.digest.hex() == head["base"]:
-        carry_out(site, site.objects(), state, plan)
+        execute_plan(site, site.objects(), state, plan)
     site.remove("journal")
 
 
-def split(plan: bytes) -> tuple[Any, dict[str, bytes]]:
-    """A plan: the length of its head, the head as JSON, the parts."""
+def split_plan(plan: bytes) -> tuple[Any, dict[str, bytes]]:
+    """Split a plan, which consists of the length of its head, the head as JSON and the parts."""
     (head_bytes,) = PLAN_HEAD.unpack_from(plan)
     at = PLAN_HEAD.size + head_bytes
     head = json.loads(plan[PLAN_HEAD.size : at].decode())
@@ -330,17 +333,17 @@ def split(plan: bytes) -> tuple[Any, dict[str, bytes]]:
         parts[name] = plan[at : at + head[name]]
         at += head[name]
     if at != len(plan):
-        raise OpError("protocol", "a plan that ends too soon")
+        raise OpError("protocol", "truncated plan")
     return head, parts
 
 
-def join(head: dict[str, Any], parts: dict[str, bytes]) -> bytes:
-    """The other way round."""
+def join_plan(head: dict[str, Any], parts: dict[str, bytes]) -> bytes:
+    """Build a plan; the inverse of `split_plan`."""
     text = json.dumps({**head, **{name: len(parts[name]) for name in PARTS}}).encode()
     return PLAN_HEAD.pack(len(text)) + text + b"".join(parts[name] for name in PARTS)
 
 
-def merged_records(site: Site, state: State, parts: dict[str, bytes]) -> bytes:
+def merged_records(site: SyncedTree, state: TreeState, parts: dict[str, bytes]) -> bytes:
     merged = state.records
     for name in PARTS:
         if parts[name]:
@@ -348,10 +351,10 @@ def merged_records(site: Site, state: State, parts: dict[str, bytes]) -> bytes:
     return merged
 
 
-def find_conflicts(site: Site, parts: dict[str, bytes]) -> list[str]:
-    """Names of files that are not ours and that will be replaced.
+def find_conflicts(site: SyncedTree, parts: dict[str, bytes]) -> list[str]:
+    """Return the names of unsynced files that will be replaced.
 
-    Raises OpError ('conflict') where a folder would have to give way, or something else to a folder.
+    Raises OpError ('conflict') if a directory would be replaced, or something else by a directory.
     """
     names = os.listdir(site.root)
     if not any(os.fsencode(name) not in tree.RESERVED for name in names):
@@ -361,45 +364,49 @@ def find_conflicts(site: Site, parts: dict[str, bytes]) -> list[str]:
     with Folders(site.root) as folders:
         for name in ("folders", "added", "copies", "links"):
             for one in tree.records_of(parts[name]):
-                found = folders.look(one.path)
+                found = folders.try_lstat(one.path)
                 if found is None or gone.get(one.path) == REPLACE:
                     if found is not None and stat.S_ISDIR(found.st_mode) and one.kind != FOLDER:
-                        _check_folder_goes(folders, one.path, gone)
+                        _check_removable(folders, one.path, gone)
                 elif stat.S_ISDIR(found.st_mode) != (one.kind == FOLDER):
                     raise _conflict(one.path, found)
                 elif name == "added" and len(overwritten) < _NAMES_SHOWN:
-                    overwritten.append(_shown(one.path))
+                    overwritten.append(_printable(one.path))
     return overwritten
 
 
-def _check_folder_goes(folders: Folders, path: bytes, gone: dict[bytes, int]) -> None:
-    holder, name = folders.holder(path)
-    fd = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=holder)
+def _check_removable(folders: Folders, path: bytes, gone: dict[bytes, int]) -> None:
+    parent, name = folders.open_parent(path)
+    fd = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=parent)
     try:
         inside = [path + b"/" + os.fsencode(each) for each in os.listdir(fd)]
     finally:
         os.close(fd)
     for each in inside:
         if gone.get(each) not in (DELETE, REPLACE):
-            raise OpError("conflict", f"{_shown(path)} is to become a file, and has {_shown(each)} in it")
-        found = folders.look(each)
+            raise OpError(
+                "conflict", f"{_printable(path)} would become a file, but contains {_printable(each)}"
+            )
+        found = folders.try_lstat(each)
         if found is not None and stat.S_ISDIR(found.st_mode):
-            _check_folder_goes(folders, each, gone)
+            _check_removable(folders, each, gone)
 
 
 def _conflict(path: bytes, found: os.stat_result) -> OpError:
-    kinds = {stat.S_IFDIR: "a folder", stat.S_IFLNK: "a link", stat.S_IFREG: "a file"}
-    kind = kinds.get(stat.S_IFMT(found.st_mode), "neither file nor folder")
-    return OpError("conflict", f"{_shown(path)} is {kind} here that no sync put there")
+    kinds = {stat.S_IFDIR: "a directory", stat.S_IFLNK: "a link", stat.S_IFREG: "a file"}
+    kind = kinds.get(stat.S_IFMT(found.st_mode), "a special file")
+    return OpError("conflict", f"{_printable(path)} is {kind} on the node that was not created by a sync")
 
 
-def _shown(path: bytes) -> str:
+def _printable(path: bytes) -> str:
     return path.decode("utf-8", "backslashreplace")
 
 
-def carry_out(site: Site, objects: int, state: State, plan: bytes, *, merged: bytes | None = None) -> Any:
-    """Puts everything into place. Doing it a second time finishes what the first time left undone."""
-    head, parts = split(plan)
+def execute_plan(
+    site: SyncedTree, objects: int, state: TreeState, plan: bytes, *, merged: bytes | None = None
+) -> Any:
+    """Move everything into place. Idempotent: a repetition finishes an interrupted one."""
+    head, parts = split_plan(plan)
     if merged is None:
         merged = merged_records(site, state, parts)
     try:
@@ -409,7 +416,7 @@ def carry_out(site: Site, objects: int, state: State, plan: bytes, *, merged: by
         _set_metas(site, parts["metas"])
         _set_metas(site, parts["folders"])
     finally:
-        # Whatever went wrong, the next check sees what is not as recorded.
+        # Also after an error: the next check finds what differs from the records.
         taken_ns = time.time_ns()
         stamped = site.engine.stamped(site.root, merged)
         site.remove("next")
@@ -419,44 +426,44 @@ def carry_out(site: Site, objects: int, state: State, plan: bytes, *, merged: by
     return {"deleted": deleted, "kept": kept}
 
 
-def _delete(site: Site, state: State, gone: bytes) -> tuple[int, list[str]]:
-    """Deletes what is as we put it there; gives the names of what stays."""
+def _delete(site: SyncedTree, state: TreeState, gone: bytes) -> tuple[int, list[str]]:
+    """Delete unchanged files; returns the number of deleted files and the names of those kept."""
     if not gone:
         return 0, []
     flags = {one.path: one.flags for one in tree.records_of(gone)}
     places = site.engine.compare(state.records, site.engine.merge(state.records, gone))
     deleted = 0
     with Folders(site.root) as folders:
-        changed = (path for path, flag in flags.items() if flag == FORGET)  # or gone there, too
-        kept = [_shown(path) for path in changed if folders.look(path) is not None]
+        changed = (path for path, flag in flags.items() if flag == FORGET)  # changed or missing on the node
+        kept = [_printable(path) for path in changed if folders.try_lstat(path) is not None]
         for place, _ in reversed(places):
-            one = Record(state.records, place)
-            found = folders.look(one.path)
+            one = TreeRecord(state.records, place)
+            found = folders.try_lstat(one.path)
             if flags.get(one.path) == FORGET or found is None:
                 continue
-            holder, name = folders.holder(one.path)
+            parent, name = folders.open_parent(one.path)
             if stat.S_ISDIR(found.st_mode):
-                deleted += _try_rmdir(holder, name)
+                deleted += _try_rmdir(parent, name)
             elif flags.get(one.path) == REPLACE or tree.stamp_of(found) == one.stamp:
-                os.unlink(name, dir_fd=holder)
+                os.unlink(name, dir_fd=parent)
                 deleted += 1
             else:
-                kept.append(_shown(one.path))
+                kept.append(_printable(one.path))
     return deleted, kept[:_NAMES_SHOWN]
 
 
-def _try_rmdir(holder: int, name: bytes) -> int:
+def _try_rmdir(parent: int, name: bytes) -> int:
     try:
-        os.rmdir(name, dir_fd=holder)
+        os.rmdir(name, dir_fd=parent)
     except OSError as error:
         if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
             raise
-        return 0  # something that is not ours is in it
+        return 0  # it contains unsynced files
     return 1
 
 
 def _copy_objects(objects: int, copies: bytes) -> None:
-    """Files with the same contents arrive once. Holes stay holes."""
+    """Copy files whose contents were sent once for several paths. Holes are preserved."""
     for number, one in enumerate(tree.records_of(copies)):
         _copy(objects, tree.object_name(one.sha, one.size), objects, b"copy-%d" % number)
 
@@ -480,9 +487,9 @@ def _copy(from_folder: int, name: bytes, to_folder: int, new: bytes) -> None:
         os.close(source)
 
 
-def _place(site: Site, objects: int, parts: dict[str, bytes]) -> None:
+def _place(site: SyncedTree, objects: int, parts: dict[str, bytes]) -> None:
     try:
-        # Copies first: when an object is gone, all that it is for is done.
+        # Copies first: moving an object is the last step for its contents.
         site.engine.place(site.root, objects, parts["folders"])
         with Folders(site.root) as folders:
             for number, one in enumerate(tree.records_of(parts["copies"])):
@@ -492,11 +499,11 @@ def _place(site: Site, objects: int, parts: dict[str, bytes]) -> None:
     except OSError as error:
         if error.errno != errno.EXDEV:
             raise
-        _place_across(site, objects, parts)
+        _place_across_file_systems(site, objects, parts)
 
 
-def _place_across(site: Site, objects: int, parts: dict[str, bytes]) -> None:
-    """Where a part of the tree is another file system, a copy is made there first."""
+def _place_across_file_systems(site: SyncedTree, objects: int, parts: dict[str, bytes]) -> None:
+    """Copy files first if a part of the tree is on another file system."""
     with Folders(site.root) as folders:
         for name in ("copies", "added", "changed"):
             for number, one in enumerate(tree.records_of(parts[name])):
@@ -506,109 +513,109 @@ def _place_across(site: Site, objects: int, parts: dict[str, bytes]) -> None:
                 except OSError as error:
                     if error.errno != errno.EXDEV:
                         raise
-                    holder, _ = folders.holder(one.path)
+                    parent, _ = folders.open_parent(one.path)
                     near = b".grid-part-%d" % os.getpid()
-                    _copy(objects, source, holder, near)
-                    tree.place_one(folders, holder, one, near)
+                    _copy(objects, source, parent, near)
+                    tree.place_one(folders, parent, one, near)
 
 
-def _make_links(site: Site, objects: int, links: bytes) -> None:
+def _make_links(site: SyncedTree, objects: int, links: bytes) -> None:
     with Folders(site.root) as folders:
         for one in tree.records_of(links):
-            holder, name = folders.holder(one.path)
+            parent, name = folders.open_parent(one.path)
             try:
                 os.unlink(b"link", dir_fd=objects)
             except FileNotFoundError:
                 pass
             os.symlink(one.link, b"link", dir_fd=objects)
             try:
-                os.rename(b"link", name, src_dir_fd=objects, dst_dir_fd=holder)
+                os.rename(b"link", name, src_dir_fd=objects, dst_dir_fd=parent)
             except OSError as error:
                 if error.errno != errno.EXDEV:
                     raise
                 near = b".grid-part-%d" % os.getpid()
-                os.symlink(one.link, near, dir_fd=holder)
-                os.rename(near, name, src_dir_fd=holder, dst_dir_fd=holder)
+                os.symlink(one.link, near, dir_fd=parent)
+                os.rename(near, name, src_dir_fd=parent, dst_dir_fd=parent)
 
 
-def _set_metas(site: Site, metas: bytes) -> None:
-    """Modes and times of what is there; the deepest first, since a folder may be closed by its mode."""
+def _set_metas(site: SyncedTree, metas: bytes) -> None:
+    """Set modes and times, the deepest first, because a directory's mode may deny access."""
     with Folders(site.root) as folders:
         for one in reversed(list(tree.records_of(metas))):
-            holder, name = folders.holder(one.path)
+            parent, name = folders.open_parent(one.path)
             flags = getattr(os, "O_PATH", os.O_RDONLY) | os.O_NOFOLLOW | os.O_CLOEXEC
-            fd = os.open(name, flags, dir_fd=holder)
+            fd = os.open(name, flags, dir_fd=parent)
             try:
                 found = os.fstat(fd)
                 if stat.S_ISLNK(found.st_mode):
-                    continue  # planted since the check; its target is not ours
+                    continue  # created since the check; its target must not be changed
                 if stat.S_IMODE(found.st_mode) != one.mode:
-                    # A descriptor without rights to read takes no fchmod(), but has a name that leads to it.
+                    # fchmod() does not work on O_PATH descriptors, but their name in /proc does.
                     target: Any = f"/proc/self/fd/{fd}" if hasattr(os, "O_PATH") else fd
                     os.chmod(target, one.mode)
             finally:
                 os.close(fd)
             if one.kind == FILE:
                 times = (one.mtime_ns, one.mtime_ns)
-                os.utime(name, ns=times, dir_fd=holder, follow_symlinks=False)
+                os.utime(name, ns=times, dir_fd=parent, follow_symlinks=False)
 
 
-def look_closer(site: Site, state: State) -> bytes:
-    """Records of what is not as we left it, as it is now; where only times differ, the state learns that."""
+def find_drift(site: SyncedTree, state: TreeState) -> bytes:
+    """Return current records of what differs from the state; if only times differ, update the state."""
     places = site.engine.check(site.root, state.records, taken_ns=state.taken_ns)
     if not places:
         return b""
     taken_ns = time.time_ns()
-    drift, healed = [], []
+    drift, touched = [], []
     with Folders(site.root) as folders:
         for place in places:
-            one = Record(state.records, place)
-            now = _as_it_is(folders, one)
+            one = TreeRecord(state.records, place)
+            now = _current_record(folders, one)
             plain_bytes = len(now) - tree.STAMP.size
-            if now[:plain_bytes] == one.plain:
-                healed.append(now)
+            if now[:plain_bytes] == one.without_stamp:
+                touched.append(now)
             else:
                 drift.append(now)
-    if healed:
-        merged = site.engine.merge(state.records, b"".join(healed))
+    if touched:
+        merged = site.engine.merge(state.records, b"".join(touched))
         site.write_state(merged, taken_ns=taken_ns, digest=state.digest)
     return b"".join(drift)
 
 
-def _as_it_is(folders: Folders, one: Record) -> bytes:
-    found = folders.look(one.path)
+def _current_record(folders: Folders, one: TreeRecord) -> bytes:
+    found = folders.try_lstat(one.path)
     if found is None:
         return tree.record(REMOVED, one.path)
     mode, stamp = stat.S_IMODE(found.st_mode), tree.stamp_of(found)
     if stat.S_ISDIR(found.st_mode):
         return tree.record(FOLDER, one.path, mode=mode)
-    holder, name = folders.holder(one.path)
+    parent, name = folders.open_parent(one.path)
     if stat.S_ISLNK(found.st_mode):
-        link = os.fsencode(os.readlink(name, dir_fd=holder))
+        link = os.fsencode(os.readlink(name, dir_fd=parent))
         return tree.record(LINK, one.path, mode=0o777, link=link, stamp=stamp)
     if not stat.S_ISREG(found.st_mode):
         return tree.record(REMOVED, one.path)
-    # One of another size has other contents: no need to read them.
-    sha = tree.NO_SHA if found.st_size != one.size else _sha_of(holder, name)
+    # A file of another size has other contents and need not be read.
+    sha = tree.NO_SHA if found.st_size != one.size else _sha_of(parent, name)
     return tree.record(
         FILE, one.path, mode=mode, size=found.st_size, mtime_ns=found.st_mtime_ns, sha=sha, stamp=stamp
     )
 
 
-def _sha_of(holder: int, name: bytes) -> bytes:
+def _sha_of(parent: int, name: bytes) -> bytes:
     flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     try:
-        fd = os.open(name, flags, dir_fd=holder)
+        fd = os.open(name, flags, dir_fd=parent)
     except OSError:
-        return tree.NO_SHA  # it was taken away just now, or its mode was
+        return tree.NO_SHA  # just removed, or not readable
     try:
         return contents.digest_of_file(fd)
     finally:
         os.close(fd)
 
 
-def _staged(site: Site) -> list[bytes]:
-    """What has arrived whole; what has not is removed. Only with the lock."""
+def _staged_objects(site: SyncedTree) -> list[bytes]:
+    """Return the digests of complete staged files; incomplete ones are removed. Requires the lock."""
     objects = site.objects()
     found = []
     for name in os.listdir(objects):
@@ -623,13 +630,14 @@ def _staged(site: Site) -> list[bytes]:
     return found
 
 
-def _is_good_library(path: str, binary: bytes) -> bool:
-    # A name of its own: someone else may be loading theirs, and must not see it change.
+def _install_library(path: str, binary: bytes) -> bool:
+    """Store the library; False if it cannot be loaded on this node."""
+    # A unique name: another process may be loading the library.
     part = f"{path}.{os.getpid()}-{threading.get_ident()}.part"
     try:
         with open(part, "wb") as file:
             file.write(binary)
-        if not isinstance(tree.engine_at(part), tree.Compiled):
+        if not isinstance(tree.engine_at(part), tree.CompiledEngine):
             return False
         os.rename(part, path)
         return True
@@ -637,15 +645,15 @@ def _is_good_library(path: str, binary: bytes) -> bool:
         _remove(part)
 
 
-def _clear_library_parts(site: Site) -> None:
-    """What was left by those who were ended while they made a library, which takes minutes at most."""
+def _clear_library_parts(site: SyncedTree) -> None:
+    """Remove leftovers of interrupted compilations, which take minutes at most."""
     found = [name for name in os.listdir(site.shared) if _LIBRARY_PART.fullmatch(name)]
-    for name in found[:_PARTS_LOOKED_AT_MAX]:
+    for name in found[:_PARTS_CHECKED_MAX]:
         try:
             made = os.stat(name, dir_fd=site.shared, follow_symlinks=False).st_mtime
             if time.time() - made > _PART_AGE_S_MAX:
                 os.unlink(name, dir_fd=site.shared)
-        except OSError:  # gone already, or not ours to remove: it is in nobody's way
+        except OSError:  # removed already, or of another user: harmless
             pass
 
 

@@ -1,12 +1,12 @@
-"""Trees of files as records: the format, and what is done with many small files at once.
+"""File trees as records: the format, and operations on many small files.
 
-A record is HEAD, path, link target, STAMP. Records are in the order of a walk: a folder, then what is in
-it, names by their bytes. The stamp says what a clean file still looks like, as git's index does; two sides
-agree on everything but stamps. `Plain` does the work in Python, `Compiled` in native/grid/tree.cpp, with
-the same results; `engine_at()` gives the better one that there is. Links are never followed: every folder
-is opened from its parent. Digests of contents are made in contents.py, whichever it is.
+A record is HEAD, path, link target, STAMP. Records are in walk order: a directory, then its contents, names
+sorted by bytes. The stamp identifies an unchanged file, like git's index; both sides agree on everything but
+stamps. `PlainEngine` is implemented in Python, `CompiledEngine` in native/grid/tree.cpp, with equal results;
+`engine_at()` returns the compiled one if it can be loaded. Symbolic links are never followed: every directory
+is opened from its parent. contents.py computes digests.
 
-Runs on nodes and on this machine, so: standard library only, Python 3.8. Not for: deciding what is sent.
+Runs on nodes and on this machine: standard library only, Python 3.8. Does not decide what is sent.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from genie.grid.remote.contents import is_sparse
 HEAD = struct.Struct("<BBHHHQq32s")  # kind, flags, mode, path bytes, link bytes, size, mtime_ns, digest
 STAMP = struct.Struct("<Qqq")  # inode, mtime_ns, ctime_ns; all zero: not known
 FRAME = struct.Struct("<BBHIQq32s")  # kind, 0, mode, number, size, mtime_ns, digest; then `size` bytes
-FOLDER, FILE, LINK, LEFT_OUT, REMOVED = b"dflxr"
+FOLDER, FILE, LINK, EXCLUDED, REMOVED = b"dflxr"
 RESERVED = (b".grid", b"grid_env")
-"""Names at the top of a tree that are the grid's own on nodes: neither sent nor touched."""
+"""Names at the top of a tree that the grid uses on nodes: neither sent nor changed."""
 NONE = (1 << 64) - 1
 DEPTH_MAX = 256
 PATH_BYTES_MAX = 4095
@@ -33,16 +33,16 @@ SMALL_BYTES_MAX = 256 << 10
 """Larger files are sent in pieces."""
 NO_SHA = bytes(32)
 NO_STAMP = bytes(STAMP.size)
-_SECOND = 10**9
+_SECOND_NS = 10**9
 _TICK_NS = 20 * 10**6
 _OPEN_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _OPEN_FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
-Decide = Callable[[bytes, bool], bool]
-"""Whether a path, which may be a folder, is left out."""
+IsExcluded = Callable[[bytes, bool], bool]
+"""Returns whether a path is excluded; the flag is True for a directory."""
 
 
-class Record:
+class TreeRecord:
     """One record, read from `data` at `at`."""
 
     __slots__ = ("at", "data", "end", "flags", "kind", "link", "mode", "mtime_ns", "path", "sha", "size")
@@ -58,11 +58,11 @@ class Record:
         self.link = bytes(data[link_at : link_at + link_bytes])
         self.end = link_at + link_bytes + STAMP.size
         if self.end > len(data):
-            raise OSError(errno.EBADMSG, "records that end too soon")
+            raise OSError(errno.EBADMSG, "truncated records")
 
     @property
-    def plain(self) -> bytes:
-        """Without the stamp: what both sides agree on."""
+    def without_stamp(self) -> bytes:
+        """The record without its stamp, which both sides agree on."""
         return bytes(self.data[self.at : self.end - STAMP.size])
 
     @property
@@ -71,7 +71,7 @@ class Record:
 
     @property
     def is_folder(self) -> bool:
-        return bool(self.kind == FOLDER or (self.kind == LEFT_OUT and self.flags != 0))
+        return bool(self.kind == FOLDER or (self.kind == EXCLUDED and self.flags != 0))
 
 
 def record(
@@ -89,19 +89,19 @@ def record(
     return HEAD.pack(kind, flags, mode, len(path), len(link), size, mtime_ns, sha) + path + link + stamp
 
 
-def records_of(data: bytes) -> Iterator[Record]:
-    """Raises OSError (EBADMSG) for what is no list of records."""
+def records_of(data: bytes) -> Iterator[TreeRecord]:
+    """Iterate over records. Raises OSError (EBADMSG) if they are truncated."""
     at = 0
     while at < len(data):
         if len(data) - at < HEAD.size:
-            raise OSError(errno.EBADMSG, "records that end too soon")
-        one = Record(data, at)
+            raise OSError(errno.EBADMSG, "truncated records")
+        one = TreeRecord(data, at)
         yield one
         at = one.end
 
 
 def order(path: bytes) -> bytes:
-    """Sorting by this is the order of a walk."""
+    """Sort key for walk order."""
     return path.replace(b"/", b"\0")
 
 
@@ -110,33 +110,33 @@ def stamp_of(found: os.stat_result) -> bytes:
 
 
 def is_racy(stamp: bytes, taken_ns: int) -> bool:
-    """Written so shortly before it was looked at that a later write may have left the same times."""
+    """True if the file was written so shortly before the scan that a later write may have the same times."""
     _, mtime_ns, ctime_ns = STAMP.unpack(stamp)
-    whole = mtime_ns % _SECOND == 0 and ctime_ns % _SECOND == 0
-    return bool(max(mtime_ns, ctime_ns) + (2 * _SECOND if whole else _TICK_NS) >= taken_ns)
+    whole = mtime_ns % _SECOND_NS == 0 and ctime_ns % _SECOND_NS == 0
+    return bool(max(mtime_ns, ctime_ns) + (2 * _SECOND_NS if whole else _TICK_NS) >= taken_ns)
 
 
-def unstamped(data: bytes | bytearray, at: int) -> bytes:
-    """The record at this place with no stamp: quicker than reading all of it."""
+def record_without_stamp(data: bytes | bytearray, at: int) -> bytes:
+    """Return the record at this offset with an empty stamp, without parsing all of it."""
     end = at + HEAD.size + int.from_bytes(data[at + 4 : at + 6], "little")
     return bytes(data[at : end + int.from_bytes(data[at + 6 : at + 8], "little")]) + NO_STAMP
 
 
-def size_at(data: bytes | bytearray, at: int) -> int:
+def record_size(data: bytes | bytearray, at: int) -> int:
     return int.from_bytes(data[at + 8 : at + 16], "little")
 
 
-def sha_at(data: bytes | bytearray, at: int) -> bytes:
+def record_sha(data: bytes | bytearray, at: int) -> bytes:
     return bytes(data[at + 24 : at + 56])
 
 
 def object_name(sha: bytes, size: int) -> bytes:
-    """With its size: an object that is shorter was never finished."""
+    """Return the name of a staged file, with its size, by which incomplete ones are detected."""
     return b"%s.%x" % (sha.hex().encode(), size)
 
 
-class Walked:
-    """What a walk found. `dirty` has the places of files whose contents are not known."""
+class WalkResult:
+    """The result of a walk. `dirty` has the offsets of records of files with unknown contents."""
 
     def __init__(
         self, records: bytes, dirty: list[int], *, is_same: bool, rules_changed: bool, skipped: int
@@ -146,7 +146,7 @@ class Walked:
 
 
 class Folders:
-    """The folder of a path, opened step by step from the root. Neighbours in a walk share the steps."""
+    """Opens the directory of a path, step by step from the root. Consecutive paths share open directories."""
 
     def __init__(self, root: int) -> None:
         self._steps = [(b"", root)]
@@ -158,8 +158,8 @@ class Folders:
         while len(self._steps) > 1:
             os.close(self._steps.pop()[1])
 
-    def holder(self, path: bytes) -> tuple[int, bytes]:
-        """The descriptor of the folder that holds it (ours to close), and its last name. Raises OSError."""
+    def open_parent(self, path: bytes) -> tuple[int, bytes]:
+        """Return the descriptor of the parent directory (owned by self) and the name. Raises OSError."""
         if len(path) > PATH_BYTES_MAX:
             raise _os_error(errno.ENAMETOOLONG, path)
         folder, _, name = path.rpartition(b"/")
@@ -183,10 +183,10 @@ class Folders:
             raise _os_error(error.errno or 0, path) from None
         self._steps.append((top + b"/" + name if top else name, inner))
 
-    def look(self, path: bytes) -> os.stat_result | None:
-        """None where nothing is, or where a link or a file stands in the way."""
+    def try_lstat(self, path: bytes) -> os.stat_result | None:
+        """Return the lstat of a path; None if it or a parent directory does not exist."""
         try:
-            fd, name = self.holder(path)
+            fd, name = self.open_parent(path)
             return os.stat(name, dir_fd=fd, follow_symlinks=False)
         except OSError as error:
             if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):
@@ -203,29 +203,36 @@ def _os_error(number: int, path: bytes) -> OSError:
     return OSError(number, os.strerror(number), os.fsdecode(path))
 
 
-class Plain:
-    """Everything in Python, for where there is no compiler."""
+class PlainEngine:
+    """The engine in Python, for machines without a compiler."""
 
     name = "plain"
 
     def walk(
-        self, root: str, old: bytes, *, taken_ns: int, reuse: bool, decide: Decide, follow: bool = False
-    ) -> Walked:
-        """Records of all that is in `root`. `old` are those of an earlier walk, begun at `taken_ns`.
+        self,
+        root: str,
+        old: bytes,
+        *,
+        taken_ns: int,
+        reuse: bool,
+        is_excluded: IsExcluded,
+        follow: bool = False,
+    ) -> WalkResult:
+        """Return records of all files below `root`. `old` are those of a walk that started at `taken_ns`.
 
-        Their contents are taken over where nothing says otherwise, and with `reuse` also what is left out.
-        Raises OSError with the path.
+        Digests of unchanged files are reused, and with `reuse` also whether a path is excluded. Raises
+        OSError with the path.
         """
-        return _Walk(root, old, taken_ns=taken_ns, reuse=reuse, decide=decide, follow=follow).run()
+        return _Walk(root, old, taken_ns=taken_ns, reuse=reuse, is_excluded=is_excluded, follow=follow).run()
 
     def read(
         self, root: int, records: bytes, places: list[int], *, first: int, room: int
     ) -> tuple[bytearray, list[int]]:
-        """Frames of small files, as many as fit, and for each file 0, or 1 if it needs the slow path."""
+        """Return frames of small files, as many as fit, and per file 0, or 1 if it needs the slow path."""
         frames, states = bytearray(), []
         with Folders(root) as folders:
             for number, place in enumerate(places, first):
-                one = Record(records, place)
+                one = TreeRecord(records, place)
                 if one.size <= SMALL_BYTES_MAX and len(frames) + FRAME.size + one.size > room:
                     break
                 data = _read_small(folders, one) if one.size <= SMALL_BYTES_MAX else None
@@ -236,7 +243,7 @@ class Plain:
         return frames, states
 
     def stage(self, objects: int, data: bytes | bytearray | memoryview) -> tuple[int, int]:
-        """Writes the whole frames at the beginning: how far it came, and how many there were."""
+        """Write the complete frames at the beginning; returns the bytes consumed and the number of frames."""
         at = count = 0
         while len(data) - at >= FRAME.size:
             kind, _, mode, _, size, mtime_ns, sha = FRAME.unpack_from(data, at)
@@ -248,41 +255,41 @@ class Plain:
         return at, count
 
     def place(self, root: int, objects: int, records: bytes) -> None:
-        """Makes folders and moves objects to where their records say. Raises OSError with the path."""
+        """Create directories and move staged files to the paths of their records. Raises OSError."""
         with Folders(root) as folders:
             for one in records_of(records):
                 place_one(folders, objects, one, object_name(one.sha, one.size))
 
     def check(self, root: int, records: bytes, *, taken_ns: int) -> list[int]:
-        """The places of records that do not match what is there."""
+        """Return the offsets of records that do not match the files."""
         with Folders(root) as folders:
             return [one.at for one in records_of(records) if not _is_untouched(folders, one, taken_ns)]
 
     def stamped(self, root: int, records: bytes) -> bytes:
-        """The records, where those without a stamp have the one of what is there now."""
+        """Return the records with missing stamps filled in from the files."""
         parts = []
         with Folders(root) as folders:
             for one in records_of(records):
                 stamp = one.stamp
                 if one.kind != FOLDER and stamp[:8] == NO_STAMP[:8]:
-                    found = folders.look(one.path)
+                    found = folders.try_lstat(one.path)
                     stamp = NO_STAMP if found is None else stamp_of(found)
-                parts += [one.plain, stamp]
+                parts += [one.without_stamp, stamp]
         return b"".join(parts)
 
     def compare(self, old: bytes, now: bytes) -> list[tuple[int, int]]:
-        """Places of records that differ, NONE where one side has none."""
-        before = {one.path: one for one in records_of(old) if one.kind != LEFT_OUT}
-        after = {one.path: one for one in records_of(now) if one.kind != LEFT_OUT}
+        """Return pairs of offsets of records that differ; NONE if one side has no record."""
+        before = {one.path: one for one in records_of(old) if one.kind != EXCLUDED}
+        after = {one.path: one for one in records_of(now) if one.kind != EXCLUDED}
         found = []
         for path in sorted(before.keys() | after.keys(), key=order):
             a, b = before.get(path), after.get(path)
-            if a is None or b is None or a.plain != b.plain:
+            if a is None or b is None or a.without_stamp != b.without_stamp:
                 found.append((NONE if a is None else a.at, NONE if b is None else b.at))
         return found
 
     def merge(self, old: bytes, changes: bytes) -> bytes:
-        """The records of `old` with those of `changes` in their place; REMOVED takes one away."""
+        """Return `old` with the records of `changes` replaced or added; REMOVED removes a record."""
         merged = {one.path: bytes(one.data[one.at : one.end]) for one in records_of(old)}
         for one in records_of(changes):
             if one.kind == REMOVED:
@@ -291,19 +298,24 @@ class Plain:
                 merged[one.path] = bytes(one.data[one.at : one.end])
         return b"".join(merged[path] for path in sorted(merged, key=order))
 
-    def plain(self, records: bytes) -> bytes:
-        """Without stamps and without what is left out: what both sides must agree on."""
-        return b"".join(one.plain for one in records_of(records) if one.kind != LEFT_OUT)
+    def without_stamps(self, records: bytes) -> bytes:
+        """Return the records without stamps and excluded paths, which both sides must agree on."""
+        return b"".join(one.without_stamp for one in records_of(records) if one.kind != EXCLUDED)
 
 
 class _Walk:
     def __init__(
-        self, root: str, old: bytes, *, taken_ns: int, reuse: bool, decide: Decide, follow: bool
+        self, root: str, old: bytes, *, taken_ns: int, reuse: bool, is_excluded: IsExcluded, follow: bool
     ) -> None:
         self._root = os.fsencode(root)
         self._old_bytes = old
         self._old = {one.path: one for one in records_of(old)}
-        self._taken_ns, self._reuse, self._decide, self._follow = taken_ns, reuse, decide, follow
+        self._taken_ns, self._reuse, self._is_path_excluded, self._follow = (
+            taken_ns,
+            reuse,
+            is_excluded,
+            follow,
+        )
         self._real = os.path.realpath(self._root)
         self._parts: list[bytes] = []
         self._size = self._skipped = 0
@@ -311,14 +323,14 @@ class _Walk:
         self._rules_seen: set[bytes] = set()
         self._rules_changed = False
 
-    def run(self) -> Walked:
+    def run(self) -> WalkResult:
         fd = os.open(self._root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         self._folder(fd, b"", 0)
         for path, one in self._old.items():
-            if path.rpartition(b"/")[2] == b".gitignore" and _had_rules(one):
+            if path.rpartition(b"/")[2] == b".gitignore" and _was_gitignore(one):
                 self._rules_changed |= path not in self._rules_seen
         records = b"".join(self._parts)
-        return Walked(
+        return WalkResult(
             records,
             self._dirty,
             is_same=not self._dirty and records == self._old_bytes,
@@ -354,9 +366,9 @@ class _Walk:
         if is_rules:
             self._rules_seen.add(path)
             self._rules_changed |= old is None or old.is_folder or old.stamp != stamp_of(found)
-        if self._is_left_out(old, path, is_folder):
+        if self._is_entry_excluded(old, path, is_folder):
             stamp = stamp_of(found) if is_rules else NO_STAMP
-            self._add(record(LEFT_OUT, path, flags=int(is_folder), stamp=stamp))
+            self._add(record(EXCLUDED, path, flags=int(is_folder), stamp=stamp))
         elif is_file:
             self._add_file(old, path, found)
         elif not is_folder:
@@ -366,7 +378,7 @@ class _Walk:
             self._add_folder(fd, name, path, found, depth, is_linked=inside is not None)
 
     def _followed(self, path: bytes) -> os.stat_result | None:
-        """What a link within the tree points to; None for one that leads out, nowhere or in a circle."""
+        """Return the stat of a link's target inside the tree; None if it is outside, missing or a cycle."""
         real = os.path.realpath(os.path.join(self._root, path))
         here = os.path.realpath(os.path.join(self._root, os.path.dirname(path)))
         if not real.startswith(self._real + b"/") or (here + b"/").startswith(real + b"/"):
@@ -376,12 +388,12 @@ class _Walk:
         except OSError:
             return None
 
-    def _is_left_out(self, old: Record | None, path: bytes, is_folder: bool) -> bool:
+    def _is_entry_excluded(self, old: TreeRecord | None, path: bytes, is_folder: bool) -> bool:
         if self._reuse and old is not None and old.is_folder == is_folder:
-            return bool(old.kind == LEFT_OUT)
-        return self._decide(path, is_folder)
+            return bool(old.kind == EXCLUDED)
+        return self._is_path_excluded(path, is_folder)
 
-    def _add_file(self, old: Record | None, path: bytes, found: os.stat_result) -> None:
+    def _add_file(self, old: TreeRecord | None, path: bytes, found: os.stat_result) -> None:
         stamp = stamp_of(found)
         clean = old is not None and old.kind == FILE and old.size == found.st_size and old.stamp == stamp
         clean = clean and not is_racy(stamp, self._taken_ns)
@@ -415,15 +427,15 @@ class _Walk:
         self._size += len(one)
 
 
-def _had_rules(one: Record) -> bool:
-    """Of a record that is named like one: whether it was a file. One that is left out has a stamp then."""
-    return one.kind == FILE or (one.kind == LEFT_OUT and one.stamp[:8] != NO_STAMP[:8])
+def _was_gitignore(one: TreeRecord) -> bool:
+    """True if a record named .gitignore was a file; an excluded one has a stamp in that case."""
+    return one.kind == FILE or (one.kind == EXCLUDED and one.stamp[:8] != NO_STAMP[:8])
 
 
-def _read_small(folders: Folders, one: Record) -> bytes | None:
+def _read_small(folders: Folders, one: TreeRecord) -> bytes | None:
     try:
-        holder, name = folders.holder(one.path)
-        fd = os.open(name, _OPEN_FILE, dir_fd=holder)
+        parent, name = folders.open_parent(one.path)
+        fd = os.open(name, _OPEN_FILE, dir_fd=parent)
     except OSError:
         return None
     try:
@@ -443,7 +455,7 @@ def _read_small(folders: Folders, one: Record) -> bytes | None:
         os.close(fd)
 
 
-def is_as_recorded(found: os.stat_result, one: Record) -> bool:
+def is_as_recorded(found: os.stat_result, one: TreeRecord) -> bool:
     return stat.S_ISREG(found.st_mode) and found.st_size == one.size and stamp_of(found) == one.stamp
 
 
@@ -471,9 +483,9 @@ def write_all(fd: int, data: bytes | bytearray | memoryview) -> None:
         view = view[os.write(fd, view) :]
 
 
-def place_one(folders: Folders, objects: int, one: Record, name_of_object: bytes) -> None:
-    """A folder is made, a file is moved; one that is in its place already is left there."""
-    fd, name = folders.holder(one.path)
+def place_one(folders: Folders, objects: int, one: TreeRecord, name_of_object: bytes) -> None:
+    """Create a directory or move a file; a file that is already in place is kept."""
+    fd, name = folders.open_parent(one.path)
     try:
         if one.kind == FOLDER:
             _place_folder(fd, name)
@@ -481,7 +493,7 @@ def place_one(folders: Folders, objects: int, one: Record, name_of_object: bytes
         try:
             found = os.stat(name_of_object, dir_fd=objects, follow_symlinks=False)
         except FileNotFoundError:
-            if not _is_placed(folders.look(one.path), one):
+            if not _is_placed(folders.try_lstat(one.path), one):
                 raise
             return
         if stat.S_IMODE(found.st_mode) != one.mode:
@@ -501,14 +513,14 @@ def _place_folder(fd: int, name: bytes) -> None:
             raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR)) from None
 
 
-def _is_placed(found: os.stat_result | None, one: Record) -> bool:
+def _is_placed(found: os.stat_result | None, one: TreeRecord) -> bool:
     if found is None or not stat.S_ISREG(found.st_mode):
         return False
     return (found.st_size, found.st_mtime_ns) == (one.size, one.mtime_ns)
 
 
-def _is_untouched(folders: Folders, one: Record, taken_ns: int) -> bool:
-    found = folders.look(one.path)
+def _is_untouched(folders: Folders, one: TreeRecord, taken_ns: int) -> bool:
+    found = folders.try_lstat(one.path)
     if found is None:
         return False
     if one.kind == FOLDER:
@@ -522,11 +534,11 @@ def _is_untouched(folders: Folders, one: Record, taken_ns: int) -> bool:
     return right and not is_racy(one.stamp, taken_ns)
 
 
-_WHERE_BYTES = 4104
+_ERROR_PATH_BYTES = 4104
 
 
-class Compiled(Plain):
-    """native/grid/tree.cpp through ctypes. Raises OSError where the file cannot be loaded."""
+class CompiledEngine(PlainEngine):
+    """native/grid/tree.cpp through ctypes. Raises OSError if it cannot be loaded."""
 
     name = "compiled"
 
@@ -534,7 +546,7 @@ class Compiled(Plain):
         import ctypes
 
         if sys.byteorder != "little":
-            raise OSError(errno.ENOEXEC, "records are little-endian")
+            raise OSError(errno.ENOEXEC, "big-endian machines are not supported")
 
         class Out(ctypes.Structure):
             _fields_ = (
@@ -546,19 +558,19 @@ class Compiled(Plain):
                 ("is_same", ctypes.c_int32),
                 ("rules_changed", ctypes.c_int32),
                 ("error", ctypes.c_int32),
-                ("where", ctypes.c_char * _WHERE_BYTES),
+                ("where", ctypes.c_char * _ERROR_PATH_BYTES),
             )
 
         self._ctypes = ctypes
         self._out = Out
-        self._decide = ctypes.CFUNCTYPE(
+        self._callback_type = ctypes.CFUNCTYPE(
             ctypes.c_int32, ctypes.POINTER(ctypes.c_char), ctypes.c_uint64, ctypes.c_int32
         )
         self._library = ctypes.CDLL(path)
         self._library.genie_free.restype = None
 
     def _call(self, function: str, *args: Any) -> tuple[Any, bytes, list[int]]:
-        """Gives what was filled in, with copies of its data and its list. Raises OSError."""
+        """Call a function; returns its output structure with copies of its data and list. Raises OSError."""
         out = self._out()
         status = getattr(self._library, function)(*args, self._ctypes.byref(out))
         try:
@@ -574,22 +586,31 @@ class Compiled(Plain):
         return self._ctypes.c_uint64(number)
 
     def walk(
-        self, root: str, old: bytes, *, taken_ns: int, reuse: bool, decide: Decide, follow: bool = False
-    ) -> Walked:
+        self,
+        root: str,
+        old: bytes,
+        *,
+        taken_ns: int,
+        reuse: bool,
+        is_excluded: IsExcluded,
+        follow: bool = False,
+    ) -> WalkResult:
         if follow:
-            return Plain.walk(self, root, old, taken_ns=taken_ns, reuse=reuse, decide=decide, follow=True)
+            return PlainEngine.walk(
+                self, root, old, taken_ns=taken_ns, reuse=reuse, is_excluded=is_excluded, follow=True
+            )
         failure: BaseException | None = None
 
-        def asked(path: Any, path_bytes: int, is_folder: int) -> int:
+        def call_is_excluded(path: Any, path_bytes: int, is_folder: int) -> int:
             nonlocal failure
             try:
-                return int(decide(path[:path_bytes], bool(is_folder)))
-            except BaseException as error:  # it is raised again below; C++ cannot carry it
+                return int(is_excluded(path[:path_bytes], bool(is_folder)))
+            except BaseException as error:  # raised again below: it cannot pass through C++
                 failure = error
                 return -1
 
         taken = self._ctypes.c_int64(taken_ns)
-        callback = self._decide(asked)
+        callback = self._callback_type(call_is_excluded)
         try:
             out, records, dirty = self._call(
                 "genie_walk", os.fsencode(root), old, self._u64(len(old)), taken, int(reuse), callback
@@ -598,7 +619,7 @@ class Compiled(Plain):
             if failure is not None:
                 raise failure from None
             raise
-        return Walked(
+        return WalkResult(
             records,
             dirty,
             is_same=bool(out.is_same),
@@ -648,15 +669,15 @@ class Compiled(Plain):
     def merge(self, old: bytes, changes: bytes) -> bytes:
         return self._call("genie_merge", old, self._u64(len(old)), changes, self._u64(len(changes)))[1]
 
-    def plain(self, records: bytes) -> bytes:
-        return self._call("genie_plain", records, self._u64(len(records)))[1]
+    def without_stamps(self, records: bytes) -> bytes:
+        return self._call("genie_without_stamps", records, self._u64(len(records)))[1]
 
 
-def engine_at(path: str | None) -> Plain:
-    """The compiled one where it can be loaded."""
+def engine_at(path: str | None) -> PlainEngine:
+    """Return the compiled engine if it can be loaded, else the Python one."""
     if path is not None:
         try:
-            return Compiled(path)
+            return CompiledEngine(path)
         except (OSError, AttributeError, ImportError):
             pass
-    return Plain()
+    return PlainEngine()

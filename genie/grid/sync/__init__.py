@@ -1,8 +1,6 @@
-"""Bringing a folder to nodes: only what changed, put into place at once, never half-written.
+"""File sync from this machine to nodes: sends only changes, and switches files in atomically.
 
-`excludes` says what is left out, `local_tree` what is here, `delta` what differs, `pack` reads it, `stream`
-carries it, `syncer` does all of that for several nodes; `tar_pipe` is for nodes without Python. What runs
-on nodes is in ../remote (tree, site, sync).
-
-Not for: fetching results back.
+`excludes` decides what is skipped, `local_tree` scans the local folder, `delta` compares, `pack` reads files,
+`stream` sends them, `syncer` does it for several nodes; `tar_pipe` is for nodes without Python. The code that
+runs on nodes is in ../remote (tree, site, sync). One direction only: results are not fetched.
 """

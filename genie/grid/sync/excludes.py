@@ -1,9 +1,7 @@
-"""What is left out of a sync: the grid file's patterns, and .gitignore files as git reads them.
+"""Which files a sync excludes: the patterns of the grid file, and .gitignore files with git's semantics.
 
-The grid file's patterns have the last word: no .gitignore brings back what they leave out. `Excludes`
-decides about one path; it reads a .gitignore when it first meets the folder.
-
-Not for: walking the tree.
+The patterns of the grid file take precedence: no .gitignore can re-include what they exclude. `Excludes`
+decides for one path; it reads the .gitignore of a folder when needed.
 """
 
 from __future__ import annotations
@@ -24,27 +22,27 @@ from genie.errors import ConfigError, SyncError
 _log = logging.getLogger(__name__)
 _FILE_BYTES_MAX = 1 << 20
 _FOLDERS_KEPT = 100_000
-_STARS_PLAIN = 2
-# As the library writes '*', '**' between folders, and that a line may fit in any folder.
+_STARS_UNBOUNDED_MAX = 2
+# Regular expressions of pathspec for '*', for '**' between folders, and for a match in any folder.
 _STAR, _FOLDERS, _ANYWHERE = "[^/]*", "(?:/.+)?/", "^(?:.+/)?"
 
 _Chain = tuple[tuple[int, "Patterns"], ...]
 
 
 class Patterns:
-    """Lines of a .gitignore. The last one that fits decides."""
+    """Lines of a .gitignore. The last match decides."""
 
     def __init__(self, lines: Iterable[str]) -> None:
-        """Raises ValueError for a line that means nothing."""
+        """Raises ValueError for an invalid line."""
         found = [each for each in GitIgnoreSpec.from_lines(list(lines)).patterns if each.include is not None]
-        # Neighbours of one kind are one expression: a tree has many paths.
+        # Adjacent patterns of one kind are joined into one expression, for speed.
         self._runs = [
-            (bool(included), _any_of(each.regex.pattern for each in run if each.regex is not None))
+            (bool(included), _join_patterns(each.regex.pattern for each in run if each.regex is not None))
             for included, run in itertools.groupby(found, key=lambda each: each.include)
         ][::-1]
 
-    def verdict(self, path: str) -> bool | None:
-        """True: left out; False: brought back; None: not named. A folder's path ends with '/'."""
+    def match(self, path: str) -> bool | None:
+        """True: excluded; False: re-included; None: no match. The path of a folder ends with '/'."""
         for included, expression in self._runs:
             if expression.match(path):
                 return included
@@ -52,7 +50,7 @@ class Patterns:
 
 
 class Excludes:
-    """For one walk of one tree."""
+    """The exclusion rules for one walk of one tree."""
 
     def __init__(self, root: Path, patterns: Sequence[str]) -> None:
         self._root = os.fsencode(root)
@@ -64,20 +62,20 @@ class Excludes:
             ) from None
         self._chains: dict[bytes, _Chain] = {}
 
-    def is_left_out(self, path: bytes, is_folder: bool) -> bool:
-        """A folder that is left out is not entered, so nothing in it is ever asked for."""
-        # Expressions treat a line's end in a special way; a name may have one anywhere.
+    def is_excluded(self, path: bytes, is_folder: bool) -> bool:
+        """True if the path is excluded. Excluded folders are not entered."""
+        # Newlines are special in regular expressions, and valid in file names.
         text = os.fsdecode(path).replace("\n", "\0") + ("/" if is_folder else "")
-        if self._always.verdict(text):
+        if self._always.match(text):
             return True
         for start, patterns in self._chain(path.rpartition(b"/")[0]):
-            verdict = patterns.verdict(text[start:])
-            if verdict is not None:
-                return verdict
+            match = patterns.match(text[start:])
+            if match is not None:
+                return match
         return False
 
     def _chain(self, folder: bytes) -> _Chain:
-        """The .gitignore files that count in a folder, the nearest first."""
+        """Returns the .gitignore files that apply to a folder, the nearest first."""
         found = self._chains.get(folder)
         if found is None:
             above = self._chain(folder.rpartition(b"/")[0]) if folder else ()
@@ -96,22 +94,22 @@ class Excludes:
         except OSError as error:
             if error.errno in (errno.ENOENT, errno.ELOOP, errno.ENOTDIR, errno.ENXIO):
                 return None
-            raise SyncError(f"{os.fsdecode(path)} cannot be read: {error.strerror}") from None
+            raise SyncError(f"could not read {os.fsdecode(path)}: {error.strerror}") from None
         try:
             with os.fdopen(fd, "rb") as file:
                 text = file.read(_FILE_BYTES_MAX).decode("utf-8", "surrogateescape")
         except IsADirectoryError:
             return None
-        return _lenient(text.splitlines(), os.fsdecode(path))
+        return _parse_lenient(text.splitlines(), os.fsdecode(path))
 
 
 def rules_digest(patterns: Sequence[str], *, follow: bool) -> bytes:
-    """Of what decides besides .gitignore files: decisions of a walk under other rules are not reused."""
+    """Digest of the rules besides .gitignore files: cached decisions are valid only for the same rules."""
     return hashlib.sha256(repr((tuple(patterns), follow)).encode("utf-8", "surrogateescape")).digest()
 
 
-def _lenient(lines: list[str], name: str) -> Patterns:
-    """git passes over lines that mean nothing, so a sync does."""
+def _parse_lenient(lines: list[str], name: str) -> Patterns:
+    """Parses the lines; skips invalid ones, as git does."""
     try:
         return Patterns(lines)
     except ValueError:
@@ -121,26 +119,26 @@ def _lenient(lines: list[str], name: str) -> Patterns:
                 Patterns([line])
                 good.append(line)
             except ValueError:
-                _log.info("a line that means nothing", extra={"file": name, "line": line[:80]})
+                _log.info("skipping an invalid line of a .gitignore", extra={"file": name, "line": line[:80]})
         return Patterns(good)
 
 
-def _any_of(patterns: Iterable[str]) -> re.Pattern[str]:
-    # The library's named group would stand there several times.
+def _join_patterns(patterns: Iterable[str]) -> re.Pattern[str]:
+    # pathspec's named group must not occur several times.
     return re.compile(
         "|".join(f"(?:{_bounded(each.replace('(?P<ps_d>', '(?:'))})" for each in patterns), re.DOTALL
     )
 
 
 def _bounded(expression: str) -> str:
-    """The same, for a line with many stars, in a form that is not tried in every possible way.
+    """Returns an equivalent expression that does not backtrack exponentially for many stars.
 
-    What stands between two stars may be taken where it is first found, since the second star stands for
-    anything that follows; so no earlier choice is ever made anew. The same goes for folders between '**'.
+    The text between two stars can be matched at its first occurrence, because the second star matches
+    anything that follows; so atomic groups are equivalent. The same holds for folders between '**'.
     """
-    if expression.count(_STAR) + expression.count(_FOLDERS) <= _STARS_PLAIN:
+    if expression.count(_STAR) + expression.count(_FOLDERS) <= _STARS_UNBOUNDED_MAX:
         return expression
-    first, *more = map(_once, expression.split(_FOLDERS))
+    first, *more = map(_bounded_stars, expression.split(_FOLDERS))
     if not more:
         return first
     if first.startswith(_ANYWHERE):
@@ -148,8 +146,8 @@ def _bounded(expression: str) -> str:
     return first + "".join(f"(?>(?:/.+?)??/{each}(?=/))" for each in more[:-1]) + _FOLDERS + more[-1]
 
 
-def _once(expression: str) -> str:
-    """Of a part without '**'."""
+def _bounded_stars(expression: str) -> str:
+    """As `_bounded`, for a part without '**'."""
     first, *more = expression.split(_STAR)
     if not more:
         return first

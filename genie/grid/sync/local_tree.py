@@ -1,10 +1,8 @@
-"""The folder that is sent: its records, kept up to date with a cache of what files looked like.
+"""Scans the local folder, with an index of file metadata like git's.
 
-As git does with its index: a file whose size, times and inode are as they were is not read again, unless
-it was written so shortly before the last look that this proves nothing. The cache is under the state
-directory, one file for each folder that was ever sent; losing it costs reading everything once.
-
-Not for: what a node has, or what is sent to it.
+A file whose size, times and inode are unchanged is not read again, unless it was written too shortly before
+the last scan to be sure. The index is in the state directory, one file per synced folder; without it, all
+files are read once.
 """
 
 from __future__ import annotations
@@ -19,52 +17,53 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from genie.errors import NativeBuildError, SyncError, UsageError
-from genie.grid.grid_file import SyncKeys
+from genie.grid.grid_file import SyncSettings
 from genie.grid.remote import tree
 from genie.grid.remote.site import STATE_HEAD, STATE_MAGIC
-from genie.grid.remote.tree import NO_SHA, Record
+from genie.grid.remote.tree import NO_SHA, TreeRecord
 from genie.grid.sync.excludes import Excludes, rules_digest
-from genie.runtime import native
+from genie.native import libraries
 
 _log = logging.getLogger(__name__)
 _INDEXES_KEPT = 64
+_FOLDER_HINT = "change to the folder of the project, or pass its path"
 _SHA_AT = tree.HEAD.size - len(NO_SHA)
 
 
 @dataclass
-class Snapshot:
-    """The tree as one walk saw it. `records` change in place while contents become known."""
+class TreeSnapshot:
+    """The tree as of one scan. `records` are updated in place as files are hashed."""
 
     root: Path
     records: bytearray
     dirty: list[int]
-    """Places of files whose contents are not known yet."""
+    """Offsets of the files that are not hashed yet."""
     taken_ns: int
     rules: bytes
     old_records: bytes
     old_digest: str
-    """Of the walk before: what nodes are likely to have."""
+    """Digest of the previous scan: nodes are likely to have that state."""
     skipped: int
     is_same: bool
     digest: str = ""
-    """Known when nothing is dirty."""
+    """Set when nothing is dirty."""
 
     @property
     def files(self) -> list[int]:
         return [one.at for one in tree.records_of(bytes(self.records)) if one.kind == tree.FILE]
 
-    def set_sha(self, place: int, sha: bytes) -> None:
-        if self.digest and tree.sha_at(self.records, place) != sha:
-            self._forget_digest()
-        self.records[place + _SHA_AT : place + tree.HEAD.size] = sha
+    def set_sha(self, offset: int, sha: bytes) -> None:
+        if self.digest and tree.record_sha(self.records, offset) != sha:
+            self._clear_digest()
+        self.records[offset + _SHA_AT : offset + tree.HEAD.size] = sha
 
-    def _forget_digest(self) -> None:
+    def _clear_digest(self) -> None:
         self.digest, self.is_same = "", False
 
-    def restat(self, place: int, found: os.stat_result) -> None:
-        """The file is not as the walk saw it: from here on it is as it was when it was read."""
-        one = Record(self.records, place)
-        self._forget_digest()
+    def restat(self, offset: int, found: os.stat_result) -> None:
+        """Updates the record of a file that has changed since the scan."""
+        one = TreeRecord(self.records, offset)
+        self._clear_digest()
         head = tree.HEAD.pack(
             tree.FILE,
             0,
@@ -75,32 +74,32 @@ class Snapshot:
             found.st_mtime_ns,
             NO_SHA,
         )
-        self.records[place : place + tree.HEAD.size] = head
+        self.records[offset : offset + tree.HEAD.size] = head
         self.records[one.end - tree.STAMP.size : one.end] = tree.stamp_of(found)
 
 
 class LocalTree:
-    """One folder. Blocking: call it from a thread."""
+    """One local folder. Blocking: call it from a thread."""
 
-    def __init__(self, root: Path, keys: SyncKeys, *, cache: Path, engine: tree.Plain) -> None:
+    def __init__(self, root: Path, keys: SyncSettings, *, cache: Path, engine: tree.PlainEngine) -> None:
         self.root = root
         self.engine = engine
         self._keys = keys
         name = hashlib.sha256(os.fsencode(root)).hexdigest()[:32]
         self._index = cache / f"{name}.index"
 
-    def scan(self) -> Snapshot:
-        """Walks it. Raises SyncError that names what could not be read."""
+    def scan(self) -> TreeSnapshot:
+        """Scans the folder. Raises SyncError that names an unreadable path."""
         rules = rules_digest(self._keys.exclude_patterns, follow=self._keys.follow_symlinks)
         old, old_taken_ns, old_digest, old_rules = self._read_index()
         reuse = old_rules == rules
         taken_ns = time.time_ns()
         walked = self._walk(old, taken_ns=old_taken_ns, reuse=reuse)
         if reuse and walked.rules_changed:
-            # A .gitignore is not what it was: every path is asked for again.
+            # A .gitignore has changed: decide again for every path.
             taken_ns = time.time_ns()
             walked = self._walk(old, taken_ns=old_taken_ns, reuse=False)
-        return Snapshot(
+        return TreeSnapshot(
             root=self.root,
             records=bytearray(walked.records),
             dirty=walked.dirty,
@@ -113,15 +112,15 @@ class LocalTree:
             digest=old_digest if walked.is_same else "",
         )
 
-    def settle(self, snapshot: Snapshot) -> None:
-        """All contents are known: the digest is made."""
+    def compute_digest(self, snapshot: TreeSnapshot) -> None:
+        """Computes the digest; all files are hashed."""
         if not snapshot.digest:
             records = bytes(snapshot.records)
-            snapshot.digest = hashlib.sha256(self.engine.plain(records)).hexdigest()
+            snapshot.digest = hashlib.sha256(self.engine.without_stamps(records)).hexdigest()
             snapshot.dirty = []
 
-    def save(self, snapshot: Snapshot) -> None:
-        """Writes the cache, if anything is new."""
+    def save(self, snapshot: TreeSnapshot) -> None:
+        """Writes the index if it has changed."""
         if snapshot.is_same or not snapshot.digest:
             return
         snapshot.is_same = True
@@ -130,9 +129,9 @@ class LocalTree:
         try:
             self._write_index(head + bytes(snapshot.records))
         except OSError as error:
-            _log.warning("the cache of a sync cannot be written", extra={"why": error.strerror})
+            _log.warning("could not write the index of a synced folder", extra={"why": error.strerror})
 
-    def _walk(self, old: bytes, *, taken_ns: int, reuse: bool) -> tree.Walked:
+    def _walk(self, old: bytes, *, taken_ns: int, reuse: bool) -> tree.WalkResult:
         excludes = Excludes(self.root, self._keys.exclude_patterns)
         try:
             return self.engine.walk(
@@ -140,14 +139,14 @@ class LocalTree:
                 old,
                 taken_ns=taken_ns,
                 reuse=reuse,
-                decide=excludes.is_left_out,
+                is_excluded=excludes.is_excluded,
                 follow=self._keys.follow_symlinks,
             )
         except OSError as error:
             where = self.root / (error.filename or "")
             raise SyncError(
-                f"{where} cannot be read: {error.strerror}",
-                hint="leave it out with sync.exclude_patterns or a .gitignore, or make it readable",
+                f"could not read {where}: {error.strerror}",
+                hint="make it readable, or exclude it with sync.exclude_patterns or a .gitignore",
             ) from None
 
     def _read_index(self) -> tuple[bytes, int, str, bytes]:
@@ -160,7 +159,10 @@ class LocalTree:
         magic, taken_ns, digest, rules = STATE_HEAD.unpack_from(data)
         records = data[STATE_HEAD.size :]
         try:
-            whole = magic == STATE_MAGIC and hashlib.sha256(self.engine.plain(records)).digest() == digest
+            whole = (
+                magic == STATE_MAGIC
+                and hashlib.sha256(self.engine.without_stamps(records)).digest() == digest
+            )
         except OSError:
             whole = False
         return (records, taken_ns, digest.hex(), rules) if whole else (b"", 0, "", b"")
@@ -169,7 +171,7 @@ class LocalTree:
         self._index.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         part = self._index.with_suffix(f".{os.getpid()}.part")
         part.write_bytes(data)
-        # Not over the old one: file systems then wait for the disk, and a lost cache costs little.
+        # Not over the old one: some file systems flush on such a rename, and a lost index costs little.
         self._index.unlink(missing_ok=True)
         part.replace(self._index)
         kept = sorted(self._index.parent.glob("*.index"), key=lambda path: path.stat().st_mtime, reverse=True)
@@ -178,36 +180,58 @@ class LocalTree:
 
 
 def local_root(folder: Path) -> Path:
-    """The folder with all links in its own path resolved. Raises UsageError for what is no folder."""
+    """Resolves links in the path of the folder. Raises UsageError if it is not a folder, and for the home
+    directory and its parents: they are only sent by mistake, and may take hours."""
     try:
         root = folder.expanduser().resolve(strict=True)
-    except OSError as error:
-        raise UsageError(f"{folder} cannot be sent: {error.strerror}") from None
+    except (OSError, RuntimeError, ValueError) as error:  # no such user; a loop of links; a null character
+        why = getattr(error, "strerror", None) or error
+        raise UsageError(f"could not send {str(folder)!r}: {why}", hint=_FOLDER_HINT) from None
+    homes = _home_directories()
     if not root.is_dir():
-        raise UsageError(f"{folder} is not a folder", hint="name the folder of the project")
-    if root.parent == root:
-        raise UsageError("the whole machine cannot be sent", hint="name the folder of the project")
-    return root
+        why = "it is not a folder"
+    elif root.parent == root:
+        why = "it is the root of the file system"
+    elif root in homes:
+        why = "it is the home directory"
+    elif any(home.is_relative_to(root) for home in homes):
+        why = "it contains the home directory"
+    else:
+        return root
+    raise UsageError(f"could not send {root}: {why}", hint=_FOLDER_HINT)
+
+
+def _home_directories() -> list[Path]:
+    """Returns the directories of HOME and of the user database: HOME may be empty, relative or wrong."""
+    found = [os.path.expanduser("~")]  # noqa: PTH111 - Path.home() fails for a user without one
+    with contextlib.suppress(ImportError, KeyError):  # Windows; a user that is not in the database
+        import pwd
+
+        found.append(pwd.getpwuid(os.getuid()).pw_dir)
+    homes = []
+    for path in map(Path, found):
+        with contextlib.suppress(OSError, RuntimeError):  # a loop of links
+            homes += [path.resolve()] if path.is_absolute() else []
+    return homes
 
 
 @functools.cache
-def local_engine() -> tree.Plain:
-    """The compiled one, made now if need be; plain Python on a machine without a compiler."""
-    with contextlib.suppress(OSError):
-        try:
-            return tree.Compiled(str(native.Workshop.of_this_installation().build("genie_tree")))
-        except NativeBuildError as error:
-            _log.info("trees are read in Python", extra={"why": error.message})
-    return tree.Plain()
+def local_engine() -> tree.PlainEngine:
+    """Returns the compiled engine, building it if needed; the Python one if there is no compiler."""
+    try:
+        return tree.CompiledEngine(str(libraries.BuildCache.of_this_installation().build("genie_tree")))
+    except (NativeBuildError, OSError, AttributeError) as error:  # AttributeError: a function is missing
+        _log.info("using the Python engine to scan trees", extra={"why": str(error)})
+    return tree.PlainEngine()
 
 
 @functools.cache
 def library() -> tuple[str, bytes, bytes]:
-    """What nodes are offered: a key, the library as it is compiled here (b'' if it is not), its source."""
-    workshop = native.Workshop.of_this_installation()
-    source = (workshop.sources / "grid" / "tree.cpp").read_bytes()
+    """Returns the library for nodes: its key, the local binary (b'' if not compiled), and its source."""
+    build_cache = libraries.BuildCache.of_this_installation()
+    source = (build_cache.sources / "grid" / "tree.cpp").read_bytes()
     key = hashlib.sha256(source).hexdigest()[:32]
     try:
-        return key, workshop.build("genie_tree").read_bytes(), source
+        return key, build_cache.build("genie_tree").read_bytes(), source
     except NativeBuildError:
         return key, b"", source

@@ -1,9 +1,7 @@
-"""Reading files and making frames of them: whole small files, pieces of large ones, holes left out.
+"""Reads files into frames: complete small files, pieces of large ones, without holes.
 
-Contents are hashed while they are read. A file that changes meanwhile is read again, and named in an error
-when it never holds still. Memory stays bounded: a chunk is about a megabyte.
-
-Not for: deciding which files, and sending (stream.py). Blocking: call it from a thread.
+Files are hashed while they are read. A file that changes meanwhile is read again; if it keeps changing, an
+error names it. Memory is bounded: a chunk has about 1 MiB. Blocking: call it from a thread.
 """
 
 from __future__ import annotations
@@ -18,53 +16,55 @@ from pathlib import Path
 from genie.errors import SyncError
 from genie.grid.remote import contents, tree
 from genie.grid.remote.sync import PIECE_BYTES_MAX
-from genie.grid.remote.tree import FRAME, NO_SHA, Folders, Record
-from genie.grid.sync.local_tree import Snapshot
+from genie.grid.remote.tree import FRAME, NO_SHA, Folders, TreeRecord
+from genie.grid.sync.local_tree import TreeSnapshot
 
 _CHUNK_BYTES = 1 << 20
 _BATCH = 2048
 _TRIES = 3
 _SHA_AT = FRAME.size - len(NO_SHA)
 
-Digest = contents.Whole | contents.Blocks
+Digest = contents.WholeFileDigest | contents.BlockDigest
 
 
 class VanishedError(Exception):
-    """A file is gone since the walk: the walk has to be done again."""
+    """A file has disappeared since the scan: the scan must be repeated."""
 
 
-class Chunk:
-    """Frames to send, and how many files end in them."""
+class FileChunk:
+    """Frames to send, the number of files that end in them, and their payload bytes."""
 
     def __init__(self, data: bytes, *, files: int, size: int) -> None:
         self.data, self.files, self.size = data, files, size
 
 
-Chunks = Generator[Chunk, None, None]
+Chunks = Generator[FileChunk, None, None]
 
 
-def hash_files(engine: tree.Plain, snapshot: Snapshot, places: list[int]) -> None:
-    """Makes their contents known, without sending anything."""
-    for _ in _Packer(engine, snapshot, known=None).chunks(places):
+def hash_files(engine: tree.PlainEngine, snapshot: TreeSnapshot, offsets: list[int]) -> None:
+    """Hashes the files at these offsets, without sending anything."""
+    for _ in _Packer(engine, snapshot, known=None).chunks(offsets):
         pass
 
 
-def pack_files(engine: tree.Plain, snapshot: Snapshot, places: list[int], *, there: set[bytes]) -> Chunks:
-    """Frames of these files. What is in `there` by its digest is left out, and what is sent is added."""
-    return _Packer(engine, snapshot, known=there).chunks(_missing(snapshot, places, there))
+def pack_files(
+    engine: tree.PlainEngine, snapshot: TreeSnapshot, offsets: list[int], *, on_node: set[bytes]
+) -> Chunks:
+    """Yields frames of these files. Skips hashes in `on_node`, and adds those that are sent."""
+    return _Packer(engine, snapshot, known=on_node).chunks(_not_on_node(snapshot, offsets, on_node))
 
 
 def bytes_to_send(
-    engine: tree.Plain, snapshot: Snapshot, places: list[int], *, there: Set[bytes] = frozenset()
+    engine: tree.PlainEngine, snapshot: TreeSnapshot, offsets: list[int], *, on_node: Set[bytes] = frozenset()
 ) -> int:
-    """How much data there is in these files, without their holes, and without what is in `there`."""
-    return _Packer(engine, snapshot, known=None).data_bytes(_missing(snapshot, places, there))
+    """Returns the bytes of data in these files, without holes and without contents in `on_node`."""
+    return _Packer(engine, snapshot, known=None).data_bytes(_not_on_node(snapshot, offsets, on_node))
 
 
-def _missing(snapshot: Snapshot, places: list[int], there: Set[bytes]) -> list[int]:
-    if not there:
-        return places
-    return [place for place in places if tree.sha_at(snapshot.records, place) not in there]
+def _not_on_node(snapshot: TreeSnapshot, offsets: list[int], on_node: Set[bytes]) -> list[int]:
+    if not on_node:
+        return offsets
+    return [offset for offset in offsets if tree.record_sha(snapshot.records, offset) not in on_node]
 
 
 def frame(kind: str, *, number: int = 0, size: int = 0, mode: int = 0, mtime_ns: int = 0) -> bytes:
@@ -72,7 +72,7 @@ def frame(kind: str, *, number: int = 0, size: int = 0, mode: int = 0, mtime_ns:
 
 
 def plan_frames(plan: bytes) -> Iterator[bytes]:
-    """The plan in pieces, and the end."""
+    """Yields frames with the plan, and the end frame."""
     for at in range(0, len(plan), PIECE_BYTES_MAX):
         piece = plan[at : at + PIECE_BYTES_MAX]
         yield frame("P", size=len(piece)) + piece
@@ -80,49 +80,49 @@ def plan_frames(plan: bytes) -> Iterator[bytes]:
 
 
 class _Packer:
-    def __init__(self, engine: tree.Plain, snapshot: Snapshot, *, known: set[bytes] | None) -> None:
+    def __init__(self, engine: tree.PlainEngine, snapshot: TreeSnapshot, *, known: set[bytes] | None) -> None:
         self._engine = engine
         self._snapshot = snapshot
         self._known = known
         self._number = 0
         self._large: set[int] = set()
 
-    def chunks(self, places: list[int]) -> Chunks:
+    def chunks(self, offsets: list[int]) -> Chunks:
         root = os.open(self._snapshot.root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         records = bytes(self._snapshot.records)
         try:
             at = 0
-            while at < len(places):
-                batch = places[at : at + _BATCH]
+            while at < len(offsets):
+                batch = offsets[at : at + _BATCH]
                 frames, states = self._engine.read(
                     root, records, batch, first=self._number, room=_CHUNK_BYTES
                 )
                 self._number += len(states)
                 taken = batch[: len(states)]
-                small = [place for place, state in zip(taken, states, strict=True) if state == 0]
-                yield self._small(frames, small)
-                for place, state in zip(taken, states, strict=True):
+                small = [offset for offset, state in zip(taken, states, strict=True) if state == 0]
+                yield self._small_files(frames, small)
+                for offset, state in zip(taken, states, strict=True):
                     if state != 0:
-                        yield from self._slow(root, place)
+                        yield from self._read_separately(root, offset)
                 at += len(states)
         finally:
             os.close(root)
 
-    def data_bytes(self, places: list[int]) -> int:
-        """Only large files are opened for it; one that cannot be is told about when it is sent."""
+    def data_bytes(self, offsets: list[int]) -> int:
+        """Opens only large files; one that cannot be opened is reported when it is sent."""
         total = 0
         root = os.open(self._snapshot.root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
-            for place in places:
-                size = tree.size_at(self._snapshot.records, place)
-                total += size if size < contents.BLOCKS_BYTES_MIN else self._data_bytes_at(root, place, size)
+            for offset in offsets:
+                size = tree.record_size(self._snapshot.records, offset)
+                total += size if size < contents.BLOCKS_BYTES_MIN else self._data_bytes_at(root, offset, size)
         finally:
             os.close(root)
         return total
 
-    def _data_bytes_at(self, root: int, place: int, size: int) -> int:
+    def _data_bytes_at(self, root: int, offset: int, size: int) -> int:
         try:
-            fd = self._open(root, Record(self._snapshot.records, place).path)
+            fd = self._open(root, TreeRecord(self._snapshot.records, offset).path)
         except (SyncError, VanishedError):
             return size
         try:
@@ -131,17 +131,17 @@ class _Packer:
         finally:
             os.close(fd)
 
-    def _small(self, frames: bytearray, places: list[int]) -> Chunk:
-        """Hashes them, and takes out what the node has."""
+    def _small_files(self, frames: bytearray, offsets: list[int]) -> FileChunk:
+        """Hashes small files, and removes those that the node has."""
         view = memoryview(frames)
         parts: list[memoryview] = []
         at = size = 0
         begin = 0
-        for place in places:
+        for offset in offsets:
             end = at + FRAME.size + int.from_bytes(view[at + 8 : at + 16], "little")
             sha = hashlib.sha256(view[at + FRAME.size : end]).digest()
             view[at + _SHA_AT : at + FRAME.size] = sha
-            self._snapshot.set_sha(place, sha)
+            self._snapshot.set_sha(offset, sha)
             if self._known is None or sha in self._known:
                 parts.append(view[begin:at])
                 begin = end
@@ -150,11 +150,11 @@ class _Packer:
                 size += end - at - FRAME.size
             at = end
         parts.append(view[begin:at])
-        return Chunk(b"".join(parts), files=len(places), size=size)
+        return FileChunk(b"".join(parts), files=len(offsets), size=size)
 
-    def _slow(self, root: int, place: int) -> Iterator[Chunk]:
-        """One file by itself: large, with holes, or not as the walk saw it."""
-        one = Record(self._snapshot.records, place)
+    def _read_separately(self, root: int, offset: int) -> Iterator[FileChunk]:
+        """Reads one file separately: large, sparse, or changed since the scan."""
+        one = TreeRecord(self._snapshot.records, offset)
         path = one.path
         if self._known is not None and one.sha in self._known:
             return  # another file with the same contents was sent
@@ -165,7 +165,7 @@ class _Packer:
                 before = os.fstat(fd)
                 if not stat.S_ISREG(before.st_mode):
                     raise VanishedError
-                self._snapshot.restat(place, before)
+                self._snapshot.restat(offset, before)
                 digest = contents.new_digest(before.st_size)
                 sending = self._known is not None and not self._is_known(fd, before.st_size)
                 yield from self._pieces(fd, number, before, digest, sending=sending)
@@ -174,59 +174,59 @@ class _Packer:
                 os.close(fd)
             if tree.stamp_of(before) == tree.stamp_of(after) and before.st_size == after.st_size:
                 sha = digest.digest()
-                self._snapshot.set_sha(place, sha)
+                self._snapshot.set_sha(offset, sha)
                 yield self._last(number, before, sha, sending=sending)
                 return
-            yield Chunk(frame("A", number=number) if sending else b"", files=0, size=0)
+            yield FileChunk(frame("A", number=number) if sending else b"", files=0, size=0)
         raise SyncError(
-            f"{self._snapshot.root / Path(os.fsdecode(path))} changed while it was read, {_TRIES} times",
-            hint="sync again when nothing writes to it, or leave it out with sync.exclude_patterns",
+            f"{self._snapshot.root / Path(os.fsdecode(path))} kept changing while it was read",
+            hint="sync again when nothing writes to it, or exclude it with sync.exclude_patterns",
         )
 
     def _is_known(self, fd: int, size: int) -> bool:
-        """Whether the node has it. One as large as an earlier one is read first: it may be the same."""
+        """True if the node has the contents. Hashes the file only if another one has the same size."""
         assert self._known is not None
         if size not in self._large:
             self._large.add(size)
             return False
         return contents.digest_of_file(fd) in self._known
 
-    def _last(self, number: int, found: os.stat_result, sha: bytes, *, sending: bool) -> Chunk:
+    def _last(self, number: int, found: os.stat_result, sha: bytes, *, sending: bool) -> FileChunk:
         if not sending or self._known is None:
-            return Chunk(b"", files=1, size=0)
+            return FileChunk(b"", files=1, size=0)
         self._known.add(sha)
         mode = found.st_mode & 0o7777
         head = FRAME.pack(ord("E"), 0, mode, number, found.st_size, found.st_mtime_ns, sha)
-        return Chunk(head, files=1, size=0)
+        return FileChunk(head, files=1, size=0)
 
     def _open(self, root: int, path: bytes) -> int:
         flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC
         try:
             with Folders(root) as folders:
-                holder, name = folders.holder(path)
-                return os.open(name, flags | os.O_NOFOLLOW, dir_fd=holder)
+                parent, name = folders.open_parent(path)
+                return os.open(name, flags | os.O_NOFOLLOW, dir_fd=parent)
         except FileNotFoundError:
             raise VanishedError from None
         except OSError as error:
             real = self._followed(path)
             if real is not None:
                 return os.open(real, flags | os.O_NOFOLLOW)
-            if error.errno in (errno.ELOOP, errno.ENOTDIR):  # it was no link, and in a folder
+            if error.errno in (errno.ELOOP, errno.ENOTDIR):  # replaced since the scan
                 raise VanishedError from None
             raise SyncError(
-                f"{self._snapshot.root / Path(os.fsdecode(path))} cannot be read: {error.strerror}",
-                hint="leave it out with sync.exclude_patterns or a .gitignore, or make it readable",
+                f"could not read {self._snapshot.root / Path(os.fsdecode(path))}: {error.strerror}",
+                hint="make it readable, or exclude it with sync.exclude_patterns or a .gitignore",
             ) from None
 
     def _followed(self, path: bytes) -> str | None:
-        """With sync.follow_symlinks a path may lead through links, but not out of the tree."""
+        """Resolves links in a path (sync.follow_symlinks); None if it leads out of the tree."""
         root = self._snapshot.root
         real = (root / Path(os.fsdecode(path))).resolve()
         return str(real) if real.is_relative_to(root) and real != root / Path(os.fsdecode(path)) else None
 
     def _pieces(
         self, fd: int, number: int, found: os.stat_result, digest: Digest, *, sending: bool
-    ) -> Iterator[Chunk]:
+    ) -> Iterator[FileChunk]:
         holes = b""
         for is_data, offset, size in contents.extents(fd, found):
             if not is_data:
@@ -236,5 +236,5 @@ class _Packer:
             for data in contents.pieces(fd, offset, size):
                 digest.add(data)
                 head = holes + frame("D", number=number, size=len(data))
-                yield Chunk(head + data if sending else b"", files=0, size=len(data) if sending else 0)
+                yield FileChunk(head + data if sending else b"", files=0, size=len(data) if sending else 0)
                 holes = b""

@@ -1,10 +1,8 @@
-"""A folder to several nodes: looked at once, compared with each, sent to all that need the same at once.
+"""Syncs a folder to several nodes: scans it once, compares with each node, and sends the differences.
 
-Here and on the nodes everything is looked at in the same moment; a node that has it all costs one request.
-A small change is one more request, a large one a stream; nodes that need the same files share the reading.
-A transfer that breaks off is taken up where it was.
-
-Not for: nodes without Python (tar_pipe.py), and what is shown to people (cli/).
+The local scan and the checks of the nodes run concurrently; a node that is up to date costs one request. A
+small change is one more request, a large one a stream; nodes that need the same files share reading. An
+interrupted transfer is resumed. Nodes without Python use tar_pipe.py.
 """
 
 from __future__ import annotations
@@ -35,22 +33,22 @@ from genie.errors import (
 from genie.grid.grid_file import GridFile
 from genie.grid.remote import tree
 from genie.grid.remote.sync import ANSWER_BYTES, PLAN_BYTES_MAX
-from genie.grid.run import MALFORMED
-from genie.grid.ssh_pool import Link, SshPool
+from genie.grid.ssh.node_helper import MALFORMED_REPLY_ERRORS
+from genie.grid.ssh.pool import NodeConnection, SshPool
 from genie.grid.sync import tar_pipe
-from genie.grid.sync.delta import Delta, bytes_of, delta_of, gone_of, paths_of, plan_of
-from genie.grid.sync.local_tree import LocalTree, Snapshot, library, local_engine, local_root
+from genie.grid.sync.delta import Delta, bytes_of, compute_delta, deletions_of, encode_plan, paths_of
+from genie.grid.sync.local_tree import LocalTree, TreeSnapshot, library, local_engine, local_root
 from genie.grid.sync.pack import (
-    Chunk,
     Chunks,
+    FileChunk,
     VanishedError,
     bytes_to_send,
     hash_files,
     pack_files,
     plan_frames,
 )
-from genie.grid.sync.stream import Stream
-from genie.runtime.tasks import all_of
+from genie.grid.sync.stream import SyncStream
+from genie.processes.tasks import all_of, unwrapped_task_group
 
 _log = logging.getLogger(__name__)
 _CHECK_S = 600.0
@@ -58,7 +56,7 @@ _APPLY_S = 600.0
 _STALL_S = 30.0
 _LOCK_WAIT_S = 20.0
 _TRIES = 3
-_TOGETHER_S = 1.0
+_GROUP_WAIT_S = 1.0
 _INLINE_BYTES_MAX = 1 << 20
 _NAMES_SHOWN = 100
 
@@ -69,7 +67,7 @@ class SyncMetrics(Protocol):
 
 @dataclass(frozen=True)
 class Progress:
-    """How far one node is."""
+    """Progress of the transfer to one node."""
 
     node: str
     files: int
@@ -79,43 +77,44 @@ class Progress:
 
 
 OnProgress = Callable[[Progress], None]
+OnReport = Callable[["SyncReport"], None]
 
 
 @dataclass(frozen=True, kw_only=True)
 class SyncReport:
-    """What became of one node. With `error` the visible tree there is as it was, or as it should be."""
+    """Result for one node. With `error`, the tree on the node is either unchanged or complete."""
 
     node: str
     sent_files: int = 0
     sent_bytes: int = 0
     deleted: int = 0
     kept: tuple[str, ...] = ()
-    """Names that we no longer have and that stay, because they were changed on the node."""
+    """Paths deleted here that stay on the node, because they were modified there."""
     overwritten: tuple[str, ...] = ()
-    """Names of the node's own files that ours have replaced."""
+    """Paths of files created on the node that were replaced."""
     restored: int = 0
-    """Of ours, changed or deleted on the node since the last sync, and put back."""
+    """Number of synced files that were modified or deleted on the node, and restored."""
     seconds: float = 0.0
     unchanged: bool = False
     note: str = ""
     paths: tuple[str, ...] = ()
-    """Of a dry run: files and links that would be sent."""
-    gone: tuple[str, ...] = ()
-    """Of a dry run: what would be deleted."""
+    """Dry run: files and links that would be sent."""
+    paths_to_delete: tuple[str, ...] = ()
+    """Dry run: paths that would be deleted."""
     error: GenieError | None = None
 
 
 @dataclass
 class _Task:
-    """One node on the way."""
+    """State of the sync to one node."""
 
-    link: Link
+    link: NodeConnection
     started: float
     digest: str = ""
     drift: bytes = b""
-    there: frozenset[bytes] = frozenset()
+    on_node: frozenset[bytes] = frozenset()
     delta: Delta = dataclasses.field(default_factory=Delta)
-    stream: Stream | None = None
+    stream: SyncStream | None = None
     sent_files: int = 0
     sent_bytes: int = 0
 
@@ -128,12 +127,12 @@ class _Task:
             self.stream.close()
 
 
-_Found = tuple[str, _Task | GenieError, float]
-"""A node's name, what came of looking at it, and when that began."""
+_Checked = tuple[str, _Task | GenieError, float]
+"""A node's name, the result of its check, and the start time."""
 
 
 class Syncer:
-    """Use it inside the pool's context."""
+    """Syncs folders over the connections of a pool that the caller keeps open."""
 
     def __init__(
         self,
@@ -142,7 +141,7 @@ class Syncer:
         *,
         state_dir: Path | None = None,
         metrics: SyncMetrics | None = None,
-        engine: tree.Plain | None = None,
+        engine: tree.PlainEngine | None = None,
     ) -> None:
         self._pool = pool
         self._file = file
@@ -158,11 +157,13 @@ class Syncer:
         nodes: Sequence[str],
         *,
         progress: OnProgress | None = None,
+        on_report: OnReport | None = None,
         dry_run: bool = False,
     ) -> list[SyncReport]:
-        """One report for each node, in the order given; a node's own trouble is in its report.
+        """Returns one report per node, in the given order; errors of a node are in its report.
 
-        Raises UsageError, ConfigError and SyncError for what is wrong here.
+        `on_report` is called with each report as soon as that node is finished.
+        Raises UsageError, ConfigError and SyncError for errors on this machine.
         """
         for name in nodes:
             self._file.node(name)
@@ -173,6 +174,7 @@ class Syncer:
             self._file,
             LocalTree(root, self._keys, cache=self._cache, engine=engine),
             on_progress=progress or (lambda _: None),
+            on_report=on_report or (lambda _: None),
             dry_run=dry_run,
         )
         reports = await job.run(list(dict.fromkeys(nodes)))
@@ -186,13 +188,21 @@ class _Job:
     """One call of sync()."""
 
     def __init__(
-        self, pool: SshPool, file: GridFile, local: LocalTree, *, on_progress: OnProgress, dry_run: bool
+        self,
+        pool: SshPool,
+        file: GridFile,
+        local: LocalTree,
+        *,
+        on_progress: OnProgress,
+        on_report: OnReport,
+        dry_run: bool,
     ) -> None:
         self._pool = pool
         self._file = file
         self._local = local
         self._engine = local.engine
         self._on_progress = on_progress
+        self._on_report = on_report
         self._dry_run = dry_run
         self._args = {
             "root": file.remote_root,
@@ -201,7 +211,7 @@ class _Job:
             "wait_s": _LOCK_WAIT_S,
         }
         self._reports: dict[str, SyncReport] = {}
-        self._scan: asyncio.Future[Snapshot] | None = None
+        self._scan: asyncio.Future[TreeSnapshot] | None = None
 
     async def run(self, nodes: list[str]) -> list[SyncReport]:
         todo = nodes
@@ -214,126 +224,123 @@ class _Job:
         return [self._reports[name] for name in nodes]
 
     async def _round(self, nodes: list[str], *, final: bool) -> list[str]:
-        """Brings the nodes up to date. Gives those that are worth another round."""
-        again: list[str] = []
-        failure: Exception | None = None
+        """Syncs the nodes once. Returns those that should be retried."""
+        to_retry: list[str] = []
         self._scan = None
-        looks = _Looks(nodes, width=min(self._file.sync.max_parallel_transfers, self._file.ssh.pool_size))
+        checks = _NodeChecks(
+            nodes, width=min(self._file.sync.max_parallel_transfers, self._file.ssh.pool_size)
+        )
         try:
-            async with asyncio.TaskGroup() as group:
-                try:
-                    while looks.go_on(group, self._try_enter):
-                        again += await self._bring_next(looks, final=final)
-                except Exception as error:  # raised outside of the group, which would wrap it
-                    failure = error
-                    looks.cancel()
+            async with unwrapped_task_group() as group:
+                while checks.start_more(group, self._try_check):
+                    to_retry += await self._sync_next_ready(checks, final=final)
         finally:
-            await looks.close()
-        if failure is not None:
-            raise failure
-        return again
+            await checks.close()
+        return to_retry
 
-    async def _bring_next(self, looks: _Looks, *, final: bool) -> list[str]:
-        await asyncio.sleep(0)  # the nodes are asked first: they look while we do
+    async def _sync_next_ready(self, checks: _NodeChecks, *, final: bool) -> list[str]:
+        await asyncio.sleep(0)  # requests to the nodes first: they check while we scan
         if self._scan is None:
             self._scan = asyncio.get_running_loop().run_in_executor(None, self._local.scan)
-        async with looks.next_ready() as found:
-            return await self._bring_found(found, await self._scan, final=final)
+        async with checks.next_ready() as found:
+            return await self._sync_checked(found, await self._scan, final=final)
 
-    async def _bring_found(self, found: list[_Found], snapshot: Snapshot, *, final: bool) -> list[str]:
-        again: list[str] = []
+    async def _sync_checked(self, found: list[_Checked], snapshot: TreeSnapshot, *, final: bool) -> list[str]:
+        to_retry: list[str] = []
         for name, each, started in found:
             if isinstance(each, GenieError):
-                again += self._retry_or_fail(name, each, started, final=final)
+                to_retry += self._retry_or_fail(name, each, started, final=final)
         tasks = [each for _, each, _ in found if isinstance(each, _Task)]
-        return again + await self._bring(tasks, snapshot, final=final) if tasks else again
+        return to_retry + await self._sync_nodes(tasks, snapshot, final=final) if tasks else to_retry
 
-    async def _try_enter(self, name: str, links: contextlib.AsyncExitStack) -> _Found:
+    async def _try_check(self, name: str, links: contextlib.AsyncExitStack) -> _Checked:
         started = time.monotonic()
         try:
-            return name, await self._enter(name, links, started), started
+            return name, await self._check(name, links, started), started
         except GenieError as error:
             return name, error, started
 
-    async def _enter(self, name: str, links: contextlib.AsyncExitStack, started: float) -> _Task:
-        """Takes the link and looks at what is there."""
+    async def _check(self, name: str, links: contextlib.AsyncExitStack, started: float) -> _Task:
+        """Acquires the connection and checks the tree on the node."""
         link = await links.enter_async_context(self._pool.use(name))
         task = _Task(link, started)
         links.callback(task.close)
         if link.has_helper:
-            with _understood(name):
-                await self._look(task)
+            with _validating_reply(name):
+                await self._fetch_node_state(task)
         return task
 
-    async def _look(self, task: _Task) -> None:
-        answer, drift = await task.link.call("sync.check", self._args, timeout_s=_CHECK_S)
-        if not answer["has_library"] and not self._dry_run:
-            await self._offer_library(task, answer["machine"])
-        while len(drift) < _bounded(answer["drift"]):
+    async def _fetch_node_state(self, task: _Task) -> None:
+        reply, drift = await task.link.call("sync.check", self._args, timeout_s=_CHECK_S)
+        if not reply["has_library"] and not self._dry_run:
+            await self._offer_library(task, reply["machine"])
+        while len(drift) < _checked_size(reply["drift"]):
             args = {**self._args, "offset": len(drift)}
             _, piece = await task.link.call("sync.drift", args, timeout_s=_CHECK_S)
             if not piece:
-                raise NodeRefusedError(f"node {task.name}: another sync is under way", reason="moved")
+                raise NodeRefusedError(f"node {task.name}: another sync is in progress", reason="moved")
             drift += piece
-        task.digest, task.drift = str(answer["digest"]), drift
-        if answer["objects"]:
+        task.digest, task.drift = str(reply["digest"]), drift
+        if reply["objects"]:
             _, shas = await task.link.call("sync.objects", self._args, timeout_s=_CHECK_S)
-            task.there = frozenset(shas[at : at + 32] for at in range(0, len(shas), 32))
+            task.on_node = frozenset(shas[at : at + 32] for at in range(0, len(shas), 32))
 
     async def _offer_library(self, task: _Task, machine: str) -> None:
         key, binary, source = library()
         ours = f"{'linux' if os.uname().sysname == 'Linux' else os.uname().sysname}-{os.uname().machine}"
         binary = binary if machine == ours else b""
         args = {**self._args, "key": key, "binary": len(binary), "machine": ours}
-        answer, _ = await task.link.call("sync.library", args, binary + source, timeout_s=_CHECK_S)
-        _log.info("a node's engine for trees", extra={"node": task.name, "how": answer["how"]})
+        reply, _ = await task.link.call("sync.library", args, binary + source, timeout_s=_CHECK_S)
+        _log.info("installed the tree engine on a node", extra={"node": task.name, "how": reply["how"]})
 
-    async def _bring(self, tasks: list[_Task], snapshot: Snapshot, *, final: bool) -> list[str]:
+    async def _sync_nodes(self, tasks: list[_Task], snapshot: TreeSnapshot, *, final: bool) -> list[str]:
         plain = [task for task in tasks if not task.link.has_helper]
         tasks = [task for task in tasks if task.link.has_helper]
-        # Where nothing of ours is yet, contents are hashed while they are sent.
-        is_first = all(not task.digest and not task.there for task in tasks)
+        # On a first sync, files are hashed while they are sent.
+        is_first = all(not task.digest and not task.on_node for task in tasks)
         try:
             if not snapshot.digest and (not snapshot.dirty or not is_first or self._dry_run or not tasks):
                 await asyncio.to_thread(self._read_dirty, snapshot)
-            again = await self._compare_and_send(tasks, snapshot, final=final)
+            to_retry = await self._compare_and_send(tasks, snapshot, final=final)
             if not snapshot.is_same:
                 await asyncio.to_thread(self._local.save, snapshot)
         except VanishedError:
             if final:
                 raise SyncError(
-                    f"{snapshot.root}: files disappear while they are read",
+                    f"could not read {snapshot.root}: files disappear during the sync",
                     hint="sync again when nothing writes to the folder",
                 ) from None
             return [task.name for task in (*tasks, *plain)]
-        await all_of(self._tar(task, snapshot) for task in plain)
-        return again
+        await all_of(self._sync_by_tar(task, snapshot) for task in plain)
+        return to_retry
 
-    def _read_dirty(self, snapshot: Snapshot) -> None:
+    def _read_dirty(self, snapshot: TreeSnapshot) -> None:
         hash_files(self._engine, snapshot, snapshot.dirty)
-        self._local.settle(snapshot)
+        self._local.compute_digest(snapshot)
 
-    async def _compare_and_send(self, tasks: list[_Task], snapshot: Snapshot, *, final: bool) -> list[str]:
-        again: list[str] = []
+    async def _compare_and_send(
+        self, tasks: list[_Task], snapshot: TreeSnapshot, *, final: bool
+    ) -> list[str]:
+        to_retry: list[str] = []
         groups: dict[tuple[object, ...], list[_Task]] = {}
         for task in tasks:
             try:
                 task.delta = await self._delta(task, snapshot)
             except GenieError as error:
-                again += self._retry_or_fail(task.name, error, task.started, final=final)
+                to_retry += self._retry_or_fail(task.name, error, task.started, final=final)
                 continue
             if not task.delta:
-                self._done(task, unchanged=True)
+                self._report_success(task, unchanged=True)
             elif self._dry_run:
-                await self._would(task, snapshot)
+                await self._report_dry_run(task, snapshot)
             else:
-                need = (tuple(task.delta.contents), task.there)
+                need = (tuple(task.delta.contents), task.on_node)
                 groups.setdefault(need, []).append(task)
         for group in groups.values():
-            again += await self._send(group, snapshot, final=final)
-        return again
+            to_retry += await self._send(group, snapshot, final=final)
+        return to_retry
 
-    async def _delta(self, task: _Task, snapshot: Snapshot) -> Delta:
+    async def _delta(self, task: _Task, snapshot: TreeSnapshot) -> Delta:
         if task.digest and task.digest == snapshot.digest and not task.drift:
             return Delta()
         ours = bytes(snapshot.records)
@@ -344,99 +351,102 @@ class _Job:
         elif task.digest == snapshot.old_digest:
             theirs = snapshot.old_records
         else:
-            with _understood(task.name):
+            with _validating_reply(task.name):
                 theirs = await self._fetch_records(task)
         checksums = self._file.sync.use_checksums
-        with _understood(task.name):
-            return delta_of(self._engine, theirs=theirs, drift=task.drift, ours=ours, checksums=checksums)
+        with _validating_reply(task.name):
+            return compute_delta(
+                self._engine, theirs=theirs, drift=task.drift, ours=ours, checksums=checksums
+            )
 
     async def _fetch_records(self, task: _Task) -> bytes:
         parts: list[bytes] = []
         size = 0
         while True:
             args = {**self._args, "offset": size}
-            answer, piece = await task.link.call("sync.records", args, timeout_s=_CHECK_S)
+            reply, piece = await task.link.call("sync.records", args, timeout_s=_CHECK_S)
             parts.append(piece)
             size += len(piece)
-            if answer["digest"] != task.digest:
-                raise NodeRefusedError(f"node {task.name}: another sync is under way", reason="moved")
-            if size >= _bounded(answer["size"]) or len(piece) < ANSWER_BYTES:
+            if reply["digest"] != task.digest:
+                raise NodeRefusedError(f"node {task.name}: another sync is in progress", reason="moved")
+            if size >= _checked_size(reply["size"]) or len(piece) < ANSWER_BYTES:
                 return b"".join(parts)
 
-    async def _send(self, group: list[_Task], snapshot: Snapshot, *, final: bool) -> list[str]:
-        """To nodes that need the same contents: read once, sent to all."""
+    async def _send(self, group: list[_Task], snapshot: TreeSnapshot, *, final: bool) -> list[str]:
+        """Sends to nodes that need the same contents; reads them once."""
         ours = bytes(snapshot.records)
-        there = set(group[0].there)
-        places = group[0].delta.contents
-        data = await asyncio.to_thread(bytes_to_send, self._engine, snapshot, places, there=there)
-        transfer = _Transfer(group, files_total=len(places), bytes_total=data, on_progress=self._on_progress)
-        chunks = pack_files(self._engine, snapshot, places, there=there)
-        # By their sizes, not by their data: a hole may have been filled since, and this is held in memory.
-        total = bytes_of(ours, places, without=there)
-        if not snapshot.dirty and total + sum(map(len, group[0].delta.gone)) <= _INLINE_BYTES_MAX:
+        on_node = set(group[0].on_node)
+        offsets = group[0].delta.contents
+        data = await asyncio.to_thread(bytes_to_send, self._engine, snapshot, offsets, on_node=on_node)
+        transfer = _Transfer(group, files_total=len(offsets), bytes_total=data, on_progress=self._on_progress)
+        chunks = pack_files(self._engine, snapshot, offsets, on_node=on_node)
+        # File sizes, not data sizes: a hole may have been filled since, and all of it is held in memory.
+        total = bytes_of(ours, offsets, without=on_node)
+        if not snapshot.dirty and total + sum(map(len, group[0].delta.deletions)) <= _INLINE_BYTES_MAX:
             await self._send_inline(transfer, chunks, snapshot)
         else:
             await self._send_streams(transfer, chunks, snapshot)
-        again: list[str] = []
+        to_retry: list[str] = []
         for name, error in transfer.failed.items():
-            again += self._retry_or_fail(name, error, group[0].started, final=final)
-        return again
+            to_retry += self._retry_or_fail(name, error, group[0].started, final=final)
+        return to_retry
 
-    async def _send_inline(self, transfer: _Transfer, chunks: Chunks, snapshot: Snapshot) -> None:
+    async def _send_inline(self, transfer: _Transfer, chunks: Chunks, snapshot: TreeSnapshot) -> None:
         packed = await asyncio.to_thread(list, chunks)
-        if not snapshot.digest:  # a file is not as it was when it was hashed
-            await asyncio.to_thread(self._local.settle, snapshot)
+        if not snapshot.digest:  # a file has changed since it was hashed
+            await asyncio.to_thread(self._local.compute_digest, snapshot)
         frames = b"".join(chunk.data for chunk in packed)
 
         async def one(task: _Task) -> None:
             plan = self._plan(task, snapshot)
             blob = frames + b"".join(plan_frames(plan))
             if len(blob) > ANSWER_BYTES:
-                task.stream = await Stream.open(task.link, self._args, stall_s=_STALL_S)
+                task.stream = await SyncStream.open(task.link, self._args, stall_s=_STALL_S)
                 await task.stream.send(blob)
-                answer = await task.stream.answer(timeout_s=_APPLY_S)
+                reply = await task.stream.read_reply(timeout_s=_APPLY_S)
             else:
-                answer, _ = await task.link.call("sync.apply", self._args, blob, timeout_s=_APPLY_S)
+                reply, _ = await task.link.call("sync.apply", self._args, blob, timeout_s=_APPLY_S)
             for chunk in packed:
                 transfer.count(task, chunk)
-            self._done(task, answer)
+            self._report_success(task, reply)
 
         await transfer.each(one)
 
-    async def _send_streams(self, transfer: _Transfer, chunks: Chunks, snapshot: Snapshot) -> None:
+    async def _send_streams(self, transfer: _Transfer, chunks: Chunks, snapshot: TreeSnapshot) -> None:
         async def begin(task: _Task) -> None:
-            task.stream = await Stream.open(task.link, self._args, stall_s=_STALL_S)
+            task.stream = await SyncStream.open(task.link, self._args, stall_s=_STALL_S)
 
         await transfer.each(begin)
         loop = asyncio.get_running_loop()
-        coming = loop.run_in_executor(None, next, chunks, None)
+        next_chunk = loop.run_in_executor(None, next, chunks, None)
         try:
-            while (chunk := await coming) is not None and transfer.alive:
-                coming = loop.run_in_executor(None, next, chunks, None)  # reads on while this one is sent
+            while (chunk := await next_chunk) is not None and transfer.alive:
+                # Read ahead while this chunk is sent.
+                next_chunk = loop.run_in_executor(None, next, chunks, None)
                 await transfer.send(chunk)
         finally:
-            await asyncio.wait([coming])
-            coming.exception()  # told above, unless all nodes are gone: then it is of no interest
+            await asyncio.wait([next_chunk])
+            next_chunk.exception()  # raised above, unless all nodes have failed: then it is irrelevant
             chunks.close()
         if not transfer.alive:
             return
-        await asyncio.to_thread(self._local.settle, snapshot)
+        await asyncio.to_thread(self._local.compute_digest, snapshot)
 
         async def end(task: _Task) -> None:
             assert task.stream is not None
             for frame in plan_frames(self._plan(task, snapshot)):
                 await task.stream.send(frame)
-            self._done(task, await task.stream.answer(timeout_s=_APPLY_S))
+            self._report_success(task, await task.stream.read_reply(timeout_s=_APPLY_S))
 
         await transfer.each(end)
 
-    def _plan(self, task: _Task, snapshot: Snapshot) -> bytes:
-        return plan_of(task.delta, bytes(snapshot.records), base=task.digest, digest=snapshot.digest)
+    def _plan(self, task: _Task, snapshot: TreeSnapshot) -> bytes:
+        return encode_plan(task.delta, bytes(snapshot.records), base=task.digest, digest=snapshot.digest)
 
-    async def _tar(self, task: _Task, snapshot: Snapshot) -> None:
+    async def _sync_by_tar(self, task: _Task, snapshot: TreeSnapshot) -> None:
         if self._dry_run:
             task.delta = Delta(added=snapshot.files)
-            await self._would(task, snapshot)
+            await self._report_dry_run(task, snapshot)
             return
         try:
             files, size = await tar_pipe.send(
@@ -446,15 +456,17 @@ class _Job:
             self._fail(task.name, error, task.started)
             return
         task.sent_files, task.sent_bytes = files, size
-        self._done(task, note=tar_pipe.NOTE)
+        self._report_success(task, note=tar_pipe.NOTE)
 
-    def _done(self, task: _Task, answer: Any = None, *, unchanged: bool = False, note: str = "") -> None:
-        told = answer or {}
-        with _understood(task.name):
-            deleted = int(told.get("deleted", 0))
-            kept = tuple(map(str, told.get("kept", ())))
-            overwritten = tuple(map(str, told.get("overwritten", ())))
-        self._reports[task.name] = SyncReport(
+    def _report_success(
+        self, task: _Task, reply: Any = None, *, unchanged: bool = False, note: str = ""
+    ) -> None:
+        fields = reply or {}
+        with _validating_reply(task.name):
+            deleted = int(fields.get("deleted", 0))
+            kept = tuple(map(str, fields.get("kept", ())))
+            overwritten = tuple(map(str, fields.get("overwritten", ())))
+        report = SyncReport(
             node=task.name,
             sent_files=task.sent_files,
             sent_bytes=task.sent_bytes,
@@ -466,93 +478,96 @@ class _Job:
             unchanged=unchanged,
             note=note,
         )
+        self._publish(report)
 
-    async def _would(self, task: _Task, snapshot: Snapshot) -> None:
+    async def _report_dry_run(self, task: _Task, snapshot: TreeSnapshot) -> None:
         ours = bytes(snapshot.records)
-        places = task.delta.contents
+        offsets = task.delta.contents
         if task.link.has_helper:
-            data = await asyncio.to_thread(bytes_to_send, self._engine, snapshot, places, there=task.there)
+            data = await asyncio.to_thread(
+                bytes_to_send, self._engine, snapshot, offsets, on_node=task.on_node
+            )
         else:
-            data = bytes_of(ours, places)  # a tar archive has the zeros of holes too
-        gone, kept = gone_of(task.delta, drift=task.drift)
-        self._reports[task.name] = SyncReport(
+            data = bytes_of(ours, offsets)  # a tar archive contains holes as zeros
+        gone, kept = deletions_of(task.delta, drift=task.drift)
+        report = SyncReport(
             node=task.name,
-            sent_files=len(places),
+            sent_files=len(offsets),
             sent_bytes=data,
             deleted=len(gone),
             kept=_names(kept),
             restored=task.delta.restored,
             seconds=time.monotonic() - task.started,
             note="nothing was changed",
-            paths=_names(paths_of(ours, sorted(places + task.delta.links))),
-            gone=_names(gone),
+            paths=_names(paths_of(ours, sorted(offsets + task.delta.links))),
+            paths_to_delete=_names(gone),
         )
+        self._publish(report)
 
     def _retry_or_fail(self, name: str, error: GenieError, started: float, *, final: bool) -> list[str]:
-        """A cut, a stall and another sync are worth another round: what has arrived is not sent again."""
-        is_worth_it = isinstance(error, ConnectionLostError | DeadlineError) or (
+        """Retries after a lost connection, a stall or a concurrent sync: data that has arrived is kept."""
+        is_retryable = isinstance(error, ConnectionLostError | DeadlineError) or (
             isinstance(error, NodeRefusedError) and error.reason == "moved"
         )
-        if is_worth_it and not final:
-            _log.info("syncing again", extra={"node": name, "why": error.message})
+        if is_retryable and not final:
+            _log.info("retrying a sync", extra={"node": name, "why": error.message})
             return [name]
         self._fail(name, error, started)
         return []
 
     def _fail(self, name: str, error: GenieError, started: float) -> None:
         seconds = time.monotonic() - started
-        self._reports[name] = SyncReport(node=name, seconds=seconds, error=_sync_error(error))
+        self._publish(SyncReport(node=name, seconds=seconds, error=_sync_error(error)))
+
+    def _publish(self, report: SyncReport) -> None:
+        self._reports[report.node] = report
+        self._on_report(report)
 
 
-class _Looks:
-    """Nodes that are being looked at, at most `width` of them, each with the link that it holds.
+class _NodeChecks:
+    """Concurrent checks of at most `width` nodes, each with its connection.
 
-    A node that has been brought up to date, or has failed, makes room for the next one; one that hangs
-    keeps its own place and no other.
+    A node that is synced or has failed frees its slot for the next one; one that hangs occupies only its own.
     """
 
     def __init__(self, nodes: Sequence[str], *, width: int) -> None:
-        self._waiting = list(nodes)[::-1]
-        self._width = width
-        self._links: dict[asyncio.Task[_Found], contextlib.AsyncExitStack] = {}
-        self._late: set[asyncio.Task[_Found]] = set()
+        self._pending = list(nodes)[::-1]
+        self._concurrency = width
+        self._links: dict[asyncio.Task[_Checked], contextlib.AsyncExitStack] = {}
+        self._delayed: set[asyncio.Task[_Checked]] = set()
 
-    def go_on(
+    def start_more(
         self,
         group: asyncio.TaskGroup,
-        look: Callable[[str, contextlib.AsyncExitStack], Coroutine[Any, Any, _Found]],
+        check: Callable[[str, contextlib.AsyncExitStack], Coroutine[Any, Any, _Checked]],
     ) -> bool:
-        """Fills the places that are free. False when there is nothing left to wait for."""
-        while self._waiting and len(self._links) < self._width:
+        """Starts checks in free slots. False when none is pending."""
+        while self._pending and len(self._links) < self._concurrency:
             links = contextlib.AsyncExitStack()
-            self._links[group.create_task(look(self._waiting.pop(), links))] = links
+            self._links[group.create_task(check(self._pending.pop(), links))] = links
         return bool(self._links)
 
     @contextlib.asynccontextmanager
-    async def next_ready(self) -> AsyncIterator[list[_Found]]:
-        """Those who are ready together share what is read; who hangs holds them up once, and not for long."""
+    async def next_ready(self) -> AsyncIterator[list[_Checked]]:
+        """Yields finished checks; waits briefly for others to share reading. Slow ones delay it once."""
         began = time.monotonic()
         await asyncio.wait(self._links, return_when=asyncio.FIRST_COMPLETED)
-        if awaited := self._links.keys() - self._late:
-            await asyncio.wait(awaited, timeout=max(_TOGETHER_S, time.monotonic() - began))
+        if awaited := self._links.keys() - self._delayed:
+            await asyncio.wait(awaited, timeout=max(_GROUP_WAIT_S, time.monotonic() - began))
         ready = [task for task in self._links if task.done()]
-        self._late = self._links.keys() - set(ready)
+        self._delayed = self._links.keys() - set(ready)
         yield [task.result() for task in ready]
         for task in ready:
             await self._links.pop(task).aclose()
 
-    def cancel(self) -> None:
-        for task in self._links:
-            task.cancel()
-
     async def close(self) -> None:
-        """Gives back the links of those that were not brought to an end."""
+        """Releases the connections of unfinished nodes."""
         while self._links:
             await self._links.popitem()[1].aclose()
 
 
 class _Transfer:
-    """The same bytes to several nodes. One that fails leaves; the others go on."""
+    """Sends the same bytes to several nodes. A node that fails is dropped; the others continue."""
 
     def __init__(
         self, tasks: list[_Task], *, files_total: int, bytes_total: int, on_progress: OnProgress
@@ -573,7 +588,7 @@ class _Transfer:
 
         await all_of(map(guarded, list(self.alive)))
 
-    async def send(self, chunk: Chunk) -> None:
+    async def send(self, chunk: FileChunk) -> None:
         async def one(task: _Task) -> None:
             assert task.stream is not None
             if chunk.data:
@@ -582,7 +597,7 @@ class _Transfer:
 
         await self.each(one)
 
-    def count(self, task: _Task, chunk: Chunk) -> None:
+    def count(self, task: _Task, chunk: FileChunk) -> None:
         task.sent_files += chunk.files
         task.sent_bytes += chunk.size
         if chunk.files or chunk.size:
@@ -591,22 +606,22 @@ class _Transfer:
 
 
 @contextlib.contextmanager
-def _understood(name: str) -> Iterator[None]:
-    """A node's answers are not trusted: one of another shape is that node's failure, and no other's."""
+def _validating_reply(name: str) -> Iterator[None]:
+    """Raises ProtocolError for an invalid reply: replies are not trusted, and fail only that node."""
     try:
         yield
-    except (*MALFORMED, OSError) as error:  # OSError: records that are none
-        raise ProtocolError(f"node {name}: a tree is told in a way that we do not know: {error!r}") from None
+    except (*MALFORMED_REPLY_ERRORS, OSError) as error:  # OSError: invalid records
+        raise ProtocolError(f"node {name}: invalid reply to a sync request: {error!r}") from None
 
 
-def _bounded(size: Any) -> int:
+def _checked_size(size: Any) -> int:
     if not 0 <= int(size) <= PLAN_BYTES_MAX:
-        raise ValueError(f"{size} bytes of records")
+        raise ValueError(f"invalid size of the records: {size} bytes")
     return int(size)
 
 
 def tree_name(root: Path) -> str:
-    """Of the folder on nodes: two folders of the same name are the same project, from wherever."""
+    """Returns the ID of the folder on nodes: folders of the same name are the same project."""
     digest = hashlib.sha256(os.fsencode(root.name)).hexdigest()[:8]
     return f"{re.sub('[^A-Za-z0-9_-]', '_', root.name)[:64]}-{digest}"
 
@@ -616,16 +631,16 @@ def _names(paths: list[bytes]) -> tuple[str, ...]:
 
 
 def _sync_error(error: GenieError) -> GenieError:
-    """What a node said, in words that tell what to do."""
+    """Adds a hint to an error that a node returned."""
     if not isinstance(error, NodeRefusedError) or isinstance(error, TransportError):
         return error
     hints = {
-        "no_space": "the disk there is full; what was there before is untouched",
-        "read_only": "remote_root is on a file system that cannot be written",
+        "no_space": "the disk of the node is full; its tree is unchanged",
+        "read_only": "remote_root is on a read-only file system",
         "denied": "remote_root must belong to the user who logs in",
-        "conflict": "move it away on the node, or leave it out with sync.exclude_patterns",
-        "busy": "wait for the other sync to end",
-        "moved": "another sync of the same folder was faster; sync again",
+        "conflict": "move it away on the node, or exclude it with sync.exclude_patterns",
+        "busy": "wait for the other sync to finish",
+        "moved": "another sync changed the same folder; sync again",
     }
     hint = hints.get(error.reason, "")
     return SyncError(error.message, hint=hint) if hint else error

@@ -1,7 +1,7 @@
-"""For nodes without Python: the whole tree as a tar archive, each time, and nothing is deleted there.
+"""Sync for nodes without Python: sends the complete tree as a tar archive, and deletes nothing.
 
-A shell unpacks it beside the tree, then moves file by file into place, so a file is whole or not there.
-Links of the node are never followed: a folder that is a link there is an error. Not for: nodes with Python.
+A shell unpacks it into a staging folder and moves the files into place one by one: no file is partial.
+Links on the node are never followed: a folder that is a link there is an error.
 """
 
 from __future__ import annotations
@@ -15,19 +15,22 @@ from pathlib import Path
 import asyncssh
 
 from genie.errors import ConnectionLostError, DeadlineError, NodeRefusedError, SyncError
-from genie.grid.login_shell import check_login_shell
 from genie.grid.remote import tree
-from genie.grid.shell_words import OWN_FOLDER, path_word, through_login_shell
-from genie.grid.ssh_pool import Link
-from genie.grid.ssh_target import told
-from genie.grid.sync.local_tree import Snapshot
-from genie.grid.sync.stream import last_words
+from genie.grid.remote.own_folder import rejected_link_message
+from genie.grid.ssh.login_shell import check_login_shell
+from genie.grid.ssh.pool import NodeConnection
+from genie.grid.ssh.shell_words import OWN_FOLDER, path_word, through_login_shell
+from genie.grid.ssh.target import error_text
+from genie.grid.sync.local_tree import TreeSnapshot
+from genie.grid.sync.stream import read_tail
 
-NOTE = "no Python there: all of it is sent every time, and nothing is deleted"
+NOTE = "no Python on the node: all files are sent each time, and none is deleted"
 _CHUNK_BYTES = 1 << 20
-_SAID_CHARS_MAX = 4096
-_MARK = "@grid-tar"
-"""What comes before it is the startup files'."""
+_STDERR_CHARS_MAX = 4096
+_REJECTED_LINK_TEXT = rejected_link_message("", "\n").partition("\n")[0]
+"""The part of the error for a link that does not depend on the paths."""
+_OUTPUT_MARK = "@grid-tar"
+"""Output before it is from startup files of the shell."""
 _SCRIPT = r"""
 set -eu
 echo @MARK@ >&2
@@ -47,7 +50,7 @@ find . -type d -exec sh -c '
 for each; do
   to="$ROOT/$each"
   if [ -L "$to" ] || { [ -e "$to" ] && [ ! -d "$to" ]; }; then
-    echo "$each is no folder here, and no sync put it there" >&2; exit 1
+    echo "$each is not a folder on the node, and not from a sync" >&2; exit 1
   fi
   [ -d "$to" ] || mkdir -- "$to"
 done' sh {} +
@@ -55,45 +58,45 @@ find . ! -type d -exec sh -c '
 for each; do
   to="$ROOT/$each"
   if [ -L "$to" ]; then rm -f -- "$to"; fi
-  if [ -d "$to" ]; then echo "$each is a folder here" >&2; exit 1; fi
+  if [ -d "$to" ]; then echo "$each is a folder on the node" >&2; exit 1; fi
   mv -f -- "$each" "$to" || exit 1
 done' sh {} +
-""".replace("@MARK@", _MARK)
+""".replace("@MARK@", _OUTPUT_MARK)
 
 
 async def send(
-    link: Link, snapshot: Snapshot, *, root: str, stall_s: float, apply_s: float
+    link: NodeConnection, snapshot: TreeSnapshot, *, root: str, stall_s: float, apply_s: float
 ) -> tuple[int, int]:
-    """The number of files, and of their bytes. Every wait ends: `apply_s` is for what comes after sending."""
-    records = [one for one in tree.records_of(bytes(snapshot.records)) if one.kind != tree.LEFT_OUT]
+    """Returns the number of files and their bytes. `apply_s` limits the time after sending."""
+    records = [one for one in tree.records_of(bytes(snapshot.records)) if one.kind != tree.EXCLUDED]
     command = through_login_shell(f"root={path_word(root)}\n{OWN_FOLDER}{_SCRIPT}")
     try:
         async with asyncio.timeout(stall_s):
             process = await link.connection.create_process(command, encoding=None, stdout=asyncssh.DEVNULL)
         try:
-            await _feed(process, snapshot.root, records, stall_s=stall_s)
+            await _send_archive(process, snapshot.root, records, stall_s=stall_s)
             async with asyncio.timeout(apply_s):
-                words = await last_words(process.stderr)
+                stderr = await read_tail(process.stderr)
                 await process.wait_closed()
         finally:
             process.close()
     except TimeoutError:
-        raise DeadlineError(f"node {link.name}: a transfer came to a stop") from None
+        raise DeadlineError(f"node {link.name}: the transfer stalled") from None
     except (asyncssh.Error, OSError) as error:
-        raise ConnectionLostError(f"node {link.name}: the connection broke: {told(error)}") from error
+        raise ConnectionLostError(f"node {link.name}: connection lost: {error_text(error)}") from error
     if process.exit_status is None or process.exit_status < 0:
-        raise ConnectionLostError(f"node {link.name}: the connection broke in the middle of a transfer")
+        raise ConnectionLostError(f"node {link.name}: connection lost during a transfer")
     if process.exit_status != 0:
         await check_login_shell(link, timeout_s=stall_s)
-        ours = words.decode(errors="replace").rpartition(f"{_MARK}\n")[2]
-        text = ours.strip()[-_SAID_CHARS_MAX:] or f"tar ended with {process.exit_status}"
+        ours = stderr.decode(errors="replace").rpartition(f"{_OUTPUT_MARK}\n")[2]
+        text = ours.strip()[-_STDERR_CHARS_MAX:] or f"tar exited with {process.exit_status}"
         raise NodeRefusedError(f"node {link.name}: {text}", reason=_reason(text))
     files = [one for one in records if one.kind == tree.FILE]
     return len(files), sum(one.size for one in files)
 
 
-async def _feed(
-    process: asyncssh.SSHClientProcess[bytes], root: Path, records: list[tree.Record], *, stall_s: float
+async def _send_archive(
+    process: asyncssh.SSHClientProcess[bytes], root: Path, records: list[tree.TreeRecord], *, stall_s: float
 ) -> None:
     pieces = _archive(root, records)
     try:
@@ -103,11 +106,11 @@ async def _feed(
                 await process.stdin.drain()
         process.stdin.write_eof()
     except (BrokenPipeError, ConnectionResetError):
-        pass  # what it says tells why
+        pass  # its stderr has the reason
 
 
-def _archive(root: Path, records: list[tree.Record]) -> Iterator[bytes]:
-    """A tar stream. Names are bytes; the archive carries them as they are."""
+def _archive(root: Path, records: list[tree.TreeRecord]) -> Iterator[bytes]:
+    """Yields a tar stream. Names are bytes and are stored unchanged."""
     for one in records:
         info = tarfile.TarInfo(os.fsdecode(one.path))
         info.mode, info.mtime = one.mode, one.mtime_ns // 10**9
@@ -124,23 +127,23 @@ def _archive(root: Path, records: list[tree.Record]) -> Iterator[bytes]:
 
 
 def _contents(path: Path, size: int) -> Iterator[bytes]:
-    left = size
+    remaining = size
     try:
         with path.open("rb") as file:
-            while left:
-                data = file.read(min(left, _CHUNK_BYTES))
+            while remaining:
+                data = file.read(min(remaining, _CHUNK_BYTES))
                 if not data:
-                    raise SyncError(f"{path} became shorter while it was read", hint="sync again")
-                left -= len(data)
+                    raise SyncError(f"{path} was truncated while it was read", hint="sync again")
+                remaining -= len(data)
                 yield data
     except OSError as error:
-        raise SyncError(f"{path} cannot be read: {error.strerror}") from None
+        raise SyncError(f"could not read {path}: {error.strerror}") from None
     yield bytes(-size % tarfile.BLOCKSIZE)
 
 
 def _reason(text: str) -> str:
     if "No space left" in text:
         return "no_space"
-    if "is a link that leads out" in text:
+    if _REJECTED_LINK_TEXT in text:
         return "link"
-    return "conflict" if "no sync put it there" in text or "is a folder here" in text else "os"
+    return "conflict" if "is not a folder on the node" in text or "is a folder on the node" in text else "os"

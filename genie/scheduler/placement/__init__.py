@@ -1,8 +1,8 @@
-"""Which GPUs of which node a request gets: the heart of the scheduler, twice.
+"""Chooses the node and GPUs of a request. Implemented twice, with equal results.
 
-`protocol.py` says what a placer does; `genie_scheduler` (native/scheduler, built by runtime/native.py) does
-it fast, and `plain.py` does the same in plain Python, with its policies in `published.py` and `supply.py`. A
-property test holds the two equal. Whoever uses a placer passes the loaded library in: nothing is loaded here.
+`protocol.py` defines a placer. `genie_scheduler` (native/scheduler, built by native/libraries.py) is the fast
+implementation, `plain.py` the reference in Python, with policies in `baseline_policies.py` and
+`supply_policy.py`. A property test compares the two. Callers pass the library in: nothing is loaded here.
 """
 
 from __future__ import annotations

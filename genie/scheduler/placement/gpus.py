@@ -1,34 +1,34 @@
-"""Which GPUs of one node: the tightest that will do, and among equals those that are near to each other.
+"""Chooses GPUs of one node: the tightest fit, and among equals those that are close to each other.
 
-Near is: in one NVLink island and on one NUMA node; else in one island; else on one NUMA node; else in as few
-islands as can be. Of several such places the one with the least to spare is used, so that larger ones stay
-whole. native/scheduler/gpus.cpp does the same.
+Close means: in one NVLink island and on one NUMA node; else in one island; else on one NUMA node; else in as
+few islands as possible. Of several such groups the smallest is used, so that larger ones stay whole.
+native/scheduler/gpus.cpp is the native version.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from genie.scheduler.placement.state import Gpu, Node, Request
+from genie.scheduler.placement.state import Gpu, Node, PlacementRequest
 
-ROOM_MAX = 2**16 - 1
+CAPACITY_MAX = 2**16 - 1
 
-_SIDES: tuple[Callable[[Gpu], tuple[int, ...]], ...] = (
+_LOCALITIES: tuple[Callable[[Gpu], tuple[int, ...]], ...] = (
     lambda gpu: (gpu.island, gpu.numa),
     lambda gpu: (gpu.island,),
     lambda gpu: (gpu.numa,),
 )
 
 
-def tightest(node: Node, wanted: Request, tenant: int) -> tuple[int, ...] | None:
-    """The GPUs that leave the least free; None when there are not enough."""
-    usable = node.usable(wanted, tenant)
-    if not wanted.one_island:
-        return _tightest_of(node, usable, wanted.gpus)
+def tightest_gpus(node: Node, request: PlacementRequest, tenant: int) -> tuple[int, ...] | None:
+    """Return the GPUs with the least free share; None if too few fit."""
+    usable = node.usable(request, tenant)
+    if not request.one_island:
+        return _tightest_among(node, usable, request.gpus)
     best: tuple[tuple[int, int, int], tuple[int, ...]] | None = None
     for island in sorted({node.gpus[number].island for number in usable}):
         members = [number for number in usable if node.gpus[number].island == island]
-        found = _tightest_of(node, members, wanted.gpus)
+        found = _tightest_among(node, members, request.gpus)
         if found is None:
             continue
         key = (sum(node.gpus[number].free_milli for number in found), len(members), island)
@@ -37,59 +37,61 @@ def tightest(node: Node, wanted: Request, tenant: int) -> tuple[int, ...] | None
     return None if best is None else best[1]
 
 
-def nearest_like(node: Node, alike: Sequence[int]) -> tuple[int, ...]:
-    """One of GPUs that are equally good."""
-    return tuple(_nearest(node, [], alike, 1))
+def closest_of_equal(node: Node, alike: Sequence[int]) -> tuple[int, ...]:
+    """Return one of several equal GPUs."""
+    return tuple(_closest(node, [], alike, 1))
 
 
-def room(node: Node, wanted: Request, tenant: int) -> int:
-    """So many such requests fit at most, if one does; fewer may be."""
-    found = ROOM_MAX
-    if wanted.cpu_milli:
-        found = min(found, node.free_cpu_milli // wanted.cpu_milli)
-    if wanted.memory_mib:
-        found = min(found, node.free_memory_mib // wanted.memory_mib)
-    if not wanted.gpus:
+def request_capacity(node: Node, request: PlacementRequest, tenant: int) -> int:
+    """Return an upper bound of the number of such requests that fit on the node, given that one fits."""
+    found = CAPACITY_MAX
+    if request.cpu_milli:
+        found = min(found, node.free_cpu_milli // request.cpu_milli)
+    if request.memory_mib:
+        found = min(found, node.free_memory_mib // request.memory_mib)
+    if not request.gpus:
         return found
     by_island: dict[int, int] = {}
-    for number in node.usable(wanted, tenant):
+    for number in node.usable(request, tenant):
         gpu = node.gpus[number]
-        times = gpu.free_milli // wanted.gpu_milli
-        if wanted.gpu_memory_mib:
-            times = min(times, gpu.usable_memory_mib // wanted.gpu_memory_mib)
-        island = gpu.island if wanted.one_island else 0
+        times = gpu.free_milli // request.gpu_milli
+        if request.gpu_memory_mib:
+            times = min(times, gpu.usable_memory_mib // request.gpu_memory_mib)
+        island = gpu.island if request.one_island else 0
         by_island[island] = by_island.get(island, 0) + times
-    return min(found, sum(times // wanted.gpus for times in by_island.values()))
+    return min(found, sum(times // request.gpus for times in by_island.values()))
 
 
-def _tightest_of(node: Node, usable: Sequence[int], count: int) -> tuple[int, ...] | None:
+def _tightest_among(node: Node, usable: Sequence[int], count: int) -> tuple[int, ...] | None:
     if len(usable) < count or not count:
         return None if count else ()
     limit = sorted(node.gpus[number].free_milli for number in usable)[count - 1]
-    sure = [number for number in usable if node.gpus[number].free_milli < limit]
+    fixed = [number for number in usable if node.gpus[number].free_milli < limit]
     equal = [number for number in usable if node.gpus[number].free_milli == limit]
-    return tuple(sorted(sure + _nearest(node, sure, equal, count - len(sure))))
+    return tuple(sorted(fixed + _closest(node, fixed, equal, count - len(fixed))))
 
 
-def _nearest(node: Node, sure: Sequence[int], equal: Sequence[int], count: int) -> list[int]:
-    """So many of the equal ones, near to each other and to those that are sure."""
-    for side in _SIDES:
+def _closest(node: Node, fixed: Sequence[int], equal: Sequence[int], count: int) -> list[int]:
+    """Choose `count` of the equal GPUs, close to each other and to the `fixed` ones."""
+    for locality in _LOCALITIES:
         groups: dict[tuple[int, ...], list[int]] = {}
         for number in equal:
-            groups.setdefault(side(node.gpus[number]), []).append(number)
+            groups.setdefault(locality(node.gpus[number]), []).append(number)
         fitting = [
             members
             for place, members in groups.items()
-            if len(members) >= count and all(side(node.gpus[number]) == place for number in sure)
+            if len(members) >= count and all(locality(node.gpus[number]) == place for number in fixed)
         ]
         if fitting:
-            return _in_few_islands(node, sure, min(fitting, key=lambda group: (len(group), group[0])), count)
-    return _in_few_islands(node, sure, equal, count)
+            return _in_fewest_islands(
+                node, fixed, min(fitting, key=lambda group: (len(group), group[0])), count
+            )
+    return _in_fewest_islands(node, fixed, equal, count)
 
 
-def _in_few_islands(node: Node, sure: Sequence[int], equal: Sequence[int], count: int) -> list[int]:
-    """Islands that are used anyway first, then the smallest that is enough, then the largest."""
-    used = {node.gpus[number].island for number in sure}
+def _in_fewest_islands(node: Node, fixed: Sequence[int], equal: Sequence[int], count: int) -> list[int]:
+    """Islands of `fixed` first, then the smallest sufficient one, then the largest."""
+    used = {node.gpus[number].island for number in fixed}
     groups: dict[int, list[int]] = {}
     for number in equal:
         groups.setdefault(node.gpus[number].island, []).append(number)

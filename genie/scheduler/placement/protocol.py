@@ -1,4 +1,4 @@
-"""What a placer is told and answers, and what may be relied on. Nodes, models and tenants are numbers."""
+"""The interface of a placer. Nodes, models, tenants, request classes and node sets are numbers."""
 
 from __future__ import annotations
 
@@ -7,30 +7,30 @@ from dataclasses import dataclass
 from typing import Protocol
 
 FULL_MILLI = 1000
-GPUS_MAX = 16
+NODE_GPUS_MAX = 16
 MODELS_MAX = 64
 ANY_MODEL = 2**64 - 1
-"""A set of models is a number with a bit for each; this one has them all."""
+"""A set of models is a bit mask; this one contains all."""
 
 CLASSES_MAX = 2**16
 NODE_SETS_MAX = 2**14
-"""At these bounds a new one is refused until another is dropped."""
+"""Maximum numbers; a registration beyond them is rejected until another is dropped."""
 
 UNLIMITED = 2**63 - 1
 
 Place = tuple[int, tuple[int, ...]]
-"""A node and GPUs of it."""
+"""A node and some of its GPUs."""
 
 GpuState = tuple[int, int, int]
-"""As accounted for: free share in thousandths, free memory in MiB, and whose requests are on it or 0."""
+"""Free thousandths, free memory in MiB, and the tenant that uses it or 0."""
 
 NodeState = tuple[bool, int, int, tuple[GpuState, ...]]
-"""Whether it is open, its free CPU thousandths, its free memory in MiB, its GPUs."""
+"""Whether it is open, free CPU thousandths, free memory in MiB, GPUs."""
 
 
 @dataclass(frozen=True)
 class TypicalShape:
-    """A shape of request that is common, with its share of all; only the policy `fgd` asks for it."""
+    """A common kind of request and its share of all requests; only the policy `fgd` uses it."""
 
     gpus: int
     gpu_milli: int
@@ -39,12 +39,12 @@ class TypicalShape:
     share: float = 0.0
 
     def as_tuple(self) -> tuple[int, int, int, int, float]:
-        """As the native library takes it."""
+        """As the native library expects it."""
         return (self.gpus, self.gpu_milli, self.cpu_milli, self.models, self.share)
 
 
-class ClusterState(Protocol):
-    """Nodes and what is free on them. A call that is never right raises UsageError and changes nothing."""
+class PlacementState(Protocol):
+    """Nodes and what is free on them. An invalid call raises UsageError and changes nothing."""
 
     def add_node(
         self,
@@ -58,43 +58,43 @@ class ClusterState(Protocol):
         islands: Sequence[int] | None = None,
         numa: Sequence[int] | None = None,
     ) -> int:
-        """The node's number, counted from 0; of those that were given back the lowest comes first. The lower
-        rank wins a tie; -1 is the node's own number.
+        """Return the node's number, from 0; the lowest free number is reused first. The lower rank wins a
+        tie; -1 means the node's number.
 
-        `islands` and `numa` say for each GPU in which NVLink island and on which NUMA node it is, as numbers
-        from 0 to 15; None when they are all together.
+        `islands` and `numa` are the NVLink island and the NUMA node of each GPU, as numbers from 0 to 15;
+        None if all GPUs share one.
         """
         ...
 
     def drop_node(self, node: int) -> None:
-        """It is gone, and nothing may be held there. Sets and classes that had it have it no longer, and its
-        number may come back as that of another."""
+        """Remove a node on which nothing is held, also from node sets and request classes. Its number may be
+        reused."""
         ...
 
     def set_open(self, node: int, *, is_open: bool) -> None:
-        """Nothing is placed on a closed node; what is there stays."""
+        """Nothing is placed on a closed node; what it holds stays."""
         ...
 
     def set_gpu(self, node: int, gpu: int, *, is_open: bool, memory_outside_mib: int) -> None:
-        """Nothing is placed on a closed GPU; what is there stays. Memory that processes outside of the
-        cluster use is not free, besides what is accounted for."""
+        """Nothing is placed on a closed GPU; what it holds stays. `memory_outside_mib`, used by processes
+        outside the cluster, is not free either."""
         ...
 
     def take(self, request_class: int, tenant: int, *, node: int, gpus: Sequence[int]) -> None:
-        """About what is there: amounts and tenants must be right, and nothing else that choosing minds."""
+        """Record resources that are in use. Checks amounts and tenants only, not the other constraints."""
         ...
 
     def release(self, request_class: int, *, node: int, gpus: Sequence[int]) -> None:
-        """Any class of the same amounts will do."""
+        """Any class with the same amounts may be given."""
         ...
 
     def node_state(self, node: int) -> NodeState: ...
 
 
-class Vocabulary(Protocol):
-    """What requests refer to by number. What is dropped may come back as the number of something else."""
+class Registrations(Protocol):
+    """Request classes and node sets by number. Numbers of dropped ones are reused."""
 
-    def request_class(
+    def register_request_class(
         self,
         *,
         gpus: int = 0,
@@ -107,37 +107,37 @@ class Vocabulary(Protocol):
         one_island: bool = False,
         only_gpus: Sequence[int] | None = None,
     ) -> int:
-        """A number for all requests of this kind. Share and GPU memory are of each GPU; `nodes` are those
-        that will do, None for all, those that are added later too; `one_island`: all GPUs in one;
-        `only_gpus` are those of each node that will do, None for all."""
+        """Register requests of this kind. `gpu_milli` and GPU memory are per GPU; `nodes` are the allowed
+        nodes, None for all, including later ones; `one_island`: all GPUs in one island; `only_gpus` are the
+        allowed GPUs of each node, None for all."""
         ...
 
     def drop_class(self, request_class: int) -> None:
-        """Nobody will ask for it. What was learned from it, and what it holds, stays."""
+        """Unregister it. What it holds, and what policies learned from it, stays."""
         ...
 
     def node_set(self, nodes: Sequence[int], *, all_but: bool = False) -> int:
-        """A number for these nodes, to choose among; `all_but`: for those of now that are not these."""
+        """Register a set of nodes to choose from; `all_but`: all current nodes except these."""
         ...
 
     def drop_node_set(self, node_set: int) -> None: ...
 
 
-class Placer(ClusterState, Vocabulary, Protocol):
-    """Chooses. The same calls in the same order give the same answers."""
+class Placer(PlacementState, Registrations, Protocol):
+    """The same calls in the same order return the same results."""
 
     def observe(self, request_class: int, tenant: int) -> None:
-        """A request has arrived: once each, however often it is tried. Policies that learn, learn from it,
-        and refresh() prepares for it."""
+        """Record the arrival of a request, once each. Learning policies learn from it, and refresh() prepares
+        for it."""
         ...
 
     def choose(self, request_class: int, tenant: int, *, among: int | None = None) -> Place | None:
-        """The best place, or None when it fits nowhere. Takes nothing. Tenants count from 1. `among` is a
-        node set; None for all nodes."""
+        """Return the best place without taking it; None if the request does not fit. Tenants count from 1.
+        `among` is a node set; None for all nodes."""
         ...
 
     def place(self, request_class: int, tenant: int, *, among: int | None = None) -> Place | None:
-        """Chooses and takes."""
+        """Choose and take."""
         ...
 
     def place_gang(
@@ -151,19 +151,19 @@ class Placer(ClusterState, Vocabulary, Protocol):
         domains: Sequence[int] | None = None,
         among: int | None = None,
     ) -> list[Place] | None:
-        """Places for all workers, each the best when those before it are there; None, and nothing is taken,
-        when they do not fit.
+        """Place all workers, each at the best place after those before it; None, and no change, if they do
+        not fit.
 
-        `workers_min`: so many will do, if no more fit; 0 for all of them. `spread`: each on its own node.
-        `domains`: node sets of which one must take them all: of those that can, the one with room for the
-        fewest; when none can, the one that takes the most.
+        `workers_min`: the minimum if not all fit; 0 for all. `spread`: each on its own node. `domains`: node
+        sets of which one must hold all workers: the sufficient one with the least capacity; if none is
+        sufficient, the one that holds the most.
         """
         ...
 
     def refresh(self, budget: int = UNLIMITED) -> bool:
-        """Does ahead what the next choices would have to do, up to `budget` judgements; True when it is done.
+        """Precompute what the next choices need, with at most `budget` evaluations; True if nothing is left.
 
-        Between decisions, so that none of them waits for it. Answers are as good without it, only later. Who
-        has called it once goes on: what is learned is then prepared here and not in choose().
+        Call it between decisions to reduce their latency; results do not depend on it. After the first call,
+        learning happens here and no longer in choose(), so keep calling it.
         """
         ...

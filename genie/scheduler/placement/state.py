@@ -1,4 +1,4 @@
-"""What the plain placer and its policies look at: nodes, GPUs, request classes; and what a policy is."""
+"""The state of the Python placer: nodes, GPUs, request classes; and the base class of policies."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from typing import Generic, TypeVar
 from genie.errors import UsageError
 from genie.scheduler.placement.protocol import FULL_MILLI
 
-Thing = TypeVar("Thing")
+Item = TypeVar("Item")
 
 NODES_MAX = 2**31
 
 
 @dataclass(frozen=True)
-class Request:
+class PlacementRequest:
     """A request class."""
 
     gpus: int
@@ -40,7 +40,7 @@ class Request:
 
 @dataclass
 class Gpu:
-    """What is free of it as accounted for, whose requests are on it, and what is known of it besides."""
+    """`tenant` is the tenant of the requests on it; 0 for none. Free amounts are as accounted for."""
 
     free_milli: int
     free_memory_mib: int
@@ -54,21 +54,22 @@ class Gpu:
     def usable_memory_mib(self) -> int:
         return max(self.free_memory_mib - self.memory_outside_mib, 0)
 
-    def fits(self, wanted: Request, tenant: int) -> bool:
+    def fits(self, request: PlacementRequest, tenant: int) -> bool:
         return (
-            self.is_open and self.usable_memory_mib >= wanted.gpu_memory_mib and self.has_room(wanted, tenant)
+            self.is_open
+            and self.usable_memory_mib >= request.gpu_memory_mib
+            and self.has_capacity(request, tenant)
         )
 
-    def has_room(self, wanted: Request, tenant: int) -> bool:
-        """As accounted for. Two tenants never share a GPU."""
-        room = self.free_milli >= wanted.gpu_milli and self.free_memory_mib >= wanted.gpu_memory_mib
-        return room and self.tenant in (0, tenant)
+    def has_capacity(self, request: PlacementRequest, tenant: int) -> bool:
+        """By the accounted amounts. Two tenants never share a GPU."""
+        if self.free_milli < request.gpu_milli or self.free_memory_mib < request.gpu_memory_mib:
+            return False
+        return self.tenant in (0, tenant)
 
 
 @dataclass
 class Node:
-    """One machine."""
-
     number: int
     cpu_milli: int
     memory_mib: int
@@ -80,7 +81,7 @@ class Node:
     free_cpu_milli: int = field(init=False)
     free_memory_mib: int = field(init=False)
     held: dict[int, int] = field(default_factory=dict)
-    """How many requests are on it, by their number of whole GPUs; 0 for fractions."""
+    """Number of requests on the node by their number of whole GPUs; 0 for fractions."""
 
     def __post_init__(self) -> None:
         self.free_cpu_milli, self.free_memory_mib = self.cpu_milli, self.memory_mib
@@ -89,91 +90,91 @@ class Node:
     def free_gpu_milli(self) -> int:
         return sum(gpu.free_milli for gpu in self.gpus if gpu.is_open)
 
-    def fits_beside_gpus(self, wanted: Request) -> bool:
-        if not self.is_open or (wanted.nodes is not None and self.number not in wanted.nodes):
+    def fits_except_gpus(self, request: PlacementRequest) -> bool:
+        if not self.is_open or (request.nodes is not None and self.number not in request.nodes):
             return False
-        return self.has_room(wanted) and (wanted.gpus == 0 or bool(wanted.models >> self.model & 1))
+        return self.has_capacity(request) and (request.gpus == 0 or bool(request.models >> self.model & 1))
 
-    def has_room(self, wanted: Request) -> bool:
-        return self.free_cpu_milli >= wanted.cpu_milli and self.free_memory_mib >= wanted.memory_mib
+    def has_capacity(self, request: PlacementRequest) -> bool:
+        return self.free_cpu_milli >= request.cpu_milli and self.free_memory_mib >= request.memory_mib
 
-    def usable(self, wanted: Request, tenant: int) -> list[int]:
-        """The GPUs that will do."""
+    def usable(self, request: PlacementRequest, tenant: int) -> list[int]:
+        """Return the GPUs that are suitable and free enough."""
         return [
             number
             for number, gpu in enumerate(self.gpus)
-            if (wanted.only_gpus is None or number in wanted.only_gpus) and gpu.fits(wanted, tenant)
+            if (request.only_gpus is None or number in request.only_gpus) and gpu.fits(request, tenant)
         ]
 
 
-class Numbered(Generic[Thing]):
-    """Things by number. Of the numbers that were given back the lowest is given out first."""
+class SlotTable(Generic[Item]):
+    """Items by number. The lowest free number is reused first."""
 
     def __init__(self, *, what: str, count_max: int) -> None:
-        self._things: list[Thing | None] = []
+        self._items: list[Item | None] = []
         self._free: list[int] = []
         self._what = what
         self._count_max = count_max
 
-    def add(self, thing: Thing) -> int:
+    def add(self, item: Item) -> int:
         if self._free:
             number = heapq.heappop(self._free)
-            self._things[number] = thing
+            self._items[number] = item
             return number
-        if len(self._things) >= self._count_max:
-            raise UsageError(f"there are {self._count_max} of {self._what} already; drop one first")
-        self._things.append(thing)
-        return len(self._things) - 1
+        if len(self._items) >= self._count_max:
+            raise UsageError(f"{self._what} limit of {self._count_max} reached; drop one first")
+        self._items.append(item)
+        return len(self._items) - 1
 
-    def get(self, number: int) -> Thing:
-        thing = self._things[number] if 0 <= number < len(self._things) else None
-        if thing is None:
-            raise UsageError(f"there is no such {self._what}")
-        return thing
+    def get(self, number: int) -> Item:
+        item = self._items[number] if 0 <= number < len(self._items) else None
+        if item is None:
+            raise UsageError(f"unknown {self._what}: {number}")
+        return item
 
     @property
     def next_number(self) -> int:
-        return self._free[0] if self._free else len(self._things)
+        return self._free[0] if self._free else len(self._items)
 
     @property
-    def all(self) -> list[Thing]:
-        """In the order of their numbers."""
-        return [thing for thing in self._things if thing is not None]
+    def all(self) -> list[Item]:
+        """Ordered by number."""
+        return [item for item in self._items if item is not None]
 
     def drop(self, number: int) -> None:
         self.get(number)
-        self._things[number] = None
+        self._items[number] = None
         heapq.heappush(self._free, number)
 
-    def change(self, change: Callable[[Thing], Thing]) -> None:
-        self._things = [None if thing is None else change(thing) for thing in self._things]
+    def change(self, change: Callable[[Item], Item]) -> None:
+        self._items = [None if item is None else change(item) for item in self._items]
 
 
-class Cluster:
-    """All nodes."""
-
+class PlacementCluster:
     def __init__(self) -> None:
-        self.numbered = Numbered[Node](what="node", count_max=NODES_MAX)
+        self.slots = SlotTable[Node](what="node", count_max=NODES_MAX)
 
     @property
     def nodes(self) -> list[Node]:
-        return self.numbered.all
+        return self.slots.all
 
 
 Cost = tuple[float, int]
-"""The lower one is better: what it costs, then what decides ties."""
+"""Cost and tie break; lower is better."""
 
 
 class Policy:
-    """How good the places on a node are. One that learns has lessons."""
+    """Rates the places on a node."""
 
-    def judge(self, node: Node, wanted: Request, tenant: int) -> tuple[Cost, tuple[int, ...]] | None:
-        """The best place on this node with its cost; None when it does not fit."""
+    def evaluate(
+        self, node: Node, request: PlacementRequest, tenant: int
+    ) -> tuple[Cost, tuple[int, ...]] | None:
+        """Return the best place on this node with its cost; None if the request does not fit."""
         raise NotImplementedError
 
     def is_stale(self) -> bool:
-        """Whether the cluster is so different that the policy should look at it again."""
+        """Whether the cluster has changed so much that the weights should be updated."""
         return False
 
-    def learn(self, history: Sequence[Request] | None) -> None:
-        """From the last requests, the oldest first; None: only look at the cluster again."""
+    def learn(self, history: Sequence[PlacementRequest] | None) -> None:
+        """Learn from the last requests, oldest first; None: only update the weights to the cluster."""

@@ -1,5 +1,5 @@
-// Ops that torch would send as kernels which only some accelerators have: attention, and the cells of LSTM
-// and GRU. Here they become the kernel that the executor's accelerator has, or plain ops.
+// Ops that torch maps to fused kernels of some accelerators: attention, LSTM and GRU cells. Here they become
+// the kernel that the executor's accelerator has, or unfused ops.
 #include <array>
 #include <optional>
 #include <tuple>
@@ -31,10 +31,10 @@ bool on_cuda(const Tensor& tensor) { return handle_of(tensor).connection->on_cud
 
 // --- attention ----------------------------------------------------------------------------------
 
-// What torch would use there. It depends on the GPU and its libraries, so the executor is asked, once for
-// each combination of shapes.
-at::SDPBackend choice_there(const Tensor& query, const Tensor& key, const Tensor& value, double dropout,
-                            bool causal, std::optional<double> scale) {
+// The backend that torch selects on the executor. It depends on the GPU and its libraries, so the executor
+// computes it, once per combination of shapes.
+at::SDPBackend executor_choice(const Tensor& query, const Tensor& key, const Tensor& value, double dropout,
+                               bool causal, std::optional<double> scale) {
   static auto op = c10::Dispatcher::singleton().findSchemaOrThrow("aten::_fused_sdp_choice", "");
   torch::jit::Stack stack{query, key, value, c10::IValue(), dropout, causal, scale, false};
   send_op(op, {}, &stack);
@@ -44,18 +44,18 @@ at::SDPBackend choice_there(const Tensor& query, const Tensor& key, const Tensor
 int64_t choose_attention(const Tensor& query, const Tensor& key, const Tensor& value,
                          const std::optional<Tensor>& mask, double dropout, bool causal,
                          std::optional<double> scale, bool grouped) {
-  // A stand-in tells nothing of the executor; plain ops are right on all of them.
+  // A fake tensor has no executor; the math backend works on all of them.
   if (!has_handle(query)) return static_cast<int64_t>(at::SDPBackend::math);
   bool cuda = on_cuda(query);
-  bool plain = query.dim() != 4 || grouped || query.size(-1) != value.size(-1) || query.numel() == 0 ||
-               key.numel() == 0;
-  if (mask) plain |= cuda || mask->requires_grad();
-  if (!cuda) plain |= dropout > 0;
-  if (!plain && cuda) {
-    plain = choice_there(query.detach(), key.detach(), value.detach(), dropout, causal, scale) ==
-            at::SDPBackend::math;
+  bool use_math = query.dim() != 4 || grouped || query.size(-1) != value.size(-1) || query.numel() == 0 ||
+                  key.numel() == 0;
+  if (mask) use_math |= cuda || mask->requires_grad();
+  if (!cuda) use_math |= dropout > 0;
+  if (!use_math && cuda) {
+    use_math = executor_choice(query.detach(), key.detach(), value.detach(), dropout, causal, scale) ==
+               at::SDPBackend::math;
   }
-  return static_cast<int64_t>(plain ? at::SDPBackend::math : at::SDPBackend::overrideable);
+  return static_cast<int64_t>(use_math ? at::SDPBackend::math : at::SDPBackend::overrideable);
 }
 
 using Attention =
@@ -69,7 +69,7 @@ Attention attention(const Tensor& query, const Tensor& key, const Tensor& value,
         at::_scaled_dot_product_flash_attention_for_cpu(query, key, value, dropout, causal, bias, scale);
     return {output, sums, Tensor(), Tensor(), query.size(2), key.size(2), Tensor(), Tensor(), Tensor()};
   }
-  switch (choice_there(query, key, value, dropout, causal, scale)) {
+  switch (executor_choice(query, key, value, dropout, causal, scale)) {
     case at::SDPBackend::flash_attention:
       return at::_ops::_scaled_dot_product_flash_attention::call(query, key, value, dropout, causal, false,
                                                                  scale);
@@ -83,7 +83,7 @@ Attention attention(const Tensor& query, const Tensor& key, const Tensor& value,
   }
 }
 
-// torch leaves the seed and its offset, two numbers, in host memory.
+// torch expects the seed and its offset in host memory.
 void efficient_attention(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
   send_op(op, keys, stack);
   for (size_t from_end : {4, 3}) {
@@ -106,7 +106,7 @@ AttentionGradients attention_backward(const Tensor& gradient, const Tensor& quer
         gradient, query, key, value, output, sums, dropout, causal, mask, scale);
     return {q, k, v, Tensor()};
   }
-  switch (choice_there(query, key, value, dropout, causal, scale)) {
+  switch (executor_choice(query, key, value, dropout, causal, scale)) {
     case at::SDPBackend::flash_attention: {
       auto [q, k, v] = at::_ops::_scaled_dot_product_flash_attention_backward::call(
           gradient, query, key, value, output, sums, query_ends, key_ends, query_longest, key_longest,
@@ -132,7 +132,7 @@ Tensor with_bias(const Tensor& gates, const std::optional<Tensor>& bias) {
   return bias && bias->defined() ? gates + *bias : gates;
 }
 
-// Registered above autograd, so their gradients are those of the ops they are made of.
+// Registered above autograd, so autograd differentiates the ops that they consist of.
 std::tuple<Tensor, Tensor, Tensor> lstm_cell(const Tensor& input_gates, const Tensor& hidden_gates,
                                              const Tensor& cell, const std::optional<Tensor>& input_bias,
                                              const std::optional<Tensor>& hidden_bias) {

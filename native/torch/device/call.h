@@ -1,4 +1,4 @@
-// One call of an op, taken apart: what a template is found by (the key), and what goes with it (the data).
+// One call of an op, split into the key of its template and the data that is sent with it.
 #pragma once
 
 #include <unordered_map>
@@ -14,12 +14,12 @@ namespace genie {
 struct Call {
   std::vector<int64_t> key;
   Writer data;
-  std::vector<const at::Tensor*> tensors;                         // remote ones, in order; owned by the stack
-  std::unordered_map<const c10::StorageImpl*, int64_t> first_on;  // storage -> tensor; once there are many
-  at::Generator generator;  // at most one; its number stands at `generator_at` of the data
+  std::vector<const at::Tensor*> tensors;  // remote tensors, in order; owned by the stack
+  std::unordered_map<const c10::StorageImpl*, int64_t> first_on;  // storage -> tensor; used for many tensors
+  at::Generator generator;  // at most one; its number is at `generator_at` in the data
   size_t generator_at = 0;
   Connection* connection = nullptr;
-  const at::Tensor* on_cpu = nullptr;  // a tensor that would have to be moved
+  const at::Tensor* on_cpu = nullptr;  // a CPU tensor that would have to be moved
 
   void clear() {
     key.clear();

@@ -21,76 +21,79 @@ constexpr size_t SEAL_BYTES = 48u << 10;
 constexpr size_t SPARE_BYTES_MAX = 2 * SEAL_BYTES;
 constexpr size_t SPARE_BUFFERS_MAX = 64;
 constexpr size_t LARGE_SPARE_BUFFERS_MAX = 4;
-// An upload goes in frames of this size, so that the executor can pass the first on while others travel.
+// Uploads are split into frames of this size, so that the executor can copy the first while others are in
+// flight.
 constexpr uint64_t UPLOAD_FRAME_BYTES = 1u << 20;
-// Up to this size an upload is copied into frames, and nobody waits for it.
+// Up to this size an upload is copied into frames, and the caller does not wait.
 constexpr uint64_t COPIED_UPLOAD_BYTES_MAX = 1u << 20;
 constexpr int64_t SEND_SPIN_US = 5000;
 constexpr int64_t SEND_SLICE_US = 50'000;
-constexpr auto FLUSH_AFTER = std::chrono::microseconds(300);
-constexpr auto ACKNOWLEDGED_WITHIN = std::chrono::milliseconds(20);
-constexpr auto LOOK_EVERY = std::chrono::milliseconds(1000);
-constexpr auto LOOK_SOON = std::chrono::milliseconds(50);
-constexpr auto GOODBYE_WITHIN = std::chrono::seconds(1);
+constexpr auto FLUSH_DELAY = std::chrono::microseconds(300);
+constexpr auto CLOSE_POLL_INTERVAL = std::chrono::milliseconds(20);
+constexpr auto IDLE_READ_INTERVAL = std::chrono::milliseconds(1000);
+constexpr auto UNACKNOWLEDGED_READ_INTERVAL = std::chrono::milliseconds(50);
+constexpr auto CLOSE_TIMEOUT = std::chrono::seconds(1);
 
-// Every connection of the process, also those that only tensors still hold. A fork finds the list whole.
-struct Living {
+// Every connection of the process, including those that only tensors hold. fork() waits for the mutex.
+struct OpenConnections {
   std::mutex mutex;
   std::unordered_set<Connection*> all;
 };
 
-Living& living();
+OpenConnections& open_connections();
 
-void before_fork() { living().mutex.lock(); }
+void before_fork() { open_connections().mutex.lock(); }
 
-void after_fork() { living().mutex.unlock(); }
+void after_fork() { open_connections().mutex.unlock(); }
 
 void after_fork_in_child() {
-  for (Connection* each : living().all) each->abandon("it was opened before this process was forked");
-  living().mutex.unlock();
+  for (Connection* each : open_connections().all)
+    each->abandon("it was opened before this process was forked");
+  open_connections().mutex.unlock();
 }
 
-Living& living() {
-  static auto* the_living = [] {
+OpenConnections& open_connections() {
+  static auto* connections = [] {
     ::pthread_atfork(&before_fork, &after_fork, &after_fork_in_child);
-    return new Living();
+    return new OpenConnections();
   }();
-  return *the_living;
+  return *connections;
 }
 
 }  // namespace
 
-Connection::Connection(std::shared_ptr<Stream> stream, ConnectionOptions options, Resume resume, Token token)
+Connection::Connection(std::shared_ptr<Stream> stream, ConnectionOptions options, Resume resume,
+                       FetchToken token)
     : options_(std::move(options)),
       resume_(std::move(resume)),
-      token_(std::move(token)),
+      fetch_token_(std::move(token)),
       templates_(TEMPLATES_KEPT_MAX),
       stream_(std::move(stream)),
       read_buffer_(READ_BUFFER_BYTES) {
-  heard();
+  note_activity();
   records_.grow(sizeof(FrameHeader));
   sender_ = std::thread([this] { sender_loop(); });
-  std::lock_guard<std::mutex> lock(living().mutex);
-  living().all.insert(this);
+  std::lock_guard<std::mutex> lock(open_connections().mutex);
+  open_connections().all.insert(this);
 }
 
 Connection::~Connection() {
-  close("it is no longer used");
-  std::lock_guard<std::mutex> lock(living().mutex);
-  living().all.erase(this);
+  close("the connection is no longer used");
+  std::lock_guard<std::mutex> lock(open_connections().mutex);
+  open_connections().all.erase(this);
 }
 
-void Connection::heard() { last_heard_ = Clock::now(); }
+void Connection::note_activity() { last_activity_ = Clock::now(); }
 
 void Connection::raise_lost() const {
-  std::string because;
+  std::string reason;
   if (abandoned_.load()) {
-    because = lost_because_;
+    reason = lost_reason_;
   } else {
     std::lock_guard<std::mutex> lock(mutex_);
-    because = lost_because_;
+    reason = lost_reason_;
   }
-  raise("device.lost", options_.device_name + " (" + options_.executor + ") is lost: " + because);
+  raise("device.lost", options_.device_name + " (" + options_.executor + ") is lost: " + reason);
 }
 
 // --- writing records ----------------------------------------------------------------------------
@@ -98,16 +101,16 @@ void Connection::raise_lost() const {
 Connection::Batch::Batch(Connection& connection) : connection_(connection) {
   if (connection_.lost()) connection_.raise_lost();
   lock_ = std::unique_lock<std::mutex>(connection_.mutex_);
-  if (connection_.window_full_) wait_for_room();
+  if (connection_.window_full_) wait_for_window();
   if (connection_.recording_flag_) wait_for_recorder();
 }
 
-// The interpreter is taken back without the lock, because others who have it may want the lock.
-void Connection::Batch::wait_for_room() {
+// The GIL is taken back without the lock, because other threads that hold the GIL may want the lock.
+void Connection::Batch::wait_for_window() {
   while (connection_.window_full_) {
     lock_.unlock();
     {
-      LetInterpreterGo go;
+      GilRelease release;
       std::unique_lock<std::mutex> waiting(connection_.mutex_);
       connection_.wait_until(waiting, [&] { return !connection_.window_full_; });
       waiting.unlock();
@@ -116,21 +119,22 @@ void Connection::Batch::wait_for_room() {
   }
 }
 
-// What other threads do must not be written down: they wait until the graph is whole. The recorder may wait
-// for one of them, for a lock that it has or for a part of the model that was given to it; neither would ever
-// go on.
+// Ops of other threads must not be recorded, so they wait until the recording ends. The recorder may in turn
+// wait for one of them (a lock, or a part of the model that runs there), which would be a deadlock; hence the
+// idle limit.
 void Connection::Batch::wait_for_recorder() {
   auto started = Clock::now();
-  if (connection_.is_recorder()) connection_.recorder_seen_ = started;
+  if (connection_.is_recorder()) connection_.recorder_active_at_ = started;
   while (connection_.recording_flag_ && !connection_.is_recorder()) {
-    std::chrono::duration<double> idle = Clock::now() - std::max(started, connection_.recorder_seen_.load());
+    std::chrono::duration<double> idle =
+        Clock::now() - std::max(started, connection_.recorder_active_at_.load());
     if (idle.count() > connection_.recorder_idle_s_max_) raise_recorder_idle();
     lock_.unlock();
     {
-      LetInterpreterGo go;
+      GilRelease release;
       check_signals();
       std::unique_lock<std::mutex> waiting(connection_.mutex_);
-      connection_.changed_.wait_for(waiting, SIGNALS_EVERY,
+      connection_.changed_.wait_for(waiting, SIGNAL_CHECK_INTERVAL,
                                     [&] { return !connection_.recording_flag_ || connection_.lost_; });
     }
     if (connection_.lost()) connection_.raise_lost();
@@ -142,13 +146,13 @@ void Connection::Batch::raise_recorder_idle() {
   std::string recorder = connection_.recorder_name_;
   auto seconds = static_cast<int64_t>(connection_.recorder_idle_s_max_);
   lock_.unlock();
-  raise(
-      "device.op_refused",
-      "thread " + thread_name() + " cannot use " + connection_.options_.device_name +
-          ": a captured model is being recorded there by thread " + recorder +
-          ", which has not used it for " + std::to_string(seconds) +
-          " s. It may wait for this thread: a captured model must not run parts of itself on other threads, "
-          "nor wait for what a thread holds that uses the device");
+  raise("device.op_refused", "thread " + thread_name() + " cannot use " + connection_.options_.device_name +
+                                 ": thread " + recorder +
+                                 " is recording a captured model there, and has been idle for " +
+                                 std::to_string(seconds) +
+                                 " s. It may be waiting for this thread: a captured model must not run parts "
+                                 "of itself on other threads, "
+                                 "nor wait for a lock of a thread that uses the device");
 }
 
 void Connection::Batch::acquire() {
@@ -180,7 +184,7 @@ uint32_t Connection::next_free_storage() {
 
 void Connection::raise_too_many_storages() const {
   raise("device.op_refused",
-        options_.device_name + " already holds " + std::to_string(STORAGES_MAX) + " tensors of this session");
+        options_.device_name + ": limit of " + std::to_string(STORAGES_MAX) + " tensors per session reached");
 }
 
 uint32_t Connection::Batch::new_generator() {
@@ -191,8 +195,8 @@ uint32_t Connection::Batch::new_generator() {
     return generator;
   }
   if (connection_.next_generator_ >= GENERATORS_MAX) {
-    raise("device.op_refused", connection_.options_.device_name + " already has " +
-                                   std::to_string(GENERATORS_MAX) + " generators of this session");
+    raise("device.op_refused", connection_.options_.device_name + ": limit of " +
+                                   std::to_string(GENERATORS_MAX) + " generators per session reached");
   }
   return connection_.next_generator_++;
 }
@@ -221,7 +225,7 @@ void Connection::Batch::finish_op() {
     return finish_frame();
   }
   connection.counters_.ops++;
-  if (connection.sender_asleep_ && !connection.flush_follows_) connection.wake_sender();
+  if (connection.sender_asleep_ && !connection.deferred_flushes_) connection.wake_sender();
   lock_.unlock();
 }
 
@@ -233,10 +237,10 @@ void Connection::Batch::finish_frame() {
   connection.send_nowait();
 }
 
-uint64_t Connection::Batch::finish_ask(Awaited& awaited) {
+uint64_t Connection::Batch::finish_request(PendingReply& reply) {
   Connection& connection = connection_;
-  uint64_t number = ++connection.replies_asked_;
-  connection.awaited_[number] = &awaited;
+  uint64_t number = ++connection.replies_requested_;
+  connection.pending_replies_[number] = &reply;
   connection.counters_.replies++;
   connection.seal();
   lock_.unlock();
@@ -253,7 +257,7 @@ void Connection::free_storage(uint32_t storage) noexcept {
   if (graph == graph_of_.end()) {
     free_storages_.push_back(storage);
   } else {
-    graph->second->freed.push_back(storage);  // the number stays the graph's
+    graph->second->freed.push_back(storage);  // the graph keeps the number
   }
   records_pending_++;
   if (records_.size() < SEAL_BYTES) {
@@ -285,9 +289,9 @@ void Connection::seal() {
   records_pending_ = 0;
 }
 
-void Connection::push(FrameKind kind, const uint8_t* payload, uint64_t size, bool outside) {
+void Connection::push(FrameKind kind, const uint8_t* payload, uint64_t size, bool external) {
   Frame frame;
-  auto& spares = size > SPARE_BYTES_MAX && !outside ? large_spare_buffers_ : spare_buffers_;
+  auto& spares = size > SPARE_BYTES_MAX && !external ? large_spare_buffers_ : spare_buffers_;
   if (!spares.empty()) {
     frame.bytes = std::move(spares.back());
     spares.pop_back();
@@ -297,9 +301,9 @@ void Connection::push(FrameKind kind, const uint8_t* payload, uint64_t size, boo
                      replies_received_.load(std::memory_order_relaxed)};
   const auto* start = reinterpret_cast<const uint8_t*>(&header);
   frame.bytes.assign(start, start + sizeof header);
-  if (outside) {
-    frame.outside = payload;
-    frame.outside_bytes = size;
+  if (external) {
+    frame.external = payload;
+    frame.external_bytes = size;
   } else {
     frame.bytes.insert(frame.bytes.end(), payload, payload + size);
   }
@@ -314,7 +318,7 @@ void Connection::send_nowait() noexcept {
   try {
     if (sending && send_some()) return;
   } catch (const std::exception& error) {
-    return broke(error.what());
+    return mark_broken(error.what());
   }
   std::lock_guard<std::mutex> lock(mutex_);
   wake_sender();
@@ -328,10 +332,10 @@ bool Connection::send_some() {
     {
       std::lock_guard<std::mutex> lock(mutex_);
       if (broken_ || lost_ || unsent_ >= frames_.size()) return true;
-      frame = &frames_[unsent_];  // stays where it is: only whole frames are dropped, under this mutex
+      frame = &frames_[unsent_];  // stable: only sent frames are dropped, under this mutex
       size_t inside = frame->bytes.size();
       bool header = frame->sent < inside;
-      from = header ? frame->bytes.data() + frame->sent : frame->outside + (frame->sent - inside);
+      from = header ? frame->bytes.data() + frame->sent : frame->external + (frame->sent - inside);
       count = header ? inside - frame->sent : frame->size() - frame->sent;
       writing_ = frame->number;
     }
@@ -341,7 +345,7 @@ bool Connection::send_some() {
     counters_.bytes_sent += sent;
     if (frame->sent == frame->size()) {
       unsent_++;
-      acknowledge(acknowledged_);  // the executor may have been quicker than this thread
+      acknowledge(acknowledged_);  // the acknowledgement may have come first
       if (unsent_ == frames_.size()) changed_.notify_all();
     } else if (sent == 0) {
       return false;
@@ -355,14 +359,14 @@ size_t Connection::write_frame(const uint8_t* from, uint64_t count) {
     ~Written() {
       std::lock_guard<std::mutex> lock(connection.mutex_);
       connection.writing_ = 0;
-      if (connection.leaving_) connection.changed_.notify_all();
+      if (connection.waiting_for_buffers_) connection.changed_.notify_all();
     }
   } written{*this};
   return stream_->write_some(from, count);
 }
 
-// On this thread, for a while: handing much over to the sender thread would cost a pause each time the socket
-// is full. What takes longer is left to that thread.
+// Sends on this thread for a while: the sender thread would pause each time the socket is full. What takes
+// longer is left to that thread.
 void Connection::send_up_to(uint64_t last) {
   auto sent = [&] {
     std::lock_guard<std::mutex> lock(mutex_);
@@ -376,22 +380,22 @@ void Connection::send_up_to(uint64_t last) {
       if (!sending) return send_nowait();
       send_some();
     } catch (const std::exception& error) {
-      broke(error.what());
+      mark_broken(error.what());
     }
-    try_read(0);  // an executor that is busy answering takes nothing
+    try_read(0);  // an executor that is busy replying does not read
   }
 }
 
 void Connection::acknowledge(uint64_t frames_received) {
-  landed(frames_received);
+  complete_fetches(frames_received);
   acknowledged_ = std::max(acknowledged_, frames_received);
   while (!frames_.empty() && unsent_ > 0 && frames_.front().number <= frames_received) {
     Frame& frame = frames_.front();
     unacknowledged_bytes_ -= frame.bytes.size();
-    bool large = frame.bytes.capacity() > SPARE_BYTES_MAX;
-    auto& spares = large ? large_spare_buffers_ : spare_buffers_;
-    // Memory that is used again has its pages already; finding those takes longer than copying to them.
-    if (spares.size() < (large ? LARGE_SPARE_BUFFERS_MAX : SPARE_BUFFERS_MAX)) {
+    bool is_large = frame.bytes.capacity() > SPARE_BYTES_MAX;
+    auto& spares = is_large ? large_spare_buffers_ : spare_buffers_;
+    // Reused buffers have their pages mapped; page faults take longer than the copy.
+    if (spares.size() < (is_large ? LARGE_SPARE_BUFFERS_MAX : SPARE_BUFFERS_MAX)) {
       spares.push_back(std::move(frame.bytes));
     }
     frames_.pop_front();
@@ -410,8 +414,8 @@ void Connection::flush() {
 
 void Connection::send_bytes(const std::function<void(Writer&)>& record, const void* bytes, uint64_t size) {
   const auto* from = static_cast<const uint8_t*>(bytes);
-  bool outside = size > COPIED_UPLOAD_BYTES_MAX;
-  LetInterpreterGo go;
+  bool external = size > COPIED_UPLOAD_BYTES_MAX;
+  GilRelease release;
   uint64_t first, last;
   {
     Batch batch(*this);
@@ -419,39 +423,39 @@ void Connection::send_bytes(const std::function<void(Writer&)>& record, const vo
     seal();
     first = frames_made_ + 1;
     for (uint64_t at = 0; at < size; at += UPLOAD_FRAME_BYTES) {
-      push(FrameKind::Bytes, from + at, std::min(UPLOAD_FRAME_BYTES, size - at), outside);
+      push(FrameKind::Bytes, from + at, std::min(UPLOAD_FRAME_BYTES, size - at), external);
     }
     last = frames_made_;
     counters_.ops++;
   }
   send_up_to(last);
-  if (!outside) return;
+  if (!external) return;
   std::unique_lock<std::mutex> lock(mutex_);
   try {
     wait_until(lock, [&] { return frames_.empty() || frames_.front().number > last; });
   } catch (...) {
     if (lock.owns_lock()) lock.unlock();
-    let_go_of(first, last);
+    detach_payload(first, last);
     throw;
   }
 }
 
-// Frames whose payload is a caller's get another, because he leaves. The executor has been promised so many
-// bytes, and gets zeros for the rest.
-void Connection::let_go_of(uint64_t first, uint64_t last) {
+// Replaces external payloads of frames, because their owner stops waiting. The executor expects the announced
+// number of bytes, and gets zeros for the rest.
+void Connection::detach_payload(uint64_t first, uint64_t last) {
   static const auto* zeros = new std::vector<uint8_t>(FRAME_BYTES_MAX);
   std::unique_lock<std::mutex> lock(mutex_);
-  leaving_++;
+  waiting_for_buffers_++;
   changed_.wait(lock, [&] {
     bool all = true;
     for (Frame& frame : frames_) {
-      if (!frame.outside || frame.number < first || frame.number > last) continue;
-      if (frame.number != writing_) frame.outside = zeros->data();
-      all &= frame.outside == zeros->data();
+      if (!frame.external || frame.number < first || frame.number > last) continue;
+      if (frame.number != writing_) frame.external = zeros->data();
+      all &= frame.external == zeros->data();
     }
     return all;
   });
-  leaving_--;
+  waiting_for_buffers_--;
 }
 
 ConnectionCounters Connection::counters() {
@@ -470,7 +474,7 @@ void Connection::check_not_recording(const char* what) const {
   }
 }
 
-void Connection::note_use_in_graph(uint32_t storage, const c10::Storage& held, bool written) {
+void Connection::track_use_in_graph(uint32_t storage, const c10::Storage& held, bool written) {
   if (!is_recorder()) return;
   std::lock_guard<std::mutex> lock(mutex_);
   if (!recording_) return;
@@ -480,20 +484,20 @@ void Connection::note_use_in_graph(uint32_t storage, const c10::Storage& held, b
   if (written) recording_->written.insert(storage);
 }
 
-Connection::Use Connection::graph_use(uint32_t graph, uint32_t storage) const {
+Connection::StorageUse Connection::graph_use(uint32_t graph, uint32_t storage) const {
   std::lock_guard<std::mutex> lock(mutex_);
   auto found = graphs_.find(graph);
-  if (found == graphs_.end() || !found->second->used.contains(storage)) return Use::No;
-  return found->second->written.contains(storage) ? Use::Written : Use::Read;
+  if (found == graphs_.end() || !found->second->used.contains(storage)) return StorageUse::Unused;
+  return found->second->written.contains(storage) ? StorageUse::Written : StorageUse::Read;
 }
 
-size_t Connection::graph_writes(uint32_t graph) const {
+size_t Connection::graph_write_count(uint32_t graph) const {
   std::lock_guard<std::mutex> lock(mutex_);
   auto found = graphs_.find(graph);
   return found == graphs_.end() ? 0 : found->second->written.size();
 }
 
-bool Connection::is_made_by_recording(uint32_t storage) const {
+bool Connection::is_created_by_recording(uint32_t storage) const {
   if (!is_recorder()) return false;
   std::lock_guard<std::mutex> lock(mutex_);
   auto owner = graph_of_.find(storage);
@@ -505,7 +509,7 @@ uint32_t Connection::begin_graph(const std::string& thread, double idle_s_max) {
   Batch batch(*this);
   if (free_graphs_.empty() && next_graph_ >= GRAPHS_MAX) {
     raise("device.op_refused",
-          options_.device_name + " already has " + std::to_string(GRAPHS_MAX) + " graphs");
+          options_.device_name + ": limit of " + std::to_string(GRAPHS_MAX) + " graphs reached");
   }
   if (free_graphs_.empty()) free_graphs_.push_back(next_graph_++);
   recording_number_ = free_graphs_.back();
@@ -513,7 +517,7 @@ uint32_t Connection::begin_graph(const std::string& thread, double idle_s_max) {
   auto& made = graphs_[recording_number_] = std::make_unique<Graph>();
   recording_ = made.get();
   recorder_ = std::this_thread::get_id();
-  recorder_seen_ = Clock::now();
+  recorder_active_at_ = Clock::now();
   recorder_name_ = thread;
   recorder_idle_s_max_ = idle_s_max;
   recording_flag_ = true;
@@ -523,27 +527,27 @@ uint32_t Connection::begin_graph(const std::string& thread, double idle_s_max) {
   return recording_number_;
 }
 
-void Connection::end_graph(uint32_t how) {
+void Connection::end_graph(uint32_t action) {
   uint32_t number;
   std::vector<uint32_t> waiting;
   {
     std::lock_guard<std::mutex> lock(mutex_);
     if (!recording_) return;
-    records_.record(Record::GraphEnd, how);
+    records_.record(Record::GraphEnd, action);
     number = recording_number_;
     recording_ = nullptr;
     recording_flag_ = false;
     for (uint32_t generator : generators_to_free_) free_generator_now(generator);
     generators_to_free_.clear();
     waiting.swap(graphs_to_free_);
-    free_unbound();
+    free_unbound_outputs();
     changed_.notify_all();
   }
-  if (how == GRAPH_FORGET) forget_graph(number);
+  if (action == GRAPH_DISCARD) release_graph(number);
   for (uint32_t graph : waiting) free_graph(graph);
 }
 
-// Sent at once: it is much work for the executor, and nothing is gained by waiting for more records.
+// Sent at once: it is much work for the executor, so batching has no benefit.
 void Connection::replay_graph(uint32_t graph) {
   check_not_recording("a replay");
   Batch batch(*this);
@@ -571,7 +575,7 @@ void Connection::free_graph(uint32_t graph) noexcept {
   if (abandoned_) return;
   {
     std::lock_guard<std::mutex> lock(mutex_);
-    if (recording_) {  // it cannot come in between
+    if (recording_) {  // not allowed within a recording
       graphs_to_free_.push_back(graph);
       return;
     }
@@ -581,11 +585,11 @@ void Connection::free_graph(uint32_t graph) noexcept {
       records_pending_++;
     }
   }
-  forget_graph(graph);
+  release_graph(graph);
 }
 
-// Its numbers are free again, and what it used may die: after the lock, because that takes it.
-void Connection::forget_graph(uint32_t number) {
+// Frees its numbers, and the storages it used: after the lock is released, because freeing takes the lock.
+void Connection::release_graph(uint32_t number) {
   std::unique_ptr<Graph> graph;
   std::lock_guard<std::mutex> lock(mutex_);
   auto found = graphs_.find(number);
@@ -614,8 +618,8 @@ void Connection::sender_loop() {
     }
     bool unsent = unsent_ < frames_.size();
     if (unsent || records_.size() > sizeof(FrameHeader)) {
-      // Records may still be joined by others; a frame is whole.
-      if (!unsent) changed_.wait_for(lock, FLUSH_AFTER, [&] { return stopping_ || broken_; });
+      // More records may join an incomplete frame.
+      if (!unsent) changed_.wait_for(lock, FLUSH_DELAY, [&] { return stopping_ || broken_; });
       if (!unsent) seal();
       lock.unlock();
       bool full = false;
@@ -623,30 +627,31 @@ void Connection::sender_loop() {
         std::lock_guard<std::mutex> sending(send_mutex_);
         full = !send_some() && !stream_->wait_writable(SEND_SLICE_US);
       } catch (const std::exception& error) {
-        broke(error.what());
+        mark_broken(error.what());
       }
-      if (full) try_read(0);  // an executor that is busy answering takes nothing
+      if (full) try_read(0);  // an executor that is busy replying does not read
       lock.lock();
     } else {
       sender_asleep_ = true;
       auto woken = [&] { return !sender_asleep_ || stopping_ || broken_ || lost_; };
-      bool idle = !changed_.wait_for(lock, frames_.empty() ? LOOK_EVERY : LOOK_SOON, woken);
+      bool idle = !changed_.wait_for(
+          lock, frames_.empty() ? IDLE_READ_INTERVAL : UNACKNOWLEDGED_READ_INTERVAL, woken);
       sender_asleep_ = false;
       if (!idle) continue;
       lock.unlock();
-      try_read(0);  // so that a cut is mended before the executor gives the client up
+      try_read(0);  // detects a lost connection before the executor drops the session
       lock.lock();
     }
   }
 }
 
-void Connection::broke(const std::string& why) noexcept {
+void Connection::mark_broken(const std::string& why) noexcept {
   std::shared_ptr<Stream> stream;
   {
     std::lock_guard<std::mutex> lock(mutex_);
     if (broken_ || lost_) return;
     broken_ = true;
-    broken_because_ = why;
+    broken_reason_ = why;
     stream = stream_;
     changed_.notify_all();
   }
@@ -659,19 +664,19 @@ void Connection::recover() {
   {
     std::lock_guard<std::mutex> lock(mutex_);
     if (stopping_ || lost_) return;
-    why = broken_because_;
+    why = broken_reason_;
   }
-  Resumed resumed;
+  ResumeResult resumed;
   try {
     resumed = resume_(replies_received_);
   } catch (const std::exception& error) {
-    give_up(why + "; " + error.what());
+    mark_lost(why + "; " + error.what());
     return;
   }
   std::unique_lock<std::mutex> lock(mutex_);
   if (resumed.frames_received > frames_made_) {
     lock.unlock();
-    give_up("it has frames that were never sent");
+    mark_lost("the executor acknowledged frames that were never sent");
     return;
   }
   stream_ = resumed.stream;
@@ -682,48 +687,48 @@ void Connection::recover() {
   for (Frame& frame : frames_) frame.sent = 0;
   unsent_ = 0;
   broken_ = false;
-  heard();
+  note_activity();
   counters_.resumes++;
   if (stopping_) stream_->shut_down();
   changed_.notify_all();
 }
 
-void Connection::give_up(const std::string& reason) noexcept {
+void Connection::mark_lost(const std::string& reason) noexcept {
   std::shared_ptr<Stream> stream;
-  std::vector<Parcel> over;
+  std::vector<PendingFetch> completed;
   {
     std::lock_guard<std::mutex> lock(mutex_);
     if (lost_) return;
-    lost_because_ = reason;
+    lost_reason_ = reason;
     lost_ = true;
     stream = stream_;
-    landed(frames_made_);
-    over.swap(landed_);
+    complete_fetches(frames_made_);
+    completed.swap(completed_fetches_);
     changed_.notify_all();
   }
   if (stream) stream->shut_down();
-  unship(over);
+  drop_parcels(completed);
 }
 
 // --- the end ------------------------------------------------------------------------------------
 
 void Connection::close(const std::string& reason) {
   if (abandoned_) return;
-  LetInterpreterGo go;
-  bool polite;
+  GilRelease release;
+  bool graceful;
   {
     std::lock_guard<std::mutex> lock(mutex_);
-    polite = !lost_ && !broken_ && !stopping_;
-    if (polite) {
-      records_.record(Record::Goodbye);
+    graceful = !lost_ && !broken_ && !stopping_;
+    if (graceful) {
+      records_.record(Record::CloseSession);
       seal();
     }
     stopping_ = true;
     changed_.notify_all();
   }
   if (sender_.joinable()) sender_.join();
-  if (polite) say_goodbye();
-  give_up(reason);
+  if (graceful) finish_close();
+  mark_lost(reason);
   std::scoped_lock all(send_mutex_, read_mutex_);
   std::lock_guard<std::mutex> lock(mutex_);
   frames_.clear();
@@ -734,33 +739,34 @@ void Connection::close(const std::string& reason) {
   stream_.reset();
 }
 
-// The executor closes when it has heard it. Leaving before that could lose what is still on its way.
-void Connection::say_goodbye() noexcept {
-  auto deadline = Clock::now() + GOODBYE_WITHIN;
-  auto left_us = [&] {
+// The executor closes the connection when it has received CloseSession. Closing earlier could lose data in
+// flight.
+void Connection::finish_close() noexcept {
+  auto deadline = Clock::now() + CLOSE_TIMEOUT;
+  auto remaining_us = [&] {
     return std::max<int64_t>(
         0, std::chrono::duration_cast<std::chrono::microseconds>(deadline - Clock::now()).count());
   };
   try {
     std::lock_guard<std::mutex> sending(send_mutex_);
-    while (!send_some() && left_us()) stream_->wait_writable(left_us());
+    while (!send_some() && remaining_us()) stream_->wait_writable(remaining_us());
   } catch (const std::exception&) {
-    return;  // it has left before us
+    return;  // the executor closed first
   }
   std::unique_lock<std::mutex> lock(mutex_);
-  while (!broken_ && !lost_ && left_us()) {
+  while (!broken_ && !lost_ && remaining_us()) {
     lock.unlock();
-    bool mine = try_read(left_us());
+    bool is_reader = try_read(remaining_us());
     lock.lock();
-    if (!mine) changed_.wait_for(lock, ACKNOWLEDGED_WITHIN);
+    if (!is_reader) changed_.wait_for(lock, CLOSE_POLL_INTERVAL);
   }
 }
 
 void Connection::abandon(const std::string& reason) noexcept {
-  // The thread and the socket are the parent's: leaving them is right, ending them is not. Nor can this
-  // object ever be destroyed here, where nobody will wake those who wait on its condition.
+  // The thread and the socket belong to the parent, so they are left alone. The object is never destroyed in
+  // the child, because nothing would wake the waiters of its condition variable.
   c10::raw::intrusive_ptr::incref(this);
-  lost_because_ = reason;
+  lost_reason_ = reason;
   lost_ = true;
   abandoned_ = true;
 }

@@ -1,12 +1,11 @@
-// One client's end of the op stream to one executor (wire.h): records are gathered into frames, frames are
-// sent without waiting, replies are awaited only where a value is needed, and a lost connection is resumed.
+// The client's end of the op stream to one executor (wire.h): batches records into frames, sends frames
+// without waiting, waits for replies only where a value is needed, and resumes after a connection loss.
 //
-// Whoever has a full frame sends it at once if the socket takes it; what is left over, frames that are
-// never filled, and reconnecting are the sender thread's. There is no reader thread: a thread that waits for
-// a reply reads, for itself and for others. `mutex_` guards the state and is never held while anything waits,
-// nor while that of another connection is taken.
-// A wait of Python's main thread ends when a signal raises; what it waited for is then left behind in order.
-// Not for: what ops mean (dispatch.cpp), and which executor (roster.h).
+// The thread that fills a frame sends it if the socket accepts it. The sender thread sends the rest and
+// incomplete frames, and reconnects. There is no reader thread: a thread that waits for a reply reads, for
+// itself and for others. `mutex_` guards the state and is never held during a wait, nor while the mutex of
+// another connection is taken. A wait on Python's main thread ends when a signal handler raises; its reply is
+// then discarded when it arrives. Does not know ops (dispatch.cpp), nor device indices (device_registry.h).
 #pragma once
 
 #include <atomic>
@@ -34,37 +33,37 @@
 
 namespace genie {
 
-struct Resumed {
+struct ResumeResult {
   std::shared_ptr<Stream> stream;
   uint64_t frames_received;
 };
-// Connects again for the given number of replies received. Throws when the executor is gone for good.
-using Resume = std::function<Resumed(uint64_t replies_received)>;
+// Reconnects; the executor resends replies after `replies_received`. Throws if the executor is lost.
+using Resume = std::function<ResumeResult(uint64_t replies_received)>;
 
-// What another executor shows this one's executor to fetch what was shipped under the number.
-using Token = std::function<std::string(uint64_t number)>;
+// The token with which another executor may fetch the parcel of this number.
+using FetchToken = std::function<std::string(uint64_t number)>;
 
 struct ConnectionOptions {
   int index = 0;
   std::string device_name;  // "remote_accelerator:0"
-  std::string executor;     // who is at the other end, for messages
-  std::string kind;         // torch's name of the accelerator there: "cpu", "cuda"
+  std::string executor;     // node and job of the executor, for messages
+  std::string kind;         // torch's name of the executor's accelerator: "cpu", "cuda"
   double op_timeout_s = 600;
-  bool blocking = false;  // wait for every op, so that errors are raised where they belong
+  bool blocking = false;  // wait for every op, so that its error is raised at the call
   uint32_t flush_ops = 32;
-  std::string host;  // where other executors fetch from this one, with the next two
+  std::string host;  // address for other executors, with the next two
   uint32_t port = 0;
   std::string server_name;
 };
 
 struct ConnectionCounters {
-  uint64_t ops = 0, asks = 0, misses = 0, frames = 0, bytes_sent = 0, replies = 0, resumes = 0;
+  uint64_t ops = 0, dynamic_ops = 0, misses = 0, frames = 0, bytes_sent = 0, replies = 0, resumes = 0;
   uint64_t templates = 0, storages = 0;
 };
 
-// What a thread waits for. `into` is filled when given and the size fits; else `payload`. `binds`: it is the
-// answer to an Ask, and what it gives is to be bound.
-struct Awaited {
+// A reply that a thread waits for. The payload is written to `into` if that is set, else to `payload`.
+// `binds`: it is the reply to a DynamicOp, whose outputs must be bound.
+struct PendingReply {
   void* into = nullptr;
   uint64_t into_bytes = 0;
   bool binds = false;
@@ -78,7 +77,7 @@ using ConnectionPtr = c10::intrusive_ptr<Connection>;
 
 class Connection final : public c10::intrusive_ptr_target {
  public:
-  Connection(std::shared_ptr<Stream> stream, ConnectionOptions options, Resume resume, Token token);
+  Connection(std::shared_ptr<Stream> stream, ConnectionOptions options, Resume resume, FetchToken token);
   ~Connection() override;
 
   const ConnectionOptions& options() const { return options_; }
@@ -86,38 +85,38 @@ class Connection final : public c10::intrusive_ptr_target {
   bool lost() const { return lost_.load(std::memory_order_acquire); }
   [[noreturn]] void raise_lost() const;
 
-  // While it is held, records may be written. Raises when the connection is lost. Waits first while too much
-  // is on its way: a signal then finds nothing half done.
+  // Holds the lock for writing records. Raises if the connection is lost. Waits first while the window is
+  // full, so that a signal cannot interrupt a half-written record.
   class Batch {
    public:
     explicit Batch(Connection& connection);
     Writer& records() { return connection_.records_; }
     uint32_t new_storage();
-    // Raises unless there are so many.
+    // Raises unless `count` new storages are available.
     void check_new_storages(uint64_t count);
     uint32_t new_generator();
     uint64_t new_parcel() { return ++connection_.last_parcel_; }
     TemplateCache& templates() { return connection_.templates_; }
     ConnectionCounters& counters() { return connection_.counters_; }
-    // The record that has been written is whole. Sends what is due.
+    // Ends a record. Sends the frame if it is full.
     void finish_op();
-    // As finish_op, and it is sent at once: the last record of its frame.
+    // As finish_op, and sends the frame at once.
     void finish_frame();
-    // What is written next begins a frame.
+    // The next record starts a new frame.
     void begin_frame() { connection_.seal(); }
-    // As finish_frame, for a Land. When it is over, or this connection is lost, `from` is told that nobody
-    // needs the parcel any more. Raises when it is lost already.
-    void finish_land(ConnectionPtr from, uint64_t parcel, uint64_t bytes);
-    // As finish_op, for a record that asks for a reply: it is the last one of its frame. Returns its number.
-    uint64_t finish_ask(Awaited& awaited);
-    // Lets others write; no record may be half written.
+    // As finish_frame, for a FetchParcel. When the fetch has ended, or this connection is lost, `from` drops
+    // the parcel. Raises if this connection is lost.
+    void finish_fetch(ConnectionPtr from, uint64_t parcel, uint64_t bytes);
+    // As finish_frame, for a record that requests a reply. Returns the number of the reply.
+    uint64_t finish_request(PendingReply& reply);
+    // Lets other threads write. Not within a record.
     void release() {
       if (lock_.owns_lock()) lock_.unlock();
     }
     void acquire();
 
    private:
-    void wait_for_room();
+    void wait_for_window();
     void wait_for_recorder();
     [[noreturn]] void raise_recorder_idle();  // lock_ held
 
@@ -125,33 +124,35 @@ class Connection final : public c10::intrusive_ptr_target {
     std::unique_lock<std::mutex> lock_;
   };
 
-  // Returns when the reply is there; raises what the executor raised, or that it is lost. Lets the GIL go.
-  void await(uint64_t number, Awaited& awaited);
-  // For who has the answer to an Ask and cannot bind the `count` tensors that it gives.
-  void drop_answer(uint64_t number, uint32_t count);
-  // An upload: the record, then the bytes, which are the caller's and are not kept. Returns when they have
-  // arrived. After a signal what was not sent yet arrives as zeros.
+  // Waits for the reply; raises the executor's error, or that it is lost. Releases the GIL.
+  void wait_reply(uint64_t number, PendingReply& reply);
+  // Discards the `count` outputs of a DynamicOp whose reply arrived but cannot be used.
+  void discard_outputs(uint64_t number, uint32_t count);
+  // Uploads: the record, then the bytes, which the caller owns. Returns when they have arrived. After a
+  // signal, bytes that were not sent yet arrive as zeros.
   void send_bytes(const std::function<void(Writer&)>& record, const void* bytes, uint64_t size);
-  // Waits until so many bytes more may be on their way to this executor from others.
-  void wait_landed(uint64_t more_bytes);
+  // Waits until this executor may fetch `more_bytes` from others.
+  void wait_for_fetch_window(uint64_t more_bytes);
   // Takes the GIL.
-  std::string token(uint64_t parcel) const { return token_(parcel); }
-  // Never waits, never raises: the parcel is not needed any more, whether it was fetched or not.
-  void unship(uint64_t parcel) noexcept;
-  // Never waits, never raises: a tensor has died.
+  std::string token(uint64_t parcel) const { return fetch_token_(parcel); }
+  // Never waits, never raises. The parcel is no longer needed, fetched or not.
+  void drop_parcel(uint64_t parcel) noexcept;
+  // Never waits, never raises.
   void free_storage(uint32_t storage) noexcept;
   void free_generator(uint32_t generator) noexcept;
   void flush();
-  // While one lives, records wait for the flush at its end; the sender thread is left asleep.
-  class FlushAtEnd {
+  // During its lifetime records wait for the flush at its end, and the sender thread is not woken.
+  class DeferredFlush {
    public:
-    explicit FlushAtEnd(Connection& connection) : connection_(connection) { connection_.flush_follows_++; }
-    ~FlushAtEnd() {
-      connection_.flush_follows_--;
+    explicit DeferredFlush(Connection& connection) : connection_(connection) {
+      connection_.deferred_flushes_++;
+    }
+    ~DeferredFlush() {
+      connection_.deferred_flushes_--;
       connection_.flush();
     }
-    FlushAtEnd(const FlushAtEnd&) = delete;
-    FlushAtEnd& operator=(const FlushAtEnd&) = delete;
+    DeferredFlush(const DeferredFlush&) = delete;
+    DeferredFlush& operator=(const DeferredFlush&) = delete;
 
    private:
     Connection& connection_;
@@ -159,69 +160,69 @@ class Connection final : public c10::intrusive_ptr_target {
   void synchronize();
   ConnectionCounters counters();
 
-  // A graph: what the calling thread does from begin to end is written down by the executor, and carried out
-  // again by replay. Storages that the graph reads stay alive with it, and the numbers of those that it makes
-  // are its own. Raises where something cannot be part of a graph; end_graph must be called all the same.
-  // Other threads wait until it has ended; when this one, whose name is `thread`, has had nothing to do here
-  // for so long, it may wait for them, and they raise.
+  // The executor records what the calling thread does from begin_graph to end_graph; replay_graph runs it
+  // again. Storages that the graph reads stay alive with it, and it owns the numbers of those that it
+  // creates. Ops that cannot be part of a graph raise; end_graph must be called in any case. Other threads
+  // wait until the recording has ended; they raise when the recording thread, named `thread`, has not used
+  // the connection for `idle_s_max`, because it may be waiting for them.
   uint32_t begin_graph(const std::string& thread, double idle_s_max);
-  // `how`: an argument of GraphEnd.
-  void end_graph(uint32_t how);
+  // `action`: GRAPH_DISCARD, GRAPH_KEEP or GRAPH_COMPILE.
+  void end_graph(uint32_t action);
   void replay_graph(uint32_t graph);
-  // A storage of its own with what the graph's result has until the next replay; 0 when it is no graph's.
+  // A new storage with the current contents of a graph's result; 0 if the storage is not a graph's result.
   uint32_t take_graph_result(uint32_t storage);
   void free_graph(uint32_t graph) noexcept;
-  // A storage is used by an op, and `written` to.
-  void note_use(uint32_t storage, const c10::Storage& held, bool written) {
-    if (recording_flag_.load(std::memory_order_relaxed)) note_use_in_graph(storage, held, written);
+  // Called for each storage that an op uses; `written`: it writes to it.
+  void track_use(uint32_t storage, const c10::Storage& held, bool written) {
+    if (recording_flag_.load(std::memory_order_relaxed)) track_use_in_graph(storage, held, written);
   }
-  enum class Use : uint8_t { No, Read, Written };
-  // What a graph does, or has done so far while it is recorded, with a storage that it has not made.
-  Use graph_use(uint32_t graph, uint32_t storage) const;
-  // To how many of those it writes.
-  size_t graph_writes(uint32_t graph) const;
-  // Whether this thread records a graph.
+  enum class StorageUse : uint8_t { Unused, Read, Written };
+  // How a graph uses a storage that it did not create; during the recording, so far.
+  StorageUse graph_use(uint32_t graph, uint32_t storage) const;
+  // The number of such storages that it writes to.
+  size_t graph_write_count(uint32_t graph) const;
+  // Whether this thread is recording a graph.
   bool is_recorder() const { return recording_flag_ && recorder_.load() == std::this_thread::get_id(); }
-  // Whether it does, and the storage is one that the graph makes.
-  bool is_made_by_recording(uint32_t storage) const;
-  // Something that cannot be written down is about to be done: raises while this thread records.
+  // Whether this thread is recording, and the graph creates the storage.
+  bool is_created_by_recording(uint32_t storage) const;
+  // Raises if this thread is recording: `what` cannot be part of a graph.
   void check_not_recording(const char* what) const;
 
-  // The executor has said what it must not: the session is over. Raises that.
+  // The executor violated the protocol: closes the session and raises.
   [[noreturn]] void fail(const ProtocolError& error);
 
-  // Says goodbye, for at most a second, and stops the sender thread.
+  // Ends the session, waiting at most CLOSE_TIMEOUT, and stops the sender thread.
   void close(const std::string& reason);
-  // In a forked child: the connection is the parent's. Touches no lock and no socket.
+  // In a forked child: the connection belongs to the parent. Touches neither locks nor the socket.
   void abandon(const std::string& reason) noexcept;
 
  private:
   struct Frame {
-    std::vector<uint8_t> bytes;        // header and payload, or the header alone
-    const uint8_t* outside = nullptr;  // payload that belongs to a thread that waits in send_bytes
-    uint64_t outside_bytes = 0;
+    std::vector<uint8_t> bytes;         // header and payload, or the header alone
+    const uint8_t* external = nullptr;  // payload owned by a thread that waits in send_bytes
+    uint64_t external_bytes = 0;
     uint64_t number = 0;
     uint64_t sent = 0;
-    uint64_t size() const { return bytes.size() + outside_bytes; }
+    uint64_t size() const { return bytes.size() + external_bytes; }
   };
 
-  // A reply of which the header has come and not yet the end.
+  // A reply whose header has arrived, but not all of its payload.
   struct Incoming {
     ReplyHeader header;
     uint64_t at = 0;
-    bool into = false;  // it goes to memory of whoever waits for it
+    bool into = false;  // it goes to the memory of the waiting thread
     bool open = false;
     std::vector<uint8_t> payload;
   };
 
-  // A reply that is due and that nobody waits for any more.
-  struct Left {
+  // A reply that is due after its wait was interrupted.
+  struct AbandonedReply {
     uint64_t into_bytes = 0;
     bool binds = false;
   };
 
-  // A Land that may not be over yet.
-  struct Parcel {
+  // A FetchParcel that may not have ended yet.
+  struct PendingFetch {
     uint64_t frame;
     ConnectionPtr from;
     uint64_t number;
@@ -229,53 +230,55 @@ class Connection final : public c10::intrusive_ptr_target {
   };
 
   struct Graph {
-    std::vector<uint32_t> freed;                      // made in it and dead since
-    std::unordered_map<uint32_t, c10::Storage> used;  // there before, and kept
-    std::unordered_set<uint32_t> written;             // of those, what it writes to
+    std::vector<uint32_t> freed;                      // created in it and freed since
+    std::unordered_map<uint32_t, c10::Storage> used;  // existing before, kept alive
+    std::unordered_set<uint32_t> written;             // of those, the ones it writes to
   };
 
-  void note_use_in_graph(uint32_t storage, const c10::Storage& held, bool written);
-  void landed(uint64_t frames_received);                         // mutex_ held
-  static void unship(const std::vector<Parcel>& over) noexcept;  // no mutex_ held, of any connection
-  void forget_graph(uint32_t number);
+  void track_use_in_graph(uint32_t storage, const c10::Storage& held, bool written);
+  void complete_fetches(uint64_t frames_received);  // mutex_ held
+  static void drop_parcels(
+      const std::vector<PendingFetch>& completed) noexcept;  // no mutex_ held, of any connection
+  void release_graph(uint32_t number);
   [[noreturn]] void raise_too_many_storages() const;
-  uint32_t next_free_storage();                                                    // mutex_ held
-  void free_generator_now(uint32_t generator);                                     // mutex_ held
-  void seal();                                                                     // mutex_ held
-  void push(FrameKind kind, const uint8_t* payload, uint64_t size, bool outside);  // mutex_ held
-  void send_nowait() noexcept;                                                     // mutex_ not held
-  void send_up_to(uint64_t last);                                                  // mutex_ not held
+  uint32_t next_free_storage();                                                     // mutex_ held
+  void free_generator_now(uint32_t generator);                                      // mutex_ held
+  void seal();                                                                      // mutex_ held
+  void push(FrameKind kind, const uint8_t* payload, uint64_t size, bool external);  // mutex_ held
+  void send_nowait() noexcept;                                                      // mutex_ not held
+  void send_up_to(uint64_t last);                                                   // mutex_ not held
   bool send_some();                                         // send_mutex_ held; false when the socket is full
   size_t write_frame(const uint8_t* from, uint64_t count);  // likewise
-  static int64_t spin_us();                                 // how long to look before sleeping
+  static int64_t spin_us();                                 // how long to poll before sleeping
   void wake_sender();                                       // mutex_ held
-  // Without the GIL; `lock` is of mutex_. Raises when the connection is lost, and what a signal raises.
+  // Without the GIL; `lock` holds mutex_. Raises when the connection is lost, and what a signal handler
+  // raises.
   void wait_until(std::unique_lock<std::mutex>& lock, c10::function_ref<bool()> done);
-  void leave(std::unique_lock<std::mutex>& lock, uint64_t number, Awaited& awaited);
-  void leave_unbound(uint64_t number, uint32_t count);  // mutex_ held
-  void free_unbound();                                  // mutex_ held
-  void let_go_of(uint64_t first, uint64_t last);
+  void abandon_wait(std::unique_lock<std::mutex>& lock, uint64_t number, PendingReply& reply);
+  void queue_unbound(uint64_t number, uint32_t count);  // mutex_ held
+  void free_unbound_outputs();                          // mutex_ held
+  void detach_payload(uint64_t first, uint64_t last);
   bool over_window() const;  // mutex_ held
   void sender_loop();
-  bool read_reply(int64_t timeout_us);  // read_mutex_ held; false when none came
+  bool read_reply(int64_t timeout_us);  // read_mutex_ held; false on timeout
   bool try_read(int64_t timeout_us);
   bool fill(size_t need, int64_t timeout_us);               // read_mutex_ held
   void begin_payload(const ReplyHeader& header);            // likewise
   bool read_payload(int64_t timeout_us);                    // likewise
-  void take_farewell();                                     // likewise
+  void handle_fatal();                                      // likewise
   void deliver();                                           // likewise
   void check_acknowledged(uint64_t frames_received) const;  // mutex_ held
   void acknowledge(uint64_t frames_received);               // mutex_ held
-  void broke(const std::string& why) noexcept;
+  void mark_broken(const std::string& why) noexcept;
   void recover();
-  void heard();
-  void say_goodbye() noexcept;
-  void give_up(const std::string& reason) noexcept;
-  [[noreturn]] void raise_reply(const Awaited& awaited);
+  void note_activity();
+  void finish_close() noexcept;
+  void mark_lost(const std::string& reason) noexcept;
+  [[noreturn]] void raise_reply(const PendingReply& reply);
 
   const ConnectionOptions options_;
   Resume resume_;
-  Token token_;
+  FetchToken fetch_token_;
 
   mutable std::mutex mutex_;
   std::condition_variable changed_;
@@ -284,33 +287,33 @@ class Connection final : public c10::intrusive_ptr_target {
   std::deque<Frame> frames_;  // not acknowledged; those from `unsent_` on are not sent whole
   size_t unsent_ = 0;
   uint64_t unacknowledged_bytes_ = 0;
-  uint64_t acknowledged_ = 0;  // the last frame that the executor says to have
+  uint64_t acknowledged_ = 0;  // the last frame that the executor acknowledged
   uint64_t frames_made_ = 0;
-  uint64_t replies_asked_ = 0;
-  uint64_t last_parcel_ = 0;     // that this executor ships
-  std::deque<Parcel> landings_;  // on their way to it, by frame
-  std::vector<Parcel> landed_;   // whose senders are still to be told
-  uint64_t landing_bytes_ = 0;
+  uint64_t replies_requested_ = 0;
+  uint64_t last_parcel_ = 0;                     // last number that this executor has published
+  std::deque<PendingFetch> pending_fetches_;     // by frame
+  std::vector<PendingFetch> completed_fetches_;  // whose parcels are still to be dropped
+  uint64_t pending_fetch_bytes_ = 0;
   std::atomic<uint64_t> replies_received_{0};
-  std::map<uint64_t, Awaited*> awaited_;
-  std::unordered_map<uint64_t, Left> left_;
-  std::vector<std::pair<uint64_t, uint32_t>> unbound_;  // answers to be freed: number and count of tensors
-  const Awaited* filling_ = nullptr;                    // whose memory is being written to
-  uint64_t writing_ = 0;                                // number of the frame that is being sent
-  uint32_t leaving_ = 0;                                // threads that wait for one of these two to end
+  std::map<uint64_t, PendingReply*> pending_replies_;
+  std::unordered_map<uint64_t, AbandonedReply> abandoned_replies_;
+  std::vector<std::pair<uint64_t, uint32_t>> unbound_replies_;  // number of the reply, count of outputs
+  const PendingReply* filling_ = nullptr;                       // its memory is being written to
+  uint64_t writing_ = 0;                                        // number of the frame that is being sent
+  uint32_t waiting_for_buffers_ = 0;  // threads that wait for `filling_` or `writing_`
   bool window_full_ = false;
   std::vector<uint32_t> free_storages_;
   uint32_t next_storage_ = 1;
   std::unordered_map<uint32_t, std::unique_ptr<Graph>> graphs_;
-  std::unordered_map<uint32_t, Graph*> graph_of_;  // of storages whose numbers belong to a graph
+  std::unordered_map<uint32_t, Graph*> graph_of_;  // owner of storage numbers
   std::vector<uint32_t> free_graphs_;
-  std::vector<uint32_t> graphs_to_free_, generators_to_free_;  // when the recording has ended
+  std::vector<uint32_t> graphs_to_free_, generators_to_free_;  // freed when the recording has ended
   uint32_t next_graph_ = 0;
   Graph* recording_ = nullptr;  // one of graphs_
   uint32_t recording_number_ = 0;
   std::atomic<bool> recording_flag_{false};
   std::atomic<std::thread::id> recorder_;
-  std::atomic<std::chrono::steady_clock::time_point> recorder_seen_;  // when it last had something to do here
+  std::atomic<std::chrono::steady_clock::time_point> recorder_active_at_;  // last use of this connection
   std::string recorder_name_;
   double recorder_idle_s_max_ = 0;
   std::vector<uint32_t> free_generators_;
@@ -319,15 +322,15 @@ class Connection final : public c10::intrusive_ptr_target {
   TemplateCache templates_;
   ConnectionCounters counters_;
   bool sender_asleep_ = false;
-  std::atomic<int> flush_follows_{0};
-  int waiting_to_read_ = 0;
+  std::atomic<int> deferred_flushes_{0};
+  int waiting_readers_ = 0;
   bool stopping_ = false;
   bool broken_ = false;
-  std::string broken_because_;
+  std::string broken_reason_;
   std::atomic<bool> lost_{false};
   std::atomic<bool> abandoned_{false};
-  std::string lost_because_;
-  std::atomic<std::chrono::steady_clock::time_point> last_heard_;
+  std::string lost_reason_;
+  std::atomic<std::chrono::steady_clock::time_point> last_activity_;
 
   std::mutex send_mutex_;  // taken before mutex_, never after
   std::mutex read_mutex_;  // likewise

@@ -1,18 +1,20 @@
-// Turns a call of an op into a record. The arguments make a key (kinds, shapes, values that matter) and data
-// (which storages, offsets, numbers). A key that is known gives the outputs at once; a new one is worked out
-// on torch's meta device, or asked of the executor. Not for: ops that are carried out here (kernels.cpp).
+// Converts a call of an op to a record. The arguments are split into a key (kinds, shapes, values that affect
+// shapes) and data (storages, offsets, numbers). The template of a known key predicts the outputs; for a new
+// key they are inferred on torch's meta device, or by the executor. Not here: ops that run in the client
+// (kernels.cpp).
 #include "dispatch.h"
 
 #include <ATen/core/Tensor.h>
 
-#include "asking.h"
+#include "dynamic_ops.h"
 #include "call.h"
+#include "device_type.h"
 #include "errors.h"
 #include "generator.h"
-#include "op_facts.h"
-#include "prediction.h"
+#include "op_traits.h"
+#include "shape_inference.h"
 #include "results.h"
-#include "roster.h"
+#include "device_registry.h"
 #include "storage.h"
 #include "template_body.h"
 
@@ -24,21 +26,20 @@ using at::Tensor;
 using c10::IValue;
 using torch::jit::Stack;
 
-constexpr auto DEVICE_TYPE = c10::DeviceType::PrivateUse1;
 constexpr size_t CALL_BYTES_MAX = FRAME_BYTES_MAX - (256u << 10);
 constexpr int ATTEMPTS_MAX = 4;
 
-// Schemas live as long as the process, so their address names them.
-const OpFacts& facts_of(const c10::OperatorHandle& op) {
+// Schemas live as long as the process, so their address identifies them.
+const OpTraits& cached_traits(const c10::OperatorHandle& op) {
   struct Entry {
     const void* schema = nullptr;
-    const OpFacts* facts = nullptr;
+    const OpTraits* traits = nullptr;
   };
   static thread_local Entry cache[1024];
   const void* schema = &op.schema();
   Entry& entry = cache[(reinterpret_cast<uintptr_t>(schema) >> 6) & 1023];
-  if (entry.schema != schema) entry = {schema, &find_facts(op)};
-  return *entry.facts;
+  if (entry.schema != schema) entry = {schema, &traits_for(op)};
+  return *entry.traits;
 }
 
 // --- the key and the data of a call -------------------------------------------------------------
@@ -50,7 +51,7 @@ int64_t word(ArgumentKind kind, int64_t rest = 0) { return static_cast<int64_t>(
               first.options().device_name, " and ", second, "!");
 }
 
-// The first tensor of the call on the same memory, or -1.
+// The first tensor of the call on the same storage, or -1.
 int64_t first_sharing(Call& call, const c10::StorageImpl* storage) {
   constexpr size_t FEW = 16;
   if (call.tensors.size() <= FEW) {
@@ -70,12 +71,12 @@ int64_t first_sharing(Call& call, const c10::StorageImpl* storage) {
   return added ? -1 : found->second;
 }
 
-// Which outputs are which inputs depends on inputs being the same, so that is part of the key.
+// Aliasing of inputs determines which outputs alias inputs, so it is part of the key.
 void add_sharing(Call& call, const c10::TensorImpl* impl) {
   int64_t first = first_sharing(call, impl->unsafe_storage().unsafeGetStorageImpl());
   if (first < 0) return;
   bool same = call.tensors[static_cast<size_t>(first)]->unsafeGetTensorImpl() == impl;
-  call.key.push_back(-2 * (first + 1) - (same ? 1 : 0));  // no other word is negative at its place
+  call.key.push_back(-2 * (first + 1) - (same ? 1 : 0));  // no other word at this position is negative
 }
 
 void add_remote(Call& call, const Tensor& tensor, bool written) {
@@ -91,7 +92,7 @@ void add_remote(Call& call, const Tensor& tensor, bool written) {
   int64_t offset = impl->storage_offset();
   auto sizes = impl->sizes(), strides = impl->strides();
   size_t dimensions = sizes.size();
-  if (dimensions > DIMENSIONS_MAX) raise("device.op_refused", "a tensor has more than 64 dimensions");
+  check_dimensions(static_cast<int64_t>(dimensions));
   int64_t flags = (offset ? VIEW_HAS_OFFSET : 0) | (impl->is_conj() ? VIEW_CONJUGATE : 0) |
                   (impl->is_neg() ? VIEW_NEGATIVE : 0);
   call.key.push_back(word(ArgumentKind::Tensor, static_cast<int64_t>(impl->dtype().toScalarType()) |
@@ -104,7 +105,7 @@ void add_remote(Call& call, const Tensor& tensor, bool written) {
   call.data.u32(handle.storage);
   if (offset) call.data.i64(offset);
   call.tensors.push_back(&tensor);
-  call.connection->note_use(handle.storage, impl->unsafe_storage(), written);
+  call.connection->track_use(handle.storage, impl->unsafe_storage(), written);
 }
 
 void add_tensor(Call& call, const Tensor& tensor, bool written) {
@@ -129,7 +130,7 @@ void add_tensor(Call& call, const Tensor& tensor, bool written) {
 }
 
 void add_text(Call& call, const std::string& text) {
-  if (text.size() > TEXT_BYTES_MAX) raise("device.op_refused", "a text is too long to be sent");
+  if (text.size() > TEXT_BYTES_MAX) raise("device.op_refused", "a string argument is too long");
   call.key.push_back(word(ArgumentKind::Text, static_cast<int64_t>(text.size())));
   size_t at = call.key.size();
   call.key.resize(at + (text.size() + 7) / 8, 0);
@@ -142,7 +143,7 @@ int64_t bits_of(double value) {
   return bits;
 }
 
-// `number_as_data`: an integer that stands for a value; `float_as_data`: likewise for floats.
+// `number_as_data`: integers of Scalar arguments are sent as data; `float_as_data`: likewise for floats.
 void add_argument(Call& call, const IValue& value, bool number_as_data, bool float_as_data, bool written) {
   if (value.isTensor()) {
     add_tensor(call, value.toTensor(), written);
@@ -158,11 +159,11 @@ void add_argument(Call& call, const IValue& value, bool number_as_data, bool flo
     call.key.push_back(word(ArgumentKind::Boolean, value.toBool()));
   } else if (value.isList()) {
     auto items = value.toListRef();
-    if (items.size() > LIST_ITEMS_MAX) raise("device.op_refused", "a list is too long to be sent");
+    if (items.size() > LIST_ITEMS_MAX) raise("device.op_refused", "a list argument is too long");
     call.key.push_back(word(ArgumentKind::List, static_cast<int64_t>(items.size())));
     for (const IValue& item : items) add_argument(call, item, false, false, written);
   } else if (value.isDevice()) {
-    call.key.push_back(word(ArgumentKind::OwnDevice));
+    call.key.push_back(word(ArgumentKind::Device));
   } else if (value.isString()) {
     add_text(call, value.toStringRef());
   } else if (value.isSymInt()) {
@@ -177,41 +178,41 @@ void add_argument(Call& call, const IValue& value, bool number_as_data, bool flo
     call.key.push_back(word(ArgumentKind::Generator));
     call.generator = value.toGenerator();
     call.generator_at = call.data.size();
-    call.data.u32(0);  // overwritten when the executor is known
+    call.data.u32(0);  // set when the connection is known
   } else {
-    raise("device.op_refused", "an argument of type " + value.tagKind() + " cannot be sent");
+    raise("device.op_refused", "arguments of type " + value.tagKind() + " are not supported");
   }
 }
 
-bool is_written(const OpFacts& facts, const Stack& stack, size_t base, size_t i) {
-  if (facts.is_written[i] || !facts.hides_writes) return facts.is_written[i];
-  return facts.is_statistic[i] && (!facts.training_at || stack[base + *facts.training_at].toBool());
+bool is_written(const OpTraits& traits, const Stack& stack, size_t base, size_t i) {
+  if (traits.is_written[i] || !traits.has_hidden_writes) return traits.is_written[i];
+  return traits.is_statistic[i] && (!traits.training_at || stack[base + *traits.training_at].toBool());
 }
 
 // --- a call -------------------------------------------------------------------------------------
 
-void leave_results(const std::vector<Output>& outputs, Connection& connection, const uint32_t* storages,
-                   const Call& call, const OpFacts& facts, Stack* stack) {
+void push_results(const std::vector<Output>& outputs, Connection& connection, const uint32_t* storages,
+                  const Call& call, const OpTraits& traits, Stack* stack) {
   if (outputs.size() == 1 && outputs[0].kind == OutputKind::New && !outputs[0].view) {
     Tensor made = make_tensor(connection, *storages, outputs[0]);
-    torch::jit::drop(*stack, facts.arguments);
+    torch::jit::drop(*stack, traits.arguments);
     stack->emplace_back(std::move(made));
     return;
   }
-  if (outputs.size() == 1 && outputs[0].kind == OutputKind::Same) {
+  if (outputs.size() == 1 && outputs[0].kind == OutputKind::Alias) {
     Tensor same = *call.tensors[static_cast<size_t>(outputs[0].source)];
-    torch::jit::drop(*stack, facts.arguments);
+    torch::jit::drop(*stack, traits.arguments);
     stack->emplace_back(std::move(same));
     return;
   }
-  std::vector<Tensor> inputs = copied(call.tensors);
+  std::vector<Tensor> inputs = owned_copies(call.tensors);
   c10::SmallVector<IValue, 4> results;
   for (const Output& output : outputs) results.push_back(make_result(output, connection, storages, inputs));
-  torch::jit::drop(*stack, facts.arguments);
+  torch::jit::drop(*stack, traits.arguments);
   for (IValue& result : results) stack->push_back(std::move(result));
 }
 
-// An index may be a CPU tensor; it goes along.
+// Moves CPU tensors (indices) among the arguments to the device.
 void move_to(Stack* stack, size_t base, size_t count, c10::Device device) {
   auto moved = [&](const IValue& value) -> IValue {
     if (!value.isTensor() || !value.toTensor().defined()) return value;
@@ -231,17 +232,17 @@ void move_to(Stack* stack, size_t base, size_t count, c10::Device device) {
   }
 }
 
-// A call without a remote tensor says by its device argument where it goes.
-ConnectionPtr connection_by_argument(const Stack& stack, size_t base, const OpFacts& facts) {
+// For a call without remote tensors: the connection of its device argument.
+ConnectionPtr connection_by_argument(const Stack& stack, size_t base, const OpTraits& traits) {
   int index = -1;
-  for (size_t i = 0; i < facts.arguments; i++) {
+  for (size_t i = 0; i < traits.arguments; i++) {
     const IValue& value = stack[base + i];
     if (value.isDevice() && value.toDevice().type() == DEVICE_TYPE) index = value.toDevice().index();
   }
-  return roster().connection(index);
+  return device_registry().connection(index);
 }
 
-constexpr uint32_t NODES_LEARNED = 16;
+constexpr uint32_t LEARNED_NODES = 16;
 
 size_t count_outputs(const std::vector<Output>& outputs) {
   size_t count = outputs.size();
@@ -249,45 +250,46 @@ size_t count_outputs(const std::vector<Output>& outputs) {
   return count;
 }
 
-uint32_t nodes_of(const Stack& stack, size_t base, const OpFacts& facts) {
-  size_t count = facts.arguments;
-  for (size_t i = 0; i < facts.arguments; i++) {
+uint32_t count_nodes(const Stack& stack, size_t base, const OpTraits& traits) {
+  size_t count = traits.arguments;
+  for (size_t i = 0; i < traits.arguments; i++) {
     const IValue& value = stack[base + i];
     if (value.isList()) count += value.toListRef().size();
   }
   return static_cast<uint32_t>(count);
 }
 
-TemplatePtr make_template(const c10::OperatorHandle& op, const OpFacts& facts, const Stack& stack,
+TemplatePtr make_template(const c10::OperatorHandle& op, const OpTraits& traits, const Stack& stack,
                           size_t base, const Call& call, uint64_t hash, Connection::Batch& batch,
                           bool& resized) {
   auto made = c10::make_intrusive<Template>();
   made->key = call.key;
   made->hash = hash;
   batch.release();
-  Worked worked = work_out(op, facts, stack, base, call.tensors);
-  resized = worked.resized;
+  Inference inference = infer_outputs(op, traits, stack, base, call.tensors);
+  resized = inference.resized;
   if (resized) return {};
-  made->way = worked.way;
-  made->outputs = std::move(worked.outputs);
+  made->mode = inference.mode;
+  made->outputs = std::move(inference.outputs);
   for (const Output& output : made->outputs) made->new_outputs += count_new(output);
   Writer body;
-  if (made->way != Way::Local) {
-    body = template_body(op, facts, stack, base, made->way == Way::Stream ? &made->outputs : nullptr);
+  if (made->mode != OpExecutionMode::Local) {
+    body = template_body(op, traits, stack, base,
+                         made->mode == OpExecutionMode::Stream ? &made->outputs : nullptr);
     if (body.size() + call.data.size() > CALL_BYTES_MAX) {
-      raise("device.op_refused", op.schema().name() + " has too many arguments to be sent");
+      raise("device.op_refused", op.schema().name() + " has too many arguments");
     }
-    made->nodes =
-        nodes_of(stack, base, facts) + static_cast<uint32_t>(count_outputs(made->outputs)) + NODES_LEARNED;
+    made->nodes = count_nodes(stack, base, traits) + static_cast<uint32_t>(count_outputs(made->outputs)) +
+                  LEARNED_NODES;
   }
   batch.acquire();
   batch.counters().misses++;
   batch.templates().insert(made, batch.records());
-  if (made->way != Way::Local) write_template(batch.records(), made->number, body);
+  if (made->mode != OpExecutionMode::Local) write_template(batch.records(), made->number, body);
   return made;
 }
 
-void stream(const TemplatePtr& known, Connection::Batch& batch, const Call& call, const OpFacts& facts,
+void stream(const TemplatePtr& known, Connection::Batch& batch, const Call& call, const OpTraits& traits,
             Stack* stack) {
   Connection& connection = *call.connection;
   uint32_t few[8];
@@ -297,7 +299,7 @@ void stream(const TemplatePtr& known, Connection::Batch& batch, const Call& call
     many.resize(known->new_outputs);
     storages = many.data();
   }
-  if (known->way == Way::Local) {
+  if (known->mode == OpExecutionMode::Local) {
     batch.release();
   } else {
     for (uint32_t i = 0; i < known->new_outputs; i++) storages[i] = batch.new_storage();
@@ -307,35 +309,36 @@ void stream(const TemplatePtr& known, Connection::Batch& batch, const Call& call
     records.raw(storages, known->new_outputs * sizeof(uint32_t));
     batch.finish_op();
   }
-  bool wait = connection.options().blocking && known->way != Way::Local && !connection.is_recorder();
+  bool wait =
+      connection.options().blocking && known->mode != OpExecutionMode::Local && !connection.is_recorder();
   ConnectionPtr kept = wait ? ConnectionPtr::reclaim_copy(&connection) : ConnectionPtr();
-  leave_results(known->outputs, connection, storages, call, facts, stack);
+  push_results(known->outputs, connection, storages, call, traits, stack);
   if (wait) kept->synchronize();
 }
 
 }  // namespace
 
 void send_op(const c10::OperatorHandle& op, c10::DispatchKeySet, Stack* stack) {
-  const OpFacts& facts = facts_of(op);
-  size_t base = stack->size() - facts.arguments;
+  const OpTraits& traits = cached_traits(op);
+  size_t base = stack->size() - traits.arguments;
   static thread_local Call scratch;
   for (int attempt = 0; attempt < ATTEMPTS_MAX; attempt++) {
-    Call call = std::move(scratch);  // an op may be called while another is being worked out
+    Call call = std::move(scratch);  // inference may call other ops
     call.clear();
     call.key.push_back(static_cast<int64_t>(reinterpret_cast<uintptr_t>(&op.schema())));
-    for (size_t i = 0; i < facts.arguments; i++) {
-      add_argument(call, (*stack)[base + i], facts.is_number[i] && facts.values_are_data,
-                   facts.values_are_data, is_written(facts, *stack, base, i));
+    for (size_t i = 0; i < traits.arguments; i++) {
+      add_argument(call, (*stack)[base + i], traits.is_number[i] && traits.values_are_data,
+                   traits.values_are_data, is_written(traits, *stack, base, i));
     }
     ConnectionPtr by_argument;
     if (!call.connection) {
-      by_argument = connection_by_argument(*stack, base, facts);
+      by_argument = connection_by_argument(*stack, base, traits);
       call.connection = by_argument.get();
     }
     if (call.on_cpu) {
-      if (!facts.takes_cpu_index || attempt > 0) raise_two_devices(*call.connection, call.on_cpu->device());
+      if (!traits.takes_cpu_index || attempt > 0) raise_two_devices(*call.connection, call.on_cpu->device());
       c10::Device there(DEVICE_TYPE, static_cast<c10::DeviceIndex>(call.connection->options().index));
-      move_to(stack, base, facts.arguments, there);
+      move_to(stack, base, traits.arguments, there);
       scratch = std::move(call);
       continue;
     }
@@ -347,22 +350,23 @@ void send_op(const c10::OperatorHandle& op, c10::DispatchKeySet, Stack* stack) {
     TemplatePtr known = batch.templates().find(hash, call.key);
     if (!known) {
       bool resized = false;
-      known = make_template(op, facts, *stack, base, call, hash, batch, resized);
+      known = make_template(op, traits, *stack, base, call, hash, batch, resized);
       if (resized) {
         scratch = std::move(call);
         continue;
       }
     }
-    if (known->way == Way::Ask || known->way == Way::Learn) {
-      if (known->way == Way::Ask) call.connection->check_not_recording(op.schema().name().c_str());
-      ask(op, facts, known, batch, call, stack);
+    if (known->mode == OpExecutionMode::Dynamic || known->mode == OpExecutionMode::Learn) {
+      if (known->mode == OpExecutionMode::Dynamic)
+        call.connection->check_not_recording(op.schema().name().c_str());
+      run_dynamic_op(op, traits, known, batch, call, stack);
     } else {
-      stream(known, batch, call, facts, stack);
+      stream(known, batch, call, traits, stack);
     }
     scratch = std::move(call);
     return;
   }
-  raise("device.op_refused", op.schema().name() + ": its outputs keep changing their shape");
+  raise("device.op_refused", op.schema().name() + ": the shapes of its outputs do not converge");
 }
 
 }  // namespace genie

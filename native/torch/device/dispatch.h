@@ -1,4 +1,4 @@
-// Ops that have no kernel of their own here go to the executor through `send_op`.
+// Ops without a local kernel are sent to the executor by `send_op`.
 #pragma once
 
 #include <ATen/core/dispatch/Dispatcher.h>
@@ -6,11 +6,11 @@
 
 namespace genie {
 
-// A boxed kernel for any op: takes its arguments from the stack and leaves what the op gives.
+// Boxed kernel for any op: pops the arguments from the stack and pushes the outputs.
 void send_op(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack);
 
-// Registers send_op for every op that torch would otherwise take apart before it reaches a device.
-// Once per process; returns how many.
+// Registers send_op for every op that torch would otherwise decompose. Call once per process; returns the
+// number of ops.
 int register_ops();
 
 }  // namespace genie

@@ -17,15 +17,7 @@ std::unordered_map<std::string, PyObject*>& classes() {
   return *all;
 }
 
-// What an executor says may be anything; Python takes only proper text.
-std::string printable(const std::string& text) {
-  std::string shown = text;
-  for (char& each : shown)
-    if (static_cast<unsigned char>(each) >= 0x80) each = '?';
-  return shown;
-}
-
-// torch turns it into the Python class when the call returns to Python.
+// torch converts it to the Python class when the call returns to Python.
 struct PythonFailure final : torch::PyTorchError {
   PythonFailure(std::string code, std::string message)
       : torch::PyTorchError(std::move(message)), code(std::move(code)) {}
@@ -52,6 +44,13 @@ template <class Error>
 
 }  // namespace
 
+std::string to_ascii(const std::string& text) {
+  std::string ascii = text;
+  for (char& each : ascii)
+    if (static_cast<unsigned char>(each) >= 0x80) each = '?';
+  return ascii;
+}
+
 void set_error_class(const std::string& code, void* python_class) {
   auto* kept = static_cast<PyObject*>(python_class);
   Py_INCREF(kept);
@@ -60,17 +59,17 @@ void set_error_class(const std::string& code, void* python_class) {
 
 void raise(const std::string& code, const std::string& message) { throw PythonFailure(code, message); }
 
-void raise_remote(const std::string& code, const std::string& op, uint64_t number, const std::string& message,
-                  const std::string& device_name) {
-  std::string text = printable(message);
-  if (!op.empty())
-    text += " [" + printable(op) + ", op " + std::to_string(number) + " on " + device_name + "]";
-  if (code == "device.out_of_memory") raise_torch<c10::OutOfMemoryError>(text);
-  if (code == "remote.IndexError") raise_torch<c10::IndexError>(text);
-  if (code == "remote.ValueError") raise_torch<c10::ValueError>(text);
-  if (code == "remote.TypeError") raise_torch<c10::TypeError>(text);
-  if (code == "remote.NotImplementedError") raise_torch<c10::NotImplementedError>(text);
-  if (code == "remote.LinAlgError") raise_torch<c10::LinAlgError>(text);
+void raise_remote(const RemoteError& error, const std::string& device_name) {
+  const std::string& code = error.code;
+  std::string text = to_ascii(error.message);
+  if (!error.op.empty())
+    text += " [" + to_ascii(error.op) + ", op " + std::to_string(error.number) + " on " + device_name + "]";
+  if (code == error_code::OUT_OF_MEMORY) raise_torch<c10::OutOfMemoryError>(text);
+  if (code == error_code::INDEX_ERROR) raise_torch<c10::IndexError>(text);
+  if (code == error_code::VALUE_ERROR) raise_torch<c10::ValueError>(text);
+  if (code == error_code::TYPE_ERROR) raise_torch<c10::TypeError>(text);
+  if (code == error_code::NOT_IMPLEMENTED_ERROR) raise_torch<c10::NotImplementedError>(text);
+  if (code == error_code::LINALG_ERROR) raise_torch<c10::LinAlgError>(text);
   raise(code, text);
 }
 

@@ -1,19 +1,22 @@
-// What the device raises: Genie's own Python errors, or torch's where torch has one for it.
+// Raises Genie's Python errors, or torch's own where torch has a class for the error.
 #pragma once
 
-#include <cstdint>
 #include <string>
+
+#include "../wire.h"
 
 namespace genie {
 
-// The classes that codes stand for; before anything is raised. They live for ever.
+// Registers the Python class of an error code, before anything is raised. The class is kept alive forever.
 void set_error_class(const std::string& code, void* python_class);
 
-// By the code that genie/errors.py gives it, e.g. "device.lost". Needs no GIL.
+// `code` as in genie/errors.py, e.g. "device.lost". Does not need the GIL.
 [[noreturn]] void raise(const std::string& code, const std::string& message);
 
-// An error that an executor sent: the op's name and number are added to the message where there is one.
-[[noreturn]] void raise_remote(const std::string& code, const std::string& op, uint64_t number,
-                               const std::string& message, const std::string& device_name);
+// Text of an executor for a Python message: the bytes may be anything, so only ASCII is kept.
+std::string to_ascii(const std::string& text);
+
+// Raises an error that an executor sent; the message names the op, if there is one.
+[[noreturn]] void raise_remote(const RemoteError& error, const std::string& device_name);
 
 }  // namespace genie

@@ -7,35 +7,34 @@
 #include <ATen/ops/empty.h>
 #include <c10/core/GeneratorImpl.h>
 
+#include "device_type.h"
 #include "errors.h"
-#include "roster.h"
+#include "device_registry.h"
 
 namespace genie {
 
 namespace {
 
-constexpr auto DEVICE_TYPE = c10::DeviceType::PrivateUse1;
 constexpr uint32_t DEFAULT = 0;
 
-// torch holds a generator's mutex when it calls it, and so does whoever else calls. Waiting for an executor
-// lets the interpreter go, and another thread that has it may want the mutex: then neither would ever get
-// what the other has. So nothing waits with the mutex, which guards nothing here: the state is the
-// executor's.
-class MutexLetGo {
+// Callers hold the generator's mutex. Waiting for an executor releases the GIL; another thread that then
+// takes the GIL may want the mutex, which would deadlock. So the mutex is released here. It protects nothing:
+// the state is on the executor.
+class MutexRelease {
  public:
-  explicit MutexLetGo(std::mutex& mutex) : mutex_(mutex) { mutex_.unlock(); }
-  ~MutexLetGo() { mutex_.lock(); }
-  MutexLetGo(const MutexLetGo&) = delete;
-  MutexLetGo& operator=(const MutexLetGo&) = delete;
+  explicit MutexRelease(std::mutex& mutex) : mutex_(mutex) { mutex_.unlock(); }
+  ~MutexRelease() { mutex_.lock(); }
+  MutexRelease(const MutexRelease&) = delete;
+  MutexRelease& operator=(const MutexRelease&) = delete;
 
  private:
   std::mutex& mutex_;
 };
 
-// What is virtual is called with mutex_ held.
+// Virtual functions are called with mutex_ held.
 class RemoteGenerator final : public c10::GeneratorImpl {
  public:
-  // Without a connection: the default one of its index.
+  // Without a connection: the default generator of the index.
   RemoteGenerator(int index, ConnectionPtr connection, uint32_t number)
       : c10::GeneratorImpl(c10::Device(DEVICE_TYPE, static_cast<c10::DeviceIndex>(index)),
                            c10::DispatchKeySet(c10::DispatchKey::PrivateUse1)),
@@ -47,38 +46,41 @@ class RemoteGenerator final : public c10::GeneratorImpl {
   }
 
   void set_current_seed(uint64_t seed) override {
-    MutexLetGo go(mutex_);
+    MutexRelease release(mutex_);
     send_seed(seed);
   }
   uint64_t current_seed() const override { return seed_; }
   uint64_t seed() override {
-    MutexLetGo go(mutex_);
+    MutexRelease release(mutex_);
     uint64_t seed = c10::detail::getNonDeterministicRandom();
     send_seed(seed);
     return seed;
   }
-  void set_offset(uint64_t) override { raise("device.op_refused", "set_offset: not for remote generators"); }
+  void set_offset(uint64_t) override {
+    raise("device.op_refused", "set_offset is not supported for remote generators");
+  }
   uint64_t get_offset() const override {
-    raise("device.op_refused", "get_offset: not for remote generators");
+    raise("device.op_refused", "get_offset is not supported for remote generators");
   }
 
   void set_state(const c10::TensorImpl& state) override {
-    MutexLetGo go(mutex_);
+    MutexRelease release(mutex_);
     send_state(state.data(), static_cast<uint64_t>(state.numel()) * state.itemsize());
   }
 
   c10::intrusive_ptr<c10::TensorImpl> get_state() const override {
-    MutexLetGo go(const_cast<std::mutex&>(mutex_));  // torch's signature; its lock is no part of the state
+    MutexRelease release(const_cast<std::mutex&>(mutex_));  // const by torch's signature
     std::vector<uint8_t> found = fetch_state();
     at::Tensor state = at::empty({static_cast<int64_t>(found.size())}, at::kByte);
     std::memcpy(state.mutable_data_ptr(), found.data(), found.size());
     return state.getIntrusivePtr();
   }
 
-  // From here on without the mutex.
+  // The functions below are called without the mutex.
   void send_seed(uint64_t seed) {
     seed_ = seed;
-    if (number_ == DEFAULT && !roster().open_connection(index())) return;  // it is seeded when it is opened
+    if (number_ == DEFAULT && !device_registry().open_connection(index()))
+      return;  // seeded when the connection is opened
     write([&](Writer& out) {
       out.record(Record::Seed);
       out.u32(number_);
@@ -87,7 +89,7 @@ class RemoteGenerator final : public c10::GeneratorImpl {
   }
 
   void send_state(const void* state, uint64_t bytes) {
-    if (bytes > INLINE_BYTES_MAX) raise("usage", "this is not the state of a generator: it is too large");
+    if (bytes > INLINE_BYTES_MAX) raise("usage", "this is not a generator state: it is too large");
     write([&](Writer& out) {
       out.record(Record::SetGenerator);
       out.u32(number_);
@@ -98,35 +100,37 @@ class RemoteGenerator final : public c10::GeneratorImpl {
 
   std::vector<uint8_t> fetch_state() const {
     ConnectionPtr connection = this->connection();
-    connection->check_not_recording("the state of a generator");
-    Awaited awaited;
+    connection->check_not_recording("reading a generator state");
+    PendingReply reply;
     Connection::Batch batch(*connection);
     batch.records().record(Record::GeneratorState);
     batch.records().u32(number_);
-    uint64_t asked = batch.finish_ask(awaited);
-    connection->await(asked, awaited);
-    return std::move(awaited.payload);
+    uint64_t number = batch.finish_request(reply);
+    connection->wait_reply(number, reply);
+    return std::move(reply.payload);
   }
 
   bool is_default() const { return number_ == DEFAULT; }
-  bool lives_on(const Connection& connection) const { return connection_.get() == &connection; }
+  bool is_on(const Connection& connection) const { return connection_.get() == &connection; }
   uint32_t number() const { return number_; }
 
  private:
   int index() const { return device().index(); }
-  ConnectionPtr connection() const { return number_ == DEFAULT ? roster().connection(index()) : connection_; }
+  ConnectionPtr connection() const {
+    return number_ == DEFAULT ? device_registry().connection(index()) : connection_;
+  }
 
   template <class Write>
   void write(Write write) {
     ConnectionPtr connection = this->connection();
-    connection->check_not_recording("a change of a generator");
+    connection->check_not_recording("changing a generator");
     Connection::Batch batch(*connection);
     write(batch.records());
     batch.finish_op();
   }
 
   RemoteGenerator* clone_impl() const override {
-    MutexLetGo go(const_cast<std::mutex&>(mutex_));
+    MutexRelease release(const_cast<std::mutex&>(mutex_));
     at::Generator copy = make_generator(index());
     auto* impl = static_cast<RemoteGenerator*>(copy.unsafeGetGeneratorImpl());
     std::vector<uint8_t> state = fetch_state();
@@ -147,7 +151,7 @@ at::Generator make_default_generator(int index) {
 }
 
 at::Generator make_generator(int index) {
-  ConnectionPtr connection = roster().connection(index);
+  ConnectionPtr connection = device_registry().connection(index);
   uint32_t number;
   {
     Connection::Batch batch(*connection);
@@ -167,7 +171,7 @@ uint32_t generator_number(const at::Generator& generator, const Connection& conn
   TORCH_CHECK(found->device().index() == connection.options().index, "Expected a generator of ", here,
               " but found one of ", found->device());
   if (found->is_default()) return DEFAULT;
-  if (!found->lives_on(connection)) raise("device.lost", "the generator lived on an executor that is gone");
+  if (!found->is_on(connection)) raise("device.lost", "the generator was on an executor that was lost");
   return found->number();
 }
 

@@ -1,4 +1,4 @@
-// Random numbers: a generator here is the name of one that lives on an executor.
+// Random number generators: a local generator refers to one on an executor.
 #pragma once
 
 #include <ATen/core/Generator.h>
@@ -7,11 +7,11 @@
 
 namespace genie {
 
-// The session's own on that index, whichever executor is there.
+// The default generator of a device index, for whichever executor it has.
 at::Generator make_default_generator(int index);
-// One more, on the executor that is there now.
+// A new generator, on the current executor of the index.
 at::Generator make_generator(int index);
-// Its number on that executor. Raises for a generator of another device.
+// The number of the generator on that executor. Raises for a generator of another device.
 uint32_t generator_number(const at::Generator& generator, const Connection& connection);
 
 }  // namespace genie

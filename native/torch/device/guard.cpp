@@ -1,21 +1,20 @@
-// What torch asks of a device type: how many devices, which is current, how to wait, where generators are.
+// Implements torch's interfaces of a device type: device guard and PrivateUse1 hooks.
 #include <ATen/Context.h>
 #include <ATen/detail/PrivateUse1HooksInterface.h>
 #include <c10/core/CPUAllocator.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 
+#include "device_type.h"
 #include "generator.h"
 #include "guard.h"
-#include "roster.h"
+#include "device_registry.h"
 #include "storage.h"
 
 namespace genie {
 
 namespace {
 
-constexpr auto DEVICE_TYPE = c10::DeviceType::PrivateUse1;
-
-// An executor carries out what it is sent in order: there is one stream, and events are done when asked.
+// An executor runs ops in order, so there is one stream, and events are always complete.
 struct Guard final : c10::impl::DeviceGuardImplInterface {
   c10::DeviceType type() const override { return DEVICE_TYPE; }
   c10::Device exchangeDevice(c10::Device device) const override {
@@ -24,11 +23,11 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     return old;
   }
   c10::Device getDevice() const override {
-    return {DEVICE_TYPE, static_cast<c10::DeviceIndex>(roster().current())};
+    return {DEVICE_TYPE, static_cast<c10::DeviceIndex>(device_registry().current())};
   }
-  void setDevice(c10::Device device) const override { roster().set_current(device.index()); }
+  void setDevice(c10::Device device) const override { device_registry().set_current(device.index()); }
   void uncheckedSetDevice(c10::Device device) const noexcept override {
-    roster().set_current_unchecked(device.index());
+    device_registry().set_current_unchecked(device.index());
   }
   c10::Stream getStream(c10::Device device) const override {
     return c10::Stream(c10::Stream::DEFAULT, device);
@@ -46,9 +45,9 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     return c10::Stream(c10::Stream::DEFAULT, stream.device());
   }
   c10::DeviceIndex deviceCount() const noexcept override {
-    return static_cast<c10::DeviceIndex>(roster().count());
+    return static_cast<c10::DeviceIndex>(device_registry().count());
   }
-  // An event is the index of its device, and one more so that it is not null.
+  // An event is the device index + 1, so that it is not null.
   void record(void** event, const c10::Stream& stream, const c10::DeviceIndex,
               const c10::EventFlag) const override {
     *event = reinterpret_cast<void*>(static_cast<intptr_t>(stream.device_index()) + 1);
@@ -64,35 +63,37 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     synchronizeDevice(stream.device_index());
   }
   void synchronizeDevice(const c10::DeviceIndex index) const override {
-    if (ConnectionPtr connection = roster().open_connection(index)) connection->synchronize();
+    if (ConnectionPtr connection = device_registry().open_connection(index)) connection->synchronize();
   }
 };
 
 struct Hooks final : at::PrivateUse1HooksInterface {
   bool isBuilt() const override { return true; }
-  bool isAvailable() const override { return roster().count() > 0; }
-  bool hasPrimaryContext(c10::DeviceIndex index) const override { return index < roster().count(); }
-  c10::DeviceIndex deviceCount() const override { return static_cast<c10::DeviceIndex>(roster().count()); }
-  void setCurrentDevice(c10::DeviceIndex index) const override { roster().set_current(index); }
+  bool isAvailable() const override { return device_registry().count() > 0; }
+  bool hasPrimaryContext(c10::DeviceIndex index) const override { return index < device_registry().count(); }
+  c10::DeviceIndex deviceCount() const override {
+    return static_cast<c10::DeviceIndex>(device_registry().count());
+  }
+  void setCurrentDevice(c10::DeviceIndex index) const override { device_registry().set_current(index); }
   c10::DeviceIndex getCurrentDevice() const override {
-    return static_cast<c10::DeviceIndex>(roster().current());
+    return static_cast<c10::DeviceIndex>(device_registry().current());
   }
   c10::DeviceIndex exchangeDevice(c10::DeviceIndex index) const override {
     c10::DeviceIndex old = getCurrentDevice();
-    roster().set_current(index);
+    device_registry().set_current(index);
     return old;
   }
   c10::DeviceIndex maybeExchangeDevice(c10::DeviceIndex index) const override {
     return exchangeDevice(index);
   }
   const at::Generator& getDefaultGenerator(c10::DeviceIndex index) const override {
-    return roster().default_generator(index);
+    return device_registry().default_generator(index);
   }
   at::Generator getNewGenerator(c10::DeviceIndex index) const override { return make_generator(index); }
   at::Device getDeviceFromPtr(void* pointer) const override {
     return {DEVICE_TYPE, static_cast<c10::DeviceIndex>(reinterpret_cast<uintptr_t>(pointer) >> 40 & 0xff)};
   }
-  // Nothing is pinned for a device behind a network; ordinary memory does.
+  // Pinning has no effect for a device behind a network, so ordinary memory is used.
   c10::Allocator* getPinnedMemoryAllocator() const override { return c10::GetCPUAllocator(); }
   bool isPinnedPtr(const void*) const override { return false; }
   void resizePrivateUse1Bytes(const c10::Storage& storage, size_t bytes) const override {

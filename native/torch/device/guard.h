@@ -1,4 +1,4 @@
-// Tells torch about the device type. Once per process.
+// Registers the device guard and hooks with torch. Call once per process.
 #pragma once
 
 namespace genie {

@@ -15,11 +15,11 @@ std::atomic<unsigned long> main_thread{0};
 
 }  // namespace
 
-LetInterpreterGo::LetInterpreterGo() {
+GilRelease::GilRelease() {
   if (Py_IsInitialized() && PyGILState_Check()) state_ = PyEval_SaveThread();
 }
 
-LetInterpreterGo::~LetInterpreterGo() {
+GilRelease::~GilRelease() {
   if (state_) PyEval_RestoreThread(state_);
 }
 

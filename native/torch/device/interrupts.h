@@ -1,4 +1,4 @@
-// Waiting beside Python: the interpreter goes on meanwhile, and a signal (Ctrl-C) is heard.
+// Blocking waits in a Python process: they release the GIL and handle signals (Ctrl-C).
 #pragma once
 
 #include <chrono>
@@ -8,29 +8,29 @@ struct _ts;  // PyThreadState; Python's header stays out of most files
 
 namespace genie {
 
-// The interpreter goes on while this thread waits, if this thread holds it.
-class LetInterpreterGo {
+// Releases the GIL while this thread waits, if it holds it.
+class GilRelease {
  public:
-  LetInterpreterGo();
-  ~LetInterpreterGo();
-  LetInterpreterGo(const LetInterpreterGo&) = delete;
-  LetInterpreterGo& operator=(const LetInterpreterGo&) = delete;
+  GilRelease();
+  ~GilRelease();
+  GilRelease(const GilRelease&) = delete;
+  GilRelease& operator=(const GilRelease&) = delete;
 
  private:
   _ts* state_ = nullptr;
 };
 
-// Python runs the handlers of signals on one thread only. Called with the GIL.
+// Remembers Python's main thread, the only one that runs signal handlers. Call with the GIL.
 void find_main_thread();
 
-// How long a wait may go on without a look.
-constexpr auto SIGNALS_EVERY = std::chrono::milliseconds(200);
+// How often a wait checks for signals.
+constexpr auto SIGNAL_CHECK_INTERVAL = std::chrono::milliseconds(200);
 
-// Between two slices of a wait, without any lock: runs the handlers of the signals that have come, and throws
-// what they raise. They may use the device. On every other thread than Python's main one this does nothing.
+// Call between two slices of a wait, without locks: runs pending signal handlers, which may use the device,
+// and throws what they raise. Does nothing except on Python's main thread.
 void check_signals();
 
-// What Python calls this thread. Takes the GIL.
+// Python's name of this thread. Takes the GIL.
 std::string thread_name();
 
 }  // namespace genie

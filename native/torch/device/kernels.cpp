@@ -1,6 +1,5 @@
-// Ops that are carried out on this side: making tensors, looking at their memory in another way, and copying
-// between this machine and executors. Not for: copies between executors (across.cpp), and everything else
-// (dispatch.cpp).
+// Kernels that run in the client: creating tensors, views, and copies between this machine and executors.
+// Not here: copies between executors (executor_copy.cpp), and all other ops (dispatch.cpp).
 #include <ATen/EmptyTensor.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/core/dispatch/Dispatcher.h>
@@ -17,10 +16,11 @@
 #include <ATen/ops/view_native.h>
 #include <torch/library.h>
 
-#include "across.h"
+#include "executor_copy.h"
+#include "device_type.h"
 #include "dispatch.h"
 #include "errors.h"
-#include "roster.h"
+#include "device_registry.h"
 #include "storage.h"
 
 namespace genie {
@@ -29,26 +29,17 @@ namespace {
 
 using at::Tensor;
 
-constexpr auto DEVICE_TYPE = c10::DeviceType::PrivateUse1;
-
 bool is_remote(const Tensor& tensor) { return tensor.device().type() == DEVICE_TYPE; }
 
-void check_dimensions(int64_t count) {
-  if (count > static_cast<int64_t>(DIMENSIONS_MAX)) {
-    raise("device.op_refused",
-          "a tensor on remote_accelerator has at most 64 dimensions, not " + std::to_string(count));
-  }
-}
-
-// --- making -------------------------------------------------------------------------------------
+// --- factories ----------------------------------------------------------------------------------
 
 ConnectionPtr connection_at(std::optional<c10::Device> device) {
-  return roster().connection(device && device->has_index() ? device->index() : -1);
+  return device_registry().connection(device && device->has_index() ? device->index() : -1);
 }
 
-void check_plain(std::optional<at::Layout> layout, std::optional<bool> pin_memory) {
+void check_options(std::optional<at::Layout> layout, std::optional<bool> pin_memory) {
   if (layout && *layout != at::kStrided) {
-    raise("device.op_refused", "a tensor on remote_accelerator is strided; other layouts are not carried");
+    raise("device.op_refused", "remote_accelerator supports strided tensors only");
   }
   if (pin_memory && *pin_memory) {
     raise("device.op_refused", "memory on remote_accelerator cannot be pinned; pin the tensor on the CPU");
@@ -60,11 +51,12 @@ at::ScalarType default_dtype() { return at::typeMetaToScalarType(at::get_default
 Tensor empty_strided(c10::IntArrayRef sizes, c10::IntArrayRef strides, std::optional<at::ScalarType> dtype,
                      std::optional<at::Layout> layout, std::optional<c10::Device> device,
                      std::optional<bool> pin_memory) {
-  check_plain(layout, pin_memory);
+  check_options(layout, pin_memory);
   Output output;
   output.dtype = dtype.value_or(default_dtype());
-  if (!is_carried(output.dtype)) {
-    raise("device.op_refused", std::string("tensors of ") + c10::toString(output.dtype) + " are not carried");
+  if (!is_supported_dtype(output.dtype)) {
+    raise("device.op_refused",
+          std::string("remote_accelerator does not support dtype ") + c10::toString(output.dtype));
   }
   TORCH_CHECK(sizes.size() == strides.size(), "sizes and strides differ in length");
   check_dimensions(static_cast<int64_t>(sizes.size()));
@@ -105,22 +97,22 @@ Tensor empty(c10::IntArrayRef sizes, std::optional<at::ScalarType> dtype, std::o
                        layout, device, pin_memory);
 }
 
-// Only ever a cheaper form of zeros.
+// In torch, a cheaper form of zeros.
 Tensor zeros_for_autograd(c10::IntArrayRef sizes, std::optional<at::ScalarType> dtype,
                           std::optional<at::Layout> layout, std::optional<c10::Device> device,
                           std::optional<bool> pin_memory) {
   return empty(sizes, dtype, layout, device, pin_memory, std::nullopt).zero_();
 }
 
-// One op that gives a tensor. torch itself makes an empty one and gives it its size later, which takes two
-// ops and cannot be part of a graph. The default dtype is this process's, so it is named.
+// A single op. torch's own implementation creates an empty tensor and resizes it, which takes two ops and
+// cannot be part of a graph. The dtype is passed, because the default dtype is a setting of this process.
 Tensor arange(const at::Scalar& start, const at::Scalar& end, const at::Scalar& step,
               std::optional<at::ScalarType> dtype, std::optional<at::Layout> layout,
               std::optional<c10::Device> device, std::optional<bool> pin_memory) {
-  check_plain(layout, pin_memory);
+  check_options(layout, pin_memory);
   if (!dtype) {
-    bool whole = start.isIntegral(true) && end.isIntegral(true) && step.isIntegral(true);
-    dtype = whole ? at::kLong : default_dtype();
+    bool integral = start.isIntegral(true) && end.isIntegral(true) && step.isIntegral(true);
+    dtype = integral ? at::kLong : default_dtype();
   }
   static auto op = c10::Dispatcher::singleton().findSchemaOrThrow("aten::arange", "start_step");
   torch::jit::Stack stack{start, end, step, *dtype, layout, device, c10::IValue()};
@@ -141,15 +133,15 @@ Tensor arange_from(const at::Scalar& start, const at::Scalar& end, std::optional
 
 // --- copying ------------------------------------------------------------------------------------
 
-Tensor plain(const Tensor& tensor) { return tensor.resolve_conj().resolve_neg().contiguous(); }
+Tensor materialize(const Tensor& tensor) { return tensor.resolve_conj().resolve_neg().contiguous(); }
 
 // `source` is on the CPU, contiguous, of the target's dtype and shape.
 void upload(const Tensor& target, const Tensor& source) {
   check_dimensions(target.dim());
   Connection& connection = *handle_of(target).connection;
   uint64_t bytes = source.nbytes();
-  auto write = [&](Writer& records, bool inside) {
-    records.record(Record::Put, inside);
+  auto write = [&](Writer& records, bool is_inline) {
+    records.record(Record::Put, is_inline);
     write_view(records, target);
     records.u64(bytes);
   };
@@ -165,42 +157,43 @@ void upload(const Tensor& target, const Tensor& source) {
   if (connection.options().blocking) connection.synchronize();
 }
 
-// `target` is on the CPU, contiguous, of the source's dtype and shape, and neither is lazily changed.
+// `target` is on the CPU, contiguous, of the source's dtype and shape, and neither is a lazy conjugate or
+// negation.
 void download(const Tensor& source, const Tensor& target) {
   check_dimensions(source.dim());
   ConnectionPtr connection = handle_of(source).connection;
   connection->check_not_recording("a copy to this machine");
-  Awaited awaited;
-  awaited.into = target.mutable_data_ptr();
-  awaited.into_bytes = target.nbytes();
-  if (!awaited.into) {  // no elements: nothing to fetch, but what failed before still comes out
+  PendingReply reply;
+  reply.into = target.mutable_data_ptr();
+  reply.into_bytes = target.nbytes();
+  if (!reply.into) {  // no elements: nothing to fetch, but earlier errors are raised
     connection->synchronize();
     return;
   }
   Connection::Batch batch(*connection);
   batch.records().record(Record::Get);
   write_view(batch.records(), source);
-  uint64_t number = batch.finish_ask(awaited);
-  connection->await(number, awaited);
+  uint64_t number = batch.finish_request(reply);
+  connection->wait_reply(number, reply);
 }
 
-void copy_there(const Tensor& target, const Tensor& source) {
+void copy_to_remote(const Tensor& target, const Tensor& source) {
   bool expands = source.numel() < target.numel();
   if (!expands) {
     Tensor same = source.sizes() == target.sizes() ? source : source.expand(target.sizes());
     if (!target.is_conj() && !target.is_neg()) {
-      upload(target, plain(same.to(target.scalar_type())));
+      upload(target, materialize(same.to(target.scalar_type())));
       return;
     }
   }
-  // Only what is there travels; it is spread out on the other side.
+  // Only the unexpanded elements are sent; the executor expands them.
   Tensor staged = at::empty(
       source.sizes(), source.options().device(target.device()).memory_format(at::MemoryFormat::Contiguous));
-  upload(staged, plain(source));
+  upload(staged, materialize(source));
   target.copy_(staged);
 }
 
-void copy_here(const Tensor& target, const Tensor& source) {
+void copy_to_local(const Tensor& target, const Tensor& source) {
   Tensor same = source.sizes() == target.sizes() ? source : source.expand(target.sizes());
   if (same.scalar_type() != target.scalar_type()) same = same.to(target.scalar_type());
   if (same.is_conj()) same = same.resolve_conj();
@@ -224,11 +217,11 @@ Tensor& copy_(Tensor& self, const Tensor& source, bool non_blocking) {
     torch::jit::Stack stack{self, source, non_blocking};
     send_op(op, {}, &stack);
   } else if (from && to) {
-    copy_across(self, source);
+    copy_between_executors(self, source);
   } else if (to) {
-    copy_there(self, source.device().is_cpu() ? source : source.to(at::kCPU));
+    copy_to_remote(self, source.device().is_cpu() ? source : source.to(at::kCPU));
   } else {
-    copy_here(self, source);
+    copy_to_local(self, source);
   }
   return self;
 }
@@ -245,12 +238,12 @@ Tensor copy_from_and_resize(const Tensor& source, const Tensor& target) {
 }
 
 at::Scalar local_scalar(const Tensor& tensor) {
-  Tensor here = at::empty({}, tensor.options().device(at::kCPU));
-  download(tensor.resolve_conj().resolve_neg(), here);
-  return here.item();
+  Tensor local = at::empty({}, tensor.options().device(at::kCPU));
+  download(tensor.resolve_conj().resolve_neg(), local);
+  return local.item();
 }
 
-// --- memory under a tensor ----------------------------------------------------------------------
+// --- storages ------------------------------------------------------------------------------------
 
 const Tensor& resize_(const Tensor& self, c10::IntArrayRef sizes, std::optional<at::MemoryFormat> format) {
   auto* impl = self.unsafeGetTensorImpl();
@@ -281,9 +274,9 @@ Tensor& set_whole_storage(Tensor& self, c10::Storage storage) {
   return set_storage(self, std::move(storage), 0, {count}, {1});
 }
 
-Tensor& set_nothing(Tensor& self) {
-  Tensor nothing = at::empty({0}, self.options());
-  return set_storage(self, nothing.storage(), 0, {0}, {1});
+Tensor& set_empty(Tensor& self) {
+  Tensor empty_tensor = at::empty({0}, self.options());
+  return set_storage(self, empty_tensor.storage(), 0, {0}, {1});
 }
 
 Tensor& set_like(Tensor& self, const Tensor& source) {
@@ -292,7 +285,7 @@ Tensor& set_like(Tensor& self, const Tensor& source) {
 
 Tensor view(const Tensor& self, c10::IntArrayRef sizes) { return at::native::view(self, sizes); }
 
-// Executors do not take indices on trust, so the variants that would become those that check.
+// Executors check all indices, so the unchecked variants map to the checked ones.
 Tensor checked_index(const Tensor& self, const c10::List<std::optional<Tensor>>& indices) {
   return at::index(self, indices);
 }
@@ -304,13 +297,13 @@ Tensor checked_index_put(const Tensor& self, const c10::List<std::optional<Tenso
 
 bool is_pinned(const Tensor&, std::optional<c10::Device>) { return false; }
 
-// Whether `tensor.data = other` may be: as between the CPU and CUDA, so that a module that is moved keeps the
-// parameters that an optimizer has.
-bool may_stand_for(const Tensor& self, const Tensor& other) {
-  auto plain = [](const Tensor& tensor) {
+// Whether `tensor.data = other` is allowed: as between CPU and CUDA, so that Module.to() keeps the parameter
+// objects, which an optimizer may hold.
+bool has_compatible_type(const Tensor& self, const Tensor& other) {
+  auto is_supported = [](const Tensor& tensor) {
     return tensor.layout() == at::kStrided && (tensor.device().is_cpu() || is_remote(tensor));
   };
-  return plain(self) && plain(other) && !self.is_quantized() && !other.is_quantized();
+  return is_supported(self) && is_supported(other) && !self.is_quantized() && !other.is_quantized();
 }
 
 }  // namespace
@@ -332,7 +325,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("set_.source_Storage_storage_offset", genie::set_storage);
   m.impl("set_.source_Storage", genie::set_whole_storage);
   m.impl("set_.source_Tensor", genie::set_like);
-  m.impl("set_", genie::set_nothing);
+  m.impl("set_", genie::set_empty);
   m.impl("as_strided", at::native::as_strided_tensorimpl);
   m.impl("view", genie::view);
   m.impl("_reshape_alias", at::native::_reshape_alias);
@@ -342,9 +335,9 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("_unsafe_index.Tensor", genie::checked_index);
   m.impl("_unsafe_index_put", genie::checked_index_put);
   m.impl("is_pinned", genie::is_pinned);
-  m.impl("_has_compatible_shallow_copy_type", genie::may_stand_for);
+  m.impl("_has_compatible_shallow_copy_type", genie::has_compatible_type);
 }
 
 TORCH_LIBRARY_IMPL(aten, AutogradPrivateUse1, m) {
-  m.impl("_has_compatible_shallow_copy_type", genie::may_stand_for);
+  m.impl("_has_compatible_shallow_copy_type", genie::has_compatible_type);
 }

@@ -5,7 +5,7 @@
 
 #include "errors.h"
 #include "interrupts.h"
-#include "roster.h"
+#include "device_registry.h"
 #include "storage.h"
 
 namespace genie {
@@ -20,33 +20,32 @@ void set(c10::CachingAllocator::StatArray& stats, uint64_t current, uint64_t pea
   all.peak = static_cast<int64_t>(peak);
 }
 
-// What an executor has cached beside the tensors is its own affair, so nothing is reserved but what is in
-// use.
+// Memory that an executor caches is not reported, so reserved equals allocated.
 struct RemoteAllocator final : c10::DeviceAllocator {
   c10::DataPtr allocate(size_t bytes) override {
-    return genie::allocate(*roster().connection(roster().current()), bytes);
+    return genie::allocate(*device_registry().connection(device_registry().current()), bytes);
   }
   c10::DeleterFnPtr raw_deleter() const override { return nullptr; }
   void copy_data(void*, const void*, size_t) const override {
-    raise("device.op_refused", "remote memory cannot be copied by its address");
+    raise("device.op_refused", "remote memory cannot be copied by address");
   }
 
-  bool initialized() override { return roster().count() > 0; }
+  bool initialized() override { return device_registry().count() > 0; }
   void emptyCache(c10::MempoolId_t) override {}
-  void recordStream(const c10::DataPtr&, c10::Stream) override {}  // there is one stream, and it is in order
+  void recordStream(const c10::DataPtr&, c10::Stream) override {}  // there is one in-order stream
 
   DeviceStats getDeviceStats(c10::DeviceIndex index) override {
     DeviceStats stats;
-    ExecutorCounters now = executor_counters(*roster().connection(index), /*forget_peak=*/false);
+    StatsReply now = executor_counters(*device_registry().connection(index), /*reset_peak=*/false);
     for (auto* bytes :
          {&stats.allocated_bytes, &stats.active_bytes, &stats.requested_bytes, &stats.reserved_bytes}) {
-      set(*bytes, now.bytes, now.bytes_peak);
+      set(*bytes, now.bytes_allocated, now.bytes_allocated_peak);
     }
     return stats;
   }
   void resetAccumulatedStats(c10::DeviceIndex) override {}  // nothing accumulates
   void resetPeakStats(c10::DeviceIndex index) override {
-    executor_counters(*roster().connection(index), /*forget_peak=*/true);
+    executor_counters(*device_registry().connection(index), /*reset_peak=*/true);
   }
 };
 
@@ -54,19 +53,19 @@ RemoteAllocator the_allocator;
 
 }  // namespace
 
-ExecutorCounters executor_counters(Connection& connection, bool forget_peak) {
+StatsReply executor_counters(Connection& connection, bool reset_peak) {
   connection.check_not_recording("reading counters");
-  Awaited awaited;
+  PendingReply reply;
   {
-    LetInterpreterGo go;
+    GilRelease release;
     Connection::Batch batch(connection);
-    batch.records().record(Record::Stats, forget_peak);
-    uint64_t number = batch.finish_ask(awaited);
-    connection.await(number, awaited);
+    batch.records().record(Record::Stats, reset_peak);
+    uint64_t number = batch.finish_request(reply);
+    connection.wait_reply(number, reply);
   }
   try {
-    Reader in(awaited.payload.data(), awaited.payload.size());
-    return {in.u64(), in.u64(), in.u64(), in.u64(), in.u64()};
+    Reader in(reply.payload.data(), reply.payload.size());
+    return in.get<StatsReply>();
   } catch (const ProtocolError& error) {
     connection.fail(error);
   }

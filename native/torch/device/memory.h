@@ -1,4 +1,4 @@
-// What the executor says of its memory, to Genie's own calls and to torch.accelerator's.
+// Memory counters of the executor, for torch.remote_accelerator and torch.accelerator.
 #pragma once
 
 #include <c10/core/Allocator.h>
@@ -7,14 +7,10 @@
 
 namespace genie {
 
-struct ExecutorCounters {
-  uint64_t tensors, bytes, bytes_peak, bytes_max, ops;
-};
+// Waits for the executor, without the GIL. `reset_peak`: resets the peak afterwards.
+StatsReply executor_counters(Connection& connection, bool reset_peak);
 
-// Waits for the executor, without the GIL. `forget_peak`: from then on the peak is counted anew.
-ExecutorCounters executor_counters(Connection& connection, bool forget_peak);
-
-// For the paths of torch that make a storage by themselves, on the current device.
+// Allocates on the current device, for code in torch that creates a storage itself.
 c10::Allocator* allocator();
 
 }  // namespace genie

@@ -1,4 +1,4 @@
-// The Python face of the device: genie/device uses it, and nobody else.
+// Python bindings of the device, for genie/device. Declared in genie/native/genie_device.pyi.
 #include <algorithm>
 #include <map>
 #include <tuple>
@@ -9,16 +9,16 @@
 #include <torch/csrc/utils/pybind.h>
 
 #include "../stream_bindings.h"
-#include "beside.h"
+#include "local_accelerator.h"
 #include "connection.h"
 #include "dispatch.h"
 #include "errors.h"
 #include "guard.h"
 #include "interrupts.h"
 #include "memory.h"
-#include "roster.h"
+#include "device_registry.h"
 #include "storage.h"
-#include "watch.h"
+#include "graph_guard.h"
 
 namespace py = pybind11;
 
@@ -26,8 +26,8 @@ namespace genie {
 
 namespace {
 
-// Python callables are let go of with the GIL, on whatever thread that happens.
-std::shared_ptr<py::function> kept(py::function callable) {
+// Shares a Python callable; the last owner, on any thread, releases it with the GIL.
+std::shared_ptr<py::function> share(py::function callable) {
   return {new py::function(std::move(callable)), [](py::function* held) {
             if (!Py_IsInitialized()) return;
             py::gil_scoped_acquire gil;
@@ -41,40 +41,40 @@ ConnectionPtr connect(py::handle stream, int index, const std::string& device_na
                       const std::string& server_name, py::function resume, py::function token) {
   ConnectionOptions options{index,    device_name, executor, kind, op_timeout_s,
                             blocking, flush_ops,   host,     port, server_name};
-  auto callable = kept(std::move(resume));
-  Resume again = [callable](uint64_t replies_received) {
+  auto callable = share(std::move(resume));
+  Resume resume_callback = [callable](uint64_t replies_received) {
     py::gil_scoped_acquire gil;
     try {
       auto [stream, frames] = (*callable)(replies_received).cast<std::pair<py::object, uint64_t>>();
-      return Resumed{stream_of(stream), frames};
+      return ResumeResult{stream_of(stream), frames};
     } catch (const py::error_already_set& error) {
       throw std::runtime_error(py::str(error.value()).cast<std::string>());
     }
   };
-  Token token_for = [shown = kept(std::move(token))](uint64_t number) {
+  FetchToken token_for = [callable = share(std::move(token))](uint64_t number) {
     py::gil_scoped_acquire gil;
-    return (*shown)(number).cast<std::string>();
+    return (*callable)(number).cast<std::string>();
   };
-  return c10::make_intrusive<Connection>(stream_of(stream), std::move(options), std::move(again),
+  return c10::make_intrusive<Connection>(stream_of(stream), std::move(options), std::move(resume_callback),
                                          std::move(token_for));
 }
 
 void attach(int count, py::function open) {
-  auto callable = kept(std::move(open));
+  auto callable = share(std::move(open));
   find_main_thread();
-  py::gil_scoped_release go;
-  roster().attach(count, [callable](int index) {
+  py::gil_scoped_release release;
+  device_registry().attach(count, [callable](int index) {
     py::gil_scoped_acquire gil;
     return (*callable)(index).cast<ConnectionPtr>();
   });
 }
 
-py::dict read_executor_counters(Connection& connection, bool forget_peak) {
-  ExecutorCounters now = executor_counters(connection, forget_peak);
+py::dict read_executor_counters(Connection& connection, bool reset_peak) {
+  StatsReply now = executor_counters(connection, reset_peak);
   py::dict found;
-  found["tensors"] = now.tensors;
-  found["bytes_allocated"] = now.bytes;
-  found["bytes_allocated_peak"] = now.bytes_peak;
+  found["tensors"] = now.storages;
+  found["bytes_allocated"] = now.bytes_allocated;
+  found["bytes_allocated_peak"] = now.bytes_allocated_peak;
   found["bytes_max"] = now.bytes_max;
   found["ops"] = now.ops;
   return found;
@@ -83,12 +83,12 @@ py::dict read_executor_counters(Connection& connection, bool forget_peak) {
 py::dict client_counters(Connection& connection) {
   ConnectionCounters now;
   {
-    py::gil_scoped_release go;
+    py::gil_scoped_release release;
     now = connection.counters();
   }
   py::dict found;
   found["ops"] = now.ops;
-  found["asks"] = now.asks;
+  found["dynamic_ops"] = now.dynamic_ops;
   found["misses"] = now.misses;
   found["frames"] = now.frames;
   found["bytes_sent"] = now.bytes_sent;
@@ -99,36 +99,35 @@ py::dict client_counters(Connection& connection) {
   return found;
 }
 
-// How the executor replays a graph, how often it has, and why not in a better way.
+// The replay kind of a graph, the number of replays, and why no faster kind is used.
 py::tuple graph_report(Connection& connection, uint32_t graph) {
-  connection.check_not_recording("a report");
-  Awaited awaited;
+  connection.check_not_recording("a graph report");
+  PendingReply reply;
   {
-    py::gil_scoped_release go;
+    py::gil_scoped_release release;
     Connection::Batch batch(connection);
     batch.records().record(Record::GraphReport);
     batch.records().u32(graph);
-    uint64_t number = batch.finish_ask(awaited);
-    connection.await(number, awaited);
+    uint64_t number = batch.finish_request(reply);
+    connection.wait_reply(number, reply);
   }
-  static const char* const HOW[] = {"steps", "cuda graph", "inductor", "inductor in a cuda graph"};
   try {
-    Reader in(awaited.payload.data(), awaited.payload.size());
-    uint8_t how = in.u8();
-    if (how >= std::size(HOW)) throw ProtocolError("a graph is replayed in an unknown way");
+    Reader in(reply.payload.data(), reply.payload.size());
+    uint8_t kind = in.u8();
+    if (kind >= std::size(REPLAY_KIND_NAMES)) throw ProtocolError("unknown replay kind");
     uint64_t replays = in.u64();
-    return py::make_tuple(HOW[how], replays, in.text());
+    return py::make_tuple(REPLAY_KIND_NAMES[kind], replays, in.text());
   } catch (const ProtocolError& error) {
     connection.fail(error);
   }
 }
 
-// What a graph does with the memory of each tensor: one of Connection::Use.
+// How a graph uses the storage of each tensor: values of Connection::StorageUse.
 std::vector<int> graph_uses(const Connection& connection, uint32_t graph,
                             const std::vector<at::Tensor>& tensors) {
   std::vector<int> uses;
   for (const at::Tensor& tensor : tensors) {
-    auto use = Connection::Use::No;
+    auto use = Connection::StorageUse::Unused;
     if (tensor.device().type() == c10::DeviceType::PrivateUse1 && tensor.has_storage()) {
       const Handle& handle = handle_of(tensor);
       if (handle.connection.get() == &connection) use = connection.graph_use(graph, handle.storage);
@@ -138,15 +137,15 @@ std::vector<int> graph_uses(const Connection& connection, uint32_t graph,
   return uses;
 }
 
-// Where a tensor of a call lies in its memory: bytes from its storage's first to its own last.
-struct Lying {
+// The byte range of a tensor in its storage.
+struct MemoryExtent {
   size_t position;
   const c10::StorageImpl* storage;
   int64_t begin, end;
 };
 
-std::vector<Lying> lying_of(const std::vector<py::object>& values) {
-  std::vector<Lying> all;
+std::vector<MemoryExtent> extents_of(const std::vector<py::object>& values) {
+  std::vector<MemoryExtent> all;
   for (size_t i = 0; i < values.size(); i++) {
     if (!THPVariable_Check(values[i].ptr())) continue;
     const at::Tensor& tensor = THPVariable_Unpack(values[i].ptr());
@@ -160,21 +159,21 @@ std::vector<Lying> lying_of(const std::vector<py::object>& values) {
   return all;
 }
 
-constexpr int64_t ALIGNED_BYTES = 16;  // no dtype has larger numbers
+constexpr int64_t ALIGNED_BYTES = 16;  // the largest dtype
 
-// Of tensors whose memory may overlap: the place of each among the values, that of the first of its group,
-// that of the first that is the same object, where it begins (bytes after the first of the group, or a few
-// more), its strides, whether it is lazily conjugated, and negated.
-py::list shared_group(const std::vector<py::object>& values, std::vector<Lying> group) {
-  int64_t low = group[0].begin;  // they are sorted
+// For tensors whose memory may overlap, one tuple each: position among the values, position of the first of
+// the group, position of the first that is the same object, offset in bytes from the aligned start of the
+// group, strides, is_conj, is_neg. SharedInput in genie/device/graphs.py.
+py::list shared_group(const std::vector<py::object>& values, std::vector<MemoryExtent> group) {
+  int64_t low = group[0].begin;  // sorted
   low -= low % ALIGNED_BYTES;
   std::sort(group.begin(), group.end(), [](const auto& a, const auto& b) { return a.position < b.position; });
   py::list found;
-  for (const Lying& each : group) {
+  for (const MemoryExtent& each : group) {
     const py::object& value = values[each.position];
     const at::Tensor& tensor = THPVariable_Unpack(value.ptr());
     auto same = std::find_if(group.begin(), group.end(),
-                             [&](const Lying& other) { return values[other.position].is(value); });
+                             [&](const MemoryExtent& other) { return values[other.position].is(value); });
     found.append(py::make_tuple(each.position, group[0].position, same->position, each.begin - low,
                                 py::tuple(py::cast(tensor.strides().vec())), tensor.is_conj(),
                                 tensor.is_neg()));
@@ -182,15 +181,15 @@ py::list shared_group(const std::vector<py::object>& values, std::vector<Lying> 
   return found;
 }
 
-// The groups of tensors among the values whose memory may overlap, one after the other; None without any.
-py::object sharing(const std::vector<py::object>& values) {
-  std::vector<Lying> all = lying_of(values);
-  std::sort(all.begin(), all.end(), [](const Lying& a, const Lying& b) {
+// The groups of tensors among the values whose memory may overlap, concatenated; None if there are none.
+py::object find_shared_inputs(const std::vector<py::object>& values) {
+  std::vector<MemoryExtent> all = extents_of(values);
+  std::sort(all.begin(), all.end(), [](const MemoryExtent& a, const MemoryExtent& b) {
     return std::tie(a.storage, a.begin, a.position) < std::tie(b.storage, b.begin, b.position);
   });
-  std::map<size_t, py::list> groups;  // by the first position: addresses are no order
+  std::map<size_t, py::list> groups;  // ordered by position, because addresses vary
   for (size_t i = 0; i < all.size();) {
-    std::vector<Lying> group{all[i]};
+    std::vector<MemoryExtent> group{all[i]};
     int64_t end = all[i].end;
     for (i++; i < all.size() && all[i].storage == group[0].storage && all[i].begin < end; i++) {
       group.push_back(all[i]);
@@ -207,15 +206,16 @@ py::object sharing(const std::vector<py::object>& values) {
   return py::tuple(found);
 }
 
-// What a replay works on, under way when this returns.
-void send_inputs(Connection& connection, const std::vector<at::Tensor>& into,
+// Sends the inputs of the next replay, without waiting.
+void copy_inputs(Connection& connection, const std::vector<at::Tensor>& into,
                  const std::vector<at::Tensor>& from) {
   c10::NoGradGuard no_grad;
-  Connection::FlushAtEnd flush(connection);
+  Connection::DeferredFlush flush(connection);
   for (size_t i = 0; i < into.size(); i++) into[i].copy_(from.at(i));
 }
 
-// The caller's own copy of what a graph gave. One that fills its storage is copied only when it must be.
+// Returns the caller's own copy of a graph's result. A result that fills its storage is copied only if
+// needed.
 at::Tensor take_result(const at::Tensor& result) {
   Handle& handle = handle_of(result);
   bool fills = result.nbytes() == result.storage().nbytes() && !result.is_conj() && !result.is_neg();
@@ -233,7 +233,7 @@ at::Tensor take_result(const at::Tensor& result) {
 }
 
 void seed(Connection& connection, uint64_t value) {
-  connection.check_not_recording("a seed");
+  connection.check_not_recording("seeding");
   Connection::Batch batch(connection);
   batch.records().record(Record::Seed);
   batch.records().u32(0);
@@ -242,13 +242,13 @@ void seed(Connection& connection, uint64_t value) {
 }
 
 at::Tensor rng_state(int index) {
-  at::Generator generator = roster().default_generator(index);
+  at::Generator generator = device_registry().default_generator(index);
   std::lock_guard<std::mutex> lock(generator.mutex());
   return at::Tensor(generator.get_state());
 }
 
 void set_rng_state(int index, const at::Tensor& state) {
-  at::Generator generator = roster().default_generator(index);
+  at::Generator generator = device_registry().default_generator(index);
   std::lock_guard<std::mutex> lock(generator.mutex());
   generator.set_state(state);
 }
@@ -268,41 +268,47 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
            py::arg("token"))
       .def_property_readonly("lost", &Connection::lost)
       .def("synchronize", &Connection::synchronize, without_gil)
-      .def("send", &send_inputs)
+      .def("copy_inputs", &copy_inputs)
       .def("seed", &seed, without_gil)
-      .def("executor_counters", &read_executor_counters, py::kw_only(), py::arg("forget_peak") = false)
+      .def("executor_counters", &read_executor_counters, py::kw_only(), py::arg("reset_peak") = false)
       .def("client_counters", &client_counters)
       .def("begin_graph", &Connection::begin_graph, without_gil, py::kw_only(), py::arg("thread"),
            py::arg("idle_s_max"))
       .def("end_graph", &Connection::end_graph, without_gil)
       .def("graph_report", &graph_report)
       .def("graph_uses", &graph_uses)
-      .def("graph_writes", &Connection::graph_writes)
+      .def("graph_write_count", &Connection::graph_write_count)
       .def("replay_graph", &Connection::replay_graph, without_gil)
       .def("free_graph", &Connection::free_graph, without_gil)
       .def("close", &Connection::close, without_gil);
-  bind_watch(m);
+  bind_graph_guard(m);
+  m.attr("GRAPH_DISCARD") = GRAPH_DISCARD;
+  m.attr("GRAPH_KEEP") = GRAPH_KEEP;
+  m.attr("GRAPH_COMPILE") = GRAPH_COMPILE;
+  m.attr("STORAGE_UNUSED") = static_cast<int>(Connection::StorageUse::Unused);
+  m.attr("STORAGE_READ") = static_cast<int>(Connection::StorageUse::Read);
+  m.attr("STORAGE_WRITTEN") = static_cast<int>(Connection::StorageUse::Written);
   for (py::handle each : py::module_::import("genie.errors").attr("all_errors")()) {
     set_error_class(each.attr("code").cast<std::string>(), each.ptr());
   }
-  m.def("register", [] {
+  m.def("register_kernels", [] {
     register_hooks();
     return register_ops();
   });
-  m.def("step_aside", &step_aside);
+  m.def("keep_local_accelerator", &keep_local_accelerator);
   m.def("enter_backward", &enter_backward);
   m.def("leave_backward", &leave_backward);
-  m.def("reach", [](const std::vector<at::Tensor>& roots) {
-    Reach found = reach_of(roots);
+  m.def("backward_devices", [](const std::vector<at::Tensor>& roots) {
+    BackwardDevices found = find_backward_devices(roots);
     return std::make_pair(found.remote, found.local);
   });
   m.def("take_result", &take_result);
-  m.def("sharing", &sharing);
+  m.def("find_shared_inputs", &find_shared_inputs);
   m.def("attach", &attach);
-  m.def("detach", [] { roster().detach(); });
-  m.def("current_device", [] { return roster().current(); });
-  m.def("set_device", [](int index) { roster().set_current(index); });
-  m.def("set_device_unchecked", [](int index) { roster().set_current_unchecked(index); });
+  m.def("detach", [] { device_registry().detach(); });
+  m.def("current_device", [] { return device_registry().current(); });
+  m.def("set_device", [](int index) { device_registry().set_current(index); });
+  m.def("set_device_unchecked", [](int index) { device_registry().set_current_unchecked(index); });
   m.def("rng_state", &rng_state, without_gil);
   m.def("set_rng_state", &set_rng_state, without_gil);
 }

@@ -1,4 +1,4 @@
-// What comes back from the executor: reading it, and waiting for it. See connection.h.
+// Reads replies of the executor, and waits for them. See connection.h.
 #include <algorithm>
 #include <chrono>
 
@@ -13,19 +13,19 @@ namespace {
 using Clock = std::chrono::steady_clock;
 
 constexpr int64_t READ_SLICE_US = 500'000;
-// CUDA itself looks for a result without a pause; so does this, for a while, on machines with cores to spare.
+// Busy-waits like CUDA, for a limited time, on machines with enough cores.
 constexpr int64_t SPIN_US = 10'000;
 constexpr unsigned SPIN_CORES_MIN = 4;
-constexpr auto OTHERS_READ_FOR = std::chrono::milliseconds(20);
-// Copies that wait on other executors' shelves take memory there.
-constexpr uint64_t LANDING_BYTES_MAX = 256u << 20;
-constexpr size_t LANDINGS_MAX = 256;
+constexpr auto READER_POLL_INTERVAL = std::chrono::milliseconds(20);
+// Pending parcels use memory on other executors.
+constexpr uint64_t PENDING_FETCH_BYTES_MAX = 256u << 20;
+constexpr size_t PENDING_FETCHES_MAX = 256;
 constexpr uint64_t UNEXPECTED_BYTES_MAX = 64u << 20;
-// Waits that were interrupted and whose replies are still due. Below what the executor keeps for a client.
-constexpr size_t LEFT_MAX = ASKS_UNBOUND_MAX / 2;
+// Interrupted waits whose replies are still due. Below what the executor keeps for a client.
+constexpr size_t ABANDONED_REPLIES_MAX = UNBOUND_REPLIES_MAX / 2;
 
-// How many tensors the answer to an Ask gives.
-uint32_t count_made(Reader& in, bool in_list = false) {
+// The number of new tensors in the reply to a DynamicOp.
+uint32_t count_new_outputs(Reader& in, bool in_list = false) {
   switch (static_cast<OutputKind>(in.u8())) {
     case OutputKind::None:
       return 0;
@@ -34,14 +34,14 @@ uint32_t count_made(Reader& in, bool in_list = false) {
       in.take(2 * sizeof(int64_t) * in.u8());
       return 1;
     }
-    case OutputKind::Same:
+    case OutputKind::Alias:
       in.u32();
       return 0;
     case OutputKind::List: {
       if (in_list) throw ProtocolError("an output is malformed");
       uint32_t count = 0, items = in.u32();
-      if (items > LIST_ITEMS_MAX) throw ProtocolError("an output is a list that is longer than allowed");
-      for (uint32_t left = items; left > 0; left--) count += count_made(in, true);
+      if (items > LIST_ITEMS_MAX) throw ProtocolError("an output list is longer than allowed");
+      for (uint32_t left = items; left > 0; left--) count += count_new_outputs(in, true);
       return count;
     }
     case OutputKind::Integer:
@@ -58,10 +58,10 @@ uint32_t count_made(Reader& in, bool in_list = false) {
   throw ProtocolError("an output is of an unknown kind");
 }
 
-uint32_t count_made_in(const std::vector<uint8_t>& answer) {
-  Reader in(answer.data(), answer.size());
+uint32_t count_reply_outputs(const std::vector<uint8_t>& payload) {
+  Reader in(payload.data(), payload.size());
   uint32_t count = 0;
-  for (uint32_t left = in.u32(); left > 0; left--) count += count_made(in);
+  for (uint32_t left = in.u32(); left > 0; left--) count += count_new_outputs(in);
   return count;
 }
 
@@ -75,7 +75,7 @@ int64_t Connection::spin_us() {
 // --- waiting ------------------------------------------------------------------------------------
 
 void Connection::wait_until(std::unique_lock<std::mutex>& lock, c10::function_ref<bool()> done) {
-  auto started = Clock::now(), signals_heard = started;
+  auto started = Clock::now(), signals_checked = started;
   auto limit = std::chrono::duration<double>(options_.op_timeout_s);
   while (!done()) {
     if (lost_) {
@@ -83,107 +83,109 @@ void Connection::wait_until(std::unique_lock<std::mutex>& lock, c10::function_re
       raise_lost();
     }
     auto now = Clock::now();
-    if (is_recorder()) recorder_seen_ = now;
-    if (now - signals_heard > SIGNALS_EVERY) {
+    if (is_recorder()) recorder_active_at_ = now;
+    if (now - signals_checked > SIGNAL_CHECK_INTERVAL) {
       lock.unlock();
       check_signals();
       lock.lock();
-      signals_heard = now;
+      signals_checked = now;
       continue;
     }
     if (broken_) {
-      changed_.wait_for(lock, OTHERS_READ_FOR);
-      started = now;  // resuming has a limit of its own
+      changed_.wait_for(lock, READER_POLL_INTERVAL);
+      started = now;  // resuming has its own timeout
       continue;
     }
-    if (now - std::max(started, last_heard_.load()) > limit) {
+    if (now - std::max(started, last_activity_.load()) > limit) {
       lock.unlock();
-      give_up("it has not answered for " + std::to_string(options_.op_timeout_s) + " s");
+      mark_lost("no reply for " + std::to_string(options_.op_timeout_s) + " s");
       lock.lock();
       continue;
     }
     if (!frames_.empty() && frames_.front().number <= acknowledged_) {
-      changed_.wait_for(lock, OTHERS_READ_FOR);  // whoever has sent it is about to note that
+      changed_.wait_for(lock, READER_POLL_INTERVAL);  // the sending thread is about to update the frames
       continue;
     }
     lock.unlock();
-    bool mine = try_read(READ_SLICE_US);
+    bool is_reader = try_read(READ_SLICE_US);
     lock.lock();
-    if (mine || done() || lost_) continue;
-    waiting_to_read_++;
-    changed_.wait_for(lock, OTHERS_READ_FOR);
-    waiting_to_read_--;
+    if (is_reader || done() || lost_) continue;
+    waiting_readers_++;
+    changed_.wait_for(lock, READER_POLL_INTERVAL);
+    waiting_readers_--;
   }
 }
 
-void Connection::wait_landed(uint64_t more_bytes) {
-  LetInterpreterGo go;
+void Connection::wait_for_fetch_window(uint64_t more_bytes) {
+  GilRelease release;
   std::unique_lock<std::mutex> lock(mutex_);
   wait_until(lock, [&] {
-    bool room = landing_bytes_ + more_bytes <= LANDING_BYTES_MAX && landings_.size() < LANDINGS_MAX;
-    return landings_.empty() || room;
+    bool fits = pending_fetch_bytes_ + more_bytes <= PENDING_FETCH_BYTES_MAX &&
+                pending_fetches_.size() < PENDING_FETCHES_MAX;
+    return pending_fetches_.empty() || fits;
   });
 }
 
-void Connection::await(uint64_t number, Awaited& awaited) {
-  LetInterpreterGo go;
+void Connection::wait_reply(uint64_t number, PendingReply& reply) {
+  GilRelease release;
   std::unique_lock<std::mutex> lock(mutex_);
   try {
-    wait_until(lock, [&] { return awaited.done; });
+    wait_until(lock, [&] { return reply.done; });
   } catch (...) {
     if (!lock.owns_lock()) lock.lock();
-    leave(lock, number, awaited);
+    abandon_wait(lock, number, reply);
     throw;
   }
   lock.unlock();
-  if (awaited.kind != ReplyKind::Reply) raise_reply(awaited);
+  if (reply.kind != ReplyKind::Reply) raise_reply(reply);
 }
 
-// Nobody waits any more, be it that the connection is lost or that a signal came: `awaited` and what it
-// points to are about to go. The reply may still come, and its end is read past.
-void Connection::leave(std::unique_lock<std::mutex>& lock, uint64_t number, Awaited& awaited) {
-  bool due = awaited_.erase(number) > 0;
-  leaving_++;
-  changed_.wait(lock, [&] { return filling_ != &awaited; });
-  leaving_--;
+// The wait has ended because of a signal or a lost connection: `reply` and its memory are about to be
+// destroyed. If the reply arrives later, it is read and discarded.
+void Connection::abandon_wait(std::unique_lock<std::mutex>& lock, uint64_t number, PendingReply& reply) {
+  bool due = pending_replies_.erase(number) > 0;
+  waiting_for_buffers_++;
+  changed_.wait(lock, [&] { return filling_ != &reply; });
+  waiting_for_buffers_--;
   if (lost_) return;
-  std::string over;
+  std::string error_text;
   try {
     if (due) {
-      left_[number] = {awaited.into_bytes, awaited.binds};
-    } else if (awaited.binds && awaited.kind == ReplyKind::Reply) {
-      leave_unbound(number, count_made_in(awaited.payload));
+      abandoned_replies_[number] = {reply.into_bytes, reply.binds};
+    } else if (reply.binds && reply.kind == ReplyKind::Reply) {
+      queue_unbound(number, count_reply_outputs(reply.payload));
     }
-    if (left_.size() > LEFT_MAX) {
-      over = "it has not answered, and " + std::to_string(LEFT_MAX) + " waits for it were interrupted";
+    if (abandoned_replies_.size() > ABANDONED_REPLIES_MAX) {
+      error_text =
+          "no reply, and " + std::to_string(ABANDONED_REPLIES_MAX) + " waits for replies were interrupted";
     }
   } catch (const ProtocolError& error) {
-    over = std::string("it does not keep to the wire: ") + error.what();
+    error_text = std::string("protocol violation by the executor: ") + error.what();
   }
   lock.unlock();
-  if (!over.empty()) give_up(over);
+  if (!error_text.empty()) mark_lost(error_text);
 }
 
-void Connection::drop_answer(uint64_t number, uint32_t count) {
+void Connection::discard_outputs(uint64_t number, uint32_t count) {
   std::lock_guard<std::mutex> lock(mutex_);
-  leave_unbound(number, count);
+  queue_unbound(number, count);
 }
 
-void Connection::leave_unbound(uint64_t number, uint32_t count) {
-  if (count) unbound_.emplace_back(number, count);
-  free_unbound();
+void Connection::queue_unbound(uint64_t number, uint32_t count) {
+  if (count) unbound_replies_.emplace_back(number, count);
+  free_unbound_outputs();
 }
 
-// What an Ask gave and nobody wants is bound, and freed at once. Not while a graph is recorded, which would
-// get it for one of its steps.
-void Connection::free_unbound() {
+// Binds outputs of discarded DynamicOps and frees them at once. Not during a recording, which would record
+// that.
+void Connection::free_unbound_outputs() {
   if (recording_ || lost_) return;
-  while (!unbound_.empty()) {
-    auto [number, count] = unbound_.back();
-    if (free_storages_.size() + (STORAGES_MAX - next_storage_) < count) return;  // there will be room later
+  while (!unbound_replies_.empty()) {
+    auto [number, count] = unbound_replies_.back();
+    if (free_storages_.size() + (STORAGES_MAX - next_storage_) < count) return;  // retried later
     std::vector<uint32_t> storages(count);
     for (uint32_t& storage : storages) storage = next_free_storage();
-    records_.record(Record::Bind, count);
+    records_.record(Record::BindOutputs, count);
     records_.u64(number);
     records_.raw(storages.data(), storages.size() * sizeof(uint32_t));
     for (uint32_t storage : storages) {
@@ -192,57 +194,53 @@ void Connection::free_unbound() {
     }
     free_storages_.insert(free_storages_.end(), storages.begin(), storages.end());
     records_pending_++;
-    unbound_.pop_back();
+    unbound_replies_.pop_back();
   }
   if (sender_asleep_) wake_sender();
 }
 
-void Connection::raise_reply(const Awaited& awaited) {
-  Reader reader(awaited.payload.data(), awaited.payload.size());
-  std::string code, op, message;
-  uint64_t number;
+void Connection::raise_reply(const PendingReply& reply) {
+  RemoteError remote;
   try {
-    code = reader.text();
-    op = reader.text();
-    number = reader.u64();
-    message = reader.text();
+    Reader reader(reply.payload.data(), reply.payload.size());
+    remote = read_error(reader);
   } catch (const ProtocolError& error) {
     fail(error);
   }
-  raise_remote(code, op, number, message, options_.device_name + ", " + options_.executor);
+  raise_remote(remote, options_.device_name + ", " + options_.executor);
 }
 
 void Connection::fail(const ProtocolError& error) {
-  give_up(std::string("it does not keep to the wire: ") + error.what());
+  mark_lost(std::string("protocol violation by the executor: ") + error.what());
   raise_lost();
 }
 
 // --- reading ------------------------------------------------------------------------------------
 
-// True when this thread was the one that read, or tried to.
+// True if this thread was the reader.
 bool Connection::try_read(int64_t timeout_us) {
   std::unique_lock<std::mutex> reading(read_mutex_, std::try_to_lock);
   if (!reading) return false;
-  if (!stream_) return true;  // it has just been closed
-  bool came = true;
+  if (!stream_) return true;  // closed meanwhile
+  bool received = true;
   try {
-    came = read_reply(timeout_us);
-    // What has come with the first reply is read as well, without waiting for more.
-    while (came && read_end_ - read_start_ >= sizeof(ReplyHeader) && read_reply(0)) {
+    received = read_reply(timeout_us);
+    // Replies that arrived with the first one are read as well, without waiting.
+    while (received && read_end_ - read_start_ >= sizeof(ReplyHeader) && read_reply(0)) {
     }
   } catch (const ProtocolError& error) {
-    give_up(std::string("it does not keep to the wire: ") + error.what());
+    mark_lost(std::string("protocol violation by the executor: ") + error.what());
   } catch (const std::exception& error) {
-    broke(error.what());
+    mark_broken(error.what());
   }
   reading.unlock();
-  std::vector<Parcel> over;
+  std::vector<PendingFetch> completed;
   {
     std::lock_guard<std::mutex> lock(mutex_);
-    over.swap(landed_);
-    if (came || waiting_to_read_ > 0) changed_.notify_all();
+    completed.swap(completed_fetches_);
+    if (received || waiting_readers_ > 0) changed_.notify_all();
   }
-  unship(over);
+  drop_parcels(completed);
   return true;
 }
 
@@ -254,16 +252,16 @@ bool Connection::fill(size_t need, int64_t timeout_us) {
       read_end_ -= read_start_;
       read_start_ = 0;
     }
-    size_t room = read_buffer_.size() - read_end_;
-    size_t got = stream_->read_soon(read_buffer_.data() + read_end_, room, timeout_us, spin_us());
+    size_t space = read_buffer_.size() - read_end_;
+    size_t got = stream_->read_spinning(read_buffer_.data() + read_end_, space, timeout_us, spin_us());
     if (got == 0) return false;
     read_end_ += got;
-    heard();
+    note_activity();
   }
   return true;
 }
 
-// A reply that has come only in part is kept, and the next call goes on with it.
+// A partial reply is kept, and the next call continues with it.
 bool Connection::read_reply(int64_t timeout_us) {
   if (!incoming_.open) {
     if (!fill(sizeof(ReplyHeader), timeout_us)) return false;
@@ -283,8 +281,8 @@ bool Connection::read_reply(int64_t timeout_us) {
     if (!read_payload(timeout_us)) return false;
   }
   incoming_.open = false;
-  if (incoming_.header.kind == ReplyKind::Farewell) {
-    take_farewell();
+  if (incoming_.header.kind == ReplyKind::Fatal) {
+    handle_fatal();
   } else {
     deliver();
   }
@@ -292,41 +290,41 @@ bool Connection::read_reply(int64_t timeout_us) {
 }
 
 void Connection::check_acknowledged(uint64_t frames_received) const {
-  if (frames_received > frames_made_) throw ProtocolError("it has frames that were never sent");
+  if (frames_received > frames_made_) throw ProtocolError("acknowledgement of frames that were never sent");
 }
 
 void Connection::begin_payload(const ReplyHeader& header) {
-  if (header.kind != ReplyKind::Farewell && header.kind != ReplyKind::Reply &&
-      header.kind != ReplyKind::Error) {
+  if (header.kind != ReplyKind::Fatal && header.kind != ReplyKind::Reply && header.kind != ReplyKind::Error) {
     throw ProtocolError("a reply is of an unknown kind");
   }
   uint64_t into_bytes = 0;
   {
     std::lock_guard<std::mutex> lock(mutex_);
-    if (header.kind != ReplyKind::Farewell && header.number > replies_asked_) {
-      throw ProtocolError("a reply came that nobody had asked for");
+    if (header.kind != ReplyKind::Fatal && header.number > replies_requested_) {
+      throw ProtocolError("a reply without a request");
     }
-    auto found = awaited_.find(header.number);
-    auto left = left_.find(header.number);
-    if (found != awaited_.end()) into_bytes = found->second->into_bytes;
-    if (left != left_.end()) into_bytes = left->second.into_bytes;
+    auto found = pending_replies_.find(header.number);
+    auto left = abandoned_replies_.find(header.number);
+    if (found != pending_replies_.end()) into_bytes = found->second->into_bytes;
+    if (left != abandoned_replies_.end()) into_bytes = left->second.into_bytes;
   }
   bool into = header.kind == ReplyKind::Reply && into_bytes;
-  if (into && header.bytes != into_bytes) throw ProtocolError("a reply has another size than was due");
+  if (into && header.bytes != into_bytes) throw ProtocolError("a reply has an unexpected size");
   if (!into && header.bytes > UNEXPECTED_BYTES_MAX) throw ProtocolError("a reply is larger than allowed");
   incoming_ = {header, 0, into, true, {}};
   if (!into) incoming_.payload.resize(header.bytes);
 }
 
-// Some of it. A caller's memory is written to only between these two locks, so that he can leave.
+// Reads a part. A caller's memory is written to only while `filling_` is set, so that the caller can stop
+// waiting.
 bool Connection::read_payload(int64_t timeout_us) {
   uint8_t* target = incoming_.payload.data();
   uint64_t left = incoming_.header.bytes - incoming_.at;
   size_t here = std::min<size_t>(left, read_end_ - read_start_);
   if (incoming_.into) {
     std::lock_guard<std::mutex> lock(mutex_);
-    auto found = awaited_.find(incoming_.header.number);
-    if (found != awaited_.end()) filling_ = found->second;
+    auto found = pending_replies_.find(incoming_.header.number);
+    if (found != pending_replies_.end()) filling_ = found->second;
     target = filling_ ? static_cast<uint8_t*>(filling_->into) : nullptr;
   }
   struct Filled {
@@ -334,7 +332,7 @@ bool Connection::read_payload(int64_t timeout_us) {
     ~Filled() {
       std::lock_guard<std::mutex> lock(connection.mutex_);
       connection.filling_ = nullptr;
-      if (connection.leaving_) connection.changed_.notify_all();
+      if (connection.waiting_for_buffers_) connection.changed_.notify_all();
     }
   } filled{*this};
   if (here > 0) {
@@ -343,22 +341,18 @@ bool Connection::read_payload(int64_t timeout_us) {
     incoming_.at += here;
     return true;
   }
-  size_t got = target ? stream_->read_soon(target + incoming_.at, left, timeout_us, spin_us())
+  size_t got = target ? stream_->read_spinning(target + incoming_.at, left, timeout_us, spin_us())
                       : stream_->read_some(read_buffer_.data(), std::min<size_t>(left, READ_BUFFER_BYTES),
-                                           timeout_us);  // nobody wants it; the buffer is empty
+                                           timeout_us);  // discarded; the buffer is empty
   incoming_.at += got;
-  if (got) heard();
+  if (got) note_activity();
   return got > 0;
 }
 
-void Connection::take_farewell() {
+void Connection::handle_fatal() {
   Reader reader(incoming_.payload.data(), incoming_.payload.size());
-  std::string code = reader.text(), op = reader.text();
-  reader.u64();
-  std::string said = reader.text() + " (" + code + ")";
-  for (char& each : said)
-    if (static_cast<unsigned char>(each) >= 0x80) each = '?';
-  give_up(said);
+  RemoteError error = read_error(reader);
+  mark_lost(to_ascii(error.message + " (" + error.code + ")"));
 }
 
 void Connection::deliver() {
@@ -366,30 +360,30 @@ void Connection::deliver() {
   std::lock_guard<std::mutex> lock(mutex_);
   check_acknowledged(header.frames_received);
   acknowledge(header.frames_received);
-  if (header.number != replies_received_ + 1) throw ProtocolError("a reply is missing or came twice");
+  if (header.number != replies_received_ + 1) throw ProtocolError("a reply is missing or duplicated");
   replies_received_ = header.number;
-  auto left = left_.find(header.number);
-  if (left != left_.end()) {
+  auto left = abandoned_replies_.find(header.number);
+  if (left != abandoned_replies_.end()) {
     bool binds = left->second.binds && header.kind == ReplyKind::Reply;
-    left_.erase(left);
-    if (binds) leave_unbound(header.number, count_made_in(incoming_.payload));
+    abandoned_replies_.erase(left);
+    if (binds) queue_unbound(header.number, count_reply_outputs(incoming_.payload));
   }
-  auto found = awaited_.find(header.number);
-  if (found == awaited_.end()) return;
-  Awaited* awaited = found->second;
-  awaited->payload = std::move(incoming_.payload);
-  awaited->kind = header.kind;
-  awaited->done = true;
-  awaited_.erase(found);
+  auto found = pending_replies_.find(header.number);
+  if (found == pending_replies_.end()) return;
+  PendingReply* reply = found->second;
+  reply->payload = std::move(incoming_.payload);
+  reply->kind = header.kind;
+  reply->done = true;
+  pending_replies_.erase(found);
 }
 
 void Connection::synchronize() {
-  check_not_recording("waiting");
-  Awaited awaited;
+  check_not_recording("synchronizing");
+  PendingReply reply;
   Batch batch(*this);
   batch.records().record(Record::Sync);
-  uint64_t number = batch.finish_ask(awaited);
-  await(number, awaited);
+  uint64_t number = batch.finish_request(reply);
+  wait_reply(number, reply);
 }
 
 }  // namespace genie

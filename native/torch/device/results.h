@@ -1,5 +1,5 @@
-// The tensors that a call leaves, made of what is known of its outputs. Here and not in a file of its own,
-// because every call comes through.
+// Makes the result tensors of a call from its predicted outputs. Inline, because it is on the hot path of
+// every op.
 #pragma once
 
 #include <vector>
@@ -23,7 +23,7 @@ inline c10::IValue make_result(const Output& output, Connection& connection, con
     case OutputKind::New:
       if (output.view) return make_view(inputs[static_cast<size_t>(output.source)], output);
       return make_tensor(connection, *storages++, output);
-    case OutputKind::Same:
+    case OutputKind::Alias:
       return inputs[static_cast<size_t>(output.source)];
     case OutputKind::List: {
       c10::impl::GenericList items(output.constant.toList().elementType());
@@ -38,7 +38,7 @@ inline c10::IValue make_result(const Output& output, Connection& connection, con
   }
 }
 
-inline std::vector<at::Tensor> copied(const std::vector<const at::Tensor*>& tensors) {
+inline std::vector<at::Tensor> owned_copies(const std::vector<const at::Tensor*>& tensors) {
   std::vector<at::Tensor> copies;
   copies.reserve(tensors.size());
   for (const at::Tensor* tensor : tensors) copies.push_back(*tensor);

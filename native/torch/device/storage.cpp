@@ -4,15 +4,15 @@
 #include <c10/core/Storage.h>
 #include <c10/core/StorageImpl.h>
 
+#include "device_type.h"
 #include "errors.h"
 #include "memory.h"
-#include "roster.h"
+#include "device_registry.h"
 
 namespace genie {
 
 namespace {
 
-constexpr auto DEVICE_TYPE = c10::DeviceType::PrivateUse1;
 constexpr uint64_t POINTER_MARK = 0xDEAD;
 
 void release(void* context) noexcept {
@@ -21,8 +21,8 @@ void release(void* context) noexcept {
   delete handle;
 }
 
-// Different for every storage, so that torch sees which tensors overlap; not canonical on any processor of
-// today, so that following it is a fault and not a wrong answer.
+// Unique per storage, so that torch detects overlapping tensors; not a canonical address, so that
+// dereferencing it faults.
 void* pointer_for(int index, uint32_t storage) {
   return reinterpret_cast<void*>(POINTER_MARK << 48 | static_cast<uint64_t>(index & 0xff) << 40 |
                                  static_cast<uint64_t>(storage));
@@ -35,12 +35,12 @@ c10::DataPtr data_pointer(Connection& connection, uint32_t storage) {
           c10::Device(DEVICE_TYPE, static_cast<c10::DeviceIndex>(index))};
 }
 
-// torch writes a storage to a file through a tensor that it makes of the bare pointer.
+// torch.save reads a storage through a tensor that it makes from the raw pointer.
 Handle& handle_by_pointer(const void* pointer) {
   auto value = reinterpret_cast<uint64_t>(pointer);
   ConnectionPtr connection;
   if (value >> 48 == POINTER_MARK)
-    connection = roster().open_connection(static_cast<int>(value >> 40 & 0xff));
+    connection = device_registry().open_connection(static_cast<int>(value >> 40 & 0xff));
   if (!connection) raise("device.op_refused", "this tensor has no memory on a remote accelerator");
   static thread_local Handle found;
   found = {connection, static_cast<uint32_t>(value)};
@@ -56,7 +56,8 @@ Handle& handle_of(const c10::StorageImpl& storage) {
 }
 
 Handle& handle_of(const c10::TensorImpl& tensor) {
-  if (!tensor.has_storage()) raise("device.op_refused", "a tensor without a storage cannot be used remotely");
+  if (!tensor.has_storage())
+    raise("device.op_refused", "a tensor without a storage cannot be sent to an executor");
   return handle_of(*tensor.unsafe_storage().unsafeGetStorageImpl());
 }
 
@@ -76,7 +77,7 @@ at::Tensor make_tensor(Connection& connection, uint32_t storage, const Output& o
   auto* shell = tensor.unsafeGetTensorImpl();
   if (!output.contiguous) {
     shell->set_sizes_and_strides(output.sizes, output.strides);
-  } else if (output.sizes.size() != 1 || output.sizes[0] != 0) {  // what it is already
+  } else if (output.sizes.size() != 1 || output.sizes[0] != 0) {  // its initial shape
     shell->generic_set_sizes_contiguous(output.sizes);
   }
   return tensor;
@@ -106,20 +107,26 @@ c10::DataPtr allocate(Connection& connection, uint64_t bytes) {
 
 void resize_storage(c10::StorageImpl& storage, uint64_t bytes) {
   Handle& handle = handle_of(storage);
-  if (storage.nbytes() == 0 && handle.connection->is_made_by_recording(handle.storage)) {
-    // Nothing is in it: another memory does as well, and making one can be written down.
+  if (storage.nbytes() == 0 && handle.connection->is_created_by_recording(handle.storage)) {
+    // It is empty, so a new storage replaces it; an allocation can be recorded, a resize cannot.
     ConnectionPtr connection = handle.connection;
     storage.set_data_ptr_noswap(allocate(*connection, bytes));
     storage.set_nbytes(bytes);
     return;
   }
-  handle.connection->check_not_recording("a change of a tensor's size");
+  handle.connection->check_not_recording("resizing a tensor");
   Connection::Batch batch(*handle.connection);
   batch.records().record(Record::Resize);
   batch.records().u32(handle.storage);
   batch.records().u64(bytes);
   batch.finish_op();
   storage.set_nbytes(bytes);
+}
+
+void check_dimensions(int64_t count) {
+  if (count <= static_cast<int64_t>(DIMENSIONS_MAX)) return;
+  raise("device.op_refused", "a tensor on remote_accelerator has at most " + std::to_string(DIMENSIONS_MAX) +
+                                 " dimensions, not " + std::to_string(count));
 }
 
 void write_view(Writer& writer, const at::Tensor& tensor) {

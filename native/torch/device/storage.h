@@ -1,5 +1,5 @@
-// Remote memory as torch holds it: a storage whose pointer cannot be followed and whose context says where
-// it really is.
+// Remote memory as a torch storage: its pointer is not dereferenceable, and its context identifies the remote
+// storage.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -9,29 +9,32 @@
 
 namespace genie {
 
-// Owned by a storage; tells the executor when the storage dies.
+// Owned by a torch storage; frees the executor's storage with it.
 struct Handle {
   ConnectionPtr connection;
   uint32_t storage = 0;
 };
 
-// The storage's own; raises for a tensor that has none of ours.
+// The handle of a storage; raises for a tensor without remote memory.
 Handle& handle_of(const c10::TensorImpl& tensor);
 Handle& handle_of(const c10::StorageImpl& storage);
 inline Handle& handle_of(const at::Tensor& tensor) { return handle_of(*tensor.unsafeGetTensorImpl()); }
 
-// Whether it has one: not so the stand-ins that torch traces and maps functions with.
+// False for the fake tensors of torch's tracing and functional transforms.
 bool has_handle(const at::Tensor& tensor);
 
-// A tensor on memory that the executor has, or will have when it comes to the record.
+// A tensor on a storage of the executor, which may be created by a record that is still in flight.
 at::Tensor make_tensor(Connection& connection, uint32_t storage, const Output& output);
-// Another look at the same memory.
+// A view of the same storage.
 at::Tensor make_view(const at::Tensor& source, const Output& output);
-// Memory of this size.
+// Allocates a storage of this size.
 c10::DataPtr allocate(Connection& connection, uint64_t bytes);
-// Grows or shrinks it on both sides.
+// Resizes the storage on both sides.
 void resize_storage(c10::StorageImpl& storage, uint64_t bytes);
 
 void write_view(Writer& writer, const at::Tensor& tensor);
+
+// Raises for more than DIMENSIONS_MAX dimensions.
+void check_dimensions(int64_t count);
 
 }  // namespace genie

@@ -3,6 +3,8 @@
 
 #include <ATen/core/Tensor.h>
 
+#include "device_type.h"
+
 namespace genie {
 
 namespace {
@@ -10,8 +12,6 @@ namespace {
 using at::Tensor;
 using c10::IValue;
 using torch::jit::Stack;
-
-constexpr auto DEVICE_TYPE = c10::DeviceType::PrivateUse1;
 
 void write_argument(Writer& out, const IValue& value, bool number_as_data, bool float_as_data);
 
@@ -54,7 +54,7 @@ void write_argument(Writer& out, const IValue& value, bool number_as_data, bool 
     out.u32(static_cast<uint32_t>(items.size()));
     for (const IValue& item : items) write_argument(out, item, false, false);
   } else if (value.isDevice()) {
-    kind(ArgumentKind::OwnDevice);
+    kind(ArgumentKind::Device);
   } else if (value.isString()) {
     kind(ArgumentKind::Text);
     out.text(value.toStringRef());
@@ -77,7 +77,7 @@ void write_output(Writer& out, const Output& output) {
     out.u8(static_cast<uint8_t>(output.sizes.size()));
     for (int64_t size : output.sizes) out.i64(size);
     for (int64_t stride : output.strides) out.i64(stride);
-  } else if (output.kind == OutputKind::Same) {
+  } else if (output.kind == OutputKind::Alias) {
     out.u32(static_cast<uint32_t>(output.source));
   } else if (output.kind == OutputKind::List) {
     out.u32(static_cast<uint32_t>(output.items.size()));
@@ -89,14 +89,15 @@ void write_output(Writer& out, const Output& output) {
 
 }  // namespace
 
-Writer template_body(const c10::OperatorHandle& op, const OpFacts& facts, const Stack& stack, size_t base,
+Writer template_body(const c10::OperatorHandle& op, const OpTraits& traits, const Stack& stack, size_t base,
                      const std::vector<Output>* outputs) {
   Writer body;
   body.text(op.schema().name());
   body.text(op.schema().overload_name());
-  body.u32(static_cast<uint32_t>(facts.arguments));
-  for (size_t i = 0; i < facts.arguments; i++) {
-    write_argument(body, stack[base + i], facts.is_number[i] && facts.values_are_data, facts.values_are_data);
+  body.u32(static_cast<uint32_t>(traits.arguments));
+  for (size_t i = 0; i < traits.arguments; i++) {
+    write_argument(body, stack[base + i], traits.is_number[i] && traits.values_are_data,
+                   traits.values_are_data);
   }
   body.u8(outputs != nullptr);
   if (outputs) {
@@ -107,7 +108,7 @@ Writer template_body(const c10::OperatorHandle& op, const OpFacts& facts, const 
 }
 
 void write_template(Writer& records, uint32_t number, const Writer& body) {
-  records.record(Record::Template, number);
+  records.record(Record::DefineTemplate, number);
   records.u32(static_cast<uint32_t>(body.size()));
   records.raw(body.data(), body.size());
 }

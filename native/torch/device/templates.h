@@ -1,6 +1,6 @@
-// What is known of an op with arguments of given kinds and shapes: its number on the executor and what it
-// gives. Looked up by a key that holds everything but values that travel as data.
-// Not for: making keys or templates (dispatch.cpp, template_body.cpp).
+// Cache of templates: for an op with arguments of given kinds and shapes, its number on the executor and its
+// outputs. The key contains everything except values that are sent as data. Does not build keys or templates
+// (dispatch.cpp, template_body.cpp).
 #pragma once
 
 #include <cstdint>
@@ -15,36 +15,36 @@
 
 namespace genie {
 
-// One output as the client makes it.
+// One output, as the client constructs it.
 struct Output {
   OutputKind kind = OutputKind::None;
-  bool view = false;  // of input `source`; never leaves the client
+  bool view = false;  // of input `source`; local to the client
   bool contiguous = false;
   c10::ScalarType dtype = c10::ScalarType::Undefined;
   c10::SmallVector<int64_t, 5> sizes, strides;
   int64_t offset = 0;
   int64_t storage_bytes = 0;
   int source = -1;
-  c10::IValue constant;  // a number; for a list, an empty one of its type; None where the op gives None
+  c10::IValue constant;  // a number; for a list, an empty list of its type; None if the op returns None
   std::vector<Output> items;
 };
 
-// How a call with such arguments is carried out.
-enum class Way : uint8_t {
-  Local,   // gives nothing but views of its inputs
-  Stream,  // outputs are known
-  Ask,     // outputs depend on values: the executor tells
-  Learn,   // outputs are not known here, but the executor's first answer holds for all
+// How calls with one key are executed.
+enum class OpExecutionMode : uint8_t {
+  Local,    // returns only views of its inputs; not sent
+  Stream,   // outputs are predicted; sent without a reply
+  Dynamic,  // outputs depend on values: the executor's reply describes them
+  Learn,    // outputs cannot be predicted, but the executor's first reply holds for all calls
 };
 
 struct Template final : c10::intrusive_ptr_target {
   std::vector<int64_t> key;
   uint64_t hash = 0;
   uint32_t number = 0;
-  Way way = Way::Ask;
-  bool used = true;  // since the cache last looked for one to drop
+  OpExecutionMode mode = OpExecutionMode::Dynamic;
+  bool used = true;  // since the last eviction
   uint32_t new_outputs = 0;
-  uint32_t nodes = 0;  // arguments and outputs, those in lists too, at least as many as the executor counts
+  uint32_t nodes = 0;  // arguments and outputs, including those in lists; at least what the executor counts
   std::vector<Output> outputs;
 };
 using TemplatePtr = c10::intrusive_ptr<Template>;
@@ -59,7 +59,7 @@ inline uint64_t hash_of(const std::vector<int64_t>& key) {
   return hash;
 }
 
-// Open addressing; bounded: when it is full, templates that were not used lately make room.
+// Hash table with open addressing, and CLOCK eviction when it is full.
 class TemplateCache {
  public:
   explicit TemplateCache(uint32_t capacity) : capacity_(capacity), slots_(1024) {}
@@ -75,10 +75,9 @@ class TemplateCache {
     }
   }
 
-  // Gives the template its number, and writes what the executor must forget for it.
+  // Assigns a number to the template, and writes DropTemplate for those that are evicted.
   void insert(const TemplatePtr& added, Writer& records) {
-    while (count_ > 0 && (count_ >= capacity_ || nodes_ + added->nodes > NODES_KEPT_MAX))
-      drop_unused(records);
+    while (count_ > 0 && (count_ >= capacity_ || nodes_ + added->nodes > CACHED_NODES_MAX)) evict(records);
     if ((count_ + 1) * 2 > slots_.size()) rebuild(slots_.size() * 2);
     added->number = new_number();
     place(added);
@@ -86,9 +85,9 @@ class TemplateCache {
     nodes_ += added->nodes;
   }
 
-  // Another number for the same template; the executor forgets the old one.
+  // Assigns a new number to the template; the executor drops the old one.
   void renumber(Template& known, Writer& records) {
-    records.record(Record::Forget, known.number);
+    records.record(Record::DropTemplate, known.number);
     uint32_t old = known.number;
     known.number = new_number();
     free_numbers_.push_back(old);
@@ -124,8 +123,8 @@ class TemplateCache {
       if (each) place(each);
   }
 
-  // A quarter goes at once, so that a program with ever new shapes does not pay for this at every op.
-  void drop_unused(Writer& records) {
+  // Evicts a quarter at once, so that a program with ever new shapes does not pay for this at every op.
+  void evict(Writer& records) {
     auto old = std::move(slots_);
     slots_.assign(old.size(), {});
     size_t wanted = count_ / 4 + 1, dropped = 0;
@@ -136,7 +135,7 @@ class TemplateCache {
           each->used = false;
           continue;
         }
-        if (each->way != Way::Local) records.record(Record::Forget, each->number);
+        if (each->mode != OpExecutionMode::Local) records.record(Record::DropTemplate, each->number);
         free_numbers_.push_back(each->number);
         nodes_ -= each->nodes;
         each.reset();
@@ -148,8 +147,8 @@ class TemplateCache {
       if (each) place(each);
   }
 
-  // Room for the templates that are being learned, which the executor has twice for a moment.
-  static constexpr uint64_t NODES_KEPT_MAX = TEMPLATE_NODES_MAX / 2;
+  // Leaves space for templates that are being replaced, which the executor briefly holds twice.
+  static constexpr uint64_t CACHED_NODES_MAX = TEMPLATE_NODES_MAX / 2;
 
   uint32_t capacity_;
   size_t count_ = 0;

@@ -8,20 +8,18 @@ namespace genie {
 
 namespace {
 
-// The codes of genie/errors.py. Those that begin with "remote." name an exception of Python's or torch's own.
-constexpr const char* PROTOCOL = "transport.protocol";
+// Codes of genie/errors.py; others are in error_code of wire.h.
 constexpr const char* REMOTE_OP = "device.remote_op";
 constexpr const char* OP_REFUSED = "device.op_refused";
-constexpr const char* OUT_OF_MEMORY = "device.out_of_memory";
 constexpr size_t MESSAGE_BYTES_MAX = 4000;
 static_assert(MESSAGE_BYTES_MAX <= TEXT_BYTES_MAX);
 
-struct Said {
+struct CodeAndMessage {
   std::string code;
   std::string message;
 };
 
-// How long the UTF-8 character is that begins here; 0 when none does.
+// Length of the UTF-8 character at this position; 0 if it is invalid.
 size_t character_bytes(const std::string& text, size_t at) {
   auto first = static_cast<unsigned char>(text[at]);
   size_t bytes = 0;
@@ -41,8 +39,8 @@ size_t character_bytes(const std::string& text, size_t at) {
   return bytes;
 }
 
-// Whole characters only, and not too many: a message may quote what the client sent, which may be anything.
-std::string as_text(const std::string& message) {
+// Valid UTF-8 of limited length: a message may quote arbitrary bytes of the client.
+std::string to_valid_text(const std::string& message) {
   std::string text;
   for (size_t at = 0; at < message.size();) {
     size_t bytes = character_bytes(message, at);
@@ -53,85 +51,80 @@ std::string as_text(const std::string& message) {
   return text;
 }
 
-// The CPU allocator has no type of its own for this.
-bool says_out_of_memory(const std::string& message) {
+// The CPU allocator has no exception type for this.
+bool is_out_of_memory(const std::string& message) {
   return message.find("DefaultCPUAllocator: can't allocate memory") != std::string::npos ||
          message.find("DefaultCPUAllocator: not enough memory") != std::string::npos;
 }
 
-Said torch_error(const c10::Error& error) {
+CodeAndMessage classify_torch_error(const c10::Error& error) {
   std::string message = error.what_without_backtrace();
-  if (dynamic_cast<const c10::OutOfMemoryError*>(&error) || says_out_of_memory(message)) {
-    return {OUT_OF_MEMORY, message};
+  if (dynamic_cast<const c10::OutOfMemoryError*>(&error) || is_out_of_memory(message)) {
+    return {error_code::OUT_OF_MEMORY, message};
   }
-  if (dynamic_cast<const c10::IndexError*>(&error)) return {"remote.IndexError", message};
-  if (dynamic_cast<const c10::ValueError*>(&error)) return {"remote.ValueError", message};
-  if (dynamic_cast<const c10::TypeError*>(&error)) return {"remote.TypeError", message};
-  if (dynamic_cast<const c10::NotImplementedError*>(&error)) return {"remote.NotImplementedError", message};
-  if (dynamic_cast<const c10::LinAlgError*>(&error)) return {"remote.LinAlgError", message};
+  if (dynamic_cast<const c10::IndexError*>(&error)) return {error_code::INDEX_ERROR, message};
+  if (dynamic_cast<const c10::ValueError*>(&error)) return {error_code::VALUE_ERROR, message};
+  if (dynamic_cast<const c10::TypeError*>(&error)) return {error_code::TYPE_ERROR, message};
+  if (dynamic_cast<const c10::NotImplementedError*>(&error))
+    return {error_code::NOT_IMPLEMENTED_ERROR, message};
+  if (dynamic_cast<const c10::LinAlgError*>(&error)) return {error_code::LINALG_ERROR, message};
   return {REMOTE_OP, message};
 }
 
-Said said_at_hand() {
+CodeAndMessage classify_current_exception() {
   try {
     throw;
   } catch (const ProtocolError&) {
     throw;
-  } catch (const AcceleratorLost&) {
+  } catch (const AcceleratorFailed&) {
     throw;
   } catch (const c10::AcceleratorError& error) {
-    throw AcceleratorLost(error.what_without_backtrace());
-  } catch (const Refused& error) {
+    throw AcceleratorFailed(error.what_without_backtrace());
+  } catch (const OpRefused& error) {
     return {OP_REFUSED, error.what()};
-  } catch (const OverQuota& error) {
-    return {OUT_OF_MEMORY, error.what()};
-  } catch (const CopyFailed& error) {
-    return {as_text(error.code), error.what()};
+  } catch (const QuotaExceeded& error) {
+    return {error_code::OUT_OF_MEMORY, error.what()};
+  } catch (const TransferFailed& error) {
+    return {to_valid_text(error.code), error.what()};
   } catch (const c10::Error& error) {
-    return torch_error(error);
+    return classify_torch_error(error);
   } catch (const std::bad_alloc&) {
-    return {OUT_OF_MEMORY, "the executor is out of memory"};
+    return {error_code::OUT_OF_MEMORY, "the executor is out of memory"};
   } catch (const std::exception& error) {
-    return {says_out_of_memory(error.what()) ? OUT_OF_MEMORY : REMOTE_OP, error.what()};
+    return {is_out_of_memory(error.what()) ? error_code::OUT_OF_MEMORY : REMOTE_OP, error.what()};
   } catch (...) {
-    return {REMOTE_OP, "an error without a name"};
+    return {REMOTE_OP, "unknown error"};
   }
 }
 
 }  // namespace
 
-FailurePtr failure_at_hand(const std::string& op, uint64_t number) {
+FailurePtr current_failure(const std::string& op, uint64_t number) {
   try {
     throw;
-  } catch (const Poisoned& error) {
+  } catch (const PoisonedTensor& error) {
     return error.failure;
   } catch (...) {
-    Said said = said_at_hand();
-    return std::make_shared<Failure>(Failure{said.code, as_text(op), number, as_text(said.message)});
+    CodeAndMessage current = classify_current_exception();
+    return std::make_shared<Failure>(
+        Failure{current.code, to_valid_text(op), number, to_valid_text(current.message)});
   }
 }
 
-Failure last_words() noexcept {
+Failure fatal_failure() noexcept {
   try {
     try {
       throw;
     } catch (const ProtocolError& error) {
-      return {PROTOCOL, "", 0, as_text(error.what())};
+      return {PROTOCOL_ERROR_CODE, "", 0, to_valid_text(error.what())};
     } catch (...) {
-      return *failure_at_hand("", 0);
+      return *current_failure("", 0);
     }
-  } catch (const AcceleratorLost& error) {
-    return {REMOTE_OP, "", 0, as_text(error.what())};
+  } catch (const AcceleratorFailed& error) {
+    return {REMOTE_OP, "", 0, to_valid_text(error.what())};
   } catch (...) {
     return {REMOTE_OP, "", 0, ""};
   }
-}
-
-void write_failure(Writer& out, const Failure& failure) {
-  out.text(failure.code);
-  out.text(failure.op);
-  out.u64(failure.number);
-  out.text(failure.message);
 }
 
 }  // namespace genie

@@ -1,7 +1,7 @@
-// What goes wrong while a record is carried out, and what the client is told of it.
+// Errors while a record is executed, and how they are reported to the client.
 //
-// An op that fails is not the end: what it should have made is poisoned with the failure. A stream that is
-// not wire.h's, or an accelerator that no longer works, is the end of the session.
+// An op that fails does not end the session: its outputs are poisoned with the failure. A protocol violation
+// or an accelerator that has failed ends it.
 #pragma once
 
 #include <cstdint>
@@ -14,50 +14,44 @@
 
 namespace genie {
 
-// As it travels: ReplyKind::Error and ReplyKind::Farewell.
-struct Failure {
-  std::string code;
-  std::string op;
-  uint64_t number = 0;
-  std::string message;
-};
+using Failure = RemoteError;
 using FailurePtr = std::shared_ptr<const Failure>;
+// Error code of a protocol violation.
+inline constexpr const char* PROTOCOL_ERROR_CODE = "transport.protocol";
 
-// An op, or an argument of one, that an executor does not take.
-struct Refused : std::runtime_error {
+// An op, or an argument of one, that the executor does not allow.
+struct OpRefused : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
-// The op gave something else than the client had said it would.
-struct Mispredicted : std::runtime_error {
+// The outputs of an op differ from those that the client predicted.
+struct OutputMismatch : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
-// The session's quota does not allow it.
-struct OverQuota : std::runtime_error {
+// The memory quota of the session is exceeded.
+struct QuotaExceeded : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
-// A tensor that is needed was never made, because of an earlier failure.
-struct Poisoned : std::exception {
-  explicit Poisoned(FailurePtr because) : failure(std::move(because)) {}
+// An input was never created because of an earlier failure.
+struct PoisonedTensor : std::exception {
+  explicit PoisonedTensor(FailurePtr cause) : failure(std::move(cause)) {}
   const char* what() const noexcept override { return failure->message.c_str(); }
   FailurePtr failure;
 };
-// What should have come from another executor did not.
-struct CopyFailed : std::runtime_error {
-  CopyFailed(std::string its_code, const std::string& message)
-      : std::runtime_error(message), code(std::move(its_code)) {}
+// A copy from another executor failed.
+struct TransferFailed : std::runtime_error {
+  TransferFailed(std::string error_code, const std::string& message)
+      : std::runtime_error(message), code(std::move(error_code)) {}
   std::string code;
 };
-// The accelerator's own error: nothing that runs on it after this can be trusted.
-struct AcceleratorLost : std::runtime_error {
+// An error of the accelerator itself; results of later work on it are unreliable.
+struct AcceleratorFailed : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
-// For a catch block: what the exception at hand means for the client. What ends the session goes through.
-FailurePtr failure_at_hand(const std::string& op, uint64_t number);
+// In a catch block: converts the current exception into a Failure. Rethrows what ends the session.
+FailurePtr current_failure(const std::string& op, uint64_t number);
 
-// For the catch block around a whole session: what to say in farewell, whatever the exception is.
-Failure last_words() noexcept;
-
-void write_failure(Writer& out, const Failure& failure);
+// In the catch block around a session: converts any current exception into the error that ends it.
+Failure fatal_failure() noexcept;
 
 }  // namespace genie

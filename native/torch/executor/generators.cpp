@@ -14,18 +14,18 @@ namespace genie {
 
 namespace {
 
-void check_number(uint32_t number) {
+void check_generator_number(uint32_t number) {
   if (number < GENERATORS_MAX) return;
-  throw ProtocolError("generator " + std::to_string(number) + " is beyond the last one");
+  throw ProtocolError("generator " + std::to_string(number) + " is out of range");
 }
 
 }  // namespace
 
 at::Generator& Generators::get(uint32_t number) {
-  auto found = known_.find(number);
-  if (found != known_.end()) return found->second;
-  check_number(number);
-  return known_.emplace(number, make(number)).first->second;
+  auto found = generators_.find(number);
+  if (found != generators_.end()) return found->second;
+  check_generator_number(number);
+  return generators_.emplace(number, make(number)).first->second;
 }
 
 at::Generator Generators::make(uint32_t number) const {
@@ -57,9 +57,9 @@ void Generators::set_state(uint32_t number, const uint8_t* state, size_t bytes) 
 
 void Generators::free(uint32_t number) {
   if (number == 0) throw ProtocolError("the default generator cannot be freed");
-  // One that was made by the client and never used is not known here.
-  check_number(number);
-  known_.erase(number);
+  // Not an error if it does not exist: the client may never have used it.
+  check_generator_number(number);
+  generators_.erase(number);
 }
 
 }  // namespace genie

@@ -1,5 +1,5 @@
-// The session's random numbers. Generator 0 is the device's default one, which is this client's own because
-// the process serves no other; the rest come to life when they are first named.
+// The random number generators of a session. Generator 0 is the default generator of the device, which this
+// process does not share with another client; others are created on first use.
 #pragma once
 
 #include <cstdint>
@@ -15,21 +15,21 @@ class Generators {
  public:
   explicit Generators(c10::Device device) : device_(device) {}
 
-  // ProtocolError when the number is too large.
+  // ProtocolError if the number is too large.
   at::Generator& get(uint32_t number);
   void seed(uint32_t number, uint64_t seed);
-  // Bytes on the CPU.
+  // A CPU tensor of bytes.
   at::Tensor state(uint32_t number);
   void set_state(uint32_t number, const uint8_t* state, size_t bytes);
-  // ProtocolError for the default one.
+  // ProtocolError for the default generator.
   void free(uint32_t number);
-  void clear() { known_.clear(); }
+  void clear() { generators_.clear(); }
 
  private:
   at::Generator make(uint32_t number) const;
 
   c10::Device device_;
-  std::unordered_map<uint32_t, at::Generator> known_;
+  std::unordered_map<uint32_t, at::Generator> generators_;
 };
 
 }  // namespace genie

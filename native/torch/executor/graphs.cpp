@@ -9,211 +9,207 @@ namespace genie {
 
 namespace {
 
-// A graph whose tensors get other memory is taken down again so often, and then no more.
+// A graph whose tensors move is captured again up to this number of times.
 constexpr int CAPTURES_MAX = 8;
 constexpr size_t REASON_BYTES_MAX = 1000;
-constexpr const char* HOST_NUMBER = "a number that it reads is in host memory";
+constexpr const char* HOST_SCALAR = "a scalar that it reads is in host memory";
 
-uint32_t new_storage(const Template& call, const std::vector<uint8_t>& record, uint32_t index) {
-  const uint8_t* place = record.data() + call.data_bytes + sizeof(uint32_t) * index;
-  return next_data<uint32_t>(place);
+uint32_t step_output(const Template& call, const std::vector<uint8_t>& record, uint32_t index) {
+  const uint8_t* position = record.data() + call.data_bytes + sizeof(uint32_t) * index;
+  return next_data<uint32_t>(position);
 }
 
-std::string reason(const Failure& failure) {
+std::string format_reason(const Failure& failure) {
   std::string text = failure.op.empty() ? failure.message : failure.op + ": " + failure.message;
   if (text.size() <= REASON_BYTES_MAX) return text;
   text.resize(REASON_BYTES_MAX);
-  while (!text.empty() && (text.back() & 0x80)) text.pop_back();  // no half characters
+  while (!text.empty() && (text.back() & 0x80)) text.pop_back();  // no partial characters
   return text;
 }
 
 }  // namespace
 
-// --- writing down -------------------------------------------------------------------------------
+// --- recording ----------------------------------------------------------------------------------
 
 void Graphs::begin(uint32_t number) {
-  if (recording()) throw ProtocolError("a graph is being recorded already");
-  if (number >= GRAPHS_MAX)
-    throw ProtocolError("graph " + std::to_string(number) + " is beyond the last one");
-  if (graphs_.count(number)) throw ProtocolError("graph " + std::to_string(number) + " is in use already");
+  if (recording()) throw ProtocolError("a graph is already being recorded");
+  if (number >= GRAPHS_MAX) throw ProtocolError("graph " + std::to_string(number) + " is out of range");
+  if (graphs_.count(number)) throw ProtocolError("graph " + std::to_string(number) + " already exists");
   recording_ = std::make_unique<Graph>();
   recording_number_ = number;
 }
 
-void Graphs::end(uint32_t how) {
+void Graphs::end(uint32_t mode) {
   if (!recording()) throw ProtocolError("no graph is being recorded");
-  if (how > GRAPH_COMPILE) throw ProtocolError("a graph ends in an unknown way");
+  if (mode > GRAPH_COMPILE) throw ProtocolError("a GraphEnd has an unknown mode");
   std::unique_ptr<Graph> graph = std::move(recording_);
-  if (how == GRAPH_FORGET) {
+  if (mode == GRAPH_DISCARD) {
     bytes_ -= graph->bytes;
     return;
   }
-  graph->to_be_compiled = how == GRAPH_COMPILE;
-  graph->warm = true;  // the work has just been done once
-  for (uint32_t number : graph->outside) {
+  graph->compile_pending = mode == GRAPH_COMPILE;
+  graph->warm = true;  // the steps have just run
+  for (uint32_t number : graph->inputs) {
     Slot& slot = storages_.at(number);
-    slot.watchers++;
-    graph->outside_bytes.emplace_back(number, slot.bytes);
+    slot.graph_uses++;
+    graph->input_bytes.emplace_back(number, slot.bytes);
   }
-  for (uint32_t number : graph->alive) {
-    storages_.at(number).watchers++;
+  for (uint32_t number : graph->results) {
+    storages_.at(number).graph_uses++;
     owners_[number] = graph.get();
   }
   graphs_.emplace(recording_number_, std::move(graph));
 }
 
-void Graphs::add(GraphStep step) {
-  if (recording_->steps.size() >= GRAPH_STEPS_MAX)
-    throw ProtocolError("a graph has more steps than are allowed");
-  // The sets of numbers grow with the records that name them.
+void Graphs::add_step(GraphStep step) {
+  if (recording_->steps.size() >= GRAPH_STEPS_MAX) throw ProtocolError("a graph has too many steps");
+  // Includes the sets of storage numbers, which grow with the records.
   uint64_t bytes = sizeof step + 4 * step.record.size();
   recording_->bytes += bytes;
   bytes_ += bytes;
-  if (bytes_ > GRAPH_BYTES_MAX) throw ProtocolError("the graphs hold more than is allowed");
+  if (bytes_ > GRAPH_BYTES_MAX) throw ProtocolError("the graphs exceed the maximum size");
   recording_->steps.push_back(std::move(step));
 }
 
-void Graphs::note_made(uint32_t storage) {
-  storages_.at(storage);  // no number beyond the last
-  // It would be read before it is made, where the last replay has left it.
-  if (recording_->outside.count(storage)) throw ProtocolError("a graph makes a storage that was there");
-  recording_->made.insert(storage);
-  recording_->alive.insert(storage);
+void Graphs::add_created(uint32_t storage) {
+  storages_.at(storage);  // checks the number
+  // Its first read would see the contents of the previous replay.
+  if (recording_->inputs.count(storage)) throw ProtocolError("a graph creates a storage that it used before");
+  recording_->created.insert(storage);
+  recording_->results.insert(storage);
 }
 
-void Graphs::note_given(const std::vector<Argument>& arguments, const uint8_t* data) {
-  each_tensor(arguments, data, [this](const Argument& argument, uint32_t number) {
-    storages_.at(number);  // no number beyond the last
-    if (recording_->made.count(number)) return;
-    recording_->outside.insert(number);
+void Graphs::add_inputs(const std::vector<Argument>& arguments, const uint8_t* data) {
+  for_each_tensor(arguments, data, [this](const Argument& argument, uint32_t number) {
+    storages_.at(number);  // checks the number
+    if (recording_->created.count(number)) return;
+    recording_->inputs.insert(number);
     if (argument.written) recording_->written.insert(number);
   });
 }
 
-void Graphs::op(const std::shared_ptr<Template>& call, const uint8_t* record, size_t bytes) {
+void Graphs::record_op(const std::shared_ptr<Template>& call, const uint8_t* record, size_t bytes) {
   GraphStep step{Record::Op, call, {record, record + bytes}};
-  note_given(call->arguments, record);
-  for (uint32_t i = 0; i < call->new_outputs; i++) note_made(new_storage(*call, step.record, i));
-  add(std::move(step));
+  add_inputs(call->arguments, record);
+  for (uint32_t i = 0; i < call->new_outputs; i++) add_created(step_output(*call, step.record, i));
+  add_step(std::move(step));
 }
 
-void Graphs::allocated(uint32_t storage, uint64_t bytes) {
-  note_made(storage);
-  add({Record::Allocate, nullptr, {}, storage, bytes});
+void Graphs::record_allocate(uint32_t storage, uint64_t bytes) {
+  add_created(storage);
+  add_step({Record::Allocate, nullptr, {}, storage, bytes});
 }
 
-void Graphs::freed(uint32_t storage) {
-  // One that was there before is the client's own affair.
-  if (recording_->alive.erase(storage)) add({Record::Free, nullptr, {}, storage});
+void Graphs::record_free(uint32_t storage) {
+  // Freeing an input is not part of the graph.
+  if (recording_->results.erase(storage)) add_step({Record::Free, nullptr, {}, storage});
 }
 
-// --- what the client does with a graph's storages -----------------------------------------------
+// --- storages of graphs -------------------------------------------------------------------------
 
-// The memory of a result is the graph's own once the accelerator has taken it down: the next replay writes
-// to it again, whoever still reads it.
+// After a capture the memory of a result belongs to the graph: every replay overwrites it.
 void Graphs::before_free(uint32_t number, const Slot& slot) {
-  if (!slot.storage || !outbox_.lends()) return;
-  if (slot.watchers > 0) {
+  if (!slot.storage || !replies_.has_borrowed_tensors()) return;
+  if (slot.graph_uses > 0) {
     for (auto& [_, graph] : graphs_)
-      if (graph->taken_down.work && graph->alive.count(number)) outbox_.before_write(slot.storage);
+      if (graph->captured.graph && graph->results.count(number)) replies_.before_write(slot.storage);
   }
-  outbox_.before_free(slot.storage, slot.bytes);
+  replies_.before_free(slot.storage, slot.bytes);
 }
 
-FailurePtr Graphs::take_result(uint32_t result, uint32_t number) {
+FailurePtr Graphs::share_result(uint32_t result, uint32_t number) {
   auto owner = owners_.find(result);
   if (owner == owners_.end())
-    throw ProtocolError("storage " + std::to_string(result) + " is no graph's result");
-  storages_.check_free(number);
-  Slot& slot = storages_.known(result);
+    throw ProtocolError("storage " + std::to_string(result) + " is not a result of a graph");
+  storages_.check_unused(number);
+  Slot& slot = storages_.get(result);
   if (slot.failure) {
     storages_.poison(number, slot.failure);
     return nullptr;
   }
   Graph& graph = *owner->second;
-  bool first = graph.given.insert(result).second;
+  bool first = graph.shared.insert(result).second;
   try {
     storages_.share(number, slot);
-    // Two that have been given the same may be written to, each for itself.
-    if (!first) storages_.unshare(storages_.known(number));
+    // Two storages with the same result must be writable independently.
+    if (!first) storages_.unshare(storages_.get(number));
   } catch (...) {
-    FailurePtr failure = failure_at_hand("a captured graph", ops_.count());
-    if (storages_.at(number).taken()) storages_.free(number);
+    FailurePtr failure = current_failure("a captured graph", ops_.count());
+    if (storages_.at(number).in_use()) storages_.free(number);
     storages_.poison(number, failure);
     return failure;
   }
-  // Without that the next replay makes its results anew, and this one may have the old memory.
-  if (first && graph.taken_down.work) graph.sharing.insert(number);
+  // Without a capture the next replay allocates new results, and this storage keeps the old memory.
+  if (first && graph.captured.graph) graph.sharing.insert(number);
   return nullptr;
 }
 
-void Graphs::let_go(uint32_t number) {
-  if (storages_.at(number).watchers == 0) return;
+void Graphs::on_storage_freed(uint32_t number) {
+  if (storages_.at(number).graph_uses == 0) return;
   for (auto& [_, graph] : graphs_)
-    if (graph->alive.count(number)) graph->unwanted.insert(number);
-  moved(number);
+    if (graph->results.count(number)) graph->freed_results.insert(number);
+  on_storage_moved(number);
 }
 
-// What is held for a graph counts for nothing in the quota, so it is not held longer than it can be used.
-void Graphs::moved(uint32_t number) {
-  if (storages_.at(number).watchers == 0) return;
+// Captured storages do not count towards the quota, so they are released as soon as they are unusable.
+void Graphs::on_storage_moved(uint32_t number) {
+  if (storages_.at(number).graph_uses == 0) return;
   for (auto& [_, graph] : graphs_)
-    if (graph->outside.count(number)) give_up(*graph);
+    if (graph->inputs.count(number)) release_capture(*graph);
 }
 
-void Graphs::give_up(Graph& graph) {
-  storages_.count(-static_cast<int64_t>(graph.taken_down.bytes));
-  graph.taken_down = {};
-  graph.held.clear();
+void Graphs::release_capture(Graph& graph) {
+  storages_.add_bytes(-static_cast<int64_t>(graph.captured.pool_bytes));
+  graph.captured = {};
+  graph.captured_storages.clear();
 }
 
-// --- carrying out again -------------------------------------------------------------------------
+// --- replay -------------------------------------------------------------------------------------
 
-Graphs::Graph& Graphs::known(uint32_t number) {
+Graphs::Graph& Graphs::get(uint32_t number) {
   auto found = graphs_.find(number);
-  if (found == graphs_.end())
-    throw ProtocolError("graph " + std::to_string(number) + " is not known to this session");
+  if (found == graphs_.end()) throw ProtocolError("graph " + std::to_string(number) + " does not exist");
   return *found->second;
 }
 
 FailurePtr Graphs::replay(uint32_t number) {
-  if (recording()) throw ProtocolError("a graph was replayed while another is being recorded");
-  Graph& graph = known(number);
+  if (recording()) throw ProtocolError("a graph is replayed while another is being recorded");
+  Graph& graph = get(number);
   graph.replays++;
-  graph.given.clear();
-  if (outbox_.lends()) keep_replies(graph);
-  if (graph.taken_down.work && !is_current(graph)) give_up(graph);
-  if (!graph.taken_down.work) {
-    if (!is_sound(graph)) return run_steps(graph);
-    if (graph.to_be_compiled) compile(graph);
-    if (may_be_taken_down(graph)) take_down(graph);
-    if (!graph.taken_down.work) return run(graph);
+  graph.shared.clear();
+  if (replies_.has_borrowed_tensors()) copy_borrowed_replies(graph);
+  if (graph.captured.graph && !is_capture_valid(graph)) release_capture(graph);
+  if (!graph.captured.graph) {
+    if (!has_valid_inputs(graph)) return run_steps(graph);
+    if (graph.compile_pending) compile(graph);
+    if (can_capture(graph)) capture(graph);
+    if (!graph.captured.graph) return run(graph);
   }
-  FailurePtr failure = stop_sharing(graph);
+  FailurePtr failure = unshare_results(graph);
   try {
-    capture_->replay(graph.taken_down.work.get());
+    capture_->replay(graph.captured.graph.get());
     return failure;
   } catch (...) {
-    return failure_at_hand("a captured graph", ops_.count());
+    return current_failure("a captured graph", ops_.count());
   }
 }
 
-// The accelerator is about to write where the results are, so whoever was given one gets memory of his own.
-FailurePtr Graphs::stop_sharing(Graph& graph) {
+// A captured replay overwrites the results, so storages that share them get separate memory.
+FailurePtr Graphs::unshare_results(Graph& graph) {
   FailurePtr first;
   auto is_result = [&graph](const c10::Storage& storage) {
-    for (const Held& held : graph.held)
-      if (held.own && held.storage.is_alias_of(storage)) return true;
+    for (const CapturedStorage& saved : graph.captured_storages)
+      if (saved.is_result && saved.storage.is_alias_of(storage)) return true;
     return false;
   };
   for (uint32_t number : graph.sharing) {
-    Slot& slot = storages_.at(number);  // may be free by now, or another one's
+    Slot& slot = storages_.at(number);  // may have been freed or reused
     if (!slot.storage || !is_result(slot.storage)) continue;
     try {
       storages_.unshare(slot);
     } catch (...) {
-      FailurePtr failure = failure_at_hand("a captured graph", ops_.count());
-      storages_.spoil(slot, failure);
+      FailurePtr failure = current_failure("a captured graph", ops_.count());
+      storages_.poison_slot(slot, failure);
       if (!first) first = failure;
     }
   }
@@ -221,74 +217,74 @@ FailurePtr Graphs::stop_sharing(Graph& graph) {
   return first;
 }
 
-// Whether all that it needs is there. If not, the steps tell each result of it.
-bool Graphs::is_sound(const Graph& graph) {
-  bool sound = true;
-  for (auto& [number, bytes] : graph.outside_bytes) {
-    const Slot& slot = storages_.known(number);
-    sound = !slot.failure && slot.bytes >= bytes && sound;
+// If not, the steps are run, which poison each affected result.
+bool Graphs::has_valid_inputs(const Graph& graph) {
+  bool valid = true;
+  for (auto& [number, bytes] : graph.input_bytes) {
+    const Slot& slot = storages_.get(number);
+    valid = !slot.failure && slot.bytes >= bytes && valid;
   }
-  return sound;
+  return valid;
 }
 
-// Replies that were not received yet must not change with what they show. The steps see to that themselves;
-// what was compiled or taken down does not.
-void Graphs::keep_replies(const Graph& graph) {
+// Unreceived replies must keep their contents. Steps ensure that; compiled and captured graphs do not.
+void Graphs::copy_borrowed_replies(const Graph& graph) {
   auto keep = [this](uint32_t number) {
     const Slot& slot = storages_.at(number);
-    if (slot.storage) outbox_.before_write(slot.storage);
+    if (slot.storage) replies_.before_write(slot.storage);
   };
   for (uint32_t number : graph.written) keep(number);
-  for (const Held& held : graph.held)
-    if (held.own) outbox_.before_write(held.storage);
+  for (const CapturedStorage& saved : graph.captured_storages)
+    if (saved.is_result) replies_.before_write(saved.storage);
 }
 
 GraphReport Graphs::report(uint32_t number) {
-  const Graph& graph = known(number);
-  GraphReport made;
-  made.replays = graph.replays;
-  bool captured = graph.taken_down.work != nullptr;
+  const Graph& graph = get(number);
+  GraphReport result;
+  result.replays = graph.replays;
+  bool captured = graph.captured.graph != nullptr;
   if (graph.compiled) {
-    made.how = captured ? ReplayKind::InductorInCudaGraph : ReplayKind::Inductor;
+    result.kind = captured ? ReplayKind::InductorInCudaGraph : ReplayKind::Inductor;
   } else {
-    made.how = captured ? ReplayKind::CudaGraph : ReplayKind::Steps;
+    result.kind = captured ? ReplayKind::CudaGraph : ReplayKind::Steps;
   }
-  auto add = [&made](const std::string& what) { made.why += made.why.empty() ? what : "; " + what; };
+  auto add = [&result](const std::string& what) {
+    result.reason += result.reason.empty() ? what : "; " + what;
+  };
   if (!graph.why_not_compiled.empty()) add("not compiled: " + graph.why_not_compiled);
-  if (!capture_) add("no CUDA graph: the accelerator has none");
+  if (!capture_) add("no CUDA graph: the accelerator does not support it");
   if (!captured && !graph.why_not_captured.empty()) add("no CUDA graph: " + graph.why_not_captured);
-  return made;
+  return result;
 }
 
 FailurePtr Graphs::run(Graph& graph) {
   return graph.compiled && !reads_host_memory(graph) ? run_compiled(graph) : run_steps(graph);
 }
 
-// A number that an op has left there. Steps can use it; what is compiled or taken down would not.
+// An op may return a scalar in host memory; compiled and captured graphs cannot read it.
 bool Graphs::reads_host_memory(const Graph& graph) {
   if (storages_.device().is_cpu()) return false;
-  for (uint32_t number : graph.outside)
-    if (storages_.known(number).storage.device() != storages_.device()) return true;
+  for (uint32_t number : graph.inputs)
+    if (storages_.get(number).storage.device() != storages_.device()) return true;
   return false;
 }
 
-// A result of the last time gives way to that of this time.
-void Graphs::make_room(const Graph& graph, uint32_t storage) {
-  if (!graph.alive.count(storage)) return;
+void Graphs::free_previous_result(const Graph& graph, uint32_t storage) {
+  if (!graph.results.count(storage)) return;
   Slot& slot = storages_.at(storage);
-  if (!slot.taken()) return;  // the client has let it go
-  if (slot.storage) outbox_.before_free(slot.storage, slot.bytes);
+  if (!slot.in_use()) return;  // freed by the client
+  if (slot.storage) replies_.before_free(slot.storage, slot.bytes);
   storages_.free(storage);
 }
 
-void Graphs::free_unwanted(const Graph& graph) {
-  for (uint32_t storage : graph.unwanted) make_room(graph, storage);
+void Graphs::free_unused_results(const Graph& graph) {
+  for (uint32_t storage : graph.freed_results) free_previous_result(graph, storage);
 }
 
 FailurePtr Graphs::run_step(Graph& graph, GraphStep& step) {
   if (step.kind == Record::Op) {
     for (uint32_t i = 0; i < step.call->new_outputs; i++)
-      make_room(graph, new_storage(*step.call, step.record, i));
+      free_previous_result(graph, step_output(*step.call, step.record, i));
     Reader in(step.record.data(), step.record.size());
     return ops_.run(*step.call, in);
   }
@@ -296,12 +292,12 @@ FailurePtr Graphs::run_step(Graph& graph, GraphStep& step) {
     storages_.free(step.storage);
     return nullptr;
   }
-  make_room(graph, step.storage);
+  free_previous_result(graph, step.storage);
   try {
     storages_.allocate(step.storage, step.bytes);
     return nullptr;
   } catch (...) {
-    FailurePtr failure = failure_at_hand("memory of a captured graph", ops_.count());
+    FailurePtr failure = current_failure("memory of a captured graph", ops_.count());
     storages_.poison(step.storage, failure);
     return failure;
   }
@@ -313,181 +309,184 @@ FailurePtr Graphs::run_steps(Graph& graph) {
     FailurePtr failure = run_step(graph, step);
     if (failure && !first) first = failure;
   }
-  free_unwanted(graph);
+  free_unused_results(graph);
   return first;
 }
 
-// --- one function instead of the steps ----------------------------------------------------------
+// --- compiled graphs ----------------------------------------------------------------------------
 
 void Graphs::compile(Graph& graph) {
-  graph.to_be_compiled = false;
+  graph.compile_pending = false;
   if (!compiler_) graph.why_not_compiled = "this executor has no compiler";
-  if (reads_host_memory(graph)) graph.why_not_compiled = HOST_NUMBER;
+  if (reads_host_memory(graph)) graph.why_not_compiled = HOST_SCALAR;
   if (!graph.why_not_compiled.empty()) return;
-  std::vector<uint32_t> wanted;
-  for (uint32_t number : graph.alive)
-    if (!graph.unwanted.count(number)) wanted.push_back(number);
-  std::sort(wanted.begin(), wanted.end());
+  std::vector<uint32_t> results;
+  for (uint32_t number : graph.results)
+    if (!graph.freed_results.count(number)) results.push_back(number);
+  std::sort(results.begin(), results.end());
   std::unordered_map<uint32_t, uint64_t> sizes;
-  for (uint32_t number : graph.outside) sizes.emplace(number, storages_.known(number).bytes);
+  for (uint32_t number : graph.inputs) sizes.emplace(number, storages_.get(number).bytes);
   try {
-    Compiled compiled = compiler_->compile(graph.steps, wanted, sizes, [this] { outbox_.acknowledge(); });
+    CompiledGraph compiled =
+        compiler_->compile(graph.steps, results, sizes, [this] { replies_.acknowledge(); });
     for (const View& view : compiled.inputs) {
       auto found = sizes.find(view.storage);
-      uint64_t end = static_cast<uint64_t>(view.offset) * view.look.item_bytes + view.look.span_bytes;
-      if (found == sizes.end() || end > found->second) throw Refused("it would reach beyond its memory");
+      uint64_t end = static_cast<uint64_t>(view.offset) * view.meta.item_bytes + view.meta.span_bytes;
+      if (found == sizes.end() || end > found->second) throw OpRefused("an input exceeds its storage");
     }
     graph.compiled = std::move(compiled);
     graph.warm = false;
   } catch (...) {
-    graph.why_not_compiled = reason(*failure_at_hand("", ops_.count()));
+    graph.why_not_compiled = format_reason(*current_failure("", ops_.count()));
   }
 }
 
-// The memory that the function takes on the way is not counted, like that of a single op; the limits on the
-// process hold for it. Its results are.
+// Temporary memory is not counted, as for a single op; the memory limit of the process applies to it.
 FailurePtr Graphs::run_compiled(Graph& graph) {
   FailurePtr failure;
   try {
     std::vector<at::Tensor> inputs;
     inputs.reserve(graph.compiled->inputs.size());
     for (const View& view : graph.compiled->inputs)
-      inputs.push_back(storages_.view(storages_.known(view.storage), view.look, view.offset));
-    for (const View& view : graph.compiled->results) make_room(graph, view.storage);
-    storages_.check_room(graph.compiled->result_bytes);
+      inputs.push_back(storages_.view(storages_.get(view.storage), view.meta, view.offset));
+    for (const View& view : graph.compiled->results) free_previous_result(graph, view.storage);
+    storages_.check_quota(graph.compiled->result_bytes);
     std::vector<at::Tensor> results = compiler_->run(graph.compiled->function.get(), inputs);
-    keep_results(graph, inputs, std::move(results));
+    store_results(graph, inputs, std::move(results));
     graph.warm = true;
   } catch (...) {
-    failure = failure_at_hand("a compiled graph", ops_.count());
+    failure = current_failure("a compiled graph", ops_.count());
     for (const View& view : graph.compiled->results) {
-      make_room(graph, view.storage);
+      free_previous_result(graph, view.storage);
       storages_.poison(view.storage, failure);
     }
   }
-  free_unwanted(graph);
+  free_unused_results(graph);
   return failure;
 }
 
-void Graphs::keep_results(Graph& graph, const std::vector<at::Tensor>& inputs,
-                          std::vector<at::Tensor> results) {
+void Graphs::store_results(Graph& graph, const std::vector<at::Tensor>& inputs,
+                           std::vector<at::Tensor> results) {
   const std::vector<View>& expected = graph.compiled->results;
-  if (results.size() != expected.size()) throw Mispredicted("a compiled graph gives other results");
-  std::unordered_set<const c10::StorageImpl*> taken;
-  for (const at::Tensor& input : inputs) taken.insert(input.storage().unsafeGetStorageImpl());
+  if (results.size() != expected.size())
+    throw OutputMismatch("a compiled graph returned another number of results");
+  std::unordered_set<const c10::StorageImpl*> used;
+  for (const at::Tensor& input : inputs) used.insert(input.storage().unsafeGetStorageImpl());
   for (size_t i = 0; i < results.size(); i++) {
-    at::Tensor own = own_result(results[i], expected[i].look, taken);
+    at::Tensor result = to_unshared_result(results[i], expected[i].meta, used);
     results[i].reset();
-    storages_.keep(expected[i].storage, std::move(own));
+    storages_.store(expected[i].storage, std::move(result));
   }
 }
 
-// A compiler may give the same memory twice, or what was given, or another order of strides.
-at::Tensor Graphs::own_result(const at::Tensor& found, const Look& look,
-                              std::unordered_set<const c10::StorageImpl*>& taken) const {
-  if (!found.defined() || found.scalar_type() != look.dtype ||
-      found.sizes() != c10::IntArrayRef(look.sizes)) {
-    throw Mispredicted("a compiled graph gives something else than " + described(look.dtype, look.sizes));
+// Compiled functions may return the same memory twice, an input, or other strides.
+at::Tensor Graphs::to_unshared_result(const at::Tensor& found, const TensorMeta& meta,
+                                      std::unordered_set<const c10::StorageImpl*>& used) const {
+  if (!found.defined() || found.scalar_type() != meta.dtype ||
+      found.sizes() != c10::IntArrayRef(meta.sizes)) {
+    throw OutputMismatch("a compiled graph returned another tensor than " +
+                         describe_tensor(meta.dtype, meta.sizes));
   }
-  bool own = taken.insert(found.storage().unsafeGetStorageImpl()).second && storages_.is_plain(found) &&
-             look.fits(found, 0) && look.span_bytes <= found.storage().nbytes();
-  if (own) return at::alias(found);  // not the one that the interpreter knows
-  auto options = at::TensorOptions().dtype(look.dtype).device(storages_.device());
-  at::Tensor copy = at::empty_strided(look.sizes, look.strides, options);
+  bool unshared = used.insert(found.storage().unsafeGetStorageImpl()).second && storages_.is_plain(found) &&
+                  meta.matches(found, 0) && meta.span_bytes <= found.storage().nbytes();
+  if (unshared) return at::alias(found);  // without the Python object of `found`
+  auto options = at::TensorOptions().dtype(meta.dtype).device(storages_.device());
+  at::Tensor copy = at::empty_strided(meta.sizes, meta.strides, options);
   copy.copy_(found);
   return copy;
 }
 
-// --- the accelerator's own graphs ---------------------------------------------------------------
+// --- captured graphs ----------------------------------------------------------------------------
 
-bool Graphs::may_be_taken_down(Graph& graph) {
+bool Graphs::can_capture(Graph& graph) {
   if (!capture_ || !graph.warm || !graph.why_not_captured.empty()) return false;
-  if (graph.captures >= CAPTURES_MAX) graph.why_not_captured = "its tensors get other memory too often";
-  if (reads_host_memory(graph)) graph.why_not_captured = HOST_NUMBER;
+  if (graph.captures >= CAPTURES_MAX) graph.why_not_captured = "its tensors moved too often";
+  if (reads_host_memory(graph)) graph.why_not_captured = HOST_SCALAR;
   return graph.why_not_captured.empty();
 }
 
-void Graphs::hold(Graph& graph, const std::unordered_set<uint32_t>& numbers, bool own) {
+void Graphs::add_captured_storages(Graph& graph, const std::unordered_set<uint32_t>& numbers,
+                                   bool are_results) {
   for (uint32_t number : numbers) {
     Slot& slot = storages_.at(number);
     if (slot.storage)
-      graph.held.push_back({&slot, slot.storage, slot.storage.data(), slot.storage.nbytes(), own});
+      graph.captured_storages.push_back(
+          {&slot, slot.storage, slot.storage.data(), slot.storage.nbytes(), are_results});
   }
 }
 
-// Whether everything is still where it was when it was taken down.
-bool Graphs::is_current(Graph& graph) {
-  if (graph.changes_seen == storages_.watched_changes()) return true;
-  for (const Held& held : graph.held) {
-    const c10::Storage& now = held.slot->storage;
-    if (held.own && !held.slot->taken()) continue;
-    if (!now || !now.is_alias_of(held.storage) || now.data() != held.memory || now.nbytes() != held.bytes)
+// Whether all storages still have the memory that was captured.
+bool Graphs::is_capture_valid(Graph& graph) {
+  if (graph.changes_seen == storages_.graph_storage_changes()) return true;
+  for (const CapturedStorage& saved : graph.captured_storages) {
+    const c10::Storage& now = saved.slot->storage;
+    if (saved.is_result && !saved.slot->in_use()) continue;
+    if (!now || !now.is_alias_of(saved.storage) || now.data() != saved.memory || now.nbytes() != saved.bytes)
       return false;
   }
-  graph.changes_seen = storages_.watched_changes();
+  graph.changes_seen = storages_.graph_storage_changes();
   return true;
 }
 
-// The work is done once more, this time into a graph of the accelerator. That keeps the memory which it takes
-// on the way in a pool of its own, for as long as it lives: all of the pool counts for the quota, the results
-// in it a second time.
-void Graphs::take_down(Graph& graph) {
+// Runs the graph under a capture. The captured graph keeps a memory pool, all of which counts towards the
+// quota; the results in it count twice.
+void Graphs::capture(Graph& graph) {
   graph.captures++;
   FailurePtr failure;
-  TakenDown taken;
+  CapturedGraph captured;
   try {
-    hold(graph, graph.outside, /*own=*/false);
+    add_captured_storages(graph, graph.inputs, /*are_results=*/false);
     capture_->begin();
-    failure = run_into(taken, graph);
+    failure = run_captured(captured, graph);
   } catch (const std::exception&) {
-    failure = failure_at_hand("", ops_.count());
+    failure = current_failure("", ops_.count());
   }
   if (failure) {
-    graph.why_not_captured = reason(*failure);
-    graph.held.clear();
+    graph.why_not_captured = format_reason(*failure);
+    graph.captured_storages.clear();
     return;
   }
-  hold(graph, graph.alive, /*own=*/true);
-  storages_.count(static_cast<int64_t>(taken.bytes));
-  graph.taken_down = std::move(taken);
-  graph.changes_seen = storages_.watched_changes();
+  add_captured_storages(graph, graph.results, /*are_results=*/true);
+  storages_.add_bytes(static_cast<int64_t>(captured.pool_bytes));
+  graph.captured = std::move(captured);
+  graph.changes_seen = storages_.graph_storage_changes();
 }
 
-FailurePtr Graphs::run_into(TakenDown& taken, Graph& graph) {
+FailurePtr Graphs::run_captured(CapturedGraph& captured, Graph& graph) {
   FailurePtr failure;
   try {
     failure = run(graph);
-  } catch (const AcceleratorLost& error) {
-    // Work that must wait for the accelerator fails like this, and does no harm while it is taken down.
-    if (!capture_->abandon()) throw;
-    ops_.let_go();
-    forget_made(graph);
+  } catch (const AcceleratorFailed& error) {
+    // Work that synchronizes cannot be captured; the accelerator is not affected.
+    if (!capture_->abort()) throw;
+    ops_.reset();
+    free_created(graph);
     return std::make_shared<Failure>(Failure{"", "", ops_.count(), error.what()});
   } catch (...) {
-    capture_->abandon();
+    capture_->abort();
     throw;
   }
   if (failure) {
-    if (!capture_->abandon()) throw AcceleratorLost(failure->message);
+    if (!capture_->abort()) throw AcceleratorFailed(failure->message);
     return failure;
   }
-  taken = capture_->end();
-  storages_.check_room(taken.bytes);
+  captured = capture_->end();
+  storages_.check_quota(captured.pool_bytes);
   return nullptr;
 }
 
-// The steps broke off: what they would have freed later is still there.
-void Graphs::forget_made(const Graph& graph) {
-  for (uint32_t number : graph.made)
-    if (storages_.at(number).taken()) storages_.free(number);
+// After an incomplete run: frees what later steps would have freed.
+void Graphs::free_created(const Graph& graph) {
+  for (uint32_t number : graph.created)
+    if (storages_.at(number).in_use()) storages_.free(number);
 }
 
 void Graphs::free(uint32_t number) {
-  Graph& graph = known(number);
-  give_up(graph);
-  for (uint32_t outside : graph.outside) storages_.at(outside).watchers--;
-  for (uint32_t result : graph.alive) {
-    storages_.at(result).watchers--;
+  Graph& graph = get(number);
+  release_capture(graph);
+  for (uint32_t input : graph.inputs) storages_.at(input).graph_uses--;
+  for (uint32_t result : graph.results) {
+    storages_.at(result).graph_uses--;
     auto owner = owners_.find(result);
     if (owner != owners_.end() && owner->second == &graph) owners_.erase(owner);
   }
@@ -498,7 +497,7 @@ void Graphs::free(uint32_t number) {
 void Graphs::clear() {
   recording_.reset();
   owners_.clear();
-  for (auto& [_, graph] : graphs_) give_up(*graph);
+  for (auto& [_, graph] : graphs_) release_capture(*graph);
   graphs_.clear();
   bytes_ = 0;
 }

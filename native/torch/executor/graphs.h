@@ -1,7 +1,5 @@
-// Records that were written down, to be carried out again by one word of the client. Where the client asks
-// for it they are compiled into one function. On an accelerator that can, a replay becomes a graph of its own
-// (CUDA graphs), and from then on the accelerator replays it alone. Not for: carrying a single record out
-// (ops.h).
+// Graphs: recorded records that a client replays by number. A graph is replayed step by step, as one compiled
+// function if the client requests it, or as a CUDA graph where the accelerator supports it.
 #pragma once
 
 #include <cstdint>
@@ -18,30 +16,29 @@
 
 #include "../wire.h"
 #include "failure.h"
-#include "look.h"
 #include "ops.h"
-#include "outbox.h"
+#include "reply_writer.h"
 #include "storages.h"
 #include "templates.h"
+#include "tensor_meta.h"
 
 namespace genie {
 
-// Work that the accelerator has taken down, and the memory that it keeps for it.
-struct TakenDown {
-  std::shared_ptr<void> work;
-  uint64_t bytes = 0;
+// A graph of the accelerator, and the size of its memory pool.
+struct CapturedGraph {
+  std::shared_ptr<void> graph;
+  uint64_t pool_bytes = 0;
 };
 
-// How the accelerator takes down work instead of doing it. One at a time.
+// Captures work on the accelerator instead of running it, as CUDA graphs do. One capture at a time.
 class Capture {
  public:
   virtual ~Capture() = default;
   virtual void begin() = 0;
-  // What was taken down; its work is to be given to replay().
-  virtual TakenDown end() = 0;
-  // Ends without a result, after something went wrong. False when the accelerator does not work any more.
-  virtual bool abandon() noexcept = 0;
-  virtual void replay(void* work) = 0;
+  virtual CapturedGraph end() = 0;
+  // Ends the capture after an error. False if the accelerator has failed.
+  virtual bool abort() noexcept = 0;
+  virtual void replay(void* graph) = 0;
 };
 
 struct GraphStep {
@@ -52,136 +49,134 @@ struct GraphStep {
   uint64_t bytes = 0;
 };
 
-// One function of some tensors that gives others; it may write to what it is given.
-struct Compiled {
+// A compiled function from tensors to tensors; it may write to its inputs.
+struct CompiledGraph {
   std::shared_ptr<void> function;
   std::vector<View> inputs, results;
   uint64_t result_bytes = 0;
 };
 
-// Makes such a function of a graph's steps.
 class Compiler {
  public:
   virtual ~Compiler() = default;
-  // `wanted`: storages made by the steps that have to be among the results. `sizes`: the bytes of those that
-  // are there before. An exception says why it cannot be done; the steps are then carried out as they are.
-  // `meanwhile` is called now and then.
-  virtual Compiled compile(const std::vector<GraphStep>& steps, const std::vector<uint32_t>& wanted,
-                           const std::unordered_map<uint32_t, uint64_t>& sizes,
-                           const std::function<void()>& meanwhile) = 0;
+  // `results`: storages created by the steps that the function must return. `sizes`: bytes of the storages
+  // that exist before. Throws if the steps cannot be compiled; they are then replayed one by one.
+  // `keep_alive` is called periodically.
+  virtual CompiledGraph compile(const std::vector<GraphStep>& steps, const std::vector<uint32_t>& results,
+                                const std::unordered_map<uint32_t, uint64_t>& sizes,
+                                const std::function<void()>& keep_alive) = 0;
   virtual std::vector<at::Tensor> run(void* function, const std::vector<at::Tensor>& inputs) = 0;
 };
 
-// How a graph is replayed, how often it was, and why not in a better way.
+// `reason`: why no faster kind is used.
 struct GraphReport {
-  ReplayKind how = ReplayKind::Steps;
+  ReplayKind kind = ReplayKind::Steps;
   uint64_t replays = 0;
-  std::string why;
+  std::string reason;
 };
 
 class Graphs {
  public:
-  // `capture` and `compiler` may be null: then every replay is carried out step by step.
-  Graphs(StorageTable& storages, OpRunner& ops, Outbox& outbox, std::shared_ptr<Capture> capture,
+  // `capture` and `compiler` may be null: then every replay runs step by step.
+  Graphs(StorageTable& storages, OpRunner& ops, ReplyWriter& replies, std::shared_ptr<Capture> capture,
          std::shared_ptr<Compiler> compiler)
       : storages_(storages),
         ops_(ops),
-        outbox_(outbox),
+        replies_(replies),
         capture_(std::move(capture)),
         compiler_(std::move(compiler)) {}
 
   bool recording() const { return recording_ != nullptr; }
   void begin(uint32_t number);
-  // `how`: an argument of GraphEnd.
-  void end(uint32_t how);
-  // While recording, after each has been carried out.
-  void op(const std::shared_ptr<Template>& call, const uint8_t* record, size_t bytes);
-  void allocated(uint32_t storage, uint64_t bytes);
-  void freed(uint32_t storage);
+  // `mode`: an argument of GraphEnd.
+  void end(uint32_t mode);
+  // While recording, after the record was executed.
+  void record_op(const std::shared_ptr<Template>& call, const uint8_t* record, size_t bytes);
+  void record_allocate(uint32_t storage, uint64_t bytes);
+  void record_free(uint32_t storage);
 
-  // Before the client frees or resizes a storage: replies that still need its memory keep what they show.
+  // Call before the client frees or resizes a storage: unreceived replies keep its contents.
   void before_free(uint32_t number, const Slot& slot);
-  // The client has let go of a storage outside of a recording; a graph whose result it is does not keep it.
-  void let_go(uint32_t number);
-  // A storage has other memory now: what the accelerator has taken down with the old one is given up.
-  void moved(uint32_t number);
+  // Call after the client freed a storage while not recording; a graph that returns it stops keeping it.
+  void on_storage_freed(uint32_t number);
+  // Call when a storage gets other memory: captures that use the old memory are released.
+  void on_storage_moved(uint32_t number);
 
-  // The storage `number` is to have what `result`, a graph's result, has now. A replay that takes place on
-  // the accelerator writes over the result, and copies it first if `number` is still there; so most are never
-  // copied.
-  FailurePtr take_result(uint32_t result, uint32_t number);
+  // Storage `number` gets the current contents of `result`, a result of a graph. They share memory until a
+  // captured replay is about to overwrite the result; if `number` was freed by then, nothing is copied.
+  FailurePtr share_result(uint32_t result, uint32_t number);
 
-  // The first failure, when there was one.
+  // Returns the first failure, or null.
   FailurePtr replay(uint32_t number);
   GraphReport report(uint32_t number);
   void free(uint32_t number);
   void clear();
 
  private:
-  // A storage as it was when the accelerator took work on it down. Held, so that no other takes its place.
-  struct Held {
+  // A storage at the time of the capture. Kept alive, so that its address is not reused.
+  struct CapturedStorage {
     Slot* slot;
     c10::Storage storage;
     const void* memory;
     uint64_t bytes;
-    bool own;  // a result: the client may have let it go
+    bool is_result;  // the client may have freed it
   };
   struct Graph {
     std::vector<GraphStep> steps;
-    uint64_t bytes = 0;                                        // that the steps take
-    std::unordered_set<uint32_t> outside;                      // storages that it uses and does not make
-    std::vector<std::pair<uint32_t, uint64_t>> outside_bytes;  // of those, what they had when it was recorded
-    std::unordered_set<uint32_t> written;                      // of those, what it writes to
-    std::unordered_set<uint32_t> made;
-    std::unordered_set<uint32_t> alive;     // of those it makes, what it does not free
-    std::unordered_set<uint32_t> unwanted;  // of the alive ones, what the client has freed since
-    std::unordered_set<uint32_t> sharing;   // storages that were given the memory of a result
-    std::unordered_set<uint32_t> given;     // results whose memory one has been given since the last replay
+    uint64_t bytes = 0;                                      // memory of the steps
+    std::unordered_set<uint32_t> inputs;                     // storages that it uses and does not create
+    std::vector<std::pair<uint32_t, uint64_t>> input_bytes;  // their sizes when it was recorded
+    std::unordered_set<uint32_t> written;                    // inputs that it writes to
+    std::unordered_set<uint32_t> created;
+    std::unordered_set<uint32_t> results;        // created and not freed by the steps
+    std::unordered_set<uint32_t> freed_results;  // results that the client has freed
+    std::unordered_set<uint32_t> sharing;        // storages that share the memory of a result
+    std::unordered_set<uint32_t> shared;         // results shared since the last replay
     uint64_t replays = 0;
-    bool to_be_compiled = false;
-    std::optional<Compiled> compiled;
+    bool compile_pending = false;
+    std::optional<CompiledGraph> compiled;
     std::string why_not_compiled, why_not_captured;
-    bool warm = false;  // its kernels have been run, so that they can be taken down
-    TakenDown taken_down;
-    std::vector<Held> held;
+    bool warm = false;  // its kernels have run, which a capture requires
+    CapturedGraph captured;
+    std::vector<CapturedStorage> captured_storages;
     uint64_t changes_seen = 0;
     int captures = 0;
   };
 
-  Graph& known(uint32_t number);
-  void add(GraphStep step);
-  void note_made(uint32_t storage);
-  void note_given(const std::vector<Argument>& arguments, const uint8_t* data);
-  void give_up(Graph& graph);
+  Graph& get(uint32_t number);
+  void add_step(GraphStep step);
+  void add_created(uint32_t storage);
+  void add_inputs(const std::vector<Argument>& arguments, const uint8_t* data);
+  void release_capture(Graph& graph);
 
-  bool is_sound(const Graph& graph);
+  bool has_valid_inputs(const Graph& graph);
   bool reads_host_memory(const Graph& graph);
-  void keep_replies(const Graph& graph);
-  bool is_current(Graph& graph);
+  void copy_borrowed_replies(const Graph& graph);
+  bool is_capture_valid(Graph& graph);
   void compile(Graph& graph);
   FailurePtr run(Graph& graph);
   FailurePtr run_steps(Graph& graph);
   FailurePtr run_step(Graph& graph, GraphStep& step);
   FailurePtr run_compiled(Graph& graph);
-  void keep_results(Graph& graph, const std::vector<at::Tensor>& inputs, std::vector<at::Tensor> results);
-  at::Tensor own_result(const at::Tensor& found, const Look& look,
-                        std::unordered_set<const c10::StorageImpl*>& taken) const;
-  void make_room(const Graph& graph, uint32_t storage);
-  void free_unwanted(const Graph& graph);
-  bool may_be_taken_down(Graph& graph);
-  void take_down(Graph& graph);
-  FailurePtr run_into(TakenDown& taken, Graph& graph);
-  void forget_made(const Graph& graph);
-  void hold(Graph& graph, const std::unordered_set<uint32_t>& numbers, bool own);
-  FailurePtr stop_sharing(Graph& graph);
+  void store_results(Graph& graph, const std::vector<at::Tensor>& inputs, std::vector<at::Tensor> results);
+  at::Tensor to_unshared_result(const at::Tensor& found, const TensorMeta& meta,
+                                std::unordered_set<const c10::StorageImpl*>& used) const;
+  void free_previous_result(const Graph& graph, uint32_t storage);
+  void free_unused_results(const Graph& graph);
+  bool can_capture(Graph& graph);
+  void capture(Graph& graph);
+  FailurePtr run_captured(CapturedGraph& captured, Graph& graph);
+  void free_created(const Graph& graph);
+  void add_captured_storages(Graph& graph, const std::unordered_set<uint32_t>& numbers, bool are_results);
+  FailurePtr unshare_results(Graph& graph);
 
   StorageTable& storages_;
   OpRunner& ops_;
-  Outbox& outbox_;
+  ReplyWriter& replies_;
   std::shared_ptr<Capture> capture_;
   std::shared_ptr<Compiler> compiler_;
   std::unordered_map<uint32_t, std::unique_ptr<Graph>> graphs_;
-  std::unordered_map<uint32_t, Graph*> owners_;  // of the results of graphs
+  std::unordered_map<uint32_t, Graph*> owners_;  // by result
   std::unique_ptr<Graph> recording_;
   uint32_t recording_number_ = 0;
   uint64_t bytes_ = 0;  // of all steps

@@ -1,4 +1,4 @@
-// The executor's library as Python sees it.
+// Python bindings of the executor library.
 #include <string>
 #include <utility>
 #include <vector>
@@ -16,10 +16,10 @@ namespace genie {
 
 namespace {
 
-const char* name_of(Outcome outcome) {
+const char* outcome_name(Outcome outcome) {
   switch (outcome) {
-    case Outcome::Goodbye:
-      return "goodbye";
+    case Outcome::Closed:
+      return "closed";
     case Outcome::Lost:
       return "lost";
     default:
@@ -27,8 +27,8 @@ const char* name_of(Outcome outcome) {
   }
 }
 
-// torch.cuda's graphs, by way of an object with begin(), end(), abandon() and replay(graph);
-// end() gives the graph and the bytes that it keeps.
+// Captures CUDA graphs through a Python object with begin(), end(), abort() and replay(graph);
+// end() returns the graph and the size of its memory pool.
 class PythonCapture final : public Capture {
  public:
   explicit PythonCapture(py::object object) : object_(std::move(object)) {}
@@ -41,32 +41,32 @@ class PythonCapture final : public Capture {
     py::gil_scoped_acquire gil;
     object_.attr("begin")();
   }
-  TakenDown end() override {
+  CapturedGraph end() override {
     py::gil_scoped_acquire gil;
     auto [graph, bytes] = object_.attr("end")().cast<std::pair<py::object, uint64_t>>();
-    TakenDown taken;
-    taken.bytes = bytes;
-    taken.work = {graph.release().ptr(), [](void* held) {
-                    py::gil_scoped_acquire gil;
-                    Py_DECREF(static_cast<PyObject*>(held));
-                  }};
-    return taken;
+    CapturedGraph captured;
+    captured.pool_bytes = bytes;
+    captured.graph = {graph.release().ptr(), [](void* held) {
+                        py::gil_scoped_acquire gil;
+                        Py_DECREF(static_cast<PyObject*>(held));
+                      }};
+    return captured;
   }
-  bool abandon() noexcept override {
+  bool abort() noexcept override {
     try {
       py::gil_scoped_acquire gil;
-      object_.attr("abandon")();
+      object_.attr("abort")();
       return true;
     } catch (const std::exception&) {
       return false;
     }
   }
-  void replay(void* work) override {
+  void replay(void* graph) override {
     py::gil_scoped_acquire gil;
     try {
-      object_.attr("replay")(py::handle(static_cast<PyObject*>(work)));
+      object_.attr("replay")(py::handle(static_cast<PyObject*>(graph)));
     } catch (const py::error_already_set& error) {
-      raise_from_python(error);
+      throw_python_error(error);
     }
   }
 
@@ -74,19 +74,19 @@ class PythonCapture final : public Capture {
   py::object object_;
 };
 
-bool is_true(py::handle object, const char* name) {
+bool has_true_attribute(py::handle object, const char* name) {
   return py::hasattr(object, name) && object.attr(name).cast<bool>();
 }
 
-// How to connect to another executor, by way of a function of (host, port, server_name, number, token) that
-// gives a stream or raises one of Genie's errors.
-Fetch fetch_with(py::object callable) {
+// Wraps a Python function of (host, port, server_name, number, token) that connects to another executor. It
+// returns a stream or raises a GenieError.
+ParcelConnector make_connector(py::object callable) {
   if (callable.is_none()) return {};
   std::shared_ptr<py::object> kept(new py::object(std::move(callable)), [](py::object* held) {
     py::gil_scoped_acquire gil;
     delete held;
   });
-  return [kept](const Origin& origin) {
+  return [kept](const ParcelOrigin& origin) {
     py::gil_scoped_acquire gil;
     try {
       return stream_of((*kept)(origin.host, origin.port, origin.server_name, origin.number, origin.token));
@@ -94,45 +94,47 @@ Fetch fetch_with(py::object callable) {
       py::object value = error.value();
       std::string code = "device.remote_op";
       if (py::hasattr(value, "code")) code = py::str(value.attr("code")).cast<std::string>();
-      throw FetchRefused(code, py::str(value).cast<std::string>(), is_true(value, "retryable"));
+      throw ParcelConnectError(code, py::str(value).cast<std::string>(),
+                               has_true_attribute(value, "retryable"));
     }
   };
 }
 
-bool deliver(Session& session, uint64_t number, py::handle stream) {
+bool send_parcel(Session& session, uint64_t number, py::handle stream) {
   auto connection = stream_of(stream);
   py::gil_scoped_release release;
-  return session.deliver(number, connection);
+  return session.send_parcel(number, connection);
 }
 
 std::unique_ptr<Session> make_session(const std::string& device, uint64_t bytes_max,
                                       std::vector<std::string> allowed_ops, int64_t spin_us,
-                                      py::object capture, py::object compiler, py::object fetch) {
-  std::shared_ptr<Capture> capturing;
-  if (!capture.is_none()) capturing = std::make_shared<PythonCapture>(std::move(capture));
-  std::shared_ptr<Compiler> compiling;
-  if (!compiler.is_none()) compiling = python_compiler(std::move(compiler));
-  return std::make_unique<Session>(device, bytes_max, std::move(allowed_ops), spin_us, std::move(capturing),
-                                   std::move(compiling), fetch_with(std::move(fetch)));
+                                      py::object capture, py::object compiler, py::object connect) {
+  std::shared_ptr<Capture> capture_object;
+  if (!capture.is_none()) capture_object = std::make_shared<PythonCapture>(std::move(capture));
+  std::shared_ptr<Compiler> compiler_object;
+  if (!compiler.is_none()) compiler_object = make_python_compiler(std::move(compiler));
+  return std::make_unique<Session>(device, bytes_max, std::move(allowed_ops), spin_us,
+                                   std::move(capture_object), std::move(compiler_object),
+                                   make_connector(std::move(connect)));
 }
 
 std::string serve(Session& session, py::handle stream, uint64_t replies_received) {
   auto connection = stream_of(stream);
   py::gil_scoped_release release;
-  return name_of(session.serve(std::move(connection), replies_received));
+  return outcome_name(session.serve(std::move(connection), replies_received));
 }
 
 py::dict stats(const Session& session) {
   SessionStats now = session.stats();
-  py::dict named;
-  named["storages"] = now.storages;
-  named["bytes_allocated"] = now.bytes_allocated;
-  named["bytes_allocated_peak"] = now.bytes_allocated_peak;
-  named["bytes_max"] = now.bytes_max;
-  named["ops"] = now.ops;
-  named["frames_received"] = now.frames_received;
-  named["shelved"] = now.shelved;
-  return named;
+  py::dict result;
+  result["storages"] = now.storages;
+  result["bytes_allocated"] = now.bytes_allocated;
+  result["bytes_allocated_peak"] = now.bytes_allocated_peak;
+  result["bytes_max"] = now.bytes_max;
+  result["ops"] = now.ops;
+  result["frames_received"] = now.frames_received;
+  result["parcels"] = now.parcels;
+  return result;
 }
 
 }  // namespace
@@ -145,9 +147,9 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   py::class_<Session>(module, "Session", py::module_local())
       .def(py::init(&genie::make_session), py::arg("device"), py::arg("bytes_max"), py::arg("allowed_ops"),
            py::arg("spin_us") = 0, py::arg("capture") = py::none(), py::arg("compiler") = py::none(),
-           py::arg("fetch") = py::none())
+           py::arg("connect") = py::none())
       .def("serve", &genie::serve, py::arg("stream"), py::arg("replies_received"))
-      .def("deliver", &genie::deliver, py::arg("number"), py::arg("stream"))
+      .def("send_parcel", &genie::send_parcel, py::arg("number"), py::arg("stream"))
       .def("stats", &genie::stats)
       .def("close", &Session::close, py::call_guard<py::gil_scoped_release>())
       .def_property_readonly("frames_received", &Session::frames_received);

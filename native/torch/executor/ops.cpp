@@ -12,28 +12,28 @@ namespace {
 
 using c10::IValue;
 
-uint32_t storage_at(const uint8_t* numbers, uint32_t index) {
-  const uint8_t* place = numbers + sizeof(uint32_t) * index;
-  return next_data<uint32_t>(place);
+uint32_t storage_number(const uint8_t* numbers, uint32_t index) {
+  const uint8_t* position = numbers + sizeof(uint32_t) * index;
+  return next_data<uint32_t>(position);
 }
 
-// Nobody but whoever holds it has this tensor or its memory.
+// Whether this is the only reference to the tensor and to its memory.
 bool is_unshared(const at::Tensor& tensor) {
   return tensor.use_count() == 1 && tensor.unsafeGetTensorImpl()->unsafe_storage().use_count() == 1;
 }
 
 void check_readable(const at::Tensor& tensor) {
-  if (tensor.layout() != c10::kStrided || !is_carried(tensor.scalar_type()) ||
+  if (tensor.layout() != c10::kStrided || !is_supported_dtype(tensor.scalar_type()) ||
       tensor.dim() > static_cast<int64_t>(DIMENSIONS_MAX)) {
-    throw Refused("the result is a tensor that the wire does not carry: " +
-                  described(tensor.scalar_type(), tensor.sizes()));
+    throw OpRefused("the result is an unsupported tensor: " +
+                    describe_tensor(tensor.scalar_type(), tensor.sizes()));
   }
   if (!tensor._is_zerotensor() && end_bytes(tensor) > tensor.storage().nbytes()) {
-    throw Refused("the result reaches beyond the memory that it stands on");
+    throw OpRefused("the result exceeds the memory of its storage");
   }
 }
 
-uint64_t own_bytes(const std::vector<at::Tensor>& tensors) {
+uint64_t storage_bytes(const std::vector<at::Tensor>& tensors) {
   uint64_t bytes = 0;
   for (const at::Tensor& tensor : tensors) bytes += tensor.storage().nbytes();
   return bytes;
@@ -41,20 +41,20 @@ uint64_t own_bytes(const std::vector<at::Tensor>& tensors) {
 
 }  // namespace
 
-// --- the call -----------------------------------------------------------------------------------
+// --- calls --------------------------------------------------------------------------------------
 
 void OpRunner::call(Template& call, const uint8_t* data) {
-  if (!call.op) throw Refused(call.refusal);
-  storages_.check_room(std::max(call.new_bytes, call.announced_bytes));
-  for (Argument& argument : call.arguments) stack_.push_back(value_of(argument, data));
-  if (call.size_argument >= 0) check_announced(call);
+  if (!call.op) throw OpRefused(call.refusal);
+  storages_.check_quota(std::max(call.new_bytes, call.output_bytes_min));
+  for (Argument& argument : call.arguments) stack_.push_back(to_ivalue(argument, data));
+  if (call.size_argument >= 0) check_output_size(call);
   call.op->callBoxed(&stack_);
 }
 
-IValue OpRunner::value_of(Argument& argument, const uint8_t*& data) {
+IValue OpRunner::to_ivalue(Argument& argument, const uint8_t*& data) {
   switch (argument.kind) {
     case ArgumentKind::Tensor:
-      return give(argument, data);
+      return load_tensor(argument, data);
     case ArgumentKind::ScalarTensor:
       return fill_scalar(argument, data);
     case ArgumentKind::IntegerData:
@@ -66,7 +66,7 @@ IValue OpRunner::value_of(Argument& argument, const uint8_t*& data) {
     case ArgumentKind::List: {
       c10::impl::GenericList list(argument.item_type);
       list.reserve(argument.items.size());
-      for (Argument& item : argument.items) list.push_back(value_of(item, data));
+      for (Argument& item : argument.items) list.push_back(to_ivalue(item, data));
       return list;
     }
     default:
@@ -74,18 +74,18 @@ IValue OpRunner::value_of(Argument& argument, const uint8_t*& data) {
   }
 }
 
-const at::Tensor& OpRunner::give(const Argument& argument, const uint8_t*& data) {
-  Slot& slot = storages_.known(next_data<uint32_t>(data));
+const at::Tensor& OpRunner::load_tensor(const Argument& argument, const uint8_t*& data) {
+  Slot& slot = storages_.get(next_data<uint32_t>(data));
   int64_t offset = argument.has_offset ? next_data<int64_t>(data) : 0;
-  given_.push_back({{}, &slot, argument.look.get(), offset, argument.written});
-  given_.back().tensor = storages_.view(slot, *argument.look, offset);
-  if (argument.written) outbox_.before_write(slot.storage);
-  return given_.back().tensor;
+  inputs_.push_back({{}, &slot, argument.meta.get(), offset, argument.written});
+  inputs_.back().tensor = storages_.view(slot, *argument.meta, offset);
+  if (argument.written) replies_.before_write(slot.storage);
+  return inputs_.back().tensor;
 }
 
 const at::Tensor& OpRunner::fill_scalar(Argument& argument, const uint8_t*& data) {
   if (argument.scalar.use_count() > 1) {
-    // The last op with this template has kept it.
+    // The previous op of this template kept a reference.
     bool wrapped = argument.scalar.unsafeGetTensorImpl()->is_wrapped_number();
     argument.scalar = argument.scalar.clone();
     argument.scalar.unsafeGetTensorImpl()->set_wrapped_number(wrapped);
@@ -95,60 +95,61 @@ const at::Tensor& OpRunner::fill_scalar(Argument& argument, const uint8_t*& data
   return argument.scalar;
 }
 
-bool OpRunner::is_changed(const Given& given) const {
-  const c10::Storage& storage = given.tensor.unsafeGetTensorImpl()->unsafe_storage();
-  return !given.look->fits(given.tensor, given.offset) || !storage.is_alias_of(given.slot->storage) ||
-         storage.nbytes() != given.slot->bytes;
+bool OpRunner::is_changed(const Input& input) const {
+  const c10::Storage& storage = input.tensor.unsafeGetTensorImpl()->unsafe_storage();
+  return !input.meta->matches(input.tensor, input.offset) || !storage.is_alias_of(input.slot->storage) ||
+         storage.nbytes() != input.slot->bytes;
 }
 
 void OpRunner::restore_written() noexcept {
-  for (Given& given : given_) {
-    if (!given.written || !given.tensor.defined()) continue;
-    bool changed = is_changed(given) || given.slot->storage.nbytes() != given.slot->bytes;
-    given.tensor.reset();
-    if (changed) storages_.restore(*given.slot);
+  for (Input& input : inputs_) {
+    if (!input.written || !input.tensor.defined()) continue;
+    bool changed = is_changed(input) || input.slot->storage.nbytes() != input.slot->bytes;
+    input.tensor.reset();
+    if (changed) storages_.restore(*input.slot);
   }
 }
 
-void OpRunner::let_go() {
+void OpRunner::reset() {
   stack_.clear();
-  given_.clear();
-  made_.clear();
+  inputs_.clear();
+  new_tensors_.clear();
 }
 
 void OpRunner::clear() {
-  let_go();
+  reset();
   unbound_.clear();
 }
 
-// --- an op whose outputs are predicted ----------------------------------------------------------
+// --- ops with predicted outputs -----------------------------------------------------------------
 
 FailurePtr OpRunner::run(Template& template_, Reader& in) {
-  if (!template_.predicted) throw ProtocolError("an op was sent whose outputs are not predicted");
+  if (!template_.predicted) throw ProtocolError("an Op has a template without predicted outputs");
   const uint8_t* data = in.take(template_.data_bytes);
   const uint8_t* new_storages = in.take(sizeof(uint32_t) * template_.new_outputs);
   count_.store(count() + 1, std::memory_order_relaxed);
-  for (uint32_t i = 0; i < template_.new_outputs; i++) storages_.check_free(storage_at(new_storages, i));
+  for (uint32_t i = 0; i < template_.new_outputs; i++)
+    storages_.check_unused(storage_number(new_storages, i));
   try {
     call(template_, data);
     check_unchanged();
     for (size_t i = 0; i < template_.outputs.size(); i++) collect(template_.outputs[i], stack_[i]);
     for (uint32_t i = 0; i < template_.new_outputs; i++) {
-      storages_.keep(storage_at(new_storages, i), std::move(made_[i]));
+      storages_.store(storage_number(new_storages, i), std::move(new_tensors_[i]));
     }
-    let_go();
+    reset();
     return nullptr;
   } catch (...) {
-    return fail(template_, data, new_storages);
+    return handle_failure(template_, data, new_storages);
   }
 }
 
 void OpRunner::check_unchanged() const {
-  for (const Given& given : given_) {
-    if (given.written && is_changed(given)) {
-      throw Mispredicted("predicted " + described(given.look->dtype, given.look->sizes) +
-                         " to stay as it is, got " +
-                         described(given.tensor.scalar_type(), given.tensor.sizes()));
+  for (const Input& input : inputs_) {
+    if (input.written && is_changed(input)) {
+      throw OutputMismatch("predicted " + describe_tensor(input.meta->dtype, input.meta->sizes) +
+                           " to be unchanged, got " +
+                           describe_tensor(input.tensor.scalar_type(), input.tensor.sizes()));
     }
   }
 }
@@ -157,40 +158,40 @@ void OpRunner::collect(const Output& predicted, const IValue& value) {
   switch (predicted.kind) {
     case OutputKind::New:
       if (!value.isTensor() || !value.toTensor().defined()) {
-        throw Mispredicted("predicted a tensor, got none");
+        throw OutputMismatch("predicted a tensor, got none");
       }
-      made_.push_back(as_predicted(value.toTensor(), predicted.look));
+      new_tensors_.push_back(to_predicted(value.toTensor(), predicted.meta));
       break;
     case OutputKind::None:
       if (!value.isNone() && !(value.isTensor() && !value.toTensor().defined())) {
-        throw Mispredicted("predicted nothing, got a " + value.tagKind());
+        throw OutputMismatch("predicted nothing, got a " + value.tagKind());
       }
       break;
-    case OutputKind::Same:
-      check_same(predicted, value);
+    case OutputKind::Alias:
+      check_alias(predicted, value);
       break;
     case OutputKind::Integer:
       if (!value.isInt() || value.toInt() != predicted.integer) {
-        throw Mispredicted("predicted " + std::to_string(predicted.integer) + ", got another number");
+        throw OutputMismatch("predicted " + std::to_string(predicted.integer) + ", got another number");
       }
       break;
     default: {
-      if (!value.isList()) throw Mispredicted("predicted a list, got a " + value.tagKind());
+      if (!value.isList()) throw OutputMismatch("predicted a list, got a " + value.tagKind());
       auto items = value.toListRef();
       if (items.size() != predicted.items.size()) {
-        throw Mispredicted("predicted " + std::to_string(predicted.items.size()) + " items, got " +
-                           std::to_string(items.size()));
+        throw OutputMismatch("predicted " + std::to_string(predicted.items.size()) + " items, got " +
+                             std::to_string(items.size()));
       }
       for (size_t i = 0; i < items.size(); i++) collect(predicted.items[i], items[i]);
     }
   }
 }
 
-at::Tensor OpRunner::as_predicted(const at::Tensor& found, const Look& predicted) const {
+at::Tensor OpRunner::to_predicted(const at::Tensor& found, const TensorMeta& predicted) const {
   const c10::TensorImpl& impl = *found.unsafeGetTensorImpl();
   if (impl.dtype().toScalarType() != predicted.dtype || impl.sizes() != c10::IntArrayRef(predicted.sizes)) {
-    throw Mispredicted("predicted " + described(predicted.dtype, predicted.sizes) + ", got " +
-                       described(found.scalar_type(), found.sizes()));
+    throw OutputMismatch("predicted " + describe_tensor(predicted.dtype, predicted.sizes) + ", got " +
+                         describe_tensor(found.scalar_type(), found.sizes()));
   }
   bool plain = storages_.is_plain(found) || (found.device().is_cpu() && found.dim() == 0 && !found.is_neg() &&
                                              !found.is_conj() && !found._is_zerotensor());
@@ -209,72 +210,75 @@ at::Tensor OpRunner::as_predicted(const at::Tensor& found, const Look& predicted
   return copy;
 }
 
-void OpRunner::check_same(const Output& predicted, const IValue& value) const {
-  const Given& given = given_[predicted.index];
-  if (value.isTensor() && value.toTensor().is_same(given.tensor)) return;
+void OpRunner::check_alias(const Output& predicted, const IValue& value) const {
+  const Input& input = inputs_[predicted.index];
+  if (value.isTensor() && value.toTensor().is_same(input.tensor)) return;
   if (value.isTensor() && value.toTensor().defined() && value.toTensor().layout() == c10::kStrided &&
-      value.toTensor().storage().is_alias_of(given.slot->storage) &&
-      given.look->fits(value.toTensor(), given.offset)) {
+      value.toTensor().storage().is_alias_of(input.slot->storage) &&
+      input.meta->matches(value.toTensor(), input.offset)) {
     return;
   }
-  throw Mispredicted("predicted a tensor that was given, got another");
+  throw OutputMismatch("predicted an input tensor, got another tensor");
 }
 
-// Whether the op should have written to a tensor that can be used.
-bool OpRunner::reaches_healthy(const std::vector<Argument>& arguments, const uint8_t* data) {
+// Whether the op writes to a tensor that is not poisoned.
+bool OpRunner::writes_usable_tensor(const std::vector<Argument>& arguments, const uint8_t* data) {
   bool found = false;
-  each_tensor(arguments, data, [&](const Argument& argument, uint32_t storage) {
-    const Slot& slot = storages_.known(storage);
+  for_each_tensor(arguments, data, [&](const Argument& argument, uint32_t storage) {
+    const Slot& slot = storages_.get(storage);
     found = found || (argument.written && !slot.failure);
   });
   return found;
 }
 
-FailurePtr OpRunner::fail(const Template& template_, const uint8_t* data, const uint8_t* new_storages) {
-  FailurePtr failure = failure_at_hand(template_.name, count());
-  // Poison that is passed on was told of when it arose, but a tensor that keeps its old values was not.
-  bool news = failure->number == count() || reaches_healthy(template_.arguments, data);
+FailurePtr OpRunner::handle_failure(const Template& template_, const uint8_t* data,
+                                    const uint8_t* new_storages) {
+  FailurePtr failure = current_failure(template_.name, count());
+  // The original failure was reported, but not that a usable tensor was not written.
+  bool report = failure->number == count() || writes_usable_tensor(template_.arguments, data);
   restore_written();
-  let_go();
-  for (uint32_t i = 0; i < template_.new_outputs; i++) storages_.poison(storage_at(new_storages, i), failure);
-  return news ? failure : nullptr;
+  reset();
+  for (uint32_t i = 0; i < template_.new_outputs; i++)
+    storages_.poison(storage_number(new_storages, i), failure);
+  return report ? failure : nullptr;
 }
 
-// --- an op that is asked ------------------------------------------------------------------------
+// --- dynamic ops --------------------------------------------------------------------------------
 
-void OpRunner::pass_over(const Template& template_, Reader& in) {
+void OpRunner::skip(const Template& template_, Reader& in) {
   in.take(template_.data_bytes);
   count_.store(count() + 1, std::memory_order_relaxed);
 }
 
-FailurePtr OpRunner::ask(Template& template_, Reader& in, uint64_t reply_number, Writer& reply) {
-  if (template_.predicted) throw ProtocolError("an op was asked whose outputs are predicted");
-  if (unbound_.size() >= ASKS_UNBOUND_MAX) throw ProtocolError("the client asks for more than it binds");
+FailurePtr OpRunner::run_dynamic(Template& template_, Reader& in, uint64_t reply_number, Writer& reply) {
+  if (template_.predicted) throw ProtocolError("a DynamicOp has a template with predicted outputs");
+  if (unbound_.size() >= UNBOUND_REPLIES_MAX)
+    throw ProtocolError("too many dynamic ops with unbound outputs");
   const uint8_t* data = in.take(template_.data_bytes);
   count_.store(count() + 1, std::memory_order_relaxed);
   try {
     call(template_, data);
     reply.u32(static_cast<uint32_t>(stack_.size()));
     for (const IValue& value : stack_) encode(value, reply);
-    encode_changes(reply);
-    if (!made_.empty()) {
-      storages_.count(static_cast<int64_t>(own_bytes(made_)));
-      unbound_.emplace(reply_number, std::move(made_));
+    encode_resized(reply);
+    if (!new_tensors_.empty()) {
+      storages_.add_bytes(static_cast<int64_t>(storage_bytes(new_tensors_)));
+      unbound_.emplace(reply_number, std::move(new_tensors_));
     }
-    let_go();
+    reset();
     return nullptr;
   } catch (...) {
-    FailurePtr failure = failure_at_hand(template_.name, count());
+    FailurePtr failure = current_failure(template_.name, count());
     restore_written();
-    let_go();
+    reset();
     return failure;
   }
 }
 
-// What an op says itself that it will take, before it does.
-void OpRunner::check_announced(const Template& template_) const {
+// Checks the size argument of an op against the quota, before the op allocates.
+void OpRunner::check_output_size(const Template& template_) const {
   auto sizes = stack_[static_cast<size_t>(template_.size_argument)].toIntVector();
-  storages_.check_room(announced_bytes(sizes, given_.empty() ? 1 : given_[0].look->item_bytes));
+  storages_.check_quota(tensor_bytes_min(sizes, inputs_.empty() ? 1 : inputs_[0].meta->item_bytes));
 }
 
 void OpRunner::encode(const IValue& value, Writer& reply) {
@@ -283,7 +287,7 @@ void OpRunner::encode(const IValue& value, Writer& reply) {
     encode_tensor(value.toTensor(), reply);
   } else if (value.isList()) {
     auto items = value.toListRef();
-    if (items.size() > LIST_ITEMS_MAX) throw Refused("the op gives too many results to be sent");
+    if (items.size() > LIST_ITEMS_MAX) throw OpRefused("the op returns too many results");
     kind(OutputKind::List);
     reply.u32(static_cast<uint32_t>(items.size()));
     for (const IValue& item : items) encode(item, reply);
@@ -303,7 +307,7 @@ void OpRunner::encode(const IValue& value, Writer& reply) {
     reply.f64(value.toComplexDouble().real());
     reply.f64(value.toComplexDouble().imag());
   } else {
-    throw Refused("the result is a " + value.tagKind() + ", which the wire does not carry");
+    throw OpRefused("the result is a " + value.tagKind() + ", which is not supported");
   }
 }
 
@@ -312,60 +316,60 @@ void OpRunner::encode_tensor(const at::Tensor& tensor, Writer& reply) {
     reply.u8(static_cast<uint8_t>(OutputKind::None));
     return;
   }
-  for (size_t i = 0; i < given_.size(); i++) {
-    if (!tensor.is_same(given_[i].tensor)) continue;
-    reply.u8(static_cast<uint8_t>(OutputKind::Same));
+  for (size_t i = 0; i < inputs_.size(); i++) {
+    if (!tensor.is_same(inputs_[i].tensor)) continue;
+    reply.u8(static_cast<uint8_t>(OutputKind::Alias));
     reply.u32(static_cast<uint32_t>(i));
     return;
   }
-  made_.push_back(as_own(tensor));
-  const at::Tensor& made = made_.back();
+  new_tensors_.push_back(to_unshared(tensor));
+  const at::Tensor& added = new_tensors_.back();
   reply.u8(static_cast<uint8_t>(OutputKind::New));
-  reply.u8(static_cast<uint8_t>(made.scalar_type()));
-  reply.u8(static_cast<uint8_t>(made.dim()));
-  for (int64_t size : made.sizes()) reply.i64(size);
-  for (int64_t stride : made.strides()) reply.i64(stride);
+  reply.u8(static_cast<uint8_t>(added.scalar_type()));
+  reply.u8(static_cast<uint8_t>(added.dim()));
+  for (int64_t size : added.sizes()) reply.i64(size);
+  for (int64_t stride : added.strides()) reply.i64(stride);
 }
 
-at::Tensor OpRunner::as_own(const at::Tensor& found) const {
+at::Tensor OpRunner::to_unshared(const at::Tensor& found) const {
   check_readable(found);
-  bool host_number = found.device().is_cpu() && found.dim() == 0;
-  bool here = host_number || found.device() == storages_.device();
+  bool host_scalar = found.device().is_cpu() && found.dim() == 0;
+  bool on_device = host_scalar || found.device() == storages_.device();
   bool lazy = found.is_conj() || found.is_neg() || found._is_zerotensor();
-  if (here && !lazy && found.storage_offset() == 0 && is_unshared(found)) return found;
-  storages_.check_room(static_cast<uint64_t>(found.numel()) * found.itemsize());
+  if (on_device && !lazy && found.storage_offset() == 0 && is_unshared(found)) return found;
+  storages_.check_quota(static_cast<uint64_t>(found.numel()) * found.itemsize());
   if (found._is_zerotensor()) return at::zeros(found.sizes(), found.options().device(storages_.device()));
   at::Tensor plain = found.resolve_conj().resolve_neg();
-  plain = here ? plain : plain.to(storages_.device());
+  plain = on_device ? plain : plain.to(storages_.device());
   return is_unshared(plain) && plain.storage_offset() == 0 ? plain : plain.clone();
 }
 
-// Tensors that the op has given another shape or size. Counted here, after everything that can fail.
-void OpRunner::encode_changes(Writer& reply) {
+// Encodes inputs that the op has resized. Updates their sizes last, after everything that can fail.
+void OpRunner::encode_resized(Writer& reply) {
   std::vector<uint32_t> changed;
-  uint64_t more_bytes = own_bytes(made_);
-  for (uint32_t i = 0; i < given_.size(); i++) {
-    const Given& given = given_[i];
-    if (!given.written || !is_changed(given)) continue;
-    if (!given.tensor.storage().is_alias_of(given.slot->storage)) {
-      throw Refused("it gives a tensor the memory of another one");
+  uint64_t more_bytes = storage_bytes(new_tensors_);
+  for (uint32_t i = 0; i < inputs_.size(); i++) {
+    const Input& input = inputs_[i];
+    if (!input.written || !is_changed(input)) continue;
+    if (!input.tensor.storage().is_alias_of(input.slot->storage)) {
+      throw OpRefused("the op gives a tensor the memory of another one");
     }
-    check_readable(given.tensor);
+    check_readable(input.tensor);
     changed.push_back(i);
-    uint64_t now = given.slot->storage.nbytes();
-    more_bytes += now > given.slot->bytes ? now - given.slot->bytes : 0;
+    uint64_t new_bytes = input.slot->storage.nbytes();
+    more_bytes += new_bytes > input.slot->bytes ? new_bytes - input.slot->bytes : 0;
   }
-  storages_.check_room(more_bytes);
+  storages_.check_quota(more_bytes);
   reply.u32(static_cast<uint32_t>(changed.size()));
   for (uint32_t i : changed) {
-    const at::Tensor& tensor = given_[i].tensor;
+    const at::Tensor& tensor = inputs_[i].tensor;
     reply.u32(i);
     reply.u64(tensor.storage().nbytes());
     reply.u8(static_cast<uint8_t>(tensor.dim()));
     reply.i64(tensor.storage_offset());
     for (int64_t size : tensor.sizes()) reply.i64(size);
     for (int64_t stride : tensor.strides()) reply.i64(stride);
-    storages_.recount(*given_[i].slot);
+    storages_.update_size(*inputs_[i].slot);
   }
 }
 
@@ -373,12 +377,13 @@ void OpRunner::bind(uint64_t reply_number, uint32_t count, Reader& in) {
   const uint8_t* numbers = in.take(sizeof(uint32_t) * count);
   auto found = unbound_.find(reply_number);
   if (found == unbound_.end() ? count != 0 : count != found->second.size()) {
-    throw ProtocolError("reply " + std::to_string(reply_number) + " has not given " + std::to_string(count) +
-                        " tensors that could be bound");
+    throw ProtocolError("reply " + std::to_string(reply_number) + " does not have " + std::to_string(count) +
+                        " outputs to bind");
   }
   if (found == unbound_.end()) return;
-  storages_.count(-static_cast<int64_t>(own_bytes(found->second)));
-  for (uint32_t i = 0; i < count; i++) storages_.keep(storage_at(numbers, i), std::move(found->second[i]));
+  storages_.add_bytes(-static_cast<int64_t>(storage_bytes(found->second)));
+  for (uint32_t i = 0; i < count; i++)
+    storages_.store(storage_number(numbers, i), std::move(found->second[i]));
   unbound_.erase(found);
 }
 

@@ -14,38 +14,38 @@ namespace py = pybind11;
 using c10::IValue;
 using c10::TypeKind;
 
-py::tuple numbers(c10::IntArrayRef values) {
-  py::tuple made(values.size());
-  for (size_t i = 0; i < values.size(); i++) made[i] = py::int_(values[i]);
-  return made;
+py::tuple int_tuple(c10::IntArrayRef values) {
+  py::tuple result(values.size());
+  for (size_t i = 0; i < values.size(); i++) result[i] = py::int_(values[i]);
+  return result;
 }
 
-const c10::Type& without_optional(const c10::Type& type) {
+const c10::Type& strip_optional(const c10::Type& type) {
   auto* optional = type.castRaw<c10::OptionalType>();
   return optional ? *optional->getElementType() : type;
 }
 
-// Steps as inductor.py reads them; it has the list of forms.
-class Teller {
+// Converts steps to Python values; genie/native/graph_steps.py documents the format.
+class StepConverter {
  public:
-  py::list tell(const std::vector<GraphStep>& steps) {
-    py::list told;
+  py::list convert(const std::vector<GraphStep>& steps) {
+    py::list converted;
     for (const GraphStep& step : steps) {
       if (step.kind == Record::Op) {
-        told.append(op(step));
+        converted.append(op(step));
       } else if (step.kind == Record::Allocate) {
-        told.append(py::make_tuple("allocate", step.storage, step.bytes));
+        converted.append(py::make_tuple("allocate", step.storage, step.bytes));
       } else {
-        told.append(py::make_tuple("free", step.storage));
+        converted.append(py::make_tuple("free", step.storage));
       }
     }
-    return told;
+    return converted;
   }
 
  private:
   py::object op(const GraphStep& step) {
     const Template& call = *step.call;
-    if (!call.op) throw Refused(call.refusal);
+    if (!call.op) throw OpRefused(call.refusal);
     const auto& schema = call.op->schema();
     const uint8_t* data = step.record.data();
     py::list arguments;
@@ -58,12 +58,12 @@ class Teller {
   }
 
   py::object argument(const Argument& argument, const uint8_t*& data, const c10::Type& declared) {
-    const c10::Type& type = without_optional(declared);
+    const c10::Type& type = strip_optional(declared);
     switch (argument.kind) {
       case ArgumentKind::Tensor: {
         auto storage = next_data<uint32_t>(data);
         int64_t offset = argument.has_offset ? next_data<int64_t>(data) : 0;
-        return tensor(storage, *argument.look, offset, argument.written);
+        return tensor(storage, *argument.meta, offset, argument.written);
       }
       case ArgumentKind::ScalarTensor:
         return scalar(argument, data);
@@ -85,10 +85,10 @@ class Teller {
     }
   }
 
-  py::object tensor(uint32_t storage, const Look& look, int64_t offset, bool written) {
-    if (look.flags) throw Refused("a tensor in it is conjugated or negated lazily");
-    return py::make_tuple("tensor", storage, py::cast(look.dtype), numbers(look.sizes), numbers(look.strides),
-                          offset, written);
+  py::object tensor(uint32_t storage, const TensorMeta& meta, int64_t offset, bool written) {
+    if (meta.flags) throw OpRefused("a tensor has a lazy conjugate or negative bit");
+    return py::make_tuple("tensor", storage, py::cast(meta.dtype), int_tuple(meta.sizes),
+                          int_tuple(meta.strides), offset, written);
   }
 
   py::object scalar(const Argument& argument, const uint8_t*& data) {
@@ -99,12 +99,12 @@ class Teller {
     return py::make_tuple("scalar", py::cast(filled.item()), py::cast(filled.scalar_type()), wrapped);
   }
 
-  // Dtypes and the like are integers until here; the op says which is which.
+  // Dtypes, layouts and memory formats are integers in the template; the schema has the type.
   py::object constant(const IValue& value, const c10::Type& type) {
     if (value.isNone()) return py::none();
     if (value.isList()) {
       py::list items;
-      const c10::Type& element = without_optional(*type.castRaw<c10::ListType>()->getElementType());
+      const c10::Type& element = strip_optional(*type.castRaw<c10::ListType>()->getElementType());
       for (const IValue& item : value.toListRef()) items.append(constant(item, element));
       return items;
     }
@@ -113,7 +113,7 @@ class Teller {
         case TypeKind::ScalarTypeType:
           return py::cast(static_cast<c10::ScalarType>(value.toInt()));
         case TypeKind::LayoutType:
-          return py::module_::import("torch").attr("strided");  // no other is allowed
+          return py::module_::import("torch").attr("strided");  // the only supported layout
         case TypeKind::MemoryFormatType:
           return py::cast(static_cast<c10::MemoryFormat>(value.toInt()));
         default:
@@ -129,14 +129,14 @@ class Teller {
       return py::reinterpret_steal<py::object>(PyComplex_FromDoubles(number.real(), number.imag()));
     }
     if (value.isTensor() && !value.toTensor().defined()) return py::none();
-    throw Refused("an argument in it is a " + value.tagKind());
+    throw OpRefused("an argument is a " + value.tagKind());
   }
 
   py::object output(const Output& output) {
     switch (output.kind) {
       case OutputKind::New:
-        return py::make_tuple("new", next_data<uint32_t>(new_storages_), py::cast(output.look.dtype),
-                              numbers(output.look.sizes), numbers(output.look.strides));
+        return py::make_tuple("new", next_data<uint32_t>(new_storages_), py::cast(output.meta.dtype),
+                              int_tuple(output.meta.sizes), int_tuple(output.meta.strides));
       case OutputKind::List: {
         py::list items;
         for (const Output& item : output.items) items.append(this->output(item));
@@ -150,19 +150,19 @@ class Teller {
   const uint8_t* new_storages_ = nullptr;
 };
 
-// (storage, dtype, sizes, strides, offset) of this side's own Python; measured like one from the wire.
-View view_of(py::handle told) {
+// Converts (storage, dtype, sizes, strides, offset) and validates it like a View from the wire.
+View to_view(py::handle fields) {
   using Numbers = std::vector<int64_t>;
   auto [storage, dtype, sizes, strides, offset] =
-      told.cast<std::tuple<uint32_t, at::ScalarType, Numbers, Numbers, int64_t>>();
-  Writer look;
-  for (int64_t each : sizes) look.i64(each);
-  for (int64_t each : strides) look.i64(each);
-  Reader in(look.data(), look.size());
+      fields.cast<std::tuple<uint32_t, at::ScalarType, Numbers, Numbers, int64_t>>();
+  Writer dimensions;
+  for (int64_t each : sizes) dimensions.i64(each);
+  for (int64_t each : strides) dimensions.i64(each);
+  Reader in(dimensions.data(), dimensions.size());
   View view;
   view.storage = storage;
   view.offset = offset;
-  view.look = read_look(in, static_cast<uint8_t>(dtype), static_cast<uint8_t>(sizes.size()), 0);
+  view.meta = read_tensor_meta(in, static_cast<uint8_t>(dtype), static_cast<uint8_t>(sizes.size()), 0);
   return view;
 }
 
@@ -174,43 +174,44 @@ class PythonCompiler final : public Compiler {
     object_ = py::object();
   }
 
-  Compiled compile(const std::vector<GraphStep>& steps, const std::vector<uint32_t>& wanted,
-                   const std::unordered_map<uint32_t, uint64_t>& sizes,
-                   const std::function<void()>& meanwhile) override {
+  CompiledGraph compile(const std::vector<GraphStep>& steps, const std::vector<uint32_t>& results,
+                        const std::unordered_map<uint32_t, uint64_t>& sizes,
+                        const std::function<void()>& keep_alive) override {
     py::gil_scoped_acquire gil;
     try {
-      py::cpp_function told([&meanwhile] {
-        py::gil_scoped_release go;
-        meanwhile();
+      py::cpp_function callback([&keep_alive] {
+        py::gil_scoped_release release;
+        keep_alive();
       });
-      py::object made = object_.attr("compile")(Teller().tell(steps), wanted, sizes, told);
-      Compiled compiled;
-      for (py::handle each : made.attr("inputs")) compiled.inputs.push_back(view_of(each));
-      for (py::handle each : made.attr("results")) {
-        compiled.results.push_back(view_of(each));
-        compiled.result_bytes += compiled.results.back().look.span_bytes;
+      py::object compiled_function =
+          object_.attr("compile")(StepConverter().convert(steps), results, sizes, callback);
+      CompiledGraph compiled;
+      for (py::handle each : compiled_function.attr("inputs")) compiled.inputs.push_back(to_view(each));
+      for (py::handle each : compiled_function.attr("results")) {
+        compiled.results.push_back(to_view(each));
+        compiled.result_bytes += compiled.results.back().meta.span_bytes;
       }
-      compiled.function = {made.release().ptr(), [](void* held) {
+      compiled.function = {compiled_function.release().ptr(), [](void* held) {
                              py::gil_scoped_acquire gil;
                              Py_DECREF(static_cast<PyObject*>(held));
                            }};
       return compiled;
     } catch (const py::error_already_set& error) {
-      throw Refused(py::str(error.value()).cast<std::string>());
+      throw OpRefused(py::str(error.value()).cast<std::string>());
     } catch (const py::cast_error& error) {
-      throw Refused(error.what());
+      throw OpRefused(error.what());
     }
   }
 
   std::vector<at::Tensor> run(void* function, const std::vector<at::Tensor>& inputs) override {
     py::gil_scoped_acquire gil;
-    py::list given;
-    for (const at::Tensor& input : inputs) given.append(py::cast(input));
+    py::list arguments;
+    for (const at::Tensor& input : inputs) arguments.append(py::cast(input));
     try {
-      py::object results = py::handle(static_cast<PyObject*>(function))(given);
+      py::object results = py::handle(static_cast<PyObject*>(function))(arguments);
       return results.cast<std::vector<at::Tensor>>();
     } catch (const py::error_already_set& error) {
-      raise_from_python(error);
+      throw_python_error(error);
     }
   }
 
@@ -220,16 +221,16 @@ class PythonCompiler final : public Compiler {
 
 }  // namespace
 
-void raise_from_python(const py::error_already_set& error) {
+void throw_python_error(const py::error_already_set& error) {
   auto message = py::str(error.value()).cast<std::string>();
   auto torch = py::module_::import("torch");
-  if (error.matches(torch.attr("AcceleratorError"))) throw AcceleratorLost(message);
+  if (error.matches(torch.attr("AcceleratorError"))) throw AcceleratorFailed(message);
   if (error.matches(torch.attr("OutOfMemoryError")) || error.matches(PyExc_MemoryError))
-    throw OverQuota(message);
+    throw QuotaExceeded(message);
   throw std::runtime_error(message);
 }
 
-std::shared_ptr<Compiler> python_compiler(py::object object) {
+std::shared_ptr<Compiler> make_python_compiler(py::object object) {
   return std::make_shared<PythonCompiler>(std::move(object));
 }
 

@@ -1,6 +1,5 @@
-// Compiles graphs with what torch has for that in Python: the steps are told to it as plain values, and the
-// function that it makes is called with tensors. Not for: how they are compiled
-// (genie/agent/executor/inductor.py).
+// Compiles graphs with a Python compiler (genie/executor/inductor.py): passes the steps as plain values and
+// calls the resulting function with tensors.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -9,10 +8,11 @@
 
 namespace genie {
 
-// `object` has compile(steps, wanted, sizes), which gives a callable with `inputs` and `results`.
-std::shared_ptr<Compiler> python_compiler(pybind11::object object);
+// `object` has compile(steps, results, sizes, keep_alive), which returns a callable with `inputs` and
+// `results`.
+std::shared_ptr<Compiler> make_python_compiler(pybind11::object object);
 
-// What an exception of torch's Python means here. Holds the interpreter.
-[[noreturn]] void raise_from_python(const pybind11::error_already_set& error);
+// Throws the C++ equivalent of a Python exception. The caller holds the GIL.
+[[noreturn]] void throw_python_error(const pybind11::error_already_set& error);
 
 }  // namespace genie

@@ -17,149 +17,151 @@ constexpr uint32_t ARGUMENTS_MAX = 256;
 constexpr size_t NAME_BYTES_MAX = 128;
 constexpr uint64_t NEW_BYTES_MAX = uint64_t{1} << 62;
 
-// --- the form: nothing is asked about the op yet ------------------------------------------------
+// --- format: independent of the op --------------------------------------------------------------
 
-uint32_t read_count(Reader& in, uint32_t most) {
+uint32_t read_count(Reader& in, uint32_t max) {
   uint32_t count = in.u32();
-  // Each takes at least a byte, so a count beyond the body costs no memory.
-  if (count > most || count > in.left()) throw ProtocolError("a template holds more than is allowed");
+  // Each item has at least one byte: a count that exceeds the body is rejected before memory is allocated.
+  if (count > max || count > in.remaining()) throw ProtocolError("a template exceeds the maximum size");
   return count;
 }
 
 class BodyReader {
  public:
-  BodyReader(Reader& in, Template& made, c10::Device device) : in_(in), made_(made), device_(device) {}
+  BodyReader(Reader& in, Template& result, c10::Device device)
+      : in_(in), template_(result), device_(device) {}
 
   void read_arguments() {
     uint32_t count = read_count(in_, ARGUMENTS_MAX);
-    for (uint32_t i = 0; i < count; i++) made_.arguments.push_back(argument(false));
+    for (uint32_t i = 0; i < count; i++) template_.arguments.push_back(argument(false));
   }
 
   void read_outputs() {
     uint8_t predicted = in_.u8();
     if (predicted > 1) throw ProtocolError("a template is malformed");
-    made_.predicted = predicted != 0;
-    if (!made_.predicted) return;
+    template_.predicted = predicted != 0;
+    if (!template_.predicted) return;
     uint32_t count = read_count(in_, ARGUMENTS_MAX);
-    for (uint32_t i = 0; i < count; i++) made_.outputs.push_back(output(false));
+    for (uint32_t i = 0; i < count; i++) template_.outputs.push_back(output(false));
   }
 
  private:
   Argument argument(bool in_list) {
-    made_.nodes++;
-    Argument made;
-    made.kind = static_cast<ArgumentKind>(in_.u8());
-    switch (made.kind) {
+    template_.nodes++;
+    Argument result;
+    result.kind = static_cast<ArgumentKind>(in_.u8());
+    switch (result.kind) {
       case ArgumentKind::None:
         break;
       case ArgumentKind::Tensor:
-        tensor(made);
+        tensor(result);
         break;
       case ArgumentKind::ScalarTensor:
-        scalar_tensor(made);
+        scalar_tensor(result);
         break;
       case ArgumentKind::Undefined:
-        made.constant = at::Tensor();
+        result.constant = at::Tensor();
         break;
       case ArgumentKind::Integer:
-        made.constant = in_.i64();
+        result.constant = in_.i64();
         break;
       case ArgumentKind::Boolean:
-        made.constant = in_.u8() != 0;
+        result.constant = in_.u8() != 0;
         break;
       case ArgumentKind::Float:
-        made.constant = in_.f64();
+        result.constant = in_.f64();
         break;
       case ArgumentKind::Complex: {
         double real = in_.f64();
-        made.constant = c10::complex<double>(real, in_.f64());
+        result.constant = c10::complex<double>(real, in_.f64());
         break;
       }
       case ArgumentKind::Text:
-        made.constant = in_.text();
+        result.constant = in_.text();
         break;
       case ArgumentKind::List:
-        list(made, in_list);
+        list(result, in_list);
         break;
-      case ArgumentKind::OwnDevice:
-        made.constant = device_;
+      case ArgumentKind::Device:
+        result.constant = device_;
         break;
       case ArgumentKind::Generator:
-        made_.data_bytes += sizeof(uint32_t);
+        template_.data_bytes += sizeof(uint32_t);
         break;
       case ArgumentKind::IntegerData:
       case ArgumentKind::FloatData:
-        made_.data_bytes += sizeof(int64_t);
+        template_.data_bytes += sizeof(int64_t);
         break;
       default:
-        throw ProtocolError("an argument is of an unknown kind");
+        throw ProtocolError("an argument has an unknown kind");
     }
-    return made;
+    return result;
   }
 
-  void tensor(Argument& made) {
+  void tensor(Argument& result) {
     uint8_t dtype = in_.u8(), dimensions = in_.u8(), flags = in_.u8();
-    made.has_offset = flags & VIEW_HAS_OFFSET;
-    made.look = std::make_unique<Look>(read_look(in_, dtype, dimensions, flags));
-    made_.data_bytes += sizeof(uint32_t) + (made.has_offset ? sizeof(int64_t) : 0);
-    made_.tensors++;
+    result.has_offset = flags & VIEW_HAS_OFFSET;
+    result.meta = std::make_unique<TensorMeta>(read_tensor_meta(in_, dtype, dimensions, flags));
+    template_.data_bytes += sizeof(uint32_t) + (result.has_offset ? sizeof(int64_t) : 0);
+    template_.tensors++;
   }
 
-  void scalar_tensor(Argument& made) {
-    auto dtype = checked_dtype(in_.u8());
-    made.scalar = at::zeros({}, at::TensorOptions().dtype(dtype).device(c10::kCPU));
-    if (in_.u8()) made.scalar.unsafeGetTensorImpl()->set_wrapped_number(true);
-    made_.data_bytes += SCALAR_BYTES;
+  void scalar_tensor(Argument& result) {
+    auto dtype = check_dtype(in_.u8());
+    result.scalar = at::zeros({}, at::TensorOptions().dtype(dtype).device(c10::kCPU));
+    if (in_.u8()) result.scalar.unsafeGetTensorImpl()->set_wrapped_number(true);
+    template_.data_bytes += SCALAR_BYTES;
   }
 
-  void list(Argument& made, bool in_list) {
-    if (in_list) throw ProtocolError("a list holds a list");
+  void list(Argument& result, bool in_list) {
+    if (in_list) throw ProtocolError("a list contains a list");
     uint32_t count = read_count(in_, LIST_ITEMS_MAX);
-    made.items.reserve(count);
-    for (uint32_t i = 0; i < count; i++) made.items.push_back(argument(true));
+    result.items.reserve(count);
+    for (uint32_t i = 0; i < count; i++) result.items.push_back(argument(true));
   }
 
   Output output(bool in_list) {
-    made_.nodes++;
-    Output made;
-    made.kind = static_cast<OutputKind>(in_.u8());
-    switch (made.kind) {
+    template_.nodes++;
+    Output result;
+    result.kind = static_cast<OutputKind>(in_.u8());
+    switch (result.kind) {
       case OutputKind::None:
         break;
       case OutputKind::New: {
         uint8_t dtype = in_.u8(), dimensions = in_.u8();
-        made.look = read_look(in_, dtype, dimensions, 0);
-        made_.new_outputs++;
-        made_.new_bytes += made.look.span_bytes;
-        if (made_.new_bytes > NEW_BYTES_MAX) throw ProtocolError("outputs are larger than can be counted");
+        result.meta = read_tensor_meta(in_, dtype, dimensions, 0);
+        template_.new_outputs++;
+        template_.new_bytes += result.meta.span_bytes;
+        if (template_.new_bytes > NEW_BYTES_MAX) throw ProtocolError("the size of the outputs overflows");
         break;
       }
-      case OutputKind::Same:
-        made.index = in_.u32();
-        if (made.index >= made_.tensors) throw ProtocolError("an output is a tensor that is not given");
+      case OutputKind::Alias:
+        result.index = in_.u32();
+        if (result.index >= template_.tensors)
+          throw ProtocolError("an output is an alias of an argument that does not exist");
         break;
       case OutputKind::List: {
-        if (in_list) throw ProtocolError("a list holds a list");
+        if (in_list) throw ProtocolError("a list contains a list");
         uint32_t count = read_count(in_, LIST_ITEMS_MAX);
-        made.items.reserve(count);
-        for (uint32_t i = 0; i < count; i++) made.items.push_back(output(true));
+        result.items.reserve(count);
+        for (uint32_t i = 0; i < count; i++) result.items.push_back(output(true));
         break;
       }
       case OutputKind::Integer:
-        made.integer = in_.i64();
+        result.integer = in_.i64();
         break;
       default:
-        throw ProtocolError("an output is of a kind that cannot be predicted");
+        throw ProtocolError("an output has a kind that cannot be predicted");
     }
-    return made;
+    return result;
   }
 
   Reader& in_;
-  Template& made_;
+  Template& template_;
   c10::Device device_;
 };
 
-// --- the fit: what the op declares --------------------------------------------------------------
+// --- check against the schema of the op ---------------------------------------------------------
 
 c10::TypePtr without_optional(const c10::TypePtr& type) {
   auto* optional = type->castRaw<c10::OptionalType>();
@@ -170,7 +172,7 @@ c10::TypePtr element_of(const c10::TypePtr& type) { return type->castRaw<c10::Li
 
 bool is_list(const c10::TypePtr& type) { return type->kind() == TypeKind::ListType; }
 
-bool is_data(const c10::TypePtr& type) {
+bool is_supported_argument(const c10::TypePtr& type) {
   switch (type->kind()) {
     case TypeKind::TensorType:
     case TypeKind::NumberType:
@@ -190,7 +192,7 @@ bool is_data(const c10::TypePtr& type) {
   }
 }
 
-bool is_returned_data(const c10::TypePtr& type) {
+bool is_supported_return(const c10::TypePtr& type) {
   switch (type->kind()) {
     case TypeKind::TensorType:
     case TypeKind::NumberType:
@@ -208,85 +210,85 @@ void check_schema(const c10::FunctionSchema& schema) {
   for (const auto& argument : schema.arguments()) {
     auto type = without_optional(argument.real_type());
     if (is_list(type)) type = without_optional(element_of(type));
-    if (!is_data(type)) throw Refused("it takes a " + argument.real_type()->str());
+    if (!is_supported_argument(type)) throw OpRefused("it takes a " + argument.real_type()->str());
   }
   for (const auto& returned : schema.returns()) {
     auto type = returned.real_type();
     if (is_list(type)) type = element_of(type);
-    if (!is_returned_data(type)) throw Refused("it returns a " + returned.real_type()->str());
+    if (!is_supported_return(type)) throw OpRefused("it returns a " + returned.real_type()->str());
   }
 }
 
-void fix(Argument& argument, IValue value) {
+void make_constant(Argument& argument, IValue value) {
   argument.constant = std::move(value);
   argument.kind = ArgumentKind::Integer;
 }
 
 bool is_constant(const Argument& argument) { return argument.kind == ArgumentKind::Integer; }
 
-// Turns each argument into what the op's kernel is given, or throws Refused.
-class Fitter {
+// Converts each argument to the type in the schema, or throws OpRefused.
+class ArgumentConverter {
  public:
-  // `real` is what the op declares, `fake` how torch spells that type inside values.
-  void fit(Argument& argument, const c10::TypePtr& real, const c10::TypePtr& fake, bool written) {
+  // `real` is the type in the schema, `fake` the type that torch uses in IValues (int for SymInt).
+  void convert(Argument& argument, const c10::TypePtr& real, const c10::TypePtr& fake, bool written) {
     if (real->kind() == TypeKind::OptionalType && argument.kind == ArgumentKind::None) {
-      fix(argument, IValue());
+      make_constant(argument, IValue());
     } else if (is_list(without_optional(real))) {
-      fit_list(argument, without_optional(real), without_optional(fake), written);
+      convert_list(argument, without_optional(real), without_optional(fake), written);
     } else {
-      fit_item(argument, *without_optional(real), written);
+      convert_item(argument, *without_optional(real), written);
     }
   }
 
  private:
-  void fit_list(Argument& argument, const c10::TypePtr& real, const c10::TypePtr& fake, bool written) {
-    if (argument.kind != ArgumentKind::List) throw Refused("something else stands for a " + real->str());
+  void convert_list(Argument& argument, const c10::TypePtr& real, const c10::TypePtr& fake, bool written) {
+    if (argument.kind != ArgumentKind::List) throw OpRefused("expected a " + real->str());
     argument.item_type = element_of(fake);
     bool constant = true;
     for (Argument& item : argument.items) {
-      fit(item, element_of(real), argument.item_type, written);
+      convert(item, element_of(real), argument.item_type, written);
       constant = constant && is_constant(item);
     }
     if (!constant) return;
     c10::impl::GenericList list(argument.item_type);
     list.reserve(argument.items.size());
     for (Argument& item : argument.items) list.push_back(std::move(item.constant));
-    fix(argument, std::move(list));
+    make_constant(argument, std::move(list));
     argument.items = std::vector<Argument>();
   }
 
-  void fit_item(Argument& argument, const c10::Type& real, bool written) {
-    if (!fit_kind(argument, real, written)) throw Refused("something else stands for a " + real.str());
+  void convert_item(Argument& argument, const c10::Type& real, bool written) {
+    if (!convert_kind(argument, real, written)) throw OpRefused("expected a " + real.str());
   }
 
-  bool fit_kind(Argument& argument, const c10::Type& real, bool written) {
+  bool convert_kind(Argument& argument, const c10::Type& real, bool written) {
     switch (real.kind()) {
       case TypeKind::TensorType:
-        return fit_tensor(argument, written);
+        return convert_tensor(argument, written);
       case TypeKind::NumberType:
-        return fit_number(argument);
+        return convert_number(argument);
       case TypeKind::IntType:
       case TypeKind::SymIntType:
-        return fit_integer(argument);
+        return convert_integer(argument);
       case TypeKind::FloatType:
-        return fit_float(argument);
+        return convert_float(argument);
       case TypeKind::BoolType:
-        return fit_constant(argument, ArgumentKind::Boolean);
+        return convert_constant(argument, ArgumentKind::Boolean);
       case TypeKind::StringType:
-        return fit_constant(argument, ArgumentKind::Text);
+        return convert_constant(argument, ArgumentKind::Text);
       case TypeKind::DeviceObjType:
-        return fit_constant(argument, ArgumentKind::OwnDevice);
+        return convert_constant(argument, ArgumentKind::Device);
       case TypeKind::GeneratorType:
         return argument.kind == ArgumentKind::Generator;
       case TypeKind::ScalarTypeType:
-        return fit_number_of(argument, [](int64_t number) {
-          return number <= UINT8_MAX && is_carried(static_cast<c10::ScalarType>(number));
+        return check_enum(argument, [](int64_t number) {
+          return number <= UINT8_MAX && is_supported_dtype(static_cast<c10::ScalarType>(number));
         });
       case TypeKind::LayoutType:
-        return fit_number_of(argument,
-                             [](int64_t number) { return number == static_cast<int64_t>(c10::kStrided); });
+        return check_enum(argument,
+                          [](int64_t number) { return number == static_cast<int64_t>(c10::kStrided); });
       case TypeKind::MemoryFormatType:
-        return fit_number_of(argument, [](int64_t number) {
+        return check_enum(argument, [](int64_t number) {
           return number <= static_cast<int64_t>(at::MemoryFormat::ChannelsLast3d);
         });
       default:
@@ -294,98 +296,98 @@ class Fitter {
     }
   }
 
-  bool fit_tensor(Argument& argument, bool written) {
+  bool convert_tensor(Argument& argument, bool written) {
     argument.written = written;
     switch (argument.kind) {
       case ArgumentKind::Tensor:
         return true;
       case ArgumentKind::ScalarTensor:
-        return !written;  // what an op writes there would never be seen
+        return !written;  // the result of the write would be lost
       case ArgumentKind::Undefined:
-        fix(argument, std::move(argument.constant));
+        make_constant(argument, std::move(argument.constant));
         return true;
       default:
         return false;
     }
   }
 
-  bool fit_number(Argument& argument) {
+  bool convert_number(Argument& argument) {
     switch (argument.kind) {
       case ArgumentKind::Integer:
       case ArgumentKind::Boolean:
       case ArgumentKind::Float:
       case ArgumentKind::Complex:
-        fix(argument, std::move(argument.constant));
+        make_constant(argument, std::move(argument.constant));
         return true;
       default:
         return argument.kind == ArgumentKind::IntegerData || argument.kind == ArgumentKind::FloatData;
     }
   }
 
-  bool fit_integer(Argument& argument) {
+  bool convert_integer(Argument& argument) {
     if (argument.kind == ArgumentKind::Boolean) {
-      fix(argument, static_cast<int64_t>(argument.constant.toBool()));
+      make_constant(argument, static_cast<int64_t>(argument.constant.toBool()));
     }
     return argument.kind == ArgumentKind::Integer || argument.kind == ArgumentKind::IntegerData;
   }
 
-  bool fit_float(Argument& argument) {
+  bool convert_float(Argument& argument) {
     if (argument.kind == ArgumentKind::Integer) {
-      fix(argument, static_cast<double>(argument.constant.toInt()));
+      make_constant(argument, static_cast<double>(argument.constant.toInt()));
       return true;
     }
-    return fit_constant(argument, ArgumentKind::Float) || argument.kind == ArgumentKind::FloatData;
+    return convert_constant(argument, ArgumentKind::Float) || argument.kind == ArgumentKind::FloatData;
   }
 
-  bool fit_constant(Argument& argument, ArgumentKind kind) {
+  bool convert_constant(Argument& argument, ArgumentKind kind) {
     if (argument.kind != kind) return false;
-    fix(argument, std::move(argument.constant));
+    make_constant(argument, std::move(argument.constant));
     return true;
   }
 
   template <class Allowed>
-  bool fit_number_of(Argument& argument, Allowed allowed) {
+  bool check_enum(Argument& argument, Allowed allowed) {
     if (argument.kind != ArgumentKind::Integer) return false;
     int64_t number = argument.constant.toInt();
     return number >= 0 && allowed(number);
   }
 };
 
-// Arguments that are never heeded: an index that is not checked, memory that cannot be paged out.
-bool is_ignored(const c10::Argument& declared) {
+// Arguments that the client cannot set: unchecked indices and pinned memory.
+bool is_overridden(const c10::Argument& declared) {
   return declared.name() == "unsafe" || declared.name() == "pin_memory";
 }
 
-void fit_arguments(Template& made) {
-  const auto& schema = made.op->schema();
+void convert_arguments(Template& result) {
+  const auto& schema = result.op->schema();
   const auto& declared = schema.arguments();
-  if (made.arguments.size() != declared.size()) {
-    throw Refused("it takes " + std::to_string(declared.size()) + " arguments, not " +
-                  std::to_string(made.arguments.size()));
+  if (result.arguments.size() != declared.size()) {
+    throw OpRefused("it takes " + std::to_string(declared.size()) + " arguments, not " +
+                    std::to_string(result.arguments.size()));
   }
-  Fitter fitter;
+  ArgumentConverter converter;
   for (size_t i = 0; i < declared.size(); i++) {
     bool written = declared[i].alias_info() && declared[i].alias_info()->isWrite();
     try {
-      fitter.fit(made.arguments[i], declared[i].real_type(), declared[i].type(), written);
-    } catch (const Refused& error) {
-      throw Refused("argument '" + declared[i].name() + "': " + error.what());
+      converter.convert(result.arguments[i], declared[i].real_type(), declared[i].type(), written);
+    } catch (const OpRefused& error) {
+      throw OpRefused("argument '" + declared[i].name() + "': " + error.what());
     }
-    if (is_ignored(declared[i]) && is_constant(made.arguments[i])) {
+    if (is_overridden(declared[i]) && is_constant(result.arguments[i])) {
       bool optional = declared[i].type()->kind() == TypeKind::OptionalType;
-      made.arguments[i].constant = optional ? IValue() : IValue(false);
+      result.arguments[i].constant = optional ? IValue() : IValue(false);
     }
   }
-  if (made.predicted && made.outputs.size() != schema.returns().size()) {
-    throw Refused("it returns " + std::to_string(schema.returns().size()) + " values, not " +
-                  std::to_string(made.outputs.size()));
+  if (result.predicted && result.outputs.size() != schema.returns().size()) {
+    throw OpRefused("it returns " + std::to_string(schema.returns().size()) + " values, not " +
+                    std::to_string(result.outputs.size()));
   }
 }
 
-// The argument named `size` of an op that makes a tensor of that size.
+// Index of the argument `size` of an op that creates a tensor; -1 if there is none.
 int find_size_argument(const c10::FunctionSchema& schema) {
   for (const auto& returned : schema.returns()) {
-    if (returned.alias_info() && !returned.alias_info()->isWrite()) return -1;  // a view takes no memory
+    if (returned.alias_info() && !returned.alias_info()->isWrite()) return -1;  // a view allocates no memory
   }
   for (size_t i = 0; i < schema.arguments().size(); i++) {
     const auto& argument = schema.arguments()[i];
@@ -397,25 +399,25 @@ int find_size_argument(const c10::FunctionSchema& schema) {
   return -1;
 }
 
-void note_announced(Template& made) {
-  made.size_argument = find_size_argument(made.op->schema());
-  if (made.size_argument < 0) return;
-  const Argument& size = made.arguments[static_cast<size_t>(made.size_argument)];
+void find_output_size(Template& result) {
+  result.size_argument = find_size_argument(result.op->schema());
+  if (result.size_argument < 0) return;
+  const Argument& size = result.arguments[static_cast<size_t>(result.size_argument)];
   if (!is_constant(size)) return;
-  made.size_argument = -1;
-  // What is given, if anything, has the dtype of the result; else a byte is the least.
-  const auto& first = made.arguments[0].look;
+  result.size_argument = -1;
+  // The first tensor argument, if any, has the dtype of the result; else assume one byte.
+  const auto& first = result.arguments[0].meta;
   if (size.constant.isIntList()) {
-    made.announced_bytes = announced_bytes(size.constant.toIntVector(), first ? first->item_bytes : 1);
+    result.output_bytes_min = tensor_bytes_min(size.constant.toIntVector(), first ? first->item_bytes : 1);
   }
 }
 
 }  // namespace
 
-uint64_t announced_bytes(c10::ArrayRef<int64_t> sizes, uint64_t item_bytes) {
+uint64_t tensor_bytes_min(c10::ArrayRef<int64_t> sizes, uint64_t item_bytes) {
   uint64_t bytes = item_bytes;
   for (int64_t size : sizes) {
-    if (size <= 0) return 0;  // nothing, or as much as something else has
+    if (size <= 0) return 0;  // empty, or inferred (-1)
     if (__builtin_mul_overflow(bytes, static_cast<uint64_t>(size), &bytes)) bytes = UINT64_MAX;
   }
   return bytes;
@@ -426,35 +428,35 @@ TemplateReader::TemplateReader(c10::Device device, std::vector<std::string> allo
       allowed_(std::make_move_iterator(allowed_ops.begin()), std::make_move_iterator(allowed_ops.end())) {}
 
 std::unique_ptr<Template> TemplateReader::read(Reader& body) const {
-  auto made = std::make_unique<Template>();
+  auto result = std::make_unique<Template>();
   std::string name = body.text(), overload = body.text();
   if (name.size() > NAME_BYTES_MAX || overload.size() > NAME_BYTES_MAX) {
     throw ProtocolError("the name of an op is longer than allowed");
   }
-  made->name = overload.empty() ? name : name + "." + overload;
-  BodyReader reader(body, *made, device_);
+  result->name = overload.empty() ? name : name + "." + overload;
+  BodyReader reader(body, *result, device_);
   reader.read_arguments();
   reader.read_outputs();
-  if (body.left() != 0) throw ProtocolError("a template is longer than what it says");
+  if (body.remaining() != 0) throw ProtocolError("a template has trailing bytes");
   try {
-    check(*made, name, overload);
-  } catch (const Refused& error) {
-    made->op.reset();
-    made->refusal = made->name + " is not allowed on an executor: " + error.what();
+    check(*result, name, overload);
+  } catch (const OpRefused& error) {
+    result->op.reset();
+    result->refusal = result->name + " is not allowed on an executor: " + error.what();
   }
-  return made;
+  return result;
 }
 
-void TemplateReader::check(Template& made, const std::string& name, const std::string& overload) const {
+void TemplateReader::check(Template& result, const std::string& name, const std::string& overload) const {
   constexpr std::string_view NAMESPACE = "aten::";
   if (name.rfind(NAMESPACE, 0) != 0 || !allowed_.count(name.substr(NAMESPACE.size()))) {
-    throw Refused("it is not on the list (docs/DEVICE.md, \"What is not there\")");
+    throw OpRefused("it is not in the list of allowed ops (docs/DEVICE.md, \"Not supported\")");
   }
-  made.op = c10::Dispatcher::singleton().findSchema({name, overload});
-  if (!made.op) throw Refused("this torch does not have it");
-  check_schema(made.op->schema());
-  fit_arguments(made);
-  note_announced(made);
+  result.op = c10::Dispatcher::singleton().findSchema({name, overload});
+  if (!result.op) throw OpRefused("this version of torch does not have it");
+  check_schema(result.op->schema());
+  convert_arguments(result);
+  find_output_size(result);
 }
 
 }  // namespace genie

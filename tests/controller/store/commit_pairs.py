@@ -1,4 +1,4 @@
-"""A process to be killed: commits pairs of keys for ever and prints each pair once it is acknowledged.
+"""A process to be killed: commits pairs of keys for ever and prints each acknowledged pair.
 
 Run by test_kill.py as `python -m tests.controller.store.commit_pairs FILE`.
 """
@@ -17,7 +17,7 @@ WRITERS = 8
 
 
 def pair(writer: int, number: int) -> list[Put]:
-    # Some span several pages, so that a kill can come between them.
+    # Some span several pages, so that a kill can occur between them.
     value = b"%d.%d " % (writer, number) * (1 + number % 7 * 300)
     return [Put(f"pair/{writer}/{number:06}/{half}", value) for half in "ab"]
 

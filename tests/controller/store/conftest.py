@@ -1,4 +1,4 @@
-"""The engines that the contract is held against, and what time is for each of them."""
+"""The engines under the contract test, and how time passes for each."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ _NAMESPACES = itertools.count(1)
 
 
 class ContractStore(Store, Protocol):
-    """All engines also compact on demand; the contract's tests need it."""
+    """A store that can also be compacted on demand, as the contract tests need."""
 
     async def compact(self, revision: int, *, timeout_s: float = 5.0) -> None: ...
 
 
 @dataclass(frozen=True)
 class Engine:
-    """`pass_time` lets that many of the engine's seconds go by."""
+    """`pass_time` advances the time of the engine by some seconds."""
 
     name: str
     store: ContractStore
@@ -46,7 +46,7 @@ def etcd_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EtcdServer
 
 @pytest.fixture
 def etcd_url(etcd_server: EtcdServer) -> str:
-    """The shared server, under a namespace that no other test uses."""
+    """The shared server, with a namespace unique to this test."""
     return f"{etcd_server.url}?namespace=/test-{next(_NAMESPACES)}/"
 
 

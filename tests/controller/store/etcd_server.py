@@ -1,23 +1,23 @@
-"""A real etcd for tests: loopback, free ports, its own folder, gone when the test process is gone."""
+"""A real etcd for tests: on loopback, free ports, its own folder; ends with the test process."""
 
 from __future__ import annotations
 
 import itertools
 import shutil
 import signal
-import socket
 import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
 from tests.needs import require_program
+from tests.ports import free_ports
 from tests.waiting import wait_until
 
 _STARTS_MAX = 3
 
 
 class EtcdServer:
-    """`kill` and `start` again on the same data and ports. Output goes to a file: a pipe would hang us."""
+    """Can be killed and restarted on the same data and ports. Logs to a file: a pipe could block it."""
 
     def __init__(self, folder: Path, *, scheme: str = "http", options: Sequence[str] = ()) -> None:
         self._program = require_program("etcd", package="etcd-server")
@@ -45,14 +45,14 @@ class EtcdServer:
             if self._process is not None and self._process.poll() is None:
                 return
             self._process = None
-            # Somebody took a port between our choice and etcd's bind. Only a new server may move.
+            # A port was taken between our choice and etcd's bind. Only a new server may use another one.
             if not fresh or attempt == _STARTS_MAX - 1:
                 raise AssertionError(f"etcd did not start:\n{log.read_text()[-3000:]}")
             shutil.rmtree(self.folder / "data", ignore_errors=True)
             self._choose_ports()
 
     def kill(self) -> None:
-        """SIGKILL, as a crash would."""
+        """Sends SIGKILL, like a crash."""
         self._end(signal.SIGKILL)
 
     def stop(self) -> None:
@@ -82,8 +82,10 @@ class EtcdServer:
             *self._options,
         ]
         with log.open("wb") as output:
+            # HOME lets the cleanup after an interrupted test run find it.
+            env = {"PATH": "/usr/bin:/bin", "HOME": str(self.folder)}
             self._process = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env={"PATH": "/usr/bin:/bin"}
+                command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=env
             )
 
     def _is_decided(self, log: Path) -> bool:
@@ -92,12 +94,3 @@ class EtcdServer:
 
     def _choose_ports(self) -> None:
         self._client_port, self._peer_port = free_ports(2)
-
-
-def free_ports(count: int) -> list[int]:
-    held = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    try:
-        return [listener.getsockname()[1] for listener in held]
-    finally:
-        for listener in held:
-            listener.close()

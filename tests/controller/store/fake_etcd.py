@@ -1,4 +1,4 @@
-"""A stand-in for an etcd server where a real one will not misbehave on demand: bad versions, lost answers."""
+"""A fake etcd server for faults that a real one cannot produce: bad versions, lost responses."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import grpc.aio
 from genie.controller.store.etcd_proto import kv_pb2, rpc_pb2, rpc_pb2_grpc
 
 Context = grpc.aio.ServicerContext[object, object]
-# One answer of a watch stream, or None: the connection breaks here.
+# One response of a watch stream, or None: the connection is cut here.
 Script = list[rpc_pb2.WatchResponse | None]
 
 
@@ -23,8 +23,8 @@ class FakeEtcd(
     rpc_pb2_grpc.WatchServicer,
     rpc_pb2_grpc.MaintenanceServicer,
 ):
-    """Every call is written down in `calls` by name. `fail` maps names to the statuses to answer with, in
-    order; after that calls succeed. Calls named in `silent` are never answered."""
+    """Records every call by name in `calls`. `fail` maps names to statuses to return, in order; after
+    that, calls succeed. Calls in `silent` get no response."""
 
     version: str = "3.4.23"
     fail: dict[str, list[tuple[grpc.StatusCode, str]]] = field(default_factory=dict)
@@ -94,7 +94,7 @@ class FakeEtcd(
 
 
 class TcpProxy:
-    """Passes bytes on to `target` until it is cut."""
+    """A proxy to `target` until it is cut."""
 
     def __init__(self, target: str) -> None:
         host, port = target.rsplit(":", 1)
@@ -116,7 +116,7 @@ class TcpProxy:
         return f"127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
 
     async def cut(self) -> None:
-        """Refuses new connections and breaks those that stand."""
+        """Rejects new connections and closes the open ones."""
         assert self._server is not None
         self._server.close()
         for relay in list(self._relays):
@@ -135,7 +135,7 @@ class TcpProxy:
                 group.create_task(_pump(reader, there_writer))
                 group.create_task(_pump(there_reader, writer))
         except asyncio.CancelledError:
-            # start_server makes this task; nobody awaits it but cut().
+            # created by start_server; awaited only by cut().
             pass
         finally:
             for end in (writer, there_writer):

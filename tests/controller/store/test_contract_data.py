@@ -6,10 +6,11 @@ import asyncio
 
 import pytest
 
-from genie.controller.store import Compare, Delete, KeyValue, Put, Store
+from genie.controller.store import Compare, Delete, KeyValue, Put, Store, StoreSpace
 from genie.controller.store.protocol import KEY_BYTES_MAX, TXN_BYTES_MAX, TXN_OPS_MAX, VALUE_BYTES_MAX
 from genie.errors import LeaseLostError, StoreUnavailableError, UsageError
 from tests.controller.store.conftest import ContractStore
+from tests.waiting import until
 
 
 async def put(store: Store, key: str, value: bytes = b"") -> int:
@@ -20,23 +21,25 @@ async def keys_under(store: Store, prefix: str) -> list[str]:
     return [item.key for item in (await store.range(prefix)).items]
 
 
-async def test_a_put_key_is_read_back_with_its_revisions(store: ContractStore) -> None:
+async def test_get_returns_a_put_key_with_its_revisions(store: ContractStore) -> None:
     revision = await put(store, "a", b"one")
     assert await store.get("a") == KeyValue("a", b"one", revision, revision)
 
 
-async def test_a_key_that_was_never_put_is_none(store: ContractStore) -> None:
+async def test_get_returns_none_for_a_missing_key(store: ContractStore) -> None:
     assert await store.get("nothing") is None
 
 
-async def test_rewriting_moves_the_mod_revision_and_keeps_the_create_revision(store: ContractStore) -> None:
+async def test_overwriting_changes_only_the_mod_revision(
+    store: ContractStore,
+) -> None:
     created = await put(store, "a", b"one")
     rewritten = await put(store, "a", b"two")
     assert rewritten > created
     assert await store.get("a") == KeyValue("a", b"two", created, rewritten)
 
 
-async def test_a_key_made_again_after_a_delete_has_a_new_create_revision(store: ContractStore) -> None:
+async def test_recreated_key_has_a_new_create_revision(store: ContractStore) -> None:
     first = await put(store, "a")
     await store.commit([], [Delete("a")])
     assert await store.get("a") is None
@@ -46,27 +49,27 @@ async def test_a_key_made_again_after_a_delete_has_a_new_create_revision(store: 
     assert item.create_revision == again > first
 
 
-async def test_deleting_what_is_not_there_succeeds_and_changes_nothing(store: ContractStore) -> None:
+async def test_deleting_a_missing_key_succeeds_and_changes_nothing(store: ContractStore) -> None:
     before = await put(store, "a")
     result = await store.commit([], [Delete("b")])
     assert (result.succeeded, result.revision) == (True, before)
 
 
-async def test_an_empty_transaction_tells_the_current_revision(store: ContractStore) -> None:
+async def test_empty_transaction_returns_the_current_revision(store: ContractStore) -> None:
     before = await put(store, "a")
     result = await store.commit([], [])
     assert (result.succeeded, result.revision) == (True, before)
 
 
 @pytest.mark.parametrize("value", [b"", b"\0", bytes(range(256))])
-async def test_values_are_bytes_of_any_kind(store: ContractStore, value: bytes) -> None:
+async def test_values_are_arbitrary_bytes(store: ContractStore, value: bytes) -> None:
     await put(store, "a", value)
     item = await store.get("a")
     assert item is not None
     assert item.value == value
 
 
-async def test_a_range_holds_exactly_the_keys_under_the_prefix(store: ContractStore) -> None:
+async def test_range_returns_exactly_the_keys_under_the_prefix(store: ContractStore) -> None:
     for key in ["a", "a/", "a/1", "a/2", "a0", "b", "a/\u00ff", "a/\U0001f600", "a/\0"]:
         await put(store, key)
     assert await keys_under(store, "a/") == ["a/", "a/\0", "a/1", "a/2", "a/\u00ff", "a/\U0001f600"]
@@ -81,7 +84,7 @@ async def test_keys_are_ordered_by_their_utf8_bytes(store: ContractStore) -> Non
     assert await keys_under(store, "") == sorted(keys, key=str.encode)
 
 
-async def test_a_range_is_cut_at_the_limit_and_goes_on_after_the_last_key(store: ContractStore) -> None:
+async def test_range_is_truncated_at_the_limit_and_continues_after_the_last_key(store: ContractStore) -> None:
     for name in "abcde":
         await put(store, f"k/{name}")
     first = await store.range("k/", limit=2)
@@ -93,12 +96,12 @@ async def test_a_range_is_cut_at_the_limit_and_goes_on_after_the_last_key(store:
     assert len(everything.items) == 5
 
 
-async def test_a_range_tells_the_revision_it_was_read_at(store: ContractStore) -> None:
+async def test_range_returns_the_revision_it_was_read_at(store: ContractStore) -> None:
     revision = await put(store, "a")
     assert (await store.range("a")).revision == revision
 
 
-async def test_five_thousand_keys_come_whole_and_in_order(store: ContractStore) -> None:
+async def test_range_returns_five_thousand_keys_in_order(store: ContractStore) -> None:
     names = [f"large/{number:05}" for number in range(5000)]
     for start in range(0, len(names), TXN_OPS_MAX):
         await store.commit([], [Put(name, name.encode() * 4) for name in names[start : start + TXN_OPS_MAX]])
@@ -115,7 +118,7 @@ async def test_five_thousand_keys_come_whole_and_in_order(store: ContractStore) 
     assert paged == names
 
 
-async def test_a_range_ends_early_when_its_values_are_too_many_bytes(
+async def test_range_is_truncated_at_the_byte_limit(
     store: ContractStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for module in ("genie.controller.store.sqlite_file", "genie.controller.store.etcd", "genie.sim.store"):
@@ -128,13 +131,13 @@ async def test_a_range_ends_early_when_its_values_are_too_many_bytes(
     assert ([item.key for item in rest.items], rest.more) == (["k/d", "k/e"], False)
 
 
-async def test_a_transaction_gives_all_its_keys_one_revision(store: ContractStore) -> None:
+async def test_transaction_gives_all_its_keys_the_same_revision(store: ContractStore) -> None:
     result = await store.commit([], [Put("a", b"1"), Put("b", b"2")])
     items = (await store.range("")).items
     assert [item.mod_revision for item in items] == [result.revision, result.revision]
 
 
-async def test_compares_decide_between_everything_and_nothing(store: ContractStore) -> None:
+async def test_transaction_is_applied_only_if_all_compares_succeed(store: ContractStore) -> None:
     created = await put(store, "a", b"one")
     rewritten = await put(store, "a", b"two")
     good = [
@@ -153,7 +156,7 @@ async def test_compares_decide_between_everything_and_nothing(store: ContractSto
     assert await keys_under(store, "") == ["c"]
 
 
-async def test_of_many_concurrent_creators_exactly_one_wins(store: ContractStore) -> None:
+async def test_exactly_one_of_many_concurrent_creators_succeeds(store: ContractStore) -> None:
     results = await asyncio.gather(
         *(store.commit([Compare("leader", 0)], [Put("leader", b"%d" % number)]) for number in range(20))
     )
@@ -165,7 +168,7 @@ async def test_of_many_concurrent_creators_exactly_one_wins(store: ContractStore
     assert item.create_revision == results[winners[0]].revision
 
 
-async def test_concurrent_increments_by_compare_and_swap_lose_none(store: ContractStore) -> None:
+async def test_concurrent_compare_and_swap_increments_are_all_counted(store: ContractStore) -> None:
     await put(store, "count", b"0")
 
     async def increment() -> None:
@@ -185,7 +188,7 @@ async def test_concurrent_increments_by_compare_and_swap_lose_none(store: Contra
     assert item.value == b"30"
 
 
-async def test_a_transaction_that_names_a_dead_lease_changes_nothing(store: ContractStore) -> None:
+async def test_transaction_with_an_expired_lease_changes_nothing(store: ContractStore) -> None:
     before = await put(store, "z")
     with pytest.raises(LeaseLostError):
         await store.commit([], [Put("a", b""), Delete("z"), Put("b", b"", lease_id=987654321)])
@@ -193,7 +196,7 @@ async def test_a_transaction_that_names_a_dead_lease_changes_nothing(store: Cont
     assert (await store.range("")).revision == before
 
 
-async def test_a_compare_that_fails_comes_before_a_dead_lease(store: ContractStore) -> None:
+async def test_failed_compare_takes_precedence_over_an_expired_lease(store: ContractStore) -> None:
     result = await store.commit([Compare("a", 5)], [Put("b", b"", lease_id=987654321)])
     assert not result.succeeded
 
@@ -212,7 +215,7 @@ async def test_a_compare_that_fails_comes_before_a_dead_lease(store: ContractSto
     ],
     ids=["empty", "long", "long-utf8", "surrogate", "value", "lease", "twice", "bytes"],
 )
-async def test_operations_over_a_limit_are_a_usage_error(
+async def test_operations_over_a_limit_raise_usage_error(
     store: ContractStore, operations: list[Put | Delete]
 ) -> None:
     with pytest.raises(UsageError):
@@ -221,12 +224,12 @@ async def test_operations_over_a_limit_are_a_usage_error(
 
 
 @pytest.mark.parametrize("compares", [[Compare("", 0)], [Compare("a", -1)]])
-async def test_compares_over_a_limit_are_a_usage_error(store: ContractStore, compares: list[Compare]) -> None:
+async def test_compares_over_a_limit_raise_usage_error(store: ContractStore, compares: list[Compare]) -> None:
     with pytest.raises(UsageError):
         await store.commit(compares, [Put("b", b"")])
 
 
-async def test_a_transaction_is_as_long_as_the_engine_says_and_no_longer(store: ContractStore) -> None:
+async def test_transaction_length_is_limited_by_txn_ops_max(store: ContractStore) -> None:
     most = store.txn_ops_max
     assert most >= TXN_OPS_MAX
     puts = [Put(f"{number:05}", b"") for number in range(most + 1)]
@@ -245,7 +248,7 @@ async def test_a_transaction_is_as_long_as_the_engine_says_and_no_longer(store: 
     assert await keys_under(store, "") == []
 
 
-async def test_other_arguments_out_of_bounds_are_a_usage_error(store: ContractStore) -> None:
+async def test_other_arguments_out_of_bounds_raise_usage_error(store: ContractStore) -> None:
     for limit in (0, -1, 10_001):
         with pytest.raises(UsageError):
             await store.range("a", limit=limit)
@@ -259,7 +262,7 @@ async def test_other_arguments_out_of_bounds_are_a_usage_error(store: ContractSt
             pass
 
 
-async def test_what_is_just_within_the_limits_is_taken(store: ContractStore) -> None:
+async def test_values_at_the_limits_are_accepted(store: ContractStore) -> None:
     names = [f"{number:0{KEY_BYTES_MAX}}" for number in range(TXN_OPS_MAX)]
     await store.commit([Compare(name, 0) for name in names], [Put(name, b"") for name in names])
     assert await keys_under(store, "") == names
@@ -270,7 +273,7 @@ async def test_what_is_just_within_the_limits_is_taken(store: ContractStore) -> 
     assert len(item.value) == VALUE_BYTES_MAX
 
 
-async def test_a_closed_store_says_so_and_closes_again(store: ContractStore) -> None:
+async def test_closed_store_rejects_calls_and_close_is_idempotent(store: ContractStore) -> None:
     lease_id = await store.grant_lease(60)
     await store.close()
     await store.close()
@@ -284,3 +287,19 @@ async def test_a_closed_store_says_so_and_closes_again(store: ContractStore) -> 
     ):
         with pytest.raises(StoreUnavailableError):
             await call
+
+
+async def test_space_grows_with_values_and_names_its_maximum(store: ContractStore) -> None:
+    assert isinstance(store, StoreSpace)
+    before = await store.space()
+    assert 0 <= before.used_bytes < before.bytes_max
+    for index in range(8):
+        result = await store.commit([], [Put(f"large/{index}", b"x" * 500_000)])
+
+    async def has_grown() -> bool:
+        return (await store.space()).used_bytes >= before.used_bytes + 4_000_000
+
+    await until(has_grown, what="etcd measures after a batch of changes")
+    after = await store.space()
+    assert (after.bytes_max, after.revision >= result.revision) == (before.bytes_max, True)
+    await store.compact(after.revision)

@@ -1,4 +1,4 @@
-"""The contract of every engine: leases. For etcd the time is real, so these tests take its seconds."""
+"""The contract of every engine: leases. For etcd, time is real, so these tests take seconds."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from genie.errors import LeaseLostError
 from tests.controller.store.conftest import ContractStore, Engine
 
 
-async def test_a_lease_that_runs_out_deletes_its_keys_at_one_revision_and_watches_see_it(
+async def test_expired_lease_deletes_its_keys_at_one_revision_and_watches_see_it(
     engine: Engine,
 ) -> None:
     store = engine.store
@@ -31,7 +31,7 @@ async def test_a_lease_that_runs_out_deletes_its_keys_at_one_revision_and_watche
         await store.commit([], [Put("c", b"", lease_id)])
 
 
-async def test_a_lease_kept_alive_outlives_its_time(engine: Engine) -> None:
+async def test_renewed_lease_outlives_its_ttl(engine: Engine) -> None:
     lease_id = await engine.store.grant_lease(2)
     await engine.store.commit([], [Put("a", b"", lease_id)])
     for _ in range(2):
@@ -41,7 +41,7 @@ async def test_a_lease_kept_alive_outlives_its_time(engine: Engine) -> None:
     await engine.store.revoke_lease(lease_id)
 
 
-async def test_revoking_deletes_the_keys_at_once(store: ContractStore) -> None:
+async def test_revoking_a_lease_deletes_its_keys_immediately(store: ContractStore) -> None:
     lease_id = await store.grant_lease(60)
     await store.commit([], [Put("a", b"", lease_id), Put("kept", b"")])
     await store.revoke_lease(lease_id)
@@ -52,25 +52,25 @@ async def test_revoking_deletes_the_keys_at_once(store: ContractStore) -> None:
         await store.commit([], [Put("b", b"", lease_id)])
 
 
-async def test_revoking_a_lease_that_is_gone_is_fine(store: ContractStore) -> None:
+async def test_revoking_a_lost_lease_is_ignored(store: ContractStore) -> None:
     lease_id = await store.grant_lease(60)
     await store.revoke_lease(lease_id)
     await store.revoke_lease(lease_id)
     await store.revoke_lease(987654321)
 
 
-async def test_keeping_an_unknown_lease_alive_is_an_error(store: ContractStore) -> None:
+async def test_renewing_an_unknown_lease_raises_lease_lost(store: ContractStore) -> None:
     with pytest.raises(LeaseLostError):
         await store.keep_alive(987654321)
 
 
-async def test_a_lease_without_keys_ends_without_a_change(store: ContractStore) -> None:
+async def test_lease_without_keys_expires_without_a_change(store: ContractStore) -> None:
     before = (await store.commit([], [Put("a", b"")])).revision
     await store.revoke_lease(await store.grant_lease(60))
     assert (await store.range("")).revision == before
 
 
-async def test_a_key_put_again_leaves_its_old_lease(store: ContractStore) -> None:
+async def test_overwritten_key_is_detached_from_its_old_lease(store: ContractStore) -> None:
     one, two = await store.grant_lease(60), await store.grant_lease(60)
     assert one != two
     await store.commit([], [Put("free", b"", one), Put("moved", b"", one), Put("gone", b"", one)])
@@ -83,9 +83,9 @@ async def test_a_key_put_again_leaves_its_old_lease(store: ContractStore) -> Non
     assert [item.key for item in (await store.range("")).items] == ["free", "gone"]
 
 
-# With etcd's real seconds this would take long, and that it can count several leases is its own affair.
+# Not for etcd: slow in real time, and its leases are not our code.
 @pytest.mark.parametrize("engine", ["memory", "sqlite"], indirect=True)
-async def test_many_leases_each_run_out_by_themselves(engine: Engine) -> None:
+async def test_many_leases_expire_independently(engine: Engine) -> None:
     for number, ttl_s in enumerate([3.0, 1.0, 2.0]):
         lease_id = await engine.store.grant_lease(ttl_s)
         await engine.store.commit([], [Put(f"k/{number}", b"", lease_id)])

@@ -22,7 +22,7 @@ async def revision_of(store: ContractStore) -> int:
     return (await store.range("", limit=1)).revision
 
 
-async def test_a_watch_replays_from_a_revision_and_then_follows(store: ContractStore) -> None:
+async def test_watch_replays_from_a_revision_and_then_follows(store: ContractStore) -> None:
     first = (await store.commit([], [Put("a", b"1")])).revision
     second = (await store.commit([], [Put("a", b"2")])).revision
     async with store.watch("a", after_revision=first) as events:
@@ -31,7 +31,7 @@ async def test_a_watch_replays_from_a_revision_and_then_follows(store: ContractS
         assert await take(events, 1) == [WatchEvent("a", None, third)]
 
 
-async def test_a_watch_sees_only_its_prefix(store: ContractStore) -> None:
+async def test_watch_sees_only_its_prefix(store: ContractStore) -> None:
     start = await revision_of(store)
     async with store.watch("w/", after_revision=start) as events:
         for key in ["w", "w/1", "x/1", "w0", "w/2", "v/\u00ff"]:
@@ -39,7 +39,7 @@ async def test_a_watch_sees_only_its_prefix(store: ContractStore) -> None:
         assert [event.key for event in await take(events, 2)] == ["w/1", "w/2"]
 
 
-async def test_a_transactions_changes_come_together_in_the_order_of_its_operations(
+async def test_watch_delivers_a_transaction_in_the_order_of_its_operations(
     store: ContractStore,
 ) -> None:
     start = (await store.commit([], [Put("gone", b"")])).revision
@@ -52,7 +52,7 @@ async def test_a_transactions_changes_come_together_in_the_order_of_its_operatio
         ]
 
 
-async def test_no_change_is_lost_or_out_of_order_under_concurrent_writers(store: ContractStore) -> None:
+async def test_watch_delivers_all_changes_in_order_under_concurrent_writers(store: ContractStore) -> None:
     start = await revision_of(store)
     writers, each = 5, 40
     revisions: dict[str, int] = {}
@@ -66,7 +66,7 @@ async def test_no_change_is_lost_or_out_of_order_under_concurrent_writers(store:
         for writer in range(writers):
             group.create_task(write(writer))
         await until(lambda: len(revisions) > 20)
-        # One reader from the start, one from the middle of it all.
+        # One reader from the start, one from the middle.
         middle = revisions["w/0/2"]
         async with (
             store.watch("w/", after_revision=start) as all_events,
@@ -79,7 +79,7 @@ async def test_no_change_is_lost_or_out_of_order_under_concurrent_writers(store:
     assert [event.revision for event in seen] == sorted(revisions.values())
 
 
-async def test_a_long_backlog_comes_whole(store: ContractStore) -> None:
+async def test_watch_delivers_a_long_backlog_completely(store: ContractStore) -> None:
     start = await revision_of(store)
     for batch in range(15):
         await store.commit([], [Put(f"b/{batch:03}/{number:03}", b"x" * 100) for number in range(100)])
@@ -88,7 +88,7 @@ async def test_a_long_backlog_comes_whole(store: ContractStore) -> None:
     assert [event.key for event in seen] == [f"b/{n // 100:03}/{n % 100:03}" for n in range(1500)]
 
 
-async def test_large_values_come_whole(store: ContractStore) -> None:
+async def test_watch_delivers_large_values_completely(store: ContractStore) -> None:
     start = await revision_of(store)
     values = [bytes([number]) * 700_000 for number in range(12)]
     for number, value in enumerate(values):
@@ -97,7 +97,7 @@ async def test_large_values_come_whole(store: ContractStore) -> None:
         assert [event.value for event in await take(events, len(values))] == values
 
 
-async def test_a_watch_from_what_is_no_longer_kept_is_refused(store: ContractStore) -> None:
+async def test_watch_from_a_compacted_revision_is_rejected(store: ContractStore) -> None:
     first = (await store.commit([], [Put("a", b"1")])).revision
     second = (await store.commit([], [Delete("a")])).revision
     third = (await store.commit([], [Put("a", b"3")])).revision
@@ -110,7 +110,7 @@ async def test_a_watch_from_what_is_no_longer_kept_is_refused(store: ContractSto
         assert await take(events, 1) == [WatchEvent("a", b"3", third)]
 
 
-async def test_a_watch_that_is_up_to_date_does_not_mind_compaction(store: ContractStore) -> None:
+async def test_watch_that_is_up_to_date_survives_compaction(store: ContractStore) -> None:
     start = (await store.commit([], [Put("quiet/1", b"")])).revision
     async with store.watch("quiet/", after_revision=start - 1) as events:
         await take(events, 1)
@@ -122,7 +122,7 @@ async def test_a_watch_that_is_up_to_date_does_not_mind_compaction(store: Contra
         assert [event.key for event in await waiting] == ["quiet/2"]
 
 
-async def test_a_cancelled_wait_loses_no_event(store: ContractStore) -> None:
+async def test_cancelled_wait_loses_no_event(store: ContractStore) -> None:
     start = await revision_of(store)
     seen: list[str] = []
     async with store.watch("c/", after_revision=start) as events:
@@ -138,7 +138,7 @@ async def test_a_cancelled_wait_loses_no_event(store: ContractStore) -> None:
     assert seen == [f"c/{number}" for number in range(6)]
 
 
-async def test_leaving_a_watch_leaves_no_task(store: ContractStore) -> None:
+async def test_exiting_a_watch_leaks_no_task(store: ContractStore) -> None:
     start = await revision_of(store)
     before = asyncio.all_tasks()
 
@@ -171,7 +171,7 @@ async def test_closing_the_store_ends_its_watches(store: ContractStore) -> None:
             await anext(events)
 
 
-async def test_a_watch_from_a_revision_to_come_starts_there(store: ContractStore) -> None:
+async def test_watch_from_a_future_revision_starts_there(store: ContractStore) -> None:
     start = await revision_of(store)
     async with store.watch("f/", after_revision=start + 2) as events:
         for number in range(3):

@@ -1,4 +1,4 @@
-"""What only the etcd engine has: versions, endpoints, answers that get lost, broken streams, its quota."""
+"""The etcd engine only: versions, endpoints, lost responses, interrupted streams, the quota."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 
 from genie.controller.store import Compare, Delete, Put, WatchEvent
 from genie.controller.store.etcd import EtcdStore
-from genie.controller.store.etcd_faults import check_version
+from genie.controller.store.etcd_errors import check_version
 from genie.controller.store.etcd_proto import kv_pb2, rpc_pb2
 from genie.errors import (
     CompactedError,
@@ -23,8 +23,9 @@ from genie.errors import (
     StoreVersionError,
     UsageError,
 )
-from tests.controller.store.etcd_server import EtcdServer, free_ports
+from tests.controller.store.etcd_server import EtcdServer
 from tests.controller.store.fake_etcd import FakeEtcd, TcpProxy
+from tests.ports import free_ports
 from tests.waiting import until
 
 UNAVAILABLE = grpc.StatusCode.UNAVAILABLE
@@ -49,7 +50,7 @@ async def fake_store(fake: FakeEtcd) -> AsyncIterator[EtcdStore]:
 @pytest.mark.parametrize(
     "version", ["3.4.22", "3.4.23", "3.4.40", "3.5.6", "3.5.21", "3.6.0", "3.6.1+git", "4.0.0"]
 )
-def test_versions_that_keep_data_are_taken(version: str) -> None:
+def test_supported_versions_are_accepted(version: str) -> None:
     check_version(version, endpoint="here:1")
 
 
@@ -57,19 +58,19 @@ def test_versions_that_keep_data_are_taken(version: str) -> None:
     "version",
     ["2.3.8", "3.3.27", "3.4.0", "3.4.21", "3.5.0", "3.5.0-rc.1", "3.5.1", "3.5.5", "", "new", "3.5"],
 )
-def test_versions_that_lose_data_are_refused_with_the_reason_and_the_cure(version: str) -> None:
+def test_versions_that_lose_data_are_rejected_with_reason_and_hint(version: str) -> None:
     with pytest.raises(StoreVersionError, match=r"here:1.*3\.4\.22 or later of 3\.4, or 3\.5\.6"):
         check_version(version, endpoint="here:1")
 
 
-async def test_a_server_of_a_refused_version_is_not_used(fake: FakeEtcd) -> None:
+async def test_server_of_an_unsupported_version_is_not_used(fake: FakeEtcd) -> None:
     fake.version = "3.5.3"
     with pytest.raises(StoreVersionError, match=r"3\.5\.3.*killed"):
         await EtcdStore.open(f"etcd://{fake.endpoint}")
     assert fake.calls == []
 
 
-async def test_another_endpoint_is_asked_for_its_version_before_its_first_use(fake: FakeEtcd) -> None:
+async def test_version_of_another_endpoint_is_checked_before_its_first_use(fake: FakeEtcd) -> None:
     async with FakeEtcd(version="3.4.3") as old:
         store = await EtcdStore.open(f"etcd://{fake.endpoint},{old.endpoint}")
         fake.fail["Range"] = [(UNAVAILABLE, "gone")]
@@ -82,20 +83,20 @@ async def test_another_endpoint_is_asked_for_its_version_before_its_first_use(fa
 # --- endpoints --------------------------------------------------------------------------------
 
 
-async def test_when_no_endpoint_answers_each_is_named_with_its_reason() -> None:
+async def test_error_names_each_unreachable_endpoint_with_its_reason() -> None:
     one, two = free_ports(2)
     with pytest.raises(StoreUnavailableError, match=rf"127\.0\.0\.1:{one}: .*127\.0\.0\.1:{two}: "):
         await EtcdStore.open(f"etcd://127.0.0.1:{one},127.0.0.1:{two}", timeout_s=0.3)
 
 
-async def test_a_dead_endpoint_is_passed_over(etcd_server: EtcdServer) -> None:
+async def test_unreachable_endpoint_is_skipped(etcd_server: EtcdServer) -> None:
     (dead,) = free_ports(1)
     store = await EtcdStore.open(f"etcd://127.0.0.1:{dead},{etcd_server.endpoint}?namespace=/dead/")
     assert (await store.commit([], [Put("a", b"")])).succeeded
     await store.close()
 
 
-async def test_keys_are_under_the_namespace_and_others_do_not_show(etcd_server: EtcdServer) -> None:
+async def test_keys_are_under_the_namespace_and_other_keys_are_hidden(etcd_server: EtcdServer) -> None:
     genie = await EtcdStore.open(etcd_server.url)
     other = await EtcdStore.open(f"{etcd_server.url}?namespace=/genie2/")
     everything = await EtcdStore.open(f"{etcd_server.url}?namespace=/")
@@ -108,7 +109,7 @@ async def test_keys_are_under_the_namespace_and_others_do_not_show(etcd_server: 
         await store.close()
 
 
-async def test_calls_and_watches_go_on_through_another_endpoint(etcd_server: EtcdServer) -> None:
+async def test_calls_and_watches_fail_over_to_another_endpoint(etcd_server: EtcdServer) -> None:
     async with TcpProxy(etcd_server.endpoint) as one, TcpProxy(etcd_server.endpoint) as two:
         store = await EtcdStore.open(f"etcd://{one.endpoint},{two.endpoint}?namespace=/failover/")
         start = (await store.commit([], [Put("k/0", b"")])).revision
@@ -126,18 +127,18 @@ async def test_calls_and_watches_go_on_through_another_endpoint(etcd_server: Etc
         await store.close()
 
 
-async def test_a_silent_endpoint_leaves_time_for_another(fake: FakeEtcd) -> None:
+async def test_unresponsive_endpoint_leaves_time_for_another(fake: FakeEtcd) -> None:
     fake.silent = {"Range"}
     async with FakeEtcd() as other:
         store = await EtcdStore.open(f"etcd://{fake.endpoint},{other.endpoint}")
-        assert await store.get("a", timeout_s=1.0) is None
+        assert await store.get("a", timeout_s=4.0) is None
         assert (fake.calls, other.calls) == (["Range"], ["Range"])
         assert await store.get("b") is None
         assert (fake.calls, other.calls) == (["Range"], ["Range", "Range"])
         await store.close()
 
 
-async def test_a_member_without_a_leader_is_asked_to_say_so(fake: FakeEtcd, fake_store: EtcdStore) -> None:
+async def test_requests_carry_the_hasleader_metadata(fake: FakeEtcd, fake_store: EtcdStore) -> None:
     fake.watches = [[answer(change("a", 2))]]
     await fake_store.get("a")
     await fake_store.commit([], [Put("a", b"")])
@@ -150,7 +151,7 @@ async def test_a_member_without_a_leader_is_asked_to_say_so(fake: FakeEtcd, fake
 
 
 class BetweenPages:
-    """Does something once, after the first page of a range."""
+    """Runs an action once, after the first page of a range."""
 
     def __init__(self, store: EtcdStore, monkeypatch: pytest.MonkeyPatch) -> None:
         self._todo: list[Callable[[], Awaitable[object]]] = []
@@ -169,9 +170,7 @@ class BetweenPages:
         self._todo.append(work)
 
 
-async def test_all_pages_of_a_range_are_of_one_revision(
-    etcd_url: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_all_pages_of_a_range_have_one_revision(etcd_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     store = await EtcdStore.open(etcd_url)
     before = (await store.commit([], [Put(name, b"old") for name in "abcde"])).revision
     BetweenPages(store, monkeypatch).do(lambda: store.commit([], [Put("d", b"new"), Delete("e")]))
@@ -181,7 +180,7 @@ async def test_all_pages_of_a_range_are_of_one_revision(
     await store.close()
 
 
-async def test_a_range_begins_anew_when_its_revision_is_compacted_under_it(
+async def test_range_restarts_when_its_revision_is_compacted(
     etcd_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = await EtcdStore.open(etcd_url)
@@ -202,27 +201,23 @@ async def test_a_range_begins_anew_when_its_revision_is_compacted_under_it(
     await store.close()
 
 
-# --- answers that get lost --------------------------------------------------------------------
+# --- lost responses ---------------------------------------------------------------------------
 
 
-async def test_a_read_is_sent_again(fake: FakeEtcd, fake_store: EtcdStore) -> None:
+async def test_read_is_retried(fake: FakeEtcd, fake_store: EtcdStore) -> None:
     fake.fail["Range"] = [(UNAVAILABLE, "gone"), (UNAVAILABLE, "still gone")]
     assert await fake_store.get("a") is None
     assert fake.calls == ["Range"] * 3
 
 
-async def test_a_commit_whose_answer_was_lost_is_not_sent_again(
-    fake: FakeEtcd, fake_store: EtcdStore
-) -> None:
+async def test_commit_whose_response_was_lost_is_not_retried(fake: FakeEtcd, fake_store: EtcdStore) -> None:
     fake.fail["Txn"] = [(UNAVAILABLE, "the connection broke")]
-    with pytest.raises(StoreUnavailableError, match="may have happened"):
+    with pytest.raises(StoreUnavailableError, match="may have been applied"):
         await fake_store.commit([Compare("a", 0)], [Put("a", b"")])
     assert fake.calls == ["Txn"]
 
 
-async def test_a_commit_that_was_refused_for_want_of_a_leader_is_sent_again(
-    fake: FakeEtcd, fake_store: EtcdStore
-) -> None:
+async def test_commit_rejected_without_a_leader_is_retried(fake: FakeEtcd, fake_store: EtcdStore) -> None:
     fake.fail["Txn"] = [(UNAVAILABLE, "etcdserver: no leader")] * 2
     assert (await fake_store.commit([], [Put("a", b"")])).succeeded
     assert fake.calls == ["Txn"] * 3
@@ -230,8 +225,9 @@ async def test_a_commit_that_was_refused_for_want_of_a_leader_is_sent_again(
 
 async def test_retries_end_at_the_deadline(fake: FakeEtcd, fake_store: EtcdStore) -> None:
     fake.fail["Range"] = [(UNAVAILABLE, "gone")] * 1000
-    with pytest.raises(StoreUnavailableError, match="gone"):
-        await fake_store.get("a", timeout_s=0.3)
+    # The deadline may also expire during an attempt.
+    with pytest.raises(StoreUnavailableError, match=r"gone|Deadline Exceeded"):
+        await fake_store.get("a", timeout_s=0.5)
 
 
 @pytest.mark.parametrize(
@@ -252,7 +248,7 @@ async def test_retries_end_at_the_deadline(fake: FakeEtcd, fake_store: EtcdStore
         (grpc.StatusCode.UNKNOWN, "something else", StoreUnavailableError),
     ],
 )
-async def test_what_etcd_answers_becomes_an_error_of_ours(
+async def test_etcd_statuses_are_translated_to_genie_errors(
     fake: FakeEtcd, fake_store: EtcdStore, code: grpc.StatusCode, text: str, expected: type[StoreError]
 ) -> None:
     fake.fail["Txn"] = [(code, text)]
@@ -262,14 +258,14 @@ async def test_what_etcd_answers_becomes_an_error_of_ours(
 
 
 @pytest.mark.parametrize(("ttl_s", "asked"), [(0.2, 1), (1.0, 1), (1.2, 2), (30.0, 30)])
-async def test_lease_times_are_rounded_up_to_whole_seconds(
+async def test_lease_ttls_are_rounded_up_to_whole_seconds(
     fake: FakeEtcd, fake_store: EtcdStore, ttl_s: float, asked: int
 ) -> None:
     await fake_store.grant_lease(ttl_s)
     assert fake.requests == [rpc_pb2.LeaseGrantRequest(TTL=asked)]
 
 
-async def test_closing_ends_calls_under_way_without_cancelling_their_callers(
+async def test_close_fails_pending_calls_without_cancelling_their_callers(
     fake: FakeEtcd, fake_store: EtcdStore
 ) -> None:
     fake.silent = {"Range"}
@@ -291,7 +287,7 @@ def answer(*events: kv_pb2.Event) -> rpc_pb2.WatchResponse:
     return rpc_pb2.WatchResponse(events=events)
 
 
-async def test_a_stream_that_breaks_within_a_transaction_is_taken_up_there(
+async def test_watch_interrupted_within_a_transaction_resumes_there(
     fake: FakeEtcd, fake_store: EtcdStore
 ) -> None:
     transaction = [change(name, 12) for name in "abcd"]
@@ -316,27 +312,25 @@ async def test_a_stream_that_breaks_within_a_transaction_is_taken_up_there(
     assert starts == [10, 12, 12, 12]
 
 
-async def test_a_watch_from_the_beginning_does_not_mean_from_now_on(
-    fake: FakeEtcd, fake_store: EtcdStore
-) -> None:
+async def test_watch_after_revision_zero_replays_everything(fake: FakeEtcd, fake_store: EtcdStore) -> None:
     fake.watches = [[answer(change("a", 2))]]
     async with fake_store.watch("", after_revision=0) as events:
         assert (await anext(events)).key == "a"
     (request,) = fake.requests
     assert isinstance(request, rpc_pb2.WatchRequest)
-    # etcd takes 0 for "from now on".
+    # For etcd, 0 means "from now on".
     assert request.create_request.start_revision == 1
     assert request.create_request.fragment
 
 
-async def test_a_watch_ended_by_the_server_is_taken_up_again(fake: FakeEtcd, fake_store: EtcdStore) -> None:
+async def test_watch_ended_by_the_server_is_resumed(fake: FakeEtcd, fake_store: EtcdStore) -> None:
     ended = rpc_pb2.WatchResponse(canceled=True, cancel_reason="for the test")
     fake.watches = [[answer(change("a", 6)), ended], [answer(change("a", 6), change("b", 7))]]
     async with fake_store.watch("", after_revision=5) as events:
         assert [(await anext(events)).key, (await anext(events)).key] == ["a", "b"]
 
 
-async def test_a_watch_gives_up_when_etcd_stays_away(
+async def test_watch_raises_when_etcd_stays_unreachable(
     fake: FakeEtcd, fake_store: EtcdStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("genie.controller.store.etcd_watch.RECONNECT_S", 0.2)
@@ -346,13 +340,13 @@ async def test_a_watch_gives_up_when_etcd_stays_away(
             await anext(events)
 
 
-async def test_a_watch_that_comes_back_to_a_compacted_history_is_told(etcd_url: str) -> None:
+async def test_resumed_watch_raises_compacted_error(etcd_url: str) -> None:
     store = await EtcdStore.open(etcd_url)
     start = (await store.commit([], [Put("a", b"0")])).revision
     async with store.watch("a", after_revision=start - 1) as events:
         await anext(events)
         with pytest.raises(TimeoutError):
-            async with asyncio.timeout(0.02):  # grpc.aio ends the stream of a reader that is cancelled
+            async with asyncio.timeout(0.02):  # grpc.aio ends the stream of a cancelled reader
                 await anext(events)
         for number in range(3):
             last = (await store.commit([], [Put("a", b"%d" % number)])).revision
@@ -365,8 +359,8 @@ async def test_a_watch_that_comes_back_to_a_compacted_history_is_told(etcd_url: 
 # --- space ------------------------------------------------------------------------------------
 
 
-async def test_etcd_over_its_quota_is_full_and_can_still_be_read(tmp_path: Path) -> None:
-    # Its size is known when a batch is written: with batches of one, after every change.
+async def test_etcd_over_its_quota_raises_store_full_and_stays_readable(tmp_path: Path) -> None:
+    # etcd updates its size per batch: with batches of one, after every change.
     quota = ["--quota-backend-bytes", str(4 * 1024 * 1024), "--backend-batch-limit", "1"]
     server = EtcdServer(tmp_path, options=quota)
     server.start()
@@ -393,7 +387,7 @@ def stored(value: bytes, *, revision: int) -> kv_pb2.KeyValue:
 
 
 @pytest.mark.parametrize("found", [[], [stored(b"new", revision=7)], [stored(b"old", revision=7)]])
-async def test_no_space_and_no_newer_revision_means_that_nothing_changed(
+async def test_no_space_without_a_newer_revision_means_nothing_changed(
     fake: FakeEtcd, fake_store: EtcdStore, found: list[kv_pb2.KeyValue]
 ) -> None:
     fake.stored = found
@@ -403,7 +397,7 @@ async def test_no_space_and_no_newer_revision_means_that_nothing_changed(
         await fake_store.commit([], [Put("a", b"new")])
 
 
-async def test_the_commit_that_went_over_the_quota_and_was_carried_out_has_succeeded(
+async def test_commit_that_exceeded_the_quota_and_was_applied_succeeds(
     fake: FakeEtcd, fake_store: EtcdStore
 ) -> None:
     await fake_store.get("a")
@@ -413,11 +407,9 @@ async def test_the_commit_that_went_over_the_quota_and_was_carried_out_has_succe
     assert (result.succeeded, result.revision) == (True, 8)
 
 
-async def test_no_space_and_another_writers_change_leave_it_open(
-    fake: FakeEtcd, fake_store: EtcdStore
-) -> None:
+async def test_no_space_with_a_concurrent_change_is_ambiguous(fake: FakeEtcd, fake_store: EtcdStore) -> None:
     await fake_store.get("a")
     fake.stored = [stored(b"another's", revision=8)]
     fake.fail["Txn"] = [SPACE]
-    with pytest.raises(StoreUnavailableError, match="may have happened"):
+    with pytest.raises(StoreUnavailableError, match="may have been applied"):
         await fake_store.commit([], [Put("a", b"new")])

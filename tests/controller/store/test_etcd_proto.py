@@ -1,4 +1,4 @@
-"""The generated files are what protoc makes of the .proto files beside them."""
+"""The generated files match the .proto files."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _ROOT = Path(__file__).parents[3]
 _FOLDER = Path("genie/controller/store/etcd_proto")
 
 
-def test_generating_again_gives_the_same_files(tmp_path: Path) -> None:
+def test_generated_files_match_the_proto_files(tmp_path: Path) -> None:
     require_module("grpc_tools.protoc", package="grpcio-tools")
     (tmp_path / _FOLDER).mkdir(parents=True)
     protos = [str(_FOLDER / "kv.proto"), str(_FOLDER / "rpc.proto")]

@@ -23,7 +23,7 @@ from tests.controller.store.etcd_server import EtcdServer
 
 @dataclass
 class Authority:
-    """A certificate authority. Its files are NAME-ca.pem and, for each one it issues, a .pem and a .key."""
+    """A CA. Its files are NAME-ca.pem and a .pem and a .key for each issued certificate."""
 
     folder: Path
     name: str
@@ -96,7 +96,7 @@ def secure(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SecureServer]:
     server.stop()
 
 
-async def test_both_sides_show_certificates_and_data_goes_through(secure: SecureServer) -> None:
+async def test_mutual_tls_works(secure: SecureServer) -> None:
     cert, key = secure.authority.issue("controller")
     store = await EtcdStore.open(f"{secure.server.url}?ca={secure.authority.ca}&cert={cert}&key={key}")
     revision = (await store.commit([], [Put("a", b"secret")])).revision
@@ -106,19 +106,15 @@ async def test_both_sides_show_certificates_and_data_goes_through(secure: Secure
     await store.close()
 
 
-async def test_a_server_of_an_unknown_authority_is_not_talked_to(
-    secure: SecureServer, tmp_path: Path
-) -> None:
+async def test_server_of_an_unknown_ca_is_rejected(secure: SecureServer, tmp_path: Path) -> None:
     stranger = Authority(tmp_path, "stranger")
     cert, key = secure.authority.issue("controller")
     with pytest.raises(TlsError, match=r"\?ca="):
         await EtcdStore.open(f"{secure.server.url}?ca={stranger.ca}&cert={cert}&key={key}")
 
 
-async def test_without_a_good_certificate_of_our_own_there_is_no_way_in(
-    secure: SecureServer, tmp_path: Path
-) -> None:
-    # The server ends the connection with or without a word, as the race between the two goes.
+async def test_client_without_a_valid_certificate_is_rejected(secure: SecureServer, tmp_path: Path) -> None:
+    # A race decides whether the server sends an alert before it closes the connection.
     with pytest.raises((TlsError, StoreUnavailableError)):
         await EtcdStore.open(f"{secure.server.url}?ca={secure.authority.ca}", timeout_s=1.0)
     cert, key = Authority(tmp_path, "stranger").issue("controller")
@@ -127,13 +123,13 @@ async def test_without_a_good_certificate_of_our_own_there_is_no_way_in(
         await EtcdStore.open(url, timeout_s=1.0)
 
 
-async def test_files_that_hold_no_certificate_are_a_tls_error(secure: SecureServer) -> None:
+async def test_files_without_a_certificate_raise_tls_error(secure: SecureServer) -> None:
     _, key = secure.authority.issue("controller")
     with pytest.raises(TlsError, match=r"\?ca=, \?cert= and \?key="):
         await EtcdStore.open(f"{secure.server.url}?ca={key}")
 
 
-async def test_a_plain_url_does_not_reach_a_secure_server(secure: SecureServer) -> None:
+async def test_plaintext_url_cannot_reach_a_tls_server(secure: SecureServer) -> None:
     with pytest.raises(StoreUnavailableError):
         await EtcdStore.open(f"etcd://{secure.server.endpoint}", timeout_s=0.5)
 
@@ -152,7 +148,7 @@ async def _administer(endpoint: str, *calls: tuple[str, bytes]) -> None:
             await channel.unary_unary(f"/etcdserverpb.Auth/{name}", None, None)(request, timeout=10)
 
 
-async def test_a_user_logs_in_and_one_with_a_wrong_password_does_not(tmp_path: Path) -> None:
+async def test_login_requires_the_right_password(tmp_path: Path) -> None:
     server = EtcdServer(tmp_path)
     server.start()
     right, wrong = tmp_path / "right", tmp_path / "wrong"
@@ -175,14 +171,14 @@ async def test_a_user_logs_in_and_one_with_a_wrong_password_does_not(tmp_path: P
 async def _check_users(server: EtcdServer, *, right: Path, wrong: Path) -> None:
     store = await EtcdStore.open(f"{server.url}?user=root&password_file={right}")
     assert (await store.commit([], [Put("a", b"1")])).succeeded
-    # As when etcd has restarted and forgotten its logins: the next call logs in again.
+    # As after a restart of etcd, which drops its tokens: the next call logs in again.
     store._channels._token = "forgotten.1"
     assert (await store.commit([], [Put("a", b"2")])).succeeded
     store._channels._token = "forgotten.2"
     async with store.watch("a", after_revision=1) as events:
         assert (await anext(events)).value == b"1"
     await store.close()
-    with pytest.raises(ConfigError, match="refuses user 'root'"):
+    with pytest.raises(ConfigError, match="rejected user 'root'"):
         await EtcdStore.open(f"{server.url}?user=root&password_file={wrong}")
     store = await EtcdStore.open(f"{server.url}?user=nobody&password_file={right}")
     with pytest.raises(StoreError, match="permission denied"):
@@ -192,9 +188,9 @@ async def _check_users(server: EtcdServer, *, right: Path, wrong: Path) -> None:
             await anext(events)
     await store.close()
     store = await EtcdStore.open(server.url)
-    with pytest.raises(ConfigError, match="wants a user"):
+    with pytest.raises(ConfigError, match="requires a user"):
         await store.get("a")
     async with store.watch("a", after_revision=1) as events:
-        with pytest.raises(ConfigError, match="wants a user"):
+        with pytest.raises(ConfigError, match="requires a user"):
             await anext(events)
     await store.close()

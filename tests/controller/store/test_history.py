@@ -1,4 +1,4 @@
-"""The embedded store's changes, read in pages: none twice, none left out, no page larger than its bounds."""
+"""Pages of the history: complete, without duplicates, within their limits."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def read(kept: History, span: tuple[bytes, bytes], position: HistoryPosition) ->
 
 @settings(max_examples=200)
 @given(revisions, st.integers(0, 14), st.integers(0, 4))
-def test_pages_give_every_change_of_the_span_once(
+def test_pages_contain_every_change_of_the_span_once(
     entries: list[list[Change]], after: int, compacted: int
 ) -> None:
     kept = History(revision=0, revisions_max=100)
@@ -55,12 +55,12 @@ def test_pages_give_every_change_of_the_span_once(
     assert all(sum(len(event.value or b"") for event in page[:-1]) < 100 for page in pages)
 
 
-def test_a_watch_from_a_revision_that_is_still_to_come_waits_for_that() -> None:
+def test_page_from_a_future_revision_is_empty() -> None:
     kept = History(revision=3, revisions_max=10)
     assert kept.page(key_span(""), HistoryPosition(9)).next == HistoryPosition(9)
 
 
-def test_what_has_not_happened_yet_is_not_forgotten() -> None:
+def test_compacting_a_future_revision_is_rejected() -> None:
     kept = History(revision=3, revisions_max=10)
     kept.add([(b"a", b"1")])
     with pytest.raises(UsageError, match="the store is at 4"):

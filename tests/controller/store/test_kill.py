@@ -1,4 +1,4 @@
-"""kill -9 in the middle of writes: what was acknowledged is there, and no transaction is there by half."""
+"""kill -9 during writes: acknowledged writes are kept, and no transaction is partial."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _ROOT = Path(__file__).parents[3]
 
 
 async def stored_pairs(store: Store) -> set[tuple[int, int]]:
-    """The pairs that are there; fails on half a pair or a wrong value."""
+    """Returns the stored pairs; fails on half a pair or a wrong value."""
     halves: dict[tuple[int, int], int] = {}
     after = ""
     while True:
@@ -40,7 +40,7 @@ async def stored_pairs(store: Store) -> set[tuple[int, int]]:
 
 
 def write_until_killed(path: Path, *, acknowledgements: int) -> set[tuple[int, int]]:
-    """What the process had been told was committed when it was killed."""
+    """The pairs that were acknowledged before the process was killed."""
     process = subprocess.Popen(
         [sys.executable, "-m", "tests.controller.store.commit_pairs", str(path)],
         cwd=_ROOT,
@@ -57,9 +57,7 @@ def write_until_killed(path: Path, *, acknowledgements: int) -> set[tuple[int, i
 
 
 @pytest.mark.parametrize("seed", [1, 2, 3])
-async def test_sqlite_keeps_what_it_acknowledged_when_its_process_is_killed(
-    seed: int, tmp_path: Path
-) -> None:
+async def test_sqlite_keeps_acknowledged_writes_when_its_process_is_killed(seed: int, tmp_path: Path) -> None:
     chance = random.Random(seed)
     path = tmp_path / "store.sqlite3"
     acknowledged = write_until_killed(path, acknowledgements=chance.randrange(20, 400))
@@ -67,17 +65,17 @@ async def test_sqlite_keeps_what_it_acknowledged_when_its_process_is_killed(
     found = await stored_pairs(store)
     await store.close()
     assert acknowledged <= found
-    # What was under way when the process died may be there too, but not more than that.
+    # At most the commit in progress may be there in addition.
     assert len(found - acknowledged) <= WRITERS
 
 
-async def test_sqlite_has_no_half_transaction_wherever_its_log_is_cut(tmp_path: Path) -> None:
+async def test_sqlite_has_no_partial_transaction_wherever_its_log_is_truncated(tmp_path: Path) -> None:
     chance = random.Random(4)
     path = tmp_path / "store.sqlite3"
     write_until_killed(path, acknowledgements=120)
     log = path.with_name(path.name + "-wal")
     for number in range(12):
-        # As after a power cut: the end of the log never reached the disk.
+        # As after a power failure: the end of the log never reached the disk.
         copy = tmp_path / f"copy-{number}.sqlite3"
         shutil.copy(path, copy)
         copy.with_name(copy.name + "-wal").write_bytes(
@@ -91,7 +89,7 @@ async def test_sqlite_has_no_half_transaction_wherever_its_log_is_cut(tmp_path: 
             assert numbers == list(range(len(numbers))), "a later transaction is there without an earlier one"
 
 
-async def test_etcd_keeps_what_it_acknowledged_when_the_server_is_killed(tmp_path: Path) -> None:
+async def test_etcd_keeps_acknowledged_writes_when_the_server_is_killed(tmp_path: Path) -> None:
     chance = random.Random(5)
     server = EtcdServer(tmp_path)
     server.start()
@@ -104,7 +102,7 @@ async def test_etcd_keeps_what_it_acknowledged_when_the_server_is_killed(tmp_pat
                 store, server, first=round_number * 10_000, acknowledgements=chance.randrange(30, 250)
             )
             server.start()
-            # The same store object goes on by itself.
+            # The same store object recovers.
             found = await stored_pairs(store)
             assert acknowledged <= found
             assert len(found - acknowledged) <= WRITERS * (round_number + 1)

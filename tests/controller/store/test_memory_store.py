@@ -1,4 +1,4 @@
-"""What only the store in memory has: ways to fail on purpose, and several clients of one memory."""
+"""The memory store only: injected faults, and several clients of one memory."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ async def store(clock: FakeClock) -> AsyncIterator[MemoryStore]:
     await store.close()
 
 
-async def test_an_unavailable_store_refuses_calls_and_ends_watches_until_it_is_back(
+async def test_unavailable_store_rejects_calls_and_ends_watches_until_it_recovers(
     store: MemoryStore,
 ) -> None:
     start = (await store.commit([], [Put("a", b"")])).revision
@@ -44,7 +44,7 @@ async def test_an_unavailable_store_refuses_calls_and_ends_watches_until_it_is_b
     assert [item.key for item in (await store.range("")).items] == ["a"]
 
 
-async def test_leases_run_out_while_their_holder_is_cut_off(store: MemoryStore, clock: FakeClock) -> None:
+async def test_leases_expire_while_their_holder_is_disconnected(store: MemoryStore, clock: FakeClock) -> None:
     other = store.connect()
     lease_id = await store.grant_lease(5)
     await store.commit([], [Put("leader", b"", lease_id)])
@@ -55,7 +55,7 @@ async def test_leases_run_out_while_their_holder_is_cut_off(store: MemoryStore, 
     await other.close()
 
 
-async def test_clients_share_one_memory_and_are_cut_off_one_by_one(store: MemoryStore) -> None:
+async def test_clients_share_one_memory_and_are_disconnected_individually(store: MemoryStore) -> None:
     other = store.connect()
     await store.commit([], [Put("a", b"")])
     assert await other.get("a") is not None
@@ -65,8 +65,8 @@ async def test_clients_share_one_memory_and_are_cut_off_one_by_one(store: Memory
     assert await store.get("a") is not None
 
 
-async def test_a_lost_answer_belongs_to_a_commit_that_happened(store: MemoryStore) -> None:
-    store.lose_next_answer()
+async def test_commit_with_a_lost_response_was_applied(store: MemoryStore) -> None:
+    store.lose_next_reply()
     with pytest.raises(StoreUnavailableError):
         await store.commit([Compare("a", 0)], [Put("a", b"1")])
     assert not (await store.commit([Compare("a", 0)], [Put("a", b"2")])).succeeded
@@ -75,7 +75,7 @@ async def test_a_lost_answer_belongs_to_a_commit_that_happened(store: MemoryStor
     assert item.value == b"1"
 
 
-async def test_a_call_cut_off_on_its_way_there_does_not_happen(store: MemoryStore) -> None:
+async def test_call_lost_before_the_store_is_not_applied(store: MemoryStore) -> None:
     commit = asyncio.ensure_future(store.commit([], [Put("a", b"")]))
     await asyncio.sleep(0)
     store.set_available(False)
@@ -85,7 +85,7 @@ async def test_a_call_cut_off_on_its_way_there_does_not_happen(store: MemoryStor
     assert await store.get("a") is None
 
 
-async def test_history_keeps_no_more_than_it_was_told_to(clock: FakeClock) -> None:
+async def test_history_is_bounded_by_revisions(clock: FakeClock) -> None:
     store = await MemoryStore.open(clock=clock, history_revisions=20)
     for number in range(60):
         last = (await store.commit([], [Put("a", b"%d" % number)])).revision

@@ -1,4 +1,4 @@
-"""Random sequences of calls: the embedded engine and the one in memory give the same answers to all."""
+"""Random sequences of calls: SQLite and the memory store return the same results."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.fakes.clock import FakeClock
 
 KEYS = st.sampled_from(["a", "a/1", "a/2", "a/\u00ff", "b", "b/1", "\U0001f600"])
 PREFIXES = st.sampled_from(["", "a", "a/", "b", "c"])
-# Indexes into what the run has seen so far, so that some compares hold and some leases live.
+# Indexes into earlier results, so that some compares succeed and some leases are active.
 PAST = st.integers(0, 8)
 
 
@@ -97,7 +97,7 @@ STEPS = st.one_of(
 
 @dataclass
 class Run:
-    """One engine, its clock, and what it has answered."""
+    """One engine, its clock and its results."""
 
     store: ContractStore
     clock: FakeClock
@@ -133,7 +133,7 @@ class Run:
                 return await self._replay(prefix, max(0, self.revision - back))
 
     async def _replay(self, prefix: str, after: int) -> list[WatchEvent]:
-        """All events so far: the last one is a mark that this call makes itself."""
+        """Returns all events so far, up to a marker that this call writes."""
         mark = prefix + "~mark"
         self.revision = (await self.store.commit([], [Put(mark, b"")])).revision
         events: list[WatchEvent] = []
@@ -186,6 +186,6 @@ async def play(steps: list[Step], folder: Path) -> None:
 
 @settings(max_examples=60, suppress_health_check=[HealthCheck.too_slow])
 @given(steps=st.lists(STEPS, min_size=5, max_size=40))
-def test_the_embedded_engine_answers_as_the_one_in_memory(steps: list[Step]) -> None:
+def test_sqlite_store_behaves_as_the_memory_store(steps: list[Step]) -> None:
     with tempfile.TemporaryDirectory() as folder:
         asyncio.run(play(steps, Path(folder)))

@@ -1,5 +1,5 @@
 # ruff: noqa: ASYNC240 - a test may block its own loop
-"""The `store` setting: what it may say, and which engine comes of it."""
+"""The `store` setting: allowed URLs and their engines."""
 
 from __future__ import annotations
 
@@ -16,9 +16,7 @@ from tests.fakes.clock import FakeClock
 
 
 @pytest.mark.parametrize("where", ["state", "path"])
-async def test_sqlite_is_a_file_in_the_state_directory_or_where_it_is_told(
-    where: str, tmp_path: Path
-) -> None:
+async def test_sqlite_uses_the_state_directory_or_the_given_path(where: str, tmp_path: Path) -> None:
     expected = tmp_path / "state" / "store.sqlite3" if where == "state" else tmp_path / "else where.db"
     url = "sqlite" if where == "state" else f"sqlite:{expected}"
     store = await open_store(url, state_dir=tmp_path / "state", clock=FakeClock())
@@ -28,7 +26,7 @@ async def test_sqlite_is_a_file_in_the_state_directory_or_where_it_is_told(
     await store.close()
 
 
-async def test_etcd_is_the_server_that_the_url_names(etcd_url: str, tmp_path: Path) -> None:
+async def test_etcd_url_opens_that_server(etcd_url: str, tmp_path: Path) -> None:
     store = await open_store(etcd_url, state_dir=tmp_path, clock=FakeClock())
     assert isinstance(store, EtcdStore)
     assert await store.get("a") is None
@@ -50,7 +48,7 @@ async def test_etcd_is_the_server_that_the_url_names(etcd_url: str, tmp_path: Pa
         "redis://x",
     ],
 )
-async def test_anything_else_is_refused_with_what_is_allowed(url: str, tmp_path: Path) -> None:
+async def test_other_urls_are_rejected_with_the_allowed_ones(url: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"allowed: sqlite, sqlite:/PATH"):
         await open_store(url, state_dir=tmp_path, clock=FakeClock())
     assert list(tmp_path.iterdir()) == []

@@ -1,5 +1,5 @@
 # ruff: noqa: ASYNC220, ASYNC240 - a test may block its own loop
-"""What only the embedded engine has: its file, its lock, its writer thread, its history."""
+"""The SQLite engine only: its file, lock, writer thread and history."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import pytest
 
 from genie.controller.store import Compare, Put, WatchEvent
 from genie.controller.store.sqlite import QUEUE_MAX, SqliteStore
-from genie.controller.store.sqlite_file import Ran, SqliteFile, Work
+from genie.controller.store.sqlite_file import FileCall, GroupResult, SqliteFile
 from genie.errors import (
     CompactedError,
     LeaseLostError,
@@ -51,7 +51,7 @@ async def store(path: Path) -> AsyncIterator[SqliteStore]:
     await store.close()
 
 
-async def test_what_was_committed_is_there_after_reopening_and_revisions_go_on(path: Path) -> None:
+async def test_committed_data_and_revisions_survive_reopening(path: Path) -> None:
     store = await SqliteStore.open(path)
     revision = (await store.commit([], [Put("a", b"1")])).revision
     await store.close()
@@ -62,13 +62,13 @@ async def test_what_was_committed_is_there_after_reopening_and_revisions_go_on(p
     assert (await store.commit([Compare("a", revision)], [Put("a", b"2")])).revision == revision + 1
     async with store.watch("", after_revision=revision) as events:
         assert await anext(events) == WatchEvent("a", b"2", revision + 1)
-    with pytest.raises(CompactedError):  # of what happened before it was opened nothing is known
+    with pytest.raises(CompactedError):  # no history from before it was opened
         async with store.watch("", after_revision=revision - 1) as events:
             await anext(events)
     await store.close()
 
 
-async def test_a_file_that_has_its_history_in_a_table_is_taken_over(path: Path) -> None:
+async def test_file_of_format_1_is_migrated(path: Path) -> None:
     store = await SqliteStore.open(path)
     revision = (await store.commit([], [Put("a", b"1")])).revision
     await store.close()
@@ -90,7 +90,7 @@ async def test_a_file_that_has_its_history_in_a_table_is_taken_over(path: Path) 
         assert dict(db.execute("SELECT name, value FROM meta")) == {"format": 2, "revision": revision}
 
 
-async def test_opening_revokes_the_leases_of_the_process_before(path: Path) -> None:
+async def test_opening_revokes_the_leases_of_the_previous_process(path: Path) -> None:
     store = await SqliteStore.open(path)
     lease_id = await store.grant_lease(3600)
     revision = (await store.commit([], [Put("held", b"", lease_id), Put("kept", b"")])).revision
@@ -111,7 +111,7 @@ async def test_only_the_owner_can_read_the_files(store: SqliteStore, path: Path)
     assert modes == {"store.sqlite3": 0o600, "store.sqlite3-wal": 0o600, "store.sqlite3.lock": 0o600}
 
 
-async def test_a_file_that_others_could_read_is_made_private(path: Path) -> None:
+async def test_file_readable_by_others_is_made_private(path: Path) -> None:
     path.parent.mkdir()
     path.touch(mode=0o644)
     store = await SqliteStore.open(path)
@@ -119,21 +119,21 @@ async def test_a_file_that_others_could_read_is_made_private(path: Path) -> None
     await store.close()
 
 
-async def test_every_commit_is_synced_in_full(store: SqliteStore) -> None:
-    settings = await store._ask(
+async def test_every_commit_is_fully_synced(store: SqliteStore) -> None:
+    settings = await store._execute(
         lambda file: [file._pragma(name) for name in ("journal_mode", "synchronous", "locking_mode")],
         timeout_s=5,
     )
     assert settings == ["wal", 2, "exclusive"]
 
 
-async def test_a_second_opener_is_told_who_has_the_file(store: SqliteStore, path: Path) -> None:
+async def test_second_open_fails_with_the_pid_of_the_holder(store: SqliteStore, path: Path) -> None:
     with pytest.raises(StoreUnavailableError, match=rf"pid {os.getpid()}\b"):
         await SqliteStore.open(path)
     assert await store.get("a") is None
 
 
-async def test_another_process_has_the_file_until_it_is_gone(path: Path) -> None:
+async def test_file_is_locked_until_its_process_ends(path: Path) -> None:
     holder = subprocess.Popen(
         [sys.executable, "-c", _HOLD, str(path)], cwd=_ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE
     )
@@ -147,7 +147,7 @@ async def test_another_process_has_the_file_until_it_is_gone(path: Path) -> None
     await store.close()
 
 
-async def test_a_path_that_cannot_be_opened_is_named(tmp_path: Path) -> None:
+async def test_error_names_a_path_that_cannot_be_opened(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("not a folder")
     with pytest.raises(StoreUnavailableError, match=r"file/store"):
         await SqliteStore.open(tmp_path / "file" / "store.sqlite3")
@@ -164,7 +164,7 @@ async def _write_and_close(path: Path, keys: int = 400) -> None:
 
 
 @pytest.mark.parametrize("damage", ["header", "pages", "last page", "cut", "text"])
-async def test_a_damaged_file_is_refused_by_name_with_advice(path: Path, damage: str) -> None:
+async def test_damaged_file_is_rejected_with_its_path_and_a_hint(path: Path, damage: str) -> None:
     await _write_and_close(path)
     content = bytearray(path.read_bytes())
     if damage == "header":
@@ -184,7 +184,7 @@ async def test_a_damaged_file_is_refused_by_name_with_advice(path: Path, damage:
     assert path.read_bytes() == bytes(content)
 
 
-async def test_a_sqlite_file_of_another_program_is_refused_and_left_alone(path: Path) -> None:
+async def test_sqlite_file_of_another_program_is_rejected_and_unchanged(path: Path) -> None:
     path.parent.mkdir()
     with sqlite3.connect(path) as other:
         other.execute("CREATE TABLE theirs (x)")
@@ -195,7 +195,7 @@ async def test_a_sqlite_file_of_another_program_is_refused_and_left_alone(path: 
     assert path.read_bytes() == before
 
 
-async def test_a_file_of_a_newer_format_is_refused_and_left_alone(path: Path) -> None:
+async def test_file_of_a_newer_format_is_rejected_and_unchanged(path: Path) -> None:
     await _write_and_close(path)
     with sqlite3.connect(path) as db:
         db.execute("UPDATE meta SET value = 99 WHERE name = 'format'")
@@ -206,7 +206,7 @@ async def test_a_file_of_a_newer_format_is_refused_and_left_alone(path: Path) ->
     assert path.read_bytes() == before
 
 
-async def test_a_file_whose_making_was_interrupted_is_made_anew(path: Path) -> None:
+async def test_file_whose_creation_was_interrupted_is_recreated(path: Path) -> None:
     path.parent.mkdir()
     with sqlite3.connect(path) as db:
         db.execute("PRAGMA journal_mode = WAL")
@@ -217,7 +217,7 @@ async def test_a_file_whose_making_was_interrupted_is_made_anew(path: Path) -> N
     await store.close()
 
 
-async def test_the_lock_is_free_again_after_a_failed_open(path: Path) -> None:
+async def test_lock_is_released_after_a_failed_open(path: Path) -> None:
     path.parent.mkdir()
     path.write_bytes(b"garbage" * 1000)
     with pytest.raises(StoreCorruptError):
@@ -227,7 +227,7 @@ async def test_the_lock_is_free_again_after_a_failed_open(path: Path) -> None:
     await store.close()
 
 
-async def test_the_writer_is_one_named_thread_that_goes_with_the_store(path: Path) -> None:
+async def test_writer_is_one_named_thread_that_ends_with_the_store(path: Path) -> None:
     def writers() -> list[str]:
         return [thread.name for thread in threading.enumerate() if thread.name.startswith("genie-store")]
 
@@ -242,9 +242,9 @@ async def test_concurrent_commits_share_a_sync(store: SqliteStore, monkeypatch: 
     groups: list[int] = []
     run = SqliteFile.run
 
-    def counted(file: SqliteFile, works: Sequence[Work]) -> Ran:
-        groups.append(len(works))
-        return run(file, works)
+    def counted(file: SqliteFile, calls: Sequence[FileCall]) -> GroupResult:
+        groups.append(len(calls))
+        return run(file, calls)
 
     monkeypatch.setattr(SqliteFile, "run", counted)
     results = await asyncio.gather(*(store.commit([], [Put(f"{number:03}", b"")]) for number in range(100)))
@@ -254,7 +254,7 @@ async def test_concurrent_commits_share_a_sync(store: SqliteStore, monkeypatch: 
 
 
 class Stall:
-    """Holds the writer thread inside a read of the key "stall"."""
+    """Blocks the writer thread in a read of the key "stall"."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.reached, self.go_on = threading.Event(), threading.Event()
@@ -274,7 +274,7 @@ class Stall:
         return stalled
 
 
-async def test_a_call_past_its_deadline_says_so_and_is_not_done_later(
+async def test_call_past_its_deadline_raises_and_is_not_executed_later(
     store: SqliteStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stall = Stall(monkeypatch)
@@ -301,7 +301,7 @@ async def test_a_full_queue_makes_callers_wait_until_their_deadline(
     assert len((await store.range("q/")).items) == QUEUE_MAX
 
 
-async def test_a_cancelled_caller_leaves_the_store_working(
+async def test_store_works_after_a_caller_was_cancelled(
     store: SqliteStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stall = Stall(monkeypatch)
@@ -316,7 +316,7 @@ async def test_a_cancelled_caller_leaves_the_store_working(
     assert [item.key for item in (await store.range("")).items] == ["waiting"]
 
 
-async def test_closing_answers_what_is_queued(
+async def test_close_executes_queued_requests(
     store: SqliteStore, monkeypatch: pytest.MonkeyPatch, path: Path
 ) -> None:
     stall = Stall(monkeypatch)
@@ -324,7 +324,7 @@ async def test_closing_answers_what_is_queued(
     queued = [asyncio.ensure_future(store.commit([], [Put(f"q/{n}", b"")])) for n in range(5)]
     await until(lambda: store._queue.qsize() == 5)
     closing = asyncio.ensure_future(store.close())
-    for _ in range(20):  # as far as it comes while they wait
+    for _ in range(20):  # until it waits for them
         await asyncio.sleep(0)
     with pytest.raises(StoreUnavailableError):
         await store.get("a")
@@ -335,16 +335,18 @@ async def test_closing_answers_what_is_queued(
     await store.close()
 
 
-async def test_closing_answers_those_who_wait_for_room(
+async def test_close_executes_requests_that_wait_for_the_queue(
     store: SqliteStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Even when all who were before them have gone: then the thread has nothing for a moment."""
+    """Even if all earlier requests were cancelled, so that the thread is idle for a moment."""
     stall = Stall(monkeypatch)
     stalled = await stall.begin(store)
     gone = [asyncio.ensure_future(store.get("a")) for _ in range(QUEUE_MAX)]
     await until(store._queue.full)
     go_on = threading.Event()
-    waiting = [asyncio.ensure_future(store._ask(lambda file: go_on.wait(30), timeout_s=30)) for _ in range(3)]
+    waiting = [
+        asyncio.ensure_future(store._execute(lambda file: go_on.wait(30), timeout_s=30)) for _ in range(3)
+    ]
     closing = asyncio.ensure_future(store.close())
     await asyncio.sleep(0)
     for each in gone:
@@ -360,7 +362,7 @@ async def test_closing_answers_those_who_wait_for_room(
 
 
 @pytest.mark.parametrize("turns", range(8))
-async def test_a_close_that_was_cancelled_is_made_good_by_another(path: Path, turns: int) -> None:
+async def test_cancelled_close_can_be_repeated(path: Path, turns: int) -> None:
     store = await SqliteStore.open(path)
     closing = asyncio.ensure_future(store.close())
     for _ in range(turns):
@@ -371,7 +373,7 @@ async def test_a_close_that_was_cancelled_is_made_good_by_another(path: Path, tu
     await (await SqliteStore.open(path)).close()
 
 
-async def test_a_mistake_in_one_call_is_its_own_and_is_logged(
+async def test_bug_in_one_call_fails_only_that_call_and_is_logged(
     store: SqliteStore, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def broken(file: SqliteFile, key: str) -> object:
@@ -385,7 +387,7 @@ async def test_a_mistake_in_one_call_is_its_own_and_is_logged(
     assert [item.key for item in (await store.range("")).items] == ["a"]
 
 
-async def test_whatever_ends_a_group_is_told_to_those_in_it_and_the_next_goes_on(
+async def test_failed_group_fails_its_requests_and_the_next_group_runs(
     store: SqliteStore, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def broken(file: SqliteFile, key: str) -> object:
@@ -401,18 +403,18 @@ async def test_whatever_ends_a_group_is_told_to_those_in_it_and_the_next_goes_on
 
 @pytest.mark.parametrize(
     ("name", "bound", "sizes"),
-    [("GROUP_WORKS_MAX", 3, [1, 3, 3, 1]), ("GROUP_BYTES_MAX", 15, [1, 2, 2, 2, 1])],
+    [("GROUP_REQUESTS_MAX", 3, [1, 3, 3, 1]), ("GROUP_BYTES_MAX", 15, [1, 2, 2, 2, 1])],
 )
-async def test_groups_have_bounds(
+async def test_groups_are_bounded(
     store: SqliteStore, monkeypatch: pytest.MonkeyPatch, name: str, bound: int, sizes: list[int]
 ) -> None:
     monkeypatch.setattr(f"genie.controller.store.sqlite.{name}", bound)
     ran: list[int] = []
     run = SqliteFile.run
 
-    def counted(file: SqliteFile, works: Sequence[Work]) -> Ran:
-        ran.append(len(works))
-        return run(file, works)
+    def counted(file: SqliteFile, calls: Sequence[FileCall]) -> GroupResult:
+        ran.append(len(calls))
+        return run(file, calls)
 
     monkeypatch.setattr(SqliteFile, "run", counted)
     stall = Stall(monkeypatch)
@@ -424,7 +426,7 @@ async def test_groups_have_bounds(
     assert ran == sizes
 
 
-async def test_history_keeps_no_more_than_it_was_told_to(path: Path) -> None:
+async def test_history_is_bounded_by_revisions(path: Path) -> None:
     store = await SqliteStore.open(path, history_revisions=20)
     first = (await store.commit([], [Put("a", b"0")])).revision
     for number in range(60):
@@ -438,9 +440,7 @@ async def test_history_keeps_no_more_than_it_was_told_to(path: Path) -> None:
     await store.close()
 
 
-async def test_history_keeps_no_more_bytes_than_its_bound(
-    path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_history_is_bounded_by_bytes(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("genie.controller.store.history.BYTES_MAX", 80_000)
     store = await SqliteStore.open(path)
     for _ in range(40):
@@ -449,7 +449,7 @@ async def test_history_keeps_no_more_bytes_than_its_bound(
     await store.close()
 
 
-async def test_a_reader_that_falls_behind_history_is_told(path: Path) -> None:
+async def test_reader_slower_than_compaction_gets_compacted_error(path: Path) -> None:
     store = await SqliteStore.open(path, history_revisions=10)
     start = (await store.commit([], [Put("a", b"")])).revision
     async with store.watch("a", after_revision=start - 1) as events:
@@ -463,7 +463,7 @@ async def test_a_reader_that_falls_behind_history_is_told(path: Path) -> None:
     await store.close()
 
 
-async def test_a_quiet_watch_outlives_the_history_of_other_keys(path: Path) -> None:
+async def test_idle_watch_survives_compaction_of_other_keys(path: Path) -> None:
     store = await SqliteStore.open(path, history_revisions=10)
     start = (await store.commit([], [Put("quiet/1", b"")])).revision
     async with store.watch("quiet/", after_revision=start) as events:
@@ -475,11 +475,11 @@ async def test_a_quiet_watch_outlives_the_history_of_other_keys(path: Path) -> N
     await store.close()
 
 
-async def test_a_lease_that_is_over_by_the_clock_is_lost_before_its_timer_runs(path: Path) -> None:
+async def test_expired_lease_is_lost_before_its_timer_runs(path: Path) -> None:
     clock = FakeClock()
     store = await SqliteStore.open(path, clock=clock)
     lease_id = await store.grant_lease(5)
-    clock._now_s += 6  # as when the process was stopped for a while: no timer has had a turn
+    clock._now_s += 6  # as after SIGSTOP: no timer has run yet
     with pytest.raises(LeaseLostError):
         await store.keep_alive(lease_id)
     with pytest.raises(LeaseLostError):
@@ -487,7 +487,7 @@ async def test_a_lease_that_is_over_by_the_clock_is_lost_before_its_timer_runs(p
     await store.close()
 
 
-async def test_leases_run_out_by_the_real_clock_too(store: SqliteStore) -> None:
+async def test_leases_expire_with_the_system_clock(store: SqliteStore) -> None:
     lease_id = await store.grant_lease(0.05)
     await store.commit([], [Put("a", b"", lease_id)])
 
@@ -497,7 +497,7 @@ async def test_leases_run_out_by_the_real_clock_too(store: SqliteStore) -> None:
     await until(is_gone)
 
 
-async def test_a_commit_queued_behind_its_leases_end_finds_the_lease_gone(store: SqliteStore) -> None:
+async def test_commit_queued_after_its_lease_expired_raises_lease_lost(store: SqliteStore) -> None:
     lease_id = await store.grant_lease(60)
     _, late = await asyncio.gather(
         store.revoke_lease(lease_id), store.commit([], [Put("a", b"", lease_id)]), return_exceptions=True
@@ -511,7 +511,7 @@ class BrokenClock(FakeClock):
         raise ZeroDivisionError("the clock is broken")
 
 
-async def test_a_store_whose_background_failed_refuses_calls_and_can_be_closed(
+async def test_store_with_a_failed_background_task_rejects_calls_and_can_be_closed(
     path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     store = await SqliteStore.open(path, clock=BrokenClock())

@@ -1,11 +1,9 @@
 # ruff: noqa: ASYNC221 - a test may block its own loop
-"""The embedded engine with no space left: on a real full disk where one can be made, and at its own cap."""
+"""The SQLite engine with no space left: on a full disk if one can be mounted, and at its own limit."""
 
 from __future__ import annotations
 
 import asyncio
-import os
-import shutil
 import subprocess
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
@@ -17,13 +15,8 @@ from genie.controller.store import Delete, Put
 from genie.controller.store.sqlite import SIZE_BYTES_MAX, SqliteStore
 from genie.errors import LeaseLostError, StoreFullError
 from tests.fakes.clock import FakeClock
+from tests.needs import require_namespaces
 from tests.waiting import until
-
-
-def _can_mount() -> bool:
-    if os.geteuid() != 0 or shutil.which("unshare") is None:
-        return False
-    return subprocess.run(["unshare", "--mount", "true"], capture_output=True).returncode == 0
 
 
 @dataclass
@@ -32,12 +25,12 @@ class Disk:
     size_bytes_max: int = SIZE_BYTES_MAX
 
 
-# A real full disk needs the right to mount. Without it the cap alone shows the same behaviour.
-@pytest.fixture(params=["cap", *(["disk"] if _can_mount() else [])])
+@pytest.fixture(params=["cap", "disk"])
 def disk(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Disk]:
     if request.param == "cap":
         yield Disk(tmp_path, size_bytes_max=1024 * 1024)
         return
+    require_namespaces("mount")  # the right to create one implies the right to mount
     folder = tmp_path / "disk"
     folder.mkdir()
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=3m", "tmpfs", str(folder)], check=True)
@@ -62,7 +55,7 @@ async def small(disk: Disk) -> AsyncIterator[Small]:
 
 
 async def fill(store: SqliteStore) -> list[str]:
-    """Puts until there is no space; the keys that were taken."""
+    """Puts keys until there is no space; returns those that were stored."""
     taken: list[str] = []
     for size_bytes in (200_000, 20_000, 1):
         with pytest.raises(StoreFullError, match="nothing was changed"):
@@ -80,9 +73,7 @@ async def make_space(store: SqliteStore, disk: Disk) -> None:
         subprocess.run(["mount", "-o", "remount,size=12m", str(disk.folder)], check=True)
 
 
-async def test_a_full_disk_changes_nothing_and_the_store_goes_on_when_there_is_space(
-    small: Small, disk: Disk
-) -> None:
+async def test_store_recovers_from_a_full_disk_without_changes(small: Small, disk: Disk) -> None:
     store = small.store
     taken = await fill(store)
     before = await store.range("fill/", limit=10_000)
@@ -98,7 +89,7 @@ async def test_a_full_disk_changes_nothing_and_the_store_goes_on_when_there_is_s
         assert (await anext(events)).key == "more"
 
 
-async def test_a_lease_that_runs_out_on_a_full_disk_is_ended_when_there_is_space(
+async def test_lease_that_expires_on_a_full_disk_is_removed_when_there_is_space(
     small: Small, disk: Disk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = small.store
@@ -106,10 +97,8 @@ async def test_a_lease_that_runs_out_on_a_full_disk_is_ended_when_there_is_space
     await store.commit([], [Put("held", b"", lease_id)])
     await fill(store)
     if disk.size_bytes_max < SIZE_BYTES_MAX:
-        # A cap leaves the log room for a delete. A full disk does not.
-        monkeypatch.setattr(
-            "genie.controller.store.sqlite_file.SqliteFile.revoke_lease", _refuse_for_want_of_space
-        )
+        # With a size limit, the log still has space for a delete. A full disk does not.
+        monkeypatch.setattr("genie.controller.store.sqlite_file.SqliteFile.revoke_lease", _fail_with_no_space)
     await small.clock.advance(6)
     with pytest.raises(LeaseLostError):
         await store.keep_alive(lease_id)
@@ -124,11 +113,11 @@ async def test_a_lease_that_runs_out_on_a_full_disk_is_ended_when_there_is_space
     await until(is_gone)
 
 
-def _refuse_for_want_of_space(*_: object) -> None:
+def _fail_with_no_space(*_: object) -> None:
     raise StoreFullError("no space, says the test")
 
 
-async def test_one_write_that_does_not_fit_does_not_take_others_with_it(small: Small) -> None:
+async def test_write_that_does_not_fit_does_not_fail_others(small: Small) -> None:
     store = small.store
     outcomes = await asyncio.gather(
         store.commit([], [Put("small/1", b"x")]),

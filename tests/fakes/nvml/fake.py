@@ -1,7 +1,6 @@
-"""The fake NVML from a test's side: build it, script it, and read it through the real pynvml.
+"""Builds and configures the fake NVML library, and reads it through the real pynvml.
 
-The library can only be put in place before pynvml looks for it, so the reading happens in a process
-of its own (serve.py). Not for: deciding what a right reading is (tests/hardware/inventory_contract.py).
+The library must be installed before pynvml loads it, so a separate process reads it (serve.py).
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ ROOT = Path(__file__).parents[3]
 
 
 def build(compiler: str, folder: Path) -> Path:
-    """Compiles the library into `folder`, under the name that pynvml looks for."""
+    """Compiles the library into `folder` with the file name that pynvml loads."""
     library = folder / "libnvidia-ml.so.1"
     subprocess.run(
         [
@@ -44,7 +43,7 @@ def build(compiler: str, folder: Path) -> Path:
 
 
 class FakeNvml:
-    """One process with the fake in place. The machine has the GPUs that `script` last said."""
+    """A process with the fake library. Its GPUs are those of the last call of `script`."""
 
     def __init__(self, library: Path, folder: Path) -> None:
         self._state = folder / "nvml.state"
@@ -65,39 +64,39 @@ class FakeNvml:
         )
 
     def script(self, *lines: str) -> None:
-        """Replaces the whole state; the lines are described in nvml.c."""
+        """Replaces the state of the fake; nvml.c documents the lines."""
         fresh = self._state.with_suffix(".new")
         fresh.write_text("".join(f"{line}\n" for line in lines), "ascii")
         fresh.rename(self._state)
 
     def read(self, held: Iterable[int] = ()) -> tuple[GPUInfo, ...]:
-        """A reading of one Inventory that stays open, as an agent keeps it, with 1 CPU accelerator.
+        """Reads an Inventory with 1 CPU accelerator that stays open, as in an agent.
 
-        Its process has jobs on the GPUs in `held`.
+        The process has jobs on the GPUs in `held`.
         """
-        return msgspec.json.decode(self._asked(" ".join(["read", *map(str, held)])), type=tuple[GPUInfo, ...])
+        return msgspec.json.decode(self._send(" ".join(["read", *map(str, held)])), type=tuple[GPUInfo, ...])
 
     def job_pid(self) -> int:
-        """A process of a job of that process."""
-        return msgspec.json.decode(self._asked("job_pid"), type=int)
+        """PID of a process of a job."""
+        return msgspec.json.decode(self._send("job_pid"), type=int)
 
     def probe(self) -> list[ProbeResult]:
-        return msgspec.json.decode(self._asked("probe"), type=list[ProbeResult])
+        return msgspec.json.decode(self._send("probe"), type=list[ProbeResult])
 
     def absent_reason(self) -> str:
-        return msgspec.json.decode(self._asked("absent_reason"), type=str)
+        return msgspec.json.decode(self._send("absent_reason"), type=str)
 
     def close(self) -> None:
         self._process.communicate(timeout=10)
         self._errors.close()
 
-    def _asked(self, command: str) -> bytes:
+    def _send(self, command: str) -> bytes:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._process.stdin.write(command.encode() + b"\n")
         self._process.stdin.flush()
-        answer = self._process.stdout.readline()
-        if not answer:
+        reply = self._process.stdout.readline()
+        if not reply:
             self._errors.seek(0)
             raise AssertionError(self._errors.read().decode(errors="replace"))
-        return answer
+        return reply

@@ -1,35 +1,35 @@
 /*
- * A stand-in for libnvidia-ml.so.1 under the real pynvml and the grid's readings, scripted by a text file.
+ * Fake libnvidia-ml.so.1 for pynvml and the readings of the grid, configured by a text file.
  *
- * FAKE_NVML_STATE names the file. It is looked at on every call, so a test changes the hardware by
- * writing it (replace it by rename, so that no half-written file is seen). Lines:
+ * FAKE_NVML_STATE is its path. It is checked on every call, so a test changes the hardware by replacing the
+ * file (atomically, with rename). Lines:
  *
- *   hangs=1                 every call waits for as long as this stands there
- *   count=2                 how many GPUs there are
+ *   hangs=1                 every call blocks while this line exists
+ *   count=2                 number of GPUs
  *   init=!9                 nvmlInit fails with error 9; likewise count=!1
- *   0.name=NVIDIA H200      readings of GPU 0; what is not given has a default
+ *   0.name=NVIDIA H200      readings of GPU 0; all have defaults
  *   0.uuid=GPU-...
  *   0.memory_total=1000     bytes, likewise memory_used, and memory_reserved, which the older call counts
- *                           as used; 0.memory_v2=!13 plays a driver that has only that one
+ *                           as used; 0.memory_v2=!13 simulates a driver with only the older call
  *   0.utilization=97        percent
  *   0.temperature=91        degrees Celsius
  *   0.power=700000          milliwatts
- *   0.ecc=2                 uncorrected errors of the memory since the driver was loaded
+ *   0.ecc=2                 uncorrected ECC errors since the driver was loaded
  *   0.capability=9.0        compute capability
- *   0.bus=7                 its number on the PCI bus
- *   0.link.3=switch         an active link to a switch; gpu:7, npu:7 (a processor) and other:7 (a thing of
- *                           unknown kind) are links to what has that number on the bus; off is none
- *   0.numa=5                the NUMA nodes that it is near, as a mask; the low 64 of them
- *   0.processes=12:4096,13:?   pids with bytes, ? where they are not known; likewise mps and graphics
- *   0.clocks=64             why its clocks are low, as a mask; 0.clocks_event=!13 plays a driver before 535
- *   0.remapped=0,1,0,1      rows remapped for corrected and for other errors, pending, failed
- *   0.retired_pending=1     pages wait to be retired
- *   0.recovery=1            what the driver asks for
+ *   0.bus=7                 number on the PCI bus
+ *   0.link.3=switch         an active link to a switch; gpu:7, npu:7 (a processor) and other:7 (an unknown
+ *                           device) are links to the device with that bus number; off is inactive
+ *   0.numa=5                mask of the local NUMA nodes, the lowest 64
+ *   0.processes=12:4096,13:?   PIDs with bytes, ? if unknown; likewise mps and graphics
+ *   0.clocks=64             mask of throttle reasons; 0.clocks_event=!13 simulates a driver before 535
+ *   0.remapped=0,1,0,1      remapped rows: corrected errors, uncorrected errors, pending, failed
+ *   0.retired_pending=1     retirement of pages is pending
+ *   0.recovery=1            recovery action of the driver
  *   0.utilization=!3        that call fails with error 3 (not supported)
  *   0.lost=15               every call on that GPU fails with error 15 (GPU is lost)
- *   0.handle=!15            the handle itself is not to be had
+ *   0.handle=!15            getting the handle fails
  *
- * Only the functions that Genie calls are here.
+ * Contains only the functions that Genie calls.
  */
 #define _POSIX_C_SOURCE 200809L
 #include <stdio.h>
@@ -69,11 +69,11 @@ enum { GPUS_MAX = 16, VALUE_MAX = 128, STATE_MAX = 1 << 15 };
 static device_t devices[GPUS_MAX];
 static int init_count;
 
-/* The file's text. Each thread has its own, and reads the file when it has been replaced: reading it for
- * every value would take longer than a real driver does, and benchmarks use this. */
+/* Text of the file, per thread. It is read again only after the file was replaced: reading it for every value
+ * would be slower than a real driver, and benchmarks use this library. */
 static _Thread_local char state[STATE_MAX];
 
-static void look_at_state(void)
+static void reload_state(void)
 {
     static _Thread_local struct stat seen;
     const char *path = getenv("FAKE_NVML_STATE");
@@ -104,7 +104,7 @@ static int state_value(const char *key, char out[VALUE_MAX])
     for (const char *line = state, *end; *line; line = end + 1) {
         end = strchr(line, '\n');
         if (!end)
-            break; /* every line has its end */
+            break; /* incomplete line */
         if (strncmp(line, key, key_length) == 0 && line[key_length] == '=') {
             snprintf(out, VALUE_MAX, "%.*s", (int)(end - line - key_length - 1), line + key_length + 1);
             found = 1;
@@ -113,28 +113,28 @@ static int state_value(const char *key, char out[VALUE_MAX])
     return found;
 }
 
-/* Comes first in every call. */
+/* Called first in every function. */
 static void begin(void)
 {
     const struct timespec pause = {0, 2000000};
     char found[VALUE_MAX];
 
-    look_at_state();
+    reload_state();
     while (state_value("hangs", found)) {
         nanosleep(&pause, NULL);
-        look_at_state();
+        reload_state();
     }
 }
 
 /* A value or the default; "!N" becomes the error N. */
-static result_t value_of(const char *key, const char *otherwise, char out[VALUE_MAX])
+static result_t value_of(const char *key, const char *fallback, char out[VALUE_MAX])
 {
     if (!state_value(key, out))
-        snprintf(out, VALUE_MAX, "%s", otherwise);
+        snprintf(out, VALUE_MAX, "%s", fallback);
     return out[0] == '!' ? atoi(out + 1) : OK;
 }
 
-static result_t reading(device_t *device, const char *name, const char *otherwise, char out[VALUE_MAX])
+static result_t reading(device_t *device, const char *name, const char *fallback, char out[VALUE_MAX])
 {
     char key[64];
 
@@ -147,23 +147,23 @@ static result_t reading(device_t *device, const char *name, const char *otherwis
     if (state_value(key, out) && atoi(out) != 0)
         return atoi(out);
     snprintf(key, sizeof key, "%d.%s", device->index, name);
-    return value_of(key, otherwise, out);
+    return value_of(key, fallback, out);
 }
 
-static result_t number(device_t *device, const char *name, const char *otherwise, unsigned long long *out)
+static result_t number(device_t *device, const char *name, const char *fallback, unsigned long long *out)
 {
     char text[VALUE_MAX];
-    result_t result = reading(device, name, otherwise, text);
+    result_t result = reading(device, name, fallback, text);
 
     if (result == OK)
         *out = strtoull(text, NULL, 10);
     return result;
 }
 
-static result_t text(device_t *device, const char *name, const char *otherwise, char *out, unsigned int size)
+static result_t text(device_t *device, const char *name, const char *fallback, char *out, unsigned int size)
 {
     char found[VALUE_MAX];
-    result_t result = reading(device, name, otherwise, found);
+    result_t result = reading(device, name, fallback, found);
 
     if (result == OK && strlen(found) >= size)
         return TOO_SMALL;
@@ -204,7 +204,7 @@ result_t nvmlShutdown(void)
 const char *nvmlErrorString(result_t result)
 {
     (void)result;
-    return "an error of the fake NVML";
+    return "error of the fake NVML";
 }
 
 result_t nvmlDeviceGetCount_v2(unsigned int *count)
@@ -242,11 +242,11 @@ result_t nvmlDeviceGetName(device_t *device, char *name, unsigned int size)
 
 result_t nvmlDeviceGetUUID(device_t *device, char *uuid, unsigned int size)
 {
-    char otherwise[VALUE_MAX];
+    char fallback[VALUE_MAX];
 
-    snprintf(otherwise, sizeof otherwise, "GPU-00000000-0000-0000-0000-%012d",
+    snprintf(fallback, sizeof fallback, "GPU-00000000-0000-0000-0000-%012d",
              device >= devices && device < devices + GPUS_MAX ? device->index : 0);
-    return text(device, "uuid", otherwise, uuid, size);
+    return text(device, "uuid", fallback, uuid, size);
 }
 
 result_t nvmlDeviceGetMemoryInfo(device_t *device, memory_t *memory)
@@ -309,7 +309,7 @@ result_t nvmlDeviceGetTemperature(device_t *device, int sensor, unsigned int *ce
     return result;
 }
 
-/* Drivers before 560 do not have this one: "0.temperature_v=!13" plays such a driver. */
+/* Drivers before 560 do not have this function: "0.temperature_v=!13" simulates such a driver. */
 result_t nvmlDeviceGetTemperatureV(device_t *device, temperature_v1_t *temperature)
 {
     char found[VALUE_MAX];
@@ -323,7 +323,7 @@ result_t nvmlDeviceGetTemperatureV(device_t *device, temperature_v1_t *temperatu
     return result;
 }
 
-/* Only uncorrected errors (1) since the driver was loaded (0) are scripted. */
+/* Supports only uncorrected errors (1) since the driver was loaded (0). */
 result_t nvmlDeviceGetTotalEccErrors(device_t *device, int kind, int counter, unsigned long long *count)
 {
     return kind == 1 && counter == 0 ? number(device, "ecc", "0", count) : NOT_SUPPORTED;
@@ -358,13 +358,13 @@ static void set_bus(pci_t *pci, unsigned int bus)
 
 result_t nvmlDeviceGetPciInfo_v3(device_t *device, pci_t *pci)
 {
-    char otherwise[VALUE_MAX];
+    char fallback[VALUE_MAX];
     unsigned long long bus = 0;
     result_t result;
 
-    snprintf(otherwise, sizeof otherwise, "%d",
+    snprintf(fallback, sizeof fallback, "%d",
              device >= devices && device < devices + GPUS_MAX ? device->index + 1 : 0);
-    result = number(device, "bus", otherwise, &bus);
+    result = number(device, "bus", fallback, &bus);
     if (result == OK)
         set_bus(pci, (unsigned int)bus);
     return result;
@@ -426,11 +426,11 @@ result_t nvmlDeviceGetMemoryAffinity(device_t *device, unsigned int size, unsign
     return result;
 }
 
-/* As NVML does it: too small an array is told how large it must be, and an empty list needs none. */
+/* Like NVML: returns the required size if the array is too small; an empty list needs no array. */
 static result_t processes(device_t *device, const char *name, unsigned int *count, process_t *out)
 {
     char found[VALUE_MAX], *entry, *rest = NULL;
-    unsigned int seen = 0, room = *count;
+    unsigned int seen = 0, capacity = *count;
     result_t result = reading(device, name, "", found);
 
     if (result != OK)
@@ -438,14 +438,14 @@ static result_t processes(device_t *device, const char *name, unsigned int *coun
     for (entry = strtok_r(found, ",", &rest); entry; entry = strtok_r(NULL, ",", &rest), seen++) {
         const char *memory = strchr(entry, ':') + 1;
 
-        if (seen < room && out) {
+        if (seen < capacity && out) {
             memset(&out[seen], 0, sizeof out[seen]);
             out[seen].pid = (unsigned int)atoi(entry);
             out[seen].memory = *memory == '?' ? ~0ULL : strtoull(memory, NULL, 10);
         }
     }
     *count = seen;
-    return seen > room ? TOO_SMALL : OK;
+    return seen > capacity ? TOO_SMALL : OK;
 }
 
 result_t nvmlDeviceGetComputeRunningProcesses_v3(device_t *device, unsigned int *count, process_t *out)

@@ -1,4 +1,4 @@
-"""Answers one command a line with one line of JSON, until its input ends. Started by fake.py."""
+"""Reads one command per line and replies with one line of JSON, until the end of input. Used by fake.py."""
 
 from __future__ import annotations
 
@@ -18,28 +18,28 @@ def main() -> None:
             command, *held = line.split()
             match command:
                 case "read":
-                    answer: object = inventory.read([int(gpu_id) for gpu_id in held])
+                    reply: object = inventory.read([int(gpu_id) for gpu_id in held])
                 case "probe":
-                    answer = probe()
+                    reply = probe()
                 case "absent_reason":
-                    answer = inventory.absent_reason
+                    reply = inventory.absent_reason
                 case "job_pid":
-                    answer = job_pid
+                    reply = job_pid
                 case _:
                     raise AssertionError(line)
-            sys.stdout.write(msgspec.json.encode(answer).decode() + "\n")
+            sys.stdout.write(msgspec.json.encode(reply).decode() + "\n")
             sys.stdout.flush()
 
 
 @contextmanager
 def job() -> Iterator[int]:
-    """A process below a process below this one, as a job's is below its shim. Ends with its input."""
+    """A process of a job below a shim below this process. Ends at the end of its input."""
     shim = ["/bin/sh", "-c", "exec 3<&0; cat <&3 & echo $!; exec 3<&-; wait"]
-    with subprocess.Popen(shim, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as started:
-        assert started.stdin is not None
-        assert started.stdout is not None
-        yield int(started.stdout.readline())
-        started.stdin.close()
+    with subprocess.Popen(shim, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        yield int(process.stdout.readline())
+        process.stdin.close()
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The tools of a node, scripted."""
+"""Fixtures: fake command-line tools of a node."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from genie.grid.remote import health, nvml
 
 @pytest.fixture
 def tools(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str, str], Path]]:
-    """Writes a tool as a line of shell into a PATH of its own; nothing else of the machine is found."""
+    """Write fake tools as shell scripts; PATH contains nothing else."""
     folder = tmp_path / "bin"
     folder.mkdir()
     monkeypatch.setenv("PATH", f"{folder}")
-    monkeypatch.setattr(health, "_MORE_FOLDERS", ())
+    monkeypatch.setattr(health, "_PROGRAM_FOLDERS", ())
     monkeypatch.setattr(health, "_KERNEL_LOG", health._KernelLog())
-    monkeypatch.setattr(health, "_UNDER_WAY", {})
+    monkeypatch.setattr(health, "_THREADS", {})
     monkeypatch.setattr(nvml, "LIBRARY", str(folder / "no-such-library.so"))
     nvml.close()
 

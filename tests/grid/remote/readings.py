@@ -1,4 +1,4 @@
-"""A node's readings, taken in this process as its helper takes them."""
+"""Takes a node's readings in this process, as its helper does."""
 
 from __future__ import annotations
 
@@ -11,4 +11,4 @@ from genie.grid.remote.core import OPS
 def read(timeout_s: float = 20.0, root: str = "/") -> dict[str, Any]:
     function, quick = OPS["health.read"]
     assert not quick
-    return dict(function({"root": root, "timeout_s": timeout_s}, b""))
+    return dict(function({"root": root, "timeout_s": timeout_s, "throttle_check_c": 80.0}, b""))

@@ -1,4 +1,4 @@
-"""What contents are called: it follows from the bytes alone, however they are stored and read."""
+"""Content digests depend only on the bytes, not on how they are stored or read."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from genie.grid.grid_file import SyncKeys
+from genie.grid.grid_file import SyncSettings
 from genie.grid.remote import contents, sync, tree
 from genie.grid.remote.contents import BLOCK_BYTES, BLOCKS_BYTES_MIN
 from genie.grid.sync.local_tree import LocalTree
@@ -42,26 +42,26 @@ PARTS = st.lists(st.tuples(st.sampled_from(["hole", "zeros", "data", "one"]), LE
 Parts = list[tuple[str, int]]
 
 
-def called(data: bytes) -> bytes:
-    """The plain words of contents.py, over all the bytes at once."""
+def reference_digest(data: bytes) -> bytes:
+    """The definition in the docstring of contents.py, over all bytes at once."""
     if len(data) < BLOCKS_BYTES_MIN:
         return hashlib.sha256(data).digest()
     blocks = [data[at : at + BLOCK_BYTES] for at in range(0, len(data), BLOCK_BYTES)]
-    kept = [number for number, block in enumerate(blocks) if any(block)]
+    nonzero = [number for number, block in enumerate(blocks) if any(block)]
     runs = b""
-    for number in kept:
-        if number - 1 not in kept:
+    for number in nonzero:
+        if number - 1 not in nonzero:
             end = number
-            while end in kept:
+            while end in nonzero:
                 end += 1
             runs += struct.pack("<QQ", number, end)
-    bytes_of_blocks = b"".join(blocks[number] for number in kept)
+    bytes_of_blocks = b"".join(blocks[number] for number in nonzero)
     inner = hashlib.sha256(runs).digest() + hashlib.sha256(bytes_of_blocks).digest()
     return hashlib.sha512(contents.TAG + struct.pack("<Q", len(data)) + inner).digest()[:32]
 
 
 def write(path: Path, parts: Parts, size: int, *, dense: bool) -> None:
-    """Sparse where a part says so; what is left of the size is a hole. Dense: all of it is written."""
+    """Write the parts; the rest of the size is a hole. With `dense`, holes are written as zeros."""
     dice = random.Random(3)
     with path.open("wb") as file:
         at = 0
@@ -78,8 +78,8 @@ def write(path: Path, parts: Parts, size: int, *, dense: bool) -> None:
         file.truncate(size)
 
 
-def by_engine(engine: tree.Plain, root: Path, cache: Path) -> dict[bytes, bytes]:
-    snapshot = LocalTree(root, SyncKeys(), cache=cache, engine=engine).scan()
+def by_engine(engine: tree.PlainEngine, root: Path, cache: Path) -> dict[bytes, bytes]:
+    snapshot = LocalTree(root, SyncSettings(), cache=cache, engine=engine).scan()
     hash_files(engine, snapshot, snapshot.dirty)
     return {one.path: one.sha for one in tree.records_of(bytes(snapshot.records))}
 
@@ -97,7 +97,7 @@ def without_seek_data(fd: int, at: int, whence: int) -> int:
 
 
 @pytest.fixture(scope="module")
-def engine() -> tree.Plain:
+def engine() -> tree.PlainEngine:
     return compiled()
 
 
@@ -106,7 +106,7 @@ def engine() -> tree.Plain:
 @example(parts=[], size=BLOCKS_BYTES_MIN)
 @example(parts=[("data", BLOCK_BYTES - 1), ("hole", BLOCK_BYTES), ("one", 2)], size=BLOCKS_BYTES_MIN + 1)
 @example(parts=[("hole", 17 * BLOCK_BYTES), ("one", 9)], size=17 * BLOCK_BYTES + 9)
-def test_however_it_is_stored_and_whoever_reads_it_the_name_is_the_same(
+def test_digest_is_independent_of_storage_and_implementation(
     engine, tmp_path: Path, parts: Parts, size: int
 ) -> None:
     root = tmp_path / "tree"
@@ -115,9 +115,9 @@ def test_however_it_is_stored_and_whoever_reads_it_the_name_is_the_same(
         write(root / name, parts, size, dense=name == "dense")
     data = (root / "dense").read_bytes()
     assert (root / "sparse").read_bytes() == data and len(data) == size
-    want = dict.fromkeys((b"dense", b"sparse"), called(data))
+    want = dict.fromkeys((b"dense", b"sparse"), reference_digest(data))
     assert by_node(root) == want
-    for each in (tree.Plain(), engine):
+    for each in (tree.PlainEngine(), engine):
         assert by_engine(each, root, tmp_path / "cache") == want
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(contents.os, "lseek", without_seek_data)
@@ -129,7 +129,7 @@ def test_however_it_is_stored_and_whoever_reads_it_the_name_is_the_same(
 @given(
     parts=PARTS, size=st.integers(BLOCKS_BYTES_MIN, BLOCKS_BYTES_MIN + 4 * BLOCK_BYTES), seed=st.integers()
 )
-def test_in_whatever_pieces_it_comes_the_name_is_the_same(parts: Parts, size: int, seed: int) -> None:
+def test_digest_is_independent_of_chunk_sizes(parts: Parts, size: int, seed: int) -> None:
     dice = random.Random(seed)
     digest, data = contents.new_digest(size), b""
     for kind, wanted in [*parts, ("hole", size)]:
@@ -143,11 +143,11 @@ def test_in_whatever_pieces_it_comes_the_name_is_the_same(parts: Parts, size: in
             step = dice.randint(1, 3 * BLOCK_BYTES)
             digest.add(part[:step])
             part = part[step:]
-    assert digest.digest() == called(data)
+    assert digest.digest() == reference_digest(data)
 
 
-def test_what_differs_is_called_otherwise(tmp_path: Path) -> None:
-    """Also where only places differ, or zeros at the end, or a small file spells out a large one."""
+def test_different_contents_have_different_digests(tmp_path: Path) -> None:
+    """Also if only offsets or trailing zeros differ, or a small file is the hash input of a large one."""
     block = b"x" * BLOCK_BYTES
     size = BLOCKS_BYTES_MIN
     layouts: list[tuple[Parts, int]] = [
@@ -168,12 +168,12 @@ def test_what_differs_is_called_otherwise(tmp_path: Path) -> None:
     assert len(set(found.values())) == len(found) == len(layouts) + 2
 
 
-def test_a_small_file_is_called_by_its_sha_256_and_read_at_once() -> None:
+def test_size_limits_are_consistent() -> None:
     assert tree.SMALL_BYTES_MAX < BLOCKS_BYTES_MIN
     assert contents.READ_BYTES <= sync.PIECE_BYTES_MAX
 
 
-def test_a_file_that_is_nearly_all_holes_is_hardly_read(tmp_path: Path, monkeypatch) -> None:
+def test_holes_are_not_read(tmp_path: Path, monkeypatch) -> None:
     path = tmp_path / "huge"
     with path.open("wb") as file:
         file.truncate(1 << 40)
@@ -197,7 +197,7 @@ def count_reads(monkeypatch: pytest.MonkeyPatch, *, limit: int) -> list[int]:
     return read
 
 
-def test_a_copy_on_the_node_keeps_holes(tmp_path: Path, monkeypatch) -> None:
+def test_copy_on_node_keeps_holes(tmp_path: Path, monkeypatch) -> None:
     with (tmp_path / "from").open("wb") as file:
         os.pwrite(file.fileno(), b"x" * 10_000, 1 << 39)
         file.truncate(1 << 40)
@@ -213,7 +213,7 @@ def test_a_copy_on_the_node_keeps_holes(tmp_path: Path, monkeypatch) -> None:
 
 
 @pytest.mark.parametrize("number", [errno.EINVAL, errno.EOPNOTSUPP])
-def test_where_holes_cannot_be_asked_for_all_is_data(tmp_path: Path, monkeypatch, number: int) -> None:
+def test_file_is_all_data_if_holes_are_not_reported(tmp_path: Path, monkeypatch, number: int) -> None:
     def refuse(*_: Any) -> int:
         raise OSError(number, os.strerror(number))
 
@@ -224,7 +224,7 @@ def test_where_holes_cannot_be_asked_for_all_is_data(tmp_path: Path, monkeypatch
         assert list(contents.extents(file.fileno(), os.fstat(file.fileno()))) == [(True, 0, 2 << 20)]
 
 
-def test_a_file_cut_short_while_it_is_asked_for_holes_is_no_error(tmp_path: Path) -> None:
+def test_truncation_while_listing_extents_is_not_an_error(tmp_path: Path) -> None:
     with (tmp_path / "a").open("w+b") as file:
         os.pwrite(file.fileno(), b"x" * PAGE, 0)
         os.pwrite(file.fileno(), b"x" * PAGE, 1 << 20)

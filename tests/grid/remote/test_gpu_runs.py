@@ -1,4 +1,4 @@
-"""Which GPUs a run gets: those that are free by health's own word, and that no run holds."""
+"""Choice of GPUs for a run: those that are free according to health and that no run holds."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ def gpu(index: int, used_mib: int, *, total_mib: int | None = 40_000, busy: floa
     }
 
 
-def test_free_gpus_are_those_that_nobody_holds_or_uses() -> None:
+def test_choose_skips_held_and_used_gpus() -> None:
     gpus = [gpu(0, 0), gpu(1, 1900), gpu(2, 30_000), gpu(3, 0, busy=50), gpu(4, 900, total_mib=None)]
     assert gpu_runs.choose(gpus, {}, 3) == [0, 1, 4]
     assert gpu_runs.choose(gpus, {0: "r-a"}, 1) == [1]
 
 
-def test_too_few_free_gpus_are_told_one_by_one() -> None:
-    with pytest.raises(OpError, match="1 of 3 GPUs are free and 2 wanted") as caught:
+def test_choose_error_has_a_reason_per_gpu() -> None:
+    with pytest.raises(OpError, match="1 of 3 GPUs are free, 2 requested") as caught:
         gpu_runs.choose([gpu(0, 0), gpu(1, 0), gpu(2, 9000, busy=7)], {0: "r-a"}, 2)
     assert caught.value.reason == "busy"
-    assert "GPU 0 is held by run r-a; GPU 2 has 9000 MiB in use and is 7% busy" in str(caught.value)
+    assert "GPU 0 is held by run r-a; GPU 2 has 9000 MiB in use and 7% utilization" in str(caught.value)

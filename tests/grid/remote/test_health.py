@@ -1,4 +1,4 @@
-"""The readings that are taken on a node, with tools that answer, answer oddly, fail and hang."""
+"""Readings on a node, with tools that work, print unusual values, fail or hang."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.house.sources import ROOT
 from tests.waiting import wait_until
 
 MIB = 1 << 20
-# As rocm-smi 6 prints it, with a line in front that is not JSON.
+# Output of rocm-smi 6, with a warning before the JSON.
 ROCM = """WARNING: AMD GPU device(s) is/are in a low-power state.
 {"card1": {"Card Series": "AMD Instinct MI300X", "Unique ID": "0xb", "VRAM Total Memory (B)": "1000",
  "VRAM Total Used Memory (B)": "250", "GPU use (%)": "7", "Temperature (Sensor edge) (C)": "N/A"},
@@ -39,8 +39,8 @@ AMD = [
 ]
 
 
-def living(group: int) -> list[int]:
-    """Processes of a group that still run; the machine may be slow to bury the others."""
+def alive(group: int) -> list[int]:
+    """Return the processes of a group that are neither ended nor zombies."""
     found = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error, ProcessLookupError):
@@ -49,12 +49,12 @@ def living(group: int) -> list[int]:
     return found
 
 
-def test_it_is_python_that_old_nodes_understand() -> None:
+def test_source_is_valid_python_3_8() -> None:
     text = (ROOT / "genie/grid/remote/health.py").read_text("utf-8")
     ast.parse(text, feature_version=(3, 8))
 
 
-def test_a_node_without_gpus_has_the_rest(tools) -> None:
+def test_node_without_gpus_has_other_readings(tools) -> None:
     found = read(root="~/not/made/yet")
     assert (found["vendor"], found["gpus"], found["failed"]) == ("none", [], {})
     assert found["cores"] == os.cpu_count()
@@ -64,11 +64,11 @@ def test_a_node_without_gpus_has_the_rest(tools) -> None:
     assert ("xids" in found) == Path("/proc/driver/nvidia").is_dir()
 
 
-def test_nvidia_is_asked_for_eight_columns(tools, tmp_path: Path) -> None:
-    asked = tmp_path / "asked"
-    tools("nvidia-smi", f'echo "$@" > {asked}; echo "0, NVIDIA H200, GPU-a, 143771, 1000, 5, 33, 0"')
+def test_nvidia_smi_query_has_eight_columns(tools, tmp_path: Path) -> None:
+    arguments = tmp_path / "arguments"
+    tools("nvidia-smi", f'echo "$@" > {arguments}; echo "0, NVIDIA H200, GPU-a, 143771, 1000, 5, 33, 0"')
     (gpu,) = read()["gpus"]
-    assert asked.read_text().split()[0] == (
+    assert arguments.read_text().split()[0] == (
         "--query-gpu=index,name,uuid,memory.total,memory.used,utilization.gpu,temperature.gpu,"
         "ecc.errors.uncorrected.volatile.total"
     )
@@ -78,16 +78,16 @@ def test_nvidia_is_asked_for_eight_columns(tools, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("nothing", ["[N/A]", "[Not Supported]", "[Unknown Error]", "N/A", "ERR!", ""])
-def test_a_value_that_is_not_told_is_none(nothing: str) -> None:
+def test_placeholder_value_is_none(nothing: str) -> None:
     line = f"0, Orin, GPU-a, {nothing}, {nothing}, {nothing}, {nothing}, {nothing}"
     found = health.parse_nvidia(line)
     (gpu,) = found["gpus"]
-    told = ("memory_total_bytes", "memory_used_bytes", "utilization_pct", "temperature_c", "ecc_uncorrected")
-    assert [gpu[name] for name in told] == [None] * 5
+    names = ("memory_total_bytes", "memory_used_bytes", "utilization_pct", "temperature_c", "ecc_uncorrected")
+    assert [gpu[name] for name in names] == [None] * 5
     assert "failed" not in found
 
 
-def test_missing_columns_and_names_with_commas_are_taken() -> None:
+def test_missing_columns_and_names_with_commas_are_parsed() -> None:
     short, odd = health.parse_nvidia("0, Tesla K80, GPU-a, 100, 50\n1, Two, Three, GPU-b, 9, 1, 2, 3, 4\n")[
         "gpus"
     ]
@@ -95,41 +95,43 @@ def test_missing_columns_and_names_with_commas_are_taken() -> None:
     assert (odd["name"], odd["uuid"], odd["ecc_uncorrected"]) == ("Two, Three", "GPU-b", 4)
 
 
-def test_a_gpu_that_is_lost_fails_the_reading_and_keeps_the_others() -> None:
+def test_lost_gpu_is_reported_and_others_are_kept() -> None:
     lost = "Unable to determine the device handle for GPU0000:3B:00.0: Unknown Error"
     found = health.parse_nvidia(f"{lost}\n1, T4, GPU-b, 9, 1, 2, 3, 0\n")
     assert [gpu["index"] for gpu in found["gpus"]] == [1]
     assert "device handle" in found["failed"]["gpus"]
 
 
-def test_a_tool_that_fails_is_said_with_its_words(tools) -> None:
+def test_failing_tool_is_reported_with_its_output(tools) -> None:
     tools("nvidia-smi", "echo 'could not talk to the driver'; exit 9")
     found = read()
-    assert "nvidia-smi ended with 9: could not talk to the driver" in found["failed"]["gpus"]
+    assert "nvidia-smi exited with code 9: could not talk to the driver" in found["failed"]["gpus"]
     assert found["cores"]
 
 
-def test_no_devices_means_none(tools) -> None:
+def test_no_devices_found_means_no_gpus(tools) -> None:
     tools("nvidia-smi", "echo 'No devices were found'; exit 6")
     found = read()
     assert (found["gpus"], found["failed"]) == ([], {})
 
 
-def test_a_tool_that_hangs_costs_its_own_reading_and_is_ended(tools, tmp_path: Path) -> None:
-    tools("nvidia-smi", f"echo $$ > {tmp_path}/pid; sleep 3600 & wait")
-    found = read(timeout_s=0.5)
-    assert found["failed"] == {"gpus": "nvidia-smi took longer than 0.5 s"}
+def test_hanging_tool_fails_only_its_reading_and_is_killed(tools, tmp_path: Path) -> None:
+    tools("nvidia-smi", f"cd {tmp_path}; echo $$ > pid.new; mv pid.new pid; sleep 3600 & wait")
+    found = read(timeout_s=2)
+    assert list(found["failed"]) == ["gpus"]
+    # On a busy machine, the killed tool is reported too late.
+    assert found["failed"]["gpus"].removeprefix("nvidia-smi ") == "took longer than 2 s"
     assert found["load"] and found["disk_total_bytes"]
     group = int((tmp_path / "pid").read_text())
-    wait_until(lambda: not living(group), what="the end of the tool and of what it has started")
+    wait_until(lambda: not alive(group), what="the end of the tool's process group")
 
 
-def test_a_part_that_still_hangs_is_not_started_again(tools, monkeypatch) -> None:
-    begun = []
+def test_hanging_part_is_not_started_again(tools, monkeypatch) -> None:
+    calls = []
     release = health.threading.Event()
 
     def hangs(root: str) -> dict[str, Any]:
-        begun.append(root)
+        calls.append(root)
         release.wait(60)
         return {}
 
@@ -137,14 +139,14 @@ def test_a_part_that_still_hangs_is_not_started_again(tools, monkeypatch) -> Non
     try:
         assert "longer than 0.05 s" in read(timeout_s=0.05)["failed"]["disk"]
         assert "still hangs" in read(timeout_s=0.05)["failed"]["disk"]
-        assert len(begun) == 1
+        assert len(calls) == 1
     finally:
         release.set()
-        health._UNDER_WAY["disk"][0].join(10)
+        health._THREADS["disk"][0].join(10)
 
 
-class Awaited(threading.Thread):
-    """Ends when somebody waits for it."""
+class EndsWhenJoined(threading.Thread):
+    """Ends when it is joined."""
 
     def __init__(self) -> None:
         self.release = threading.Event()
@@ -156,39 +158,39 @@ class Awaited(threading.Thread):
 
 
 @pytest.mark.parametrize(
-    ("left_s", "failed"), [(60.0, {}), (-1.0, {"disk": "an earlier reading still hangs"})]
+    ("left_s", "failed"), [(60.0, {}), (-1.0, {"disk": "a previous reading still hangs"})]
 )
-def test_one_that_is_under_way_is_waited_for_within_its_time(tools, left_s: float, failed: object) -> None:
-    other = Awaited()
+def test_previous_reading_is_joined_until_its_deadline(tools, left_s: float, failed: object) -> None:
+    other = EndsWhenJoined()
     other.start()
-    health._UNDER_WAY["disk"] = (other, time.monotonic() + left_s)
+    health._THREADS["disk"] = (other, time.monotonic() + left_s)
     try:
         assert read(timeout_s=60)["failed"] == failed
     finally:
         other.join(10)
 
 
-def test_a_tool_that_prints_without_end_is_cut(tools) -> None:
+def test_tool_with_excessive_output_is_killed(tools) -> None:
     tools("nvidia-smi", "exec yes '0, T4, GPU-a, 9, 1, 2, 3, 0'")
-    assert read(timeout_s=60)["failed"] == {"gpus": "nvidia-smi prints more than 1048576 bytes"}
+    assert read(timeout_s=60)["failed"] == {"gpus": "nvidia-smi printed more than 1048576 bytes"}
 
 
-def test_a_hot_gpu_is_asked_what_holds_it_down(tools) -> None:
+def test_hot_gpu_has_throttle_reasons(tools) -> None:
     tools(
         "nvidia-smi",
         "case $1 in *throttle*) echo '0, 0x0000000000000020'; echo '1, 0x0000000000000001';;"
         "*) echo '0, T4, GPU-a, 9, 1, 2, 85, 0'; echo '1, T4, GPU-b, 9, 1, 2, 30, 0';; esac",
     )
-    assert [gpu["throttled"] for gpu in read()["gpus"]] == [["heat"], []]
+    assert [gpu["throttled"] for gpu in read()["gpus"]] == [["software thermal slowdown"], []]
 
 
-def test_a_cool_gpu_is_not_asked_a_second_time(tools, tmp_path: Path) -> None:
-    tools("nvidia-smi", f"echo x >> {tmp_path}/asked; echo '0, T4, GPU-a, 9, 1, 2, 30, 0'")
+def test_cool_gpu_needs_only_one_query(tools, tmp_path: Path) -> None:
+    tools("nvidia-smi", f"echo x >> {tmp_path}/calls; echo '0, T4, GPU-a, 9, 1, 2, 30, 0'")
     read()
-    assert (tmp_path / "asked").read_text() == "x\n"
+    assert (tmp_path / "calls").read_text() == "x\n"
 
 
-def test_rocm_smi_gives_its_cards_in_order(tools, tmp_path: Path) -> None:
+def test_rocm_smi_cards_are_sorted(tools, tmp_path: Path) -> None:
     (tmp_path / "rocm.json").write_text(ROCM)
     tools("rocm-smi", f"cat {tmp_path}/rocm.json")
     found = read()
@@ -204,7 +206,7 @@ def test_rocm_smi_gives_its_cards_in_order(tools, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("wrapped", [True, False])
-def test_amd_smi_is_asked_where_there_is_no_rocm_smi(tools, tmp_path: Path, wrapped: bool) -> None:
+def test_amd_smi_is_used_without_rocm_smi(tools, tmp_path: Path, wrapped: bool) -> None:
     (tmp_path / "metric").write_text(json.dumps({"gpu_data": AMD} if wrapped else AMD))
     static = [{"gpu": 0, "asic": {"market_name": "MI300A", "asic_serial": "0x1"}}]
     (tmp_path / "static").write_text(json.dumps(static))
@@ -215,7 +217,7 @@ def test_amd_smi_is_asked_where_there_is_no_rocm_smi(tools, tmp_path: Path, wrap
     assert (gpu["temperature_c"], gpu["ecc_uncorrected"]) == (44, 1)
 
 
-def test_a_tool_without_json_fails_the_reading(tools) -> None:
+def test_output_without_json_fails_the_reading(tools) -> None:
     tools("rocm-smi", "echo ERROR: GPU not found")
     assert "no JSON" in read()["failed"]["gpus"]
 
@@ -232,13 +234,13 @@ def test_a_tool_without_json_fails_the_reading(tools) -> None:
         ("NVRM: Xid (PCI:0000:3b:00): 79, pid=7, GPU has fallen off the bus.", None),
     ],
 )
-def test_an_xid_is_found_in_every_kind_of_log(line: str, at_s: float | None) -> None:
+def test_xid_is_parsed_in_every_log_format(line: str, at_s: float | None) -> None:
     (xid,) = health.parse_xids(f"something else\n{line}\nand more\n")
     assert (xid["bus"], xid["code"], xid["at_s"]) == ("PCI:0000:3b:00", 79, at_s)
     assert xid["text"].endswith("fallen off the bus.")
 
 
-def test_the_kernels_log_that_may_not_be_read_is_unknown_and_not_a_failure(tools, monkeypatch) -> None:
+def test_unreadable_kernel_log_is_not_a_failure(tools, monkeypatch) -> None:
     tools("nvidia-smi", "echo '0, T4, GPU-a, 9, 1, 2, 30, 0'")
     tools("dmesg", "echo 'dmesg: read kernel buffer failed: Operation not permitted' >&2; exit 1")
     opened = []
@@ -251,10 +253,10 @@ def test_the_kernels_log_that_may_not_be_read_is_unknown_and_not_a_failure(tools
     found = read()
     assert (found["xids"], found["xids_unknown"], found["failed"]) == (None, "Operation not permitted", {})
     read()
-    assert len(opened) == 1, "it is not tried again on this connection"
+    assert len(opened) == 1, "must not be retried on this connection"
 
 
-def test_dmesg_is_asked_where_the_log_itself_is_closed(tools, monkeypatch) -> None:
+def test_dmesg_is_used_if_kmsg_is_not_readable(tools, monkeypatch) -> None:
     tools("nvidia-smi", "echo '0, T4, GPU-a, 9, 1, 2, 30, 0'")
     tools("dmesg", "echo '[    0.500000] NVRM: Xid (PCI:0000:01:00): 48, pid=1, DBE'")
 

@@ -1,4 +1,4 @@
-"""Which links at .grid are followed: the helper and the shell decide alike."""
+"""Symbolic links at .grid: helper and shell script apply the same rule."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import pytest
 
 from genie.grid.remote.core import OpError
 from genie.grid.remote.own_folder import own_folder
-from genie.grid.shell_words import OWN_FOLDER, path_word
+from genie.grid.ssh.shell_words import OWN_FOLDER, path_word
 
 
 @pytest.mark.parametrize(
-    ("leads_to", "followed"),
+    ("target", "followed"),
     [
         ("home/elsewhere", True),
         ("root/elsewhere", True),
@@ -27,8 +27,8 @@ from genie.grid.shell_words import OWN_FOLDER, path_word
         ("home/file", False),
     ],
 )
-def test_a_link_is_followed_only_within_the_home_and_the_root(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, leads_to: str, followed: bool
+def test_link_is_followed_only_within_home_and_root(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, target: str, followed: bool
 ) -> None:
     home, root = tmp_path / "home", tmp_path / "root"
     for name in ("home/elsewhere", "root/elsewhere", "home-of-another/elsewhere", "outside"):
@@ -36,7 +36,7 @@ def test_a_link_is_followed_only_within_the_home_and_the_root(
     (home / "link-to-home-elsewhere").symlink_to(home / "elsewhere")
     (home / "link-out").symlink_to(tmp_path / "outside")
     (home / "file").touch()
-    (root / ".grid").symlink_to(tmp_path / leads_to)
+    (root / ".grid").symlink_to(tmp_path / target)
     monkeypatch.setenv("HOME", str(home))
     try:
         by_helper = bool(own_folder(str(root), "runs"))

@@ -1,4 +1,4 @@
-"""The environment that Ray is started in on a node."""
+"""Environment variables of `ray start` on a node."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from genie.grid.remote import ray_node
 ARGS = {"cluster": "c1", "node": "gpu1", "namespace": "default", "log_level": "info", "loopback": False}
 
 
-def test_the_python_beside_this_ray_is_found_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_python_next_to_ray_is_first_on_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/opt/other/bin:/home/ada/ray/bin")
     env = ray_node._ray_env(str(tmp_path), {**ARGS, "ray": "/home/ada/ray/bin/ray"})
     assert env["PATH"].split(":")[0] == "/home/ada/ray/bin"

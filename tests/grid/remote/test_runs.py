@@ -1,14 +1,16 @@
-"""What the node decides by itself: how a run is, and what its command gets."""
+"""State of a run from its records, and the environment of its command."""
 
 from __future__ import annotations
 
 import ast
 import importlib.resources
+import json
 from pathlib import Path
 
 import pytest
 
 from genie.grid.remote import runs
+from tests.forkserver import ForkServer
 
 PID = {"boot": "b", "watcher": 10, "watcher_start": 100, "pid": 11, "pid_start": 101}
 
@@ -34,7 +36,7 @@ PID = {"boot": "b", "watcher": 10, "watcher_start": 100, "pid": 11, "pid_start":
         ({"code": 0, "ended": 5.0}, PID, "other boot", {}, "exited"),
     ],
 )
-def test_how_a_run_is_by_its_records(
+def test_state_is_derived_from_records(
     ended: dict[str, object] | None,
     pid: dict[str, object],
     boot: str,
@@ -46,7 +48,7 @@ def test_how_a_run_is_by_its_records(
     assert (found["exit_code"] is None) == (state != "exited")
 
 
-def test_a_record_that_is_only_half_there_is_none(tmp_path: Path) -> None:
+def test_truncated_record_is_none(tmp_path: Path) -> None:
     (tmp_path / "exit").write_bytes(b'{"code":3,"en')
     assert runs._record(str(tmp_path / "exit")) is None
 
@@ -69,7 +71,7 @@ META = '{"id":"../../x","command":"c","started":1,"gpus":[0]}'
         (META, "", "{}", "lost"),
     ],
 )
-def test_a_damaged_run_holds_up_neither_the_list_nor_gpus(
+def test_damaged_run_does_not_break_list_or_hold_gpus(
     tmp_path: Path, meta: str, pid: str, ended: str, state: str | None
 ) -> None:
     folder = tmp_path / ".grid" / "runs" / "r-damaged"
@@ -78,11 +80,11 @@ def test_a_damaged_run_holds_up_neither_the_list_nor_gpus(
         (folder / name).write_text(text)
     found = runs.list_runs({"root": str(tmp_path)}, b"")["runs"]
     assert [(one["id"], one["state"]) for one in found] == ([("r-damaged", state)] if state else [])
-    assert runs._held(str(folder.parent)) == {}
+    assert runs._held_gpus(str(folder.parent)) == {}
 
 
 @pytest.mark.parametrize(("length", "shown"), [(400, "c" * 400), (401, "c" * 400 + " ...")])
-def test_a_command_that_is_not_listed_whole_says_so(tmp_path: Path, length: int, shown: str) -> None:
+def test_long_command_is_truncated_in_list(tmp_path: Path, length: int, shown: str) -> None:
     folder = tmp_path / ".grid" / "runs" / "r-long"
     folder.mkdir(parents=True)
     (folder / "meta.json").write_text(META.replace('"c"', f'"{"c" * length}"'))
@@ -90,7 +92,31 @@ def test_a_command_that_is_not_listed_whole_says_so(tmp_path: Path, length: int,
     assert found["command"] == shown
 
 
-def test_variables_of_the_user_have_the_last_word(tmp_path: Path) -> None:
+INTERRUPTED_AT_ITS_RECORD = """
+import json, os, signal, time
+from genie.grid.remote import runs
+
+setsid = os.setsid
+
+def set_late():
+    time.sleep(0.2)
+    setsid()
+
+os.setsid = set_late
+runs._write_record = lambda _, record: os.killpg(record["pid"], signal.SIGINT)
+streams = [os.open(os.devnull, os.O_RDWR) for _ in range(3)]
+args = {"command": "sleep 60", "cwd": "/", "root": "/", "id": "r-a"}
+print(json.dumps(runs._run(args, {}, -1, streams)))
+"""
+
+
+def test_signal_to_a_recorded_process_reaches_it(fork_server: ForkServer) -> None:
+    """The signal arrives as soon as the PID is recorded, and the child is slow to start."""
+    done = fork_server.run(["-c", INTERRUPTED_AT_ITS_RECORD], timeout=60)
+    assert json.loads(done.stdout) == {"signal": 2, "code": 130, "timed_out": False}, done.stderr
+
+
+def test_user_variables_take_precedence(tmp_path: Path) -> None:
     args = {
         "id": "r-a",
         "root": str(tmp_path),
@@ -107,7 +133,7 @@ def test_variables_of_the_user_have_the_last_word(tmp_path: Path) -> None:
     }
 
 
-def test_what_is_sent_to_nodes_is_python_3_8() -> None:
+def test_remote_modules_are_valid_python_3_8() -> None:
     for path in importlib.resources.files("genie.grid.remote").iterdir():
         if path.name.endswith(".py"):
             ast.parse(path.read_text(), feature_version=(3, 8))

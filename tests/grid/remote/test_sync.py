@@ -1,4 +1,4 @@
-"""Changes on a node: ended in the middle by force, and finished by whoever comes next."""
+"""Changes on a node: killed at any step, and finished by the next request."""
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ import contextlib
 import hashlib
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from genie.grid.remote import sync, tree
 from genie.grid.remote.core import OpError
-from genie.grid.remote.site import Site
-from tests.grid.sync.trees import told, write
+from genie.grid.remote.site import SyncedTree
+from tests.forkserver import ForkServer
+from tests.grid.sync.trees import read_tree, write
 
-ENGINE = tree.Plain()
-# Dies, as a machine would, at the Nth step that is visible or is written down.
+ENGINE = tree.PlainEngine()
+# Exits like a crashed machine at the Nth change of the file system.
 DYING = """
 import os, sys
 from genie.grid.remote import sync
@@ -41,11 +41,11 @@ def args_of(root: Path) -> dict[str, object]:
 
 
 def records_of(folder: Path) -> bytes:
-    """With contents known and without stamps, as they are sent."""
-    walked = ENGINE.walk(str(folder), b"", taken_ns=0, reuse=False, decide=lambda *_: False)
+    """Return records with digests and without stamps, as they are sent."""
+    walked = ENGINE.walk(str(folder), b"", taken_ns=0, reuse=False, is_excluded=lambda *_: False)
     parts = []
     for one in tree.records_of(walked.records):
-        plain = bytearray(one.plain)
+        plain = bytearray(one.without_stamp)
         if one.kind == tree.FILE:
             plain[24:56] = hashlib.sha256((folder / os.fsdecode(one.path)).read_bytes()).digest()
         parts.append(bytes(plain) + tree.NO_STAMP)
@@ -53,19 +53,21 @@ def records_of(folder: Path) -> bytes:
 
 
 def change(before: bytes, folder: Path) -> bytes:
-    """The frames that bring a node from some records to what is in a folder."""
-    from genie.grid.sync.delta import delta_of, plan_of
+    """Return the frames that update a node from these records to the contents of a directory."""
+    from genie.grid.sync.delta import compute_delta, encode_plan
     from genie.grid.sync.pack import plan_frames
 
     after = records_of(folder)
-    delta = delta_of(ENGINE, theirs=before, drift=b"", ours=after)
+    delta = compute_delta(ENGINE, theirs=before, drift=b"", ours=after)
     frames = []
     for place in delta.contents:
-        one = tree.Record(after, place)
+        one = tree.TreeRecord(after, place)
         head = tree.FRAME.pack(ord("F"), 0, one.mode, 0, one.size, one.mtime_ns, one.sha)
         frames.append(head + (folder / os.fsdecode(one.path)).read_bytes())
-    base = hashlib.sha256(ENGINE.plain(before)).hexdigest() if before else ""
-    plan = plan_of(delta, after, base=base, digest=hashlib.sha256(ENGINE.plain(after)).hexdigest())
+    base = hashlib.sha256(ENGINE.without_stamps(before)).hexdigest() if before else ""
+    plan = encode_plan(
+        delta, after, base=base, digest=hashlib.sha256(ENGINE.without_stamps(after)).hexdigest()
+    )
     return b"".join(frames) + b"".join(plan_frames(plan))
 
 
@@ -80,7 +82,9 @@ def two_states(tmp_path: Path) -> tuple[Path, Path]:
     return old, new
 
 
-def test_a_change_that_was_killed_anywhere_is_finished_by_the_next_one(two_states, tmp_path: Path) -> None:
+def test_change_killed_at_any_step_is_finished_by_the_next(
+    two_states, tmp_path: Path, fork_server: ForkServer
+) -> None:
     old, new = two_states
     first, second = change(b"", old), change(records_of(old), new)
     (tmp_path / "change").write_bytes(second)
@@ -88,34 +92,34 @@ def test_a_change_that_was_killed_anywhere_is_finished_by_the_next_one(two_state
     for step in range(100):
         root = tmp_path / f"node{step}"
         sync.apply(args_of(root), first)
-        command = [sys.executable, "-c", DYING, str(root), str(tmp_path / "change"), str(step)]
-        code = subprocess.run(command, timeout=30, cwd=Path(__file__).parents[3]).returncode
+        command = ["-c", DYING, str(root), str(tmp_path / "change"), str(step)]
+        code = fork_server.run(command, timeout=30).returncode
         if code == 0:
             finished = step
             break
         assert code == 9
         whole = {b"1", b"2", b"3", b"4", b"5", b"file", b"changed", b"folder", b"same", b""}
-        assert {data for kind, _, data in told(root).values() if kind == "f"} <= whole
+        assert {data for kind, _, data in read_tree(root).values() if kind == "f"} <= whole
         _, drift = sync.check(args_of(root), b"")
         assert not drift
-        if told(root) != told(new):
-            assert told(root) == told(old), f"killed at step {step}"
+        if read_tree(root) != read_tree(new):
+            assert read_tree(root) == read_tree(old), f"killed at step {step}"
             sync.apply(args_of(root), second)
-        assert told(root) == told(new), f"killed at step {step}"
+        assert read_tree(root) == read_tree(new), f"killed at step {step}"
     assert finished > 10
 
 
-def test_a_change_from_another_state_than_the_nodes_is_refused(two_states, tmp_path: Path) -> None:
+def test_change_for_another_state_is_rejected(two_states, tmp_path: Path) -> None:
     old, new = two_states
     root = tmp_path / "node"
     sync.apply(args_of(root), change(b"", old))
     with pytest.raises(OpError) as caught:
         sync.apply(args_of(root), change(b"", new))
     assert caught.value.reason == "moved"
-    assert told(root) == told(old)
+    assert read_tree(root) == read_tree(old)
 
 
-def test_a_file_that_changes_between_the_look_and_the_deletion_stays(two_states, tmp_path: Path) -> None:
+def test_file_changed_before_deletion_is_kept(two_states, tmp_path: Path) -> None:
     old, new = two_states
     root = tmp_path / "node"
     sync.apply(args_of(root), change(b"", old))
@@ -126,11 +130,11 @@ def test_a_file_that_changes_between_the_look_and_the_deletion_stays(two_states,
     assert (root / "gone/c").read_bytes() == b"the node's own"
 
 
-def test_an_object_that_was_never_finished_is_thrown_away(two_states, tmp_path: Path) -> None:
+def test_incomplete_object_is_removed(two_states, tmp_path: Path) -> None:
     old, _ = two_states
     root = tmp_path / "node"
     sync.apply(args_of(root), change(b"", old))
-    with Site(args_of(root), create=True) as site:
+    with SyncedTree(args_of(root), create=True) as site:
         folder = Path(f"/proc/self/fd/{site.objects()}").readlink()
     sha = hashlib.sha256(b"whole").digest()
     (folder / os.fsdecode(tree.object_name(sha, 5))).write_bytes(b"whole")
@@ -139,7 +143,7 @@ def test_an_object_that_was_never_finished_is_thrown_away(two_states, tmp_path: 
     assert sync.objects(args_of(root), b"")[1] == sha
 
 
-def test_what_an_earlier_boot_left_is_thrown_away(two_states, tmp_path: Path) -> None:
+def test_objects_of_an_earlier_boot_are_removed(two_states, tmp_path: Path) -> None:
     old, _ = two_states
     root = tmp_path / "node"
     sync.apply(args_of(root), change(b"", old))
@@ -148,35 +152,35 @@ def test_what_an_earlier_boot_left_is_thrown_away(two_states, tmp_path: Path) ->
     assert not (root / ".grid/sync/t/objects-before").exists()
 
 
-def test_frames_that_are_cut_anywhere_wait_for_the_rest(two_states, tmp_path: Path) -> None:
+def test_partial_frames_are_completed_by_later_data(two_states, tmp_path: Path) -> None:
     old, _ = two_states
     frames = change(b"", old)
     for step in (1, 7, 100):
         root = tmp_path / f"node{step}"
-        with Site(args_of(root), create=True) as site:
-            intake, held = sync.Intake(site), bytearray()
+        with SyncedTree(args_of(root), create=True) as site:
+            receiver, buffer = sync.ChangeReceiver(site), bytearray()
             for at in range(0, len(frames), step):
-                held += frames[at : at + step]
-                del held[: intake.take(bytes(held))]
-            assert intake.is_complete
-            intake.finish()
-        assert told(root) == told(old)
+                buffer += frames[at : at + step]
+                del buffer[: receiver.feed(bytes(buffer))]
+            assert receiver.is_complete
+            receiver.finish()
+        assert read_tree(root) == read_tree(old)
 
 
-def test_a_tree_whose_own_folder_is_a_link_that_leads_out_is_refused(two_states, tmp_path: Path) -> None:
+def test_link_out_of_home_is_rejected(two_states, tmp_path: Path) -> None:
     old, _ = two_states
     root, outside = tmp_path / "node", tmp_path / "outside"
     root.mkdir()
     outside.mkdir()
     (root / ".grid").symlink_to(outside)
-    with pytest.raises(OpError, match="is a link that leads out of the home, to ") as caught:
+    with pytest.raises(OpError, match="is a link out of the home directory, to ") as caught:
         sync.apply(args_of(root), change(b"", old))
     assert caught.value.reason == "link"
     assert list(outside.iterdir()) == []
 
 
 @pytest.mark.parametrize("held", [".grid", ".grid/sync", ".grid/sync/t", ".grid/sync/t/lock"])
-def test_what_cannot_be_opened_has_its_whole_path(two_states, tmp_path: Path, held: str) -> None:
+def test_error_has_the_absolute_path(two_states, tmp_path: Path, held: str) -> None:
     old, _ = two_states
     place = tmp_path / "node" / held
     place.parent.mkdir(parents=True)
@@ -186,9 +190,7 @@ def test_what_cannot_be_opened_has_its_whole_path(two_states, tmp_path: Path, he
     assert caught.value.filename == str(place)
 
 
-def test_a_link_within_the_home_is_followed(
-    two_states, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_link_within_home_is_followed(two_states, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     old, _ = two_states
     monkeypatch.setenv("HOME", str(tmp_path))
     root, elsewhere = tmp_path / "node", tmp_path / "elsewhere"
@@ -197,17 +199,17 @@ def test_a_link_within_the_home_is_followed(
     (root / ".grid").symlink_to(elsewhere)
     sync.apply(args_of(root), change(b"", old))
     (root / ".grid").unlink()
-    assert told(root) == told(old)
+    assert read_tree(root) == read_tree(old)
     assert (elsewhere / "sync" / "t").is_dir()
 
 
 @pytest.mark.parametrize("name", ["../x", "", ".", "a/b", "-x"])
-def test_a_tree_cannot_be_named_like_a_path(tmp_path: Path, name: str) -> None:
+def test_invalid_tree_name_is_rejected(tmp_path: Path, name: str) -> None:
     with pytest.raises(OpError):
-        Site({"root": str(tmp_path), "tree": name}, create=True)
+        SyncedTree({"root": str(tmp_path), "tree": name}, create=True)
 
 
-def test_what_others_put_beside_what_arrives_is_in_nobodys_way(two_states, tmp_path: Path) -> None:
+def test_foreign_files_among_objects_are_ignored(two_states, tmp_path: Path) -> None:
     old, new = two_states
     root = tmp_path / "node"
     sync.apply(args_of(root), change(b"", old))
@@ -222,11 +224,11 @@ def test_what_others_put_beside_what_arrives_is_in_nobodys_way(two_states, tmp_p
     answer, _ = sync.check(args_of(root), b"")
     assert answer["objects"] == 0
     sync.apply(args_of(root), change(records_of(old), new))
-    assert told(root) == told(new)
+    assert read_tree(root) == read_tree(new)
 
 
 @pytest.mark.parametrize("ends", ["exit 1", "kill -9 $$", "exec sleep 60"])
-def test_a_compiler_that_fails_leaves_nothing(tmp_path: Path, monkeypatch, ends: str) -> None:
+def test_failing_compiler_leaves_no_files(tmp_path: Path, monkeypatch, ends: str) -> None:
     compiler = tmp_path / "bin" / "c++"
     compiler.parent.mkdir()
     # -o PART SOURCE are the last three.

@@ -1,4 +1,4 @@
-"""Trees as records: the plain engine and the compiled one give the same, whatever is in a folder."""
+"""File trees as records: the Python and the compiled engine are equivalent."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from genie.grid.remote import tree
-from tests.grid.sync.trees import compiled, empty, told, write
+from tests.grid.sync.trees import compiled, empty, read_tree, write
 
-PLAIN = tree.Plain()
+PLAIN = tree.PlainEngine()
 LARGE = b"large"
-"""Stands for more than fits into one buffer; a failure prints what it found."""
+"""Placeholder for contents larger than one buffer, which keeps failure messages short."""
 NAMES = st.sampled_from(
     [b"a", b"b.txt", b"-rf", b"a b", b"new\nline", b"\xff\xfe", b"A" * 255, b"a.b", b".gitignore", b"x"]
 )
@@ -27,12 +27,12 @@ ENTRIES = st.dictionaries(PATHS, st.tuples(st.sampled_from("fffdl"), CONTENTS), 
 
 
 @pytest.fixture(scope="module")
-def engine() -> tree.Plain:
+def engine() -> tree.PlainEngine:
     return compiled()
 
 
 def build(root: Path, entries: dict[bytes, tuple[str, bytes]]) -> None:
-    """As much of it as fits together: a file is no folder."""
+    """Create the entries; skip those that conflict, such as a file below a file."""
     empty(root)
     for path, (kind, data) in sorted(entries.items()):
         full = root / os.fsdecode(path)
@@ -48,12 +48,12 @@ def build(root: Path, entries: dict[bytes, tuple[str, bytes]]) -> None:
             continue
 
 
-def left_out(path: bytes, is_folder: bool) -> bool:
+def is_excluded(path: bytes, is_folder: bool) -> bool:
     return path.endswith(b"x")
 
 
-def walk(engine: tree.Plain, root: Path, old: bytes = b"", *, taken_ns: int = 0, reuse: bool = False):
-    walked = engine.walk(str(root), old, taken_ns=taken_ns, reuse=reuse, decide=left_out)
+def walk(engine: tree.PlainEngine, root: Path, old: bytes = b"", *, taken_ns: int = 0, reuse: bool = False):
+    walked = engine.walk(str(root), old, taken_ns=taken_ns, reuse=reuse, is_excluded=is_excluded)
     return walked.records, walked.dirty, walked.is_same, walked.rules_changed, walked.skipped
 
 
@@ -64,7 +64,7 @@ def place(tmp_path: Path) -> Callable[[str], Path]:
 
 @settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(before=ENTRIES, after=ENTRIES)
-def test_both_engines_see_the_same(engine, place, before, after) -> None:
+def test_engines_scan_equally(engine, place, before, after) -> None:
     root = place("tree")
     build(root, before)
     old = walk(PLAIN, root)
@@ -80,37 +80,45 @@ def test_both_engines_see_the_same(engine, place, before, after) -> None:
     try:
         both = [each.check(fd, old[0], taken_ns=later) for each in (PLAIN, engine)]
         assert both[0] == both[1]
-        bare = b"".join(one.plain + tree.NO_STAMP for one in tree.records_of(new[0]))
+        bare = b"".join(one.without_stamp + tree.NO_STAMP for one in tree.records_of(new[0]))
         assert PLAIN.stamped(fd, bare) == engine.stamped(fd, bare)
         read = [each.read(fd, new[0], new[1], first=3, room=100_000) for each in (PLAIN, engine)]
         assert read[0] == read[1]
     finally:
         os.close(fd)
     assert PLAIN.compare(old[0], new[0]) == engine.compare(old[0], new[0])
-    assert PLAIN.plain(new[0]) == engine.plain(new[0])
-    changes = b"".join(one.plain + tree.NO_STAMP for one in tree.records_of(new[0]) if one.kind != ord("x"))
+    assert PLAIN.without_stamps(new[0]) == engine.without_stamps(new[0])
+    changes = b"".join(
+        one.without_stamp + tree.NO_STAMP for one in tree.records_of(new[0]) if one.kind != ord("x")
+    )
     assert PLAIN.merge(old[0], changes) == engine.merge(old[0], changes)
 
 
 @settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(entries=ENTRIES)
-def test_both_engines_put_the_same_into_place(engine, place, entries) -> None:
+def test_engines_place_equally(engine, place, entries) -> None:
     root = place("tree")
     build(root, entries)
     records, dirty, *_ = walk(PLAIN, root)
-    made = []
+    results = []
     for each in (PLAIN, engine):
         target, objects = place(f"{each.name}-target"), place(f"{each.name}-objects")
         empty(target)
         empty(objects)
-        made.append(sent(each, root, records, dirty, target=target, objects=objects))
-    assert made[0] == made[1]
-    kept = {one.path for one in tree.records_of(records) if one.kind in (tree.FILE, tree.FOLDER)}
-    want = {path: (kind, data) for path, (kind, _, data) in told(root, without=()).items() if path in kept}
-    assert {path: (kind, data) for path, (kind, _, data) in made[0].items()} == want
+        results.append(transfer(each, root, records, dirty, target=target, objects=objects))
+    assert results[0] == results[1]
+    included = {one.path for one in tree.records_of(records) if one.kind in (tree.FILE, tree.FOLDER)}
+    want = {
+        path: (kind, data)
+        for path, (kind, _, data) in read_tree(root, without=()).items()
+        if path in included
+    }
+    assert {path: (kind, data) for path, (kind, _, data) in results[0].items()} == want
 
 
-def sent(engine: tree.Plain, root: Path, records: bytes, dirty: list[int], *, target: Path, objects: Path):
+def transfer(
+    engine: tree.PlainEngine, root: Path, records: bytes, dirty: list[int], *, target: Path, objects: Path
+):
     import hashlib
 
     fds = [os.open(folder, os.O_RDONLY) for folder in (root, objects, target)]
@@ -119,7 +127,7 @@ def sent(engine: tree.Plain, root: Path, records: bytes, dirty: list[int], *, ta
         assert not any(states)
         named, known, at = bytearray(records), bytearray(frames), 0
         for position in dirty:
-            end = at + tree.FRAME.size + tree.size_at(records, position)
+            end = at + tree.FRAME.size + tree.record_size(records, position)
             sha = hashlib.sha256(known[at + tree.FRAME.size : end]).digest()
             known[at + 24 : at + 56] = named[position + 24 : position + 56] = sha
             at = end
@@ -128,35 +136,35 @@ def sent(engine: tree.Plain, root: Path, records: bytes, dirty: list[int], *, ta
         once = []
         for one in tree.records_of(bytes(named)):
             if one.kind == tree.FOLDER or (one.kind == tree.FILE and one.sha not in seen):
-                once.append(one.plain + tree.NO_STAMP)
+                once.append(one.without_stamp + tree.NO_STAMP)
                 seen.add(one.sha)
         engine.place(fds[2], fds[1], b"".join(once))
         with tree.Folders(fds[2]) as folders:
             for one in tree.records_of(bytes(named)):
-                if one.kind == tree.FILE and folders.look(one.path) is None:
-                    holder, name = folders.holder(one.path)
-                    os.close(os.open(name, os.O_CREAT | os.O_WRONLY, dir_fd=holder))
+                if one.kind == tree.FILE and folders.try_lstat(one.path) is None:
+                    parent, name = folders.open_parent(one.path)
+                    os.close(os.open(name, os.O_CREAT | os.O_WRONLY, dir_fd=parent))
                     data = (root / os.fsdecode(one.path)).read_bytes()
                     (target / os.fsdecode(one.path)).write_bytes(data)
     finally:
         for fd in fds:
             os.close(fd)
-    return told(target, without=())
+    return read_tree(target, without=())
 
 
 @pytest.mark.parametrize("kind", ["plain", "compiled"])
-def test_records_that_end_too_soon_are_refused(engine, kind) -> None:
+def test_truncated_records_are_rejected(engine, kind) -> None:
     one = PLAIN if kind == "plain" else engine
     whole = tree.record(tree.FILE, b"a") + tree.record(tree.FILE, b"b")
     for data in (whole[:-1], whole[:100], whole[:10]):
-        with pytest.raises(OSError) as caught:  # noqa: PT011 - the number is what counts
-            one.plain(data)
+        with pytest.raises(OSError) as caught:  # noqa: PT011 - the errno is checked below
+            one.without_stamps(data)
         assert caught.value.errno == errno.EBADMSG
 
 
 @pytest.mark.parametrize("kind", ["plain", "compiled"])
 @pytest.mark.parametrize("path", [b"../out", b"/etc/x", b"a/../../out", b"link/x", b".", b"a//b", b""])
-def test_no_path_leads_out_of_the_tree(engine, tmp_path, kind, path) -> None:
+def test_paths_outside_the_tree_are_rejected(engine, tmp_path, kind, path) -> None:
     one = PLAIN if kind == "plain" else engine
     root, objects, outside = (tmp_path / name for name in ("root", "objects", "outside"))
     for folder in (root, objects, outside):
@@ -166,7 +174,7 @@ def test_no_path_leads_out_of_the_tree(engine, tmp_path, kind, path) -> None:
     (objects / tree.object_name(sha, 0).decode()).touch()
     fds = [os.open(folder, os.O_RDONLY) for folder in (root, objects)]
     try:
-        with pytest.raises(OSError):  # noqa: PT011 - several kinds, all fine
+        with pytest.raises(OSError):  # noqa: PT011 - several types are valid
             one.place(fds[0], fds[1], tree.record(tree.FILE, path, mode=0o644, sha=sha))
     finally:
         for fd in fds:
@@ -176,7 +184,7 @@ def test_no_path_leads_out_of_the_tree(engine, tmp_path, kind, path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["plain", "compiled"])
-def test_a_file_written_just_before_the_last_look_is_read_again(engine, tmp_path, kind) -> None:
+def test_file_written_just_before_the_scan_is_read_again(engine, tmp_path, kind) -> None:
     one = PLAIN if kind == "plain" else engine
     write(tmp_path, {b"a": b"1"})
     records, dirty, *_ = walk(one, tmp_path)
@@ -186,11 +194,11 @@ def test_a_file_written_just_before_the_last_look_is_read_again(engine, tmp_path
     assert walk(one, tmp_path, records, taken_ns=written_ns + 10**9)[1] == []
 
 
-def test_an_error_of_the_one_who_decides_comes_through(engine, tmp_path) -> None:
+def test_error_in_decide_callback_is_raised(engine, tmp_path) -> None:
     write(tmp_path, {b"a": b"1"})
 
     def refuse(path: bytes, is_folder: bool) -> bool:
         raise KeyError(path)
 
     with pytest.raises(KeyError):
-        engine.walk(str(tmp_path), b"", taken_ns=0, reuse=False, decide=refuse)
+        engine.walk(str(tmp_path), b"", taken_ns=0, reuse=False, is_excluded=refuse)

@@ -1,1 +1,1 @@
-"""Tests of bringing a folder to nodes."""
+"""Tests of file sync."""

@@ -1,4 +1,4 @@
-"""A project to send, and a way to send it."""
+"""A project to sync, and its syncer."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ import pytest
 import pytest_asyncio
 
 from genie.grid.grid_file import GridFile
-from genie.grid.ssh_pool import SshPool
+from genie.grid.ssh.pool import SshPool
 from genie.grid.sync.syncer import Syncer, SyncReport
 from tests.grid.bed import Bed
 from tests.grid.conftest import grid_file_of
 
 
 class Project:
-    """A folder here, and where it goes on a node."""
+    """A local folder and its target on a node."""
 
     def __init__(self, bed: Bed, syncer: Syncer, root: Path, *, node: str, remote: str) -> None:
         self.root = root
@@ -26,7 +26,7 @@ class Project:
         self._syncer = syncer
 
     async def sync(self, **options: object) -> SyncReport:
-        """To its node. An error of the node is raised."""
+        """Syncs to its node. Raises the error of the node."""
         (report,) = await self._syncer.sync(self.root, [self.node], **options)  # type: ignore[arg-type]
         if report.error is not None:
             raise report.error
@@ -44,7 +44,7 @@ def file_for(bed: Bed, remote: str, more: str = "") -> GridFile:
 
 @pytest_asyncio.fixture
 async def project(bed: Bed, tmp_path: Path, request: pytest.FixtureRequest) -> AsyncIterator[Project]:
-    """On gpu1, in a folder of the test's own."""
+    """On gpu1, in a folder unique to the test."""
     remote = f"ws-{abs(hash(request.node.nodeid))}"
     file = file_for(bed, remote)
     root = tmp_path / "project"

@@ -1,7 +1,7 @@
-"""Huge files that are nearly all holes: what they cost is what is in them, here and on the nodes.
+"""Huge sparse files: their cost depends on their data only, here and on the nodes.
 
-The bounds are on what is done, not on time: bytes that are hashed here, seconds of a processor that a process
-on a node gets before it is ended. A terabyte of zeros is far beyond both.
+The limits are on work, not on time: bytes hashed here, and CPU seconds of a process on a node. A terabyte of
+zeros is far beyond both.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from pathlib import Path
 import pytest
 
 from genie.grid.remote import contents, tree
-from genie.grid.ssh_pool import SshPool
+from genie.grid.ssh.pool import SshPool
 from genie.grid.sync import syncer
 from genie.grid.sync.syncer import Progress, Syncer
 from tests.grid.bed import Bed
 from tests.grid.sync.conftest import file_for
-from tests.grid.sync.trees import compiled, told, write
+from tests.grid.sync.trees import compiled, read_tree, write
 
 TIB = 1 << 40
 NODES = ("gpu1", "gpu2")
@@ -28,7 +28,7 @@ ON_NODE_S = 10
 
 
 def sparse(path: Path, *, size: int = TIB, regions: dict[int, int] = REGIONS, seed: int = 1) -> int:
-    """Writes one, and gives how much is in it as the file system counts."""
+    """Writes a sparse file; returns its data bytes as counted by the file system."""
     dice = random.Random(seed)
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("wb") as file:
@@ -48,7 +48,7 @@ def extents(path: Path) -> list[tuple[bool, int, int]]:
 
 
 def read(path: Path) -> tuple[int, dict[int, bytes]]:
-    """Its size, and its blocks that are not all zero: read by the places of data alone."""
+    """Returns the size and the blocks that are not all zero; reads only data extents."""
     found: dict[int, bytes] = {}
     with path.open("rb") as file:
         for is_data, offset, size in extents(path):
@@ -62,7 +62,7 @@ def read(path: Path) -> tuple[int, dict[int, bytes]]:
 
 @pytest.fixture
 def bounded(own_bed: Bed, monkeypatch: pytest.MonkeyPatch) -> Bed:
-    """Nodes, and a machine here, on which zeros cannot be counted to a terabyte."""
+    """Nodes, and this machine, with limits that a terabyte of zeros would exceed."""
     for name in NODES:
         own_bed[name].restart(before=f"ulimit -t {ON_NODE_S}")
     real, hashed = hashlib.sha256, [0]
@@ -89,10 +89,10 @@ def bounded(own_bed: Bed, monkeypatch: pytest.MonkeyPatch) -> Bed:
 
 
 @pytest.mark.parametrize("kind", ["plain", "compiled"])
-async def test_a_terabyte_of_holes_arrives_whole_and_a_second_sync_sends_nothing(
+async def test_sparse_terabyte_is_synced_and_a_second_sync_sends_nothing(
     bounded: Bed, tmp_path: Path, kind: str
 ) -> None:
-    engine = tree.Plain() if kind == "plain" else compiled()
+    engine = tree.PlainEngine() if kind == "plain" else compiled()
     file, root = file_for(bounded, "ws"), tmp_path / "project"
     data = sparse(root / "huge")
     sparse(root / "copies/huge")
@@ -110,7 +110,7 @@ async def test_a_terabyte_of_holes_arrives_whole_and_a_second_sync_sends_nothing
                 there = bounded[name].home / "ws" / path
                 assert read(there) == read(root / path), path
                 assert there.stat().st_blocks * 512 < 8 << 20, "zeros are written"
-                # Its times are not what we left there: the node has to look into it.
+                # Its times have changed: the node has to read it.
                 os.utime(there, ns=(10**18, (root / path).stat().st_mtime_ns))
         for report in await one.sync(root, NODES):
             assert report.error is None
@@ -119,7 +119,7 @@ async def test_a_terabyte_of_holes_arrives_whole_and_a_second_sync_sends_nothing
     assert seen[-1].bytes == data + 1 <= seen[-1].bytes_total < 16 << 20
 
 
-async def test_a_dry_run_tells_of_the_data_not_of_the_size(own_bed: Bed, tmp_path: Path) -> None:
+async def test_dry_run_reports_data_bytes_of_sparse_files(own_bed: Bed, tmp_path: Path) -> None:
     file, root = file_for(own_bed, "ws"), tmp_path / "project"
     data = sparse(root / "huge")
     async with SshPool(file, ssh_config=own_bed.ssh_config) as pool:
@@ -127,7 +127,7 @@ async def test_a_dry_run_tells_of_the_data_not_of_the_size(own_bed: Bed, tmp_pat
     assert (report.sent_files, report.sent_bytes) == (1, data)
 
 
-async def test_a_cut_in_a_region_of_data_is_taken_up_by_another_try(own_bed: Bed, tmp_path: Path) -> None:
+async def test_connection_lost_within_a_sparse_file_is_retried(own_bed: Bed, tmp_path: Path) -> None:
     file, root, there = file_for(own_bed, "ws"), tmp_path / "project", own_bed["gpu1"].home / "ws"
     first = sparse(root / "a", regions={1 << 39: 6 << 20})
     second = sparse(root / "b", regions={4096: 1 << 20, 1 << 38: 12 << 20}, seed=2)
@@ -135,7 +135,7 @@ async def test_a_cut_in_a_region_of_data_is_taken_up_by_another_try(own_bed: Bed
 
     def cut_once(progress: Progress) -> None:
         if not seen and progress.bytes > first + second // 2:
-            seen.append(dict(told(there)))
+            seen.append(dict(read_tree(there)))
             own_bed["gpu1"].cut()
 
     async with SshPool(file, ssh_config=own_bed.ssh_config) as pool:

@@ -1,4 +1,4 @@
-"""A sync that meets trouble: cuts, full disks, files that do not hold still, others at the same time."""
+"""Faults of a sync: lost connections, full disks, changing files, concurrent syncs."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from typing import Any
 import pytest
 
 from genie.errors import NodeRefusedError, SyncError, UnreachableError
-from genie.grid.grid_file import SshKeys
+from genie.grid.grid_file import SshSettings
 from genie.grid.remote import contents, tree
 from genie.grid.remote.site import STATE_HEAD, STATE_MAGIC
-from genie.grid.runner import Runner
-from genie.grid.ssh_pool import Link, SshPool
+from genie.grid.runs.runner import Runner
+from genie.grid.ssh.pool import NodeConnection, SshPool
 from genie.grid.sync import local_tree, pack, stream, syncer, tar_pipe
-from genie.grid.sync.local_tree import LocalTree, Snapshot
+from genie.grid.sync.local_tree import LocalTree, TreeSnapshot
 from genie.grid.sync.syncer import Progress, Syncer, tree_name
 from tests.grid.bed import Bed
 from tests.grid.sync.conftest import Project, file_for
-from tests.grid.sync.trees import told, write
+from tests.grid.sync.trees import read_tree, write
 from tests.waiting import until
 
 
@@ -38,7 +38,7 @@ def many(root: Path, *, count: int = 200, size: int = 60_000) -> int:
     return count * size
 
 
-async def test_a_cut_during_a_first_sync_is_taken_up_where_it_was(own_bed: Bed, tmp_path: Path) -> None:
+async def test_interrupted_first_sync_is_resumed(own_bed: Bed, tmp_path: Path) -> None:
     file = file_for(own_bed, "ws")
     root, there = tmp_path / "project", own_bed["gpu1"].home / "ws"
     total = many(root)
@@ -46,7 +46,7 @@ async def test_a_cut_during_a_first_sync_is_taken_up_where_it_was(own_bed: Bed, 
 
     def cut_once(progress: Progress) -> None:
         if not seen and progress.bytes > total // 2:
-            seen.append(dict(told(there)))
+            seen.append(dict(read_tree(there)))
             own_bed["gpu1"].cut()
 
     async with SshPool(file, ssh_config=own_bed.ssh_config) as pool:
@@ -55,11 +55,11 @@ async def test_a_cut_during_a_first_sync_is_taken_up_where_it_was(own_bed: Bed, 
     assert report.error is None
     assert seen == [{}], "nothing is visible before all of it is there"
     assert 0 < report.sent_bytes < total - total // 8, "what had arrived is not sent again"
-    assert told(there) == told(root)
+    assert read_tree(there) == read_tree(root)
 
 
-async def test_a_node_that_hangs_ends_its_own_sync_only(own_bed: Bed, tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr(syncer, "_STALL_S", 0.5)
+async def test_hanging_node_fails_only_its_own_sync(own_bed: Bed, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(syncer, "_STALL_S", 3.0)
     monkeypatch.setattr(syncer, "_TRIES", 1)
     file = file_for(own_bed, "ws")
     root = tmp_path / "project"
@@ -77,11 +77,11 @@ async def test_a_node_that_hangs_ends_its_own_sync_only(own_bed: Bed, tmp_path: 
             )
             until_then.close()
     assert one.error is None
-    assert two.error is not None and "took nothing" in str(two.error)
-    assert told(own_bed["gpu1"].home / "ws") == told(root)
+    assert two.error is not None and "stalled" in str(two.error)
+    assert read_tree(own_bed["gpu1"].home / "ws") == read_tree(root)
 
 
-async def test_a_full_disk_is_said_and_leaves_the_tree_as_it_was(own_bed: Bed, tmp_path: Path) -> None:
+async def test_full_disk_is_reported_and_leaves_the_tree_unchanged(own_bed: Bed, tmp_path: Path) -> None:
     own_bed["gpu1"].restart(before="mount -t tmpfs -o size=1m tmpfs /root")
     file = file_for(own_bed, "ws")
     root = tmp_path / "project"
@@ -94,7 +94,7 @@ async def test_a_full_disk_is_said_and_leaves_the_tree_as_it_was(own_bed: Bed, t
         write(root, {b"a": b"second", b"b": os.urandom(300_000)})
         many(root, count=40)
         (report,) = await one.sync(root, ["gpu1"])
-        assert isinstance(report.error, SyncError) and "disk there is full" in str(report.error)
+        assert isinstance(report.error, SyncError) and "disk of the node is full" in str(report.error)
         assert own_bed["gpu1"].run(look) == before
         assert own_bed["gpu1"].run("ls /root/ws/.grid/sync/*/objects-*") == "", "the space was given back"
         for path in root.rglob("*"):
@@ -106,7 +106,7 @@ async def test_a_full_disk_is_said_and_leaves_the_tree_as_it_was(own_bed: Bed, t
 
 
 @pytest.mark.parametrize("fits", [True, False])
-async def test_a_full_disk_keeps_nothing_of_a_library_that_could_not_be_placed(
+async def test_full_disk_leaves_no_partial_library(
     own_bed: Bed, tmp_path: Path, monkeypatch, fits: bool
 ) -> None:
     key, binary, source = local_tree.library()
@@ -118,11 +118,11 @@ async def test_a_full_disk_keeps_nothing_of_a_library_that_could_not_be_placed(
     async with SshPool(file, ssh_config=own_bed.ssh_config) as pool:
         one = Syncer(pool, file, state_dir=tmp_path / "state")
         (report,) = await one.sync(tmp_path / "project", ["gpu1"])
-    assert isinstance(report.error, SyncError) and "disk there is full" in str(report.error)
+    assert isinstance(report.error, SyncError) and "disk of the node is full" in str(report.error)
     assert own_bed["gpu1"].run("find /root/ws/.grid/sync -type f") == ""
 
 
-async def test_what_killed_makers_of_a_library_left_goes_after_an_hour(project: Project) -> None:
+async def test_leftovers_of_killed_library_builds_are_removed_after_an_hour(project: Project) -> None:
     write(project.root, {b"a": b"1"})
     await project.sync()
     folder = project.there / ".grid/sync"
@@ -138,17 +138,17 @@ async def test_what_killed_makers_of_a_library_left_goes_after_an_hour(project: 
     assert left.isdisjoint(old) and left.issuperset([*fresh, *others])
 
 
-async def test_a_home_that_cannot_be_written_is_said(own_bed: Bed, tmp_path: Path) -> None:
+async def test_unwritable_home_is_reported(own_bed: Bed, tmp_path: Path) -> None:
     own_bed["gpu1"].restart(before="mount -o remount,bind,ro /root")
     write(tmp_path / "project", {b"a": b"1"})
     file = file_for(own_bed, "ws")
     async with SshPool(file, ssh_config=own_bed.ssh_config) as pool:
         one = Syncer(pool, file, state_dir=tmp_path / "state")
         (report,) = await one.sync(tmp_path / "project", ["gpu1"])
-    assert isinstance(report.error, SyncError) and "cannot be written" in str(report.error)
+    assert isinstance(report.error, SyncError) and "read-only" in str(report.error)
 
 
-async def test_a_file_that_changes_while_it_is_read_is_read_again(project: Project, monkeypatch) -> None:
+async def test_file_that_changes_during_reading_is_read_again(project: Project, monkeypatch) -> None:
     write(project.root, {b"log": b"x" * 400_000})
     left = [1]
     _grow_while_read(project.root / "log", left, monkeypatch)
@@ -157,9 +157,7 @@ async def test_a_file_that_changes_while_it_is_read_is_read_again(project: Proje
     assert (project.there / "log").read_bytes() == b"x" * 400_000 + b"more"
 
 
-async def test_a_file_of_holes_that_changes_before_anything_of_it_is_sent_is_read_again(
-    project: Project, monkeypatch
-) -> None:
+async def test_sparse_file_that_changes_before_sending_is_read_again(project: Project, monkeypatch) -> None:
     with (project.root / "log").open("wb") as file:
         file.truncate(400_000)
     monkeypatch.setattr(syncer, "_TRIES", 1)
@@ -170,12 +168,12 @@ async def test_a_file_of_holes_that_changes_before_anything_of_it_is_sent_is_rea
     assert (project.there / "log").read_bytes() == bytes(400_000) + b"more"
 
 
-async def test_a_file_that_never_holds_still_is_named(project: Project, monkeypatch) -> None:
+async def test_error_names_a_file_that_keeps_changing(project: Project, monkeypatch) -> None:
     write(project.root, {b"a": b"1", b"log": b"x" * 400_000})
     _grow_while_read(project.root / "log", [100], monkeypatch)
-    with pytest.raises(SyncError, match="project/log changed while it was read"):
+    with pytest.raises(SyncError, match="project/log kept changing while it was read"):
         await project.sync()
-    assert told(project.there) == {}
+    assert read_tree(project.there) == {}
 
 
 def _grow_while_read(path: Path, left: list[int], monkeypatch) -> None:
@@ -191,9 +189,7 @@ def _grow_while_read(path: Path, left: list[int], monkeypatch) -> None:
     monkeypatch.setattr(contents, "extents", growing)
 
 
-async def test_a_file_that_changes_after_it_was_compared_is_sent_as_it_is(
-    project: Project, monkeypatch
-) -> None:
+async def test_file_that_changes_after_the_comparison_is_sent_as_it_is(project: Project, monkeypatch) -> None:
     write(project.root, {b"a": b"1", b"b": b"1"})
     await project.sync()
     hash_files = syncer.hash_files
@@ -205,32 +201,32 @@ async def test_a_file_that_changes_after_it_was_compared_is_sent_as_it_is(
     monkeypatch.setattr(syncer, "hash_files", late)
     write(project.root, {b"a": b"2", b"b": b"3"})
     await project.sync()
-    assert told(project.there) == told(project.root)
+    assert read_tree(project.there) == read_tree(project.root)
     assert (project.there / "a").read_bytes() == b"latest"
 
 
-async def test_a_file_that_disappears_while_it_is_sent_is_no_error(project: Project, monkeypatch) -> None:
+async def test_file_that_disappears_during_sending_is_not_an_error(project: Project, monkeypatch) -> None:
     write(project.root, {b"a": b"1", b"gone": b"2"})
     scan = LocalTree.scan
 
-    def losing(self: LocalTree) -> Snapshot:
+    def losing(self: LocalTree) -> TreeSnapshot:
         found = scan(self)
         (project.root / "gone").unlink(missing_ok=True)
         return found
 
     monkeypatch.setattr(LocalTree, "scan", losing)
     await project.sync()
-    assert set(told(project.there)) == {b"a"}
+    assert set(read_tree(project.there)) == {b"a"}
 
 
 @pytest.mark.parametrize("where", ["gone", "folder"])
-async def test_a_file_that_becomes_a_link_while_it_is_sent_is_no_error(
+async def test_file_that_becomes_a_link_during_sending_is_not_an_error(
     project: Project, monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
     write(project.root, {b"a": b"1", b"gone": b"2", b"folder/b": b"3"})
     scan = LocalTree.scan
 
-    def changing(self: LocalTree) -> Snapshot:
+    def changing(self: LocalTree) -> TreeSnapshot:
         found = scan(self)
         path = project.root / where
         if not path.is_symlink():
@@ -240,53 +236,53 @@ async def test_a_file_that_becomes_a_link_while_it_is_sent_is_no_error(
 
     monkeypatch.setattr(LocalTree, "scan", changing)
     await project.sync()
-    assert told(project.there) == told(project.root)
+    assert read_tree(project.there) == read_tree(project.root)
     assert (project.there / where).is_symlink()
 
 
-async def test_a_file_that_may_not_be_read_is_named(project: Project, monkeypatch) -> None:
+async def test_error_names_an_unreadable_file(project: Project, monkeypatch) -> None:
     write(project.root, {b"a": b"1"})
 
     def refused(*_: object) -> int:
         raise SyncError("project/a cannot be read: Permission denied")
 
     monkeypatch.setattr(pack._Packer, "_open", refused)
-    monkeypatch.setattr(pack.tree.Plain, "read", lambda *_, **__: (bytearray(), [1]))
-    project._syncer._engine = pack.tree.Plain()
+    monkeypatch.setattr(pack.tree.PlainEngine, "read", lambda *_, **__: (bytearray(), [1]))
+    project._syncer._engine = pack.tree.PlainEngine()
     with pytest.raises(SyncError, match="cannot be read"):
         await project.sync()
 
 
-async def test_two_syncs_of_one_tree_do_not_disturb_each_other(project: Project) -> None:
+async def test_concurrent_syncs_of_one_tree_succeed(project: Project) -> None:
     total = many(project.root, count=100)
     one, two = await asyncio.gather(project.sync(), project.sync())
     assert one.sent_bytes + two.sent_bytes >= total
-    assert told(project.there) == told(project.root)
+    assert read_tree(project.there) == read_tree(project.root)
     assert (await project.sync()).unchanged
 
 
-async def test_a_sync_waits_for_another_one_and_then_gives_up(project: Project, monkeypatch) -> None:
+async def test_sync_times_out_waiting_for_another_one(project: Project, monkeypatch) -> None:
     write(project.root, {b"a": b"1"})
     await project.sync()
     monkeypatch.setattr(syncer, "_LOCK_WAIT_S", 0.1)
     with (project.there / ".grid/sync" / tree_name(project.root) / "lock").open("rb+") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        with pytest.raises(SyncError, match="another sync of this tree is under way"):
+        with pytest.raises(SyncError, match="another sync of this tree is in progress"):
             await project.sync()
     assert (await project.sync()).unchanged
 
 
-async def test_a_state_that_was_destroyed_costs_sending_again_and_nothing_else(project: Project) -> None:
+async def test_damaged_node_state_only_causes_a_full_sync(project: Project) -> None:
     write(project.root, {b"a": b"1", b"b": b"2"})
     await project.sync()
     state = project.there / ".grid/sync" / tree_name(project.root) / "state"
     for broken in (b"", STATE_MAGIC, state.read_bytes()[:-5], os.urandom(500)):
         state.write_bytes(broken)
         assert (await project.sync()).sent_files == 2
-        assert told(project.there) == told(project.root)
+        assert read_tree(project.there) == read_tree(project.root)
 
 
-async def test_a_cache_that_was_destroyed_costs_reading_again_and_nothing_else(project: Project) -> None:
+async def test_damaged_local_index_only_causes_a_full_read(project: Project) -> None:
     write(project.root, {b"a": b"1", b"b": b"2"})
     await project.sync()
     (index,) = (project.root.parent / "state/grid/sync").glob("*.index")
@@ -296,10 +292,8 @@ async def test_a_cache_that_was_destroyed_costs_reading_again_and_nothing_else(p
 
 
 @pytest.mark.parametrize("touched", [False, True])
-async def test_what_an_older_version_noted_of_large_files_is_not_trusted(
-    project: Project, touched: bool
-) -> None:
-    """It called them by their plain SHA-256. What it noted of all others still holds."""
+async def test_large_files_of_an_older_state_format_are_sent_again(project: Project, touched: bool) -> None:
+    """The old format hashed them by plain SHA-256. Its records of other files are still valid."""
     large = random.Random(4).randbytes(contents.BLOCKS_BYTES_MIN)
     write(project.root, {b"a": b"1", b"gone": b"2", b"large": large})
     await project.sync()
@@ -312,23 +306,23 @@ async def test_what_an_older_version_noted_of_large_files_is_not_trusted(
     (project.root / "gone").unlink()
     report = await project.sync()
     assert (report.sent_files, report.deleted, report.overwritten) == (int(not touched), 1, ())
-    assert told(project.there) == told(project.root)
+    assert read_tree(project.there) == read_tree(project.root)
     assert index.read_bytes().startswith(STATE_MAGIC)
     assert (await project.sync()).unchanged
 
 
 def _as_before(data: bytes, shas: dict[bytes, bytes]) -> bytes:
-    """A state or an index as the first format had it, taken long after all was written."""
+    """Rewrites a state or an index to the first format, taken long after the last write."""
     _, taken_ns, _, rules = STATE_HEAD.unpack_from(data)
     records = bytearray(data[STATE_HEAD.size :])
     for one in tree.records_of(bytes(records)):
         if one.path in shas:
             records[one.at + 24 : one.at + 56] = shas[one.path]
-    digest = hashlib.sha256(tree.Plain().plain(bytes(records))).digest()
+    digest = hashlib.sha256(tree.PlainEngine().without_stamps(bytes(records))).digest()
     return STATE_HEAD.pack(b"GGTREE1\n", taken_ns + 10**10, digest, rules) + bytes(records)
 
 
-async def test_a_library_that_does_not_fit_is_compiled_on_the_node(project: Project, monkeypatch) -> None:
+async def test_incompatible_library_is_compiled_on_the_node(project: Project, monkeypatch) -> None:
     key, _, source = local_tree.library()
     monkeypatch.setattr(syncer, "library", lambda: (key, b"no library", source))
     write(project.root, {b"a": b"1"})
@@ -337,10 +331,10 @@ async def test_a_library_that_does_not_fit_is_compiled_on_the_node(project: Proj
     await until(made.exists, timeout_s=60, what="the library")
     write(project.root, {b"a": b"2"})
     await project.sync()
-    assert told(project.there) == told(project.root)
+    assert read_tree(project.there) == read_tree(project.root)
 
 
-async def test_a_node_without_python_gets_all_of_it_by_tar(bed: Bed, tmp_path: Path) -> None:
+async def test_node_without_python_gets_everything_by_tar(bed: Bed, tmp_path: Path) -> None:
     node = bed["gpu6"]
     root, there = tmp_path / "project", node.home / "ws tar"
     write(root, {b"a b": b"1", b"d/-x\n": b"2" * 2000, b"n" * 200 + b"/" + b"m" * 200: b"3"})
@@ -353,23 +347,23 @@ async def test_a_node_without_python_gets_all_of_it_by_tar(bed: Bed, tmp_path: P
         async with SshPool(file, ssh_config=bed.ssh_config) as pool:
             one = Syncer(pool, file, state_dir=tmp_path / "state")
             (report,) = await one.sync(root, ["gpu6"])
-            assert report.error is None and "no Python there" in report.note
+            assert report.error is None and "no Python on the node" in report.note
             assert (report.sent_files, report.sent_bytes) == (3, 2002)
-            assert told(there) == told(root)
+            assert read_tree(there) == read_tree(root)
             outside = node.home / "outside"
             outside.mkdir()
             (there / "d/-x\n").unlink()
             (there / "d").rmdir()
             (there / "d").symlink_to(outside)
             (report,) = await one.sync(root, ["gpu6"])
-            assert isinstance(report.error, SyncError) and "no folder here" in str(report.error)
+            assert isinstance(report.error, SyncError) and "not a folder on the node" in str(report.error)
             assert list(outside.iterdir()) == []
     finally:
         (node.bin / "python3").unlink()
 
 
 @pytest.mark.parametrize("has_python", [True, False])
-async def test_a_link_out_of_the_home_is_refused_by_runs_and_by_sync_in_the_same_words(
+async def test_link_out_of_the_home_is_rejected_by_runs_and_sync_alike(
     own_bed: Bed, tmp_path: Path, has_python: bool
 ) -> None:
     node, root, outside = own_bed["gpu1"], tmp_path / "project", tmp_path / "outside"
@@ -382,7 +376,7 @@ async def test_a_link_out_of_the_home_is_refused_by_runs_and_by_sync_in_the_same
         (node.bin / "python3").chmod(0o755)
     file = file_for(own_bed, "ws")
     async with SshPool(file, ssh_config=own_bed.ssh_config) as pool:
-        with pytest.raises(NodeRefusedError, match="is a link that leads out of the home") as refused:
+        with pytest.raises(NodeRefusedError, match="is a link out of the home directory") as refused:
             await Runner(pool, file).start("gpu1", "true")
         (report,) = await Syncer(pool, file, state_dir=tmp_path / "state").sync(root, ["gpu1"])
     assert type(report.error) is NodeRefusedError
@@ -392,9 +386,7 @@ async def test_a_link_out_of_the_home_is_refused_by_runs_and_by_sync_in_the_same
 
 @pytest.mark.parametrize("has_python", [True, False])
 @pytest.mark.parametrize("leads", [".grid", "missing"])
-async def test_a_link_to_no_folder_is_not_said_to_lead_out_of_the_home(
-    own_bed: Bed, has_python: bool, leads: str
-) -> None:
+async def test_dangling_link_is_reported_as_such(own_bed: Bed, has_python: bool, leads: str) -> None:
     node = own_bed["gpu1"]
     (node.home / "ws").mkdir()
     (node.home / "ws" / ".grid").symlink_to(leads)
@@ -403,14 +395,14 @@ async def test_a_link_to_no_folder_is_not_said_to_lead_out_of_the_home(
         (node.bin / "python3").chmod(0o755)
     file = file_for(own_bed, "ws")
     async with SshPool(file, ssh_config=own_bed.ssh_config) as pool:
-        with pytest.raises(NodeRefusedError, match=r"ws/\.grid is a link to no folder; remove it"):
+        with pytest.raises(NodeRefusedError, match=r"ws/\.grid is a link to a missing directory; remove it"):
             await Runner(pool, file).start("gpu1", "true")
 
 
-async def test_a_slow_link_to_a_node_without_python_is_no_stop(
+async def test_slow_connection_to_a_node_without_python_is_not_a_stall(
     own_bed: Bed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The time for putting things into place is not for sending them."""
+    """`_APPLY_S` does not limit sending."""
     node, root = own_bed["gpu1"], tmp_path / "project"
     write(root, {str(number).encode(): b"1" for number in range(12)})
     (node.bin / "python3").write_text("#!/bin/sh\nexit 127\n")
@@ -423,34 +415,35 @@ async def test_a_slow_link_to_a_node_without_python_is_no_stop(
             yield piece
 
     monkeypatch.setattr(tar_pipe, "_archive", slow)
-    monkeypatch.setattr(syncer, "_APPLY_S", 2.0)
+    monkeypatch.setattr(syncer, "_APPLY_S", 3.0)  # less than sending takes
     file = file_for(own_bed, "ws")
     async with SshPool(file, ssh_config=own_bed.ssh_config) as pool:
         (report,) = await Syncer(pool, file, state_dir=tmp_path / "state").sync(root, ["gpu1"])
     assert (report.error, report.sent_files) == (None, 12)
 
 
-async def test_a_node_that_hangs_does_not_hold_up_the_others(own_bed: Bed, tmp_path: Path) -> None:
-    file = file_for(own_bed, "ws")
-    file = dataclasses.replace(file, ssh=SshKeys(connect_timeout=6, max_retries=0))
+async def test_hanging_node_does_not_delay_others(own_bed: Bed, tmp_path: Path) -> None:
+    """It hangs longer than the test may take, and goes down when the other node is synced."""
+    file = dataclasses.replace(file_for(own_bed, "ws"), ssh=SshSettings(connect_timeout=600, max_retries=0))
     write(tmp_path / "project", {b"a": b"1"})
-    sent_after_s: list[float] = []
-    began = time.monotonic()
+    sent: list[str] = []
+
+    def end_other(progress: Progress) -> None:
+        if not sent:
+            own_bed["gpu2"].stop()
+        sent.append(progress.node)
+
     async with SshPool(file, ssh_config=own_bed.ssh_config) as pool:
         with own_bed["gpu2"].hanging():
             good, bad = await Syncer(pool, file, state_dir=tmp_path / "state").sync(
-                tmp_path / "project",
-                ["gpu1", "gpu2"],
-                progress=lambda _: sent_after_s.append(time.monotonic() - began),
+                tmp_path / "project", ["gpu1", "gpu2"], progress=end_other
             )
     assert good.error is None and isinstance(bad.error, UnreachableError)
-    assert sent_after_s and sent_after_s[0] < 5
+    assert set(sent) == {"gpu1"}
 
 
-async def test_a_pool_with_fewer_places_than_nodes_takes_one_after_the_other(
-    own_bed: Bed, tmp_path: Path
-) -> None:
-    file = dataclasses.replace(file_for(own_bed, "ws"), ssh=SshKeys(pool_size=1, max_retries=0))
+async def test_small_pool_syncs_nodes_one_after_the_other(own_bed: Bed, tmp_path: Path) -> None:
+    file = dataclasses.replace(file_for(own_bed, "ws"), ssh=SshSettings(pool_size=1, max_retries=0))
     write(tmp_path / "project", {b"a": b"1"})
     async with SshPool(file, ssh_config=own_bed.ssh_config) as pool:
         reports = await Syncer(pool, file, state_dir=tmp_path / "s").sync(
@@ -460,12 +453,12 @@ async def test_a_pool_with_fewer_places_than_nodes_takes_one_after_the_other(
 
 
 class Counting(SshPool):
-    """Knows how many nodes were in use at the same time at most."""
+    """Records the maximum number of nodes in use at the same time."""
 
     now = most = 0
 
     @contextlib.asynccontextmanager
-    async def use(self, name: str, **how: Any) -> AsyncIterator[Link]:
+    async def use(self, name: str, **how: Any) -> AsyncIterator[NodeConnection]:
         async with super().use(name, **how) as link:
             self.now += 1
             self.most = max(self.most, self.now)
@@ -475,7 +468,7 @@ class Counting(SshPool):
                 self.now -= 1
 
 
-async def test_no_more_nodes_at_a_time_than_transfers_are_allowed(bed: Bed, tmp_path: Path) -> None:
+async def test_max_parallel_transfers_limits_nodes(bed: Bed, tmp_path: Path) -> None:
     file = file_for(bed, "ws-few", "sync: {max_parallel_transfers: 2}\n")
     write(tmp_path / "project", {b"a": b"1"})
     async with Counting(file, ssh_config=bed.ssh_config) as pool:
@@ -484,11 +477,9 @@ async def test_no_more_nodes_at_a_time_than_transfers_are_allowed(bed: Bed, tmp_
     assert ([report.error for report in reports], pool.most) == ([None] * 6, 2)
 
 
-async def test_a_node_that_hangs_keeps_one_place_and_the_others_go_on_through_the_rest(
-    bed: Bed, tmp_path: Path
-) -> None:
+async def test_hanging_node_occupies_one_slot(bed: Bed, tmp_path: Path) -> None:
     file = file_for(bed, "ws-places", "sync: {max_parallel_transfers: 2}\n")
-    file = dataclasses.replace(file, ssh=SshKeys(connect_timeout=120, max_retries=0))
+    file = dataclasses.replace(file, ssh=SshSettings(connect_timeout=120, max_retries=0))
     write(tmp_path / "project", {b"a": b"1"})
     names = ["gpu2", "gpu3", "gpu4", "gpu5"]
     sent: set[str] = set()
@@ -503,6 +494,8 @@ async def test_a_node_that_hangs_keeps_one_place_and_the_others_go_on_through_th
     assert [(report.node, report.error) for report in reports] == [(name, None) for name in names]
 
 
-def test_a_receiver_that_gets_half_of_its_program_ends() -> None:
-    done = subprocess.run(["sh", "-c", stream._BOOT], input=b"100\nhalf", capture_output=True, timeout=10)
+def test_receiver_with_a_truncated_program_exits() -> None:
+    done = subprocess.run(
+        ["sh", "-c", stream._BOOT_COMMAND], input=b"100\nhalf", capture_output=True, timeout=10
+    )
     assert (done.returncode, done.stdout) == (1, b"")

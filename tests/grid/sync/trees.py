@@ -1,4 +1,4 @@
-"""Folders for tests: made from a description, and told back as one."""
+"""Test folders: written from a description, and read back into one."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ Entry = tuple[str, int, bytes]
 """'d', 'f' or 'l', the mode, contents or target."""
 
 
-def compiled() -> tree.Plain:
-    """The compiled engine; where there is no compiler, the file is skipped and listed."""
+def compiled() -> tree.PlainEngine:
+    """The compiled engine; skips the file if there is no compiler."""
     try:
         engine = local_engine()
     except NativeBuildError:
-        engine = tree.Plain()
+        engine = tree.PlainEngine()
     if engine.name != "compiled":
         needs.require_program("c++", package="g++")
-        raise AssertionError("the engine for trees was not compiled")
+        raise AssertionError("the tree engine was not compiled")
     return engine
 
 
@@ -35,8 +35,8 @@ def write(root: Path, files: dict[bytes, bytes]) -> None:
         path.write_bytes(data)
 
 
-def told(root: Path, *, without: tuple[bytes, ...] = tree.RESERVED) -> dict[bytes, Entry]:
-    """All that is in a folder, except some names at its top."""
+def read_tree(root: Path, *, without: tuple[bytes, ...] = tree.RESERVED) -> dict[bytes, Entry]:
+    """Returns the contents of a folder, except some names at its top."""
     found: dict[bytes, Entry] = {}
     for folder, folders, files in os.walk(root):
         for name in [*folders, *files]:

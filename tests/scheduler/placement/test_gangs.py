@@ -1,4 +1,4 @@
-"""What holds for a placer, native or plain, with gangs, node sets, single GPUs and numbers that come back."""
+"""Both placers: gangs, node sets, single GPUs and reused numbers."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from genie.errors import UsageError
-from genie.runtime import native
+from genie.native import libraries
 from genie.scheduler.placement.plain import PlainPlacer
 from genie.scheduler.placement.protocol import Placer
 
@@ -16,8 +16,8 @@ from genie.scheduler.placement.protocol import Placer
 def placer(request: pytest.FixtureRequest) -> Placer:
     if request.param == "plain":
         return PlainPlacer("bestfit")
-    made: Placer = native.load("genie_scheduler").Placement("bestfit")
-    return made
+    placement: Placer = libraries.load("genie_scheduler").Placement("bestfit")
+    return placement
 
 
 def nodes(placer: Placer, count: int, **changes: Any) -> list[int]:
@@ -26,14 +26,14 @@ def nodes(placer: Placer, count: int, **changes: Any) -> list[int]:
 
 
 def whole(placer: Placer, gpus: int, **more: Any) -> int:
-    return placer.request_class(gpus=gpus, gpu_milli=1000, **more)
+    return placer.register_request_class(gpus=gpus, gpu_milli=1000, **more)
 
 
 def states(placer: Placer, count: int) -> list[Any]:
     return [placer.node_state(node) for node in range(count)]
 
 
-def test_a_gang_is_whole_or_absent(placer: Placer) -> None:
+def test_gang_is_placed_as_a_whole_or_not_at_all(placer: Placer) -> None:
     nodes(placer, 3)
     pair = whole(placer, 2)
     placer.take(whole(placer, 3), 1, node=1, gpus=[0, 1, 2])
@@ -43,7 +43,7 @@ def test_a_gang_is_whole_or_absent(placer: Placer) -> None:
     assert placer.place_gang(pair, 1, workers=4) == [(0, (0, 1)), (0, (2, 3)), (2, (0, 1)), (2, (2, 3))]
 
 
-def test_a_gang_that_may_be_smaller_takes_what_there_is(placer: Placer) -> None:
+def test_gang_with_a_minimum_uses_what_is_free(placer: Placer) -> None:
     nodes(placer, 2)
     pair = whole(placer, 2)
     assert placer.place_gang(pair, 1, workers=9, workers_min=5) is None
@@ -51,17 +51,17 @@ def test_a_gang_that_may_be_smaller_takes_what_there_is(placer: Placer) -> None:
     assert found is not None and len(found) == 4
 
 
-def test_a_gang_that_is_spread_has_a_node_for_each_worker(placer: Placer) -> None:
+def test_spread_gang_has_a_node_for_each_worker(placer: Placer) -> None:
     nodes(placer, 3)
     one = whole(placer, 1)
     assert placer.place_gang(one, 1, workers=4, spread=True) is None
     found = placer.place_gang(one, 1, workers=3, spread=True)
     assert found is not None and [node for node, _ in found] == [0, 1, 2]
-    assert placer.place_gang(one, 1, workers=3, spread=True) is not None, "nothing is closed for it"
+    assert placer.place_gang(one, 1, workers=3, spread=True) is not None, "the first gang left nothing closed"
 
 
-def test_a_gang_goes_to_the_rack_with_the_least_room_that_can_take_it(placer: Placer) -> None:
-    """Though that rack has more free in all: fragments are no room for whole nodes."""
+def test_gang_uses_the_smallest_sufficient_rack(placer: Placer) -> None:
+    """The other rack has more free in total, but fragmented."""
     large, small = placer.node_set(nodes(placer, 4)), placer.node_set(nodes(placer, 6))
     for node in (4, 5, 6, 7):
         placer.take(whole(placer, 1), 1, node=node, gpus=[0])
@@ -72,14 +72,14 @@ def test_a_gang_goes_to_the_rack_with_the_least_room_that_can_take_it(placer: Pl
     assert larger is not None and [node for node, _ in larger] == [0, 1, 2]
 
 
-def test_a_gang_that_no_rack_takes_wholly_gets_the_most_that_one_can(placer: Placer) -> None:
+def test_gang_uses_the_largest_rack_if_none_is_sufficient(placer: Placer) -> None:
     racks = [placer.node_set(nodes(placer, count)) for count in (1, 3, 2)]
     found = placer.place_gang(whole(placer, 4), 1, workers=5, workers_min=1, domains=racks)
     assert found is not None and [node for node, _ in found] == [1, 2, 3]
     assert placer.place_gang(whole(placer, 4), 1, workers=2, domains=racks, among=racks[0]) is None
 
 
-def test_choosing_among_some_nodes_leaves_the_others_alone(placer: Placer) -> None:
+def test_choice_is_restricted_to_a_node_set(placer: Placer) -> None:
     nodes(placer, 3)
     some = placer.node_set([1, 2])
     one = whole(placer, 4)
@@ -92,24 +92,24 @@ def test_choosing_among_some_nodes_leaves_the_others_alone(placer: Placer) -> No
     assert placer.choose(one, 1, among=placer.node_set([])) is None
 
 
-def test_what_is_dropped_is_gone_and_its_number_comes_back(placer: Placer) -> None:
+def test_number_of_a_dropped_item_is_reused(placer: Placer) -> None:
     nodes(placer, 1)
     first, second = whole(placer, 1), whole(placer, 2)
     placer.place(first, 1)
     placer.drop_class(first)
     assert whole(placer, 4) == first
-    assert placer.choose(first, 1) is None, "four GPUs now, and one of them is taken"
+    assert placer.choose(first, 1) is None, "it needs four GPUs now, and one is taken"
     assert placer.choose(second, 1) == (0, (1, 2))
     some = placer.node_set([0])
     placer.drop_node_set(some)
     for call in (lambda: placer.drop_node_set(some), lambda: placer.choose(second, 1, among=some)):
-        with pytest.raises(UsageError, match="no such node set"):
+        with pytest.raises(UsageError, match="unknown node set"):
             call()
     assert placer.node_set([]) == some
     placer.release(whole(placer, 1), node=0, gpus=[0])  # a class of the same amounts will do
 
 
-def test_what_is_there_is_there_wherever_it_would_be_placed_now(placer: Placer) -> None:
+def test_take_ignores_placement_constraints(placer: Placer) -> None:
     nodes(placer, 2)
     picky = whole(placer, 1, nodes=[1], models=0b10)
     placer.set_open(0, is_open=False)
@@ -120,7 +120,7 @@ def test_what_is_there_is_there_wherever_it_would_be_placed_now(placer: Placer) 
         placer.take(picky, 1, node=0, gpus=[0])
 
 
-def test_nothing_new_goes_to_a_closed_gpu(placer: Placer) -> None:
+def test_closed_gpu_is_not_used(placer: Placer) -> None:
     nodes(placer, 1)
     one = whole(placer, 1)
     placer.take(one, 1, node=0, gpus=[1])
@@ -133,32 +133,32 @@ def test_nothing_new_goes_to_a_closed_gpu(placer: Placer) -> None:
     assert placer.place(one, 1) == (0, (1,))
 
 
-def test_memory_that_others_use_is_not_free(placer: Placer) -> None:
+def test_memory_of_other_processes_is_not_free(placer: Placer) -> None:
     nodes(placer, 1, gpus=1)
-    half = placer.request_class(gpus=1, gpu_milli=100, gpu_memory_mib=50)
+    half = placer.register_request_class(gpus=1, gpu_milli=100, gpu_memory_mib=50)
     placer.set_gpu(0, 0, is_open=True, memory_outside_mib=10)
     assert [placer.place(half, 1), placer.place(half, 1)] == [(0, (0,)), None]
     placer.set_gpu(0, 0, is_open=True, memory_outside_mib=0)
     assert placer.place(half, 1) == (0, (0,))
 
 
-def test_numa_blind_placement_does_not_happen(placer: Placer) -> None:
-    """Two GPUs that are free on each side, and one island or none: both come from one side."""
+def test_gpus_on_one_numa_node_are_preferred(placer: Placer) -> None:
+    """Two GPUs are free on each NUMA node: both are chosen on one."""
     for islands in (None, [0, 1, 2, 3]):
         (node,) = nodes(placer, 1, islands=islands, numa=[0, 1, 1, 0])
         assert placer.place(whole(placer, 2, nodes=[node]), 1) == (node, (0, 3))
         assert placer.place(whole(placer, 2, nodes=[node]), 1) == (node, (1, 2))
 
 
-def test_gpus_of_one_island_are_taken_together_and_large_islands_stay_whole(placer: Placer) -> None:
+def test_smallest_sufficient_island_is_used(placer: Placer) -> None:
     nodes(placer, 1, gpus=8, islands=[0, 1, 0, 1, 0, 1, 0, 1])
     one, pair, four = (whole(placer, gpus) for gpus in (1, 2, 4))
     assert placer.place(pair, 1) == (0, (0, 2))
-    assert placer.place(one, 1) == (0, (4,)), "of the island that is broken already"
+    assert placer.place(one, 1) == (0, (4,)), "from the island that is in use already"
     assert placer.place(four, 1) == (0, (1, 3, 5, 7))
 
 
-def test_a_request_for_one_island_waits_rather_than_span_two(placer: Placer) -> None:
+def test_one_island_request_does_not_span_two(placer: Placer) -> None:
     nodes(placer, 1, islands=[0, 0, 1, 1])
     placer.take(whole(placer, 1), 1, node=0, gpus=[0])
     assert placer.choose(whole(placer, 3), 1) == (0, (1, 2, 3))
@@ -166,7 +166,7 @@ def test_a_request_for_one_island_waits_rather_than_span_two(placer: Placer) -> 
     assert placer.choose(whole(placer, 2, one_island=True), 1) == (0, (2, 3))
 
 
-def test_wrong_calls_are_refused_and_change_nothing(placer: Placer) -> None:
+def test_invalid_calls_are_rejected_without_changes(placer: Placer) -> None:
     nodes(placer, 1)
     one = whole(placer, 1)
     wrong = [
@@ -174,7 +174,7 @@ def test_wrong_calls_are_refused_and_change_nothing(placer: Placer) -> None:
         lambda: nodes(placer, 1, numa=[0, 0, 0, 16]),
         lambda: placer.set_gpu(0, 4, is_open=True, memory_outside_mib=0),
         lambda: placer.set_gpu(0, 0, is_open=True, memory_outside_mib=-1),
-        lambda: placer.request_class(one_island=True),
+        lambda: placer.register_request_class(one_island=True),
         lambda: placer.node_set([1]),
         lambda: placer.node_set([1], all_but=True),
         lambda: placer.drop_class(7),
@@ -193,7 +193,7 @@ def test_wrong_calls_are_refused_and_change_nothing(placer: Placer) -> None:
         placer.node_state(1)
 
 
-def test_there_is_a_bound_to_what_is_registered(placer: Placer) -> None:
+def test_registrations_are_limited(placer: Placer) -> None:
     for _ in range(2**14):
         last = placer.node_set([])
     with pytest.raises(UsageError, match="drop one first"):

@@ -211,12 +211,18 @@ class StatusRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class StatusResponse(_message.Message):
-    __slots__ = ("header", "version")
+    __slots__ = ("header", "version", "dbSize", "dbSizeInUse", "dbSizeQuota")
     HEADER_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
+    DBSIZE_FIELD_NUMBER: _ClassVar[int]
+    DBSIZEINUSE_FIELD_NUMBER: _ClassVar[int]
+    DBSIZEQUOTA_FIELD_NUMBER: _ClassVar[int]
     header: ResponseHeader
     version: str
-    def __init__(self, header: _Optional[_Union[ResponseHeader, _Mapping]] = ..., version: _Optional[str] = ...) -> None: ...
+    dbSize: int
+    dbSizeInUse: int
+    dbSizeQuota: int
+    def __init__(self, header: _Optional[_Union[ResponseHeader, _Mapping]] = ..., version: _Optional[str] = ..., dbSize: _Optional[int] = ..., dbSizeInUse: _Optional[int] = ..., dbSizeQuota: _Optional[int] = ...) -> None: ...
 
 class AuthenticateRequest(_message.Message):
     __slots__ = ("name", "password")

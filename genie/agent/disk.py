@@ -1,0 +1,174 @@
+"""How an agent uses the disk of its node: always off the event loop, and not for new work while it is low.
+
+Heartbeats never wait for it. All changes of the journal go through one queue, so that a job's exit is settled
+before its directory is used for the next run.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import logging
+from collections import deque
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+from genie.errors import GenieError, NodeUnfitError, StoreFullError
+from genie.hardware import DiskSpace, disk_space
+from genie.processes.clock import Clock
+from genie.processes.tasks import Offload, run_inline
+
+_log = logging.getLogger(__name__)
+_Result = TypeVar("_Result")
+
+PENDING_MAX = 4096
+STALLED_S_MIN = 5.0
+"""Below the timeout after which the controller gives up a launch."""
+DISK_FREE_DIVISOR = 20
+_NODE_FAULTS = frozenset(
+    {
+        errno.ENOSPC,
+        errno.EDQUOT,
+        errno.EROFS,
+        errno.EIO,
+        errno.EMFILE,
+        errno.ENFILE,
+        errno.ENOMEM,
+        errno.EAGAIN,
+    }
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DiskAccess:
+    """`journal` runs one call at a time, in order. `bulk` reads and writes the files of jobs, which may take
+    long: logs, working directories, removals."""
+
+    journal: Offload = run_inline
+    bulk: Offload = run_inline
+    space: Callable[[Path], DiskSpace] = disk_space
+
+
+class DiskMonitor:
+    """Decides whether the disk has room for new work. Pure."""
+
+    def __init__(self, free_min_bytes: int) -> None:
+        self._free_min_bytes = free_min_bytes
+        self._is_low = False
+        self.space = DiskSpace(total_bytes=0, free_bytes=0)
+        """The last reading; zeros before the first one."""
+
+    def update(self, space: DiskSpace) -> None:
+        self.space = space
+        self._is_low = self.space.free_bytes < (self._reopen_bytes if self._is_low else self._minimum_bytes)
+
+    @property
+    def _minimum_bytes(self) -> int:
+        return min(self._free_min_bytes, self.space.total_bytes // DISK_FREE_DIVISOR)
+
+    @property
+    def _reopen_bytes(self) -> int:
+        """More than the minimum, so that the node does not open and close all the time."""
+        return self._minimum_bytes * 3 // 2
+
+    @property
+    def missing_bytes(self) -> int:
+        """How much must be freed until the node accepts work again."""
+        return max(self._reopen_bytes - self.space.free_bytes, 0) if self._is_low else 0
+
+    def closed_reason(self, stalled_s: float) -> str:
+        """Why the node accepts no work; empty if it does. `stalled_s`: duration of the current write."""
+        if self._is_low:
+            free, needed = self.space.free_bytes / 2**30, self._reopen_bytes / 2**30
+            return f"low disk space: {free:.2f} GiB free, {needed:.2f} GiB needed"
+        if stalled_s >= STALLED_S_MIN:
+            return f"the disk does not respond: a write has taken {stalled_s:.0f} s"
+        return ""
+
+
+def is_node_fault(error: BaseException | None) -> bool:
+    """Whether the node is the cause of this error: its disk is full or broken, it has no memory or files."""
+    while error is not None:
+        if isinstance(error, StoreFullError | NodeUnfitError):
+            return True
+        if isinstance(error, OSError) and error.errno in _NODE_FAULTS:
+            return True
+        error = error.__cause__
+    return False
+
+
+class WriteQueue:
+    """`run` must run concurrently; `finish` replaces it after it was cancelled."""
+
+    def __init__(self, offload: Offload, clock: Clock) -> None:
+        self._offload = offload
+        self._clock = clock
+        self._pending: deque[Callable[[], Awaitable[None]]] = deque()
+        self._has_pending = asyncio.Event()
+        self._began_s: float | None = None
+
+    def add(self, work: Callable[[], object], *, what: str, writes: bool = True) -> None:
+        """Adds work whose result is not needed. An error is logged; `what` completes "could not"."""
+
+        async def do() -> None:
+            try:
+                await self._offload(work, writes=writes)
+            except (GenieError, OSError) as error:
+                _log.error("could not %s: %s", what, error)
+            except Exception:
+                _log.exception("could not %s", what)
+
+        if len(self._pending) >= PENDING_MAX:
+            _log.error("could not %s: %d changes of the journal are pending", what, PENDING_MAX)
+        else:
+            self._append(do)
+
+    async def call(self, work: Callable[[], _Result], *, writes: bool = True) -> _Result:
+        """Does the work after everything added before; returns its result or raises its error.
+
+        Raises StoreFullError if the queue is full. Work of a cancelled call that has not begun is skipped.
+        """
+        if len(self._pending) >= PENDING_MAX:
+            raise StoreFullError(f"the disk is too slow: {PENDING_MAX} changes of the journal are pending")
+        result: asyncio.Future[_Result] = asyncio.get_running_loop().create_future()
+
+        async def do() -> None:
+            if result.cancelled():
+                return
+            try:
+                value = await self._offload(work, writes=writes)
+            except Exception as error:
+                if not result.cancelled():
+                    result.set_exception(error)
+            else:
+                if not result.cancelled():
+                    result.set_result(value)
+
+        self._append(do)
+        return await result
+
+    def stalled_s(self) -> float:
+        """How long the current change has taken so far; 0 if there is none."""
+        return 0.0 if self._began_s is None else self._clock.monotonic_s() - self._began_s
+
+    async def run(self) -> None:
+        """Does the work until cancelled."""
+        while True:
+            await self._has_pending.wait()
+            await self.finish()
+
+    async def finish(self) -> None:
+        """Does the work that is pending."""
+        while self._pending:
+            self._began_s = self._clock.monotonic_s()
+            try:
+                await self._pending.popleft()()
+            finally:
+                self._began_s = None
+        self._has_pending.clear()
+
+    def _append(self, do: Callable[[], Awaitable[None]]) -> None:
+        self._pending.append(do)
+        self._has_pending.set()

@@ -1,0 +1,75 @@
+"""What heartbeats mean for a node: until when its jobs may run, and which orders the reply contains. Pure.
+
+The controller reclaims the jobs of an unresponsive node after the node's time to live plus a grace period,
+so the node must end them earlier: the lease lasts 0.7 of the time to live. It is extended (a) when the
+leader acknowledges a heartbeat, from the time that the heartbeat was sent, and (b) when every controller
+replied that it does not lead, from the time of the first request: only a leader reclaims jobs, and a new
+leader first grants every node its full time to live. So restarting the controller never ends jobs, but a
+network partition does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from genie.model.messages import HeartbeatAck, JobOrder
+
+DEADMAN_SHARE = 0.7
+DEADMAN_GRACE_SHARE = 0.15
+"""Maximum grace period after the lease has expired, as a fraction of the time to live."""
+
+
+class Lease:
+    """Times are those of the node's monotonic clock."""
+
+    def __init__(self) -> None:
+        self.ttl_s = 0.0
+        self.until_s = float("-inf")
+
+    def set_ttl(self, ttl_s: float) -> None:
+        """Applies from the next extension."""
+        self.ttl_s = ttl_s
+
+    def extend(self, *, sent_at_s: float) -> None:
+        """Rule (a). Never shortens the lease."""
+        self.until_s = max(self.until_s, sent_at_s + DEADMAN_SHARE * self.ttl_s)
+
+    def extend_without_leader(self, *, requested_at_s: float) -> None:
+        """Rule (b). An expired lease stays expired: another controller may have led in between."""
+        if requested_at_s <= self.until_s:
+            self.extend(sent_at_s=requested_at_s)
+
+    def is_valid(self, now_s: float) -> bool:
+        return now_s < self.until_s
+
+    def grace_s(self, configured_s: float) -> float:
+        """The grace period after the lease has expired, capped so that jobs end within the time to live."""
+        return min(configured_s, DEADMAN_GRACE_SHARE * self.ttl_s)
+
+
+@dataclass(frozen=True, slots=True)
+class Actions:
+    """`kill` and `settle` contain only jobs of this node; `is_leader` is False for a replaced leader."""
+
+    is_leader: bool
+    kill: tuple[JobOrder, ...] = ()
+    settle: tuple[str, ...] = ()
+    reason: str = ""
+
+
+def reconcile(
+    ack: HeartbeatAck, *, live: Mapping[str, int], ended: Mapping[str, int], leader_token_seen: int
+) -> Actions:
+    """`live` and `ended` map job IDs to epochs. Orders for another epoch are ignored."""
+    if not ack.leading:
+        return Actions(is_leader=False, reason="it does not lead")
+    if ack.leader_token < leader_token_seen:
+        return Actions(
+            is_leader=False, reason=f"leader token {ack.leader_token} is older than {leader_token_seen}"
+        )
+    return Actions(
+        is_leader=True,
+        kill=tuple(order for order in ack.kill if live.get(order.job_id) == order.epoch),
+        settle=tuple(order.job_id for order in ack.settled if ended.get(order.job_id) == order.epoch),
+    )

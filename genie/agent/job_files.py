@@ -1,0 +1,184 @@
+"""Files in a job's directory, which the job can replace by anything: pipes, links, directories.
+
+Reading never blocks and never follows a link, writing never opens an existing file, removing never fails.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import itertools
+import logging
+import os
+import stat
+import tempfile
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import IO
+
+from genie.processes import files
+
+_log = logging.getLogger(__name__)
+
+RECORD_BYTES_MAX = 65536
+"""Of a small file of a job, and of what its shim reports."""
+
+
+def open_plain(path: Path) -> IO[bytes]:
+    """Opens a regular file. Raises OSError for anything else."""
+    fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            raise OSError(errno.EINVAL, "not a regular file", str(path))
+        return os.fdopen(fd, "rb")
+    except BaseException:
+        os.close(fd)
+        raise
+
+
+def read(path: Path) -> bytes:
+    """Returns the contents of a small regular file. Raises OSError."""
+    with open_plain(path) as file:
+        data = file.read(RECORD_BYTES_MAX + 1)
+    if len(data) > RECORD_BYTES_MAX:
+        raise OSError(errno.EFBIG, f"larger than {RECORD_BYTES_MAX} bytes", str(path))
+    return data
+
+
+def write(path: Path, data: bytes) -> None:
+    """Replaces the file atomically and durably, with mode 0600. Raises OSError."""
+    fd, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    try:
+        with os.fdopen(fd, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(fd)
+        Path(temporary).replace(path)
+        files.sync_directory(path.parent)
+    except OSError:
+        with contextlib.suppress(OSError):
+            Path(temporary).unlink()
+        raise
+
+
+def exists(path: Path) -> bool:
+    """Whether the path exists; true for a dangling link, false if it cannot be read."""
+    try:
+        os.lstat(path)
+    except OSError:
+        return False
+    return True
+
+
+def try_unlink(path: Path) -> None:
+    """Removes one file; logs a warning if that fails."""
+    try:
+        path.unlink(missing_ok=True)
+    except OSError as error:
+        _log.warning("could not remove %s: %s", path, error.strerror)
+
+
+def try_set_modified(path: Path, modified_s: float) -> None:
+    with contextlib.suppress(OSError):
+        os.utime(path, (modified_s, modified_s), follow_symlinks=False)
+
+
+@dataclass(frozen=True)
+class RunSize:
+    """The size of the directory of a job. A new run has another `inode`."""
+
+    inode: int
+    work_bytes: int
+    other_bytes: int
+
+
+def try_measure(directory: Path, known: RunSize | None) -> RunSize | None:
+    """Measures the directory of an ended job, or returns `known` if it is of this run. Blocks."""
+    work = directory / "work"
+    try:
+        inode = os.lstat(directory).st_ino
+    except OSError:
+        return None
+    if known is not None and known.inode == inode:
+        return known if exists(work) else replace(known, work_bytes=0)
+    work_bytes = tree_bytes(work)
+    return RunSize(inode, work_bytes, tree_bytes(directory) - work_bytes)
+
+
+def tree_bytes(path: Path) -> int:
+    """The space that the tree occupies, without parts that cannot be read. Blocks."""
+    size_bytes = 0
+    directories = [str(path)]
+    while directories:
+        with contextlib.suppress(OSError), os.scandir(directories.pop()) as entries:
+            for entry in entries:
+                with contextlib.suppress(OSError):
+                    size_bytes += entry.stat(follow_symlinks=False).st_blocks * 512
+                    if entry.is_dir(follow_symlinks=False):
+                        directories.append(entry.path)
+    return size_bytes
+
+
+def try_remove_tree(path: Path) -> None:
+    """Removes as much of the tree as possible. Blocks."""
+    with contextlib.suppress(OSError):
+        if stat.S_ISDIR(os.lstat(path).st_mode):
+            _empty(path)
+            path.rmdir()
+        else:
+            path.unlink()
+
+
+def _empty(root: Path) -> None:
+    """Empties the directory. Directories below are moved up to it first: a job can nest them deeper than
+    recursion and the length of a path allow."""
+    root_fd = _open_directory(str(root))
+    try:
+        pending = _unlink_files(root_fd)
+        taken = set(pending)
+        names = (name for name in map(str, itertools.count()) if name not in taken)
+        while pending:
+            name = pending.pop()
+            with contextlib.suppress(OSError):
+                fd = _open_directory(name, dir_fd=root_fd)
+                try:
+                    for inner in _unlink_files(fd):
+                        above = next(names)
+                        with contextlib.suppress(OSError):
+                            os.rename(inner, above, src_dir_fd=fd, dst_dir_fd=root_fd)
+                            pending.append(above)
+                finally:
+                    os.close(fd)
+                os.rmdir(name, dir_fd=root_fd)
+    finally:
+        os.close(root_fd)
+
+
+def _open_directory(name: str, *, dir_fd: int | None = None) -> int:
+    flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+    try:
+        fd = os.open(name, flags, dir_fd=dir_fd)
+    except PermissionError:
+        os.chmod(name, 0o700, dir_fd=dir_fd)
+        fd = os.open(name, flags, dir_fd=dir_fd)
+    try:
+        os.fchmod(fd, 0o700)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+def _unlink_files(fd: int) -> list[str]:
+    """Removes everything but directories; returns the names of these, made writable."""
+    directories = []
+    with os.scandir(fd) as entries:
+        found = [(entry.name, entry.is_dir(follow_symlinks=False)) for entry in entries]
+    for name, is_directory in found:
+        with contextlib.suppress(OSError):
+            if is_directory:
+                os.close(_open_directory(name, dir_fd=fd))  # moving it changes its parent entry
+                directories.append(name)
+            else:
+                os.unlink(name, dir_fd=fd)
+    return directories

@@ -1,0 +1,178 @@
+"""Finds the leading controller and keeps a connection to it.
+
+Each round tries the known controllers in turn. If every one of them replies that it does not lead, no
+controller can be reclaiming this node's jobs, which extends its lease (heartbeats.py).
+"""
+
+from __future__ import annotations
+
+import enum
+import logging
+import random
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from typing import TypeVar
+
+from genie.errors import (
+    ConnectionLostError,
+    FencedError,
+    GenieError,
+    NothingListensError,
+    NotLeaderError,
+)
+from genie.model.messages import AGENT_REQUESTS, Message, Request
+from genie.model.names import address_text, parse_endpoint
+from genie.processes.clock import Clock
+from genie.runtime import rpc
+from genie.runtime.credentials import Access, connect_authenticated
+from genie.runtime.network import ClientTls, Network
+
+_log = logging.getLogger(__name__)
+_Reply = TypeVar("_Reply", bound=Message)
+
+BACKOFF_S_MIN = 0.05
+CONTROLLERS_MAX = 16
+PROGRAM = "agent"
+
+
+class _Outcome(enum.Enum):
+    SERVED = enum.auto()
+    NOT_LEADING = enum.auto()
+    UNKNOWN = enum.auto()
+    """No reply, or one that does not show whether it leads."""
+
+
+class LeaderConnection:
+    """Reconnects with backoff. `on_registered` and `replace_access` apply from the next connection."""
+
+    def __init__(
+        self,
+        access: Access,
+        *,
+        network: Network,
+        clock: Clock,
+        rng: random.Random,
+        handler: rpc.Handler,
+        timeout_s: float = 5.0,
+        backoff_s_max: float = 1.0,
+    ) -> None:
+        self.access = access
+        self.endpoints: tuple[tuple[str, int], ...] = ((access.host, access.port),)
+        """All known controllers, the last leader first."""
+        self._network = network
+        self._clock = clock
+        self._rng = rng
+        self._handler = handler
+        self._peer: rpc.Peer | None = None
+        self._timeout_s = timeout_s
+        self._backoff_s_max = backoff_s_max
+        self._has_registered = False
+        """From then on every error except FencedError is retried."""
+
+    @property
+    def is_connected(self) -> bool:
+        return self._peer is not None and not self._peer.is_closed
+
+    def on_registered(
+        self, endpoints: tuple[tuple[str, int], ...], *, timeout_s: float, backoff_s_max: float
+    ) -> None:
+        """Applies what the leader returned. `timeout_s` is for connecting and the handshake."""
+        self.endpoints = endpoints
+        self._timeout_s = timeout_s
+        self._backoff_s_max = backoff_s_max
+        self._has_registered = True
+
+    def replace_access(self, access: Access) -> None:
+        """Uses a renewed certificate."""
+        self.access = access
+
+    async def call(self, request: Request[_Reply], *, timeout_s: float) -> _Reply:
+        """Sends a request to the leader. Raises ConnectionLostError if there is no connection."""
+        if self._peer is None:
+            raise ConnectionLostError("no connection to the controller")
+        return await self._peer.call(request, timeout_s=timeout_s)
+
+    async def call_unauthenticated(
+        self, request: Request[_Reply], *, tls: ClientTls, timeout_s: float
+    ) -> _Reply:
+        """Sends a request that is allowed before Hello to the first known controller that can be reached."""
+        for host, port in self.endpoints[:-1]:
+            try:
+                return await self._call_endpoint(host, port, request, tls=tls, timeout_s=timeout_s)
+            except GenieError as error:
+                _log.info("controller %s: %s", address_text(host, port), error)
+        return await self._call_endpoint(*self.endpoints[-1], request, tls=tls, timeout_s=timeout_s)
+
+    async def _call_endpoint(
+        self, host: str, port: int, request: Request[_Reply], *, tls: ClientTls, timeout_s: float
+    ) -> _Reply:
+        async with rpc.dial(self._network, host, port, tls=tls, timeout_s=timeout_s) as peer:
+            return await peer.call(request, timeout_s=timeout_s)
+
+    async def run(
+        self, serve: Callable[[rpc.Peer], Awaitable[None]], on_no_leader: Callable[[float], None]
+    ) -> None:
+        """Runs until cancelled. `serve` gets a connection to a leader and returns when it no longer leads.
+
+        Raises FencedError, and until the first registration every error that is not retryable (token,
+        certificate, version).
+        """
+        delay_s = BACKOFF_S_MIN
+        while True:
+            began_s = self._clock.monotonic_s()
+            outcomes = await self._try_endpoints(serve)
+            if _Outcome.SERVED in outcomes:
+                if self._clock.monotonic_s() - began_s > self._backoff_s_max:
+                    delay_s = BACKOFF_S_MIN
+            elif _Outcome.UNKNOWN not in outcomes:
+                on_no_leader(began_s)
+            await self._clock.sleep(delay_s * self._rng.uniform(0.5, 1.0))
+            delay_s = min(delay_s * 2, self._backoff_s_max)
+
+    async def _try_endpoints(self, serve: Callable[[rpc.Peer], Awaitable[None]]) -> list[_Outcome]:
+        outcomes: list[_Outcome] = []
+        for endpoint in self.endpoints:
+            outcomes.append(await self._try_endpoint(endpoint, serve))
+            if outcomes[-1] is _Outcome.SERVED:
+                break
+        return outcomes
+
+    def _add_endpoints(self, controllers: tuple[str, ...]) -> None:
+        """Adds the controllers that a controller knows of. Removes none."""
+        found = (parse_endpoint(text) for text in controllers[:CONTROLLERS_MAX])
+        self.endpoints = tuple(dict.fromkeys((*self.endpoints, *found)))[:CONTROLLERS_MAX]
+
+    async def _try_endpoint(
+        self, endpoint: tuple[str, int], serve: Callable[[rpc.Peer], Awaitable[None]]
+    ) -> _Outcome:
+        host, port = endpoint
+        served = False
+        try:
+            async with connect_authenticated(
+                self._network,
+                replace(self.access, host=host, port=port),
+                timeout_s=self._timeout_s,
+                program=PROGRAM,
+                requests=AGENT_REQUESTS,
+                handler=self._handler,
+            ) as (peer, welcome):
+                self._add_endpoints(welcome.controllers)
+                if not welcome.leading:
+                    return _Outcome.NOT_LEADING
+                self._peer = peer
+                self.endpoints = (endpoint, *(one for one in self.endpoints if one != endpoint))
+                served = True
+                await serve(peer)
+        except (NotLeaderError, NothingListensError) as error:
+            _log.debug("no leader at %s: %s", address_text(host, port), error)
+            return _Outcome.SERVED if served else _Outcome.NOT_LEADING
+        except FencedError:
+            raise
+        except GenieError as error:
+            if not error.retryable and not self._has_registered:
+                raise
+            _log.warning("connection to controller %s failed: %s", address_text(host, port), error)
+            return _Outcome.SERVED if served else _Outcome.UNKNOWN
+        finally:
+            self._peer = None
+        return _Outcome.SERVED

@@ -1,0 +1,194 @@
+"""Finds and kills all processes of a job, also those whose shim or agent died.
+
+A job has a control group (processes/cgroups.py) where the agent may create one. Processes are also found by
+start record, by GENIE_JOB_DIR in their environment, as descendants of those, and as orphans that the agent
+has adopted. The normal end of a job is shim.py's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import signal
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+
+from genie.agent import job_files
+from genie.errors import StoreFullError
+from genie.processes import cgroups, files, process_table
+from genie.processes.marks import ProcessMark
+
+_log = logging.getLogger(__name__)
+
+JOB_DIR_VARIABLE = "GENIE_JOB_DIR"
+GROUP_PREFIX = "genie-"
+GROUPS_FILE = "cgroups"
+END_TIMEOUT_S = 2.0
+SHOWN_MAX = 5
+_STEP_S_MIN = 0.02
+_STEP_S_MAX = 0.2
+
+Survivors = dict[ProcessMark, str]
+"""Processes that could not be killed, with the IDs of their jobs."""
+
+
+@dataclass
+class JobProcesses:
+    """The processes of one job, or of all jobs under a directory."""
+
+    directory: Path
+    """Of the job, or of all jobs."""
+    groups: Mapping[str, str] = field(default_factory=dict)
+    """Control groups, with the IDs of their jobs."""
+    known: Survivors = field(default_factory=dict)
+    """Processes that are known already, such as those of the start record, with the IDs of their jobs."""
+    orphans: Callable[[], Survivors] = dict
+    """Returns adopted processes that belong to these jobs."""
+
+    def is_any_contained(self) -> bool:
+        """Whether a control group has a process."""
+        return any(cgroups.processes(path) for path in self.groups)
+
+    def end(self, *, timeout_s: float = END_TIMEOUT_S) -> tuple[int, Survivors]:
+        """Kills them. Returns their number and the survivors.
+
+        Blocks. Repeats until none is found, to include processes that start meanwhile.
+        """
+        seen: set[ProcessMark] = set()
+        deadline = time.monotonic() + timeout_s
+        step_s = _STEP_S_MIN
+        while True:
+            alive = self._find()
+            seen |= alive.keys()
+            # Stop all before killing one: none may react by starting another process or writing an exit
+            # record.
+            for number in (signal.SIGSTOP, signal.SIGKILL):
+                for mark in alive:
+                    mark.send_signal(number)
+            for path in self.groups:
+                cgroups.kill(path)
+            if not alive or time.monotonic() >= deadline:
+                return len(seen), alive
+            time.sleep(step_s)
+            step_s = min(2 * step_s, _STEP_S_MAX)
+
+    def remove_groups(self) -> None:
+        for path in self.groups:
+            if not cgroups.remove(path):
+                _log.info("could not remove the control group %s", path)
+
+    def _find(self) -> Survivors:
+        found = self.known | _find_by_environment(self.directory) | self.orphans()
+        for path, job_id in self.groups.items():
+            found |= {ProcessMark(pid, start): job_id for pid, start in cgroups.processes(path).items()}
+        # Never this process nor its children: a job can write anything into its start record.
+        found = {mark: job_id for mark, job_id in found.items() if mark.pid != os.getpid() and mark.is_alive}
+        for mark, job_id in list(found.items()):
+            below = process_table.descendants(mark.pid)
+            if os.getpid() not in below:
+                found |= {ProcessMark(pid, start): job_id for pid, start in below.items()}
+        self.known = {mark: job_id for mark, job_id in found.items() if mark.is_alive}
+        return self.known
+
+
+def read_start_record(path: Path) -> tuple[ProcessMark, ...]:
+    """Returns the processes of a start record (shim and command); empty if there is no valid record."""
+    try:
+        body = json.loads(job_files.read(path))
+        return tuple(ProcessMark(int(pid), str(start)) for pid, start in body.values())
+    except FileNotFoundError:
+        return ()
+    except (OSError, ValueError, TypeError, AttributeError, OverflowError, RecursionError) as error:
+        _log.warning("could not read %s: %s", path, error)
+        return ()
+
+
+def parse_survivors(record: bytes) -> tuple[ProcessMark, ...]:
+    """The processes that a shim could not kill, from its exit record; empty if it is invalid."""
+    try:
+        return tuple(ProcessMark(int(pid), str(start)) for pid, start in json.loads(record)["survivors"])
+    except (ValueError, TypeError, KeyError, OverflowError, RecursionError):
+        return ()
+
+
+def read_known(job_dir: Path) -> tuple[ProcessMark, ...]:
+    """All processes that the records in the directory of a job name."""
+    survivors: tuple[ProcessMark, ...] = ()
+    with contextlib.suppress(OSError):
+        survivors = parse_survivors(job_files.read(job_dir / "exit.json"))
+    return read_start_record(job_dir / "started.json") + survivors
+
+
+def find_orphans() -> list[ProcessMark]:
+    """Processes that this process, as a subreaper, has adopted. Reaps those that have ended.
+
+    Children that it started itself are in its session, which no orphan of a job can enter, or in
+    `own_children`.
+    """
+    session, found = os.getsid(0), []
+    with process_table.own_children_lock:
+        adopted = process_table.children(os.getpid())
+        own = set(process_table.own_children)
+    for pid, child_session in adopted.items():
+        mark = ProcessMark.of(pid)
+        if child_session == session or pid in own or mark is None:
+            continue
+        if mark.is_alive:
+            found.append(mark)
+        else:
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(pid, os.WNOHANG)
+    return found
+
+
+def read_groups(record: Path) -> set[str]:
+    """Control groups that earlier agents of this node have used for jobs; empty if unknown."""
+    try:
+        lines = files.read_small(record).splitlines()
+    except (OSError, UnicodeDecodeError):
+        return set()
+    return {line for line in lines if Path(line).name.startswith(GROUP_PREFIX)}
+
+
+def record_groups(record: Path, groups: set[str]) -> None:
+    """Records the control groups for the next agent of this node, which may be started in another one."""
+    try:
+        if groups != read_groups(record):
+            files.write_private(record, "".join(f"{path}\n" for path in sorted(groups)).encode())
+    except StoreFullError as error:
+        _log.warning("could not record the control groups of jobs: %s", error)
+
+
+def describe(survivors: Iterable[ProcessMark]) -> str:
+    """For users: which processes could not be killed, and why."""
+    pids = sorted(mark.pid for mark in survivors)
+    shown = [str(pid) + (" (uninterruptible)" if _is_blocked(pid) else "") for pid in pids[:SHOWN_MAX]]
+    more = f" and {len(pids) - SHOWN_MAX} more" if len(pids) > SHOWN_MAX else ""
+    noun = "process" if len(pids) == 1 else "processes"
+    return f"cannot kill {noun} {', '.join(shown)}{more}"
+
+
+def _is_blocked(pid: int) -> bool:
+    return "D" in process_table.thread_states(pid)
+
+
+def _find_by_environment(directory: Path) -> Survivors:
+    prefix = f"{directory}{os.sep}"
+    found: Survivors = {}
+    for process in psutil.process_iter():
+        try:
+            job_dir = process.environ().get(JOB_DIR_VARIABLE, "")
+        except (psutil.Error, OSError):
+            continue  # ended, or another user's
+        if process.pid == os.getpid() or not f"{job_dir}{os.sep}".startswith(prefix):
+            continue
+        mark = ProcessMark.of(process.pid)
+        if mark is not None:
+            found[mark] = Path(job_dir).name
+    return found

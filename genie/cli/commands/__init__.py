@@ -1,0 +1,1 @@
+"""The commands of `genie`, except those of `genie grid`."""

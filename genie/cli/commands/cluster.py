@@ -1,0 +1,426 @@
+"""Commands that start and stop a cluster (up, join, down) and manage its nodes (drain, undrain, forget).
+
+In the foreground, `up` and `join` supervise their processes and stop them at Ctrl-C. With `--detach` they
+start themselves in the background, wait until the background process is ready, and return. The processes
+are supervised by supervisor/local_cluster.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import os
+import signal
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import AbstractAsyncContextManager
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from genie.cli import output
+from genie.cli.app import INTERRUPTED, Invocation, app, command, read_token_file
+from genie.cli.quantities import count_text, parse_labels
+from genie.errors import GenieError, UsageError
+from genie.model.names import address_text, parse_address
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from genie.cluster.client import ClusterClient
+    from genie.config import Settings
+    from genie.model.job import Job
+    from genie.supervisor.local_cluster import Supervisor
+
+_LIST_S = 3.0
+_JOBS_SHOWN_MAX = 100
+
+NodeId = Annotated[str, typer.Argument(metavar="NODE", help="Node ID, as listed by 'genie nodes'.")]
+Labels = Annotated[
+    list[str] | None,
+    typer.Option("--label", metavar="K=V", help="Label of this node; jobs can select it; repeatable."),
+]
+Rack = Annotated[
+    str | None, typer.Option(metavar="NAME", help="Rack name; nodes of one rack count as close.")
+]
+Detach = Annotated[bool, typer.Option("--detach", "-d", help="Run in the background.")]
+
+
+@command(app, "up", example="genie up --detach")
+def up(
+    invocation: Invocation,
+    *,
+    detach: Detach = False,
+    bind: Annotated[
+        str | None, typer.Option(metavar="ADDRESS", help="Address to listen on (default: 127.0.0.1).")
+    ] = None,
+    port: Annotated[
+        str | None, typer.Option(metavar="N", help="Port to listen on; 0 picks a free port (default: 5555).")
+    ] = None,
+    store: Annotated[
+        str | None,
+        typer.Option(
+            metavar="STORE", help="Store: sqlite, sqlite:/PATH or etcd://HOST:PORT,... (default: sqlite)."
+        ),
+    ] = None,
+    tls: Annotated[
+        str | None,
+        typer.Option(metavar="on|off", help="Use TLS; off is allowed on loopback only (default: on)."),
+    ] = None,
+    no_agent: Annotated[
+        bool, typer.Option("--no-agent", help="Start only the controller, no agent.")
+    ] = False,
+    label: Labels = None,
+    rack: Rack = None,
+) -> None:
+    """Start a cluster on this machine: a controller, and an agent for its accelerators.
+
+    Without --detach, runs until Ctrl-C and then stops controller and agent.
+    """
+    given = {"controller.bind": bind, "controller.port": port, "controller.store": store}
+    settings = invocation.load_settings(
+        {**given, "controller.tls": tls, **_node_settings(label, rack)}, keep_logs=True
+    )
+    from genie.controller.nodes.admission import check_bind
+
+    check_bind(settings.controller)
+    if detach:
+        from genie.cli import background
+
+        flags = {"--bind": bind, "--port": port, "--store": store, "--tls": tls}
+        arguments = [f"{name}={value}" for name, value in flags.items() if value is not None]
+        arguments += ["--no-agent"] if no_agent else []
+        arguments += _node_arguments(label, rack)
+        background.start(["up", *arguments], settings=settings, invocation=invocation)
+        asyncio.run(_print_summary(settings))
+        return
+    from genie.supervisor import local_cluster
+
+    supervision = local_cluster.up(settings, progress=output.print_message, agent=not no_agent)
+    raise typer.Exit(_supervise(supervision, settings))
+
+
+@command(app, "join", example="genie join 10.0.0.5 --token-file join.token --detach")
+def join(
+    invocation: Invocation,
+    *,
+    controller: Annotated[str, typer.Argument(metavar="ADDR[:PORT]", help="Address of the controller.")],
+    token: Annotated[
+        str | None,
+        typer.Option(
+            metavar="T",
+            help="Join token ('genie token create --join'); - reads standard input. "
+            "Visible in the process list; --token-file is not.",
+        ),
+    ] = None,
+    node_id: Annotated[str | None, typer.Option(metavar="NAME", help="Node ID (default: host name).")] = None,
+    label: Labels = None,
+    rack: Rack = None,
+    detach: Detach = False,
+) -> None:
+    """Add this machine and its accelerators to a cluster on another machine.
+
+    The token is needed only the first time; after that, the machine has its own credentials.
+    """
+    host, port = parse_address(controller, what="ADDR")
+    if token is not None and invocation.token_file is not None:
+        raise UsageError("--token and --token-file are mutually exclusive", hint="give one of them")
+    text = read_token_file("-", what="--token") if token == "-" else token
+    arguments = {
+        "cluster.discovery_method": "address",
+        "cluster.master_addr": host,
+        "cluster.master_port": port,
+        "cluster.node_id": node_id,
+        **({} if text is None else {"cluster.token": text}),
+        **_node_settings(label, rack),
+    }
+    settings = invocation.load_settings(arguments, keep_logs=True)
+    _check_join_token(settings)
+    from genie.supervisor import local_cluster
+
+    if detach:
+        from genie.cli import background
+
+        join_command = ["join", controller, *(() if node_id is None else (f"--node-id={node_id}",))]
+        join_command += _node_arguments(label, rack)
+        background.start(join_command, settings=settings, invocation=invocation, token=settings.cluster.token)
+        running = local_cluster.find_running(settings.paths.state_dir)
+        output.write_line(_joined_text(settings, running.node_id if running else "-"))
+        return
+    supervision = local_cluster.up_agent(settings, settings.cluster, progress=output.print_message)
+    raise typer.Exit(_supervise(supervision, settings))
+
+
+@command(app, "down", example="genie down")
+def down(invocation: Invocation) -> None:
+    """Stop the cluster or agent on this machine. Jobs that run on it are terminated."""
+    from genie.supervisor import local_cluster
+
+    settings = invocation.load_settings()
+    found = local_cluster.find_running(settings.paths.state_dir)
+    if found is None:
+        output.write_line("nothing to stop: no cluster or agent is running on this machine")
+        return
+    state_dir = settings.paths.state_dir
+    progress: Callable[[str], None] = output.print_message
+    if local_cluster.CONTROLLER in found.pids:
+        _print_ending_jobs(settings, found.node_id)
+    elif found.node_id:
+        progress = _ignore_progress
+        output.print_message(f"stopping the agent of node {found.node_id}")
+    asyncio.run(
+        local_cluster.stop_running(state_dir, progress=progress, agent_grace_s=settings.agent.stop_grace_s)
+    )
+    output.write_line("stopped")
+
+
+@command(app, "forget", example="genie forget gpu-box-3")
+def forget(
+    invocation: Invocation,
+    *,
+    node_id: NodeId,
+) -> None:
+    """Remove a node from the cluster and revoke its credentials.
+
+    Fails while the node is connected. To rejoin, the machine needs a new join token.
+    """
+    _change_node(invocation, node_id, lambda client: client.forget_node(node_id))
+    output.write_line(f"{node_id}: removed")
+
+
+@command(app, "drain", example='genie drain gpu-box-3 --reason "new fans on Friday"')
+def drain(
+    invocation: Invocation,
+    *,
+    node_id: NodeId,
+    reason: Annotated[
+        str,
+        typer.Option("--reason", metavar="TEXT", help="Reason; shown by 'genie nodes' and for pending jobs."),
+    ] = "",
+) -> None:
+    """Stop placing jobs on a node; running jobs continue. Lasts until 'genie undrain'."""
+    _change_node(invocation, node_id, lambda client: client.drain_node(node_id, reason=reason))
+    output.write_line(f"{node_id}: drained; running jobs continue")
+
+
+@command(app, "undrain", example="genie undrain gpu-box-3")
+def undrain(
+    invocation: Invocation,
+    *,
+    node_id: NodeId,
+) -> None:
+    """Resume placing jobs on a drained node."""
+    _change_node(invocation, node_id, lambda client: client.undrain_node(node_id))
+    output.write_line(f"{node_id}: accepting work again")
+
+
+def _change_node(
+    invocation: Invocation, node_id: str, change: Callable[[ClusterClient], Awaitable[None]]
+) -> None:
+    from genie.cluster.client import open_client
+    from genie.model.names import validate_node_id
+
+    validate_node_id(node_id, what="NODE")
+    settings = invocation.load_settings()
+
+    async def work() -> None:
+        async with open_client(settings) as client:
+            await change(client)
+
+    asyncio.run(work())
+
+
+def _node_settings(label: list[str] | None, rack: str | None) -> dict[str, object]:
+    """Return --label and --rack as settings; None leaves a setting to its other sources."""
+    from genie.config.labels import validate_label
+
+    labels = parse_labels(label)
+    if rack is not None:
+        validate_label(rack, what="--rack")
+    return {"agent.labels": labels or None, "agent.rack": rack}
+
+
+def _node_arguments(label: list[str] | None, rack: str | None) -> list[str]:
+    """Return --label and --rack as command-line arguments, for `--detach`."""
+    return [*(f"--label={text}" for text in label or ()), *(() if rack is None else (f"--rack={rack}",))]
+
+
+def _check_join_token(settings: Settings) -> None:
+    """Reject a malformed token or node ID here instead of in the agent's log."""
+    from genie.model.names import validate_node_id
+    from genie.tenancy.access import parse_token
+
+    if settings.cluster.node_id is not None:
+        validate_node_id(settings.cluster.node_id, what="--node-id")
+    if settings.cluster.token is not None:
+        parse_token(settings.cluster.token)
+
+
+def _supervise(supervision: AbstractAsyncContextManager[Supervisor], settings: Settings) -> int:
+    return asyncio.run(_run_until_stopped(supervision, settings))
+
+
+async def _run_until_stopped(supervision: AbstractAsyncContextManager[Supervisor], settings: Settings) -> int:
+    """Start the processes and wait for Ctrl-C, SIGTERM or their exit. Return the exit code."""
+    ready = False
+    with _stop_signals() as stopped:
+        try:
+            async with supervision as supervisor:
+                with _process_record(settings.paths.state_dir):
+                    ready = True
+                    if supervisor.cluster is not None:
+                        await _print_summary(settings)
+                    else:
+                        output.write_line(_joined_text(settings, supervisor.node_id))
+                    output.print_message("running; press Ctrl-C to stop")
+                    await supervisor.wait()
+                    output.print_message("stopped by another process")
+        except asyncio.CancelledError:
+            if not stopped:
+                raise
+    return 0 if ready else INTERRUPTED
+
+
+@contextlib.contextmanager
+def _stop_signals() -> Iterator[list[int]]:
+    """Cancel the current task at the first Ctrl-C or SIGTERM; ignore further ones."""
+    loop = asyncio.get_running_loop()
+    task = asyncio.current_task()
+    assert task is not None
+    seen: list[int] = []
+
+    def stop(number: int) -> None:
+        seen.append(number)
+        if len(seen) == 1:
+            output.print_message("stopping")
+            task.cancel()
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, stop, number)
+    try:
+        yield seen
+    finally:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.remove_signal_handler(number)
+
+
+@contextlib.contextmanager
+def _process_record(state_dir: Path) -> Iterator[None]:
+    """Record this process as the supervisor, for 'genie down' and `--detach`."""
+    from genie.supervisor import local_cluster, process_records
+
+    process_records.record_process(state_dir, local_cluster.SUPERVISOR, os.getpid(), ready=True)
+    try:
+        yield
+    finally:
+        process_records.remove_record(state_dir, local_cluster.SUPERVISOR)
+
+
+async def _print_summary(settings: Settings) -> None:
+    """Print nodes, addresses and next commands of a cluster that has just started."""
+    from genie.cli.commands.views import standby_facts, write_nodes
+    from genie.cluster.client import open_client
+    from genie.controller.nodes.admission import advertised_host
+    from genie.model.names import is_loopback
+    from genie.runtime.credentials import OWNER_TOKEN_FILE, LocalCluster
+    from genie.supervisor.local_cluster import owner_access
+
+    state_dir = settings.paths.state_dir
+    found = LocalCluster.read(state_dir)
+    assert found is not None, "the controller writes local.json before it accepts connections"
+    where = address_text(found.host, found.port)
+    if not (state_dir / OWNER_TOKEN_FILE).exists():  # only a standby has none
+        output.write_facts([("address", where), ("role", "standby"), ("stop", "genie down")])
+        return
+    access = owner_access(state_dir, found)
+    async with open_client(dataclasses.replace(settings, cluster=access)) as client:
+        status = await client.status()
+        if not status.leading:
+            output.write_facts([("address", where), *standby_facts(status), ("stop", "genie down")])
+            return
+        views = await client.nodes()
+    if views:
+        write_nodes(views)
+        output.write_line("")
+    public_host = advertised_host(settings.controller)
+    init_address = f'"{found.host}", master_port={found.port}' if found.port != 5555 else f'"{found.host}"'
+    output.write_facts(
+        [
+            ("address", where),
+            ("token", f"{state_dir / OWNER_TOKEN_FILE} (read by commands on this machine)"),
+            ("python", f"await genie.init(master_addr={init_address})"),
+            ("job", "genie submit --wait -- echo hello"),
+            *_access_facts(address_text(public_host, found.port), loopback=is_loopback(public_host)),
+            ("stop", "genie down"),
+        ]
+    )
+
+
+def _access_facts(where: str, *, loopback: bool) -> list[tuple[str, str]]:
+    """Return the commands with which other machines join and log in."""
+    from genie.supervisor.hosting import JOIN_TOKEN_COMMAND
+
+    if loopback:
+        return [
+            (
+                "join",
+                "not possible: the cluster listens on loopback only; restart with: genie up --bind ADDRESS",
+            )
+        ]
+    return [
+        ("join", f"{JOIN_TOKEN_COMMAND}; on the other machine: genie join {where} --token-file join.token"),
+        ("login", f"genie token create; on the other machine: genie login {where}"),
+    ]
+
+
+def _joined_text(settings: Settings, node_id: str) -> str:
+    where = address_text(settings.cluster.master_addr or "", settings.cluster.master_port)
+    return f"joined {where} as {node_id}"
+
+
+def _ignore_progress(_line: str) -> None:
+    """Progress callback that prints nothing."""
+
+
+def _print_ending_jobs(settings: Settings, node_id: str) -> None:
+    """`node_id` is that of the agent on this machine; empty without one."""
+    try:
+        jobs = asyncio.run(_running_jobs(settings))
+    except (GenieError, TimeoutError) as error:
+        output.print_message(f"could not list the running jobs: {output.one_line(str(error)) or 'no reply'}")
+        return
+    ending = [job for job in jobs if any(place.node_id == node_id for place in job.placements)]
+    for job in ending[:_JOBS_SHOWN_MAX]:
+        output.print_message(f"job {job.job_id} ({job.spec.name}) is {job.state} and will be terminated")
+    if (more := len(ending) - _JOBS_SHOWN_MAX) > 0:
+        output.print_message(f"{count_text(more, 'more job')} on this machine will be terminated")
+    if elsewhere := len(jobs) - len(ending):
+        output.print_message(
+            f"{count_text(elsewhere, 'job')} on other machines will continue without this controller; "
+            "'genie up' lists and manages them again"
+        )
+
+
+async def _running_jobs(settings: Settings) -> list[Job]:
+    from genie.cluster.client import open_client
+    from genie.model.job import JobState
+    from genie.model.limits import LIST_MAX
+    from genie.runtime.credentials import LocalCluster
+    from genie.supervisor.local_cluster import owner_access
+
+    state_dir = settings.paths.state_dir
+    found = LocalCluster.read(state_dir)
+    if found is None:
+        return []
+    ours = dataclasses.replace(settings, cluster=owner_access(state_dir, found))
+    async with asyncio.timeout(_LIST_S), open_client(ours, timeout_s=_LIST_S) as client:
+        jobs: list[Job] = []
+        more, before = True, None
+        while more:
+            page, more = await client.list_jobs(
+                states=(JobState.PLACING, JobState.RUNNING), limit=LIST_MAX, before_sequence=before
+            )
+            jobs += page
+            before = page[-1].sequence if page else None
+            more = more and before is not None
+        return jobs

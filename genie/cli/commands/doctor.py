@@ -1,0 +1,79 @@
+"""`genie doctor`: runs the checks of checks.py and prints results and fixes.
+
+Exits with 1 if a required part failed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Callable, Iterable
+
+import typer
+
+from genie.cli import checks, output
+from genie.cli.app import AsJson, Invocation, app, command
+from genie.cli.checks import Check, Verdict
+from genie.config import Settings
+
+_log = logging.getLogger(__name__)
+
+
+@command(app, "doctor", example="genie doctor --json")
+def doctor(invocation: Invocation, *, as_json: AsJson = False) -> None:
+    """Check software, hardware, network and cluster, and suggest fixes."""
+    settings = invocation.load_settings()
+    found = run_checks(settings)
+    failed = any(check.verdict is Verdict.FAILED for check in found)
+    if as_json:
+        output.write_json({"ok": not failed, "checks": [dataclasses.asdict(check) for check in found]})
+    else:
+        rows = [(c.name, c.verdict.value, _details(c, debug=invocation.debug)) for c in found]
+        output.write_table(("check", "result", "details"), rows)
+        _write_fixes(found)
+    if failed:
+        raise typer.Exit(1)
+
+
+def run_checks(settings: Settings) -> list[Check]:
+    parts: list[tuple[str, Callable[[], Iterable[Check]]]] = [
+        ("python", checks.python),
+        ("packages", checks.packages),
+        ("tools", checks.tools),
+        ("accelerators", checks.accelerators),
+        ("network", lambda: checks.network(settings)),
+        ("state directory", lambda: checks.state_directory(settings)),
+        ("clock", checks.clock),
+        ("certificates", lambda: checks.certificates(settings)),
+        ("cluster", lambda: checks.cluster(settings)),
+    ]
+    return [check for name, part in parts for check in _run_part(name, part)]
+
+
+def _run_part(name: str, part: Callable[[], Iterable[Check]]) -> list[Check]:
+    """Run one part. An exception becomes a warning, so that the other parts still run."""
+    try:
+        return list(part())
+    except Exception as error:
+        _log.debug("check %s raised an exception", name, exc_info=True)
+        found = f"internal error in the check: {type(error).__name__}: {error}"
+        return [
+            Check(
+                name=name,
+                verdict=Verdict.WARNING,
+                found=found,
+                fix="run genie doctor --debug and report the output",
+            )
+        ]
+
+
+def _details(check: Check, *, debug: bool) -> str:
+    return f"{check.found} ({check.detail})" if debug and check.detail else check.found
+
+
+def _write_fixes(found: list[Check]) -> None:
+    fixes = [(c.name, c.fix) for c in found if c.fix and c.verdict is not Verdict.OK]
+    if not fixes:
+        return
+    output.write_line("")
+    output.write_table(("check", "fix"), fixes)

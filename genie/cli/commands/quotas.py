@@ -1,0 +1,154 @@
+"""Commands for quotas: quota list, set and remove. Only the owner sets and removes quotas.
+
+The meaning of a quota is in scheduler/quota.py and docs/SCHEDULING.md.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+from genie.cli import output
+from genie.cli.app import AsJson, Invocation, app, command
+from genie.cli.quantities import parse_number
+from genie.errors import UsageError
+from genie.model.limits import QUOTA_GPUS_MAX, WEIGHT_MAX, WEIGHT_MIN
+
+if TYPE_CHECKING:
+    from genie.config import Settings
+    from genie.model.messages import QuotasReply, QuotaView
+    from genie.model.tenant import QuotaRecord
+
+_COLUMNS = ("tenant", "gpu quota", "borrow limit", "gpus in use", "weight")
+_ALL = "all"
+_UNLIMITED = "unlimited"
+
+
+class _ListByDefault(TyperGroup):
+    """Runs `list` when no subcommand is given."""
+
+    # Any: the types of the parser differ between versions of typer.
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        is_option = bool(args) and args[0].startswith("-") and args[0] not in ctx.help_option_names
+        return super().parse_args(ctx, ["list", *args] if is_option or not args else args)
+
+
+quotas = typer.Typer(
+    name="quota",
+    cls=_ListByDefault,
+    help="List, set and remove GPU quotas of tenants.",
+    rich_markup_mode="rich",
+)
+app.add_typer(quotas)
+
+
+@command(quotas, "list", example="genie quota list --json")
+def list_quotas(invocation: Invocation, *, as_json: AsJson = False) -> None:
+    """List quota, borrow limit and usage per tenant, in GPUs. Only the owner sees all tenants."""
+    reply = asyncio.run(_list(invocation.load_settings()))
+    if as_json:
+        output.write_json(output.as_object(reply))
+        return
+    if not reply.quotas:
+        output.print_message("no quotas are set and no GPUs are in use")
+        return
+    output.write_table(_COLUMNS, [_row(view) for view in reply.quotas])
+    if reply.more:
+        output.print_message("the list is truncated")
+
+
+@command(quotas, "set", example="genie quota set lab --gpus 16 --borrow 8")
+def set_quota(
+    invocation: Invocation,
+    *,
+    tenant: Annotated[
+        str, typer.Argument(metavar="TENANT", help="Tenant, as in 'genie token create --tenant'.")
+    ],
+    gpus: Annotated[
+        str, typer.Option(metavar="N", help="Quota in GPUs, such as 16 or 0.5; all means unlimited.")
+    ],
+    borrow: Annotated[
+        str | None,
+        typer.Option(
+            metavar="N", help="Additional GPUs for preemptible jobs; all means unlimited (default: all)."
+        ),
+    ] = None,
+    weight: Annotated[str, typer.Option(metavar="W", help="Fair-share weight.")] = "1",
+) -> None:
+    """Set the quota of a tenant. Replaces all earlier values, including borrow limit and weight."""
+    from genie.model.names import validate_name
+    from genie.model.tenant import QuotaRecord
+
+    if borrow is not None and gpus == _ALL:
+        raise UsageError("--borrow has no effect with --gpus all", hint="remove --borrow, or give --gpus N")
+    quota = QuotaRecord(
+        tenant=validate_name(tenant, what="TENANT"),
+        gpus=_parse_limit(gpus, what="--gpus"),
+        borrow_gpus=_parse_limit(borrow or _ALL, what="--borrow"),
+        weight=parse_number(weight, what="--weight", low=WEIGHT_MIN, high=WEIGHT_MAX),
+    )
+    asyncio.run(_set(invocation.load_settings(), quota))
+    output.write_line(
+        f"{quota.tenant}: quota {_quota_text(quota)}, borrow limit {_borrow_text(quota)}, "
+        f"weight {quota.weight:g}"
+    )
+
+
+@command(quotas, "remove", example="genie quota remove lab")
+def remove_quota(
+    invocation: Invocation,
+    *,
+    tenant: Annotated[str, typer.Argument(metavar="TENANT", help="Tenant, as listed by 'genie quota'.")],
+) -> None:
+    """Remove the quota of a tenant; its usage is then unlimited."""
+    asyncio.run(_remove(invocation.load_settings(), tenant))
+    output.write_line(f"{output.one_line(tenant)}: quota removed")
+
+
+async def _list(settings: Settings) -> QuotasReply:
+    from genie.cluster.client import open_client
+
+    async with open_client(settings) as client:
+        return await client.quotas()
+
+
+async def _set(settings: Settings, quota: QuotaRecord) -> None:
+    from genie.cluster.client import open_client
+
+    async with open_client(settings) as client:
+        await client.set_quota(quota)
+
+
+async def _remove(settings: Settings, tenant: str) -> None:
+    from genie.cluster.client import open_client
+
+    async with open_client(settings) as client:
+        await client.remove_quota(tenant)
+
+
+def _parse_limit(text: str, *, what: str) -> float | None:
+    return None if text == _ALL else parse_number(text, what=what, high=QUOTA_GPUS_MAX)
+
+
+def _row(view: QuotaView) -> tuple[str, ...]:
+    quota = view.quota
+    return (
+        quota.tenant,
+        _quota_text(quota),
+        _borrow_text(quota),
+        f"{view.held_gpus:g}",
+        f"{quota.weight:g}",
+    )
+
+
+def _quota_text(quota: QuotaRecord) -> str:
+    return _UNLIMITED if quota.gpus is None else f"{quota.gpus:g}"
+
+
+def _borrow_text(quota: QuotaRecord) -> str:
+    if quota.gpus is None:
+        return "-"
+    return _UNLIMITED if quota.borrow_gpus is None else f"{quota.borrow_gpus:g}"

@@ -1,0 +1,392 @@
+"""Commands for simulations: sim run, replay and generate. They use the cluster's scheduler on simulated
+time, with jobs of a trace or synthetic ones, and need no cluster.
+
+The metrics are defined in genie/sim/metrics.py.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from genie.cli import output
+from genie.cli.app import AsJson, Invocation, app, command
+from genie.cli.quantities import duration_text, parse_duration, parse_integer, parse_number
+from genie.errors import UsageError
+
+if TYPE_CHECKING:
+    from genie.config import ControllerConfig
+    from genie.scheduler.request import NodeFacts
+    from genie.scheduler.rules import Rules
+    from genie.sim.events import Failures, SimulationPlan
+    from genie.sim.metrics import Summary, ValueSpread
+    from genie.sim.workloads.workload import SimJob
+
+sim_app = typer.Typer(
+    name="sim",
+    help="Simulate scheduling without a cluster.",
+    no_args_is_help=True,
+    rich_markup_mode="rich",
+)
+app.add_typer(sim_app)
+
+_FAULT_HINT = (
+    "hint: the results mix this policy and the fallback; fix the policy, or raise its time budget with "
+    "GENIE_CONTROLLER_POLICY_BUDGET_S"
+)
+_PLACEMENTS = ("supply", "fgd", "bestfit")
+_FORMATS = ("genie", "philly", "openb")
+_JOBS_MAX = 1_000_000
+_NODES_MAX = 100_000
+_SEED_MAX = 2**31 - 1
+
+_Trace = Annotated[
+    Path | None,
+    typer.Option("--trace", metavar="FILE", help="Trace file with jobs (default: synthetic jobs)."),
+]
+_Format = Annotated[
+    str, typer.Option("--format", metavar="FORMAT", help="Trace format: genie, philly or openb.")
+]
+_Nodes = Annotated[
+    str,
+    typer.Option(
+        "--nodes",
+        metavar="COUNTxGPUS|FILE",
+        help="Cluster size as NODESxGPUS, or a node list file in the openb format.",
+    ),
+]
+_Seed = Annotated[
+    str, typer.Option("--seed", metavar="N", help="Random seed; equal seeds give equal results.")
+]
+_Jobs = Annotated[
+    str | None,
+    typer.Option(
+        "--jobs",
+        metavar="N",
+        help="Number of synthetic jobs, or of jobs read from the trace (default: 2000, or all).",
+    ),
+]
+_Load = Annotated[
+    str | None,
+    typer.Option(
+        "--load",
+        metavar="X",
+        help="Requested / available GPU time (default: 1.2, or that of the trace).",
+    ),
+]
+_Limits = Annotated[
+    str,
+    typer.Option(
+        "--limits", metavar="X", help="Time limits: 1 to X times the duration of the job; 0 sets none."
+    ),
+]
+_FailEvery = Annotated[
+    str | None,
+    typer.Option(
+        "--fail-every",
+        metavar="TIME",
+        help="Mean time between failures per node, such as 30d (default: no failures).",
+    ),
+]
+_ORDER_HELP = "Queue order: fifo, priority, fair, or a custom policy MODULE:CLASS."
+_Order = Annotated[str, typer.Option("--order", metavar="ORDER", help=_ORDER_HELP)]
+_Placement = Annotated[
+    str, typer.Option("--placement", metavar="POLICY", help="Placement policy: supply, fgd or bestfit.")
+]
+
+
+@command(
+    sim_app, "run", example="genie sim run --nodes 128x8 --jobs 2000 --order fair --seed 1 --out results"
+)
+def run(
+    invocation: Invocation,
+    *,
+    trace: _Trace = None,
+    trace_format: _Format = "genie",
+    nodes: _Nodes = "128x8",
+    jobs: _Jobs = None,
+    load: _Load = None,
+    limits: _Limits = "3",
+    order: _Order = "fair",
+    placement: _Placement = "supply",
+    no_backfill: Annotated[bool, typer.Option("--no-backfill", help="Disable backfill.")] = False,
+    no_preempt: Annotated[bool, typer.Option("--no-preempt", help="Disable preemption.")] = False,
+    fail_every: _FailEvery = None,
+    repair: Annotated[
+        str, typer.Option("--repair", metavar="TIME", help="Repair time of a failed node.")
+    ] = "1h",
+    seed: _Seed = "0",
+    out: Annotated[
+        Path | None,
+        typer.Option("--out", metavar="DIR", help="Directory for summary.json and the plots (SVG)."),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Simulate scheduling jobs with durations and print utilization, wait times and fairness.
+
+    Synthetic jobs have single GPUs, fractions, gangs, three priorities and eight tenants.
+    """
+    from genie.sim.events import simulate
+    from genie.sim.metrics import summarise
+
+    settings = invocation.load_settings()
+    seed_number = parse_integer(seed, what="--seed", low=0, high=_SEED_MAX)
+    rules = _rules(order, settings.controller, backfills=not no_backfill, preempts=not no_preempt)
+    machines = _parse_nodes(nodes)
+    _check_choice(trace_format, _FORMATS, what="--format")
+    work = _load_jobs(machines, trace, trace_format, jobs=jobs, load=load, limits=limits, seed=seed_number)
+    plan = _plan(rules, placement, seed_number, failures=_failures(fail_every, repair))
+    line = output.ProgressLine()
+    try:
+        done = simulate(
+            machines, work, plan, progress=lambda finished, total: line("simulating", finished, total)
+        )
+    finally:
+        line.close()
+    summary = summarise(done)
+    if out is not None:
+        _write_results(out, summary, done)
+    if as_json:
+        about = {"placer": done.placer, "decisions": done.decisions, "policy_fault": done.fault}
+        output.write_json({**about, **_as_object(summary)})
+    else:
+        output.write_facts(_facts(summary))
+    if done.fault:
+        output.print_message(f"genie: {output.one_line(done.fault)}")
+        output.print_message(_FAULT_HINT)
+        raise typer.Exit(1)
+
+
+@command(sim_app, "replay", example="genie sim replay --placement supply --seed 3")
+def replay(
+    invocation: Invocation,
+    *,
+    trace: Annotated[
+        Path | None,
+        typer.Option(
+            "--trace",
+            metavar="FILE",
+            help="Pod list of the openb trace, a CSV file (default: synthetic requests).",
+        ),
+    ] = None,
+    nodes: Annotated[
+        Path | None,
+        typer.Option(
+            "--nodes", metavar="FILE", help="Node list of the openb trace, a CSV file; required with --trace."
+        ),
+    ] = None,
+    placement: _Placement = "supply",
+    seed: _Seed = "0",
+    as_json: AsJson = False,
+) -> None:
+    """Place requests that never end and print how much of the cluster they fill."""
+    from genie.controller.placement.placers import placer_factory
+    from genie.sim.replay import replay as run_replay
+    from genie.sim.workloads import traces
+    from genie.sim.workloads.synthetic import synthetic_workload
+    from genie.sim.workloads.traces import Workload
+
+    invocation.load_settings()
+    _check_choice(placement, _PLACEMENTS, what="--placement")
+    seed_number = parse_integer(seed, what="--seed", low=0, high=_SEED_MAX)
+    if (trace is None) != (nodes is None):
+        raise UsageError("--trace and --nodes must be given together", hint="give both files, or neither")
+    if trace is None or nodes is None:
+        workload = synthetic_workload(nodes=60, pods=1000, seed=0)
+    else:
+        workload = Workload(traces.read_nodes(nodes), traces.read_pods(trace))
+    make, _ = placer_factory()
+    outcome = run_replay(workload, lambda seed, typical: make(placement, seed, typical), seed=seed_number)
+    if as_json:
+        output.write_json(vars(outcome))
+        return
+    output.write_facts(
+        [
+            ("allocated", f"{outcome.allocated_pct:.2f}% of the GPUs when requests reach 100%"),
+            ("arrivals", str(outcome.arrivals)),
+            ("rejected", f"{outcome.dropped}, of which {outcome.dropped_multi_gpu} multi-GPU"),
+        ]
+    )
+
+
+@command(sim_app, "generate", example="genie sim generate --jobs 5000 --load 1.1 --seed 7 jobs.csv")
+def generate(
+    invocation: Invocation,
+    *,
+    file: Annotated[
+        str, typer.Argument(help="CSV file to write; - writes to standard output.", metavar="FILE")
+    ],
+    nodes: _Nodes = "128x8",
+    jobs: _Jobs = None,
+    load: _Load = None,
+    limits: _Limits = "3",
+    seed: _Seed = "0",
+) -> None:
+    """Generate synthetic jobs as CSV for 'genie sim run --trace'. --load is relative to --nodes."""
+    from genie.sim.workloads.workload import write_lines, write_workload
+
+    invocation.load_settings()
+    seed_number = parse_integer(seed, what="--seed", low=0, high=_SEED_MAX)
+    made = _load_jobs(_parse_nodes(nodes), None, "", jobs=jobs, load=load, limits=limits, seed=seed_number)
+    if file == "-":
+        write_lines(sys.stdout, made)
+        sys.stdout.flush()
+        return
+    write_workload(Path(file), made)
+    output.print_message(f"wrote {len(made)} jobs to {file}")
+
+
+# -- options ----------------------------------------------------------------------------------------
+
+
+def _check_choice(value: str, allowed: Sequence[str], *, what: str) -> str:
+    if value not in allowed:
+        raise UsageError(f"{what} {value!r} is invalid", hint=f"allowed: {', '.join(allowed)}")
+    return value
+
+
+def _parse_nodes(text: str) -> list[NodeFacts]:
+    from genie.sim.workloads import traces
+    from genie.sim.workloads.workload import to_node_facts, uniform_nodes
+
+    count, by, gpus = text.partition("x")
+    if by and count.isdecimal() and gpus.isdecimal():
+        return uniform_nodes(
+            parse_integer(count, what="--nodes", low=1, high=_NODES_MAX),
+            gpus=parse_integer(gpus, what="--nodes", low=1, high=16),
+        )
+    if not Path(text).is_file():
+        raise UsageError(
+            f"--nodes {text!r} is neither COUNTxGPUS nor a file",
+            hint="give COUNTxGPUS such as 128x8, or a node list",
+        )
+    return to_node_facts(traces.read_nodes(Path(text)))
+
+
+def _load_jobs(
+    nodes: Sequence[NodeFacts],
+    trace: Path | None,
+    trace_format: str,
+    *,
+    jobs: str | None,
+    load: str | None,
+    limits: str,
+    seed: int,
+) -> list[SimJob]:
+    from genie.sim.workloads import workload
+    from genie.sim.workloads.synthetic import Mix, synthetic_jobs
+
+    most = None if jobs is None else parse_integer(jobs, what="--jobs", low=1, high=_JOBS_MAX)
+    factor = parse_number(limits, what="--limits", high=1000)
+    if 0 < factor < 1:
+        raise UsageError(
+            f"--limits {limits!r} would end jobs before they finish", hint="give 0, or a number >= 1"
+        )
+    load_target = None if load is None else parse_number(load, what="--load", high=1000)
+    if load_target == 0:
+        raise UsageError("--load must be more than 0", hint="give a number such as 1.2")
+    if trace is None:
+        mix = Mix(jobs=most or Mix.jobs, load=load_target or Mix.load, limit_factor=factor or None)
+        return synthetic_jobs(mix, nodes, seed=seed)
+    if trace_format == "genie":
+        found = workload.read_workload(trace)
+    elif trace_format == "philly":
+        found = workload.philly_jobs(
+            trace, gpus_of_node=max((len(node.gpus) for node in nodes), default=8) or 8
+        )
+    else:
+        found = workload.openb_jobs(trace, draw_s=Mix().draw_s, seed=seed)
+    found = found[:most]
+    if factor:
+        found = workload.with_limits(found, factor=factor, seed=seed)
+    return workload.with_load(found, nodes, load_target) if load_target else found
+
+
+def _rules(order: str, controller: ControllerConfig, *, backfills: bool, preempts: bool) -> Rules:
+    """Return the scheduling rules for a policy name, with the controller's time budget for custom policies.
+
+    The budget counts CPU time here, so that other load on the machine does not change the results.
+    """
+    from genie.controller.placement.policy import policy_named
+    from genie.scheduler.rules import Rules
+
+    try:
+        policy = policy_named(order, budget_s=controller.policy_budget_s, clock=time.thread_time)
+    except UsageError as error:
+        raise UsageError(f"--order: {error.message}", hint=error.hint) from error
+    return Rules(backfills=backfills, preempts=preempts).with_order(policy)
+
+
+def _plan(rules: Rules, placement: str, seed: int, *, failures: Failures | None) -> SimulationPlan:
+    from genie.sim.events import SimulationPlan
+
+    _check_choice(placement, _PLACEMENTS, what="--placement")
+    return SimulationPlan(rules, placement, seed, failures)
+
+
+def _failures(fail_every: str | None, repair: str) -> Failures | None:
+    from genie.sim.events import Failures
+
+    if fail_every is None:
+        return None
+    every_s = parse_duration(fail_every, what="--fail-every")
+    return Failures(every_s, parse_duration(repair, what="--repair"))
+
+
+# -- results ----------------------------------------------------------------------------------------
+
+
+def _write_results(folder: Path, summary: Summary, done: Any) -> None:
+    import json
+
+    from genie.sim.plots import utilisation_svg, waiting_svg
+
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "summary.json").write_text(json.dumps(_as_object(summary), indent=2) + "\n", "utf-8")
+        (folder / "utilisation.svg").write_text(utilisation_svg(done), "utf-8")
+        (folder / "waiting.svg").write_text(waiting_svg(done), "utf-8")
+    except OSError as error:
+        raise UsageError(
+            f"could not write to --out {str(folder)!r}: {error.strerror}", hint="give another directory"
+        ) from error
+
+
+def _as_object(summary: Summary) -> dict[str, Any]:
+    from dataclasses import asdict
+
+    return asdict(summary)
+
+
+def _facts(it: Summary) -> list[tuple[str, str]]:
+    large = f" (gangs of 32 or more GPUs: {_spread_text(it.wait_large_s)})" if it.wait_large_s.count else ""
+    skipped = f", {it.impossible} skipped: larger than the cluster" if it.impossible else ""
+    if it.left_waiting:
+        skipped += f", {it.left_waiting} never started: the policy rejected all nodes"
+    return [
+        ("jobs", f"{it.jobs}{skipped}, {it.cut_short} ended by their time limit"),
+        ("GPUs", f"{it.gpus}, over {duration_text(it.span_s)}"),
+        ("utilization", f"{it.utilisation:.1%} of GPU time"),
+        (
+            "utilization while pending",
+            f"{it.utilisation_while_waiting:.1%}, for {it.waiting_share:.0%} of the time",
+        ),
+        ("utilization until last arrival", f"{it.utilisation_while_arriving:.1%}"),
+        ("wait time", _spread_text(it.wait_s) + large),
+        ("completion time", _spread_text(it.completion_s)),
+        ("slowdown", f"mean {it.slowdown.mean:.2f}, p50 {it.slowdown.p50:.2f}, p99 {it.slowdown.p99:.1f}"),
+        ("tenant fairness (Jain)", f"{it.jain:.3f}"),
+        ("finish-time fairness", f"mean {it.finish_fairness.mean:.2f}, p99 {it.finish_fairness.p99:.2f}"),
+        ("preemptions", f"{it.preemptions}, {it.lost_gpu_hours:.1f} GPU hours lost"),
+        ("jobs ended by node failures", str(it.failures)),
+        ("fragmentation", f"{it.fragmentation:.1%} of GPUs free but unusable while jobs are pending"),
+    ]
+
+
+def _spread_text(it: ValueSpread) -> str:
+    return f"mean {duration_text(it.mean)}, p50 {duration_text(it.p50)}, p99 {duration_text(it.p99)}"

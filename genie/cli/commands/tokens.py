@@ -1,0 +1,180 @@
+"""Commands for access tokens: token create, list and revoke.
+
+A new token is printed once, to standard output; the store keeps only its hash. Tokens are checked by
+tenancy/access.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from genie.cli import output
+from genie.cli.app import AsJson, Invocation, app, command
+from genie.cli.quantities import duration_text, parse_duration
+from genie.errors import GenieError
+from genie.model.names import parse_address
+
+if TYPE_CHECKING:
+    from genie.config import Settings
+    from genie.model.messages import TokenCreated
+    from genie.model.tenant import TokenRecord
+
+tokens = typer.Typer(
+    name="token",
+    help="Create, list and revoke access tokens.",
+    no_args_is_help=True,
+    rich_markup_mode="rich",
+)
+app.add_typer(tokens)
+
+_DROPPABLE = ("age",)
+_COLUMNS = ("token", "kind", "tenant", "name", "age", "state")
+_HIDDEN = ("secret_sha256",)
+
+
+@command(tokens, "create", example="genie token create --name alice --ttl 30d")
+def create(
+    invocation: Invocation,
+    *,
+    join: Annotated[
+        bool, typer.Option("--join", help="Create a join token: single use, admits one machine.")
+    ] = False,
+    name: Annotated[str, typer.Option(metavar="NAME", help="Name of the token, such as its user.")] = "",
+    tenant: Annotated[str, typer.Option(metavar="NAME", help="Tenant of the token.")] = "",
+    ttl: Annotated[
+        str | None,
+        typer.Option(
+            metavar="DURATION",
+            help="Lifetime, such as 1h or 30d (default: 1h for join tokens, else unlimited).",
+        ),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Create a token and print it. It cannot be shown again.
+
+    Creates a user token for 'genie login', or with --join a join token for 'genie join'.
+    """
+    from genie.model.names import validate_name
+
+    for option, value in (("--name", name), ("--tenant", tenant)):
+        if value:
+            validate_name(value, what=option)
+    ttl_s = None if ttl is None else parse_duration(ttl, what="--ttl")
+    created, where = asyncio.run(
+        _create(invocation.load_settings(), join=join, name=name, tenant=tenant, ttl_s=ttl_s)
+    )
+    if as_json:
+        output.write_json(
+            {"token": created.token, "record": output.as_object(created.record, without=_HIDDEN)}
+        )
+        return
+    output.write_line(created.token)
+    _print_usage(created, where=where)
+
+
+@command(tokens, "list", example="genie token list --json")
+def list_tokens(invocation: Invocation, *, as_json: AsJson = False) -> None:
+    """List tokens with kind, tenant and state. Secrets are not shown."""
+    found = asyncio.run(_list(invocation.load_settings()))
+    if as_json:
+        output.write_json({"tokens": [output.as_object(record, without=_HIDDEN) for record in found]})
+        return
+    now = time.time()
+    rows = [
+        (
+            record.token_id,
+            record.kind.value,
+            record.tenant,
+            record.name or "-",
+            duration_text(now - record.created_at),
+            _state(record, now=now),
+        )
+        for record in found
+    ]
+    output.write_table(_COLUMNS, rows, droppable=_DROPPABLE)
+
+
+@command(tokens, "revoke", example="genie token revoke 4f7a2c9d01be")
+def revoke(
+    invocation: Invocation,
+    *,
+    token_ids: Annotated[
+        list[str], typer.Argument(metavar="ID...", help="Token IDs, as listed by 'genie token list'.")
+    ],
+) -> None:
+    """Revoke tokens. They are rejected from now on."""
+    failed = asyncio.run(_revoke(invocation.load_settings(), token_ids))
+    for token_id in token_ids:
+        if token_id in failed:
+            output.show_error(failed[token_id], debug=invocation.debug)
+        else:
+            output.write_line(f"{token_id}: revoked")
+    if failed:
+        raise typer.Exit(max(error.exit_code for error in failed.values()))
+
+
+async def _create(
+    settings: Settings, *, join: bool, name: str, tenant: str, ttl_s: float | None
+) -> tuple[TokenCreated, str]:
+    from genie.cluster.client import open_client
+    from genie.model.tenant import TokenKind
+
+    async with open_client(settings) as client:
+        kind = TokenKind.JOIN if join else TokenKind.USER
+        created = await client.create_token(kind, tenant=tenant, name=name, ttl_s=ttl_s)
+        return created, client.where
+
+
+async def _list(settings: Settings) -> list[TokenRecord]:
+    from genie.cluster.client import open_client
+
+    async with open_client(settings) as client:
+        return list(await client.list_tokens())
+
+
+async def _revoke(settings: Settings, token_ids: list[str]) -> dict[str, GenieError]:
+    from genie.cluster.client import open_client
+
+    failed: dict[str, GenieError] = {}
+    async with open_client(settings) as client:
+        for token_id in token_ids:
+            try:
+                await client.revoke_token(token_id)
+            except GenieError as error:
+                failed[token_id] = error
+    return failed
+
+
+def _print_usage(created: TokenCreated, *, where: str) -> None:
+    from genie.model.names import is_loopback
+    from genie.model.tenant import TokenKind
+
+    host, _port = parse_address(where, what="the controller's address")
+    if created.record.kind is TokenKind.JOIN:
+        output.print_message(
+            "to store a join token in a private file: (umask 077; genie token create --join > join.token)"
+        )
+        output.print_message(f"on the other machine: genie join {where} --token-file join.token")
+    else:
+        output.print_message(
+            f"on the user's machine: genie login {where} (paste the token), or set GENIE_TOKEN to it"
+        )
+    if is_loopback(host):
+        output.print_message(
+            f"note: {where} is reachable only from this machine; for others: genie up --bind ADDRESS"
+        )
+
+
+def _state(record: TokenRecord, *, now: float) -> str:
+    if record.revoked_at is not None:
+        return "revoked"
+    if record.used_at is not None:
+        return "used"
+    if record.expires_at is None:
+        return "valid"
+    left_s = record.expires_at - now
+    return f"valid for {duration_text(left_s)}" if left_s > 0 else "expired"

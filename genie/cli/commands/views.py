@@ -1,0 +1,156 @@
+"""Commands that show the cluster: status and nodes. Read-only."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import TYPE_CHECKING
+
+from genie.cli import output
+from genie.cli.app import AsJson, Invocation, app, command
+from genie.cli.quantities import duration_text, size_text
+
+if TYPE_CHECKING:
+    from genie.config import Settings
+    from genie.model.allocation import NodeHolds
+    from genie.model.messages import NodeView, StatusReply
+    from genie.model.node import GPUInfo
+
+_NODE_COLUMNS = ("node", "status", "address", "cpus allocated", "memory allocated", "heartbeat", "reason")
+_NODE_DROPPABLE = ("address", "heartbeat", "cpus allocated")
+_GPU_COLUMNS = ("node", "gpu", "accelerator", "memory total", "memory used", "utilization", "temp", "jobs")
+_GPU_DROPPABLE = ("temp", "utilization")
+
+
+@command(app, "status", example="genie status --json")
+def status(invocation: Invocation, *, as_json: AsJson = False) -> None:
+    """Show a summary of the cluster: controller, store, nodes, accelerators and jobs."""
+    reply, where = asyncio.run(_fetch_status_and_address(invocation.load_settings()))
+    if as_json:
+        output.write_json({"address": where} | output.as_object(reply))
+        return
+    facts = [
+        ("address", where),
+        ("cluster", reply.cluster_id or "-"),
+        ("version", reply.version),
+        *([("leader", reply.leader)] if reply.leading else standby_facts(reply)),
+        ("store", f"{reply.store}{'' if reply.store_ok else ' (not responding)'}"),
+        ("uptime", duration_text(time.time() - reply.started_at)),
+    ]
+    if reply.leading:  # unknown to a standby
+        facts += [
+            ("nodes", _format_counts(reply.nodes)),
+            ("accelerators", f"{reply.gpus_free} free of {reply.gpus_total}"),
+            ("jobs", _format_counts(reply.jobs)),
+            ("clients", str(reply.clients)),
+            ("policy", reply.policy_fault or reply.policy),
+            *(("alarm", text) for text in reply.alarms),
+            *(("quarantined", f"{row.key}: {row.reason}") for row in reply.quarantined),
+        ]
+    output.write_facts(facts)
+
+
+def standby_facts(reply: StatusReply) -> list[tuple[str, str]]:
+    """Return role and leader, for a controller that does not lead."""
+    hint = f" (genie status --address {reply.leader})" if reply.leader else ""
+    return [("role", "standby"), ("leader", f"{reply.leader or 'none elected'}{hint}")]
+
+
+@command(app, "nodes", example="genie nodes")
+def nodes(invocation: Invocation, *, as_json: AsJson = False) -> None:
+    """List nodes and accelerators, and the jobs that use them."""
+    views = asyncio.run(_fetch_nodes(invocation.load_settings()))
+    if as_json:
+        output.write_json({"nodes": [output.as_object(view) for view in views]})
+        return
+    write_nodes(views)
+
+
+def write_nodes(views: tuple[NodeView, ...]) -> None:
+    """Write the node table and the accelerator table."""
+    if not views:
+        output.print_message("no nodes; add one: genie join")
+        return
+    _write_node_table(views, now=time.time())
+    rows = [_gpu_row(view, gpu) for view in views for gpu in view.info.gpus]
+    if rows:
+        output.write_line("")
+        output.write_table(_GPU_COLUMNS, rows, droppable=_GPU_DROPPABLE)
+
+
+def _write_node_table(views: tuple[NodeView, ...], *, now: float) -> None:
+    """Write the node table, with racks and labels if any node has them."""
+    extra: dict[str, list[str]] = {
+        "rack": [view.info.rack for view in views],
+        "labels": [", ".join(f"{key}={value}" for key, value in view.info.labels.items()) for view in views],
+    }
+    extra = {name: texts for name, texts in extra.items() if any(texts)}
+    rows = [_node_row(view, now=now) for view in views]
+    # The reason stays last: only the last column is wrapped.
+    *columns, last = _NODE_COLUMNS
+    output.write_table(
+        (*columns, *extra, last),
+        [
+            (*row[:-1], *(texts[index] or "-" for texts in extra.values()), row[-1])
+            for index, row in enumerate(rows)
+        ],
+        droppable=_NODE_DROPPABLE,
+    )
+
+
+async def _fetch_status_and_address(settings: Settings) -> tuple[StatusReply, str]:
+    from genie.cluster.client import open_client
+
+    async with open_client(settings) as client:
+        return await client.status(), client.where
+
+
+async def _fetch_nodes(settings: Settings) -> tuple[NodeView, ...]:
+    from genie.cluster.client import open_client
+
+    async with open_client(settings) as client:
+        return await client.nodes()
+
+
+def _node_row(view: NodeView, *, now: float) -> tuple[str, ...]:
+    info = view.info
+    return (
+        info.node_id,
+        info.status.value,
+        info.host,
+        f"{view.node_holds.cpus_used:g} of {info.cpus:g}",
+        f"{size_text(view.node_holds.memory_used_bytes)} of {size_text(info.memory_total_bytes)}",
+        f"{duration_text(now - info.last_heartbeat)} ago",
+        "; ".join(filter(None, (view.drained, info.status_reason))),
+    )
+
+
+def _gpu_row(view: NodeView, gpu: GPUInfo) -> tuple[str, ...]:
+    return (
+        view.info.node_id,
+        str(gpu.gpu_id),
+        gpu.name,
+        size_text(gpu.memory_total_bytes),
+        _used_text(gpu),
+        "-" if gpu.utilization_pct is None else f"{gpu.utilization_pct:.0f}%",
+        "-" if gpu.temperature_c is None else f"{gpu.temperature_c:.0f} C",
+        _jobs_on(view.node_holds, gpu) if gpu.available else f"unavailable: {gpu.reason}",
+    )
+
+
+def _used_text(gpu: GPUInfo) -> str:
+    used = size_text(gpu.memory_used_bytes)
+    return (
+        f"{used} ({size_text(gpu.memory_outside_bytes)} by other processes)"
+        if gpu.memory_outside_bytes
+        else used
+    )
+
+
+def _jobs_on(node_holds: NodeHolds, gpu: GPUInfo) -> str:
+    holds = [hold for hold in node_holds.holds if gpu.gpu_id in hold.gpu_ids]
+    return ", ".join(f"{hold.job_id} ({hold.gpu_milli / 10:g}%)" for hold in holds) or "-"
+
+
+def _format_counts(counts: dict[str, int]) -> str:
+    return ", ".join(f"{count} {name}" for name, count in counts.items() if count) or "none"

@@ -1,0 +1,1 @@
+"""The commands of `grid-cli`, which `genie grid` offers too."""

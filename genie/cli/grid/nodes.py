@@ -1,0 +1,387 @@
+"""Commands for the grid file: nodes list, add, trust and remove; config init, check and show.
+
+The file is parsed by grid/grid_file.py and edited by grid/node_list.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import os
+import pwd
+import socket
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from genie.cli import output
+from genie.cli.app import AsJson, Invocation, grid, grid_command
+from genie.cli.quantities import parse_labels, parse_number
+from genie.errors import ConfigError, GenieError, HostKeyUnknownError, UsageError
+
+if TYPE_CHECKING:
+    from genie.config import Settings
+    from genie.grid.grid_file import GridFile, GridNode
+    from genie.grid.ssh.host_trust import HostKey
+
+_config = typer.Typer(name="config", help="Create, check and show the grid file.", no_args_is_help=True)
+_nodes = typer.Typer(
+    name="nodes", help="Manage the nodes of the grid file and their host keys.", no_args_is_help=True
+)
+grid.add_typer(_nodes)
+grid.add_typer(_config)
+
+_TRUST_S = 10.0
+_TRUST_CONCURRENCY = 20
+
+
+def complete_node(context: typer.Context, incomplete: str) -> list[str]:
+    """Complete node names. An unreadable file gives no completions; the command reports the error."""
+    from genie.config import load
+    from genie.grid.grid_file import read_grid_file
+
+    try:
+        settings = load({"grid.file": _given_file(context)})
+        names = [node.name for node in read_grid_file(settings.grid.file).nodes]
+    except GenieError:
+        return []
+    return [name for name in names if name.startswith(incomplete)]
+
+
+def _given_file(context: typer.Context) -> str | None:
+    """Return --config, given before or after the command name."""
+    found: str | None = context.params.get("grid_file") or context.params.get("config")
+    if found is None and context.parent is not None:
+        return _given_file(context.parent)  # type: ignore[arg-type]  # click's context type
+    return found
+
+
+NodeNames = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="NODE...", help="Node names in the grid file.", autocompletion=complete_node),
+]
+_NewNodes = Annotated[
+    list[str], typer.Argument(metavar="[USER@]NAME[:PORT]...", help="Hosts, or aliases in ~/.ssh/config.")
+]
+_Labels = Annotated[
+    list[str] | None,
+    typer.Option("--label", metavar="KEY=VALUE", help="Label of the nodes; repeatable."),
+]
+_Weight = Annotated[
+    str,
+    typer.Option("--weight", metavar="NUMBER", help="Preference: above 1 is chosen sooner, below 1 later."),
+]
+_All = Annotated[bool, typer.Option("--all", help="All nodes of the grid file.")]
+_Yes = Annotated[bool, typer.Option("--yes", "-y", help="Trust the keys without confirmation.")]
+_Fingerprint = Annotated[
+    str | None,
+    typer.Option(
+        "--fingerprint", metavar="SHA256:...", help="Trust the key only if it has this fingerprint."
+    ),
+]
+
+
+@grid_command("list", group=_nodes, example="grid-cli nodes list --json")
+def list_nodes(invocation: Invocation, *, as_json: AsJson = False) -> None:
+    """List the nodes of the grid file with resolved host, port and user. Does not connect."""
+    settings, file = load_grid(invocation)
+    rows = asyncio.run(_resolve_nodes(settings, file))
+    if as_json:
+        output.write_json({"file": str(file.path), "nodes": rows})
+        return
+    output.write_table(
+        ("node", "host", "port", "user", "weight", "labels", "host key"),
+        [
+            (
+                row["name"],
+                row["host"],
+                str(row["port"] or ""),
+                row["user"],
+                f"{row['weight']:g}",
+                ", ".join(f"{key}={value}" for key, value in row["labels"].items()) or "-",
+                row["host_key"],
+            )
+            for row in rows
+        ],
+        droppable=("labels", "weight"),
+    )
+
+
+async def _resolve_nodes(settings: Settings, file: GridFile) -> list[dict[str, Any]]:
+    from genie.grid.ssh.target import KnownHosts, resolve
+
+    trusted = KnownHosts()
+    rows = []
+    for node in file.nodes:
+        row: dict[str, Any] = {"name": node.name, "weight": node.weight, "labels": dict(node.labels)}
+        try:
+            target = await resolve(node, file, settings.grid.ssh_config, trusted=trusted)
+        except UsageError as error:
+            row |= {"host": "", "port": None, "user": "", "host_key": error.message}
+        else:
+            known = "known" if target.known_keys else f"unknown: grid-cli nodes trust {node.name}"
+            user = str(target.options.username)
+            row |= {"host": target.host, "port": target.port, "user": user, "host_key": known}
+        rows.append(row)
+    return rows
+
+
+@grid_command("add", group=_nodes, example="grid-cli nodes add gpu4 --label zone=a")
+def add(
+    invocation: Invocation,
+    *,
+    nodes: _NewNodes,
+    weight: _Weight = "1",
+    labels: _Labels = None,
+    as_json: AsJson = False,
+) -> None:
+    """Add nodes to the grid file; creates the file if needed and keeps comments."""
+    from genie.grid import node_list
+    from genie.grid.grid_file import parse_node
+
+    path = invocation.load_settings().grid.file
+    shared = {
+        "weight": parse_number(weight, what="--weight", low=0.01, high=100),
+        "labels": parse_labels(labels),
+    }
+    made = [dataclasses.replace(parse_node(spelled), **shared) for spelled in nodes]  # type: ignore[arg-type]
+
+    def add_nodes(text: str) -> str:
+        for node in made:
+            text = node_list.add(text, node, name=str(path))
+        return text
+
+    node_list.edit(path, add_nodes)
+    if as_json:
+        output.write_json({"file": str(path), "added": [node.name for node in made]})
+        return
+    names = " ".join(node.name for node in made)
+    output.write_line(f"{path}: added {names}")
+    output.print_message(f"next: grid-cli nodes trust {names}")
+
+
+@grid_command("remove", group=_nodes, example="grid-cli nodes remove gpu4")
+def remove(
+    invocation: Invocation,
+    *,
+    nodes: Annotated[
+        list[str],
+        typer.Argument(metavar="NODE...", help="Node names in the grid file.", autocompletion=complete_node),
+    ],
+    as_json: AsJson = False,
+) -> None:
+    """Remove nodes from the grid file. Their runs continue; known_hosts is not changed."""
+    from genie.grid import node_list
+
+    settings, file = load_grid(invocation)
+
+    def remove_nodes(text: str) -> str:
+        for name in nodes:
+            text = node_list.remove(text, name, name=str(file.path))
+        return text
+
+    node_list.edit(settings.grid.file, remove_nodes)
+    if as_json:
+        output.write_json({"file": str(file.path), "removed": nodes})
+        return
+    output.write_line(f"{file.path}: removed {' '.join(nodes)}")
+
+
+@grid_command("trust", group=_nodes, example="grid-cli nodes trust gpu1")
+def trust(
+    invocation: Invocation,
+    *,
+    nodes: NodeNames = None,
+    all_nodes: _All = False,
+    yes: _Yes = False,
+    fingerprint: _Fingerprint = None,
+    as_json: AsJson = False,
+) -> None:
+    """Fetch host keys, show their fingerprints, and add them to known_hosts after confirmation."""
+    settings, file = load_grid(invocation)
+    names = [node.name for node in file.nodes] if all_nodes else list(nodes or ())
+    if all_nodes and nodes:
+        raise UsageError("--all and node names are mutually exclusive", hint="give one of them")
+    if not names:
+        raise UsageError(
+            "no nodes given", hint="name the nodes, as in: grid-cli nodes trust gpu1; or give --all"
+        )
+    if fingerprint is not None and len(names) != 1:
+        raise UsageError("--fingerprint requires exactly one node", hint="name one node")
+    chosen = [file.node(name) for name in names]
+    found, errors = asyncio.run(_fetch_keys(settings, file, chosen))
+    answers = [(key, _confirm_key(key, yes=yes, fingerprint=fingerprint)) for key in found]
+    _add_keys(settings, answers, as_json=as_json)
+    for error in errors[1:]:
+        output.show_error(error, debug=False)
+    if errors:
+        raise errors[0]
+    if not all(confirmed for _, confirmed in answers):
+        raise typer.Exit(1)
+
+
+async def _fetch_keys(
+    settings: Settings, file: GridFile, nodes: list[GridNode]
+) -> tuple[list[HostKey], list[GenieError]]:
+    from genie.grid.ssh.host_trust import fetch_host_key
+
+    slots = asyncio.Semaphore(_TRUST_CONCURRENCY)
+    limit_s = max(_TRUST_S, file.ssh.connect_timeout)
+
+    async def fetch(node: GridNode) -> HostKey | GenieError:
+        async with slots:
+            try:
+                return await fetch_host_key(node, file, settings.grid.ssh_config, timeout_s=limit_s)
+            except GenieError as error:
+                return error
+
+    async with asyncio.TaskGroup() as group:
+        tasks = [group.create_task(fetch(node)) for node in nodes]
+    results = [task.result() for task in tasks]
+    errors = [each for each in results if isinstance(each, GenieError)]
+    return [each for each in results if not isinstance(each, GenieError)], errors
+
+
+def _confirm_key(key: HostKey, *, yes: bool, fingerprint: str | None) -> bool:
+    """Return whether to trust the key. Raises if it cannot be confirmed."""
+    if key.known and fingerprint in (None, key.fingerprint):
+        return True
+    output.print_message(f"{key.node}: {key.host} {key.kind} {key.fingerprint}")
+    if fingerprint is not None:
+        if fingerprint != key.fingerprint:
+            raise HostKeyUnknownError(
+                f"node {key.node}: host key has fingerprint {key.fingerprint}, expected {fingerprint}",
+                hint="compare it with the output of 'ssh-keygen -lf' on the host",
+            )
+        return True
+    if yes:
+        return True
+    if not sys.stdin.isatty():
+        raise UsageError(
+            f"node {key.node}: could not confirm the unknown host key: standard input is not a terminal",
+            hint=f"verify the fingerprint, then give --fingerprint {key.fingerprint} or --yes",
+        )
+    return typer.confirm(f"Trust this key for {key.node}?", default=False, err=True)
+
+
+def _add_keys(settings: Settings, answers: list[tuple[HostKey, bool]], *, as_json: bool) -> None:
+    from genie.grid.health.check import HealthCache
+    from genie.grid.ssh.host_trust import add_host_key
+
+    rows = []
+    for key, confirmed in answers:
+        if confirmed and not key.known:
+            add_host_key(key)
+        state = "known" if key.known else "trusted" if confirmed else "refused"
+        rows.append({"node": key.node, "host": key.host, "kind": key.kind, "fingerprint": key.fingerprint})
+        rows[-1]["state"] = state
+        if not as_json:
+            where = f"added to {key.known_hosts}" if state == "trusted" else state
+            output.write_line(f"{key.node}: {key.fingerprint} {where}")
+    HealthCache(settings.paths.state_dir).forget()
+    if as_json:
+        output.write_json({"nodes": rows})
+
+
+@grid_command("init", group=_config, example="grid-cli config init")
+def init(
+    invocation: Invocation,
+    *,
+    path: Annotated[
+        Path | None,
+        typer.Argument(metavar="FILE", help="File to write (default: config/cluster_config.yaml)."),
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Overwrite an existing file.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Write a commented grid file with every key and its default."""
+    path = path or invocation.load_settings().grid.file
+    try:
+        path = path.expanduser()
+        _write_sample(path, force=force)
+    except (OSError, RuntimeError, ConfigError) as error:  # RuntimeError: unknown user in ~user
+        reason = error.strerror if isinstance(error, OSError) else str(error)
+        raise UsageError(
+            f"could not write {path}: {reason}", hint="choose another file: grid-cli config init FILE"
+        ) from None
+    if as_json:
+        output.write_json({"file": str(path)})
+        return
+    output.write_line(f"{path}: written")
+    output.print_message("next: replace the example nodes with yours, then run: grid-cli nodes trust --all")
+
+
+def _write_sample(path: Path, *, force: bool) -> None:
+    from genie.grid.grid_file import sample_grid_file
+    from genie.grid.node_list import write_grid_file
+
+    if path.exists():
+        if not path.is_file():
+            raise UsageError(f"{path} is not a regular file and was not changed", hint="choose another file")
+        if not force:
+            raise UsageError(f"{path} already exists and was not changed", hint="use --force to overwrite it")
+        write_grid_file(path, sample_grid_file())
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("x", encoding="utf-8") as file:  # does not overwrite a file that was created meanwhile
+        try:
+            file.write(sample_grid_file())
+            file.flush()
+        except OSError:
+            path.unlink()
+            raise
+
+
+@grid_command("check", group=_config, example="grid-cli config check")
+def check(invocation: Invocation, *, as_json: AsJson = False) -> None:
+    """Validate the grid file. Errors name the line."""
+    file = read_file(invocation)
+    if as_json:
+        output.write_json({"file": str(file.path), "nodes": len(file.nodes), "ok": True})
+        return
+    nodes = "1 node" if len(file.nodes) == 1 else f"{len(file.nodes)} nodes"
+    output.write_line(f"{file.path}: valid, {nodes}")
+
+
+@grid_command("show", group=_config, example="grid-cli config show --json")
+def show(invocation: Invocation, *, as_json: AsJson = False) -> None:
+    """Print all keys with their values, including defaults."""
+    file = read_file(invocation)
+    values: dict[str, Any] = dataclasses.asdict(file)
+    values.pop("path")
+    if as_json:
+        output.write_json(values)
+        return
+    import yaml
+
+    output.write_line(yaml.safe_dump(_plain(values), sort_keys=False, allow_unicode=True).rstrip())
+
+
+def read_file(invocation: Invocation) -> GridFile:
+    """Load the settings and return the grid file."""
+    return load_grid(invocation)[1]
+
+
+def load_grid(invocation: Invocation) -> tuple[Settings, GridFile]:
+    """Return the settings and the grid file."""
+    from genie.grid.grid_file import read_grid_file
+
+    settings = invocation.load_settings()
+    return settings, read_grid_file(settings.grid.file)
+
+
+def user_at_host() -> str:
+    """Return USER@HOST of this process, which nodes show to other users."""
+    try:
+        user = pwd.getpwuid(os.getuid()).pw_name
+    except KeyError:  # no passwd entry, as in many containers
+        user = str(os.getuid())
+    return f"{user}@{socket.gethostname()}"
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _plain(each) for name, each in value.items()}
+    return [_plain(each) for each in value] if isinstance(value, tuple) else value

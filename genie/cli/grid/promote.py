@@ -1,0 +1,136 @@
+"""Commands that move nodes between grid and cluster: promote and demote.
+
+The steps on each node are in grid/promotion.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from genie.cli import output
+from genie.cli.app import AsJson, Invocation, grid_command
+from genie.cli.grid.nodes import NodeNames
+from genie.errors import UsageError
+
+if TYPE_CHECKING:
+    from genie.config import Settings
+    from genie.grid.grid_file import GridFile
+    from genie.grid.promotion import PromotionResult
+
+_All = Annotated[bool, typer.Option("--all", help="All nodes of the grid file.")]
+
+
+@grid_command("promote", example="grid-cli promote gpu1 gpu2 --controller 10.0.0.5", with_cluster=True)
+def promote(
+    invocation: Invocation,
+    *,
+    names: NodeNames = None,
+    every: _All = False,
+    controller: Annotated[
+        str | None,
+        typer.Option(metavar="HOST[:PORT]", help="Address of the controller as seen from the nodes."),
+    ] = None,
+    python: Annotated[
+        str | None,
+        typer.Option(metavar="PROGRAM", help="Python 3.11 or newer on the nodes (default: searched)."),
+    ] = None,
+    package: Annotated[
+        list[str] | None,
+        typer.Option(metavar="REQUIREMENT", help="Additional package to install, such as torch; repeatable."),
+    ] = None,
+    wheels: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR", help="Install from the wheels in DIR, for nodes without internet access."
+        ),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Turn grid nodes into cluster nodes: install Genie, join, and wait until they are listed.
+
+    Uses the cluster of 'genie status'; requires the owner token.
+    """
+    from genie.grid.setup import check_packages
+
+    if wheels is not None and not wheels.is_dir():
+        raise UsageError(
+            f"--wheels {str(wheels)!r} is not a directory", hint="give a directory with .whl files"
+        )
+    packages = check_packages(package or ())
+    settings = invocation.load_settings()
+    chosen = _select_nodes(settings, names, every=every)
+    options = {"controller": controller, "python": python, "packages": packages, "wheels": wheels}
+    _report(asyncio.run(_move(settings, chosen, options, forward=True)), as_json=as_json)
+
+
+@grid_command("demote", example="grid-cli demote gpu1", with_cluster=True)
+def demote(
+    invocation: Invocation,
+    *,
+    names: NodeNames = None,
+    every: _All = False,
+    force: Annotated[
+        bool, typer.Option("--force", help="Demote nodes with running jobs too; the jobs are terminated.")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Turn cluster nodes back into grid nodes: stop the agent, leave the cluster, uninstall Genie."""
+    settings = invocation.load_settings()
+    chosen = _select_nodes(settings, names, every=every)
+    _report(asyncio.run(_move(settings, chosen, {"force": force}, forward=False)), as_json=as_json)
+
+
+def _select_nodes(settings: Settings, names: list[str] | None, *, every: bool) -> tuple[GridFile, list[str]]:
+    from genie.grid.grid_file import read_grid_file
+
+    file = read_grid_file(settings.grid.file)
+    if every == bool(names):
+        raise UsageError("give either node names or --all", hint=f"{file.path} has {len(file.nodes)} nodes")
+    return file, [node.name for node in file.nodes] if every else [
+        file.node(name).name for name in names or ()
+    ]
+
+
+async def _move(
+    settings: Settings, chosen: tuple[GridFile, list[str]], options: Mapping[str, Any], *, forward: bool
+) -> list[PromotionResult]:
+    from genie.cluster.client import open_client
+    from genie.grid.promotion import Promotion
+    from genie.grid.ssh.pool import SshPool
+
+    file, names = chosen
+    async with open_client(settings) as client, SshPool(file, ssh_config=settings.grid.ssh_config) as pool:
+        where = options.get("controller") or (_check_reachable(client.where) if forward else client.where)
+        moving = Promotion(
+            pool, file, client, on_progress=_print_node_message, **{**options, "controller": where}
+        )
+        return await (moving.promote(names) if forward else moving.demote(names))
+
+
+def _check_reachable(where: str) -> str:
+    from genie.model.names import is_loopback, parse_address
+
+    if is_loopback(parse_address(where, what="controller")[0]):
+        raise UsageError(
+            f"the address of the cluster, {where}, is not reachable from other machines",
+            hint="start it with: genie up --bind ADDRESS; or give its address with --controller",
+        )
+    return where
+
+
+def _print_node_message(node: str, text: str) -> None:
+    output.print_message_lines(f"{node}: {text}")
+
+
+def _report(moved: list[PromotionResult], *, as_json: bool) -> None:
+    if as_json:
+        output.write_json({"nodes": [dataclasses.asdict(each) for each in moved]})
+    else:
+        output.write_table(("node", "outcome", "error"), [(m.node, m.outcome, m.error or "-") for m in moved])
+    raise typer.Exit(max(each.exit_code for each in moved))

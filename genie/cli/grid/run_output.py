@@ -1,0 +1,60 @@
+"""Writes the output of runs: unchanged for one node, as lines prefixed with the node name for several."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING, BinaryIO
+
+if TYPE_CHECKING:
+    from genie.grid.runs.run import OutputCollector
+
+LINE_BYTES_MAX = 1 << 16
+COLLECTED_BYTES_MAX = 1 << 20
+
+Write = Callable[[str, bytes], None]
+"""Takes a stream, 'out' or 'err', and the data to write."""
+
+
+def write_stream(stream: str, data: bytes) -> None:
+    """Write bytes to our standard output or error."""
+    text = sys.stdout if stream == "out" else sys.stderr
+    text.flush()
+    file: BinaryIO = text.buffer
+    file.write(data)
+    file.flush()
+
+
+class PrefixedLines:
+    """Writes complete lines prefixed with the node name. Lines over LINE_BYTES_MAX are split."""
+
+    def __init__(self, name: str, write: Write) -> None:
+        self._prefix = name.encode() + b": "
+        self._write = write
+        self._partial = {"out": b"", "err": b""}
+
+    def __call__(self, stream: str, data: bytes) -> None:
+        text = self._partial[stream] + data
+        end = text.rfind(b"\n") + 1
+        if not end and len(text) >= LINE_BYTES_MAX:
+            self._partial[stream] = b""
+            self._write(stream, self._prefix + text + b"\n")
+            return
+        self._partial[stream] = text[end:]
+        if end:
+            lines = text[:end].split(b"\n")[:-1]
+            self._write(stream, b"".join(b"%s%s\n" % (self._prefix, line) for line in lines))
+
+    def close(self) -> None:
+        """Write the incomplete last lines, with a line break."""
+        for stream, text in self._partial.items():
+            if text:
+                self._write(stream, self._prefix + text + b"\n")
+        self._partial = {"out": b"", "err": b""}
+
+
+def output_object(kept: OutputCollector | None) -> dict[str, object]:
+    """Return the output for --json; None means no output."""
+    if kept is None:
+        return {"stdout": "", "stderr": "", "truncated": False}
+    return {"stdout": kept.text("out"), "stderr": kept.text("err"), "truncated": kept.truncated}

@@ -1,0 +1,7 @@
+"""Public alias of genie.runtime.backend_info, which Genie's own code imports."""
+
+from __future__ import annotations
+
+from genie.runtime.backend_info import BACKENDS, PRIORITY, BackendInfo, get_backend_info
+
+__all__ = ["BACKENDS", "PRIORITY", "BackendInfo", "get_backend_info"]

@@ -1,0 +1,77 @@
+"""Backoff after rejected launches: how often a job was rejected, and when it may be placed again."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, replace
+
+from genie.processes.clock import Clock
+
+_BACKOFF_S = 0.5
+_DELAY_S = 30.0
+_NODE_BACKOFF_S_MAX = 60.0
+
+
+class Cause(enum.Enum):
+    """Why a launch was not confirmed."""
+
+    NONE = enum.auto()
+    """Neither the job nor the node, such as a lost connection."""
+    JOB = enum.auto()
+    """Possibly the job: it fails after LAUNCH_ATTEMPTS_MAX rejections."""
+    NODE = enum.auto()
+    """The node, such as a full disk; the job is placed again, however often."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Rejections:
+    epoch: int = 0
+    """Of the last rejected launch."""
+    count: int = 0
+    """Caused by the job, or of unknown cause."""
+    node_count: int = 0
+    """Caused by nodes."""
+    not_before_s: float = 0.0
+
+
+class LaunchBackoff:
+    """Kept in memory only: a new leader starts without backoff."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._by_job: dict[str, _Rejections] = {}
+
+    def not_before_s(self, job_id: str) -> float:
+        """Monotonic time before which the job must not be placed; 0.0 if it may be placed now."""
+        return self._by_job.get(job_id, _Rejections()).not_before_s
+
+    def record(self, job_id: str, epoch: int) -> int:
+        """Count a rejected launch, once however many workers were rejected; return the count so far."""
+        before = self._by_job.get(job_id, _Rejections())
+        if before.epoch == epoch:
+            return before.count
+        count = before.count + 1
+        not_before_s = self._clock.monotonic_s() + _BACKOFF_S * 2**count
+        self._by_job[job_id] = replace(before, epoch=epoch, count=count, not_before_s=not_before_s)
+        return count
+
+    def record_node_fault(self, job_id: str, epoch: int) -> None:
+        """Count a launch that failed because of a node. The first time there is no delay: the job goes to
+        another node."""
+        before = self._by_job.get(job_id, _Rejections())
+        if before.epoch == epoch:
+            return
+        delay_s = min(_BACKOFF_S * 2 ** min(before.node_count, 16), _NODE_BACKOFF_S_MAX)
+        not_before_s = self._clock.monotonic_s() + (delay_s if before.node_count else 0.0)
+        self._by_job[job_id] = replace(
+            before, epoch=epoch, node_count=before.node_count + 1, not_before_s=not_before_s
+        )
+
+    def delay(self, job_id: str) -> None:
+        """Delay the next placement of a job that could not be placed, which is not a rejection."""
+        before = self._by_job.get(job_id, _Rejections())
+        not_before_s = self._clock.monotonic_s() + _DELAY_S
+        self._by_job[job_id] = replace(before, not_before_s=not_before_s)
+
+    def reset(self, job_id: str) -> None:
+        self._by_job.pop(job_id, None)

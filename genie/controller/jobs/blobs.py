@@ -1,0 +1,232 @@
+"""Blobs: uploaded working directories, as files on disk named by their SHA-256.
+
+An upload goes to a partial file; once its digest is verified it is renamed and never changes. When the
+space of a tenant is used up, its own blobs that no unfinished job needs are evicted, least recently used
+first. When the space of all is used up, so are those of other tenants, but not within PINNED_S of their
+upload or last use: a client uploads first and submits later. Blocking: call it from one thread at a time,
+never from the event loop. Packing and unpacking is done by clients and agents.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+from collections import Counter, OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from genie.errors import StoreError, StoreFullError, UsageError, WorkdirError
+from genie.model.limits import check_digest
+from genie.model.messages import CHUNK_BYTES_MAX, BlobChunk, BlobStatus
+from genie.processes import files
+from genie.processes.clock import Clock
+
+_log = logging.getLogger(__name__)
+
+PINNED_S = 600.0
+_PARTIAL_SUFFIX = "+part"
+_READ_BYTES = 1024 * 1024
+
+
+@dataclass(slots=True)
+class _Upload:
+    """The hash of the bytes in the partial file, so that verifying need not read it again."""
+
+    size_bytes: int
+    digest: hashlib._Hash
+
+
+class Blobs:
+    """`tenant_bytes_max`: of each tenant; `bytes_max`: of all together."""
+
+    def __init__(self, directory: Path, *, bytes_max: int, tenant_bytes_max: int, clock: Clock) -> None:
+        self._directory = files.make_private_directory(directory)
+        self._bytes_max = bytes_max
+        self._tenant_bytes_max = min(tenant_bytes_max, bytes_max)
+        self._clock = clock
+        self._uploads: dict[str, _Upload] = {}
+        self._sizes: OrderedDict[str, int] = OrderedDict()
+        """By file name, least recently used first."""
+        self._used_s: dict[str, float] = {}
+        """By file name: when it was last written or used by its tenant."""
+        self._total_bytes = 0
+        self._of_tenant: Counter[str] = Counter()
+        for path in sorted(directory.iterdir(), key=lambda path: path.stat().st_mtime):
+            if path.is_file():
+                self._set_size(path.name, path.stat().st_size)
+
+    def stat(self, digest: str, *, tenant: str) -> BlobStatus:
+        check_digest(digest)
+        name = blob_name(digest, tenant)
+        if name in self._sizes:
+            self._touch(name)
+            return BlobStatus(complete=True, received_bytes=self._sizes[name])
+        return BlobStatus(complete=False, received_bytes=self._sizes.get(_partial_name(digest, tenant), 0))
+
+    def put(
+        self,
+        digest: str,
+        *,
+        tenant: str,
+        offset: int,
+        data: bytes,
+        last: bool,
+        is_needed: Callable[[str], bool],
+    ) -> BlobStatus:
+        """Append one chunk. If `offset` is not the current size, nothing is written, and the reply has the
+        current size. WorkdirError if the digest does not match; the upload then starts over."""
+        status = self.stat(digest, tenant=tenant)
+        if status.complete or offset != status.received_bytes:
+            return status
+        if len(data) > CHUNK_BYTES_MAX:
+            raise UsageError(f"a chunk has {len(data)} bytes; the maximum is {CHUNK_BYTES_MAX}")
+        name = _partial_name(digest, tenant)
+        self._evict(len(data), tenant=tenant, is_needed=is_needed, keep=name)
+        upload = self._append(name, data)
+        if last:
+            self._finish_upload(name, digest, upload, into=blob_name(digest, tenant))
+        return BlobStatus(complete=last, received_bytes=upload.size_bytes)
+
+    def read(self, digest: str, offset: int, *, tenant: str) -> BlobChunk:
+        """Read one chunk from `offset`."""
+        check_digest(digest)
+        name = blob_name(digest, tenant)
+        if name not in self._sizes:
+            raise WorkdirError(
+                f"the working directory {digest[:12]} is not on the controller", hint="submit the job again"
+            )
+        size_bytes = self._sizes[name]
+        if not 0 <= offset <= size_bytes:
+            raise UsageError(f"offset {offset} is not within the {size_bytes} bytes of {digest[:12]}")
+        self._touch(name)
+        try:
+            with (self._directory / name).open("rb") as file:
+                file.seek(offset)
+                return BlobChunk(data=file.read(CHUNK_BYTES_MAX), size_bytes=size_bytes)
+        except OSError as error:
+            raise StoreError(f"could not read the working directory {digest[:12]}: {error}") from error
+
+    def _append(self, name: str, data: bytes) -> _Upload:
+        path = self._directory / name
+        try:
+            upload = self._uploads.get(name) or self._resume(path)
+            with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "ab") as file:
+                file.truncate(upload.size_bytes)
+                file.write(data)
+        except OSError as error:
+            # The size of the file is unknown now: the next chunk reads it.
+            self._uploads.pop(name, None)
+            self._set_size(name, path.stat().st_size if path.exists() else 0)
+            raise StoreFullError(
+                f"could not store the working directory: {error}", hint="free disk space on the controller"
+            ) from error
+        upload.digest.update(data)
+        upload.size_bytes += len(data)
+        self._uploads[name] = upload
+        self._set_size(name, upload.size_bytes)
+        return upload
+
+    def _resume(self, path: Path) -> _Upload:
+        digest, size_bytes = hashlib.sha256(), 0
+        if path.exists():
+            with path.open("rb") as file:
+                while data := file.read(_READ_BYTES):
+                    digest.update(data)
+                    size_bytes += len(data)
+        return _Upload(size_bytes, digest)
+
+    def _finish_upload(self, name: str, digest: str, upload: _Upload, *, into: str) -> None:
+        path = self._directory / name
+        self._uploads.pop(name, None)
+        if upload.digest.hexdigest() != digest:
+            self._remove(name)
+            raise WorkdirError(
+                f"the upload of {digest[:12]} has the digest {upload.digest.hexdigest()[:12]}",
+                hint="the directory may have changed during the upload; upload it again",
+            )
+        try:
+            with path.open("rb") as file:
+                os.fsync(file.fileno())
+            path.replace(self._directory / into)
+            files.sync_directory(self._directory)
+        except OSError as error:
+            raise StoreFullError(f"could not store the working directory: {error}") from error
+        self._set_size(into, self._forget(name))
+
+    def _evict(self, more_bytes: int, *, tenant: str, is_needed: Callable[[str], bool], keep: str) -> None:
+        """Make space for `more_bytes` of a tenant; StoreFullError if that is not possible."""
+        if self._of_tenant[tenant] + more_bytes > self._tenant_bytes_max:
+            own = [name for name in self._sizes if _tenant_of(name) == tenant and name != keep]
+            for name in own:
+                if self._of_tenant[tenant] + more_bytes <= self._tenant_bytes_max:
+                    break
+                if not is_needed(name):
+                    self._drop(name)
+            if self._of_tenant[tenant] + more_bytes > self._tenant_bytes_max:
+                raise StoreFullError(
+                    f"working directories of unfinished jobs of tenant {tenant} use all of its "
+                    f"{self._tenant_bytes_max} bytes for blobs",
+                    hint="wait until jobs end, or increase controller.blobs_tenant_bytes_max",
+                )
+        if self._total_bytes + more_bytes > self._bytes_max:
+            self._evict_any(more_bytes, tenant=tenant, is_needed=is_needed, keep=keep)
+
+    def _evict_any(
+        self, more_bytes: int, *, tenant: str, is_needed: Callable[[str], bool], keep: str
+    ) -> None:
+        unpinned_s = self._clock.monotonic_s() - PINNED_S
+        for name in list(self._sizes):
+            if self._total_bytes + more_bytes <= self._bytes_max:
+                return
+            is_pinned = _tenant_of(name) != tenant and self._used_s[name] > unpinned_s
+            if name != keep and not is_pinned and not is_needed(name):
+                self._drop(name)
+        if self._total_bytes + more_bytes > self._bytes_max:
+            raise StoreFullError(
+                f"working directories of unfinished jobs and recent uploads use all of the "
+                f"{self._bytes_max} bytes for blobs",
+                hint="wait until jobs end, or increase controller.blobs_bytes_max",
+            )
+
+    def _drop(self, name: str) -> None:
+        _log.info("evicting blob %s", name)
+        self._remove(name)
+
+    def _remove(self, name: str) -> None:
+        self._uploads.pop(name, None)
+        self._forget(name)
+        (self._directory / name).unlink(missing_ok=True)
+
+    def _touch(self, name: str) -> None:
+        self._sizes.move_to_end(name)
+        self._used_s[name] = self._clock.monotonic_s()
+
+    def _set_size(self, name: str, size_bytes: int) -> None:
+        more_bytes = size_bytes - self._sizes.get(name, 0)
+        self._sizes[name] = size_bytes
+        self._total_bytes += more_bytes
+        self._of_tenant[_tenant_of(name)] += more_bytes
+        self._touch(name)
+
+    def _forget(self, name: str) -> int:
+        """Remove a file from the accounts; return its size."""
+        size_bytes = self._sizes.pop(name, 0)
+        self._used_s.pop(name, None)
+        self._total_bytes -= size_bytes
+        self._of_tenant[_tenant_of(name)] -= size_bytes
+        return size_bytes
+
+
+def blob_name(digest: str, tenant: str) -> str:
+    """Per tenant: the digest alone does not give access to a blob of another tenant."""
+    return f"{digest}+{tenant}"
+
+
+def _tenant_of(name: str) -> str:
+    return name.split("+")[1] if "+" in name else ""
+
+
+def _partial_name(digest: str, tenant: str) -> str:
+    return f"{digest}+{tenant}{_PARTIAL_SUFFIX}"

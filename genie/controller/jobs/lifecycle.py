@@ -1,0 +1,793 @@
+"""The life cycle of jobs: every state change is one transaction, durable before anyone sees it.
+
+The transaction changes the job and, where resources are taken or released, the node's allocations with it,
+so a hold is released exactly once. Not responsible for choosing nodes (scheduler/) or for messages to agents
+(nodes/agents.py).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from itertools import islice
+from typing import Protocol, TypeVar
+
+import msgspec
+
+from genie.config import ControllerConfig
+from genie.controller.change_notifier import ChangeNotifier
+from genie.controller.jobs.backoff import Cause, LaunchBackoff
+from genie.controller.jobs.index import JobIndex, StagedIndex
+from genie.controller.jobs.space import JobSpace
+from genie.controller.ledger import Ledger, TableRead, Transaction
+from genie.errors import (
+    FencedError,
+    JobNotFoundError,
+    JobRefusedError,
+    LeadershipError,
+    RowTooLargeError,
+    StoreError,
+    WorkersMissingError,
+)
+from genie.model.allocation import Hold, NodeHolds
+from genie.model.job import (
+    EXIT_CLIENT_LOST,
+    FINAL_STATES,
+    Job,
+    JobKind,
+    JobSpec,
+    JobState,
+    Placement,
+    StopReason,
+    Transition,
+    bounded_reason,
+    is_shrunk,
+    parse_unit,
+    shrunk,
+    with_state,
+)
+from genie.model.messages import ExitReport
+from genie.model.names import validate_name
+from genie.model.tenant import Identity, TokenKind
+from genie.processes.clock import Clock
+from genie.scheduler.decisions import Decision, Start
+from genie.tenancy.masking import mask_job_ids
+
+_log = logging.getLogger(__name__)
+
+LAUNCH_ATTEMPTS_MAX = 5
+CONFIRM_WAIT_S_MAX = 3.0
+JOB_NODES_MAX = 120
+"""All holds of a job are written in one transaction, and the store limits the rows of a transaction."""
+HOLDS_OF_TRANSACTION_MAX = 3000
+"""Of all nodes of a job with several workers, at its start: about half of what a transaction can have."""
+_DELETE_BATCH_JOBS = 100
+_DELETE_BATCHES = 20
+"""Transactions that are written together."""
+_NAMED_SHOWN_MAX = 5
+_ID_ALPHABET = "abcdefghijklmnopqrstuvwxyz234567"
+_ID_CHARACTER_PAIRS = tuple(first + second for first in _ID_ALPHABET for second in _ID_ALPHABET)
+"""Two characters of a job ID for each ten random bits."""
+_OTHER_TENANTS_DIVISOR = 10
+"""1/_OTHER_TENANTS_DIVISOR of the queue is reserved for other tenants."""
+_STOPPING_PREFIX = "being stopped: "
+_Result = TypeVar("_Result")
+
+
+class JobPlacer(Protocol):
+    """Decides where jobs start (placement/planner.py)."""
+
+    def place(self, new_job: Job | None = None) -> Sequence[Decision]:
+        """Place a job that is being submitted; without one, run a scheduling pass."""
+        ...
+
+    def settle(self, job_ids: Iterable[str]) -> None:
+        """Undo the starts of these jobs that were not recorded."""
+        ...
+
+
+class JobLifecycle:
+    """`placer` places jobs at submission. On every change of a job, `notifier` is notified with the job ID
+    and `wake` is called."""
+
+    def __init__(
+        self,
+        ledger: Ledger,
+        *,
+        config: ControllerConfig,
+        clock: Clock,
+        random_bytes: Callable[[int], bytes],
+        notifier: ChangeNotifier,
+        wake: Callable[[], None],
+        placer: JobPlacer,
+        backoff: LaunchBackoff,
+    ) -> None:
+        self._ledger = ledger
+        self._config = config
+        self._clock = clock
+        self._random_bytes = random_bytes
+        self._notifier = notifier
+        self._wake = wake
+        self._placer = placer
+        self._backoff = backoff
+        self._index = JobIndex()
+        self._staged = StagedIndex()
+        self._loaded = (self._index, self._staged)
+        """The indexes of the rows that are being loaded."""
+        self._pending_reasons: dict[str, str] = {}
+        self._ready_ranks: dict[str, tuple[int, set[int]]] = {}
+        """By job with several workers: the epoch and the ranks that are ready to start."""
+        self.space = JobSpace(ledger, config)
+        ledger.jobs.add_loader(self._index_loaded)
+        ledger.add_load_listener(self._replace_indexes)
+        ledger.jobs.add_index(self._staged.changed)
+        ledger.jobs.add_listener(self._row_changed)
+
+    # -- reading ----------------------------------------------------------------------------
+
+    def get(self, job_id: str) -> Job | None:
+        return self._ledger.jobs.get(job_id)
+
+    def find(self, key: str, identity: Identity) -> Job:
+        """Find a job by ID or by a unique name. Raise JobNotFoundError, also for jobs of other tenants."""
+        job = self.get(key)
+        if job is not None and can_see(identity, job):
+            return job
+        tenant = None if identity.kind is TokenKind.OWNER else identity.tenant
+        named, count = self._index.named(key, tenant, limit=_NAMED_SHOWN_MAX)
+        if count == 1:
+            return self._ledger.jobs[named[0]]
+        if count:
+            ids = ", ".join(sorted(named))
+            raise JobNotFoundError(f"{count} jobs are named {key[:80]!r}", hint=f"use a job ID: {ids}")
+        raise JobNotFoundError(f"there is no job {key[:80]!r}", hint="'genie jobs --all' lists all jobs")
+
+    def find_worker(self, key: str, identity: Identity) -> tuple[Job, int]:
+        """Find the job and rank of JOB.RANK; JOB alone is rank 0."""
+        job_id, rank = parse_unit(key)
+        has_name = self._index.has_name
+        if not has_name(key) and (job_id in self._ledger.jobs or has_name(job_id)):
+            return self.find(job_id, identity), rank
+        return self.find(key, identity), 0
+
+    def with_pending_reason(self, job: Job) -> Job:
+        """Return the job with its latest pending reason; unchanged if it is not queued or has none yet."""
+        reason = self._pending_reasons.get(job.job_id)
+        if job.state is not JobState.QUEUED or reason is None:
+            return job
+        return msgspec.structs.replace(job, reason=reason)
+
+    def visible_to(self, job: Job, identity: Identity) -> Job:
+        """Return the job with its pending reason; for users, reasons do not name jobs of other tenants."""
+        if identity.kind is TokenKind.OWNER:
+            return _without_ticket(self.with_pending_reason(job))
+        return self.visible_to_tenant(job)
+
+    def visible_to_tenant(self, job: Job) -> Job:
+        """As `visible_to`, for a user of the job's own tenant."""
+        job = _without_ticket(self.with_pending_reason(job))
+
+        def is_shown(job_id: str) -> bool:
+            other = self.get(job_id)
+            return other is not None and other.tenant == job.tenant
+
+        steps = (
+            msgspec.structs.replace(step, reason=mask_job_ids(step.reason, is_shown=is_shown))
+            for step in job.history
+        )
+        reason = mask_job_ids(job.reason, is_shown=is_shown)
+        return msgspec.structs.replace(job, reason=reason, history=tuple(steps))
+
+    def in_states(self, *states: JobState) -> list[Job]:
+        return self._index.in_states(states)
+
+    def newest_first(
+        self, states: Iterable[JobState], identity: Identity, *, before: int | None, limit: int
+    ) -> list[Job]:
+        """The newest jobs in these states (default: all) that this identity may see, at most `limit`."""
+        tenant = None if identity.kind is TokenKind.OWNER else identity.tenant
+        found = self._index.newest_first(set(states) or JobState, before=before, tenant=tenant)
+        return list(islice(found, limit))
+
+    def counts(self) -> dict[str, int]:
+        return {str(state): self._index.count(state) for state in JobState}
+
+    def is_blob_needed(self, name: str) -> bool:
+        """Whether an unfinished job needs the blob with this name."""
+        return self._index.is_blob_needed(name)
+
+    def sessions(self) -> list[Job]:
+        """All unfinished session jobs."""
+        return self._index.sessions()
+
+    def sessions_of(self, tenant: str, client: str) -> list[Job]:
+        """The unfinished session jobs of a client."""
+        return self._index.sessions_of(tenant, client)
+
+    def set_pending_reason(self, job_id: str, reason: str) -> None:
+        """Keep the pending reason of a queued job, in memory only: it changes often and is derived."""
+        if self._pending_reasons.get(job_id) != reason:
+            self._pending_reasons[job_id] = reason
+            self._notifier.notify(job_id)
+
+    def notify(self, job_id: str) -> None:
+        """Wake up waiters after a change of the job that is not in the ledger."""
+        self._notifier.notify(job_id)
+
+    async def wait_while(self, job_id: str, condition: Callable[[Job], bool], *, timeout_s: float) -> None:
+        """Wait until `condition` is false, the job is deleted, or the timeout expires."""
+
+        def is_true() -> bool:
+            job = self.get(job_id)
+            return job is not None and condition(job)
+
+        await self._notifier.wait_while(job_id, is_true, timeout_s=timeout_s)
+
+    # -- state changes ----------------------------------------------------------------------
+
+    async def submit(
+        self,
+        spec: JobSpec,
+        identity: Identity,
+        request_id: str,
+        *,
+        session: str = "",
+        ticket_sha256: str = "",
+    ) -> Job:
+        """Create a job, or return the one that this request ID created before. JobRefusedError when the queue
+        is full. The job is placed in the same transaction if it can start at once."""
+        validate_name(request_id, what="request id")
+
+        def build(txn: Transaction) -> Job:
+            again = self.find_request(identity.tenant, request_id)
+            if again is not None:
+                return again
+            if self._staged.queued >= self._config.queue_max:
+                raise JobRefusedError(
+                    f"the queue is full: {self._config.queue_max} jobs are pending", hint="try again later"
+                )
+            self._check_tenant_share(identity.tenant)
+            self.space.check_submission(identity.tenant)
+            now, reason = self._clock.wall_s(), "submitted"
+            job = Job(
+                job_id=self._new_id(),
+                tenant=identity.tenant,
+                owner=identity.token_id,
+                spec=spec,
+                state=JobState.QUEUED,
+                reason=reason,
+                submitted_at=now,
+                sequence=txn.next_number("sequence"),
+                history=(Transition(state=JobState.QUEUED, at=now, reason=reason),),
+                request_id=request_id,
+                session=session,
+                ticket_sha256=ticket_sha256,
+            )
+            # Only if no other job is queued; earlier jobs of this transaction count as queued.
+            if not self._staged.queued:
+                for start in self._placer.place(job):
+                    if isinstance(start, Start):
+                        job = self._record_new(txn, job, start)
+            if job.state is JobState.QUEUED:
+                txn.put(self._ledger.jobs, job.job_id, job)
+            return job
+
+        return await self._ledger.write(build)
+
+    def _record_new(self, txn: Transaction, job: Job, start: Start) -> Job:
+        undo = partial(self._placer.settle, (job.job_id,))
+        txn.on_rollback(undo)
+        recorded = self._record_start(txn, job, start)
+        if recorded is None:
+            undo()
+            return job
+        return recorded
+
+    def _check_tenant_share(self, tenant: str) -> None:
+        """Raise JobRefusedError if this tenant would fill the queue alone."""
+        queue_max = self._config.queue_max
+        share = queue_max - queue_max // _OTHER_TENANTS_DIVISOR
+        own = self._staged.queued_of_tenant[tenant]
+        if own >= share:
+            raise JobRefusedError(
+                f"{own} jobs of tenant {tenant} are pending; a tenth of the queue is for other tenants",
+                hint="try again later",
+            )
+
+    def find_request(self, tenant: str, request_id: str) -> Job | None:
+        """Find the job that a request ID created."""
+        job_id = self._staged.by_request.get((tenant, request_id))
+        return self.get(job_id) if job_id is not None else None
+
+    async def cancel(self, job_id: str, reason: str) -> Job:
+        """End a job that has not started; mark a running one, which ends when its agent reports the exit.
+
+        The confirmation of a launch that is in progress will be rejected.
+        """
+
+        def build(job: Job | None, txn: Transaction) -> Job:
+            if job is None:
+                raise JobNotFoundError(f"there is no job {job_id!r}")
+            if job.state.is_final or job.stop not in (StopReason.NONE, StopReason.PREEMPT):
+                return job
+            if job.state is JobState.RUNNING:
+                return self._stop(txn, job, StopReason.CANCEL, reason)
+            return self._end(txn, job, JobState.CANCELLED, f"cancelled: {reason}")
+
+        return await self._change(job_id, build)
+
+    async def stop(self, job_id: str, *, epoch: int, stop: StopReason, reason: str) -> Job | None:
+        """Mark a running job so that its agents end it; None if that placement is no longer running."""
+
+        def build(job: Job | None, txn: Transaction) -> Job | None:
+            if job is None or job.state is not JobState.RUNNING or job.epoch != epoch or job.stop:
+                return None
+            return self._stop(txn, job, stop, reason)
+
+        return await self._change(job_id, build)
+
+    async def place(self, starts: Iterable[Start], *, placed: Callable[[Job], None]) -> None:
+        """Record the starts of a scheduling pass; call `placed` with each job once all are durable. Starts
+        whose job or node has changed since the decision are dropped. A start that cannot be recorded delays
+        its own job only. Accelerators are given by ID."""
+        loads, starts = self._ledger.loads, list(starts)
+        outcomes = await self._ledger.write_each(partial(self._place, start, loads) for start in starts)
+        for start, outcome in zip(starts, outcomes, strict=True):
+            if isinstance(outcome, Job) and outcome.state is JobState.PLACING:
+                placed(outcome)
+            elif isinstance(outcome, Exception) and not isinstance(outcome, _OF_ALL_ROWS):
+                _log.error("job %s could not be placed: %s", start.job_id, outcome, exc_info=outcome)
+                self._backoff.delay(start.job_id)
+                self.set_pending_reason(start.job_id, f"could not be placed: {bounded_reason(str(outcome))}")
+        _raise_first_of_all_rows(outcomes)
+
+    def _place(self, start: Start, loads: int, txn: Transaction) -> Job | None:
+        job = self.get(start.job_id)
+        if job is None or job.state is not JobState.QUEUED:
+            return None
+        if self._ledger.loads != loads:
+            return None  # an earlier write was committed after all, and may have taken these accelerators
+        return self._record_start(txn, job, start)
+
+    def _record_start(self, txn: Transaction, job: Job, start: Start) -> Job | None:
+        """Stage the placing of a job and a hold for each worker. Every start is recorded here: of a
+        submission and of a scheduling pass. None if a node has been removed; cancels a job on too many
+        nodes."""
+        nodes = [self._ledger.nodes.get(place.node_id) for place in start.places]
+        if len(nodes) > JOB_NODES_MAX:
+            count = len({place.node_id for place in start.places})
+            if count > JOB_NODES_MAX:
+                why = f"its workers would need {count} nodes; the maximum is {JOB_NODES_MAX}"
+                return self._end(txn, job, JobState.CANCELLED, f"cancelled: {why}")
+        if None in nodes:
+            return None
+        if len(nodes) > 1:
+            self._check_transaction_fits(start)
+        epoch = txn.next_number("epoch")
+        placements = tuple(
+            Placement(
+                node_id=place.node_id, incarnation=node.info.incarnation, gpu_ids=place.gpu_ids, epoch=epoch
+            )
+            for place, node in zip(start.places, nodes, strict=True)
+            if node is not None
+        )
+        step = with_state(
+            job, JobState.PLACING, reason=start.reason, at=self._clock.wall_s(), placements=placements
+        )
+        for rank, placement in enumerate(placements):
+            held = txn.get(self._ledger.holds, placement.node_id) or NodeHolds(node_id=placement.node_id)
+            txn.put(self._ledger.holds, placement.node_id, held.with_hold(_hold_of(step, rank)))
+        txn.put(self._ledger.jobs, job.job_id, step)
+        return step
+
+    def _check_transaction_fits(self, start: Start) -> None:
+        """Raise RowTooLargeError if the holds on the nodes of these workers leave too little space in the
+        transaction that releases them."""
+        node_ids = {place.node_id for place in start.places}
+        held = [self._ledger.holds.get(node_id) for node_id in node_ids]
+        count = len(start.places) + sum(len(each.holds) for each in held if each is not None)
+        if count > HOLDS_OF_TRANSACTION_MAX:
+            raise RowTooLargeError(
+                f"its {len(node_ids)} nodes would have {count} workers in all; the maximum for a job on "
+                f"several nodes is {HOLDS_OF_TRANSACTION_MAX}"
+            )
+
+    async def confirm(
+        self, node_id: str, unit: str, *, epoch: int, incarnation: int, wait_s: float = 0.0
+    ) -> None:
+        """Confirm the launch of a worker; the job runs when all workers are confirmed. FencedError if the
+        launch is no longer valid, WorkersMissingError if other workers are not ready after `wait_s`.
+        Idempotent: a reply may be lost."""
+        job_id, rank = parse_unit(unit)
+
+        def require_valid() -> Job:
+            job = self.get(job_id)
+            is_void = job is None or not is_current_placement(job, rank, node_id, epoch) or bool(job.stop)
+            if is_void or job is None or job.placements[rank].incarnation != incarnation:
+                raise FencedError(f"launch {epoch} of job {unit} is no longer valid")
+            return job
+
+        def build(txn: Transaction) -> None:
+            job = require_valid()
+            if job.state is JobState.RUNNING:
+                return
+            nodes = {placement.node_id for placement in job.placements}
+            where = f"node {node_id}" if len(nodes) == 1 else f"{len(nodes)} nodes"
+            step = with_state(job, JobState.RUNNING, reason=f"started on {where}", at=self._clock.wall_s())
+            txn.put(self._ledger.jobs, job_id, step)
+
+        known = self.get(job_id)
+        if known is not None and len(known.placements) > 1:
+            # No write before all workers are ready: a gang waits for its slowest worker.
+            try:
+                self._mark_worker_ready(require_valid(), rank)
+            except WorkersMissingError:
+                waiting = partial(self._waits_for_workers, job_id, epoch)
+                await self._notifier.wait_while(job_id, waiting, timeout_s=min(wait_s, CONFIRM_WAIT_S_MAX))
+                self._mark_worker_ready(require_valid(), rank)
+        await self._ledger.write(build)
+        self._backoff.reset(job_id)
+        self._ready_ranks.pop(job_id, None)
+
+    def _waits_for_workers(self, job_id: str, epoch: int) -> bool:
+        job = self.get(job_id)
+        if job is None or job.state is not JobState.PLACING or job.epoch != epoch:
+            return False
+        ready_epoch, ranks = self._ready_ranks.get(job_id, (0, set()))
+        return ready_epoch == epoch and len(ranks) < len(job.placements)
+
+    def _mark_worker_ready(self, job: Job, rank: int) -> None:
+        """Note that a worker is ready; raise WorkersMissingError until all are. In memory only: launches do
+        not outlive a leader's term."""
+        if job.state is not JobState.PLACING:
+            return
+        epoch, ranks = self._ready_ranks.get(job.job_id, (0, set()))
+        if epoch != job.epoch:
+            epoch, ranks = self._ready_ranks[job.job_id] = (job.epoch, set())
+        ranks.add(rank)
+        missing = len(job.placements) - len(ranks)
+        if missing:
+            raise WorkersMissingError(f"{missing} of the {len(job.placements)} workers are not ready yet")
+        self._notifier.notify(job.job_id)
+
+    async def record_exits(self, node_id: str, reports: Sequence[ExitReport]) -> list[ExitReport]:
+        """Record exits of workers and release what they held; the job ends with its last worker. Reports
+        about an earlier placement are ignored. Return the settled reports: all but those whose job cannot be
+        changed, which is quarantined."""
+        settled, too_large = await self._record_exits(node_id, reports, is_too_large=False)
+        if too_large:
+            settled += (await self._record_exits(node_id, too_large, is_too_large=True))[0]
+        return settled
+
+    async def _record_exits(
+        self, node_id: str, reports: Sequence[ExitReport], *, is_too_large: bool
+    ) -> tuple[list[ExitReport], list[ExitReport]]:
+        """Return the settled reports and those whose row is too large."""
+        builds = (partial(self._exit, node_id, report, is_too_large) for report in reports)
+        outcomes = await self._ledger.write_each(builds)
+        _raise_first_of_all_rows(outcomes)
+        settled, too_large = [], []
+        for report, outcome in zip(reports, outcomes, strict=True):
+            if not isinstance(outcome, Exception):
+                settled.append(report)
+            elif isinstance(outcome, RowTooLargeError) and not is_too_large:
+                too_large.append(report)
+            else:
+                self._ledger.quarantine.add(self._key(parse_unit(report.job_id)[0]), outcome)
+        return settled, too_large
+
+    def _exit(self, node_id: str, report: ExitReport, is_too_large: bool, txn: Transaction) -> None:
+        job_id, rank = parse_unit(report.job_id)
+        job = self.get(job_id)
+        if job is None or not is_current_placement(job, rank, node_id, report.epoch):
+            return
+        job = shrunk(job) if is_too_large else job
+        state, reason = worker_outcome(job, report)
+        cause = Cause.NODE if is_node_fault(job, report) else Cause.JOB
+        self._end_worker(txn, job, rank, state=state, reason=reason, exit_code=report.exit_code, cause=cause)
+
+    def _end_worker(
+        self,
+        txn: Transaction,
+        job: Job,
+        rank: int,
+        *,
+        state: JobState,
+        reason: str,
+        exit_code: int | None,
+        cause: Cause = Cause.JOB,
+    ) -> None:
+        self._release(txn, job, rank)
+        ended = msgspec.structs.replace(job.placements[rank], outcome=state, exit_code=exit_code)
+        placements = (*job.placements[:rank], ended, *job.placements[rank + 1 :])
+        is_first_failure = state is not JobState.SUCCEEDED and not job.stop
+        job = msgspec.structs.replace(
+            job,
+            placements=placements,
+            exit_code=exit_code if is_first_failure or job.exit_code is None else job.exit_code,
+        )
+        is_named = len(placements) > 1 and state is not JobState.SUCCEEDED
+        full_reason = f"worker {rank} on node {ended.node_id}: {reason}" if is_named else reason
+        is_command = job.spec.kind is JobKind.COMMAND
+        if job.state is JobState.PLACING or (cause is Cause.NODE and is_command and len(placements) == 1):
+            # No worker has started.
+            self._requeue_rejected(txn, msgspec.structs.replace(job, exit_code=None), full_reason, cause)
+        elif any(placement.outcome is None for placement in placements):
+            if is_first_failure:
+                self._stop(txn, job, StopReason.WORKER_ENDED, full_reason)
+            else:
+                txn.put(self._ledger.jobs, job.job_id, job)
+        elif job.stop is StopReason.PREEMPT:
+            job = msgspec.structs.replace(job, exit_code=None)
+            self._requeue(txn, job, f"was preempted: {stop_reason(job)}")
+        else:
+            last = full_reason if is_first_failure or not job.stop else reason
+            reason = stop_reason(job) if job.stop is StopReason.WORKER_ENDED else last
+            self._end(txn, job, _combined_outcome(placements), reason)
+
+    async def requeue(self, job_id: str, *, epoch: int, reason: str, cause: Cause = Cause.NONE) -> None:
+        """Queue a job again whose launch is not confirmed. Safe at any time: nothing has started."""
+
+        def build(job: Job | None, txn: Transaction) -> None:
+            if job is None or job.state is not JobState.PLACING or job.epoch != epoch:
+                return  # the launch was void before it was rejected
+            if cause is Cause.NONE:
+                self._requeue(txn, job, reason)
+            else:
+                self._requeue_rejected(txn, job, reason, cause)
+
+        await self._change(job_id, build)
+
+    def _requeue_rejected(self, txn: Transaction, job: Job, reason: str, cause: Cause) -> None:
+        """Queue a job again after a rejected or failed launch, or fail it after LAUNCH_ATTEMPTS_MAX of
+        them that nodes have not caused."""
+        if cause is Cause.NODE:
+            self._backoff.record_node_fault(job.job_id, job.epoch)
+            self._requeue(txn, job, reason)
+            return
+        count = self._backoff.record(job.job_id, job.epoch)
+        if count >= LAUNCH_ATTEMPTS_MAX:
+            self._end(txn, job, JobState.FAILED, f"rejected {count} times, most recently: {reason}")
+        else:
+            self._requeue(txn, job, reason)
+
+    async def record_lost_worker(
+        self,
+        unit: str,
+        *,
+        node_id: str,
+        epoch: int,
+        reason: str,
+        is_still_lost: Callable[[], bool] = lambda: True,
+    ) -> None:
+        """Record that a node no longer runs a worker: the worker is lost, or the job is queued again if it
+        had not started. If there is no such job, its hold on the node is released.
+
+        `is_still_lost` is evaluated in the transaction: the node may have reconnected meanwhile.
+        """
+        job_id, rank = parse_unit(unit)
+
+        def build(job: Job | None, txn: Transaction) -> None:
+            if not is_still_lost():
+                return
+            if job is None:
+                self._release_orphan(txn, node_id, unit, epoch=epoch)
+                return
+            if job.epoch != epoch or job.state.is_final:
+                return
+            if rank >= len(job.placements) or job.placements[rank].outcome is not None:
+                return
+            if job.state is JobState.PLACING:
+                self._requeue(txn, job, reason)
+                return
+            state, full_reason = JobState.LOST, reason
+            if job.stop is StopReason.CANCEL:
+                state, full_reason = JobState.CANCELLED, f"cancelled: {stop_reason(job)} ({reason})"
+            elif job.stop is StopReason.TIME_LIMIT:
+                state, full_reason = JobState.FAILED, f"{stop_reason(job)} ({reason})"
+            self._end_worker(txn, job, rank, state=state, reason=full_reason, exit_code=None)
+
+        await self._change(job_id, build)
+
+    async def delete_old(self) -> None:
+        """Delete the oldest finished jobs beyond the limits of the history: count, bytes and age."""
+        while excess := self._excess_history(limit=_DELETE_BATCH_JOBS * _DELETE_BATCHES):
+            parts = [
+                excess[start : start + _DELETE_BATCH_JOBS]
+                for start in range(0, len(excess), _DELETE_BATCH_JOBS)
+            ]
+            for outcome in await self._ledger.write_each(partial(self._delete, part) for part in parts):
+                if isinstance(outcome, Exception):
+                    raise outcome
+
+    def _excess_history(self, *, limit: int) -> list[Job]:
+        count = sum(self._index.count(state) for state in FINAL_STATES) - self._config.jobs_kept
+        size_bytes = self.space.excess_history_bytes()
+        oldest_at = self._clock.wall_s() - self._config.history_days * 86400
+        excess: list[Job] = []
+        for job in islice(self._index.oldest_first(FINAL_STATES), limit):
+            if count <= 0 and size_bytes <= 0 and (job.ended_at or 0.0) >= oldest_at:
+                break
+            excess.append(job)
+            count -= 1
+            size_bytes -= self.space.size_bytes(job.job_id)
+        return excess
+
+    def _delete(self, jobs: list[Job], txn: Transaction) -> None:
+        for job in jobs:
+            txn.delete(self._ledger.jobs, job.job_id)
+
+    # -- staging ----------------------------------------------------------------------------
+
+    async def _change(self, job_id: str, build: Callable[[Job | None, Transaction], _Result]) -> _Result:
+        """Call `build` with the job in a write; again with a shrunk job if its row is too large."""
+        try:
+            return await self._ledger.write(lambda txn: build(self.get(job_id), txn))
+        except RowTooLargeError:
+            return await self._ledger.write(lambda txn: build(self._get_shrunk(job_id), txn))
+
+    def _get_shrunk(self, job_id: str) -> Job | None:
+        job = self.get(job_id)
+        return shrunk(job) if job is not None else None
+
+    def _key(self, job_id: str) -> str:
+        return self._ledger.jobs.prefix + job_id
+
+    def _end(self, txn: Transaction, job: Job, state: JobState, reason: str) -> Job:
+        self._release_all(txn, job)
+        step = with_state(job, state, reason=reason, at=self._clock.wall_s())
+        txn.put(self._ledger.jobs, job.job_id, step)
+        return step
+
+    def _stop(self, txn: Transaction, job: Job, stop: StopReason, reason: str) -> Job:
+        job = msgspec.structs.replace(job, stop=stop, reason=bounded_reason(f"{_STOPPING_PREFIX}{reason}"))
+        txn.put(self._ledger.jobs, job.job_id, job)
+        return job
+
+    def _requeue(self, txn: Transaction, job: Job, reason: str) -> None:
+        if is_shrunk(job):
+            why = f"it cannot run again, because its stored record is too large ({reason})"
+            self._end(txn, job, JobState.FAILED, why)
+            return
+        self._release_all(txn, job)
+        step = with_state(job, JobState.QUEUED, reason=reason, at=self._clock.wall_s())
+        txn.put(self._ledger.jobs, job.job_id, step)
+
+    def _release_all(self, txn: Transaction, job: Job) -> None:
+        for rank, placement in enumerate(job.placements):
+            if placement.outcome is None:
+                self._release(txn, job, rank)
+
+    def _release(self, txn: Transaction, job: Job, rank: int) -> None:
+        node_id = job.placements[rank].node_id
+        held = txn.get(self._ledger.holds, node_id)
+        if held is not None:
+            txn.put(self._ledger.holds, node_id, held.without_job(job.unit(rank)))
+
+    def _release_orphan(self, txn: Transaction, node_id: str, unit: str, *, epoch: int) -> None:
+        held = self._ledger.holds.get(node_id)
+        if held is not None and any((hold.job_id, hold.epoch) == (unit, epoch) for hold in held.holds):
+            txn.put(self._ledger.holds, node_id, held.without_job(unit))
+
+    def _new_id(self) -> str:
+        while True:
+            number = int.from_bytes(self._random_bytes(5))
+            job_id = "j-" + "".join(
+                [_ID_CHARACTER_PAIRS[number >> shift & 1023] for shift in (30, 20, 10, 0)]
+            )
+            if job_id not in self._ledger.jobs:
+                return job_id
+
+    # -- indexes ----------------------------------------------------------------------------
+
+    async def _index_loaded(self, read: TableRead[Job]) -> None:
+        self._loaded = (await JobIndex.build(read.rows.values()), await StagedIndex.build(read.rows))
+
+    def _replace_indexes(self) -> None:
+        self._index, staged = self._loaded
+        self._staged.replace_with(staged)
+        jobs = self._ledger.jobs
+        self._pending_reasons = {
+            job_id: reason
+            for job_id, reason in self._pending_reasons.items()
+            if job_id in jobs and jobs[job_id].state is JobState.QUEUED
+        }
+        self._notifier.notify_all()
+        self._wake()
+
+    def _row_changed(self, job_id: str, before: Job | None, after: Job | None) -> None:
+        self._index.changed(before, after)
+        if after is None or after.state is not JobState.QUEUED:
+            self._pending_reasons.pop(job_id, None)
+        if after is None or after.state is not JobState.PLACING:
+            self._ready_ranks.pop(job_id, None)
+        if after is None or after.state.is_final:
+            self._backoff.reset(job_id)
+        self._notifier.notify(job_id)
+        self._wake()
+
+
+_OF_ALL_ROWS = (StoreError, LeadershipError)
+
+
+def _raise_first_of_all_rows(outcomes: Iterable[object]) -> None:
+    """Raise the first error that concerns every row, not only one."""
+    for outcome in outcomes:
+        if isinstance(outcome, _OF_ALL_ROWS):
+            raise outcome
+
+
+def _without_ticket(job: Job) -> Job:
+    """No reply has the hash of a ticket: only its executor needs it."""
+    return msgspec.structs.replace(job, ticket_sha256="") if job.ticket_sha256 else job
+
+
+def can_see(identity: Identity, job: Job) -> bool:
+    """Whether this identity may see the job: a user sees its own tenant, the owner sees all."""
+    return identity.kind is TokenKind.OWNER or identity.tenant == job.tenant
+
+
+def is_current_placement(job: Job, rank: int, node_id: str, epoch: int) -> bool:
+    """Whether `epoch` is the current placement of this worker, on this node, and has not ended."""
+    if job.state.is_final or job.epoch != epoch or rank >= len(job.placements):
+        return False
+    placement = job.placements[rank]
+    return placement.node_id == node_id and placement.outcome is None
+
+
+def stop_reason(job: Job) -> str:
+    """Why a running job is being stopped."""
+    return job.reason.removeprefix(_STOPPING_PREFIX)
+
+
+def is_node_fault(job: Job, report: ExitReport) -> bool:
+    """Whether this worker has not started because of its node."""
+    return report.by_node and not report.started and not job.stop
+
+
+def worker_outcome(job: Job, report: ExitReport) -> tuple[JobState, str]:
+    """Return the final state of a worker after this exit, and the reason."""
+    code = report.exit_code
+    if code is None:
+        reason = report.reason or "ended without an exit code"
+    else:
+        reason = f"killed by signal {-code}" if code < 0 else f"exit code {code}"
+    how = "" if code is None else f" ({reason})"
+    if job.stop in (StopReason.CANCEL, StopReason.WORKER_ENDED, StopReason.PREEMPT):
+        return JobState.CANCELLED, f"cancelled: {stop_reason(job)}{how}"
+    if job.stop is StopReason.TIME_LIMIT:
+        return JobState.FAILED, f"{stop_reason(job)}{how}"
+    if code == EXIT_CLIENT_LOST and job.spec.kind is JobKind.SESSION:
+        return JobState.CANCELLED, f"cancelled: {report.reason or 'the client did not return'}"
+    if code == 0:
+        # A launch that was never confirmed cannot have succeeded.
+        return (JobState.SUCCEEDED if job.state is JobState.RUNNING else JobState.FAILED), reason
+    if code is None and (report.started or report.by_node) and job.state is JobState.RUNNING:
+        # Not a failure of the job: the node lost its connection or was stopped.
+        return JobState.LOST, reason
+    return JobState.FAILED, reason
+
+
+def _combined_outcome(placements: Sequence[Placement]) -> JobState:
+    """Return the final state of a job whose workers have all ended."""
+    outcomes = {placement.outcome for placement in placements}
+    for state in (JobState.FAILED, JobState.LOST, JobState.CANCELLED):
+        if state in outcomes:
+            return state
+    return JobState.SUCCEEDED
+
+
+def _hold_of(job: Job, rank: int) -> Hold:
+    """Return what a worker holds on its node."""
+    resources, placement = job.spec.resources, job.placements[rank]
+    return Hold(
+        job_id=job.unit(rank),
+        tenant=job.tenant,
+        epoch=placement.epoch,
+        incarnation=placement.incarnation,
+        gpu_ids=placement.gpu_ids,
+        gpu_milli=resources.gpu_milli,
+        cpus=resources.cpus,
+        memory_bytes=resources.memory_bytes,
+    )

@@ -1,0 +1,133 @@
+"""How much of the store jobs use, by tenant, and whether more may be submitted.
+
+Submissions are rejected well before the store is full: the rest is reserved for the controller's own writes,
+which end jobs and release accelerators. The size of a job is that of its row when it was first stored or
+loaded. The size of the whole store is measured by store_monitor.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+
+from genie.config import ControllerConfig
+from genie.controller.ledger import Ledger, TableRead
+from genie.controller.store import Space
+from genie.errors import SpaceQuotaError
+from genie.model.job import Job
+
+ALARM_SHARE = 0.5
+"""Share of the store from which on there is an alarm, and less history is kept."""
+SUBMIT_SHARE = 0.7
+"""Share of the store up to which jobs can be submitted."""
+FRAGMENTED_SHARE = 0.9
+"""Share of the store, with free space inside, from which on jobs cannot be submitted."""
+HISTORY_SHARE = 0.1
+"""Maximum share of finished jobs, however large `history_bytes_max` is."""
+_HISTORY_DIVISOR_IF_LOW = 4
+_SLICE = 1000
+_MIB = 1024 * 1024
+
+
+class JobSpace:
+    def __init__(self, ledger: Ledger, config: ControllerConfig) -> None:
+        self._ledger = ledger
+        self._config = config
+        self._sizes: dict[str, int] = {}
+        self._of_tenant: Counter[str] = Counter()
+        """Of unfinished jobs; finished ones are limited together."""
+        self.finished_bytes = 0
+        self.bytes_max = 0
+        """Maximum size of the store; 0 before it was measured."""
+        self._measured_bytes = self._fragmented_bytes = 0
+        self._written_at_measurement_bytes = 0
+        ledger.jobs.add_loader(self._load)
+        ledger.jobs.add_listener(self._changed)
+
+    @property
+    def used_bytes(self) -> int:
+        """Of the store: as measured, plus what was written since."""
+        return self._measured_bytes + self.written_bytes
+
+    @property
+    def written_bytes(self) -> int:
+        """Bytes written since the last measurement."""
+        return self._ledger.written_bytes - self._written_at_measurement_bytes
+
+    @property
+    def is_low(self) -> bool:
+        """Whether the store has little free space."""
+        return self.bytes_max > 0 and self.used_bytes >= ALARM_SHARE * self.bytes_max
+
+    @property
+    def is_fragmented(self) -> bool:
+        """Whether the store must be defragmented before it can grow. Small writes use the free space."""
+        return self._measured_bytes + self._fragmented_bytes >= FRAGMENTED_SHARE * self.bytes_max > 0
+
+    def set_measured(self, found: Space, *, bytes_max: int) -> None:
+        self._measured_bytes, self._fragmented_bytes = found.used_bytes, found.fragmented_bytes
+        self.bytes_max = bytes_max
+        self._written_at_measurement_bytes = self._ledger.written_bytes
+
+    def check_submission(self, tenant: str) -> None:
+        """Raise SpaceQuotaError if the tenant or all together use too much of the store."""
+        if not self.bytes_max:
+            return
+        own_bytes, own_max = self._of_tenant[tenant], self._config.tenant_store_share * self.bytes_max
+        if own_bytes >= own_max:
+            raise SpaceQuotaError(
+                f"the unfinished jobs of tenant {tenant} use {own_bytes / _MIB:.0f} MiB of the store; the "
+                f"maximum is {own_max / _MIB:.0f} MiB",
+                hint="wait until jobs have ended, cancel some, or send files as a working directory instead "
+                "of arguments and environment variables",
+            )
+        if self.is_fragmented or self.used_bytes >= SUBMIT_SHARE * self.bytes_max:
+            raise SpaceQuotaError(
+                f"the store is almost full: {self.used_bytes / _MIB:.0f} of {self.bytes_max / _MIB:.0f} MiB "
+                f"are used{', and it must be defragmented' if self.is_fragmented else ''}",
+                hint="try again later; the cluster's owner finds what to do under 'Store full' in "
+                "docs/USER_GUIDE.md",
+            )
+
+    def excess_history_bytes(self) -> int:
+        """By how much finished jobs exceed their space."""
+        limit_bytes = self._config.history_bytes_max
+        if self.bytes_max:
+            limit_bytes = min(limit_bytes, int(HISTORY_SHARE * self.bytes_max))
+        return self.finished_bytes - limit_bytes // (_HISTORY_DIVISOR_IF_LOW if self.is_low else 1)
+
+    def size_bytes(self, job_id: str) -> int:
+        return self._sizes.get(job_id, 0)
+
+    async def _load(self, read: TableRead[Job]) -> None:
+        self._sizes, self._of_tenant, self.finished_bytes = {}, Counter(), 0
+        for count, (job_id, job) in enumerate(read.rows.items()):
+            self._add(job_id, job, read.sizes[job_id])
+            if count % _SLICE == 0:
+                await asyncio.sleep(0)
+
+    def _changed(self, job_id: str, before: Job | None, after: Job | None) -> None:
+        if before is None and after is not None:
+            self._add(job_id, after, self._ledger.jobs.size_bytes(job_id))
+        elif before is not None and after is None:
+            self._remove(job_id, before)
+        elif before is not None and after is not None and after.state.is_final and not before.state.is_final:
+            size_bytes = self._remove(job_id, before)
+            self._add(job_id, after, size_bytes)
+
+    def _add(self, job_id: str, job: Job, size_bytes: int) -> None:
+        self._sizes[job_id] = size_bytes
+        if job.state.is_final:
+            self.finished_bytes += size_bytes
+        else:
+            self._of_tenant[job.tenant] += size_bytes
+
+    def _remove(self, job_id: str, job: Job) -> int:
+        size_bytes = self._sizes.pop(job_id, 0)
+        if job.state.is_final:
+            self.finished_bytes -= size_bytes
+            return size_bytes
+        self._of_tenant[job.tenant] -= size_bytes
+        if self._of_tenant[job.tenant] <= 0:
+            del self._of_tenant[job.tenant]
+        return size_bytes

@@ -1,0 +1,1 @@
+"""Nodes: admission, registration, heartbeats, failure detection, and orders to agents."""

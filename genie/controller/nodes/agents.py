@@ -1,0 +1,638 @@
+"""The protocol with agents: registration, heartbeats, launches, kills, drains and removal.
+
+Every heartbeat compares the jobs that the agent runs with the ledger: a process without a hold is killed,
+a hold without a process is released. The failure detector is in membership.py, state changes of jobs are in
+jobs/lifecycle.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
+
+import msgspec
+
+from genie.config import ControllerConfig
+from genie.controller.checks import check_node
+from genie.controller.connection import Connection, Handlers
+from genie.controller.election import Election
+from genie.controller.jobs.backoff import Cause
+from genie.controller.jobs.lifecycle import JobLifecycle, is_current_placement, is_node_fault, stop_reason
+from genie.controller.jobs.sessions import Sessions
+from genie.controller.ledger import Ledger, NodeRecord, Transaction
+from genie.controller.nodes.faults import NodeFaults
+from genie.controller.nodes.membership import Membership
+from genie.controller.nodes.orders import Orders
+from genie.controller.nodes.run_times import RunTimes
+from genie.errors import (
+    FencedError,
+    GenieError,
+    LeadershipError,
+    NodeError,
+    NodeNotFoundError,
+    NodeUnfitError,
+    ProtocolError,
+    StoreError,
+    TransportError,
+    UnreachableError,
+    UsageError,
+)
+from genie.model.allocation import NodeHolds
+from genie.model.job import Job, JobKind, JobState, StopReason, parse_unit
+from genie.model.messages import (
+    ConfirmLaunch,
+    Done,
+    DrainNode,
+    ExecutorReady,
+    ExitReport,
+    Heartbeat,
+    HeartbeatAck,
+    JobOrder,
+    Kill,
+    Launch,
+    Leave,
+    LogChunk,
+    ReadLog,
+    Register,
+    Registered,
+    RemoveNode,
+    RunningJob,
+    UndrainNode,
+)
+from genie.processes.clock import Clock
+
+_log = logging.getLogger(__name__)
+
+REASON_CHARS_MAX = 200
+
+ORDER_TIMEOUT_S = 5.0
+# One heartbeat may have been in flight while the launch was confirmed; two cannot.
+_MISSED_HEARTBEATS = 2
+_SETTLE_TIMEOUT_FRACTION = 0.1
+_NODES_NAMED_MAX = 3
+
+
+class Agents:
+    """`controllers` returns HOST:PORT of every controller, this one first; `refresh_controllers` reads them
+    from the store. `forget_node` removes a node and revokes its tokens; `wake` triggers a scheduling
+    pass."""
+
+    def __init__(
+        self,
+        *,
+        ledger: Ledger,
+        jobs: JobLifecycle,
+        sessions: Sessions,
+        membership: Membership,
+        election: Election,
+        orders: Orders,
+        faults: NodeFaults,
+        config: ControllerConfig,
+        clock: Clock,
+        controllers: Callable[[], tuple[str, ...]],
+        refresh_controllers: Callable[[], Awaitable[None]],
+        forget_node: Callable[[str], Awaitable[None]],
+        wake: Callable[[], None],
+    ) -> None:
+        self._ledger = ledger
+        self._jobs = jobs
+        self._sessions = sessions
+        self._membership = membership
+        self._election = election
+        self._orders = orders
+        self._faults = faults
+        self._clock = clock
+        self._controllers = controllers
+        self._refresh_controllers = refresh_controllers
+        self._forget_node = forget_node
+        self._run_times = RunTimes(clock)
+        self._warned_nodes: set[str] = set()
+        self._wake = wake
+        self._ttl_s = config.node_ttl_s
+        self._confirm_s = config.node_ttl_s + config.node_reclaim_grace_s
+        self._confirm_deadlines_s: dict[str, float] = {}
+        """Deadline of each unconfirmed launch, by worker."""
+        self._unlisted_counts: dict[str, dict[tuple[str, int], int]] = {}
+        """By node: heartbeats in a row that did not list a worker which the ledger has there."""
+
+    def handlers(self) -> Handlers:
+        return {
+            Register: self.register,
+            Heartbeat: self.heartbeat,
+            Leave: self.leave,
+            RemoveNode: self.remove,
+            DrainNode: self.drain,
+            UndrainNode: self.undrain,
+            ConfirmLaunch: self.confirm_launch,
+            ExecutorReady: self.executor_ready,
+        }
+
+    # -- requests of agents -----------------------------------------------------------------
+
+    async def register(self, connection: Connection, request: Register) -> Registered:
+        node = request.node
+        node_id = connection.require_node(node.node_id)
+        check_node(node)
+        self._ledger.require_current()
+        self._check_incarnation(node_id, node.incarnation)
+        self._check_holds_readable(node_id)
+        await self._end_earlier_incarnations(node_id, node.incarnation, request.exits)
+        await self._refresh_controllers()
+        # The reply to this request may get lost; the reply to Hello has certainly been read.
+        record = NodeRecord(info=node, controllers=connection.controllers, ttl_s=self._ttl_s)
+
+        def build(txn: Transaction) -> None:
+            self._check_incarnation(node_id, node.incarnation)
+            before = self._ledger.nodes.get(node_id)
+            drained = before.drained if before is not None else ""
+            txn.put(self._ledger.nodes, node_id, msgspec.structs.replace(record, drained=drained))
+            if node_id not in self._ledger.holds:
+                txn.put(self._ledger.holds, node_id, NodeHolds(node_id=node_id))
+
+        await self._ledger.write(build)
+        replaced = self._membership.attach(
+            node, connection.peer, now_s=self._clock.monotonic_s(), now_at=self._clock.wall_s()
+        )
+        self._unlisted_counts.pop(node_id, None)
+        if replaced is not None:
+            replaced.close()
+        _log.info("node %s registered, incarnation %d", node_id, node.incarnation)
+        self._wake()
+        return Registered(
+            leader_token=self._election.token, ttl_s=self._ttl_s, controllers=self._controllers()
+        )
+
+    async def heartbeat(self, connection: Connection, request: Heartbeat) -> HeartbeatAck:
+        node_id = connection.require_node(request.node_id)
+        member, info = self._membership.get(node_id), request.node
+        if member is not None and member.reported == info:
+            info = member.reported  # unchanged, and already validated
+        else:
+            check_node(info)
+        is_registered = member is not None and member.peer is connection.peer
+        is_first = member is not None and not member.has_heartbeat
+        if is_registered:
+            self._check_incarnation(node_id, request.incarnation, exact=True)
+            if (info.node_id, info.incarnation) != (node_id, request.incarnation):
+                info = msgspec.structs.replace(info, node_id=node_id, incarnation=request.incarnation)
+            self._membership.record_heartbeat(
+                info, now_s=self._clock.monotonic_s(), now_at=self._clock.wall_s()
+            )
+        if not self._ledger.is_current:
+            return HeartbeatAck(leading=False, leader_token=self._election.token)
+        if not is_registered:
+            raise FencedError(f"node {node_id} is not registered on this connection", hint="register first")
+        settled, kill = await self._reconcile(node_id, request)
+        if is_first:
+            self._wake()
+        leading = self._election.is_leading
+        return HeartbeatAck(
+            leading=leading, leader_token=self._election.token, kill=tuple(kill), settled=tuple(settled)
+        )
+
+    async def leave(self, connection: Connection, request: Leave) -> Done:
+        node_id = connection.require_node(request.node_id)
+
+        def build(txn: Transaction) -> None:
+            self._check_incarnation(node_id, request.incarnation, exact=True)
+            held = self._ledger.holds.get(node_id)
+            if held is not None and held.holds:
+                raise NodeError(f"node {node_id} still has {len(held.holds)} jobs")
+            record = self._ledger.nodes.get(node_id)
+            if record is not None:
+                # The record is kept for its hardware and its last incarnation.
+                txn.put(self._ledger.nodes, node_id, msgspec.structs.replace(record, left=True))
+
+        await self._ledger.write(build)
+        self._membership.detach(node_id)
+        self._unlisted_counts.pop(node_id, None)
+        _log.info("node %s has left", node_id)
+        self._wake()
+        return Done()
+
+    async def confirm_launch(self, connection: Connection, request: ConfirmLaunch) -> Done:
+        await self._jobs.confirm(
+            connection.identity.name,
+            request.job_id,
+            epoch=request.epoch,
+            incarnation=request.incarnation,
+            wait_s=request.wait_s,
+        )
+        self._confirm_deadlines_s.pop(request.job_id, None)
+        self._faults.reset(connection.identity.name)
+        return Done()
+
+    async def executor_ready(self, connection: Connection, request: ExecutorReady) -> Done:
+        job = self._jobs.get(request.job_id)
+        if job is None or not is_current_placement(job, 0, connection.identity.name, request.epoch):
+            raise FencedError(f"launch {request.epoch} of job {request.job_id[:80]} is no longer valid")
+        self._sessions.set_endpoint(job, request.epoch, request.endpoint)
+        return Done()
+
+    # -- requests to agents -----------------------------------------------------------------
+
+    def launch(self, jobs: Iterable[Job]) -> None:
+        """Send the launches of placed jobs; those for one node in one message."""
+        confirm_by_s = self._clock.monotonic_s() + self._confirm_s
+        by_node: dict[str, list[tuple[Job, int]]] = {}
+        for job in jobs:
+            for rank, placement in enumerate(job.placements):
+                self._confirm_deadlines_s[job.unit(rank)] = confirm_by_s
+                by_node.setdefault(placement.node_id, []).append((job, rank))
+        for node_id, workers in by_node.items():
+            order = self._deliver(node_id, workers)
+            self._orders.send(order, name=f"launches on {node_id}", count=len(workers))
+
+    def kill(self, job: Job) -> None:
+        """Send the kill of a job to its agents. Heartbeats repeat it until the job has ended."""
+        for rank, placement in enumerate(job.placements):
+            if placement.outcome is None and self._orders.capacity > 0:
+                self._orders.send(self._kill(job, rank), name=f"kill of {job.unit(rank)}")
+
+    async def read_log(self, unit: str, node_id: str, request: ReadLog) -> LogChunk:
+        """Read a log from the agent that has it."""
+        peer = self._membership.connection(node_id)
+        if peer is None:
+            raise UnreachableError(
+                f"the log of {unit} is on node {node_id}, which is not connected",
+                hint="try again when the node is connected",
+            )
+        forwarded = msgspec.structs.replace(request, job_id=unit)
+        return await peer.call(forwarded, timeout_s=request.wait_s + ORDER_TIMEOUT_S)
+
+    def find_blob_tenant(self, node_id: str, digest: str) -> str | None:
+        """Find the tenant whose unfinished job on this node needs that blob; extends the job's confirmation
+        deadline, because the node is downloading."""
+        held = self._ledger.holds.get(node_id)
+        units = [parse_unit(hold.job_id) for hold in held.holds] if held else []
+        jobs = [(self._jobs.get(job_id), rank) for job_id, rank in units]
+        matching = [(job, rank) for job, rank in jobs if job and _needs_blob(job, digest)]
+        for job, rank in matching:
+            self._extend_confirmation(job, rank)
+        return matching[0][0].tenant if matching else None
+
+    # -- periodic work ----------------------------------------------------------------------
+
+    def is_in_contact(self, job: Job) -> bool:
+        """Whether a node of this job sends heartbeats; otherwise the job may have ended or be lost."""
+        now_s = self._clock.monotonic_s()
+        node_ids = {placement.node_id for placement in job.placements if placement.outcome is None}
+        return any(self._membership.is_in_contact(node_id, now_s) for node_id in node_ids)
+
+    def exceeding_time_limit(self) -> list[Job]:
+        """Running jobs that have reached their time limit, on nodes that send heartbeats."""
+        running = self._jobs.in_states(JobState.RUNNING)
+        return list(filter(self.is_in_contact, self._run_times.exceeding_limit(running)))
+
+    async def begin_term(self) -> None:
+        """Start a term: queue jobs again whose launches were not confirmed in an earlier one."""
+        now_s = self._clock.monotonic_s()
+        self._membership.begin_term(now_s)
+        self._sessions.begin_term(now_s)
+        self._run_times.clear()
+        self._unlisted_counts.clear()
+        self._faults.clear()
+        self._confirm_deadlines_s.clear()
+        for job in self._jobs.in_states(JobState.PLACING):
+            with self._isolated(job.job_id):
+                await self._jobs.requeue(
+                    job.job_id,
+                    epoch=job.epoch,
+                    reason="the controller was replaced before the launch was confirmed",
+                )
+
+    async def requeue_unconfirmed(self) -> None:
+        now_s = self._clock.monotonic_s()
+        for job in self._jobs.in_states(JobState.PLACING):
+            late = {
+                placement.node_id
+                for rank, placement in enumerate(job.placements)
+                if now_s >= self._confirm_deadlines_s.setdefault(job.unit(rank), now_s + self._confirm_s)
+            }
+            if late:
+                nodes = ", ".join(sorted(late)[:_NODES_NAMED_MAX])
+                reason = f"the launch was not confirmed before the timeout on {nodes}"
+                with self._isolated(job.job_id):
+                    await self._jobs.requeue(job.job_id, epoch=job.epoch, reason=reason)
+        placing = {
+            job.unit(rank)
+            for job in self._jobs.in_states(JobState.PLACING)
+            for rank in range(len(job.placements))
+        }
+        self._confirm_deadlines_s = {
+            key: by_s for key, by_s in self._confirm_deadlines_s.items() if key in placing
+        }
+
+    async def reclaim(self) -> None:
+        """Reclaim the jobs of nodes without heartbeats, after their dead-man timers have certainly
+        expired."""
+        this_controller = self._controllers()[0]
+        for node_id, held in list(self._ledger.holds.items()):
+            record = self._ledger.nodes.get(node_id)
+            if not held.holds or record is None or not self._is_reclaimable(record):
+                continue
+            if this_controller not in record.controllers:
+                # Its agent does not know this controller, so it may keep its jobs until a leader is found.
+                if node_id not in self._warned_nodes:
+                    self._warned_nodes.add(node_id)
+                    _log.warning(
+                        "node %s sends no heartbeats, and its jobs are not reclaimed because it does not "
+                        "know the controller at %s; if it is down permanently, run 'genie forget %s'",
+                        node_id,
+                        this_controller,
+                        node_id,
+                    )
+                continue
+            await self._lose_holds(record, held)
+
+    async def remove(self, connection: Connection, request: RemoveNode) -> Done:
+        """Remove a disconnected node: its jobs are lost and its tokens are revoked."""
+        node_id = request.node_id
+        record, held = self._ledger.nodes.get(node_id), self._ledger.holds.get(node_id)
+        if record is not None and not record.left:
+            self._check_removable(record)
+            if held is not None:
+                await self._lose_holds(record, held)
+        if self._ledger.holds.is_unreadable(node_id):
+            await self._lose_unreadable(node_id)
+        await self._forget_node(node_id)
+        self._membership.detach(node_id)
+        self._faults.reset(node_id)
+        return Done()
+
+    def _check_removable(self, record: NodeRecord) -> None:
+        node_id, now_s = record.info.node_id, self._clock.monotonic_s()
+        if self._membership.connection(node_id) is not None:
+            raise NodeError(
+                f"node {node_id} is connected",
+                hint="stop its agent with 'genie down' on that machine, then try again",
+            )
+        left_s = self._membership.reclaimable_in_s(node_id, now_s, granted_s=record.ttl_s)
+        if left_s > 0:
+            silence_s = self._membership.silence_s(node_id, now_s)
+            raise NodeError(
+                f"node {node_id} is disconnected, but its jobs may still run: {silence_s:.0f} s without a "
+                "heartbeat",
+                hint=f"try again in {math.ceil(left_s)} s",
+            )
+
+    async def drain(self, connection: Connection, request: DrainNode) -> Done:
+        """Drain a node. The latest reason counts; without one, the previous reason stays."""
+        reason = request.reason.strip()
+        if len(reason) > REASON_CHARS_MAX or not reason.isprintable():
+            raise UsageError(f"the reason must be one line of at most {REASON_CHARS_MAX} characters")
+        if reason:
+            await self._set_drained(request.node_id, f"draining: {reason}")
+        else:
+            await self._set_drained(request.node_id, "draining", unless_drained=True)
+        return Done()
+
+    async def undrain(self, connection: Connection, request: UndrainNode) -> Done:
+        await self._set_drained(request.node_id, "")
+        return Done()
+
+    async def _set_drained(self, node_id: str, drained: str, *, unless_drained: bool = False) -> None:
+        def build(txn: Transaction) -> None:
+            record = self._ledger.nodes.get(node_id)
+            if record is None:
+                raise NodeNotFoundError(f"there is no node {node_id[:80]!r}", hint="'genie nodes' lists them")
+            kept = record.drained if unless_drained else ""
+            txn.put(self._ledger.nodes, node_id, msgspec.structs.replace(record, drained=kept or drained))
+
+        await self._ledger.write(build)
+        if drained:
+            _log.info("node %s is drained: %s", node_id, drained)
+        else:
+            _log.info("node %s accepts jobs again", node_id)
+        self._wake()
+
+    def _is_reclaimable(self, record: NodeRecord) -> bool:
+        now_s = self._clock.monotonic_s()
+        return self._membership.is_reclaimable(record.info.node_id, now_s, granted_s=record.ttl_s)
+
+    async def _lose_holds(self, record: NodeRecord, held: NodeHolds) -> None:
+        node_id = held.node_id
+        silence_s = self._membership.silence_s(node_id, self._clock.monotonic_s())
+        for hold in held.holds:
+            reason = f"node {node_id} sent no heartbeat for {silence_s:.0f} s"
+            with self._isolated(hold.job_id):
+                await self._jobs.record_lost_worker(
+                    hold.job_id,
+                    node_id=node_id,
+                    epoch=hold.epoch,
+                    reason=reason,
+                    is_still_lost=lambda: self._is_reclaimable(record),
+                )
+                _log.warning("reclaimed the accelerators of job %s: %s", hold.job_id, reason)
+
+    async def _lose_unreadable(self, node_id: str) -> None:
+        """Lose the jobs of a node whose stored allocations cannot be read, when it has certainly ended
+        them."""
+        now_s = self._clock.monotonic_s()
+        if not self._membership.is_reclaimable(node_id, now_s, granted_s=self._ttl_s):
+            raise NodeError(f"node {node_id} was connected until recently", hint="try again later")
+        for job in self._jobs.in_states(JobState.PLACING, JobState.RUNNING):
+            for rank, placement in enumerate(job.placements):
+                if placement.node_id == node_id and placement.outcome is None:
+                    reason = f"node {node_id} was removed"
+                    await self._jobs.record_lost_worker(
+                        job.unit(rank), node_id=node_id, epoch=placement.epoch, reason=reason
+                    )
+
+    def disconnect_outdated(self) -> None:
+        """Close the connections of nodes with an outdated list of controllers: they register again and get
+        the current one."""
+        controllers = self._controllers()
+        for member in self._membership.members():
+            record = self._ledger.nodes.get(member.info.node_id)
+            if record is not None and set(record.controllers) != set(controllers):
+                member.peer.close()
+
+    # -- details ----------------------------------------------------------------------------
+
+    def _check_incarnation(self, node_id: str, incarnation: int, *, exact: bool = False) -> None:
+        record = self._ledger.nodes.get(node_id) if self._ledger.is_loaded else None
+        known = record.info.incarnation if record is not None else incarnation
+        if incarnation < known or (exact and incarnation != known):
+            raise FencedError(
+                f"incarnation {incarnation} of node {node_id} was replaced by {known}",
+                hint="another agent with this node's identity is running",
+            )
+
+    def _check_holds_readable(self, node_id: str) -> None:
+        if self._ledger.holds.is_unreadable(node_id):
+            raise NodeError(
+                f"the stored allocations of node {node_id} cannot be read",
+                hint=f"run 'genie forget {node_id}' as the owner, then let the node join again",
+            )
+
+    def _isolated(self, unit: str) -> AbstractContextManager[None]:
+        """A failed change of this job affects no other job."""
+        return self._ledger.quarantine.isolated(self._ledger.jobs.prefix + parse_unit(unit)[0])
+
+    async def _end_earlier_incarnations(
+        self, node_id: str, incarnation: int, exits: Sequence[ExitReport]
+    ) -> None:
+        await self._jobs.record_exits(node_id, exits)
+        held = self._ledger.holds.get(node_id)
+        for hold in held.holds if held else ():
+            if hold.incarnation < incarnation:
+                with self._isolated(hold.job_id):
+                    reason = f"node {node_id} restarted"
+                    await self._jobs.record_lost_worker(
+                        hold.job_id, node_id=node_id, epoch=hold.epoch, reason=reason
+                    )
+
+    async def _reconcile(self, node_id: str, request: Heartbeat) -> tuple[list[JobOrder], list[JobOrder]]:
+        """Return the settled exits and the jobs to kill. If the store fails nothing is settled, and the agent
+        reports the exits again."""
+        settled: list[JobOrder] = []
+        try:
+            # The reply must not wait for a slow store: it refreshes the dead-man timers of the node's jobs.
+            async with asyncio.timeout(self._ttl_s * _SETTLE_TIMEOUT_FRACTION):
+                faults = [report for report in request.exits if self._is_node_fault(node_id, report)]
+                reports = await self._jobs.record_exits(node_id, request.exits)
+                for report in faults:
+                    if report in reports:
+                        self._faults.record(node_id, report.reason)
+                settled += [JobOrder(job_id=report.job_id, epoch=report.epoch) for report in reports]
+                await self._release_missing(node_id, request)
+        except TimeoutError:
+            _log.warning("could not store the exits reported by %s in time; the store is slow", node_id)
+        except (StoreError, LeadershipError) as error:
+            _log.warning("could not store the exits reported by %s: %s", node_id, error)
+        return settled, self._to_kill(node_id, request.running)
+
+    def _is_node_fault(self, node_id: str, report: ExitReport) -> bool:
+        job_id, rank = parse_unit(report.job_id)
+        job = self._jobs.get(job_id)
+        is_current = job is not None and is_current_placement(job, rank, node_id, report.epoch)
+        return job is not None and is_current and is_node_fault(job, report)
+
+    async def _release_missing(self, node_id: str, request: Heartbeat) -> None:
+        reported = {(job.job_id, job.epoch) for job in request.running}
+        reported |= {(report.job_id, report.epoch) for report in request.exits}
+        held = self._ledger.holds.get(node_id) or NodeHolds(node_id=node_id)
+        before = self._unlisted_counts.get(node_id, {})
+        missing: dict[tuple[str, int], int] = {}
+        for hold in held.holds:
+            key, job = (hold.job_id, hold.epoch), self._jobs.get(parse_unit(hold.job_id)[0])
+            if key not in reported and (job is None or job.state is JobState.RUNNING):
+                missing[key] = before.get(key, 0) + 1
+        self._unlisted_counts[node_id] = missing
+        for (unit, epoch), count in missing.items():
+            if count >= _MISSED_HEARTBEATS:
+                reason = f"the agent of node {node_id} no longer runs it"
+                with self._isolated(unit):
+                    await self._jobs.record_lost_worker(unit, node_id=node_id, epoch=epoch, reason=reason)
+
+    def _to_kill(self, node_id: str, running: Sequence[RunningJob]) -> list[JobOrder]:
+        orders = []
+        for item in running:
+            job_id, rank = parse_unit(item.job_id)
+            job = self._jobs.get(job_id)
+            if job is None and self._ledger.jobs.is_unreadable(job_id):
+                continue  # it may be another version's; its hold stays while it runs
+            if job is None or not is_current_placement(job, rank, node_id, item.epoch):
+                orders.append(JobOrder(job_id=item.job_id, epoch=item.epoch, reason="not in the ledger"))
+                continue
+            self._run_times.record(job, item.elapsed_s)
+            if job.stop:
+                orders.append(
+                    JobOrder(
+                        job_id=item.job_id,
+                        epoch=item.epoch,
+                        reason=stop_reason(job),
+                        grace_s=self._grace_s(job),
+                    )
+                )
+            elif job.state is JobState.PLACING:
+                self._extend_confirmation(job, rank)
+            elif item.endpoint is not None and job.spec.kind is JobKind.SESSION:
+                with self._isolated(item.job_id):
+                    self._sessions.set_endpoint(job, item.epoch, item.endpoint)
+            elif job.spec.kind is JobKind.SESSION:
+                self._sessions.set_note(job, item.note)
+        return orders
+
+    def _extend_confirmation(self, job: Job, rank: int) -> None:
+        if job.state is JobState.PLACING:
+            self._confirm_deadlines_s[job.unit(rank)] = self._clock.monotonic_s() + self._confirm_s
+
+    def _grace_s(self, job: Job) -> float | None:
+        """The job's own grace period if it is preempted, up to its time limit; otherwise None, the
+        default."""
+        if job.stop is not StopReason.PREEMPT:
+            return None
+        return min(job.spec.constraints.grace_s, max(self._run_times.remaining_s(job), 0.0))
+
+    def _hosts(self, job: Job) -> tuple[str, ...]:
+        """Addresses at which the workers reach each other, by rank."""
+        records = [self._ledger.nodes.get(placement.node_id) for placement in job.placements]
+        return tuple(record.info.host if record is not None else "" for record in records)
+
+    async def _deliver(self, node_id: str, workers: Sequence[tuple[Job, int]]) -> None:
+        token = self._election.require_token()
+        orders = [
+            Launch(
+                job_id=job.unit(rank),
+                tenant=job.tenant,
+                spec=job.spec,
+                placement=job.placements[rank],
+                leader_token=token,
+                ticket_sha256=job.ticket_sha256,
+                rank=rank,
+                hosts=self._hosts(job),
+            )
+            for job, rank in workers
+        ]
+        peer = self._membership.connection(node_id)
+        outcomes: Sequence[Done | GenieError]
+        if peer is not None:
+            outcomes = await peer.call_each(orders, timeout_s=ORDER_TIMEOUT_S)
+        else:
+            outcomes = [UnreachableError(f"node {node_id} is not connected")] * len(orders)
+        for (job, rank), error in zip(workers, outcomes, strict=True):
+            if not isinstance(error, GenieError):
+                continue
+            try:
+                await self._launch_failed(job, node_id, error)
+            except GenieError as failure:  # continue with the other launches
+                _log.info("could not record the failed launch of %s: %s", job.unit(rank), failure)
+
+    async def _launch_failed(self, job: Job, node_id: str, error: GenieError) -> None:
+        # A ProtocolError has reached the agent: sending it again would not help.
+        if isinstance(error, TransportError) and not isinstance(error, ProtocolError):
+            reason = f"the launch on node {node_id} could not be delivered: {error}"
+            await self._jobs.requeue(job.job_id, epoch=job.epoch, reason=reason)
+            return
+        if isinstance(error, FencedError):
+            await self._election.check()
+        cause = Cause.JOB
+        if isinstance(error, NodeUnfitError):
+            cause = Cause.NODE
+            self._faults.record(node_id, error.message)
+        reason = f"node {node_id} rejected the launch: {error}"
+        await self._jobs.requeue(job.job_id, epoch=job.epoch, reason=reason, cause=cause)
+
+    async def _kill(self, job: Job, rank: int) -> None:
+        placement = job.placements[rank]
+        peer = self._membership.connection(placement.node_id)
+        if peer is None:
+            return
+        token = self._election.require_token()
+        order = Kill(
+            job_id=job.unit(rank),
+            epoch=placement.epoch,
+            leader_token=token,
+            reason=stop_reason(job),
+            grace_s=self._grace_s(job),
+        )
+        await peer.call(order, timeout_s=ORDER_TIMEOUT_S)
+
+
+def _needs_blob(job: Job, digest: str) -> bool:
+    return job.spec.workdir is not None and job.spec.workdir.digest == digest

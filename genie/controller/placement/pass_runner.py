@@ -1,0 +1,125 @@
+"""Runs scheduling passes: runs the planner, records its decisions, and launches placed jobs.
+
+Jobs that were placed at their submission are launched here, too. Not responsible for the decisions
+(placement/planner.py) and their transactions (jobs/lifecycle.py).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+from genie.controller.jobs.lifecycle import JobLifecycle
+from genie.controller.ledger import Ledger
+from genie.controller.nodes.agents import Agents
+from genie.controller.placement.launch_queue import LaunchQueue
+from genie.controller.placement.planner import Planner
+from genie.errors import LeadershipError, StoreError
+from genie.model.job import Job, JobState, StopReason
+from genie.scheduler.decisions import Preempt, Start, Wait
+
+_log = logging.getLogger(__name__)
+
+_LOGGED_MAX = 8
+
+
+class PassRunner:
+    def __init__(
+        self,
+        ledger: Ledger,
+        planner: Planner,
+        jobs: JobLifecycle,
+        agents: Agents,
+        launches: LaunchQueue,
+    ) -> None:
+        self._ledger = ledger
+        self._planner = planner
+        self._jobs = jobs
+        self._agents = agents
+        self._launches = launches
+        self._launched: list[Job] = []
+        """Not logged yet."""
+        self._policy_fault = ""
+        ledger.jobs.add_listener(self._job_changed)
+
+    async def run(self) -> None:
+        """Run one scheduling pass."""
+        decisions = self._planner.place()
+        self._log_policy_fault()
+        starts = [each for each in decisions if isinstance(each, Start)]
+        for decision in decisions:
+            if isinstance(decision, Wait):
+                self._jobs.set_pending_reason(decision.job_id, decision.reason)
+        try:
+            await self._place(starts)
+            for decision in decisions:
+                if isinstance(decision, Preempt):
+                    await self._try_preempt(decision)
+        except Exception:
+            self._planner.invalidate()  # decisions that were not carried out must not count
+            raise
+        finally:
+            self._planner.settle_pass(start.job_id for start in starts)
+        self._planner.refresh()
+
+    async def stop(self, job: Job, stop: StopReason, reason: str) -> None:
+        """Mark a running job and send the kill to its agents."""
+        stopped = await self._jobs.stop(job.job_id, epoch=job.epoch, stop=stop, reason=reason)
+        if stopped is not None:
+            self._agents.kill(stopped)
+
+    def log_launches(self) -> None:
+        """Log the jobs that were launched since the last call."""
+        jobs, self._launched = self._launched, []
+        if len(jobs) > _LOGGED_MAX:
+            # One line per job would cost more than placing it.
+            _log.info("placed %d jobs", len(jobs))
+            return
+        for job in jobs:
+            _log.info("placed job %s: %s", job.job_id, job.reason)
+
+    async def _place(self, starts: list[Start]) -> None:
+        placed: list[Job] = []
+        try:
+            with self._launches.reserve(sum(len(start.places) for start in starts)):
+                await self._jobs.place(starts, placed=placed.append)
+        finally:
+            # All starts of the pass together, so that each node gets one message.
+            self._launches.add(placed)
+            self._launch()
+
+    async def _try_preempt(self, decision: Preempt) -> None:
+        try:
+            await self._preempt(decision)
+        except (StoreError, LeadershipError):
+            raise
+        except Exception as error:  # a task boundary: other decisions must be carried out
+            self._ledger.quarantine.add(self._ledger.jobs.prefix + decision.job_id, error)
+            self._planner.invalidate()
+
+    async def _preempt(self, decision: Preempt) -> None:
+        job = self._jobs.get(decision.job_id)
+        if job is None:
+            return
+        _log.info("stopping job %s: %s", job.job_id, decision.reason)
+        if job.state is JobState.PLACING:
+            await self._jobs.requeue(job.job_id, epoch=job.epoch, reason=decision.reason)
+        # No effect on a job that was just queued again; but its launch may have been confirmed meanwhile.
+        await self.stop(job, StopReason.PREEMPT, decision.reason)
+
+    def _job_changed(self, job_id: str, before: Job | None, after: Job | None) -> None:
+        """Launch a job that was placed at its submission, together with the others of its transaction."""
+        if before is None and after is not None and after.state is JobState.PLACING:
+            if self._launches.is_empty:
+                asyncio.get_running_loop().call_soon(self._launch)
+            self._launches.add((after,))
+
+    def _launch(self) -> None:
+        jobs = self._launches.take_all()
+        self._agents.launch(jobs)
+        self._launched.extend(jobs)
+
+    def _log_policy_fault(self) -> None:
+        if self._planner.fault != self._policy_fault:
+            self._policy_fault = self._planner.fault
+            _log.error("%s", self._policy_fault)

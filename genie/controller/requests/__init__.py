@@ -1,0 +1,1 @@
+"""Requests of clients: authentication, dispatch, and the handlers by subject."""

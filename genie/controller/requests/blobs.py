@@ -1,0 +1,62 @@
+"""Requests about blobs: clients upload working directories, agents download them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+from genie.controller.connection import Connection, Handlers
+from genie.controller.election import Election
+from genie.controller.jobs.blobs import Blobs
+from genie.errors import PermissionError_
+from genie.model.messages import BlobChunk, BlobStatus, GetBlob, PutBlob, StatBlob
+from genie.processes.tasks import Offload
+
+
+class BlobRequests:
+    """`is_needed(name)` returns whether an unfinished job needs a blob; `find_tenant(node_id, digest)` the
+    tenant whose job on that node needs the blob, or None."""
+
+    def __init__(
+        self,
+        blobs: Blobs,
+        election: Election,
+        *,
+        offload: Offload,
+        is_needed: Callable[[str], bool],
+        find_tenant: Callable[[str, str], str | None],
+    ) -> None:
+        self._blobs = blobs
+        self._election = election
+        self._offload = offload
+        self._is_needed = is_needed
+        self._find_tenant = find_tenant
+
+    def handlers(self) -> Handlers:
+        return {StatBlob: self.stat_blob, PutBlob: self.put_blob, GetBlob: self.get_blob}
+
+    async def stat_blob(self, connection: Connection, request: StatBlob) -> BlobStatus:
+        stat = partial(self._blobs.stat, request.digest, tenant=connection.identity.tenant)
+        return await self._offload(stat)
+
+    async def put_blob(self, connection: Connection, request: PutBlob) -> BlobStatus:
+        self._election.require_token()
+        put = partial(
+            self._blobs.put,
+            request.digest,
+            tenant=connection.identity.tenant,
+            offset=request.offset,
+            data=request.data,
+            last=request.last,
+            is_needed=self._is_needed,
+        )
+        return await self._offload(put)
+
+    async def get_blob(self, connection: Connection, request: GetBlob) -> BlobChunk:
+        """For agents: only blobs of jobs that are placed on their node."""
+        node_id = connection.identity.name
+        tenant = self._find_tenant(node_id, request.digest)
+        if tenant is None:
+            raise PermissionError_(f"permission denied: no job on node {node_id} needs {request.digest[:12]}")
+        read = partial(self._blobs.read, request.digest, request.offset, tenant=tenant)
+        return await self._offload(read)

@@ -1,0 +1,143 @@
+"""Requests about jobs: submit, get, list, cancel.
+
+A user sees the jobs of its own tenant, the owner sees all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+from genie.controller.checks import clamp_wait_s
+from genie.controller.connection import Connection, Handlers
+from genie.controller.election import Election
+from genie.controller.jobs.blobs import Blobs
+from genie.controller.jobs.lifecycle import JobLifecycle
+from genie.controller.placement.planner import PENDING_KINDS_MAX, Planner
+from genie.controller.requests.open_waits import OpenWaits, too_many
+from genie.controller.requests.reply_size import fit_in_reply
+from genie.errors import JobRefusedError, WorkdirError
+from genie.model.job import Job, JobSpec, JobState, Workdir
+from genie.model.limits import LIST_MAX
+from genie.model.messages import CancelJob, GetJob, JobReply, JobsReply, ListJobs, SubmitJob
+from genie.model.tenant import Identity
+from genie.processes.tasks import Offload
+
+_DECISION_WAIT_S = 0.25
+
+
+class JobRequests:
+    """`kill` sends the kill of a stopped job to its agents; `check_readable` raises NotLeaderError where
+    another controller must respond."""
+
+    def __init__(
+        self,
+        jobs: JobLifecycle,
+        planner: Planner,
+        blobs: Blobs,
+        election: Election,
+        *,
+        waits: OpenWaits,
+        offload: Offload,
+        kill: Callable[[Job], None],
+        check_readable: Callable[[], None],
+    ) -> None:
+        self._jobs = jobs
+        self._planner = planner
+        self._blobs = blobs
+        self._election = election
+        self._waits = waits
+        self._offload = offload
+        self._kill = kill
+        self._check_readable = check_readable
+
+    def handlers(self) -> Handlers:
+        return {
+            SubmitJob: self.submit_job,
+            GetJob: self.get_job,
+            ListJobs: self.list_jobs,
+            CancelJob: self.cancel_job,
+        }
+
+    async def submit_job(self, connection: Connection, request: SubmitJob) -> JobReply:
+        """The job is durable when this returns; a job that stays queued has its pending reason."""
+        jobs, identity = self._jobs, connection.identity
+        spec = connection.checked_spec(request.spec)
+        self._election.require_token()
+        if jobs.find_request(identity.tenant, request.request_id) is None:
+            await self._check_can_run(spec, identity)
+        job = await jobs.submit(spec, identity, request.request_id)
+
+        def is_undecided(job: Job) -> bool:
+            return job.state is JobState.QUEUED and jobs.with_pending_reason(job) is job
+
+        if is_undecided(job):
+            await jobs.wait_while(job.job_id, is_undecided, timeout_s=_DECISION_WAIT_S)
+        return JobReply(job=jobs.visible_to(jobs.get(job.job_id) or job, identity))
+
+    async def _check_can_run(self, spec: JobSpec, identity: Identity) -> None:
+        if reason := self._planner.why_never(spec):
+            raise JobRefusedError(
+                f"job {spec.name!r} can never run here: {reason}",
+                hint="change the request; 'genie nodes' lists the nodes and their hardware",
+            )
+        check_quota_allows(self._planner, spec, tenant=identity.tenant)
+        if not self._planner.accepts_kind(spec, identity.tenant):
+            raise JobRefusedError(
+                f"{PENDING_KINDS_MAX} different kinds of jobs are pending already",
+                hint="use the same resource request as other jobs, or try again later",
+            )
+        if spec.workdir is not None:
+            await self._check_uploaded(spec.workdir, spec.name, tenant=identity.tenant)
+
+    async def _check_uploaded(self, workdir: Workdir, job_name: str, *, tenant: str) -> None:
+        status = await self._offload(partial(self._blobs.stat, workdir.digest, tenant=tenant))
+        if not status.complete or status.received_bytes != workdir.size_bytes:
+            raise WorkdirError(
+                f"the working directory {workdir.digest[:12]} of job {job_name!r} has not been uploaded",
+                hint="upload it first",
+            )
+
+    async def get_job(self, connection: Connection, request: GetJob) -> JobReply:
+        self._check_readable()
+        jobs, identity = self._jobs, connection.identity
+        job = jobs.find(request.job_id, identity)
+        if request.while_state is job.state and (wait_s := clamp_wait_s(request.wait_s)):
+            with self._waits.wait_of(identity.tenant) as is_allowed:
+                if not is_allowed:
+                    raise too_many(f"waits of tenant {identity.tenant}")
+                await jobs.wait_while(
+                    job.job_id, lambda now: now.state is request.while_state, timeout_s=wait_s
+                )
+        return JobReply(job=jobs.visible_to(jobs.find(job.job_id, identity), identity))
+
+    async def list_jobs(self, connection: Connection, request: ListJobs) -> JobsReply:
+        self._check_readable()
+        limit = min(max(request.limit, 1), LIST_MAX)
+        identity = connection.identity
+        newest = self._jobs.newest_first(
+            request.states, identity, before=request.before_sequence, limit=limit + 1
+        )
+        found = [self._jobs.visible_to(job, identity) for job in newest]
+        fitting, more = fit_in_reply(found[:limit])
+        return JobsReply(jobs=fitting, more=more or len(found) > limit)
+
+    async def cancel_job(self, connection: Connection, request: CancelJob) -> JobReply:
+        self._election.require_token()
+        job = self._jobs.find(request.job_id, connection.identity)
+        reason = f"requested with token {connection.identity.token_id}"
+        was_placed = bool(job.placements) and not job.state.is_final
+        after = await self._jobs.cancel(job.job_id, reason)
+        if was_placed:
+            self._kill(after)
+        return JobReply(job=self._jobs.visible_to(after, connection.identity))
+
+
+def check_quota_allows(planner: Planner, spec: JobSpec, *, tenant: str) -> None:
+    """Raise JobRefusedError if the tenant's quota does not allow this job even when nothing else runs."""
+    if reason := planner.why_over_quota(spec, tenant):
+        raise JobRefusedError(
+            f"job {spec.name!r} can never start under the current quota: {reason}",
+            hint="request less, submit it with --preemptible where that may borrow, or request a larger "
+            "quota from the cluster's owner ('genie quota' shows yours)",
+        )

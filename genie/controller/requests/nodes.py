@@ -1,0 +1,157 @@
+"""Requests about the cluster: its nodes and its status.
+
+A user sees how much other tenants hold on a node, but not their job IDs and names.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from itertools import islice
+
+import msgspec
+
+from genie.controller.connection import Connection, Handlers
+from genie.controller.election import Election, StoreHealth
+from genie.controller.jobs.space import JobSpace
+from genie.controller.ledger import Ledger
+from genie.controller.nodes.views import NodeSnapshot, Views
+from genie.controller.requests.reply_size import fit_in_reply
+from genie.model.allocation import Hold, NodeHolds
+from genie.model.messages import GetStatus, ListNodes, NodesReply, NodeView, StatusReply
+from genie.model.node import NodeStatus
+from genie.model.tenant import Identity, TokenKind
+from genie.version import __version__
+
+_QUARANTINED_SHOWN_MAX = 20
+
+
+class NodeList:
+    """The nodes as clients see them; nodes that have left the cluster are omitted."""
+
+    def __init__(self, ledger: Ledger, views: Views) -> None:
+        self._ledger = ledger
+        self._views = views
+
+    def snapshots(self) -> list[NodeSnapshot]:
+        nodes = self._views.current().values()
+        return [node for node in nodes if not self._ledger.nodes[node.node_id].left]
+
+    def allocations(self, node_id: str) -> NodeHolds:
+        return self._ledger.holds.get(node_id) or NodeHolds(node_id=node_id)
+
+    def reply(self, identity: Identity, *, after: str = "") -> NodesReply:
+        """List the nodes with IDs greater than `after`, as many as fit into one reply."""
+        nodes = self._views.current()
+        views = (
+            NodeView(
+                info=nodes[node_id].info,
+                node_holds=_mask_holds(self.allocations(node_id), identity),
+                drained=self._ledger.nodes[node_id].drained,
+            )
+            for node_id in sorted(node_id for node_id in nodes if node_id > after)
+            if not self._ledger.nodes[node_id].left
+        )
+        fitting, more = fit_in_reply(views)
+        return NodesReply(nodes=fitting, more=more)
+
+
+class NodeRequests:
+    def __init__(self, nodes: NodeList, *, check_readable: Callable[[], None]) -> None:
+        self._nodes = nodes
+        self._check_readable = check_readable
+
+    def handlers(self) -> Handlers:
+        return {ListNodes: self.list_nodes}
+
+    async def list_nodes(self, connection: Connection, request: ListNodes) -> NodesReply:
+        self._check_readable()
+        return self._nodes.reply(connection.identity, after=request.after)
+
+
+class StatusRequests:
+    """Handles GetStatus on every controller, also on one that does not lead.
+
+    `count_jobs` returns the number of jobs by state, `count_clients` the number of clients with a valid
+    lease, `policy_fault` why a custom policy is disabled, `alarms` what needs attention.
+    """
+
+    def __init__(
+        self,
+        ledger: Ledger,
+        nodes: NodeList,
+        election: Election,
+        health: StoreHealth,
+        *,
+        count_jobs: Callable[[], dict[str, int]],
+        count_clients: Callable[[], int],
+        policy_fault: Callable[[], str],
+        policy_name: str,
+        store_name: str,
+        started_at: float,
+        alarms: Callable[[], list[str]],
+        space: JobSpace,
+    ) -> None:
+        self._ledger = ledger
+        self._nodes = nodes
+        self._election = election
+        self._health = health
+        self._count_jobs = count_jobs
+        self._count_clients = count_clients
+        self._policy_fault = policy_fault
+        self._policy_name = policy_name
+        self._store_name = store_name
+        self._started_at = started_at
+        self._alarms = alarms
+        self._space = space
+
+    def handlers(self) -> Handlers:
+        return {GetStatus: self.get_status}
+
+    async def get_status(self, connection: Connection, request: GetStatus) -> StatusReply:
+        nodes, leader = self._nodes.snapshots(), self._election.leader
+        up = [node for node in nodes if node.info.status is not NodeStatus.DISCONNECTED]
+        record, is_owner = self._ledger.cluster.get(""), connection.identity.kind is TokenKind.OWNER
+        quarantined = self._ledger.quarantined
+        return StatusReply(
+            cluster_id=record.cluster_id if record else "",
+            version=__version__,
+            leading=self._ledger.is_current,
+            leader=leader.address if leader else "",
+            store=self._store_name,
+            store_ok=self._health.ok,
+            started_at=self._started_at,
+            nodes=dict(Counter(str(node.info.status) for node in nodes)),
+            jobs={state: count for state, count in self._count_jobs().items() if count},
+            gpus_total=sum(len(node.info.gpus) for node in up),
+            gpus_free=sum(self._count_free_gpus(node) for node in up if not node.closed),
+            clients=self._count_clients(),
+            policy=self._policy_name,
+            policy_fault=_visible_fault(self._policy_fault(), connection.identity),
+            alarms=tuple(self._alarms()) if is_owner else (),
+            quarantined=tuple(islice(quarantined.values(), _QUARANTINED_SHOWN_MAX)) if is_owner else (),
+            quarantined_count=len(quarantined),
+            store_used_bytes=self._space.used_bytes if is_owner else 0,
+            store_bytes_max=self._space.bytes_max if is_owner else 0,
+        )
+
+    def _count_free_gpus(self, node: NodeSnapshot) -> int:
+        used = self._nodes.allocations(node.node_id)
+        return sum(gpu.available and used.gpu_used_milli(gpu.gpu_id) == 0 for gpu in node.info.gpus)
+
+
+def _mask_holds(node_holds: NodeHolds, identity: Identity) -> NodeHolds:
+    """Remove job IDs and tenants from the holds of other tenants, unless the identity is the owner."""
+    if identity.kind is TokenKind.OWNER:
+        return node_holds
+    holds = [hold if hold.tenant == identity.tenant else _anonymous(hold) for hold in node_holds.holds]
+    return msgspec.structs.replace(node_holds, holds=tuple(holds))
+
+
+def _anonymous(hold: Hold) -> Hold:
+    return msgspec.structs.replace(hold, job_id="", tenant="", epoch=0)
+
+
+def _visible_fault(fault: str, identity: Identity) -> str:
+    """Users see only that the policy is disabled: the message may name jobs of other tenants."""
+    return fault if identity.kind is TokenKind.OWNER else fault and "the policy is disabled"

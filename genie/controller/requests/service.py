@@ -1,0 +1,222 @@
+"""Serves connections: the handshake, access checks, and the dispatch of requests to their handlers.
+
+A connection is unauthenticated until a Hello with a valid token. Until then it may send small frames only,
+may only fetch the CA, join or recover a certificate, and is closed after HELLO_TIMEOUT_S.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Iterable
+
+from genie.controller.change_notifier import wait_event
+from genie.controller.connection import Connection, Connections, Handlers
+from genie.controller.election import Election
+from genie.controller.ledger import Ledger
+from genie.controller.nodes.admission import Admission, Certificates
+from genie.controller.request_limits import RequestLimits, TokenUsage
+from genie.controller.tokens import Tokens
+from genie.errors import (
+    AccessError,
+    NotLeaderError,
+    OverloadedError,
+    ProtocolError,
+    StoreError,
+    TokenMissingError,
+    TokenRefusedError,
+)
+from genie.model.limits import check_text
+from genie.model.messages import (
+    BEFORE_HELLO,
+    CONTROLLER_REQUESTS,
+    Certificate,
+    FetchTrust,
+    GetStatus,
+    Heartbeat,
+    Hello,
+    Join,
+    Joined,
+    Message,
+    RecoverCertificate,
+    RenewCertificate,
+    SignExecutor,
+    TrustAnchor,
+    Welcome,
+)
+from genie.model.tenant import Identity, TokenKind
+from genie.processes.clock import Clock
+from genie.runtime.network import Channel
+from genie.runtime.rpc import Peer
+from genie.tenancy.access import check_allowed
+from genie.version import __version__
+
+_log = logging.getLogger(__name__)
+
+HELLO_TIMEOUT_S = 10.0
+_READY_TIMEOUT_S = 1.0
+_WHILE_LOADING = (Heartbeat, GetStatus, RenewCertificate)
+"""Requests that a new leader answers before it has read the tables; the others would see old ones."""
+_REQUESTS_BEFORE_HELLO_MAX = 16
+
+
+class Service:
+    """`ready` is set once this controller knows whether it leads; the first Hello waits for it. `handlers`
+    are those of all other requests, each type once."""
+
+    def __init__(
+        self,
+        *,
+        ledger: Ledger,
+        election: Election,
+        tokens: Tokens,
+        admission: Admission,
+        certificates: Certificates,
+        connections: Connections,
+        clock: Clock,
+        ready: asyncio.Event,
+        controllers: Callable[[], tuple[str, ...]],
+        handlers: Iterable[Handlers],
+    ) -> None:
+        self._ledger = ledger
+        self._election = election
+        self._tokens = tokens
+        self._admission = admission
+        self._certificates = certificates
+        self._connections = connections
+        self._clock = clock
+        self._limits = RequestLimits(clock)
+        self._ready = ready
+        self._controllers = controllers
+        self._handlers: Handlers = {
+            Hello: self._hello,
+            FetchTrust: self._fetch_trust,
+            Join: self._join,
+            RecoverCertificate: self._recover,
+            RenewCertificate: self._renew,
+            SignExecutor: self._sign_executor,
+        }
+        for more in handlers:
+            assert not self._handlers.keys() & more.keys()
+            self._handlers.update(more)
+
+    async def accept(self, channel: Channel) -> None:
+        """Serve one connection until it is closed."""
+        early_requests = 0
+
+        def handle(peer: Peer, request: Message) -> Awaitable[Message]:
+            nonlocal early_requests
+            if connection.authenticated_as is None:
+                early_requests += 1
+                if early_requests > _REQUESTS_BEFORE_HELLO_MAX:
+                    peer.close()
+            return self._dispatch(connection, request)
+
+        connection = Connection(Peer(channel, requests=CONTROLLER_REQUESTS, handler=handle))
+        self._connections.add(connection)
+        try:
+            async with asyncio.TaskGroup() as group:
+                timeout = group.create_task(self._close_unauthenticated(connection))
+                await connection.peer.run()
+                timeout.cancel()
+        finally:
+            self._connections.discard(connection)
+
+    async def _close_unauthenticated(self, connection: Connection) -> None:
+        await self._clock.sleep(HELLO_TIMEOUT_S)
+        if connection.authenticated_as is None:
+            _log.info("closed %s: no Hello within %g s", connection.peer.name, HELLO_TIMEOUT_S)
+            connection.peer.close()
+
+    def _dispatch(self, connection: Connection, request: Message) -> Awaitable[Message]:
+        if type(request) not in BEFORE_HELLO:
+            if connection.authenticated_as is None:
+                raise TokenMissingError(
+                    "this connection is not authenticated", hint="send Hello with a token first"
+                )
+            if connection.usage is not None:
+                self._charge(connection, connection.usage, request)
+            check_allowed(connection.authenticated_as, request)
+            self._tokens.check_valid(connection.authenticated_as)
+            if not self._ledger.is_current and type(request) not in _WHILE_LOADING:
+                self._check_not_loading()
+        handler = self._handlers[type(request)]
+        if connection.usage is None:
+            return handler(connection, request)
+        return self._limits.run(
+            connection.usage,
+            request,
+            lambda: handler(connection, request),
+            size_bytes=connection.peer.request_bytes,
+        )
+
+    def _charge(self, connection: Connection, usage: TokenUsage, request: Message) -> None:
+        try:
+            self._limits.charge(usage, request, size_bytes=connection.peer.request_bytes)
+        except OverloadedError:
+            if usage.rate.is_exhausted:
+                _log.info("closed %s: it ignores the rate limit of its token", connection.peer.name)
+                connection.peer.close()
+            raise
+
+    def _check_not_loading(self) -> None:
+        if self._election.is_leading:
+            self._ledger.require_current()
+
+    async def _hello(self, connection: Connection, request: Hello) -> Welcome:
+        if connection.authenticated_as is not None:
+            raise ProtocolError("this connection has already sent Hello")
+        check_text(request.program, what="program")
+        check_text(request.version, what="version")
+        await wait_event(self._ready, clock=self._clock, timeout_s=_READY_TIMEOUT_S)
+        identity = await self._identify(connection, request.token)
+        usage = self._limits.usage(identity)
+        if usage is not None:
+            self._limits.charge(usage, request)
+        self._connections.authenticate(connection, identity, controllers=self._controllers())
+        connection.usage = usage
+        record = self._ledger.cluster.get("")
+        return Welcome(
+            cluster_id=record.cluster_id if record else "",
+            version=__version__,
+            tenant=identity.tenant,
+            kind=identity.kind,
+            leading=self._ledger.is_current,
+            controllers=connection.controllers,
+        )
+
+    async def _identify(self, connection: Connection, token: str) -> Identity:
+        try:
+            identity = await self._tokens.identify(token)
+            if identity.kind is TokenKind.NODE:
+                self._admission.check_certificate(identity.name, connection.peer.channel.certificate_name)
+            if identity.kind is TokenKind.JOIN:
+                raise TokenRefusedError("a join token only admits a node", hint="use 'genie join'")
+        except AccessError as error:
+            _log.info("rejected the login of %s: %s", connection.peer.name, error)
+            raise
+        except StoreError as error:
+            # Agents must be able to distinguish this from a timeout: a controller that does not lead
+            # reclaims nothing.
+            raise NotLeaderError(
+                f"this controller does not lead and cannot check tokens: {error.message}",
+                hint="try again when its store is available",
+            ) from error
+        return identity
+
+    async def _fetch_trust(self, connection: Connection, request: FetchTrust) -> TrustAnchor:
+        return TrustAnchor(ca_pem=self._certificates.ca_pem)
+
+    async def _join(self, connection: Connection, request: Join) -> Joined:
+        await wait_event(self._ready, clock=self._clock, timeout_s=_READY_TIMEOUT_S)
+        return await self._admission.join(request)
+
+    async def _recover(self, connection: Connection, request: RecoverCertificate) -> Certificate:
+        await wait_event(self._ready, clock=self._clock, timeout_s=_READY_TIMEOUT_S)
+        return await self._admission.recover(request)
+
+    async def _renew(self, connection: Connection, request: RenewCertificate) -> Certificate:
+        return self._admission.renew(connection.identity.name, request.csr_pem)
+
+    async def _sign_executor(self, connection: Connection, request: SignExecutor) -> Certificate:
+        return self._admission.sign_executor(connection.identity.name, request)

@@ -1,0 +1,46 @@
+"""Requests about tokens: list, create, revoke."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import msgspec
+
+from genie.controller.connection import Connection, Handlers
+from genie.controller.requests.reply_size import fit_in_reply
+from genie.controller.tokens import Tokens
+from genie.model.messages import CreateToken, Done, ListTokens, RevokeToken, TokenCreated, TokensReply
+
+
+class TokenRequests:
+    """`disconnect` closes the connections that were opened with a token ID."""
+
+    def __init__(
+        self, tokens: Tokens, *, disconnect: Callable[[str], None], check_readable: Callable[[], None]
+    ) -> None:
+        self._tokens = tokens
+        self._disconnect = disconnect
+        self._check_readable = check_readable
+
+    def handlers(self) -> Handlers:
+        return {
+            ListTokens: self.list_tokens,
+            CreateToken: self.create_token,
+            RevokeToken: self.revoke_token,
+        }
+
+    async def list_tokens(self, connection: Connection, request: ListTokens) -> TokensReply:
+        self._check_readable()
+        tokens, more = fit_in_reply(self._tokens.after(request.after))
+        return TokensReply(tokens=tokens, more=more)
+
+    async def create_token(self, connection: Connection, request: CreateToken) -> TokenCreated:
+        token, record = await self._tokens.create(
+            request.kind, tenant=request.tenant, name=request.name, ttl_s=request.ttl_s
+        )
+        return TokenCreated(token=str(token), record=msgspec.structs.replace(record, secret_sha256=""))
+
+    async def revoke_token(self, connection: Connection, request: RevokeToken) -> Done:
+        await self._tokens.revoke(request.token_id)
+        self._disconnect(request.token_id)
+        return Done()

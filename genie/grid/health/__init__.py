@@ -1,0 +1,1 @@
+"""Health of the nodes: readings, with or without Python there, and which node is best."""

@@ -1,0 +1,354 @@
+"""Decides how Ray is started on each node, and derives the state of the cluster. Pure.
+
+`plan()` returns the start order of each node, or raises the reason why the cluster cannot start; `view()`
+combines the records of the nodes with the node list of Ray's head.
+
+Does not connect to nodes (cluster.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from genie.errors import (
+    GenieError,
+    HostKeyChangedError,
+    HostKeyUnknownError,
+    LoginRefusedError,
+    NodeRefusedError,
+    RayError,
+    TransportError,
+)
+from genie.grid.grid_file import RaySettings
+from genie.model.names import address_text
+
+_OWN_HOSTS = ("127.0.0.1", "::1", "localhost", "")
+"""Hosts that mean another machine on each node. Nodes may share a machine under other loopback addresses."""
+_LOOPBACK_ADDRESS = "127.0.0.1"
+NO_PYTHON = "no_python"
+"""Error reason of a node on which the helper cannot run."""
+_STATES: dict[type[GenieError], str] = {
+    TransportError: "unreachable",
+    LoginRefusedError: "login refused",
+    HostKeyUnknownError: "host key unknown",
+    HostKeyChangedError: "host key changed",
+}
+
+
+@dataclass(frozen=True)
+class RayRecord:
+    """A node's record of the Ray processes that were started there, and how many are alive."""
+
+    cluster: str
+    role: str
+    head: str
+    dashboard_port: int
+    recorded: int
+    alive: int
+
+    @classmethod
+    def of(cls, answer: Mapping[str, Any] | None) -> RayRecord | None:
+        if answer is None:
+            return None
+        return cls(
+            cluster=str(answer["cluster"]),
+            role=str(answer["role"]),
+            head=str(answer["head"]),
+            dashboard_port=int(answer["dashboard_port"]),
+            recorded=int(answer["recorded"]),
+            alive=int(answer["alive"]),
+        )
+
+
+@dataclass(frozen=True)
+class RayFacts:
+    """One node before the start. `ray` is '' if not installed; `gpus` None if Ray detects them itself."""
+
+    node: str
+    address: str
+    ray: str
+    version: str
+    python: str
+    gpus: int | None
+    record: RayRecord | None
+
+    @classmethod
+    def of(cls, node: str, answer: Mapping[str, Any]) -> RayFacts:
+        gpus = answer["gpus"]
+        return cls(
+            node=node,
+            address=str(answer["address"]),
+            ray=str(answer["ray"]),
+            version=str(answer["version"]),
+            python=str(answer["python"]),
+            gpus=int(gpus) if gpus is not None else None,
+            record=RayRecord.of(answer["record"]),
+        )
+
+
+@dataclass(frozen=True)
+class StartOrder:
+    """How to start Ray on one node. `head` is HOST:PORT of the head."""
+
+    node: str
+    role: str
+    ray: str
+    head: str
+    options: tuple[str, ...]
+    free_ports: tuple[tuple[str, int, str], ...]
+    loopback: bool
+
+    def args(self, keys: RaySettings) -> dict[str, Any]:
+        return {
+            "node": self.node,
+            "role": self.role,
+            "ray": self.ray,
+            "head": self.head,
+            "options": list(self.options),
+            "free_ports": [{"host": host, "port": port, "key": key} for host, port, key in self.free_ports],
+            "loopback": self.loopback,
+            "dashboard_port": keys.dashboard_port,
+            "namespace": keys.namespace,
+            "log_level": keys.log_level,
+        }
+
+
+def plan(facts: Sequence[RayFacts], keys: RaySettings, *, head: str | None = None) -> list[StartOrder]:
+    """Return the start orders, the head's first. Raises RayError with the problems of each node."""
+    _check_not_running(facts)
+    _check_installed(facts)
+    _check_versions(facts)
+    ordered = _head_first(facts, head)
+    first = ordered[0]
+    if keys.head_bind_all is False and len(ordered) > 1:
+        raise RayError(
+            f"ray.head_bind_all is false: the head would listen on loopback, where {len(ordered) - 1} "
+            "other nodes cannot reach it",
+            hint="remove the key (Ray still requires a token), or select one node with --node",
+        )
+    if len(ordered) > 1 and first.address in _OWN_HOSTS:
+        raise RayError(
+            f"node {first.node} has the address {first.address or '(unknown)'}, "
+            "which other nodes cannot reach",
+            hint="set a HostName in ~/.ssh/config that all nodes can reach, or choose another --head",
+        )
+    address = _LOOPBACK_ADDRESS if keys.head_bind_all is False else first.address
+    at = address_text(address, keys.redis_port)
+    return [_head_order(first, at, keys), *(_worker_order(each, at) for each in ordered[1:])]
+
+
+def _check_not_running(facts: Sequence[RayFacts]) -> None:
+    running = [each.node for each in facts if each.record is not None and each.record.alive]
+    if running:
+        raise RayError(
+            f"a Ray cluster is already running on {', '.join(running)}",
+            hint="show it: grid-cli cluster status; stop it: grid-cli cluster stop",
+        )
+
+
+def _check_installed(facts: Sequence[RayFacts]) -> None:
+    without = [each.node for each in facts if not each.ray]
+    if without:
+        raise RayError(
+            f"Ray is not installed on {', '.join(without)}: neither in grid_env below remote_root nor on the "
+            "PATH of a login shell",
+            hint="install it on all nodes: grid-cli setup --package 'ray[default]'",
+        )
+
+
+def _check_versions(facts: Sequence[RayFacts]) -> None:
+    unknown = [f"{each.node}: {each.ray}" for each in facts if not each.version]
+    if unknown:
+        raise RayError("could not determine the version of Ray on these nodes:\n" + "\n".join(unknown))
+    rays = {each.version for each in facts}
+    pythons = {_minor(each.python) for each in facts if each.python}
+    if len(rays) > 1 or len(pythons) > 1:
+        lines = [f"{each.node}: Ray {each.version}, Python {each.python or 'unknown'}" for each in facts]
+        raise RayError(
+            "Ray requires the same version of Ray and Python on all nodes; found:\n" + "\n".join(lines),
+            hint="install one version: grid-cli setup --package ray[default]==VERSION --python PROGRAM",
+        )
+
+
+def _minor(version: str) -> str:
+    return ".".join(version.split(".")[:2])
+
+
+def _head_first(facts: Sequence[RayFacts], head: str | None) -> list[RayFacts]:
+    if head is None:
+        return list(facts)
+    chosen = [each for each in facts if each.node == head]
+    if not chosen:
+        raise RayError(f"node {head} is not among the nodes to start: {', '.join(e.node for e in facts)}")
+    return chosen + [each for each in facts if each.node != head]
+
+
+def _head_order(facts: RayFacts, at: str, keys: RaySettings) -> StartOrder:
+    loopback = keys.head_bind_all is False
+    everywhere = "::" if ":" in facts.address else "0.0.0.0"  # noqa: S104 - configured in the grid file
+    dashboard = everywhere if keys.head_bind_all else _LOOPBACK_ADDRESS
+    options = (
+        "--head",
+        f"--port={keys.redis_port}",
+        "--include-dashboard=true",
+        f"--dashboard-host={dashboard}",
+        f"--dashboard-port={keys.dashboard_port}",
+        *_common_options(facts, address=_LOOPBACK_ADDRESS if loopback else facts.address),
+    )
+    ports = (
+        (_LOOPBACK_ADDRESS if loopback else everywhere, keys.redis_port, "ray.redis_port"),
+        (dashboard, keys.dashboard_port, "ray.dashboard_port"),
+    )
+    return StartOrder(facts.node, "head", facts.ray, at, options, ports, loopback)
+
+
+def _worker_order(facts: RayFacts, at: str) -> StartOrder:
+    options = (f"--address={at}", *_common_options(facts, address=facts.address))
+    return StartOrder(facts.node, "worker", facts.ray, at, options, (), loopback=False)
+
+
+def _common_options(facts: RayFacts, *, address: str) -> list[str]:
+    options = [f"--node-name={facts.node}", "--disable-usage-stats", "--dashboard-agent-listen-port=0"]
+    if address:
+        options.append(f"--node-ip-address={address}")
+    if facts.gpus is not None:
+        options.append(f"--num-gpus={facts.gpus}")
+    return options
+
+
+# --- the state of the cluster ---
+
+
+@dataclass(frozen=True)
+class RayNode:
+    """The state of one node.
+
+    `state`: alive, failing (some of its daemons have ended), dead, joining, stray, not started; if it could
+    not be queried: unreachable, login refused, host key unknown, host key changed, no python, refused.
+    """
+
+    node: str
+    state: str
+    role: str = ""
+    address: str = ""
+    cpus: float = 0
+    gpus: float = 0
+    recorded: int = 0
+    alive: int = 0
+    message: str = ""
+
+
+@dataclass(frozen=True)
+class ClusterView:
+    """`state` is 'running', 'broken' (a part is dead) or 'stopped'. If no node could be queried, it is
+    'unreachable' or 'unknown', and `exit_code` is that of the worst error; otherwise 0.
+    """
+
+    state: str
+    cluster: str = ""
+    head: str = ""
+    version: str = ""
+    dashboard_port: int = 0
+    nodes: tuple[RayNode, ...] = ()
+    exit_code: int = 0
+
+
+def view(
+    records: Mapping[str, RayRecord | None],
+    failed: Mapping[str, GenieError],
+    ray_nodes: Sequence[Mapping[str, Any]] | None,
+    *,
+    version: str = "",
+) -> ClusterView:
+    """Combine records, errors and Ray's node list, which is None if the head does not respond."""
+    head = next(
+        ((name, rec) for name, rec in records.items() if rec is not None and rec.role == "head"), None
+    )
+    names = [*records, *(name for name in failed if name not in records)]
+    known = _by_name(ray_nodes or [])
+    rows = []
+    for name in names:
+        if name in failed:
+            row = RayNode(name, _error_state(failed[name]), message=failed[name].message)
+        else:
+            cluster = head[1].cluster if head else None
+            row = _row(name, records[name], known.get(name), cluster=cluster, no_list=ray_nodes is None)
+        rows.append(_with_resources(row, known.get(name)))
+    if rows and len(failed) == len(rows):
+        state = "unreachable" if all(row.state == "unreachable" for row in rows) else "unknown"
+        worst = max(error.exit_code for error in failed.values())
+        return ClusterView(state, nodes=tuple(rows), exit_code=worst)
+    if head is None:
+        left = any(row.state in ("stray", "dead") for row in rows)
+        return ClusterView("broken" if left else "stopped", nodes=tuple(rows))
+    is_running = ray_nodes is not None and all(
+        row.node in failed or row.state in ("alive", "not started") for row in rows
+    )
+    return ClusterView(
+        "running" if is_running else "broken",
+        cluster=head[1].cluster,
+        head=head[0],
+        version=version,
+        dashboard_port=head[1].dashboard_port,
+        nodes=tuple(rows),
+    )
+
+
+def _error_state(error: GenieError) -> str:
+    if isinstance(error, NodeRefusedError) and error.reason == NO_PYTHON:
+        return "no python"
+    return next((state for kind, state in _STATES.items() if isinstance(error, kind)), "refused")
+
+
+def _row(
+    name: str,
+    record: RayRecord | None,
+    ray_node: Mapping[str, Any] | None,
+    *,
+    cluster: str | None,
+    no_list: bool,
+) -> RayNode:
+    if record is None:
+        return RayNode(name, "not started")
+    row = RayNode(name, "", record.role, recorded=record.recorded, alive=record.alive)
+    if cluster is not None and record.cluster != cluster:
+        return replace(row, state="stray", message=f"belongs to another cluster, {record.cluster}")
+    if record.alive == 0:
+        return replace(row, state="dead", message="all Ray processes on this node have ended")
+    if cluster is None:
+        return replace(row, state="stray", message="its cluster has no head")
+    if ray_node is None:
+        why = "Ray's head does not respond" if no_list else "not listed by Ray's head"
+        return replace(row, state="failing" if no_list else "joining", message=why)
+    if ray_node.get("state") != "ALIVE":
+        return replace(
+            row, state="dead", message=str(ray_node.get("state_message") or "Ray reports it as dead")
+        )
+    if record.alive < record.recorded:
+        ended = record.recorded - record.alive
+        return replace(row, state="failing", message=f"{ended} of {record.recorded} Ray processes have ended")
+    return replace(row, state="alive")
+
+
+def _with_resources(row: RayNode, ray_node: Mapping[str, Any] | None) -> RayNode:
+    if ray_node is None:
+        return row
+    total = ray_node.get("resources_total") or {}
+    return replace(
+        row,
+        address=str(ray_node.get("node_ip", "")),
+        cpus=float(total.get("CPU", 0)),
+        gpus=float(total.get("GPU", 0)),
+    )
+
+
+def _by_name(ray_nodes: Iterable[Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
+    """Index the nodes by name. A restarted node is listed twice; the one that is alive is used."""
+    found: dict[str, Mapping[str, Any]] = {}
+    for each in ray_nodes:
+        name = str(each.get("node_name", ""))
+        if name not in found or each.get("state") == "ALIVE":
+            found[name] = each
+    return found

@@ -1,0 +1,1 @@
+"""Runs: commands that continue on a node without a connection. Starts, follows and signals them."""

@@ -1,0 +1,382 @@
+"""The connection pool: one shared connection per node, with a limit and keepalives.
+
+`SshPool.use(name)` yields a `NodeConnection`, which stays open while it is used. Each connection has one
+helper (node_helper.py) that serves requests without starting a process on the node; a node without a usable
+Python runs plain commands instead. Host keys are always verified, and ~/.ssh/config decides how a host is
+reached (target.py).
+
+Does not retry requests: one whose connection is lost raises, and the caller decides.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import asyncssh
+
+from genie.errors import (
+    ConnectionLostError,
+    DeadlineError,
+    ProtocolError,
+    UnreachableError,
+    UsageError,
+)
+from genie.grid.backoff import retry
+from genie.grid.grid_file import GridFile, GridNode
+from genie.grid.ssh.node_helper import Helper, start_helper
+from genie.grid.ssh.target import KnownHosts, address_text, connect_error, error_text, resolve, ssh_command
+from genie.grid.ssh.tcp_connection import TcpTunnel
+from genie.processes.tasks import all_of, pause_timeout, wait_first_completed
+
+_log = logging.getLogger(__name__)
+
+_OUTPUT_BYTES_MAX = 64 << 20
+_READ_BYTES = 1 << 16
+_KEEPALIVE_S = 5.0
+_KEEPALIVE_COUNT = 3
+_CLOSE_S = 2.0
+
+AsyncCallback = Callable[[], Coroutine[Any, Any, None]]
+
+
+@dataclass(frozen=True)
+class CommandResult:
+    """Result of a plain command. `exit_code` is 128+n after signal n, as in a shell."""
+
+    exit_code: int
+    stdout: bytes
+    stderr: bytes
+
+
+class NodeConnection:
+    """The connection to one node. Requests may be concurrent."""
+
+    def __init__(self, node: GridNode, connection: asyncssh.SSHClientConnection) -> None:
+        self.node = node
+        self.connection = connection
+        self._helper: Helper | None = None
+        self._helper_tried = False
+        self.users = 0
+
+    @property
+    def name(self) -> str:
+        return self.node.name
+
+    @property
+    def has_helper(self) -> bool:
+        """False if the node has no usable Python or the helper was not started yet."""
+        return self._helper is not None
+
+    @property
+    def python(self) -> str:
+        """The Python version of the node; '' without a helper."""
+        return self._helper.python if self._helper else ""
+
+    @property
+    def is_open(self) -> bool:
+        broken = self._helper is not None and self._helper.broken is not None
+        return not broken and not self.connection.is_closed()
+
+    async def call(
+        self, op: str, args: Mapping[str, Any] | None = None, blob: bytes = b"", *, timeout_s: float
+    ) -> tuple[Any, bytes]:
+        """Sends the request `op` (MODULE.NAME, a module of remote/) to the helper.
+
+        Raises NodeRefusedError if the node could not execute it; ConnectionLostError and DeadlineError if
+        that is unknown.
+        """
+        assert self._helper is not None, "check has_helper first"
+        return await self._helper.call(op, args or {}, blob, timeout_s=timeout_s)
+
+    async def command(self, command: str, *, stdin: bytes = b"", timeout_s: float) -> CommandResult:
+        """Runs a quoted shell command to completion. Raises as `call` does."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                process = await self.connection.create_process(command, encoding=None)
+                try:
+                    out, err = await _communicate(process, stdin, name=self.name)
+                finally:
+                    process.close()
+        except TimeoutError:
+            raise DeadlineError(f"node {self.name}: a command timed out after {timeout_s:g} s") from None
+        except (asyncssh.Error, OSError) as error:
+            raise ConnectionLostError(f"node {self.name}: connection lost: {error_text(error)}") from error
+        if process.exit_status is None and process.exit_signal is None:
+            raise ConnectionLostError(f"node {self.name}: connection lost while a command was running")
+        return CommandResult(_exit_code(process), out, err)
+
+    async def start_helper(self) -> None:
+        """Starts the helper once per connection; `has_helper` stays False if the node cannot run it."""
+        if not self._helper_tried:
+            self._helper = await start_helper(self.connection, self.name)
+            self._helper_tried = True
+
+    async def close(self) -> None:
+        self.connection.close()
+        try:
+            async with asyncio.timeout(_CLOSE_S):
+                await self.connection.wait_closed()
+        except TimeoutError:
+            self.connection.abort()
+
+
+class SshPool:
+    """The connections of this process. An async context manager; exiting it closes them."""
+
+    def __init__(self, file: GridFile, *, ssh_config: Path) -> None:
+        self._file = file
+        self._ssh_config = ssh_config.expanduser()
+        self._links: dict[str, NodeConnection] = {}
+        self._connect_locks: dict[str, _ConnectLock] = {}
+        self._opening = 0
+        self._freed = asyncio.Event()
+        self._closed = False
+        self._trusted = KnownHosts()
+
+    async def __aenter__(self) -> SshPool:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._closed = True
+        self._notify_freed()
+        links, self._links = list(self._links.values()), {}
+        await asyncio.gather(*(link.close() for link in links))
+
+    @property
+    def open_links(self) -> list[str]:
+        return [name for name, link in self._links.items() if link.is_open]
+
+    @contextlib.asynccontextmanager
+    async def use(
+        self,
+        name: str,
+        *,
+        timeout_s: float | None = None,
+        retries: int | None = None,
+        without_helper: bool = False,
+        before_login: AsyncCallback | None = None,
+    ) -> AsyncIterator[NodeConnection]:
+        """Yields the connection to the node, opened if needed; it stays open afterwards.
+
+        `timeout_s` is per connection attempt and includes waiting for a pool slot and for a concurrent
+        attempt to the same node. With `without_helper`, the helper is not started: for a single plain command
+        it costs the node more than it saves. `before_login` is awaited in each attempt after the node has
+        sent its SSH banner and before the login, and does not count against the timeout, so that callers that
+        wait in it are not delayed by unreachable nodes. It is awaited again if the pool closed the connection
+        meanwhile, and cancelled when another caller requests the same node.
+        Raises UnreachableError, HostKeyUnknownError, HostKeyChangedError or LoginRefusedError.
+        """
+        node = self._file.node(name)
+        link = await self._acquire_with_retries(
+            node,
+            timeout_s=timeout_s,
+            retries=retries,
+            without_helper=without_helper,
+            before_login=before_login,
+        )
+        try:
+            yield link
+        finally:
+            link.users -= 1
+            self._notify_freed()
+
+    async def _acquire_with_retries(
+        self,
+        node: GridNode,
+        *,
+        timeout_s: float | None,
+        retries: int | None,
+        without_helper: bool,
+        before_login: AsyncCallback | None,
+    ) -> NodeConnection:
+        attempt_s = timeout_s if timeout_s is not None else self._file.ssh.connect_timeout
+
+        def log(error: Exception, wait_s: float) -> None:
+            why = {"node": node.name, "pause_s": round(wait_s, 2), "why": str(error)}
+            _log.info("retrying the connection to a node", extra=why)
+
+        @retry(
+            max_retries=retries if retries is not None else self._file.ssh.max_retries,
+            when=(UnreachableError, ConnectionLostError, DeadlineError),
+            on_retry=log,
+        )
+        async def acquire() -> NodeConnection:
+            return await self._acquire(
+                node, timeout_s=attempt_s, without_helper=without_helper, before_login=before_login
+            )
+
+        return await acquire()
+
+    async def _acquire(
+        self, node: GridNode, *, timeout_s: float, without_helper: bool, before_login: AsyncCallback | None
+    ) -> NodeConnection:
+        limit = asyncio.timeout(timeout_s)
+        connect_lock = self._connect_locks.setdefault(node.name, _ConnectLock())
+
+        async def run_before_login() -> None:
+            if before_login is not None:
+                with pause_timeout(limit):
+                    await wait_first_completed(before_login(), connect_lock.wanted.wait())
+
+        try:
+            async with limit, connect_lock.hold():
+                link = await self._open(node, run_before_login)
+                link.users += 1
+                try:
+                    if not without_helper:
+                        await link.start_helper()
+                except BaseException:
+                    link.users -= 1
+                    self._notify_freed()
+                    raise
+                return link
+        except TimeoutError:
+            if not limit.expired():
+                raise
+            raise UnreachableError(
+                f"node {node.name}: connecting timed out after {timeout_s:g} s",
+                hint=f"try '{ssh_command(node)}', or raise ssh.connect_timeout or ssh.pool_size",
+            ) from None
+
+    async def _open(self, node: GridNode, before_login: AsyncCallback) -> NodeConnection:
+        link = self._links.get(node.name)
+        if link is not None and link.is_open:
+            # It stays in the pool meanwhile: its slot may be needed, and this task may be cancelled.
+            await before_login()
+        link = self._links.pop(node.name, None)
+        if link is not None and not link.is_open:
+            await link.close()
+            link = None
+        if link is None:
+            async with contextlib.AsyncExitStack() as slot:
+
+                async def on_banner() -> None:
+                    await before_login()
+                    await slot.enter_async_context(self._reserve_slot(node))
+
+                link = NodeConnection(node, await self._connect(node, on_banner))
+        if self._closed:
+            await link.close()
+            raise _closed_error()
+        self._links[node.name] = link  # most recently used
+        return link
+
+    @contextlib.asynccontextmanager
+    async def _reserve_slot(self, node: GridNode) -> AsyncIterator[None]:
+        """Reserves a slot; closes the least recently used idle connection if the pool is full."""
+        while not self._closed and len(self._links) + self._opening >= self._file.ssh.pool_size:
+            idle = next((link for link in self._links.values() if not link.users or not link.is_open), None)
+            if idle is not None:
+                del self._links[idle.name]
+                _log.debug("closing an idle SSH connection", extra={"node": idle.name, "for_node": node.name})
+                await idle.close()
+                continue
+            await self._freed.wait()
+        if self._closed:
+            raise _closed_error()
+        self._opening += 1
+        try:
+            yield
+        finally:
+            self._opening -= 1
+            self._notify_freed()  # the slot of a failed connection is free again
+
+    def _notify_freed(self) -> None:
+        """Wakes all current waiters; later ones wait for the next event."""
+        self._freed.set()
+        self._freed = asyncio.Event()
+
+    async def _connect(self, node: GridNode, on_banner: AsyncCallback) -> asyncssh.SSHClientConnection:
+        """`on_banner` is awaited after the SSH banner; with a jump host or proxy, before connecting."""
+        target = await resolve(node, self._file, self._ssh_config, trusted=self._trusted)
+        _log.debug("connecting to a node", extra={"node": node.name, "to": address_text(target)})
+        arguments: dict[str, Any] = {
+            "config": None
+        }  # parsed already; parsed twice, every key would be offered twice
+        if TcpTunnel.is_direct(target.options):
+            arguments["tunnel"] = TcpTunnel(target.options, on_banner=on_banner)
+            arguments["connect_timeout"] = None  # the tunnel enforces it: `on_banner` may take longer
+        else:
+            arguments["config"] = target.config  # for the jump hosts
+            await on_banner()
+        try:
+            return await asyncssh.connect(
+                node.name,
+                **arguments,
+                **target.keys,
+                options=target.options,
+                known_hosts=target.known_hosts,
+                encryption_algs=target.ciphers,
+                keepalive_interval=_KEEPALIVE_S,
+                keepalive_count_max=_KEEPALIVE_COUNT,
+                login_timeout=0,  # timeout_s is shorter; asyncssh would keep abandoned logins for two minutes
+            )
+        except (asyncssh.Error, OSError, ValueError) as error:
+            raise connect_error(target, error) from error
+
+
+def _closed_error() -> UsageError:
+    return UsageError("the connection pool is closed")
+
+
+class _ConnectLock:
+    """Serializes connection attempts to one node. `wanted` is set while other callers wait."""
+
+    def __init__(self) -> None:
+        self.wanted = asyncio.Event()
+        self._lock = asyncio.Lock()
+        self._waiting = 0
+
+    @contextlib.asynccontextmanager
+    async def hold(self) -> AsyncIterator[None]:
+        self._waiting += 1
+        if self._lock.locked():
+            self.wanted.set()
+        try:
+            await self._lock.acquire()
+        finally:
+            self._waiting -= 1
+            if not self._waiting:
+                self.wanted.clear()
+        try:
+            yield
+        finally:
+            self._lock.release()
+
+
+async def _communicate(
+    process: asyncssh.SSHClientProcess[bytes], stdin: bytes, *, name: str
+) -> tuple[bytes, bytes]:
+    """Sends stdin and reads both output streams, with a limit: a node must not exhaust our memory."""
+
+    async def read_all(reader: asyncssh.SSHReader[bytes]) -> bytes:
+        parts = []
+        remaining = _OUTPUT_BYTES_MAX
+        while data := await reader.read(_READ_BYTES):
+            parts.append(data)
+            remaining -= len(data)
+            if remaining < 0:
+                raise ProtocolError(f"node {name}: a command wrote more than {_OUTPUT_BYTES_MAX} bytes")
+        return b"".join(parts)
+
+    with contextlib.suppress(BrokenPipeError):  # it may have ended already
+        process.stdin.write(stdin)
+        process.stdin.write_eof()
+    out, err = await all_of(map(read_all, (process.stdout, process.stderr)))
+    await process.wait_closed()
+    return out, err
+
+
+def _exit_code(done: asyncssh.SSHClientProcess[bytes]) -> int:
+    if done.exit_status is not None and done.exit_status >= 0:
+        return done.exit_status
+    return 128 - done.returncode if done.returncode is not None and done.returncode < 0 else 255

@@ -1,0 +1,1 @@
+"""Compiles and loads the C++ libraries of the top-level folder native/, and declares their Python API."""

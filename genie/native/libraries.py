@@ -1,0 +1,388 @@
+"""The C++ libraries: compiled for the installed torch and Python, cached, and loaded.
+
+A library of the torch device works with one version of torch, Python and C++ ABI, the scheduler's with one
+version of Python. So Genie ships sources, and the first use compiles them, once. `python -m genie.native`
+does that ahead of time.
+
+Does not run compilers (compiler.py).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.machinery
+import importlib.util
+import logging
+import platform
+import shlex
+import shutil
+import sys
+import sysconfig
+import tempfile
+import threading
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Literal, TypeAlias, get_args
+
+from genie import config
+from genie.errors import NativeBuildError
+from genie.native.compiler import INSTALL_HINT, Build, BuildPlan, Unit, content_hash, mark_used, output_path
+from genie.processes.files import FileLock, lock_holder
+
+Library: TypeAlias = Literal["genie_device", "genie_executor", "genie_scheduler", "genie_tree"]
+LIBRARIES: tuple[Library, ...] = get_args(Library)
+TORCH_LIBRARIES: tuple[Library, ...] = ("genie_device", "genie_executor")
+"""Libraries that are linked to torch."""
+STANDALONE_LIBRARIES: tuple[Library, ...] = ("genie_tree",)
+"""Libraries with a C interface, without Python: build() returns the file, ctypes opens it."""
+
+NO_COMPILER_EXIT_CODE = 69
+"""Exit code of `python -m genie.native` without a compiler: a Makefile may continue."""
+
+_COMPILERS = ("c++", "g++", "clang++")
+# Warnings are enabled for project files only; other headers are included as system headers.
+_COMPILE = ("-std=c++20", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra")
+# Scheduling must not depend on the processor: no fused multiply-add, which rounds differently.
+_SCHEDULER_COMPILE = ("-O3", "-DNDEBUG", "-ffp-contract=off")
+_NANOBIND_COMPILE = (
+    "-O2",
+    "-DNDEBUG",
+    "-std=c++20",
+    "-fPIC",
+    "-fvisibility=hidden",
+    "-fno-strict-aliasing",
+    "-w",
+)
+_TORCH_LIBRARIES = ("torch", "torch_cpu", "c10", "torch_python")
+# Another process that holds the lock longer counts as hung.
+_WAIT_S_MAX = 2400.0
+_WAIT_POLL_S = 0.1
+# Cached for other versions of torch and Python, and for switching between branches.
+_LIBRARIES_KEPT = 4
+_OBJECTS_KEPT = 100
+# Files of a torch library per unit. With more, an edit takes longer, and the first build hardly less.
+_FILES_PER_UNIT = 8
+
+_log = logging.getLogger(__name__)
+_loading = threading.Lock()
+_libraries: dict[Library, ModuleType] = {}
+
+
+def load(name: Library) -> ModuleType:
+    """Return the library as a module, one per process; compiles it if it is not in the cache.
+
+    Code imports genie.native.genie_device, genie_executor and genie_scheduler instead, which are typed.
+    Imports torch for a library of the torch device. NativeBuildError if there is no compiler, or compiling or
+    loading fails.
+    """
+    assert name not in STANDALONE_LIBRARIES, "not a Python module"
+    with _loading:
+        if name not in _libraries:
+            _libraries[name] = _load_module(name, BuildCache.of_this_installation().build(name))
+        return _libraries[name]
+
+
+def find_compiler() -> list[str] | None:
+    """The command of the C++ compiler: $CXX, else the first of the usual names; None if there is none."""
+    try:
+        chosen = shlex.split(config.cxx() or "")
+    except ValueError:  # unbalanced quotation marks
+        return None
+    if chosen:
+        return chosen if shutil.which(chosen[0]) else None
+    return next(([path] for name in _COMPILERS if (path := shutil.which(name))), None)
+
+
+def missing_compiler_reason() -> str:
+    """Why find_compiler() returned None, for messages."""
+    chosen = config.cxx()
+    return f"CXX names {chosen!r}, which was not found" if chosen else "there is no C++ compiler"
+
+
+@dataclass(frozen=True, kw_only=True)
+class TorchTarget:
+    """The torch, Python and ABI that a library is compiled for."""
+
+    torch_version: str
+    torch_folder: Path
+    cxx11_abi: bool
+    python_include: str
+    soabi: str
+
+    @classmethod
+    def installed(cls) -> TorchTarget:
+        try:
+            import torch
+        except ImportError as error:
+            raise NativeBuildError(
+                f"the torch device needs PyTorch, which could not be imported: {error}",
+                hint="pip install 'genie-gpu[torch]'",
+            ) from error
+        return cls(
+            torch_version=str(torch.__version__),
+            torch_folder=Path(torch.__file__).parent,
+            cxx11_abi=bool(torch._C._GLIBCXX_USE_CXX11_ABI),
+            python_include=sysconfig.get_path("include"),
+            soabi=str(sysconfig.get_config_var("SOABI")),
+        )
+
+    @property
+    def name(self) -> str:
+        return f"torch {self.torch_version}"
+
+    @property
+    def version(self) -> str:
+        """Version of the dependency that is compiled in."""
+        return self.torch_version
+
+    def compile_flags(self) -> tuple[str, ...]:
+        include = self.torch_folder / "include"
+        folders = (str(include), str(include / "torch" / "csrc" / "api" / "include"), self.python_include)
+        flags = ("-O2", *_COMPILE, f"-D_GLIBCXX_USE_CXX11_ABI={int(self.cxx11_abi)}")
+        return flags + tuple(part for folder in folders for part in ("-isystem", folder))
+
+    def link_flags(self) -> tuple[str, ...]:
+        folder = self.torch_folder / "lib"
+        flags: tuple[str, ...] = ("-shared", f"-L{folder}", f"-Wl,-rpath,{folder}")
+        if sys.platform == "darwin":
+            flags += ("-undefined", "dynamic_lookup")  # Python is resolved at load time
+        else:
+            # The same one as torch: with a second libstdc++ in the process, iostreams crash.
+            flags += ("-l:libstdc++.so.6",)
+        return (*flags, *(f"-l{name}" for name in _TORCH_LIBRARIES), "-ldl")
+
+
+@dataclass(frozen=True, kw_only=True)
+class NanobindTarget:
+    """The Python and nanobind versions that a library without torch is compiled for."""
+
+    nanobind_version: str
+    nanobind_folder: Path
+    python_include: str
+    soabi: str
+
+    @classmethod
+    def installed(cls) -> NanobindTarget:
+        try:
+            import nanobind
+        except ImportError as error:
+            raise NativeBuildError(
+                f"the scheduler's library needs nanobind, which could not be imported: {error}",
+                hint="pip install nanobind",
+            ) from error
+        return cls(
+            nanobind_version=str(nanobind.__version__),
+            nanobind_folder=Path(nanobind.__file__).parent,
+            python_include=sysconfig.get_path("include"),
+            soabi=str(sysconfig.get_config_var("SOABI")),
+        )
+
+    @property
+    def name(self) -> str:
+        return f"Python {platform.python_version()}"
+
+    @property
+    def version(self) -> str:
+        return self.nanobind_version
+
+    def compile_flags(self) -> tuple[str, ...]:
+        return (*_SCHEDULER_COMPILE, *_COMPILE, *self._includes("-isystem"))
+
+    def nanobind_unit(self) -> Unit:
+        """nanobind's sources, which it combines in one file."""
+        source = self.nanobind_folder / "src" / "nb_combined.cpp"
+        return Unit((source,), (*_NANOBIND_COMPILE, *self._includes("-I")), self)
+
+    def link_flags(self) -> tuple[str, ...]:
+        return ("-shared", *(("-undefined", "dynamic_lookup") if sys.platform == "darwin" else ()))
+
+    def _includes(self, flag: str) -> tuple[str, ...]:
+        folders = [self.nanobind_folder / "include", self.nanobind_folder / "ext" / "robin_map" / "include"]
+        return tuple(part for folder in (*map(str, folders), self.python_include) for part in (flag, folder))
+
+
+@dataclass(frozen=True, kw_only=True)
+class StandaloneTarget:
+    """The machine type that a library without Python is compiled for."""
+
+    soabi: str = f"{sys.platform}-{platform.machine()}"
+    version: str = ""
+
+    @property
+    def name(self) -> str:
+        return f"{platform.machine()} machines"
+
+    def compile_flags(self) -> tuple[str, ...]:
+        # Grid nodes compile it as well, with older compilers.
+        return ("-O2", *_COMPILE, "-std=c++17", "-fno-exceptions", "-fno-rtti")
+
+    def link_flags(self) -> tuple[str, ...]:
+        return ("-shared",)
+
+
+@dataclass(frozen=True)
+class BuildCache:
+    """The source folder, and the cache of compiled libraries."""
+
+    sources: Path
+    cache: Path
+
+    @classmethod
+    def of_this_installation(cls) -> BuildCache:
+        """In a checkout: native/ and build/native; otherwise the package's sources and the user's cache."""
+        package = Path(__file__).resolve().parents[1]
+        root = package.parent
+        if (root / "pyproject.toml").is_file() and (root / "native").is_dir():
+            return cls(root / "native", root / "build" / "native")
+        return cls(package / "_native", config.cache_home() / "genie" / "native")
+
+    def build(self, name: Library) -> Path:
+        """Return the library's file, compiling it if needed. One process compiles; others wait for it."""
+        return self.build_all([name])[0]
+
+    def build_all(self, names: Sequence[Library]) -> list[Path]:
+        """Return the files of several libraries, compiled together. After an error none is replaced."""
+        plans = [self._plan(name) for name in names]
+        for plan in plans:
+            if plan.library.is_file():
+                mark_used(plan.library)
+        try:
+            if _missing(plans):
+                with self._locked(plans):
+                    self._compile(_missing(plans))
+        except OSError as error:
+            raise NativeBuildError(
+                f"compiling in {self.cache} failed: {error}", hint="check free space and permissions"
+            ) from error
+        return [plan.library for plan in plans]
+
+    def is_built(self, name: Library) -> bool:
+        return self._plan(name).library.is_file()
+
+    def check_usable(self) -> None:
+        """NativeBuildError if a torch library is neither built nor can be. Compiles nothing."""
+        for plan in map(self._plan, TORCH_LIBRARIES):
+            if not plan.library.is_file():
+                _compiler_for(plan)
+
+    def _plan(self, name: Library) -> BuildPlan:
+        """The build plan. Its key does not include the compiler: a built library needs none."""
+        if name in STANDALONE_LIBRARIES:
+            target = StandaloneTarget()
+            own = _own_files(self.sources / "grid", name)
+            units = [Unit((path,), target.compile_flags(), target) for path in own]
+        else:
+            units = self._torch_units(name) if name in TORCH_LIBRARIES else self._plain_units(name)
+        return self._plan_of(name, units)
+
+    def _plan_of(self, name: Library, units: list[Unit]) -> BuildPlan:
+        target = units[0].target
+        part = name.removeprefix("genie_")
+        title = f"the torch {part}" if name in TORCH_LIBRARIES else f"the {part}'s library"
+        key = content_hash(*target.link_flags(), *(unit.key for unit in units))
+        return BuildPlan(name, title, target, units, library=self.cache / f"{name}-{key}.so")
+
+    def _torch_units(self, name: Library) -> list[Unit]:
+        folder, target = self.sources / "torch", TorchTarget.installed()
+        flags = target.compile_flags()
+        own_flags = (*flags, f"-DTORCH_EXTENSION_NAME={name}")
+        shared = [Unit(files, flags, target) for files in _groups(sorted(folder.glob("stream*.cpp")))]
+        own = _own_files(folder / name.removeprefix("genie_"), name)
+        return shared + [Unit(files, own_flags, target) for files in _groups(own)]
+
+    def _plain_units(self, name: Library) -> list[Unit]:
+        target = NanobindTarget.installed()
+        flags = target.compile_flags()
+        own = _own_files(self.sources / name.removeprefix("genie_"), name)
+        return [target.nanobind_unit(), *(Unit((path,), flags, target) for path in own)]
+
+    @contextlib.contextmanager
+    def _locked(self, plans: Sequence[BuildPlan]) -> Iterator[None]:
+        """Hold the cache's lock; continue without it once another process has built the libraries."""
+        self.cache.mkdir(parents=True, exist_ok=True)
+        path = self.cache / "lock"
+        lock = FileLock.try_acquire(path)
+        if lock is None:
+            _log.info("waiting for process %s, which is compiling in %s", lock_holder(path), self.cache)
+        deadline = time.monotonic() + _WAIT_S_MAX
+        while lock is None and _missing(plans):
+            if time.monotonic() > deadline:
+                raise NativeBuildError(
+                    f"another process has been compiling in {self.cache} for {_WAIT_S_MAX:g} s",
+                    hint=f"end process {lock_holder(path)} and try again",
+                )
+            time.sleep(_WAIT_POLL_S)
+            lock = FileLock.try_acquire(path)
+        try:
+            yield
+        finally:
+            if lock is not None:
+                lock.release()
+
+    def _compile(self, plans: Sequence[BuildPlan]) -> None:
+        if not plans:
+            return
+        compiler = _compiler_for(plans[0])
+        for plan in plans:
+            _log.info("compiling %s for %s (once, about a minute)", plan.title, plan.target.name)
+        for stale in self.cache.glob("making-*"):  # of a killed process: this one holds the lock
+            shutil.rmtree(stale, ignore_errors=True)
+        started = time.monotonic()
+        with tempfile.TemporaryDirectory(prefix="making-", dir=self.cache) as folder:
+            Build(compiler, plans, self.cache, Path(folder)).run()
+        names = ", ".join(plan.title for plan in plans)
+        _log.info("compiled %s in %.0f s", names, time.monotonic() - started)
+        for plan in plans:
+            _keep_newest(self.cache.glob(f"{plan.name}-*.so"), _LIBRARIES_KEPT)
+        _keep_newest(self.cache.glob("objects/*.o"), _OBJECTS_KEPT)
+
+
+def _missing(plans: Iterable[BuildPlan]) -> list[BuildPlan]:
+    return [plan for plan in plans if not plan.library.is_file()]
+
+
+def _own_files(folder: Path, name: Library) -> list[Path]:
+    found = sorted(folder.glob("*.cpp"))
+    if not found:
+        raise NativeBuildError(f"no sources of {name} in {folder}", hint="reinstall Genie")
+    return found
+
+
+def _groups(files: Sequence[Path]) -> list[tuple[Path, ...]]:
+    """As few groups as possible, of about equal size."""
+    count = -(-len(files) // _FILES_PER_UNIT)
+    ends = [len(files) * number // count for number in range(1, count + 1)]
+    return [tuple(files[start:end]) for start, end in zip([0, *ends], ends, strict=False)]
+
+
+def _compiler_for(plan: BuildPlan) -> list[str]:
+    compiler = find_compiler()
+    if compiler is None:
+        raise NativeBuildError(
+            f"{plan.title} must be compiled once for {plan.target.name}, and {missing_compiler_reason()}",
+            hint=INSTALL_HINT,
+        )
+    return compiler
+
+
+def _load_module(name: Library, path: Path) -> ModuleType:
+    loader = importlib.machinery.ExtensionFileLoader(name, str(path))
+    spec = importlib.util.spec_from_file_location(name, path, loader=loader)
+    assert spec is not None
+    try:
+        module = importlib.util.module_from_spec(spec)
+        loader.exec_module(module)
+    except ImportError as error:
+        raise NativeBuildError(
+            f"could not load {path}: {error}", hint=f"remove {path.parent} and try again"
+        ) from error
+    return module
+
+
+def _keep_newest(paths: Iterable[Path], count: int) -> None:
+    for old in sorted(paths, key=lambda path: path.stat().st_mtime, reverse=True)[count:]:
+        old.unlink(missing_ok=True)  # processes that have loaded it keep it
+        output_path(old).unlink(missing_ok=True)

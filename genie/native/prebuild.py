@@ -1,0 +1,60 @@
+"""Compiles a library in the background, so that it is ready at its first use.
+
+A separate process does that, with the lowest priority. A process that needs the library meanwhile waits for
+it (libraries.py holds the lock) or works without it. A failure is logged with its reason.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import sys
+from collections.abc import Sequence
+
+from genie.native.libraries import Library
+from genie.processes import process_table
+
+_log = logging.getLogger(__name__)
+
+_LOWEST_PRIORITY = 19
+_REASON_CHARACTERS_MAX = 500
+
+
+def command_for(library: Library) -> tuple[str, ...]:
+    return (sys.executable, "-m", "genie.native", library)
+
+
+async def build_in_background(command: Sequence[str], *, what: str, without: str) -> bool:
+    """Run the command and return whether it succeeded; cancellation kills the compilers as well. `without`:
+    the log message for a failure, which states its consequence."""
+    try:
+        process = await asyncio.create_subprocess_exec(
+            *command,
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.DEVNULL,
+            stderr=asyncio.subprocess.PIPE,
+            start_new_session=True,
+        )
+    except OSError as error:
+        _log.warning("could not start compiling %s: %s", what, error)
+        return False
+    process_table.own_children.add(process.pid)
+    try:
+        with contextlib.suppress(OSError):  # the process may have exited
+            os.setpriority(os.PRIO_PROCESS, process.pid, _LOWEST_PRIORITY)
+        _, stderr = await process.communicate()
+    finally:
+        if process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            await asyncio.shield(process.wait())
+        process_table.own_children.discard(process.pid)
+    if process.returncode != 0:
+        reason = " ".join(stderr.decode("utf-8", "replace").split())[-_REASON_CHARACTERS_MAX:]
+        _log.warning("%s: %s", without, reason or "no reason was given")
+        return False
+    _log.info("%s is compiled", what)
+    return True

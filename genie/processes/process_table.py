@@ -1,0 +1,154 @@
+"""Access to the kernel's process table: start marks, descendants, signals that are safe against PID reuse.
+
+Standard library only, and importable as a file: the shim of a job (agent/shim.py) starts without Genie on its
+path.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import signal
+import subprocess
+import sys
+import threading
+
+LINUX = sys.platform == "linux"
+_PR_SET_CHILD_SUBREAPER = 36
+
+
+def start_mark(pid: int) -> str:
+    """Identifies the start of this process, so that a later one with the same ID differs; '' if none runs."""
+    if not LINUX:
+        ps = subprocess.run(
+            ["/bin/ps", "-o", "lstart=", "-p", str(pid)], capture_output=True, text=True, check=False
+        )
+        return ps.stdout.strip()
+    fields = _stat(pid)
+    return f"{_boot_id()}:{fields[19].decode()}" if fields else ""
+
+
+def descendants(pid: int) -> dict[int, str]:
+    """All descendants of this process with their start marks. Empty where there is no /proc."""
+    if not LINUX:
+        return {}
+    parents: dict[int, int] = {}
+    for name in os.listdir("/proc"):  # noqa: PTH208
+        if name.isdigit() and (fields := _stat(int(name))):
+            parents[int(name)] = int(fields[1])
+    found: set[int] = set()
+    grew = True
+    while grew:
+        below = {child for child, parent in parents.items() if parent == pid or parent in found}
+        grew = not below <= found
+        found |= below
+    return {child: start_mark(child) for child in found}
+
+
+def children(pid: int) -> dict[int, int]:
+    """The direct children of this process with their session IDs. Empty where there is no /proc."""
+    if not LINUX:
+        return {}
+    found = {}
+    for name in os.listdir("/proc"):  # noqa: PTH208
+        if name.isdigit() and (fields := _stat(int(name))) and int(fields[1]) == pid:
+            found[int(name)] = int(fields[3])
+    return found
+
+
+def is_running(pid: int) -> bool:
+    """Whether a thread of this process can still run: False for a zombie.
+
+    The first thread alone does not decide: it may have ended while another one is blocked in a driver.
+    """
+    if not LINUX:
+        ps = subprocess.run(
+            ["/bin/ps", "-o", "state=", "-p", str(pid)], capture_output=True, text=True, check=False
+        )
+        return ps.stdout.strip()[:1] not in ("", "Z")
+    return any(state not in "ZXx" for state in thread_states(pid))
+
+
+def thread_states(pid: int) -> list[str]:
+    """The state letters of the threads of a process, such as R, S, D or Z; empty if it does not exist."""
+    try:
+        threads = os.listdir(f"/proc/{pid}/task")  # noqa: PTH208
+    except OSError:
+        return []
+    stats = [_stat_file(f"/proc/{pid}/task/{thread}/stat") for thread in threads]
+    return [fields[0].decode() for fields in stats if fields]
+
+
+own_children: set[int] = set()
+"""Children that this process has started in another session; guarded by `own_children_lock`.
+
+Other children in another session are orphans that it has adopted.
+"""
+own_children_lock = threading.Lock()
+
+
+def become_subreaper() -> bool:
+    """Makes this process the parent of orphaned descendants. Returns False where that is not possible."""
+    return LINUX and prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def prctl(option: int, value: int) -> bool:
+    try:
+        return int(ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0)) == 0
+    except (OSError, AttributeError):
+        return False
+
+
+def send_signal(pid: int, mark: str, number: int) -> bool:
+    """Sends the signal unless another process has this ID by now. Returns whether it was sent."""
+    if not mark:
+        return False
+    try:
+        if hasattr(os, "pidfd_open") and hasattr(signal, "pidfd_send_signal"):
+            fd = os.pidfd_open(pid)
+            try:
+                if start_mark(pid) != mark:
+                    return False
+                signal.pidfd_send_signal(fd, number)
+            finally:
+                os.close(fd)
+        elif start_mark(pid) == mark:
+            os.kill(pid, number)
+        else:
+            return False
+    except OSError as error:
+        if error.errno == errno.ENOSYS and start_mark(pid) == mark:  # a kernel without pidfd
+            os.kill(pid, number)
+            return True
+        return False
+    return True
+
+
+def _stat(pid: int) -> list[bytes]:
+    """Fields of /proc/PID/stat after the name; empty if no such process runs.
+
+    State, parent, process group, session, ..., start time at 19.
+    """
+    return _stat_file(f"/proc/{pid}/stat")
+
+
+def _stat_file(path: str) -> list[bytes]:
+    try:
+        with open(path, "rb") as file:  # noqa: PTH123 - fast start
+            return file.read().rpartition(b")")[2].split()
+    except OSError:
+        return []
+
+
+_boot: list[str] = []
+
+
+def _boot_id() -> str:
+    if not _boot:
+        try:
+            with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:  # noqa: PTH123
+                _boot.append(file.read().strip())
+        except OSError:
+            _boot.append("boot")
+    return _boot[0]

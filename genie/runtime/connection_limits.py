@@ -1,0 +1,158 @@
+"""Limits on the connections of a server, checked before the TLS handshake.
+
+Each accepted socket counts, in total and by address, until its peer has authenticated itself. Silent peers
+and failed handshakes therefore exhaust neither file descriptors nor CPU time. Limits per token are in
+controller/connection.py. Pure: time is an argument.
+"""
+
+from __future__ import annotations
+
+import functools
+import ipaddress
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from genie.tenancy.rate_limits import RateLimits
+
+CONNECTIONS_MAX = 16384
+FEW_CONNECTIONS = 4096
+"""A server that may open fewer connections reports it."""
+_FILES_RESERVED = 256
+"""File descriptors of a server for everything but connections."""
+HANDSHAKES_PER_S = 200.0
+"""From one address."""
+HANDSHAKES_BURST = 1000.0
+HANDSHAKE_S = 1.0
+"""A connection that is not authenticated after this time may be replaced by a new one."""
+_ADDRESSES_MAX = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class ConnectionLimits:
+    """`unauthenticated_max` connections remain available to new peers and `owner_reserve` to the owner. Nodes
+    and users share the rest; `users_max` is the limit of all users together."""
+
+    connections_max: int
+    unauthenticated_max: int
+    unauthenticated_of_address_max: int
+    users_max: int
+    owner_reserve: int
+    handshakes_per_s: float = HANDSHAKES_PER_S
+    handshakes_burst: float = HANDSHAKES_BURST
+
+    @classmethod
+    def for_file_limit(cls, files: int) -> ConnectionLimits:
+        """The limits of a process that may open this number of files."""
+        connections = max(min(CONNECTIONS_MAX, files - _FILES_RESERVED), 64)
+        unauthenticated = min(1024, connections // 4)
+        return cls(
+            connections_max=connections,
+            unauthenticated_max=unauthenticated,
+            unauthenticated_of_address_max=min(128, unauthenticated // 2),
+            users_max=connections // 2,
+            owner_reserve=min(64, connections // 16),
+        )
+
+    @property
+    def authenticated_max(self) -> int:
+        """Of nodes and users together."""
+        return self.connections_max - self.unauthenticated_max - self.owner_reserve
+
+
+def file_limit_for(connections: int) -> int:
+    """The limit on open files with which a server can have this number of connections."""
+    return connections + _FILES_RESERVED
+
+
+class OpenConnection:
+    """One accepted connection. Released once, when its socket is closed."""
+
+    __slots__ = ("_limiter", "address", "close", "is_authenticated", "since_s")
+
+    def __init__(
+        self, limiter: ConnectionLimiter, address: str, *, since_s: float, close: Callable[[], None]
+    ) -> None:
+        self._limiter = limiter
+        self.address = address
+        self.since_s = since_s
+        self.close = close
+        self.is_authenticated = False
+
+    def set_authenticated(self) -> None:
+        self.is_authenticated = True
+        self._limiter.remove_unauthenticated(self)
+
+    def release(self) -> None:
+        self._limiter.release(self)
+
+
+class ConnectionLimiter:
+    def __init__(self, limits: ConnectionLimits) -> None:
+        self.limits = limits
+        self.open = 0
+        self.unauthenticated = 0
+        self._by_address: dict[str, dict[OpenConnection, None]] = {}
+        """Unauthenticated connections by address, oldest first."""
+        self._handshakes = RateLimits(
+            per_s=limits.handshakes_per_s, burst=limits.handshakes_burst, keys_max=_ADDRESSES_MAX
+        )
+
+    def accept(self, host: str, *, now_s: float, close: Callable[[], None]) -> OpenConnection | str:
+        """Returns the connection, or why it is rejected. `close` is called when another peer replaces it."""
+        limits, address = self.limits, address_key(host)
+        if self.open >= limits.connections_max:
+            return f"the limit of {limits.connections_max} open connections is reached"
+        replaced: OpenConnection | None = None
+        if len(self._by_address.get(address, ())) >= limits.unauthenticated_of_address_max:
+            replaced = self._find_replaceable(address, now_s)
+            if replaced is None:
+                return f"the limit of unauthenticated connections of {address} is reached"
+        elif self.unauthenticated >= limits.unauthenticated_max:
+            largest = max(self._by_address, key=lambda each: len(self._by_address[each]))
+            replaced = self._find_replaceable(largest, now_s)
+            if replaced is None:
+                return f"the limit of {limits.unauthenticated_max} unauthenticated connections is reached"
+        # Last: a rejected connection costs no handshake. Many nodes behind one address retry at once.
+        if self._handshakes.of(address, now_s=now_s).try_take(1.0, now_s=now_s):
+            return (
+                f"the limit of {limits.handshakes_per_s:g} new connections per second of {address} is reached"
+            )
+        if replaced is not None:
+            self.remove_unauthenticated(replaced)
+            replaced.close()
+        connection = OpenConnection(self, address, since_s=now_s, close=close)
+        self.open += 1
+        self.unauthenticated += 1
+        self._by_address.setdefault(address, {})[connection] = None
+        return connection
+
+    def remove_unauthenticated(self, connection: OpenConnection) -> None:
+        group = self._by_address.get(connection.address, {})
+        if connection in group:
+            del group[connection]
+            self.unauthenticated -= 1
+            if not group:
+                del self._by_address[connection.address]
+
+    def release(self, connection: OpenConnection) -> None:
+        self.remove_unauthenticated(connection)
+        self.open -= 1
+
+    def _find_replaceable(self, address: str, now_s: float) -> OpenConnection | None:
+        """The oldest unauthenticated connection of an address, unless it may be in its handshake."""
+        oldest = next(iter(self._by_address[address]))
+        return oldest if now_s - oldest.since_s >= HANDSHAKE_S else None
+
+
+@functools.lru_cache(maxsize=_ADDRESSES_MAX)
+def address_key(host: str) -> str:
+    """The address, or for IPv6 its /64 network, which usually belongs to one machine or customer."""
+    try:
+        address = ipaddress.ip_address(host.partition("%")[0])
+    except ValueError:
+        return host
+    if isinstance(address, ipaddress.IPv4Address):
+        return host
+    if address.ipv4_mapped is not None:
+        return str(address.ipv4_mapped)
+    return str(ipaddress.ip_network((address, 64), strict=False))

@@ -1,0 +1,400 @@
+"""The nodes of the cluster and what each job and tenant holds.
+
+Placers (placer_group.py) choose the places; this module accounts for them and explains what does not fit.
+Does not order jobs (scheduling_pass.py).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Hashable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import TypeVar
+
+from genie.errors import UsageError
+from genie.scheduler.cluster.dry_run import DryRun, FutureClusterState
+from genie.scheduler.cluster.filters import Filter, without_current_state
+from genie.scheduler.cluster.placer_group import (
+    Hold,
+    PlacerFactory,
+    PlacerGroup,
+    PlacerNode,
+    neighbour_filter,
+)
+from genie.scheduler.placement.plain import PlainPlacer
+from genie.scheduler.quota import UNBOUNDED, Claim
+from genie.scheduler.request import Allocation, Amounts, JobRequest, NodeFacts, WorkerPlace, why_not
+
+_Key = TypeVar("_Key", bound=Hashable)
+
+_NO_AMOUNTS = Amounts()
+_PLACE_ATTEMPTS_MAX = 8
+"""Attempts to find places that do not exceed the workers per node."""
+
+
+class ClusterAllocations:
+    """The same calls in the same order return the same results."""
+
+    def __init__(self, make_placer: PlacerFactory, *, policy: str, workers_max: int = UNBOUNDED) -> None:
+        """`workers_max` is the maximum number of workers per node, whatever they hold."""
+        self.workers_max = workers_max
+        self.full_nodes_version = 0
+        """Grows whenever a node reaches or leaves its maximum number of workers."""
+        self.placers = PlacerGroup(make_placer, policy=policy)
+        self._nodes = self.placers.nodes
+        self._reserved_gpus: dict[str, set[int]] = {}
+        self._allocations: dict[str, Allocation] = {}
+        self._reduced_holds: dict[tuple[str, WorkerPlace], Hold] = {}
+        """What remains of the holds of jobs at places that have lost resources."""
+        self._usage: dict[str, Amounts] = {}
+        self._nonpreemptible_usage: dict[str, Amounts] = {}
+        self.capacity = Amounts()
+
+    # -- reading ------------------------------------------------------------------------------
+
+    @property
+    def held(self) -> dict[str, Allocation]:
+        """The allocations by job. Read only."""
+        return self._allocations
+
+    @property
+    def uses_python_placer(self) -> bool:
+        """Whether the Python placer is used, which examines every node for each choice."""
+        return isinstance(self.placers.main, PlainPlacer)
+
+    @property
+    def nodes(self) -> list[NodeFacts]:
+        return [node.facts for node in self._nodes.values()]
+
+    def usage(self, tenant: str) -> Amounts:
+        return self._usage.get(tenant, _NO_AMOUNTS)
+
+    def nonpreemptible_usage(self, tenant: str) -> Amounts:
+        """Usage of the tenant's jobs that are not preemptible."""
+        return self._nonpreemptible_usage.get(tenant, _NO_AMOUNTS)
+
+    def claims(self, tenant: str) -> list[Claim]:
+        return [(it.request, it.amounts) for it in self._allocations.values() if it.request.tenant == tenant]
+
+    def facts(self, node_id: str) -> NodeFacts | None:
+        node = self._nodes.get(node_id)
+        return None if node is None else node.facts
+
+    def jobs_on(self, node_id: str) -> list[str]:
+        """The jobs with a worker on the node."""
+        node = self._nodes.get(node_id)
+        return [] if node is None else list(node.jobs)
+
+    def holders(self, node_id: str, gpu: int) -> list[JobRequest]:
+        """The jobs that hold the GPU or a fraction of it."""
+        return [
+            allocation.request
+            for allocation in (self._allocations[job_id] for job_id in self.jobs_on(node_id))
+            if any(place.node_id == node_id and gpu in place.gpu_ids for place in allocation.places)
+        ]
+
+    def reserved_gpus(self, node_id: str) -> frozenset[int]:
+        return frozenset(self._reserved_gpus.get(node_id, ()))
+
+    def free_on(self, node_id: str) -> tuple[int, int, tuple[tuple[int, int], ...]]:
+        """Free CPU thousandths and memory, and the free fraction and memory of each GPU."""
+        _, cpu_milli, memory_mib, gpus = self.placers.main.node_state(self._nodes[node_id].number)
+        return cpu_milli, memory_mib, tuple((milli, mib) for milli, mib, _ in gpus)
+
+    def is_open(self, place: WorkerPlace) -> bool:
+        """Whether the node and GPUs accept placements."""
+        if (node := self._nodes.get(place.node_id)) is None or self._is_full(node):
+            return False
+        return not node.facts.closed and not node.facts.closed_gpus & set(place.gpu_ids)
+
+    def _is_full(self, node: PlacerNode) -> bool:
+        return node.workers >= self.workers_max
+
+    # -- reasons ------------------------------------------------------------------------------
+
+    def why_not(self, request: JobRequest, facts: NodeFacts) -> str:
+        """Why the node could not hold one such worker even if it were free; empty if it could."""
+        filters = self.placers.filters
+        return why_not(request.shape, facts) or filters.why_not(filters.kind(request), facts)
+
+    def why_full(self, facts: NodeFacts) -> str:
+        """Why the node accepts no further worker; empty if it does."""
+        if not self._is_full(self._nodes[facts.node_id]):
+            return ""
+        return f"runs {self.workers_max} workers, the maximum per node (controller.node_workers_max)"
+
+    def why_no_neighbour(self, request: JobRequest) -> str:
+        """Why no node meets the `near` and `apart` constraints; empty if one does."""
+        if not request.near and not request.apart:
+            return ""
+        if any(map(neighbour_filter(request), self._nodes.values())):
+            return ""
+        near, apart = (" or ".join(sorted(names)) for names in (request.near, request.apart))
+        if not near:
+            return f"every node runs a job named {apart}"
+        running = {name for node in self._nodes.values() for name in node.names}
+        if not any((request.tenant, name) in running for name in request.near):
+            return f"no job named {near} is running"
+        return f"every node with a job named {near} also runs a job named {apart}"
+
+    def why_not_neighbour(self, request: JobRequest, facts: NodeFacts) -> str:
+        """Why the node does not meet the `near` and `apart` constraints; empty if it does."""
+        node = self._nodes[facts.node_id]
+        if (not request.near and not request.apart) or neighbour_filter(request)(node):
+            return ""
+        names = {name for tenant, name in node.names if tenant == request.tenant}
+        if conflicts := sorted(names & request.apart):
+            return f"runs a job named {conflicts[0]}"
+        return f"runs no job named {' or '.join(sorted(request.near))}"
+
+    # -- nodes --------------------------------------------------------------------------------
+
+    def set_filter(self, allowed: Filter | None) -> None:
+        self.placers.set_filter(allowed)
+
+    def set_node(self, facts: NodeFacts) -> None:
+        """Add or update a node.
+
+        If its resources change, running jobs keep what still exists: nothing of GPUs that are missing, and of
+        other resources at most what the node has. Their usage does not change.
+        """
+        placers, node = self.placers, self._nodes.get(facts.node_id)
+        if node is None:
+            node = self._nodes[facts.node_id] = PlacerNode(placers.add_node(facts), facts)
+            self.capacity += facts.amounts
+            is_other = True
+        else:
+            is_other = (node.facts.amounts, node.facts.gpus) != (facts.amounts, facts.gpus)
+            if is_other:
+                self._replace_node(node, facts)
+        before, node.facts = node.facts, facts
+        if is_other:
+            placers.node_sets.clear()
+        if is_other or without_current_state(before) != without_current_state(facts):
+            placers.filters.forget(facts.node_id)
+            placers.classes.clear()
+        if is_other or before.rack != facts.rack:
+            placers.forget_racks()
+        self._set_open(node)
+        self._set_gpus(node)
+
+    def remove_node(self, node_id: str) -> None:
+        """UsageError if it does not exist or a job runs there."""
+        node = self.placers.node(node_id)
+        if node.jobs:
+            raise UsageError(
+                f"cannot remove node {node_id}: job {next(iter(node.jobs))} runs there",
+                hint="stop the jobs on the node first",
+            )
+        self.placers.drop_node(node)
+        del self._nodes[node_id]
+        self._reserved_gpus.pop(node_id, None)
+        self.placers.filters.forget(node_id)
+        self.capacity -= node.facts.amounts
+        self.placers.node_sets.clear()
+        self.placers.classes.clear()
+        self.placers.forget_racks()
+
+    def set_reserved(self, places: Iterable[WorkerPlace], *, is_reserved: bool) -> None:
+        """Nothing is placed on reserved GPUs; jobs there continue, and `hold` may use them."""
+        for place in places:
+            if (node := self._nodes.get(place.node_id)) is None:
+                continue
+            reserved, gpus = self._reserved_gpus.pop(place.node_id, set()), set(place.gpu_ids)
+            if reserved := reserved | gpus if is_reserved else reserved - gpus:
+                self._reserved_gpus[place.node_id] = reserved
+            self._set_gpus(node)
+
+    def _set_open(self, node: PlacerNode) -> None:
+        self.placers.set_open(node, is_open=not node.facts.closed and not self._is_full(node))
+
+    def _set_gpus(self, node: PlacerNode) -> None:
+        self.placers.set_gpus(node, reserved=self._reserved_gpus.get(node.facts.node_id, ()))
+
+    def _replace_node(self, node: PlacerNode, facts: NodeFacts) -> None:
+        """Register the node anew with its new resources, and hold what its jobs can keep of them."""
+        assert not self.placers.is_projecting, "nodes do not change within a pass"
+        running = [(self._allocations[job_id].request, place) for job_id, place in self._workers_on(node)]
+        for request, place in running:
+            self.placers.apply(request.tenant, self.get_hold(request, place), taken=False)
+        for request, place in running:
+            self._reduced_holds.pop((request.job_id, place), None)
+        self.placers.drop_node(node)
+        self.capacity += facts.amounts - node.facts.amounts
+        node.number = self.placers.add_node(facts)
+        for (request, place), count in Counter(running).items():
+            hold = self._reduce_hold(request, place, facts, count)
+            if hold != (request.shape.without_constraints, place):
+                self._reduced_holds[request.job_id, place] = hold
+            for _ in range(count):
+                self.placers.apply(request.tenant, hold, taken=True)
+
+    def _workers_on(self, node: PlacerNode) -> list[tuple[str, WorkerPlace]]:
+        node_id = node.facts.node_id
+        return [
+            (job_id, place)
+            for job_id in node.jobs
+            for place in self._allocations[job_id].places
+            if place.node_id == node_id
+        ]
+
+    def _reduce_hold(self, request: JobRequest, place: WorkerPlace, facts: NodeFacts, count: int) -> Hold:
+        """Return what each of `count` workers at one place can hold now; all get the same."""
+        cpu_milli, memory_mib, gpus = self.free_on(place.node_id)
+        kept = tuple(gpu for gpu in place.gpu_ids if gpu < len(facts.gpus))
+        free_mib = min((gpus[gpu][1] for gpu in kept), default=0)
+        whole = request.shape.without_constraints
+        shape = replace(
+            whole,
+            gpus=len(kept),
+            gpu_memory_mib=min(whole.gpu_memory_mib, free_mib // count),
+            cpu_milli=min(whole.cpu_milli, cpu_milli // count),
+            memory_mib=min(whole.memory_mib, memory_mib // count),
+        )
+        return (whole, place) if shape == whole else (shape, WorkerPlace(place.node_id, kept))
+
+    # -- jobs ---------------------------------------------------------------------------------
+
+    def refresh(self, budget: int) -> bool:
+        """Prepare the next choices, with at most `budget` evaluations; True if nothing is left to prepare."""
+        return self.placers.main.refresh(budget)
+
+    def observe(self, request: JobRequest) -> None:
+        """Record an arrival; policies learn from it."""
+        self.placers.observe(request)
+
+    def place(
+        self, request: JobRequest, workers: int, *, least: int | None = None, avoiding: Collection[str] = ()
+    ) -> tuple[WorkerPlace, ...] | None:
+        """Place and hold all workers, or as many as fit if `least` or more do; None if fewer do. Nodes in
+        `avoiding` are not used."""
+        placers = self.placers
+        places = self._place_within_limits(request, workers, least or workers, set(avoiding))
+        if places is None:
+            return None
+        for place in places:
+            placers.apply(
+                request.tenant, (request.shape.without_constraints, place), taken=True, skip=placers.main
+            )
+        self._record(request, places)
+        return places
+
+    def _place_within_limits(
+        self, request: JobRequest, workers: int, least: int, avoided: set[str]
+    ) -> tuple[WorkerPlace, ...] | None:
+        """Choose and take places in the main placer without exceeding the workers per node."""
+        placers = self.placers
+        for _ in range(_PLACE_ATTEMPTS_MAX):
+            places = placers.place(placers.main, request, workers, least, avoided)
+            if places is None or not (overfull := self._overfull_nodes(places)):
+                return places
+            for place in places:
+                placers.release(placers.main, (request.shape.without_constraints, place))
+            avoided |= overfull
+        return None
+
+    def _overfull_nodes(self, places: Sequence[WorkerPlace]) -> set[str]:
+        """Nodes that would exceed the maximum number of workers with these."""
+        if len(places) == 1:  # a full node is not chosen
+            return set()
+        more = Counter(place.node_id for place in places)
+        return {name for name, count in more.items() if self._nodes[name].workers + count > self.workers_max}
+
+    def hold(self, request: JobRequest, places: Sequence[WorkerPlace], *, is_running: bool = False) -> None:
+        """Hold exactly these places. UsageError, and no change, if they are not free.
+
+        `is_running`: the job runs there already. It holds what its nodes still have, as in `set_node`.
+        """
+        if not is_running and self._overfull_nodes(places):
+            raise UsageError(f"a node would run more than {self.workers_max} workers, the maximum per node")
+        placers = self.placers
+        counts = Counter(places) if is_running else {}
+        holds: dict[WorkerPlace, Hold] = {}
+        taken: list[Hold] = []
+        try:
+            for place in sorted(places):  # equal ones together: they get the same
+                if place not in holds:
+                    facts, whole = (
+                        placers.node(place.node_id).facts,
+                        (request.shape.without_constraints, place),
+                    )
+                    holds[place] = (
+                        self._reduce_hold(request, place, facts, counts[place]) if is_running else whole
+                    )
+                placers.take(placers.main, request.tenant, holds[place])
+                taken.append(holds[place])
+        except UsageError:
+            for hold in reversed(taken):
+                placers.release(placers.main, hold)
+            raise
+        for hold in taken:
+            placers.apply(request.tenant, hold, taken=True, skip=placers.main)
+        for place, hold in holds.items():
+            if hold != (request.shape.without_constraints, place):
+                self._reduced_holds[request.job_id, place] = hold
+        self._record(request, tuple(places))
+
+    def release(self, job_id: str) -> Allocation:
+        allocation = self._allocations.pop(job_id)
+        request = allocation.request
+        for place in allocation.places:
+            self.placers.apply(request.tenant, self.get_hold(request, place), taken=False)
+            self._count_worker(request, place, -1)
+        if self._reduced_holds:
+            for place in allocation.places:
+                self._reduced_holds.pop((job_id, place), None)
+        self._add_usage(request, allocation.amounts.times(-1))
+        return allocation
+
+    def get_hold(self, request: JobRequest, place: WorkerPlace) -> Hold:
+        """Return what a worker of a running job holds at the place."""
+        whole = (request.shape.without_constraints, place)
+        return self._reduced_holds.get((request.job_id, place), whole) if self._reduced_holds else whole
+
+    def _record(self, request: JobRequest, places: tuple[WorkerPlace, ...]) -> None:
+        allocation = self._allocations[request.job_id] = Allocation(request, places)
+        self._add_usage(request, allocation.amounts)
+        for place in places:
+            self._count_worker(request, place, 1)
+
+    def _add_usage(self, request: JobRequest, more: Amounts) -> None:
+        self._usage[request.tenant] = self.usage(request.tenant) + more
+        if not request.preemptible:
+            self._nonpreemptible_usage[request.tenant] = self.nonpreemptible_usage(request.tenant) + more
+
+    def _count_worker(self, request: JobRequest, place: WorkerPlace, more: int) -> None:
+        node = self._nodes[place.node_id]
+        _add_count(node.names, (request.tenant, request.name), more)
+        _add_count(node.jobs, request.job_id, more)
+        before, node.workers = node.workers, node.workers + more
+        if (before >= self.workers_max) is not (node.workers >= self.workers_max):
+            self.full_nodes_version += 1
+            self._set_open(node)
+
+    # -- dry runs -----------------------------------------------------------------------------
+
+    @contextmanager
+    def dry_run(self) -> Iterator[DryRun]:
+        """Try changes to the current state. One at a time; the real state must not change meanwhile."""
+        trial = DryRun(self.placers, self.placers.trial, self.get_hold)
+        try:
+            yield trial
+        finally:
+            trial.undo()
+
+    @contextmanager
+    def projection(self) -> Iterator[FutureClusterState]:
+        """Try changes to a later state. One at a time; the real state may change and dry runs may be made."""
+        projection = FutureClusterState(self.placers, self.get_hold)
+        try:
+            yield projection
+        finally:
+            projection.close()
+
+
+def _add_count(counts: dict[_Key, int], key: _Key, more: int) -> None:
+    """Counts of 0 are removed."""
+    counts[key] = counts.get(key, 0) + more
+    if not counts[key]:
+        del counts[key]

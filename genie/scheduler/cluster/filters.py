@@ -1,0 +1,57 @@
+"""Caches the results of a node filter: it is called once for each kind of jobs and node, not in every pass.
+
+Does not check what a node lacks (request.py) or guard a user's filter (policies.py).
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TypeAlias
+
+import msgspec
+
+from genie.scheduler.request import JobRequest, NodeFacts
+
+Filter: TypeAlias = Callable[[JobRequest, NodeFacts], str]
+"""Returns why jobs of this kind may not run on the node; empty if they may. The request is JobRequest.kind,
+without name, times, priority and requested nodes; the node is passed as if it were open."""
+
+KINDS_MAX = 64
+"""Kinds of jobs with cached results; the least recently used is dropped."""
+
+
+class Filters:
+    def __init__(self, allowed: Filter | None = None) -> None:
+        self._allowed = allowed
+        self._cache: OrderedDict[JobRequest, dict[str, str]] = OrderedDict()
+
+    def kind(self, request: JobRequest) -> JobRequest | None:
+        """Return the argument of the filter; None without a filter."""
+        if self._allowed is None:
+            return None
+        return msgspec.structs.replace(
+            request.kind, shape=replace(request.shape, nodes=frozenset(), gpu_ids=())
+        )
+
+    def why_not(self, kind: JobRequest | None, facts: NodeFacts) -> str:
+        if self._allowed is None or kind is None:
+            return ""
+        reasons = self._cache.setdefault(kind, {})
+        self._cache.move_to_end(kind)
+        if len(self._cache) > KINDS_MAX:
+            self._cache.popitem(last=False)
+        if facts.node_id not in reasons:
+            reasons[facts.node_id] = self._allowed(kind, without_current_state(facts))
+        return reasons[facts.node_id]
+
+    def forget(self, node_id: str) -> None:
+        """Drop the results for a node that changed or was removed."""
+        for reasons in self._cache.values():
+            reasons.pop(node_id, None)
+
+
+def without_current_state(facts: NodeFacts) -> NodeFacts:
+    """Return the node without what changes from minute to minute."""
+    return replace(facts, closed="", closed_gpus=frozenset(), memory_outside_mib=())

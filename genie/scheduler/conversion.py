@@ -1,0 +1,114 @@
+"""Converts jobs and nodes of the model to the values of request.py.
+
+Requests are rounded up and capacities down, so rounding never overcommits a node. Capacity beyond the range
+of the placers is not used.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+from genie.model.job import Accelerator, Job, JobSpec
+from genie.model.node import GPUInfo, NodeInfo
+from genie.scheduler.placement.protocol import NODE_GPUS_MAX
+from genie.scheduler.request import CPU, GpuFacts, JobRequest, NodeFacts, Shape
+
+_MIB = 1024**2
+AMOUNT_MAX = 2**31 - 1
+
+
+def node_facts(info: NodeInfo, *, closed: str = "") -> NodeFacts:
+    """Convert the last report of a node. GPUs are numbered by their position in `info`; only the first
+    NODE_GPUS_MAX are used."""
+    gpus = info.gpus[:NODE_GPUS_MAX]
+    return NodeFacts(
+        node_id=info.node_id,
+        cpu_milli=min(math.floor(info.cpus * 1000), AMOUNT_MAX),
+        memory_mib=_mib_down(info.memory_total_bytes),
+        gpus=tuple(_gpu_facts(gpu) for gpu in gpus),
+        labels=frozenset(info.labels.items()),
+        rack=info.rack,
+        closed=closed,
+        closed_gpus=frozenset(index for index, gpu in enumerate(gpus) if not gpu.available),
+        memory_outside_mib=tuple(_outside_mib(gpu) for gpu in gpus),
+    )
+
+
+def _gpu_facts(gpu: GPUInfo) -> GpuFacts:
+    return GpuFacts(
+        model=gpu.name,
+        vendor=gpu.vendor.value,
+        memory_mib=_mib_down(gpu.memory_total_bytes),
+        capability=gpu.capability,
+        island=gpu.island,
+        numa=gpu.numa,
+    )
+
+
+def _mib_down(size_bytes: int) -> int:
+    return min(size_bytes // _MIB, AMOUNT_MAX)
+
+
+def _outside_mib(gpu: GPUInfo) -> int:
+    """Rounded up, at most the memory of the GPU."""
+    return min(-(-gpu.memory_outside_bytes // _MIB), _mib_down(gpu.memory_total_bytes))
+
+
+def worker_shape(spec: JobSpec, *, has_gpus: bool, positions: Mapping[int, int]) -> Shape:
+    """Convert the request of one worker. `has_gpus`: whether the cluster has GPUs, which decides AUTO.
+    `positions` maps accelerator ids of the job's node to positions, for a job that names accelerators."""
+    resources, constraints = spec.resources, spec.constraints
+    return Shape(
+        gpus=resources.gpus,
+        gpu_milli=resources.gpu_milli,
+        gpu_memory_mib=_mib_up(resources.gpu_memory_bytes),
+        cpu_milli=math.ceil(round(resources.cpus * 1000, 3)),
+        memory_mib=_mib_up(resources.memory_bytes),
+        models=frozenset(constraints.gpu_models),
+        vendor=constraints.vendor,
+        kind=_kind(resources.accelerator, has_gpus=has_gpus) if resources.gpus else "",
+        gpu_memory_min_mib=_mib_up(constraints.gpu_memory_min_bytes),
+        capability_min=constraints.capability_min,
+        labels=frozenset(constraints.labels.items()),
+        nodes=frozenset([spec.node_id]) if spec.node_id else frozenset(),
+        gpu_ids=tuple(sorted(positions.get(gpu_id, GPU_UNKNOWN) for gpu_id in spec.gpu_ids)),
+    )
+
+
+def job_request(job: Job, shape: Shape) -> JobRequest:
+    """Convert a job whose workers have this shape."""
+    spec, constraints = job.spec, job.spec.constraints
+    return JobRequest(
+        job_id=job.job_id,
+        tenant=job.tenant,
+        sequence=job.sequence,
+        shape=shape,
+        submitted_at=job.submitted_at,
+        workers=constraints.workers,
+        workers_min=constraints.workers_min,
+        within=constraints.within,
+        spread=constraints.spread,
+        near=frozenset(constraints.near),
+        apart=frozenset(constraints.apart),
+        name=spec.name,
+        priority=constraints.priority,
+        preemptible=constraints.preemptible,
+        grace_s=constraints.grace_s,
+        time_limit_s=constraints.time_limit_s,
+        deadline_at=constraints.deadline_at,
+    )
+
+
+GPU_UNKNOWN = 1 << 20
+"""Position of an accelerator that its node does not have."""
+
+
+def _mib_up(size_bytes: int) -> int:
+    return min(-(-size_bytes // _MIB), AMOUNT_MAX)
+
+
+def _kind(accelerator: Accelerator, *, has_gpus: bool) -> str:
+    if accelerator is Accelerator.AUTO:
+        return "gpu" if has_gpus else CPU
+    return accelerator.value

@@ -1,0 +1,131 @@
+"""Reservations of GPUs for jobs that request them by number, and why such GPUs are busy.
+
+Nothing else is placed on a reserved GPU. All other GPUs stay available, so such a job does not need the only
+reservation of the scheduler. Does not decide which job gets a GPU (scheduling_pass.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from genie.scheduler.cluster.allocations import ClusterAllocations
+from genie.scheduler.request import FULL_MILLI, JobRequest, WorkerPlace
+
+_NAMES_SHOWN = 3
+
+
+@dataclass(frozen=True)
+class Reservation:
+    """Places that are reserved for a job, which can start there at `starts_at`."""
+
+    job_id: str
+    starts_at: float
+    places: tuple[WorkerPlace, ...]
+
+
+class GpuReservations:
+    """No GPU has two reservations, so their number is bounded by that of the GPUs."""
+
+    def __init__(self, cluster: ClusterAllocations) -> None:
+        self._cluster = cluster
+        self._by_job: dict[str, Reservation] = {}
+
+    def __len__(self) -> int:
+        return len(self._by_job)
+
+    def __iter__(self) -> Iterator[str]:
+        """The jobs, in the order of their reservations."""
+        return iter(tuple(self._by_job))
+
+    def get(self, job_id: str) -> Reservation | None:
+        return self._by_job.get(job_id)
+
+    def add(self, reservation: Reservation) -> None:
+        """Replaces other reservations of these GPUs."""
+        self.drop_at(reservation.places)
+        self._by_job[reservation.job_id] = reservation
+        self._cluster.set_reserved(reservation.places, is_reserved=True)
+
+    def drop(self, job_id: str) -> Reservation | None:
+        reservation = self._by_job.pop(job_id, None)
+        if reservation is not None:
+            self._cluster.set_reserved(reservation.places, is_reserved=False)
+        return reservation
+
+    def drop_at(self, places: Iterable[WorkerPlace]) -> None:
+        gpus = _gpus(places)
+        for job_id, reservation in tuple(self._by_job.items()):
+            if gpus & _gpus(reservation.places):
+                self.drop(job_id)
+
+    @contextmanager
+    def suspended(self, job_ids: Iterable[str]) -> Iterator[None]:
+        """Within the context, the reservations of these jobs do not apply."""
+        suspended = [self._by_job[job_id] for job_id in job_ids]
+        for reservation in suspended:
+            self._cluster.set_reserved(reservation.places, is_reserved=False)
+        try:
+            yield
+        finally:
+            for reservation in suspended:
+                if self._by_job.get(reservation.job_id) is reservation:
+                    self._cluster.set_reserved(reservation.places, is_reserved=True)
+
+    def format_holders(self) -> str:
+        """The first few jobs that have reservations."""
+        return _format_names(self._by_job)
+
+    def holder_of(self, place: WorkerPlace) -> str:
+        """The job for which one of these GPUs is reserved; empty if there is none."""
+        gpus = _gpus([place])
+        return next((job_id for job_id, it in self._by_job.items() if gpus & _gpus(it.places)), "")
+
+
+def busy_gpu_reason(
+    cluster: ClusterAllocations, request: JobRequest, reservations: GpuReservations | None = None
+) -> str:
+    """Why the GPUs that the job requests by number are not free; empty if they are, or it requests none."""
+    shape = request.shape
+    if not shape.gpu_ids or not (facts := cluster.facts(min(shape.nodes))):
+        return ""
+    reasons = [_why_not(cluster, request, facts.node_id, gpu, reservations) for gpu in shape.gpu_ids]
+    if reasons.count("") >= shape.gpus:
+        return ""
+    return next(reason for reason in reasons if reason)
+
+
+def _why_not(
+    cluster: ClusterAllocations,
+    request: JobRequest,
+    node_id: str,
+    gpu: int,
+    reservations: GpuReservations | None,
+) -> str:
+    facts, gpus, shape = cluster.facts(node_id), cluster.free_on(node_id)[2], request.shape
+    name = f"GPU {gpu} of {node_id}"
+    if facts is None or gpu >= len(gpus):
+        return f"{name} does not exist"
+    holders = cluster.holders(node_id, gpu)
+    outside_mib = facts.memory_outside_mib[gpu] if facts.memory_outside_mib else 0
+    free_milli, free_mib = gpus[gpu][0], max(gpus[gpu][1] - outside_mib, 0)
+    names = _format_names(holder.job_id for holder in holders)
+    if any(holder.tenant != request.tenant for holder in holders) or (holders and free_milli == 0):
+        return f"{name} is held by {names}"
+    if free_milli < shape.gpu_milli:
+        return f"{name} is {free_milli / FULL_MILLI:g} free, the rest is held by {names}"
+    if free_mib < shape.gpu_memory_mib:
+        return f"{name} has {free_mib} MiB of memory free"
+    holder = reservations.holder_of(WorkerPlace(node_id, (gpu,))) if reservations is not None else ""
+    return f"{name} is reserved for {holder}" if holder not in ("", request.job_id) else ""
+
+
+def _gpus(places: Iterable[WorkerPlace]) -> set[tuple[str, int]]:
+    return {(place.node_id, gpu) for place in places for gpu in place.gpu_ids}
+
+
+def _format_names(names: Iterable[str]) -> str:
+    listed = list(names)
+    more = ["others"] if len(listed) > _NAMES_SHOWN else []
+    return ", ".join(listed[:_NAMES_SHOWN] + more)

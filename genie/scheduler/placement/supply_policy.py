@@ -1,0 +1,299 @@
+"""The default policy: preserve the supply of resources that recent requests need.
+
+Each request is placed where it reduces that supply the least. docs/PLACEMENT.md explains the idea;
+native/scheduler/supply_policy.cpp is the fast version, with the same constants.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from genie.scheduler.placement.gpus import closest_of_equal, tightest_gpus
+from genie.scheduler.placement.protocol import ANY_MODEL, FULL_MILLI, MODELS_MAX
+from genie.scheduler.placement.state import Cost, Node, PlacementCluster, PlacementRequest, Policy
+
+SEQUENCES = 32
+DRAWS = 60
+# Length of a simulated sequence: SIMULATED_ARRIVALS, and SIMULATED_ARRIVALS_PER_GPU more per free GPU.
+SIMULATED_ARRIVALS = 10
+SIMULATED_ARRIVALS_PER_GPU = 5
+# Additive smoothing: half a request is added to each count. Counts are in halves, to stay integers.
+SMOOTHING = 2
+STALE_DIVISOR = 10
+_UINT64_MASK = 2**64 - 1
+
+
+@dataclass(frozen=True)
+class FreeResources:
+    """What is free on a node, regardless of tenants; the largest GPUs first."""
+
+    model: int
+    gpu_memory_mib: int
+    cpu_milli: int
+    memory_mib: int
+    gpu_milli: tuple[int, ...]
+
+    @property
+    def whole_gpus(self) -> int:
+        return self.gpu_milli.count(FULL_MILLI)
+
+
+@dataclass(frozen=True)
+class NodeValue:
+    """The use of a node's free resources: expected fill in GPU thousandths, and multi-GPU capacity."""
+
+    fill: int
+    capacity: tuple[int, ...]
+
+
+@dataclass
+class DemandGroup:
+    """Requests for a number of GPUs of these models: their volume, and the supply at the last update."""
+
+    models: int
+    gpus: int
+    volume: int
+    supply: int = 0
+
+
+class SupplyPolicy(Policy):
+    """`gamma` is the weight of the capacity for multi-GPU requests."""
+
+    def __init__(self, cluster: PlacementCluster, *, gamma: float) -> None:
+        self._gamma = gamma
+        self._cluster = cluster
+        self._learn_history([])
+
+    def evaluate(
+        self, node: Node, request: PlacementRequest, tenant: int
+    ) -> tuple[Cost, tuple[int, ...]] | None:
+        if not node.fits_except_gpus(request):
+            return None
+        usable = node.usable(request, tenant)
+        places = [tightest_gpus(node, request, tenant)]
+        if request.gpus == 1:
+            places = [(number,) for number in usable]
+        before = self._node_worth(_free_resources(node), node.model)
+        best: tuple[Cost, tuple[int, ...]] | None = None
+        for gpus in places:
+            if gpus is None:
+                continue
+            cost = before - self._node_worth(_free_resources(node, request, gpus), node.model)
+            if best is None or cost < best[0][0]:
+                best = (cost, _tie_break(node, request)), gpus
+        if best is None or request.gpus != 1:
+            return best
+        chosen = node.gpus[best[1][0]]
+        alike = [
+            number
+            for number in usable
+            if node.gpus[number].free_milli == chosen.free_milli
+            and node.gpus[number].usable_memory_mib == chosen.usable_memory_mib
+        ]
+        return best[0], closest_of_equal(node, alike)
+
+    def is_stale(self) -> bool:
+        totals = self._totals()
+        return any(
+            abs(self._supply(group, totals) - group.supply) * STALE_DIVISOR > group.supply
+            for group in self._groups
+        )
+
+    def learn(self, history: Sequence[PlacementRequest] | None) -> None:
+        if history is None:
+            self._update_weights()
+        else:
+            self._learn_history(list(history))
+
+    def _learn_history(self, history: list[PlacementRequest]) -> None:
+        self._values: dict[FreeResources, NodeValue] = {}
+        self._sequences = _draw_sequences([request for request in history if request.gpus])
+        self._drawn_requests = list(
+            dict.fromkeys(request for sequence in self._sequences for request in sequence)
+        )
+        self._node_kinds = {(node.model, node.gpu_memory_mib) for node in self._cluster.nodes}
+        self._multi_gpu_requests = [request for request in history if request.gpus > 1]
+        gpus_max = max((len(node.gpus) for node in self._cluster.nodes), default=0)
+        powers = [gpus for gpus in (2, 4, 8, 16) if history and gpus <= gpus_max]
+        self._multi_gpu_counts = list(
+            dict.fromkeys(powers + [request.gpus for request in self._multi_gpu_requests])
+        )
+        self._collect_demand(history)
+        self._update_weights()
+
+    def _collect_demand(self, history: list[PlacementRequest]) -> None:
+        """Group the demand, in the order of first arrival."""
+        self._groups: list[DemandGroup] = []
+        for request in history:
+            if request.gpus:
+                self._add_demand(request.models, request.gpus, SMOOTHING * request.gpu_volume)
+        if not history:
+            return
+        models = sorted({node.model for node in self._cluster.nodes if node.gpus})
+        for gpus in self._multi_gpu_counts:
+            if gpus.bit_count() == 1:
+                self._add_demand(ANY_MODEL, gpus, gpus * FULL_MILLI)
+                for model in models:
+                    self._add_demand(1 << model, gpus, gpus * FULL_MILLI // len(models))
+        shares = [request.gpu_milli for request in history if request.gpus == 1]
+        for model in models if shares else ():
+            self._add_demand(1 << model, 1, sum(shares) // len(shares))
+
+    def _add_demand(self, models: int, gpus: int, volume: int) -> None:
+        for group in self._groups:
+            if (group.models, group.gpus) == (models, gpus):
+                group.volume += volume
+                return
+        self._groups.append(DemandGroup(models, gpus, volume))
+
+    def _update_weights(self) -> None:
+        """Compute the pressure on each model: the demand of each group divided by its supply."""
+        totals = self._totals()
+        self._fill_weights = [0.0] * MODELS_MAX
+        self._capacity_weights = [[0.0] * len(self._multi_gpu_counts) for _ in range(MODELS_MAX)]
+        for group in self._groups:
+            group.supply = self._supply(group, totals)
+            if group.supply == 0:
+                continue
+            pressure = group.volume / group.supply
+            for model in range(MODELS_MAX):
+                if not group.models >> model & 1:
+                    continue
+                if group.gpus > 1:
+                    self._capacity_weights[model][self._multi_gpu_counts.index(group.gpus)] += pressure
+                else:
+                    self._fill_weights[model] += pressure
+
+    def _totals(self) -> dict[int, list[NodeValue]]:
+        totals: dict[int, list[NodeValue]] = {}
+        for node in self._cluster.nodes:
+            if node.is_open:
+                totals.setdefault(node.model, []).append(self._value(_free_resources(node)))
+        return totals
+
+    def _supply(self, group: DemandGroup, totals: dict[int, list[NodeValue]]) -> int:
+        values = [value for model in totals if group.models >> model & 1 for value in totals[model]]
+        if group.gpus == 1:
+            return sum(value.fill for value in values)
+        index = self._multi_gpu_counts.index(group.gpus)
+        return sum(value.capacity[index] for value in values)
+
+    def _node_worth(self, free: FreeResources, model: int) -> float:
+        value = self._value(free)
+        capacity = 0.0
+        for weight, amount in zip(self._capacity_weights[model], value.capacity, strict=True):
+            capacity += weight * amount
+        return self._fill_weights[model] * value.fill + self._gamma * capacity
+
+    def _value(self, free: FreeResources) -> NodeValue:
+        if free not in self._values:
+            capacity = tuple(self._multi_gpu_capacity(gpus, free) for gpus in self._multi_gpu_counts)
+            self._values[free] = NodeValue(self._fill(free), capacity)
+        return self._values[free]
+
+    def _multi_gpu_capacity(self, gpus: int, free: FreeResources) -> int:
+        """Return the GPU thousandths that requests for `gpus` GPUs could use now, summed over the history."""
+        whole = free.whole_gpus
+        slots = whole // gpus if gpus.bit_count() == 1 else 0
+        for request in self._multi_gpu_requests:
+            if request.gpus != gpus or not request.models >> free.model & 1:
+                continue
+            fit = whole // gpus
+            if request.cpu_milli:
+                fit = min(fit, free.cpu_milli // request.cpu_milli)
+            if request.memory_mib:
+                fit = min(fit, free.memory_mib // request.memory_mib)
+            slots += SMOOTHING * fit
+        return slots * gpus * FULL_MILLI
+
+    def _fill(self, free: FreeResources) -> int:
+        """Return the GPU thousandths that simulated arrivals fill on such a node, over all sequences."""
+        if (free.model, free.gpu_memory_mib) not in self._node_kinds:  # joined after the last update
+            return 0
+        allowed = [(request, _needed_milli(request, free)) for request in self._drawn_requests]
+        needs = {request: need for request, need in allowed if need is not None}
+        least = min(needs.values(), default=FULL_MILLI + 1)
+        steps = (
+            SIMULATED_ARRIVALS
+            + SIMULATED_ARRIVALS_PER_GPU * sum(m for m in free.gpu_milli if m >= least) // FULL_MILLI
+        )
+        return sum(_simulate_fill(sequence[:steps], needs, free) for sequence in self._sequences)
+
+
+def _tie_break(node: Node, request: PlacementRequest) -> int:
+    """Best fit: the least GPU left over, then the least CPU, then the rank."""
+    gpu_left = node.free_gpu_milli - request.gpu_volume
+    cpu_left = min((node.free_cpu_milli - request.cpu_milli) // 16, 0xFFFF)
+    return gpu_left << 48 | cpu_left << 32 | node.rank
+
+
+def _free_resources(
+    node: Node, request: PlacementRequest | None = None, gpus: tuple[int, ...] = ()
+) -> FreeResources:
+    """Return the free resources of the node, after placing the request on these GPUs if given."""
+    left = []
+    for number, gpu in enumerate(node.gpus):
+        milli, memory_mib = gpu.free_milli, gpu.usable_memory_mib
+        if request is not None and number in gpus:
+            milli, memory_mib = milli - request.gpu_milli, memory_mib - request.gpu_memory_mib
+        left.append(_usable_milli(milli, memory_mib, of_mib=node.gpu_memory_mib) if gpu.is_open else 0)
+    return FreeResources(
+        model=node.model,
+        gpu_memory_mib=node.gpu_memory_mib,
+        cpu_milli=node.free_cpu_milli - (request.cpu_milli if request else 0),
+        memory_mib=node.free_memory_mib - (request.memory_mib if request else 0),
+        gpu_milli=tuple(sorted((milli for milli in left if milli > 0), reverse=True)),
+    )
+
+
+def _usable_milli(milli: int, memory_mib: int, *, of_mib: int) -> int:
+    """The smaller of the free share and the free share of memory."""
+    return min(milli, memory_mib * FULL_MILLI // of_mib) if of_mib else milli
+
+
+def _needed_milli(request: PlacementRequest, free: FreeResources) -> int | None:
+    """Return the thousandths that it needs of such a GPU, also for memory; None if it is not suitable."""
+    if not request.models >> free.model & 1 or request.gpu_memory_mib > free.gpu_memory_mib:
+        return None
+    if free.gpu_memory_mib == 0 or not request.is_fraction:
+        return request.gpu_milli
+    by_memory = -(-request.gpu_memory_mib * FULL_MILLI // free.gpu_memory_mib)
+    return max(request.gpu_milli, by_memory)
+
+
+def _simulate_fill(
+    sequence: list[PlacementRequest], needs: dict[PlacementRequest, int], free: FreeResources
+) -> int:
+    """Place one sequence of arrivals: each on the tightest GPU, multi-GPU requests on the first that fit."""
+    gpus = list(free.gpu_milli)
+    cpu_milli, memory_mib = free.cpu_milli, free.memory_mib
+    for request in sequence:
+        need = needs.get(request)
+        if need is None or cpu_milli < request.cpu_milli or memory_mib < request.memory_mib:
+            continue
+        fitting = [number for number, milli in enumerate(gpus) if milli >= need]
+        if len(fitting) < request.gpus:
+            continue
+        if request.gpus == 1:
+            fitting = [min(fitting, key=lambda number: gpus[number])]
+        for number in fitting[: request.gpus]:
+            gpus[number] -= need
+        cpu_milli -= request.cpu_milli
+        memory_mib -= request.memory_mib
+    return sum(free.gpu_milli) - sum(gpus)
+
+
+def _draw_sequences(requests: list[PlacementRequest]) -> list[list[PlacementRequest]]:
+    """Draw sequences from repeated shuffles, so that each request of the history occurs equally often."""
+    state, requests = 0, list(requests)
+    drawn: list[PlacementRequest] = []
+    while requests and len(drawn) < SEQUENCES * DRAWS:
+        for left in range(len(requests), 1, -1):
+            state = (state + 0x9E3779B97F4A7C15) & _UINT64_MASK
+            mixed = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & _UINT64_MASK
+            mixed = ((mixed ^ (mixed >> 27)) * 0x94D049BB133111EB) & _UINT64_MASK
+            chosen = (mixed ^ (mixed >> 31)) % left
+            requests[left - 1], requests[chosen] = requests[chosen], requests[left - 1]
+        drawn += requests
+    return [drawn[start : start + DRAWS] for start in range(0, SEQUENCES * DRAWS, DRAWS)] if drawn else []

@@ -1,0 +1,235 @@
+"""Injects seeded faults into a simulated cluster: partitions, pauses, crashes, power and store outages, slow
+and full disks, clock steps.
+
+Each fault ends by itself; after `inject_faults` the network is healed and everything runs. Owner actions
+(removed accelerators, quotas) persist until `restore`. Faults that may end jobs are recorded in
+`SimCluster.faults`. The actions of a hostile tenant are in hostile.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from contextlib import suppress
+
+from genie.errors import GenieError
+from genie.model.messages import Done, DrainNode, RemoveQuota, Request, SetQuota, UndrainNode
+from genie.model.tenant import QuotaRecord
+from genie.sim import hostile
+from genie.sim.cluster import FaultWindow, SimCluster
+
+_log = logging.getLogger(__name__)
+
+TENANTS = ("red", "blue")
+"""Tenants that get quotas."""
+CONTROLLER_FAULTS = ("restart_controller",)
+ALL_FAULTS = (
+    "cut_node",
+    "pause_node",
+    "crash_node",
+    "power_node",
+    "freeze_node",
+    "drift",
+    "restart_controller",
+    "pause_controller",
+    "lose_store",
+)
+NETWORK_FAULTS = ("cut_node", "cut_one_way", "reorder", "duplicate", "restart_controller")
+DISK_FAULTS = ("slow_disk", "full_disk", "torn_write", "crash_node", "restart_controller")
+TIME_FAULTS = (
+    "clock_step",
+    "step_controller",
+    "drift",
+    "pause_node",
+    "freeze_node",
+    "restart_controller",
+)
+STORE_FAULTS = ("slow_store", "slow_load", "fail_back", "lose_store", "lose_reply", "restart_controller")
+ENDS_JOBS_ON_NODE = frozenset(
+    (
+        *("cut_node", "cut_one_way", "pause_node", "freeze_node", "drift"),
+        *("crash_node", "power_node", "torn_write", "change_gpus", "change_gpus_on_restart"),
+    )
+)
+"""Faults that may end the jobs of their node."""
+ENDS_ALL_JOBS = frozenset(("pause_controller",))
+OWNER_ACTIONS = ("drain", "change_gpus", "change_gpus_on_restart", "quota")
+"""Actions of an owner that invalidate existing placements."""
+ALL_EVENTS = (*ALL_FAULTS, "lose_reply", *OWNER_ACTIONS)
+
+
+async def inject_faults(
+    cluster: SimCluster,
+    *,
+    seconds: float,
+    every_s: float,
+    kinds: tuple[str, ...],
+    lasts_s_max: float = 25.0,
+) -> None:
+    """Inject random faults of these kinds for `seconds`, then heal the network and restart all hosts."""
+    world = cluster.world
+    end_s = world.now_s + seconds
+    async with asyncio.TaskGroup() as faults:
+        while world.now_s < end_s:
+            await asyncio.sleep(world.random.expovariate(1 / every_s))
+            kind = world.random.choice(kinds)
+            node = world.random.choice(cluster.node_hosts)
+            controller = world.random.choice(cluster.controller_hosts)
+            lasts_s = world.random.uniform(0.2, lasts_s_max)
+            _log.info(
+                "t=%.2f s: fault %s (node %s, controller %s) for %.1f s",
+                world.now_s,
+                kind,
+                node,
+                controller,
+                lasts_s,
+            )
+            _record(cluster, kind, node, lasts_s)
+            faults.create_task(_inject(cluster, kind, node, controller, lasts_s))
+    world.heal_all()
+    for host in (*cluster.controller_hosts, *cluster.node_hosts):
+        cluster.restart(host)
+
+
+def _record(cluster: SimCluster, kind: str, node: str, lasts_s: float) -> None:
+    hosts = {node} if kind in ENDS_JOBS_ON_NODE else set()
+    if kind in ENDS_ALL_JOBS:
+        hosts = set(cluster.node_hosts)
+    now_s = cluster.world.now_s
+    # The rate of a clock is changed until another fault changes it again.
+    end_s = float("inf") if kind == "drift" else now_s + lasts_s
+    cluster.faults.append(FaultWindow(kind, frozenset(hosts), now_s, end_s))
+
+
+async def restore(cluster: SimCluster) -> None:
+    """Restore all accelerators, undrain all nodes and remove all quotas."""
+    for host in cluster.node_hosts:
+        cluster.set_gpus(host, range(cluster.gpus))
+        await _try_request(cluster, UndrainNode(node_id=cluster.node_id(host)))
+    for tenant in TENANTS:
+        await _try_request(cluster, RemoveQuota(tenant=tenant))
+
+
+async def _try_request(cluster: SimCluster, request: Request[Done]) -> None:
+    """Send a request and ignore errors: it may have been applied already, with the reply lost."""
+    with suppress(GenieError):
+        await cluster.send_request(request)
+
+
+async def _inject(cluster: SimCluster, kind: str, node: str, controller: str, lasts_s: float) -> None:
+    world = cluster.world
+    match kind:
+        case _ if kind in hostile.ACTIONS:
+            await hostile.ACTIONS[kind](cluster, node, lasts_s)
+        case "cut_node" | "cut_one_way":
+            ends = (node, controller) if world.random.random() < 0.5 else (controller, node)
+            world.cut(*ends, both=kind == "cut_node")
+            await asyncio.sleep(lasts_s)
+            world.heal(node, controller)
+        case "reorder" | "duplicate":
+            await _disturb_network(cluster, kind, lasts_s)
+        case "slow_disk" | "full_disk" | "torn_write":
+            await _disturb_disk(cluster, kind, node, lasts_s)
+        case "clock_step" | "step_controller":
+            host = node if kind == "clock_step" else controller
+            world.step_clock(
+                host, world.random.choice((-1, 1)) * world.random.choice((60.0, 3600.0, 86400.0))
+            )
+        case "slow_store" | "slow_load":
+            await _slow_store(cluster, kind, controller, lasts_s)
+        case "fail_back":
+            await _fail_back(cluster)
+        case "pause_node" | "pause_controller":
+            world.pause(node if kind == "pause_node" else controller, lasts_s)
+            await asyncio.sleep(lasts_s)
+        case "drift":
+            world.set_rate(node, world.random.choice((0.9, 1.0, 1.1)))
+        case "freeze_node":
+            world.freeze(node, lasts_s)
+            await asyncio.sleep(lasts_s)
+        case "lose_store":
+            cluster.set_store(controller, available=False)
+            await asyncio.sleep(lasts_s)
+            if cluster.is_up(controller):
+                cluster.set_store(controller, available=True)
+        case "lose_reply":
+            cluster.lose_reply(controller)
+        case "drain":
+            await _try_request(cluster, DrainNode(node_id=cluster.node_id(node)))
+            await asyncio.sleep(lasts_s)
+            await _try_request(cluster, UndrainNode(node_id=cluster.node_id(node)))
+        case "quota":
+            gpus = world.random.choice((0.0, 1.0, 2.5, 4.0, None))
+            quota = QuotaRecord(tenant=world.random.choice(TENANTS), gpus=gpus, weight=lasts_s)
+            await _try_request(cluster, SetQuota(quota=quota))
+        case "change_gpus" | "change_gpus_on_restart":
+            left = world.random.sample(range(cluster.gpus), world.random.randint(0, cluster.gpus))
+            if kind == "change_gpus_on_restart":
+                cluster.crash(node, power=True)
+                await asyncio.sleep(min(lasts_s, 8.0))
+            cluster.set_gpus(node, left)
+            cluster.restart(node)
+        case "crash_node" | "power_node" | "restart_controller":
+            host = controller if kind == "restart_controller" else node
+            cluster.crash(host, power=kind == "power_node")
+            await asyncio.sleep(lasts_s)
+            cluster.restart(host)
+
+
+async def _disturb_network(cluster: SimCluster, kind: str, lasts_s: float) -> None:
+    world = cluster.world
+    if kind == "reorder":
+        world.reorder_share = 0.2
+    else:
+        world.duplicate_share = 0.1
+    await asyncio.sleep(lasts_s)
+    world.reorder_share, world.duplicate_share = (
+        (0.0, world.duplicate_share) if kind == "reorder" else (world.reorder_share, 0.0)
+    )
+
+
+async def _disturb_disk(cluster: SimCluster, kind: str, node: str, lasts_s: float) -> None:
+    """`torn_write`: the power fails while the disk is slow, so that writes are incomplete."""
+    disk = cluster.machines.disks[node]
+    if kind == "full_disk":
+        fault = object()
+        disk.filled_by.add(fault)
+        await asyncio.sleep(lasts_s)
+        disk.filled_by.discard(fault)
+        return
+    disk.delay_s = cluster.world.random.uniform(0.1, 6.0)
+    await asyncio.sleep(lasts_s)
+    disk.delay_s = 0.0
+    if kind == "torn_write":
+        cluster.crash(node, power=True)
+        await asyncio.sleep(1.0)
+        cluster.restart(node)
+
+
+async def _slow_store(cluster: SimCluster, kind: str, controller: str, lasts_s: float) -> None:
+    if kind == "slow_load":
+        cluster.crash(controller)
+        cluster.restart(controller)
+        cluster.set_store_delay(controller, 0.0, range_s=2.0)
+        lasts_s *= 4
+    else:
+        cluster.set_store_delay(controller, 0.1)
+    await asyncio.sleep(lasts_s)
+    cluster.set_store_delay(controller, 0.0)
+
+
+async def _fail_back(cluster: SimCluster) -> None:
+    """Let another controller lead for a while, then crash it: the first one leads again and loads slowly,
+    without a restart in between."""
+    first, *others = sorted(cluster.controller_hosts, key=lambda host: not cluster.is_leader(host))
+    cluster.set_store(first, available=False)
+    await asyncio.sleep(9.0)
+    for host in others:
+        cluster.crash(host)
+    if cluster.is_up(first):
+        cluster.set_store_delay(first, 0.0, range_s=1.0)
+        cluster.set_store(first, available=True)
+    await asyncio.sleep(8.0)
+    cluster.set_store_delay(first, 0.0)
+    for host in others:
+        cluster.restart(host)

@@ -1,0 +1,223 @@
+"""What a hostile tenant does in a simulation. Jobs of other tenants must not notice any of it.
+
+Each action ends after `lasts_s` seconds; the jobs that it has submitted end by themselves or are cancelled.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from contextlib import AsyncExitStack, suppress
+
+import msgspec
+
+from genie.controller.store import Put
+from genie.controller.store.protocol import VALUE_BYTES_MAX
+from genie.errors import GenieError
+from genie.model.job import Job, JobSpec, JobState, PlacementConstraints, Resources
+from genie.model.messages import CancelJob, ListJobs, ReadLog
+from genie.runtime import rpc
+from genie.runtime.credentials import connect_authenticated
+from genie.sim.cluster import PORT, SimCluster
+from genie.sim.processes import FILLS_DISK_VARIABLE, UNKILLABLE_VARIABLE
+from genie.sim.world import SimNetwork
+
+TENANT = "red"
+_ADDRESS = "127.0.9.66"
+_STRANGERS = "127.0.10."
+_CALL_S = 20.0
+_REPEAT_S = 4.0
+_WAIT_S = 10.0
+_LOG_WAITS = 300
+_FLOOD_CONNECTIONS, _FLOOD_IN_FLIGHT = 4, 200
+_SILENT_ADDRESSES = 4
+_OPENERS = 20
+_LARGE_ENV_BYTES = 120_000
+_LARGE_JOBS, _LISTED_JOBS = 40, 4
+_SUBMIT_S = 3.0
+
+Action = Callable[[SimCluster, str, float], Awaitable[None]]
+
+
+async def oversized_row(cluster: SimCluster, node: str, lasts_s: float) -> None:
+    """Submit a job whose row grows sixfold when it is encoded."""
+    await _try_submit(cluster, seconds=1.0, env={"X": "\x01" * 120_000})
+
+
+async def stored_oversized_row(cluster: SimCluster, node: str, lasts_s: float) -> None:
+    """Let a running job have a row that an earlier version accepted: no later state of it fits."""
+    controllers = cluster.controller_hosts
+    job_id = await _try_submit(cluster, seconds=lasts_s, env={})
+    await asyncio.sleep(1.0)
+    for host in controllers:
+        cluster.crash(host)
+    stored = await cluster.store.get(f"job/{job_id}")
+    if stored is not None:
+        job = msgspec.json.decode(stored.value, type=Job)
+        missing_bytes = VALUE_BYTES_MAX - len(stored.value) - 60
+        env = {**job.spec.env, "X": "x" * missing_bytes}
+        job = msgspec.structs.replace(job, spec=msgspec.structs.replace(job.spec, env=env))
+        if job.state is JobState.RUNNING:
+            await cluster.store.commit([], [Put(f"job/{job_id}", msgspec.json.encode(job))])
+    for host in controllers:
+        cluster.restart(host)
+
+
+async def log_waits(cluster: SimCluster, node: str, lasts_s: float) -> None:
+    """Wait for the output of a job on a node, as many times as possible."""
+    job_id = await _try_submit(cluster, seconds=lasts_s + _WAIT_S, env={}, node_id=cluster.node_id(node))
+
+    async def send(peer: rpc.Peer) -> None:
+        await peer.call(ReadLog(job_id=job_id, wait_s=_WAIT_S), timeout_s=_CALL_S)
+
+    await _flood(cluster, send, lasts_s=lasts_s, connections=2, in_flight=_LOG_WAITS // 2)
+
+
+async def request_flood(cluster: SimCluster, node: str, lasts_s: float) -> None:
+    """List jobs with large rows as often as possible."""
+    job_ids = await _submit_large(cluster, _LISTED_JOBS)
+
+    async def send(peer: rpc.Peer) -> None:
+        await peer.call(ListJobs(limit=1000), timeout_s=_CALL_S)
+
+    await _flood(cluster, send, lasts_s=lasts_s, connections=_FLOOD_CONNECTIONS, in_flight=_FLOOD_IN_FLIGHT)
+    await _cancel(cluster, job_ids)
+
+
+async def connection_flood(cluster: SimCluster, node: str, lasts_s: float) -> None:
+    """Keep as many connections open as possible: with one token, and without any."""
+    token, world, hosts = await cluster.token(TENANT), cluster.world, cluster.controller_hosts
+    end_s = world.now_s + lasts_s + _WAIT_S
+
+    async def hold_connections(number: int) -> None:
+        host = hosts[number % len(hosts)]
+        async with AsyncExitStack() as stack:
+            with suppress(GenieError):
+                silent = SimNetwork(world, f"{_STRANGERS}{number % _SILENT_ADDRESSES}")
+                stack.callback((await silent.connect(host, PORT, tls=None, timeout_s=1.0)).close)
+            while world.now_s < end_s:
+                network, access = SimNetwork(world, _ADDRESS), cluster.access(host, token)
+                with suppress(GenieError):
+                    opening = connect_authenticated(network, access, timeout_s=1.0, program="flood")
+                    await stack.enter_async_context(opening)
+                    continue
+                await asyncio.sleep(1.0)
+
+    async with asyncio.TaskGroup() as group:
+        for number in range(_OPENERS):
+            group.create_task(hold_connections(number))
+
+
+async def fill_store(cluster: SimCluster, node: str, lasts_s: float) -> None:
+    """Submit large jobs until the store rejects them; cancel them later."""
+    job_ids = await _submit_large(cluster, _LARGE_JOBS)
+    await asyncio.sleep(lasts_s)
+    await _cancel(cluster, job_ids)
+
+
+async def unkillable(cluster: SimCluster, node: str, lasts_s: float) -> None:
+    """Run a job with a process that survives SIGKILL for a while."""
+    await _try_submit(
+        cluster, seconds=1.0, env={UNKILLABLE_VARIABLE: f"{lasts_s:.2f}"}, node_id=cluster.node_id(node)
+    )
+
+
+async def fill_node_disk(cluster: SimCluster, node: str, lasts_s: float) -> None:
+    """Run a job that fills the disk of its node."""
+    await _try_submit(cluster, seconds=lasts_s, env={FILLS_DISK_VARIABLE: "1"}, node_id=cluster.node_id(node))
+
+
+ACTIONS: dict[str, Action] = {
+    action.__name__: action
+    for action in (
+        oversized_row,
+        stored_oversized_row,
+        log_waits,
+        request_flood,
+        connection_flood,
+        fill_store,
+        unkillable,
+        fill_node_disk,
+    )
+}
+
+
+async def _try_submit(
+    cluster: SimCluster,
+    *,
+    seconds: float,
+    env: dict[str, str],
+    node_id: str = "",
+    workers: int = 1,
+) -> str:
+    """Return the job ID, or an empty string if the job is rejected."""
+    spec = JobSpec(
+        name=TENANT,
+        command=("simulated",),
+        resources=Resources(gpus=1),
+        env=env,
+        node_id=node_id,
+        constraints=PlacementConstraints(workers=workers),
+    )
+    try:
+        async with asyncio.timeout(_SUBMIT_S):
+            return await cluster.submit_spec(spec, seconds=seconds, tenant=TENANT)
+    except (GenieError, TimeoutError):
+        return ""
+
+
+async def _submit_large(cluster: SimCluster, count: int) -> list[str]:
+    """Submit jobs with large rows that need the whole cluster, until one is rejected."""
+    job_ids: list[str] = []
+    workers = cluster.nodes * cluster.gpus
+    while len(job_ids) < count:
+        env = {"X": "x" * _LARGE_ENV_BYTES}
+        job_id = await _try_submit(cluster, seconds=1.0, env=env, workers=workers)
+        if not job_id:
+            break
+        job_ids.append(job_id)
+    return job_ids
+
+
+async def _cancel(cluster: SimCluster, job_ids: list[str]) -> None:
+    token = await cluster.token(TENANT)
+    for job_id in job_ids:
+        with suppress(GenieError):
+            await cluster.send_request(CancelJob(job_id=job_id), token=token)
+
+
+async def _flood(
+    cluster: SimCluster,
+    send: Callable[[rpc.Peer], Awaitable[None]],
+    *,
+    lasts_s: float,
+    connections: int,
+    in_flight: int,
+) -> None:
+    """Call `send` again and again, over several connections at once."""
+    token, world = await cluster.token(TENANT), cluster.world
+    end_s = world.now_s + lasts_s
+
+    async def repeat(peer: rpc.Peer) -> None:
+        while world.now_s < end_s and not peer.is_closed:
+            with suppress(GenieError):
+                await send(peer)
+            await asyncio.sleep(_REPEAT_S)
+
+    async def flood_connection() -> None:
+        network = SimNetwork(world, _ADDRESS)
+        while world.now_s < end_s:
+            host = world.random.choice(cluster.controller_hosts)
+            with suppress(GenieError):
+                access = cluster.access(host, token)
+                async with (
+                    connect_authenticated(network, access, timeout_s=5.0, program="flood") as (peer, _),
+                    asyncio.TaskGroup() as group,
+                ):
+                    for _ in range(in_flight):
+                        group.create_task(repeat(peer))
+            await asyncio.sleep(1.0)
+
+    async with asyncio.TaskGroup() as group:
+        for _ in range(connections):
+            group.create_task(flood_connection())

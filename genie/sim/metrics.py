@@ -1,0 +1,219 @@
+"""Computes metrics of a simulated run: utilization, wait times, fairness, lost work. Pure.
+
+The fields of `Summary` define the metrics.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from genie.sim.events import SimJobResult, SimulatedRun
+from genie.sim.workloads.workload import SimJob
+
+LARGE_GPUS = 32
+SLOWDOWN_LEAST_S = 10.0
+_MILLI = 1000
+
+
+@dataclass(frozen=True)
+class ValueSpread:
+    """Distribution of values; all 0 without values."""
+
+    count: int
+    mean: float
+    p50: float
+    p99: float
+    most: float
+
+
+@dataclass(frozen=True)
+class Summary:
+    """Metrics of a run. Times are in seconds, ratios from 0 to 1."""
+
+    jobs: int
+    impossible: int
+    """Jobs that do not fit the empty cluster; excluded from all other metrics."""
+    left_waiting: int
+    """Jobs that a custom policy rejected on all nodes; excluded from time metrics."""
+    cut_short: int
+    """Jobs ended by their time limit."""
+    gpus: int
+    span_s: float
+    """From the first submission to the last end."""
+    utilisation: float
+    """GPU time in use / total GPU time of the span."""
+    utilisation_while_waiting: float
+    """The same while jobs are pending; 1 if none ever is."""
+    utilisation_while_arriving: float
+    """The same while jobs are pending, until the last submission; the queue is no mixture after that."""
+    waiting_share: float
+    """Fraction of the span with pending jobs."""
+    wait_s: ValueSpread
+    """From submission to the first start."""
+    wait_large_s: ValueSpread
+    """The same for gangs of at least 32 GPUs."""
+    completion_s: ValueSpread
+    """From submission to the end."""
+    slowdown: ValueSpread
+    """Completion time / duration, which counts as at least 10 s."""
+    jain: float
+    """Jain's index over tenants of used / requested GPU time from submission to the end of their jobs; 1 is
+    equal."""
+    finish_fairness: ValueSpread
+    """Completion time / that on a private cluster with 1/n of the GPUs per tenant, first come first served;
+    at most 1 is no worse."""
+    preemptions: int
+    failures: int
+    """Job ends caused by node failures."""
+    lost_gpu_hours: float
+    """Unsaved work."""
+    fragmentation: float
+    """Fraction of GPUs that are free while jobs are pending but fit no worker of the first one."""
+
+
+def summarise(run: SimulatedRun) -> Summary:
+    records = [
+        record for record in run.records if record.started_s is not None and record.ended_s is not None
+    ]
+    waits = [_wait_s(record) for record in records]
+    whole = _utilisation(run, until_s=math.inf)
+    arriving = _utilisation(run, until_s=max((record.job.submitted_s for record in records), default=0.0))
+    return Summary(
+        jobs=len(records),
+        impossible=len(run.impossible),
+        left_waiting=len(run.records) - len(records),
+        cut_short=sum(record.job.duration_s > record.job.runs_s for record in records),
+        gpus=run.gpu_milli // _MILLI,
+        span_s=run.usage[-1].at_s - run.usage[0].at_s if run.usage else 0.0,
+        utilisation=whole[0],
+        utilisation_while_waiting=whole[1],
+        utilisation_while_arriving=arriving[1],
+        waiting_share=whole[2],
+        wait_s=spread(waits),
+        wait_large_s=spread(
+            [wait for record, wait in zip(records, waits, strict=True) if is_large_gang(record.job)]
+        ),
+        completion_s=spread([_completion_s(record) for record in records]),
+        slowdown=spread([_completion_s(it) / max(it.job.runs_s, SLOWDOWN_LEAST_S) for it in records]),
+        jain=jain(_service_ratios(records)),
+        finish_fairness=spread(finish_fairness(records, gpus=run.gpu_milli / _MILLI)),
+        preemptions=sum(record.preemptions for record in records),
+        failures=sum(record.failures for record in records),
+        lost_gpu_hours=sum(it.lost_s * it.job.gpu_milli_all for it in records) / _MILLI / 3600,
+        fragmentation=_fragmentation(run),
+    )
+
+
+def is_large_gang(job: SimJob) -> bool:
+    return job.workers > 1 and job.gpu_milli_all >= LARGE_GPUS * _MILLI
+
+
+def spread(values: Sequence[float]) -> ValueSpread:
+    if not values:
+        return ValueSpread(0, 0.0, 0.0, 0.0, 0.0)
+    ordered = sorted(values)
+    return ValueSpread(
+        len(ordered),
+        math.fsum(ordered) / len(ordered),
+        percentile(ordered, 0.5),
+        percentile(ordered, 0.99),
+        ordered[-1],
+    )
+
+
+def percentile(ordered: Sequence[float], share: float) -> float:
+    """Return the percentile, rounded up to the next value."""
+    return ordered[min(len(ordered) - 1, int(len(ordered) * share))]
+
+
+def jain(values: Iterable[float]) -> float:
+    """Return Jain's index: 1 if all values are equal, 1/n if one of n has everything."""
+    found = list(values)
+    squares = math.fsum(value * value for value in found)
+    return math.fsum(found) ** 2 / (len(found) * squares) if squares else 1.0
+
+
+def finish_fairness(records: Sequence[SimJobResult], *, gpus: float) -> list[float]:
+    """Return completion time / that on the tenant's private cluster, for each job."""
+    by_tenant: dict[str, list[SimJobResult]] = {}
+    for record in records:
+        if record.job.gpu_milli_all:
+            by_tenant.setdefault(record.job.tenant, []).append(record)
+    part = gpus / max(len(by_tenant), 1)
+    found = []
+    for own in by_tenant.values():
+        own.sort(key=lambda record: record.job.submitted_s)
+        alone = isolated_completion_s([record.job for record in own], gpus=part)
+        found += [_completion_s(it) / max(least_s, 1e-9) for it, least_s in zip(own, alone, strict=True)]
+    return found
+
+
+def isolated_completion_s(jobs: Sequence[SimJob], *, gpus: float) -> list[float]:
+    """Return the completion time of each job, in order, on a private cluster with `gpus` GPUs.
+
+    Ignores node boundaries. A job with more GPUs than that takes proportionally longer.
+    """
+    ends: list[tuple[float, float]] = []
+    free, now, found = gpus, 0.0, []
+    for job in jobs:
+        wanted = min(job.gpu_milli_all / _MILLI, gpus)
+        takes_s = job.runs_s * job.gpu_milli_all / _MILLI / wanted
+        now = max(now, job.submitted_s)
+        while ends and (ends[0][0] <= now or free < wanted - 1e-9):
+            end_s, freed = heapq.heappop(ends)
+            free += freed
+            now = max(now, end_s)
+        free -= wanted
+        heapq.heappush(ends, (now + takes_s, wanted))
+        found.append(now + takes_s - job.submitted_s)
+    return found
+
+
+def _wait_s(record: SimJobResult) -> float:
+    assert record.started_s is not None
+    return record.started_s - record.job.submitted_s
+
+
+def _completion_s(record: SimJobResult) -> float:
+    assert record.ended_s is not None
+    return record.ended_s - record.job.submitted_s
+
+
+def _utilisation(run: SimulatedRun, *, until_s: float) -> tuple[float, float, float]:
+    """Return the utilization, the utilization while jobs are pending, and the fraction of that time."""
+    whole = used = whole_waiting = used_waiting = span_s = waiting_s = 0.0
+    for sample, following in zip(run.usage, run.usage[1:], strict=False):
+        for_s = max(min(following.at_s, until_s) - sample.at_s, 0.0)
+        span_s += for_s
+        whole += for_s * sample.available_milli
+        used += for_s * sample.used_milli
+        if sample.waiting:
+            waiting_s += for_s
+            whole_waiting += for_s * sample.available_milli
+            used_waiting += for_s * sample.used_milli
+    return (
+        used / whole if whole else 0.0,
+        used_waiting / whole_waiting if whole_waiting else 1.0,
+        waiting_s / span_s if span_s else 0.0,
+    )
+
+
+def _service_ratios(records: Sequence[SimJobResult]) -> list[float]:
+    """Return used / requested GPU time for each tenant."""
+    used: dict[str, float] = {}
+    requested: dict[str, float] = {}
+    for record in records:
+        milli, tenant = record.job.gpu_milli_all, record.job.tenant
+        if milli:
+            used[tenant] = used.get(tenant, 0.0) + milli * record.job.runs_s
+            requested[tenant] = requested.get(tenant, 0.0) + milli * _completion_s(record)
+    return [used[tenant] / requested[tenant] for tenant in used]
+
+
+def _fragmentation(run: SimulatedRun) -> float:
+    if not run.samples:
+        return 0.0
+    return sum(sample.unusable_milli for sample in run.samples) / len(run.samples) / run.gpu_milli

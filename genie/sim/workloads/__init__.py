@@ -1,0 +1,1 @@
+"""Workloads of the scheduling simulation: traces of real clusters, and synthetic jobs."""

@@ -1,0 +1,140 @@
+"""Generates synthetic clusters and workloads, for simulations without a trace.
+
+`synthetic_workload` generates requests that never end (replay.py), `synthetic_jobs` jobs with durations
+(events.py). The shapes are chosen to stress placement: fractions that do not add up to 1, CPU that is
+exhausted before GPUs, multi-GPU requests and requests for one model. They do not represent real clusters.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from genie.errors import UsageError
+from genie.scheduler.request import NodeFacts
+from genie.sim.workloads.traces import TraceNode, TracePod, Workload
+from genie.sim.workloads.workload import SimJob, gpu_milli_of, with_limits, with_load
+
+_KINDS = (("small", 2, 48000, 200000), ("large", 8, 96000, 400000), ("wide", 8, 128000, 800000))
+_SHAPES = (
+    # weight, CPU, memory, GPUs, GPU share, models
+    (12, 10000, 30000, 0, 0, ()),
+    (30, 10000, 30000, 1, 1000, ()),
+    (15, 8000, 20000, 1, 810, ()),
+    (15, 5000, 15000, 1, 470, ()),
+    (10, 3000, 8000, 1, 190, ()),
+    (8, 6000, 20000, 1, 500, ("small",)),
+    (5, 11000, 30000, 2, 1000, ()),
+    (3, 40000, 120000, 4, 1000, ("large", "wide")),
+    (2, 88000, 300000, 8, 1000, ()),
+)
+
+
+def synthetic_workload(*, nodes: int, pods: int, seed: int) -> Workload:
+    """Generate nodes of three kinds and requests of nine shapes. The seed determines the workload."""
+    rng = random.Random(f"synthetic {seed}")
+    machines = [
+        TraceNode(name=f"{model}-{number}", cpu_milli=cpu, memory_mib=memory, gpus=gpus, model=model)
+        for number in range(nodes)
+        for model, gpus, cpu, memory in [_KINDS[number % len(_KINDS)]]
+    ]
+    shapes = [TracePod(cpu, memory, gpus, milli, models) for _, cpu, memory, gpus, milli, models in _SHAPES]
+    return Workload(machines, rng.choices(shapes, [weight for weight, *_ in _SHAPES], k=pods))
+
+
+@dataclass(frozen=True)
+class Mix:
+    """Parameters of synthetic jobs. Shares are fractions of the jobs, from 0 to 1."""
+
+    jobs: int = 2000
+    load: float = 1.2
+    """Requested / available GPU time while jobs arrive."""
+    tenants: int = 8
+    """The n-th tenant has a weight of 1/n."""
+    median_s: float = 1800.0
+    sigma: float = 1.2
+    """Standard deviation of the logarithm of the duration."""
+    longest_s: float = 86_400.0
+    fractions: float = 0.25
+    gangs: float = 0.08
+    preemptible: float = 0.5
+    """Share of the jobs with the lowest priority; other jobs are not preemptible."""
+    checkpoint_s: float | None = 900.0
+    limit_factor: float | None = 3.0
+    """Time limits are the duration times 1 to this; None sets none."""
+
+    def __post_init__(self) -> None:
+        shares = {name: getattr(self, name) for name in ("fractions", "gangs", "preemptible")}
+        if wrong := [name for name, share in shares.items() if not 0 <= share <= 1]:
+            raise UsageError(f"{wrong[0]} is {shares[wrong[0]]:g}; it must be from 0 to 1")
+        if self.fractions + self.gangs > 1:
+            raise UsageError("fractions + gangs must be at most 1")
+        if self.jobs < 1 or self.tenants < 1 or self.load <= 0 or (self.limit_factor or 1) < 1:
+            raise UsageError("jobs, tenants and limit_factor must be at least 1, and load more than 0")
+
+    def draw_s(self, rng: random.Random) -> float:
+        """Draw the duration of a job, in seconds."""
+        drawn = rng.lognormvariate(math.log(self.median_s), self.sigma)
+        return min(max(drawn, _SHORTEST_S), self.longest_s)
+
+
+_SHORTEST_S = 30.0
+_FRACTIONS_MILLI = (250, 300, 500, 700)
+_WHOLE = ((50, 1), (15, 2), (15, 4), (20, 8))
+_GANGS = ((40, 2), (30, 4), (20, 8), (10, 16))
+"""Weight and number of nodes with 8 GPUs."""
+_PRIORITIES = ((70, 0), (20, 1), (10, 2))
+_CPU_OF_GPU_MILLI = (4_000, 8_000, 10_000)
+_MEMORY_OF_GPU_MIB = 65_536
+
+
+def synthetic_jobs(mix: Mix, nodes: Sequence[NodeFacts], *, seed: int) -> list[SimJob]:
+    """Generate jobs, sorted by submission time. The load is relative to `nodes`; the seed determines all."""
+    if not gpu_milli_of(nodes):
+        raise UsageError("synthetic jobs need nodes with GPUs")
+    rng = random.Random(f"jobs {seed}")
+    weights = [1 / (number + 1) for number in range(mix.tenants)]
+    times = sorted(rng.random() for _ in range(mix.jobs))
+    jobs = [
+        _random_job(mix, rng, number, at_s, rng.choices(range(mix.tenants), weights)[0])
+        for number, at_s in enumerate(times, 1)
+    ]
+    if mix.limit_factor is not None:
+        jobs = with_limits(jobs, factor=mix.limit_factor, seed=seed)
+    return with_load(jobs, nodes, mix.load)
+
+
+def _random_job(mix: Mix, rng: random.Random, number: int, at_s: float, tenant: int) -> SimJob:
+    workers, gpus, milli = _size(mix, rng)
+    priority = _weighted_choice(rng, _PRIORITIES)
+    share = max(gpus, 1) * milli / 1000
+    return SimJob(
+        job_id=f"job-{number}",
+        submitted_s=at_s,
+        duration_s=mix.draw_s(rng),
+        tenant=f"tenant-{tenant + 1}",
+        workers=workers,
+        gpus=gpus,
+        gpu_milli=milli,
+        cpu_milli=round(share * rng.choice(_CPU_OF_GPU_MILLI)),
+        memory_mib=round(share * _MEMORY_OF_GPU_MIB),
+        priority=priority,
+        preemptible=priority == 0 and rng.random() < mix.preemptible,
+        checkpoint_s=mix.checkpoint_s,
+    )
+
+
+def _size(mix: Mix, rng: random.Random) -> tuple[int, int, int]:
+    """Draw the number of workers, GPUs per worker, and the share of each GPU."""
+    kind = rng.random()
+    if kind < mix.fractions:
+        return 1, 1, rng.choice(_FRACTIONS_MILLI)
+    if kind < mix.fractions + mix.gangs:
+        return _weighted_choice(rng, _GANGS), 8, 1000
+    return 1, _weighted_choice(rng, _WHOLE), 1000
+
+
+def _weighted_choice(rng: random.Random, choices: Sequence[tuple[int, int]]) -> int:
+    return rng.choices([value for _, value in choices], [weight for weight, _ in choices])[0]

@@ -1,0 +1,593 @@
+"""The supervisor: runs controller and agent as child processes, restarts them after a crash, stops them.
+
+    async with up(settings, progress=print) as cluster:
+        await cluster.wait()
+
+The children have their own sessions and survive the death of this process. Process records in the state
+directory identify them, so that `stop_running` ends exactly those.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import json
+import logging
+import re
+import socket
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from genie.agent import joining
+from genie.agent.identity import AGENTS_DIR, read_controllers
+from genie.agent.journal import REGISTERED_FILE
+from genie.config import ClusterConfig, Settings
+from genie.controller.nodes.admission import check_bind
+from genie.controller.placement.placers import why_not_native
+from genie.errors import (
+    AddressInUseError,
+    AgentRunningError,
+    ConfigError,
+    DeadlineError,
+    GenieError,
+    PermissionError_,
+    TokenMissingError,
+    UnreachableError,
+    UsageError,
+)
+from genie.model.messages import CreateToken, GetStatus
+from genie.model.names import address_text, is_loopback, node_id_from, parse_endpoint, validate_node_id
+from genie.model.node import NodeInfo, NodeStatus
+from genie.model.tenant import TokenKind
+from genie.processes import files
+from genie.processes.tasks import unwrapped_task_group
+from genie.runtime.controller_connection import ControllerConnection
+from genie.runtime.credentials import LOCAL_CLUSTER_FILE, OWNER_TOKEN_FILE, LocalCluster, read_owner_token
+from genie.runtime.network import TcpNetwork
+from genie.runtime.node_list import fetch_nodes
+from genie.supervisor import process_records
+from genie.supervisor.child import Child
+from genie.supervisor.connection import open_connection
+from genie.tenancy.access import NO_PIN, parse_token
+
+_log = logging.getLogger(__name__)
+
+START_S = 30.0
+_POLL_S = 0.02
+_NODE_POLL_S_MAX = 0.5
+_CONNECT_TIMEOUT_S = 10.0
+_CALL_TIMEOUT_S = 20.0
+_CONTROLLER_GRACE_S = 10.0
+_AGENT_MARGIN_S = 5.0
+_PROGRESS_AFTER_S = 2.0
+"""A longer wait is reported as progress."""
+_LOCK_FILE = "up.lock"
+CONTROLLER, AGENT, SUPERVISOR = "controller", "agent", "up"
+
+Progress = Callable[[str], None]
+_NOT_REGISTERED = (NodeStatus.INITIALIZING, NodeStatus.DISCONNECTED)
+
+
+@dataclass(frozen=True, slots=True)
+class RunningCluster:
+    """The running processes of one state directory. `cluster` is None if only an agent runs."""
+
+    cluster: LocalCluster | None
+    pids: dict[str, int]
+    """By name: up, controller, agent."""
+    node_id: str = ""
+    """Node ID of the agent."""
+
+    def __str__(self) -> str:
+        where = f"at {address_text(self.cluster.host, self.cluster.port)} " if self.cluster else ""
+        return f"{where}({', '.join(f'{name}: process {pid}' for name, pid in self.pids.items())})"
+
+
+class Supervisor:
+    """Starts, restarts and stops the children. Created by `up` and `up_agent`."""
+
+    def __init__(self, settings: Settings, *, progress: Progress) -> None:
+        self.node_id = local_node_id(settings)
+        self.cluster: LocalCluster | None = None
+        """Address of the controller, once it listens."""
+        self._settings = settings
+        self._state_dir = settings.paths.state_dir.absolute()
+        self._progress = _ignoring_write_errors(progress)
+        self._controller = Child(CONTROLLER, module="genie.controller", state_dir=self._state_dir)
+        self._agent = Child(AGENT, module="genie.agent", state_dir=self._state_dir)
+        self._watch_tasks: list[asyncio.Task[None]] = []
+        self._joining = ""
+        """Address of the cluster while the agent has not registered."""
+
+    @property
+    def pids(self) -> dict[str, int]:
+        """Process IDs of the children, by name."""
+        found = {child.name: child.pid for child in (self._controller, self._agent)}
+        return {name: pid for name, pid in found.items() if pid is not None}
+
+    async def wait(self) -> None:
+        """Returns when other processes have stopped all children; restarts crashed ones meanwhile."""
+        await asyncio.gather(*(asyncio.shield(task) for task in self._watch_tasks))
+
+    async def start_controller(self) -> LocalCluster:
+        """Starts the controller and waits until it listens and knows whether it leads."""
+        config = self._settings.controller
+        check_bind(config)
+        _check_port_free(config.bind, config.port)
+        (self._state_dir / LOCAL_CLUSTER_FILE).unlink(missing_ok=True)
+        self._progress(f"starting the controller on {config.bind}")
+        self._controller.start(self._controller_arguments(config.port))
+        while (found := LocalCluster.read(self._state_dir)) is None:
+            self._controller.check_alive()
+            await asyncio.sleep(_POLL_S)
+        self.cluster = found
+        # A port chosen by the system must stay the same after a crash: agents use it.
+        self._controller.set_restart_arguments(self._controller_arguments(found.port))
+        self._progress(f"the controller listens on {address_text(found.host, found.port)}")
+        if why := why_not_native():
+            self._progress(why)
+        return found
+
+    async def start_agent(self, access: ClusterConfig) -> NodeInfo | None:
+        """Starts the agent and waits until it has registered. Returns None with a join token, which cannot
+        list nodes."""
+        node_dir = self._find_joined_node(access) or await self._join(access)
+        self.node_id = node_dir.name
+        self._progress(f"starting the agent of node {self.node_id}")
+        before = _read_int(node_dir / "incarnation")
+        self._joining = address_text(*_address(access))
+        self._agent.start(
+            [
+                *("--state-dir", str(self._state_dir)),
+                *("--node-id", self.node_id),
+                *("--controller", self._joining),
+                *self._label_arguments(),
+            ],
+            node_id=self.node_id,
+        )
+        await self._wait_registered(node_dir, after=before)
+        node = await self._wait_node_info(access, after=before) if _can_list_nodes(access) else None
+        self._joining = ""
+        self._progress(
+            f"node {self.node_id} has joined the cluster" + (f" with {_format_gpus(node)}" if node else "")
+        )
+        return node
+
+    def watch(self, group: asyncio.TaskGroup) -> None:
+        for child in (self._controller, self._agent):
+            if child.pid is not None:
+                self._watch_tasks.append(group.create_task(child.watch(self._report_crash)))
+
+    async def stop(self) -> None:
+        """Stops the agent first, so that its last reports arrive, then the controller."""
+        for task in self._watch_tasks:
+            task.cancel()
+        if self._agent.pid is not None:
+            self._progress("stopping the agent")
+            await self._agent.stop(grace_s=self._settings.agent.stop_grace_s + _AGENT_MARGIN_S)
+        if self._controller.pid is not None:
+            self._progress("stopping the controller")
+            await self._controller.stop(grace_s=_CONTROLLER_GRACE_S)
+            _remove_cluster_file(self._state_dir)
+
+    async def find_leader(self, found: LocalCluster) -> ClusterConfig | None:
+        """Returns the owner's access to the leader: this controller, or another one if this is a standby.
+        None for a standby without an owner token."""
+        if not (self._state_dir / OWNER_TOKEN_FILE).exists():
+            self._progress(f"standby: another controller leads; {_copy_hint(self._state_dir)}")
+            return None
+        access = owner_access(self._state_dir, found)
+        async with self._open_connection(access) as connection:
+            while True:
+                status = await connection.call(GetStatus(), timeout_s=_CALL_TIMEOUT_S)
+                if status.leading:
+                    return access
+                if status.leader and status.leader != connection.where:
+                    break
+                await asyncio.sleep(_POLL_S)
+        self._progress(f"standby: the leader is {status.leader}")
+        host, port = parse_endpoint(status.leader)
+        return replace(access, master_addr=host, master_port=port)
+
+    def timeout_error(self, timeout_s: float, what: str) -> GenieError:
+        """The error for a start that took longer than `timeout_s`."""
+        if not self._joining:
+            return DeadlineError(
+                f"{what} did not start within {timeout_s:g} s",
+                hint=f"see the logs in {self._agent.log_path.parent}",
+            )
+        last = self._agent.last_lines(count=1)
+        return UnreachableError(
+            f"node {self.node_id} could not register with {self._joining} within {timeout_s:g} s"
+            + (f"; last line of the agent's log: {last[0]}" if last else ""),
+            hint=f"check the address and the network; see the log {self._agent.log_path}",
+        )
+
+    def _controller_arguments(self, port: int) -> list[str]:
+        config = self._settings.controller
+        return [
+            *("--bind", config.bind),
+            *("--port", str(port)),
+            *("--store", config.store),
+            *("--tls", config.tls),
+            *("--state-dir", str(self._state_dir)),
+        ]
+
+    def _label_arguments(self) -> list[str]:
+        """Labels and rack, which may come from the command line of this process."""
+        config = self._settings.agent
+        labels = ",".join(f"{key}={value}" for key, value in config.labels.items())
+        return [
+            *((f"--labels={labels}",) if labels else ()),
+            *((f"--rack={config.rack}",) if config.rack else ()),
+        ]
+
+    def _find_joined_node(self, access: ClusterConfig) -> Path | None:
+        """Returns the directory of a node of this machine that has joined this cluster before.
+
+        Raises UsageError if there are several, no node ID is set, and there is no token to join a new one.
+        """
+        tokens = sorted((self._state_dir / AGENTS_DIR).glob("*/node.token"))
+        joined = [path.parent for path in tokens if _has_joined(path.parent, access)]
+        # If the host name was in use as node ID, the controller has appended a number.
+        given = re.compile(re.escape(self.node_id) + ("" if self._is_node_id_set else r"(-\d+)?"))
+        named = [path for path in joined if given.fullmatch(path.name)]
+        if named or self._is_node_id_set or access.token is not None:
+            return named[0] if named else None
+        if len(joined) > 1:
+            raise UsageError(
+                f"this machine has several nodes of this cluster: {', '.join(path.name for path in joined)}",
+                hint="choose one with --node-id",
+            )
+        return joined[0] if joined else None
+
+    @property
+    def _is_node_id_set(self) -> bool:
+        """Whether the user has set the node ID."""
+        return self._settings.sources["cluster.node_id"] != "default"
+
+    async def _join(self, access: ClusterConfig) -> Path:
+        """Joins as a new node with the given join token, or with one that the owner token creates."""
+        where = address_text(*_address(access))
+        if access.token is None:
+            raise TokenMissingError(
+                f"joining {where} requires a token",
+                hint="create one with 'genie token create --join' and pass it with --token-file FILE",
+            )
+        text = access.token
+        if parse_token(text).kind is TokenKind.USER:
+            raise PermissionError_(
+                f"joining {where} requires a join token: a user token cannot add a machine",
+                hint="get one from the owner of the cluster ('genie token create --join'), and pass it as "
+                f"token or to 'genie join {where} --token-file FILE'",
+            )
+        host, port = _address(access)
+        if _can_list_nodes(access):
+            async with self._open_connection(access) as connection:
+                request = CreateToken(kind=TokenKind.JOIN, name=self.node_id)
+                text = (await connection.call(request, timeout_s=_CALL_TIMEOUT_S, idempotent=False)).token
+        self._progress(f"joining the cluster as {self.node_id}")
+        return await joining.join(
+            host,
+            port,
+            text,
+            state_dir=self._state_dir,
+            requested_node_id=self.node_id,
+            network=TcpNetwork(),
+            # The controller may append a number to a node ID from the host name, but not to one that was set.
+            exact=self._is_node_id_set,
+        )
+
+    async def _wait_registered(self, node_dir: Path, *, after: int) -> None:
+        """Waits until the agent has registered with an incarnation greater than `after`."""
+        loop = asyncio.get_running_loop()
+        progress_at_s = loop.time() + _PROGRESS_AFTER_S
+        while _registered_incarnation(node_dir) <= after:
+            self._agent.check_alive()
+            if loop.time() >= progress_at_s:
+                progress_at_s = float("inf")
+                self._progress(f"waiting for node {self.node_id} to register with {self._joining}")
+            await asyncio.sleep(_POLL_S)
+
+    async def _wait_node_info(self, access: ClusterConfig, *, after: int) -> NodeInfo:
+        poll_s = _POLL_S
+        async with self._open_connection(access) as connection:
+            while True:
+                self._agent.check_alive()
+                for view in await fetch_nodes(connection, timeout_s=_CALL_TIMEOUT_S):
+                    node = view.info
+                    known = node.node_id == self.node_id and node.incarnation > after
+                    if known and node.status not in _NOT_REGISTERED:
+                        return node
+                await asyncio.sleep(poll_s)
+                poll_s = min(2 * poll_s, _NODE_POLL_S_MAX)  # the list of a large cluster is expensive
+
+    @asynccontextmanager
+    async def _open_connection(self, access: ClusterConfig) -> AsyncIterator[ControllerConnection]:
+        async with open_connection(
+            replace(self._settings, cluster=access),
+            network=TcpNetwork(),
+            timeout_s=_CONNECT_TIMEOUT_S,
+            program="genie up",
+        ) as connection:
+            yield connection
+
+    def _report_crash(self, what: str) -> None:
+        _log.error("%s", what)
+        self._progress(what)
+
+
+@asynccontextmanager
+async def up(
+    settings: Settings, *, progress: Progress, timeout_s: float = START_S, agent: bool = True
+) -> AsyncIterator[Supervisor]:
+    """Runs controller and agent (without `agent` only the controller) for the block, which is entered when
+    both have started. The agent of a standby joins through the leader, which requires the leader's owner
+    token.
+
+    Raises AgentRunningError if this state directory has a running cluster, AddressInUseError, and LaunchError
+    with the last lines of the log if a child does not start.
+    """
+    async with _supervised(settings, progress) as (supervisor, group):
+        async with _start_timeout(timeout_s, supervisor, "the cluster"):
+            access = await supervisor.find_leader(await supervisor.start_controller())
+            if agent and access is None:
+                raise TokenMissingError(
+                    "the agent of a standby controller requires the owner token",
+                    hint=_copy_hint(settings.paths.state_dir),
+                )
+            if agent and access is not None:
+                await supervisor.start_agent(access)
+        supervisor.watch(group)
+        yield supervisor
+
+
+@asynccontextmanager
+async def up_agent(
+    settings: Settings, access: ClusterConfig, *, progress: Progress, timeout_s: float = START_S
+) -> AsyncIterator[Supervisor]:
+    """Runs an agent in the cluster of `access` for the block.
+
+    Raises UnreachableError if it has not registered within `timeout_s`.
+    """
+    async with _supervised(settings, progress) as (supervisor, group):
+        async with _start_timeout(timeout_s, supervisor, "the agent"):
+            await supervisor.start_agent(access)
+        supervisor.watch(group)
+        yield supervisor
+
+
+@asynccontextmanager
+async def _supervised(
+    settings: Settings, progress: Progress
+) -> AsyncIterator[tuple[Supervisor, asyncio.TaskGroup]]:
+    state_dir = files.make_private_directory(settings.paths.state_dir)
+    supervisor = Supervisor(settings, progress=progress)
+    with _lock(state_dir):
+        if (found := find_running(state_dir)) is not None:
+            raise _already_running_error(state_dir, found)
+        async with unwrapped_task_group() as group:
+            failure: BaseException | None = None
+            try:
+                yield supervisor, group
+            except (Exception, asyncio.CancelledError) as error:
+                failure = error
+            finally:
+                try:
+                    await _finish_uncancelled(supervisor.stop())
+                except (GenieError, asyncio.CancelledError) as error:
+                    failure = failure or error  # the error of the block takes precedence
+            if failure is not None:
+                raise failure
+
+
+async def _finish_uncancelled(work: Coroutine[Any, Any, None]) -> None:
+    """Waits until `work` has finished, even when cancelled meanwhile; raises CancelledError afterwards.
+
+    `work` must have its own timeout.
+    """
+    cancelled: asyncio.CancelledError | None = None
+    async with unwrapped_task_group() as group:
+        task = group.create_task(work)
+        while not task.done():
+            try:
+                await asyncio.shield(task)
+            except asyncio.CancelledError as error:
+                cancelled = error
+    if cancelled is not None:
+        raise cancelled
+
+
+def find_running(state_dir: Path) -> RunningCluster | None:
+    """Returns the running processes of this state directory; None if there are none."""
+    records = [process_records.read_record(state_dir, name) for name in (SUPERVISOR, CONTROLLER, AGENT)]
+    pids = {record.name: record.pid for record in records if record is not None}
+    if not pids:
+        return None
+    node_id = next((record.node_id for record in records if record and record.name == AGENT), "")
+    return RunningCluster(LocalCluster.read(state_dir) if CONTROLLER in pids else None, pids, node_id)
+
+
+async def stop_running(
+    state_dir: Path, *, progress: Progress = lambda _line: None, agent_grace_s: float = 5.0
+) -> RunningCluster | None:
+    """Stops the processes that `find_running` finds and returns them; None if there were none."""
+    progress = _ignoring_write_errors(progress)
+    found = find_running(state_dir)
+    agent_s = agent_grace_s + _AGENT_MARGIN_S
+    # The supervisor first: it stops the other two in order, and would restart them otherwise.
+    graces = {SUPERVISOR: agent_s + _CONTROLLER_GRACE_S + _AGENT_MARGIN_S, AGENT: agent_s}
+    for name in (SUPERVISOR, AGENT, CONTROLLER):
+        record = process_records.read_record(state_dir, name)
+        if record is not None:
+            progress(
+                f"stopping {'the cluster' if name == SUPERVISOR else f'the {name}'} (process {record.pid})"
+            )
+            await process_records.end_process(record, grace_s=graces.get(name, _CONTROLLER_GRACE_S))
+        process_records.remove_record(state_dir, name)
+    if found is not None and CONTROLLER in found.pids:
+        _remove_cluster_file(state_dir)
+    return found
+
+
+def check_agent_cluster(running: RunningCluster, access: ClusterConfig, *, state_dir: Path) -> None:
+    """Raises AgentRunningError if the running agent belongs to another cluster than that of `access`."""
+    node_dir = state_dir / AGENTS_DIR / running.node_id
+    if running.node_id and not _has_joined(node_dir, access, at_address=True):
+        raise AgentRunningError(
+            f"this machine runs an agent of another cluster than {address_text(*_address(access))} {running}",
+            hint=f"stop it with 'genie down', or set GENIE_STATE_DIR to another directory than {state_dir}",
+        )
+
+
+def local_node_id(settings: Settings) -> str:
+    """The node ID of this machine: the setting, or one derived from the host name."""
+    node_id = settings.cluster.node_id
+    return validate_node_id(node_id) if node_id is not None else node_id_from(socket.gethostname())
+
+
+def owner_access(state_dir: Path, cluster: LocalCluster) -> ClusterConfig:
+    """Returns the owner's access to the cluster of this machine."""
+    token = read_owner_token(state_dir)
+    if token is None:
+        raise TokenMissingError(
+            f"no owner token in {state_dir}", hint="run 'genie down' and 'genie up' again"
+        )
+    return ClusterConfig(
+        discovery_method="address", master_addr=cluster.host, master_port=cluster.port, token=str(token)
+    )
+
+
+def _ignoring_write_errors(progress: Progress) -> Progress:
+    """A closed terminal or a full disk must not stop the cluster."""
+
+    def report(line: str) -> None:
+        try:
+            progress(line)
+        except (OSError, ValueError) as error:
+            _log.warning("could not report progress (%s): %s", error, line)
+
+    return report
+
+
+@contextmanager
+def _lock(state_dir: Path) -> Iterator[None]:
+    """Held by the supervisor of this state directory; the kernel releases it when that process dies."""
+    path = files.make_private_directory(state_dir / process_records.RUN_FOLDER) / _LOCK_FILE
+    lock = files.FileLock.try_acquire(path)
+    if lock is None:
+        raise _already_running_error(state_dir, find_running(state_dir), holder=files.lock_holder(path))
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def _already_running_error(
+    state_dir: Path, found: RunningCluster | None, *, holder: str = ""
+) -> AgentRunningError:
+    elsewhere = f"set GENIE_STATE_DIR to another directory than {state_dir}"
+    if found:
+        return AgentRunningError(
+            f"already running {found}", hint=f"stop it with 'genie down', or {elsewhere}"
+        )
+    # A server session holds the lock until it ends, even after 'genie down'.
+    process = f"process {holder}" if holder else "another process"
+    return AgentRunningError(
+        f"{process} is starting a cluster in {state_dir}, or has hosted one and is still running",
+        hint=f"wait for it or end that program, or {elsewhere}",
+    )
+
+
+@asynccontextmanager
+async def _start_timeout(timeout_s: float, supervisor: Supervisor, what: str) -> AsyncIterator[None]:
+    try:
+        async with asyncio.timeout(timeout_s):
+            yield
+    except TimeoutError:
+        raise supervisor.timeout_error(timeout_s, what) from None
+
+
+def _check_port_free(host: str, port: int) -> None:
+    """Raises AddressInUseError here; the controller would only write it to its log."""
+    if port == 0:
+        return
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE:
+                raise AddressInUseError(
+                    f"port {port} on {host} is in use",
+                    hint="stop the program that uses it ('genie down' for Genie), or choose another --port",
+                ) from error
+
+
+def _can_list_nodes(access: ClusterConfig) -> bool:
+    """False without a token or with a join token, which only admits a node."""
+    return access.token is not None and parse_token(access.token).kind is not TokenKind.JOIN
+
+
+def _address(access: ClusterConfig) -> tuple[str, int]:
+    if access.master_addr is None:
+        raise ConfigError("the address of the controller is missing", hint="pass master_addr")
+    return parse_endpoint(access.master_addr, what="master_addr", port=access.master_port)
+
+
+def _has_joined(node_dir: Path, access: ClusterConfig, *, at_address: bool = False) -> bool:
+    """Whether this is a node of the cluster of `access`.
+
+    Clusters are compared by the pin of the token. Without a token, and with `at_address` for clusters without
+    TLS, which have no pin, the address must be one that the node has stored.
+    """
+    pin = parse_token((node_dir / "node.token").read_text("utf-8")).pin
+    if access.token is not None:
+        same = parse_token(access.token).pin == pin
+        return same and (pin != NO_PIN or not at_address or _knows_controller(node_dir, *_address(access)))
+    return _knows_controller(node_dir, *_address(access))
+
+
+def _knows_controller(node_dir: Path, host: str, port: int) -> bool:
+    try:
+        known = read_controllers(node_dir)
+    except GenieError:
+        return False
+    return any(
+        port == at and (host == name or (is_loopback(host) and is_loopback(name))) for name, at in known
+    )
+
+
+def _registered_incarnation(node_dir: Path) -> int:
+    """The last incarnation that has registered; 0 if none has."""
+    try:
+        return int(json.loads((node_dir / REGISTERED_FILE).read_text("utf-8"))["incarnation"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return 0
+
+
+def _read_int(path: Path) -> int:
+    try:
+        return int(path.read_text("utf-8"))
+    except (OSError, ValueError):
+        return 0
+
+
+def _remove_cluster_file(state_dir: Path) -> None:
+    """Removes the address of the stopped controller, so that commands no longer use it."""
+    (state_dir / LOCAL_CLUSTER_FILE).unlink(missing_ok=True)
+
+
+def _copy_hint(state_dir: Path) -> str:
+    return f"copy {OWNER_TOKEN_FILE} from the state directory of the first controller to {state_dir}"
+
+
+def _format_gpus(node: NodeInfo) -> str:
+    names = [gpu.name for gpu in node.gpus]
+    return f"{len(names)} accelerator{'' if len(names) == 1 else 's'}" + (
+        f": {', '.join(names)}" if names else ""
+    )

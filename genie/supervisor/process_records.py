@@ -1,0 +1,129 @@
+"""Process records in the state directory, by which another process can find and end our processes.
+
+A record contains process ID and start mark; a process that reused the ID does not match and is never
+signalled.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from genie.errors import NodeError
+from genie.processes import files
+from genie.processes.marks import ProcessMark
+
+RUN_FOLDER = "run"
+LOG_FOLDER = "logs"
+_POLL_S = 0.02
+_KILL_TIMEOUT_S = 5.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProcessRecord:
+    """One process of this state directory."""
+
+    name: str
+    mark: ProcessMark
+    ready: bool = False
+    """For the supervisor: whether all children have started."""
+    node_id: str = ""
+    """For an agent: its node ID."""
+
+    @property
+    def pid(self) -> int:
+        return self.mark.pid
+
+    @property
+    def is_alive(self) -> bool:
+        return self.mark.is_alive
+
+    def write(self, state_dir: Path) -> None:
+        body = {
+            "pid": self.mark.pid,
+            "start": self.mark.start,
+            "ready": self.ready,
+            "node_id": self.node_id,
+        }
+        files.write_private(_path(state_dir, self.name), json.dumps(body).encode())
+
+
+def record_process(
+    state_dir: Path, name: str, pid: int, *, ready: bool = False, node_id: str = ""
+) -> ProcessRecord | None:
+    """Writes the record of a process; None if it has already ended."""
+    record = make_record(name, pid, ready=ready, node_id=node_id)
+    if record is not None:
+        record.write(state_dir)
+    return record
+
+
+def make_record(name: str, pid: int, *, ready: bool = False, node_id: str = "") -> ProcessRecord | None:
+    """The record of a process, not written yet; None if it has already ended."""
+    mark = ProcessMark.of(pid)
+    return None if mark is None else ProcessRecord(name=name, mark=mark, ready=ready, node_id=node_id)
+
+
+def read_record(state_dir: Path, name: str) -> ProcessRecord | None:
+    """Returns the record of this name if its process is running, else None."""
+    try:
+        body = json.loads(_path(state_dir, name).read_text("utf-8"))
+        mark = ProcessMark(int(body["pid"]), str(body["start"]))
+        record = ProcessRecord(
+            name=name, mark=mark, ready=bool(body["ready"]), node_id=str(body.get("node_id", ""))
+        )
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return record if record.is_alive else None
+
+
+def remove_record(state_dir: Path, name: str) -> None:
+    _path(state_dir, name).unlink(missing_ok=True)
+
+
+def log_path(state_dir: Path, name: str) -> Path:
+    return state_dir / LOG_FOLDER / f"{name}.log"
+
+
+def last_lines(path: Path, *, count: int = 8, bytes_max: int = 8192, since_bytes: int = 0) -> list[str]:
+    """The last lines of a log, for an error message; ignores its first `since_bytes`."""
+    try:
+        with path.open("rb") as file:
+            size_bytes = file.seek(0, os.SEEK_END)
+            # A shorter log has been truncated since.
+            begin = since_bytes if since_bytes <= size_bytes else 0
+            file.seek(max(size_bytes - bytes_max, begin))
+            text = file.read().decode("utf-8", "replace")
+    except OSError:
+        return []
+    return [line for line in text.splitlines() if line.strip()][-count:]
+
+
+async def end_process(record: ProcessRecord, *, grace_s: float) -> None:
+    """Sends SIGTERM, then SIGKILL after `grace_s`. Returns when the process has ended."""
+    if not record.mark.send_signal(signal.SIGTERM) or await _wait_ended(record, grace_s):
+        return
+    record.mark.send_signal(signal.SIGKILL)
+    if not await _wait_ended(record, _KILL_TIMEOUT_S):
+        raise NodeError(
+            f"could not kill process {record.pid} ({record.name})",
+            hint="it hangs in the kernel; inspect it with 'ps'",
+        )
+
+
+async def _wait_ended(record: ProcessRecord, timeout_s: float) -> bool:
+    deadline = time.monotonic() + timeout_s
+    while record.is_alive:
+        if time.monotonic() >= deadline:
+            return False
+        await asyncio.sleep(_POLL_S)
+    return True
+
+
+def _path(state_dir: Path, name: str) -> Path:
+    return state_dir / RUN_FOLDER / f"{name}.json"

@@ -1,0 +1,85 @@
+#include "node_values.h"
+
+#include <algorithm>
+#include <bit>
+#include <cstring>
+
+#include "smoothing.h"
+
+namespace genie {
+namespace {
+
+uint64_t hash(const FreeState& state) {
+  std::array<uint32_t, sizeof(FreeState) / 4> words;
+  std::memcpy(words.data(), &state, sizeof(FreeState));
+  uint64_t sum = 0;
+  for (uint32_t word : words) sum = (std::rotl(sum, 5) ^ word) * 0x517cc1b727220a95;
+  return sum ^ (sum >> 32);
+}
+
+}  // namespace
+
+NodeValues::NodeValues(const Cluster& cluster, const std::vector<RequestClass>& history, int draws)
+    : fill_simulation_(cluster, history, draws) {
+  if (history.empty()) return;
+  int gpus_max = 0;
+  for (const Node& node : cluster.nodes()) gpus_max = std::max(gpus_max, node.gpu_count);
+  for (int gpus = 2; gpus <= gpus_max; gpus *= 2) multi_gpu_counts_.push_back(gpus);
+  for (const RequestClass& request : history) {
+    if (request.gpus < 2) continue;
+    multi_gpu_requests_.push_back({request.gpus, request.cpu_milli, request.memory_mib, request.models});
+    if (std::find(multi_gpu_counts_.begin(), multi_gpu_counts_.end(), request.gpus) ==
+        multi_gpu_counts_.end()) {
+      multi_gpu_counts_.push_back(request.gpus);
+    }
+  }
+}
+
+const NodeValue& NodeValues::of(const FreeState& state) {
+  if (values_.size() * 2 >= slots_.size()) grow();
+  size_t at = hash(state) & (slots_.size() - 1);
+  while (slots_[at].used && !(slots_[at].state == state)) at = (at + 1) & (slots_.size() - 1);
+  if (!slots_[at].used) {
+    slots_[at] = {state, true, static_cast<uint32_t>(values_.size())};
+    NodeValue& value = values_.emplace_back();
+    value.fill = fill_simulation_.of(state);
+    for (size_t j = 0; j < multi_gpu_counts_.size(); ++j)
+      value.capacity[j] = multi_gpu_capacity(multi_gpu_counts_[j], state);
+  }
+  return values_[slots_[at].value];
+}
+
+// The GPU thousandths that requests for `gpus` GPUs could use on the node now, summed over the history. For
+// smoothing, half a request that needs only GPUs is added.
+int64_t NodeValues::multi_gpu_capacity(int gpus, const FreeState& state) const {
+  const int whole = state.whole_gpus();
+  if (whole < gpus) return 0;
+  int64_t slots = std::has_single_bit(static_cast<unsigned>(gpus)) ? whole / gpus : 0;
+  for (const MultiGpuRequest& request : multi_gpu_requests_) {
+    if (request.gpus != gpus || (request.models >> state.model & 1) == 0) continue;
+    int fit = whole / gpus;
+    if (request.cpu_milli > 0) fit = std::min(fit, state.cpu_milli / request.cpu_milli);
+    if (request.memory_mib > 0) fit = std::min(fit, state.memory_mib / request.memory_mib);
+    slots += kSmoothing * fit;
+  }
+  return slots * gpus * kFullMilli;
+}
+
+// Doubles the table, or clears it at its maximum size.
+void NodeValues::grow() {
+  if (slots_.size() >= kSlotsMax) {
+    slots_.assign(slots_.size(), Slot{});
+    values_.clear();
+    return;
+  }
+  std::vector<Slot> old(slots_.size() * 2);
+  old.swap(slots_);
+  for (const Slot& slot : old) {
+    if (!slot.used) continue;
+    size_t at = hash(slot.state) & (slots_.size() - 1);
+    while (slots_[at].used) at = (at + 1) & (slots_.size() - 1);
+    slots_[at] = slot;
+  }
+}
+
+}  // namespace genie

@@ -1,0 +1,52 @@
+// The value of a node's free resources for recent requests, cached by state.
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <vector>
+
+#include "fill_simulation.h"
+
+namespace genie {
+
+constexpr int kMultiGpuCountsMax = kGpusMax - 1;  // multi-GPU requests have 2 to 16 GPUs
+
+struct NodeValue {
+  int64_t fill = 0;                                    // see FillSimulation
+  std::array<int64_t, kMultiGpuCountsMax> capacity{};  // for each of NodeValues::multi_gpu_counts()
+};
+
+class NodeValues {
+ public:
+  // Learns from the last requests, oldest first.
+  NodeValues(const Cluster& cluster, const std::vector<RequestClass>& history, int draws);
+
+  const NodeValue& of(const FreeState& state);
+  // Numbers of GPUs of multi-GPU requests: powers of two, then others in the history.
+  const std::vector<int>& multi_gpu_counts() const { return multi_gpu_counts_; }
+
+ private:
+  struct MultiGpuRequest {
+    int gpus;
+    int cpu_milli;
+    int memory_mib;
+    uint64_t models;
+  };
+  struct Slot {
+    FreeState state;
+    bool used = false;
+    uint32_t value = 0;  // in values_
+  };
+  static constexpr size_t kSlotsMax = size_t{1} << 19;
+
+  int64_t multi_gpu_capacity(int gpus, const FreeState& state) const;
+  void grow();
+
+  FillSimulation fill_simulation_;
+  std::vector<int> multi_gpu_counts_;
+  std::vector<MultiGpuRequest> multi_gpu_requests_;  // for several GPUs
+  std::vector<Slot> slots_ = std::vector<Slot>(size_t{1} << 14);
+  std::vector<NodeValue> values_;
+};
+
+}  // namespace genie

@@ -1,0 +1,110 @@
+// See device_registry.h.
+#include "device_registry.h"
+
+#include <algorithm>
+
+#include "errors.h"
+#include "generator.h"
+
+namespace genie {
+
+namespace {
+
+thread_local int current_index = 0;
+
+}  // namespace
+
+DeviceRegistry& device_registry() {
+  static auto* registry = new DeviceRegistry();  // never destroyed: tensors may be destroyed last
+  return *registry;
+}
+
+// Replaced objects are released after the lock: that may need the GIL, whose holder may want the lock.
+void DeviceRegistry::attach(int count, Open open) {
+  std::vector<ConnectionPtr> replaced;
+  std::lock_guard<std::mutex> lock(mutex_);
+  open_connection_fn_.swap(open);
+  replaced.swap(connections_);
+  connections_.resize(static_cast<size_t>(count));
+  for (size_t i = 0; i < std::min(replaced.size(), connections_.size()); i++)
+    connections_[i].swap(replaced[i]);
+  while (generators_.size() < static_cast<size_t>(count)) {
+    generators_.push_back(make_default_generator(static_cast<int>(generators_.size())));
+  }
+  count_ = count;
+}
+
+void DeviceRegistry::detach() {
+  std::vector<ConnectionPtr> replaced;
+  Open open;
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    count_ = 0;
+    replaced.swap(connections_);
+    open.swap(open_connection_fn_);
+  }
+}
+
+int DeviceRegistry::current() const { return current_index; }
+
+void DeviceRegistry::set_current(int index) {
+  if (index < 0) return;
+  check(index);
+  current_index = index;
+}
+
+void DeviceRegistry::set_current_unchecked(int index) noexcept {
+  if (index >= 0) current_index = index;
+}
+
+// The Python registry, if attached, raises the error.
+void DeviceRegistry::check(int index) {
+  if (index < count()) return;
+  Open open;
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    open = open_connection_fn_;
+  }
+  if (open) {
+    open(index);  // raises, unless the index was added meanwhile
+    return;
+  }
+  raise("session.not_initialized",
+        "remote_accelerator needs a session with a cluster; call `await genie.init(...)` first");
+}
+
+ConnectionPtr DeviceRegistry::open_connection(int index) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  if (index < 0 || static_cast<size_t>(index) >= connections_.size()) return {};
+  const ConnectionPtr& found = connections_[static_cast<size_t>(index)];
+  return found && !found->lost() ? found : ConnectionPtr();
+}
+
+ConnectionPtr DeviceRegistry::connection(int index) {
+  // torch stores an index in eight bits; larger ones arrive as negative numbers.
+  if (index < -1) raise("device.unavailable", "the largest device index is 126");
+  if (index < 0) index = current_index;
+  if (ConnectionPtr found = open_connection(index)) return found;
+  check(index);
+  Open open;
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    open = open_connection_fn_;
+  }
+  if (!open) check(count());
+  ConnectionPtr opened = open(index), before;
+  std::lock_guard<std::mutex> lock(mutex_);
+  if (static_cast<size_t>(index) < connections_.size()) {
+    before = std::exchange(connections_[static_cast<size_t>(index)], opened);
+  }
+  return opened;
+}
+
+const at::Generator& DeviceRegistry::default_generator(int index) {
+  if (index < 0) index = current_index;
+  check(index);
+  std::lock_guard<std::mutex> lock(mutex_);
+  return generators_[static_cast<size_t>(index)];
+}
+
+}  // namespace genie

@@ -1,0 +1,48 @@
+// Maps device indices to connections, and holds the current index of each thread.
+// Does not find executors: it calls genie/device/registry.py to open a connection.
+#pragma once
+
+#include <functional>
+#include <mutex>
+#include <vector>
+
+#include <ATen/core/Generator.h>
+
+#include "connection.h"
+
+namespace genie {
+
+// Opens the connection of an index; may raise. Called without locks held.
+using Open = std::function<ConnectionPtr(int index)>;
+
+class DeviceRegistry {
+ public:
+  // Called again with a higher count, it adds indices; existing ones do not change.
+  void attach(int count, Open open);
+  // Tensors keep their connections; indices are invalid until the next attach.
+  void detach();
+
+  int count() const { return count_.load(std::memory_order_acquire); }
+  int current() const;
+  void set_current(int index);  // raises for an unknown index
+  void set_current_unchecked(int index) noexcept;
+
+  // Opens the connection at the first use, and again after a loss. Negative: the current index.
+  ConnectionPtr connection(int index);
+  // Null if there is none, or it is lost.
+  ConnectionPtr open_connection(int index);
+  const at::Generator& default_generator(int index);
+
+ private:
+  void check(int index);
+
+  std::mutex mutex_;
+  std::atomic<int> count_{0};
+  Open open_connection_fn_;
+  std::vector<ConnectionPtr> connections_;
+  std::deque<at::Generator> generators_;  // by index; references stay valid
+};
+
+DeviceRegistry& device_registry();
+
+}  // namespace genie

@@ -1,0 +1,213 @@
+// See dynamic_ops.h.
+#include "dynamic_ops.h"
+
+#include <ATen/EmptyTensor.h>
+
+#include "results.h"
+#include "template_body.h"
+
+namespace genie {
+
+namespace {
+
+using at::Tensor;
+using c10::IValue;
+using torch::jit::Stack;
+
+void check_not_negative(c10::IntArrayRef values) {
+  for (int64_t value : values)
+    if (value < 0) throw ProtocolError("a size or a stride is negative");
+}
+
+Output read_output(Reader& in, const c10::TypePtr& type, bool in_list = false) {
+  Output output;
+  output.kind = static_cast<OutputKind>(in.u8());
+  switch (output.kind) {
+    case OutputKind::None:
+      break;
+    case OutputKind::New: {
+      output.dtype = static_cast<c10::ScalarType>(in.u8());
+      size_t dimensions = in.u8();
+      if (!is_supported_dtype(output.dtype) || dimensions > DIMENSIONS_MAX)
+        throw ProtocolError("an output is malformed");
+      for (size_t i = 0; i < dimensions; i++) output.sizes.push_back(in.i64());
+      for (size_t i = 0; i < dimensions; i++) output.strides.push_back(in.i64());
+      check_not_negative(output.sizes);
+      check_not_negative(output.strides);
+      output.storage_bytes = static_cast<int64_t>(
+          at::detail::computeStorageNbytes(output.sizes, output.strides, c10::elementSize(output.dtype)));
+      break;
+    }
+    case OutputKind::Alias:
+      output.source = static_cast<int>(in.u32());
+      break;
+    case OutputKind::List: {
+      uint32_t count = in.u32();
+      if (in_list || count > LIST_ITEMS_MAX) throw ProtocolError("an output is malformed");
+      auto* list = type->castRaw<c10::ListType>();
+      c10::TypePtr element = list ? list->getElementType() : c10::TypePtr(c10::TensorType::get());
+      for (uint32_t i = 0; i < count; i++) output.items.push_back(read_output(in, element, true));
+      output.constant = c10::impl::GenericList(element);
+      break;
+    }
+    case OutputKind::Integer:
+      output.constant = in.i64();
+      break;
+    case OutputKind::Float:
+      output.constant = in.f64();
+      break;
+    case OutputKind::Boolean:
+      output.constant = in.u8() != 0;
+      break;
+    case OutputKind::Complex: {
+      double real = in.f64();
+      output.constant = c10::complex<double>(real, in.f64());
+      break;
+    }
+    default:
+      throw ProtocolError("an output is of an unknown kind");
+  }
+  return output;
+}
+
+void check_sources(const Output& output, size_t inputs) {
+  if (output.kind == OutputKind::Alias && static_cast<size_t>(output.source) >= inputs) {
+    throw ProtocolError("an output is an alias of an unknown input");
+  }
+  for (const Output& item : output.items) check_sources(item, inputs);
+}
+
+// Applies the new shapes of inputs that the op has resized.
+void read_resizes(Reader& in, const std::vector<Tensor>& inputs) {
+  for (uint32_t left = in.u32(); left > 0; left--) {
+    uint32_t index = in.u32();
+    uint64_t bytes = in.u64();
+    size_t dimensions = in.u8();
+    if (index >= inputs.size() || dimensions > DIMENSIONS_MAX)
+      throw ProtocolError("a resized input is malformed");
+    int64_t offset = in.i64();
+    std::vector<int64_t> sizes, strides;
+    for (size_t i = 0; i < dimensions; i++) sizes.push_back(in.i64());
+    for (size_t i = 0; i < dimensions; i++) strides.push_back(in.i64());
+    check_not_negative(sizes);
+    check_not_negative(strides);
+    inputs[index].storage().unsafeGetStorageImpl()->set_nbytes(bytes);
+    inputs[index].unsafeGetTensorImpl()->set_sizes_and_strides(sizes, strides, offset);
+  }
+}
+
+// Whether the outputs hold for all calls with the same key.
+bool is_static(const std::vector<Output>& outputs, bool resizes_inputs) {
+  if (resizes_inputs) return false;
+  for (const Output& output : outputs) {
+    if (output.kind > OutputKind::Integer) return false;  // a value, not a shape
+    if (!is_static(output.items, false)) return false;
+  }
+  return true;
+}
+
+struct OpReply {
+  std::vector<Output> outputs;
+  uint32_t new_outputs = 0;
+  bool resizes_inputs = false;
+};
+
+OpReply read_op_reply(Reader& in, const c10::FunctionSchema& schema, size_t inputs) {
+  OpReply op_reply;
+  if (in.u32() != schema.returns().size())
+    throw ProtocolError("a reply has another number of outputs than the op");
+  for (const auto& returned : schema.returns()) {
+    op_reply.outputs.push_back(read_output(in, returned.type()));
+    check_sources(op_reply.outputs.back(), inputs);
+    op_reply.new_outputs += count_new(op_reply.outputs.back());
+  }
+  op_reply.resizes_inputs = Reader(in).u32() > 0;
+  return op_reply;
+}
+
+// An op that only returns integers derived from shapes is not sent again.
+bool is_constant(const OpTraits& traits, const std::vector<Output>& outputs) {
+  if (traits.writes || outputs.empty()) return false;
+  for (const Output& output : outputs)
+    if (output.kind != OutputKind::Integer) return false;
+  return true;
+}
+
+// From now on the op is streamed, with the outputs of this reply as prediction.
+void cache_outputs(const c10::OperatorHandle& op, const OpTraits& traits, Template& known,
+                   const OpReply& op_reply, Connection::Batch& batch, const Stack& stack) {
+  batch.templates().renumber(known, batch.records());
+  known.outputs = op_reply.outputs;
+  known.new_outputs = op_reply.new_outputs;
+  known.mode = is_constant(traits, op_reply.outputs) ? OpExecutionMode::Local : OpExecutionMode::Stream;
+  if (known.mode == OpExecutionMode::Local) return;
+  write_template(batch.records(), known.number,
+                 template_body(op, traits, stack, stack.size() - traits.arguments, &op_reply.outputs));
+}
+
+// An op that ran as a DynamicOp during a recording becomes a step of the graph, now that its outputs are
+// known.
+void write_graph_step(const Template& known, Connection::Batch& batch, const Call& call,
+                      const std::vector<uint32_t>& storages) {
+  batch.records().record(Record::GraphStep, known.number);
+  batch.records().raw(call.data.data(), call.data.size());
+  batch.records().raw(storages.data(), storages.size() * sizeof(uint32_t));
+}
+
+}  // namespace
+
+void run_dynamic_op(const c10::OperatorHandle& op, const OpTraits& traits, const TemplatePtr& known,
+                    Connection::Batch& batch, const Call& call, Stack* stack) {
+  Connection& connection = *call.connection;
+  std::vector<Tensor> inputs = owned_copies(call.tensors);
+  PendingReply reply;
+  reply.binds = true;
+  batch.records().record(Record::DynamicOp, known->number);
+  batch.records().raw(call.data.data(), call.data.size());
+  batch.counters().dynamic_ops++;
+  batch.counters().ops++;
+  uint64_t number = batch.finish_request(reply);
+  connection.wait_reply(number, reply);
+  Reader in(reply.payload.data(), reply.payload.size());
+  OpReply op_reply;
+  std::vector<uint32_t> storages;
+  try {
+    op_reply = read_op_reply(in, op.schema(), inputs.size());
+    try {
+      batch.acquire();
+      batch.check_new_storages(op_reply.new_outputs);
+    } catch (...) {
+      batch.release();
+      connection.discard_outputs(number, op_reply.new_outputs);
+      throw;
+    }
+    storages.resize(op_reply.new_outputs);
+    for (uint32_t& storage : storages) storage = batch.new_storage();
+    batch.records().record(Record::BindOutputs, op_reply.new_outputs);
+    batch.records().u64(number);
+    batch.records().raw(storages.data(), storages.size() * sizeof(uint32_t));
+    // The template may have been evicted during the wait.
+    bool is_cached = batch.templates().find(known->hash, known->key) == known;
+    if (is_cached && known->mode == OpExecutionMode::Learn &&
+        is_static(op_reply.outputs, op_reply.resizes_inputs)) {
+      cache_outputs(op, traits, *known, op_reply, batch, *stack);
+    }
+    if (connection.is_recorder() && known->mode == OpExecutionMode::Stream)
+      write_graph_step(*known, batch, call, storages);
+    batch.release();
+    read_resizes(in, inputs);
+  } catch (const ProtocolError& error) {
+    connection.fail(error);
+  }
+  const uint32_t* next = storages.data();
+  c10::SmallVector<IValue, 4> results;
+  for (const Output& output : op_reply.outputs)
+    results.push_back(make_result(output, connection, next, inputs));
+  if (known->mode == OpExecutionMode::Dynamic || known->mode == OpExecutionMode::Learn) {
+    connection.check_not_recording(op.schema().name().c_str());
+  }
+  torch::jit::drop(*stack, traits.arguments);
+  for (IValue& result : results) stack->push_back(std::move(result));
+}
+
+}  // namespace genie

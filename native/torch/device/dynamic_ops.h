@@ -1,0 +1,16 @@
+// Ops whose output shapes only the executor knows: the reply describes them, and may be cached for the next
+// call.
+#pragma once
+
+#include <ATen/core/stack.h>
+
+#include "call.h"
+#include "op_traits.h"
+
+namespace genie {
+
+// Pops the arguments from the stack and pushes the outputs. `batch` is held on entry, and released.
+void run_dynamic_op(const c10::OperatorHandle& op, const OpTraits& traits, const TemplatePtr& known,
+                    Connection::Batch& batch, const Call& call, torch::jit::Stack* stack);
+
+}  // namespace genie

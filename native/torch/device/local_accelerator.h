@@ -1,0 +1,28 @@
+// Support for processes with a local GPU. torch knows one accelerator per process, and an out-of-tree device
+// becomes it as soon as it is registered; backward passes on the local GPU then fail, and memory is no longer
+// pinned for it. So the remote device is torch's accelerator only during backward passes over remote tensors,
+// and the local GPU at all other times.
+#pragma once
+
+#include <vector>
+
+#include <ATen/core/Tensor.h>
+
+namespace genie {
+
+// Call once, if there is a local accelerator. Returns false, and changes nothing, if torch's libraries are
+// not as expected.
+bool keep_local_accelerator();
+
+// For the calling thread: a backward pass over remote tensors begins and ends. Calls nest.
+void enter_backward();
+void leave_backward();
+
+// The kinds of devices that a backward pass from these roots would use.
+struct BackwardDevices {
+  bool remote = false;
+  bool local = false;  // an accelerator of this machine
+};
+BackwardDevices find_backward_devices(const std::vector<at::Tensor>& roots);
+
+}  // namespace genie

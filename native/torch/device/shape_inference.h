@@ -1,0 +1,24 @@
+// Infers the outputs of an op on torch's meta device, before the op is sent.
+#pragma once
+
+#include <vector>
+
+#include <ATen/core/Tensor.h>
+#include <ATen/core/stack.h>
+
+#include "op_traits.h"
+#include "templates.h"
+
+namespace genie {
+
+// `resized`: the op resizes some of its arguments, which has been applied; the key of the call has changed.
+struct Inference {
+  OpExecutionMode mode = OpExecutionMode::Dynamic;
+  bool resized = false;
+  std::vector<Output> outputs;
+};
+
+Inference infer_outputs(const c10::OperatorHandle& op, const OpTraits& traits, const torch::jit::Stack& stack,
+                        size_t base, const std::vector<const at::Tensor*>& inputs);
+
+}  // namespace genie

@@ -1,0 +1,163 @@
+#include "staging.h"
+
+#include <algorithm>
+
+#include <ATen/ops/empty.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+
+namespace genie {
+
+namespace {
+
+constexpr uint64_t STAGING_BUFFER_BYTES = FRAME_BYTES_MAX;
+// Small enough to start sending early, large enough to amortize the cost of starting a copy.
+constexpr uint64_t DOWNLOAD_CHUNK_BYTES = 1u << 20;
+constexpr size_t BUFFERS_MIN = 2;
+constexpr size_t BUFFERS_MAX = 16;
+
+const uint8_t* host_bytes(const at::Tensor& tensor) {
+  return static_cast<const uint8_t*>(tensor.const_data_ptr());
+}
+
+at::Tensor empty_pinned(uint64_t bytes) {
+  return at::empty({static_cast<int64_t>(bytes)},
+                   at::TensorOptions().dtype(at::kByte).device(c10::kCPU).pinned_memory(true));
+}
+
+}  // namespace
+
+at::Tensor byte_range(const at::Tensor& contiguous, uint64_t start, uint64_t bytes) {
+  uint64_t first = static_cast<uint64_t>(contiguous.storage_offset()) * contiguous.itemsize() + start;
+  auto flat = at::detail::make_tensor<c10::TensorImpl>(
+      c10::Storage(contiguous.storage()), contiguous.key_set(), c10::scalarTypeToTypeMeta(at::kByte));
+  int64_t size = static_cast<int64_t>(bytes), stride = 1;
+  flat.unsafeGetTensorImpl()->set_sizes_and_strides(c10::IntArrayRef(size), c10::IntArrayRef(stride),
+                                                    static_cast<int64_t>(first));
+  return flat;
+}
+
+void StagingBuffers::for_each_chunk(const at::Tensor& contiguous,
+                                    const std::function<void(const uint8_t*, size_t)>& consume) {
+  uint64_t size = contiguous.nbytes();
+  if (size == 0) return;
+  if (contiguous.device().is_cpu()) {
+    consume(host_bytes(contiguous), size);
+    return;
+  }
+  filling_ = nullptr;
+  auto start_copy = [&](uint64_t start) -> Buffer& {
+    uint64_t bytes = std::min(DOWNLOAD_CHUNK_BYTES, size - start);
+    Buffer& buffer = next_buffer();
+    buffer.memory.narrow(0, 0, static_cast<int64_t>(bytes))
+        .copy_(byte_range(contiguous, start, bytes), /*non_blocking=*/true);
+    record_copy(buffer);
+    return buffer;
+  };
+  Buffer* current = &start_copy(0);
+  for (uint64_t start = 0; start < size; start += DOWNLOAD_CHUNK_BYTES) {
+    Buffer* next = start + DOWNLOAD_CHUNK_BYTES < size ? &start_copy(start + DOWNLOAD_CHUNK_BYTES) : nullptr;
+    current->copied.synchronize();
+    consume(host_bytes(current->memory), std::min(DOWNLOAD_CHUNK_BYTES, size - start));
+    current = next;
+  }
+}
+
+void StagingBuffers::read(const at::Tensor& contiguous, uint8_t* into) {
+  for_each_chunk(contiguous, [&into](const uint8_t* from, size_t bytes) {
+    std::memcpy(into, from, bytes);
+    into += bytes;
+  });
+}
+
+void StagingBuffers::write(const at::Tensor& contiguous, const uint8_t* from, size_t bytes) {
+  if (bytes == 0) return;
+  if (contiguous.device().is_cpu()) {
+    std::memcpy(contiguous.mutable_data_ptr(), from, bytes);
+    return;
+  }
+  std::memcpy(reserve(bytes), from, bytes);
+  copy_reserved(contiguous, 0, bytes);
+}
+
+uint8_t* StagingBuffers::reserve(size_t bytes) {
+  if (!filling_ || filled_ + bytes > STAGING_BUFFER_BYTES) {
+    filling_ = &next_buffer();
+    filled_ = 0;
+  }
+  return static_cast<uint8_t*>(filling_->memory.mutable_data_ptr()) + filled_;
+}
+
+void StagingBuffers::copy_reserved(const at::Tensor& contiguous, uint64_t start, size_t bytes) {
+  auto from = filling_->memory.narrow(0, static_cast<int64_t>(filled_), static_cast<int64_t>(bytes));
+  byte_range(contiguous, start, bytes).copy_(from, /*non_blocking=*/true);
+  filled_ += bytes;
+  record_copy(*filling_);
+}
+
+// Never returns the last one again: the caller may still read it. Waits for a buffer that is in use only if
+// there are BUFFERS_MAX.
+StagingBuffers::Buffer& StagingBuffers::next_buffer() {
+  size_t next = buffers_.empty() ? 0 : (last_ + 1) % buffers_.size();
+  bool grow =
+      buffers_.size() < BUFFERS_MIN || (buffers_.size() < BUFFERS_MAX && !buffers_[next]->copied.query());
+  if (grow) {
+    next = buffers_.empty() ? 0 : last_ + 1;
+    auto added =
+        std::make_unique<Buffer>(Buffer{empty_pinned(STAGING_BUFFER_BYTES), c10::Event(device_.type())});
+    buffers_.insert(buffers_.begin() + static_cast<std::ptrdiff_t>(next), std::move(added));
+  }
+  last_ = next;
+  Buffer& buffer = *buffers_[next];
+  buffer.copied.synchronize();
+  return buffer;
+}
+
+void StagingBuffers::record_copy(Buffer& buffer) {
+  buffer.copied.record(c10::impl::VirtualGuardImpl(device_.type()).getStream(device_));
+}
+
+void Upload::begin(at::Tensor target, at::Tensor staged, uint64_t bytes) {
+  target_ = std::move(target);
+  staged_ = std::move(staged);
+  remaining_ = bytes;
+  done_ = 0;
+}
+
+uint8_t* Upload::destination(size_t bytes) {
+  if (bytes == 0 || bytes > remaining_)
+    throw ProtocolError("the size of an upload differs from the announced size");
+  if (!target_.defined()) {
+    discarded_.resize(bytes);
+    return discarded_.data();
+  }
+  if (!staged_.device().is_cpu()) return staging_.reserve(bytes);
+  return static_cast<uint8_t*>(staged_.mutable_data_ptr()) + done_;
+}
+
+void Upload::advance(size_t bytes) {
+  remaining_ -= bytes;
+  if (target_.defined() && !staged_.device().is_cpu()) staging_.copy_reserved(staged_, done_, bytes);
+  done_ += bytes;
+  if (remaining_ == 0) finish();
+}
+
+void Upload::fill(const uint8_t* from) {
+  uint64_t bytes = remaining_;
+  remaining_ = 0;
+  if (target_.defined()) staging_.write(staged_, from, bytes);
+  finish();
+}
+
+void Upload::finish() {
+  at::Tensor target = std::move(target_), staged = std::move(staged_);
+  discard();
+  if (!target.is_same(staged)) target.copy_(staged, /*non_blocking=*/true);
+}
+
+void Upload::discard() {
+  target_.reset();
+  staged_.reset();
+  discarded_ = std::vector<uint8_t>();
+}
+
+}  // namespace genie

@@ -1,0 +1,313 @@
+"""Every process of a job is killed with it; accelerators are withheld until all of them have ended."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from genie.agent import agent as agent_module
+from genie.agent import launcher as launching
+from genie.agent.journal import JobRecord
+from genie.agent.launcher import LaunchPlan, ShimLauncher
+from genie.errors import NodeUnfitError
+from genie.model.messages import ExitReport, JobOrder, RunningJob
+from genie.model.node import GPUInfo
+from genie.processes import cgroups
+from genie.processes.marks import ProcessMark
+from tests.agent.conftest import STAY, RunAgent, StartAgent, job_process
+from tests.fakes.controller import FakeController
+from tests.needs import require_cgroup
+from tests.waiting import until, wait_until
+
+MakePlan = Callable[..., LaunchPlan]
+# Forks a process that leaves session, parent and environment, then kills the shim, its own parent.
+ESCAPE = """
+import os, signal, time
+shim = os.getppid()
+if os.fork() == 0:
+    os.setsid()
+    if os.fork() == 0:
+        for fd in (0, 1, 2): os.close(fd)
+        with open("stray.new", "w") as file: file.write(str(os.getpid()))
+        os.rename("stray.new", "stray")
+        os.execve("/bin/sleep", ["sleep", "300"], {})
+    os._exit(0)
+os.wait()
+while not os.path.exists("stray"): time.sleep(0.01)
+while not os.path.exists("go"): time.sleep(0.01)
+os.kill(shim, signal.SIGKILL)
+time.sleep(300)
+"""
+
+
+@pytest.fixture(params=["v2", "pids"])
+def group(request: pytest.FixtureRequest) -> Iterator[str]:
+    path = require_cgroup(f"genie-test-{os.getpid()}", request.param)
+    yield path
+    cgroups.kill(path)
+    assert cgroups.children(path) == [], "the groups of ended jobs are removed"
+
+
+@pytest.fixture
+async def contained(group: str, make_plan: MakePlan) -> AsyncIterator[ShimLauncher]:
+    shims = ShimLauncher(group)
+    yield shims
+    for job_id in shims.running():
+        shims.kill(job_id, reason="the test is over")
+    await until(lambda: not shims.running(), what="the shims end")
+    shims.close()
+
+
+class Freezer:
+    """A frozen process stands in for one that is blocked in the kernel: signals do not reach it."""
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+        cgroups.create(path)
+
+    def freeze(self, pid: int) -> None:
+        cgroups._write(self._path, "cgroup.procs", str(pid))
+        cgroups._write(self._path, "freezer.state", "FROZEN")
+        wait_until(lambda: cgroups._read(f"{self._path}/freezer.state").strip() == "FROZEN")
+
+    def thaw(self) -> None:
+        cgroups._write(self._path, "freezer.state", "THAWED")
+
+
+@pytest.fixture
+def freezer() -> Iterator[Freezer]:
+    path = require_cgroup(f"genie-test-frozen-{os.getpid()}", "freezer")
+    freezer = Freezer(path)
+    yield freezer
+    freezer.thaw()
+    cgroups.kill(path)
+    wait_until(lambda: cgroups.remove(path), what="the control group is empty")
+
+
+def _abandon(launcher: ShimLauncher) -> None:
+    """Ends the agent of this launcher abruptly; its shims continue, as children of the test."""
+    (shim,) = launcher._shims.values()
+    launcher.close()
+    shim.process.returncode = None
+    _abandoned.append(shim.process)
+
+
+_abandoned: list[subprocess.Popen[bytes]] = []
+
+
+@pytest.fixture(autouse=True)
+def _wait_for_abandoned() -> Iterator[None]:
+    yield
+    while _abandoned:
+        _abandoned.pop().wait(timeout=10)
+
+
+async def _next_exit(launcher: ShimLauncher) -> ExitReport:
+    (report,) = await until(launcher.exits, what="an exit")
+    return report
+
+
+async def _escaped(plan: LaunchPlan) -> ProcessMark:
+    path = plan.work_dir / "stray"
+    await until(path.exists, what="the job has forked")
+    mark = ProcessMark.of(int(path.read_text()))
+    assert mark is not None
+    return mark
+
+
+async def test_process_that_escaped_from_its_shim_is_killed_with_the_job(
+    contained: ShimLauncher, make_plan: MakePlan
+) -> None:
+    plan = make_plan(sys.executable, "-c", ESCAPE)
+    await contained.start(plan, until_s=time.monotonic() + 60)
+    stray = await _escaped(plan)
+    (plan.work_dir / "go").touch()
+    report = await _next_exit(contained)
+    assert "the shim exited unexpectedly" in report.reason
+    assert not stray.is_alive
+
+
+async def test_forged_exit_record_does_not_hide_a_process(
+    contained: ShimLauncher, make_plan: MakePlan
+) -> None:
+    record = {"job_id": "job-1", "epoch": 7, "exit_code": 0, "reason": "exit code 0", "ended_at": 1.0}
+    forge = f"open('../exit.json', 'w').write('''{json.dumps(record)}''')\n"
+    plan = make_plan(sys.executable, "-c", ESCAPE.replace("os.kill(shim", f"{forge}os.kill(shim"))
+    await contained.start(plan, until_s=time.monotonic() + 60)
+    stray = await _escaped(plan)
+    (plan.work_dir / "go").touch()
+    assert (await _next_exit(contained)).exit_code == 0
+    assert not stray.is_alive
+
+
+async def test_new_agent_kills_a_process_that_escaped_from_an_earlier_one(
+    contained: ShimLauncher, group: str, make_plan: MakePlan, tmp_path: Path
+) -> None:
+    plan = make_plan(sys.executable, "-c", ESCAPE)
+    earlier = ShimLauncher(group)
+    earlier.end_leftovers(tmp_path / "jobs")
+    await earlier.start(plan, until_s=time.monotonic() + 60)
+    stray = await _escaped(plan)
+    _abandon(earlier)
+    (plan.work_dir / "go").touch()
+    await until(lambda: list(cgroups.processes(group)) == [stray.pid], what="only the stray is left")
+    elsewhere = ShimLauncher(None)
+    assert elsewhere.end_leftovers(tmp_path / "jobs") >= 1, "the group of the earlier agent is recorded"
+    assert not stray.is_alive
+    assert elsewhere.running() == {}
+    elsewhere.close()
+
+
+async def test_job_that_cannot_enter_its_group_fails_because_of_the_node(
+    contained: ShimLauncher, make_plan: MakePlan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cgroups, "create", lambda path: None)
+    await contained.start(make_plan("touch", "ran"), until_s=time.monotonic() + 60)
+    report = await _next_exit(contained)
+    assert (report.started, report.by_node) == (False, True)
+    assert "could not move the job into the control group" in report.reason
+
+
+ADOPT = """
+import asyncio, os, sys, time
+from pathlib import Path
+from genie.agent.launcher import LaunchPlan, ShimLauncher
+from genie.processes import process_table
+
+async def main(directory, code):
+    shims = ShimLauncher(None, adopts_orphans=process_table.become_subreaper())
+    plan = LaunchPlan(job_id="job-1", epoch=1, argv=(sys.executable, "-c", code), env={}, directory=directory,
+        work_dir=directory / "work", log_bytes_max=4096, log_files_max=1, grace_s=0.0, deadman_grace_s=0.0)
+    other = LaunchPlan(job_id="job-2", epoch=1, argv=("/bin/sleep", "300"), env={},
+        directory=directory.with_name("job-2"), work_dir=directory, log_bytes_max=4096, log_files_max=1,
+        grace_s=0.0, deadman_grace_s=0.0)
+    await shims.start(other, until_s=time.monotonic() + 60)
+    await shims.start(plan, until_s=time.monotonic() + 60)
+    (directory / "work" / "go").touch()
+    await shims.wait_exit()
+    (report,) = shims.exits()
+    pid = int((directory / "work" / "stray").read_text())
+    print(report.job_id, process_table.is_running(pid), sorted(shims.running()))
+    shims.kill("job-2", reason="the test is over")
+    await shims.wait_exit()
+    shims.close()
+
+asyncio.run(main(Path(sys.argv[1]), sys.argv[2]))
+"""
+
+
+def test_without_control_groups_the_agent_adopts_and_kills_escaped_processes(tmp_path: Path) -> None:
+    for name in ("job-1/work", "job-1/log", "job-2/log"):
+        (tmp_path / name).mkdir(parents=True)
+    command = [sys.executable, "-c", ADOPT, str(tmp_path / "job-1"), ESCAPE]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout == "job-1 False ['job-2']\n"
+
+
+# --- processes that cannot be killed ----------------------------------------------------------
+
+
+def _running(controller: FakeController) -> list[RunningJob]:
+    return list(controller.heartbeats[-1].running)
+
+
+def _gpu(controller: FakeController) -> GPUInfo:
+    return controller.heartbeats[-1].node.gpus[0]
+
+
+@pytest.mark.parametrize("group", ["pids"], indirect=True)
+async def test_accelerator_is_withheld_until_an_unkillable_process_has_ended(
+    controller: FakeController,
+    run_agent: RunAgent,
+    node_dir: Path,
+    group: str,
+    freezer: Freezer,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(agent_module, "INVENTORY_INTERVAL_S_MIN", 0.05)
+    monkeypatch.setattr(launching, "FORCE_AFTER_S", 0.0)
+    monkeypatch.setattr(launching, "RECHECK_S", 0.05)
+    async with run_agent(group=group):
+        order = await controller.launch("j1", *STAY, gpu_ids=(0,))
+        worker = await job_process(node_dir, "j1")
+        freezer.freeze(worker.pid)
+        controller.kill.append(JobOrder(job_id="j1", epoch=order.placement.epoch, reason="cancelled"))
+        note = f"cannot kill process {worker.pid}"
+        await until(
+            lambda: any(note in job.note for job in _running(controller)), what="a heartbeat with the reason"
+        )
+        await until(lambda: not _gpu(controller).available)
+        assert _gpu(controller).reason == f"{_running(controller)[0].note} of job j1"
+        assert controller.heartbeats[-1].node.gpus[1].available
+        with pytest.raises(NodeUnfitError, match="cannot kill process"):
+            await controller.launch("j2", *STAY, gpu_ids=(0,))
+        assert "j1" not in controller.exits
+        freezer.thaw()
+        assert "cancelled" in (await controller.end_of("j1")).reason
+        assert not worker.is_alive
+        await until(lambda: _gpu(controller).available)
+        await controller.launch("j2", "/bin/true", gpu_ids=(0,))
+        await controller.end_of("j2")
+
+
+@pytest.mark.parametrize("group", ["v2"], indirect=True)
+async def test_restarted_agent_withholds_the_accelerator_of_a_process_that_it_cannot_kill(
+    controller: FakeController,
+    run_agent: RunAgent,
+    node_dir: Path,
+    group: str,
+    freezer: Freezer,
+    make_plan: MakePlan,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(agent_module, "INVENTORY_INTERVAL_S_MIN", 0.05)
+    monkeypatch.setattr(launching, "RECHECK_S", 0.05)
+    (node_dir / "jobs").mkdir(parents=True)
+    directory = node_dir / "jobs" / "j1"
+    for name in ("log", "work", "tmp"):
+        (directory / name).mkdir(parents=True)
+    plan = make_plan(*STAY, job_id="j1", directory=directory, work_dir=directory / "work")
+    record = JobRecord(job_id="j1", epoch=7, incarnation=1, accepted_at=1.0, gpu_ids=(0,))
+    (directory / "job.json").write_bytes(msgspec.json.encode(record))
+    earlier = ShimLauncher(group)
+    await earlier.start(plan, until_s=time.monotonic() + 60)
+    worker = await job_process(node_dir, "j1")
+    freezer.freeze(worker.pid)
+    _abandon(earlier)
+
+    async with run_agent(group=group):
+        await controller.peer()
+        gpus = controller.registers[0].node.gpus
+        assert [gpu.available for gpu in gpus] == [False, True]
+        assert gpus[0].reason == f"cannot kill process {worker.pid} (uninterruptible) of job j1"
+        for job_id in ("j1", "j2"):
+            with pytest.raises(NodeUnfitError):
+                await controller.launch(job_id, *STAY, epoch=8, gpu_ids=(0,))
+        freezer.thaw()
+        await until(lambda: _gpu(controller).available, what="the accelerator is available again")
+        assert not worker.is_alive
+
+
+async def test_agent_process_contains_its_jobs(
+    controller: FakeController, start_agent: StartAgent, node_dir: Path
+) -> None:
+    require_cgroup(f"genie-test-{os.getpid()}", "v2")
+    async with start_agent() as process:
+        await controller.launch("j1", *STAY)
+        worker = await job_process(node_dir, "j1")
+        own = cgroups._read(f"/proc/{worker.pid}/cgroup")
+        assert "/genie-n1-" in own
+        assert own.rstrip().endswith("/j1.1")
+        with contextlib.suppress(ProcessLookupError):
+            process.process.terminate()
+        await process.wait()
+    assert not worker.is_alive

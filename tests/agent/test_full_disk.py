@@ -1,0 +1,326 @@
+"""A node whose disk is low or full: no new work, finished jobs are evicted, a restarted agent registers."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from genie.agent import agent as agent_module
+from genie.agent import job_files
+from genie.agent.disk import STALLED_S_MIN, DiskAccess, DiskMonitor, is_node_fault
+from genie.agent.job_files import RunSize
+from genie.agent.journal import JobRecord, Journal
+from genie.errors import LaunchError, NodeUnfitError, StoreFullError, WorkdirError
+from genie.hardware import DiskSpace, disk_space
+from genie.model.node import NodeStatus
+from genie.processes import files
+from tests.agent.conftest import STAY, RunAgent, job_process, make_node
+from tests.fakes.controller import FakeController
+from tests.needs import require_namespaces, require_program
+from tests.waiting import until
+
+GIB = 1 << 30
+
+
+@pytest.fixture(autouse=True)
+def _frequent_readings(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(agent_module, "INVENTORY_INTERVAL_S_MIN", 0.05)
+
+
+# --- the decision -------------------------------------------------------------------------------
+
+
+def test_node_closes_below_the_minimum_and_reopens_with_a_margin() -> None:
+    monitor = DiskMonitor(GIB)
+    assert monitor.closed_reason(0.0) == "", "not measured yet"
+    readings = [(100, ""), (1.1, ""), (0.5, "low"), (1.2, "low"), (1.6, ""), (1.1, "")]
+    for free_gib, expected in readings:
+        monitor.update(DiskSpace(total_bytes=100 * GIB, free_bytes=int(free_gib * GIB)))
+        assert monitor.closed_reason(0.0).startswith(expected) and bool(expected) == bool(
+            monitor.closed_reason(0.0)
+        )
+        assert monitor.missing_bytes == (int(1.5 * GIB) - int(free_gib * GIB) if expected else 0)
+
+
+def test_minimum_is_at_most_a_twentieth_of_the_disk() -> None:
+    monitor = DiskMonitor(GIB)
+    monitor.update(DiskSpace(total_bytes=GIB, free_bytes=GIB // 10))
+    assert not monitor.closed_reason(0.0)
+    monitor.update(DiskSpace(total_bytes=GIB, free_bytes=GIB // 30))
+    assert monitor.closed_reason(0.0) == "low disk space: 0.03 GiB free, 0.07 GiB needed"
+
+
+def test_node_is_closed_while_the_disk_does_not_respond() -> None:
+    assert not DiskMonitor(GIB).closed_reason(STALLED_S_MIN - 1)
+    assert DiskMonitor(GIB).closed_reason(STALLED_S_MIN + 2) == (
+        "the disk does not respond: a write has taken 7 s"
+    )
+
+
+def test_faults_of_the_node_are_recognised_in_causes() -> None:
+    wrapped = WorkdirError("could not write the working directory")
+    wrapped.__cause__ = OSError(errno.ENOSPC, "no space")
+    assert (
+        is_node_fault(wrapped) and is_node_fault(StoreFullError("x")) and is_node_fault(NodeUnfitError("x"))
+    )
+    assert not is_node_fault(LaunchError("x")) and not is_node_fault(OSError(errno.ENOENT, "missing"))
+
+
+def test_space_of_the_file_system_is_read(tmp_path: Path) -> None:
+    space = disk_space(tmp_path)
+    assert 0 <= space.free_bytes <= space.total_bytes and space.total_bytes > 0
+
+
+# --- eviction -----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def journal(tmp_path: Path) -> Journal:
+    opened = Journal(tmp_path / "n1")
+    opened.open()
+    for number in range(4):
+        directory = opened.accept(
+            JobRecord(job_id=f"j{number}", epoch=1, incarnation=1, accepted_at=1.0, gpu_ids=())
+        )
+        (directory / "work" / "big").write_bytes(b"x" * 100_000)
+        (directory / "log" / "00.log").write_bytes(b"x" * 10_000)
+        os.utime(directory, (number, number))
+    return opened
+
+
+def sizes(journal: Journal) -> dict[Path, RunSize]:
+    found = {path: job_files.try_measure(path, None) for path in journal.finished(())}
+    return {path: size for path, size in found.items() if size is not None}
+
+
+def left(journal: Journal) -> dict[str, bool]:
+    """Whether each remaining job has its working directory."""
+    return {job_id: (journal.job_dir(job_id) / "work").exists() for job_id in journal.job_ids()}
+
+
+@pytest.mark.parametrize(
+    ("bytes_max", "missing_bytes", "expected"),
+    [
+        (10**9, 0, {"j0": True, "j1": True, "j2": True, "j3": True}),
+        (350_000, 0, {"j0": False, "j1": False, "j2": True, "j3": True}),
+        (10**9, 150_000, {"j0": False, "j1": False, "j2": True, "j3": True}),
+        (10**9, 415_000, {"j1": False, "j2": False, "j3": False}),
+        (10**9, 10**9, {}),
+    ],
+)
+def test_oldest_working_directories_are_evicted_first_and_logs_last(
+    journal: Journal, bytes_max: int, missing_bytes: int, expected: dict[str, bool]
+) -> None:
+    measured = sizes(journal)
+    journal.discard_old(kept=9, live=(), sizes=measured, bytes_max=bytes_max, missing_bytes=missing_bytes)
+    assert left(journal) == expected
+    assert [path.name for path in journal.finished(())] == sorted(expected, reverse=True)
+
+
+def test_size_is_measured_once_per_run(journal: Journal) -> None:
+    directory = journal.job_dir("j1")
+    first = job_files.try_measure(directory, None)
+    assert first is not None and 100_000 <= first.work_bytes <= 120_000 and first.other_bytes >= 10_000
+    (directory / "work" / "more").write_bytes(b"x" * 100_000)
+    assert job_files.try_measure(directory, first) == first
+    assert job_files.try_measure(directory, replace(first, inode=0)) != first
+    (directory / "work").rename(directory / "gone")
+    assert job_files.try_measure(directory, first) == replace(first, work_bytes=0)
+    assert job_files.try_measure(journal.job_dir("none"), None) is None
+
+
+def test_tree_of_any_depth_is_removed(tmp_path: Path) -> None:
+    root = tmp_path / "tree"
+    (root / "0").mkdir(parents=True)
+    (root / "link").symlink_to(tmp_path)
+    (tmp_path / "kept").touch()
+    fd = os.open(root, os.O_RDONLY)
+    for _ in range(2500):
+        os.mkdir("d" * 100, dir_fd=fd)
+        inner = os.open("d" * 100, os.O_RDONLY, dir_fd=fd)
+        os.close(fd)
+        fd = inner
+    os.mkdir("closed", 0o000, dir_fd=fd)
+    os.close(os.open("file", os.O_CREAT | os.O_WRONLY, dir_fd=fd))
+    os.close(fd)
+    assert job_files.tree_bytes(root) >= 0
+    job_files.try_remove_tree(root)
+    assert [path.name for path in tmp_path.iterdir()] == ["kept"]
+
+
+def test_small_file_is_overwritten_where_it_cannot_be_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "incarnation"
+    files.replace_or_overwrite(path, b"100")
+
+    def full(*ignored: object) -> None:
+        raise StoreFullError("no space")
+
+    monkeypatch.setattr(files, "write_private", full)
+    files.replace_or_overwrite(path, b"99")
+    assert path.read_bytes() == b"99 "
+    files.replace_or_overwrite(path, b"1000")
+    assert path.read_bytes() == b"1000"
+    with pytest.raises(StoreFullError):
+        files.replace_or_overwrite(tmp_path / "new", b"1")
+
+
+# --- the agent ----------------------------------------------------------------------------------
+
+
+class Space:
+    """The free space that an agent reads."""
+
+    def __init__(self) -> None:
+        self.free_bytes = 90 * GIB
+
+    def __call__(self, path: Path) -> DiskSpace:
+        return DiskSpace(total_bytes=100 * GIB, free_bytes=self.free_bytes)
+
+
+async def test_low_disk_closes_the_node_and_evicts_finished_jobs(
+    controller: FakeController, run_agent: RunAgent, node_dir: Path
+) -> None:
+    space = Space()
+    async with run_agent(disk=DiskAccess(space=space)):
+        await controller.launch("done", "/bin/sh", "-c", "echo > big")
+        await controller.end_of("done")
+        await until(lambda: not controller.heartbeats[-1].exits, what="it is settled")
+        await controller.launch("j1", *STAY)
+        job = await job_process(node_dir, "j1")
+        assert controller.heartbeats[-1].node.closed == ""
+        space.free_bytes = GIB // 2
+        await until(lambda: controller.heartbeats[-1].node.closed, what="the node is closed")
+        node = controller.heartbeats[-1].node
+        assert node.closed == node.status_reason == "low disk space: 0.50 GiB free, 1.50 GiB needed"
+        assert (node.status, node.disk_free_bytes) == (NodeStatus.DEGRADED, GIB // 2)
+        await until(lambda: not (node_dir / "jobs" / "done").exists(), what="its directory is evicted")
+        with pytest.raises(NodeUnfitError, match="low disk space"):
+            await controller.launch("j2", "true")
+        assert job.is_alive
+        space.free_bytes = 2 * GIB
+        await until(lambda: not controller.heartbeats[-1].node.closed, what="the node is open again")
+        assert controller.heartbeats[-1].node.status is NodeStatus.HEALTHY
+        await controller.launch("j2", "true")
+        assert (await controller.end_of("j2")).exit_code == 0
+
+
+async def test_failure_of_the_node_to_prepare_a_job_is_not_that_of_the_job(
+    controller: FakeController, run_agent: RunAgent, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*ignored: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("genie.agent.preparation._append", full)
+    async with run_agent():
+        await controller.launch("j1", "true", workdir=controller.keep_blob(b"x" * 2000))
+        end = await controller.end_of("j1")
+    assert (end.started, end.by_node) == (False, True)
+    assert "No space left on device" in end.reason
+
+
+async def test_temporary_files_of_a_job_are_removed_when_it_ends(
+    controller: FakeController, run_agent: RunAgent, node_dir: Path
+) -> None:
+    async with run_agent():
+        await controller.launch("j1", "/bin/sh", "-c", "echo > $TMPDIR/x")
+        await controller.end_of("j1")
+        await until(lambda: {path.name for path in (node_dir / "jobs").iterdir()} == {"j1"})
+        assert not (node_dir / "jobs" / "j1" / "tmp").exists()
+        assert (node_dir / "jobs" / "j1" / "work").exists()
+
+
+async def test_agent_waits_for_space_for_its_incarnation(
+    controller: FakeController, run_agent: RunAgent, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(agent_module, "DISK_RETRY_S", 0.05)
+    real, attempts = Journal.begin_incarnation, 0
+
+    def begin(journal: Journal) -> int:
+        nonlocal attempts
+        attempts += 1
+        if attempts < 3:
+            raise StoreFullError("no space")
+        return real(journal)
+
+    monkeypatch.setattr(Journal, "begin_incarnation", begin)
+    async with run_agent():
+        await controller.peer()
+    assert attempts == 3
+
+
+# --- a disk that is really full -----------------------------------------------------------------
+
+
+@asynccontextmanager
+async def small_disk(directory: Path) -> AsyncIterator[int]:
+    """Mounts 4 MiB at the directory in another mount namespace; yields a process in it."""
+    require_namespaces("mount")
+    script = 'mount -t tmpfs -o size=4m tmpfs "$0" && echo ready && exec sleep 300'
+    process = await asyncio.create_subprocess_exec(
+        *("unshare", "--mount", "--propagation", "private", "sh", "-c", script, str(directory)),
+        stdout=asyncio.subprocess.PIPE,
+    )
+    try:
+        assert process.stdout is not None
+        assert await process.stdout.readline() == b"ready\n"
+        yield process.pid
+    finally:
+        process.kill()
+        await process.communicate()
+
+
+def fill(directory: Path) -> None:
+    with (directory / "filler").open("ab", buffering=0) as file:
+        for size in (1 << 16, 1 << 12):
+            try:
+                while True:
+                    file.write(b"x" * size)
+            except OSError:
+                continue
+
+
+async def test_agent_restarts_on_a_full_disk(tmp_path: Path, controller: FakeController) -> None:
+    nsenter = require_program("nsenter", package="util-linux")
+    state = tmp_path / "small"
+    state.mkdir()
+    async with small_disk(state) as pid:
+        inside = Path(f"/proc/{pid}/root{state}")
+        make_node(inside, controller)
+
+        async def run_until(condition: Callable[[], object], what: str) -> None:
+            command = (sys.executable, "-m", "genie.agent", "--state-dir", str(state))
+            env = os.environ | {"GENIE_AGENT_HEARTBEAT_S": "0.1", "GENIE_AGENT_COMPILE_AHEAD": "false"}
+            agent = await asyncio.create_subprocess_exec(
+                nsenter, f"--mount=/proc/{pid}/ns/mnt", *command, env=env
+            )
+            try:
+                await until(condition, what=what)
+            finally:
+                agent.send_signal(signal.SIGTERM)
+                await agent.wait()
+
+        await run_until(lambda: controller.heartbeats, "a heartbeat")
+        fill(inside)
+        assert disk_space(inside).free_bytes == 0
+        await run_until(
+            lambda: controller.heartbeats[-1].incarnation == 2 and controller.heartbeats[-1].node.closed,
+            "the node is closed",
+        )
+        assert controller.heartbeats[-1].node.status is NodeStatus.DEGRADED
+        await run_until(lambda: controller.heartbeats[-1].incarnation == 3, "a third incarnation")
+        (inside / "filler").unlink()
+        await run_until(
+            lambda: controller.heartbeats[-1].incarnation == 4 and not controller.heartbeats[-1].node.closed,
+            "the node is open",
+        )

@@ -1,0 +1,100 @@
+"""The two rules that extend the lease, and the actions that follow from the reply to a heartbeat."""
+
+from __future__ import annotations
+
+from genie.agent.heartbeats import Lease, reconcile
+from genie.model.messages import HeartbeatAck, JobOrder
+
+LIVE = {"a": 1, "b": 2}
+ENDED = {"c": 3}
+
+
+def lease(ttl_s: float = 10.0) -> Lease:
+    made = Lease()
+    made.set_ttl(ttl_s)
+    return made
+
+
+def test_lease_is_invalid_before_the_first_acknowledgement() -> None:
+    assert not lease().is_valid(0.0)
+
+
+def test_lease_starts_when_the_heartbeat_was_sent() -> None:
+    held = lease()
+    held.extend(sent_at_s=100.0)
+    assert held.is_valid(106.9)
+    assert not held.is_valid(107.0)
+
+
+def test_reply_to_an_older_heartbeat_does_not_shorten_the_lease() -> None:
+    held = lease()
+    held.extend(sent_at_s=100.0)
+    held.extend(sent_at_s=95.0)
+    assert held.until_s == 107.0
+
+
+def test_lease_is_extended_while_there_is_no_leader() -> None:
+    held = lease()
+    held.extend(sent_at_s=100.0)
+    for requested_s in (105.0, 110.0, 115.0):
+        held.extend_without_leader(requested_at_s=requested_s)
+    assert held.until_s == 122.0
+
+
+def test_expired_lease_is_not_extended_without_a_leader() -> None:
+    held = lease()
+    held.extend(sent_at_s=100.0)
+    # Another controller may have led since 100 and reclaimed jobs.
+    held.extend_without_leader(requested_at_s=107.5)
+    assert not held.is_valid(107.6)
+
+
+def test_missing_leader_does_not_create_a_lease() -> None:
+    held = lease()
+    held.extend_without_leader(requested_at_s=1.0)
+    assert not held.is_valid(1.1)
+
+
+def test_grace_period_is_capped_by_the_time_to_live() -> None:
+    assert lease(10.0).grace_s(5.0) == 1.5
+    assert lease(10.0).grace_s(1.0) == 1.0
+
+
+# --- replies ------------------------------------------------------------------------------------
+
+
+def ack(
+    *, leading: bool = True, leader_token: int = 5, kill: list[JobOrder], settled: list[JobOrder]
+) -> HeartbeatAck:
+    return HeartbeatAck(leading=leading, leader_token=leader_token, kill=tuple(kill), settled=tuple(settled))
+
+
+def order(job_id: str, epoch: int) -> JobOrder:
+    return JobOrder(job_id=job_id, epoch=epoch)
+
+
+def test_orders_for_local_jobs_become_actions() -> None:
+    done = reconcile(
+        ack(kill=[order("a", 1)], settled=[order("c", 3)]), live=LIVE, ended=ENDED, leader_token_seen=5
+    )
+    assert (done.is_leader, done.kill, done.settle) == (True, (order("a", 1),), ("c",))
+
+
+def test_orders_for_other_epochs_and_unknown_jobs_are_ignored() -> None:
+    orders = [order("a", 2), order("c", 3), order("x", 1)]
+    settled = [order("c", 2), order("a", 1), order("x", 1)]
+    done = reconcile(ack(kill=orders, settled=settled), live=LIVE, ended=ENDED, leader_token_seen=5)
+    assert (done.is_leader, done.kill, done.settle) == (True, (), ())
+
+
+def test_reply_of_a_standby_is_ignored() -> None:
+    reply = ack(leading=False, kill=[order("a", 1)], settled=[order("c", 3)])
+    done = reconcile(reply, live=LIVE, ended=ENDED, leader_token_seen=5)
+    assert (done.is_leader, done.kill, done.settle, done.reason) == (False, (), (), "it does not lead")
+
+
+def test_reply_of_a_replaced_leader_is_ignored() -> None:
+    reply = ack(leader_token=4, kill=[order("a", 1)], settled=[order("c", 3)])
+    done = reconcile(reply, live=LIVE, ended=ENDED, leader_token_seen=5)
+    assert (done.is_leader, done.kill, done.settle) == (False, (), ())
+    assert "older than 5" in done.reason

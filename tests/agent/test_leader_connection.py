@@ -1,0 +1,164 @@
+"""Finding the leader, detecting that there is none, and errors that are final."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from genie.agent.leader_connection import LeaderConnection
+from genie.errors import ConnectionLostError, NotLeaderError, ProtocolError, TokenRefusedError
+from genie.model.messages import GetStatus, Message
+from genie.model.tenant import TokenKind
+from genie.processes.clock import SystemClock
+from genie.runtime import rpc, tls
+from genie.runtime.credentials import Access
+from genie.runtime.network import ClientTls, TcpNetwork
+from tests.fakes.controller import HOST, FakeController
+from tests.waiting import until
+
+
+@dataclass
+class Watched:
+    """A connection and its recorded callbacks."""
+
+    link: LeaderConnection
+    attended: list[str] = field(default_factory=list)
+    no_leader: list[float] = field(default_factory=list)
+    attend: Callable[[rpc.Peer], Awaitable[None]] | None = None
+
+    async def take(self, peer: rpc.Peer) -> None:
+        self.attended.append(peer.name)
+        if self.attend is not None:
+            await self.attend(peer)
+        else:
+            await peer.wait_closed()
+
+
+async def _refuse(peer: rpc.Peer, request: Message) -> Message:
+    raise ProtocolError("not asked in this test")
+
+
+@asynccontextmanager
+async def linked(*fakes: FakeController, ports: tuple[int, ...] = ()) -> AsyncIterator[Watched]:
+    every = [*(fake.port for fake in fakes), *ports]
+    trusted = None
+    if fakes[0].use_tls:
+        trusted = ClientTls(tls.client_context(fakes[0].authority.ca_pem), tls.CONTROLLER_NAME)
+    access = Access(host=HOST, port=every[0], token=fakes[0].token(TokenKind.NODE), tls=trusted)
+    link = LeaderConnection(
+        access,
+        network=TcpNetwork(),
+        clock=SystemClock(),
+        rng=random.Random(1),
+        handler=_refuse,
+        timeout_s=0.3,
+        backoff_s_max=0.1,
+    )
+    link.endpoints = tuple((HOST, port) for port in every)
+    watched = Watched(link)
+    async with asyncio.TaskGroup() as group:
+        task = group.create_task(link.run(watched.take, watched.no_leader.append))
+        try:
+            yield watched
+        finally:
+            task.cancel()
+
+
+@pytest.fixture
+async def second(tmp_path: Path) -> AsyncIterator[FakeController]:
+    async with FakeController(tmp_path / "second").listening() as fake:
+        yield fake
+
+
+async def test_leader_is_found(controller: FakeController, second: FakeController) -> None:
+    controller.leading = False
+    async with linked(controller, second) as watched:
+        await until(lambda: watched.attended == [second.address])
+        assert watched.link.is_connected
+        assert watched.link.endpoints[0] == (HOST, second.port)
+    assert watched.no_leader == []
+
+
+async def test_refused_connections_and_standbys_show_that_there_is_no_leader(
+    controller: FakeController,
+) -> None:
+    controller.leading = False
+    async with linked(controller, ports=(1,)) as watched:
+        await until(lambda: len(watched.no_leader) >= 2, what="evidence in every round")
+        assert watched.no_leader == sorted(watched.no_leader)
+
+
+async def test_unresponsive_controller_may_be_the_leader(
+    controller: FakeController, second: FakeController
+) -> None:
+    controller.leading = False
+    second.silent = True
+    async with linked(controller, second) as watched:
+        await until(lambda: len(controller.hellos) >= 3, what="several rounds")
+        assert watched.no_leader == []
+        second.silent, second.leading = False, False
+        await until(lambda: watched.no_leader, what="evidence once it speaks")
+
+
+async def test_call_requires_a_connection(controller: FakeController) -> None:
+    controller.leading = False
+    async with linked(controller) as watched:
+        await until(lambda: controller.hellos)
+        with pytest.raises(ConnectionLostError, match="no connection"):
+            await watched.link.call(GetStatus(), timeout_s=1)
+
+
+async def test_rejection_is_final_before_the_first_registration(controller: FakeController) -> None:
+    async def refused(peer: rpc.Peer) -> None:
+        raise TokenRefusedError("token x was revoked")
+
+    with pytest.raises(ExceptionGroup) as caught:
+        async with linked(controller) as watched:
+            watched.attend = refused
+            await until(lambda: False)
+    assert caught.group_contains(TokenRefusedError)
+
+
+async def test_rejection_is_retried_after_the_first_registration(controller: FakeController) -> None:
+    async def refused(peer: rpc.Peer) -> None:
+        raise TokenRefusedError("token x was revoked")
+
+    async with linked(controller) as watched:
+        watched.link.on_registered(watched.link.endpoints, timeout_s=0.3, backoff_s_max=0.1)
+        watched.attend = refused
+        await until(lambda: len(watched.attended) >= 3, what="further attempts")
+    assert watched.no_leader == []
+
+
+@pytest.mark.parametrize("hours", [2, -48])
+async def test_controller_with_a_wrong_clock_is_retried(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, hours: int
+) -> None:
+    """Its certificate is not valid yet, or expired, by the clock of the agent."""
+    fake = FakeController(tmp_path / "tls", use_tls=True)
+    fake.write_certificate(now=time.time() + hours * 3600)
+    async with fake.listening():
+        pass
+    async with linked(fake) as watched:
+        async with fake.listening():
+            await until(lambda: "by the clock of this machine" in caplog.text)
+        fake.write_certificate(now=time.time())
+        async with fake.listening():
+            await until(lambda: watched.attended)
+
+
+async def test_controller_that_lost_leadership_is_retried(controller: FakeController) -> None:
+    async def no_longer(peer: rpc.Peer) -> None:
+        controller.leading = False
+        raise NotLeaderError("another one leads")
+
+    async with linked(controller) as watched:
+        watched.attend = no_longer
+        await until(lambda: watched.no_leader, what="evidence from the next round")

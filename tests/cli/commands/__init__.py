@@ -1,0 +1,1 @@
+"""Tests of the commands of `genie`, except those of `genie grid`."""

@@ -1,0 +1,273 @@
+"""doctor: checks, suggested fixes, exit code."""
+
+from __future__ import annotations
+
+import json
+import socket
+import stat
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from genie.cli import checks
+from genie.cli.checks import Check, Verdict
+from genie.cli.commands import doctor
+from genie.config import load
+from genie.model.messages import GetStatus
+from genie.model.tenant import TokenKind
+from genie.native import libraries
+from genie.runtime.logins import store_login
+from genie.runtime.tls import CertificateAuthority, new_key_and_csr
+from genie.tenancy.access import new_token
+from tests.cli.sample_messages import status
+from tests.needs import require_cgroup
+from tests.ports import free_port
+
+
+def by_name(found) -> dict[str, Check]:
+    return {check.name: check for check in found}
+
+
+def test_machine_without_a_cluster_passes(genie, monkeypatch) -> None:
+    monkeypatch.setenv("GENIE_CONTROLLER_PORT", str(free_port()))
+    ran = genie("doctor")
+    assert ran.code == 0
+    assert "accelerator cpu" in ran.out and "network rdma" in ran.out
+    assert "cluster             genie up" in ran.out
+
+
+def test_doctor_prints_json(genie, monkeypatch) -> None:
+    monkeypatch.setenv("GENIE_CONTROLLER_PORT", str(free_port()))
+    document = json.loads(genie("doctor", "--json").out)
+    assert document["ok"] is True
+    assert {"name", "verdict", "found", "fix", "detail"} == set(document["checks"][0])
+    names = {check["name"] for check in document["checks"]}
+    assert {"python", "torch", "uvloop", "grpcio", "c++ compiler", "etcd", "disk space", "clock"} <= names
+    assert "control groups" in names
+
+
+def test_unimplemented_backend_shows_details_only_with_debug(genie, monkeypatch) -> None:
+    monkeypatch.setenv("GENIE_CONTROLLER_PORT", str(free_port()))
+    document = json.loads(genie("doctor", "--json").out)
+    rdma = next(check for check in document["checks"] if check["name"] == "network rdma")
+    assert rdma["found"] == "not implemented in this version"
+    assert rdma["detail"]
+    assert rdma["detail"] not in genie("doctor").out
+    assert rdma["detail"] in genie("doctor", "--debug").out
+
+
+def test_compiler_check_uses_the_selected_compiler(monkeypatch) -> None:
+    monkeypatch.setenv("CXX", f"{sys.executable} -c 'print(\"compiler 12\")'")
+    found = checks._compiler()
+    assert (found.verdict, found.found) == (
+        Verdict.OK,
+        f'{sys.executable} -c print("compiler 12"): compiler 12',
+    )
+
+
+def test_missing_compiler_has_a_fix(monkeypatch, tmp_path) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CXX", raising=False)
+    found = checks._compiler()
+    assert found.verdict is Verdict.ABSENT
+    assert "there is no C++ compiler" in found.found
+    assert "g++ python3-dev" in found.fix
+
+
+def test_missing_configured_compiler_is_named(monkeypatch) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    found = checks._compiler()
+    assert found.verdict is Verdict.ABSENT
+    assert "CXX names 'no-such-compiler', which was not found" in found.found
+
+
+def test_device_library_is_compiled_for_the_installed_torch() -> None:
+    found = checks._libraries()
+    assert found.verdict is Verdict.OK
+    assert f"compiled for torch {libraries.TorchTarget.installed().torch_version}" in found.found
+
+
+def test_uncompiled_library_is_named(monkeypatch, tmp_path) -> None:
+    empty = libraries.BuildCache(libraries.BuildCache.of_this_installation().sources, tmp_path)
+    monkeypatch.setattr(libraries.BuildCache, "of_this_installation", lambda: empty)
+    found = checks._libraries()
+    assert found.verdict is Verdict.ABSENT
+    assert "genie_device and genie_executor not compiled for torch" in found.found
+    assert found.fix == "python -m genie.native"
+    scheduler = next(each for each in checks.tools() if each.name == "scheduler library")
+    assert scheduler.verdict is Verdict.ABSENT and "half a minute" in scheduler.found
+    assert scheduler.fix == "python -m genie.native genie_scheduler"
+
+
+def test_device_library_is_absent_without_torch(monkeypatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch", None)
+    found = checks._libraries()
+    assert found.verdict is Verdict.ABSENT
+    assert "needs PyTorch" in found.found
+    assert "pip install" in found.fix
+
+
+def test_compiler_without_python_headers_is_reported(monkeypatch, tmp_path) -> None:
+    monkeypatch.setenv("CXX", sys.executable)
+    monkeypatch.setattr("sysconfig.get_path", lambda _: str(tmp_path))
+    found = checks._compiler()
+    assert found.verdict is Verdict.ABSENT
+    assert "the Python headers are missing" in found.found
+
+
+def test_cluster_address_may_contain_the_port(monkeypatch) -> None:
+    monkeypatch.setenv("GENIE_MASTER_ADDR", "127.0.0.1:6001")
+    assert checks._cluster_address(load()) == ("127.0.0.1", 6001)
+
+
+def test_reachable_local_cluster_owns_its_port(genie, controller, monkeypatch) -> None:
+    monkeypatch.setenv("GENIE_CONTROLLER_PORT", str(controller.port))
+    controller.replies[GetStatus] = status()
+    found = {check["name"]: check for check in json.loads(genie("doctor", "--json").out)["checks"]}
+    assert found["cluster"]["verdict"] == "ok"
+    assert found["cluster"]["found"].endswith(", 1 node")
+    assert found[f"port {controller.port}"]["found"] == "in use by the local cluster"
+
+
+def test_cluster_of_the_last_login_does_not_own_the_local_port(monkeypatch, state_dir) -> None:
+    async def replies(_settings: object) -> tuple[bool, str, str]:
+        return True, "192.0.2.1 answers", ""
+
+    port = free_port()
+    token = new_token(TokenKind.USER, token_id="user1", secret=b"\x01" * 32, pin="p" * 43)
+    store_login(state_dir, "192.0.2.1", port, token)
+    assert checks._cluster_address(load()) == ("192.0.2.1", port)
+    monkeypatch.setattr(checks, "_query_cluster", replies)
+    found = by_name(checks.cluster(load({"controller.port": port})))
+    assert (found["cluster"].found, found[f"port {port}"].found) == ("192.0.2.1 answers", "free")
+
+
+def test_unreachable_configured_cluster_fails(genie, monkeypatch) -> None:
+    monkeypatch.setenv("GENIE_MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("GENIE_MASTER_PORT", str(free_port()))
+    monkeypatch.setenv("GENIE_TOKEN", f"genie.user.abcd.{'s' * 43}.-")
+    ran = genie("doctor", "--json")
+    assert ran.code == 1
+    document = json.loads(ran.out)
+    assert document["ok"] is False
+    assert [c["name"] for c in document["checks"] if c["verdict"] == "failed"] == ["cluster"]
+
+
+def test_port_used_by_another_program_is_a_warning(monkeypatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        found = by_name(checks.cluster(load({"controller.port": port})))
+    assert found[f"port {port}"].verdict is Verdict.WARNING
+    assert "--port" in found[f"port {port}"].fix
+
+
+def test_exception_in_a_check_is_a_warning_and_other_checks_run(monkeypatch) -> None:
+    def broken():
+        raise ZeroDivisionError("oops")
+
+    monkeypatch.setattr(checks, "accelerators", broken)
+    found = by_name(doctor.run_checks(load({"controller.port": free_port()})))
+    assert found["accelerators"].verdict is Verdict.WARNING
+    assert "ZeroDivisionError" in found["accelerators"].found
+    assert "clock" in found
+
+
+@pytest.mark.parametrize(
+    ("version", "verdict"),
+    [
+        (None, Verdict.ABSENT),
+        ("2.10.1", Verdict.WARNING),
+        ("2.11.0+cu130", Verdict.OK),
+        ("2.13.1", Verdict.OK),
+        ("2.14.0", Verdict.WARNING),
+    ],
+)
+def test_torch_version_is_checked_without_importing_torch(monkeypatch, version, verdict) -> None:
+    monkeypatch.setattr(checks, "_version", lambda name: version if name == "torch" else "1.0")
+    assert by_name(checks.packages())["torch"].verdict is verdict
+
+
+@pytest.mark.parametrize(
+    ("line", "verdict"),
+    [("etcd Version: 3.4.23", Verdict.OK), ("etcd Version: 3.5.1", Verdict.WARNING), ("", Verdict.WARNING)],
+)
+def test_etcd_version_that_can_lose_data_is_rejected(monkeypatch, line, verdict) -> None:
+    monkeypatch.setattr(checks.shutil, "which", lambda name: f"/usr/bin/{name}")
+    monkeypatch.setattr(checks, "_first_line", lambda argv: line)
+    assert by_name(checks.tools())["etcd"].verdict is verdict
+
+
+def test_missing_tools_are_reported_with_their_purpose(monkeypatch) -> None:
+    monkeypatch.setattr(checks.shutil, "which", lambda name: None)
+    monkeypatch.setattr(checks.cgroups, "own_groups", list)
+    found = by_name(checks.tools())
+    for library in ("device library", "scheduler library"):
+        assert found.pop(library).verdict is Verdict.OK, "what is compiled needs no compiler"
+    assert {check.verdict for check in found.values()} == {Verdict.ABSENT}
+    assert all(check.fix for check in found.values())
+
+
+def test_readable_state_directory_is_a_warning(state_dir) -> None:
+    state_dir.mkdir(mode=0o755)
+    state_dir.chmod(0o755)
+    check = by_name(checks.state_directory(load()))["state directory"]
+    assert check.verdict is Verdict.WARNING
+    assert "chmod 700" in check.fix
+    assert stat.S_IMODE(state_dir.stat().st_mode) == 0o755, "doctor changes nothing"
+
+
+def test_unwritable_state_directory_fails(monkeypatch) -> None:
+    monkeypatch.setattr(checks.os, "access", lambda *_args: False)
+    assert by_name(checks.state_directory(load()))["state directory"].verdict is Verdict.FAILED
+
+
+@pytest.mark.parametrize(
+    ("free", "verdict"), [(1, Verdict.FAILED), (500 * 1024**2, Verdict.WARNING), (1 << 40, Verdict.OK)]
+)
+def test_low_disk_space_is_reported(monkeypatch, free, verdict) -> None:
+    class Usage:
+        pass
+
+    Usage.free = free
+    monkeypatch.setattr(checks.shutil, "disk_usage", lambda _path: Usage)
+    assert by_name(checks.state_directory(load()))["disk space"].verdict is verdict
+
+
+def test_clock_before_the_installation_fails(monkeypatch) -> None:
+    monkeypatch.setattr(checks.time, "time", lambda: 1e9)
+    (check,) = checks.clock()
+    assert check.verdict is Verdict.FAILED
+
+
+@pytest.mark.parametrize(
+    ("age_days", "verdict"), [(0, Verdict.OK), (6.99, Verdict.WARNING), (8, Verdict.WARNING)]
+)
+def test_certificates_are_checked(state_dir, age_days, verdict) -> None:
+    now = time.time()
+    authority = CertificateAuthority.create(now=now)
+    _, csr = new_key_and_csr()
+    pem = authority.issue(csr, name="box.node.genie.internal", days=7, now=now - age_days * 86400)
+    folder = state_dir / "agents" / "box"
+    folder.mkdir(parents=True)
+    (folder / "node.pem").write_text(pem)
+    assert by_name(checks.certificates(load()))["certificate box"].verdict is verdict
+
+
+def test_unreadable_certificate_fails(state_dir) -> None:
+    (state_dir / "controller").mkdir(parents=True)
+    (state_dir / "controller" / "ca.pem").write_text("junk")
+    assert by_name(checks.certificates(load()))["certificate ca.pem"].verdict is Verdict.FAILED
+
+
+def test_missing_control_groups_are_reported_with_a_fix(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checks.cgroups, "own_groups", list)
+    found = by_name(checks.tools())["control groups"]
+    assert found.verdict is Verdict.ABSENT
+    assert "Delegate=yes" in found.fix
+
+
+def test_control_groups_are_found() -> None:
+    path = require_cgroup("genie-doctor-test", "v2")
+    assert by_name(checks.tools())["control groups"].found == f"below {Path(path).parent}"

@@ -1,0 +1,399 @@
+"""submit, jobs, logs and cancel against a scripted controller."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+
+import pytest
+
+from genie.cli.commands.jobs import job_spec
+from genie.cli.placement_options import PlacementOptions
+from genie.errors import (
+    GenieError,
+    JobNotFoundError,
+    JobRefusedError,
+    NameInvalidError,
+    StoreFullError,
+    UsageError,
+)
+from genie.model.job import JobState
+from genie.model.messages import (
+    CancelJob,
+    GetJob,
+    JobReply,
+    JobsReply,
+    ListJobs,
+    LogChunk,
+    ReadLog,
+    SubmitJob,
+)
+from tests.cli.sample_messages import job, placed
+
+PLAIN = {"argv": ["python", "train.py"], "name": None, "gpus": "0", "cpus": "0", "memory": None, "env": []}
+
+
+def spec_with(**changes):
+    return job_spec(**{**PLAIN, **changes}, options=PlacementOptions(), now=0.0)
+
+
+def job_reply(job_after):
+    return JobReply(job=job_after)
+
+
+def log_of(data: bytes) -> LogChunk:
+    return LogChunk(data=data, start=0, next_offset=len(data), eof=True)
+
+
+# --- options ----------------------------------------------------------------------------------
+
+
+def test_options_become_a_job_spec() -> None:
+    spec = spec_with(name="n1", gpus="2", cpus="1.5", memory="1GiB", env=["A=1", "B=x=y", "C="])
+    assert (spec.name, spec.command) == ("n1", ("python", "train.py"))
+    assert (spec.resources.gpus, spec.resources.cpus, spec.resources.memory_bytes) == (2, 1.5, 1 << 30)
+    assert spec.env == {"A": "1", "B": "x=y", "C": ""}
+
+
+@pytest.mark.parametrize(
+    ("program", "name"),
+    [
+        ("python", "python"),
+        ("/usr/bin/g++-12", "g---12"),
+        ("./a b.sh", "a-b-sh"),
+        ("///", "job"),
+        ("é", "job"),
+        ("x" * 99, "x" * 63),
+    ],
+)
+def test_job_name_defaults_to_the_program(program, name) -> None:
+    assert spec_with(argv=[program]).name == name
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"argv": []}, "command"),
+        ({"argv": ["a\x00b"]}, "NUL"),
+        ({"gpus": "-1"}, "--gpus"),
+        ({"gpus": "1000000000"}, "--gpus"),
+        ({"gpus": "one"}, "--gpus"),
+        ({"cpus": "-0.5"}, "--cpus"),
+        ({"cpus": "nan"}, "--cpus"),
+        ({"cpus": "inf"}, "--cpus"),
+        ({"memory": "lots"}, "--memory"),
+        ({"memory": "-1"}, "--memory"),
+        ({"env": ["A"]}, "--env"),
+        ({"env": ["=1"]}, "--env"),
+        ({"env": ["1A=x"]}, "--env"),
+        ({"env": ["A B=x"]}, "--env"),
+        ({"env": ["A=\x00"]}, "--env"),
+        ({"name": "a b"}, "--name"),
+        ({"name": ""}, "--name"),
+        ({"name": "../x"}, "--name"),
+        ({"name": "x" * 64}, "--name"),
+        ({"name": "n\x1b[2J"}, "--name"),
+    ],
+)
+def test_invalid_option_is_named(changes, named) -> None:
+    with pytest.raises(UsageError) as caught:
+        spec_with(**changes)
+    assert named in caught.value.message
+    assert caught.value.hint
+    assert caught.value.exit_code == 2
+    assert isinstance(caught.value, NameInvalidError) or named != "--name"
+
+
+# --- submit -----------------------------------------------------------------------------------
+
+
+def test_submit_without_a_command_is_a_usage_error(genie) -> None:
+    ran = genie("submit")
+    assert (ran.code, ran.out) == (2, "")
+    assert "no command" in ran.err
+
+
+def test_submit_with_a_missing_directory_is_a_usage_error(genie, tmp_path) -> None:
+    ran = genie("submit", "--workdir", str(tmp_path / "none"), "--", "x")
+    assert ran.code == 2
+    assert "--workdir" in ran.err
+
+
+def test_submit_prints_only_the_job_id_to_standard_output(genie, controller) -> None:
+    controller.replies[SubmitJob] = job_reply(job(reason="1 of 1 accelerators is held by j0"))
+    ran = genie("submit", "--gpus", "1", "--name", "train", "--", "python", "train.py", "--debug", "-x")
+    assert (ran.code, ran.out) == (0, "j1\n")
+    assert ran.err == "queued: 1 of 1 accelerators is held by j0\n"
+    (requests,) = controller.requests
+    assert requests.spec.command == ("python", "train.py", "--debug", "-x")
+
+
+def test_submit_accepts_a_command_without_dashes(genie, controller) -> None:
+    controller.replies[SubmitJob] = job_reply(placed(JobState.RUNNING))
+    assert genie("submit", "echo", "--json")[:2] == (0, "j1\n")
+    assert controller.requests[0].spec.command == ("echo", "--json")
+
+
+def test_submit_prints_json(genie, controller) -> None:
+    controller.replies[SubmitJob] = job_reply(job())
+    ran = genie("submit", "--json", "--", "x")
+    assert json.loads(ran.out)["job_id"] == "j1"
+    assert json.loads(ran.out)["state"] == "queued"
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (JobRefusedError("no node has 9 accelerators", hint="ask for less"), 1),
+        (StoreFullError("no space left"), 1),
+    ],
+)
+def test_rejected_submit_shows_the_reason(genie, controller, error, code) -> None:
+    controller.replies[SubmitJob] = error
+    ran = genie("submit", "--", "x")
+    assert (ran.code, ran.out) == (code, "")
+    assert f"genie: {error.message}\n" in ran.err
+
+
+def test_json_and_wait_are_mutually_exclusive(genie) -> None:
+    ran = genie("submit", "--json", "--wait", "--", "x")
+    assert ran.code == 2
+    assert "--json" in ran.err
+
+
+# --- submit --wait ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("end", "code"),
+    [
+        (placed(JobState.SUCCEEDED, exit_code=0), 0),
+        (placed(JobState.FAILED, exit_code=3, reason="exit code 3"), 3),
+        (placed(JobState.FAILED, exit_code=-9, reason="killed by signal 9"), 137),
+        (placed(JobState.FAILED, reason="could not be started"), 1),
+        (placed(JobState.CANCELLED, reason="cancelled"), 1),
+        (placed(JobState.LOST, reason="node restarted"), 1),
+    ],
+    ids=lambda value: value.state.value if hasattr(value, "state") else str(value),
+)
+def test_wait_prints_the_output_and_returns_the_exit_code(genie, controller, end, code) -> None:
+    controller.replies[SubmitJob] = job_reply(job())
+    controller.replies[ReadLog] = log_of(b"line \xff\n")
+    controller.replies[GetJob] = job_reply(end)
+    ran = genie("submit", "--wait", "--", "x")
+    assert ran.code == code
+    assert ran.out.startswith("line ") and "j1" not in ran.out
+    assert end.reason in ran.err
+
+
+def press_ctrl_c() -> None:
+    """Send one SIGINT, never after the command has ended: pytest would receive it."""
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_ctrl_c_cancels_the_job_and_waits_for_its_end(genie, controller) -> None:
+    pressed = ended = False
+
+    def read(request):
+        nonlocal pressed
+        if not pressed:
+            pressed = True
+            press_ctrl_c()
+        return LogChunk(data=b"", start=0, next_offset=0, eof=ended)
+
+    def cancel(request):
+        nonlocal ended
+        ended = True
+        return job_reply(job(JobState.CANCELLED, reason="asked by owner1"))
+
+    controller.replies[SubmitJob] = job_reply(job())
+    controller.replies[ReadLog] = read
+    controller.replies[CancelJob] = cancel
+    controller.replies[GetJob] = job_reply(job(JobState.CANCELLED, reason="asked by owner1"))
+    ran = genie("submit", "--wait", "--", "x")
+    assert ran.code == 1
+    assert "cancelling job j1" in ran.err and "asked by owner1" in ran.err
+    assert sum(isinstance(request, CancelJob) for request in controller.requests) == 1
+
+
+def test_second_ctrl_c_exits(genie, controller) -> None:
+    pressed = False
+
+    def read(request):
+        nonlocal pressed
+        if not pressed:
+            pressed = True
+            press_ctrl_c()
+        return LogChunk(data=b"", start=0, next_offset=0, eof=False)
+
+    def cancel(request):
+        press_ctrl_c()
+        return job_reply(placed(JobState.RUNNING))
+
+    controller.replies[SubmitJob] = job_reply(job())
+    controller.replies[ReadLog] = read
+    controller.replies[CancelJob] = cancel
+    ran = genie("submit", "--wait", "--", "x")
+    assert ran.code == 130
+    assert "Traceback" not in ran.err
+
+
+# --- jobs, logs, cancel -----------------------------------------------------------------------
+
+
+def test_jobs_lists_queued_and_running_jobs(genie, controller) -> None:
+    controller.replies[ListJobs] = JobsReply(jobs=(placed(JobState.RUNNING, reason="placed"),), more=False)
+    ran = genie("jobs")
+    assert ran.code == 0
+    head, row = ran.out.splitlines()
+    assert head.split()[:3] == ["JOB", "NAME", "STATE"]
+    assert row.split()[:6] == ["j1", "train", "running", "1", "box:", "0"]
+    assert set(controller.requests[0].states) == {"queued", "placing", "running"}
+
+
+@pytest.mark.parametrize(
+    ("argv", "states"), [(["--all"], set()), (["--state", "failed", "--state", "lost"], {"failed", "lost"})]
+)
+def test_jobs_sends_the_requested_filters(genie, controller, argv, states) -> None:
+    controller.replies[ListJobs] = JobsReply(jobs=(), more=False)
+    assert genie("jobs", *argv)[:2] == (0, "")
+    assert set(controller.requests[0].states) == states
+
+
+def test_empty_job_list_is_reported_on_standard_error(genie, controller) -> None:
+    controller.replies[ListJobs] = JobsReply(jobs=(), more=False)
+    ran = genie("jobs")
+    assert (ran.code, ran.out) == (0, "")
+    assert "no jobs" in ran.err and "--all" in ran.err
+
+
+def test_jobs_prints_json(genie, controller) -> None:
+    controller.replies[ListJobs] = JobsReply(
+        jobs=(placed(JobState.LOST, reason="node restarted"),), more=True
+    )
+    document = json.loads(genie("jobs", "--all", "--json").out)
+    assert document["more"] is True
+    assert document["jobs"][0]["placements"][0]["node_id"] == "box"
+    assert document["jobs"][0]["reason"] == "node restarted"
+
+
+def test_invalid_state_names_the_allowed_ones(genie) -> None:
+    ran = genie("jobs", "--state", "done")
+    assert ran.code == 2
+    assert "--state" in ran.err and "succeeded" in ran.err
+
+
+def test_control_characters_in_a_reason_are_removed(genie, controller) -> None:
+    controller.replies[ListJobs] = JobsReply(jobs=(job(reason="bad\x1b[2J\nforged row"),), more=False)
+    ran = genie("jobs")
+    assert "\x1b" not in ran.out
+    assert len(ran.out.splitlines()) == 2
+
+
+def test_logs_are_printed_unchanged(genie, controller) -> None:
+    controller.replies[ReadLog] = log_of(b"one\ntwo")
+    ran = genie("logs", "j1")
+    assert ran == (0, "one\ntwo", "")
+    assert controller.requests[0].wait_s == 0
+
+
+@pytest.mark.parametrize("name", ["j1", "j1.0"])
+def test_logs_of_a_pending_job_report_its_state(genie, controller, name) -> None:
+    controller.replies[ReadLog] = log_of(b"")
+    controller.replies[GetJob] = job_reply(job(job_id="j1", state=JobState.QUEUED))
+    ran = genie("logs", name)
+    assert ran == (0, "", "no output yet: job j1 is queued; 'genie logs -f' waits for it\n")
+    assert controller.requests[-1].job_id == "j1"
+    controller.replies[GetJob] = job_reply(placed(JobState.SUCCEEDED, exit_code=0))
+    assert genie("logs", name) == (0, "", "")
+
+
+def test_jobs_show_the_exit_code_of_shells_for_a_signal(genie, controller) -> None:
+    killed = placed(JobState.FAILED, exit_code=-9, reason="killed by signal 9")
+    controller.replies[ListJobs] = JobsReply(jobs=(killed,), more=False)
+    assert " 137 " in genie("jobs", "--all").out
+
+
+def test_logs_prints_json(genie, controller) -> None:
+    controller.replies[ReadLog] = log_of(b"one\n\xff")
+    assert json.loads(genie("logs", "j1", "--json").out) == {"job": "j1", "log": "one\n\ufffd"}
+
+
+def logs_of_runs(logs: dict[int, bytes]):
+    """Let the controller have these runs; the last one is running."""
+
+    def read(request: ReadLog) -> LogChunk:
+        run = request.run or max(logs)
+        if run > max(logs):
+            return LogChunk(data=b"", start=0, next_offset=0, eof=True)
+        if not logs[run]:
+            raise JobNotFoundError(f"node box has no log of run {run}")
+        data = logs[run][request.offset :][: request.bytes_max]
+        end = request.offset + len(data)
+        return LogChunk(
+            data=data, start=request.offset, next_offset=end, eof=not data, run=run, runs=tuple(logs)
+        )
+
+    return read
+
+
+def test_logs_of_one_run_and_of_all_runs(genie, controller) -> None:
+    controller.replies[ReadLog] = logs_of_runs({3: b"three\n", 4: b"four\n"})
+    assert genie("logs", "j1") == (0, "four\n", "")
+    assert genie("logs", "j1", "--run", "3") == (0, "three\n", "")
+    assert genie("logs", "j1", "--all-runs") == (0, "three\nfour\n", "run 3:\nrun 4:\n")
+    document = json.loads(genie("logs", "j1", "--all-runs", "--json").out)
+    assert document == {
+        "job": "j1",
+        "runs": [{"run": 3, "log": "three\n"}, {"run": 4, "log": "four\n"}],
+    }
+    assert json.loads(genie("logs", "j1", "--run", "3", "--json").out) == {"job": "j1", "log": "three\n"}
+
+
+def test_missing_log_of_a_run_does_not_hide_the_others(genie, controller) -> None:
+    controller.replies[ReadLog] = logs_of_runs({3: b"", 4: b"four\n"})
+    ran = genie("logs", "j1", "--all-runs")
+    assert (ran.code, ran.out) == (0, "four\n")
+    assert "no log of run 3" in ran.err
+
+
+@pytest.mark.parametrize(
+    "argv", [["--run", "0"], ["--run", "x"], ["--all-runs", "-f"], ["--all-runs", "--run", "1"]]
+)
+def test_invalid_run_options_are_rejected(genie, argv) -> None:
+    assert genie("logs", "j1", *argv).code == 2
+
+
+def test_follow_continues_with_the_next_run(genie, controller) -> None:
+    controller.replies[ReadLog] = logs_of_runs({1: b"one\n", 2: b"two\n"})
+    first = logs_of_runs({1: b"one\n"})
+    read = controller.replies[ReadLog]
+    controller.replies[ReadLog] = lambda request: (read if request.run else first)(request)
+    assert genie("logs", "-f", "j1").out == "one\ntwo\n"
+    assert genie("logs", "-f", "j1", "--run", "1").out == "one\n"
+
+
+def test_logs_of_an_unknown_job(genie, controller) -> None:
+    controller.replies[ReadLog] = JobNotFoundError("no job 'j9'", hint="see 'genie jobs --all'")
+    ran = genie("logs", "j9")
+    assert (ran.code, ran.out) == (1, "")
+    assert "genie: no job 'j9'" in ran.err
+
+
+def test_cancel_continues_after_a_failure(genie, controller) -> None:
+    def cancel(request) -> JobReply:
+        if request.job_id == "j9":
+            raise JobNotFoundError("no job 'j9'")
+        return job_reply(job(JobState.CANCELLED, job_id=request.job_id, reason="cancelled by owner1"))
+
+    controller.replies[CancelJob] = cancel
+    ran = genie("cancel", "j9", "j2")
+    assert ran.code == 1
+    assert "j2  cancelled" in ran.out
+    assert "no job 'j9'" in ran.err
+
+
+def test_server_errors_keep_their_exit_code(genie, controller) -> None:
+    controller.replies[CancelJob] = GenieError("internal error", hint="see the log")
+    assert genie("cancel", "j1").code == 1

@@ -1,0 +1,116 @@
+"""status and nodes."""
+
+from __future__ import annotations
+
+import json
+
+import msgspec
+import pytest
+
+from genie.model.messages import GetStatus, ListNodes, NodesReply
+from tests.cli.sample_messages import node, status
+
+
+def test_status_prints_a_summary(genie, controller) -> None:
+    controller.replies[GetStatus] = status()
+    ran = genie("status")
+    lines = dict(line.split(None, 1) for line in ran.out.splitlines() if not line.startswith("uptime"))
+    assert ran.code == 0
+    assert lines["address"] == f"127.0.0.1:{controller.port}"
+    assert lines["accelerators"] == "3 free of 4"
+    assert lines["jobs"] == "2 running"
+    assert lines["nodes"] == "1 healthy"
+    assert lines["policy"] == "fair"
+
+
+def test_status_shows_a_disabled_policy(genie, controller) -> None:
+    fault = "policy 'own:Mine' is disabled and replaced by FairShare: within() raised OSError"
+    controller.replies[GetStatus] = msgspec.structs.replace(status(), policy="own:Mine", policy_fault=fault)
+    assert fault in " ".join(genie("status").out.split())
+
+
+def test_status_shows_an_unresponsive_store(genie, controller) -> None:
+    controller.replies[GetStatus] = msgspec.structs.replace(status(), store_ok=False)
+    assert "sqlite (not responding)" in genie("status").out
+
+
+@pytest.mark.parametrize(
+    ("leader", "message"),
+    [("10.0.0.5:5555", "10.0.0.5:5555 (genie status --address 10.0.0.5:5555)"), ("", "none elected")],
+)
+def test_status_of_a_standby_names_the_leader(genie, controller, leader, message) -> None:
+    reply = msgspec.structs.replace(status(), leading=False, leader=leader, gpus_total=0, gpus_free=0)
+    controller.replies[GetStatus] = reply
+    ran = genie("status")
+    assert ran.code == 0
+    assert "role     standby\n" in ran.out and f"leader   {message}\n" in ran.out
+    assert "accelerators" not in ran.out and "jobs" not in ran.out
+
+
+def test_status_prints_json(genie, controller) -> None:
+    controller.replies[GetStatus] = status()
+    document = json.loads(genie("status", "--json").out)
+    assert set(document) == {"address", *status().__struct_fields__}
+    assert document["nodes"] == {"healthy": 1}
+
+
+def test_nodes_shows_accelerators_and_jobs(genie, controller) -> None:
+    controller.replies[ListNodes] = NodesReply(nodes=(node(),))
+    ran = genie("nodes")
+    assert ran.code == 0
+    nodes, gpus = ran.out.split("\n\n")
+    assert "10.0.0.7" in nodes and "healthy" in nodes
+    assert "CPUS ALLOCATED" in nodes and "MEMORY ALLOCATED" in nodes, "these are not readings"
+    assert "Test GPU" in gpus and "j7 (100%)" in gpus
+
+
+def test_unavailable_accelerator_shows_the_reason(genie, controller) -> None:
+    view = node()
+    lost = msgspec.structs.replace(view.info.gpus[0], available=False, reason="it fell off the bus")
+    info = msgspec.structs.replace(view.info, gpus=(lost,))
+    controller.replies[ListNodes] = NodesReply(nodes=(msgspec.structs.replace(view, info=info),))
+    assert "unavailable: it fell off the bus" in genie("nodes").out
+
+
+def test_racks_and_labels_are_columns_if_a_node_has_any(genie, controller) -> None:
+    plain = node()
+    labelled = msgspec.structs.replace(plain.info, node_id="other", labels={"disk": "ssd", "zone": "a"})
+    controller.replies[ListNodes] = NodesReply(nodes=(plain,))
+    assert "LABELS" not in genie("nodes").out and "RACK" not in genie("nodes").out
+    controller.replies[ListNodes] = NodesReply(nodes=(plain, msgspec.structs.replace(plain, info=labelled)))
+    nodes = genie("nodes").out.split("\n\n")[0]
+    heading, first, second = nodes.splitlines()
+    assert "LABELS" in heading and "RACK" not in heading
+    assert second.startswith("other") and second.endswith("disk=ssd, zone=a")
+    assert first.endswith("-")
+    standing = msgspec.structs.replace(labelled, rack="r7", status_reason="too hot")
+    controller.replies[ListNodes] = NodesReply(nodes=(msgspec.structs.replace(plain, info=standing),))
+    heading, row = genie("nodes").out.split("\n\n")[0].splitlines()
+    assert heading.split()[-3:] == ["RACK", "LABELS", "REASON"]
+    assert row.endswith("r7    disk=ssd, zone=a  too hot")
+
+
+def test_nodes_shows_memory_used_by_other_processes(genie, controller) -> None:
+    view = node()
+    controller.replies[ListNodes] = NodesReply(nodes=(view,))
+    assert "other processes" not in genie("nodes").out
+    gpu = msgspec.structs.replace(
+        view.info.gpus[0], memory_used_bytes=3 * 1024**3, memory_outside_bytes=1024**3
+    )
+    info = msgspec.structs.replace(view.info, gpus=(gpu,))
+    controller.replies[ListNodes] = NodesReply(nodes=(msgspec.structs.replace(view, info=info),))
+    assert "3.0 GiB (1.0 GiB by other processes)" in genie("nodes").out
+
+
+def test_nodes_prints_json(genie, controller) -> None:
+    controller.replies[ListNodes] = NodesReply(nodes=(node(),))
+    (document,) = json.loads(genie("nodes", "--json").out)["nodes"]
+    assert document["info"]["gpus"][0]["name"] == "Test GPU"
+    assert document["node_holds"]["holds"][0]["job_id"] == "j7"
+
+
+def test_empty_node_list_has_a_hint(genie, controller) -> None:
+    controller.replies[ListNodes] = NodesReply(nodes=())
+    ran = genie("nodes")
+    assert (ran.code, ran.out) == (0, "")
+    assert "genie join" in ran.err

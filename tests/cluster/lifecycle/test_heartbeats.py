@@ -1,0 +1,21 @@
+"""Heartbeats of a session: the list of nodes is complete in a large cluster."""
+
+from __future__ import annotations
+
+import genie
+from genie.cluster.events import EventType
+from tests.cluster.small_controller import SmallController, node
+from tests.waiting import until
+
+QUIET = {"enable_gpu_monitoring": False, "enable_health_checks": False}
+
+
+async def test_list_of_nodes_is_complete_before_changes_are_published(controller: SmallController) -> None:
+    controller.nodes = tuple(node(f"n{number}") for number in range(1, 6))
+    state = await genie.init(heartbeat_interval=0.05, **QUIET)
+    await until(lambda: len(state.nodes) == 5)
+    controller.nodes_per_reply = 2
+    sent = state.stats["heartbeats_sent"]
+    await until(lambda: state.stats["heartbeats_sent"] > sent + 2)
+    assert sorted(state.nodes) == ["n1", "n2", "n3", "n4", "n5"]
+    assert not [event for event in state.events.history() if event.type is EventType.NODE_LOST]

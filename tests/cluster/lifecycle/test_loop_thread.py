@@ -1,0 +1,174 @@
+"""The event loop thread: submitted work always completes, also when the loop ends."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+import textwrap
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from genie.cluster.lifecycle.loop_thread import LoopThread
+from genie.errors import NotInitializedError
+
+
+class Main:
+    """A main coroutine that waits and records its end."""
+
+    def __init__(self) -> None:
+        self.running = threading.Event()
+        self.ended: list[str] = []
+        self.stop = asyncio.Event()
+
+    async def __call__(self) -> None:
+        self.running.set()
+        try:
+            await self.stop.wait()
+        finally:
+            self.ended.append("main")
+
+
+@pytest.fixture
+def main() -> Main:
+    return Main()
+
+
+@pytest.fixture
+def thread(main: Main) -> Iterator[LoopThread]:
+    made = LoopThread(name="test-loop")
+    made.start(main)
+    assert main.running.wait(20)
+    yield made
+    made.cancel()
+    assert made.join(timeout_s=20)
+    assert made.finished.done()
+
+
+def test_submitted_work_runs_on_the_loop(thread: LoopThread) -> None:
+    async def name() -> str:
+        return threading.current_thread().name
+
+    assert thread.submit(name).result(20) == "test-loop"
+
+
+def test_error_of_submitted_work_is_set_on_its_future(thread: LoopThread) -> None:
+    async def fail() -> None:
+        raise ZeroDivisionError
+
+    async def work() -> int:
+        return 1
+
+    with pytest.raises(ZeroDivisionError):
+        thread.submit(fail).result(20)
+    assert thread.submit(work).result(20) == 1
+
+
+def test_running_work_is_cancelled_at_the_end(thread: LoopThread, main: Main) -> None:
+    begun = threading.Event()
+
+    async def work() -> None:
+        begun.set()
+        try:
+            await asyncio.get_running_loop().create_future()
+        finally:
+            main.ended.append("work")
+
+    future = thread.submit(work)
+    assert begun.wait(20)
+    thread.call_soon(main.stop.set)
+    with pytest.raises(NotInitializedError, match="ended"):
+        future.result(20)
+    thread.finished.result(20)
+    assert main.ended == ["main", "work"]
+
+
+def test_work_submitted_after_the_end_is_rejected(thread: LoopThread) -> None:
+    thread.cancel()
+    thread.finished.result(20)
+
+    async def work() -> None:
+        raise AssertionError("it must not run")
+
+    with pytest.raises(NotInitializedError):
+        thread.submit(work).result(0)
+    thread.call_soon(lambda: pytest.fail("it must not run"))
+
+
+def test_all_futures_complete_when_the_loop_ends(thread: LoopThread) -> None:
+    answers: list[str] = []
+
+    async def work() -> str:
+        return "done"
+
+    def hand_in() -> None:
+        for _ in range(50):
+            try:
+                answers.append(thread.submit(work).result(20))
+            except NotInitializedError:
+                answers.append("ended")
+
+    users = [threading.Thread(target=hand_in) for _ in range(8)]
+    for user in users:
+        user.start()
+    thread.cancel()
+    for user in users:
+        user.join(60)
+    assert len(answers) == 400
+    assert set(answers) <= {"done", "ended"}
+
+
+def test_threads_of_blocking_calls_end_with_the_loop(thread: LoopThread) -> None:
+    async def block() -> str:
+        return await asyncio.to_thread(lambda: threading.current_thread().name)
+
+    name = thread.submit(block).result(20)
+    thread.cancel()
+    thread.finished.result(20)
+    assert name not in [other.name for other in threading.enumerate()]
+
+
+def test_stuck_call_does_not_keep_the_interpreter_from_exiting() -> None:
+    code = """
+        import asyncio, threading
+        from genie.cluster.lifecycle.loop_thread import LoopThread
+
+        async def main():
+            await asyncio.to_thread(threading.Event().wait)
+
+        LoopThread(name="stuck").start(main)
+        print("over")
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=30
+    )
+    assert (done.returncode, done.stdout) == (0, "over\n"), done.stderr
+
+
+def test_second_cancel_does_not_interrupt_the_cleanup() -> None:
+    steps: list[str] = []
+    cleaning = threading.Event()
+
+    async def main() -> None:
+        try:
+            await asyncio.get_running_loop().create_future()
+        finally:
+            cleaning.set()
+            await asyncio.to_thread(cancelled_again.wait, 5)
+            steps.append("clean")
+
+    cancelled_again = threading.Event()
+    thread = LoopThread(name="test-loop")
+    thread.start(main)
+    begun = threading.Event()
+    thread.call_soon(begun.set)
+    assert begun.wait(20)
+    thread.cancel()
+    assert cleaning.wait(20)
+    thread.cancel()
+    thread.call_soon(cancelled_again.set)
+    thread.finished.result(20)
+    assert thread.join(timeout_s=20)
+    assert steps == ["clean"]

@@ -1,0 +1,172 @@
+"""Space in the store: limits of tenants, the reserve for the controller's own writes, and the history."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from genie.config import ControllerConfig
+from genie.controller.jobs.space import JobSpace
+from genie.controller.ledger import Ledger
+from genie.controller.store import Space
+from genie.controller.store.etcd import EtcdStore
+from genie.errors import SpaceQuotaError
+from genie.model.job import Job, JobSpec, JobState
+from genie.model.messages import CancelJob, ListJobs
+from genie.model.tenant import TokenKind
+from genie.sim.store import MemoryStore
+from tests.controller.running_controller import Client, RunningController, running_controller
+from tests.controller.store.etcd_server import EtcdServer
+from tests.fakes.clock import FakeClock
+from tests.waiting import until
+
+MIB = 1024 * 1024
+HOUSEKEEPING_S = 11.0
+
+
+def large(kib: int = 100) -> JobSpec:
+    return JobSpec(name="large", command=("true",), env={"A": "a" * kib * 1024})
+
+
+async def fill(client: Client) -> int:
+    """Submit large jobs until one is rejected; return how many were accepted."""
+    for count in range(1000):
+        try:
+            await client.submit_spec(large())
+        except SpaceQuotaError:
+            return count
+    raise AssertionError("no job was rejected")
+
+
+async def test_tenant_that_fills_its_share_does_not_stop_others(tmp_path: Path) -> None:
+    clock = FakeClock()
+    store = await MemoryStore.open(clock=clock, bytes_max=8 * MIB)
+    async with running_controller(tmp_path, clock=clock, store=store) as one, one.client() as owner:
+        red, blue = [await one.token(TokenKind.USER, tenant=name) for name in ("red", "blue")]
+        async with one.agent() as agent, one.client(red) as hostile, one.client(blue) as other:
+            running = await other.submit(gpus=1)
+            launch = await agent.start_next()
+            assert 15 <= await fill(hostile) <= 25, "a quarter of 8 MiB in jobs of 100 KiB"
+            with pytest.raises(SpaceQuotaError, match=r"tenant red use 2 MiB of the store"):
+                await hostile.submit()
+            assert (await other.submit()).state in (JobState.QUEUED, JobState.PLACING)
+            agent.end(launch)
+            await agent.beat()
+            assert (await other.job(running.job_id)).state is JobState.SUCCEEDED
+            listed = (await hostile.ask(ListJobs(limit=1))).jobs
+            await hostile.ask(CancelJob(job_id=listed[0].job_id))
+        assert (await owner.status()).alarms == ()
+
+
+async def test_submissions_are_rejected_before_the_store_is_full(tmp_path: Path) -> None:
+    clock = FakeClock()
+    store = await MemoryStore.open(clock=clock, bytes_max=8 * MIB)
+    async with (
+        running_controller(tmp_path, clock=clock, store=store, tenant_store_share=1.0) as one,
+        one.client() as owner,
+    ):
+        async with one.agent() as agent:
+            running = await owner.submit(gpus=1)
+            launch = await agent.start_next()
+            await fill(owner)
+            await clock.advance(HOUSEKEEPING_S)
+            await fill(owner)
+            used = (await store.space()).used_bytes
+            assert 0.6 * 8 * MIB < used < 0.75 * 8 * MIB
+            with pytest.raises(SpaceQuotaError, match="the store is almost full"):
+                await owner.submit()
+            await agent.beat()
+            agent.end(launch)
+            await agent.beat()
+            assert (await owner.job(running.job_id)).state is JobState.SUCCEEDED, "own writes have a reserve"
+            status = await owner.status()
+            assert "no job can be submitted" in status.alarms[0]
+            assert status.store_bytes_max == 8 * MIB
+            assert used <= status.store_used_bytes < 8 * MIB
+        await one.restart()
+        async with one.client() as again:
+            assert (await again.status()).leading, "a new term can begin"
+
+
+async def finish(one: RunningController, owner: Client, count: int, kib: int) -> None:
+    for _ in range(count):
+        job = await owner.submit_spec(large(kib))
+        await owner.ask(CancelJob(job_id=job.job_id))
+
+
+async def test_history_is_limited_by_bytes_and_by_age(tmp_path: Path) -> None:
+    clock = FakeClock()
+    async with (
+        running_controller(tmp_path, clock=clock, history_bytes_max=MIB, history_days=0.002) as one,
+        one.client() as owner,
+    ):
+        queued = await owner.submit()
+        await finish(one, owner, 20, 100)
+
+        async def is_bounded() -> bool:
+            await clock.advance(2.0)
+            return len((await owner.ask(ListJobs())).jobs) <= 11
+
+        await until(is_bounded)
+        assert len((await owner.ask(ListJobs())).jobs) >= 9, "the newest ones are kept"
+        await one.restart()
+    async with running_controller(tmp_path, clock=clock, history_days=0.002) as one, one.client() as owner:
+        await clock.advance(180.0)
+
+        async def is_empty() -> bool:
+            await clock.advance(2.0)
+            jobs = (await owner.ask(ListJobs())).jobs
+            return [job.job_id for job in jobs] == [queued.job_id]
+
+        await until(is_empty, what="old jobs are deleted, queued ones are not")
+
+
+async def test_one_tenant_cannot_fill_etcd_with_jobs_or_with_history(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # A quota of 64 MiB instead of 2 GiB is filled in a second.
+    monkeypatch.setattr("genie.controller.controller._HOUSEKEEPING_S", 0.1)
+    quota = 64 * MIB
+    server = EtcdServer(tmp_path, options=["--quota-backend-bytes", str(quota)])
+    server.start()
+    try:
+        store = await EtcdStore.open(server.url)
+        async with (
+            running_controller(tmp_path / "1", store=store, store_bytes_max=quota, leader_ttl_s=2.0) as one,
+            one.client() as owner,
+        ):
+            await until(lambda: one.controller is not None and one.controller._jobs.space.bytes_max == quota)
+
+            async def submit() -> Job | None:
+                try:
+                    return await owner.submit_spec(large(40))
+                except SpaceQuotaError:
+                    return None
+
+            for _ in range(quota * 5 // 4 // (2 * 40 * 1024)):
+                job = await until(submit, timeout_s=30, what="space is freed")
+                await owner.ask(CancelJob(job_id=job.job_id))
+            token = (one.state_dir / "owner.token").read_text()
+            await one.stop()
+            async with running_controller(
+                tmp_path / "2", store=await EtcdStore.open(server.url), leader_ttl_s=2.0, name="two"
+            ) as two:
+                assert two.controller is not None
+                await until(lambda: two.controller is not None and two.controller.is_leading, timeout_s=20)
+                async with two.client(token) as other:
+                    await other.submit()
+            await one.start()
+    finally:
+        server.stop()
+
+
+def test_store_that_must_be_defragmented_accepts_no_jobs() -> None:
+    ledger = Ledger(None, None, None)  # type: ignore[arg-type]  # its tables only
+    space = JobSpace(ledger, ControllerConfig())
+    space.check_submission("red")
+    space.set_measured(Space(used_bytes=10, bytes_max=100, revision=1, fragmented_bytes=70), bytes_max=100)
+    space.check_submission("red")
+    space.set_measured(Space(used_bytes=10, bytes_max=100, revision=1, fragmented_bytes=80), bytes_max=100)
+    with pytest.raises(SpaceQuotaError, match="must be defragmented"):
+        space.check_submission("red")

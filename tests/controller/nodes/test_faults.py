@@ -1,0 +1,148 @@
+"""Launches that fail because of the node count against the node, not the job."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+
+from genie.controller.jobs.backoff import LaunchBackoff
+from genie.controller.jobs.lifecycle import LAUNCH_ATTEMPTS_MAX
+from genie.controller.nodes.faults import CLOSED_S_MAX, NodeFaults
+from genie.errors import NodeUnfitError
+from genie.model.job import JobState
+from genie.model.node import NodeStatus
+from tests.controller.running_controller import launched_while, running_controller
+from tests.fakes.clock import FakeClock
+from tests.waiting import until
+
+FULL = NodeUnfitError("the launch is rejected: no space left on device")
+
+
+def test_time_for_which_a_node_is_closed_doubles_until_it_starts_a_job() -> None:
+    clock = FakeClock()
+    faults = NodeFaults(clock)
+    closed_s = []
+    for _ in range(9):
+        faults.record("n1", "disk full")
+        faults.record("n1", "disk full")  # of the same batch of launches
+        assert faults.closed_reason("n1") == "it rejected launches: disk full"
+        closed_s.append(faults.unchanged_until_s("n1") - clock.monotonic_s())
+        clock._now_s += closed_s[-1]
+        assert faults.closed_reason("n1") == ""
+    assert closed_s == [1, 2, 4, 8, 16, 32, CLOSED_S_MAX, CLOSED_S_MAX, CLOSED_S_MAX]
+    faults.reset("n1")
+    faults.record("n1", "disk full")
+    assert faults.unchanged_until_s("n1") == clock.monotonic_s() + 1
+    assert faults.closed_reason("n2") == ""
+    faults.clear()
+    assert faults.closed_reason("n1") == ""
+
+
+def test_job_is_placed_at_once_after_the_first_fault_of_a_node_and_later_after_a_delay() -> None:
+    clock = FakeClock()
+    backoff = LaunchBackoff(clock)
+    delays_s = []
+    for epoch in (1, 1, 2, 3, 4):
+        backoff.record_node_fault("j", epoch)
+        delays_s.append(backoff.not_before_s("j") - clock.monotonic_s())
+    assert delays_s == [0, 0, 1, 2, 4]
+    assert backoff.record("j", 5) == 1, "they are not rejections of the job"
+
+
+async def test_job_that_nodes_reject_is_not_failed_and_goes_elsewhere(tmp_path: Path) -> None:
+    clock = FakeClock()
+    async with running_controller(tmp_path, clock=clock) as one, one.client() as owner, one.agent() as full:
+        full.refuse = FULL
+        job = await owner.submit(gpus=1)
+
+        async def rejected_often() -> bool:
+            await clock.advance(2.0)
+            await full.beat()
+            steps = (await owner.job(job.job_id)).history
+            return sum(step.state is JobState.PLACING for step in steps) > LAUNCH_ATTEMPTS_MAX + 1
+
+        await until(rejected_often)
+        assert (await owner.job(job.job_id)).state is not JobState.FAILED
+        async with one.agent("n2") as empty:
+            launch = await launched_while(clock, empty, full)
+            await empty.confirm(launch)
+            empty.end(launch)
+            await empty.beat()
+            assert (await owner.job(job.job_id)).state is JobState.SUCCEEDED
+
+
+async def test_all_jobs_succeed_next_to_a_full_node(tmp_path: Path) -> None:
+    async with (
+        running_controller(tmp_path) as one,
+        one.client() as owner,
+        one.agent("a", gpus=8) as full,
+        one.agent("b", gpus=2) as empty,
+    ):
+        full.refuse = FULL
+        jobs = [await owner.submit(gpus=1) for _ in range(40)]
+        for _ in jobs:
+            launch = await empty.start_next()
+            empty.end(launch)
+            await empty.beat()
+            await full.beat()
+        states = {(await owner.job(job.job_id)).state for job in jobs}
+        assert states == {JobState.SUCCEEDED}
+
+
+async def test_node_that_rejected_a_launch_is_shown_as_degraded(tmp_path: Path) -> None:
+    clock = FakeClock()
+    async with running_controller(tmp_path, clock=clock) as one, one.client() as owner, one.agent() as full:
+        full.refuse = FULL
+        job = await owner.submit(gpus=1)
+
+        async def degraded() -> bool:
+            return (await owner.node("n1")).status is NodeStatus.DEGRADED
+
+        await until(degraded)
+        assert (await owner.node("n1")).status_reason == f"it rejected launches: {FULL.message}"
+        full.refuse = None
+        launch = await launched_while(clock, full)
+        await full.confirm(launch)
+        assert launch.job_id == job.job_id
+        assert (await owner.node("n1")).status is NodeStatus.HEALTHY
+
+
+async def test_job_that_did_not_start_because_of_its_node_is_placed_again(tmp_path: Path) -> None:
+    async with (
+        running_controller(tmp_path) as one,
+        one.client() as owner,
+        one.agent("a") as full,
+    ):
+        job = await owner.submit(gpus=1)
+        launch = await full.start_next()
+        async with one.agent("b") as empty:
+            full.end(launch, None, reason="cannot start the shim: disk full", started=False, by_node=True)
+            await full.beat()
+            again = await empty.start_next()
+            assert again.placement.epoch > launch.placement.epoch
+            assert (await owner.node("a")).status is NodeStatus.DEGRADED
+            assert await owner.held("a") == []
+            assert (await owner.job(job.job_id)).state is JobState.RUNNING
+
+
+async def test_closed_node_gets_no_jobs(tmp_path: Path) -> None:
+    async with running_controller(tmp_path) as one, one.client() as owner, one.agent("a") as low:
+        open_info = low.info
+        low.info = msgspec.structs.replace(
+            open_info,
+            closed="low disk space: 0.5 GiB free",
+            status=NodeStatus.DEGRADED,
+            status_reason="low disk space: 0.5 GiB free",
+        )
+        await low.beat()
+        job = await owner.submit(gpus=1)
+
+        async def pending() -> bool:
+            return "low disk space" in (await owner.job(job.job_id)).reason
+
+        await until(pending)
+        assert low.launches.empty()
+        low.info = open_info
+        await low.beat()
+        assert (await low.next_launch()).job_id == job.job_id

@@ -1,0 +1,40 @@
+"""Some entries of each of torch's databases; test_opinfo.py and others compare all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+
+import pytest
+
+from tests.device.comparison import Comparison
+from tests.device.findings import Summary, Unit
+from tests.device.test_opinfo import (
+    dtype_of,
+    samples_of,
+    test_failures_are_listed,  # noqa: F401
+    test_listed_entries_fail,  # noqa: F401
+    test_no_entry_is_wrong_or_crashes,  # noqa: F401 - with the summary of this file
+)
+
+pytestmark = pytest.mark.timeout(200)  # the whole comparison is in the first test's set-up
+
+# Every n-th entry in the order of the database, where similar entries are adjacent.
+STEPS = {"opinfo": 24, "moduleinfo": 12, "optiminfo": 4}
+
+
+@pytest.fixture(scope="module", params=STEPS)
+def summary(request: pytest.FixtureRequest) -> Summary:
+    database = request.param
+    dtype: Callable[[Collection[str]], str | None] = dtype_of if database == "opinfo" else lambda _: "float32"
+    with Comparison(database) as comparison:
+        entries = list(comparison.described()["entries"].items())[:: STEPS[database]]
+        units = [
+            Unit(name, chosen, samples_of(name, 1), errors=False)
+            for name, supported in entries
+            if (chosen := dtype(supported)) is not None
+        ]
+        return Summary(comparison.run(units))
+
+
+def test_entries_of_each_kind_were_compared(summary: Summary) -> None:
+    assert len(summary.counted("forward")) >= 10

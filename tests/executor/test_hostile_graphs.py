@@ -1,0 +1,422 @@
+"""Protocol violations with graphs, and graphs whose memory is freed or resized.
+
+CUDA graphs are replaced by a fake capture that counts calls; tests/gpu tests real ones.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import pytest
+
+from tests.executor.client import (
+    Alias,
+    Client,
+    Error,
+    New,
+    Record,
+    Reply,
+    ServedSession,
+    Tensor,
+    argument,
+    i64,
+    record,
+    served_session,
+    u32,
+    u64,
+    view,
+)
+
+# State after the fixture: a storage of two floats, a template for its relu, and graph 0, which returns Y.
+X, Y = Tensor(1, (2,)), Tensor(2, (2,))
+RELU, DYNAMIC = 1, 2
+
+
+@dataclass
+class CountingCapture:
+    """A fake capture; the work runs while it is captured."""
+
+    kept_bytes: int = 0
+    begun: int = 0
+    replayed: int = 0
+    aborted: int = 0
+
+    def begin(self) -> None:
+        self.begun += 1
+
+    def end(self) -> tuple[object, int]:
+        return object(), self.kept_bytes
+
+    def abort(self) -> None:
+        self.aborted += 1
+
+    def replay(self, graph: object) -> None:
+        self.replayed += 1
+
+
+@dataclass
+class HostileSession:
+    session: ServedSession
+    client: Client
+    capture: CountingCapture = field(default_factory=CountingCapture)
+
+    def report(self, graph: int = 0) -> tuple[int, int, str]:
+        reply = self.client.request(record(Record.GRAPH_REPORT, 0, u32(graph)))
+        assert isinstance(reply, Reply), reply
+        kind, replays, size = struct.unpack_from("<BQI", reply.payload)
+        return kind, replays, reply.payload[13 : 13 + size].decode()
+
+    def replay(self, graph: int = 0) -> None:
+        self.client.send(record(Record.GRAPH_REPLAY, 0, u32(graph)))
+
+
+def recorded(client: Client, graph: int = 0, *inside: bytes, mode: int = 1) -> bytes:
+    begin = record(Record.GRAPH_BEGIN, 0, u32(graph))
+    return begin + b"".join(inside) + record(Record.GRAPH_END, mode)
+
+
+def prepare(client: Client) -> None:
+    assert client.floats(-1, 1) == X
+    assert client.new_storage() == Y.storage
+    (relu, first), (ask, second) = (
+        client.template("aten::relu", [X], [New((2,))]),
+        client.template("aten::relu", [X], None),
+    )
+    assert (relu, ask) == (RELU, DYNAMIC)
+    client.send(first, second, recorded(client, 0, record(Record.OP, RELU, u32(1, 2))))
+    assert client.sync() is None
+
+
+@pytest.fixture
+def hostile() -> Iterator[HostileSession]:
+    with served_session(memory_bytes_max=1 << 20) as (session, client):
+        prepare(client)
+        yield HostileSession(session, client)
+
+
+@pytest.fixture
+def captured() -> Iterator[HostileSession]:
+    """As `hostile`, with an accelerator that supports capture."""
+    capture = CountingCapture()
+    with served_session(memory_bytes_max=1 << 20, capture=capture) as (session, client):
+        prepare(client)
+        yield HostileSession(session, client, capture)
+
+
+def assert_protocol_error(hostile: HostileSession, message: str = "") -> None:
+    fatal_error = hostile.client.receive()
+    assert isinstance(fatal_error, Error)
+    assert fatal_error.code == "transport.protocol"
+    assert message in fatal_error.message
+    hostile.client.close()
+    assert hostile.session.wait_end() == "fatal"
+
+
+def graph(*inside: bytes) -> bytes:
+    return record(Record.GRAPH_BEGIN, 0, u32(1)) + b"".join(inside)
+
+
+OUTSIDE = {
+    "replaying an unknown graph": record(Record.GRAPH_REPLAY, 0, u32(7)),
+    "replaying a graph out of range": record(Record.GRAPH_REPLAY, 0, u32(2**32 - 1)),
+    "freeing an unknown graph": record(Record.GRAPH_FREE, 0, u32(7)),
+    "freeing twice": record(Record.GRAPH_FREE, 0, u32(0)) * 2,
+    "replaying a freed graph": record(Record.GRAPH_FREE, 0, u32(0)) + record(Record.GRAPH_REPLAY, 0, u32(0)),
+    "reporting an unknown graph": record(Record.GRAPH_REPORT, 0, u32(7)),
+    "end without begin": record(Record.GRAPH_END, 1),
+    "step outside of a graph": record(Record.GRAPH_STEP, RELU, u32(1, 3)),
+    "graph number out of range": record(Record.GRAPH_BEGIN, 0, u32(4096)),
+    "graph number in use": record(Record.GRAPH_BEGIN, 0, u32(0)),
+    "unknown mode of end": graph(record(Record.GRAPH_END, 3)),
+    "truncated replay": record(Record.GRAPH_REPLAY),
+}
+INSIDE = {
+    "another graph": record(Record.GRAPH_BEGIN, 0, u32(2)),
+    "a replay": record(Record.GRAPH_REPLAY, 0, u32(0)),
+    "freeing a graph": record(Record.GRAPH_FREE, 0, u32(0)),
+    "a report": record(Record.GRAPH_REPORT, 0, u32(0)),
+    "upload": record(Record.PUT, 1, view(X) + u64(8) + bytes(8)),
+    "download": record(Record.GET, 0, view(X)),
+    "synchronize": record(Record.SYNC),
+    "resizing": record(Record.RESIZE, 0, u32(1) + u64(16)),
+    "a seed": record(Record.SEED, 0, u32(0) + u64(1)),
+    "a generator's state": record(Record.GENERATOR_STATE, 0, u32(0)),
+    "setting a generator": record(Record.SET_GENERATOR, 0, u32(0, 0)),
+    "freeing a generator": record(Record.FREE_GENERATOR, 0, u32(1)),
+    "counters": record(Record.STATS),
+    "step with template of a dynamic op": record(Record.GRAPH_STEP, DYNAMIC, u32(1)),
+    "truncated step": record(Record.GRAPH_STEP, RELU, u32(1)),
+    "step with unknown template": record(Record.GRAPH_STEP, 99, u32(1, 3)),
+    "step with input out of range": record(Record.GRAPH_STEP, RELU, u32(2**22, 3)),
+    "step with output out of range": record(Record.GRAPH_STEP, RELU, u32(1, 2**32 - 1)),
+    "step that creates its input": record(Record.GRAPH_STEP, RELU, u32(1, 1)),
+    "creating an earlier input": record(Record.OP, RELU, u32(1, 3))
+    + record(Record.FREE, 0, u32(1))
+    + record(Record.ALLOCATE, 0, u32(1) + u64(8)),
+}
+
+
+@pytest.mark.parametrize("records", OUTSIDE.values(), ids=OUTSIDE.keys())
+def test_invalid_graph_record_ends_the_session(hostile: HostileSession, records: bytes) -> None:
+    hostile.client.send(records)
+    assert_protocol_error(hostile)
+
+
+@pytest.mark.parametrize("records", INSIDE.values(), ids=INSIDE.keys())
+def test_record_not_allowed_in_a_graph_ends_the_session(hostile: HostileSession, records: bytes) -> None:
+    hostile.client.send(graph(records))
+    assert_protocol_error(hostile)
+
+
+def test_session_can_be_closed_while_recording(hostile: HostileSession) -> None:
+    hostile.client.send(graph(record(Record.OP, RELU, u32(1, 3))))
+    hostile.client.send(record(Record.CLOSE_SESSION))
+    assert hostile.session.wait_end() == "closed"
+
+
+# --- bounds -------------------------------------------------------------------------------------
+
+
+def test_number_of_graph_steps_is_limited(hostile: HostileSession) -> None:
+    pair = record(Record.ALLOCATE, 0, u32(3) + u64(0)) + record(Record.FREE, 0, u32(3))
+    hostile.client.send(graph())
+    for _ in range(2):
+        hostile.client.send(pair * (1 << 16))
+    hostile.client.send(pair)
+    assert_protocol_error(hostile, "too many steps")
+
+
+def test_total_size_of_graphs_is_limited(hostile: HostileSession) -> None:
+    client = hostile.client
+    many = [X] * 65536
+    number, made = client.template("aten::cat", [many, 0], [New((131072,))])
+    step = record(Record.GRAPH_STEP, number, argument(many)[1] + u32(3))
+    client.send(made)
+    for each in range(1, 20):
+        try:
+            client.send(recorded(client, each, *[step] * 15))
+        except OSError:
+            break  # disconnected
+    assert_protocol_error(hostile, "the graphs exceed the maximum size")
+
+
+def test_discarded_and_freed_graphs_do_not_count(hostile: HostileSession) -> None:
+    client = hostile.client
+    many = [X] * 65536
+    number, made = client.template("aten::cat", [many, 0], [New((131072,))])
+    step = record(Record.GRAPH_STEP, number, argument(many)[1] + u32(3))
+    client.send(made)
+    for each in range(40):
+        kept = each % 2
+        client.send(recorded(client, 1, *[step] * 15, mode=kept))
+        if kept:
+            client.send(record(Record.GRAPH_FREE, 0, u32(1)))
+    assert client.sync() is None
+
+
+def test_repeatedly_recorded_and_freed_graphs_leak_nothing(hostile: HostileSession) -> None:
+    once = recorded(hostile.client, 1) + record(Record.GRAPH_FREE, 0, u32(1))
+    for _ in range(20):
+        hostile.client.send(once * 5000)
+    assert hostile.client.sync() is None
+    assert hostile.client.stats().bytes_allocated == 16
+
+
+# --- memory of graphs ---------------------------------------------------------------------------
+
+
+def test_replay_with_freed_input_ends_the_session(hostile: HostileSession) -> None:
+    hostile.replay()
+    assert hostile.client.floats_in(Y) == (0, 1)
+    hostile.client.free(X)
+    hostile.replay()
+    assert_protocol_error(hostile, "storage 1 does not exist")
+
+
+def test_capture_is_released_when_its_input_is_freed(captured: HostileSession) -> None:
+    captured.replay()
+    assert captured.client.floats_in(Y) == (0, 1)
+    assert captured.capture.replayed == 1
+    captured.client.free(X)
+    captured.replay()
+    assert_protocol_error(captured, "storage 1 does not exist")
+    assert captured.capture.replayed == 1
+
+
+def test_graph_is_captured_again_after_resize(captured: HostileSession) -> None:
+    client, capture = captured.client, captured.capture
+    captured.replay()
+    captured.replay()
+    assert client.sync() is None
+    assert (capture.begun, capture.replayed) == (1, 2)
+    client.send(record(Record.RESIZE, 0, u32(1) + u64(64)))
+    client.put(X, struct.pack("<2f", 5, -5))
+    captured.replay()
+    assert client.floats_in(Y) == (5, 0)
+    assert (capture.begun, capture.replayed) == (2, 3)
+
+
+def test_graph_with_shrunk_input_fails_until_it_is_resized_back(captured: HostileSession) -> None:
+    client, capture = captured.client, captured.capture
+    captured.replay()
+    assert client.floats_in(Y) == (0, 1)
+    client.send(record(Record.RESIZE, 0, u32(1) + u64(0)))
+    captured.replay()
+    failure = client.sync()
+    assert isinstance(failure, Error)
+    assert "resized to 0 bytes and needs 8" in failure.message
+    assert (failure.code, failure.op) == ("device.op_refused", "aten::relu")
+    assert client.get(Y) == failure
+    client.send(record(Record.RESIZE, 0, u32(1) + u64(8)))
+    client.put(X, struct.pack("<2f", 5, -5))
+    captured.replay()
+    assert client.floats_in(Y) == (5, 0)
+    assert (capture.begun, capture.replayed, capture.aborted) == (2, 2, 0)
+
+
+def test_tensor_larger_than_its_storage_ever_was_ends_the_session(hostile: HostileSession) -> None:
+    hostile.client.send(record(Record.RESIZE, 0, u32(1) + u64(0)))
+    assert isinstance(hostile.client.get(X), Error)
+    hostile.client.send(record(Record.GET, 0, view(Tensor(1, (3,)))))
+    assert_protocol_error(hostile, "exceeds its storage")
+
+
+def test_graph_is_captured_again_after_its_input_is_replaced(captured: HostileSession) -> None:
+    client = captured.client
+    captured.replay()
+    client.send(record(Record.FREE, 0, u32(1)) + record(Record.ALLOCATE, 0, u32(1) + u64(8)))
+    client.put(X, struct.pack("<2f", 7, -7))
+    captured.replay()
+    assert client.floats_in(Y) == (7, 0)
+    assert captured.capture.begun == 2
+
+
+def test_results_changed_by_the_client_are_created_again(captured: HostileSession) -> None:
+    client = captured.client
+    captured.replay()
+    client.send(record(Record.RESIZE, 0, u32(2) + u64(64)))
+    captured.replay()
+    assert client.floats_in(Y) == (0, 1)
+    client.free(Y)
+    client.send(record(Record.ALLOCATE, 0, u32(2) + u64(8)))
+    client.put(Y, struct.pack("<2f", 3, 4))
+    captured.replay()
+    answer = client.run_dynamic("aten::relu", X)
+    assert not isinstance(answer, Error)
+    # The client has freed the result: neither it nor the storage that reused its number is created again.
+    assert client.stats().storages == 2
+
+
+def test_number_of_captures_is_limited(captured: HostileSession) -> None:
+    client = captured.client
+    for size in range(20):
+        client.send(record(Record.RESIZE, 0, u32(1) + u64(64 + size)))
+        captured.replay()
+        assert client.floats_in(Y) == (0, 1)
+    assert captured.capture.begun == 8
+    assert captured.report() == (0, 20, "no CUDA graph: its tensors moved too often")
+
+
+def test_memory_pool_of_a_capture_counts_towards_the_quota(captured: HostileSession) -> None:
+    client = captured.client
+    captured.capture.kept_bytes = 1 << 19
+    captured.replay()
+    assert client.stats().bytes_allocated == 16 + (1 << 19)
+    client.send(recorded(client, 1, record(Record.OP, RELU, u32(1, 3))))
+    captured.replay(1)
+    assert client.sync() is None
+    assert captured.report(0) == (1, 1, "")
+    kind, replays, reason = captured.report(1)
+    assert (kind, replays) == (0, 1)
+    assert "of the session's 1048576 bytes" in reason
+    client.send(record(Record.GRAPH_FREE, 0, u32(0)))
+    assert client.stats().bytes_allocated == 24
+
+
+# --- failures -----------------------------------------------------------------------------------
+
+
+def test_failed_replay_is_reported_and_next_replay_works(hostile: HostileSession) -> None:
+    client = hostile.client
+    index = client.uploaded((1,), i64(1), "int64")
+    picked, number = Tensor(10, (1,)), 11
+    pick, first = client.template("aten::index_select", [X, 0, index], [New((1,))])
+    neg, second = client.template("aten::neg", [picked], [New((1,))])
+    client.send(first, second)
+    steps = record(Record.OP, pick, u32(1, index.storage, 10)) + record(Record.OP, neg, u32(10, number))
+    client.send(recorded(client, 1, steps))
+    client.put(index, i64(9))
+    hostile.replay(1)
+    error = client.get(Tensor(number, (1,)))
+    assert isinstance(error, Error)
+    assert "index_select" in error.op
+    client.put(index, i64(1))
+    hostile.replay(1)
+    assert client.floats_in(Tensor(number, (1,))) == (-1,)
+
+
+def test_failed_capture_is_reported_and_graph_replays_by_steps(captured: HostileSession) -> None:
+    client = captured.client
+    index = client.uploaded((1,), i64(1), "int64")
+    pick, made = client.template("aten::index_select", [X, 0, index], [New((1,))])
+    client.send(made, recorded(client, 1, record(Record.OP, pick, u32(1, index.storage, 10))))
+    client.put(index, i64(9))
+    captured.replay(1)
+    assert isinstance(client.sync(), Error)
+    assert captured.capture.aborted == 1
+    kind, _, reason = captured.report(1)
+    assert kind == 0
+    assert "index_select" in reason
+    client.put(index, i64(0))
+    captured.replay(1)
+    assert client.floats_in(Tensor(10, (1,))) == (-1,)
+
+
+# --- unreceived replies -------------------------------------------------------------------------
+
+
+@dataclass
+class AddsOne:
+    """A compiled function that writes to its input."""
+
+    inputs: list[object]
+    results: list[object]
+
+    def __call__(self, inputs: list[object]) -> list[object]:
+        inputs[0].add_(1)  # type: ignore[attr-defined]
+        return []
+
+
+class AddsOneCompiler:
+    def compile(
+        self, steps: list[object], wanted: list[int], sizes: dict[int, int], keep_alive: Callable[[], None]
+    ) -> AddsOne:
+        import torch
+
+        (storage,) = sizes
+        return AddsOne([(storage, torch.float32, (sizes[storage] // 4,), (1,), 0)], [])
+
+
+def test_unreceived_reply_is_not_changed_by_a_replay() -> None:
+    with served_session(compiler=AddsOneCompiler()) as (session, client):
+        large = client.uploaded((1 << 19,), bytes(1 << 21))
+        number, made = client.template("aten::add_.Tensor", [large, large, 1], [Alias()])
+        client.send(made, recorded(client, 1, record(Record.OP, number, u32(1, 1)), mode=2))
+        client.send(record(Record.GET, 0, view(large)))
+        before = client.replies
+        assert isinstance(client.receive(), Reply)
+        client.replies = before  # acknowledges nothing
+        client.send(record(Record.GRAPH_REPLAY, 0, u32(1)))
+        while client.receive_acknowledgement() < client.frames:
+            pass
+        client.close()
+        assert session.wait_end() == "lost"
+        client.pipe = session.connect(replies_received=0)
+        client.replies = 0
+        again = client.receive()
+        assert isinstance(again, Reply)
+        assert again.payload == bytes(1 << 21)
+        first = client.get(Tensor(1, (1,)))
+        assert first == struct.pack("<f", 1)

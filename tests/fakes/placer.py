@@ -1,0 +1,18 @@
+"""A fake job placer that places nothing at submission."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from genie.model.job import Job
+from genie.scheduler.decisions import Decision
+
+
+class NoPlacement:
+    """Leaves every submitted job to the scheduling pass."""
+
+    def place(self, new_job: Job | None = None) -> Sequence[Decision]:
+        return ()
+
+    def settle(self, job_ids: Iterable[str]) -> None:
+        pass

@@ -1,0 +1,52 @@
+"""Nodes behind a slow network: everything works, only slower."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from genie.grid.health.check import HealthState, NodeHealthChecker
+from genie.grid.runs.runner import Runner
+from genie.grid.ssh.pool import SshPool
+from genie.grid.sync.syncer import Syncer
+from tests.grid.bed import Bed
+from tests.grid.conftest import grid_file_of
+from tests.grid.delay_proxy import delayed
+from tests.grid.sync.trees import read_tree, write
+
+DELAY_MS = 50.0
+
+
+@pytest.fixture
+def delayed_bed(own_bed: Bed, unused_tcp_port: int) -> Iterator[Bed]:
+    """gpu1 has a delayed connection, gpu2 does not."""
+    node = own_bed["gpu1"]
+    known = own_bed.known_hosts.read_text()
+    own_bed.known_hosts.write_text(known + f"[{node.address}]:{unused_tcp_port} {node.public_key}\n")
+    with delayed([node.address], port=unused_tcp_port, target_port=node.port, delay_ms=DELAY_MS):
+        own_bed.write_ssh_config(ports={"gpu1": unused_tcp_port})
+        yield own_bed
+
+
+async def test_health_run_and_sync_work_on_a_slow_node(delayed_bed: Bed, tmp_path: Path) -> None:
+    file = grid_file_of(delayed_bed, more="ssh: {connect_timeout: 30}\nhealth_check: {timeout: 30}\n")
+    project = tmp_path / "project"
+    write(project, {b"d%d/f" % number: b"%d" % number * 1000 for number in range(50)})
+    output = []
+    async with SshPool(file, ssh_config=delayed_bed.ssh_config) as pool:
+        slow, quick = await NodeHealthChecker(pool, file, clock=time.time).check_all()
+        assert (slow.state, quick.state) == (HealthState.OK, HealthState.OK)
+        assert slow.took_s > 2 * DELAY_MS / 1000  # gpu1 is the delayed one
+        runner = Runner(pool, file)
+        run = await runner.start("gpu1", "echo first; sleep 0.3; echo second; exit 4")
+        assert await runner.wait(run, lambda _, data: output.append(data)) == 4
+        syncer = Syncer(pool, file, state_dir=tmp_path / "state")
+        for unchanged in (False, True):
+            reports = await syncer.sync(project, ["gpu1", "gpu2"])
+            assert [(each.error, each.unchanged) for each in reports] == [(None, unchanged)] * 2
+    assert b"".join(output) == b"first\nsecond\n"
+    for node in delayed_bed.nodes:
+        assert read_tree(node.home / "grid_workspace") == read_tree(project)

@@ -1,0 +1,63 @@
+"""Compiling a library in the background: a separate process, whose result is logged."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from genie.native.prebuild import build_in_background, command_for
+from tests.waiting import until
+
+
+async def build(command: Sequence[str]) -> bool:
+    return await build_in_background(command, what="the library", without="it will not work here")
+
+
+async def test_built_library_logs_one_line(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    assert await build(command_for("genie_scheduler"))
+    assert caplog.messages == ["the library is compiled"]
+
+
+async def test_failed_build_logs_one_line(caplog: pytest.LogCaptureFixture) -> None:
+    code = "import sys; sys.stderr.write('there is no C++ compiler\\n(install one)\\n'); sys.exit(69)"
+    assert not await build((sys.executable, "-c", code))
+    assert caplog.messages == ["it will not work here: there is no C++ compiler (install one)"]
+
+
+async def test_missing_interpreter_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    assert not await build(("/no/such/python", *command_for("genie_scheduler")[1:]))
+    assert "could not start compiling the library" in caplog.text
+
+
+async def test_cancellation_kills_the_compilers(tmp_path: Path) -> None:
+    started = tmp_path / "started"
+    code = (
+        "import os, pathlib, subprocess, sys, time\n"
+        "deadline = time.monotonic() + 30\n"
+        "while os.getpriority(os.PRIO_PROCESS, 0) != 19 and time.monotonic() < deadline: time.sleep(0.01)\n"
+        "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(300)'])\n"
+        "path = pathlib.Path(sys.argv[1])\n"
+        "path.with_suffix('.new').write_text(f'{child.pid} {os.getpriority(os.PRIO_PROCESS, 0)}')\n"
+        "path.with_suffix('.new').replace(path)\n"
+        "child.wait()\n"
+    )
+    async with asyncio.TaskGroup() as group:
+        building = group.create_task(build((sys.executable, "-c", code, str(started))))
+        await until(started.exists, timeout_s=60, what="the compiler to run")
+        building.cancel()
+    pid, priority = map(int, started.read_text().split())
+    assert priority == 19
+    await until(lambda: not _runs(pid), what="the compiler to end")
+
+
+def _runs(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+    return state != "Z"

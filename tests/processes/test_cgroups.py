@@ -1,0 +1,142 @@
+"""Control groups of both versions, and the search for a usable one."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from genie.processes import cgroups, process_table
+from tests.needs import require_cgroup
+from tests.waiting import wait_until
+
+# Forks a child that leaves the session, clears its environment and outlives its parent.
+DAEMONIZE = """
+import os, sys, time
+if os.fork() == 0:
+    os.setsid()
+    if os.fork() == 0:
+        os.execve("/bin/sleep", ["sleep", "300"], {})
+    os._exit(0)
+os.wait()
+"""
+
+
+@pytest.fixture(params=["v2", "freezer", "pids"])
+def group(request: pytest.FixtureRequest) -> Iterator[str]:
+    path = require_cgroup(f"genie-test-{os.getpid()}", request.param)
+    cgroups.create(path)
+    yield path
+    cgroups.kill(path)
+    wait_until(lambda: cgroups.remove(path), what="the control group is empty")
+
+
+def _run_in(group: str, *argv: str) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(argv, preexec_fn=lambda: cgroups.enter(group))  # noqa: PLW1509
+
+
+def test_group_contains_and_kills_a_process_that_left_its_session_and_parent(group: str) -> None:
+    job = f"{group}/job"
+    cgroups.create(job)
+    with _run_in(job, sys.executable, "-c", DAEMONIZE) as parent:
+        parent.wait()
+        processes = wait_until(lambda: cgroups.processes(group))
+        assert parent.pid not in processes
+        assert not cgroups.remove(job)
+        cgroups.kill(job)
+        wait_until(lambda: not cgroups.processes(group), what="the daemon ends")
+    assert cgroups.children(group) == [job]
+    wait_until(lambda: cgroups.remove(job))
+    assert cgroups.processes(job) == {}
+    assert not Path(group).exists(), "an empty parent is removed"
+
+
+def test_kill_includes_nested_groups(group: str) -> None:
+    nested = f"{group}/a/b"
+    cgroups.create(nested)
+    with _run_in(nested, "/bin/sleep", "300") as process:
+        assert list(cgroups.processes(group)) == [process.pid]
+        cgroups.kill(group)
+        assert process.wait() == -9
+
+
+def test_group_without_freezer_and_kill_file_is_killed_by_signals(
+    group: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write = cgroups._write
+
+    def refuse(path: str, name: str, text: str) -> None:
+        if name != "cgroup.procs":
+            raise FileNotFoundError(name)
+        write(path, name, text)
+
+    monkeypatch.setattr(cgroups, "_write", refuse)
+    with _run_in(group, "/bin/sleep", "300") as process:
+        cgroups.kill(group)
+        assert process.wait() == -9
+
+
+def test_zombie_is_not_a_process_of_the_group(group: str) -> None:
+    process = _run_in(group, "/bin/true")
+    try:
+        wait_until(lambda: process_table.thread_states(process.pid) == ["Z"])
+        assert cgroups.processes(group) == {}
+    finally:
+        process.wait()
+
+
+def _fake_machine(root: Path, *, own: str, mounts: str) -> str:
+    (root / "proc" / "self").mkdir(parents=True)
+    (root / "proc" / "self" / "cgroup").write_text(own)
+    (root / "proc" / "self" / "mountinfo").write_text(mounts)
+    return f"{root}/"
+
+
+V2 = "30 23 0:26 / /sys/fs/cgroup rw,nosuid shared:4 - cgroup2 cgroup2 rw,nsdelegate\n"
+V1 = (
+    "31 30 0:27 / /sys/fs/cgroup/pids rw - cgroup cgroup rw,pids\n"
+    "32 30 0:28 / /sys/fs/cgroup/freezer rw - cgroup cgroup rw,freezer\n"
+    "33 30 0:29 /box /sys/fs/cgroup/cpu,cpuacct rw - cgroup cgroup rw,cpu,cpuacct\n"
+)
+
+
+@pytest.mark.parametrize(
+    ("own", "mounts", "groups"),
+    [
+        ("0::/system.slice/genie.service\n", V2, ["system.slice/genie.service"]),
+        ("7:pids:/\n6:freezer:/a\n0::/\n", V1, ["freezer/a", "pids"]),
+        ("7:pids:/\n0::/b\n", V1 + V2, ["b", "pids"]),
+        ("5:cpu,cpuacct:/box/c\n", V1, ["cpu,cpuacct/c"]),
+        ("5:cpu,cpuacct:/other\n0::/../..\n", V1 + V2, []),
+        ("", "", []),
+    ],
+)
+def test_own_groups_are_found_from_the_mount_table(
+    tmp_path: Path, own: str, mounts: str, groups: list[str]
+) -> None:
+    root = _fake_machine(tmp_path, own=own, mounts=mounts)
+    assert cgroups.own_groups(root) == [f"{root}sys/fs/cgroup/{group}" for group in groups]
+
+
+def test_directory_that_is_no_control_group_is_not_usable(tmp_path: Path) -> None:
+    assert cgroups.find_usable("genie-x", [str(tmp_path / "missing" / "x"), str(tmp_path)]) is None
+    assert not (tmp_path / "genie-x").exists()
+
+
+def test_process_runs_while_one_of_its_threads_does() -> None:
+    # The first thread ends with the system call exit; the second one continues.
+    code = """
+import ctypes, platform, threading, time
+threading.Thread(target=time.sleep, args=(300,)).start()
+ctypes.CDLL(None).syscall({"x86_64": 60, "aarch64": 93}[platform.machine()], 0)
+"""
+    with subprocess.Popen([sys.executable, "-c", code]) as process:
+        wait_until(lambda: sorted(process_table.thread_states(process.pid)) == ["S", "Z"])
+        assert process_table.is_running(process.pid)
+        process.kill()
+        process.wait()
+    assert not process_table.is_running(process.pid)

@@ -1,0 +1,264 @@
+"""The short scenario of the seeds: an innocent tenant runs jobs, while faults of one kind are injected.
+
+`run_seed` runs one seed and returns the violations of all invariants (genie/sim/invariants.py); the kind
+selects the faults. In the kind `hostile` nothing fails; another tenant is hostile (genie/sim/hostile.py).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections.abc import Awaitable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TypeVar
+
+from genie.agent.journal import Journal
+from genie.errors import GenieError, JobNotFoundError, JobRefusedError
+from genie.model.job import JobSpec, PlacementConstraints, Resources
+from genie.model.messages import GetJob
+from genie.runtime.connection_limits import ConnectionLimits
+from genie.sim import fault_injector, hostile, loop
+from genie.sim.cluster import SimCluster
+from genie.sim.invariants import InnocentChecker, InvariantChecker, RequestRate
+from genie.sim.world import Cpu
+
+_Reply = TypeVar("_Reply")
+
+INNOCENT = "blue"
+JOBS = 10
+NODES, GPUS = 2, 2
+FAULTS_S, LASTS_S_MAX = 20.0, 10.0
+_RUN_S_MAX = 250.0
+_STORE_BYTES_MAX = 4 << 20
+_STORE_SHARE_MAX = 0.95
+MISMATCH_S_MAX = 30.0
+_READ_INTERVAL_S = 1.0
+_PATIENCE_S = 10.0
+"""Maximum time of a request, with its retries, while nothing fails."""
+_LEADERLESS_S_MAX = 30.0
+_TIME_LIMIT_S = 3000.0
+"""Longer than any run, and shorter than a step of the clock."""
+_LIMITS = ConnectionLimits(
+    connections_max=320,
+    unauthenticated_max=32,
+    unauthenticated_of_address_max=16,
+    users_max=300,
+    owner_reserve=8,
+)
+_CPU = Cpu(frame_s=0.0001, sent_byte_s=0.00000008)
+
+
+@dataclass(frozen=True)
+class Kind:
+    faults: tuple[str, ...]
+    controllers: int = 1
+    every_s: float = 2.5
+
+
+KINDS = {
+    "network": Kind(fault_injector.NETWORK_FAULTS, controllers=2),
+    "disk": Kind(fault_injector.DISK_FAULTS),
+    "time": Kind(fault_injector.TIME_FAULTS, controllers=2),
+    "store": Kind(fault_injector.STORE_FAULTS, controllers=2),
+    "hostile": Kind(tuple(hostile.ACTIONS), every_s=5.0),
+    "mixed": Kind(
+        tuple(
+            dict.fromkeys(
+                (
+                    *fault_injector.ALL_EVENTS,
+                    *fault_injector.NETWORK_FAULTS,
+                    *fault_injector.DISK_FAULTS,
+                    *fault_injector.TIME_FAULTS,
+                    *fault_injector.STORE_FAULTS,
+                    *hostile.ACTIONS,
+                )
+            )
+        ),
+        controllers=2,
+    ),
+}
+
+
+def run_seed(seed: int, kind: str, directory: Path, *, faults: tuple[str, ...] = ()) -> list[str]:
+    """Run a seed; `faults` replaces those of the kind. Return the violations."""
+    chosen = KINDS[kind]
+    return loop.run(_run(seed, directory, replace(chosen, faults=faults or chosen.faults)))
+
+
+async def _run(seed: int, directory: Path, kind: Kind) -> list[str]:
+    async with asyncio.TaskGroup() as group:
+        cluster = SimCluster(
+            seed,
+            directory,
+            group,
+            nodes=NODES,
+            gpus=GPUS,
+            controllers=kind.controllers,
+            store_bytes_max=_STORE_BYTES_MAX,
+            limits=_LIMITS,
+        )
+        for host in cluster.controller_hosts:
+            cluster.world.set_cpu(host, _CPU)
+        checker = InvariantChecker(
+            cluster.world,
+            cluster.machines,
+            accepted=lambda node_id, unit: _accepted(cluster, node_id, unit),
+            mismatch_s_max=MISMATCH_S_MAX,
+        )
+        InnocentChecker(cluster.world, cluster.machines, checker, tenant=INNOCENT, faults=cluster.faults)
+        await cluster.start()
+        await cluster.wait_for_nodes()
+        cluster.store.on_commit(checker.on_commit)
+        rate = RequestRate(cluster.world, cluster.machines, cluster.node_hosts)
+        watching = [
+            group.create_task(each) for each in (checker.run(), rate.run(), _watch_controllers(cluster))
+        ]
+        with _exceptions_as_violations(cluster.machines.violations):
+            running = group.create_task(_run_jobs(cluster, checker, kind))
+            end_s = cluster.world.now_s + _RUN_S_MAX
+            while not running.done() and not cluster.machines.violations:
+                await asyncio.wait({running}, timeout=1.0)
+                if cluster.world.now_s > end_s:
+                    pending = [job.reason for job in checker.jobs.values() if not job.state.is_final]
+                    cluster.machines.report_violation(
+                        f"jobs have not ended after {_RUN_S_MAX:g} s: {pending}"
+                    )
+            running.cancel()
+            await asyncio.wait({running})
+        for task in watching:
+            task.cancel()
+        await cluster.stop()
+    return cluster.machines.violations
+
+
+async def _run_jobs(cluster: SimCluster, checker: InvariantChecker, kind: Kind) -> None:
+    async with asyncio.TaskGroup() as group:
+        submitting = group.create_task(_submit_all(cluster, checker))
+        await fault_injector.inject_faults(
+            cluster, seconds=FAULTS_S, every_s=kind.every_s, kinds=kind.faults, lasts_s_max=LASTS_S_MAX
+        )
+        await fault_injector.restore(cluster)
+        job_ids = await submitting
+    await _wait_settled(cluster, checker, job_ids)
+    stored = {job.job_id for job in checker.ended.values() if job.tenant == INNOCENT}
+    if stored != set(job_ids):
+        cluster.machines.report_violation(f"{len(stored)} jobs for {len(job_ids)} submissions")
+
+
+async def _be_patient(cluster: SimCluster, request: Awaitable[_Reply]) -> _Reply:
+    """Return the reply. While nothing fails, it must arrive in time."""
+    is_hostile = all(fault.kind in hostile.ACTIONS for fault in cluster.faults)
+    try:
+        async with asyncio.timeout(_PATIENCE_S if is_hostile else None):
+            return await request
+    except TimeoutError:
+        cluster.machines.report_violation(f"a client waited {_PATIENCE_S:g} s for a reply")
+        await asyncio.Event().wait()  # until `_run` ends the run because of the violation
+        raise
+
+
+async def _watch_controllers(cluster: SimCluster) -> None:
+    """Check that there is always a leader soon, and that the store has space for its writes."""
+    led_s = cluster.world.now_s
+    while True:
+        await asyncio.sleep(1.0)
+        now_s = cluster.world.now_s
+        if cluster.leader is not None:
+            led_s = now_s
+        elif now_s > led_s + _LEADERLESS_S_MAX:
+            cluster.machines.report_violation(f"no controller has led for {now_s - led_s:.0f} s")
+            led_s = now_s
+        used_bytes = (await cluster.store.space()).used_bytes
+        if used_bytes > _STORE_SHARE_MAX * _STORE_BYTES_MAX:
+            cluster.machines.report_violation(f"the store is full: {used_bytes} bytes")
+
+
+async def _submit_all(cluster: SimCluster, checker: InvariantChecker) -> list[str]:
+    """Submit the jobs of the innocent tenant and read them until they have ended; return their IDs."""
+    rng, job_ids = random.Random(cluster.seed), []
+    async with asyncio.TaskGroup() as readers:
+        for _ in range(JOBS):
+            await asyncio.sleep(rng.uniform(0.1, 3.0))
+            workers = rng.choice((1, 1, 1, 2, 3))
+            spec = JobSpec(
+                name=INNOCENT,
+                command=("simulated",),
+                resources=Resources(gpus=1),
+                constraints=PlacementConstraints(workers=workers, time_limit_s=_TIME_LIMIT_S),
+            )
+            try:
+                sent = cluster.submit_spec(spec, seconds=rng.uniform(1, 10), tenant=INNOCENT)
+                job_id = await _be_patient(cluster, sent)
+            except JobRefusedError as error:  # too few accelerators are left for it
+                if not any(fault.kind.startswith(("change_gpus", "quota")) for fault in cluster.faults):
+                    cluster.machines.report_violation(f"a job was rejected: {error}")
+                continue
+            job_ids.append(job_id)
+            readers.create_task(_read_until_ended(cluster, checker, job_id))
+    return job_ids
+
+
+async def _read_until_ended(cluster: SimCluster, checker: InvariantChecker, job_id: str) -> None:
+    """Check that what a client has read or written never disappears, except that old jobs are deleted."""
+    token = await cluster.token(INNOCENT)
+    transitions = 0
+    while True:
+        await asyncio.sleep(_READ_INTERVAL_S)
+        try:
+            sent = cluster.send_request(GetJob(job_id=job_id), token=token)
+            job = (await _be_patient(cluster, sent)).job
+        except JobNotFoundError as error:
+            if job_id not in checker.ended or job_id in checker.jobs:
+                cluster.machines.report_violation(f"a submitted job has disappeared: {error}")
+            return
+        except GenieError as error:
+            cluster.machines.report_violation(f"a job could not be read: {error}")
+            return
+        if len(job.history) < transitions:
+            cluster.machines.report_violation(f"a client has read an older state than before: {job}")
+        if job.state.is_final:
+            return
+        transitions = len(job.history)
+
+
+async def _wait_settled(cluster: SimCluster, checker: InvariantChecker, job_ids: list[str]) -> None:
+    """Wait until all jobs have ended and nothing is held."""
+    checker.faults_ended = True
+    while True:
+        unfinished = [job.job_id for job in checker.jobs.values() if not job.state.is_final]
+        missing = set(job_ids) - checker.ended.keys()
+        held = [hold.job_id for view in await cluster.node_views() for hold in view.node_holds.holds]
+        if not unfinished and not missing and not held and not cluster.machines.alive():
+            return
+        await asyncio.sleep(1.0)
+
+
+def _accepted(cluster: SimCluster, node_id: str, unit: str) -> int:
+    host = next(host for host in cluster.node_hosts if cluster.node_id(host) == node_id)
+    record = Journal(cluster.node_dir(host)).record(unit)
+    return 0 if record is None else record.epoch
+
+
+class _Exceptions(logging.Handler):
+    """Records logged exceptions as violations, except those of isolated rows."""
+
+    def __init__(self, violations: list[str]) -> None:
+        super().__init__(logging.ERROR)
+        self._violations = violations
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if record.exc_info and "quarantined" not in record.msg:
+            self._violations.append(logging.Formatter("%(message)s").format(record))
+
+
+@contextmanager
+def _exceptions_as_violations(violations: list[str]) -> Iterator[None]:
+    handler, logger = _Exceptions(violations), logging.getLogger("genie")
+    logger.addHandler(handler)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)

@@ -1,0 +1,106 @@
+"""Metrics of runs that are small enough to compute by hand."""
+
+from __future__ import annotations
+
+import xml.etree.ElementTree as ElementTree
+
+import pytest
+
+from genie.scheduler.order import Fifo
+from genie.scheduler.rules import Rules
+from genie.sim.events import SimulatedRun, SimulationPlan, simulate
+from genie.sim.metrics import isolated_completion_s, jain, spread, summarise
+from genie.sim.plots import utilisation_svg, waiting_svg
+from genie.sim.workloads.synthetic import Mix, synthetic_jobs
+from genie.sim.workloads.workload import SimJob, offered_load, uniform_nodes
+
+FIFO = SimulationPlan(Rules(order=Fifo()), "bestfit")
+
+
+def small() -> SimulatedRun:
+    jobs = [
+        SimJob("a", 0.0, 100.0, "x", gpus=2),
+        SimJob("b", 0.0, 100.0, "y", gpus=4),
+    ]
+    return simulate(uniform_nodes(1, gpus=4), jobs, FIFO)
+
+
+def test_metrics_of_two_jobs() -> None:
+    it = summarise(small())
+    assert (it.jobs, it.gpus, it.span_s) == (2, 4, 200.0)
+    assert it.utilisation == pytest.approx((2 * 100 + 4 * 100) / 800)
+    assert it.utilisation_while_waiting == pytest.approx(0.5)
+    assert it.waiting_share == pytest.approx(0.5)
+    assert (it.wait_s.mean, it.wait_s.most) == (50.0, 100.0)
+    assert (it.completion_s.mean, it.slowdown.most) == (150.0, 2.0)
+    assert it.jain == pytest.approx(1.5**2 / (2 * 1.25))  # x ran all the time, y half of it
+    # With 2 private GPUs each, a takes 100 s and b, which needs 4 GPUs, 200 s.
+    assert (it.finish_fairness.mean, it.finish_fairness.most) == (1.0, 1.0)
+    assert (it.preemptions, it.lost_gpu_hours, it.cut_short) == (0, 0.0, 0)
+
+
+def test_utilization_until_last_arrival_excludes_the_time_after_it() -> None:
+    jobs = [
+        SimJob("a", 0.0, 100.0, gpus=4),
+        SimJob("b", 10.0, 100.0, gpus=4),
+        SimJob("c", 50.0, 10.0, gpus=3),
+    ]
+    jobs.append(SimJob("d", 60.0, 10.0, gpus=3))
+    it = summarise(simulate(uniform_nodes(1, gpus=4), jobs, FIFO))
+    assert it.utilisation_while_arriving == 1.0
+    assert it.utilisation_while_waiting < 1.0
+
+
+def test_lost_work_and_large_gangs_are_counted() -> None:
+    jobs = [
+        SimJob("low", 0.0, 3600.0, workers=4, gpus=8, preemptible=True, grace_s=0.0),
+        SimJob("high", 1800.0, 60.0, gpus=8, priority=1),
+    ]
+    it = summarise(simulate(uniform_nodes(4), jobs, FIFO))
+    assert (it.preemptions, it.lost_gpu_hours) == (1, 16.0)
+    assert it.wait_large_s.count == 1
+
+
+def test_isolated_completion_is_first_come_first_served() -> None:
+    jobs = [
+        SimJob("a", 0.0, 10.0, gpus=2),
+        SimJob("b", 0.0, 10.0, gpus=1),
+        SimJob("c", 5.0, 10.0, gpus=1),
+        SimJob("d", 6.0, 10.0, gpus=4),
+    ]
+    assert isolated_completion_s(jobs, gpus=2) == [10.0, 20.0, 15.0, 14.0 + 20.0]
+
+
+@pytest.mark.parametrize(
+    ("values", "index"), [([1, 1, 1], 1.0), ([3, 0, 0], 1 / 3), ([], 1.0), ([0, 0], 1.0)]
+)
+def test_jain_index(values: list[float], index: float) -> None:
+    assert jain(values) == pytest.approx(index)
+
+
+def test_spread_of_no_values_is_zero() -> None:
+    assert spread([]).count == 0
+    assert (spread(range(1, 101)).p50, spread(range(1, 101)).p99) == (51, 100)
+
+
+@pytest.mark.parametrize("draw", [utilisation_svg, waiting_svg])
+def test_plots_are_svg(draw) -> None:
+    root = ElementTree.fromstring(draw(small()))
+    assert root.tag.endswith("svg")
+    texts = [each.text for each in root.iter() if each.tag.endswith("text")]
+    assert "100%" in texts
+    lines = [each for each in root.iter() if each.get("stroke-width")]
+    assert len(lines) == (2 if draw is utilisation_svg else 1)  # there are no large gangs
+
+
+def test_synthetic_jobs_have_the_requested_load_and_mix() -> None:
+    nodes = uniform_nodes(16)
+    jobs = synthetic_jobs(Mix(jobs=2000, load=0.9, tenants=3, fractions=0.4, gangs=0.1), nodes, seed=4)
+    assert offered_load(jobs, nodes) == pytest.approx(0.9)
+    assert sum(job.gpu_milli < 1000 for job in jobs) == pytest.approx(800, rel=0.1)
+    assert sum(job.workers > 1 for job in jobs) == pytest.approx(200, rel=0.25)
+    assert {job.tenant for job in jobs} == {"tenant-1", "tenant-2", "tenant-3"}
+    assert {job.priority for job in jobs} == {0, 1, 2}
+    assert not any(job.preemptible and job.priority for job in jobs)
+    assert sorted(job.duration_s for job in jobs)[1000] == pytest.approx(1800, rel=0.15)
+    assert jobs == sorted(jobs, key=lambda job: job.submitted_s)

@@ -1,0 +1,20 @@
+"""300 seeds of the short scenario: faults of each kind, and a hostile tenant, harm no innocent tenant."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.sim.run import try_seed
+from tests.sim.scenario import KINDS
+from tests.sim.seeds import seeds
+
+SEEDS_OF_KIND = 50
+_CHUNK = 10
+
+
+@pytest.mark.parametrize("first", seeds([0], long=range(_CHUNK, SEEDS_OF_KIND, _CHUNK)))
+@pytest.mark.parametrize("kind", KINDS)
+def test_faults_harm_no_innocent_tenant(kind: str, first: int) -> None:
+    results = [try_seed(seed, kind) for seed in range(first, first + _CHUNK)]
+    failed = [result.describe() for result in results if result.violations]
+    assert not failed, "\n".join(failed)

@@ -1,0 +1,144 @@
+"""Jobs of the simulator: CSV format, traces, load and time limits."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+
+from genie.errors import UsageError
+from genie.model.job import Within
+from genie.sim.workloads.workload import (
+    SimJob,
+    offered_load,
+    openb_jobs,
+    philly_jobs,
+    read_workload,
+    uniform_nodes,
+    with_limits,
+    with_load,
+    write_workload,
+)
+
+
+@pytest.fixture
+def csv(tmp_path: Path):
+    def write(text: str) -> Path:
+        path = tmp_path / "jobs.csv"
+        path.write_text(text, encoding="utf-8")
+        return path
+
+    return write
+
+
+def test_two_columns_are_required(csv) -> None:
+    jobs = read_workload(csv("submitted_s,duration_s\n5,60\n1,30\n"))
+    assert jobs == [SimJob("job-2", 1.0, 30.0), SimJob("job-1", 5.0, 60.0)]
+
+
+def test_written_workload_is_read_back(tmp_path: Path) -> None:
+    jobs = [
+        SimJob("a", 0.0, 60.5, "t", workers=4, gpus=8, priority=2, within=Within.RACK, time_limit_s=90.0),
+        SimJob("b", 1.0, 9.0, gpu_milli=250, cpu_milli=1500, memory_mib=10, models=frozenset({"A", "B"})),
+        SimJob("c", 2.0, 9.0, preemptible=True, grace_s=0.0, checkpoint_s=5.0),
+    ]
+    write_workload(tmp_path / "w.csv", jobs)
+    assert read_workload(tmp_path / "w.csv") == jobs
+
+
+@pytest.mark.parametrize(
+    ("column", "value", "allowed"),
+    [
+        ("submitted_s", "soon", "a number of seconds >= 0"),
+        ("duration_s", "0", "seconds > 0"),
+        ("duration_s", "-1", "a number of seconds >= 0"),
+        ("workers", "0", "from 1 to 100000"),
+        ("gpus", "17", "from 0 to 16"),
+        ("gpu_share", "1.5", "at most 1"),
+        ("gpu_share", "nan", "at most 1"),
+        ("cpus", "-2", "a number >= 0"),
+        ("within", "street", "anywhere, rack, node"),
+        ("priority", "high", "an integer from 0"),
+        ("preemptible", "perhaps", "yes or no"),
+        ("checkpoint_s", "0", "seconds > 0"),
+        ("time_limit_s", "inf", "a number of seconds >= 0"),
+        ("job_id", "one", "unique"),
+    ],
+)
+def test_invalid_value_is_reported_with_line_column_and_allowed_values(csv, column, value, allowed) -> None:
+    cells = {"job_id": "two", "submitted_s": "0", "duration_s": "1"} | {column: value}
+    first = {"job_id": "one", "submitted_s": "0", "duration_s": "1"}
+    lines = [",".join(cells), ",".join(first.get(name, "") for name in cells), ",".join(cells.values())]
+    path = csv("\n".join(lines) + "\n")
+    with pytest.raises(UsageError) as caught:
+        read_workload(path)
+    assert f"{path}:3: {column} is {value!r}; it must be" in caught.value.message
+    assert allowed in caught.value.message
+
+
+@pytest.mark.parametrize(
+    ("column", "hint"), [("gpuss", "did you mean gpus?"), ("colour", "known columns: checkpoint_s, ")]
+)
+def test_unknown_column_is_rejected(csv, column: str, hint: str) -> None:
+    with pytest.raises(UsageError, match=f"csv:1: unknown column '{column}'") as caught:
+        read_workload(csv(f"submitted_s,duration_s,{column}\n0,1,2\n"))
+    assert hint in str(caught.value.hint)
+
+
+def test_share_of_several_gpus_is_rejected(csv) -> None:
+    with pytest.raises(UsageError, match="1 for several"):
+        read_workload(csv("submitted_s,duration_s,gpus,gpu_share\n0,1,2,0.5\n"))
+
+
+def test_philly_jobs_larger_than_a_node_are_gangs(csv) -> None:
+    jobs = philly_jobs(
+        csv(
+            "timestamp,duration,num_gpus,gpu_time,cluster\n"
+            "2017-09-04 10:00:00,100,8,800,x\n2017-09-04 10:00:10,50,12,600,y\n2017-09-04 10:00:20,0,32,0,x\n"
+        )
+    )
+    assert [(job.submitted_s, job.duration_s, job.workers, job.gpus, job.tenant) for job in jobs] == [
+        (0.0, 100.0, 1, 8, "x"),
+        (10.0, 50.0, 2, 6, "y"),
+        (20.0, 1.0, 4, 8, "x"),
+    ]
+
+
+def test_openb_durations_come_from_the_trace_or_are_drawn(csv) -> None:
+    head = "cpu_milli,memory_mib,num_gpu,gpu_milli,gpu_spec,creation_time,deletion_time,scheduled_time\n"
+    path = csv(head + "100,5,1,460,A|B,10,200,20\n100,5,0,0,,15,200,\n")
+    jobs = openb_jobs(path, draw_s=lambda rng: 77.0, seed=0)
+    assert [(job.submitted_s, job.duration_s, job.gpus, job.gpu_milli) for job in jobs] == [
+        (0.0, 180.0, 1, 460),
+        (5.0, 77.0, 0, 1000),
+    ]
+    assert jobs[0].models == {"A", "B"}
+
+
+def test_openb_without_times_draws_them_from_the_seed(csv) -> None:
+    path = csv("cpu_milli,memory_mib,num_gpu,gpu_milli\n" + "100,5,1,1000\n" * 20)
+
+    def draw_s(rng: random.Random) -> float:
+        return rng.uniform(10, 20)
+
+    runs = [openb_jobs(path, draw_s=draw_s, seed=seed) for seed in (1, 1, 2)]
+    assert runs[0] == runs[1] != runs[2]
+    assert len({job.submitted_s for job in runs[0]}) == 20
+
+
+def test_with_load_scales_submission_times() -> None:
+    nodes = uniform_nodes(1, gpus=4)
+    jobs = [SimJob("a", 0.0, 100.0, gpus=4), SimJob("b", 400.0, 100.0, gpus=4)]
+    assert offered_load(jobs, nodes) == 0.5
+    faster = with_load(jobs, nodes, 2.0)
+    assert [job.submitted_s for job in faster] == [0.0, 100.0]
+    assert offered_load(faster, nodes) == 2.0
+
+
+def test_with_limits_keeps_given_limits_and_covers_the_duration() -> None:
+    jobs = [SimJob("a", 0, 10.0, time_limit_s=5.0)] + [SimJob(f"j{n}", 0, 100.0) for n in range(50)]
+    limited = with_limits(jobs, factor=3, seed=0)
+    assert limited[0].time_limit_s == 5.0
+    assert all(100 <= (job.time_limit_s or 0) <= 300 for job in limited[1:])
+    assert jobs[0].runs_s == 5.0

@@ -1,0 +1,7 @@
+"""The in-process controller of the session tests."""
+
+from __future__ import annotations
+
+from tests.cluster.conftest import controller
+
+__all__ = ["controller"]
