@@ -53,7 +53,8 @@ EXECUTOR_START_S_MAX = 90.0
 EXECUTOR_BUSY_S_MAX = 1200.0
 """For an executor that reports a status: it may be compiling its library."""
 STATUS_READ_S_MAX = 1.0
-RETRY_S = 0.2
+RETRY_S, RETRY_S_MAX = 0.2, 2.0
+"""Pause before a request to the leader is repeated: short after a failover, longer while it persists."""
 CONFIRM_WAIT_S = 3.0
 """How long a confirmation waits at the controller for the other workers of the job; then it is repeated."""
 CONTACT_LOST = "ended by Genie: the node lost contact with the controller"
@@ -367,6 +368,7 @@ class NodeJobs:
         deadline_s = self._clock.monotonic_s() + PREPARE_S_MAX
 
         async def call(request: Request[_Reply]) -> _Reply:
+            pause_s = RETRY_S
             while True:
                 self._check_not_killed(job)
                 try:
@@ -375,7 +377,8 @@ class NodeJobs:
                     if not error.retryable or self._clock.monotonic_s() > deadline_s:
                         raise
                     _log.info("retrying a request to the controller for job %s: %s", job.launch.job_id, error)
-                await self._clock.sleep(RETRY_S)
+                await self._clock.sleep(pause_s)
+                pause_s = min(2 * pause_s, RETRY_S_MAX)
 
         return call
 
