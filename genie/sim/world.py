@@ -62,10 +62,11 @@ class World:
         """Clock rate by host, the time of its last change, and the clock value at that time."""
         self._frozen_until: dict[str, float] = {}
         self._paused_until: dict[str, float] = {}
-        self._cut: set[tuple[str, str]] = set()
-        """Pairs of sender and receiver."""
+        self._cuts: Counter[tuple[str, str]] = Counter()
+        """Number of cuts by sender and receiver: faults may overlap."""
         self.listeners: dict[tuple[str, int], _Listener] = {}
-        self.channels: set[_Channel] = set()
+        self.channels: dict[_Channel, None] = {}
+        """Open ends of connections, in order of creation: the order of a set differs between runs."""
 
     @property
     def now_s(self) -> float:
@@ -128,20 +129,21 @@ class World:
 
     def cut(self, sender: str, receiver: str, *, both: bool = True) -> None:
         """Cut the link; without `both`, only from sender to receiver."""
-        self._cut |= {(sender, receiver), (receiver, sender)} if both else {(sender, receiver)}
+        self._cuts.update(_directions(sender, receiver, both=both))
 
-    def heal(self, one: str, other: str) -> None:
-        self._cut -= {(one, other), (other, one)}
+    def heal(self, sender: str, receiver: str, *, both: bool = True) -> None:
+        """Undo one `cut` with the same arguments."""
+        self._cuts.subtract(_directions(sender, receiver, both=both))
 
     def heal_all(self) -> None:
         """Heal all links and clocks. Pauses end by themselves."""
-        self._cut.clear()
+        self._cuts.clear()
         self.duplicate_share = self.reorder_share = 0.0
         for host in list(self._rates):
             self.set_rate(host, 1.0)
 
     def is_cut(self, sender: str, receiver: str) -> bool:
-        return (sender, receiver) in self._cut
+        return self._cuts[sender, receiver] > 0
 
     def crash(self, host: str, *, silent: bool) -> None:
         """Close connections and listeners of a host. With `silent` (power outage), peers are not notified."""
@@ -155,6 +157,10 @@ class World:
         """Simulate the latency of one frame: 2% are 50 times slower."""
         slow = self.random.random() < 0.02
         await asyncio.sleep(self.random.expovariate(1 / self.delay_s) * (50 if slow else 1))
+
+
+def _directions(sender: str, receiver: str, *, both: bool) -> list[tuple[str, str]]:
+    return [(sender, receiver), (receiver, sender)] if both else [(sender, receiver)]
 
 
 class SimClock:
@@ -221,9 +227,10 @@ class _Channel:
         self._is_open = False
         """Whether a frame was sent."""
         self.on_authenticated: Callable[[], None] = lambda: None
-        self._outbox: asyncio.Queue[bytes] = asyncio.Queue(maxsize=1000)
-        self._closed = asyncio.Event()
-        world.channels.add(self)
+        self._outbox: asyncio.Queue[bytes | None] = asyncio.Queue(maxsize=1000)
+        """None wakes `deliver_frames` when the connection is closed."""
+        self._is_closed = False
+        world.channels[self] = None
 
     def set_frame_limit(self, size_bytes: int) -> None:
         self._cap_bytes = size_bytes
@@ -233,7 +240,7 @@ class _Channel:
 
     async def send(self, frame: bytes) -> None:
         await self._world.wait_unpaused(self.host)
-        if self._closed.is_set():
+        if self._is_closed:
             raise ConnectionLostError(f"the connection to {self.peer} was lost")
         if frame[_KIND_OFFSET] == wire.Kind.REQUEST:
             self._world.requests_sent[self.host] += 1
@@ -260,17 +267,15 @@ class _Channel:
 
     async def deliver_frames(self) -> None:
         """Deliver frames to the other end, in order, with latency and link faults."""
-        while not self._closed.is_set():
-            try:
-                async with asyncio.timeout(1.0):
-                    frame = await self._outbox.get()
-            except TimeoutError:
-                continue
+        while not self._is_closed:
+            frame = await self._outbox.get()
+            if frame is None:
+                return
             await self._world.transit()
-            while self._world.is_cut(self.host, self.other_host) and not self._closed.is_set():
+            while self._world.is_cut(self.host, self.other_host) and not self._is_closed:
                 await asyncio.sleep(_STEP_S * 10)
             for each in self._disturbed(frame):
-                if self.other is not None and not self._closed.is_set():
+                if self.other is not None and not self._is_closed:
                     ready_s = self._world.occupy_cpu(self.other_host, frames=1)
                     self.other._inbox.put_nowait((each, ready_s))
 
@@ -281,21 +286,24 @@ class _Channel:
             self._is_open = True
             return frames
         if world.reorder_share and not self._outbox.empty() and world.random.random() < world.reorder_share:
-            frames.insert(0, self._outbox.get_nowait())
+            overtaking = self._outbox.get_nowait()
+            frames = [frame] if overtaking is None else [overtaking, frame]
         if world.duplicate_share and world.random.random() < world.duplicate_share:
             frames.append(frame)
         return frames
 
     def close(self) -> None:
-        if not self._closed.is_set():
+        if not self._is_closed:
             self.disconnect()
             if self.other is not None and not self._world.is_cut(self.host, self.other_host):
                 self.other.disconnect()
 
     def disconnect(self) -> None:
-        self._world.channels.discard(self)
-        self._closed.set()
+        self._world.channels.pop(self, None)
+        self._is_closed = True
         self._inbox.put_nowait(None)
+        if not self._outbox.full():
+            self._outbox.put_nowait(None)
 
 
 class SimNetwork:
@@ -321,7 +329,7 @@ class SimNetwork:
         far = _Channel(world, host, self._host, cap_bytes=wire.UNAUTHENTICATED_FRAME_BYTES_MAX)
         opened = listener.limiter.accept(self._host, now_s=world.now_s, close=far.close)
         if isinstance(opened, str):
-            world.channels -= {near, far}
+            del world.channels[near], world.channels[far]
             raise OverloadedError(f"{where} rejected the connection: {opened}", retry_after_s=_RETRY_AFTER_S)
         far.on_authenticated = opened.set_authenticated
         near.other, far.other = far, near
