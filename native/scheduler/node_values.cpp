@@ -9,7 +9,7 @@
 namespace genie {
 namespace {
 
-uint64_t hash(const FreeState& state) {
+uint64_t hash_free_state(const FreeState& state) {
   std::array<uint32_t, sizeof(FreeState) / 4> words;
   std::memcpy(words.data(), &state, sizeof(FreeState));
   uint64_t sum = 0;
@@ -35,14 +35,14 @@ NodeValues::NodeValues(const Cluster& cluster, const std::vector<RequestClass>& 
   }
 }
 
-const NodeValue& NodeValues::of(const FreeState& state) {
-  if (values_.size() * 2 >= slots_.size()) grow();
-  size_t at = hash(state) & (slots_.size() - 1);
+const NodeValue& NodeValues::value_of(const FreeState& state) {
+  if (values_.size() * 2 >= slots_.size()) grow_cache();
+  size_t at = hash_free_state(state) & (slots_.size() - 1);
   while (slots_[at].used && !(slots_[at].state == state)) at = (at + 1) & (slots_.size() - 1);
   if (!slots_[at].used) {
     slots_[at] = {state, true, static_cast<uint32_t>(values_.size())};
     NodeValue& value = values_.emplace_back();
-    value.fill = fill_simulation_.of(state);
+    value.fill_milli = fill_simulation_.total_filled_milli(state);
     for (size_t j = 0; j < multi_gpu_counts_.size(); ++j)
       value.capacity[j] = multi_gpu_capacity(multi_gpu_counts_[j], state);
   }
@@ -52,7 +52,7 @@ const NodeValue& NodeValues::of(const FreeState& state) {
 // The GPU thousandths that requests for `gpus` GPUs could use on the node now, summed over the history. For
 // smoothing, half a request that needs only GPUs is added.
 int64_t NodeValues::multi_gpu_capacity(int gpus, const FreeState& state) const {
-  const int whole = state.whole_gpus();
+  const int whole = state.count_free_whole_gpus();
   if (whole < gpus) return 0;
   int64_t slots = std::has_single_bit(static_cast<unsigned>(gpus)) ? whole / gpus : 0;
   for (const MultiGpuRequest& request : multi_gpu_requests_) {
@@ -62,21 +62,21 @@ int64_t NodeValues::multi_gpu_capacity(int gpus, const FreeState& state) const {
     if (request.memory_mib > 0) fit = std::min(fit, state.memory_mib / request.memory_mib);
     slots += kSmoothing * fit;
   }
-  return slots * gpus * kFullMilli;
+  return slots * gpus * kWholeGpuMilli;
 }
 
 // Doubles the table, or clears it at its maximum size.
-void NodeValues::grow() {
-  if (slots_.size() >= kSlotsMax) {
-    slots_.assign(slots_.size(), Slot{});
+void NodeValues::grow_cache() {
+  if (slots_.size() >= kCachedValuesMax) {
+    slots_.assign(slots_.size(), CachedNodeValue{});
     values_.clear();
     return;
   }
-  std::vector<Slot> old(slots_.size() * 2);
+  std::vector<CachedNodeValue> old(slots_.size() * 2);
   old.swap(slots_);
-  for (const Slot& slot : old) {
+  for (const CachedNodeValue& slot : old) {
     if (!slot.used) continue;
-    size_t at = hash(slot.state) & (slots_.size() - 1);
+    size_t at = hash_free_state(slot.state) & (slots_.size() - 1);
     while (slots_[at].used) at = (at + 1) & (slots_.size() - 1);
     slots_[at] = slot;
   }

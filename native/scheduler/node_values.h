@@ -12,7 +12,7 @@ namespace genie {
 constexpr int kMultiGpuCountsMax = kGpusMax - 1;  // multi-GPU requests have 2 to 16 GPUs
 
 struct NodeValue {
-  int64_t fill = 0;                                    // see FillSimulation
+  int64_t fill_milli = 0;                              // see FillSimulation
   std::array<int64_t, kMultiGpuCountsMax> capacity{};  // for each of NodeValues::multi_gpu_counts()
 };
 
@@ -21,7 +21,7 @@ class NodeValues {
   // Learns from the last requests, oldest first.
   NodeValues(const Cluster& cluster, const std::vector<RequestClass>& history, int draws);
 
-  const NodeValue& of(const FreeState& state);
+  const NodeValue& value_of(const FreeState& state);
   // Numbers of GPUs of multi-GPU requests: powers of two, then others in the history.
   const std::vector<int>& multi_gpu_counts() const { return multi_gpu_counts_; }
 
@@ -32,20 +32,20 @@ class NodeValues {
     int memory_mib;
     uint64_t models;
   };
-  struct Slot {
+  struct CachedNodeValue {
     FreeState state;
     bool used = false;
     uint32_t value = 0;  // in values_
   };
-  static constexpr size_t kSlotsMax = size_t{1} << 19;
+  static constexpr size_t kCachedValuesMax = size_t{1} << 19;
 
   int64_t multi_gpu_capacity(int gpus, const FreeState& state) const;
-  void grow();
+  void grow_cache();
 
   FillSimulation fill_simulation_;
   std::vector<int> multi_gpu_counts_;
   std::vector<MultiGpuRequest> multi_gpu_requests_;  // for several GPUs
-  std::vector<Slot> slots_ = std::vector<Slot>(size_t{1} << 14);
+  std::vector<CachedNodeValue> slots_ = std::vector<CachedNodeValue>(size_t{1} << 14);
   std::vector<NodeValue> values_;
 };
 

@@ -43,20 +43,20 @@ class Placement {
   };
 
   bool is_update_due();
-  std::unique_ptr<LearnedState> learn();
-  void update_if_overdue();
+  std::unique_ptr<LearnedState> learn_from_history();
+  void adopt_update_if_overdue();
   std::optional<Choice> choose_at_random(const RequestClass& request, uint32_t tenant, const NodeSet* among);
 
   Cluster cluster_;
   SupplyOptions options_;
   bool is_random_ = false;
   bool is_refreshed_ = false;  // refresh() is used, so updates are prepared there
-  std::unique_ptr<LearnedState> current_;
-  std::unique_ptr<LearnedState> next_;
+  std::unique_ptr<LearnedState> current_state_;
+  std::unique_ptr<LearnedState> next_state_;
   std::vector<RequestClass> history_;  // a ring buffer, without allowed nodes and GPUs
-  uint64_t observed_ = 0;
-  uint64_t update_due_ = 0;
-  SeededRandom random_source_;
+  uint64_t observed_requests_ = 0;
+  uint64_t next_update_at_request_ = 0;
+  SeededRandom random_;
 };
 
 }  // namespace genie

@@ -35,7 +35,7 @@ std::unique_ptr<Policy> make_bestfit();
 std::unique_ptr<Policy> make_fgd(std::vector<TypicalShape> typical);
 
 // Integer scores from 0 to 100, higher is better; the node's rank breaks ties.
-inline Candidate scored_candidate(int score, const Node& node, uint16_t gpus) {
+inline Candidate candidate_from_score(int score, const Node& node, uint16_t gpus) {
   return {-static_cast<double>(score), node.rank, gpus};
 }
 

@@ -4,15 +4,15 @@
 #include <bit>
 
 #include "smoothing.h"
-#include "gpus.h"
+#include "gpu_selection.h"
 
 namespace genie {
 namespace {
 
-constexpr int kStaleDivisor = 10;  // stale after a change of a tenth
+constexpr int kStaleChangeDivisor = 10;  // stale after a change of a tenth
 
 // The GPUs that have the same amounts free as `gpu`.
-uint16_t equal_gpus(const Node& node, uint16_t gpus, int gpu) {
+uint16_t find_interchangeable_gpus(const Node& node, uint16_t gpus, int gpu) {
   uint16_t found = 0;
   for (; gpus != 0; gpus &= static_cast<uint16_t>(gpus - 1)) {
     const int g = std::countr_zero(gpus);
@@ -34,7 +34,7 @@ SupplyPolicy::SupplyPolicy(const Cluster& cluster, const std::vector<RequestClas
 }
 
 SupplyPolicy::SupplyPolicy(const Cluster& cluster, const SupplyPolicy& other)
-    : options_(other.options_), values_(other.values_), groups_(other.groups_) {
+    : options_(other.options_), values_(other.values_), demand_groups_(other.demand_groups_) {
   update_weights(cluster);
 }
 
@@ -44,30 +44,30 @@ std::optional<Candidate> SupplyPolicy::evaluate(const Cluster& cluster, int numb
   if (!fits_except_gpus(node, number, request)) return std::nullopt;
   // Cheap checks first: most changed nodes are fuller than before.
   const bool is_one = request.gpus == 1;
-  uint16_t left = is_one ? usable_gpus(node, request, tenant) : tightest_gpus(node, request, tenant);
+  uint16_t left = is_one ? usable_gpus(node, request, tenant) : choose_tightest_gpus(node, request, tenant);
   if (request.gpus > 0 && left == 0) return std::nullopt;
   update_node(cluster, number);
-  const double before = known_nodes_[number].node_worth;
-  if (!is_one) return candidate(node, request, left, before);
+  const double before = tracked_nodes_[number].node_worth;
+  if (!is_one) return make_candidate(node, request, left, before);
   std::optional<Candidate> best;
   uint16_t best_equal = 0;
   while (left != 0) {
     const int g = std::countr_zero(left);
-    const uint16_t same = equal_gpus(node, left, g);
+    const uint16_t same = find_interchangeable_gpus(node, left, g);
     left &= static_cast<uint16_t>(~same);
-    const Candidate found = candidate(node, request, static_cast<uint16_t>(1 << g), before);
+    const Candidate found = make_candidate(node, request, static_cast<uint16_t>(1 << g), before);
     if (best && found.cost >= best->cost) continue;
     best = found;
     best_equal = same;
   }
-  if (best) best->gpus = closest_of_equal(node, best_equal);
+  if (best) best->gpus = choose_closest_of_equal(node, best_equal);
   return best;
 }
 
-Candidate SupplyPolicy::candidate(const Node& node, const RequestClass& request, uint16_t gpus,
-                                  double before) {
+Candidate SupplyPolicy::make_candidate(const Node& node, const RequestClass& request, uint16_t gpus,
+                                       double before) {
   const FreeState after = free_state_after(node, request, gpus);
-  const double cost = before - (after.gpu_count == 0 ? 0 : node_worth(values_->of(after), node.model));
+  const double cost = before - (after.gpu_count == 0 ? 0 : node_worth(values_->value_of(after), node.model));
   // Ties are broken by best fit: the least GPU left over, then the least CPU.
   const auto gpu_left = static_cast<uint64_t>(node.free_gpu_milli() - request.gpu_volume());
   const auto cpu_left = std::min<uint64_t>((node.free_cpu_milli - request.cpu_milli) / 16, 0xffff);
@@ -79,27 +79,28 @@ double SupplyPolicy::node_worth(const NodeValue& value, int model) const {
   for (size_t j = 0; j < values_->multi_gpu_counts().size(); ++j) {
     capacity += capacity_weights_[model][j] * static_cast<double>(value.capacity[j]);
   }
-  return fill_weights_[model] * static_cast<double>(value.fill) + options_.gamma * capacity;
+  return fill_weights_[model] * static_cast<double>(value.fill_milli) + options_.gamma * capacity;
 }
 
 bool SupplyPolicy::is_stale(const Cluster& cluster) {
   uint64_t models = 0;
-  if (changes_read_ < cluster.changes_kept_from()) {  // the log no longer has all changes
+  if (changes_read_ < cluster.oldest_kept_change()) {  // the log no longer has all changes
     for (size_t number = 0; number < cluster.nodes().size(); ++number)
       update_node(cluster, static_cast<int>(number));
-    changes_read_ = cluster.changes();
+    changes_read_ = cluster.change_count();
     models = kAnyModel;
   }
-  for (; changes_read_ < cluster.changes(); ++changes_read_) {
-    const int number = cluster.changed(changes_read_);
-    if (number < static_cast<int>(known_nodes_.size())) models |= uint64_t{1} << known_nodes_[number].model;
+  for (; changes_read_ < cluster.change_count(); ++changes_read_) {
+    const int number = cluster.changed_node(changes_read_);
+    if (number < static_cast<int>(tracked_nodes_.size()))
+      models |= uint64_t{1} << tracked_nodes_[number].model;
     update_node(cluster, number);
-    models |= uint64_t{1} << known_nodes_[number].model;
+    models |= uint64_t{1} << tracked_nodes_[number].model;
   }
-  for (const DemandGroup& group : groups_) {
+  for (const DemandGroup& group : demand_groups_) {
     if ((group.models & models) == 0) continue;
-    const int64_t now = supply_of(group);
-    if (std::abs(now - group.supply) * kStaleDivisor > group.supply) return true;
+    const int64_t now = current_supply(group);
+    if (std::abs(now - group.supply) * kStaleChangeDivisor > group.supply) return true;
   }
   return false;
 }
@@ -123,10 +124,10 @@ void SupplyPolicy::collect_demand(const Cluster& cluster, const std::vector<Requ
   // and half a request for one GPU of each model.
   for (int gpus : values_->multi_gpu_counts()) {
     if (!std::has_single_bit(static_cast<unsigned>(gpus))) continue;
-    add_demand(kAnyModel, gpus, int64_t{gpus} * kFullMilli);
+    add_demand(kAnyModel, gpus, int64_t{gpus} * kWholeGpuMilli);
     for (int m = 0; m < kModelsMax; ++m) {
       if ((models >> m & 1) != 0)
-        add_demand(uint64_t{1} << m, gpus, int64_t{gpus} * kFullMilli / std::popcount(models));
+        add_demand(uint64_t{1} << m, gpus, int64_t{gpus} * kWholeGpuMilli / std::popcount(models));
     }
   }
   for (int m = 0; m < kModelsMax; ++m) {
@@ -136,13 +137,13 @@ void SupplyPolicy::collect_demand(const Cluster& cluster, const std::vector<Requ
 
 void SupplyPolicy::add_demand(uint64_t models, int gpus, int64_t volume) {
   if (!options_.by_model) models = kAnyModel;
-  for (DemandGroup& group : groups_) {
+  for (DemandGroup& group : demand_groups_) {
     if (group.models == models && group.gpus == gpus) {
       group.volume += volume;
       return;
     }
   }
-  groups_.push_back({models, gpus, volume});
+  demand_groups_.push_back({models, gpus, volume});
 }
 
 // The pressure on a model: over every group that may use it, the demand of the group divided by the supply of
@@ -150,31 +151,34 @@ void SupplyPolicy::add_demand(uint64_t models, int gpus, int64_t volume) {
 void SupplyPolicy::update_weights(const Cluster& cluster) {
   for (size_t number = 0; number < cluster.nodes().size(); ++number)
     update_node(cluster, static_cast<int>(number));
-  changes_read_ = cluster.changes();
-  for (DemandGroup& group : groups_) {
-    group.supply = supply_of(group);
+  changes_read_ = cluster.change_count();
+  for (DemandGroup& group : demand_groups_) {
+    group.supply = current_supply(group);
     if (group.supply == 0) continue;
     const double pressure = static_cast<double>(group.volume) / static_cast<double>(group.supply);
     for (int m = 0; m < kModelsMax; ++m) {
       if ((group.models >> m & 1) == 0) continue;
-      (group.gpus > 1 ? capacity_weights_[m][index_of(group.gpus)] : fill_weights_[m]) += pressure;
+      (group.gpus > 1 ? capacity_weights_[m][multi_gpu_count_index(group.gpus)] : fill_weights_[m]) +=
+          pressure;
     }
   }
-  for (size_t number = 0; number < known_nodes_.size(); ++number) {
-    known_nodes_[number].node_worth = node_worth(known_nodes_[number].value, cluster.nodes()[number].model);
+  for (size_t number = 0; number < tracked_nodes_.size(); ++number) {
+    tracked_nodes_[number].node_worth =
+        node_worth(tracked_nodes_[number].value, cluster.nodes()[number].model);
   }
 }
 
-int64_t SupplyPolicy::supply_of(const DemandGroup& group) const {
-  const size_t j = group.gpus > 1 ? index_of(group.gpus) : 0;
+int64_t SupplyPolicy::current_supply(const DemandGroup& group) const {
+  const size_t j = group.gpus > 1 ? multi_gpu_count_index(group.gpus) : 0;
   int64_t supply = 0;
   for (int m = 0; m < kModelsMax; ++m) {
-    if ((group.models >> m & 1) != 0) supply += group.gpus > 1 ? totals_[m].capacity[j] : totals_[m].fill;
+    if ((group.models >> m & 1) != 0)
+      supply += group.gpus > 1 ? totals_[m].capacity[j] : totals_[m].fill_milli;
   }
   return supply;
 }
 
-size_t SupplyPolicy::index_of(int gpus) const {
+size_t SupplyPolicy::multi_gpu_count_index(int gpus) const {
   const std::vector<int>& multi_gpu_counts = values_->multi_gpu_counts();
   return static_cast<size_t>(std::find(multi_gpu_counts.begin(), multi_gpu_counts.end(), gpus) -
                              multi_gpu_counts.begin());
@@ -183,22 +187,22 @@ size_t SupplyPolicy::index_of(int gpus) const {
 // Updates the known state of a node.
 void SupplyPolicy::update_node(const Cluster& cluster, int number) {
   const Node& node = cluster.nodes()[number];
-  if (number >= static_cast<int>(known_nodes_.size())) known_nodes_.resize(cluster.nodes().size());
-  KnownNode& known = known_nodes_[number];
+  if (number >= static_cast<int>(tracked_nodes_.size())) tracked_nodes_.resize(cluster.nodes().size());
+  TrackedNode& known = tracked_nodes_[number];
   if (known.version == node.version) return;
   add_to_totals(known, -1);
-  const FreeState state = free_state(node);
+  const FreeState state = free_state_of(node);
   known.version = node.version;
-  known.open = node.open;
+  known.is_open = node.is_open;
   known.model = node.model;
-  known.value = state.gpu_count == 0 ? NodeValue{} : values_->of(state);
+  known.value = state.gpu_count == 0 ? NodeValue{} : values_->value_of(state);
   known.node_worth = node_worth(known.value, node.model);
   add_to_totals(known, 1);
 }
 
-void SupplyPolicy::add_to_totals(const KnownNode& known, int sign) {
-  if (!known.open) return;
-  totals_[known.model].fill += sign * known.value.fill;
+void SupplyPolicy::add_to_totals(const TrackedNode& known, int sign) {
+  if (!known.is_open) return;
+  totals_[known.model].fill_milli += sign * known.value.fill_milli;
   for (size_t j = 0; j < values_->multi_gpu_counts().size(); ++j) {
     totals_[known.model].capacity[j] += sign * known.value.capacity[j];
   }

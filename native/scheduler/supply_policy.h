@@ -31,7 +31,7 @@ class SupplyPolicy final : public Policy {
   bool is_stale(const Cluster& cluster);
 
  private:
-  using Totals = std::array<NodeValue, kModelsMax>;
+  using ValueByModel = std::array<NodeValue, kModelsMax>;
   // Requests for a number of GPUs of these models.
   struct DemandGroup {
     uint64_t models;
@@ -39,9 +39,9 @@ class SupplyPolicy final : public Policy {
     int64_t volume;      // requested GPU thousandths
     int64_t supply = 0;  // when the weights were computed
   };
-  struct KnownNode {
+  struct TrackedNode {
     uint32_t version = 0;
-    bool open = false;
+    bool is_open = false;
     int model = 0;
     NodeValue value;
     double node_worth = 0;
@@ -50,18 +50,18 @@ class SupplyPolicy final : public Policy {
   void collect_demand(const Cluster& cluster, const std::vector<RequestClass>& history);
   void add_demand(uint64_t models, int gpus, int64_t volume);
   void update_weights(const Cluster& cluster);
-  int64_t supply_of(const DemandGroup& group) const;
-  size_t index_of(int gpus) const;
+  int64_t current_supply(const DemandGroup& group) const;
+  size_t multi_gpu_count_index(int gpus) const;
   void update_node(const Cluster& cluster, int number);
-  void add_to_totals(const KnownNode& known, int sign);
+  void add_to_totals(const TrackedNode& known, int sign);
   double node_worth(const NodeValue& value, int model) const;
-  Candidate candidate(const Node& node, const RequestClass& request, uint16_t gpus, double before);
+  Candidate make_candidate(const Node& node, const RequestClass& request, uint16_t gpus, double before);
 
   SupplyOptions options_;
   std::shared_ptr<NodeValues> values_;
-  std::vector<DemandGroup> groups_;
-  Totals totals_{};
-  std::vector<KnownNode> known_nodes_;
+  std::vector<DemandGroup> demand_groups_;
+  ValueByModel totals_{};
+  std::vector<TrackedNode> tracked_nodes_;
   uint64_t changes_read_ = 0;  // position in the change log of the cluster
   std::array<double, kModelsMax> fill_weights_{};
   std::array<std::array<double, kMultiGpuCountsMax>, kModelsMax> capacity_weights_{};

@@ -63,7 +63,7 @@ def test_new_gpus_get_the_next_indices_and_cpus_none(controller: SmallController
     assert [ref.node_id for ref in devices.add_new([disconnected, cpu, more])] == ["a", "a"]
     assert devices.add_new([controller.nodes[0], more]) == ()
     assert [(ref.node_id, ref.gpu.gpu_id) for ref in devices.refs] == [("m", 0), ("m", 1), ("a", 0), ("a", 1)]
-    assert len(registry.slots()) == 4
+    assert len(registry.device_slots()) == 4
 
 
 def test_number_of_indices_is_limited(controller: SmallController) -> None:
@@ -73,7 +73,7 @@ def test_number_of_indices_is_limited(controller: SmallController) -> None:
     devices = broker()
     assert len(devices.add_new([*controller.nodes, node("b", *nvidia)])) == 27
     assert devices.add_new([*controller.nodes, node("b", *nvidia)]) == ()
-    assert len(registry.slots()) == registry.DEVICES_MAX == 127
+    assert len(registry.device_slots()) == registry.DEVICES_MAX == 127
 
 
 def test_open_requests_the_accelerator_and_returns_the_executor_address(

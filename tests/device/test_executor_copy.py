@@ -299,7 +299,7 @@ def test_copies_use_tls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, plainte
 
     def settings(number: int) -> dict[str, object]:
         key, csr = tls.new_key_and_csr()
-        name = tls.executor_name(f"job-{number}")
+        name = tls.executor_certificate_name(f"job-{number}")
         (tmp_path / f"key-{number}").write_bytes(key)
         issued = authority.issue(csr, name=name, days=1, now=time.time())
         (tmp_path / f"certificate-{number}").write_text(issued)
@@ -317,7 +317,7 @@ def test_copies_use_tls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, plainte
             return ExecutorAddress(
                 host="127.0.0.1",
                 port=executors[number].port,
-                server_name=tls.executor_name(f"job-{number}"),
+                server_name=tls.executor_certificate_name(f"job-{number}"),
                 ticket=TICKET,
                 ssl_context=context,
             )

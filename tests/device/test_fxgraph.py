@@ -27,7 +27,7 @@ PROGRAMS = 60
 CPU = torch.device("cpu")
 
 
-def functionalized(traced: fxgraph.Traced) -> Any:
+def functionalized(traced: fxgraph.TracedGraph) -> Any:
     return aot_module_simplified(
         traced.module,
         traced.examples,
@@ -158,8 +158,8 @@ def test_random_programs_are_right_in_every_replay() -> None:
 LOOK = (torch.float32, (2,), (1,))
 
 
-def traced(*steps: Step, wanted: tuple[int, ...] = (2,)) -> fxgraph.Traced:
-    return fxgraph.trace(steps, wanted, {1: 8}, CPU)
+def traced(*steps: Step, wanted: tuple[int, ...] = (2,)) -> fxgraph.TracedGraph:
+    return fxgraph.trace_steps(steps, wanted, {1: 8}, CPU)
 
 
 def op(name: str, *arguments: StepArgument, gives: StepOutput = ("new", 2, *LOOK)) -> Step:
@@ -195,7 +195,7 @@ def test_inconsistent_steps_are_refused(steps: list[Step], message: str) -> None
 
 
 def test_too_long_graph_is_not_compiled(tmp_path: Path) -> None:
-    compiler = inductor.Compiler(device="cpu", folder=tmp_path / "inductor")
+    compiler = inductor.InductorCompiler(device="cpu", folder=tmp_path / "inductor")
     with pytest.raises(OpRefusedError, match="the maximum for compilation"):
-        compiler.compile([("free", 1)] * (inductor.STEPS_MAX + 1), [], {}, lambda: None)
+        compiler.compile([("free", 1)] * (inductor.COMPILED_STEPS_MAX + 1), [], {}, lambda: None)
     assert not (tmp_path / "inductor").exists()

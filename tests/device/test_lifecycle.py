@@ -188,7 +188,7 @@ def test_wrong_ticket_is_an_error() -> None:
 def test_reconnecting_stops_at_its_deadline(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(connection, "RESUME_S", 0.3)
+    monkeypatch.setattr(connection, "RESUME_TIMEOUT_S", 0.3)
     monkeypatch.setattr(connection, "CONNECT_TIMEOUT_S", 3600.0)
     monkeypatch.setattr(connection, "OPEN_TIMEOUT_S", 3600.0)
     with socket.create_server(("127.0.0.1", 0)) as silent:
@@ -282,7 +282,7 @@ def test_devices_can_be_added_while_a_lost_one_reconnects() -> None:
                     stack.callback(thread.join)
                     stack.callback(added.set)
                 executor.stop()
-                wait_until(lambda: registry.slot(0).open_connection is None)
+                wait_until(lambda: registry.device_slot(0).open_connection is None)
 
 
 def test_index_can_be_used_before_the_library_is_updated(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -406,7 +406,7 @@ def test_lost_executor_raises_in_waiting_threads(tmp_path: Path) -> None:
         waiting = threading.Thread(target=wait)
         waiting.start()
         wait_until(lambda: torch.remote_accelerator.stream_stats(0)["replies"] > 1)
-        registry.slot(0).lose("its node is gone")
+        registry.device_slot(0).mark_lost("its node is gone")
         waiting.join(LONG_S)
         assert "its node is gone" in str(raised[0])
         assert torch.ones(2, device=D0).sum().item() == 2, "the next use opens another"

@@ -149,11 +149,11 @@ def test_strangers_that_send_one_byte_do_not_block_the_client(
 def test_oldest_handshake_of_the_most_frequent_address_is_closed(
     executor: ThreadedExecutor, stalled: Callable[..., socket.socket], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(listener, "_HANDSHAKES_MAX", 4)
+    monkeypatch.setattr(listener, "_CONCURRENT_HANDSHAKES_MAX", 4)
     other = stalled(executor, "127.0.0.2")
     first, *rest = [stalled(executor) for _ in range(4)]
-    preface = len(device_protocol.preface())
-    assert first.recv(64) in (b"", device_protocol.preface())
+    preface = len(device_protocol.make_preface())
+    assert first.recv(64) in (b"", device_protocol.make_preface())
     assert first.recv(64) == b""
     for sock in (other, *rest):
         assert len(sock.recv(64)) == preface
@@ -263,7 +263,7 @@ def secured(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, object]
     folder = tmp_path_factory.mktemp("secured")
     authority = tls.CertificateAuthority.create(now=time.time())
     key, csr = tls.new_key_and_csr()
-    name = tls.executor_name("job-1")
+    name = tls.executor_certificate_name("job-1")
     (folder / "key").write_bytes(key)
     (folder / "certificate").write_text(authority.issue(csr, name=name, days=1, now=time.time()))
     settings = {
@@ -290,7 +290,7 @@ def works(client: Client) -> bool:
 
 @pytest.mark.parametrize(
     ("machine", "plaintext"),
-    [(device_protocol.this_machine, True), (lambda: "another", False), (lambda: "", False)],
+    [(device_protocol.machine_identity, True), (lambda: "another", False), (lambda: "", False)],
     ids=["this machine", "another machine", "an unknown machine"],
 )
 def test_op_stream_without_tls_only_within_one_machine(
@@ -301,7 +301,7 @@ def test_op_stream_without_tls_only_within_one_machine(
         pipe = tls_pipe(executor.port, authority, str(settings["server_name"]))
         opened = handshake(pipe, TICKET, machine=machine())
         assert opened.plaintext is plaintext
-        client = Client(pipe.without_tls(TIMEOUT_S) if plaintext else pipe)  # type: ignore[attr-defined]
+        client = Client(pipe.downgrade_to_plaintext(TIMEOUT_S) if plaintext else pipe)  # type: ignore[attr-defined]
         assert client.pipe.encrypted is not plaintext
         assert works(client)
         executor.disconnect_client()
@@ -311,7 +311,7 @@ def test_op_stream_without_tls_only_within_one_machine(
             again, TICKET, machine=machine(), session_key=opened.session_key, replies_received=client.replies
         )
         assert (resumed.plaintext, resumed.frames_received) == (plaintext, client.frames)
-        client.pipe = again.without_tls(TIMEOUT_S) if plaintext else again  # type: ignore[attr-defined]
+        client.pipe = again.downgrade_to_plaintext(TIMEOUT_S) if plaintext else again  # type: ignore[attr-defined]
         assert works(client)
         client.close()
 
@@ -320,7 +320,7 @@ def test_plain_connection_is_refused_with_tls(secured: tuple[dict[str, object], 
     settings, authority = secured
     with executor_on_a_thread(**settings) as executor:
         with pytest.raises(ConnectionError):
-            tls_pipe(executor.port, authority, tls.executor_name("another-job"))
+            tls_pipe(executor.port, authority, tls.executor_certificate_name("another-job"))
         plain = open_pipe(executor.port)
         with pytest.raises(TransportError):
             handshake(plain, TICKET)
@@ -334,7 +334,7 @@ def test_plain_connection_is_refused_with_tls(secured: tuple[dict[str, object], 
 def test_stalled_handshake_does_not_block_the_client(executor: ThreadedExecutor) -> None:
     slow = open_pipe(executor.port)
     slow.write_all(
-        device_protocol.preface() + device_protocol.encode(device_protocol.Open(TICKET))[:10], TIMEOUT_S
+        device_protocol.make_preface() + device_protocol.encode(device_protocol.Open(TICKET))[:10], TIMEOUT_S
     )
     with connected(executor) as (client, _):
         assert client.sync() is None

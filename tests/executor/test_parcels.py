@@ -77,7 +77,9 @@ def fetching(port: int, number: int, token: str | None = None) -> Iterator[Socke
     pipe = open_pipe(port)
     try:
         request = device_protocol.Fetch(number, token_for(number, port) if token is None else token)
-        assert device_protocol.fetch(pipe, request, peer="the executor", timeout_s=TIMEOUT_S).plaintext
+        assert device_protocol.request_fetch(
+            pipe, request, peer="the executor", timeout_s=TIMEOUT_S
+        ).plaintext
         yield pipe
     finally:
         pipe.close()
@@ -312,7 +314,7 @@ def test_fetch_without_a_session_is_refused() -> None:
 
 
 def test_number_of_pending_fetches_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(executor_listener, "_FETCHES_MAX", 10)
+    monkeypatch.setattr(executor_listener, "_CONCURRENT_FETCHES_MAX", 10)
     with served() as (executor, client), ExitStack() as stack:
         for number in range(1, 11):
             stack.enter_context(fetching(executor.port, number))
@@ -346,21 +348,21 @@ def test_connection_fetches_several_parcels_with_one_token_each(
         for number in range(1, 4):
             if number > 1:
                 request = device_protocol.Fetch(number, token_for(number, executor.port))
-                assert device_protocol.fetch(
+                assert device_protocol.request_fetch(
                     pipe, request, peer="x", timeout_s=TIMEOUT_S, is_reused=True
                 ).plaintext
             assert parcel(pipe) == floats(number)
             pipe.write_all(ACKNOWLEDGED, TIMEOUT_S)
         with pytest.raises(TokenRefusedError):
             wrong = device_protocol.Fetch(4, token_for(3, executor.port))
-            device_protocol.fetch(pipe, wrong, peer="x", timeout_s=TIMEOUT_S, is_reused=True)
+            device_protocol.request_fetch(pipe, wrong, peer="x", timeout_s=TIMEOUT_S, is_reused=True)
     assert client.sync() is None
 
 
 def test_idle_fetch_connection_is_closed(
     a: tuple[ThreadedExecutor, Client], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(executor_listener, "_FETCH_IDLE_S", 0.05)
+    monkeypatch.setattr(executor_listener, "_FETCH_IDLE_TIMEOUT_S", 0.05)
     executor, client = a
     client.publish_parcel(1, client.floats(1))
     with fetching(executor.port, 1) as pipe:
@@ -409,7 +411,7 @@ def test_fetches_from_one_executor_share_a_connection(a: Both, b: Both) -> None:
 def test_fetch_reconnects_after_the_source_closed_the_connection(
     a: Both, b: Both, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(executor_listener, "_FETCH_IDLE_S", 0.01)
+    monkeypatch.setattr(executor_listener, "_FETCH_IDLE_TIMEOUT_S", 0.01)
     (source, one), (_, other) = a, b
     there = other.floats(0)
     for number in range(1, 4):
@@ -540,7 +542,7 @@ def fake_executor(*acts: Callable[[SocketPipe], None]) -> Iterator[int]:
 
     def run() -> None:
         for act in acts:
-            sock, _ = listener.accept()
+            sock, _ = listener.accept_client()
             with sock:
                 act(SocketPipe(sock))
         listener.close()

@@ -86,7 +86,7 @@ def test_library_contains_all_files_of_a_unit(build_cache: BuildCache, compiler:
 def test_files_of_several_libraries_are_compiled_in_parallel(
     build_cache: BuildCache, compiler: Compiler, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(compiling, "_processors", lambda: 2)
+    monkeypatch.setattr(compiling, "_usable_processor_count", lambda: 2)
     for name in ("device", "executor"):
         folder = build_cache.sources / "torch" / name
         shutil.rmtree(folder, ignore_errors=True)
@@ -127,7 +127,7 @@ def test_empty_object_file_is_recompiled(build_cache: BuildCache, compiler: Comp
 def test_hung_compiler_is_reported_with_its_timeout(
     build_cache: BuildCache, compiler: Compiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(compiling, "_COMPILE_S_MAX", 0.2)
+    monkeypatch.setattr(compiling, "_COMPILE_TIMEOUT_S", 0.2)
     compiler.becomes('case " $* " in *" -c "*) exec sleep 20;; esac')
     with pytest.raises(NativeBuildError, match=r"noting-c\+\+ took more than 0.2 s .*another compiler"):
         build_cache.build("genie_device")
@@ -142,7 +142,7 @@ def test_compile_error_names_file_and_line(build_cache: BuildCache, compiler: Co
 def test_compile_error_stops_the_build(
     build_cache: BuildCache, compiler: Compiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(compiling, "_processors", lambda: 1)
+    monkeypatch.setattr(compiling, "_usable_processor_count", lambda: 1)
     part(build_cache.sources, 1).write_text("int f() { return nothing; }\n" + "// so it is first\n" * 50)
     with pytest.raises(NativeBuildError, match="part1"):
         build_cache.build("genie_device")
@@ -152,7 +152,7 @@ def test_compile_error_stops_the_build(
 def test_largest_unit_is_compiled_first(
     build_cache: BuildCache, compiler: Compiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(compiling, "_processors", lambda: 1)
+    monkeypatch.setattr(compiling, "_usable_processor_count", lambda: 1)
     with part(build_cache.sources, 7).open("a") as source:
         source.write("// text\n" * 1000)
     build_cache.build("genie_device")
@@ -177,7 +177,7 @@ def test_progress_is_logged_without_a_terminal(
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(compiling, "_processors", lambda: 1)
+    monkeypatch.setattr(compiling, "_usable_processor_count", lambda: 1)
     with caplog.at_level(logging.INFO, logger="genie"):
         build_cache.build("genie_device")
     assert [text for text in caplog.messages if "files" in text] == [

@@ -137,7 +137,7 @@ def test_scheduler_library_does_not_need_torch(
     def absent() -> TorchTarget:
         raise NativeBuildError("there is no torch")
 
-    monkeypatch.setattr(TorchTarget, "installed", absent)
+    monkeypatch.setattr(TorchTarget, "from_installation", absent)
     path = build_cache.build("genie_scheduler")
     assert libraries._load_module("genie_scheduler", path).value == 7
     assert compiler.compiled() == ["bindings.cpp", "nb_combined.cpp"]
@@ -184,11 +184,11 @@ def test_reverted_edit_uses_the_cache(build_cache: BuildCache, compiler: Compile
 def test_library_depends_on_torch_and_python_version(
     build_cache: BuildCache, compiler: Compiler, monkeypatch: pytest.MonkeyPatch, change: dict[str, object]
 ) -> None:
-    installed = TorchTarget.installed()
+    installed = TorchTarget.from_installation()
     first = build_cache.build("genie_device")
     compiler.compiled()
     other = dataclasses.replace(installed, **change)  # type: ignore[arg-type]
-    monkeypatch.setattr(TorchTarget, "installed", lambda: other)
+    monkeypatch.setattr(TorchTarget, "from_installation", lambda: other)
     assert build_cache.build("genie_device") != first
     assert compiler.compiled() == ["module.cpp", "stream.cpp"]
 
@@ -355,7 +355,7 @@ def test_wait_for_another_build_has_a_timeout(
     build_cache.cache.mkdir()
     held = FileLock.try_acquire(build_cache.cache / "lock")
     assert held is not None
-    monkeypatch.setattr(libraries, "_WAIT_S_MAX", 0.0)
+    monkeypatch.setattr(libraries, "_LOCK_TIMEOUT_S", 0.0)
     with (
         caplog.at_level(logging.INFO, logger="genie"),
         pytest.raises(NativeBuildError, match=rf"end process {os.getpid()} and try again"),
@@ -383,7 +383,7 @@ def test_build_shows_progress_on_a_terminal(
     monkeypatch.setattr(sys, "stderr", terminal)
     with caplog.at_level(logging.INFO, logger="genie"):
         build_cache.build("genie_device")
-    version = TorchTarget.installed().torch_version
+    version = TorchTarget.from_installation().torch_version
     assert f"compiling the torch device for torch {version} (once, about a minute)" in caplog.messages
     shown = terminal.getvalue()
     assert "compiling: 0 of 2 files" in shown and "2 of 2 files" in shown

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from genie.native.prebuild import build_in_background, command_for
+from genie.native.prebuild import build_in_background, prebuild_command
 from tests.waiting import until
 
 
@@ -19,7 +19,7 @@ async def build(command: Sequence[str]) -> bool:
 
 async def test_built_library_logs_one_line(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO")
-    assert await build(command_for("genie_scheduler"))
+    assert await build(prebuild_command("genie_scheduler"))
     assert caplog.messages == ["the library is compiled"]
 
 
@@ -30,7 +30,7 @@ async def test_failed_build_logs_one_line(caplog: pytest.LogCaptureFixture) -> N
 
 
 async def test_missing_interpreter_is_logged(caplog: pytest.LogCaptureFixture) -> None:
-    assert not await build(("/no/such/python", *command_for("genie_scheduler")[1:]))
+    assert not await build(("/no/such/python", *prebuild_command("genie_scheduler")[1:]))
     assert "could not start compiling the library" in caplog.text
 
 

@@ -28,7 +28,7 @@ from tests.waiting import wait_until
 
 SHORT_S = 0.05
 LONG_S = 20.0
-NAME = tls.executor_name("job-1")
+NAME = tls.executor_certificate_name("job-1")
 
 _library = native_library("genie_executor")
 Stream: Any = _library.Stream
@@ -366,7 +366,7 @@ def test_certificate_of_another_ca_is_rejected(
 def test_certificate_for_another_name_is_rejected(
     sockets: tuple[socket.socket, socket.socket], certificates: Certificates, pool: ThreadPoolExecutor
 ) -> None:
-    other = tls.executor_name("job-2")
+    other = tls.executor_certificate_name("job-2")
     near, _ = refusals(
         sockets, lambda s: client(s, certificates, name=other), lambda s: server(s, certificates), pool
     )
@@ -607,7 +607,7 @@ def test_data_after_tls_shutdown_arrives(ends: tuple[Any, Any], pool: ThreadPool
 
     def change(stream: Any, first: bytes) -> bytes:
         """Shuts down TLS and writes at once; returns what the other side wrote."""
-        plaintext = stream.without_tls(LONG_S)
+        plaintext = stream.downgrade_to_plaintext(LONG_S)
         assert not plaintext.encrypted
         writing = pool.submit(plaintext.write_all, first, LONG_S)
         received: bytes = plaintext.read_exactly(size, LONG_S)
@@ -652,7 +652,7 @@ def test_data_in_the_packet_of_tls_shutdown_is_not_lost(
     far = accepted.result(LONG_S)
     peer.tried(peer.tls.unwrap)
     sockets[0].sendall(peer.outgoing.read() + b"and now without")
-    plaintext = far.without_tls(LONG_S)
+    plaintext = far.downgrade_to_plaintext(LONG_S)
     assert plaintext.read_exactly(15, LONG_S) == b"and now without"
     plaintext.write_all(b"reply", LONG_S)
     plaintext.close()
@@ -668,13 +668,13 @@ def test_tls_data_during_tls_shutdown_is_an_error(ends: tuple[Any, Any]) -> None
     near, far = ends
     far.write_all(b"one thing more", LONG_S)
     with pytest.raises(ConnectionLost, match="application data"):
-        near.without_tls(LONG_S)
+        near.downgrade_to_plaintext(LONG_S)
 
 
 @only_tls
 def test_tls_shutdown_times_out(ends: tuple[Any, Any]) -> None:
     with pytest.raises(ConnectionLost, match="did not shut down TLS"):
-        ends[0].without_tls(SHORT_S)
+        ends[0].downgrade_to_plaintext(SHORT_S)
 
 
 @only_tls
@@ -682,10 +682,10 @@ def test_disconnect_during_tls_shutdown_raises_connection_lost(ends: tuple[Any, 
     near, far = ends
     far.close()
     with pytest.raises(ConnectionLost, match=r"connection lost|broke"):
-        near.without_tls(LONG_S)
+        near.downgrade_to_plaintext(LONG_S)
 
 
 @only_plaintext
 def test_bare_stream_cannot_shut_down_tls(ends: tuple[Any, Any]) -> None:
     with pytest.raises(RuntimeError, match="no TLS to shut down"):
-        ends[0].without_tls(LONG_S)
+        ends[0].downgrade_to_plaintext(LONG_S)

@@ -184,7 +184,7 @@ async def test_unresponsive_address_leaves_time_for_the_next(
 ) -> None:
     port, sent = server
     both = [(socket.AF_INET, ("127.0.0.1", silent_port)), (socket.AF_INET, ("127.0.0.1", port))]
-    monkeypatch.setattr(network_discovery, "_look_up", lambda *_, **__: both)
+    monkeypatch.setattr(network_discovery, "_look_up_addresses", lambda *_, **__: both)
     result = await NetworkDiscovery(root=tmp_path, connects=1).discover("box", 5555, timeout_s=1.0)
     assert result.tcp_reachable
     await until(lambda: len(sent) == 1)

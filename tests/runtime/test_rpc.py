@@ -238,7 +238,7 @@ async def _outcome(peer: rpc.Peer, request: Request[LogChunk]) -> LogChunk | Gen
 
 
 async def test_peer_that_ignores_the_limit_is_disconnected(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rpc, "REJECTIONS_MAX", 5)
+    monkeypatch.setattr(rpc, "CONCURRENT_REJECTIONS_MAX", 5)
     async with serving() as (server, port), dialled(port) as peer:
         await until(lambda: server.peers)
         server.peers[0].set_in_flight_max(2)
@@ -248,7 +248,7 @@ async def test_peer_that_ignores_the_limit_is_disconnected(monkeypatch: pytest.M
 
 
 async def test_peer_that_sends_many_invalid_requests_is_disconnected(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rpc, "INVALID_MAX", 3)
+    monkeypatch.setattr(rpc, "INVALID_REQUESTS_MAX", 3)
     async with serving() as (server, port), dialled(port) as peer:
         for _ in range(3):
             with pytest.raises(ProtocolError):
@@ -263,10 +263,10 @@ async def test_close_does_not_wait_for_a_peer_that_reads_nothing(monkeypatch: py
     monkeypatch.setattr(network, "LINGER_S", 0.05)
     async with serving() as (server, port):
         _, writer = await asyncio.open_connection("127.0.0.1", port)
-        writer.write(wire.preface())
+        writer.write(wire.make_preface())
         await until(lambda: server.peers)
         (peer,) = server.peers
-        large = wire.pack(wire.Kind.REPLY, 1, bytes(60_000))
+        large = wire.pack_frame(wire.FrameKind.REPLY, 1, bytes(60_000))
         await until(lambda: not peer.channel.try_send_nowait(large), what="the send buffer is full")
         transport = peer.channel._transport  # type: ignore[attr-defined]
         await until(transport.get_write_buffer_size)
@@ -285,7 +285,7 @@ async def test_call_each_returns_one_outcome_per_request() -> None:
         assert good == TrustAnchor(ca_pem="pem")
         assert isinstance(missing, JobNotFoundError)
         assert isinstance(late, DeadlineError)
-        assert not peer._calls, "finished calls are removed"
+        assert not peer._pending_calls, "finished calls are removed"
         peer.close()
         outcomes = await peer.call_each([FetchTrust(), FetchTrust()], timeout_s=5)
         assert [type(outcome) for outcome in outcomes] == [ConnectionLostError] * 2
@@ -293,10 +293,10 @@ async def test_call_each_returns_one_outcome_per_request() -> None:
 
 async def test_call_ids_wrap_around() -> None:
     async with serving() as (_, port), dialled(port) as peer:
-        peer._next_call = (1 << 32) - 2
+        peer._next_call_id = (1 << 32) - 2
         for _ in range(3):
             assert (await peer.call(FetchTrust(), timeout_s=5)).ca_pem == "pem"
-        assert peer._next_call < 10
+        assert peer._next_call_id < 10
 
 
 class _Unread:
@@ -326,7 +326,7 @@ class _Unread:
     async def receive(self) -> wire.Frame:
         if self._requests:
             self._requests -= 1
-            return wire.Frame(wire.Kind.REQUEST, self._requests, wire.encode(FetchTrust()))
+            return wire.Frame(wire.FrameKind.REQUEST, self._requests, wire.encode_message(FetchTrust()))
         await self.closed.wait()
         raise ConnectionLostError("closed")
 

@@ -86,13 +86,13 @@ def _plant_blocking_reader(patch: pytest.MonkeyPatch) -> None:
     async def read(self: Peer, tasks: asyncio.TaskGroup) -> None:
         while True:
             frame = await self.channel.receive()
-            if frame.kind is wire.Kind.REQUEST:
+            if frame.kind is wire.FrameKind.REQUEST:
                 while self._in_flight >= 128:
                     blocked.add(self)
                     await asyncio.sleep(0.05)
                 self._in_flight += 1
                 tasks.create_task(self._reply_to(frame))
-            elif (future := self._calls.get(frame.call_id)) is not None and not future.done():
+            elif (future := self._pending_calls.get(frame.call_id)) is not None and not future.done():
                 future.set_result(frame)
 
     real_run = Peer.run
@@ -104,7 +104,7 @@ def _plant_blocking_reader(patch: pytest.MonkeyPatch) -> None:
             if self in blocked:
                 await asyncio.sleep(10.0)  # closing waits for the requests in flight
 
-    patch.setattr(Peer, "_read", read)
+    patch.setattr(Peer, "_read_frames", read)
     patch.setattr(Peer, "run", run)
     patch.setattr(OpenWaits, "_hold", lambda self, limits: nullcontext(True))
 

@@ -134,7 +134,7 @@ def test_reset_keeps_handlers_of_the_program() -> None:
         written()
         log.reset()
         assert theirs in logger.handlers
-        assert not [handler for handler in logger.handlers if isinstance(handler, log._Handler)]
+        assert not [handler for handler in logger.handlers if isinstance(handler, log._GenieHandler)]
     finally:
         logger.removeHandler(theirs)
 

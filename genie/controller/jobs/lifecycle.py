@@ -32,7 +32,7 @@ from genie.errors import (
 )
 from genie.model.allocation import Hold, NodeHolds
 from genie.model.job import (
-    EXIT_CLIENT_LOST,
+    CLIENT_LOST_EXIT_CODE,
     FINAL_STATES,
     Job,
     JobKind,
@@ -41,10 +41,10 @@ from genie.model.job import (
     Placement,
     StopReason,
     Transition,
-    bounded_reason,
-    is_shrunk,
-    parse_unit,
-    shrunk,
+    is_shrunk_job,
+    parse_worker_unit,
+    shrink_oversized_job,
+    truncate_reason,
     with_state,
 )
 from genie.model.messages import ExitReport
@@ -145,7 +145,7 @@ class JobLifecycle:
 
     def find_worker(self, key: str, identity: Identity) -> tuple[Job, int]:
         """Find the job and rank of JOB.RANK; JOB alone is rank 0."""
-        job_id, rank = parse_unit(key)
+        job_id, rank = parse_worker_unit(key)
         has_name = self._index.has_name
         if not has_name(key) and (job_id in self._ledger.jobs or has_name(job_id)):
             return self.find(job_id, identity), rank
@@ -339,7 +339,7 @@ class JobLifecycle:
             elif isinstance(outcome, Exception) and not isinstance(outcome, _OF_ALL_ROWS):
                 _log.error("job %s could not be placed: %s", start.job_id, outcome, exc_info=outcome)
                 self._backoff.delay(start.job_id)
-                self.set_pending_reason(start.job_id, f"could not be placed: {bounded_reason(str(outcome))}")
+                self.set_pending_reason(start.job_id, f"could not be placed: {truncate_reason(str(outcome))}")
         _raise_first_of_all_rows(outcomes)
 
     def _place(self, start: Start, loads: int, txn: Transaction) -> Job | None:
@@ -399,7 +399,7 @@ class JobLifecycle:
         """Confirm the launch of a worker; the job runs when all workers are confirmed. FencedError if the
         launch is no longer valid, WorkersMissingError if other workers are not ready after `wait_s`.
         Idempotent: a reply may be lost."""
-        job_id, rank = parse_unit(unit)
+        job_id, rank = parse_worker_unit(unit)
 
         def require_valid() -> Job:
             job = self.get(job_id)
@@ -474,15 +474,15 @@ class JobLifecycle:
             elif isinstance(outcome, RowTooLargeError) and not is_too_large:
                 too_large.append(report)
             else:
-                self._ledger.quarantine.add(self._key(parse_unit(report.job_id)[0]), outcome)
+                self._ledger.quarantine.add(self._key(parse_worker_unit(report.job_id)[0]), outcome)
         return settled, too_large
 
     def _exit(self, node_id: str, report: ExitReport, is_too_large: bool, txn: Transaction) -> None:
-        job_id, rank = parse_unit(report.job_id)
+        job_id, rank = parse_worker_unit(report.job_id)
         job = self.get(job_id)
         if job is None or not is_current_placement(job, rank, node_id, report.epoch):
             return
-        job = shrunk(job) if is_too_large else job
+        job = shrink_oversized_job(job) if is_too_large else job
         state, reason = worker_outcome(job, report)
         cause = Cause.NODE if is_node_fault(job, report) else Cause.JOB
         self._end_worker(txn, job, rank, state=state, reason=reason, exit_code=report.exit_code, cause=cause)
@@ -566,7 +566,7 @@ class JobLifecycle:
 
         `is_still_lost` is evaluated in the transaction: the node may have reconnected meanwhile.
         """
-        job_id, rank = parse_unit(unit)
+        job_id, rank = parse_worker_unit(unit)
 
         def build(job: Job | None, txn: Transaction) -> None:
             if not is_still_lost():
@@ -629,7 +629,7 @@ class JobLifecycle:
 
     def _get_shrunk(self, job_id: str) -> Job | None:
         job = self.get(job_id)
-        return shrunk(job) if job is not None else None
+        return shrink_oversized_job(job) if job is not None else None
 
     def _key(self, job_id: str) -> str:
         return self._ledger.jobs.prefix + job_id
@@ -641,12 +641,12 @@ class JobLifecycle:
         return step
 
     def _stop(self, txn: Transaction, job: Job, stop: StopReason, reason: str) -> Job:
-        job = msgspec.structs.replace(job, stop=stop, reason=bounded_reason(f"{_STOPPING_PREFIX}{reason}"))
+        job = msgspec.structs.replace(job, stop=stop, reason=truncate_reason(f"{_STOPPING_PREFIX}{reason}"))
         txn.put(self._ledger.jobs, job.job_id, job)
         return job
 
     def _requeue(self, txn: Transaction, job: Job, reason: str) -> None:
-        if is_shrunk(job):
+        if is_shrunk_job(job):
             why = f"it cannot run again, because its stored record is too large ({reason})"
             self._end(txn, job, JobState.FAILED, why)
             return
@@ -758,7 +758,7 @@ def worker_outcome(job: Job, report: ExitReport) -> tuple[JobState, str]:
         return JobState.CANCELLED, f"cancelled: {stop_reason(job)}{how}"
     if job.stop is StopReason.TIME_LIMIT:
         return JobState.FAILED, f"{stop_reason(job)}{how}"
-    if code == EXIT_CLIENT_LOST and job.spec.kind is JobKind.SESSION:
+    if code == CLIENT_LOST_EXIT_CODE and job.spec.kind is JobKind.SESSION:
         return JobState.CANCELLED, f"cancelled: {report.reason or 'the client did not return'}"
     if code == 0:
         # A launch that was never confirmed cannot have succeeded.

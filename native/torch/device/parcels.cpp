@@ -4,12 +4,12 @@
 
 namespace genie {
 
-void Connection::Batch::finish_fetch(ConnectionPtr from, uint64_t parcel, uint64_t bytes) {
-  if (connection_.lost_) {
+void Connection::RecordBatch::finish_fetch_parcel(ConnectionPtr from, uint64_t parcel, uint64_t bytes) {
+  if (connection_.is_lost_) {
     lock_.unlock();
     connection_.raise_lost();
   }
-  connection_.pending_fetches_.push_back({connection_.frames_made_ + 1, std::move(from), parcel, bytes});
+  connection_.pending_fetches_.push_back({connection_.frames_created_ + 1, std::move(from), parcel, bytes});
   connection_.pending_fetch_bytes_ += bytes;
   finish_frame();
 }
@@ -28,12 +28,12 @@ void Connection::drop_parcels(const std::vector<PendingFetch>& completed) noexce
 }
 
 void Connection::drop_parcel(uint64_t parcel) noexcept {
-  if (abandoned_.load(std::memory_order_acquire) || lost()) return;
+  if (is_abandoned_.load(std::memory_order_acquire) || is_lost()) return;
   std::lock_guard<std::mutex> lock(mutex_);
-  records_.record(Record::DropParcel);
+  records_.begin_record(RecordKind::DropParcel);
   records_.u64(parcel);
   records_pending_++;
-  if (sender_asleep_) wake_sender();
+  if (is_sender_asleep_) wake_sender();
 }
 
 }  // namespace genie

@@ -13,9 +13,9 @@ using at::Tensor;
 using c10::IValue;
 using torch::jit::Stack;
 
-void write_argument(Writer& out, const IValue& value, bool number_as_data, bool float_as_data);
+void write_argument(WireWriter& out, const IValue& value, bool number_as_data, bool float_as_data);
 
-void write_tensor_argument(Writer& out, const Tensor& tensor) {
+void write_tensor_argument(WireWriter& out, const Tensor& tensor) {
   if (!tensor.defined()) {
     out.u8(static_cast<uint8_t>(ArgumentKind::Undefined));
   } else if (tensor.device().type() == DEVICE_TYPE) {
@@ -33,7 +33,7 @@ void write_tensor_argument(Writer& out, const Tensor& tensor) {
   }
 }
 
-void write_argument(Writer& out, const IValue& value, bool number_as_data, bool float_as_data) {
+void write_argument(WireWriter& out, const IValue& value, bool number_as_data, bool float_as_data) {
   auto kind = [&](ArgumentKind kind) { out.u8(static_cast<uint8_t>(kind)); };
   if (value.isTensor()) {
     write_tensor_argument(out, value.toTensor());
@@ -70,7 +70,7 @@ void write_argument(Writer& out, const IValue& value, bool number_as_data, bool 
   }
 }
 
-void write_output(Writer& out, const Output& output) {
+void write_output(WireWriter& out, const OutputSpec& output) {
   out.u8(static_cast<uint8_t>(output.kind));
   if (output.kind == OutputKind::New) {
     out.u8(static_cast<uint8_t>(output.dtype));
@@ -78,10 +78,10 @@ void write_output(Writer& out, const Output& output) {
     for (int64_t size : output.sizes) out.i64(size);
     for (int64_t stride : output.strides) out.i64(stride);
   } else if (output.kind == OutputKind::Alias) {
-    out.u32(static_cast<uint32_t>(output.source));
+    out.u32(static_cast<uint32_t>(output.source_input));
   } else if (output.kind == OutputKind::List) {
     out.u32(static_cast<uint32_t>(output.items.size()));
-    for (const Output& item : output.items) write_output(out, item);
+    for (const OutputSpec& item : output.items) write_output(out, item);
   } else if (output.kind == OutputKind::Integer) {
     out.i64(output.constant.toInt());
   }
@@ -89,28 +89,28 @@ void write_output(Writer& out, const Output& output) {
 
 }  // namespace
 
-Writer template_body(const c10::OperatorHandle& op, const OpTraits& traits, const Stack& stack, size_t base,
-                     const std::vector<Output>* outputs) {
-  Writer body;
+WireWriter encode_template_body(const c10::OperatorHandle& op, const OpTraits& traits, const Stack& stack,
+                                size_t base, const std::vector<OutputSpec>* outputs) {
+  WireWriter body;
   body.text(op.schema().name());
   body.text(op.schema().overload_name());
-  body.u32(static_cast<uint32_t>(traits.arguments));
-  for (size_t i = 0; i < traits.arguments; i++) {
-    write_argument(body, stack[base + i], traits.is_number[i] && traits.values_are_data,
-                   traits.values_are_data);
+  body.u32(static_cast<uint32_t>(traits.argument_count));
+  for (size_t i = 0; i < traits.argument_count; i++) {
+    write_argument(body, stack[base + i], traits.is_number_argument[i] && traits.sends_numbers_as_data,
+                   traits.sends_numbers_as_data);
   }
   body.u8(outputs != nullptr);
   if (outputs) {
     body.u32(static_cast<uint32_t>(outputs->size()));
-    for (const Output& output : *outputs) write_output(body, output);
+    for (const OutputSpec& output : *outputs) write_output(body, output);
   }
   return body;
 }
 
-void write_template(Writer& records, uint32_t number, const Writer& body) {
-  records.record(Record::DefineTemplate, number);
+void write_define_template(WireWriter& records, uint32_t number, const WireWriter& body) {
+  records.begin_record(RecordKind::DefineTemplate, number);
   records.u32(static_cast<uint32_t>(body.size()));
-  records.raw(body.data(), body.size());
+  records.append_bytes(body.data(), body.size());
 }
 
 }  // namespace genie
