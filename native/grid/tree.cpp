@@ -69,20 +69,22 @@ struct FileFrameHeader {
 static_assert(sizeof(FileFrameHeader) == 56);
 
 struct TreeRecord {
-  RecordHeader head;
+  RecordHeader header;
   const uint8_t* at;
 
-  explicit TreeRecord(const uint8_t* from) : at(from) { memcpy(&head, from, sizeof head); }
+  explicit TreeRecord(const uint8_t* from) : at(from) { memcpy(&header, from, sizeof header); }
   const char* path() const { return reinterpret_cast<const char*>(at + sizeof(RecordHeader)); }
-  const uint8_t* link() const { return at + sizeof(RecordHeader) + head.path_bytes; }
-  uint64_t bytes_without_stamp() const { return sizeof(RecordHeader) + head.path_bytes + head.link_bytes; }
+  const uint8_t* link() const { return at + sizeof(RecordHeader) + header.path_bytes; }
+  uint64_t bytes_without_stamp() const {
+    return sizeof(RecordHeader) + header.path_bytes + header.link_bytes;
+  }
   uint64_t bytes() const { return bytes_without_stamp() + sizeof(FileStamp); }
   FileStamp stamp() const {
     FileStamp found;
     memcpy(&found, at + bytes_without_stamp(), sizeof found);
     return found;
   }
-  bool is_folder() const { return head.kind == 'd' || (head.kind == 'x' && head.flags != 0); }
+  bool is_folder() const { return header.kind == 'd' || (header.kind == 'x' && header.flags != 0); }
 };
 
 // Sorts '/' before every other byte, so that the contents of a directory directly follow it.
@@ -99,7 +101,7 @@ int compare_paths(const char* a, size_t a_bytes, const char* b, size_t b_bytes) 
 }
 
 int compare_record_paths(const TreeRecord& a, const TreeRecord& b) {
-  return compare_paths(a.path(), a.head.path_bytes, b.path(), b.head.path_bytes);
+  return compare_paths(a.path(), a.header.path_bytes, b.path(), b.header.path_bytes);
 }
 
 timespec to_timespec(int64_t nanoseconds) {
@@ -121,7 +123,7 @@ bool is_same_stamp(const FileStamp& a, const FileStamp& b) {
 }
 
 // True if the file was written so shortly before the scan that a later write may have the same times.
-bool is_racy(const FileStamp& stamp, int64_t taken_ns) {
+bool is_too_recent_to_trust(const FileStamp& stamp, int64_t taken_ns) {
   const bool whole = stamp.mtime_ns % kSecondNs == 0 && stamp.ctime_ns % kSecondNs == 0;
   return std::max(stamp.mtime_ns, stamp.ctime_ns) + (whole ? 2 * kSecondNs : kClockTickNs) >= taken_ns;
 }
@@ -152,11 +154,11 @@ struct ByteBuffer {
 struct CallOutput {
   uint8_t* data;
   uint64_t size;
-  uint64_t* list;
+  uint64_t* numbers;
   uint64_t count;
-  uint64_t skipped;
-  int32_t is_same;
-  int32_t rules_changed;
+  uint64_t skipped_count;
+  int32_t is_same_as_old;
+  int32_t gitignore_changed;
   int32_t error;  // an errno, or -1 if the IsExcludedFunction callback failed
   char error_path[kPathMax + 8];
 };
@@ -174,7 +176,7 @@ int set_error(CallOutput* out, int error, const char* path, size_t bytes) {
 void set_output(CallOutput* out, const ByteBuffer& data, const ByteBuffer& list) {
   out->data = data.data;
   out->size = data.size;
-  out->list = reinterpret_cast<uint64_t*>(list.data);
+  out->numbers = reinterpret_cast<uint64_t*>(list.data);
   out->count = list.size / sizeof(uint64_t);
 }
 
@@ -247,7 +249,7 @@ class OpenDirectories {
 using IsExcludedFunction = int32_t (*)(const char* path, uint64_t bytes, int32_t is_folder);
 
 struct DirectoryEntry {
-  uint64_t at;
+  uint64_t name_offset;
   uint8_t type;
 };
 
@@ -269,8 +271,9 @@ class TreeWalker {
     const uint64_t old_bytes = static_cast<uint64_t>(old_end_ - next_old_record_);
     int status = walk_directory(fd, 0, 0);
     while (status == 0 && next_old_record_ < old_end_) skip_old_record();
-    output_->is_same = status == 0 && unknown_content_offsets_.size == 0 && records_.size == old_bytes &&
-                       (old_bytes == 0 || memcmp(records_.data, old, old_bytes) == 0);
+    output_->is_same_as_old = status == 0 && unknown_content_offsets_.size == 0 &&
+                              records_.size == old_bytes &&
+                              (old_bytes == 0 || memcmp(records_.data, old, old_bytes) == 0);
     set_output(output_, records_, unknown_content_offsets_);
     return status;
   }
@@ -290,11 +293,11 @@ class TreeWalker {
     const uint64_t count = names.size / sizeof(DirectoryEntry);
     const char* base = reinterpret_cast<const char*>(text.data);
     std::sort(first, first + count, [base](const DirectoryEntry& a, const DirectoryEntry& b) {
-      return strcmp(base + a.at, base + b.at) < 0;
+      return strcmp(base + a.name_offset, base + b.name_offset) < 0;
     });
     int status = error == 0 ? 0 : set_error(output_, error, path_, path_bytes);
     for (uint64_t i = 0; status == 0 && i < count; ++i) {
-      status = add_entry(fd, base + first[i].at, first[i].type, path_bytes, depth);
+      status = add_entry(fd, base + first[i].name_offset, first[i].type, path_bytes, depth);
     }
     closedir(dir);
     free(text.data);
@@ -333,12 +336,13 @@ class TreeWalker {
       type = IFTODT(found.st_mode);
     }
     if (type != DT_DIR && type != DT_REG && type != DT_LNK) {
-      ++output_->skipped;
+      ++output_->skipped_count;
       return 0;
     }
     const uint8_t* old = find_old_record(bytes);
     const bool is_gitignore = type == DT_REG && strcmp(name, ".gitignore") == 0;
-    if (old != nullptr && !is_gitignore && was_gitignore_file(TreeRecord(old))) output_->rules_changed = 1;
+    if (old != nullptr && !is_gitignore && was_gitignore_file(TreeRecord(old)))
+      output_->gitignore_changed = 1;
     const int excluded = is_excluded(old, bytes, type == DT_DIR);
     if (excluded < 0) return set_error(output_, -1, path_, bytes);
     if (!excluded || is_gitignore) {
@@ -346,7 +350,7 @@ class TreeWalker {
       if (IFTODT(found.st_mode) != type) return 0;  // just replaced: the next walk finds it
     }
     if (is_gitignore && !(old != nullptr && is_same_stamp(TreeRecord(old).stamp(), stamp_from_stat(found))))
-      output_->rules_changed = 1;
+      output_->gitignore_changed = 1;
     if (excluded) return add_excluded(bytes, type == DT_DIR, is_gitignore ? &found : nullptr);
     if (type == DT_REG) return add_file(old, bytes, found);
     if (type == DT_LNK) return add_link(fd, name, bytes, found);
@@ -359,35 +363,35 @@ class TreeWalker {
   int is_excluded(const uint8_t* old, size_t bytes, bool is_folder) {
     if (reuse_exclusions_ && old != nullptr) {
       const TreeRecord known(old);
-      if (known.is_folder() == is_folder) return known.head.kind == 'x';
+      if (known.is_folder() == is_folder) return known.header.kind == 'x';
     }
     return is_excluded_function_(path_, bytes, is_folder);
   }
 
   int add_excluded(size_t bytes, bool is_folder, const struct stat* found) {
-    RecordHeader head = {};
-    head.kind = 'x';
-    head.flags = is_folder;
-    append_record(head, bytes, nullptr, found == nullptr ? FileStamp{} : stamp_from_stat(*found));
+    RecordHeader header = {};
+    header.kind = 'x';
+    header.flags = is_folder;
+    append_record(header, bytes, nullptr, found == nullptr ? FileStamp{} : stamp_from_stat(*found));
     return 0;
   }
 
   int add_file(const uint8_t* old, size_t bytes, const struct stat& found) {
     const FileStamp stamp = stamp_from_stat(found);
-    RecordHeader head = {};
-    head.kind = 'f';
-    head.mode = found.st_mode & 07777;
-    head.size = static_cast<uint64_t>(found.st_size);
-    head.mtime_ns = stamp.mtime_ns;
+    RecordHeader header = {};
+    header.kind = 'f';
+    header.mode = found.st_mode & 07777;
+    header.size = static_cast<uint64_t>(found.st_size);
+    header.mtime_ns = stamp.mtime_ns;
     bool is_clean = false;
     if (old != nullptr) {
       const TreeRecord known(old);
-      is_clean = known.head.kind == 'f' && known.head.size == head.size &&
-                 is_same_stamp(known.stamp(), stamp) && !is_racy(stamp, old_taken_ns_);
-      if (is_clean) memcpy(head.sha256, known.head.sha256, sizeof head.sha256);
+      is_clean = known.header.kind == 'f' && known.header.size == header.size &&
+                 is_same_stamp(known.stamp(), stamp) && !is_too_recent_to_trust(stamp, old_taken_ns_);
+      if (is_clean) memcpy(header.sha256, known.header.sha256, sizeof header.sha256);
     }
     if (!is_clean) unknown_content_offsets_.add_number(records_.size);
-    append_record(head, bytes, nullptr, stamp);
+    append_record(header, bytes, nullptr, stamp);
     return 0;
   }
 
@@ -395,29 +399,29 @@ class TreeWalker {
     char target[kPathMax];
     const ssize_t count = readlinkat(fd, name, target, sizeof target);
     if (count < 0) return check_removed(bytes);
-    RecordHeader head = {};
-    head.kind = 'l';
-    head.mode = 0777;
-    head.link_bytes = static_cast<uint16_t>(count);
-    append_record(head, bytes, target, stamp_from_stat(found));
+    RecordHeader header = {};
+    header.kind = 'l';
+    header.mode = 0777;
+    header.link_bytes = static_cast<uint16_t>(count);
+    append_record(header, bytes, target, stamp_from_stat(found));
     return 0;
   }
 
   int add_folder(int fd, const char* name, size_t bytes, const struct stat& found, int depth) {
     const int inner = openat(fd, name, O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC);
     if (inner < 0) return check_removed(bytes);
-    RecordHeader head = {};
-    head.kind = 'd';
-    head.mode = found.st_mode & 07777;
-    append_record(head, bytes, nullptr, FileStamp{});
+    RecordHeader header = {};
+    header.kind = 'd';
+    header.mode = found.st_mode & 07777;
+    append_record(header, bytes, nullptr, FileStamp{});
     return walk_directory(inner, bytes, depth + 1);
   }
 
-  void append_record(RecordHeader head, size_t bytes, const char* link, const FileStamp& stamp) {
-    head.path_bytes = static_cast<uint16_t>(bytes);
-    records_.add(&head, sizeof head);
+  void append_record(RecordHeader header, size_t bytes, const char* link, const FileStamp& stamp) {
+    header.path_bytes = static_cast<uint16_t>(bytes);
+    records_.add(&header, sizeof header);
     records_.add(path_, bytes);
-    if (link != nullptr) records_.add(link, head.link_bytes);
+    if (link != nullptr) records_.add(link, header.link_bytes);
     records_.add(&stamp, sizeof stamp);
   }
 
@@ -425,7 +429,7 @@ class TreeWalker {
   const uint8_t* find_old_record(size_t bytes) {
     while (next_old_record_ < old_end_) {
       const TreeRecord next(next_old_record_);
-      const int order = compare_paths(next.path(), next.head.path_bytes, path_, bytes);
+      const int order = compare_paths(next.path(), next.header.path_bytes, path_, bytes);
       if (order > 0) return nullptr;
       if (order == 0) {
         next_old_record_ += next.bytes();
@@ -438,15 +442,15 @@ class TreeWalker {
 
   void skip_old_record() {
     const TreeRecord removed(next_old_record_);
-    if (was_gitignore_file(removed)) output_->rules_changed = 1;
+    if (was_gitignore_file(removed)) output_->gitignore_changed = 1;
     next_old_record_ += removed.bytes();
   }
 
   static bool was_gitignore_file(const TreeRecord& old) {
     static constexpr char kRules[] = ".gitignore";
     constexpr size_t kBytes = sizeof kRules - 1;
-    const size_t bytes = old.head.path_bytes;
-    const bool is_file = old.head.kind == 'f' || (old.head.kind == 'x' && old.stamp().inode != 0);
+    const size_t bytes = old.header.path_bytes;
+    const bool is_file = old.header.kind == 'f' || (old.header.kind == 'x' && old.stamp().inode != 0);
     return is_file && bytes >= kBytes && memcmp(old.path() + bytes - kBytes, kRules, kBytes) == 0 &&
            (bytes == kBytes || old.path()[bytes - kBytes - 1] == '/');
   }
@@ -483,7 +487,7 @@ bool write_all(int fd, const uint8_t* from, uint64_t size) {
 }
 
 bool is_as_recorded(const struct stat& found, const TreeRecord& record) {
-  return S_ISREG(found.st_mode) && static_cast<uint64_t>(found.st_size) == record.head.size &&
+  return S_ISREG(found.st_mode) && static_cast<uint64_t>(found.st_size) == record.header.size &&
          is_same_stamp(stamp_from_stat(found), record.stamp());
 }
 
@@ -494,25 +498,25 @@ bool is_sparse(const struct stat& found) {
 // Returns 0 if the file is in the buffer, 1 if it needs the slow path, -1 if the buffer is full.
 int read_small_file(OpenDirectories* folders, const TreeRecord& record, uint32_t number, uint8_t* into,
                     uint64_t capacity) {
-  if (record.head.size > static_cast<uint64_t>(kSmallFileBytesMax)) return 1;
-  if (sizeof(FileFrameHeader) + record.head.size > capacity) return -1;
+  if (record.header.size > static_cast<uint64_t>(kSmallFileBytesMax)) return 1;
+  if (sizeof(FileFrameHeader) + record.header.size > capacity) return -1;
   const char* name;
-  const int parent = folders->open_parent(record.path(), record.head.path_bytes, &name);
+  const int parent = folders->open_parent(record.path(), record.header.path_bytes, &name);
   if (parent < 0) return 1;
   const int fd = openat(parent, name, O_RDONLY | O_NOFOLLOW | O_NONBLOCK | O_CLOEXEC);
   if (fd < 0) return 1;
   struct stat before, after;
   const bool is_whole = fstat(fd, &before) == 0 && is_as_recorded(before, record) && !is_sparse(before) &&
-                        read_all(fd, into + sizeof(FileFrameHeader), record.head.size) &&
+                        read_all(fd, into + sizeof(FileFrameHeader), record.header.size) &&
                         fstat(fd, &after) == 0 && is_as_recorded(after, record);
   close(fd);
   if (!is_whole) return 1;
   FileFrameHeader frame = {};
   frame.kind = 'F';
-  frame.mode = record.head.mode;
+  frame.mode = record.header.mode;
   frame.number = number;
-  frame.size = record.head.size;
-  frame.mtime_ns = record.head.mtime_ns;
+  frame.size = record.header.size;
+  frame.mtime_ns = record.header.mtime_ns;
   memcpy(into, &frame, sizeof frame);
   return 0;
 }
@@ -544,14 +548,14 @@ int prepare_staged_file(int objects, const char* object, int parent, const char*
   if (fstatat(objects, object, &found, AT_SYMLINK_NOFOLLOW) < 0) {
     if (errno != ENOENT) return errno;
     *is_placed = fstatat(parent, name, &found, AT_SYMLINK_NOFOLLOW) == 0 && S_ISREG(found.st_mode) &&
-                 static_cast<uint64_t>(found.st_size) == record.head.size &&
-                 to_nanoseconds(found.st_mtim) == record.head.mtime_ns;
+                 static_cast<uint64_t>(found.st_size) == record.header.size &&
+                 to_nanoseconds(found.st_mtim) == record.header.mtime_ns;
     return *is_placed ? 0 : ENOENT;
   }
-  if ((found.st_mode & 07777) != record.head.mode && fchmodat(objects, object, record.head.mode, 0) < 0) {
+  if ((found.st_mode & 07777) != record.header.mode && fchmodat(objects, object, record.header.mode, 0) < 0) {
     return errno;
   }
-  const int64_t mtime_ns = record.head.mtime_ns;
+  const int64_t mtime_ns = record.header.mtime_ns;
   const timespec times[2] = {{0, UTIME_OMIT}, to_timespec(mtime_ns)};
   if (to_nanoseconds(found.st_mtim) != mtime_ns &&
       utimensat(objects, object, times, AT_SYMLINK_NOFOLLOW) < 0) {
@@ -569,11 +573,11 @@ int place_directory(int parent, const char* name) {
 
 int place_entry(OpenDirectories* folders, int objects, const TreeRecord& record) {
   const char* name;
-  const int parent = folders->open_parent(record.path(), record.head.path_bytes, &name);
+  const int parent = folders->open_parent(record.path(), record.header.path_bytes, &name);
   if (parent < 0) return errno;
-  if (record.head.kind == 'd') return place_directory(parent, name);
+  if (record.header.kind == 'd') return place_directory(parent, name);
   char object[96];
-  object_name(record.head.sha256, record.head.size, object);
+  object_name(record.header.sha256, record.header.size, object);
   bool is_placed = false;
   const int error = prepare_staged_file(objects, object, parent, name, record, &is_placed);
   if (error != 0 || is_placed) return error;
@@ -584,16 +588,17 @@ int place_entry(OpenDirectories* folders, int objects, const TreeRecord& record)
 bool is_unchanged(OpenDirectories* folders, const TreeRecord& record, int64_t taken_ns, struct stat* found,
                   bool* exists) {
   const char* name;
-  const int parent = folders->open_parent(record.path(), record.head.path_bytes, &name);
+  const int parent = folders->open_parent(record.path(), record.header.path_bytes, &name);
   *exists = parent >= 0 && fstatat(parent, name, found, AT_SYMLINK_NOFOLLOW) == 0;
   if (!*exists) return false;
-  if (record.head.kind == 'd') return S_ISDIR(found->st_mode) && (found->st_mode & 07777) == record.head.mode;
-  const mode_t kind = record.head.kind == 'f' ? S_IFREG : S_IFLNK;
+  if (record.header.kind == 'd')
+    return S_ISDIR(found->st_mode) && (found->st_mode & 07777) == record.header.mode;
+  const mode_t kind = record.header.kind == 'f' ? S_IFREG : S_IFLNK;
   if ((found->st_mode & S_IFMT) != kind || !is_same_stamp(record.stamp(), stamp_from_stat(*found)))
     return false;
-  if (record.head.kind == 'l') return true;
-  return static_cast<uint64_t>(found->st_size) == record.head.size &&
-         (found->st_mode & 07777) == record.head.mode && !is_racy(record.stamp(), taken_ns);
+  if (record.header.kind == 'l') return true;
+  return static_cast<uint64_t>(found->st_size) == record.header.size &&
+         (found->st_mode & 07777) == record.header.mode && !is_too_recent_to_trust(record.stamp(), taken_ns);
 }
 
 // Records come from disks and other machines, so their sizes are validated before use.
@@ -608,7 +613,7 @@ bool are_records_complete(const uint8_t* records, uint64_t bytes) {
 }
 
 const uint8_t* skip_excluded(const uint8_t* at, const uint8_t* end) {
-  while (at < end && TreeRecord(at).head.kind == 'x') at += TreeRecord(at).bytes();
+  while (at < end && TreeRecord(at).header.kind == 'x') at += TreeRecord(at).bytes();
   return at;
 }
 
@@ -618,7 +623,7 @@ extern "C" {
 
 #define EXPORTED __attribute__((visibility("default")))
 
-// Returns records of all files in a directory. `list` has the offsets of files with unknown contents.
+// Returns records of all files in a directory. `numbers` has the offsets of files with unknown contents.
 EXPORTED int32_t genie_walk_tree(const char* root, const uint8_t* old, uint64_t old_bytes,
                                  int64_t old_taken_ns, int32_t reuse, IsExcludedFunction is_excluded,
                                  CallOutput* out) {
@@ -626,8 +631,8 @@ EXPORTED int32_t genie_walk_tree(const char* root, const uint8_t* old, uint64_t 
   return TreeWalker(old, old_bytes, old_taken_ns, reuse != 0, is_excluded, out).run(root);
 }
 
-// Returns frames of the small files at `places`, as many as fit. `list` has 0 for a file in the buffer and 1
-// for one that needs the slow path; `size` is the number of bytes used.
+// Returns frames of the small files at `places`, as many as fit. `numbers` has 0 for a file in the buffer and
+// 1 for one that needs the slow path; `size` is the number of bytes used.
 EXPORTED int32_t genie_read_small_files(int32_t root, const uint8_t* records, const uint64_t* places,
                                         uint64_t count, uint32_t first_number, uint8_t* into,
                                         uint64_t capacity, CallOutput* out) {
@@ -640,7 +645,7 @@ EXPORTED int32_t genie_read_small_files(int32_t root, const uint8_t* records, co
     const int status = read_small_file(&folders, record, number, into + used, capacity - used);
     if (status < 0) break;
     list.add_number(static_cast<uint64_t>(status));
-    if (status == 0) used += sizeof(FileFrameHeader) + record.head.size;
+    if (status == 0) used += sizeof(FileFrameHeader) + record.header.size;
   }
   set_output(out, ByteBuffer{}, list);
   out->size = used;
@@ -671,14 +676,14 @@ EXPORTED int32_t genie_place_entries(int32_t root, int32_t objects, const uint8_
   while (out->size < bytes) {
     const TreeRecord record(records + out->size);
     const int error = place_entry(&folders, objects, record);
-    if (error != 0) return set_error(out, error, record.path(), record.head.path_bytes);
+    if (error != 0) return set_error(out, error, record.path(), record.header.path_bytes);
     out->size += record.bytes();
   }
   return 0;
 }
 
-// `list` has the offsets of records that do not match the files. With `fill`, only missing stamps are filled
-// in from the files.
+// `numbers` has the offsets of records that do not match the files. With `fill`, only missing stamps are
+// filled in from the files.
 EXPORTED int32_t genie_check_records(int32_t root, uint8_t* records, uint64_t bytes, int64_t taken_ns,
                                      int32_t fill, CallOutput* out) {
   if (!are_records_complete(records, bytes)) return set_error(out, EBADMSG, "", 0);
@@ -686,7 +691,7 @@ EXPORTED int32_t genie_check_records(int32_t root, uint8_t* records, uint64_t by
   ByteBuffer list;
   for (uint64_t at = 0; at < bytes;) {
     const TreeRecord record(records + at);
-    const bool is_new = record.head.kind != 'd' && record.stamp().inode == 0;
+    const bool is_new = record.header.kind != 'd' && record.stamp().inode == 0;
     struct stat found;
     bool exists = false;
     if (fill == 0) {
@@ -702,7 +707,7 @@ EXPORTED int32_t genie_check_records(int32_t root, uint8_t* records, uint64_t by
   return 0;
 }
 
-// `list` has pairs of offsets, old and new, of records that differ; one of a pair may be kNoOffset.
+// `numbers` has pairs of offsets, old and new, of records that differ; one of a pair may be kNoOffset.
 EXPORTED int32_t genie_compare_records(const uint8_t* old, uint64_t old_bytes, const uint8_t* now,
                                        uint64_t now_bytes, CallOutput* out) {
   if (!are_records_complete(old, old_bytes) || !are_records_complete(now, now_bytes))
@@ -738,7 +743,7 @@ EXPORTED int32_t genie_merge_records(const uint8_t* old, uint64_t old_bytes, con
   while (a < a_end || b < b_end) {
     const int order = a >= a_end ? 1 : b >= b_end ? -1 : compare_record_paths(TreeRecord(a), TreeRecord(b));
     if (order < 0) merged.add(a, TreeRecord(a).bytes());
-    if (order >= 0 && TreeRecord(b).head.kind != 'r') merged.add(b, TreeRecord(b).bytes());
+    if (order >= 0 && TreeRecord(b).header.kind != 'r') merged.add(b, TreeRecord(b).bytes());
     if (order <= 0) a += TreeRecord(a).bytes();
     if (order >= 0) b += TreeRecord(b).bytes();
   }
@@ -752,7 +757,7 @@ EXPORTED int32_t genie_remove_stamps(const uint8_t* records, uint64_t bytes, Cal
   ByteBuffer plain;
   for (const uint8_t* at = records; at < records + bytes;) {
     const TreeRecord record(at);
-    if (record.head.kind != 'x') plain.add(at, record.bytes_without_stamp());
+    if (record.header.kind != 'x') plain.add(at, record.bytes_without_stamp());
     at += record.bytes();
   }
   set_output(out, plain, ByteBuffer{});
@@ -761,7 +766,7 @@ EXPORTED int32_t genie_remove_stamps(const uint8_t* records, uint64_t bytes, Cal
 
 EXPORTED void genie_free_output(CallOutput* out) {
   free(out->data);
-  free(out->list);
+  free(out->numbers);
 }
 
 }  // extern "C"

@@ -46,18 +46,18 @@ uint16_t gpu_mask_from_numbers(const std::vector<int>& numbers) {
   return gpus;
 }
 
-nb::object choice_to_python(const std::optional<Choice>& choice) {
+nb::object choice_to_python(const std::optional<NodeChoice>& choice) {
   if (!choice) return nb::none();
   return nb::make_tuple(choice->node, gpu_mask_to_tuple(choice->gpus));
 }
 
 // Consecutive places with the same GPUs share one tuple.
-nb::object choice_to_python(const std::optional<std::vector<Choice>>& choices) {
+nb::object choice_to_python(const std::optional<std::vector<NodeChoice>>& choices) {
   if (!choices) return nb::none();
   PyObject* places = PyList_New(static_cast<Py_ssize_t>(choices->size()));
   nb::tuple numbers;
   for (size_t i = 0; i < choices->size(); ++i) {
-    const Choice& choice = (*choices)[i];
+    const NodeChoice& choice = (*choices)[i];
     if (i == 0 || choice.gpus != (*choices)[i - 1].gpus) numbers = gpu_mask_to_tuple(choice.gpus);
     PyObject* place = PyTuple_New(2);
     PyTuple_SET_ITEM(place, 0, PyLong_FromLong(choice.node));

@@ -28,7 +28,7 @@ Evaluation ClassEvaluations::best_in_block(int block) const {
   const double found = *std::min_element(least.begin(), least.end());
   int best = -1;
   for (int node = begin; node < begin + kNodesPerBlock; ++node) {
-    if (cost[node] == found && (best < 0 || tie[node] < tie[best])) best = node;
+    if (cost[node] == found && (best < 0 || tie_breaker[node] < tie_breaker[best])) best = node;
   }
   return evaluation_of(best);
 }
@@ -44,18 +44,19 @@ Evaluation ClassEvaluations::best_in_block(int block, uint64_t among) const {
   return best;
 }
 
-std::optional<Choice> EvaluationCache::find_best(const Cluster& cluster, Policy& policy, int request_class,
-                                                 uint32_t tenant, const NodeSet* among) {
+std::optional<NodeChoice> EvaluationCache::find_best(const Cluster& cluster, Policy& policy,
+                                                     int request_class, uint32_t tenant,
+                                                     const NodeSet* among) {
   const ClassEvaluations& evaluations = up_to_date_evaluations(cluster, policy, request_class, tenant);
   Evaluation best;
   for (int block = 0; block < static_cast<int>(evaluations.best_by_block.size()); ++block) {
     if (!evaluations.best_by_block[block].is_better(best)) continue;
     const Evaluation found = among == nullptr ? evaluations.best_by_block[block]
-                                              : evaluations.best_in_block(block, among->word(block));
+                                              : evaluations.best_in_block(block, among->mask_of_block(block));
     if (found.fits() && found.is_better(best)) best = found;
   }
   if (!best.fits()) return std::nullopt;
-  return Choice{best.node, evaluations.gpus[best.node]};
+  return NodeChoice{best.node, evaluations.gpus[best.node]};
 }
 
 ClassEvaluations& EvaluationCache::up_to_date_evaluations(const Cluster& cluster, Policy& policy,
@@ -133,12 +134,12 @@ void EvaluationCache::update(ClassEvaluations& evaluations, const Cluster& clust
 bool EvaluationCache::update(ClassEvaluations& evaluations, const Cluster& cluster, Policy& policy,
                              int64_t& budget) {
   const int nodes = static_cast<int>(cluster.nodes().size());
-  if (evaluations.changes_read < cluster.oldest_kept_change()) evaluations.evaluated_up_to = 0;
-  if (evaluations.evaluated_up_to == 0) evaluations.changes_read = cluster.change_count();
+  if (evaluations.change_log_position < cluster.oldest_kept_change()) evaluations.evaluated_up_to = 0;
+  if (evaluations.evaluated_up_to == 0) evaluations.change_log_position = cluster.change_count();
   if (static_cast<int>(evaluations.cost.size()) < nodes) {
     const auto blocks = static_cast<size_t>(nodes + kNodesPerBlock - 1) / kNodesPerBlock;
     evaluations.cost.resize(blocks * kNodesPerBlock, kDoesNotFit);
-    evaluations.tie.resize(blocks * kNodesPerBlock);
+    evaluations.tie_breaker.resize(blocks * kNodesPerBlock);
     evaluations.gpus.resize(blocks * kNodesPerBlock);
     if (evaluations.tracks_capacity) evaluations.capacity.resize(blocks * kNodesPerBlock);
     // No node of a new block fits yet: any may be its best.
@@ -151,9 +152,9 @@ bool EvaluationCache::update(ClassEvaluations& evaluations, const Cluster& clust
     if (budget-- <= 0) return false;
     evaluate(evaluations, cluster, policy, evaluations.evaluated_up_to);
   }
-  for (; evaluations.changes_read < cluster.change_count(); ++evaluations.changes_read) {
+  for (; evaluations.change_log_position < cluster.change_count(); ++evaluations.change_log_position) {
     if (budget-- <= 0) return false;
-    evaluate(evaluations, cluster, policy, cluster.changed_node(evaluations.changes_read));
+    evaluate(evaluations, cluster, policy, cluster.changed_node(evaluations.change_log_position));
   }
   return true;
 }
@@ -164,7 +165,7 @@ void EvaluationCache::evaluate(ClassEvaluations& evaluations, const Cluster& clu
   const std::optional<Candidate> found = policy.evaluate(cluster, node, request, evaluations.tenant);
   if (!found && !evaluations.evaluation_of(node).fits()) return;
   evaluations.cost[node] = found ? found->cost : kDoesNotFit;
-  evaluations.tie[node] = found ? found->tie : 0;
+  evaluations.tie_breaker[node] = found ? found->tie_breaker : 0;
   evaluations.gpus[node] = found ? found->gpus : uint16_t{0};
   if (evaluations.tracks_capacity)
     evaluations.capacity[node] =

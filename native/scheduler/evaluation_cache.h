@@ -12,7 +12,7 @@ namespace genie {
 
 constexpr int kNodesPerBlock = 64;  // nodes; the word size of a NodeSet
 
-struct Choice {
+struct NodeChoice {
   int node;
   uint16_t gpus;
 };
@@ -20,13 +20,13 @@ struct Choice {
 // The evaluation of a node.
 struct Evaluation {
   double cost = std::numeric_limits<double>::infinity();  // infinity: does not fit
-  uint64_t tie = 0;
+  uint64_t tie_breaker = 0;
   int node = -1;
 
   bool fits() const { return cost != std::numeric_limits<double>::infinity(); }
   bool is_better(const Evaluation& other) const {
     if (cost != other.cost) return cost < other.cost;
-    return tie != other.tie ? tie < other.tie : node < other.node;
+    return tie_breaker != other.tie_breaker ? tie_breaker < other.tie_breaker : node < other.node;
   }
 };
 
@@ -34,18 +34,18 @@ struct Evaluation {
 struct ClassEvaluations {
   int request_class = 0;
   uint32_t tenant = 0;
-  uint64_t last_used = 0;     // value of use_count_ at the last use
-  uint64_t changes_read = 0;  // position in the change log of the cluster
-  int evaluated_up_to = 0;    // nodes below this one are evaluated
+  uint64_t last_used = 0;            // value of use_count_ at the last use
+  uint64_t change_log_position = 0;  // position in the change log of the cluster
+  int evaluated_up_to = 0;           // nodes below this one are evaluated
   // By node, padded to whole blocks.
   std::vector<double> cost;
-  std::vector<uint64_t> tie;
+  std::vector<uint64_t> tie_breaker;
   std::vector<uint16_t> gpus;
   std::vector<Evaluation> best_by_block;  // the best node of each block
   bool tracks_capacity = false;           // since the first gang
   std::vector<uint16_t> capacity;         // see request_capacity(); 0 if it does not fit
 
-  Evaluation evaluation_of(int node) const { return {cost[node], tie[node], node}; }
+  Evaluation evaluation_of(int node) const { return {cost[node], tie_breaker[node], node}; }
   // The best node of a block; one that does not fit if none does.
   Evaluation best_in_block(int block) const;
   // The best of these nodes of a block.
@@ -55,8 +55,8 @@ struct ClassEvaluations {
 class EvaluationCache {
  public:
   // The best of these nodes (null: all), after evaluating those that changed.
-  std::optional<Choice> find_best(const Cluster& cluster, Policy& policy, int request_class, uint32_t tenant,
-                                  const NodeSet* among);
+  std::optional<NodeChoice> find_best(const Cluster& cluster, Policy& policy, int request_class,
+                                      uint32_t tenant, const NodeSet* among);
   // Valid until the cluster changes; the reference is valid until the evaluations of another class are added.
   ClassEvaluations& up_to_date_evaluations(const Cluster& cluster, Policy& policy, int request_class,
                                            uint32_t tenant);

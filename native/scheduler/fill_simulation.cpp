@@ -123,8 +123,8 @@ FillSimulation::ArrivalPlan FillSimulation::make_arrival_plan(const NodeKind& ki
       if (!allowed) continue;
       step.has_multi_gpu = step.has_multi_gpu || request.gpus > 1;
       plan.needed_milli_min = std::min(plan.needed_milli_min, step.needed_milli[lane]);
-      plan.cpu_min = std::min(plan.cpu_min, request.cpu_milli);
-      plan.memory_min = std::min(plan.memory_min, request.memory_mib);
+      plan.cpu_milli_min = std::min(plan.cpu_milli_min, request.cpu_milli);
+      plan.memory_mib_min = std::min(plan.memory_mib_min, request.memory_mib);
     }
   }
   return plan;
@@ -136,7 +136,7 @@ int64_t FillSimulation::total_filled_milli(const FreeState& state) const {
   const auto found = std::lower_bound(arrival_plans_.begin(), arrival_plans_.end(), kind, before_it);
   if (found == arrival_plans_.end() || found->kind != kind) return 0;  // joined after the last update
   const ArrivalPlan& plan = *found;
-  if (state.cpu_milli < plan.cpu_min || state.memory_mib < plan.memory_min) return 0;
+  if (state.cpu_milli < plan.cpu_milli_min || state.memory_mib < plan.memory_mib_min) return 0;
   int gpus = 0;
   int64_t before = 0;
   LaneState lanes;
@@ -221,7 +221,7 @@ FOR_WIDE_VECTORS void FillSimulation::simulate(const ArrivalPlan& plan, size_t s
       for (int i = 0; i < kSimulationLanes; ++i) best[i] = std::max(best[i], lanes.free[g][i]);
     }
     for (int i = 0; i < kSimulationLanes; ++i)
-      alive |= best[i] >= plan.needed_milli_min && lanes.cpu_milli[i] >= plan.cpu_min;
+      alive |= best[i] >= plan.needed_milli_min && lanes.cpu_milli[i] >= plan.cpu_milli_min;
     if (alive == 0) return;
   }
 }

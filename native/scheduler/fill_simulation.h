@@ -59,8 +59,8 @@ class FillSimulation {
     NodeKind kind;
     std::vector<ArrivalStep> steps;
     int16_t needed_milli_min = kNeverFits;
-    int32_t cpu_min = INT32_MAX;
-    int32_t memory_min = INT32_MAX;
+    int32_t cpu_milli_min = INT32_MAX;
+    int32_t memory_mib_min = INT32_MAX;
   };
   struct LaneState;
   static constexpr int16_t kNeverFits = 30000;

@@ -18,12 +18,13 @@ uint64_t to_sortable_bits(double cost) {
 // mispredicted.
 struct FittingNode {
   uint64_t cost;
-  uint64_t tie;
+  uint64_t tie_breaker;
   int node;
   uint16_t gpus;
 
   bool operator<(const FittingNode& other) const {
-    const bool is_first = (tie < other.tie) | ((tie == other.tie) & (node < other.node));
+    const bool is_first =
+        (tie_breaker < other.tie_breaker) | ((tie_breaker == other.tie_breaker) & (node < other.node));
     return (cost < other.cost) | ((cost == other.cost) & is_first);
   }
 };
@@ -39,8 +40,8 @@ GangPlacer::GangPlacer(Cluster& cluster, Policy& policy, ClassEvaluations& evalu
   if (!gang.spread) EvaluationCache::compute_capacity(evaluations, cluster);
 }
 
-std::optional<std::vector<Choice>> GangPlacer::place(const std::vector<const NodeSet*>& domains,
-                                                     const NodeSet* among) {
+std::optional<std::vector<NodeChoice>> GangPlacer::place(const std::vector<const NodeSet*>& domains,
+                                                         const NodeSet* among) {
   std::vector<DomainCapacity> order;
   for (int index = 0; index < static_cast<int>(domains.size()); ++index) {
     const int64_t capacity = capacity_of_domain(domains[index], among);
@@ -70,8 +71,8 @@ std::optional<std::vector<Choice>> GangPlacer::place(const std::vector<const Nod
 }
 
 uint64_t GangPlacer::node_mask(const NodeSet* domain, const NodeSet* among, int block) {
-  const uint64_t word = domain != nullptr ? domain->word(block) : ~uint64_t{0};
-  return among != nullptr ? word & among->word(block) : word;
+  const uint64_t word = domain != nullptr ? domain->mask_of_block(block) : ~uint64_t{0};
+  return among != nullptr ? word & among->mask_of_block(block) : word;
 }
 
 int64_t GangPlacer::capacity_of_domain(const NodeSet* domain, const NodeSet* among) const {
@@ -97,7 +98,7 @@ void GangPlacer::place_up_to(const NodeSet* domain, const NodeSet* among, int wo
     size_t count = 0;
     for (uint64_t left = node_mask(domain, among, block); left != 0; left &= left - 1) {
       const int node = block * kNodesPerBlock + std::countr_zero(left);
-      fitting[count] = {to_sortable_bits(evaluations_.cost[node]), evaluations_.tie[node], node,
+      fitting[count] = {to_sortable_bits(evaluations_.cost[node]), evaluations_.tie_breaker[node], node,
                         evaluations_.gpus[node]};
       count += static_cast<size_t>(evaluations_.evaluation_of(node).fits());
     }
@@ -127,7 +128,8 @@ void GangPlacer::place_up_to(const NodeSet* domain, const NodeSet* among, int wo
     if (gang_.spread) continue;
     const std::optional<Candidate> found =
         policy_.evaluate(cluster_, best.node, request, evaluations_.tenant);
-    if (found) reusable.push_back({to_sortable_bits(found->cost), found->tie, best.node, found->gpus});
+    if (found)
+      reusable.push_back({to_sortable_bits(found->cost), found->tie_breaker, best.node, found->gpus});
   }
 }
 

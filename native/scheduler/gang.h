@@ -23,7 +23,8 @@ class GangPlacer {
   GangPlacer(Cluster& cluster, Policy& policy, ClassEvaluations& evaluations, const Gang& gang);
   // Places all in one of the domains (null: all nodes), on nodes in `among` (null: all). Uses the sufficient
   // domain with the least capacity; if none is sufficient, the one that holds the most.
-  std::optional<std::vector<Choice>> place(const std::vector<const NodeSet*>& domains, const NodeSet* among);
+  std::optional<std::vector<NodeChoice>> place(const std::vector<const NodeSet*>& domains,
+                                               const NodeSet* among);
 
  private:
   struct DomainCapacity {
@@ -45,7 +46,7 @@ class GangPlacer {
   ClassEvaluations& evaluations_;
   Gang gang_;
   int block_count_;
-  std::vector<Choice> choices_;
+  std::vector<NodeChoice> choices_;
 };
 
 }  // namespace genie

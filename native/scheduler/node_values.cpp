@@ -36,17 +36,18 @@ NodeValues::NodeValues(const Cluster& cluster, const std::vector<RequestClass>& 
 }
 
 const NodeValue& NodeValues::value_of(const FreeState& state) {
-  if (values_.size() * 2 >= slots_.size()) grow_cache();
-  size_t at = hash_free_state(state) & (slots_.size() - 1);
-  while (slots_[at].used && !(slots_[at].state == state)) at = (at + 1) & (slots_.size() - 1);
-  if (!slots_[at].used) {
-    slots_[at] = {state, true, static_cast<uint32_t>(values_.size())};
+  if (values_.size() * 2 >= cached_values_.size()) grow_cache();
+  size_t at = hash_free_state(state) & (cached_values_.size() - 1);
+  while (cached_values_[at].is_occupied && !(cached_values_[at].state == state))
+    at = (at + 1) & (cached_values_.size() - 1);
+  if (!cached_values_[at].is_occupied) {
+    cached_values_[at] = {state, true, static_cast<uint32_t>(values_.size())};
     NodeValue& value = values_.emplace_back();
     value.fill_milli = fill_simulation_.total_filled_milli(state);
     for (size_t j = 0; j < multi_gpu_counts_.size(); ++j)
       value.capacity[j] = multi_gpu_capacity(multi_gpu_counts_[j], state);
   }
-  return values_[slots_[at].value];
+  return values_[cached_values_[at].value_index];
 }
 
 // The GPU thousandths that requests for `gpus` GPUs could use on the node now, summed over the history. For
@@ -67,18 +68,18 @@ int64_t NodeValues::multi_gpu_capacity(int gpus, const FreeState& state) const {
 
 // Doubles the table, or clears it at its maximum size.
 void NodeValues::grow_cache() {
-  if (slots_.size() >= kCachedValuesMax) {
-    slots_.assign(slots_.size(), CachedNodeValue{});
+  if (cached_values_.size() >= kCachedValuesMax) {
+    cached_values_.assign(cached_values_.size(), CachedNodeValue{});
     values_.clear();
     return;
   }
-  std::vector<CachedNodeValue> old(slots_.size() * 2);
-  old.swap(slots_);
+  std::vector<CachedNodeValue> old(cached_values_.size() * 2);
+  old.swap(cached_values_);
   for (const CachedNodeValue& slot : old) {
-    if (!slot.used) continue;
-    size_t at = hash_free_state(slot.state) & (slots_.size() - 1);
-    while (slots_[at].used) at = (at + 1) & (slots_.size() - 1);
-    slots_[at] = slot;
+    if (!slot.is_occupied) continue;
+    size_t at = hash_free_state(slot.state) & (cached_values_.size() - 1);
+    while (cached_values_[at].is_occupied) at = (at + 1) & (cached_values_.size() - 1);
+    cached_values_[at] = slot;
   }
 }
 

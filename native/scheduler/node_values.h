@@ -34,8 +34,8 @@ class NodeValues {
   };
   struct CachedNodeValue {
     FreeState state;
-    bool used = false;
-    uint32_t value = 0;  // in values_
+    bool is_occupied = false;
+    uint32_t value_index = 0;  // in values_
   };
   static constexpr size_t kCachedValuesMax = size_t{1} << 19;
 
@@ -45,7 +45,7 @@ class NodeValues {
   FillSimulation fill_simulation_;
   std::vector<int> multi_gpu_counts_;
   std::vector<MultiGpuRequest> multi_gpu_requests_;  // for several GPUs
-  std::vector<CachedNodeValue> slots_ = std::vector<CachedNodeValue>(size_t{1} << 14);
+  std::vector<CachedNodeValue> cached_values_ = std::vector<CachedNodeValue>(size_t{1} << 14);
   std::vector<NodeValue> values_;
 };
 

@@ -52,7 +52,7 @@ void Placement::observe(int request_class, uint32_t tenant) {
   ++observed_requests_;
 }
 
-std::optional<Choice> Placement::choose(int request_class, uint32_t tenant, std::optional<int> among) {
+std::optional<NodeChoice> Placement::choose(int request_class, uint32_t tenant, std::optional<int> among) {
   const RequestClass& request = cluster_.request_class(request_class);
   if (tenant == 0) throw UsageError("a tenant must be a number from 1");
   const NodeSet* allowed = among ? &cluster_.node_set(*among) : nullptr;
@@ -61,15 +61,15 @@ std::optional<Choice> Placement::choose(int request_class, uint32_t tenant, std:
   return current_state_->cache.find_best(cluster_, *current_state_->policy, request_class, tenant, allowed);
 }
 
-std::optional<Choice> Placement::place(int request_class, uint32_t tenant, std::optional<int> among) {
-  const std::optional<Choice> chosen = choose(request_class, tenant, among);
+std::optional<NodeChoice> Placement::place(int request_class, uint32_t tenant, std::optional<int> among) {
+  const std::optional<NodeChoice> chosen = choose(request_class, tenant, among);
   if (chosen) cluster_.take(chosen->node, request_class, tenant, chosen->gpus);
   return chosen;
 }
 
-std::optional<std::vector<Choice>> Placement::place_gang(const Gang& gang,
-                                                         const std::optional<std::vector<int>>& domains,
-                                                         std::optional<int> among) {
+std::optional<std::vector<NodeChoice>> Placement::place_gang(const Gang& gang,
+                                                             const std::optional<std::vector<int>>& domains,
+                                                             std::optional<int> among) {
   cluster_.request_class(gang.request_class);
   if (gang.tenant == 0) throw UsageError("a tenant must be a number from 1");
   if (gang.workers < 1 || gang.workers_min < 0 || gang.workers_min > gang.workers) {
@@ -142,10 +142,10 @@ std::unique_ptr<Placement::LearnedState> Placement::learn_from_history() {
   return state;
 }
 
-std::optional<Choice> Placement::choose_at_random(const RequestClass& request, uint32_t tenant,
-                                                  const NodeSet* among) {
+std::optional<NodeChoice> Placement::choose_at_random(const RequestClass& request, uint32_t tenant,
+                                                      const NodeSet* among) {
   // Reservoir sampling: the n-th node that fits replaces the chosen one with probability 1/n.
-  std::optional<Choice> chosen;
+  std::optional<NodeChoice> chosen;
   uint64_t seen = 0;
   const int nodes = static_cast<int>(cluster_.nodes().size());
   for (int number = 0; number < nodes; ++number) {
@@ -154,7 +154,7 @@ std::optional<Choice> Placement::choose_at_random(const RequestClass& request, u
     if (!fits_except_gpus(node, number, request)) continue;
     const uint16_t gpus = choose_tightest_gpus(node, request, tenant);
     if (request.gpus > 0 && gpus == 0) continue;
-    if (random_.next() % ++seen == 0) chosen = Choice{number, gpus};
+    if (random_.next() % ++seen == 0) chosen = NodeChoice{number, gpus};
   }
   if (!chosen || request.gpus != 1 || !request.is_fraction()) return chosen;
   const Node& node = cluster_.nodes()[chosen->node];

@@ -25,11 +25,11 @@ class Placement {
   // Records the arrival of a request; call it once per request.
   void observe(int request_class, uint32_t tenant);
   // `among` and `domains` are node sets; one of the domains must hold the whole gang.
-  std::optional<Choice> choose(int request_class, uint32_t tenant, std::optional<int> among);
-  std::optional<Choice> place(int request_class, uint32_t tenant, std::optional<int> among);
-  std::optional<std::vector<Choice>> place_gang(const Gang& gang,
-                                                const std::optional<std::vector<int>>& domains,
-                                                std::optional<int> among);
+  std::optional<NodeChoice> choose(int request_class, uint32_t tenant, std::optional<int> among);
+  std::optional<NodeChoice> place(int request_class, uint32_t tenant, std::optional<int> among);
+  std::optional<std::vector<NodeChoice>> place_gang(const Gang& gang,
+                                                    const std::optional<std::vector<int>>& domains,
+                                                    std::optional<int> among);
   void drop_class(int request_class);
   // Precomputes what the next choices need, with `budget` evaluations; true if nothing is left.
   bool refresh(int64_t budget);
@@ -45,7 +45,8 @@ class Placement {
   bool is_update_due();
   std::unique_ptr<LearnedState> learn_from_history();
   void adopt_update_if_overdue();
-  std::optional<Choice> choose_at_random(const RequestClass& request, uint32_t tenant, const NodeSet* among);
+  std::optional<NodeChoice> choose_at_random(const RequestClass& request, uint32_t tenant,
+                                             const NodeSet* among);
 
   Cluster cluster_;
   SupplyOptions options_;

@@ -46,10 +46,10 @@ struct RequestClass {
   bool allows_node(size_t node) const { return !nodes || nodes->contains(node); }
 };
 
-// A place on a node. The lower (cost, tie) is better.
+// A place on a node. The lower (cost, tie_breaker) is better.
 struct Candidate {
   double cost = 0;
-  uint64_t tie = 0;
+  uint64_t tie_breaker = 0;
   uint16_t gpus = 0;  // bit g: GPU g
 };
 

@@ -84,14 +84,14 @@ double SupplyPolicy::node_worth(const NodeValue& value, int model) const {
 
 bool SupplyPolicy::is_stale(const Cluster& cluster) {
   uint64_t models = 0;
-  if (changes_read_ < cluster.oldest_kept_change()) {  // the log no longer has all changes
+  if (change_log_position_ < cluster.oldest_kept_change()) {  // the log no longer has all changes
     for (size_t number = 0; number < cluster.nodes().size(); ++number)
       update_node(cluster, static_cast<int>(number));
-    changes_read_ = cluster.change_count();
+    change_log_position_ = cluster.change_count();
     models = kAnyModel;
   }
-  for (; changes_read_ < cluster.change_count(); ++changes_read_) {
-    const int number = cluster.changed_node(changes_read_);
+  for (; change_log_position_ < cluster.change_count(); ++change_log_position_) {
+    const int number = cluster.changed_node(change_log_position_);
     if (number < static_cast<int>(tracked_nodes_.size()))
       models |= uint64_t{1} << tracked_nodes_[number].model;
     update_node(cluster, number);
@@ -151,7 +151,7 @@ void SupplyPolicy::add_demand(uint64_t models, int gpus, int64_t volume) {
 void SupplyPolicy::update_weights(const Cluster& cluster) {
   for (size_t number = 0; number < cluster.nodes().size(); ++number)
     update_node(cluster, static_cast<int>(number));
-  changes_read_ = cluster.change_count();
+  change_log_position_ = cluster.change_count();
   for (DemandGroup& group : demand_groups_) {
     group.supply = current_supply(group);
     if (group.supply == 0) continue;

@@ -62,7 +62,7 @@ class SupplyPolicy final : public Policy {
   std::vector<DemandGroup> demand_groups_;
   ValueByModel totals_{};
   std::vector<TrackedNode> tracked_nodes_;
-  uint64_t changes_read_ = 0;  // position in the change log of the cluster
+  uint64_t change_log_position_ = 0;  // position in the change log of the cluster
   std::array<double, kModelsMax> fill_weights_{};
   std::array<std::array<double, kMultiGpuCountsMax>, kModelsMax> capacity_weights_{};
 };

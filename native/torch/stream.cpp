@@ -43,7 +43,7 @@ class PlaintextStream final : public Stream {
 
   void shut_down() noexcept override { socket_->shut_down(); }
 
-  bool encrypted() const override { return false; }
+  bool is_encrypted() const override { return false; }
 
   std::unique_ptr<Stream> downgrade_to_plaintext(int64_t) override {
     throw std::logic_error("this connection has no TLS to shut down");

@@ -48,7 +48,7 @@ class Stream {
   virtual bool wait_writable(int64_t timeout_us) = 0;
   // Wakes blocked readers and writers; they throw ConnectionLost.
   virtual void shut_down() noexcept = 0;
-  virtual bool encrypted() const = 0;
+  virtual bool is_encrypted() const = 0;
 
   // Shuts TLS down on both sides and returns the same connection as a plaintext stream; this object then only
   // throws ConnectionLost. Both ends must call this at the same point of the protocol; no bytes are lost.

@@ -150,7 +150,7 @@ void bind_stream(py::module_& module) {
       .def("shut_down", &shut_down)
       .def("close", &close)
       .def_property_readonly("encrypted",
-                             [](const StreamObject& self) { return self.get_open_stream()->encrypted(); });
+                             [](const StreamObject& self) { return self.get_open_stream()->is_encrypted(); });
 }
 
 std::shared_ptr<Stream> stream_from_python(py::handle object) {

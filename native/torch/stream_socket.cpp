@@ -120,13 +120,14 @@ bool Socket::wait_ready(short events, const Deadline& deadline) {
 }
 
 void Socket::shut_down() noexcept {
-  shut_down_.store(true, std::memory_order_release);
+  is_shut_down_.store(true, std::memory_order_release);
   // ENOTCONN if the peer disconnected first, which has woken the waiters.
   (void)::shutdown(fd_, SHUT_RDWR);
 }
 
 void Socket::check_open() const {
-  if (shut_down_.load(std::memory_order_acquire)) throw ConnectionLost("the connection was closed locally");
+  if (is_shut_down_.load(std::memory_order_acquire))
+    throw ConnectionLost("the connection was closed locally");
 }
 
 bool would_block(int error) { return error == EAGAIN || error == EWOULDBLOCK; }

@@ -48,7 +48,7 @@ class Socket {
 
  private:
   int fd_;
-  std::atomic<bool> shut_down_{false};
+  std::atomic<bool> is_shut_down_{false};
 };
 
 class Stream;

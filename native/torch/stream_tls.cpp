@@ -234,7 +234,7 @@ class TlsStream final : public Stream {
 
   void shut_down() noexcept override { socket().shut_down(); }
 
-  bool encrypted() const override { return true; }
+  bool is_encrypted() const override { return true; }
 
   std::unique_ptr<Stream> downgrade_to_plaintext(int64_t timeout_us) override {
     Deadline deadline(timeout_us);

@@ -278,18 +278,18 @@ class WireWriter {
     static_assert(std::is_trivially_copyable_v<T>);
     std::memcpy(append_uninitialized(sizeof(T)), &value, sizeof(T));
   }
-  void u8(uint8_t value) { *append_uninitialized(1) = value; }
-  void u32(uint32_t value) { append_value(value); }
-  void u64(uint64_t value) { append_value(value); }
-  void i64(int64_t value) { append_value(value); }
-  void f64(double value) { append_value(value); }
-  void text(std::string_view value) {
-    u32(static_cast<uint32_t>(value.size()));
+  void write_u8(uint8_t value) { *append_uninitialized(1) = value; }
+  void write_u32(uint32_t value) { append_value(value); }
+  void write_u64(uint64_t value) { append_value(value); }
+  void write_i64(int64_t value) { append_value(value); }
+  void write_f64(double value) { append_value(value); }
+  void write_text(std::string_view value) {
+    write_u32(static_cast<uint32_t>(value.size()));
     append_bytes(value.data(), value.size());
   }
   void overwrite_u32(size_t at, uint32_t value) { std::memcpy(bytes_.data() + at, &value, sizeof value); }
   void begin_record(RecordKind kind, uint32_t argument = 0) {
-    u32(static_cast<uint32_t>(kind) << 24 | argument);
+    write_u32(static_cast<uint32_t>(kind) << 24 | argument);
   }
 
  private:
@@ -316,13 +316,13 @@ class WireReader {
     std::memcpy(&value, consume(sizeof(T)), sizeof(T));
     return value;
   }
-  uint8_t u8() { return *consume(1); }
-  uint32_t u32() { return read_value<uint32_t>(); }
-  uint64_t u64() { return read_value<uint64_t>(); }
-  int64_t i64() { return read_value<int64_t>(); }
-  double f64() { return read_value<double>(); }
-  std::string text() {
-    uint32_t count = u32();
+  uint8_t read_u8() { return *consume(1); }
+  uint32_t read_u32() { return read_value<uint32_t>(); }
+  uint64_t read_u64() { return read_value<uint64_t>(); }
+  int64_t read_i64() { return read_value<int64_t>(); }
+  double read_f64() { return read_value<double>(); }
+  std::string read_text() {
+    uint32_t count = read_u32();
     if (count > TEXT_BYTES_MAX) throw ProtocolError("a text is longer than allowed");
     const uint8_t* start = consume(count);
     return std::string(reinterpret_cast<const char*>(start), count);
@@ -352,18 +352,18 @@ struct RemoteError {
 };
 
 inline void write_remote_error(WireWriter& out, const RemoteError& error) {
-  out.text(error.code);
-  out.text(error.op);
-  out.u64(error.number);
-  out.text(error.message);
+  out.write_text(error.code);
+  out.write_text(error.op);
+  out.write_u64(error.number);
+  out.write_text(error.message);
 }
 
 inline RemoteError read_remote_error(WireReader& in) {
   RemoteError error;
-  error.code = in.text();
-  error.op = in.text();
-  error.number = in.u64();
-  error.message = in.text();
+  error.code = in.read_text();
+  error.op = in.read_text();
+  error.number = in.read_u64();
+  error.message = in.read_text();
   return error;
 }
 
@@ -384,27 +384,27 @@ struct ParcelOrigin {
 };
 
 inline void write_parcel_origin(WireWriter& out, const ParcelOrigin& origin) {
-  out.text(origin.host);
-  out.u32(origin.port);
-  out.text(origin.server_name);
-  out.u64(origin.number);
-  out.text(origin.token);
-  out.text(origin.source);
+  out.write_text(origin.host);
+  out.write_u32(origin.port);
+  out.write_text(origin.server_name);
+  out.write_u64(origin.number);
+  out.write_text(origin.token);
+  out.write_text(origin.source);
 }
 
 // ProtocolError if it is not an address.
 inline ParcelOrigin read_parcel_origin(WireReader& in) {
   auto bounded_text = [&in] {
-    std::string text = in.text();
+    std::string text = in.read_text();
     if (text.size() > HOST_NAME_BYTES_MAX) throw ProtocolError("an address is longer than allowed");
     return text;
   };
   ParcelOrigin origin;
   origin.host = bounded_text();
-  origin.port = in.u32();
+  origin.port = in.read_u32();
   if (origin.port == 0 || origin.port > 65535) throw ProtocolError("a port is out of range");
   origin.server_name = bounded_text();
-  origin.number = in.u64();
+  origin.number = in.read_u64();
   origin.token = bounded_text();
   origin.source = bounded_text();
   return origin;

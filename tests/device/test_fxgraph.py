@@ -155,18 +155,18 @@ def test_random_programs_are_right_in_every_replay() -> None:
 
 # --- refusals ----------------------------------------------------------------------------------
 
-LOOK = (torch.float32, (2,), (1,))
+LAYOUT = (torch.float32, (2,), (1,))
 
 
 def traced(*steps: Step, wanted: tuple[int, ...] = (2,)) -> fxgraph.TracedGraph:
     return fxgraph.trace_steps(steps, wanted, {1: 8}, CPU)
 
 
-def op(name: str, *arguments: StepArgument, gives: StepOutput = ("new", 2, *LOOK)) -> Step:
+def op(name: str, *arguments: StepArgument, gives: StepOutput = ("new", 2, *LAYOUT)) -> Step:
     return ("op", f"aten::{name}", "", list(arguments), [gives])
 
 
-X = ("tensor", 1, *LOOK, 0, False)
+X = ("tensor", 1, *LAYOUT, 0, False)
 
 
 def test_string_arguments_are_restricted_to_identifiers() -> None:
@@ -179,9 +179,9 @@ def test_string_arguments_are_restricted_to_identifiers() -> None:
 @pytest.mark.parametrize(
     ("steps", "message"),
     [
-        ([op("relu", ("tensor", 7, *LOOK, 0, False))], "does not exist"),
-        ([op("relu", ("tensor", 2, *LOOK, 0, False))], "does not exist"),
-        ([op("relu", X), ("free", 2), op("neg", ("tensor", 2, *LOOK, 0, False))], "does not exist"),
+        ([op("relu", ("tensor", 7, *LAYOUT, 0, False))], "does not exist"),
+        ([op("relu", ("tensor", 2, *LAYOUT, 0, False))], "does not exist"),
+        ([op("relu", X), ("free", 2), op("neg", ("tensor", 2, *LAYOUT, 0, False))], "does not exist"),
         ([op("relu", X), ("free", 2)], "never created"),
         ([], "never created"),
         ([op("relu", X, gives=("new", 2, torch.float32, (3,), (1,)))], "another dtype or shape"),

@@ -430,12 +430,12 @@ def test_lost_executor_is_named_and_next_use_reconnects() -> None:
             old + new
 
 
-def reply(kind: int, *, number: int = 1, size: int = 0, payload: bytes = b"") -> bytes:
+def encode_reply(kind: int, *, number: int = 1, size: int = 0, payload: bytes = b"") -> bytes:
     """A frame of the executor, as native/torch/wire.h has it."""
     return struct.pack("<QQQII", size or len(payload), number, 0, kind, 0) + payload
 
 
-def text(value: bytes) -> bytes:
+def encode_text(value: bytes) -> bytes:
     return struct.pack("<I", len(value)) + value
 
 
@@ -446,15 +446,19 @@ def text(value: bytes) -> bytes:
         b"\x00",
         b"HTTP/1.1 400 Bad Request\r\n\r\n",
         b"\xff" * 90,
-        reply(7),
-        reply(0, payload=b"an acknowledgement has none"),
-        reply(1, number=9),
-        reply(1, payload=b"too long for a float"),
-        reply(1, size=1 << 62),
-        reply(2, payload=b"\xff\xff\xff\xff"),
-        reply(2, payload=text(b"\xff\xfe") + text(b"\xff") + bytes(8) + text(b"\xff\xff")),
-        reply(3, payload=text(b"\xff") + text(b"") + bytes(8) + text(b"\xff\xff")),
-        reply(3, payload=b"\x01"),
+        encode_reply(7),
+        encode_reply(0, payload=b"an acknowledgement has none"),
+        encode_reply(1, number=9),
+        encode_reply(1, payload=b"too long for a float"),
+        encode_reply(1, size=1 << 62),
+        encode_reply(2, payload=b"\xff\xff\xff\xff"),
+        encode_reply(
+            2, payload=encode_text(b"\xff\xfe") + encode_text(b"\xff") + bytes(8) + encode_text(b"\xff\xff")
+        ),
+        encode_reply(
+            3, payload=encode_text(b"\xff") + encode_text(b"") + bytes(8) + encode_text(b"\xff\xff")
+        ),
+        encode_reply(3, payload=b"\x01"),
     ],
 )
 def test_malformed_replies_are_errors(answer: bytes) -> None:
@@ -466,7 +470,7 @@ def test_malformed_replies_are_errors(answer: bytes) -> None:
 
 def test_oversized_reply_is_refused() -> None:
     nested = struct.pack("<I", 1) + b"\x03\x01\x00\x00\x00" * 100_000
-    with unresponsive_executor(reply(1, payload=nested)) as port:
+    with unresponsive_executor(encode_reply(1, payload=nested)) as port:
         device.attach([remote_device(0, lambda: port)])
         with pytest.raises((DeviceLostError, TransportError)):
             torch.ones(3, device=D0).nonzero()

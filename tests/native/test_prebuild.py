@@ -52,10 +52,10 @@ async def test_cancellation_kills_the_compilers(tmp_path: Path) -> None:
         building.cancel()
     pid, priority = map(int, started.read_text().split())
     assert priority == 19
-    await until(lambda: not _runs(pid), what="the compiler to end")
+    await until(lambda: not _is_running(pid), what="the compiler to end")
 
 
-def _runs(pid: int) -> bool:
+def _is_running(pid: int) -> bool:
     try:
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:

@@ -253,7 +253,7 @@ async def test_another_ca_and_a_node_impersonating_a_controller_are_rejected(tmp
             await TcpNetwork().connect("127.0.0.1", port, tls=certified.client(), timeout_s=5)
 
 
-FEW = ConnectionLimits(
+SMALL_LIMITS = ConnectionLimits(
     connections_max=40,
     unauthenticated_max=10,
     unauthenticated_of_address_max=8,
@@ -271,7 +271,7 @@ async def _echo_authenticated(channel: Channel) -> None:
 
 async def test_silent_strangers_do_not_lock_out_a_client(tmp_path: Path) -> None:
     certified = Certified(tmp_path)
-    async with serving(_echo_authenticated, context=certified.server(), limits=FEW) as port:
+    async with serving(_echo_authenticated, context=certified.server(), limits=SMALL_LIMITS) as port:
         strangers = [
             await asyncio.open_connection("127.0.0.1", port, local_addr=(f"127.0.0.{2 + number % 5}", 0))
             for number in range(60)
@@ -293,7 +293,7 @@ async def test_strangers_of_the_same_address_are_rejected_before_the_handshake(
 ) -> None:
     monkeypatch.setattr(connection_limits, "HANDSHAKE_GRACE_S", 60.0)
     certified = Certified(tmp_path)
-    async with serving(context=certified.server(), limits=FEW) as port:
+    async with serving(context=certified.server(), limits=SMALL_LIMITS) as port:
         strangers = [await asyncio.open_connection("127.0.0.1", port) for _ in range(20)]
         ends = [asyncio.create_task(reader.read(100)) for reader, _ in strangers]
         await until(lambda: sum(task.done() for task in ends) == 12)
@@ -312,7 +312,7 @@ async def test_strangers_of_the_same_address_are_rejected_before_the_handshake(
 
 async def test_connect_retries_while_the_rate_limit_rejects_it(tmp_path: Path) -> None:
     certified = Certified(tmp_path)
-    slow = replace(FEW, handshakes_per_s=2.0, handshakes_burst=2.0)
+    slow = replace(SMALL_LIMITS, handshakes_per_s=2.0, handshakes_burst=2.0)
     async with serving(_echo_authenticated, context=certified.server(), limits=slow) as port:
         for _ in range(4):
             channel = await TcpNetwork().connect("127.0.0.1", port, tls=certified.client(), timeout_s=20)

@@ -37,7 +37,7 @@ constexpr auto CLOSE_TIMEOUT = std::chrono::seconds(1);
 // Every connection of the process, including those that only tensors hold. fork() waits for the mutex.
 struct OpenConnections {
   std::mutex mutex;
-  std::unordered_set<Connection*> all;
+  std::unordered_set<Connection*> connections;
 };
 
 OpenConnections& open_connections();
@@ -47,7 +47,7 @@ void before_fork() { open_connections().mutex.lock(); }
 void after_fork() { open_connections().mutex.unlock(); }
 
 void after_fork_in_child() {
-  for (Connection* each : open_connections().all)
+  for (Connection* each : open_connections().connections)
     each->abandon_after_fork("it was opened before this process was forked");
   open_connections().mutex.unlock();
 }
@@ -74,13 +74,13 @@ Connection::Connection(std::shared_ptr<Stream> stream, ConnectionOptions options
   records_.append_uninitialized(sizeof(FrameHeader));
   sender_thread_ = std::thread([this] { sender_loop(); });
   std::lock_guard<std::mutex> lock(open_connections().mutex);
-  open_connections().all.insert(this);
+  open_connections().connections.insert(this);
 }
 
 Connection::~Connection() {
   close("the connection is no longer used");
   std::lock_guard<std::mutex> lock(open_connections().mutex);
-  open_connections().all.erase(this);
+  open_connections().connections.erase(this);
 }
 
 void Connection::note_received() { last_received_at_ = Clock::now(); }
@@ -124,10 +124,10 @@ void Connection::RecordBatch::wait_for_window() {
 // idle limit.
 void Connection::RecordBatch::wait_for_recorder() {
   auto started = Clock::now();
-  if (connection_.is_recorder()) connection_.recorder_active_at_ = started;
+  if (connection_.is_recorder()) connection_.recorder_last_active_at_ = started;
   while (connection_.is_recording_ && !connection_.is_recorder()) {
     std::chrono::duration<double> idle =
-        Clock::now() - std::max(started, connection_.recorder_active_at_.load());
+        Clock::now() - std::max(started, connection_.recorder_last_active_at_.load());
     if (idle.count() > connection_.recorder_idle_s_max_) raise_recording_thread_idle();
     lock_.unlock();
     {
@@ -162,7 +162,8 @@ void Connection::RecordBatch::acquire() {
 }
 
 void Connection::RecordBatch::check_storage_numbers_left(uint64_t count) {
-  if (connection_.free_storages_.size() + (STORAGES_MAX - connection_.next_storage_) >= count) return;
+  if (connection_.free_storage_numbers_.size() + (STORAGES_MAX - connection_.next_storage_number_) >= count)
+    return;
   connection_.raise_too_many_storages();
 }
 
@@ -173,13 +174,13 @@ uint32_t Connection::RecordBatch::assign_storage_number() {
 }
 
 uint32_t Connection::next_free_storage_number() {
-  if (!free_storages_.empty()) {
-    uint32_t storage = free_storages_.back();
-    free_storages_.pop_back();
+  if (!free_storage_numbers_.empty()) {
+    uint32_t storage = free_storage_numbers_.back();
+    free_storage_numbers_.pop_back();
     return storage;
   }
-  if (next_storage_ >= STORAGES_MAX) raise_too_many_storages();
-  return next_storage_++;
+  if (next_storage_number_ >= STORAGES_MAX) raise_too_many_storages();
+  return next_storage_number_++;
 }
 
 void Connection::raise_too_many_storages() const {
@@ -188,17 +189,17 @@ void Connection::raise_too_many_storages() const {
 }
 
 uint32_t Connection::RecordBatch::assign_generator_number() {
-  auto& free = connection_.free_generators_;
+  auto& free = connection_.free_generator_numbers_;
   if (!free.empty()) {
     uint32_t generator = free.back();
     free.pop_back();
     return generator;
   }
-  if (connection_.next_generator_ >= GENERATORS_MAX) {
+  if (connection_.next_generator_number_ >= GENERATORS_MAX) {
     raise("device.op_refused", connection_.options_.device_name + ": limit of " +
                                    std::to_string(GENERATORS_MAX) + " generators per session reached");
   }
-  return connection_.next_generator_++;
+  return connection_.next_generator_number_++;
 }
 
 void Connection::free_generator(uint32_t generator) noexcept {
@@ -213,14 +214,14 @@ void Connection::free_generator(uint32_t generator) noexcept {
 
 void Connection::free_generator_now(uint32_t generator) {
   records_.begin_record(RecordKind::FreeGenerator);
-  records_.u32(generator);
-  free_generators_.push_back(generator);
-  records_pending_++;
+  records_.write_u32(generator);
+  free_generator_numbers_.push_back(generator);
+  pending_record_count_++;
 }
 
 void Connection::RecordBatch::finish_record() {
   Connection& connection = connection_;
-  if (++connection.records_pending_ >= connection.options_.flush_ops ||
+  if (++connection.pending_record_count_ >= connection.options_.ops_per_frame_max ||
       connection.records_.size() >= FRAME_TARGET_BYTES) {
     return finish_frame();
   }
@@ -252,14 +253,14 @@ void Connection::free_storage(uint32_t storage) noexcept {
   if (is_abandoned_.load(std::memory_order_acquire) || is_lost()) return;
   std::unique_lock<std::mutex> lock(mutex_);
   records_.begin_record(RecordKind::Free);
-  records_.u32(storage);
+  records_.write_u32(storage);
   auto graph = graph_of_storage_.empty() ? graph_of_storage_.end() : graph_of_storage_.find(storage);
   if (graph == graph_of_storage_.end()) {
-    free_storages_.push_back(storage);
+    free_storage_numbers_.push_back(storage);
   } else {
     graph->second->freed_storages.push_back(storage);  // the graph keeps the number
   }
-  records_pending_++;
+  pending_record_count_++;
   if (records_.size() < FRAME_TARGET_BYTES) {
     if (is_sender_asleep_) wake_sender();
     return;
@@ -286,7 +287,7 @@ void Connection::seal_frame() {
               records_.size() - sizeof(FrameHeader), false);
   records_.clear();
   records_.append_uninitialized(sizeof(FrameHeader));
-  records_pending_ = 0;
+  pending_record_count_ = 0;
 }
 
 void Connection::queue_frame(FrameKind kind, const uint8_t* payload, uint64_t size, bool external_payload) {
@@ -331,8 +332,8 @@ bool Connection::send_queued_frames() {
     uint64_t count;
     {
       std::lock_guard<std::mutex> lock(mutex_);
-      if (is_broken_ || is_lost_ || first_unsent_ >= frames_.size()) return true;
-      frame = &frames_[first_unsent_];  // stable: only sent frames are dropped, under this mutex
+      if (is_broken_ || is_lost_ || first_unsent_frame_ >= frames_.size()) return true;
+      frame = &frames_[first_unsent_frame_];  // stable: only sent frames are dropped, under this mutex
       size_t inside = frame->bytes.size();
       bool header = frame->sent_bytes < inside;
       from = header ? frame->bytes.data() + frame->sent_bytes
@@ -345,9 +346,9 @@ bool Connection::send_queued_frames() {
     frame->sent_bytes += sent;
     counters_.bytes_sent += sent;
     if (frame->sent_bytes == frame->size()) {
-      first_unsent_++;
-      drop_acknowledged_frames(acknowledged_);  // the acknowledgement may have come first
-      if (first_unsent_ == frames_.size()) state_changed_.notify_all();
+      first_unsent_frame_++;
+      drop_acknowledged_frames(last_acknowledged_frame_);  // the acknowledgement may have come first
+      if (first_unsent_frame_ == frames_.size()) state_changed_.notify_all();
     } else if (sent == 0) {
       return false;
     }
@@ -371,7 +372,8 @@ size_t Connection::write_frame(const uint8_t* from, uint64_t count) {
 void Connection::send_frames_up_to(uint64_t last) {
   auto sent = [&] {
     std::lock_guard<std::mutex> lock(mutex_);
-    return is_broken_ || is_lost_ || first_unsent_ >= frames_.size() || frames_[first_unsent_].number > last;
+    return is_broken_ || is_lost_ || first_unsent_frame_ >= frames_.size() ||
+           frames_[first_unsent_frame_].number > last;
   };
   auto until = Clock::now() + std::chrono::microseconds(std::min(spin_duration_us(), SEND_SPIN_US));
   while (!sent()) {
@@ -389,8 +391,8 @@ void Connection::send_frames_up_to(uint64_t last) {
 
 void Connection::drop_acknowledged_frames(uint64_t frames_received) {
   complete_fetches(frames_received);
-  acknowledged_ = std::max(acknowledged_, frames_received);
-  while (!frames_.empty() && first_unsent_ > 0 && frames_.front().number <= frames_received) {
+  last_acknowledged_frame_ = std::max(last_acknowledged_frame_, frames_received);
+  while (!frames_.empty() && first_unsent_frame_ > 0 && frames_.front().number <= frames_received) {
     OutgoingFrame& frame = frames_.front();
     unacknowledged_bytes_ -= frame.bytes.size();
     bool is_large = frame.bytes.capacity() > SPARE_BUFFER_BYTES_MAX;
@@ -400,7 +402,7 @@ void Connection::drop_acknowledged_frames(uint64_t frames_received) {
       spares.push_back(std::move(frame.bytes));
     }
     frames_.pop_front();
-    first_unsent_--;
+    first_unsent_frame_--;
   }
   if (is_window_full_) is_window_full_ = exceeds_window();
 }
@@ -463,8 +465,8 @@ void Connection::replace_external_payloads(uint64_t first, uint64_t last) {
 ConnectionCounters Connection::counters() {
   std::lock_guard<std::mutex> lock(mutex_);
   ConnectionCounters now = counters_;
-  now.templates = templates_.count();
-  now.storages = next_storage_ - 1 - free_storages_.size();
+  now.templates = templates_.template_count();
+  now.storages = next_storage_number_ - 1 - free_storage_numbers_.size();
   return now;
 }
 
@@ -509,24 +511,24 @@ bool Connection::is_created_by_recording(uint32_t storage) const {
 uint32_t Connection::begin_graph(const std::string& thread, double idle_s_max) {
   check_not_recording("another graph");
   RecordBatch batch(*this);
-  if (free_graphs_.empty() && next_graph_ >= GRAPHS_MAX) {
+  if (free_graph_numbers_.empty() && next_graph_number_ >= GRAPHS_MAX) {
     raise("device.op_refused",
           options_.device_name + ": limit of " + std::to_string(GRAPHS_MAX) + " graphs reached");
   }
-  if (free_graphs_.empty()) free_graphs_.push_back(next_graph_++);
-  recording_number_ = free_graphs_.back();
-  free_graphs_.pop_back();
-  auto& made = graphs_[recording_number_] = std::make_unique<GraphStorages>();
+  if (free_graph_numbers_.empty()) free_graph_numbers_.push_back(next_graph_number_++);
+  recording_graph_number_ = free_graph_numbers_.back();
+  free_graph_numbers_.pop_back();
+  auto& made = graphs_[recording_graph_number_] = std::make_unique<GraphStorages>();
   recording_graph_ = made.get();
   recorder_thread_id_ = std::this_thread::get_id();
-  recorder_active_at_ = Clock::now();
+  recorder_last_active_at_ = Clock::now();
   recorder_name_ = thread;
   recorder_idle_s_max_ = idle_s_max;
   is_recording_ = true;
   records_.begin_record(RecordKind::GraphBegin);
-  records_.u32(recording_number_);
+  records_.write_u32(recording_graph_number_);
   batch.finish_record();
-  return recording_number_;
+  return recording_graph_number_;
 }
 
 void Connection::end_graph(uint32_t action) {
@@ -536,7 +538,7 @@ void Connection::end_graph(uint32_t action) {
     std::lock_guard<std::mutex> lock(mutex_);
     if (!recording_graph_) return;
     records_.begin_record(RecordKind::GraphEnd, action);
-    number = recording_number_;
+    number = recording_graph_number_;
     recording_graph_ = nullptr;
     is_recording_ = false;
     for (uint32_t generator : generators_to_free_) free_generator_now(generator);
@@ -554,7 +556,7 @@ void Connection::replay_graph(uint32_t graph) {
   check_not_recording("a replay");
   RecordBatch batch(*this);
   records_.begin_record(RecordKind::GraphReplay);
-  records_.u32(graph);
+  records_.write_u32(graph);
   batch.finish_frame();
 }
 
@@ -567,8 +569,8 @@ uint32_t Connection::take_graph_result(uint32_t storage) {
   }
   uint32_t taken = batch.assign_storage_number();
   records_.begin_record(RecordKind::GraphResult);
-  records_.u32(storage);
-  records_.u32(taken);
+  records_.write_u32(storage);
+  records_.write_u32(taken);
   batch.finish_record();
   return taken;
 }
@@ -583,8 +585,8 @@ void Connection::free_graph(uint32_t graph) noexcept {
     }
     if (!is_lost_) {
       records_.begin_record(RecordKind::GraphFree);
-      records_.u32(graph);
-      records_pending_++;
+      records_.write_u32(graph);
+      pending_record_count_++;
     }
   }
   release_graph(graph);
@@ -599,8 +601,9 @@ void Connection::release_graph(uint32_t number) {
   graph = std::move(found->second);
   graphs_.erase(found);
   std::erase_if(graph_of_storage_, [&](const auto& each) { return each.second == graph.get(); });
-  free_storages_.insert(free_storages_.end(), graph->freed_storages.begin(), graph->freed_storages.end());
-  free_graphs_.push_back(number);
+  free_storage_numbers_.insert(free_storage_numbers_.end(), graph->freed_storages.begin(),
+                               graph->freed_storages.end());
+  free_graph_numbers_.push_back(number);
 }
 
 // --- the sender thread --------------------------------------------------------------------------
@@ -618,7 +621,7 @@ void Connection::sender_loop() {
       lock.lock();
       continue;
     }
-    bool unsent = first_unsent_ < frames_.size();
+    bool unsent = first_unsent_frame_ < frames_.size();
     if (unsent || records_.size() > sizeof(FrameHeader)) {
       // More records may join an incomplete frame.
       if (!unsent) state_changed_.wait_for(lock, FLUSH_DELAY, [&] { return is_stopping_ || is_broken_; });
@@ -683,11 +686,11 @@ void Connection::resume_connection() {
   }
   stream_ = resumed.stream;
   read_start_ = read_end_ = 0;
-  incoming_ = {};
-  first_unsent_ = frames_.size();
+  incoming_reply_ = {};
+  first_unsent_frame_ = frames_.size();
   drop_acknowledged_frames(resumed.frames_received);
   for (OutgoingFrame& frame : frames_) frame.sent_bytes = 0;
-  first_unsent_ = 0;
+  first_unsent_frame_ = 0;
   is_broken_ = false;
   note_received();
   counters_.resumes++;
@@ -734,7 +737,7 @@ void Connection::close(const std::string& reason) {
   std::scoped_lock all(send_mutex_, read_mutex_);
   std::lock_guard<std::mutex> lock(mutex_);
   frames_.clear();
-  first_unsent_ = 0;
+  first_unsent_frame_ = 0;
   templates_.clear();
   spare_buffers_.clear();
   large_spare_buffers_.clear();

@@ -45,19 +45,20 @@ using FetchTokenFunction = std::function<std::string(uint64_t number)>;
 
 struct ConnectionOptions {
   int index = 0;
-  std::string device_name;  // "remote_accelerator:0"
-  std::string executor;     // node and job of the executor, for messages
-  std::string kind;         // torch's name of the executor's accelerator: "cpu", "cuda"
+  std::string device_name;       // "remote_accelerator:0"
+  std::string executor;          // node and job of the executor, for messages
+  std::string accelerator_kind;  // torch's name of the executor's accelerator: "cpu", "cuda"
   double op_timeout_s = 600;
   bool blocking = false;  // wait for every op, so that its error is raised at the call
-  uint32_t flush_ops = 32;
+  uint32_t ops_per_frame_max = 32;
   std::string host;  // address for other executors, with the next two
   uint32_t port = 0;
   std::string server_name;
 };
 
 struct ConnectionCounters {
-  uint64_t ops = 0, dynamic_ops = 0, misses = 0, frames = 0, bytes_sent = 0, replies = 0, resumes = 0;
+  uint64_t ops = 0, dynamic_ops = 0, template_misses = 0, frames = 0, bytes_sent = 0, replies = 0,
+           resumes = 0;
   uint64_t templates = 0, storages = 0;
 };
 
@@ -82,7 +83,7 @@ class Connection final : public c10::intrusive_ptr_target {
   ~Connection() override;
 
   const ConnectionOptions& options() const { return options_; }
-  bool is_on_cuda() const { return options_.kind == "cuda"; }
+  bool is_on_cuda() const { return options_.accelerator_kind == "cuda"; }
   bool is_lost() const { return is_lost_.load(std::memory_order_acquire); }
   [[noreturn]] void raise_lost() const;
 
@@ -96,7 +97,7 @@ class Connection final : public c10::intrusive_ptr_target {
     // Raises unless `count` new storages are available.
     void check_storage_numbers_left(uint64_t count);
     uint32_t assign_generator_number();
-    uint64_t assign_parcel_number() { return ++connection_.last_parcel_; }
+    uint64_t assign_parcel_number() { return ++connection_.last_parcel_number_; }
     TemplateCache& templates() { return connection_.templates_; }
     ConnectionCounters& counters() { return connection_.counters_; }
     // Ends a record. Sends the frame if it is full.
@@ -226,9 +227,9 @@ class Connection final : public c10::intrusive_ptr_target {
 
   // A FetchParcel that may not have ended yet.
   struct PendingFetch {
-    uint64_t frame;
-    ConnectionPtr from;
-    uint64_t number;
+    uint64_t frame_number;
+    ConnectionPtr source;
+    uint64_t parcel;
     uint64_t bytes;
   };
 
@@ -287,14 +288,15 @@ class Connection final : public c10::intrusive_ptr_target {
   mutable std::mutex mutex_;
   std::condition_variable state_changed_;
   WireWriter records_;
-  uint32_t records_pending_ = 0;
-  std::deque<OutgoingFrame> frames_;  // not acknowledged; those from `first_unsent_` on are not sent whole
-  size_t first_unsent_ = 0;
+  uint32_t pending_record_count_ = 0;
+  std::deque<OutgoingFrame>
+      frames_;  // not acknowledged; those from `first_unsent_frame_` on are not sent whole
+  size_t first_unsent_frame_ = 0;
   uint64_t unacknowledged_bytes_ = 0;
-  uint64_t acknowledged_ = 0;  // the last frame that the executor acknowledged
+  uint64_t last_acknowledged_frame_ = 0;  // the last frame that the executor acknowledged
   uint64_t frames_created_ = 0;
   uint64_t replies_requested_ = 0;
-  uint64_t last_parcel_ = 0;                     // last number that this executor has published
+  uint64_t last_parcel_number_ = 0;              // last number that this executor has published
   std::deque<PendingFetch> pending_fetches_;     // by frame
   std::vector<PendingFetch> completed_fetches_;  // whose parcels are still to be dropped
   uint64_t pending_fetch_bytes_ = 0;
@@ -306,22 +308,22 @@ class Connection final : public c10::intrusive_ptr_target {
   uint64_t frame_being_written_ = 0;                            // number of the frame that is being sent
   uint32_t waiting_for_buffers_ = 0;  // threads that wait for `reply_being_filled_` or `frame_being_written_`
   bool is_window_full_ = false;
-  std::vector<uint32_t> free_storages_;
-  uint32_t next_storage_ = 1;
+  std::vector<uint32_t> free_storage_numbers_;
+  uint32_t next_storage_number_ = 1;
   std::unordered_map<uint32_t, std::unique_ptr<GraphStorages>> graphs_;
   std::unordered_map<uint32_t, GraphStorages*> graph_of_storage_;  // owner of storage numbers
-  std::vector<uint32_t> free_graphs_;
+  std::vector<uint32_t> free_graph_numbers_;
   std::vector<uint32_t> graphs_to_free_, generators_to_free_;  // freed when the recording has ended
-  uint32_t next_graph_ = 0;
+  uint32_t next_graph_number_ = 0;
   GraphStorages* recording_graph_ = nullptr;  // one of graphs_
-  uint32_t recording_number_ = 0;
+  uint32_t recording_graph_number_ = 0;
   std::atomic<bool> is_recording_{false};
   std::atomic<std::thread::id> recorder_thread_id_;
-  std::atomic<std::chrono::steady_clock::time_point> recorder_active_at_;  // last use of this connection
+  std::atomic<std::chrono::steady_clock::time_point> recorder_last_active_at_;  // last use of this connection
   std::string recorder_name_;
   double recorder_idle_s_max_ = 0;
-  std::vector<uint32_t> free_generators_;
-  uint32_t next_generator_ = 1;
+  std::vector<uint32_t> free_generator_numbers_;
+  uint32_t next_generator_number_ = 1;
   std::vector<std::vector<uint8_t>> spare_buffers_, large_spare_buffers_;
   TemplateCache templates_;
   ConnectionCounters counters_;
@@ -339,7 +341,7 @@ class Connection final : public c10::intrusive_ptr_target {
   std::mutex send_mutex_;  // taken before mutex_, never after
   std::mutex read_mutex_;  // likewise
   std::shared_ptr<Stream> stream_;
-  IncomingReply incoming_;
+  IncomingReply incoming_reply_;
   std::vector<uint8_t> read_buffer_;
   size_t read_start_ = 0, read_end_ = 0;
   std::thread sender_thread_;

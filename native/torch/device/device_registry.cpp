@@ -31,7 +31,7 @@ void DeviceRegistry::attach_devices(int count, OpenConnectionFunction open) {
   while (generators_.size() < static_cast<size_t>(count)) {
     generators_.push_back(make_default_generator(static_cast<int>(generators_.size())));
   }
-  count_ = count;
+  device_count_ = count;
 }
 
 void DeviceRegistry::detach_devices() {
@@ -39,7 +39,7 @@ void DeviceRegistry::detach_devices() {
   OpenConnectionFunction open;
   {
     std::lock_guard<std::mutex> lock(mutex_);
-    count_ = 0;
+    device_count_ = 0;
     replaced.swap(connections_);
     open.swap(open_connection_function_);
   }

@@ -22,7 +22,7 @@ class DeviceRegistry {
   // Tensors keep their connections; indices are invalid until the next attach.
   void detach_devices();
 
-  int device_count() const { return count_.load(std::memory_order_acquire); }
+  int device_count() const { return device_count_.load(std::memory_order_acquire); }
   int current_device() const;
   void set_current_device(int index);  // raises for an unknown index
   void set_current_device_unchecked(int index) noexcept;
@@ -37,7 +37,7 @@ class DeviceRegistry {
   void check_index(int index);
 
   std::mutex mutex_;
-  std::atomic<int> count_{0};
+  std::atomic<int> device_count_{0};
   OpenConnectionFunction open_connection_function_;
   std::vector<ConnectionPtr> connections_;
   std::deque<at::Generator> generators_;  // by index; references stay valid

@@ -44,7 +44,7 @@ const OpTraits& cached_traits(const c10::OperatorHandle& op) {
 
 // --- the key and the data of a call -------------------------------------------------------------
 
-int64_t key_word(ArgumentKind kind, int64_t rest = 0) { return static_cast<int64_t>(kind) | rest << 8; }
+int64_t make_key_word(ArgumentKind kind, int64_t rest = 0) { return static_cast<int64_t>(kind) | rest << 8; }
 
 [[noreturn]] void raise_different_devices(const Connection& first, const c10::Device& second) {
   TORCH_CHECK(false, "Expected all tensors to be on the same device, but found at least two devices, ",
@@ -97,22 +97,23 @@ void add_remote_tensor(OpCall& call, const Tensor& tensor, bool written) {
   check_dimension_count(static_cast<int64_t>(dimensions));
   int64_t flags = (offset ? VIEW_HAS_OFFSET : 0) | (impl->is_conj() ? VIEW_CONJUGATE : 0) |
                   (impl->is_neg() ? VIEW_NEGATIVE : 0);
-  call.key.push_back(key_word(ArgumentKind::Tensor, static_cast<int64_t>(impl->dtype().toScalarType()) |
-                                                        flags << 8 | static_cast<int64_t>(dimensions) << 16));
+  call.key.push_back(make_key_word(ArgumentKind::Tensor, static_cast<int64_t>(impl->dtype().toScalarType()) |
+                                                             flags << 8 |
+                                                             static_cast<int64_t>(dimensions) << 16));
   size_t at = call.key.size();
   call.key.resize(at + 2 * dimensions);
   std::copy(sizes.begin(), sizes.end(), call.key.begin() + static_cast<ptrdiff_t>(at));
   std::copy(strides.begin(), strides.end(), call.key.begin() + static_cast<ptrdiff_t>(at + dimensions));
   add_aliasing_to_key(call, impl);
-  call.data.u32(handle.storage);
-  if (offset) call.data.i64(offset);
+  call.data.write_u32(handle.storage);
+  if (offset) call.data.write_i64(offset);
   call.tensors.push_back(&tensor);
   call.connection->track_storage_use(handle.storage, impl->unsafe_storage(), written);
 }
 
 void add_tensor(OpCall& call, const Tensor& tensor, bool written) {
   if (!tensor.defined()) {
-    call.key.push_back(key_word(ArgumentKind::Undefined));
+    call.key.push_back(make_key_word(ArgumentKind::Undefined));
     return;
   }
   auto* impl = tensor.unsafeGetTensorImpl();
@@ -120,8 +121,8 @@ void add_tensor(OpCall& call, const Tensor& tensor, bool written) {
     add_remote_tensor(call, tensor, written);
   } else if (impl->device().is_cpu() && impl->dim() == 0 && !written && impl->layout() == at::kStrided) {
     call.key.push_back(
-        key_word(ArgumentKind::ScalarTensor, static_cast<int64_t>(impl->dtype().toScalarType()) |
-                                                 static_cast<int64_t>(impl->is_wrapped_number()) << 8));
+        make_key_word(ArgumentKind::ScalarTensor, static_cast<int64_t>(impl->dtype().toScalarType()) |
+                                                      static_cast<int64_t>(impl->is_wrapped_number()) << 8));
     uint8_t* value = call.data.append_uninitialized(16);
     std::memset(value, 0, 16);
     Tensor plain = tensor.resolve_conj().resolve_neg();
@@ -133,7 +134,7 @@ void add_tensor(OpCall& call, const Tensor& tensor, bool written) {
 
 void add_text(OpCall& call, const std::string& text) {
   if (text.size() > TEXT_BYTES_MAX) raise("device.op_refused", "a string argument is too long");
-  call.key.push_back(key_word(ArgumentKind::Text, static_cast<int64_t>(text.size())));
+  call.key.push_back(make_key_word(ArgumentKind::Text, static_cast<int64_t>(text.size())));
   size_t at = call.key.size();
   call.key.resize(at + (text.size() + 7) / 8, 0);
   if (!text.empty()) std::memcpy(&call.key[at], text.data(), text.size());
@@ -150,37 +151,38 @@ void add_argument(OpCall& call, const IValue& value, bool number_as_data, bool f
   if (value.isTensor()) {
     add_tensor(call, value.toTensor(), written);
   } else if (value.isInt()) {
-    call.key.push_back(key_word(number_as_data ? ArgumentKind::IntegerData : ArgumentKind::Integer));
-    number_as_data ? call.data.i64(value.toInt()) : call.key.push_back(value.toInt());
+    call.key.push_back(make_key_word(number_as_data ? ArgumentKind::IntegerData : ArgumentKind::Integer));
+    number_as_data ? call.data.write_i64(value.toInt()) : call.key.push_back(value.toInt());
   } else if (value.isNone()) {
-    call.key.push_back(key_word(ArgumentKind::None));
+    call.key.push_back(make_key_word(ArgumentKind::None));
   } else if (value.isDouble()) {
-    call.key.push_back(key_word(float_as_data ? ArgumentKind::FloatData : ArgumentKind::Float));
-    float_as_data ? call.data.f64(value.toDouble()) : call.key.push_back(double_to_bits(value.toDouble()));
+    call.key.push_back(make_key_word(float_as_data ? ArgumentKind::FloatData : ArgumentKind::Float));
+    float_as_data ? call.data.write_f64(value.toDouble())
+                  : call.key.push_back(double_to_bits(value.toDouble()));
   } else if (value.isBool()) {
-    call.key.push_back(key_word(ArgumentKind::Boolean, value.toBool()));
+    call.key.push_back(make_key_word(ArgumentKind::Boolean, value.toBool()));
   } else if (value.isList()) {
     auto items = value.toListRef();
     if (items.size() > LIST_ITEMS_MAX) raise("device.op_refused", "a list argument is too long");
-    call.key.push_back(key_word(ArgumentKind::List, static_cast<int64_t>(items.size())));
+    call.key.push_back(make_key_word(ArgumentKind::List, static_cast<int64_t>(items.size())));
     for (const IValue& item : items) add_argument(call, item, false, false, written);
   } else if (value.isDevice()) {
-    call.key.push_back(key_word(ArgumentKind::Device));
+    call.key.push_back(make_key_word(ArgumentKind::Device));
   } else if (value.isString()) {
     add_text(call, value.toStringRef());
   } else if (value.isSymInt()) {
-    call.key.push_back(key_word(ArgumentKind::Integer));
+    call.key.push_back(make_key_word(ArgumentKind::Integer));
     call.key.push_back(value.toSymInt().guard_int(__FILE__, __LINE__));
   } else if (value.isComplexDouble()) {
     auto number = value.toComplexDouble();
-    call.key.push_back(key_word(ArgumentKind::Complex));
+    call.key.push_back(make_key_word(ArgumentKind::Complex));
     call.key.push_back(double_to_bits(number.real()));
     call.key.push_back(double_to_bits(number.imag()));
   } else if (value.isGenerator()) {
-    call.key.push_back(key_word(ArgumentKind::Generator));
+    call.key.push_back(make_key_word(ArgumentKind::Generator));
     call.generator = value.toGenerator();
     call.generator_offset = call.data.size();
-    call.data.u32(0);  // set when the connection is known
+    call.data.write_u32(0);  // set when the connection is known
   } else {
     raise("device.op_refused", "arguments of type " + value.tagKind() + " are not supported");
   }
@@ -288,7 +290,7 @@ CachedTemplatePtr make_template(const c10::OperatorHandle& op, const OpTraits& t
                         static_cast<uint32_t>(count_outputs(made->outputs)) + LEARNED_OUTPUT_ENTRIES;
   }
   batch.acquire();
-  batch.counters().misses++;
+  batch.counters().template_misses++;
   batch.templates().insert(made, batch.records());
   if (made->mode != OpExecutionMode::Local) write_define_template(batch.records(), made->number, body);
   return made;

@@ -21,17 +21,17 @@ void check_not_negative(c10::IntArrayRef values) {
 
 OutputSpec read_output(WireReader& in, const c10::TypePtr& type, bool in_list = false) {
   OutputSpec output;
-  output.kind = static_cast<OutputKind>(in.u8());
+  output.kind = static_cast<OutputKind>(in.read_u8());
   switch (output.kind) {
     case OutputKind::None:
       break;
     case OutputKind::New: {
-      output.dtype = static_cast<c10::ScalarType>(in.u8());
-      size_t dimensions = in.u8();
+      output.dtype = static_cast<c10::ScalarType>(in.read_u8());
+      size_t dimensions = in.read_u8();
       if (!is_supported_dtype(output.dtype) || dimensions > DIMENSIONS_MAX)
         throw ProtocolError("an output is malformed");
-      for (size_t i = 0; i < dimensions; i++) output.sizes.push_back(in.i64());
-      for (size_t i = 0; i < dimensions; i++) output.strides.push_back(in.i64());
+      for (size_t i = 0; i < dimensions; i++) output.sizes.push_back(in.read_i64());
+      for (size_t i = 0; i < dimensions; i++) output.strides.push_back(in.read_i64());
       check_not_negative(output.sizes);
       check_not_negative(output.strides);
       output.storage_bytes = static_cast<int64_t>(
@@ -39,10 +39,10 @@ OutputSpec read_output(WireReader& in, const c10::TypePtr& type, bool in_list = 
       break;
     }
     case OutputKind::Alias:
-      output.source_input = static_cast<int>(in.u32());
+      output.source_input = static_cast<int>(in.read_u32());
       break;
     case OutputKind::List: {
-      uint32_t count = in.u32();
+      uint32_t count = in.read_u32();
       if (in_list || count > LIST_ITEMS_MAX) throw ProtocolError("an output is malformed");
       auto* list = type->castRaw<c10::ListType>();
       c10::TypePtr element = list ? list->getElementType() : c10::TypePtr(c10::TensorType::get());
@@ -51,17 +51,17 @@ OutputSpec read_output(WireReader& in, const c10::TypePtr& type, bool in_list = 
       break;
     }
     case OutputKind::Integer:
-      output.constant = in.i64();
+      output.constant = in.read_i64();
       break;
     case OutputKind::Float:
-      output.constant = in.f64();
+      output.constant = in.read_f64();
       break;
     case OutputKind::Boolean:
-      output.constant = in.u8() != 0;
+      output.constant = in.read_u8() != 0;
       break;
     case OutputKind::Complex: {
-      double real = in.f64();
-      output.constant = c10::complex<double>(real, in.f64());
+      double real = in.read_f64();
+      output.constant = c10::complex<double>(real, in.read_f64());
       break;
     }
     default:
@@ -79,16 +79,16 @@ void check_alias_sources(const OutputSpec& output, size_t inputs) {
 
 // Applies the new shapes of inputs that the op has resized.
 void apply_resized_inputs(WireReader& in, const std::vector<Tensor>& inputs) {
-  for (uint32_t left = in.u32(); left > 0; left--) {
-    uint32_t index = in.u32();
-    uint64_t bytes = in.u64();
-    size_t dimensions = in.u8();
+  for (uint32_t left = in.read_u32(); left > 0; left--) {
+    uint32_t index = in.read_u32();
+    uint64_t bytes = in.read_u64();
+    size_t dimensions = in.read_u8();
     if (index >= inputs.size() || dimensions > DIMENSIONS_MAX)
       throw ProtocolError("a resized input is malformed");
-    int64_t offset = in.i64();
+    int64_t offset = in.read_i64();
     std::vector<int64_t> sizes, strides;
-    for (size_t i = 0; i < dimensions; i++) sizes.push_back(in.i64());
-    for (size_t i = 0; i < dimensions; i++) strides.push_back(in.i64());
+    for (size_t i = 0; i < dimensions; i++) sizes.push_back(in.read_i64());
+    for (size_t i = 0; i < dimensions; i++) strides.push_back(in.read_i64());
     check_not_negative(sizes);
     check_not_negative(strides);
     inputs[index].storage().unsafeGetStorageImpl()->set_nbytes(bytes);
@@ -114,14 +114,14 @@ struct OpReply {
 
 OpReply read_op_reply(WireReader& in, const c10::FunctionSchema& schema, size_t inputs) {
   OpReply op_reply;
-  if (in.u32() != schema.returns().size())
+  if (in.read_u32() != schema.returns().size())
     throw ProtocolError("a reply has another number of outputs than the op");
   for (const auto& returned : schema.returns()) {
     op_reply.outputs.push_back(read_output(in, returned.type()));
     check_alias_sources(op_reply.outputs.back(), inputs);
     op_reply.new_outputs += count_new_storages(op_reply.outputs.back());
   }
-  op_reply.resizes_inputs = WireReader(in).u32() > 0;
+  op_reply.resizes_inputs = WireReader(in).read_u32() > 0;
   return op_reply;
 }
 
@@ -186,7 +186,7 @@ void run_dynamic_op(const c10::OperatorHandle& op, const OpTraits& traits, const
     storages.resize(op_reply.new_outputs);
     for (uint32_t& storage : storages) storage = batch.assign_storage_number();
     batch.records().begin_record(RecordKind::BindOutputs, op_reply.new_outputs);
-    batch.records().u64(number);
+    batch.records().write_u64(number);
     batch.records().append_bytes(storages.data(), storages.size() * sizeof(uint32_t));
     // The template may have been evicted during the wait.
     bool is_cached = batch.templates().find(known->hash, known->key) == known;

@@ -23,7 +23,7 @@ uint64_t publish_parcel(Connection& from, const Tensor& source) {
   Connection::RecordBatch batch(from);
   uint64_t parcel = batch.assign_parcel_number();
   batch.records().begin_record(RecordKind::PublishParcel);
-  batch.records().u64(parcel);
+  batch.records().write_u64(parcel);
   write_view(batch.records(), source);
   batch.finish_frame();
   return parcel;
@@ -37,7 +37,7 @@ void fetch_parcel(Connection& to, const Tensor& target, const ConnectionPtr& fro
   WireWriter& records = batch.records();
   records.begin_record(RecordKind::FetchParcel);
   write_view(records, target);
-  records.u64(bytes);
+  records.write_u64(bytes);
   const ConnectionOptions& source = from->options();
   write_parcel_origin(
       records, {source.host, source.port, source.server_name, parcel, token, executor_description(*from)});

@@ -83,8 +83,8 @@ class RemoteGenerator final : public c10::GeneratorImpl {
       return;  // seeded when the connection is opened
     send_record([&](WireWriter& out) {
       out.begin_record(RecordKind::Seed);
-      out.u32(number_);
-      out.u64(seed);
+      out.write_u32(number_);
+      out.write_u64(seed);
     });
   }
 
@@ -92,8 +92,8 @@ class RemoteGenerator final : public c10::GeneratorImpl {
     if (bytes > INLINE_UPLOAD_BYTES_MAX) raise("usage", "this is not a generator state: it is too large");
     send_record([&](WireWriter& out) {
       out.begin_record(RecordKind::SetGenerator);
-      out.u32(number_);
-      out.u32(static_cast<uint32_t>(bytes));
+      out.write_u32(number_);
+      out.write_u32(static_cast<uint32_t>(bytes));
       out.append_bytes(state, bytes);
     });
   }
@@ -104,14 +104,14 @@ class RemoteGenerator final : public c10::GeneratorImpl {
     PendingReply reply;
     Connection::RecordBatch batch(*connection);
     batch.records().begin_record(RecordKind::GeneratorState);
-    batch.records().u32(number_);
+    batch.records().write_u32(number_);
     uint64_t number = batch.finish_request(reply);
     connection->wait_for_reply(number, reply);
     return std::move(reply.payload);
   }
 
   bool is_default() const { return number_ == DEFAULT_GENERATOR; }
-  bool is_on(const Connection& connection) const { return connection_.get() == &connection; }
+  bool is_on_connection(const Connection& connection) const { return connection_.get() == &connection; }
   uint32_t number() const { return number_; }
 
  private:
@@ -171,7 +171,8 @@ uint32_t generator_number(const at::Generator& generator, const Connection& conn
   TORCH_CHECK(found->device().index() == connection.options().index, "Expected a generator of ", here,
               " but found one of ", found->device());
   if (found->is_default()) return DEFAULT_GENERATOR;
-  if (!found->is_on(connection)) raise("device.lost", "the generator was on an executor that was lost");
+  if (!found->is_on_connection(connection))
+    raise("device.lost", "the generator was on an executor that was lost");
   return found->number();
 }
 

@@ -72,8 +72,8 @@ Tensor empty_strided(c10::IntArrayRef sizes, c10::IntArrayRef strides, std::opti
     Connection::RecordBatch batch(*connection);
     storage = batch.assign_storage_number();
     batch.records().begin_record(RecordKind::Allocate);
-    batch.records().u32(storage);
-    batch.records().u64(static_cast<uint64_t>(output.storage_bytes));
+    batch.records().write_u32(storage);
+    batch.records().write_u64(static_cast<uint64_t>(output.storage_bytes));
     batch.finish_record();
   }
   Tensor made = make_remote_tensor(*connection, storage, output);
@@ -144,7 +144,7 @@ void upload(const Tensor& target, const Tensor& source) {
   auto write = [&](WireWriter& records, bool is_inline) {
     records.begin_record(RecordKind::Put, is_inline);
     write_view(records, target);
-    records.u64(bytes);
+    records.write_u64(bytes);
   };
   connection.check_not_recording("a copy from this machine");
   if (bytes <= INLINE_UPLOAD_BYTES_MAX) {

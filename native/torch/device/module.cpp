@@ -89,7 +89,7 @@ py::dict client_counters_dict(Connection& connection) {
   py::dict found;
   found["ops"] = now.ops;
   found["dynamic_ops"] = now.dynamic_ops;
-  found["misses"] = now.misses;
+  found["misses"] = now.template_misses;
   found["frames"] = now.frames;
   found["bytes_sent"] = now.bytes_sent;
   found["replies"] = now.replies;
@@ -107,16 +107,16 @@ py::tuple fetch_graph_report(Connection& connection, uint32_t graph) {
     py::gil_scoped_release release;
     Connection::RecordBatch batch(connection);
     batch.records().begin_record(RecordKind::GraphReport);
-    batch.records().u32(graph);
+    batch.records().write_u32(graph);
     uint64_t number = batch.finish_request(reply);
     connection.wait_for_reply(number, reply);
   }
   try {
     WireReader in(reply.payload.data(), reply.payload.size());
-    uint8_t kind = in.u8();
+    uint8_t kind = in.read_u8();
     if (kind >= std::size(REPLAY_KIND_NAMES)) throw ProtocolError("unknown replay kind");
-    uint64_t replays = in.u64();
-    return py::make_tuple(REPLAY_KIND_NAMES[kind], replays, in.text());
+    uint64_t replays = in.read_u64();
+    return py::make_tuple(REPLAY_KIND_NAMES[kind], replays, in.read_text());
   } catch (const ProtocolError& error) {
     connection.fail_session(error);
   }
@@ -236,8 +236,8 @@ void seed_default_generator(Connection& connection, uint64_t value) {
   connection.check_not_recording("seeding");
   Connection::RecordBatch batch(connection);
   batch.records().begin_record(RecordKind::Seed);
-  batch.records().u32(0);
-  batch.records().u64(value);
+  batch.records().write_u32(0);
+  batch.records().write_u64(value);
   batch.finish_record();
 }
 

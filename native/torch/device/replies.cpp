@@ -26,20 +26,20 @@ constexpr size_t ABANDONED_REPLIES_MAX = UNBOUND_REPLIES_MAX / 2;
 
 // The number of new tensors in the reply to a DynamicOp.
 uint32_t count_new_outputs(WireReader& in, bool in_list = false) {
-  switch (static_cast<OutputKind>(in.u8())) {
+  switch (static_cast<OutputKind>(in.read_u8())) {
     case OutputKind::None:
       return 0;
     case OutputKind::New: {
-      in.u8();
-      in.consume(2 * sizeof(int64_t) * in.u8());
+      in.read_u8();
+      in.consume(2 * sizeof(int64_t) * in.read_u8());
       return 1;
     }
     case OutputKind::Alias:
-      in.u32();
+      in.read_u32();
       return 0;
     case OutputKind::List: {
       if (in_list) throw ProtocolError("an output is malformed");
-      uint32_t count = 0, items = in.u32();
+      uint32_t count = 0, items = in.read_u32();
       if (items > LIST_ITEMS_MAX) throw ProtocolError("an output list is longer than allowed");
       for (uint32_t left = items; left > 0; left--) count += count_new_outputs(in, true);
       return count;
@@ -49,7 +49,7 @@ uint32_t count_new_outputs(WireReader& in, bool in_list = false) {
       in.consume(8);
       return 0;
     case OutputKind::Boolean:
-      in.u8();
+      in.read_u8();
       return 0;
     case OutputKind::Complex:
       in.consume(16);
@@ -61,7 +61,7 @@ uint32_t count_new_outputs(WireReader& in, bool in_list = false) {
 uint32_t count_reply_outputs(const std::vector<uint8_t>& payload) {
   WireReader in(payload.data(), payload.size());
   uint32_t count = 0;
-  for (uint32_t left = in.u32(); left > 0; left--) count += count_new_outputs(in);
+  for (uint32_t left = in.read_u32(); left > 0; left--) count += count_new_outputs(in);
   return count;
 }
 
@@ -84,7 +84,7 @@ void Connection::wait_until(std::unique_lock<std::mutex>& lock, c10::function_re
       raise_lost();
     }
     auto now = Clock::now();
-    if (is_recorder()) recorder_active_at_ = now;
+    if (is_recorder()) recorder_last_active_at_ = now;
     if (now - signals_checked > SIGNAL_CHECK_INTERVAL) {
       lock.unlock();
       check_signals();
@@ -103,7 +103,7 @@ void Connection::wait_until(std::unique_lock<std::mutex>& lock, c10::function_re
       lock.lock();
       continue;
     }
-    if (!frames_.empty() && frames_.front().number <= acknowledged_) {
+    if (!frames_.empty() && frames_.front().number <= last_acknowledged_frame_) {
       state_changed_.wait_for(lock,
                               READER_POLL_INTERVAL);  // the sending thread is about to update the frames
       continue;
@@ -184,18 +184,19 @@ void Connection::free_unbound_outputs() {
   if (recording_graph_ || is_lost_) return;
   while (!unbound_replies_.empty()) {
     auto [number, count] = unbound_replies_.back();
-    if (free_storages_.size() + (STORAGES_MAX - next_storage_) < count) return;  // retried later
+    if (free_storage_numbers_.size() + (STORAGES_MAX - next_storage_number_) < count)
+      return;  // retried later
     std::vector<uint32_t> storages(count);
     for (uint32_t& storage : storages) storage = next_free_storage_number();
     records_.begin_record(RecordKind::BindOutputs, count);
-    records_.u64(number);
+    records_.write_u64(number);
     records_.append_bytes(storages.data(), storages.size() * sizeof(uint32_t));
     for (uint32_t storage : storages) {
       records_.begin_record(RecordKind::Free);
-      records_.u32(storage);
+      records_.write_u32(storage);
     }
-    free_storages_.insert(free_storages_.end(), storages.begin(), storages.end());
-    records_pending_++;
+    free_storage_numbers_.insert(free_storage_numbers_.end(), storages.begin(), storages.end());
+    pending_record_count_++;
     unbound_replies_.pop_back();
   }
   if (is_sender_asleep_) wake_sender();
@@ -266,7 +267,7 @@ bool Connection::receive_at_least(size_t need, int64_t timeout_us) {
 
 // A partial reply is kept, and the next call continues with it.
 bool Connection::read_reply(int64_t timeout_us) {
-  if (!incoming_.is_started) {
+  if (!incoming_reply_.is_started) {
     if (!receive_at_least(sizeof(ReplyHeader), timeout_us)) return false;
     ReplyHeader header;
     std::memcpy(&header, read_buffer_.data() + read_start_, sizeof header);
@@ -280,11 +281,11 @@ bool Connection::read_reply(int64_t timeout_us) {
     }
     begin_payload(header);
   }
-  while (incoming_.received_bytes < incoming_.header.bytes) {
+  while (incoming_reply_.received_bytes < incoming_reply_.header.bytes) {
     if (!read_payload(timeout_us)) return false;
   }
-  incoming_.is_started = false;
-  if (incoming_.header.kind == ReplyKind::Fatal) {
+  incoming_reply_.is_started = false;
+  if (incoming_reply_.header.kind == ReplyKind::Fatal) {
     handle_fatal_reply();
   } else {
     deliver_reply();
@@ -315,19 +316,19 @@ void Connection::begin_payload(const ReplyHeader& header) {
   bool into = header.kind == ReplyKind::Reply && destination_bytes;
   if (into && header.bytes != destination_bytes) throw ProtocolError("a reply has an unexpected size");
   if (!into && header.bytes > BUFFERED_REPLY_BYTES_MAX) throw ProtocolError("a reply is larger than allowed");
-  incoming_ = {header, 0, into, true, {}};
-  if (!into) incoming_.payload.resize(header.bytes);
+  incoming_reply_ = {header, 0, into, true, {}};
+  if (!into) incoming_reply_.payload.resize(header.bytes);
 }
 
 // Reads a part. A caller's memory is written to only while `reply_being_filled_` is set, so that the caller
 // can stop waiting.
 bool Connection::read_payload(int64_t timeout_us) {
-  uint8_t* target = incoming_.payload.data();
-  uint64_t left = incoming_.header.bytes - incoming_.received_bytes;
+  uint8_t* target = incoming_reply_.payload.data();
+  uint64_t left = incoming_reply_.header.bytes - incoming_reply_.received_bytes;
   size_t here = std::min<size_t>(left, read_end_ - read_start_);
-  if (incoming_.to_waiting_thread) {
+  if (incoming_reply_.to_waiting_thread) {
     std::lock_guard<std::mutex> lock(mutex_);
-    auto found = pending_replies_.find(incoming_.header.number);
+    auto found = pending_replies_.find(incoming_reply_.header.number);
     if (found != pending_replies_.end()) reply_being_filled_ = found->second;
     target = reply_being_filled_ ? static_cast<uint8_t*>(reply_being_filled_->destination) : nullptr;
   }
@@ -340,28 +341,28 @@ bool Connection::read_payload(int64_t timeout_us) {
     }
   } filled{*this};
   if (here > 0) {
-    if (target) std::memcpy(target + incoming_.received_bytes, read_buffer_.data() + read_start_, here);
+    if (target) std::memcpy(target + incoming_reply_.received_bytes, read_buffer_.data() + read_start_, here);
     read_start_ += here;
-    incoming_.received_bytes += here;
+    incoming_reply_.received_bytes += here;
     return true;
   }
-  size_t got =
-      target ? stream_->read_spinning(target + incoming_.received_bytes, left, timeout_us, spin_duration_us())
-             : stream_->read_some(read_buffer_.data(), std::min<size_t>(left, READ_BUFFER_BYTES),
-                                  timeout_us);  // discarded; the buffer is empty
-  incoming_.received_bytes += got;
+  size_t got = target ? stream_->read_spinning(target + incoming_reply_.received_bytes, left, timeout_us,
+                                               spin_duration_us())
+                      : stream_->read_some(read_buffer_.data(), std::min<size_t>(left, READ_BUFFER_BYTES),
+                                           timeout_us);  // discarded; the buffer is empty
+  incoming_reply_.received_bytes += got;
   if (got) note_received();
   return got > 0;
 }
 
 void Connection::handle_fatal_reply() {
-  WireReader reader(incoming_.payload.data(), incoming_.payload.size());
+  WireReader reader(incoming_reply_.payload.data(), incoming_reply_.payload.size());
   RemoteError error = read_remote_error(reader);
   mark_lost(to_ascii(error.message + " (" + error.code + ")"));
 }
 
 void Connection::deliver_reply() {
-  const ReplyHeader& header = incoming_.header;
+  const ReplyHeader& header = incoming_reply_.header;
   std::lock_guard<std::mutex> lock(mutex_);
   check_acknowledged(header.frames_received);
   drop_acknowledged_frames(header.frames_received);
@@ -371,12 +372,12 @@ void Connection::deliver_reply() {
   if (left != abandoned_replies_.end()) {
     bool needs_binding = left->second.needs_binding && header.kind == ReplyKind::Reply;
     abandoned_replies_.erase(left);
-    if (needs_binding) queue_unbound_reply(header.number, count_reply_outputs(incoming_.payload));
+    if (needs_binding) queue_unbound_reply(header.number, count_reply_outputs(incoming_reply_.payload));
   }
   auto found = pending_replies_.find(header.number);
   if (found == pending_replies_.end()) return;
   PendingReply* reply = found->second;
-  reply->payload = std::move(incoming_.payload);
+  reply->payload = std::move(incoming_reply_.payload);
   reply->kind = header.kind;
   reply->is_done = true;
   pending_replies_.erase(found);

@@ -98,8 +98,8 @@ c10::DataPtr allocate_remote(Connection& connection, uint64_t bytes) {
     Connection::RecordBatch batch(connection);
     storage = batch.assign_storage_number();
     batch.records().begin_record(RecordKind::Allocate);
-    batch.records().u32(storage);
-    batch.records().u64(bytes);
+    batch.records().write_u32(storage);
+    batch.records().write_u64(bytes);
     batch.finish_record();
   }
   return data_pointer(connection, storage);
@@ -117,8 +117,8 @@ void resize_storage(c10::StorageImpl& storage, uint64_t bytes) {
   handle.connection->check_not_recording("resizing a tensor");
   Connection::RecordBatch batch(*handle.connection);
   batch.records().begin_record(RecordKind::Resize);
-  batch.records().u32(handle.storage);
-  batch.records().u64(bytes);
+  batch.records().write_u32(handle.storage);
+  batch.records().write_u64(bytes);
   batch.finish_record();
   storage.set_nbytes(bytes);
 }
@@ -130,14 +130,14 @@ void check_dimension_count(int64_t count) {
 }
 
 void write_view(WireWriter& writer, const at::Tensor& tensor) {
-  writer.u32(storage_handle_of(tensor).storage);
-  writer.u8(static_cast<uint8_t>(tensor.scalar_type()));
-  writer.u8(static_cast<uint8_t>(tensor.dim()));
-  writer.u8((tensor.is_conj() ? VIEW_CONJUGATE : 0) | (tensor.is_neg() ? VIEW_NEGATIVE : 0));
-  writer.u8(0);
-  writer.i64(tensor.storage_offset());
-  for (int64_t size : tensor.sizes()) writer.i64(size);
-  for (int64_t stride : tensor.strides()) writer.i64(stride);
+  writer.write_u32(storage_handle_of(tensor).storage);
+  writer.write_u8(static_cast<uint8_t>(tensor.scalar_type()));
+  writer.write_u8(static_cast<uint8_t>(tensor.dim()));
+  writer.write_u8((tensor.is_conj() ? VIEW_CONJUGATE : 0) | (tensor.is_neg() ? VIEW_NEGATIVE : 0));
+  writer.write_u8(0);
+  writer.write_i64(tensor.storage_offset());
+  for (int64_t size : tensor.sizes()) writer.write_i64(size);
+  for (int64_t stride : tensor.strides()) writer.write_i64(stride);
 }
 
 }  // namespace genie

@@ -96,7 +96,7 @@ class TemplateCache {
     free_numbers_.push_back(old);
   }
 
-  size_t count() const { return template_count_; }
+  size_t template_count() const { return template_count_; }
   void clear() {
     slots_.assign(1024, {});
     template_count_ = 0;

@@ -16,13 +16,13 @@ class GeneratorTable {
   explicit GeneratorTable(c10::Device device) : device_(device) {}
 
   // ProtocolError if the number is too large.
-  at::Generator& get(uint32_t number);
+  at::Generator& get_or_create(uint32_t number);
   void seed(uint32_t number, uint64_t seed);
   // A CPU tensor of bytes.
   at::Tensor get_state(uint32_t number);
   void set_state(uint32_t number, const uint8_t* state, size_t bytes);
   // ProtocolError for the default generator.
-  void free(uint32_t number);
+  void free_generator(uint32_t number);
   void clear() { generators_.clear(); }
 
  private:

@@ -32,7 +32,7 @@ std::string format_reason(const Failure& failure) {
 
 // --- recording ----------------------------------------------------------------------------------
 
-void GraphTable::begin(uint32_t number) {
+void GraphTable::begin_recording(uint32_t number) {
   if (is_recording()) throw ProtocolError("a graph is already being recorded");
   if (number >= GRAPHS_MAX) throw ProtocolError("graph " + std::to_string(number) + " is out of range");
   if (graphs_.count(number)) throw ProtocolError("graph " + std::to_string(number) + " already exists");
@@ -40,7 +40,7 @@ void GraphTable::begin(uint32_t number) {
   recording_number_ = number;
 }
 
-void GraphTable::end(uint32_t mode) {
+void GraphTable::end_recording(uint32_t mode) {
   if (!is_recording()) throw ProtocolError("no graph is being recorded");
   if (mode > GRAPH_COMPILE) throw ProtocolError("a GraphEnd has an unknown mode");
   std::unique_ptr<RecordedGraph> graph = std::move(recording_graph_);
@@ -86,7 +86,7 @@ void GraphTable::add_input_storages(const std::vector<TemplateArgument>& argumen
     storages_.slot_at(number);  // checks the number
     if (recording_graph_->created_storages.count(number)) return;
     recording_graph_->input_storages.insert(number);
-    if (argument.written) recording_graph_->written.insert(number);
+    if (argument.is_written) recording_graph_->written_inputs.insert(number);
   });
 }
 
@@ -238,7 +238,7 @@ void GraphTable::copy_borrowed_replies(const RecordedGraph& graph) {
     const StorageSlot& slot = storages_.slot_at(number);
     if (slot.storage) replies_.before_storage_written(slot.storage);
   };
-  for (uint32_t number : graph.written) keep(number);
+  for (uint32_t number : graph.written_inputs) keep(number);
   for (const CapturedStorage& saved : graph.captured_storages)
     if (saved.is_result) replies_.before_storage_written(saved.storage);
 }
@@ -487,7 +487,7 @@ void GraphTable::free_created_storages(const RecordedGraph& graph) {
     if (storages_.slot_at(number).is_in_use()) storages_.free(number);
 }
 
-void GraphTable::free(uint32_t number) {
+void GraphTable::free_graph(uint32_t number) {
   RecordedGraph& graph = get_graph(number);
   release_capture(graph);
   for (uint32_t input : graph.input_storages) storages_.slot_at(input).graph_uses--;

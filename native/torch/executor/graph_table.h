@@ -87,9 +87,9 @@ class GraphTable {
         compiler_(std::move(compiler)) {}
 
   bool is_recording() const { return recording_graph_ != nullptr; }
-  void begin(uint32_t number);
+  void begin_recording(uint32_t number);
   // `mode`: an argument of GraphEnd.
-  void end(uint32_t mode);
+  void end_recording(uint32_t mode);
   // While recording, after the record was executed.
   void record_op(const std::shared_ptr<DecodedTemplate>& op_template, const uint8_t* record, size_t bytes);
   void record_allocate(uint32_t storage, uint64_t bytes);
@@ -109,7 +109,7 @@ class GraphTable {
   // Returns the first failure, or null.
   FailurePtr replay(uint32_t number);
   GraphReport report(uint32_t number);
-  void free(uint32_t number);
+  void free_graph(uint32_t number);
   void clear();
 
  private:
@@ -126,7 +126,7 @@ class GraphTable {
     uint64_t bytes = 0;                                      // memory of the steps
     std::unordered_set<uint32_t> input_storages;             // storages that it uses and does not create
     std::vector<std::pair<uint32_t, uint64_t>> input_bytes;  // their sizes when it was recorded
-    std::unordered_set<uint32_t> written;                    // inputs that it writes to
+    std::unordered_set<uint32_t> written_inputs;             // inputs that it writes to
     std::unordered_set<uint32_t> created_storages;
     std::unordered_set<uint32_t> results;                   // created and not freed by the steps
     std::unordered_set<uint32_t> freed_results;             // results that the client has freed

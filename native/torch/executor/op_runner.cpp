@@ -62,7 +62,7 @@ IValue OpRunner::to_ivalue(TemplateArgument& argument, const uint8_t*& data) {
     case ArgumentKind::FloatData:
       return read_next_value<double>(data);
     case ArgumentKind::Generator:
-      return generators_.get(read_next_value<uint32_t>(data));
+      return generators_.get_or_create(read_next_value<uint32_t>(data));
     case ArgumentKind::List: {
       c10::impl::GenericList list(argument.item_type);
       list.reserve(argument.items.size());
@@ -77,9 +77,9 @@ IValue OpRunner::to_ivalue(TemplateArgument& argument, const uint8_t*& data) {
 const at::Tensor& OpRunner::load_tensor_argument(const TemplateArgument& argument, const uint8_t*& data) {
   StorageSlot& slot = storages_.existing_slot(read_next_value<uint32_t>(data));
   int64_t offset = argument.has_offset ? read_next_value<int64_t>(data) : 0;
-  inputs_.push_back({{}, &slot, argument.meta.get(), offset, argument.written});
+  inputs_.push_back({{}, &slot, argument.meta.get(), offset, argument.is_written});
   inputs_.back().tensor = storages_.get_view(slot, *argument.meta, offset);
-  if (argument.written) replies_.before_storage_written(slot.storage);
+  if (argument.is_written) replies_.before_storage_written(slot.storage);
   return inputs_.back().tensor;
 }
 
@@ -103,7 +103,7 @@ bool OpRunner::has_changed_metadata(const OpInput& input) const {
 
 void OpRunner::restore_written_inputs() noexcept {
   for (OpInput& input : inputs_) {
-    if (!input.written || !input.tensor.defined()) continue;
+    if (!input.is_written || !input.tensor.defined()) continue;
     bool changed = has_changed_metadata(input) || input.slot->storage.nbytes() != input.slot->bytes;
     input.tensor.reset();
     if (changed) storages_.restore_size(*input.slot);
@@ -147,7 +147,7 @@ FailurePtr OpRunner::run(DecodedTemplate& op_template, WireReader& in) {
 
 void OpRunner::check_inputs_unchanged() const {
   for (const OpInput& input : inputs_) {
-    if (input.written && has_changed_metadata(input)) {
+    if (input.is_written && has_changed_metadata(input)) {
       throw OutputMismatch("predicted " + describe_tensor(input.meta->dtype, input.meta->sizes) +
                            " to be unchanged, got " +
                            describe_tensor(input.tensor.scalar_type(), input.tensor.sizes()));
@@ -213,7 +213,7 @@ at::Tensor OpRunner::to_predicted_layout(const at::Tensor& found, const TensorMe
 }
 
 void OpRunner::check_alias(const ExpectedOutput& predicted, const IValue& value) const {
-  const OpInput& input = inputs_[predicted.index];
+  const OpInput& input = inputs_[predicted.alias_index];
   if (value.isTensor() && value.toTensor().is_same(input.tensor)) return;
   if (value.isTensor() && value.toTensor().defined() && value.toTensor().layout() == c10::kStrided &&
       value.toTensor().storage().is_alias_of(input.slot->storage) &&
@@ -228,7 +228,7 @@ bool OpRunner::writes_usable_tensor(const std::vector<TemplateArgument>& argumen
   bool found = false;
   for_each_tensor_argument(arguments, data, [&](const TemplateArgument& argument, uint32_t storage) {
     const StorageSlot& slot = storages_.existing_slot(storage);
-    found = found || (argument.written && !slot.failure);
+    found = found || (argument.is_written && !slot.failure);
   });
   return found;
 }
@@ -262,7 +262,7 @@ FailurePtr OpRunner::run_dynamic(DecodedTemplate& op_template, WireReader& in, u
   op_count_.store(op_count() + 1, std::memory_order_relaxed);
   try {
     invoke_op(op_template, data);
-    reply.u32(static_cast<uint32_t>(stack_.size()));
+    reply.write_u32(static_cast<uint32_t>(stack_.size()));
     for (const IValue& value : stack_) encode_output(value, reply);
     encode_resized_inputs(reply);
     if (!new_tensors_.empty()) {
@@ -286,30 +286,30 @@ void OpRunner::check_quota_for_outputs(const DecodedTemplate& op_template) const
 }
 
 void OpRunner::encode_output(const IValue& value, WireWriter& reply) {
-  auto kind = [&reply](OutputKind kind) { reply.u8(static_cast<uint8_t>(kind)); };
+  auto kind = [&reply](OutputKind kind) { reply.write_u8(static_cast<uint8_t>(kind)); };
   if (value.isTensor()) {
     encode_tensor(value.toTensor(), reply);
   } else if (value.isList()) {
     auto items = value.toListRef();
     if (items.size() > LIST_ITEMS_MAX) throw OpRefused("the op returns too many results");
     kind(OutputKind::List);
-    reply.u32(static_cast<uint32_t>(items.size()));
+    reply.write_u32(static_cast<uint32_t>(items.size()));
     for (const IValue& item : items) encode_output(item, reply);
   } else if (value.isNone()) {
     kind(OutputKind::None);
   } else if (value.isInt()) {
     kind(OutputKind::Integer);
-    reply.i64(value.toInt());
+    reply.write_i64(value.toInt());
   } else if (value.isDouble()) {
     kind(OutputKind::Float);
-    reply.f64(value.toDouble());
+    reply.write_f64(value.toDouble());
   } else if (value.isBool()) {
     kind(OutputKind::Boolean);
-    reply.u8(value.toBool());
+    reply.write_u8(value.toBool());
   } else if (value.isComplexDouble()) {
     kind(OutputKind::Complex);
-    reply.f64(value.toComplexDouble().real());
-    reply.f64(value.toComplexDouble().imag());
+    reply.write_f64(value.toComplexDouble().real());
+    reply.write_f64(value.toComplexDouble().imag());
   } else {
     throw OpRefused("the result is a " + value.tagKind() + ", which is not supported");
   }
@@ -317,22 +317,22 @@ void OpRunner::encode_output(const IValue& value, WireWriter& reply) {
 
 void OpRunner::encode_tensor(const at::Tensor& tensor, WireWriter& reply) {
   if (!tensor.defined()) {
-    reply.u8(static_cast<uint8_t>(OutputKind::None));
+    reply.write_u8(static_cast<uint8_t>(OutputKind::None));
     return;
   }
   for (size_t i = 0; i < inputs_.size(); i++) {
     if (!tensor.is_same(inputs_[i].tensor)) continue;
-    reply.u8(static_cast<uint8_t>(OutputKind::Alias));
-    reply.u32(static_cast<uint32_t>(i));
+    reply.write_u8(static_cast<uint8_t>(OutputKind::Alias));
+    reply.write_u32(static_cast<uint32_t>(i));
     return;
   }
   new_tensors_.push_back(copy_if_shared(tensor));
   const at::Tensor& added = new_tensors_.back();
-  reply.u8(static_cast<uint8_t>(OutputKind::New));
-  reply.u8(static_cast<uint8_t>(added.scalar_type()));
-  reply.u8(static_cast<uint8_t>(added.dim()));
-  for (int64_t size : added.sizes()) reply.i64(size);
-  for (int64_t stride : added.strides()) reply.i64(stride);
+  reply.write_u8(static_cast<uint8_t>(OutputKind::New));
+  reply.write_u8(static_cast<uint8_t>(added.scalar_type()));
+  reply.write_u8(static_cast<uint8_t>(added.dim()));
+  for (int64_t size : added.sizes()) reply.write_i64(size);
+  for (int64_t stride : added.strides()) reply.write_i64(stride);
 }
 
 at::Tensor OpRunner::copy_if_shared(const at::Tensor& found) const {
@@ -354,7 +354,7 @@ void OpRunner::encode_resized_inputs(WireWriter& reply) {
   uint64_t more_bytes = total_storage_bytes(new_tensors_);
   for (uint32_t i = 0; i < inputs_.size(); i++) {
     const OpInput& input = inputs_[i];
-    if (!input.written || !has_changed_metadata(input)) continue;
+    if (!input.is_written || !has_changed_metadata(input)) continue;
     if (!input.tensor.storage().is_alias_of(input.slot->storage)) {
       throw OpRefused("the op gives a tensor the memory of another one");
     }
@@ -364,15 +364,15 @@ void OpRunner::encode_resized_inputs(WireWriter& reply) {
     more_bytes += new_output_bytes > input.slot->bytes ? new_output_bytes - input.slot->bytes : 0;
   }
   storages_.check_quota(more_bytes);
-  reply.u32(static_cast<uint32_t>(changed.size()));
+  reply.write_u32(static_cast<uint32_t>(changed.size()));
   for (uint32_t i : changed) {
     const at::Tensor& tensor = inputs_[i].tensor;
-    reply.u32(i);
-    reply.u64(tensor.storage().nbytes());
-    reply.u8(static_cast<uint8_t>(tensor.dim()));
-    reply.i64(tensor.storage_offset());
-    for (int64_t size : tensor.sizes()) reply.i64(size);
-    for (int64_t stride : tensor.strides()) reply.i64(stride);
+    reply.write_u32(i);
+    reply.write_u64(tensor.storage().nbytes());
+    reply.write_u8(static_cast<uint8_t>(tensor.dim()));
+    reply.write_i64(tensor.storage_offset());
+    for (int64_t size : tensor.sizes()) reply.write_i64(size);
+    for (int64_t stride : tensor.strides()) reply.write_i64(stride);
     storages_.update_size(*inputs_[i].slot);
   }
 }

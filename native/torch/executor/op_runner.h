@@ -49,7 +49,7 @@ class OpRunner {
     StorageSlot* slot;
     const TensorMeta* meta;
     int64_t offset;
-    bool written;
+    bool is_written;
   };
 
   void invoke_op(DecodedTemplate& op_template, const uint8_t* data);

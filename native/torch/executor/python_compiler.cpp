@@ -64,7 +64,7 @@ class StepConverter {
       case ArgumentKind::Tensor: {
         auto storage = read_next_value<uint32_t>(data);
         int64_t offset = argument.has_offset ? read_next_value<int64_t>(data) : 0;
-        return convert_tensor(storage, *argument.meta, offset, argument.written);
+        return convert_tensor(storage, *argument.meta, offset, argument.is_written);
       }
       case ArgumentKind::ScalarTensor:
         return convert_scalar(argument, data);
@@ -158,8 +158,8 @@ StorageView storage_view_from_python(py::handle fields) {
   auto [storage, dtype, sizes, strides, offset] =
       fields.cast<std::tuple<uint32_t, at::ScalarType, IntegerVector, IntegerVector, int64_t>>();
   WireWriter dimensions;
-  for (int64_t each : sizes) dimensions.i64(each);
-  for (int64_t each : strides) dimensions.i64(each);
+  for (int64_t each : sizes) dimensions.write_i64(each);
+  for (int64_t each : strides) dimensions.write_i64(each);
   WireReader in(dimensions.data(), dimensions.size());
   StorageView view;
   view.storage = storage;

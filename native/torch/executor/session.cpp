@@ -26,7 +26,7 @@ constexpr const char* ALLOCATE_OP_NAME = "memory for a tensor";
 
 bool is_fetch_parcel(const uint8_t* records, size_t bytes) {
   return bytes >= sizeof(uint32_t) &&
-         WireReader(records, bytes).u32() >> 24 == static_cast<uint32_t>(RecordKind::FetchParcel);
+         WireReader(records, bytes).read_u32() >> 24 == static_cast<uint32_t>(RecordKind::FetchParcel);
 }
 
 // State of the serving thread: the device, and no autograd, which runs on the client.
@@ -152,7 +152,7 @@ void Session::handle_upload_frame(FrameReader& frames, const FrameHeader& header
 bool Session::handle_records(const uint8_t* records, size_t bytes) {
   WireReader in(records, bytes);
   while (in.remaining() > 0) {
-    uint32_t head = in.u32();
+    uint32_t head = in.read_u32();
     auto kind = static_cast<RecordKind>(head >> 24);
     uint32_t argument = head & RECORD_ARGUMENT_MAX;
     if (kind == RecordKind::Op) {
@@ -185,7 +185,7 @@ void Session::handle_record(RecordKind kind, uint32_t argument, WireReader& in) 
     case RecordKind::DynamicOp:
       return run_dynamic_op(*get_template(argument), in);
     case RecordKind::BindOutputs: {
-      uint64_t number = in.u64();
+      uint64_t number = in.read_u64();
       return ops_.bind_outputs(number, argument, in);
     }
     case RecordKind::DefineTemplate:
@@ -195,7 +195,7 @@ void Session::handle_record(RecordKind kind, uint32_t argument, WireReader& in) 
     case RecordKind::Allocate:
       return handle_allocate(in);
     case RecordKind::Free:
-      return handle_free(in.u32());
+      return handle_free(in.read_u32());
     case RecordKind::Resize:
       return handle_resize(in);
     case RecordKind::Put:
@@ -205,21 +205,21 @@ void Session::handle_record(RecordKind kind, uint32_t argument, WireReader& in) 
     case RecordKind::Sync:
       return reply_after_synchronizing();
     case RecordKind::Seed: {
-      uint32_t generator = in.u32();
-      return generators_.seed(generator, in.u64());
+      uint32_t generator = in.read_u32();
+      return generators_.seed(generator, in.read_u64());
     }
     case RecordKind::GeneratorState:
-      return reply_generator_state(in.u32());
+      return reply_generator_state(in.read_u32());
     case RecordKind::SetGenerator:
       return handle_set_generator(in);
     case RecordKind::FreeGenerator:
-      return generators_.free(in.u32());
+      return generators_.free_generator(in.read_u32());
     case RecordKind::Stats:
       return reply_stats(/*reset_peak=*/argument == 1);
     case RecordKind::PublishParcel:
       return publish_parcel(in);
     case RecordKind::DropParcel:
-      return parcels_.drop_parcel(in.u64());
+      return parcels_.drop_parcel(in.read_u64());
     case RecordKind::FetchParcel:
       throw ProtocolError("a FetchParcel is not alone in its frame");
     default:
@@ -230,21 +230,21 @@ void Session::handle_record(RecordKind kind, uint32_t argument, WireReader& in) 
 void Session::handle_graph_record(RecordKind kind, uint32_t argument, WireReader& in) {
   switch (kind) {
     case RecordKind::GraphBegin:
-      return graphs_.begin(in.u32());
+      return graphs_.begin_recording(in.read_u32());
     case RecordKind::GraphEnd:
-      return graphs_.end(argument);
+      return graphs_.end_recording(argument);
     case RecordKind::GraphStep:
       return record_graph_step(get_template(argument), in);
     case RecordKind::GraphReplay:
-      return keep_first_failure(graphs_.replay(in.u32()));
+      return keep_first_failure(graphs_.replay(in.read_u32()));
     case RecordKind::GraphResult: {
-      uint32_t result = in.u32();
-      return keep_first_failure(graphs_.share_result(result, in.u32()));
+      uint32_t result = in.read_u32();
+      return keep_first_failure(graphs_.share_result(result, in.read_u32()));
     }
     case RecordKind::GraphFree:
-      return graphs_.free(in.u32());
+      return graphs_.free_graph(in.read_u32());
     case RecordKind::GraphReport:
-      return reply_graph_report(in.u32());
+      return reply_graph_report(in.read_u32());
     default:
       throw ProtocolError("a record has an unknown kind");
   }
@@ -312,7 +312,7 @@ void Session::define_template(uint32_t number, WireReader& in) {
   }
   if (number >= templates_.size()) templates_.resize(number + 1);
   if (templates_[number]) throw ProtocolError("template " + std::to_string(number) + " is already defined");
-  uint32_t bytes = in.u32();
+  uint32_t bytes = in.read_u32();
   WireReader body(in.consume(bytes), bytes);
   auto parsed = template_reader_.read(body);
   *template_entries_ += parsed->entry_count;
@@ -346,8 +346,8 @@ void Session::run_dynamic_op(DecodedTemplate& op_template, WireReader& in) {
 // --- memory -------------------------------------------------------------------------------------
 
 void Session::handle_allocate(WireReader& in) {
-  uint32_t storage = in.u32();
-  uint64_t bytes = in.u64();
+  uint32_t storage = in.read_u32();
+  uint64_t bytes = in.read_u64();
   storages_.check_unused(storage);
   if (bytes > INT64_MAX) throw ProtocolError("the size of a storage overflows");
   if (graphs_.is_recording()) graphs_.record_allocate(storage, bytes);
@@ -361,9 +361,9 @@ void Session::handle_allocate(WireReader& in) {
 }
 
 void Session::handle_resize(WireReader& in) {
-  uint32_t storage = in.u32();
+  uint32_t storage = in.read_u32();
   StorageSlot& slot = storages_.existing_slot(storage);
-  uint64_t bytes = in.u64();
+  uint64_t bytes = in.read_u64();
   if (bytes > INT64_MAX) throw ProtocolError("the size of a storage overflows");
   if (slot.failure) return;
   graphs_.before_storage_freed(storage, slot);
@@ -393,7 +393,7 @@ void Session::handle_free(uint32_t storage) {
 
 void Session::handle_put(bool is_inline, WireReader& in) {
   StorageView view = read_view(in);
-  uint64_t bytes = in.u64();
+  uint64_t bytes = in.read_u64();
   if (bytes != view.meta.content_bytes) throw ProtocolError("the size of an upload differs from its tensor");
   if (is_inline && bytes > INLINE_UPLOAD_BYTES_MAX)
     throw ProtocolError("an upload is too large for a record");
@@ -420,7 +420,7 @@ at::Tensor Session::choose_staging_tensor(const at::Tensor& target, const Storag
 // --- copies between executors -------------------------------------------------------------------
 
 void Session::publish_parcel(WireReader& in) {
-  uint64_t number = in.u64();
+  uint64_t number = in.read_u64();
   StorageView view = read_view(in);
   parcels_.check_number_increases(number);
   StorageSlot& slot = storages_.existing_slot(view.storage);
@@ -446,7 +446,7 @@ void Session::publish_parcel(WireReader& in) {
 void Session::fetch_parcel(WireReader in, FrameReader& frames) {
   check_recordable(RecordKind::FetchParcel);
   StorageView view = read_view(in);
-  uint64_t bytes = in.u64();
+  uint64_t bytes = in.read_u64();
   ParcelOrigin origin = read_parcel_origin(in);
   if (in.remaining() > 0) throw ProtocolError("a FetchParcel is not alone in its frame");
   if (bytes != view.meta.content_bytes) throw ProtocolError("the size of a copy differs from its tensor");
@@ -508,7 +508,7 @@ void Session::reply_after_synchronizing() {
 }
 
 void Session::handle_set_generator(WireReader& in) {
-  uint32_t generator = in.u32(), bytes = in.u32();
+  uint32_t generator = in.read_u32(), bytes = in.read_u32();
   const uint8_t* state = in.consume(bytes);
   run_without_reply([&] { generators_.set_state(generator, state, bytes); }, "set_rng_state");
 }
@@ -533,9 +533,9 @@ void Session::reply_graph_report(uint32_t graph) {
   run_with_reply([&] {
     GraphReport report = graphs_.report(graph);
     WireWriter payload;
-    payload.u8(static_cast<uint8_t>(report.kind));
-    payload.u64(report.replays);
-    payload.text(report.reason);
+    payload.write_u8(static_cast<uint8_t>(report.kind));
+    payload.write_u64(report.replays);
+    payload.write_text(report.reason);
     replies_.send_reply(payload);
   });
 }

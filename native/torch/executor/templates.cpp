@@ -20,7 +20,7 @@ constexpr uint64_t NEW_BYTES_MAX = uint64_t{1} << 62;
 // --- format: independent of the op --------------------------------------------------------------
 
 uint32_t read_count(WireReader& in, uint32_t max) {
-  uint32_t count = in.u32();
+  uint32_t count = in.read_u32();
   // Each item has at least one byte: a count that exceeds the body is rejected before memory is allocated.
   if (count > max || count > in.remaining()) throw ProtocolError("a template exceeds the maximum size");
   return count;
@@ -37,7 +37,7 @@ class TemplateBodyReader {
   }
 
   void read_outputs() {
-    uint8_t predicted = in_.u8();
+    uint8_t predicted = in_.read_u8();
     if (predicted > 1) throw ProtocolError("a template is malformed");
     template_.has_predicted_outputs = predicted != 0;
     if (!template_.has_predicted_outputs) return;
@@ -49,7 +49,7 @@ class TemplateBodyReader {
   TemplateArgument read_argument(bool in_list) {
     template_.entry_count++;
     TemplateArgument result;
-    result.kind = static_cast<ArgumentKind>(in_.u8());
+    result.kind = static_cast<ArgumentKind>(in_.read_u8());
     switch (result.kind) {
       case ArgumentKind::None:
         break;
@@ -63,21 +63,21 @@ class TemplateBodyReader {
         result.constant = at::Tensor();
         break;
       case ArgumentKind::Integer:
-        result.constant = in_.i64();
+        result.constant = in_.read_i64();
         break;
       case ArgumentKind::Boolean:
-        result.constant = in_.u8() != 0;
+        result.constant = in_.read_u8() != 0;
         break;
       case ArgumentKind::Float:
-        result.constant = in_.f64();
+        result.constant = in_.read_f64();
         break;
       case ArgumentKind::Complex: {
-        double real = in_.f64();
-        result.constant = c10::complex<double>(real, in_.f64());
+        double real = in_.read_f64();
+        result.constant = c10::complex<double>(real, in_.read_f64());
         break;
       }
       case ArgumentKind::Text:
-        result.constant = in_.text();
+        result.constant = in_.read_text();
         break;
       case ArgumentKind::List:
         read_list(result, in_list);
@@ -99,7 +99,7 @@ class TemplateBodyReader {
   }
 
   void read_tensor(TemplateArgument& result) {
-    uint8_t dtype = in_.u8(), dimensions = in_.u8(), flags = in_.u8();
+    uint8_t dtype = in_.read_u8(), dimensions = in_.read_u8(), flags = in_.read_u8();
     result.has_offset = flags & VIEW_HAS_OFFSET;
     result.meta = std::make_unique<TensorMeta>(read_tensor_meta(in_, dtype, dimensions, flags));
     template_.data_bytes += sizeof(uint32_t) + (result.has_offset ? sizeof(int64_t) : 0);
@@ -107,9 +107,9 @@ class TemplateBodyReader {
   }
 
   void read_scalar_tensor(TemplateArgument& result) {
-    auto dtype = to_supported_dtype(in_.u8());
+    auto dtype = to_supported_dtype(in_.read_u8());
     result.scalar = at::zeros({}, at::TensorOptions().dtype(dtype).device(c10::kCPU));
-    if (in_.u8()) result.scalar.unsafeGetTensorImpl()->set_wrapped_number(true);
+    if (in_.read_u8()) result.scalar.unsafeGetTensorImpl()->set_wrapped_number(true);
     template_.data_bytes += SCALAR_TENSOR_BYTES;
   }
 
@@ -123,12 +123,12 @@ class TemplateBodyReader {
   ExpectedOutput read_output(bool in_list) {
     template_.entry_count++;
     ExpectedOutput result;
-    result.kind = static_cast<OutputKind>(in_.u8());
+    result.kind = static_cast<OutputKind>(in_.read_u8());
     switch (result.kind) {
       case OutputKind::None:
         break;
       case OutputKind::New: {
-        uint8_t dtype = in_.u8(), dimensions = in_.u8();
+        uint8_t dtype = in_.read_u8(), dimensions = in_.read_u8();
         result.meta = read_tensor_meta(in_, dtype, dimensions, 0);
         template_.new_outputs++;
         template_.new_output_bytes += result.meta.span_bytes;
@@ -137,8 +137,8 @@ class TemplateBodyReader {
         break;
       }
       case OutputKind::Alias:
-        result.index = in_.u32();
-        if (result.index >= template_.tensor_count)
+        result.alias_index = in_.read_u32();
+        if (result.alias_index >= template_.tensor_count)
           throw ProtocolError("an output is an alias of an argument that does not exist");
         break;
       case OutputKind::List: {
@@ -149,7 +149,7 @@ class TemplateBodyReader {
         break;
       }
       case OutputKind::Integer:
-        result.integer = in_.i64();
+        result.integer = in_.read_i64();
         break;
       default:
         throw ProtocolError("an output has a kind that cannot be predicted");
@@ -173,7 +173,7 @@ c10::TypePtr list_element_type(const c10::TypePtr& type) {
   return type->castRaw<c10::ListType>()->getElementType();
 }
 
-bool is_list(const c10::TypePtr& type) { return type->kind() == TypeKind::ListType; }
+bool is_list_type(const c10::TypePtr& type) { return type->kind() == TypeKind::ListType; }
 
 bool is_supported_argument(const c10::TypePtr& type) {
   switch (type->kind()) {
@@ -212,12 +212,12 @@ bool is_supported_return(const c10::TypePtr& type) {
 void check_schema(const c10::FunctionSchema& schema) {
   for (const auto& argument : schema.arguments()) {
     auto type = strip_optional_type(argument.real_type());
-    if (is_list(type)) type = strip_optional_type(list_element_type(type));
+    if (is_list_type(type)) type = strip_optional_type(list_element_type(type));
     if (!is_supported_argument(type)) throw OpRefused("it takes a " + argument.real_type()->str());
   }
   for (const auto& returned : schema.returns()) {
     auto type = returned.real_type();
-    if (is_list(type)) type = list_element_type(type);
+    if (is_list_type(type)) type = list_element_type(type);
     if (!is_supported_return(type)) throw OpRefused("it returns a " + returned.real_type()->str());
   }
 }
@@ -236,7 +236,7 @@ class ArgumentConverter {
   void convert(TemplateArgument& argument, const c10::TypePtr& real, const c10::TypePtr& fake, bool written) {
     if (real->kind() == TypeKind::OptionalType && argument.kind == ArgumentKind::None) {
       set_constant(argument, IValue());
-    } else if (is_list(strip_optional_type(real))) {
+    } else if (is_list_type(strip_optional_type(real))) {
       convert_list(argument, strip_optional_type(real), strip_optional_type(fake), written);
     } else {
       convert_item(argument, *strip_optional_type(real), written);
@@ -301,7 +301,7 @@ class ArgumentConverter {
   }
 
   bool convert_tensor(TemplateArgument& argument, bool written) {
-    argument.written = written;
+    argument.is_written = written;
     switch (argument.kind) {
       case ArgumentKind::Tensor:
         return true;
@@ -395,7 +395,7 @@ int find_size_argument(const c10::FunctionSchema& schema) {
   }
   for (size_t i = 0; i < schema.arguments().size(); i++) {
     const auto& argument = schema.arguments()[i];
-    if (argument.name() == "size" && is_list(argument.type()) &&
+    if (argument.name() == "size" && is_list_type(argument.type()) &&
         list_element_type(argument.type())->kind() == TypeKind::IntType) {
       return static_cast<int>(i);
     }
@@ -434,7 +434,7 @@ TemplateReader::TemplateReader(c10::Device device, std::vector<std::string> allo
 
 std::unique_ptr<DecodedTemplate> TemplateReader::read(WireReader& body) const {
   auto result = std::make_unique<DecodedTemplate>();
-  std::string name = body.text(), overload = body.text();
+  std::string name = body.read_text(), overload = body.read_text();
   if (name.size() > NAME_BYTES_MAX || overload.size() > NAME_BYTES_MAX) {
     throw ProtocolError("the name of an op is longer than allowed");
   }

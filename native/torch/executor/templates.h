@@ -24,7 +24,7 @@ namespace genie {
 struct TemplateArgument {
   ArgumentKind kind = ArgumentKind::None;
   bool has_offset = false;
-  bool written = false;
+  bool is_written = false;
   c10::IValue constant;
   std::unique_ptr<TensorMeta> meta;     // Tensor
   at::Tensor scalar;                    // ScalarTensor; filled for each call
@@ -72,9 +72,9 @@ void for_each_tensor_argument(const std::vector<TemplateArgument>& arguments, co
 
 struct ExpectedOutput {
   OutputKind kind = OutputKind::None;
-  uint32_t index = 0;   // Alias
-  int64_t integer = 0;  // Integer
-  TensorMeta meta;      // New
+  uint32_t alias_index = 0;  // Alias
+  int64_t integer = 0;       // Integer
+  TensorMeta meta;           // New
   std::vector<ExpectedOutput> items;
 };
 

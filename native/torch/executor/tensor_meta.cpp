@@ -25,7 +25,7 @@ int64_t multiply_checked(int64_t one, int64_t other) {
 void read_dimensions(WireReader& in, size_t count, c10::SmallVector<int64_t, 5>& into) {
   into.resize(count);
   for (int64_t& number : into) {
-    number = in.i64();
+    number = in.read_i64();
     if (number < 0) throw ProtocolError("a tensor has a negative size or stride");
   }
 }
@@ -68,10 +68,10 @@ TensorMeta read_tensor_meta(WireReader& in, uint8_t dtype, uint8_t dimensions, u
 
 StorageView read_view(WireReader& in) {
   StorageView view;
-  view.storage = in.u32();
-  uint8_t dtype = in.u8(), dimensions = in.u8(), flags = in.u8();
-  in.u8();
-  view.offset = in.i64();
+  view.storage = in.read_u32();
+  uint8_t dtype = in.read_u8(), dimensions = in.read_u8(), flags = in.read_u8();
+  in.read_u8();
+  view.offset = in.read_i64();
   view.meta = read_tensor_meta(in, dtype, dimensions, flags);
   return view;
 }
