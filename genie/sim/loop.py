@@ -58,8 +58,8 @@ class _SimulatedSelector(selectors.BaseSelector):
 
 
 class _NumberedTask(asyncio.Task[Any]):
-    """A task whose hash is its number, not its address: asyncio cancels the tasks of a group in the order of a
-    set, which must be the same in each run."""
+    """A task whose hash is its number, not its address: asyncio cancels the tasks of a group in the order of
+    a set, which must be the same in each run."""
 
     def __init__(self, coroutine: Coroutine[Any, Any, Any], *, number: int, **options: Any) -> None:
         self._number = number
