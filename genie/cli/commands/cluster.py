@@ -200,7 +200,7 @@ def drain(
 ) -> None:
     """Stop placing jobs on a node; running jobs continue. Lasts until 'genie undrain'."""
     _change_node(invocation, node_id, lambda client: client.drain_node(node_id, reason=reason))
-    output.write_line(f"{node_id}: drained; running jobs continue")
+    output.write_line(f"{node_id}: draining; running jobs continue")
 
 
 @command(app, "undrain", example="genie undrain gpu-box-3")
@@ -209,7 +209,7 @@ def undrain(
     *,
     node_id: NodeId,
 ) -> None:
-    """Resume placing jobs on a drained node."""
+    """Resume placing jobs on a draining or drained node."""
     _change_node(invocation, node_id, lambda client: client.undrain_node(node_id))
     output.write_line(f"{node_id}: accepting work again")
 

@@ -305,6 +305,8 @@ async def _show_log(settings: Settings, job_id: str, *, follow: bool, run: int) 
     from genie.cluster.client import open_client
 
     async with open_client(settings) as client:
+        if follow and not run:
+            await _print_start_wait(client, job_id)
         is_empty = True
         async for data in client.follow_log(job_id, follow=follow, run=run):
             is_empty = False
@@ -317,16 +319,33 @@ async def _explain_empty_log(client: ClusterClient, job_id: str) -> None:
     """Print the state of a job that has not started: without it, no output looks like an error."""
     from genie.model.job import JobState
 
-    name, _, rank = job_id.rpartition(".")
-    job = await client.get_job(name if name and rank.isdecimal() else job_id)
+    job = await _fetch_job_of_worker(client, job_id)
     if job.state in (JobState.QUEUED, JobState.PLACING):
         output.print_message(f"no output yet: job {job.job_id} is {job.state}; 'genie logs -f' waits for it")
+
+
+async def _print_start_wait(client: ClusterClient, job_id: str) -> None:
+    """Print why a job that has not started is pending: following its log prints nothing until then."""
+    from genie.model.job import JobState
+
+    job = await _fetch_job_of_worker(client, job_id)
+    if job.state in (JobState.QUEUED, JobState.PLACING):
+        reason = f": {output.one_line(job.reason)}" if job.reason else ""
+        output.print_message(f"waiting for job {job.job_id} to start; it is {job.state}{reason}")
+
+
+async def _fetch_job_of_worker(client: ClusterClient, worker: str) -> Job:
+    """Fetch the job of `JOB` or `JOB.RANK`."""
+    name, _, rank = worker.rpartition(".")
+    return await client.get_job(name if name and rank.isdecimal() else worker)
 
 
 async def _whole_log(settings: Settings, job_id: str, *, follow: bool, run: int) -> bytes:
     from genie.cluster.client import open_client
 
     async with open_client(settings) as client:
+        if follow and not run:
+            await _print_start_wait(client, job_id)
         return b"".join([data async for data in client.follow_log(job_id, follow=follow, run=run)])
 
 

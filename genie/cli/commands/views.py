@@ -16,7 +16,15 @@ if TYPE_CHECKING:
     from genie.model.messages import NodeView, StatusReply
     from genie.model.node import GPUInfo
 
-_NODE_COLUMNS = ("node", "status", "address", "cpus allocated", "memory allocated", "heartbeat", "reason")
+_NODE_COLUMNS = (
+    "node",
+    "status",
+    "address",
+    "cpus allocated",
+    "host memory allocated",
+    "heartbeat",
+    "reason",
+)
 _NODE_DROPPABLE = ("address", "heartbeat", "cpus allocated")
 _GPU_COLUMNS = ("node", "gpu", "accelerator", "memory total", "memory used", "utilization", "temp", "jobs")
 _GPU_DROPPABLE = ("temp", "utilization")
@@ -121,8 +129,14 @@ def _node_row(view: NodeView, *, now: float) -> tuple[str, ...]:
         f"{view.node_holds.cpus_used:g} of {info.cpus:g}",
         f"{size_text(view.node_holds.memory_used_bytes)} of {size_text(info.memory_total_bytes)}",
         f"{duration_text(now - info.last_heartbeat)} ago",
-        "; ".join(filter(None, (view.drained, info.status_reason))),
+        "; ".join(filter(None, (_format_drain(view), info.status_reason))),
     )
+
+
+def _format_drain(view: NodeView) -> str:
+    """Format the stored `draining: REASON`, which is `drained: REASON` once no job is left on the node."""
+    state, colon, reason = view.drained.partition(":")
+    return view.drained if view.node_holds.holds or not state else f"drained{colon}{reason}"
 
 
 def _gpu_row(view: NodeView, gpu: GPUInfo) -> tuple[str, ...]:

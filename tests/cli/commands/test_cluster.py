@@ -155,7 +155,7 @@ def test_forget_shows_the_reason_of_a_rejection(genie, controller, error) -> Non
 
 def test_drain_and_undrain_a_node(genie, controller) -> None:
     controller.replies |= {DrainNode: Done(), UndrainNode: Done()}
-    assert genie("drain", "box", "--reason", "new fans")[:2] == (0, "box: drained; running jobs continue\n")
+    assert genie("drain", "box", "--reason", "new fans")[:2] == (0, "box: draining; running jobs continue\n")
     assert genie("undrain", "box")[:2] == (0, "box: accepting work again\n")
     assert controller.requests == [DrainNode(node_id="box", reason="new fans"), UndrainNode(node_id="box")]
     for name in ("drain", "undrain"):
