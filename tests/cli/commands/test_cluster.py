@@ -16,7 +16,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from genie.cli.commands.cluster import _access_facts, _print_ending_jobs, _print_summary
+from genie.cli.commands.cluster import _access_commands, _print_ending_jobs, _print_summary
 from genie.config import load
 from genie.errors import NodeError, NodeNotFoundError
 from genie.model.job import JobState, Placement
@@ -175,7 +175,7 @@ def test_forget_accepts_only_node_ids(genie, controller) -> None:
     ],
 )
 def test_up_shows_join_commands_only_if_others_can_connect(loopback, message) -> None:
-    facts = dict(_access_facts("10.0.0.5:6000", loopback=loopback))
+    facts = dict(_access_commands("10.0.0.5:6000", loopback=loopback))
     assert message in facts["join"]
     assert ("genie login 10.0.0.5:6000" in facts.get("login", "")) is not loopback
 

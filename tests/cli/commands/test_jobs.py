@@ -8,7 +8,7 @@ import signal
 
 import pytest
 
-from genie.cli.commands.jobs import job_spec
+from genie.cli.commands.jobs import build_job_spec
 from genie.cli.placement_options import PlacementOptions
 from genie.errors import (
     GenieError,
@@ -35,7 +35,7 @@ PLAIN = {"argv": ["python", "train.py"], "name": None, "gpus": "0", "cpus": "0",
 
 
 def spec_with(**changes):
-    return job_spec(**{**PLAIN, **changes}, options=PlacementOptions(), now=0.0)
+    return build_job_spec(**{**PLAIN, **changes}, options=PlacementOptions(), now=0.0)
 
 
 def job_reply(job_after):
