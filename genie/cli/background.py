@@ -36,13 +36,13 @@ def start_in_background(
     """
     from genie.processes import files
     from genie.supervisor import local_cluster, process_records
-    from genie.supervisor.child import limit_log_size
+    from genie.supervisor.child import rotate_log_if_large
 
     state_dir = settings.paths.state_dir
     log = process_records.log_path(state_dir, local_cluster.SUPERVISOR)
     for folder in (state_dir, log.parent):  # one at a time: mkdir -p would not make the parent private
         files.make_private_directory(folder)
-    limit_log_size(log)
+    rotate_log_if_large(log)
     argv = [sys.executable, "-m", "genie", *_shared_option_arguments(invocation), *arguments]
     argv += [] if token is None else ["--token-file", "-"]
     with log.open("ab") as file:

@@ -96,7 +96,7 @@ def up(
         return
     from genie.supervisor import local_cluster
 
-    supervision = local_cluster.up(settings, progress=output.print_message, agent=not no_agent)
+    supervision = local_cluster.run_local_cluster(settings, progress=output.print_message, agent=not no_agent)
     raise typer.Exit(_run_supervisor(supervision, settings))
 
 
@@ -146,10 +146,10 @@ def join(
         background.start_in_background(
             join_command, settings=settings, invocation=invocation, token=settings.cluster.token
         )
-        running = local_cluster.find_running(settings.paths.state_dir)
+        running = local_cluster.find_running_cluster(settings.paths.state_dir)
         output.write_line(_format_joined_message(settings, running.node_id if running else "-"))
         return
-    supervision = local_cluster.up_agent(settings, settings.cluster, progress=output.print_message)
+    supervision = local_cluster.run_local_agent(settings, settings.cluster, progress=output.print_message)
     raise typer.Exit(_run_supervisor(supervision, settings))
 
 
@@ -159,7 +159,7 @@ def down(invocation: Invocation) -> None:
     from genie.supervisor import local_cluster
 
     settings = invocation.load_settings()
-    found = local_cluster.find_running(settings.paths.state_dir)
+    found = local_cluster.find_running_cluster(settings.paths.state_dir)
     if found is None:
         output.write_line("nothing to stop: no cluster or agent is running on this machine")
         return
@@ -171,7 +171,9 @@ def down(invocation: Invocation) -> None:
         progress = _ignore_progress
         output.print_message(f"stopping the agent of node {found.node_id}")
     asyncio.run(
-        local_cluster.stop_running(state_dir, progress=progress, agent_grace_s=settings.agent.stop_grace_s)
+        local_cluster.stop_running_cluster(
+            state_dir, progress=progress, agent_grace_s=settings.agent.stop_grace_s
+        )
     )
     output.write_line("stopped")
 
@@ -325,7 +327,7 @@ async def _print_summary(settings: Settings) -> None:
     from genie.controller.nodes.admission import advertised_host
     from genie.model.names import is_loopback
     from genie.runtime.credentials import OWNER_TOKEN_FILE, LocalCluster
-    from genie.supervisor.local_cluster import owner_access
+    from genie.supervisor.local_cluster import make_owner_access
 
     state_dir = settings.paths.state_dir
     found = LocalCluster.read(state_dir)
@@ -334,7 +336,7 @@ async def _print_summary(settings: Settings) -> None:
     if not (state_dir / OWNER_TOKEN_FILE).exists():  # only a standby has none
         output.write_fields([("address", where), ("role", "standby"), ("stop", "genie down")])
         return
-    access = owner_access(state_dir, found)
+    access = make_owner_access(state_dir, found)
     async with open_client(dataclasses.replace(settings, cluster=access)) as client:
         status = await client.status()
         if not status.leading:
@@ -410,13 +412,13 @@ async def _fetch_running_jobs(settings: Settings) -> list[Job]:
     from genie.model.job import JobState
     from genie.model.limits import LIST_MAX
     from genie.runtime.credentials import LocalCluster
-    from genie.supervisor.local_cluster import owner_access
+    from genie.supervisor.local_cluster import make_owner_access
 
     state_dir = settings.paths.state_dir
     found = LocalCluster.read(state_dir)
     if found is None:
         return []
-    ours = dataclasses.replace(settings, cluster=owner_access(state_dir, found))
+    ours = dataclasses.replace(settings, cluster=make_owner_access(state_dir, found))
     async with (
         asyncio.timeout(_LIST_JOBS_TIMEOUT_S),
         open_client(ours, timeout_s=_LIST_JOBS_TIMEOUT_S) as client,

@@ -31,7 +31,7 @@ from genie.model.messages import (
     RemoveNode,
     UndrainNode,
 )
-from genie.supervisor.local_cluster import find_running
+from genie.supervisor.local_cluster import find_running_cluster
 from tests.cli.conftest import Ran
 from tests.cli.sample_messages import job as sample_job
 from tests.cli.sample_messages import status
@@ -49,7 +49,7 @@ def test_public_address_without_tls_is_rejected(genie, state_dir, detach) -> Non
     ran = genie("up", "--bind", "0.0.0.0", "--tls", "off", *detach)
     assert (ran.code, ran.out) == (2, "")
     assert "tls is off" in ran.err and "hint: " in ran.err
-    assert find_running(state_dir) is None
+    assert find_running_cluster(state_dir) is None
 
 
 @pytest.mark.parametrize("detach", [[], ["--detach"]])
@@ -59,7 +59,7 @@ def test_port_in_use_is_named(genie, state_dir, detach) -> None:
         ran = genie("up", "--port", str(port), *detach)
     assert ran.code == 1
     assert f"port {port} on 127.0.0.1 is in use" in ran.err and "hint: " in ran.err
-    assert find_running(state_dir) is None
+    assert find_running_cluster(state_dir) is None
 
 
 @pytest.mark.parametrize(
@@ -119,14 +119,14 @@ def test_invalid_label_or_rack_fails_immediately(genie, state_dir, argv, detach,
     ran = genie(*argv, *detach, *options)
     assert (ran.code, ran.out) == (2, "")
     assert named in ran.err and "hint: " in ran.err
-    assert find_running(state_dir) is None
+    assert find_running_cluster(state_dir) is None
 
 
 def test_join_to_an_unreachable_address_is_a_transport_error(genie, state_dir) -> None:
     ran = genie("join", f"127.0.0.1:{free_port()}", "--token", JUNK_TOKEN)
     assert ran.code == 255
     assert "nothing listens there" in ran.err
-    assert find_running(state_dir) is None
+    assert find_running_cluster(state_dir) is None
 
 
 def test_down_reports_that_nothing_is_running(genie) -> None:
@@ -380,7 +380,7 @@ def test_ctrl_c_stops_a_foreground_cluster(ask, tmp_path) -> None:
         process.kill()
         process.wait()
     assert job
-    assert find_running(commands.state_dir) is None
+    assert find_running_cluster(commands.state_dir) is None
     assert "Traceback" not in log.read_text()
 
 
@@ -411,7 +411,7 @@ def test_down_lists_the_jobs_that_it_terminates(ask, tmp_path) -> None:
         ran = ask(commands, "down")
     assert (ran.code, ran.out) == (0, "stopped\n")
     assert f"job {job} (train) is running and will be terminated" in ran.err
-    assert find_running(commands.state_dir) is None
+    assert find_running_cluster(commands.state_dir) is None
 
 
 def test_controller_without_agent_has_no_nodes(ask, tmp_path) -> None:
