@@ -19,6 +19,14 @@ from genie.config import ControllerConfig
 from genie.controller.change_notifier import ChangeNotifier
 from genie.controller.jobs.backoff import Cause, LaunchBackoff
 from genie.controller.jobs.index import JobIndex, StagedIndex
+from genie.controller.jobs.outcomes import (
+    STOPPING_PREFIX,
+    combined_outcome,
+    is_current_placement,
+    is_node_fault,
+    stop_reason,
+    worker_outcome,
+)
 from genie.controller.jobs.space import JobSpace
 from genie.controller.ledger import Ledger, TableRead, Transaction
 from genie.errors import (
@@ -32,7 +40,6 @@ from genie.errors import (
 )
 from genie.model.allocation import Hold, NodeHolds
 from genie.model.job import (
-    EXIT_CLIENT_LOST,
     FINAL_STATES,
     Job,
     JobKind,
@@ -71,7 +78,6 @@ _ID_CHARACTER_PAIRS = tuple(first + second for first in _ID_ALPHABET for second 
 """Two characters of a job ID for each ten random bits."""
 _OTHER_TENANTS_DIVISOR = 10
 """1/_OTHER_TENANTS_DIVISOR of the queue is reserved for other tenants."""
-_STOPPING_PREFIX = "being stopped: "
 _Result = TypeVar("_Result")
 
 
@@ -524,7 +530,7 @@ class JobLifecycle:
         else:
             last = full_reason if is_first_failure or not job.stop else reason
             reason = stop_reason(job) if job.stop is StopReason.WORKER_ENDED else last
-            self._end(txn, job, _combined_outcome(placements), reason)
+            self._end(txn, job, combined_outcome(placements), reason)
 
     async def requeue(self, job_id: str, *, epoch: int, reason: str, cause: Cause = Cause.NONE) -> None:
         """Queue a job again whose launch is not confirmed. Safe at any time: nothing has started."""
@@ -641,7 +647,7 @@ class JobLifecycle:
         return step
 
     def _stop(self, txn: Transaction, job: Job, stop: StopReason, reason: str) -> Job:
-        job = msgspec.structs.replace(job, stop=stop, reason=bounded_reason(f"{_STOPPING_PREFIX}{reason}"))
+        job = msgspec.structs.replace(job, stop=stop, reason=bounded_reason(f"{STOPPING_PREFIX}{reason}"))
         txn.put(self._ledger.jobs, job.job_id, job)
         return job
 
@@ -726,56 +732,6 @@ def _without_ticket(job: Job) -> Job:
 def can_see(identity: Identity, job: Job) -> bool:
     """Whether this identity may see the job: a user sees its own tenant, the owner sees all."""
     return identity.kind is TokenKind.OWNER or identity.tenant == job.tenant
-
-
-def is_current_placement(job: Job, rank: int, node_id: str, epoch: int) -> bool:
-    """Whether `epoch` is the current placement of this worker, on this node, and has not ended."""
-    if job.state.is_final or job.epoch != epoch or rank >= len(job.placements):
-        return False
-    placement = job.placements[rank]
-    return placement.node_id == node_id and placement.outcome is None
-
-
-def stop_reason(job: Job) -> str:
-    """Why a running job is being stopped."""
-    return job.reason.removeprefix(_STOPPING_PREFIX)
-
-
-def is_node_fault(job: Job, report: ExitReport) -> bool:
-    """Whether this worker has not started because of its node."""
-    return report.by_node and not report.started and not job.stop
-
-
-def worker_outcome(job: Job, report: ExitReport) -> tuple[JobState, str]:
-    """Return the final state of a worker after this exit, and the reason."""
-    code = report.exit_code
-    if code is None:
-        reason = report.reason or "ended without an exit code"
-    else:
-        reason = f"killed by signal {-code}" if code < 0 else f"exit code {code}"
-    how = "" if code is None else f" ({reason})"
-    if job.stop in (StopReason.CANCEL, StopReason.WORKER_ENDED, StopReason.PREEMPT):
-        return JobState.CANCELLED, f"cancelled: {stop_reason(job)}{how}"
-    if job.stop is StopReason.TIME_LIMIT:
-        return JobState.FAILED, f"{stop_reason(job)}{how}"
-    if code == EXIT_CLIENT_LOST and job.spec.kind is JobKind.SESSION:
-        return JobState.CANCELLED, f"cancelled: {report.reason or 'the client did not return'}"
-    if code == 0:
-        # A launch that was never confirmed cannot have succeeded.
-        return (JobState.SUCCEEDED if job.state is JobState.RUNNING else JobState.FAILED), reason
-    if code is None and (report.started or report.by_node) and job.state is JobState.RUNNING:
-        # Not a failure of the job: the node lost its connection or was stopped.
-        return JobState.LOST, reason
-    return JobState.FAILED, reason
-
-
-def _combined_outcome(placements: Sequence[Placement]) -> JobState:
-    """Return the final state of a job whose workers have all ended."""
-    outcomes = {placement.outcome for placement in placements}
-    for state in (JobState.FAILED, JobState.LOST, JobState.CANCELLED):
-        if state in outcomes:
-            return state
-    return JobState.SUCCEEDED
 
 
 def _hold_of(job: Job, rank: int) -> Hold:

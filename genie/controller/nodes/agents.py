@@ -20,7 +20,8 @@ from genie.controller.checks import check_node
 from genie.controller.connection import Connection, Handlers
 from genie.controller.election import Election
 from genie.controller.jobs.backoff import Cause
-from genie.controller.jobs.lifecycle import JobLifecycle, is_current_placement, is_node_fault, stop_reason
+from genie.controller.jobs.lifecycle import JobLifecycle
+from genie.controller.jobs.outcomes import is_current_placement, is_node_fault, stop_reason
 from genie.controller.jobs.sessions import Sessions
 from genie.controller.ledger import Ledger, NodeRecord, Transaction
 from genie.controller.nodes.faults import NodeFaults
