@@ -65,7 +65,8 @@ class World:
         self._cut: set[tuple[str, str]] = set()
         """Pairs of sender and receiver."""
         self.listeners: dict[tuple[str, int], _Listener] = {}
-        self.channels: set[_Channel] = set()
+        self.channels: dict[_Channel, None] = {}
+        """In the order of their creation."""
 
     @property
     def now_s(self) -> float:
@@ -223,7 +224,7 @@ class _Channel:
         self.on_authenticated: Callable[[], None] = lambda: None
         self._outbox: asyncio.Queue[bytes] = asyncio.Queue(maxsize=1000)
         self._closed = asyncio.Event()
-        world.channels.add(self)
+        world.channels[self] = None
 
     def set_frame_limit(self, size_bytes: int) -> None:
         self._cap_bytes = size_bytes
@@ -293,7 +294,7 @@ class _Channel:
                 self.other.disconnect()
 
     def disconnect(self) -> None:
-        self._world.channels.discard(self)
+        self._world.channels.pop(self, None)
         self._closed.set()
         self._inbox.put_nowait(None)
 
@@ -321,7 +322,7 @@ class SimNetwork:
         far = _Channel(world, host, self._host, cap_bytes=wire.UNAUTHENTICATED_FRAME_BYTES_MAX)
         opened = listener.limiter.accept(self._host, now_s=world.now_s, close=far.close)
         if isinstance(opened, str):
-            world.channels -= {near, far}
+            del world.channels[near], world.channels[far]
             raise OverloadedError(f"{where} rejected the connection: {opened}", retry_after_s=_RETRY_AFTER_S)
         far.on_authenticated = opened.set_authenticated
         near.other, far.other = far, near
