@@ -63,9 +63,9 @@ def _plant_failing_exits(patch: pytest.MonkeyPatch) -> None:
     async def record_exits(
         self: JobLifecycle, node_id: str, reports: Sequence[ExitReport]
     ) -> list[ExitReport]:
+        units = ((report, *parse_unit(report.job_id)) for report in reports)
         exits = (
-            JobChange(parse_unit(report.job_id)[0], partial(self._exit, node_id, report))
-            for report in reports
+            JobChange(job_id, partial(self._exit, node_id, report, rank)) for report, job_id, rank in units
         )
         builds = (partial(change.stage, self._ledger.jobs) for change in exits)
         for outcome in await self._ledger.write_each(builds):

@@ -409,7 +409,7 @@ class JobLifecycle:
 
     def _check_transaction_fits(self, start: Start) -> None:
         """Raise RowTooLargeError if the holds on the nodes of these workers leave too little space in the
-        transaction that releases them."""
+        transaction."""
         node_ids = {place.node_id for place in start.places}
         held = [self._ledger.holds.get(node_id) for node_id in node_ids]
         count = len(start.places) + sum(len(each.holds) for each in held if each is not None)
@@ -481,10 +481,10 @@ class JobLifecycle:
         """Record exits of workers and release what they held; the job ends with its last worker. Reports
         about an earlier placement are ignored. Return the settled reports: all but those whose job cannot be
         changed, which is quarantined."""
-        changes = [
-            JobChange(parse_unit(report.job_id)[0], partial(self._exit, node_id, report))
-            for report in reports
-        ]
+        changes = []
+        for report in reports:
+            job_id, rank = parse_unit(report.job_id)
+            changes.append(JobChange(job_id, partial(self._exit, node_id, report, rank), rank))
         outcomes = await self._changes.apply_each(changes)
         return [
             report
@@ -492,8 +492,7 @@ class JobLifecycle:
             if not isinstance(outcome, Exception)
         ]
 
-    def _exit(self, node_id: str, report: ExitReport, job: Job | None, txn: Transaction) -> None:
-        rank = parse_unit(report.job_id)[1]
+    def _exit(self, node_id: str, report: ExitReport, rank: int, job: Job | None, txn: Transaction) -> None:
         if job is None or not is_current_placement(job, rank, node_id, report.epoch):
             return
         state, reason = worker_outcome(job, report)
@@ -579,13 +578,15 @@ class JobLifecycle:
         """Record that nodes no longer run these workers: each is lost, or its job is queued again if it had
         not started. If there is no such job, its hold on the node is released. A job that cannot be changed
         is quarantined. Return the number of lost workers."""
-        outcomes = await self._changes.apply_each(
-            [JobChange(parse_unit(worker.unit)[0], partial(self._lose, worker)) for worker in workers]
-        )
+        changes = []
+        for worker in workers:
+            job_id, rank = parse_unit(worker.unit)
+            changes.append(JobChange(job_id, partial(self._lose, worker, rank), rank))
+        outcomes = await self._changes.apply_each(changes)
         return sum(outcome is True for outcome in outcomes)
 
-    def _lose(self, worker: LostWorker, job: Job | None, txn: Transaction) -> bool:
-        rank, reason = parse_unit(worker.unit)[1], worker.reason
+    def _lose(self, worker: LostWorker, rank: int, job: Job | None, txn: Transaction) -> bool:
+        reason = worker.reason
         if not worker.is_still_lost():
             return False
         if job is None:

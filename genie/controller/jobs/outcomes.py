@@ -28,7 +28,13 @@ def stop_reason(job: Job) -> str:
 
 def is_node_fault(job: Job, report: ExitReport) -> bool:
     """Whether this worker has not started because of its node."""
-    return report.by_node and not report.started and not job.stop
+    return report.by_node and not report.started and not _stop_of_run(job)
+
+
+def _stop_of_run(job: Job) -> StopReason:
+    """Why the workers are being stopped; of a job that is not running, the mark says that it is being
+    released (jobs/changes.py), which ends no worker."""
+    return job.stop if job.state is JobState.RUNNING else StopReason.NONE
 
 
 def worker_outcome(job: Job, report: ExitReport) -> tuple[JobState, str]:
@@ -39,9 +45,10 @@ def worker_outcome(job: Job, report: ExitReport) -> tuple[JobState, str]:
     else:
         reason = f"killed by signal {-code}" if code < 0 else f"exit code {code}"
     how = "" if code is None else f" ({reason})"
-    if job.stop in (StopReason.CANCEL, StopReason.WORKER_ENDED, StopReason.PREEMPT):
+    stop = _stop_of_run(job)
+    if stop in (StopReason.CANCEL, StopReason.WORKER_ENDED, StopReason.PREEMPT):
         return JobState.CANCELLED, f"cancelled: {stop_reason(job)}{how}"
-    if job.stop is StopReason.TIME_LIMIT:
+    if stop is StopReason.TIME_LIMIT:
         return JobState.FAILED, f"{stop_reason(job)}{how}"
     if code == EXIT_CLIENT_LOST and job.spec.kind is JobKind.SESSION:
         return JobState.CANCELLED, f"cancelled: {report.reason or 'the client did not return'}"

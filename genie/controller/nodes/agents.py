@@ -309,7 +309,9 @@ class Agents:
                 for rank, placement in enumerate(job.placements)
                 if now_s >= self._confirm_deadlines_s.setdefault(job.unit(rank), now_s + self._confirm_s)
             }
-            if late:
+            if job.stop:  # its release was interrupted
+                unconfirmed.append((job, stop_reason(job)))
+            elif late:
                 nodes = ", ".join(sorted(late)[:_NODES_NAMED_MAX])
                 unconfirmed.append((job, f"the launch was not confirmed before the timeout on {nodes}"))
         await self._jobs.requeue_each(unconfirmed[:CHANGES_OF_TICK_MAX])
