@@ -29,6 +29,7 @@ from genie.controller.jobs.index import JobIndex, StagedIndex
 from genie.controller.jobs.outcomes import (
     STOPPING_PREFIX,
     combined_outcome,
+    has_not_run,
     is_current_placement,
     is_node_fault,
     stop_reason,
@@ -47,7 +48,6 @@ from genie.model.allocation import Hold, NodeHolds
 from genie.model.job import (
     FINAL_STATES,
     Job,
-    JobKind,
     JobSpec,
     JobState,
     Placement,
@@ -497,21 +497,26 @@ class JobLifecycle:
             return
         state, reason = worker_outcome(job, report)
         cause = Cause.NODE if is_node_fault(job, report) else Cause.JOB
-        self._end_worker(txn, job, rank, state=state, reason=reason, exit_code=report.exit_code, cause=cause)
+        ended = msgspec.structs.replace(
+            job.placements[rank],
+            outcome=state,
+            exit_code=report.exit_code,
+            never_started=not report.started,
+        )
+        self._end_worker(txn, job, rank, ended, reason=reason, cause=cause)
 
     def _end_worker(
         self,
         txn: Transaction,
         job: Job,
         rank: int,
+        ended: Placement,
         *,
-        state: JobState,
         reason: str,
-        exit_code: int | None,
         cause: Cause = Cause.JOB,
     ) -> None:
         self._release(txn, job, rank)
-        ended = msgspec.structs.replace(job.placements[rank], outcome=state, exit_code=exit_code)
+        state, exit_code = ended.outcome, ended.exit_code
         placements = (*job.placements[:rank], ended, *job.placements[rank + 1 :])
         is_first_failure = state is not JobState.SUCCEEDED and not job.stop
         job = msgspec.structs.replace(
@@ -521,9 +526,7 @@ class JobLifecycle:
         )
         is_named = len(placements) > 1 and state is not JobState.SUCCEEDED
         full_reason = f"worker {rank} on node {ended.node_id}: {reason}" if is_named else reason
-        is_command = job.spec.kind is JobKind.COMMAND
-        if job.state is JobState.PLACING or (cause is Cause.NODE and is_command and len(placements) == 1):
-            # No worker has started.
+        if job.state is JobState.PLACING:
             self._requeue_rejected(txn, msgspec.structs.replace(job, exit_code=None), full_reason, cause)
         elif any(placement.outcome is None for placement in placements):
             if is_first_failure:
@@ -533,6 +536,9 @@ class JobLifecycle:
         elif job.stop is StopReason.PREEMPT:
             job = msgspec.structs.replace(job, exit_code=None)
             self._requeue(txn, job, f"was preempted: {stop_reason(job)}")
+        elif has_not_run(job, placements):
+            why = full_reason if is_first_failure else stop_reason(job)
+            self._requeue_rejected(txn, msgspec.structs.replace(job, exit_code=None), why, Cause.NODE)
         else:
             last = full_reason if is_first_failure or not job.stop else reason
             reason = stop_reason(job) if job.stop is StopReason.WORKER_ENDED else last
@@ -604,7 +610,8 @@ class JobLifecycle:
             state, reason = JobState.CANCELLED, f"cancelled: {stop_reason(job)} ({reason})"
         elif job.stop is StopReason.TIME_LIMIT:
             state, reason = JobState.FAILED, f"{stop_reason(job)} ({reason})"
-        self._end_worker(txn, job, rank, state=state, reason=reason, exit_code=None)
+        ended = msgspec.structs.replace(job.placements[rank], outcome=state)
+        self._end_worker(txn, job, rank, ended, reason=reason)
         return True
 
     async def delete_old(self) -> None:

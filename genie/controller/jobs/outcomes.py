@@ -61,6 +61,15 @@ def worker_outcome(job: Job, report: ExitReport) -> tuple[JobState, str]:
     return JobState.FAILED, reason
 
 
+def has_not_run(job: Job, placements: Sequence[Placement]) -> bool:
+    """Whether a job whose workers have all ended can be queued again: nodes are the cause of its end, and no
+    command has run."""
+    is_by_node = combined_outcome(placements) is JobState.LOST
+    is_stopped = job.stop not in (StopReason.NONE, StopReason.WORKER_ENDED)
+    has_run = not all(placement.never_started for placement in placements)
+    return is_by_node and not is_stopped and not has_run and job.spec.kind is JobKind.COMMAND
+
+
 def combined_outcome(placements: Sequence[Placement]) -> JobState:
     """Return the final state of a job whose workers have all ended."""
     outcomes = {placement.outcome for placement in placements}
