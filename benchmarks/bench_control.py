@@ -133,7 +133,7 @@ def measure_scale(given: argparse.Namespace) -> list[report.Figure]:
     heartbeats_us: dict[int, list[float]] = {size: [] for size in sizes}
     submits_us: dict[int, list[float]] = {size: [] for size in sizes}
     # Enough heartbeats that each cluster has the same number of them, however many nodes it has.
-    heartbeats, jobs = sizes[-1] * 2, 100 if given.quick else 500
+    heartbeats, jobs = sizes[-1] * 2, sizes[0] * 6
     with ExitStack() as stack:
         clusters = [stack.enter_context(SimulatedNodes.started(size, gpus=GPUS)) for size in sizes]
         tune_for_serving()

@@ -161,9 +161,7 @@ def wait_for_nodes(folder: Path, nodes: int) -> None:
         settings = config.load({"paths.state_dir": str(folder)})
         async with asyncio.timeout(START_S), open_client(settings, program="bench") as client:
             while True:
-                healthy = [
-                    view for view in await client.nodes() if view.info.status is NodeStatus.HEALTHY
-                ]
+                healthy = [view for view in await client.nodes() if view.info.status is NodeStatus.HEALTHY]
                 if len(healthy) == nodes:
                     return
                 await asyncio.sleep(0.5)

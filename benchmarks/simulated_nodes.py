@@ -142,9 +142,13 @@ class SimulatedNodes:
             network = SimNetwork(world, OWNER)
             async with connect_authenticated(network, access, timeout_s=CALL_S, program="bench") as (peer, _):
                 self._owner = peer
-                for number, token in enumerate(await self._join_tokens(peer)):
+                for number in range(self.nodes):
                     node = _Node(node_info(f"node-{number:04d}", self._gpus), world, self._count)
-                    tasks.append(group.create_task(node.run(token, phase_s=number / self.nodes, group=group)))
+                    # One after another: the number of unused join tokens is limited.
+                    await node.join(
+                        (await peer.call(CreateToken(kind=TokenKind.JOIN), timeout_s=CALL_S)).token
+                    )
+                    tasks.append(group.create_task(node.run(phase_s=number / self.nodes, group=group)))
                 await self._stop.wait()
             for task in tasks:
                 task.cancel()
@@ -159,14 +163,6 @@ class SimulatedNodes:
         else:
             self._heartbeats += 1
 
-    async def _join_tokens(self, owner: Peer) -> list[str]:
-        """One for each node."""
-        tokens: list[str] = []
-        while len(tokens) < self.nodes:
-            created = await owner.call(CreateToken(kind=TokenKind.JOIN), timeout_s=CALL_S)
-            tokens.append(created.token)
-        return tokens
-
 
 class _Node:
     """`count` is called with every message that the controller has acknowledged."""
@@ -178,19 +174,22 @@ class _Node:
         self._running: dict[str, RunningJob] = {}
         self._group: asyncio.TaskGroup | None = None
         self._beats = 0
+        self._access: Access | None = None
 
-    async def run(self, join_token: str, *, phase_s: float, group: asyncio.TaskGroup) -> None:
-        self._group = group
+    async def join(self, token: str) -> None:
         _, csr_pem = tls.new_key_and_csr()
+        request = Join(token=token, requested_node_id=self._info.node_id, csr_pem=csr_pem, exact=True)
         async with rpc.dial(self._network, CONTROLLER, PORT, tls=None, timeout_s=CALL_S) as peer:
-            request = Join(
-                token=join_token, requested_node_id=self._info.node_id, csr_pem=csr_pem, exact=True
-            )
             joined = await peer.call(request, timeout_s=CALL_S)
-        access = Access(host=CONTROLLER, port=PORT, token=parse_token(joined.token), tls=None)
+        self._access = Access(host=CONTROLLER, port=PORT, token=parse_token(joined.token), tls=None)
+
+    async def run(self, *, phase_s: float, group: asyncio.TaskGroup) -> None:
+        """After `join`."""
+        assert self._access is not None
+        self._group = group
         async with connect_authenticated(
             self._network,
-            access,
+            self._access,
             timeout_s=CALL_S,
             program="bench",
             requests=AGENT_REQUESTS,
