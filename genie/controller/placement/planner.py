@@ -192,15 +192,12 @@ class Planner:
         """Start a job without a pass, so that it is submitted and placed in one transaction."""
         if job.spec.constraints.workers > 1 or capacity <= 0:
             return ()
-        self._views.current_by_heartbeat()
+        self._views.current()
         if self._is_stale:
             return ()
         request = self._request(job)
         start = self._scheduler.start_now(request, self._now())
         if start is None:
-            return ()
-        if not self._views.is_connected(start.places[0].node_id):
-            self._scheduler.ended(job.job_id)
             return ()
         self._pending[job.job_id] = (request, start.places)
         return (start,)
