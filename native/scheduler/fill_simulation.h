@@ -65,7 +65,7 @@ class FillSimulation {
   struct LaneState;
   static constexpr int16_t kNeverFits = 30000;
 
-  static ArrivalPlan make_arrival_plan(const NodeKind& kind, const std::vector<RequestClass>& drawn,
+  static ArrivalPlan make_arrival_plan(const NodeKind& kind, const std::vector<const RequestClass*>& drawn,
                                        int draws);
   static void simulate(const ArrivalPlan& plan, size_t steps, int gpus, LaneState& lanes);
 

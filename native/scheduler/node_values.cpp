@@ -23,7 +23,7 @@ NodeValues::NodeValues(const Cluster& cluster, const std::vector<RequestClass>& 
     : fill_simulation_(cluster, history, draws) {
   if (history.empty()) return;
   int gpus_max = 0;
-  for (const Node& node : cluster.nodes()) gpus_max = std::max(gpus_max, node.gpu_count);
+  for (const auto& [hardware, count] : cluster.hardware()) gpus_max = std::max(gpus_max, hardware.gpu_count);
   for (int gpus = 2; gpus <= gpus_max; gpus *= 2) multi_gpu_counts_.push_back(gpus);
   for (const RequestClass& request : history) {
     if (request.gpus < 2) continue;
@@ -36,18 +36,22 @@ NodeValues::NodeValues(const Cluster& cluster, const std::vector<RequestClass>& 
 }
 
 const NodeValue& NodeValues::value_of(const FreeState& state) {
-  if (values_.size() * 2 >= cached_values_.size()) grow_cache();
-  size_t at = hash_free_state(state) & (cached_values_.size() - 1);
-  while (cached_values_[at].is_occupied && !(cached_values_[at].state == state))
-    at = (at + 1) & (cached_values_.size() - 1);
-  if (!cached_values_[at].is_occupied) {
-    cached_values_[at] = {state, true, static_cast<uint32_t>(values_.size())};
-    NodeValue& value = values_.emplace_back();
+  const uint64_t key = hash_free_state(state);
+  Shard& shard = shards_[key >> 55];  // other bits than those of the slot
+  if (shard.values.size() * 2 >= shard.slots.size()) grow_cache(shard);
+  const size_t mask = shard.slots.size() - 1;
+  size_t at = key & mask;
+  while (shard.slots[at].is_occupied && !(shard.slots[at].state == state)) at = (at + 1) & mask;
+  CachedNodeValue& slot = shard.slots[at];
+  if (!slot.is_occupied) {
+    slot = {state, true, static_cast<uint32_t>(shard.values.size())};
+    NodeValue& value = shard.values.emplace_back();
     value.fill_milli = fill_simulation_.total_filled_milli(state);
     for (size_t j = 0; j < multi_gpu_counts_.size(); ++j)
       value.capacity[j] = multi_gpu_capacity(multi_gpu_counts_[j], state);
+    ++simulation_count_;
   }
-  return values_[cached_values_[at].value_index];
+  return shard.values[slot.value_index];
 }
 
 // The GPU thousandths that requests for `gpus` GPUs could use on the node now, summed over the history. For
@@ -66,20 +70,20 @@ int64_t NodeValues::multi_gpu_capacity(int gpus, const FreeState& state) const {
   return slots * gpus * kWholeGpuMilli;
 }
 
-// Doubles the table, or clears it at its maximum size.
-void NodeValues::grow_cache() {
-  if (cached_values_.size() >= kCachedValuesMax) {
-    cached_values_.assign(cached_values_.size(), CachedNodeValue{});
-    values_.clear();
+// Doubles the shard, or clears it at its maximum size.
+void NodeValues::grow_cache(Shard& shard) {
+  if (shard.slots.size() >= kShardSlotsMax) {
+    shard.slots.assign(shard.slots.size(), CachedNodeValue{});
+    shard.values.clear();
     return;
   }
-  std::vector<CachedNodeValue> old(cached_values_.size() * 2);
-  old.swap(cached_values_);
+  std::vector<CachedNodeValue> old(std::max(shard.slots.size() * 2, kShardSlotsMin));
+  old.swap(shard.slots);
   for (const CachedNodeValue& slot : old) {
     if (!slot.is_occupied) continue;
-    size_t at = hash_free_state(slot.state) & (cached_values_.size() - 1);
-    while (cached_values_[at].is_occupied) at = (at + 1) & (cached_values_.size() - 1);
-    cached_values_[at] = slot;
+    size_t at = hash_free_state(slot.state) & (shard.slots.size() - 1);
+    while (shard.slots[at].is_occupied) at = (at + 1) & (shard.slots.size() - 1);
+    shard.slots[at] = slot;
   }
 }
 

@@ -12,6 +12,7 @@ constexpr size_t kHistoryLength = 200;  // requests to learn from
 constexpr uint64_t kFirstUpdateAfterRequests =
     25;  // requests; the interval doubles up to kUpdateIntervalRequests
 constexpr uint64_t kUpdateIntervalRequests = 200;
+constexpr int64_t kLearningWork = 2000;  // of begin_learning(), see WorkBudget
 
 }  // namespace
 
@@ -30,7 +31,7 @@ Placement::Placement(const std::string& policy, uint64_t seed, std::vector<Typic
   } else if (policy == "fgd") {
     current_state_->policy = make_fgd(std::move(typical));
   } else if (policy == "supply") {
-    current_state_ = learn_from_history();
+    learn_from_history();
   } else if (policy == "random") {
     is_random_ = true;
   } else {
@@ -100,35 +101,66 @@ void Placement::adopt_update_if_overdue() {
   if (is_refreshed_ ? observed_requests_ < next_update_at_request_ + kUpdateIntervalRequests
                     : !is_update_due())
     return;
-  current_state_ = learn_from_history();
-  next_state_.reset();
+  learn_from_history();
 }
 
-bool Placement::refresh(int64_t budget) {
+bool Placement::refresh(int64_t units) {
   if (is_random_) return true;
   is_refreshed_ = true;
-  if (next_state_ == nullptr && is_update_due()) {
-    next_state_ = learn_from_history();
+  WorkBudget budget(units);
+  return current_state_->cache.refresh(cluster_, *current_state_->policy, budget) && refresh_policy(budget) &&
+         free_retired(budget);
+}
+
+// The current state is used until the next one is complete.
+bool Placement::refresh_policy(WorkBudget& budget) {
+  SupplyPolicy* supply = current_state_->supply;
+  if (supply == nullptr) return true;
+  if (next_state_ == nullptr) {
+    if (observed_requests_ < next_update_at_request_) {
+      if (!supply->update_supply(cluster_, budget)) return false;
+      if (!supply->is_stale()) return true;
+    }
+    if (budget.is_exhausted()) return false;
+    next_state_ = begin_learning();
     next_state_->cache.add_classes_of(current_state_->cache);
+    budget.charge(kLearningWork);
   }
-  // The current state is used until the next one is complete.
-  if (!current_state_->cache.refresh(cluster_, *current_state_->policy, budget)) return false;
-  if (next_state_ == nullptr) return true;
+  if (!next_state_->supply->prepare(cluster_, budget)) return false;
   if (!next_state_->cache.refresh(cluster_, *next_state_->policy, budget)) return false;
+  retired_ = std::move(current_state_);
   current_state_ = std::move(next_state_);
+  return true;
+}
+
+bool Placement::free_retired(WorkBudget& budget) {
+  if (retired_ == nullptr) return true;
+  if (!retired_->cache.clear(budget) || budget.is_exhausted()) return false;
+  retired_.reset();
   return true;
 }
 
 bool Placement::is_update_due() {
   SupplyPolicy* supply = current_state_->supply;
-  return supply != nullptr && (observed_requests_ >= next_update_at_request_ || supply->is_stale(cluster_));
+  if (supply == nullptr) return false;
+  if (observed_requests_ >= next_update_at_request_) return true;
+  WorkBudget unlimited(kUnlimitedWork);
+  supply->update_supply(cluster_, unlimited);
+  return supply->is_stale();
 }
 
-std::unique_ptr<Placement::LearnedState> Placement::learn_from_history() {
+void Placement::learn_from_history() {
+  WorkBudget unlimited(kUnlimitedWork);
+  current_state_ = begin_learning();
+  current_state_->supply->prepare(cluster_, unlimited);
+  next_state_.reset();
+}
+
+std::unique_ptr<Placement::LearnedState> Placement::begin_learning() {
   auto state = std::make_unique<LearnedState>();
   std::unique_ptr<SupplyPolicy> supply;
   if (current_state_->supply != nullptr && observed_requests_ < next_update_at_request_) {
-    supply = std::make_unique<SupplyPolicy>(cluster_, *current_state_->supply);
+    supply = std::make_unique<SupplyPolicy>(*current_state_->supply);
   } else {
     while (next_update_at_request_ <= observed_requests_)
       next_update_at_request_ += std::min(next_update_at_request_, kUpdateIntervalRequests);

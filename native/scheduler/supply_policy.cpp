@@ -28,14 +28,19 @@ uint16_t find_interchangeable_gpus(const Node& node, uint16_t gpus, int gpu) {
 
 SupplyPolicy::SupplyPolicy(const Cluster& cluster, const std::vector<RequestClass>& history,
                            const SupplyOptions& options)
-    : options_(options), values_(std::make_shared<NodeValues>(cluster, history, options.draws)) {
+    : options_(options), tracker_(std::make_shared<SupplyTracker>(cluster, history, options.draws)) {
   collect_demand(cluster, history);
-  update_weights(cluster);
 }
 
-SupplyPolicy::SupplyPolicy(const Cluster& cluster, const SupplyPolicy& other)
-    : options_(other.options_), values_(other.values_), demand_groups_(other.demand_groups_) {
-  update_weights(cluster);
+SupplyPolicy::SupplyPolicy(const SupplyPolicy& other)
+    : Policy(), options_(other.options_), tracker_(other.tracker_), demand_groups_(other.demand_groups_) {}
+
+bool SupplyPolicy::prepare(const Cluster& cluster, WorkBudget& budget) {
+  if (has_weights_) return true;
+  if (!tracker_->update(cluster, budget)) return false;
+  compute_weights();
+  has_weights_ = true;
+  return true;
 }
 
 std::optional<Candidate> SupplyPolicy::evaluate(const Cluster& cluster, int number,
@@ -46,8 +51,7 @@ std::optional<Candidate> SupplyPolicy::evaluate(const Cluster& cluster, int numb
   const bool is_one = request.gpus == 1;
   uint16_t left = is_one ? usable_gpus(node, request, tenant) : choose_tightest_gpus(node, request, tenant);
   if (request.gpus > 0 && left == 0) return std::nullopt;
-  update_node(cluster, number);
-  const double before = tracked_nodes_[number].node_worth;
+  const double before = node_worth(tracker_->node_value(cluster, number), node.model);
   if (!is_one) return make_candidate(node, request, left, before);
   std::optional<Candidate> best;
   uint16_t best_equal = 0;
@@ -67,7 +71,8 @@ std::optional<Candidate> SupplyPolicy::evaluate(const Cluster& cluster, int numb
 Candidate SupplyPolicy::make_candidate(const Node& node, const RequestClass& request, uint16_t gpus,
                                        double before) {
   const FreeState after = free_state_after(node, request, gpus);
-  const double cost = before - (after.gpu_count == 0 ? 0 : node_worth(values_->value_of(after), node.model));
+  const double cost =
+      before - (after.gpu_count == 0 ? 0 : node_worth(tracker_->state_value(after), node.model));
   // Ties are broken by best fit: the least GPU left over, then the least CPU.
   const auto gpu_left = static_cast<uint64_t>(node.free_gpu_milli() - request.gpu_volume());
   const auto cpu_left = std::min<uint64_t>((node.free_cpu_milli - request.cpu_milli) / 16, 0xffff);
@@ -76,33 +81,16 @@ Candidate SupplyPolicy::make_candidate(const Node& node, const RequestClass& req
 
 double SupplyPolicy::node_worth(const NodeValue& value, int model) const {
   double capacity = 0;
-  for (size_t j = 0; j < values_->multi_gpu_counts().size(); ++j) {
+  for (size_t j = 0; j < tracker_->multi_gpu_counts().size(); ++j) {
     capacity += capacity_weights_[model][j] * static_cast<double>(value.capacity[j]);
   }
   return fill_weights_[model] * static_cast<double>(value.fill_milli) + options_.gamma * capacity;
 }
 
-bool SupplyPolicy::is_stale(const Cluster& cluster) {
-  uint64_t models = 0;
-  if (change_log_position_ < cluster.oldest_kept_change()) {  // the log no longer has all changes
-    for (size_t number = 0; number < cluster.nodes().size(); ++number)
-      update_node(cluster, static_cast<int>(number));
-    change_log_position_ = cluster.change_count();
-    models = kAnyModel;
-  }
-  for (; change_log_position_ < cluster.change_count(); ++change_log_position_) {
-    const int number = cluster.changed_node(change_log_position_);
-    if (number < static_cast<int>(tracked_nodes_.size()))
-      models |= uint64_t{1} << tracked_nodes_[number].model;
-    update_node(cluster, number);
-    models |= uint64_t{1} << tracked_nodes_[number].model;
-  }
-  for (const DemandGroup& group : demand_groups_) {
-    if ((group.models & models) == 0) continue;
-    const int64_t now = current_supply(group);
-    if (std::abs(now - group.supply) * kStaleChangeDivisor > group.supply) return true;
-  }
-  return false;
+bool SupplyPolicy::is_stale() const {
+  return std::any_of(demand_groups_.begin(), demand_groups_.end(), [&](const DemandGroup& group) {
+    return std::abs(current_supply(group) - group.supply) * kStaleChangeDivisor > group.supply;
+  });
 }
 
 // Groups the demand, in the order of first arrival.
@@ -119,10 +107,11 @@ void SupplyPolicy::collect_demand(const Cluster& cluster, const std::vector<Requ
   }
   if (history.empty()) return;
   uint64_t models = 0;
-  for (const Node& node : cluster.nodes()) models |= uint64_t{node.gpu_count > 0} << node.model;
+  for (const auto& [hardware, nodes] : cluster.hardware())
+    models |= uint64_t{hardware.gpu_count > 0} << hardware.model;
   // Smoothing: half a request for each number of GPUs of any model, half a request spread over the models,
   // and half a request for one GPU of each model.
-  for (int gpus : values_->multi_gpu_counts()) {
+  for (int gpus : tracker_->multi_gpu_counts()) {
     if (!std::has_single_bit(static_cast<unsigned>(gpus))) continue;
     add_demand(kAnyModel, gpus, int64_t{gpus} * kWholeGpuMilli);
     for (int m = 0; m < kModelsMax; ++m) {
@@ -148,10 +137,7 @@ void SupplyPolicy::add_demand(uint64_t models, int gpus, int64_t volume) {
 
 // The pressure on a model: over every group that may use it, the demand of the group divided by the supply of
 // all nodes that it may use.
-void SupplyPolicy::update_weights(const Cluster& cluster) {
-  for (size_t number = 0; number < cluster.nodes().size(); ++number)
-    update_node(cluster, static_cast<int>(number));
-  change_log_position_ = cluster.change_count();
+void SupplyPolicy::compute_weights() {
   for (DemandGroup& group : demand_groups_) {
     group.supply = current_supply(group);
     if (group.supply == 0) continue;
@@ -162,50 +148,17 @@ void SupplyPolicy::update_weights(const Cluster& cluster) {
           pressure;
     }
   }
-  for (size_t number = 0; number < tracked_nodes_.size(); ++number) {
-    tracked_nodes_[number].node_worth =
-        node_worth(tracked_nodes_[number].value, cluster.nodes()[number].model);
-  }
 }
 
 int64_t SupplyPolicy::current_supply(const DemandGroup& group) const {
-  const size_t j = group.gpus > 1 ? multi_gpu_count_index(group.gpus) : 0;
-  int64_t supply = 0;
-  for (int m = 0; m < kModelsMax; ++m) {
-    if ((group.models >> m & 1) != 0)
-      supply += group.gpus > 1 ? totals_[m].capacity[j] : totals_[m].fill_milli;
-  }
-  return supply;
+  return group.gpus > 1 ? tracker_->total_capacity(group.models, multi_gpu_count_index(group.gpus))
+                        : tracker_->total_fill(group.models);
 }
 
 size_t SupplyPolicy::multi_gpu_count_index(int gpus) const {
-  const std::vector<int>& multi_gpu_counts = values_->multi_gpu_counts();
+  const std::vector<int>& multi_gpu_counts = tracker_->multi_gpu_counts();
   return static_cast<size_t>(std::find(multi_gpu_counts.begin(), multi_gpu_counts.end(), gpus) -
                              multi_gpu_counts.begin());
-}
-
-// Updates the known state of a node.
-void SupplyPolicy::update_node(const Cluster& cluster, int number) {
-  const Node& node = cluster.nodes()[number];
-  if (number >= static_cast<int>(tracked_nodes_.size())) tracked_nodes_.resize(cluster.nodes().size());
-  TrackedNode& known = tracked_nodes_[number];
-  if (known.version == node.version) return;
-  add_to_totals(known, -1);
-  const FreeState state = free_state_of(node);
-  known.version = node.version;
-  known.is_open = node.is_open;
-  known.model = node.model;
-  known.value = state.gpu_count == 0 ? NodeValue{} : values_->value_of(state);
-  known.node_worth = node_worth(known.value, node.model);
-  add_to_totals(known, 1);
-}
-
-void SupplyPolicy::add_to_totals(const TrackedNode& known, int sign) {
-  if (!known.is_open) return;
-  totals_[known.model].fill_milli += sign * known.value.fill_milli;
-  for (size_t j = 0; j < values_->multi_gpu_counts().size(); ++j) {
-    totals_[known.model].capacity[j] += sign * known.value.capacity[j];
-  }
 }
 
 }  // namespace genie

@@ -75,8 +75,8 @@ ConnectionOutcome Session::serve(std::shared_ptr<Stream> stream, uint64_t replie
 
 SessionStats Session::stats() const {
   const MemoryCounters& memory = storages_.counters();
-  return {memory.storages, storages_.bytes_in_use(), memory.bytes_peak,      storages_.bytes_max(),
-          ops_.op_count(), frames_received(),        parcels_.parcel_count()};
+  return {memory.storages, storages_.bytes_in_use(), memory.bytes_peak,       storages_.bytes_max(),
+          ops_.op_count(), frames_received(),        parcels_.parcel_count(), parcels_.pending_fetch_count()};
 }
 
 void Session::close() {
