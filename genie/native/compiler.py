@@ -179,7 +179,7 @@ class Build:
             )
         except subprocess.TimeoutExpired as error:
             raise NativeBuildError(
-                f"compiling {plans[0].display_name} failed: {command[0]} took longer than "
+                f"compiling {plans[0].display_name} failed: {command[0]} took more than "
                 f"{_COMPILE_TIMEOUT_S:g} s",
                 hint="stop other programs on this machine, or set CXX to another compiler",
             ) from error

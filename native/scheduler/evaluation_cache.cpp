@@ -10,7 +10,7 @@ namespace genie {
 namespace {
 
 constexpr double kDoesNotFit = std::numeric_limits<double>::infinity();
-constexpr int64_t kNodesPerUnit = 16;  // memory for so many nodes takes as long as one evaluation
+constexpr int64_t kNodesPerBudgetUnit = 16;  // allocating memory for 16 nodes takes as long as one evaluation
 
 }  // namespace
 
@@ -124,7 +124,7 @@ void EvaluationCache::drop_class(int request_class) {
 bool EvaluationCache::clear(WorkBudget& budget) {
   while (!classes_.empty()) {
     if (budget.is_exhausted()) return false;
-    budget.charge(static_cast<int64_t>(classes_.begin()->second.cost.size()) / kNodesPerUnit);
+    budget.charge(static_cast<int64_t>(classes_.begin()->second.cost.size()) / kNodesPerBudgetUnit);
     classes_.erase(classes_.begin());
   }
   return true;
@@ -152,7 +152,7 @@ bool EvaluationCache::update(ClassEvaluations& evaluations, const Cluster& clust
   if (evaluations.evaluated_up_to == 0) evaluations.change_log_position = cluster.change_count();
   if (static_cast<int>(evaluations.cost.size()) < nodes) {
     if (budget.is_exhausted()) return false;
-    budget.charge(nodes / kNodesPerUnit);
+    budget.charge(nodes / kNodesPerBudgetUnit);
     const auto blocks = static_cast<size_t>(nodes + kNodesPerBlock - 1) / kNodesPerBlock;
     evaluations.cost.resize(blocks * kNodesPerBlock, kDoesNotFit);
     evaluations.tie_breaker.resize(blocks * kNodesPerBlock);

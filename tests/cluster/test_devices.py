@@ -97,7 +97,7 @@ def test_executor_is_lost_when_its_session_job_has_ended(
     controller: SmallController, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lost: list[tuple[int, str]] = []
-    monkeypatch.setattr(registry.Slot, "lose", lambda slot, why: lost.append((slot.index, why)))
+    monkeypatch.setattr(registry.DeviceSlot, "mark_lost", lambda slot, why: lost.append((slot.index, why)))
     controller.nodes = (node("n1", gpu(0), gpu(1)), node("n2", gpu(0)))
     genie.connect(heartbeat_interval=0.05, **QUIET)
     broker().open(0)
@@ -118,7 +118,7 @@ def test_executor_is_lost_when_its_session_job_is_unknown(
     controller: SmallController, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lost: list[str] = []
-    monkeypatch.setattr(registry.Slot, "lose", lambda slot, why: lost.append(why))
+    monkeypatch.setattr(registry.DeviceSlot, "mark_lost", lambda slot, why: lost.append(why))
     genie.connect(heartbeat_interval=0.05, **QUIET)
     broker().open(0)
     controller.refusals[WaitDevice] = JobNotFoundError("there is no job j-1")

@@ -16,8 +16,8 @@ IDLE_CHECKS = 20
 def run_interrupted(
     work: Callable[[], object],
     *,
-    stop_executor: Callable[[], None],
-    resume_executor: Callable[[], None],
+    stop_executor: Callable[[], None] = lambda: None,
+    resume_executor: Callable[[], None] = lambda: None,
     progress: Callable[[], int] = lambda: 0,
 ) -> None:
     """Runs `work`, which must wait and be interrupted, between `stop_executor` and `resume_executor`.

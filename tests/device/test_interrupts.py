@@ -139,8 +139,7 @@ def test_opening_a_connection_is_interruptible() -> None:
         server = socket.create_server(("127.0.0.1", 0))
         device.connection.OPEN_TIMEOUT_S = 600
         device.attach([remote_device(0, lambda: server.getsockname()[1])])
-        nothing = lambda: None
-        run_interrupted(lambda: torch.ones(1, device=D0), stop_executor=nothing, resume_executor=nothing)
+        run_interrupted(lambda: torch.ones(1, device=D0))
         device.detach()
         server.close()
         """
@@ -196,8 +195,7 @@ def progress():
     assert half_sent.wait(60)
     return here[::4096].sum().item()
 
-nothing, copy = lambda: None, lambda: here.copy_(there)
-run_interrupted(copy, stop_executor=nothing, resume_executor=go_on.set, progress=progress)
+run_interrupted(lambda: here.copy_(there), resume_executor=go_on.set, progress=progress)
 got = here.sum().item()
 assert 0 < got <= SIZE // 2, got
 torch.remote_accelerator.synchronize()

@@ -125,7 +125,7 @@ def test_detach_wakes_a_waiting_thread() -> None:
 
         thread = threading.Thread(target=work)
         thread.start()
-        wait_until(registry.in_use, what="the thread to be connected")
+        wait_until(registry.is_any_device_used, what="the thread to be connected")
         device.detach()
         thread.join(LONG_S)
         assert len(outcome) == 1

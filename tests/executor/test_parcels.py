@@ -546,7 +546,7 @@ def fake_executor(*acts: Callable[[SocketPipe], None]) -> Iterator[int]:
 
     def run() -> None:
         for act in acts:
-            sock, _ = listener.accept_client()
+            sock, _ = listener.accept()
             with sock:
                 act(SocketPipe(sock))
         listener.close()
