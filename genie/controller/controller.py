@@ -161,6 +161,7 @@ class Controller:
             workers_max=self._config.node_workers_max,
             launch_capacity=lambda: self._launches.capacity,
             not_before_s=self._backoff.not_before_s,
+            needed_bytes=self._backoff.needed_bytes,
         )
 
     def _rules(self) -> Rules:

@@ -109,6 +109,10 @@ class JobPlacer(Protocol):
         """Undo the starts of these jobs that were not recorded."""
         ...
 
+    def free_disk_bytes_max(self, job: Job) -> int:
+        """Return the largest free disk space of the nodes on which the job could run."""
+        ...
+
 
 class JobLifecycle:
     """`placer` places jobs at submission. On every change of a job, `notifier` is notified with the job ID
@@ -497,6 +501,8 @@ class JobLifecycle:
             return
         state, reason = worker_outcome(job, report)
         cause = Cause.NODE if is_node_fault(job, report) else Cause.JOB
+        if report.needed_bytes and job.state is JobState.PLACING:
+            cause, reason = self._judge_space(job, report)
         ended = msgspec.structs.replace(
             job.placements[rank],
             outcome=state,
@@ -504,6 +510,20 @@ class JobLifecycle:
             never_started=not report.started,
         )
         self._end_worker(txn, job, rank, ended, reason=reason, cause=cause)
+
+    def _judge_space(self, job: Job, report: ExitReport) -> tuple[Cause, str]:
+        """Decide who is to blame for a disk without space for the working directory: the job, if no node has
+        that much space."""
+        needed_bytes = report.needed_bytes
+        self._backoff.record_needed_bytes(job.job_id, needed_bytes)
+        free_bytes = self._placer.free_disk_bytes_max(job)
+        if needed_bytes <= free_bytes:
+            return Cause.NODE, report.reason
+        return Cause.JOB, (
+            f"its working directory needs {needed_bytes} bytes of free disk space "
+            f"({needed_bytes / 2**30:.2f} GiB), packed and unpacked; the largest free space of a node is "
+            f"{free_bytes} bytes ({free_bytes / 2**30:.2f} GiB)"
+        )
 
     def _end_worker(
         self,

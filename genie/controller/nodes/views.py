@@ -75,6 +75,10 @@ class Views:
                 self._stale.add(node_id)
         return self.registered()
 
+    def last(self) -> Mapping[str, NodeSnapshot]:
+        """The snapshots as they were last renewed."""
+        return self._states
+
     def is_connected(self, node_id: str) -> bool:
         """Whether the connection of the last snapshot is still open."""
         peer = self._peers.get(node_id)
