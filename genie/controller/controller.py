@@ -178,7 +178,13 @@ class Controller:
             random_bytes=self._random_bytes,
             pin=self._certificates.pin,
         )
-        self._sessions = Sessions(ledger, jobs, clock=clock, random_bytes=self._random_bytes)
+        self._sessions = Sessions(
+            ledger,
+            jobs,
+            clock=clock,
+            random_bytes=self._random_bytes,
+            grace_s=self._config.session_grace_s,
+        )
         self._admission = Admission(
             ledger,
             self._tokens,
