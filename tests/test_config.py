@@ -101,6 +101,26 @@ def test_error_names_the_variable_and_the_allowed_values(environ: dict[str, str]
     assert caught.value.exit_code == 2
 
 
+@pytest.mark.parametrize("name", ["GENIE_FOO", "GENIE_CONTROLLER_FOO", "GENIE_COLOUR"])
+def test_no_variable_is_suggested_for_a_dissimilar_name(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"{name} is not a setting") as caught:
+        load(environ={name: "1"})
+    assert "did you mean" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "suggested"),
+    [
+        ("GENIE_TOKN", "GENIE_TOKEN"),
+        ("GENIE_PORT", "GENIE_MASTER_PORT"),
+        ("GENIE_CONTROLER_TLS", "GENIE_CONTROLLER_TLS"),
+    ],
+)
+def test_a_similar_variable_is_suggested(name: str, suggested: str) -> None:
+    with pytest.raises(ConfigError, match=f"did you mean {suggested}"):
+        load(environ={name: "1"})
+
+
 def test_empty_argument_is_reported_as_empty() -> None:
     with pytest.raises(ConfigError, match=r"cluster\.master_addr = '' \(argument master_addr\) is empty"):
         load({"cluster.master_addr": ""}, environ={})

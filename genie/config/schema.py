@@ -22,6 +22,7 @@ from genie.errors import ConfigError
 REQUIRED: Any = dataclasses.MISSING  # Any: the type of a default
 """The default of a setting that must be given."""
 _SUGGESTIONS_MAX = 3
+_SIMILARITY_MIN = 0.6
 _VALUE_CHARS_MAX = 80
 _HINTS: dict[type[Any], dict[str, Any]] = {}
 """Type hints by section, because every command loads all settings."""
@@ -106,12 +107,24 @@ def check_key(name: str, known: Sequence[str], *, of: str, source: str, aliases:
 
 def suggestion(word: str, known: Sequence[str]) -> str:
     """'did you mean X?' with the nearest `known` words; '' if none is near, or too many are equally near."""
-    near = difflib.get_close_matches(word, known, n=_SUGGESTIONS_MAX + 1)
+    near = difflib.get_close_matches(
+        word, [each for each in known if _are_similar(word, each)], n=_SUGGESTIONS_MAX + 1
+    )
     ratios = [difflib.SequenceMatcher(None, each, word).ratio() for each in near]
     best = [each for each, ratio in zip(near, ratios, strict=True) if ratio == ratios[0]]
     if not best or len(best) > _SUGGESTIONS_MAX:
         return ""
     return f"did you mean {' or '.join(sorted(best, key=known.index))}?"
+
+
+def _are_similar(word: str, other: str) -> bool:
+    """Compare without the leading words that both have: GENIE_ alone makes no two variables similar."""
+    words, others = word.split("_"), other.split("_")
+    while len(words) > 1 and len(others) > 1 and words[0] == others[0]:
+        del words[0], others[0]
+    if set(words) <= set(others):
+        return True
+    return difflib.SequenceMatcher(None, "_".join(words), "_".join(others)).ratio() >= _SIMILARITY_MIN
 
 
 def settings_of(section: type[Any]) -> dict[str, dataclasses.Field[Any]]:

@@ -222,7 +222,8 @@ class _Channel:
         self._is_open = False
         """Whether a frame was sent."""
         self.on_authenticated: Callable[[], None] = lambda: None
-        self._outbox: asyncio.Queue[bytes] = asyncio.Queue(maxsize=1000)
+        self._outbox: asyncio.Queue[bytes | None] = asyncio.Queue(maxsize=1000)
+        """Frames to deliver; None wakes `deliver_frames` when the connection ends."""
         self._closed = asyncio.Event()
         world.channels[self] = None
 
@@ -261,12 +262,7 @@ class _Channel:
 
     async def deliver_frames(self) -> None:
         """Deliver frames to the other end, in order, with latency and link faults."""
-        while not self._closed.is_set():
-            try:
-                async with asyncio.timeout(1.0):
-                    frame = await self._outbox.get()
-            except TimeoutError:
-                continue
+        while (frame := await self._outbox.get()) is not None and not self._closed.is_set():
             await self._world.transit()
             while self._world.is_cut(self.host, self.other_host) and not self._closed.is_set():
                 await asyncio.sleep(_STEP_S * 10)
@@ -282,7 +278,11 @@ class _Channel:
             self._is_open = True
             return frames
         if world.reorder_share and not self._outbox.empty() and world.random.random() < world.reorder_share:
-            frames.insert(0, self._outbox.get_nowait())
+            overtaking = self._outbox.get_nowait()
+            if overtaking is None:
+                self._outbox.put_nowait(None)
+            else:
+                frames.insert(0, overtaking)
         if world.duplicate_share and world.random.random() < world.duplicate_share:
             frames.append(frame)
         return frames
@@ -297,6 +297,8 @@ class _Channel:
         self._world.channels.pop(self, None)
         self._closed.set()
         self._inbox.put_nowait(None)
+        if not self._outbox.full():  # otherwise `deliver_frames` is not waiting
+            self._outbox.put_nowait(None)
 
 
 class SimNetwork:

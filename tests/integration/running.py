@@ -98,7 +98,7 @@ class StartedCluster:
 
     async def _main(self) -> None:
         try:
-            async with local_cluster.up(
+            async with local_cluster.run_local_cluster(
                 self.settings, progress=lambda _line: None, timeout_s=START_S
             ) as self.supervisor:
                 self._ready.set()

@@ -251,7 +251,7 @@ async def test_server_with_monitoring(unused_tcp_port: int, monkeypatch: pytest.
     names = await run_cell(SERVER_WITH_MONITORING + "await monitor.stop()\n")
     assert names["monitor"].local_node.gpu_count >= 1  # type: ignore[attr-defined]
     await genie.shutdown()
-    assert local_cluster.find_running(Path(init.load_settings((), {}).paths.state_dir)) is None
+    assert local_cluster.find_running_cluster(Path(init.load_settings((), {}).paths.state_dir)) is None
 
 
 async def test_migration_from_manual_setup(cluster: RunningCluster) -> None:

@@ -249,7 +249,7 @@ DEFECTS = {
     "wall clock limits": Defect(
         _plant_wall_clock_limits, "time", ("step_controller",), 0, "exceeded its time limit"
     ),
-    "disk on event loop": Defect(_plant_disk_on_event_loop, "disk", ("slow_disk",), 3, "without a fault"),
+    "disk on event loop": Defect(_plant_disk_on_event_loop, "disk", ("slow_disk",), 9, "without a fault"),
     "writes that are not durable": Defect(_plant_writes_that_are_not_durable, "disk", ("torn_write",), 0, ""),
     "exits of lingering jobs": Defect(
         _plant_exits_of_lingering_jobs, "hostile", ("unkillable",), 0, "overallocated"

@@ -405,7 +405,7 @@ class Agents:
 
         await self._ledger.write(build)
         if drained:
-            _log.info("node %s is drained: %s", node_id, drained)
+            _log.info("node %s is %s", node_id, drained)
         else:
             _log.info("node %s accepts jobs again", node_id)
         self._wake()

@@ -21,6 +21,8 @@ from genie.scheduler.decisions import Preempt, Start, Wait
 _log = logging.getLogger(__name__)
 
 _LOGGED_MAX = 8
+_REFRESHES_MAX = 8
+"""Refreshes after a pass: a large cluster needs several, and the next pass must not wait long for them."""
 
 
 class PassRunner:
@@ -58,7 +60,7 @@ class PassRunner:
             raise
         finally:
             self._planner.settle_pass(start.job_id for start in starts)
-        self._planner.refresh()
+        await self._refresh()
 
     async def stop(self, jobs: Iterable[tuple[Job, str]], stop: StopReason) -> None:
         """Mark running jobs, each with a reason, and send the kills to their agents."""
@@ -74,6 +76,13 @@ class PassRunner:
             return
         for job in jobs:
             _log.info("placed job %s: %s", job.job_id, job.reason)
+
+    async def _refresh(self) -> None:
+        """Refresh the planner's caches; requests are answered between the parts."""
+        for _ in range(_REFRESHES_MAX):
+            if self._planner.refresh():
+                return
+            await asyncio.sleep(0)
 
     async def _place(self, starts: list[Start]) -> None:
         placed: list[Job] = []

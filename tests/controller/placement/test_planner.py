@@ -38,8 +38,9 @@ from genie.model.node import GPUInfo, NodeInfo, Vendor
 from genie.model.tenant import QuotaRecord, TokenKind
 from genie.processes.clock import SystemClock
 from genie.scheduler.cluster.allocations import ClusterAllocations
-from genie.scheduler.decisions import Start
+from genie.scheduler.decisions import Decision, Start
 from genie.scheduler.request import WorkerPlace
+from genie.scheduler.scheduler import Scheduler
 from tests.controller.running_controller import (
     Client,
     connect_agent,
@@ -407,6 +408,31 @@ async def test_placer_caches_are_refreshed_between_decisions(
         await a.start_next()
         await until(lambda: bool(budgets))
         assert 0 < budgets[0] <= 100_000, "the refresh must be short"
+
+
+async def test_an_incomplete_refresh_is_continued_in_the_same_pass(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    events: list[str] = []
+    refresh, decide = ClusterAllocations.refresh, Scheduler.decide
+
+    def recorded_refresh(allocations: ClusterAllocations, budget: int) -> bool:
+        is_complete = refresh(allocations, budget)
+        events.append("complete" if is_complete else "incomplete")
+        return is_complete
+
+    def recorded_decide(scheduler: Scheduler, now: float) -> list[Decision]:
+        events.append("pass")
+        return decide(scheduler, now)
+
+    monkeypatch.setattr(planning, "REFRESH_BUDGET", 1)
+    monkeypatch.setattr(ClusterAllocations, "refresh", recorded_refresh)
+    monkeypatch.setattr(Scheduler, "decide", recorded_decide)
+    async with running_controller(tmp_path) as one, one.client() as owner, one.agent("a", gpus=8) as a:
+        for gpus in (1, 2, 3):
+            await owner.submit_spec(job_spec(gpus=gpus))
+            await a.start_next()
+        await until(lambda: ("incomplete", "complete") in zip(events, events[1:], strict=False))
 
 
 # -- limits -----------------------------------------------------------------------------------------
