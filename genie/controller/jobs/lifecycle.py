@@ -216,7 +216,7 @@ class JobLifecycle:
         rank, note = min(notes.items())
         more = f" (and {len(notes) - 1} other workers)" if len(notes) > 1 else ""
         reason = f"{job.reason}; node {job.placements[rank].node_id}: {note}{more}"
-        return msgspec.structs.replace(job, reason=bounded_reason(reason))
+        return msgspec.structs.replace(job, reason=truncate_reason(reason))
 
     def in_states(self, *states: JobState) -> list[Job]:
         return self._index.in_states(states)
