@@ -33,7 +33,7 @@ from genie.sim.disk import SimDisk
 from genie.sim.processes import DURATION_VARIABLE, SHARE_VARIABLE, Machines, SimLauncher
 from genie.sim.store import BYTES_MAX, MemoryStore
 from genie.sim.world import SimClock, SimNetwork, World
-from genie.supervisor.child import restart_delay_s
+from genie.supervisor.child import restart_backoff_s
 from genie.tenancy.access import parse_token
 
 _Reply = TypeVar("_Reply", bound=Message)
@@ -252,7 +252,7 @@ class SimCluster:
         self.crash(host)
         crashes = self._crashes.setdefault(host, [])
         crashes.append(self.world.now_s)
-        await asyncio.sleep(restart_delay_s(crashes, now=self.world.now_s))
+        await asyncio.sleep(restart_backoff_s(crashes, now=self.world.now_s))
         self.restart(host)
 
     def set_gpus(self, host: str, gpu_ids: Collection[int]) -> None:

@@ -27,7 +27,7 @@ from genie.model.names import address_text
 from genie.processes.clock import Timer
 from genie.runtime import wire
 from genie.runtime.connection_limits import ConnectionLimiter, ConnectionLimits, OpenConnection
-from genie.runtime.network import Accept, ClientTls
+from genie.runtime.network import AcceptCallback, ClientTls
 
 EPOCH_S = 1_700_000_000.0
 _STEP_S = 0.01
@@ -66,7 +66,7 @@ class World:
         """Number of cuts by sender and receiver: faults may overlap."""
         self.listeners: dict[tuple[str, int], _Listener] = {}
         self.channels: dict[_Channel, None] = {}
-        """Open ends of connections, in order of creation: the order of a set differs between runs."""
+        """In the order of their creation."""
 
     @property
     def now_s(self) -> float:
@@ -204,7 +204,9 @@ class _SimTimer:
 
 
 class _Listener:
-    def __init__(self, accept: Accept, connections: asyncio.TaskGroup, limiter: ConnectionLimiter) -> None:
+    def __init__(
+        self, accept: AcceptCallback, connections: asyncio.TaskGroup, limiter: ConnectionLimiter
+    ) -> None:
         self.accept = accept
         self.connections = connections
         self.limiter = limiter
@@ -215,12 +217,12 @@ class _Channel:
 
     certificate_name = ""
 
-    def __init__(self, world: World, host: str, other_host: str, *, cap_bytes: int) -> None:
+    def __init__(self, world: World, host: str, other_host: str, *, frame_bytes_max: int) -> None:
         self._world = world
         self.host = host
         self.other_host = other_host
         self.peer = f"{other_host}:0"
-        self._cap_bytes = cap_bytes
+        self._cap_bytes = frame_bytes_max
         self.other: _Channel | None = None
         self._inbox: asyncio.Queue[tuple[bytes, float] | None] = asyncio.Queue()
         """Frames, and when the CPU of this host has time for them."""
@@ -228,8 +230,8 @@ class _Channel:
         """Whether a frame was sent."""
         self.on_authenticated: Callable[[], None] = lambda: None
         self._outbox: asyncio.Queue[bytes | None] = asyncio.Queue(maxsize=1000)
-        """None wakes `deliver_frames` when the connection is closed."""
-        self._is_closed = False
+        """Frames to deliver; None wakes `deliver_frames` when the connection ends."""
+        self._closed = asyncio.Event()
         world.channels[self] = None
 
     def set_frame_limit(self, size_bytes: int) -> None:
@@ -240,9 +242,9 @@ class _Channel:
 
     async def send(self, frame: bytes) -> None:
         await self._world.wait_unpaused(self.host)
-        if self._is_closed:
+        if self._closed.is_set():
             raise ConnectionLostError(f"the connection to {self.peer} was lost")
-        if frame[_KIND_OFFSET] == wire.Kind.REQUEST:
+        if frame[_KIND_OFFSET] == wire.FrameKind.REQUEST:
             self._world.requests_sent[self.host] += 1
         await _sleep_until(self._world.occupy_cpu(self.host, sent_bytes=len(frame)))
         await self._outbox.put(frame)
@@ -259,7 +261,7 @@ class _Channel:
         data, ready_s = arrived
         await _sleep_until(ready_s)
         header, payload = data[: wire.HEADER_BYTES], data[wire.HEADER_BYTES :]
-        _, kind, call_id = wire.unpack_header(header, cap_bytes=self._cap_bytes, peer=self.peer)
+        _, kind, call_id = wire.unpack_header(header, frame_bytes_max=self._cap_bytes, peer=self.peer)
         return wire.Frame(kind, call_id, payload)
 
     def try_receive_nowait(self) -> wire.Frame | None:
@@ -267,15 +269,12 @@ class _Channel:
 
     async def deliver_frames(self) -> None:
         """Deliver frames to the other end, in order, with latency and link faults."""
-        while not self._is_closed:
-            frame = await self._outbox.get()
-            if frame is None:
-                return
+        while (frame := await self._outbox.get()) is not None and not self._closed.is_set():
             await self._world.transit()
-            while self._world.is_cut(self.host, self.other_host) and not self._is_closed:
+            while self._world.is_cut(self.host, self.other_host) and not self._closed.is_set():
                 await asyncio.sleep(_STEP_S * 10)
             for each in self._disturbed(frame):
-                if self.other is not None and not self._is_closed:
+                if self.other is not None and not self._closed.is_set():
                     ready_s = self._world.occupy_cpu(self.other_host, frames=1)
                     self.other._inbox.put_nowait((each, ready_s))
 
@@ -287,22 +286,25 @@ class _Channel:
             return frames
         if world.reorder_share and not self._outbox.empty() and world.random.random() < world.reorder_share:
             overtaking = self._outbox.get_nowait()
-            frames = [frame] if overtaking is None else [overtaking, frame]
+            if overtaking is None:
+                self._outbox.put_nowait(None)
+            else:
+                frames.insert(0, overtaking)
         if world.duplicate_share and world.random.random() < world.duplicate_share:
             frames.append(frame)
         return frames
 
     def close(self) -> None:
-        if not self._is_closed:
+        if not self._closed.is_set():
             self.disconnect()
             if self.other is not None and not self._world.is_cut(self.host, self.other_host):
                 self.other.disconnect()
 
     def disconnect(self) -> None:
         self._world.channels.pop(self, None)
-        self._is_closed = True
+        self._closed.set()
         self._inbox.put_nowait(None)
-        if not self._outbox.full():
+        if not self._outbox.full():  # otherwise `deliver_frames` is not waiting
             self._outbox.put_nowait(None)
 
 
@@ -325,8 +327,8 @@ class SimNetwork:
         listener = world.listeners.get((host, port))
         if listener is None:
             raise NothingListensError(f"{where} refused the connection: nothing listens there")
-        near = _Channel(world, self._host, host, cap_bytes=wire.FRAME_BYTES_MAX)
-        far = _Channel(world, host, self._host, cap_bytes=wire.UNAUTHENTICATED_FRAME_BYTES_MAX)
+        near = _Channel(world, self._host, host, frame_bytes_max=wire.FRAME_BYTES_MAX)
+        far = _Channel(world, host, self._host, frame_bytes_max=wire.UNAUTHENTICATED_FRAME_BYTES_MAX)
         opened = listener.limiter.accept(self._host, now_s=world.now_s, close=far.close)
         if isinstance(opened, str):
             del world.channels[near], world.channels[far]
@@ -342,7 +344,7 @@ class SimNetwork:
         self,
         host: str,
         port: int,
-        accept: Accept,
+        accept: AcceptCallback,
         *,
         tls: ssl.SSLContext | None,
         on_listening: Callable[[int], None],
@@ -361,7 +363,7 @@ class SimNetwork:
                 self._world.listeners.pop(address, None)
 
 
-async def _serve_connection(accept: Accept, channel: _Channel, opened: OpenConnection) -> None:
+async def _serve_connection(accept: AcceptCallback, channel: _Channel, opened: OpenConnection) -> None:
     try:
         await accept(channel)
     except ConnectionLostError:
