@@ -248,8 +248,8 @@ _STORED_BYTES_OF_CHARACTER_MAX = 4
 """Of a printable character: UTF-8, or an escaped quote."""
 _TRUNCATION_MARK = "..."
 _REMOVED_COMMAND = "(removed: the stored job was too large)"
-_SHRUNK_HISTORY_ENDS = 4
-_WORKERS_OF_RUNS_MAX = 1024
+_SHRUNK_HISTORY_STEPS_PER_END = 4
+_WORKERS_OF_EARLIER_RUNS_MAX = 1024
 """Maximum number of workers of earlier runs to keep; those of the newest run are always kept."""
 
 FINAL_STATES = frozenset({JobState.SUCCEEDED, JobState.FAILED, JobState.CANCELLED, JobState.LOST})
@@ -320,7 +320,10 @@ def shrink_oversized_job(job: Job) -> Job:
             job.spec.constraints, gpu_models=(), labels={}, near=(), apart=()
         ),
     )
-    steps = (*job.history[:_SHRUNK_HISTORY_ENDS], *job.history[_SHRUNK_HISTORY_ENDS:][-_SHRUNK_HISTORY_ENDS:])
+    steps = (
+        *job.history[:_SHRUNK_HISTORY_STEPS_PER_END],
+        *job.history[_SHRUNK_HISTORY_STEPS_PER_END:][-_SHRUNK_HISTORY_STEPS_PER_END:],
+    )
     history = tuple(msgspec.structs.replace(step, reason=truncate_reason(step.reason)) for step in steps)
     return msgspec.structs.replace(
         job, spec=spec, history=history, earlier=(), reason=truncate_reason(job.reason)
@@ -343,7 +346,7 @@ def _with_current_run(job: Job, at: float) -> tuple[PastRun, ...]:
         ended_at=at,
     )
     runs = (*job.earlier, run)[-RUNS_KEPT:]
-    while len(runs) > 1 and sum(len(each.nodes) for each in runs) > _WORKERS_OF_RUNS_MAX:
+    while len(runs) > 1 and sum(len(each.nodes) for each in runs) > _WORKERS_OF_EARLIER_RUNS_MAX:
         runs = runs[1:]
     return runs
 
