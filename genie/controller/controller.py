@@ -161,6 +161,7 @@ class Controller:
             workers_max=self._config.node_workers_max,
             launch_capacity=lambda: self._launches.capacity,
             not_before_s=self._backoff.not_before_s,
+            needed_bytes=self._backoff.needed_bytes,
         )
 
     def _rules(self) -> Rules:
@@ -177,7 +178,13 @@ class Controller:
             random_bytes=self._random_bytes,
             pin=self._certificates.pin,
         )
-        self._sessions = Sessions(ledger, jobs, clock=clock, random_bytes=self._random_bytes)
+        self._sessions = Sessions(
+            ledger,
+            jobs,
+            clock=clock,
+            random_bytes=self._random_bytes,
+            grace_s=self._config.session_grace_s,
+        )
         self._admission = Admission(
             ledger,
             self._tokens,

@@ -148,6 +148,8 @@ class ExitReport(Record, frozen=True, kw_only=True):
     started: bool = True
     by_node: bool = False
     """The node, not the job, is the cause: it is shutting down, or its disk is full."""
+    needed_bytes: int = 0
+    """Free disk space that its working directory needs, if the node has less; otherwise 0."""
 
 
 class Registered(Message, frozen=True, kw_only=True):

@@ -27,8 +27,9 @@ def stop_reason(job: Job) -> str:
 
 
 def is_node_fault(job: Job, report: ExitReport) -> bool:
-    """Whether this worker has not started because of its node."""
-    return report.by_node and not report.started and not _stop_of_run(job)
+    """Whether this worker has not started because of its node. A disk that is too small for the working
+    directory is no fault: it has space for other jobs."""
+    return report.by_node and not report.needed_bytes and not report.started and not _stop_of_run(job)
 
 
 def _stop_of_run(job: Job) -> StopReason:

@@ -534,6 +534,8 @@ class Agents:
                 orders.append(JobOrder(job_id=item.job_id, epoch=item.epoch, reason="not in the ledger"))
                 continue
             self._run_times.record(job, item.elapsed_s)
+            if job.state is JobState.RUNNING and (job.stop or job.spec.kind is JobKind.COMMAND):
+                self._jobs.set_run_note(job, rank, item.note)
             if job.stop:
                 orders.append(
                     JobOrder(
