@@ -200,8 +200,8 @@ async def _cold_commands(testbed: Testbed, names: Sequence[str]) -> None:
     async with SshPool(file, ssh_config=testbed.bed.ssh_config) as pool:
 
         async def one(name: str) -> None:
-            async with pool.use(name, without_helper=True) as link:
-                assert (await link.command(COMMAND, timeout_s=60)).exit_code == 0
+            async with pool.connect(name, without_helper=True) as link:
+                assert (await link.run_command(COMMAND, timeout_s=60)).exit_code == 0
 
         await asyncio.gather(*(one(names[number % len(names)]) for number in range(testbed.connections)))
 
@@ -221,9 +221,9 @@ async def warm(testbed: Testbed) -> list[report.Figure]:
                 return testbed.ssh(name, command, "-S", str(sockets[name]))
 
             async def commands() -> None:
-                async with pool.use("gpu1") as link:
+                async with pool.connect("gpu1") as link:
                     for _ in range(WARM_COMMANDS):
-                        assert (await link.command(COMMAND, timeout_s=60)).stdout == b"gpu1\n"
+                        assert (await link.run_command(COMMAND, timeout_s=60)).stdout == b"gpu1\n"
 
             async def runs() -> None:
                 for _ in range(WARM_COMMANDS):

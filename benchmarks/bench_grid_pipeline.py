@@ -32,7 +32,7 @@ from genie.grid.grid_file import read_grid_file  # noqa: E402 - the path comes f
 from genie.grid.runs.launch import RunLauncher, RunSpec  # noqa: E402
 from genie.grid.runs.run import OutputCollector  # noqa: E402
 from genie.grid.runs.runner import Runner  # noqa: E402
-from genie.grid.setup import EnvironmentSpec, Setup, read_environment_spec  # noqa: E402
+from genie.grid.setup import EnvironmentSetup, EnvironmentSpec, read_environment_spec  # noqa: E402
 from genie.grid.ssh.pool import SshPool  # noqa: E402
 from tests.grid.bed import Bed  # noqa: E402
 from tests.grid.small_wheel import make_wheel  # noqa: E402
@@ -124,7 +124,7 @@ async def _run_grid(testbed: Testbed) -> None:
         node = await launcher.best_node(without={})
         (sent,) = await launcher.sync(testbed.tree, [node])
         assert (node, sent.sent_files) == (BEST, CHANGED_FILES), sent
-        (ready,) = await Setup(pool, file).run(testbed.wanted, [node])
+        (ready,) = await EnvironmentSetup(pool, file).run(testbed.wanted, [node])
         assert ready.state == "unchanged", ready
         output = OutputCollector(bytes_max=1 << 20)
         code = await runner.wait(await launcher.start_on(node, RunSpec(command=COMMAND)), output)
@@ -135,7 +135,7 @@ async def _prepare(testbed: Testbed) -> None:
     """Installs the environment and syncs the tree to the best node."""
     file = read_grid_file(testbed.grid_file)
     async with SshPool(file, ssh_config=testbed.bed.ssh_config) as pool:
-        reports = await Setup(pool, file).run(testbed.wanted, [BEST])
+        reports = await EnvironmentSetup(pool, file).run(testbed.wanted, [BEST])
         assert not any(each.error for each in reports), reports
         launcher = RunLauncher(pool, file, Runner(pool, file), state_dir=testbed.state_dir)
         await launcher.sync(testbed.tree, [BEST])

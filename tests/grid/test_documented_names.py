@@ -16,7 +16,7 @@ from genie.errors import ConfigError, UnreachableError, UsageError
 from genie.grid import Executor, OptimizedExecutor, check_all_nodes, find_best_node, smart_sync
 from genie.grid.health.check import HealthState
 from genie.grid.runs.launch import grid_metrics
-from genie.grid.sync.local_tree import local_root
+from genie.grid.sync.local_tree import resolve_local_root
 from tests.grid.bed import Bed
 
 LIMITS = "ssh: {connect_timeout: 20, max_retries: 0}\nhealth_check: {timeout: 20, cpu_weight: 0}\n"
@@ -124,7 +124,7 @@ def test_invalid_or_home_directory_is_not_synced(
 def test_user_without_home_may_sync_any_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", "~")
     monkeypatch.chdir(tmp_path)
-    assert local_root(Path()) == tmp_path
+    assert resolve_local_root(Path()) == tmp_path
 
 
 @pytest.mark.parametrize("home", ["", "/", "here", "elsewhere", "loop"])
@@ -138,16 +138,16 @@ def test_home_in_user_database_is_not_synced(
     )
     monkeypatch.setenv("HOME", str(tmp_path / home) if home in ("elsewhere", "loop") else home)
     with pytest.raises(UsageError, match="it is the home directory"):
-        local_root(tmp_path / "user")
+        resolve_local_root(tmp_path / "user")
     with pytest.raises(UsageError, match="it contains the home directory"):
-        local_root(tmp_path)
-    assert local_root(tmp_path / "user/project") == tmp_path / "user/project"
+        resolve_local_root(tmp_path)
+    assert resolve_local_root(tmp_path / "user/project") == tmp_path / "user/project"
 
 
 def test_unknown_user_may_sync_any_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", "/")
     monkeypatch.setattr(pwd, "getpwuid", {}.__getitem__)
-    assert local_root(tmp_path) == tmp_path
+    assert resolve_local_root(tmp_path) == tmp_path
 
 
 async def test_functions_work_inside_a_running_event_loop(project: Path) -> None:

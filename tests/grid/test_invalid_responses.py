@@ -125,7 +125,9 @@ async def test_command_output_is_limited(own_bed: Bed) -> None:
     file = grid_file_of(own_bed)
     async with (
         SshPool(file, ssh_config=own_bed.ssh_config) as pool,
-        pool.use("gpu1", without_helper=True) as link,
+        pool.connect("gpu1", without_helper=True) as link,
     ):
         with pytest.raises(ProtocolError, match="wrote more than"):
-            await link.command("exec yes aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa", timeout_s=60)
+            await link.run_command(
+                "exec yes aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa", timeout_s=60
+            )

@@ -159,7 +159,7 @@ async def test_shell_reading_and_helper_reading_agree(shells: Bed, own_pool: Ssh
             assert (found.readings.cores, found.readings.vendor) == (os.cpu_count(), "none")
 
     async def check(node: Node) -> None:
-        async with own_pool.use(node.name) as link:
+        async with own_pool.connect(node.name) as link:
             assert link.has_helper == has_python(node)
 
     await on_each(shells.nodes, check)
@@ -183,8 +183,8 @@ async def test_run_has_both_streams_exit_code_and_environment(shells: Bed, runne
 async def test_command_behaves_as_with_ssh(shells: Bed, own_pool: SshPool, runner: Runner) -> None:
     async def check(node: Node) -> None:
         for command in COMMANDS:
-            async with own_pool.use(node.name) as link:
-                done = await link.command(command, timeout_s=20)
+            async with own_pool.connect(node.name) as link:
+                done = await link.run_command(command, timeout_s=20)
             code, out, _ = await run_to_end(runner, node.name, command)
             assert (code, out) == (done.exit_code, done.stdout), command
             if command == COMMANDS[0]:
@@ -229,7 +229,7 @@ async def test_output_is_read_from_any_offset(shells: Bed, runner: Runner) -> No
         await runner.signal(run, "KILL")
         assert await following == 128 + 9
         chunk = await runner.read(run, out=5, err=0)
-        assert (chunk.out, chunk.err, chunk.end) == (b"\xfff\0", b"12345", True)
+        assert (chunk.out, chunk.err, chunk.is_last) == (b"\xfff\0", b"12345", True)
 
     await on_each(shells.nodes, check)
 
@@ -262,9 +262,9 @@ async def test_output_of_startup_files_does_not_disturb_replies(
         for _ in range(2):
             found = await checker.check(node.name, fresh=True)
             assert (found.state, found.note) == (HealthState.OK, "")
-        async with own_pool.use(node.name) as link:
+        async with own_pool.connect(node.name) as link:
             assert link.has_helper == has_python(node)
-            done = await link.command("echo; exit 3", timeout_s=20)
+            done = await link.run_command("echo; exit 3", timeout_s=20)
         assert (done.exit_code, done.stdout, done.stderr) == (3, b"welcome to here\n", b"and hello")
         assert await run_to_end(runner, node.name, "echo; exit 3") == (3, done.stdout, done.stderr)
         root = tmp_path / node.name

@@ -16,7 +16,7 @@ from genie import config
 from genie.cli import grid_main
 from genie.cluster.client import open_client
 from genie.grid import own_wheel
-from genie.grid.promotion import PYTHONS
+from genie.grid.promotion import PYTHON_CANDIDATES
 from genie.model.job import JobSpec, JobState, Resources
 from genie.model.tenant import TokenRecord
 from genie.telemetry import log
@@ -177,7 +177,7 @@ def test_each_failing_node_has_its_reason(
     own_bed: Bed, cluster: RunningCluster, grid_cli: Callable[..., tuple[int, str, str]]
 ) -> None:
     own_bed["gpu1"].stop()
-    for name in PYTHONS:
+    for name in PYTHON_CANDIDATES:
         (own_bed["gpu2"].bin / name).write_text("#!/bin/sh\necho 3.8\n")
         (own_bed["gpu2"].bin / name).chmod(0o755)
     where = f"{cluster.host}:{cluster.port}"
@@ -211,9 +211,9 @@ def test_package_that_looks_like_an_option_is_rejected(grid_cli: Callable[..., t
 
 
 def test_wheel_is_complete_and_reproducible() -> None:
-    name, content = own_wheel.wheel()
+    name, content = own_wheel.build_genie_wheel()
     assert name.endswith("-py3-none-any.whl")
-    assert own_wheel.wheel() == (name, content)
+    assert own_wheel.build_genie_wheel() == (name, content)
     names = zipfile.ZipFile(io.BytesIO(content)).namelist()
     assert "genie/grid/remote/core.py" in names
     assert any(each.startswith("genie/_native/scheduler/") for each in names)

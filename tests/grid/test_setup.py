@@ -15,8 +15,14 @@ import pytest
 
 from genie.errors import UsageError
 from genie.grid.remote.core import OpError
-from genie.grid.remote.environment import _constraints, _pip_commands, install
-from genie.grid.setup import DEFAULT_PACKAGES, EnvironmentSpec, Setup, default_packages, read_environment_spec
+from genie.grid.remote.environment import _make_constraints, _make_pip_commands, install_environment
+from genie.grid.setup import (
+    DEFAULT_PACKAGES,
+    EnvironmentSetup,
+    EnvironmentSpec,
+    default_packages,
+    read_environment_spec,
+)
 from genie.grid.ssh.pool import SshPool
 from tests.grid.bed import Bed
 from tests.grid.conftest import grid_file_of
@@ -50,7 +56,7 @@ async def test_wheels_are_installed_and_repeating_changes_nothing(
     spec = read_environment_spec(requirements=None, packages=["small-thing"], wheels=wheels)
     shown: list[str] = []
     async with SshPool(file, ssh_config=own_bed.ssh_config) as pool:
-        setup = Setup(pool, file)
+        setup = EnvironmentSetup(pool, file)
         reports = await setup.run(spec, on_progress=lambda node, text: shown.append(f"{node} {text}"))
         assert [(each.node, each.state, each.error) for each in reports] == [
             ("gpu1", "installed", ""),
@@ -81,13 +87,15 @@ async def test_failing_node_does_not_stop_others_and_pip_output_is_shown(
         requirements=None, packages=["not-there"], wheels=wheels, python="python3.special"
     )
     async with SshPool(file, ssh_config=own_bed.ssh_config) as pool:
-        first, second = await Setup(pool, file).run(spec)
+        first, second = await EnvironmentSetup(pool, file).run(spec)
         assert first.state == second.state == "failed"
         assert "No matching distribution found for not-there" in first.error
         assert "is not a working Python" in second.error
         # A failed installation has no stamp, so it is retried.
         right = dataclasses.replace(spec, packages=("small-thing",))
-        assert [each.state for each in await Setup(pool, file).run(right, ["gpu1"])] == ["installed"]
+        assert [each.state for each in await EnvironmentSetup(pool, file).run(right, ["gpu1"])] == [
+            "installed"
+        ]
 
 
 async def test_missing_venv_has_hint_for_debian(own_bed: Bed) -> None:
@@ -97,7 +105,7 @@ async def test_missing_venv_has_hint_for_debian(own_bed: Bed) -> None:
     (own_bed["gpu1"].bin / "python3.bare").chmod(0o755)
     file = grid_file_of(own_bed)
     async with SshPool(file, ssh_config=own_bed.ssh_config) as pool:
-        (report,) = await Setup(pool, file).run(
+        (report,) = await EnvironmentSetup(pool, file).run(
             EnvironmentSpec(packages=("x",), python="python3.bare"), ["gpu1"]
         )
     assert "No module named venv" in report.error
@@ -120,7 +128,7 @@ async def test_passwords_in_progress_lines_are_redacted(own_bed: Bed) -> None:
             (node.home / "gate").write_text("\n")
 
     async with SshPool(file, ssh_config=own_bed.ssh_config) as pool:
-        (report,) = await Setup(pool, file).run(
+        (report,) = await EnvironmentSetup(pool, file).run(
             EnvironmentSpec(packages=("x",), python="python3.slow"), ["gpu1"], on_progress=on_progress
         )
     assert shown[-1] == "from https://me:***@host/x"
@@ -131,7 +139,7 @@ async def test_full_disk_is_reported(own_bed: Bed) -> None:
     own_bed["gpu1"].restart(before="mount -t tmpfs -o size=2m tmpfs /root")
     file = grid_file_of(own_bed)
     async with SshPool(file, ssh_config=own_bed.ssh_config) as pool:
-        (report,) = await Setup(pool, file).run(
+        (report,) = await EnvironmentSetup(pool, file).run(
             read_environment_spec(requirements=None, packages=["small-thing"], wheels=None), ["gpu1"]
         )
     assert report.state == "failed"
@@ -143,7 +151,7 @@ async def test_concurrent_setups_do_not_interfere(quick_bed: Bed, wheels: Path) 
     file = grid_file_of(quick_bed)
     spec = read_environment_spec(requirements=None, packages=["small-thing"], wheels=wheels)
     async with SshPool(file, ssh_config=quick_bed.ssh_config) as pool:
-        both = await asyncio.gather(*(Setup(pool, file).run(spec, ["gpu1"]) for _ in range(2)))
+        both = await asyncio.gather(*(EnvironmentSetup(pool, file).run(spec, ["gpu1"]) for _ in range(2)))
     reports = [report for each in both for report in each]
     assert "installed" in [report.state for report in reports]
     errors = [report.error for report in reports if report.state == "failed"]
@@ -167,13 +175,13 @@ async def test_setup_continues_after_disconnect_and_releases_its_lock(
         requirements=None, packages=["small-thing"], wheels=wheels, python="python3.slow"
     )
     async with SshPool(file, ssh_config=own_bed.ssh_config) as pool:
-        first = asyncio.ensure_future(Setup(pool, file, requester="ann@desk").run(spec, ["gpu1"]))
+        first = asyncio.ensure_future(EnvironmentSetup(pool, file, requester="ann@desk").run(spec, ["gpu1"]))
         await until(lambda: node.processes("python3.slow -m venv"), what="the blocked setup")
         (slow,) = node.processes("python3.slow -m venv")
         node.cut()
         (lost,) = await first
         assert lost.state == "unreachable"
-        (second,) = await Setup(pool, file).run(spec, ["gpu1"])
+        (second,) = await EnvironmentSetup(pool, file).run(spec, ["gpu1"])
         assert second.state == "failed"
         message = r"another setup is in progress, started by ann@desk \d+ s ago \(process (\d+)\)"
         found = re.search(message, second.error)
@@ -181,7 +189,7 @@ async def test_setup_continues_after_disconnect_and_releases_its_lock(
         assert "grid-cli run --node gpu1 'tail .grid/setup/setup.log'" in second.hint
         (node.home / "gate").write_text("\n")
         await until(lambda: not node.processes("python3.slow -m venv"), what="the end of the first setup")
-        (after,) = await Setup(pool, file).run(spec, ["gpu1"])
+        (after,) = await EnvironmentSetup(pool, file).run(spec, ["gpu1"])
         assert (after.state, after.error) == ("installed", "")
 
 
@@ -199,7 +207,7 @@ def test_lock_with_invalid_contents_is_respected(tmp_path: Path, content: str) -
     with path.open() as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         with pytest.raises(OpError, match=r"^another setup is in progress$") as caught:
-            install({"root": str(tmp_path)}, b"")
+            install_environment({"root": str(tmp_path)}, b"")
     assert (caught.value.reason, path.read_text()) == ("locked", content)
 
 
@@ -208,7 +216,7 @@ def test_symbolic_link_as_lock_is_not_followed(tmp_path: Path) -> None:
     (tmp_path / "precious").write_text("unchanged")
     (tmp_path / ".grid/setup/lock").symlink_to(tmp_path / "precious")
     with pytest.raises(OSError, match="symbolic links"):
-        install({"root": str(tmp_path), "who": "x"}, b"")
+        install_environment({"root": str(tmp_path), "who": "x"}, b"")
     assert (tmp_path / "precious").read_text() == "unchanged"
 
 
@@ -293,7 +301,7 @@ async def test_packages_can_be_added_to_requirements_with_hashes(
     )
     file = grid_file_of(quick_bed)
     async with SshPool(file, ssh_config=quick_bed.ssh_config) as pool:
-        reports = [(await Setup(pool, file).run(spec, ["gpu1"]))[0] for _ in range(2)]
+        reports = [(await EnvironmentSetup(pool, file).run(spec, ["gpu1"]))[0] for _ in range(2)]
         assert [(each.state, each.error) for each in reports] == [("installed", ""), ("unchanged", "")]
         (tmp_path / "locked.txt").write_text(f"pinned==1.0 --hash=sha256:{'0' * 64}\n")
         wrong = read_environment_spec(
@@ -301,7 +309,7 @@ async def test_packages_can_be_added_to_requirements_with_hashes(
         )
         env = quick_bed["gpu1"].home / "grid_workspace/grid_env"
         assert [path.name for path in env.glob("lib/*/site-packages/pinned-*")] == ["pinned-1.0.dist-info"]
-        (report,) = await Setup(pool, file).run(wrong, ["gpu2"])
+        (report,) = await EnvironmentSetup(pool, file).run(wrong, ["gpu2"])
         assert (report.state, "DO NOT MATCH THE HASHES" in report.error) == ("failed", True), report.error
 
 
@@ -311,7 +319,7 @@ def test_constraints_keep_versions_and_indexes() -> None:
         "ray[default,serve] ==2.9 ; python_version > '3' \\\n  --hash=sha256:aa \\\r\n  --hash=sha256:bb\n"
         "https://host/x-1.whl --hash=sha256:cc\nnumpy\n"
     )
-    assert _constraints(text).splitlines() == [
+    assert _make_constraints(text).splitlines() == [
         *("--index-url https://own/simple", "ray ==2.9 ; python_version > '3'", "numpy")
     ]
 
@@ -329,14 +337,14 @@ def test_constraints_keep_versions_and_indexes() -> None:
     ],
 )
 def test_constraints_drop_only_the_hash_flag(text: str, constraints: list[str]) -> None:
-    assert _constraints(text).splitlines() == constraints
+    assert _make_constraints(text).splitlines() == constraints
 
 
 @pytest.mark.parametrize("mark", ["", "\ufeff"])
 def test_packages_use_a_separate_command_with_require_hashes(tmp_path: Path, mark: str) -> None:
     args = {"wheels": False, "packages": ["b"]}
     written = f"{mark}--require-hashes -i http://own\na==1\n".encode()
-    first, second = _pip_commands(args, "env", str(tmp_path), written)
+    first, second = _make_pip_commands(args, "env", str(tmp_path), written)
     assert (first[-1], second[-2:]) == (str(tmp_path / "requirements.txt"), ["--", "b"])
     assert (tmp_path / "constraints.txt").read_text() == "-i http://own\na==1\n"
 
@@ -344,7 +352,7 @@ def test_packages_use_a_separate_command_with_require_hashes(tmp_path: Path, mar
 @pytest.mark.parametrize("blank", [" ", " -", "#", " #", "a[", "\\\n", "--require-hashes"])
 def test_constraints_take_linear_time(blank: str) -> None:
     start = time.process_time()
-    _constraints("a" + blank * 100_000 + "a")
+    _make_constraints("a" + blank * 100_000 + "a")
     assert time.process_time() - start < 2
 
 

@@ -18,7 +18,7 @@ import pytest
 from genie.cli.quantities import parse_duration
 from genie.grid.runs.launch import grid_metrics
 from genie.grid.runs.run import Run
-from genie.grid.runs.runner import _KILL_S, Runner
+from genie.grid.runs.runner import _KILL_TIMEOUT_S, Runner
 from tests.cli.conftest import Ran
 from tests.forkserver import ForkedProcess, ForkServer
 from tests.grid import parts
@@ -123,9 +123,9 @@ def test_cancel_kills_after_the_grace_period(
         waits.append(timeout_s)
         return await wait_for_end(runner, run, timeout_s)
 
-    monkeypatch.setattr(Runner, "_wait_for_end", record)
+    monkeypatch.setattr(Runner, "_wait_until_ended", record)
     assert "exit code 137" in own_cli("cancel", run_id, "--grace", grace).out
-    assert waits == [parse_duration(grace, what="", zero_allowed=True), _KILL_S]
+    assert waits == [parse_duration(grace, what="", zero_allowed=True), _KILL_TIMEOUT_S]
 
 
 def test_cancel_sends_the_given_signal(own_cli: Cli) -> None:

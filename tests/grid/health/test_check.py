@@ -17,7 +17,7 @@ import pytest_asyncio
 from genie.errors import NoNodeError, NoNodeReachedError
 from genie.grid.grid_file import GridFile, HealthSettings, parse_grid_file
 from genie.grid.health.check import (
-    THROTTLE_CHECK_C,
+    THROTTLE_CHECK_TEMPERATURE_C_MIN,
     GpuReading,
     HealthCache,
     HealthState,
@@ -25,11 +25,11 @@ from genie.grid.health.check import (
     NodeHealthChecker,
     Readings,
     Xid,
-    _connecting_max,
-    _Slot,
-    assess,
-    choose,
-    score,
+    _CheckSlot,
+    _concurrent_connects_max,
+    assess_health,
+    choose_best_node,
+    compute_score,
 )
 from genie.grid.runs.launch import RunLauncher, grid_metrics
 from genie.grid.runs.runner import Runner
@@ -74,16 +74,16 @@ def health(
 
 
 def test_score_is_weighted_sum_of_load_and_gpu_memory() -> None:
-    assert score(readings(), KEYS, 1.0) == 1.0 * 25 + 3.0 * 25
-    assert score(readings(), HealthSettings(cpu_weight=2, gpu_weight=0.5), 1.0) == 2 * 25 + 0.5 * 25
+    assert compute_score(readings(), KEYS, 1.0) == 1.0 * 25 + 3.0 * 25
+    assert compute_score(readings(), HealthSettings(cpu_weight=2, gpu_weight=0.5), 1.0) == 2 * 25 + 0.5 * 25
 
 
 def test_node_weight_divides_score() -> None:
-    assert score(readings(), KEYS, 2.0) == 50
+    assert compute_score(readings(), KEYS, 2.0) == 50
 
 
 def test_score_without_gpus_is_load() -> None:
-    assert score(readings(gpus=()), KEYS, 1.0) == 25
+    assert compute_score(readings(gpus=()), KEYS, 1.0) == 25
 
 
 @pytest.mark.parametrize(
@@ -91,18 +91,18 @@ def test_score_without_gpus_is_load() -> None:
     [{"load": None}, {"cores": None}, {"failed": {"gpus": "hangs"}, "gpus": ()}, {"gpus": (GpuReading(0),)}],
 )
 def test_score_is_none_if_a_reading_is_missing(missing: dict[str, object]) -> None:
-    assert score(readings(**missing), KEYS, 1.0) is None
+    assert compute_score(readings(**missing), KEYS, 1.0) is None
 
 
 def test_score_uses_utilization_without_gpu_memory() -> None:
-    assert score(readings(gpus=(GpuReading(0, utilization_pct=50.0),)), KEYS, 1.0) == 25 + 3 * 50
+    assert compute_score(readings(gpus=(GpuReading(0, utilization_pct=50.0),)), KEYS, 1.0) == 25 + 3 * 50
 
 
 # --- the state --------------------------------------------------------------------------------
 
 
 def test_good_readings_are_ok() -> None:
-    assert assess(readings()) == (HealthState.OK, ())
+    assert assess_health(readings()) == (HealthState.OK, ())
 
 
 @pytest.mark.parametrize(
@@ -118,7 +118,7 @@ def test_good_readings_are_ok() -> None:
     ],
 )
 def test_fault_makes_node_unhealthy(found: dict[str, object], words: str) -> None:
-    state, reasons = assess(readings(**found))
+    state, reasons = assess_health(readings(**found))
     assert state is HealthState.UNHEALTHY
     assert words in reasons[0]
 
@@ -137,7 +137,7 @@ def test_fault_makes_node_unhealthy(found: dict[str, object], words: str) -> Non
     ],
 )
 def test_harmless_reading_keeps_node_ok(found: dict[str, object]) -> None:
-    assert assess(readings(**found)) == (HealthState.OK, ())
+    assert assess_health(readings(**found)) == (HealthState.OK, ())
 
 
 @pytest.mark.parametrize(
@@ -150,19 +150,19 @@ def test_harmless_reading_keeps_node_ok(found: dict[str, object]) -> None:
     ],
 )
 def test_failed_reading_makes_node_degraded(found: dict[str, object], words: str) -> None:
-    state, reasons = assess(readings(**found))
+    state, reasons = assess_health(readings(**found))
     assert state is HealthState.DEGRADED
     assert words in reasons[0]
 
 
 def test_unhealthy_takes_precedence_and_all_reasons_are_listed() -> None:
-    state, reasons = assess(readings(disk_free_bytes=0, failed={"gpus": "hangs"}))
+    state, reasons = assess_health(readings(disk_free_bytes=0, failed={"gpus": "hangs"}))
     assert state is HealthState.UNHEALTHY
     assert len(reasons) == 2
 
 
 def test_throttled_gpu_is_reported() -> None:
-    assert assess(readings(gpus=(gpu(throttled=("power brake",)),))) == (
+    assert assess_health(readings(gpus=(gpu(throttled=("power brake",)),))) == (
         HealthState.OK,
         ("GPU 0 is throttled: power brake",),
     )
@@ -188,7 +188,7 @@ def test_gpu_is_free_with_little_memory_and_utilization(reading: GpuReading, fre
 
 
 def test_choose_prefers_lowest_score_then_first() -> None:
-    assert choose([health("a", 3.0), health("b", 2.0), health("c", 2.0)]).name == "b"
+    assert choose_best_node([health("a", 3.0), health("b", 2.0), health("c", 2.0)]).name == "b"
 
 
 def test_choose_prefers_node_chosen_least_among_equals(tmp_path: Path) -> None:
@@ -200,10 +200,10 @@ def test_choose_prefers_node_chosen_least_among_equals(tmp_path: Path) -> None:
     for _ in range(7):
         cache = HealthCache(tmp_path)
         checker = NodeHealthChecker(SshPool(file, ssh_config=tmp_path), file, clock=lambda: 1.0, cache=cache)
-        taken.append(choose(list(cache.read(file).values())).name)
+        taken.append(choose_best_node(list(cache.read(file).values())).name)
         checker.record_choice(taken[-1])
     assert taken == ["a", "b", "d", "a", "b", "d", "a"]
-    assert choose([msgspec.structs.replace(each, chosen=9) for each in nodes]).name == "c"
+    assert choose_best_node([msgspec.structs.replace(each, chosen=9) for each in nodes]).name == "c"
 
 
 async def test_runs_are_spread_over_equally_good_nodes(tmp_path: Path) -> None:
@@ -213,19 +213,19 @@ async def test_runs_are_spread_over_equally_good_nodes(tmp_path: Path) -> None:
     HealthCache(tmp_path).write(file, nodes)
     async with SshPool(file, ssh_config=tmp_path) as pool:
         launcher = RunLauncher(pool, file, Runner(pool, file), state_dir=tmp_path)
-        assert [await launcher.best_node(without={}) for _ in range(4)] == ["a", "b", "c", "a"]
+        assert [await launcher.choose_best_node(without={}) for _ in range(4)] == ["a", "b", "c", "a"]
     metrics = await asyncio.to_thread(grid_metrics(tmp_path).figures)
     assert metrics.scores == {node.name: node.score for node in nodes}
 
 
 @pytest.mark.parametrize("state", [HealthState.DEGRADED, HealthState.UNHEALTHY, HealthState.UNREACHABLE])
 def test_node_that_is_not_ok_is_never_chosen(state: HealthState) -> None:
-    assert choose([health("a", 0.0, state), health("b", 500.0)]).name == "b"
+    assert choose_best_node([health("a", 0.0, state), health("b", 500.0)]).name == "b"
     assert health("a", 0.0, state).effective_score == math.inf
 
 
 def test_node_without_score_is_never_chosen() -> None:
-    assert choose([health("a", None), health("b", 500.0)]).name == "b"
+    assert choose_best_node([health("a", None), health("b", 500.0)]).name == "b"
 
 
 def test_choose_requires_labels_and_free_gpus() -> None:
@@ -234,9 +234,9 @@ def test_choose_requires_labels_and_free_gpus() -> None:
         health("b", 2.0, labels={"zone": "y"}, readings=readings(gpus=(gpu(), gpu(1)))),
         health("c", 3.0, labels={"zone": "x"}, readings=readings(gpus=(gpu(), gpu(1)))),
     ]
-    assert choose(nodes).name == "a"
-    assert choose(nodes, gpus=2).name == "b"
-    assert choose(nodes, gpus=2, labels={"zone": "x"}).name == "c"
+    assert choose_best_node(nodes).name == "a"
+    assert choose_best_node(nodes, gpus=2).name == "b"
+    assert choose_best_node(nodes, gpus=2, labels={"zone": "x"}).name == "c"
 
 
 def test_choose_error_has_a_reason_per_node() -> None:
@@ -246,14 +246,14 @@ def test_choose_error_has_a_reason_per_node() -> None:
         NodeHealth("c", HealthState.UNREACHABLE, None, ("no route",), 0.0),
     ]
     with pytest.raises(NoNodeError) as caught:
-        choose(nodes, gpus=2)
+        choose_best_node(nodes, gpus=2)
     text = caught.value.message
     assert "a: no GPUs" in text
     assert "b: 1 of 2 GPUs are free, 2 requested" in text
     assert "c: unreachable: no route" in text
     assert "health --fresh" in caught.value.hint
     with pytest.raises(NoNodeError, match="a: missing label zone=y") as caught:
-        choose(nodes, labels={"zone": "y"})
+        choose_best_node(nodes, labels={"zone": "y"})
     assert "grid-cli nodes list" in caught.value.hint
 
 
@@ -261,16 +261,16 @@ def test_choose_raises_transport_error_if_all_candidates_are_unreachable() -> No
     unreachable = NodeHealth("a", HealthState.UNREACHABLE, None, ("no route",), 0.0, labels={"zone": "x"})
     other = health("b", labels={"zone": "y"})
     with pytest.raises(NoNodeReachedError, match="a: unreachable: no route") as caught:
-        choose([unreachable, other], labels={"zone": "x"})
+        choose_best_node([unreachable, other], labels={"zone": "x"})
     assert caught.value.exit_code == 255
     with pytest.raises(NoNodeError) as several:
-        choose([unreachable, other], gpus=1)
+        choose_best_node([unreachable, other], gpus=1)
     assert several.value.exit_code == 1
 
 
 def test_choose_error_truncates_many_reasons() -> None:
     with pytest.raises(NoNodeError, match="and 80 more") as caught:
-        choose([health(f"n{n}", None, HealthState.UNREACHABLE) for n in range(100)])
+        choose_best_node([health(f"n{n}", None, HealthState.UNREACHABLE) for n in range(100)])
     assert len(caught.value.message.splitlines()) == 22
 
 
@@ -309,8 +309,8 @@ async def test_check_all_returns_nodes_in_file_order(bed: Bed) -> None:
     assert [each.name for each in third.gpus] == ["NVIDIA H100 80GB HBM3"] * 2
     assert (third.gpus_free, found[2].at) == (2, 1000.0)
     with pytest.raises(NoNodeError, match="gpu4: no GPUs"):
-        choose(found, gpus=3)
-    assert choose(found, gpus=2).name == "gpu3"
+        choose_best_node(found, gpus=3)
+    assert choose_best_node(found, gpus=2).name == "gpu3"
 
 
 async def test_hanging_node_costs_only_its_own_timeout(own_bed: Bed) -> None:
@@ -322,7 +322,7 @@ async def test_hanging_node_costs_only_its_own_timeout(own_bed: Bed) -> None:
             first, second = await checker.check_all()
         assert (first.state, second.state) == (HealthState.UNREACHABLE, HealthState.OK)
         assert "within 4 s" in first.note
-        assert choose([first, second]).name == "gpu2"
+        assert choose_best_node([first, second]).name == "gpu2"
 
 
 async def test_node_hanging_before_login_does_not_delay_others(own_bed: Bed) -> None:
@@ -345,13 +345,13 @@ def test_concurrent_connections_are_limited_by_open_files(
     monkeypatch: pytest.MonkeyPatch, allowed: int, at_once: int
 ) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda _: (allowed, resource.RLIM_INFINITY))
-    assert _connecting_max() == at_once
+    assert _concurrent_connects_max() == at_once
 
 
 async def test_waiting_for_a_slot_pauses_the_timeout() -> None:
     slots = asyncio.Semaphore(0)
     async with asyncio.timeout(60) as limit:
-        with _Slot(slots, limit) as slot:
+        with _CheckSlot(slots, limit) as slot:
             waiting = asyncio.create_task(slot.acquire())
             await until(lambda: limit.when() is None, what="the timeout to be paused")
             slots.release()
@@ -366,7 +366,7 @@ async def test_waiting_for_a_slot_pauses_the_timeout() -> None:
 async def test_node_hanging_after_login_is_unreachable(own_bed: Bed) -> None:
     file = file_of(own_bed, "ssh: {connect_timeout: 20}\nhealth_check: {timeout: 2, refresh_interval: 0}\n")
     async with SshPool(file, ssh_config=own_bed.ssh_config) as pool:
-        async with pool.use("gpu1", timeout_s=20):
+        async with pool.connect("gpu1", timeout_s=20):
             pass
         with own_bed["gpu1"].hanging():
             found = await NodeHealthChecker(pool, file, clock=Clock()).check("gpu1")
@@ -379,8 +379,8 @@ async def test_nodes_with_and_without_nvml_have_the_same_readings(own_bed: Bed, 
     found = []
     for node in own_bed.nodes:
         node.gpus(2, lines=lines, reasons=["1, 0x20"])
-        async with own_pool.use(node.name) as link:
-            arguments = {"root": "~", "timeout_s": 20, "throttle_check_c": THROTTLE_CHECK_C}
+        async with own_pool.connect(node.name) as link:
+            arguments = {"root": "~", "timeout_s": 20, "throttle_check_c": THROTTLE_CHECK_TEMPERATURE_C_MIN}
             answer, _ = await link.call("health.read", arguments, timeout_s=40)
         found.append((answer["vendor"], answer["gpus"], answer["failed"]))
     assert found[0] == found[1]
@@ -391,7 +391,7 @@ async def test_nvml_reading_starts_no_program(own_bed: Bed, own_pool: SshPool) -
     node = own_bed["gpu1"]
     node.gpus(2)
     (node.bin / "nvidia-smi").write_text("#!/bin/sh\nexit 9\n")
-    async with own_pool.use("gpu1"):
+    async with own_pool.connect("gpu1"):
         pass  # the first reading of an unused node is taken by the shell script
     found = await NodeHealthChecker(own_pool, file_of(own_bed), clock=Clock()).check("gpu1")
     assert found.state is HealthState.OK, found
@@ -403,7 +403,7 @@ async def test_hanging_driver_fails_only_gpu_readings(own_bed: Bed) -> None:
     own_bed["gpu1"].nvml_state(["hangs=1"])
     file = file_of(own_bed, "ssh: {connect_timeout: 20}\nhealth_check: {timeout: 3}\n")
     async with SshPool(file, ssh_config=own_bed.ssh_config) as pool:
-        async with pool.use("gpu1", timeout_s=20):
+        async with pool.connect("gpu1", timeout_s=20):
             pass
         checker = NodeHealthChecker(pool, file, clock=Clock())
         found = await checker.check("gpu1")
@@ -421,13 +421,13 @@ async def test_hanging_nvidia_smi_fails_only_gpu_readings(own_bed: Bed) -> None:
     file = file_of(own_bed, "ssh: {connect_timeout: 20}\nhealth_check: {timeout: 3}\n")
     async with SshPool(file, ssh_config=own_bed.ssh_config) as pool:
         for name in ("gpu1", "gpu2"):
-            async with pool.use(name, timeout_s=20):
+            async with pool.connect(name, timeout_s=20):
                 pass  # connecting is not part of the test
         first, second = await NodeHealthChecker(pool, file, clock=Clock()).check_all()
     assert (first.state, first.score) == (HealthState.DEGRADED, None)
     assert "took longer" in first.note  # the tool, or on a busy machine the whole reading
     assert first.readings is not None and first.readings.load is not None
-    assert choose([first, second]).name == "gpu2"
+    assert choose_best_node([first, second]).name == "gpu2"
 
 
 @pytest.mark.parametrize(
@@ -546,7 +546,7 @@ async def test_invalid_readings_make_node_degraded(
     async def invalid(link: object, root: str, *, left_s: float) -> object:
         return answer
 
-    monkeypatch.setattr("genie.grid.health.check._fetch", invalid)
+    monkeypatch.setattr("genie.grid.health.check._fetch_readings", invalid)
     found = await NodeHealthChecker(own_pool, file_of(own_bed), clock=Clock()).check("gpu1")
     assert (found.state, found.score) == (HealthState.DEGRADED, None)
     assert "answer: invalid" in found.note
@@ -560,7 +560,7 @@ async def test_duplicate_gpu_index_invalidates_gpu_readings(
     async def twice(link: object, root: str, *, left_s: float) -> object:
         return answer
 
-    monkeypatch.setattr("genie.grid.health.check._fetch", twice)
+    monkeypatch.setattr("genie.grid.health.check._fetch_readings", twice)
     found = await NodeHealthChecker(own_pool, file_of(own_bed), clock=Clock()).check("gpu1")
     assert (found.state, found.score) == (HealthState.DEGRADED, None)
     assert "duplicate GPU index" in found.note
@@ -572,7 +572,7 @@ async def test_long_reasons_are_truncated(own_bed: Bed, own_pool: SshPool, monke
     async def long_reasons(link: object, root: str, *, left_s: float) -> object:
         return {"failed": {f"part{number}": "x" * 10_000 for number in range(1000)}}
 
-    monkeypatch.setattr("genie.grid.health.check._fetch", long_reasons)
+    monkeypatch.setattr("genie.grid.health.check._fetch_readings", long_reasons)
     found = await NodeHealthChecker(own_pool, file_of(own_bed), clock=Clock()).check("gpu1")
     assert len(found.note) < 20_000
 

@@ -149,7 +149,7 @@ async def test_node_without_ray_or_unreachable_fails_the_start(
     async with cluster_of(own_bed, tmp_path) as cluster:
         with pytest.raises(RayError, match="Ray is not installed on gpu2"):
             await cluster.start()
-        monkeypatch.setattr("genie.grid.ray.cluster.JOIN_S", 0.5)
+        monkeypatch.setattr("genie.grid.ray.cluster.JOIN_TIMEOUT_S", 0.5)
         shown: list[tuple[str, str]] = []
         with pytest.raises(RayError, match="gpu1 did not join"):
             await cluster.start(allow_missing=True, on_progress=lambda *each: shown.append(each))
@@ -166,7 +166,7 @@ async def test_node_without_ray_or_unreachable_fails_the_start(
 async def test_start_fails_cleanly_if_head_does_not_listen(
     own_bed: Bed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("genie.grid.ray.cluster.JOIN_S", 0.5)
+    monkeypatch.setattr("genie.grid.ray.cluster.JOIN_TIMEOUT_S", 0.5)
     install_ray(own_bed["gpu1"], scripted("sleep 5701 & exit 0"))
     file = ray_file(own_bed, tmp_path / "grid.yaml", nodes=["gpu1"])
     async with cluster_of(own_bed, tmp_path, file) as cluster:

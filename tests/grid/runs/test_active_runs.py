@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from genie.grid.grid_file import GridFile, read_grid_file
-from genie.grid.metrics import RUNS_MAX, ActiveRun, GridMetrics
+from genie.grid.metrics import ACTIVE_RUNS_MAX, ActiveRun, GridMetrics
 from genie.grid.runs.launch import reconcile_runs, track_run
 from genie.grid.runs.run import Run
 from genie.grid.runs.runner import Runner
@@ -29,7 +29,7 @@ def grid_file(bed: Bed, folder: Path) -> GridFile:
 
 
 async def is_over(runner: Runner, run: Run) -> bool:
-    return (await runner.status(run)).is_over
+    return (await runner.status(run)).has_ended
 
 
 async def test_detached_run_is_active_until_its_end_is_found(
@@ -83,8 +83,8 @@ def test_run_is_completed_once(tmp_path: Path) -> None:
 def test_active_runs_are_bounded(tmp_path: Path) -> None:
     metrics = GridMetrics(tmp_path)
     figures = metrics.figures()
-    figures.runs = {f"r-{n}": ActiveRun(node="n", grid_file="f", started=0.0) for n in range(RUNS_MAX)}
-    metrics._change(lambda kept: setattr(kept, "runs", figures.runs))
+    figures.runs = {f"r-{n}": ActiveRun(node="n", grid_file="f", started=0.0) for n in range(ACTIVE_RUNS_MAX)}
+    metrics._apply_or_enqueue(lambda kept: setattr(kept, "runs", figures.runs))
     metrics.run_started("r-new", ActiveRun(node="n", grid_file="f", started=0.0))
     runs = metrics.figures().runs
-    assert len(runs) == RUNS_MAX and "r-0" not in runs and "r-new" in runs
+    assert len(runs) == ACTIVE_RUNS_MAX and "r-0" not in runs and "r-new" in runs

@@ -186,7 +186,7 @@ async def test_hostile_run_id_is_rejected_before_use(runner: Runner, run_id: str
 
 
 async def test_node_rejects_a_hostile_run_id(pool: SshPool) -> None:
-    async with pool.use("gpu1") as link:
+    async with pool.connect("gpu1") as link:
         for run_id in ("../../etc", ".", "a/b", "A"):
             with pytest.raises(NodeRefusedError, match="invalid run ID"):
                 await link.call("runs.remove", {"root": "~/x", "id": run_id}, timeout_s=10)
@@ -357,7 +357,7 @@ async def test_runs_are_listed_and_found_by_prefix(runner: Runner) -> None:
     with pytest.raises(RunNotFoundError, match=run.run_id):
         await runner.status(run)
     with pytest.raises(RunNotFoundError):
-        await runner.wait(dataclasses.replace(run, first=None), lambda *_: None)
+        await runner.wait(dataclasses.replace(run, first_chunk=None), lambda *_: None)
 
 
 async def test_short_run_is_complete_in_the_reply_to_its_start(
@@ -365,8 +365,8 @@ async def test_short_run_is_complete_in_the_reply_to_its_start(
 ) -> None:
     monkeypatch.setattr("genie.grid.runs.runner._SHORT_RUN_WAIT_S", 1.0)
     run = await runner.start("gpu10", "echo out; echo err >&2; exit 7")
-    assert run.is_over
-    assert run.first is not None
+    assert run.has_ended
+    assert run.first_chunk is not None
 
     async def asked_again(*_: object, **__: object) -> None:
         raise AssertionError
@@ -379,7 +379,7 @@ async def test_short_run_is_complete_in_the_reply_to_its_start(
 
 async def test_start_of_a_long_run_returns_before_its_end(runner: Runner) -> None:
     run = await runner.start("gpu10", "sleep 600")
-    assert (run.is_over, run.first) == (False, None)
+    assert (run.has_ended, run.first_chunk) == (False, None)
     assert await runner.signal(run, "KILL")
     assert await runner.wait(run, lambda *_: None) == 137
 
@@ -391,7 +391,7 @@ async def test_short_run_with_much_output_is_read_in_chunks(
     run = await runner.start("gpu10", f"head -c {remote_runs.CHUNK_BYTES} /dev/zero")
     recorder = OutputRecorder()
     assert await runner.wait(run, recorder) == 0
-    assert run.first is None
+    assert run.first_chunk is None
     assert len(recorder.out) == remote_runs.CHUNK_BYTES
 
 
@@ -599,7 +599,7 @@ async def test_cancelled_start_is_interrupted_only_when_the_run_has_ended(
 ) -> None:
     """The node has started the run, but its reply does not arrive."""
     if known is CancelledStart.INTERRUPTED:
-        monkeypatch.setattr(runner_module, "_INTERRUPT_S", 30.0)
+        monkeypatch.setattr(runner_module, "_INTERRUPT_TIMEOUT_S", 30.0)
     begun = bed["gpu1"].home / "begun"
     begun.unlink(missing_ok=True)
     ask_link = runner._request_on

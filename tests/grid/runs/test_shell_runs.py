@@ -43,7 +43,7 @@ def node(own_bed: Bed) -> Iterator[Node]:
 async def runner(own_bed: Bed, node: Node) -> AsyncIterator[Runner]:
     file = grid_file_of(own_bed)
     async with SshPool(file, ssh_config=own_bed.ssh_config) as pool:
-        async with pool.use("gpu1") as link:
+        async with pool.connect("gpu1") as link:
             assert not link.has_helper
         yield Runner(pool, file)
 
@@ -144,7 +144,7 @@ async def test_the_oldest_ended_runs_are_removed(runner: Runner, node: Node) -> 
 async def test_runs_are_lost_when_the_node_goes_down(
     runner: Runner, node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("genie.grid.runs.runner._WAIT_S", 0.5)
+    monkeypatch.setattr("genie.grid.runs.runner._READ_WAIT_S", 0.5)
     run = await runner.start("gpu1", "sleep 7104")
     node.restart()
     with pytest.raises(RunLostError):
@@ -157,7 +157,7 @@ async def test_helper_reads_runs_started_by_the_shell(own_bed: Bed, node: Node, 
     (node.bin / "python3").rename(node.bin / "python3.away")
     file = grid_file_of(own_bed)
     try:
-        async with SshPool(file, ssh_config=own_bed.ssh_config) as pool, pool.use("gpu1") as link:
+        async with SshPool(file, ssh_config=own_bed.ssh_config) as pool, pool.connect("gpu1") as link:
             assert link.has_helper
             recorder = OutputRecorder()
             assert await Runner(pool, file).wait(run, recorder) == 8
@@ -186,7 +186,7 @@ async def test_read_only_home_is_reported(own_bed: Bed, node: Node) -> None:
 def test_values_are_never_shell_syntax(shell: str) -> None:
     hostile = "'; touch /tmp/x; echo '"
     args = {"root": hostile, "id": "r-x", "command": hostile, "cwd": hostile, "env": {"A": hostile}}
-    text = shell_runs.script("start", args, marker="@m")
+    text = shell_runs.make_script("start", args, marker="@m")
     program = require_program(shell, package=shell)
     done = subprocess.run([program, "-n"], input=text, text=True, capture_output=True, timeout=30)
     assert (done.returncode, done.stderr) == (0, "")
@@ -222,7 +222,7 @@ def test_run_removed_during_a_listing_is_skipped(tmp_path: Path) -> None:
         folder = tmp_path / ".grid/runs" / name
         folder.mkdir(parents=True)
         (folder / "meta.json").write_text('{"command":"c","started":1,"gpus":[]}')
-    text = shell_runs.script("list", {"root": str(tmp_path)}, marker="@m")
+    text = shell_runs.make_script("list", {"root": str(tmp_path)}, marker="@m")
     text = text.replace("|| facts ;;", '|| { [ "$id" != r-bbbbbbbbbb ] || rm -r "$run"; facts; } ;;')
     done = subprocess.run(["sh", "-s"], input=text.encode(), capture_output=True, timeout=30)
     answer, _ = shell_runs._parse_reply("gpu1", "list", done.stdout.partition(b"@m\n")[2])
@@ -234,15 +234,15 @@ RUN = {"id": "r-aaaaaaaaaa", "command": 'echo x >>"$GRID_ROOT/ran"; pwd', "start
 
 def run_script(root: Path, name: str, *, bytes_max: int | None = None, **more: object) -> bytes:
     """Runs (part of) the script of an operation in sh, with a misleading CDPATH; returns its output."""
-    text = shell_runs.script(name, {**RUN, "root": str(root), **more}, marker="@m").encode()
+    text = shell_runs.make_script(name, {**RUN, "root": str(root), **more}, marker="@m").encode()
     env = {**os.environ, "CDPATH": str(root / "astray")}
     done = subprocess.run(["sh", "-s"], input=text[:bytes_max], capture_output=True, env=env, timeout=30)
     return done.stdout.partition(b"@m\n")[2]
 
 
 def test_truncated_start_script_starts_nothing(tmp_path: Path) -> None:
-    text = shell_runs.script("start", {**RUN, "root": str(tmp_path)}, marker="@m").encode()
-    end = text.index(shell_runs._COMMON.encode())
+    text = shell_runs.make_script("start", {**RUN, "root": str(tmp_path)}, marker="@m").encode()
+    end = text.index(shell_runs._COMMON_SCRIPT.encode())
     while (end := text.find(b"\n", end + 1)) < len(text) - 1:
         run_script(tmp_path, "start", bytes_max=end + 1)
         assert list(tmp_path.iterdir()) == [], text[:end].splitlines()[-1]
@@ -250,7 +250,7 @@ def test_truncated_start_script_starts_nothing(tmp_path: Path) -> None:
 
 def test_starting_run_is_not_lost(tmp_path: Path) -> None:
     """The start is repeated before the pid of the command is recorded."""
-    text = shell_runs.script("start", {**RUN, "root": str(tmp_path)}, marker="@m")
+    text = shell_runs.make_script("start", {**RUN, "root": str(tmp_path)}, marker="@m")
     early = text.replace('set -- "$watch"', 'facts; printf -- "--\\n"\nset -- "$watch"')
     assert early != text
     done = subprocess.run(["sh", "-s"], input=early.encode(), capture_output=True, timeout=30)
@@ -301,7 +301,7 @@ def test_signal_is_sent_only_to_the_recorded_process(tmp_path: Path, change: str
 )
 def test_timeout_is_formatted_for_every_sleep(timeout_s: float | None, formatted: str) -> None:
     args = {**RUN, "root": "/r", "timeout_s": timeout_s}
-    assert f"\ntimeout_s={formatted or repr('')}\n" in shell_runs.script("start", args, marker="@m")
+    assert f"\ntimeout_s={formatted or repr('')}\n" in shell_runs.make_script("start", args, marker="@m")
 
 
 async def test_sleep_with_integer_seconds_ends_no_run_early(runner: Runner, node: Node) -> None:

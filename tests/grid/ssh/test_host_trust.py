@@ -24,7 +24,7 @@ async def fetch(bed: Bed, name: str = "gpu1", file: GridFile | None = None, time
 
 
 async def login(bed: Bed, name: str) -> None:
-    async with SshPool(grid_file_of(bed), ssh_config=bed.ssh_config) as pool, pool.use(name):
+    async with SshPool(grid_file_of(bed), ssh_config=bed.ssh_config) as pool, pool.connect(name):
         pass
 
 

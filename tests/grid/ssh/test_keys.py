@@ -10,7 +10,7 @@ import pytest
 
 from genie.errors import LoginRefusedError, UsageError
 from genie.grid.grid_file import parse_grid_file
-from genie.grid.ssh.keys import key_files, passphrase_hint
+from genie.grid.ssh.keys import list_key_files, passphrase_hint
 from genie.grid.ssh.pool import SshPool
 from tests.grid.bed import Bed
 from tests.needs import require_program
@@ -22,7 +22,7 @@ CERTIFICATE = asyncssh.generate_private_key("ssh-ed25519").generate_user_certifi
 async def open_link(bed: Bed, key_file: Path | None = None) -> None:
     named = f"ssh: {{key_file: '{key_file}'}}" if key_file is not None else ""
     file = parse_grid_file(f"nodes: [gpu1]\n{named}", name="f.yaml")
-    async with SshPool(file, ssh_config=bed.ssh_config) as pool, pool.use("gpu1", timeout_s=20):
+    async with SshPool(file, ssh_config=bed.ssh_config) as pool, pool.connect("gpu1", timeout_s=20):
         pass
 
 
@@ -99,9 +99,9 @@ async def test_openssh_key_with_a_passphrase_is_skipped_and_named_when_the_login
 def test_default_keys_are_used_without_identity_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     options = asyncssh.SSHClientConnectionOptions(config=None, client_keys=None)
-    files = key_files(options, own=None)
+    files = list_key_files(options, own=None)
     assert passphrase_hint(files) == "a key with a passphrase must be added to ssh-agent (ssh-add)"
     (tmp_path / ".ssh").mkdir()
     locked = write_locked(tmp_path / ".ssh/id_ed25519")
     assert f"{locked} has a passphrase" in passphrase_hint(files)
-    assert str(locked) not in passphrase_hint(key_files(options, own=str(tmp_path / "another")))
+    assert str(locked) not in passphrase_hint(list_key_files(options, own=str(tmp_path / "another")))

@@ -10,7 +10,7 @@ import pytest
 from genie.errors import LoginRefusedError
 from genie.grid.health.check import HealthState, NodeHealthChecker
 from genie.grid.runs.runner import Runner
-from genie.grid.setup import Setup, read_environment_spec
+from genie.grid.setup import EnvironmentSetup, read_environment_spec
 from genie.grid.ssh.pool import SshPool
 from genie.grid.sync.syncer import Syncer
 from tests.grid.bed import Bed
@@ -37,5 +37,5 @@ async def test_error_names_a_login_shell_that_does_not_run_commands(
         assert isinstance(report.error, LoginRefusedError)
         health = await NodeHealthChecker(pool, file, clock=time.time).check("gpu1")
         assert (health.state, "does not run commands" in health.note) == (HealthState.UNREACHABLE, True)
-        (report,) = await Setup(pool, file).run(wanted, ["gpu1"])
+        (report,) = await EnvironmentSetup(pool, file).run(wanted, ["gpu1"])
         assert "does not run commands" in report.error

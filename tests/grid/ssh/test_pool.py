@@ -29,7 +29,7 @@ from genie.grid import backoff
 from genie.grid.grid_file import GridFile, GridNode, parse_grid_file
 from genie.grid.ssh import pool as ssh_pool
 from genie.grid.ssh.pool import AsyncCallback, SshPool
-from genie.grid.ssh.target import error_text
+from genie.grid.ssh.target import format_error
 from tests.grid.bed import Bed
 from tests.grid.conftest import grid_file_of
 from tests.needs import require_program
@@ -38,29 +38,29 @@ from tests.waiting import until, wait_until
 
 async def test_concurrent_users_share_one_connection(pool: SshPool) -> None:
     async def connection() -> object:
-        async with pool.use("gpu1") as link:
+        async with pool.connect("gpu1") as link:
             await asyncio.sleep(0)
             return link.connection
 
     assert len(set(await asyncio.gather(*(connection() for _ in range(20))))) == 1
-    assert pool.open_links == ["gpu1"]
+    assert pool.open_nodes == ["gpu1"]
 
 
 async def test_command_returns_output_and_exit_code(pool: SshPool) -> None:
-    async with pool.use("gpu2") as link:
-        done = await link.command("hostname; cat; echo no >&2; exit 3", stdin=b"in\n", timeout_s=10)
+    async with pool.connect("gpu2") as link:
+        done = await link.run_command("hostname; cat; echo no >&2; exit 3", stdin=b"in\n", timeout_s=10)
         assert (done.exit_code, done.stdout, done.stderr) == (3, b"gpu2\nin\n", b"no\n")
-        assert (await link.command("kill -TERM $$", timeout_s=10)).exit_code == 128 + 15
+        assert (await link.run_command("kill -TERM $$", timeout_s=10)).exit_code == 128 + 15
 
 
 async def test_command_timeout_raises_deadline_error(pool: SshPool) -> None:
-    async with pool.use("gpu2") as link:
+    async with pool.connect("gpu2") as link:
         with pytest.raises(DeadlineError, match="gpu2"):
-            await link.command("sleep 60", timeout_s=0.2)
+            await link.run_command("sleep 60", timeout_s=0.2)
 
 
 async def test_helper_replies_and_rejects_invalid_requests(pool: SshPool) -> None:
-    async with pool.use("gpu3") as link:
+    async with pool.connect("gpu3") as link:
         assert link.has_helper
         assert link.python.startswith("3.")
         with pytest.raises(NodeRefusedError, match="unknown op") as caught:
@@ -70,7 +70,7 @@ async def test_helper_replies_and_rejects_invalid_requests(pool: SshPool) -> Non
 
 async def test_helper_leaves_nothing_on_the_node(bed: Bed, grid_file: GridFile) -> None:
     before = bed["gpu4"].run("find /root | sort")
-    async with SshPool(grid_file, ssh_config=bed.ssh_config) as pool, pool.use("gpu4") as link:
+    async with SshPool(grid_file, ssh_config=bed.ssh_config) as pool, pool.connect("gpu4") as link:
         with pytest.raises(NodeRefusedError):
             await link.call("core.nothing", timeout_s=10)
         assert bed["gpu4"].processes("python3 -ISc")
@@ -81,7 +81,7 @@ async def test_helper_leaves_nothing_on_the_node(bed: Bed, grid_file: GridFile) 
 async def test_output_of_the_login_shell_does_not_disturb_the_helper(bed: Bed, pool: SshPool) -> None:
     (bed["gpu5"].home / ".bashrc").write_text("echo welcome to this machine\n")
     try:
-        async with pool.use("gpu5") as link:
+        async with pool.connect("gpu5") as link:
             assert link.has_helper
             with pytest.raises(NodeRefusedError, match="unknown op"):
                 await link.call("core.nothing", timeout_s=10)
@@ -94,9 +94,9 @@ async def test_node_without_python_runs_plain_commands(bed: Bed, pool: SshPool) 
     (node.bin / "python3").write_text("#!/bin/sh\nexit 127\n")
     (node.bin / "python3").chmod(0o755)
     try:
-        async with pool.use("gpu6") as link:
+        async with pool.connect("gpu6") as link:
             assert not link.has_helper
-            assert (await link.command("hostname", timeout_s=10)).stdout == b"gpu6\n"
+            assert (await link.run_command("hostname", timeout_s=10)).stdout == b"gpu6\n"
     finally:
         (node.bin / "python3").unlink()
 
@@ -114,14 +114,14 @@ async def test_node_whose_python_exits_early_runs_plain_commands(
     try:
         with monkeypatch.context() as patch:
             patch.setattr(asyncssh.SSHClientChannel, "write", write)
-            async with pool.use("gpu6") as link:
+            async with pool.connect("gpu6") as link:
                 assert not link.has_helper
     finally:
         (node.bin / "python3").unlink()
 
 
 async def open_link(bed: Bed, name: str) -> None:
-    async with SshPool(grid_file_of(bed), ssh_config=bed.ssh_config) as pool, pool.use(name):
+    async with SshPool(grid_file_of(bed), ssh_config=bed.ssh_config) as pool, pool.connect(name):
         pass
 
 
@@ -165,11 +165,11 @@ def test_unreachable_addresses_have_readable_errors() -> None:
     call = (
         "[Errno 111] Connect call failed ('::1', 22, 0, 0), [Errno 111] Connect call failed ('127.0.0.1', 22)"
     )
-    assert error_text(OSError(f"Multiple exceptions: {call}")) == "Connection refused"
-    assert error_text(OSError(113, "Connect call failed ('10.0.0.1', 22)")) == "No route to host"
-    assert error_text(socket.gaierror(-2, "Name or service not known")) == "Name or service not known"
+    assert format_error(OSError(f"Multiple exceptions: {call}")) == "Connection refused"
+    assert format_error(OSError(113, "Connect call failed ('10.0.0.1', 22)")) == "No route to host"
+    assert format_error(socket.gaierror(-2, "Name or service not known")) == "Name or service not known"
     assert (
-        error_text(FileNotFoundError(2, "No such file or directory", "key"))
+        format_error(FileNotFoundError(2, "No such file or directory", "key"))
         == "No such file or directory: key"
     )
 
@@ -177,23 +177,23 @@ def test_unreachable_addresses_have_readable_errors() -> None:
 async def test_lost_connection_fails_pending_requests_and_the_next_use_reconnects(
     bed: Bed, pool: SshPool
 ) -> None:
-    async with pool.use("gpu7") as link:
-        waiting = asyncio.ensure_future(link.command("sleep 60", timeout_s=30))
+    async with pool.connect("gpu7") as link:
+        waiting = asyncio.ensure_future(link.run_command("sleep 60", timeout_s=30))
         await until(lambda: bool(bed["gpu7"].processes("sleep 60")), what="the command")
         bed["gpu7"].cut()
         with pytest.raises(ConnectionLostError, match="gpu7"):
             await waiting
-    async with pool.use("gpu7") as again:
+    async with pool.connect("gpu7") as again:
         assert again is not link
-        assert (await again.command("hostname", timeout_s=10)).stdout == b"gpu7\n"
+        assert (await again.run_command("hostname", timeout_s=10)).stdout == b"gpu7\n"
 
 
 async def test_hanging_node_does_not_delay_others(bed: Bed, pool: SshPool) -> None:
     with bed["gpu8"].hanging():
         with pytest.raises(UnreachableError, match=r"gpu8: connecting timed out after 0\.5 s"):
-            async with pool.use("gpu8", timeout_s=0.5, retries=0):
+            async with pool.connect("gpu8", timeout_s=0.5, retries=0):
                 pass
-        async with pool.use("gpu9") as link:
+        async with pool.connect("gpu9") as link:
             assert link.is_open
 
 
@@ -201,12 +201,12 @@ async def test_keepalive_detects_an_unresponsive_node(own_bed: Bed, monkeypatch:
     monkeypatch.setattr(ssh_pool, "_KEEPALIVE_S", 0.5)  # a busy node must respond within three times that
     async with (
         SshPool(grid_file_of(own_bed), ssh_config=own_bed.ssh_config) as pool,
-        pool.use("gpu1") as link,
+        pool.connect("gpu1") as link,
     ):
         with own_bed["gpu1"].hanging():
             await until(lambda: not link.is_open, what="the end of a connection that is silent")
         monkeypatch.undo()
-        async with pool.use("gpu1") as another:
+        async with pool.connect("gpu1") as another:
             assert another is not link
 
 
@@ -219,16 +219,16 @@ async def test_retry_reaches_a_node_that_recovers(own_bed: Bed, monkeypatch: pyt
             own_bed["gpu1"].restart()
         return 0.0
 
-    monkeypatch.setattr(backoff, "pause_s", note)
+    monkeypatch.setattr(backoff, "backoff_s", note)
     own_bed["gpu1"].stop()
     file = grid_file_of(own_bed, more="ssh: {connect_timeout: 10, max_retries: 3}\n")
     async with SshPool(file, ssh_config=own_bed.ssh_config) as pool:
-        async with pool.use("gpu1") as link:
+        async with pool.connect("gpu1") as link:
             assert link.is_open
         assert paused == [0, 1]
         own_bed["gpu2"].stop()
         with pytest.raises(UnreachableError):
-            async with pool.use("gpu2", retries=1):
+            async with pool.connect("gpu2", retries=1):
                 pass
     assert paused == [0, 1, 0]
 
@@ -237,7 +237,7 @@ async def test_waiting_for_a_concurrent_attempt_counts_against_the_timeout(own_b
     async with SshPool(grid_file_of(own_bed), ssh_config=own_bed.ssh_config) as pool:
 
         async def use(timeout_s: float) -> None:
-            async with pool.use("gpu1", timeout_s=timeout_s, retries=0):
+            async with pool.connect("gpu1", timeout_s=timeout_s, retries=0):
                 pass
 
         with own_bed["gpu1"].hanging():
@@ -257,9 +257,9 @@ async def test_pool_size_limits_connections(bed: Bed, grid_file: GridFile) -> No
 
         async def ask(name: str) -> bytes:
             nonlocal most
-            async with pool.use(name) as link:
-                most = max(most, len(pool.open_links))
-                return (await link.command("hostname", timeout_s=10)).stdout.strip()
+            async with pool.connect(name) as link:
+                most = max(most, len(pool.open_nodes))
+                return (await link.run_command("hostname", timeout_s=10)).stdout.strip()
 
         names = [node.name for node in bed.nodes[:6]]
         assert await asyncio.gather(*map(ask, names)) == [name.encode() for name in names]
@@ -268,8 +268,8 @@ async def test_pool_size_limits_connections(bed: Bed, grid_file: GridFile) -> No
 
 async def test_a_hundred_concurrent_requests_succeed(pool: SshPool, bed: Bed) -> None:
     async def ask(name: str) -> bytes:
-        async with pool.use(name) as link:
-            return (await link.command("hostname", timeout_s=30)).stdout.strip()
+        async with pool.connect(name) as link:
+            return (await link.run_command("hostname", timeout_s=30)).stdout.strip()
 
     names = [bed.nodes[number % 10].name for number in range(100)]
     assert await asyncio.gather(*map(ask, names)) == [name.encode() for name in names]
@@ -284,19 +284,19 @@ async def test_a_hundred_concurrent_connections_succeed(bed: Bed, tmp_path: Path
     async with SshPool(file, ssh_config=tmp_path / "ssh_config") as pool:
 
         async def ask(name: str) -> bytes:
-            async with pool.use(name, without_helper=True) as link:
-                return (await link.command("hostname", timeout_s=60)).stdout.strip()
+            async with pool.connect(name, without_helper=True) as link:
+                return (await link.run_command("hostname", timeout_s=60)).stdout.strip()
 
         assert await asyncio.gather(*map(ask, nodes)) == [on.name.encode() for on in nodes.values()]
-        assert len(pool.open_links) == 100
+        assert len(pool.open_nodes) == 100
 
 
 async def test_bare_connection_starts_the_helper_on_demand(bed: Bed, pool: SshPool) -> None:
     await until(lambda: not bed["gpu10"].processes("python3 -ISc"), what="the end of earlier helpers")
-    async with pool.use("gpu10", without_helper=True) as link:
+    async with pool.connect("gpu10", without_helper=True) as link:
         assert not link.has_helper
         assert not bed["gpu10"].processes("python3 -ISc")
-        async with pool.use("gpu10") as same:
+        async with pool.connect("gpu10") as same:
             assert same is link
             assert link.has_helper
 
@@ -306,9 +306,9 @@ async def test_jump_host_of_ssh_config_is_used(own_bed: Bed) -> None:
     own_bed.ssh_config.write_text(text.replace("Host gpu2\n", "Host gpu2\n  ProxyJump gpu1\n"))
     async with (
         SshPool(grid_file_of(own_bed), ssh_config=own_bed.ssh_config) as pool,
-        pool.use("gpu2") as link,
+        pool.connect("gpu2") as link,
     ):
-        assert (await link.command("hostname", timeout_s=10)).stdout == b"gpu2\n"
+        assert (await link.run_command("hostname", timeout_s=10)).stdout == b"gpu2\n"
         assert own_bed["gpu1"].processes("sshd: root")
     await until(lambda: not own_bed["gpu1"].processes("sshd: root"), what="the jump's own connection to end")
 
@@ -329,8 +329,8 @@ async def test_user_and_port_of_the_grid_file_override_ssh_config(own_bed: Bed) 
     )
     port = own_bed.nodes[0].port
     file = parse_grid_file(f"nodes: ['root@gpu1:{port}']", name="f.yaml")
-    async with SshPool(file, ssh_config=own_bed.ssh_config) as pool, pool.use("gpu1") as link:
-        assert (await link.command("id -un", timeout_s=10)).stdout == b"root\n"
+    async with SshPool(file, ssh_config=own_bed.ssh_config) as pool, pool.connect("gpu1") as link:
+        assert (await link.run_command("id -un", timeout_s=10)).stdout == b"root\n"
 
 
 async def test_error_names_a_key_with_a_passphrase_that_is_not_in_the_agent(own_bed: Bed) -> None:
@@ -379,10 +379,10 @@ async def test_key_file_is_offered_in_addition_to_identity_files(own_bed: Bed) -
     other = own_bed.folder / "other"
     other.write_bytes(asyncssh.generate_private_key("ssh-ed25519").export_private_key())
     file = parse_grid_file(f"nodes: [gpu1]\nssh: {{key_file: {other}}}", name="f.yaml")
-    async with SshPool(file, ssh_config=own_bed.ssh_config) as pool, pool.use("gpu1"):
+    async with SshPool(file, ssh_config=own_bed.ssh_config) as pool, pool.connect("gpu1"):
         pass
     own_bed.key.rename(other)
-    async with SshPool(file, ssh_config=own_bed.ssh_config) as pool, pool.use("gpu1"):
+    async with SshPool(file, ssh_config=own_bed.ssh_config) as pool, pool.connect("gpu1"):
         pass
 
 
@@ -391,7 +391,7 @@ async def test_error_names_an_invalid_key_file(own_bed: Bed, path: str, what: st
     file = parse_grid_file(f"nodes: [gpu1]\nssh: {{key_file: {path}}}", name="f.yaml")
     async with SshPool(file, ssh_config=own_bed.ssh_config) as pool:
         with pytest.raises(UsageError, match=rf"ssh\.key_file '{path}' {what}"):
-            async with pool.use("gpu1"):
+            async with pool.connect("gpu1"):
                 pass
 
 
@@ -400,7 +400,7 @@ async def test_hint_has_user_and_port_of_the_grid_file(own_bed: Bed) -> None:
     file = parse_grid_file("nodes: ['alice@gpu1:2222']\nssh: {max_retries: 0}", name="f.yaml")
     async with SshPool(file, ssh_config=own_bed.ssh_config) as pool:
         with pytest.raises(UnreachableError, match="try 'ssh -p 2222 alice@gpu1'"):
-            async with pool.use("gpu1"):
+            async with pool.connect("gpu1"):
                 pass
 
 
@@ -409,7 +409,7 @@ async def test_failed_connection_releases_its_pool_slot(own_bed: Bed) -> None:
     async with SshPool(file, ssh_config=own_bed.ssh_config) as pool:
 
         async def use(name: str, timeout_s: float) -> bool:
-            async with pool.use(name, timeout_s=timeout_s) as link:
+            async with pool.connect(name, timeout_s=timeout_s) as link:
                 return link.has_helper
 
         own_bed["gpu1"].write_host_key()
@@ -424,7 +424,7 @@ async def test_hanging_host_takes_no_pool_slot(own_bed: Bed) -> None:
     async with SshPool(file, ssh_config=own_bed.ssh_config) as pool:
 
         async def use(name: str) -> bool:
-            async with pool.use(name, timeout_s=600) as link:
+            async with pool.connect(name, timeout_s=600) as link:
                 return link.has_helper
 
         with own_bed["gpu1"].hanging():
@@ -442,7 +442,7 @@ async def test_abandoned_attempt_leaves_nothing_behind(own_bed: Bed) -> None:
     before = set(map(id, _connections()))
     async with SshPool(file, ssh_config=own_bed.ssh_config) as pool:
         with own_bed["gpu1"].hanging(), contextlib.suppress(UnreachableError):  # which keeps no traceback
-            async with pool.use("gpu1", timeout_s=0.2):
+            async with pool.connect("gpu1", timeout_s=0.2):
                 raise AssertionError
         await asyncio.sleep(0)
         gc.collect()
@@ -457,16 +457,16 @@ async def test_closing_the_pool_wakes_callers_that_wait_for_a_slot(bed: Bed) -> 
     file = grid_file_of(bed, more="ssh: {pool_size: 1, max_retries: 0}\n")
 
     async def use(name: str) -> None:
-        async with pool.use(name, timeout_s=600, without_helper=True):
+        async with pool.connect(name, timeout_s=600, without_helper=True):
             pass
 
     async with (
         asyncio.timeout(60),
         SshPool(file, ssh_config=bed.ssh_config) as pool,
-        pool.use("gpu1", without_helper=True),
+        pool.connect("gpu1", without_helper=True),
     ):
         waiting = asyncio.create_task(use("gpu2"))
-        await until(lambda: pool._freed._waiters, what="someone who waits")  # type: ignore[attr-defined]
+        await until(lambda: pool._slot_freed._waiters, what="someone who waits")  # type: ignore[attr-defined]
         await pool.__aexit__(None, None, None)
         with pytest.raises(UsageError, match="is closed"):
             await waiting
@@ -486,16 +486,16 @@ async def test_connection_opened_while_the_pool_closes_is_closed(
 
     monkeypatch.setattr(pool, "_connect", connect_late)
     with pytest.raises(UsageError, match="is closed"):
-        async with pool.use("gpu1"):
+        async with pool.connect("gpu1"):
             pass
-    assert opened[0].is_closed() and pool.open_links == []
+    assert opened[0].is_closed() and pool.open_nodes == []
 
 
 async def test_cancelled_wait_before_login_returns_the_connection_to_the_pool(
     bed: Bed, grid_file: GridFile
 ) -> None:
     async with SshPool(grid_file, ssh_config=bed.ssh_config) as pool:
-        async with pool.use("gpu1", without_helper=True) as link:
+        async with pool.connect("gpu1", without_helper=True) as link:
             pass
         asked = asyncio.Event()
 
@@ -504,14 +504,14 @@ async def test_cancelled_wait_before_login_returns_the_connection_to_the_pool(
             await asyncio.Event().wait()
 
         async def use() -> None:
-            async with pool.use("gpu1", without_helper=True, before_login=before_login):
+            async with pool.connect("gpu1", without_helper=True, before_login=before_login):
                 pass
 
         waiting = asyncio.create_task(use())
         await asked.wait()
         waiting.cancel()
         await asyncio.wait([waiting])
-        assert pool.open_links == ["gpu1"]
+        assert pool.open_nodes == ["gpu1"]
     assert link.connection.is_closed()
 
 
@@ -526,9 +526,11 @@ async def test_connection_waiting_before_login_counts_and_can_be_evicted(bed: Be
     async with SshPool(file, ssh_config=bed.ssh_config) as pool:
 
         async def use(name: str, before_login: AsyncCallback | None = None) -> None:
-            async with pool.use(name, timeout_s=60, without_helper=True, before_login=before_login) as link:
+            async with pool.connect(
+                name, timeout_s=60, without_helper=True, before_login=before_login
+            ) as link:
                 assert link.is_open
-                assert pool.open_links == [name]
+                assert pool.open_nodes == [name]
 
         await use("gpu1")
         waiting = asyncio.create_task(use("gpu1", before_login))
@@ -551,7 +553,9 @@ async def test_caller_is_not_delayed_by_one_that_waits_before_login(
     async with SshPool(grid_file, ssh_config=bed.ssh_config) as pool, asyncio.timeout(60):
 
         async def use(before_login: AsyncCallback | None = None) -> object:
-            async with pool.use("gpu1", without_helper=True, retries=0, before_login=before_login) as link:
+            async with pool.connect(
+                "gpu1", without_helper=True, retries=0, before_login=before_login
+            ) as link:
                 return link.connection
 
         opened = await use() if is_open else None
@@ -575,13 +579,13 @@ async def test_connect_timeout_does_not_include_the_wait_before_login(
 
     async with (
         SshPool(file, ssh_config=own_bed.ssh_config) as pool,
-        pool.use("gpu1", timeout_s=60, before_login=before_login) as link,
+        pool.connect("gpu1", timeout_s=60, before_login=before_login) as link,
     ):
         assert link.is_open
 
 
 async def test_closed_channel_raises_connection_lost(bed: Bed, grid_file: GridFile) -> None:
-    async with SshPool(grid_file, ssh_config=bed.ssh_config) as pool, pool.use("gpu6") as link:
+    async with SshPool(grid_file, ssh_config=bed.ssh_config) as pool, pool.connect("gpu6") as link:
         assert link._helper is not None
         link._helper._channel.close()  # connection_lost() is called in the next iteration of the loop
         with pytest.raises(ConnectionLostError, match="gpu6"):
@@ -599,7 +603,7 @@ async def test_connection_lost_while_the_helper_starts_is_not_a_missing_python(o
     async with SshPool(grid_file_of(own_bed), ssh_config=own_bed.ssh_config) as pool:
 
         async def has_helper() -> bool:
-            async with pool.use("gpu1") as link:
+            async with pool.connect("gpu1") as link:
                 return link.has_helper
 
         asked = asyncio.ensure_future(has_helper())
@@ -617,5 +621,5 @@ async def test_connection_lost_before_the_helper_starts_raises_connection_lost(
     monkeypatch.setattr(asyncssh.SSHClientConnection, "create_session", cut)
     async with SshPool(grid_file_of(own_bed), ssh_config=own_bed.ssh_config) as pool:
         with pytest.raises(ConnectionLostError, match="gpu1: connection lost: Broken pipe"):
-            async with pool.use("gpu1"):
+            async with pool.connect("gpu1"):
                 pass

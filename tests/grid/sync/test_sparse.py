@@ -16,7 +16,7 @@ import pytest
 from genie.grid.remote import contents, tree
 from genie.grid.ssh.pool import SshPool
 from genie.grid.sync import syncer
-from genie.grid.sync.syncer import Progress, Syncer
+from genie.grid.sync.syncer import Syncer, SyncProgress
 from tests.grid.bed import Bed
 from tests.grid.sync.conftest import file_for
 from tests.grid.sync.trees import compiled, read_tree, write
@@ -44,7 +44,7 @@ def data_in(path: Path) -> int:
 
 def extents(path: Path) -> list[tuple[bool, int, int]]:
     with path.open("rb") as file:
-        return list(contents.extents(file.fileno(), os.fstat(file.fileno())))
+        return list(contents.list_extents(file.fileno(), os.fstat(file.fileno())))
 
 
 def read(path: Path) -> tuple[int, dict[int, bytes]]:
@@ -84,7 +84,7 @@ def bounded(own_bed: Bed, monkeypatch: pytest.MonkeyPatch) -> Bed:
             return self._real.hexdigest()
 
     monkeypatch.setattr(hashlib, "sha256", Counted)
-    monkeypatch.setattr(syncer, "_TRIES", 1)
+    monkeypatch.setattr(syncer, "_SYNC_ATTEMPTS", 1)
     return own_bed
 
 
@@ -99,7 +99,7 @@ async def test_sparse_terabyte_is_synced_and_a_second_sync_sends_nothing(
     data += sparse(root / "ends in a hole", regions={12_345: 3_000_000}, seed=2)
     data += sparse(root / "nothing", size=TIB + 1, regions={})
     write(root, {b"small": b"1"})
-    seen: list[Progress] = []
+    seen: list[SyncProgress] = []
     async with SshPool(file, ssh_config=bounded.ssh_config) as pool:
         one = Syncer(pool, file, state_dir=tmp_path / "state", engine=engine)
         for report in await one.sync(root, NODES, progress=seen.append):
@@ -133,7 +133,7 @@ async def test_connection_lost_within_a_sparse_file_is_retried(own_bed: Bed, tmp
     second = sparse(root / "b", regions={4096: 1 << 20, 1 << 38: 12 << 20}, seed=2)
     seen: list[object] = []
 
-    def cut_once(progress: Progress) -> None:
+    def cut_once(progress: SyncProgress) -> None:
         if not seen and progress.bytes > first + second // 2:
             seen.append(dict(read_tree(there)))
             own_bed["gpu1"].cut()

@@ -20,12 +20,12 @@ import pytest
 from genie.errors import NodeRefusedError, SyncError, UnreachableError
 from genie.grid.grid_file import SshSettings
 from genie.grid.remote import contents, tree
-from genie.grid.remote.site import STATE_HEAD, STATE_MAGIC
+from genie.grid.remote.site import STATE_HEADER, STATE_MAGIC
 from genie.grid.runs.runner import Runner
 from genie.grid.ssh.pool import NodeConnection, SshPool
 from genie.grid.sync import local_tree, pack, stream, syncer, tar_pipe
 from genie.grid.sync.local_tree import LocalTree, TreeSnapshot
-from genie.grid.sync.syncer import Progress, Syncer, tree_name
+from genie.grid.sync.syncer import Syncer, SyncProgress, tree_name
 from tests.grid.bed import Bed
 from tests.grid.sync.conftest import Project, file_for
 from tests.grid.sync.trees import read_tree, write
@@ -44,7 +44,7 @@ async def test_interrupted_first_sync_is_resumed(own_bed: Bed, tmp_path: Path) -
     total = many(root)
     seen: list[dict[bytes, object]] = []
 
-    def cut_once(progress: Progress) -> None:
+    def cut_once(progress: SyncProgress) -> None:
         if not seen and progress.bytes > total // 2:
             seen.append(dict(read_tree(there)))
             own_bed["gpu1"].cut()
@@ -59,14 +59,14 @@ async def test_interrupted_first_sync_is_resumed(own_bed: Bed, tmp_path: Path) -
 
 
 async def test_hanging_node_fails_only_its_own_sync(own_bed: Bed, tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr(syncer, "_STALL_S", 3.0)
-    monkeypatch.setattr(syncer, "_TRIES", 1)
+    monkeypatch.setattr(syncer, "_STALL_TIMEOUT_S", 3.0)
+    monkeypatch.setattr(syncer, "_SYNC_ATTEMPTS", 1)
     file = file_for(own_bed, "ws")
     root = tmp_path / "project"
     total = many(root, count=400)
     with contextlib.ExitStack() as until_then:
 
-        def hang(progress: Progress) -> None:
+        def hang(progress: SyncProgress) -> None:
             if progress.bytes > total // 4 and not hung:
                 hung.append(until_then.enter_context(own_bed["gpu2"].hanging()))
 
@@ -109,9 +109,9 @@ async def test_full_disk_is_reported_and_leaves_the_tree_unchanged(own_bed: Bed,
 async def test_full_disk_leaves_no_partial_library(
     own_bed: Bed, tmp_path: Path, monkeypatch, fits: bool
 ) -> None:
-    key, binary, source = local_tree.library()
+    key, binary, source = local_tree.read_library()
     assert min(len(binary), len(source)) > 20_000
-    monkeypatch.setattr(syncer, "library", lambda: (key, binary if fits else b"", source))
+    monkeypatch.setattr(syncer, "read_library", lambda: (key, binary if fits else b"", source))
     own_bed["gpu1"].restart(before="mount -t tmpfs -o size=16k tmpfs /root")
     write(tmp_path / "project", {b"a": b"1"})
     file = file_for(own_bed, "ws")
@@ -160,7 +160,7 @@ async def test_file_that_changes_during_reading_is_read_again(project: Project, 
 async def test_sparse_file_that_changes_before_sending_is_read_again(project: Project, monkeypatch) -> None:
     with (project.root / "log").open("wb") as file:
         file.truncate(400_000)
-    monkeypatch.setattr(syncer, "_TRIES", 1)
+    monkeypatch.setattr(syncer, "_SYNC_ATTEMPTS", 1)
     left = [1]
     _grow_while_read(project.root / "log", left, monkeypatch)
     await project.sync()
@@ -177,7 +177,7 @@ async def test_error_names_a_file_that_keeps_changing(project: Project, monkeypa
 
 
 def _grow_while_read(path: Path, left: list[int], monkeypatch) -> None:
-    extents = contents.extents
+    extents = contents.list_extents
 
     def growing(fd: int, found: os.stat_result):
         yield from extents(fd, found)
@@ -186,7 +186,7 @@ def _grow_while_read(path: Path, left: list[int], monkeypatch) -> None:
             with path.open("ab") as file:
                 file.write(b"more")
 
-    monkeypatch.setattr(contents, "extents", growing)
+    monkeypatch.setattr(contents, "list_extents", growing)
 
 
 async def test_file_that_changes_after_the_comparison_is_sent_as_it_is(project: Project, monkeypatch) -> None:
@@ -246,8 +246,8 @@ async def test_error_names_an_unreadable_file(project: Project, monkeypatch) -> 
     def refused(*_: object) -> int:
         raise SyncError("project/a cannot be read: Permission denied")
 
-    monkeypatch.setattr(pack._Packer, "_open", refused)
-    monkeypatch.setattr(pack.tree.PlainEngine, "read", lambda *_, **__: (bytearray(), [1]))
+    monkeypatch.setattr(pack._FilePacker, "_open", refused)
+    monkeypatch.setattr(pack.tree.PlainEngine, "read_small_files", lambda *_, **__: (bytearray(), [1]))
     project._syncer._engine = pack.tree.PlainEngine()
     with pytest.raises(SyncError, match="cannot be read"):
         await project.sync()
@@ -294,7 +294,7 @@ async def test_damaged_local_index_only_causes_a_full_read(project: Project) -> 
 @pytest.mark.parametrize("touched", [False, True])
 async def test_large_files_of_an_older_state_format_are_sent_again(project: Project, touched: bool) -> None:
     """The old format hashed them by plain SHA-256. Its records of other files are still valid."""
-    large = random.Random(4).randbytes(contents.BLOCKS_BYTES_MIN)
+    large = random.Random(4).randbytes(contents.BLOCK_DIGEST_BYTES_MIN)
     write(project.root, {b"a": b"1", b"gone": b"2", b"large": large})
     await project.sync()
     (index,) = (project.root.parent / "state/grid/sync").glob("*.index")
@@ -313,18 +313,18 @@ async def test_large_files_of_an_older_state_format_are_sent_again(project: Proj
 
 def _as_before(data: bytes, shas: dict[bytes, bytes]) -> bytes:
     """Rewrites a state or an index to the first format, taken long after the last write."""
-    _, taken_ns, _, rules = STATE_HEAD.unpack_from(data)
-    records = bytearray(data[STATE_HEAD.size :])
-    for one in tree.records_of(bytes(records)):
+    _, taken_ns, _, rules = STATE_HEADER.unpack_from(data)
+    records = bytearray(data[STATE_HEADER.size :])
+    for one in tree.iter_records(bytes(records)):
         if one.path in shas:
             records[one.at + 24 : one.at + 56] = shas[one.path]
     digest = hashlib.sha256(tree.PlainEngine().without_stamps(bytes(records))).digest()
-    return STATE_HEAD.pack(b"GGTREE1\n", taken_ns + 10**10, digest, rules) + bytes(records)
+    return STATE_HEADER.pack(b"GGTREE1\n", taken_ns + 10**10, digest, rules) + bytes(records)
 
 
 async def test_incompatible_library_is_compiled_on_the_node(project: Project, monkeypatch) -> None:
-    key, _, source = local_tree.library()
-    monkeypatch.setattr(syncer, "library", lambda: (key, b"no library", source))
+    key, _, source = local_tree.read_library()
+    monkeypatch.setattr(syncer, "read_library", lambda: (key, b"no library", source))
     write(project.root, {b"a": b"1"})
     await project.sync()
     made = project.there / ".grid/sync" / f"tree-{key}.so"
@@ -407,15 +407,15 @@ async def test_slow_connection_to_a_node_without_python_is_not_a_stall(
     write(root, {str(number).encode(): b"1" for number in range(12)})
     (node.bin / "python3").write_text("#!/bin/sh\nexit 127\n")
     (node.bin / "python3").chmod(0o755)
-    archive = tar_pipe._archive
+    archive = tar_pipe._make_archive
 
     def slow(*args: Any) -> Iterator[bytes]:
         for piece in archive(*args):
             time.sleep(0.1)
             yield piece
 
-    monkeypatch.setattr(tar_pipe, "_archive", slow)
-    monkeypatch.setattr(syncer, "_APPLY_S", 3.0)  # less than sending takes
+    monkeypatch.setattr(tar_pipe, "_make_archive", slow)
+    monkeypatch.setattr(syncer, "_APPLY_TIMEOUT_S", 3.0)  # less than sending takes
     file = file_for(own_bed, "ws")
     async with SshPool(file, ssh_config=own_bed.ssh_config) as pool:
         (report,) = await Syncer(pool, file, state_dir=tmp_path / "state").sync(root, ["gpu1"])
@@ -428,7 +428,7 @@ async def test_hanging_node_does_not_delay_others(own_bed: Bed, tmp_path: Path) 
     write(tmp_path / "project", {b"a": b"1"})
     sent: list[str] = []
 
-    def end_other(progress: Progress) -> None:
+    def end_other(progress: SyncProgress) -> None:
         if not sent:
             own_bed["gpu2"].stop()
         sent.append(progress.node)
@@ -458,8 +458,8 @@ class Counting(SshPool):
     now = most = 0
 
     @contextlib.asynccontextmanager
-    async def use(self, name: str, **how: Any) -> AsyncIterator[NodeConnection]:
-        async with super().use(name, **how) as link:
+    async def connect(self, name: str, **how: Any) -> AsyncIterator[NodeConnection]:
+        async with super().connect(name, **how) as link:
             self.now += 1
             self.most = max(self.most, self.now)
             try:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from genie.errors import NoNodeError, SyncError, UsageError
 from genie.grid.remote import tree
 from genie.grid.ssh.pool import SshPool
-from genie.grid.sync.syncer import Progress, Syncer
+from genie.grid.sync.syncer import Syncer, SyncProgress
 from tests.grid.bed import Bed
 from tests.grid.conftest import grid_file_of
 from tests.grid.remote.test_tree import ENTRIES, build
@@ -290,7 +290,7 @@ async def test_failing_node_does_not_delay_others(own_bed: Bed, tmp_path: Path) 
     file = file_for(own_bed, "ws", "sync: {max_parallel_transfers: 2}\n")
     root = tmp_path / "project"
     write(root, {b"f%d" % n: os.urandom(9000) for n in range(300)})
-    seen: list[Progress] = []
+    seen: list[SyncProgress] = []
     own_bed["gpu2"].stop()
     async with SshPool(file, ssh_config=own_bed.ssh_config) as pool:
         syncer = Syncer(pool, file, state_dir=tmp_path / "state")

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from genie.errors import NativeBuildError
 from genie.grid.remote import tree
-from genie.grid.sync.local_tree import local_engine
+from genie.grid.sync.local_tree import load_local_engine
 from tests import needs
 
 Entry = tuple[str, int, bytes]
@@ -19,7 +19,7 @@ Entry = tuple[str, int, bytes]
 def compiled() -> tree.PlainEngine:
     """The compiled engine; skips the file if there is no compiler."""
     try:
-        engine = local_engine()
+        engine = load_local_engine()
     except NativeBuildError:
         engine = tree.PlainEngine()
     if engine.name != "compiled":
@@ -35,7 +35,7 @@ def write(root: Path, files: dict[bytes, bytes]) -> None:
         path.write_bytes(data)
 
 
-def read_tree(root: Path, *, without: tuple[bytes, ...] = tree.RESERVED) -> dict[bytes, Entry]:
+def read_tree(root: Path, *, without: tuple[bytes, ...] = tree.RESERVED_NAMES) -> dict[bytes, Entry]:
     """Returns the contents of a folder, except some names at its top."""
     found: dict[bytes, Entry] = {}
     for folder, folders, files in os.walk(root):
