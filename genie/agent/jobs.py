@@ -25,7 +25,7 @@ from genie.agent.job_files import RunSize
 from genie.agent.journal import REASON_CHARS_MAX, JobRecord, Journal
 from genie.agent.launcher import JobLauncher, LaunchPlan
 from genie.config import AgentConfig
-from genie.errors import FencedError, GenieError, LaunchError, NodeUnfitError
+from genie.errors import FencedError, GenieError, LaunchError, NodeUnfitError, WorkersMissingError
 from genie.model.allocation import FULL_MILLI
 from genie.model.job import EXIT_CLIENT_LOST, JobKind
 from genie.model.messages import (
@@ -53,7 +53,7 @@ EXECUTOR_START_S_MAX = 90.0
 EXECUTOR_BUSY_S_MAX = 1200.0
 """For an executor that reports a status: it may be compiling its library."""
 STATUS_READ_S_MAX = 1.0
-RETRY_S = 0.2
+RETRY_S, RETRY_S_MAX = 0.2, 2.0
 CONFIRM_WAIT_S = 3.0
 """How long a confirmation waits at the controller for the other workers of the job; then it is repeated."""
 CONTACT_LOST = "ended by Genie: the node lost contact with the controller"
@@ -363,10 +363,11 @@ class NodeJobs:
         self._check_not_killed(job)
 
     def _retrying_call(self, job: LocalJob) -> preparation.Call:
-        """Retries retryable errors until the timeout or until the job is killed."""
+        """Retries retryable errors, with backoff, until the timeout or until the job is killed."""
         deadline_s = self._clock.monotonic_s() + PREPARE_S_MAX
 
         async def call(request: Request[_Reply]) -> _Reply:
+            backoff_s = RETRY_S
             while True:
                 self._check_not_killed(job)
                 try:
@@ -375,7 +376,11 @@ class NodeJobs:
                     if not error.retryable or self._clock.monotonic_s() > deadline_s:
                         raise
                     _log.info("retrying a request to the controller for job %s: %s", job.launch.job_id, error)
-                await self._clock.sleep(RETRY_S)
+                    has_waited = isinstance(error, WorkersMissingError)  # at the controller
+                    backoff_s = RETRY_S if has_waited else backoff_s
+                    wait_s = max(backoff_s, error.retry_after_s)
+                await self._clock.sleep(wait_s)
+                backoff_s = min(2 * backoff_s, RETRY_S_MAX)
 
         return call
 

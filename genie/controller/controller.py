@@ -21,7 +21,7 @@ from genie.controller.connection import Connections, Handlers
 from genie.controller.election import Election, StoreHealth
 from genie.controller.jobs.backoff import LaunchBackoff
 from genie.controller.jobs.blobs import Blobs
-from genie.controller.jobs.lifecycle import JobLifecycle
+from genie.controller.jobs.lifecycle import CHANGES_OF_TICK_MAX, JobLifecycle
 from genie.controller.jobs.sessions import Sessions
 from genie.controller.ledger import ClusterRecord, Ledger, Transaction
 from genie.controller.nodes.admission import Admission, Certificates, advertised_host, local_host
@@ -520,10 +520,11 @@ class Controller:
             self._agents.kill(job)
 
     async def _enforce_limits(self) -> None:
-        for job in self._agents.exceeding_time_limit():
-            reason = f"exceeded its time limit of {job.spec.constraints.time_limit_s:g} s"
-            with self._ledger.quarantine.isolated(self._ledger.jobs.prefix + job.job_id):
-                await self._passes.stop(job, StopReason.TIME_LIMIT, reason)
+        expired = [
+            (job, f"exceeded its time limit of {job.spec.constraints.time_limit_s:g} s")
+            for job in self._agents.exceeding_time_limit()[:CHANGES_OF_TICK_MAX]
+        ]
+        await self._passes.stop(expired, StopReason.TIME_LIMIT)
 
     async def _housekeep_forever(self) -> None:
         """Runs concurrently with the passes: deleting many old jobs must not delay new ones."""

@@ -158,6 +158,8 @@ class Placement(Record, frozen=True, kw_only=True, gc=False):
     outcome: JobState | None = None
     """Final state of this worker; None before. Its resources are released then."""
     exit_code: int | None = None
+    never_started: bool = False
+    """It has ended, and its command certainly has not run."""
 
 
 class PastRun(Record, frozen=True, kw_only=True, gc=False):

@@ -78,6 +78,7 @@ class Peer:
         """Size of the last request, when the handler is called with it."""
         self._sending = asyncio.Lock()
         self._closed = asyncio.Event()
+        self._on_close: Callable[[], None] = lambda: None
 
     @property
     def name(self) -> str:
@@ -98,6 +99,15 @@ class Peer:
 
     async def wait_closed(self) -> None:
         await self._closed.wait()
+
+    def set_close_listener(self, listener: Callable[[], None]) -> None:
+        """Calls `listener` when the connection is closed, instead of an earlier one."""
+        self._on_close = listener
+
+    def _set_closed(self) -> None:
+        if not self._closed.is_set():
+            self._closed.set()
+            self._on_close()
 
     async def call(self, request: Request[_Reply], *, timeout_s: float) -> _Reply:
         """Returns the reply. Raises the GenieError of the peer, or DeadlineError after `timeout_s`."""
@@ -174,7 +184,7 @@ class Peer:
         except* TransportError as group:
             lost = first_error(group)
         finally:
-            self._closed.set()
+            self._set_closed()
             self.channel.close()
             for future in self._calls.values():
                 if not future.done():
@@ -182,7 +192,7 @@ class Peer:
                     future.exception()
 
     def close(self) -> None:
-        self._closed.set()
+        self._set_closed()
         self.channel.close()
 
     async def _read(self, tasks: asyncio.TaskGroup) -> None:

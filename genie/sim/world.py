@@ -65,7 +65,8 @@ class World:
         self._cut: set[tuple[str, str]] = set()
         """Pairs of sender and receiver."""
         self.listeners: dict[tuple[str, int], _Listener] = {}
-        self.channels: set[_Channel] = set()
+        self.channels: dict[_Channel, None] = {}
+        """In the order of their creation."""
 
     @property
     def now_s(self) -> float:
@@ -221,9 +222,10 @@ class _Channel:
         self._is_open = False
         """Whether a frame was sent."""
         self.on_authenticated: Callable[[], None] = lambda: None
-        self._outbox: asyncio.Queue[bytes] = asyncio.Queue(maxsize=1000)
+        self._outbox: asyncio.Queue[bytes | None] = asyncio.Queue(maxsize=1000)
+        """Frames to deliver; None wakes `deliver_frames` when the connection ends."""
         self._closed = asyncio.Event()
-        world.channels.add(self)
+        world.channels[self] = None
 
     def set_frame_limit(self, size_bytes: int) -> None:
         self._cap_bytes = size_bytes
@@ -260,12 +262,7 @@ class _Channel:
 
     async def deliver_frames(self) -> None:
         """Deliver frames to the other end, in order, with latency and link faults."""
-        while not self._closed.is_set():
-            try:
-                async with asyncio.timeout(1.0):
-                    frame = await self._outbox.get()
-            except TimeoutError:
-                continue
+        while (frame := await self._outbox.get()) is not None and not self._closed.is_set():
             await self._world.transit()
             while self._world.is_cut(self.host, self.other_host) and not self._closed.is_set():
                 await asyncio.sleep(_STEP_S * 10)
@@ -281,7 +278,11 @@ class _Channel:
             self._is_open = True
             return frames
         if world.reorder_share and not self._outbox.empty() and world.random.random() < world.reorder_share:
-            frames.insert(0, self._outbox.get_nowait())
+            overtaking = self._outbox.get_nowait()
+            if overtaking is None:
+                self._outbox.put_nowait(None)
+            else:
+                frames.insert(0, overtaking)
         if world.duplicate_share and world.random.random() < world.duplicate_share:
             frames.append(frame)
         return frames
@@ -293,9 +294,11 @@ class _Channel:
                 self.other.disconnect()
 
     def disconnect(self) -> None:
-        self._world.channels.discard(self)
+        self._world.channels.pop(self, None)
         self._closed.set()
         self._inbox.put_nowait(None)
+        if not self._outbox.full():  # otherwise `deliver_frames` is not waiting
+            self._outbox.put_nowait(None)
 
 
 class SimNetwork:
@@ -321,7 +324,7 @@ class SimNetwork:
         far = _Channel(world, host, self._host, cap_bytes=wire.UNAUTHENTICATED_FRAME_BYTES_MAX)
         opened = listener.limiter.accept(self._host, now_s=world.now_s, close=far.close)
         if isinstance(opened, str):
-            world.channels -= {near, far}
+            del world.channels[near], world.channels[far]
             raise OverloadedError(f"{where} rejected the connection: {opened}", retry_after_s=_RETRY_AFTER_S)
         far.on_authenticated = opened.set_authenticated
         near.other, far.other = far, near

@@ -26,6 +26,8 @@ GpuGroups intersections(const GpuGroups& some, const GpuGroups& others) {
   return groups;
 }
 
+NodeHardware hardware_of(const Node& node) { return {node.model, node.gpu_memory_mib, node.gpu_count}; }
+
 }  // namespace
 
 int Cluster::add_node(const Node& node) {
@@ -50,6 +52,7 @@ int Cluster::add_node(const Node& node) {
   } else {
     nodes_.push_back(added);
   }
+  ++hardware_[hardware_of(added)];
   record_change(number);
   return number;
 }
@@ -64,6 +67,8 @@ void Cluster::drop_node(int node) {
       dropped.free_cpu_milli == dropped.cpu_milli && dropped.free_memory_mib == dropped.memory_mib &&
       std::all_of(dropped.held.begin(), dropped.held.end(), [](uint16_t count) { return count == 0; });
   if (!is_free) throw UsageError("cannot drop node " + std::to_string(node) + ": resources are held there");
+  const auto hardware = hardware_.find(hardware_of(dropped));
+  if (--hardware->second == 0) hardware_.erase(hardware);
   Node empty;
   empty.model = dropped.model;
   empty.version = dropped.version;

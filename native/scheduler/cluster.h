@@ -3,7 +3,9 @@
 
 #include <algorithm>
 #include <array>
+#include <compare>
 #include <cstdint>
+#include <map>
 #include <set>
 #include <vector>
 
@@ -65,6 +67,14 @@ struct alignas(64) Node {
   }
 };
 
+// What never changes on a node and matters to a policy that learns.
+struct NodeHardware {
+  int model;
+  int gpu_memory_mib;
+  int gpu_count;
+  auto operator<=>(const NodeHardware&) const = default;
+};
+
 class Cluster {
  public:
   // Sets its free amounts, groups and holds. The lowest free number is reused first.
@@ -85,6 +95,8 @@ class Cluster {
   // By number, including unused numbers.
   const std::vector<Node>& nodes() const { return nodes_; }
   const Node& node(int node) const;
+  // The number of nodes with each kind of hardware.
+  const std::map<NodeHardware, int>& hardware() const { return hardware_; }
   const RequestClass& request_class(int number) const { return classes_.get(number); }
   const NodeSet& node_set(int number) const { return node_sets_.get(number); }
   NodeSet all_nodes() const;
@@ -101,6 +113,7 @@ class Cluster {
 
   std::vector<Node> nodes_;
   std::set<int> free_numbers_;
+  std::map<NodeHardware, int> hardware_;
   SlotTable<RequestClass> classes_{"request class", size_t{1} << 16};
   SlotTable<NodeSet> node_sets_{"node set", size_t{1} << 14};
   std::vector<int> change_log_ = std::vector<int>(4096);

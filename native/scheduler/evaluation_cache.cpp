@@ -10,7 +10,7 @@ namespace genie {
 namespace {
 
 constexpr double kDoesNotFit = std::numeric_limits<double>::infinity();
-constexpr int64_t kUnlimited = std::numeric_limits<int64_t>::max();
+constexpr int64_t kNodesPerUnit = 16;  // memory for so many nodes takes as long as one evaluation
 
 }  // namespace
 
@@ -76,7 +76,7 @@ void EvaluationCache::compute_capacity(ClassEvaluations& evaluations, const Clus
   }
 }
 
-bool EvaluationCache::refresh(const Cluster& cluster, Policy& policy, int64_t& budget) {
+bool EvaluationCache::refresh(const Cluster& cluster, Policy& policy, WorkBudget& budget) {
   ClassEvaluations* latest = nullptr;
   for (auto& [key, evaluations] : classes_) {
     if (evaluations.last_used == use_count_) {
@@ -120,22 +120,38 @@ void EvaluationCache::drop_class(int request_class) {
   std::erase_if(classes_, [&](const auto& item) { return item.second.request_class == request_class; });
 }
 
+bool EvaluationCache::clear(WorkBudget& budget) {
+  while (!classes_.empty()) {
+    if (budget.is_exhausted()) return false;
+    budget.charge(static_cast<int64_t>(classes_.begin()->second.cost.size()) / kNodesPerUnit);
+    classes_.erase(classes_.begin());
+  }
+  return true;
+}
+
 void EvaluationCache::drop_least_recently_used() {
   const auto older = [](const auto& a, const auto& b) { return a.second.last_used < b.second.last_used; };
   classes_.erase(std::min_element(classes_.begin(), classes_.end(), older));
 }
 
 void EvaluationCache::update(ClassEvaluations& evaluations, const Cluster& cluster, Policy& policy) {
-  int64_t budget = kUnlimited;
+  WorkBudget budget(kUnlimited);
   update(evaluations, cluster, policy, budget);
 }
 
 bool EvaluationCache::update(ClassEvaluations& evaluations, const Cluster& cluster, Policy& policy,
-                             int64_t& budget) {
+                             WorkBudget& budget) {
+  const auto evaluate_node = [&](int node) {
+    const uint64_t before = policy.simulations();
+    evaluate(evaluations, cluster, policy, node);
+    budget.charge(1 + kSimulationWork * static_cast<int64_t>(policy.simulations() - before));
+  };
   const int nodes = static_cast<int>(cluster.nodes().size());
   if (evaluations.changes_read < cluster.changes_kept_from()) evaluations.evaluated_up_to = 0;
   if (evaluations.evaluated_up_to == 0) evaluations.changes_read = cluster.changes();
   if (static_cast<int>(evaluations.cost.size()) < nodes) {
+    if (budget.is_exhausted()) return false;
+    budget.charge(nodes / kNodesPerUnit);
     const auto blocks = static_cast<size_t>(nodes + kBlock - 1) / kBlock;
     evaluations.cost.resize(blocks * kBlock, kDoesNotFit);
     evaluations.tie.resize(blocks * kBlock);
@@ -147,12 +163,12 @@ bool EvaluationCache::update(ClassEvaluations& evaluations, const Cluster& clust
     }
   }
   for (; evaluations.evaluated_up_to < nodes; ++evaluations.evaluated_up_to) {
-    if (budget-- <= 0) return false;
-    evaluate(evaluations, cluster, policy, evaluations.evaluated_up_to);
+    if (budget.is_exhausted()) return false;
+    evaluate_node(evaluations.evaluated_up_to);
   }
   for (; evaluations.changes_read < cluster.changes(); ++evaluations.changes_read) {
-    if (budget-- <= 0) return false;
-    evaluate(evaluations, cluster, policy, cluster.changed(evaluations.changes_read));
+    if (budget.is_exhausted()) return false;
+    evaluate_node(cluster.changed(evaluations.changes_read));
   }
   return true;
 }

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "policy.h"
+#include "work_budget.h"
 
 namespace genie {
 
@@ -62,8 +63,8 @@ class EvaluationCache {
   static void update(ClassEvaluations& evaluations, const Cluster& cluster, Policy& policy);
   // From now on capacities are updated, too.
   static void compute_capacity(ClassEvaluations& evaluations, const Cluster& cluster);
-  // Evaluates what changed, with at most `budget` evaluations; true if nothing is left.
-  bool refresh(const Cluster& cluster, Policy& policy, int64_t& budget);
+  // Evaluates what changed; false if the budget is exhausted and something is left.
+  bool refresh(const Cluster& cluster, Policy& policy, WorkBudget& budget);
   // Adds a class that refresh() is to evaluate.
   void prepare(const Cluster& cluster, int request_class, uint32_t tenant) {
     evaluations_for(cluster, request_class, tenant);
@@ -71,13 +72,16 @@ class EvaluationCache {
   // Adds the classes of another cache without evaluations.
   void prepare_like(const EvaluationCache& other);
   void drop_class(int request_class);
+  // Drops all classes; false if the budget is exhausted and some are left.
+  bool clear(WorkBudget& budget);
 
  private:
   static constexpr size_t kClassesMax = 2048;
 
   ClassEvaluations& evaluations_for(const Cluster& cluster, int request_class, uint32_t tenant);
   void drop_least_recently_used();
-  static bool update(ClassEvaluations& evaluations, const Cluster& cluster, Policy& policy, int64_t& budget);
+  static bool update(ClassEvaluations& evaluations, const Cluster& cluster, Policy& policy,
+                     WorkBudget& budget);
   static void evaluate(ClassEvaluations& evaluations, const Cluster& cluster, Policy& policy, int node);
 
   std::unordered_map<uint64_t, ClassEvaluations> classes_;

@@ -13,9 +13,9 @@ constexpr int kSimulatedArrivals = 10;
 constexpr int kSimulatedArrivalsPerGpu = 5;
 
 // Draws from repeated shuffles, so that each request of the history occurs equally often.
-std::vector<RequestClass> draw(std::vector<RequestClass> requests, size_t count) {
+std::vector<const RequestClass*> draw(std::vector<const RequestClass*> requests, size_t count) {
   SeededRandom random(0);
-  std::vector<RequestClass> drawn;
+  std::vector<const RequestClass*> drawn;
   drawn.reserve(count);
   while (!requests.empty() && drawn.size() < count) {
     for (size_t left = requests.size(); left > 1; --left)
@@ -82,22 +82,21 @@ struct FillSimulation::LaneState {
 };
 
 FillSimulation::FillSimulation(const Cluster& cluster, const std::vector<RequestClass>& history, int draws) {
-  std::vector<RequestClass> requests;
+  std::vector<const RequestClass*> requests;
   for (const RequestClass& request : history) {
-    if (request.gpus > 0) requests.push_back(request);
+    if (request.gpus > 0) requests.push_back(&request);
   }
-  const std::vector<RequestClass> drawn = draw(std::move(requests), static_cast<size_t>(draws) * kLanes);
-  std::vector<NodeKind> kinds;
-  for (const Node& node : cluster.nodes()) {
-    if (node.exists) kinds.push_back({node.model, node.gpu_memory_mib});
+  const std::vector<const RequestClass*> drawn =
+      draw(std::move(requests), static_cast<size_t>(draws) * kLanes);
+  for (const auto& [hardware, count] : cluster.hardware()) {  // sorted
+    const NodeKind kind{hardware.model, hardware.gpu_memory_mib};
+    if (plans_.empty() || plans_.back().kind != kind) plans_.push_back(plan_for(kind, drawn, draws));
   }
-  std::sort(kinds.begin(), kinds.end());
-  kinds.erase(std::unique(kinds.begin(), kinds.end()), kinds.end());
-  for (const NodeKind& kind : kinds) plans_.push_back(plan_for(kind, drawn, draws));
 }
 
 FillSimulation::ArrivalPlan FillSimulation::plan_for(const NodeKind& kind,
-                                                     const std::vector<RequestClass>& drawn, int draws) {
+                                                     const std::vector<const RequestClass*>& drawn,
+                                                     int draws) {
   ArrivalPlan plan;
   plan.kind = kind;
   if (drawn.empty()) return plan;
@@ -106,7 +105,7 @@ FillSimulation::ArrivalPlan FillSimulation::plan_for(const NodeKind& kind,
     Step& step = plan.steps[t];
     step.has_multi_gpu = false;
     for (int lane = 0; lane < kLanes; ++lane) {
-      const RequestClass& request = drawn[lane * draws + t];
+      const RequestClass& request = *drawn[lane * draws + t];
       const bool allowed =
           (request.models >> kind.model & 1) != 0 && request.gpu_memory_mib <= kind.gpu_memory_mib;
       int64_t need = request.gpu_milli;

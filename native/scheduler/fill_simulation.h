@@ -65,7 +65,7 @@ class FillSimulation {
   struct LaneState;
   static constexpr int16_t kNever = 30000;
 
-  static ArrivalPlan plan_for(const NodeKind& kind, const std::vector<RequestClass>& drawn, int draws);
+  static ArrivalPlan plan_for(const NodeKind& kind, const std::vector<const RequestClass*>& drawn, int draws);
   static void simulate(const ArrivalPlan& plan, size_t steps, int gpus, LaneState& lanes);
 
   std::vector<ArrivalPlan> plans_;  // one per kind, sorted

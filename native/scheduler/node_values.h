@@ -21,7 +21,10 @@ class NodeValues {
   // Learns from the last requests, oldest first.
   NodeValues(const Cluster& cluster, const std::vector<RequestClass>& history, int draws);
 
+  // The reference is valid until the next call.
   const NodeValue& of(const FreeState& state);
+  // The number of values that were computed, not found.
+  uint64_t simulations() const { return simulations_; }
   // Numbers of GPUs of multi-GPU requests: powers of two, then others in the history.
   const std::vector<int>& multi_gpu_counts() const { return multi_gpu_counts_; }
 
@@ -35,18 +38,25 @@ class NodeValues {
   struct Slot {
     FreeState state;
     bool used = false;
-    uint32_t value = 0;  // in values_
+    uint32_t value = 0;  // in Shard::values
   };
-  static constexpr size_t kSlotsMax = size_t{1} << 19;
+  // Each part of the hash table grows on its own, so that no call has to copy all of it.
+  struct Shard {
+    std::vector<Slot> slots;
+    std::vector<NodeValue> values;
+  };
+  static constexpr size_t kShards = 512;  // 9 bits of the hash
+  static constexpr size_t kShardSlotsMin = 16;
+  static constexpr size_t kShardSlotsMax = 1024;
 
   int64_t multi_gpu_capacity(int gpus, const FreeState& state) const;
-  void grow();
+  static void grow(Shard& shard);
 
   FillSimulation fill_simulation_;
   std::vector<int> multi_gpu_counts_;
   std::vector<MultiGpuRequest> multi_gpu_requests_;  // for several GPUs
-  std::vector<Slot> slots_ = std::vector<Slot>(size_t{1} << 14);
-  std::vector<NodeValue> values_;
+  std::vector<Shard> shards_ = std::vector<Shard>(kShards);
+  uint64_t simulations_ = 0;
 };
 
 }  // namespace genie

@@ -11,6 +11,7 @@ namespace {
 constexpr size_t kHistoryLength = 200;  // requests to learn from
 constexpr uint64_t kFirstUpdate = 25;   // requests; the interval doubles up to kUpdateEvery
 constexpr uint64_t kUpdateEvery = 200;
+constexpr int64_t kLearningWork = 2000;  // of begin_learning(), see WorkBudget
 
 }  // namespace
 
@@ -29,7 +30,7 @@ Placement::Placement(const std::string& policy, uint64_t seed, std::vector<Typic
   } else if (policy == "fgd") {
     current_->policy = make_fgd(std::move(typical));
   } else if (policy == "supply") {
-    current_ = learn();
+    learn();
   } else if (policy == "random") {
     is_random_ = true;
   } else {
@@ -97,35 +98,66 @@ void Placement::drop_class(int request_class) {
 // With refresh(), updates are prepared there; if the calls stop, updates must still happen.
 void Placement::update_if_overdue() {
   if (is_refreshed_ ? observed_ < update_due_ + kUpdateEvery : !is_update_due()) return;
-  current_ = learn();
-  next_.reset();
+  learn();
 }
 
-bool Placement::refresh(int64_t budget) {
+bool Placement::refresh(int64_t units) {
   if (is_random_) return true;
   is_refreshed_ = true;
-  if (next_ == nullptr && is_update_due()) {
-    next_ = learn();
+  WorkBudget budget(units);
+  return current_->cache.refresh(cluster_, *current_->policy, budget) && refresh_policy(budget) &&
+         free_retired(budget);
+}
+
+// The current state is used until the next one is complete.
+bool Placement::refresh_policy(WorkBudget& budget) {
+  SupplyPolicy* supply = current_->supply;
+  if (supply == nullptr) return true;
+  if (next_ == nullptr) {
+    if (observed_ < update_due_) {
+      if (!supply->update_supply(cluster_, budget)) return false;
+      if (!supply->is_stale()) return true;
+    }
+    if (budget.is_exhausted()) return false;
+    next_ = begin_learning();
     next_->cache.prepare_like(current_->cache);
+    budget.charge(kLearningWork);
   }
-  // The current state is used until the next one is complete.
-  if (!current_->cache.refresh(cluster_, *current_->policy, budget)) return false;
-  if (next_ == nullptr) return true;
+  if (!next_->supply->prepare(cluster_, budget)) return false;
   if (!next_->cache.refresh(cluster_, *next_->policy, budget)) return false;
+  retired_ = std::move(current_);
   current_ = std::move(next_);
+  return true;
+}
+
+bool Placement::free_retired(WorkBudget& budget) {
+  if (retired_ == nullptr) return true;
+  if (!retired_->cache.clear(budget) || budget.is_exhausted()) return false;
+  retired_.reset();
   return true;
 }
 
 bool Placement::is_update_due() {
   SupplyPolicy* supply = current_->supply;
-  return supply != nullptr && (observed_ >= update_due_ || supply->is_stale(cluster_));
+  if (supply == nullptr) return false;
+  if (observed_ >= update_due_) return true;
+  WorkBudget unlimited(kUnlimited);
+  supply->update_supply(cluster_, unlimited);
+  return supply->is_stale();
 }
 
-std::unique_ptr<Placement::LearnedState> Placement::learn() {
+void Placement::learn() {
+  WorkBudget unlimited(kUnlimited);
+  current_ = begin_learning();
+  current_->supply->prepare(cluster_, unlimited);
+  next_.reset();
+}
+
+std::unique_ptr<Placement::LearnedState> Placement::begin_learning() {
   auto state = std::make_unique<LearnedState>();
   std::unique_ptr<SupplyPolicy> supply;
   if (current_->supply != nullptr && observed_ < update_due_) {
-    supply = std::make_unique<SupplyPolicy>(cluster_, *current_->supply);
+    supply = std::make_unique<SupplyPolicy>(*current_->supply);
   } else {
     while (update_due_ <= observed_) update_due_ += std::min(update_due_, kUpdateEvery);
     const auto oldest = history_.begin() + (history_.empty() ? 0 : observed_ % history_.size());

@@ -31,7 +31,8 @@ class Placement {
                                                 const std::optional<std::vector<int>>& domains,
                                                 std::optional<int> among);
   void drop_class(int request_class);
-  // Precomputes what the next choices need, with `budget` evaluations; true if nothing is left.
+  // Precomputes what the next choices need; false if the budget is exhausted and something is left. Without
+  // changes of the cluster, several small budgets have the same effect as a large one.
   bool refresh(int64_t budget);
 
  private:
@@ -43,8 +44,13 @@ class Placement {
   };
 
   bool is_update_due();
-  std::unique_ptr<LearnedState> learn();
+  // Returns a state whose policy must be prepared.
+  std::unique_ptr<LearnedState> begin_learning();
+  // Learns at once, without a budget.
+  void learn();
   void update_if_overdue();
+  bool refresh_policy(WorkBudget& budget);
+  bool free_retired(WorkBudget& budget);
   std::optional<Choice> choose_at_random(const RequestClass& request, uint32_t tenant, const NodeSet* among);
 
   Cluster cluster_;
@@ -53,7 +59,8 @@ class Placement {
   bool is_refreshed_ = false;  // refresh() is used, so updates are prepared there
   std::unique_ptr<LearnedState> current_;
   std::unique_ptr<LearnedState> next_;
-  std::vector<RequestClass> history_;  // a ring buffer, without allowed nodes and GPUs
+  std::unique_ptr<LearnedState> retired_;  // freed by refresh(): that takes long, too
+  std::vector<RequestClass> history_;      // a ring buffer, without allowed nodes and GPUs
   uint64_t observed_ = 0;
   uint64_t update_due_ = 0;
   SeededRandom random_source_;

@@ -17,7 +17,11 @@ class Policy {
   // result is valid until the node changes.
   virtual std::optional<Candidate> evaluate(const Cluster& cluster, int node, const RequestClass& request,
                                             uint32_t tenant) = 0;
+  // The number of fill simulations so far: they take most of the time of an evaluation that needs one.
+  virtual uint64_t simulations() const { return 0; }
 };
+
+constexpr int64_t kSimulationWork = 40;  // in evaluations, see WorkBudget
 
 // A common kind of request and its share of all requests.
 struct TypicalShape {

@@ -97,7 +97,12 @@ def fetched(port: int, number: int) -> bytes | Error:
         return found
 
 
-def pending_fetches() -> int:
+@pytest.fixture(autouse=True)
+def no_fetches_of_earlier_tests() -> None:
+    wait_until(lambda: fetch_threads() == 0)
+
+
+def fetch_threads() -> int:
     return sum(thread.name.startswith("executor-fetch") for thread in threading.enumerate())
 
 
@@ -173,9 +178,8 @@ def test_interrupted_fetch_can_be_repeated(a: tuple[ThreadedExecutor, Client]) -
 def test_newer_fetch_cancels_the_older_one(a: tuple[ThreadedExecutor, Client]) -> None:
     executor, client = a
     tensor = client.floats(6)
-    wait_until(lambda: pending_fetches() == 0, what="the end of fetches of earlier tests")
     with fetching(executor.port, 1) as old:
-        wait_until(lambda: pending_fetches() == 1)
+        wait_until(lambda: executor.session.stats()["pending_fetches"] == 1)
         with fetching(executor.port, 1) as new:
             with pytest.raises(ConnectionError):
                 old.read_exactly(1, TIMEOUT_S)
@@ -253,7 +257,7 @@ def test_fetches_end_with_the_session(a: tuple[ThreadedExecutor, Client]) -> Non
     executor, client = a
     client.publish_parcel(1, client.floats(1))
     with fetching(executor.port, 2) as pipe:
-        wait_until(lambda: pending_fetches() == 1)
+        wait_until(lambda: fetch_threads() == 1)
         client.close_session()
         with pytest.raises(ConnectionError):
             pipe.read_exactly(1, TIMEOUT_S)
@@ -321,7 +325,7 @@ def test_number_of_pending_fetches_is_limited(monkeypatch: pytest.MonkeyPatch) -
         client.publish_parcel(1, client.floats(1))
         assert client.sync() is None
         stack.close()
-        wait_until(lambda: pending_fetches() == 0, what="fetches with a lost connection to end")
+        wait_until(lambda: fetch_threads() == 0, what="fetches with a lost connection to end")
         with fetching(executor.port, 1) as pipe:
             assert parcel(pipe) == floats(1)
 
@@ -403,7 +407,7 @@ def test_fetches_from_one_executor_share_a_connection(a: Both, b: Both) -> None:
         one.publish_parcel(number, one.floats(number))
         other.fetch_parcel(there, source.port, number, token_for(number, source.port))
         assert other.floats_in(there) == (number,)
-    assert pending_fetches() == 1
+    assert fetch_threads() == 1
 
 
 def test_fetch_reconnects_after_the_source_closed_the_connection(
@@ -416,7 +420,7 @@ def test_fetch_reconnects_after_the_source_closed_the_connection(
         one.publish_parcel(number, one.floats(number))
         other.fetch_parcel(there, source.port, number, token_for(number, source.port))
         assert other.floats_in(there) == (number,)
-        wait_until(lambda: pending_fetches() == 0)
+        wait_until(lambda: fetch_threads() == 0)
 
 
 def test_fetch_works_after_a_failed_one(a: Both, b: Both) -> None:
@@ -449,7 +453,7 @@ def test_pending_fetch_is_repeated_after_the_client_reconnects(a: Both) -> None:
         there = other.floats(0, 0)
         assert other.sync() is None
         other.fetch_parcel(there, source.port, 1, token_for(1, source.port))
-        wait_until(lambda: pending_fetches() == 1)
+        wait_until(lambda: fetch_threads() == 1)
         target.disconnect_client()
         other.close()
         again = open_pipe(target.port)
@@ -478,7 +482,7 @@ def test_lost_source_is_named_in_the_error(a: Both, b: Both) -> None:
     (source, _), (_, other) = a, b
     there, bystander = other.floats(0, 0), other.floats(42)
     other.fetch_parcel(there, source.port, 1, token_for(1, source.port))
-    wait_until(lambda: pending_fetches() == 1)
+    wait_until(lambda: fetch_threads() == 1)
     source.stop()
     reported = assert_fetch_fails(other, there, bystander)
     assert reported.code == "device.lost"

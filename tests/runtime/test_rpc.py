@@ -364,3 +364,18 @@ async def test_failed_send_closes_the_connection_immediately() -> None:
         with pytest.raises(ConnectionLostError):
             await peer.call(FetchTrust(), timeout_s=5)
         assert peer.is_closed, "otherwise the next call would use it, too"
+
+
+@pytest.mark.parametrize("end", ["ours", "theirs"])
+async def test_close_listener_is_called_once_at_whichever_end_closes(end: str) -> None:
+    closed: list[str] = []
+    async with serving() as (server, port), dialled(port) as peer:
+        await peer.call(FetchTrust(), timeout_s=5)
+        theirs = server.peers[0]
+        theirs.set_close_listener(lambda: closed.append("replaced"))
+        theirs.set_close_listener(lambda: closed.append("closed"))
+        (theirs if end == "ours" else peer).close()
+        await until(lambda: server.ended == 1)
+        assert closed == ["closed"]
+        theirs.close()
+        assert closed == ["closed"]

@@ -17,7 +17,8 @@ from dataclasses import dataclass, field
 import msgspec
 
 from genie.controller.checks import check_endpoint
-from genie.controller.jobs.lifecycle import JobLifecycle, is_current_placement
+from genie.controller.jobs.lifecycle import JobLifecycle
+from genie.controller.jobs.outcomes import is_current_placement
 from genie.controller.ledger import Ledger
 from genie.errors import DeviceUnavailableError, JobNotFoundError, NodeNotFoundError, UsageError
 from genie.model.allocation import FULL_MILLI

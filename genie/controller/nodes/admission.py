@@ -12,7 +12,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from genie.config import ControllerConfig
-from genie.controller.jobs.lifecycle import JobLifecycle, is_current_placement
+from genie.controller.jobs.lifecycle import JobLifecycle
+from genie.controller.jobs.outcomes import is_current_placement
 from genie.controller.ledger import Ledger, Transaction
 from genie.controller.tokens import Tokens
 from genie.errors import (

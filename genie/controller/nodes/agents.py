@@ -20,7 +20,8 @@ from genie.controller.checks import check_node
 from genie.controller.connection import Connection, Handlers
 from genie.controller.election import Election
 from genie.controller.jobs.backoff import Cause
-from genie.controller.jobs.lifecycle import JobLifecycle, is_current_placement, is_node_fault, stop_reason
+from genie.controller.jobs.lifecycle import CHANGES_OF_TICK_MAX, JobLifecycle, LostWorker
+from genie.controller.jobs.outcomes import is_current_placement, is_node_fault, stop_reason
 from genie.controller.jobs.sessions import Sessions
 from genie.controller.ledger import Ledger, NodeRecord, Transaction
 from genie.controller.nodes.faults import NodeFaults
@@ -296,27 +297,24 @@ class Agents:
         self._unlisted_counts.clear()
         self._faults.clear()
         self._confirm_deadlines_s.clear()
-        for job in self._jobs.in_states(JobState.PLACING):
-            with self._isolated(job.job_id):
-                await self._jobs.requeue(
-                    job.job_id,
-                    epoch=job.epoch,
-                    reason="the controller was replaced before the launch was confirmed",
-                )
+        reason = "the controller was replaced before the launch was confirmed"
+        await self._jobs.requeue_each((job, reason) for job in self._jobs.in_states(JobState.PLACING))
 
     async def requeue_unconfirmed(self) -> None:
         now_s = self._clock.monotonic_s()
+        unconfirmed: list[tuple[Job, str]] = []
         for job in self._jobs.in_states(JobState.PLACING):
             late = {
                 placement.node_id
                 for rank, placement in enumerate(job.placements)
                 if now_s >= self._confirm_deadlines_s.setdefault(job.unit(rank), now_s + self._confirm_s)
             }
-            if late:
+            if job.stop:  # its release was interrupted
+                unconfirmed.append((job, stop_reason(job)))
+            elif late:
                 nodes = ", ".join(sorted(late)[:_NODES_NAMED_MAX])
-                reason = f"the launch was not confirmed before the timeout on {nodes}"
-                with self._isolated(job.job_id):
-                    await self._jobs.requeue(job.job_id, epoch=job.epoch, reason=reason)
+                unconfirmed.append((job, f"the launch was not confirmed before the timeout on {nodes}"))
+        await self._jobs.requeue_each(unconfirmed[:CHANGES_OF_TICK_MAX])
         placing = {
             job.unit(rank)
             for job in self._jobs.in_states(JobState.PLACING)
@@ -330,6 +328,7 @@ class Agents:
         """Reclaim the jobs of nodes without heartbeats, after their dead-man timers have certainly
         expired."""
         this_controller = self._controllers()[0]
+        lost: list[LostWorker] = []
         for node_id, held in list(self._ledger.holds.items()):
             record = self._ledger.nodes.get(node_id)
             if not held.holds or record is None or not self._is_reclaimable(record):
@@ -346,7 +345,9 @@ class Agents:
                         node_id,
                     )
                 continue
-            await self._lose_holds(record, held)
+            lost += self._lost_workers(record, held)
+        if count := await self._jobs.record_lost_workers(lost[:CHANGES_OF_TICK_MAX]):
+            _log.warning("reclaimed what %d workers held: %s", count, lost[0].reason)
 
     async def remove(self, connection: Connection, request: RemoveNode) -> Done:
         """Remove a disconnected node: its jobs are lost and its tokens are revoked."""
@@ -355,7 +356,7 @@ class Agents:
         if record is not None and not record.left:
             self._check_removable(record)
             if held is not None:
-                await self._lose_holds(record, held)
+                await self._jobs.record_lost_workers(self._lost_workers(record, held))
         if self._ledger.holds.is_unreadable(node_id):
             await self._lose_unreadable(node_id)
         await self._forget_node(node_id)
@@ -413,20 +414,14 @@ class Agents:
         now_s = self._clock.monotonic_s()
         return self._membership.is_reclaimable(record.info.node_id, now_s, granted_s=record.ttl_s)
 
-    async def _lose_holds(self, record: NodeRecord, held: NodeHolds) -> None:
+    def _lost_workers(self, record: NodeRecord, held: NodeHolds) -> list[LostWorker]:
         node_id = held.node_id
         silence_s = self._membership.silence_s(node_id, self._clock.monotonic_s())
-        for hold in held.holds:
-            reason = f"node {node_id} sent no heartbeat for {silence_s:.0f} s"
-            with self._isolated(hold.job_id):
-                await self._jobs.record_lost_worker(
-                    hold.job_id,
-                    node_id=node_id,
-                    epoch=hold.epoch,
-                    reason=reason,
-                    is_still_lost=lambda: self._is_reclaimable(record),
-                )
-                _log.warning("reclaimed the accelerators of job %s: %s", hold.job_id, reason)
+        reason = f"node {node_id} sent no heartbeat for {silence_s:.0f} s"
+        return [
+            LostWorker(hold.job_id, node_id, hold.epoch, reason, lambda: self._is_reclaimable(record))
+            for hold in held.holds
+        ]
 
     async def _lose_unreadable(self, node_id: str) -> None:
         """Lose the jobs of a node whose stored allocations cannot be read, when it has certainly ended
@@ -434,13 +429,13 @@ class Agents:
         now_s = self._clock.monotonic_s()
         if not self._membership.is_reclaimable(node_id, now_s, granted_s=self._ttl_s):
             raise NodeError(f"node {node_id} was connected until recently", hint="try again later")
-        for job in self._jobs.in_states(JobState.PLACING, JobState.RUNNING):
-            for rank, placement in enumerate(job.placements):
-                if placement.node_id == node_id and placement.outcome is None:
-                    reason = f"node {node_id} was removed"
-                    await self._jobs.record_lost_worker(
-                        job.unit(rank), node_id=node_id, epoch=placement.epoch, reason=reason
-                    )
+        reason = f"node {node_id} was removed"
+        await self._jobs.record_lost_workers(
+            LostWorker(job.unit(rank), node_id, placement.epoch, reason)
+            for job in self._jobs.in_states(JobState.PLACING, JobState.RUNNING)
+            for rank, placement in enumerate(job.placements)
+            if placement.node_id == node_id and placement.outcome is None
+        )
 
     def disconnect_outdated(self) -> None:
         """Close the connections of nodes with an outdated list of controllers: they register again and get
@@ -478,13 +473,11 @@ class Agents:
     ) -> None:
         await self._jobs.record_exits(node_id, exits)
         held = self._ledger.holds.get(node_id)
-        for hold in held.holds if held else ():
-            if hold.incarnation < incarnation:
-                with self._isolated(hold.job_id):
-                    reason = f"node {node_id} restarted"
-                    await self._jobs.record_lost_worker(
-                        hold.job_id, node_id=node_id, epoch=hold.epoch, reason=reason
-                    )
+        await self._jobs.record_lost_workers(
+            LostWorker(hold.job_id, node_id, hold.epoch, f"node {node_id} restarted")
+            for hold in (held.holds if held else ())
+            if hold.incarnation < incarnation
+        )
 
     async def _reconcile(self, node_id: str, request: Heartbeat) -> tuple[list[JobOrder], list[JobOrder]]:
         """Return the settled exits and the jobs to kill. If the store fails nothing is settled, and the agent
@@ -523,11 +516,12 @@ class Agents:
             if key not in reported and (job is None or job.state is JobState.RUNNING):
                 missing[key] = before.get(key, 0) + 1
         self._unlisted_counts[node_id] = missing
-        for (unit, epoch), count in missing.items():
-            if count >= _MISSED_HEARTBEATS:
-                reason = f"the agent of node {node_id} no longer runs it"
-                with self._isolated(unit):
-                    await self._jobs.record_lost_worker(unit, node_id=node_id, epoch=epoch, reason=reason)
+        reason = f"the agent of node {node_id} no longer runs it"
+        await self._jobs.record_lost_workers(
+            LostWorker(unit, node_id, epoch, reason)
+            for (unit, epoch), count in missing.items()
+            if count >= _MISSED_HEARTBEATS
+        )
 
     def _to_kill(self, node_id: str, running: Sequence[RunningJob]) -> list[JobOrder]:
         orders = []

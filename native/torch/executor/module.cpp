@@ -134,6 +134,7 @@ py::dict stats(const Session& session) {
   result["ops"] = now.ops;
   result["frames_received"] = now.frames_received;
   result["parcels"] = now.parcels;
+  result["pending_fetches"] = now.pending_fetches;
   return result;
 }
 

@@ -122,6 +122,11 @@ size_t ParcelStore::count() const {
   return parcels_.size();
 }
 
+uint32_t ParcelStore::pending_fetches() const {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return active_fetches_;
+}
+
 void ParcelStore::close() {
   std::unordered_map<uint64_t, ParcelPtr> dropped;
   std::unique_lock<std::mutex> lock(mutex_);

@@ -42,6 +42,8 @@ class ParcelStore {
   bool send_parcel(uint64_t number, const std::shared_ptr<Stream>& stream);
   // Thread-safe.
   size_t count() const;
+  // Thread-safe. Fetches that wait for their parcel or send it.
+  uint32_t pending_fetches() const;
   // Drops all parcels, cancels all fetches and waits until they have ended.
   void close();
 

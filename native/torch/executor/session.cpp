@@ -76,7 +76,7 @@ Outcome Session::serve(std::shared_ptr<Stream> stream, uint64_t replies_received
 SessionStats Session::stats() const {
   const MemoryCounters& memory = storages_.counters();
   return {memory.storages, storages_.bytes_in_use(), memory.bytes_peak, storages_.bytes_max(),
-          ops_.count(),    frames_received(),        parcels_.count()};
+          ops_.count(),    frames_received(),        parcels_.count(),  parcels_.pending_fetches()};
 }
 
 void Session::close() {

@@ -35,7 +35,8 @@ enum class Outcome {
 };
 
 struct SessionStats {
-  uint64_t storages, bytes_allocated, bytes_allocated_peak, bytes_max, ops, frames_received, parcels;
+  uint64_t storages, bytes_allocated, bytes_allocated_peak, bytes_max, ops, frames_received, parcels,
+      pending_fetches;
 };
 
 class Session {
