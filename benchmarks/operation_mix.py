@@ -182,7 +182,7 @@ async def running_mix() -> AsyncIterator[OperationMix]:
     os.environ.update(SETTINGS)
     torch.set_num_threads(1)
     settings = config.load({"controller.port": 0})
-    async with local_cluster.up(settings, progress=lambda text: print(text, file=sys.stderr)) as running:
+    async with local_cluster.run_local_cluster(settings, progress=lambda text: print(text, file=sys.stderr)) as running:
         state = await genie.init()
         try:
             async with open_client(settings, program="bench") as client:
