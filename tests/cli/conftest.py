@@ -14,10 +14,10 @@ from genie.cli import app as app_module
 from genie.cli import main
 from genie.telemetry import log
 from tests.cli.scripted_controller import ScriptedController
-from tests.grid.conftest import bed_lease, bed_of_session, own_bed
+from tests.grid.conftest import own_testbed, session_testbed, testbed_lease
 from tests.grid.quick_venv import quick_venv
 
-__all__ = ["bed_lease", "bed_of_session", "own_bed", "quick_venv"]
+__all__ = ["own_testbed", "quick_venv", "session_testbed", "testbed_lease"]
 
 
 class Ran(NamedTuple):

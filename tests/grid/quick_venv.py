@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.grid.bed import Node
+from tests.grid.testbed import Node
 from tests.needs import require_distribution
 
 _PYTHON = """#!/bin/sh

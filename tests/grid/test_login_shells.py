@@ -25,10 +25,10 @@ from genie.grid.runs.run import RunState
 from genie.grid.runs.runner import Runner
 from genie.grid.ssh.pool import SshPool
 from genie.grid.sync.syncer import Syncer
-from tests.grid.bed import Bed, Node
 from tests.grid.conftest import grid_file_of
 from tests.grid.runs.test_runner import OutputRecorder, run_to_end
 from tests.grid.sync.trees import read_tree, write
+from tests.grid.testbed import Node, SshTestbed
 from tests.needs import require_program
 from tests.waiting import until
 
@@ -67,23 +67,23 @@ COMMANDS = (
 
 
 @pytest.fixture(scope="module")
-def shells(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bed]:
+def shells(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SshTestbed]:
     """gpu1 to gpu7 are LOGINS with Python, the next seven the same without."""
     programs = [(shell, "busybox" if shell == "ash" else shell) for shell, _ in LOGINS]
     found = {shell: require_program(name, package=name) for shell, name in programs}
-    bed = Bed(tmp_path_factory.mktemp("bed") / "nodes", count=2 * len(LOGINS))
-    for number, node in enumerate(bed.nodes):
+    testbed = SshTestbed(tmp_path_factory.mktemp("testbed") / "nodes", count=2 * len(LOGINS))
+    for number, node in enumerate(testbed.nodes):
         node.login_shell = node.folder / "shells" / login_of(node)
         if number >= len(LOGINS):
             node.path = str(node.bin)
-    with bed:
-        for number, node in enumerate(bed.nodes):
+    with testbed:
+        for number, node in enumerate(testbed.nodes):
             shell, sh = LOGINS[number % len(LOGINS)]
             (node.folder / "shells").mkdir()
             (node.folder / "shells" / shell).symlink_to(found[shell])
             if number >= len(LOGINS):
                 fill(node.bin, sh, found[sh])
-        yield bed
+        yield testbed
 
 
 def login_of(node: Node) -> str:
@@ -104,13 +104,13 @@ def fill(folder: Path, sh: str, program: str) -> None:
 
 
 @pytest.fixture
-def file(shells: Bed) -> GridFile:
+def file(shells: SshTestbed) -> GridFile:
     ssh = "ssh: {connect_timeout: 20, pool_size: 20, max_retries: 1}\n"
     return grid_file_of(shells, more=f"{ssh}health_check: {{timeout: 20}}\n")
 
 
 @pytest_asyncio.fixture
-async def own_pool(shells: Bed, file: GridFile) -> AsyncIterator[SshPool]:
+async def own_pool(shells: SshTestbed, file: GridFile) -> AsyncIterator[SshPool]:
     async with SshPool(file, ssh_config=shells.ssh_config) as pool:
         yield pool
 
@@ -150,7 +150,9 @@ async def on_each(nodes: Sequence[Node], check: Callable[[Node], Awaitable[None]
         raise BaseExceptionGroup("some shells", failed)
 
 
-async def test_shell_reading_and_helper_reading_agree(shells: Bed, own_pool: SshPool, file: GridFile) -> None:
+async def test_shell_reading_and_helper_reading_agree(
+    shells: SshTestbed, own_pool: SshPool, file: GridFile
+) -> None:
     checker = NodeHealthChecker(own_pool, file, clock=time.time)
     for _ in range(2):
         for found in await checker.check_all(fresh=True):
@@ -165,7 +167,7 @@ async def test_shell_reading_and_helper_reading_agree(shells: Bed, own_pool: Ssh
     await on_each(shells.nodes, check)
 
 
-async def test_run_has_both_streams_exit_code_and_environment(shells: Bed, runner: Runner) -> None:
+async def test_run_has_both_streams_exit_code_and_environment(shells: SshTestbed, runner: Runner) -> None:
     async def check(node: Node) -> None:
         command = "sh -c 'printf %s \"$A\"; echo no >&2'; exit 3"
         assert await run_to_end(runner, node.name, command, env={"A": ODD, **UTF8}) == (
@@ -180,7 +182,7 @@ async def test_run_has_both_streams_exit_code_and_environment(shells: Bed, runne
     await on_each(shells.nodes, check)
 
 
-async def test_command_behaves_as_with_ssh(shells: Bed, own_pool: SshPool, runner: Runner) -> None:
+async def test_command_behaves_as_with_ssh(shells: SshTestbed, own_pool: SshPool, runner: Runner) -> None:
     async def check(node: Node) -> None:
         for command in COMMANDS:
             async with own_pool.connect(node.name) as link:
@@ -193,7 +195,7 @@ async def test_command_behaves_as_with_ssh(shells: Bed, own_pool: SshPool, runne
     await on_each(shells.nodes, check)
 
 
-async def test_standard_input_reaches_the_command_with_python(shells: Bed, runner: Runner) -> None:
+async def test_standard_input_reaches_the_command_with_python(shells: SshTestbed, runner: Runner) -> None:
     async def check(node: Node) -> None:
         if has_python(node):
             assert (await run_to_end(runner, node.name, "cat", stdin=b"\0\xff\n x"))[1] == b"\0\xff\n x"
@@ -205,7 +207,9 @@ async def test_standard_input_reaches_the_command_with_python(shells: Bed, runne
     await on_each(shells.nodes, check)
 
 
-async def test_runs_can_be_interrupted_cancelled_timed_out_and_listed(shells: Bed, runner: Runner) -> None:
+async def test_runs_can_be_interrupted_cancelled_timed_out_and_listed(
+    shells: SshTestbed, runner: Runner
+) -> None:
     async def check(node: Node) -> None:
         for signal, code in (("INT", 2), ("TERM", 15)):
             run = await runner.start(node.name, "exec sh -c 'echo ready; exec sleep 7301'")
@@ -219,7 +223,7 @@ async def test_runs_can_be_interrupted_cancelled_timed_out_and_listed(shells: Be
     await on_each(shells.nodes, check)
 
 
-async def test_output_is_read_from_any_offset(shells: Bed, runner: Runner) -> None:
+async def test_output_is_read_from_any_offset(shells: SshTestbed, runner: Runner) -> None:
     async def check(node: Node) -> None:
         command = "printf 'abc\\nd\\377f\\000'; sh -c 'printf 12345 >&2'; sleep 7302"
         run = await runner.start(node.name, command)
@@ -235,7 +239,7 @@ async def test_output_is_read_from_any_offset(shells: Bed, runner: Runner) -> No
 
 
 async def test_tree_is_synced_repeatedly(
-    shells: Bed, own_pool: SshPool, file: GridFile, tmp_path: Path
+    shells: SshTestbed, own_pool: SshPool, file: GridFile, tmp_path: Path
 ) -> None:
     root = tmp_path / "project"
     names = [f"d {n % 3}/-f$n'{n}\n".encode() for n in range(12)]
@@ -252,7 +256,7 @@ async def test_tree_is_synced_repeatedly(
 
 
 async def test_output_of_startup_files_does_not_disturb_replies(
-    shells: Bed, own_pool: SshPool, file: GridFile, tmp_path: Path
+    shells: SshTestbed, own_pool: SshPool, file: GridFile, tmp_path: Path
 ) -> None:
     runner, checker = Runner(own_pool, file), NodeHealthChecker(own_pool, file, clock=time.time)
     syncer = Syncer(own_pool, file, state_dir=tmp_path / "state")
@@ -284,7 +288,7 @@ async def test_output_of_startup_files_does_not_disturb_replies(
         await on_each(nodes, check)
 
 
-async def test_slow_startup_file_is_tolerated(shells: Bed, own_pool: SshPool, file: GridFile) -> None:
+async def test_slow_startup_file_is_tolerated(shells: SshTestbed, own_pool: SshPool, file: GridFile) -> None:
     runner, checker = Runner(own_pool, file), NodeHealthChecker(own_pool, file, clock=time.time)
     nodes = [node for node in shells.nodes if login_of(node) == "zsh"]
 

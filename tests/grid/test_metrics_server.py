@@ -19,7 +19,7 @@ from genie.errors import UsageError
 from genie.grid import metrics_server
 from genie.grid.metrics import GridMetrics
 from genie.grid.metrics_server import serve_metrics
-from tests.grid.bed import Bed
+from tests.grid.testbed import SshTestbed
 from tests.house.sources import ROOT
 from tests.needs import require_program
 from tests.ports import free_port
@@ -193,16 +193,16 @@ def prometheus(folder: Path, target: str) -> Iterator[Callable[[str], Any]]:
 
 
 @pytest.mark.timeout(180)
-def test_alerts_fire_in_a_real_prometheus(own_bed: Bed, tmp_path: Path, monkeypatch) -> None:
+def test_alerts_fire_in_a_real_prometheus(own_testbed: SshTestbed, tmp_path: Path, monkeypatch) -> None:
     """gpu2 is unreachable, tasks fail and syncs are slow; gpu1 is healthy and has no alert."""
     state = tmp_path / "state"
     (tmp_path / "grid.yaml").write_text(
-        own_bed.grid_yaml(more="health_check: {timeout: 20, refresh_interval: 1, cpu_weight: 0}\n")
+        own_testbed.grid_yaml(more="health_check: {timeout: 20, refresh_interval: 1, cpu_weight: 0}\n")
     )
     monkeypatch.setenv("GENIE_GRID_FILE", str(tmp_path / "grid.yaml"))
-    monkeypatch.setenv("GENIE_GRID_SSH_CONFIG", str(own_bed.ssh_config))
+    monkeypatch.setenv("GENIE_GRID_SSH_CONFIG", str(own_testbed.ssh_config))
     monkeypatch.setenv("GENIE_STATE_DIR", str(state))
-    own_bed["gpu2"].stop()
+    own_testbed["gpu2"].stop()
     metrics = GridMetrics(state)
     argv = [sys.executable, "-m", "genie", "grid", "metrics", "--serve", "--port", "0", "--json"]
     log = tmp_path / "serve.log"

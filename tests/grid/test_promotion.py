@@ -20,9 +20,9 @@ from genie.grid.promotion import PYTHON_CANDIDATES
 from genie.model.job import JobSpec, JobState, Resources
 from genie.model.tenant import TokenRecord
 from genie.telemetry import log
-from tests.grid.bed import Bed, Node
 from tests.grid.quick_venv import QuickVenv
 from tests.grid.ssh.test_shell_words import NARROW, give_login_shell
+from tests.grid.testbed import Node, SshTestbed
 from tests.integration.running import RunningCluster, StartedCluster
 
 
@@ -43,18 +43,18 @@ def cluster(cluster_of_file: RunningCluster, monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.fixture
 def grid_cli(
-    own_bed: Bed,
+    own_testbed: SshTestbed,
     quick_venv: QuickVenv,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
 ) -> Iterator[Callable[..., tuple[int, str, str]]]:
-    for node in own_bed.nodes:
+    for node in own_testbed.nodes:
         quick_venv.install(node)
     file = tmp_path / "grid.yaml"
-    file.write_text(own_bed.grid_yaml(more="remote_root: ~/work space\nssh: {connect_timeout: 10}\n"))
+    file.write_text(own_testbed.grid_yaml(more="remote_root: ~/work space\nssh: {connect_timeout: 10}\n"))
     monkeypatch.setenv("GENIE_GRID_FILE", str(file))
-    monkeypatch.setenv("GENIE_GRID_SSH_CONFIG", str(own_bed.ssh_config))
+    monkeypatch.setenv("GENIE_GRID_SSH_CONFIG", str(own_testbed.ssh_config))
 
     def run(*argv: str) -> tuple[int, str, str]:
         capfd.readouterr()
@@ -82,9 +82,9 @@ async def run_on(cluster: RunningCluster, node: str) -> JobState:
 
 @pytest.mark.long("Genie is installed on the node twice, and agents start there")
 def test_node_is_promoted_runs_a_job_and_is_demoted(
-    own_bed: Bed, cluster: RunningCluster, grid_cli: Callable[..., tuple[int, str, str]]
+    own_testbed: SshTestbed, cluster: RunningCluster, grid_cli: Callable[..., tuple[int, str, str]]
 ) -> None:
-    node = own_bed["gpu1"]
+    node = own_testbed["gpu1"]
     give_environment(node)
     where = f"{cluster.host}:{cluster.port}"
     code, out, err = grid_cli("promote", "gpu1", "--controller", where, "--json")
@@ -108,9 +108,9 @@ def test_node_is_promoted_runs_a_job_and_is_demoted(
 
 
 def test_demote_works_with_another_login_shell(
-    own_bed: Bed, cluster: RunningCluster, grid_cli: Callable[..., tuple[int, str, str]]
+    own_testbed: SshTestbed, cluster: RunningCluster, grid_cli: Callable[..., tuple[int, str, str]]
 ) -> None:
-    node = own_bed["gpu1"]
+    node = own_testbed["gpu1"]
     give_login_shell(node, NARROW)
     node.run("mkdir -p '/root/work space/genie_env'")
     code, out, err = grid_cli("demote", "gpu1", "--json")
@@ -119,9 +119,12 @@ def test_demote_works_with_another_login_shell(
 
 
 def test_incomplete_environment_is_finished(
-    own_bed: Bed, cluster: RunningCluster, grid_cli: Callable[..., tuple[int, str, str]], tmp_path: Path
+    own_testbed: SshTestbed,
+    cluster: RunningCluster,
+    grid_cli: Callable[..., tuple[int, str, str]],
+    tmp_path: Path,
 ) -> None:
-    node = own_bed["gpu1"]
+    node = own_testbed["gpu1"]
     node.run("python3 -m venv --without-pip '/root/work space/genie_env'")
     (tmp_path / "wheels").mkdir()
     where = f"{cluster.host}:{cluster.port}"
@@ -143,9 +146,9 @@ chmod 755 "$3"/bin/*
 
 
 def test_failed_join_leaves_no_token_and_no_environment(
-    own_bed: Bed, cluster: RunningCluster, grid_cli: Callable[..., tuple[int, str, str]]
+    own_testbed: SshTestbed, cluster: RunningCluster, grid_cli: Callable[..., tuple[int, str, str]]
 ) -> None:
-    node = own_bed["gpu1"]
+    node = own_testbed["gpu1"]
     (node.bin / "python3").write_text(_BROKEN_VENV)
     where = f"{cluster.host}:{cluster.port}"
     result = json.loads(grid_cli("promote", "gpu1", "--controller", where, "--json")[1])["nodes"][0]
@@ -162,9 +165,12 @@ def test_failed_join_leaves_no_token_and_no_environment(
 
 
 def test_failed_install_removes_only_what_it_created(
-    own_bed: Bed, cluster: RunningCluster, grid_cli: Callable[..., tuple[int, str, str]], tmp_path: Path
+    own_testbed: SshTestbed,
+    cluster: RunningCluster,
+    grid_cli: Callable[..., tuple[int, str, str]],
+    tmp_path: Path,
 ) -> None:
-    node = own_bed["gpu1"]
+    node = own_testbed["gpu1"]
     node.run("mkdir -p '/root/work space/.genie' && touch '/root/work space/.genie/kept'")
     (tmp_path / "wheels").mkdir()
     where = f"{cluster.host}:{cluster.port}"
@@ -174,12 +180,12 @@ def test_failed_install_removes_only_what_it_created(
 
 
 def test_each_failing_node_has_its_reason(
-    own_bed: Bed, cluster: RunningCluster, grid_cli: Callable[..., tuple[int, str, str]]
+    own_testbed: SshTestbed, cluster: RunningCluster, grid_cli: Callable[..., tuple[int, str, str]]
 ) -> None:
-    own_bed["gpu1"].stop()
+    own_testbed["gpu1"].stop()
     for name in PYTHON_CANDIDATES:
-        (own_bed["gpu2"].bin / name).write_text("#!/bin/sh\necho 3.8\n")
-        (own_bed["gpu2"].bin / name).chmod(0o755)
+        (own_testbed["gpu2"].bin / name).write_text("#!/bin/sh\necho 3.8\n")
+        (own_testbed["gpu2"].bin / name).chmod(0o755)
     where = f"{cluster.host}:{cluster.port}"
     code, out, _ = grid_cli("promote", "--all", "--controller", where, "--json")
     assert code == 255

@@ -12,7 +12,7 @@ from genie.model.messages import ListNodes, NodesReply, RemoveNode
 from tests.cli.conftest import Ran
 from tests.cli.scripted_controller import ScriptedController
 from tests.cli.test_app import commands
-from tests.grid.bed import Bed
+from tests.grid.testbed import SshTestbed
 
 USAGE, TRANSPORT = 2, 255
 
@@ -59,17 +59,17 @@ TABLE: list[tuple[str, int, int]] = [
 
 
 @pytest.fixture(scope="module")
-def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bed]:
+def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SshTestbed]:
     """gpu1 is reachable; gpu2 and gpu3 are not."""
-    with Bed(tmp_path_factory.mktemp("bed") / "nodes", count=3) as bed:
-        bed["gpu2"].stop()
-        bed["gpu3"].stop()
-        yield bed
+    with SshTestbed(tmp_path_factory.mktemp("testbed") / "nodes", count=3) as testbed:
+        testbed["gpu2"].stop()
+        testbed["gpu3"].stop()
+        yield testbed
 
 
 @pytest.fixture
 def grid(
-    nodes: Bed,
+    nodes: SshTestbed,
     genie: Callable[..., Ran],
     controller: ScriptedController,
     tmp_path: Path,
@@ -99,7 +99,7 @@ def test_table_has_every_command() -> None:
 
 @pytest.mark.parametrize(("line", "none", "some"), TABLE, ids=[row[0] for row in TABLE])
 def test_exit_codes_with_unreachable_nodes(
-    nodes: Bed, grid: Callable[[str, str], Ran], line: str, none: int, some: int
+    nodes: SshTestbed, grid: Callable[[str, str], Ran], line: str, none: int, some: int
 ) -> None:
     more = "ssh: {connect_timeout: 20, max_retries: 0}\nhealth_check: {timeout: 20}\n"
     ran = grid(line, nodes.grid_yaml(nodes=["gpu2", "gpu3"], more=more))
@@ -110,7 +110,7 @@ def test_exit_codes_with_unreachable_nodes(
 
 @pytest.mark.parametrize("line", ["sync .", "run true --all", "setup --package x", "cluster stop"])
 def test_highest_exit_code_wins_regardless_of_node_order(
-    nodes: Bed, grid: Callable[[str, str], Ran], line: str
+    nodes: SshTestbed, grid: Callable[[str, str], Ran], line: str
 ) -> None:
     more = "remote_root: /proc/not-to-be-made\nssh: {connect_timeout: 20, max_retries: 0}\n"
     refused = grid(line, nodes.grid_yaml(nodes=["gpu1"], more=more))
@@ -126,7 +126,9 @@ def test_highest_exit_code_wins_regardless_of_node_order(
         *("promote --all --controller 10.0.0.5", "demote --all", "ps"),
     ],
 )
-def test_missing_key_file_is_a_usage_error(nodes: Bed, grid: Callable[[str, str], Ran], line: str) -> None:
+def test_missing_key_file_is_a_usage_error(
+    nodes: SshTestbed, grid: Callable[[str, str], Ran], line: str
+) -> None:
     ran = grid(line, nodes.grid_yaml(nodes=["gpu1"], more="ssh: {key_file: /no/such/key, max_retries: 0}\n"))
     assert ran.code == USAGE, ran
 

@@ -12,18 +12,18 @@ import pytest
 from genie.grid.runs.launch import grid_metrics
 from tests.cli.grid.loopback_grid import on_a_terminal
 from tests.forkserver import ForkServer
-from tests.grid.bed import Bed
 from tests.grid.sync.trees import read_tree, write
+from tests.grid.testbed import SshTestbed
 
 
 @pytest.fixture(scope="module")
-def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bed]:
-    with Bed(tmp_path_factory.mktemp("bed") / "nodes", count=2) as bed:
-        yield bed
+def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SshTestbed]:
+    with SshTestbed(tmp_path_factory.mktemp("testbed") / "nodes", count=2) as testbed:
+        yield testbed
 
 
 @pytest.fixture
-def grid(genie, nodes: Bed, tmp_path: Path, monkeypatch):
+def grid(genie, nodes: SshTestbed, tmp_path: Path, monkeypatch):
     """Run a grid command on these nodes."""
     file = tmp_path / "grid.yaml"
     file.write_text(nodes.grid_yaml(more="ssh: {connect_timeout: 10, max_retries: 0}\n"))
@@ -31,7 +31,7 @@ def grid(genie, nodes: Bed, tmp_path: Path, monkeypatch):
     return lambda *argv: genie("grid", "--config", str(file), *argv)
 
 
-def test_sync_prints_a_summary(grid, nodes: Bed, tmp_path: Path) -> None:
+def test_sync_prints_a_summary(grid, nodes: SshTestbed, tmp_path: Path) -> None:
     write(tmp_path / "one", {b"a": b"1", b"b/c": b"22"})
     first = grid("sync", str(tmp_path / "one"))
     assert first.code == 0, first.err
@@ -69,14 +69,14 @@ def test_sync_prints_json(grid, tmp_path: Path) -> None:
     assert report["unchanged"] is True
 
 
-def test_dry_run_lists_the_files(grid, nodes: Bed, tmp_path: Path) -> None:
+def test_dry_run_lists_the_files(grid, nodes: SshTestbed, tmp_path: Path) -> None:
     write(tmp_path / "three", {b"would-be": b"1"})
     ran = grid("sync", str(tmp_path / "three"), "--node", "gpu1", "--dry-run")
     assert ran.code == 0 and "would-be would be sent" in ran.err
     assert not (nodes["gpu1"].home / "grid_workspace/would-be").exists()
 
 
-def test_dry_run_lists_files_to_delete(grid, nodes: Bed, tmp_path: Path) -> None:
+def test_dry_run_lists_files_to_delete(grid, nodes: SshTestbed, tmp_path: Path) -> None:
     write(tmp_path / "six", {b"six": b"1", b"stays": b"1"})
     assert grid("sync", str(tmp_path / "six"), "--node", "gpu1").code == 0
     (tmp_path / "six" / "six").unlink()
@@ -109,7 +109,9 @@ def test_home_directory_is_rejected(
     assert (ran.code, f"could not send {tmp_path}: it is the home directory" in ran.err) == (2, True), ran.err
 
 
-def test_unreachable_node_exits_with_255_and_others_are_synced(grid, nodes: Bed, tmp_path: Path) -> None:
+def test_unreachable_node_exits_with_255_and_others_are_synced(
+    grid, nodes: SshTestbed, tmp_path: Path
+) -> None:
     write(tmp_path / "five", {b"five": b"1"})
     nodes["gpu2"].stop()
     try:

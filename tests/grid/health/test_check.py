@@ -34,7 +34,7 @@ from genie.grid.health.check import (
 from genie.grid.runs.launch import RunLauncher, grid_metrics
 from genie.grid.runs.runner import Runner
 from genie.grid.ssh.pool import SshPool
-from tests.grid.bed import Bed, Node
+from tests.grid.testbed import Node, SshTestbed
 from tests.waiting import until
 
 GIB = 1 << 30
@@ -285,23 +285,23 @@ class Clock:
         return self.now
 
 
-def file_of(bed: Bed, more: str = FILE) -> GridFile:
-    return parse_grid_file(bed.grid_yaml(more=more), name="grid.yaml")
+def file_of(testbed: SshTestbed, more: str = FILE) -> GridFile:
+    return parse_grid_file(testbed.grid_yaml(more=more), name="grid.yaml")
 
 
 @pytest_asyncio.fixture
-async def own_pool(own_bed: Bed) -> AsyncIterator[SshPool]:
-    async with SshPool(file_of(own_bed), ssh_config=own_bed.ssh_config) as pool:
+async def own_pool(own_testbed: SshTestbed) -> AsyncIterator[SshPool]:
+    async with SshPool(file_of(own_testbed), ssh_config=own_testbed.ssh_config) as pool:
         yield pool
 
 
-async def test_check_all_returns_nodes_in_file_order(bed: Bed) -> None:
-    bed["gpu3"].gpus(2)
+async def test_check_all_returns_nodes_in_file_order(testbed: SshTestbed) -> None:
+    testbed["gpu3"].gpus(2)
     try:
-        async with SshPool(file_of(bed), ssh_config=bed.ssh_config) as pool:
-            found = await NodeHealthChecker(pool, file_of(bed), clock=Clock()).check_all()
+        async with SshPool(file_of(testbed), ssh_config=testbed.ssh_config) as pool:
+            found = await NodeHealthChecker(pool, file_of(testbed), clock=Clock()).check_all()
     finally:
-        bed["gpu3"].gpus(0)
+        testbed["gpu3"].gpus(0)
     assert [node.name for node in found] == [f"gpu{n}" for n in range(1, 11)]
     assert {node.state for node in found} == {HealthState.OK}
     third = found[2].readings
@@ -313,23 +313,23 @@ async def test_check_all_returns_nodes_in_file_order(bed: Bed) -> None:
     assert choose_best_node(found, gpus=2).name == "gpu3"
 
 
-async def test_hanging_node_costs_only_its_own_timeout(own_bed: Bed) -> None:
+async def test_hanging_node_costs_only_its_own_timeout(own_testbed: SshTestbed) -> None:
     # One slot for both.
-    file = file_of(own_bed, "ssh: {connect_timeout: 20, pool_size: 1}\nhealth_check: {timeout: 4}\n")
-    async with SshPool(file, ssh_config=own_bed.ssh_config) as pool:
+    file = file_of(own_testbed, "ssh: {connect_timeout: 20, pool_size: 1}\nhealth_check: {timeout: 4}\n")
+    async with SshPool(file, ssh_config=own_testbed.ssh_config) as pool:
         checker = NodeHealthChecker(pool, file, clock=Clock())
-        with own_bed["gpu1"].hanging():
+        with own_testbed["gpu1"].hanging():
             first, second = await checker.check_all()
         assert (first.state, second.state) == (HealthState.UNREACHABLE, HealthState.OK)
         assert "within 4 s" in first.note
         assert choose_best_node([first, second]).name == "gpu2"
 
 
-async def test_node_hanging_before_login_does_not_delay_others(own_bed: Bed) -> None:
-    file = file_of(own_bed, "ssh: {pool_size: 1}\nhealth_check: {timeout: 600, max_workers: 1}\n")
-    async with SshPool(file, ssh_config=own_bed.ssh_config) as pool:
+async def test_node_hanging_before_login_does_not_delay_others(own_testbed: SshTestbed) -> None:
+    file = file_of(own_testbed, "ssh: {pool_size: 1}\nhealth_check: {timeout: 600, max_workers: 1}\n")
+    async with SshPool(file, ssh_config=own_testbed.ssh_config) as pool:
         checker = NodeHealthChecker(pool, file, clock=Clock())
-        with own_bed["gpu1"].hanging():
+        with own_testbed["gpu1"].hanging():
             hanging = asyncio.create_task(checker.check("gpu1"))
             async with asyncio.timeout(60):
                 assert (await checker.check("gpu2")).state is HealthState.OK
@@ -363,21 +363,25 @@ async def test_waiting_for_a_slot_pauses_the_timeout() -> None:
         assert not slots.locked()
 
 
-async def test_node_hanging_after_login_is_unreachable(own_bed: Bed) -> None:
-    file = file_of(own_bed, "ssh: {connect_timeout: 20}\nhealth_check: {timeout: 2, refresh_interval: 0}\n")
-    async with SshPool(file, ssh_config=own_bed.ssh_config) as pool:
+async def test_node_hanging_after_login_is_unreachable(own_testbed: SshTestbed) -> None:
+    file = file_of(
+        own_testbed, "ssh: {connect_timeout: 20}\nhealth_check: {timeout: 2, refresh_interval: 0}\n"
+    )
+    async with SshPool(file, ssh_config=own_testbed.ssh_config) as pool:
         async with pool.connect("gpu1", timeout_s=20):
             pass
-        with own_bed["gpu1"].hanging():
+        with own_testbed["gpu1"].hanging():
             found = await NodeHealthChecker(pool, file, clock=Clock()).check("gpu1")
     assert (found.state, found.score) == (HealthState.UNREACHABLE, None)
 
 
-async def test_nodes_with_and_without_nvml_have_the_same_readings(own_bed: Bed, own_pool: SshPool) -> None:
+async def test_nodes_with_and_without_nvml_have_the_same_readings(
+    own_testbed: SshTestbed, own_pool: SshPool
+) -> None:
     lines = ["0, H200, GPU-a, 143771, 5, 0, 33, 0", "1, H200, GPU-b, 143771, 90000, 88, 84, [N/A]"]
-    own_bed["gpu2"].nvml(None)
+    own_testbed["gpu2"].nvml(None)
     found = []
-    for node in own_bed.nodes:
+    for node in own_testbed.nodes:
         node.gpus(2, lines=lines, reasons=["1, 0x20"])
         async with own_pool.connect(node.name) as link:
             arguments = {"root": "~", "timeout_s": 20, "throttle_check_c": THROTTLE_CHECK_TEMPERATURE_C_MIN}
@@ -387,22 +391,22 @@ async def test_nodes_with_and_without_nvml_have_the_same_readings(own_bed: Bed, 
     assert [gpu["throttled"] for gpu in found[0][1]] == [[], ["software thermal slowdown"]]
 
 
-async def test_nvml_reading_starts_no_program(own_bed: Bed, own_pool: SshPool) -> None:
-    node = own_bed["gpu1"]
+async def test_nvml_reading_starts_no_program(own_testbed: SshTestbed, own_pool: SshPool) -> None:
+    node = own_testbed["gpu1"]
     node.gpus(2)
     (node.bin / "nvidia-smi").write_text("#!/bin/sh\nexit 9\n")
     async with own_pool.connect("gpu1"):
         pass  # the first reading of an unused node is taken by the shell script
-    found = await NodeHealthChecker(own_pool, file_of(own_bed), clock=Clock()).check("gpu1")
+    found = await NodeHealthChecker(own_pool, file_of(own_testbed), clock=Clock()).check("gpu1")
     assert found.state is HealthState.OK, found
     assert found.readings is not None and len(found.readings.gpus) == 2
 
 
-async def test_hanging_driver_fails_only_gpu_readings(own_bed: Bed) -> None:
-    own_bed["gpu1"].gpus(2)
-    own_bed["gpu1"].nvml_state(["hangs=1"])
-    file = file_of(own_bed, "ssh: {connect_timeout: 20}\nhealth_check: {timeout: 3}\n")
-    async with SshPool(file, ssh_config=own_bed.ssh_config) as pool:
+async def test_hanging_driver_fails_only_gpu_readings(own_testbed: SshTestbed) -> None:
+    own_testbed["gpu1"].gpus(2)
+    own_testbed["gpu1"].nvml_state(["hangs=1"])
+    file = file_of(own_testbed, "ssh: {connect_timeout: 20}\nhealth_check: {timeout: 3}\n")
+    async with SshPool(file, ssh_config=own_testbed.ssh_config) as pool:
         async with pool.connect("gpu1", timeout_s=20):
             pass
         checker = NodeHealthChecker(pool, file, clock=Clock())
@@ -414,12 +418,12 @@ async def test_hanging_driver_fails_only_gpu_readings(own_bed: Bed) -> None:
     assert found.readings is not None and found.readings.load is not None
 
 
-async def test_hanging_nvidia_smi_fails_only_gpu_readings(own_bed: Bed) -> None:
-    own_bed["gpu1"].gpus(2)
-    own_bed["gpu1"].nvml(None)
-    (own_bed["gpu1"].folder / "smi-hangs").touch()
-    file = file_of(own_bed, "ssh: {connect_timeout: 20}\nhealth_check: {timeout: 3}\n")
-    async with SshPool(file, ssh_config=own_bed.ssh_config) as pool:
+async def test_hanging_nvidia_smi_fails_only_gpu_readings(own_testbed: SshTestbed) -> None:
+    own_testbed["gpu1"].gpus(2)
+    own_testbed["gpu1"].nvml(None)
+    (own_testbed["gpu1"].folder / "smi-hangs").touch()
+    file = file_of(own_testbed, "ssh: {connect_timeout: 20}\nhealth_check: {timeout: 3}\n")
+    async with SshPool(file, ssh_config=own_testbed.ssh_config) as pool:
         for name in ("gpu1", "gpu2"):
             async with pool.connect(name, timeout_s=20):
                 pass  # connecting is not part of the test
@@ -442,27 +446,29 @@ async def test_hanging_nvidia_smi_fails_only_gpu_readings(own_bed: Bed) -> None:
     ],
 )
 async def test_real_nvidia_smi_values_give_expected_state(
-    own_bed: Bed, own_pool: SshPool, line: str, state: HealthState
+    own_testbed: SshTestbed, own_pool: SshPool, line: str, state: HealthState
 ) -> None:
-    own_bed["gpu1"].gpus(1, lines=[line])
-    found = await NodeHealthChecker(own_pool, file_of(own_bed), clock=Clock()).check("gpu1")
+    own_testbed["gpu1"].gpus(1, lines=[line])
+    found = await NodeHealthChecker(own_pool, file_of(own_testbed), clock=Clock()).check("gpu1")
     assert found.state is state, found
 
 
-async def test_node_without_python_is_read_by_shell_script(own_bed: Bed, own_pool: SshPool) -> None:
-    node = own_bed["gpu1"]
+async def test_node_without_python_is_read_by_shell_script(
+    own_testbed: SshTestbed, own_pool: SshPool
+) -> None:
+    node = own_testbed["gpu1"]
     node.gpus(2)
     (node.bin / "python3").write_text("#!/bin/sh\nexit 127\n")
     (node.bin / "python3").chmod(0o755)
-    found = await NodeHealthChecker(own_pool, file_of(own_bed), clock=Clock()).check("gpu1")
+    found = await NodeHealthChecker(own_pool, file_of(own_testbed), clock=Clock()).check("gpu1")
     assert found.state is HealthState.OK
     assert found.readings is not None
     assert (len(found.readings.gpus), found.readings.failed) == (2, {})
     assert found.score is not None
 
 
-async def test_xid_in_kernel_log_makes_node_unhealthy(own_bed: Bed, own_pool: SshPool) -> None:
-    node = own_bed["gpu1"]
+async def test_xid_in_kernel_log_makes_node_unhealthy(own_testbed: SshTestbed, own_pool: SshPool) -> None:
+    node = own_testbed["gpu1"]
     node.gpus(1)
     log = node.folder / "kmsg"
     log.write_text("6,1,1000000,-;booted\n4,2,2000000,-;NVRM: Xid (PCI:0000:3b:00): 79, pid=1, GPU lost\n")
@@ -473,7 +479,7 @@ async def test_xid_in_kernel_log_makes_node_unhealthy(own_bed: Bed, own_pool: Ss
         f"#!/bin/sh\necho '[{_uptime_us() / 1e6:.1f}] NVRM: Xid (PCI:0000:3b:00): 79, GPU lost'\n"
     )
     (node.bin / "dmesg").chmod(0o755)
-    checker = NodeHealthChecker(own_pool, file_of(own_bed), clock=Clock())
+    checker = NodeHealthChecker(own_pool, file_of(own_testbed), clock=Clock())
     for _ in range(2):  # by the shell script, then by the helper, which reads the log itself
         found = await checker.check("gpu1", fresh=True)
         assert found.state is HealthState.UNHEALTHY
@@ -484,16 +490,16 @@ def _uptime_us() -> int:
     return int(float(Path("/proc/uptime").read_text().split()[0]) * 1e6)
 
 
-async def test_full_disk_makes_node_unhealthy(own_bed: Bed, own_pool: SshPool) -> None:
-    own_bed["gpu1"].restart(before="mount -t tmpfs -o size=1m tmpfs /root")
-    found = await NodeHealthChecker(own_pool, file_of(own_bed), clock=Clock()).check("gpu1")
+async def test_full_disk_makes_node_unhealthy(own_testbed: SshTestbed, own_pool: SshPool) -> None:
+    own_testbed["gpu1"].restart(before="mount -t tmpfs -o size=1m tmpfs /root")
+    found = await NodeHealthChecker(own_pool, file_of(own_testbed), clock=Clock()).check("gpu1")
     assert found.state is HealthState.UNHEALTHY
     assert found.note.startswith("disk: 0.0 GiB free")
 
 
 @pytest.mark.parametrize("fault", ["read-only", "another user's", "a file in its place", "none"])
-async def test_unwritable_home_makes_node_unhealthy(own_bed: Bed, fault: str) -> None:
-    node = own_bed["gpu1"]
+async def test_unwritable_home_makes_node_unhealthy(own_testbed: SshTestbed, fault: str) -> None:
+    node = own_testbed["gpu1"]
     if fault == "read-only":
         node.restart(before="mount -o remount,bind,ro /root")
     elif fault == "another user's":
@@ -502,8 +508,8 @@ async def test_unwritable_home_makes_node_unhealthy(own_bed: Bed, fault: str) ->
     elif fault == "a file in its place":
         (node.home / "ws").write_text("no folder")
     folder = {"none": "", "a file in its place": "/root/ws"}.get(fault, "/root")
-    file = file_of(own_bed, FILE + "remote_root: ~/ws/deeper\n")
-    async with SshPool(file, ssh_config=own_bed.ssh_config) as pool:
+    file = file_of(own_testbed, FILE + "remote_root: ~/ws/deeper\n")
+    async with SshPool(file, ssh_config=own_testbed.ssh_config) as pool:
         checker = NodeHealthChecker(pool, file, clock=Clock())
         for started in (False, True):  # by the shell script, then by the helper
             found = await checker.check("gpu1", fresh=True)
@@ -521,10 +527,10 @@ def _run_as_nobody(node: Node, program: str) -> None:
     path.chmod(0o755)
 
 
-async def test_changed_host_key_makes_node_unreachable(own_bed: Bed, own_pool: SshPool) -> None:
-    own_bed["gpu1"].write_host_key()
-    own_bed["gpu1"].restart()
-    first, second = await NodeHealthChecker(own_pool, file_of(own_bed), clock=Clock()).check_all()
+async def test_changed_host_key_makes_node_unreachable(own_testbed: SshTestbed, own_pool: SshPool) -> None:
+    own_testbed["gpu1"].write_host_key()
+    own_testbed["gpu1"].restart()
+    first, second = await NodeHealthChecker(own_pool, file_of(own_testbed), clock=Clock()).check_all()
     assert (first.state, second.state) == (HealthState.UNREACHABLE, HealthState.OK)
     assert "host key of" in first.note and "has changed" in first.note and "ssh-keygen -f" in first.note
 
@@ -541,19 +547,19 @@ async def test_changed_host_key_makes_node_unreachable(own_bed: Bed, own_pool: S
     ],
 )
 async def test_invalid_readings_make_node_degraded(
-    own_bed: Bed, own_pool: SshPool, monkeypatch, answer: object
+    own_testbed: SshTestbed, own_pool: SshPool, monkeypatch, answer: object
 ) -> None:
     async def invalid(link: object, root: str, *, left_s: float) -> object:
         return answer
 
     monkeypatch.setattr("genie.grid.health.check._fetch_readings", invalid)
-    found = await NodeHealthChecker(own_pool, file_of(own_bed), clock=Clock()).check("gpu1")
+    found = await NodeHealthChecker(own_pool, file_of(own_testbed), clock=Clock()).check("gpu1")
     assert (found.state, found.score) == (HealthState.DEGRADED, None)
     assert "answer: invalid" in found.note
 
 
 async def test_duplicate_gpu_index_invalidates_gpu_readings(
-    own_bed: Bed, own_pool: SshPool, monkeypatch
+    own_testbed: SshTestbed, own_pool: SshPool, monkeypatch
 ) -> None:
     answer = msgspec.to_builtins(readings(gpus=(gpu(0), gpu(1), gpu(1))))
 
@@ -561,35 +567,35 @@ async def test_duplicate_gpu_index_invalidates_gpu_readings(
         return answer
 
     monkeypatch.setattr("genie.grid.health.check._fetch_readings", twice)
-    found = await NodeHealthChecker(own_pool, file_of(own_bed), clock=Clock()).check("gpu1")
+    found = await NodeHealthChecker(own_pool, file_of(own_testbed), clock=Clock()).check("gpu1")
     assert (found.state, found.score) == (HealthState.DEGRADED, None)
     assert "duplicate GPU index" in found.note
     assert found.readings is not None
     assert found.readings.gpus_free == 0
 
 
-async def test_long_reasons_are_truncated(own_bed: Bed, own_pool: SshPool, monkeypatch) -> None:
+async def test_long_reasons_are_truncated(own_testbed: SshTestbed, own_pool: SshPool, monkeypatch) -> None:
     async def long_reasons(link: object, root: str, *, left_s: float) -> object:
         return {"failed": {f"part{number}": "x" * 10_000 for number in range(1000)}}
 
     monkeypatch.setattr("genie.grid.health.check._fetch_readings", long_reasons)
-    found = await NodeHealthChecker(own_pool, file_of(own_bed), clock=Clock()).check("gpu1")
+    found = await NodeHealthChecker(own_pool, file_of(own_testbed), clock=Clock()).check("gpu1")
     assert len(found.note) < 20_000
 
 
-async def test_unknown_node_name_raises(own_bed: Bed, own_pool: SshPool) -> None:
+async def test_unknown_node_name_raises(own_testbed: SshTestbed, own_pool: SshPool) -> None:
     with pytest.raises(NoNodeError):
-        await NodeHealthChecker(own_pool, file_of(own_bed), clock=Clock()).check("gpu9")
+        await NodeHealthChecker(own_pool, file_of(own_testbed), clock=Clock()).check("gpu9")
 
 
 # --- the cache --------------------------------------------------------------------------------
 
 
-async def test_readings_are_valid_for_refresh_interval(own_bed: Bed, own_pool: SshPool) -> None:
+async def test_readings_are_valid_for_refresh_interval(own_testbed: SshTestbed, own_pool: SshPool) -> None:
     clock = Clock()
-    checker = NodeHealthChecker(own_pool, file_of(own_bed), clock=clock)
+    checker = NodeHealthChecker(own_pool, file_of(own_testbed), clock=clock)
     before = await checker.check_all()
-    own_bed["gpu1"].gpus(1)
+    own_testbed["gpu1"].gpus(1)
     clock.now += 59
     assert await checker.check_all() == before
     assert await checker.check("gpu1") == before[0]
@@ -598,21 +604,23 @@ async def test_readings_are_valid_for_refresh_interval(own_bed: Bed, own_pool: S
     assert after[0].readings is not None and len(after[0].readings.gpus) == 1
 
 
-async def test_fresh_ignores_previous_readings(own_bed: Bed, own_pool: SshPool) -> None:
-    checker = NodeHealthChecker(own_pool, file_of(own_bed), clock=Clock())
+async def test_fresh_ignores_previous_readings(own_testbed: SshTestbed, own_pool: SshPool) -> None:
+    checker = NodeHealthChecker(own_pool, file_of(own_testbed), clock=Clock())
     await checker.check_all()
-    own_bed["gpu1"].gpus(1)
+    own_testbed["gpu1"].gpus(1)
     found = await checker.check("gpu1", fresh=True)
     assert found.readings is not None and len(found.readings.gpus) == 1
 
 
-async def test_another_process_uses_the_cache(own_bed: Bed, own_pool: SshPool, tmp_path: Path) -> None:
+async def test_another_process_uses_the_cache(
+    own_testbed: SshTestbed, own_pool: SshPool, tmp_path: Path
+) -> None:
     clock = Clock()
     cache = HealthCache(tmp_path)
-    first = await NodeHealthChecker(own_pool, file_of(own_bed), clock=clock, cache=cache).check_all()
-    for node in own_bed.nodes:
+    first = await NodeHealthChecker(own_pool, file_of(own_testbed), clock=clock, cache=cache).check_all()
+    for node in own_testbed.nodes:
         node.stop()
-    again = NodeHealthChecker(own_pool, file_of(own_bed), clock=clock, cache=HealthCache(tmp_path))
+    again = NodeHealthChecker(own_pool, file_of(own_testbed), clock=clock, cache=HealthCache(tmp_path))
     assert await again.check_all() == first
     assert (tmp_path / "grid" / "health.json").stat().st_mode & 0o777 == 0o600
 
@@ -661,12 +669,14 @@ def test_node_health_round_trips_through_json() -> None:
     assert old is not None and old.unwritable is None
 
 
-async def test_first_check_uses_shell_and_later_ones_the_helper(own_bed: Bed, own_pool: SshPool) -> None:
-    checker = NodeHealthChecker(own_pool, file_of(own_bed), clock=Clock())
+async def test_first_check_uses_shell_and_later_ones_the_helper(
+    own_testbed: SshTestbed, own_pool: SshPool
+) -> None:
+    checker = NodeHealthChecker(own_pool, file_of(own_testbed), clock=Clock())
     first = await checker.check("gpu1", fresh=True)
-    assert not own_bed["gpu1"].processes("python3 -ISc")
+    assert not own_testbed["gpu1"].processes("python3 -ISc")
     second = await checker.check("gpu1", fresh=True)
-    assert own_bed["gpu1"].processes("python3 -ISc")
+    assert own_testbed["gpu1"].processes("python3 -ISc")
     assert first.readings is not None
     assert second.readings is not None
     assert first.readings.cores == second.readings.cores

@@ -12,8 +12,8 @@ import pytest
 
 from genie.grid.remote import health, nvml
 from genie.grid.remote.core import OpError
-from tests.grid.bed import nvml_lines
 from tests.grid.remote.readings import read
+from tests.grid.testbed import nvml_lines
 from tests.waiting import wait_until
 
 MIB = 1 << 20

@@ -19,7 +19,6 @@ from genie.grid.runs import shell_runs
 from genie.grid.runs.run import RunState, new_run_id
 from genie.grid.runs.runner import Runner
 from genie.grid.ssh.pool import SshPool
-from tests.grid.bed import Bed, Node
 from tests.grid.conftest import grid_file_of
 from tests.grid.runs.test_runner import (
     COUNTED,
@@ -29,20 +28,21 @@ from tests.grid.runs.test_runner import (
     run_to_end,
     without_python,
 )
+from tests.grid.testbed import Node, SshTestbed
 from tests.needs import require_program
 from tests.waiting import until
 
 
 @pytest.fixture
-def node(own_bed: Bed) -> Iterator[Node]:
-    with without_python(own_bed["gpu1"]):
-        yield own_bed["gpu1"]
+def node(own_testbed: SshTestbed) -> Iterator[Node]:
+    with without_python(own_testbed["gpu1"]):
+        yield own_testbed["gpu1"]
 
 
 @pytest_asyncio.fixture
-async def runner(own_bed: Bed, node: Node) -> AsyncIterator[Runner]:
-    file = grid_file_of(own_bed)
-    async with SshPool(file, ssh_config=own_bed.ssh_config) as pool:
+async def runner(own_testbed: SshTestbed, node: Node) -> AsyncIterator[Runner]:
+    file = grid_file_of(own_testbed)
+    async with SshPool(file, ssh_config=own_testbed.ssh_config) as pool:
         async with pool.connect("gpu1") as link:
             assert not link.has_helper
         yield Runner(pool, file)
@@ -151,13 +151,15 @@ async def test_runs_are_lost_when_the_node_goes_down(
         await runner.wait(run, lambda *_: None)
 
 
-async def test_helper_reads_runs_started_by_the_shell(own_bed: Bed, node: Node, runner: Runner) -> None:
+async def test_helper_reads_runs_started_by_the_shell(
+    own_testbed: SshTestbed, node: Node, runner: Runner
+) -> None:
     run = await runner.start("gpu1", "echo from a shell; exit 8")
     assert await runner.wait(run, lambda *_: None) == 8
     (node.bin / "python3").rename(node.bin / "python3.away")
-    file = grid_file_of(own_bed)
+    file = grid_file_of(own_testbed)
     try:
-        async with SshPool(file, ssh_config=own_bed.ssh_config) as pool, pool.connect("gpu1") as link:
+        async with SshPool(file, ssh_config=own_testbed.ssh_config) as pool, pool.connect("gpu1") as link:
             assert link.has_helper
             recorder = OutputRecorder()
             assert await Runner(pool, file).wait(run, recorder) == 8
@@ -172,10 +174,10 @@ async def test_features_that_need_python_are_rejected(runner: Runner, more: dict
         await runner.start("gpu1", "true", **more)  # type: ignore[arg-type]
 
 
-async def test_read_only_home_is_reported(own_bed: Bed, node: Node) -> None:
+async def test_read_only_home_is_reported(own_testbed: SshTestbed, node: Node) -> None:
     node.restart(before="mount -o remount,ro,bind /root")
-    file = grid_file_of(own_bed)
-    async with SshPool(file, ssh_config=own_bed.ssh_config) as pool:
+    file = grid_file_of(own_testbed)
+    async with SshPool(file, ssh_config=own_testbed.ssh_config) as pool:
         with pytest.raises(NodeRefusedError, match="Read-only file system") as caught:
             await Runner(pool, file).start("gpu1", "true")
     assert caught.value.reason == "read_only"

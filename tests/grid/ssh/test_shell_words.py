@@ -9,8 +9,8 @@ import pytest
 
 from genie.grid.ssh.pool import SshPool
 from genie.grid.ssh.shell_words import make_login_shell_command, quote_path
-from tests.grid.bed import Bed, Node
 from tests.grid.conftest import grid_file_of
+from tests.grid.testbed import Node, SshTestbed
 
 ODD = 'it\'s "odd" $HOME `id` \\0101 \\n ! !! %s %d ~ \t ü *\nsecond; # line'
 
@@ -50,10 +50,10 @@ def test_only_a_leading_tilde_is_expanded(path: str, expanded: str) -> None:
     assert done.stdout.decode() == expanded * 2
 
 
-async def test_other_login_shells_pass_scripts_to_sh(own_bed: Bed) -> None:
-    give_login_shell(own_bed["gpu1"], NARROW)
+async def test_other_login_shells_pass_scripts_to_sh(own_testbed: SshTestbed) -> None:
+    give_login_shell(own_testbed["gpu1"], NARROW)
     async with (
-        SshPool(grid_file_of(own_bed), ssh_config=own_bed.ssh_config) as pool,
+        SshPool(grid_file_of(own_testbed), ssh_config=own_testbed.ssh_config) as pool,
         pool.connect("gpu1", without_helper=True) as link,
     ):
         assert (await link.run_command("if [ -x /bin/sh ]; then :; fi", timeout_s=10)).exit_code != 0

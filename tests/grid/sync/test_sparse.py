@@ -17,9 +17,9 @@ from genie.grid.remote import contents, tree
 from genie.grid.ssh.pool import SshPool
 from genie.grid.sync import syncer
 from genie.grid.sync.syncer import Syncer, SyncProgress
-from tests.grid.bed import Bed
 from tests.grid.sync.conftest import file_for
 from tests.grid.sync.trees import compiled, read_tree, write
+from tests.grid.testbed import SshTestbed
 
 TIB = 1 << 40
 NODES = ("gpu1", "gpu2")
@@ -61,10 +61,10 @@ def read(path: Path) -> tuple[int, dict[int, bytes]]:
 
 
 @pytest.fixture
-def bounded(own_bed: Bed, monkeypatch: pytest.MonkeyPatch) -> Bed:
+def bounded(own_testbed: SshTestbed, monkeypatch: pytest.MonkeyPatch) -> SshTestbed:
     """Nodes, and this machine, with limits that a terabyte of zeros would exceed."""
     for name in NODES:
-        own_bed[name].restart(before=f"ulimit -t {ON_NODE_S}")
+        own_testbed[name].restart(before=f"ulimit -t {ON_NODE_S}")
     real, hashed = hashlib.sha256, [0]
 
     class Counted:
@@ -85,12 +85,12 @@ def bounded(own_bed: Bed, monkeypatch: pytest.MonkeyPatch) -> Bed:
 
     monkeypatch.setattr(hashlib, "sha256", Counted)
     monkeypatch.setattr(syncer, "_SYNC_ATTEMPTS", 1)
-    return own_bed
+    return own_testbed
 
 
 @pytest.mark.parametrize("kind", ["plain", "compiled"])
 async def test_sparse_terabyte_is_synced_and_a_second_sync_sends_nothing(
-    bounded: Bed, tmp_path: Path, kind: str
+    bounded: SshTestbed, tmp_path: Path, kind: str
 ) -> None:
     engine = tree.PlainEngine() if kind == "plain" else compiled()
     file, root = file_for(bounded, "ws"), tmp_path / "project"
@@ -119,16 +119,18 @@ async def test_sparse_terabyte_is_synced_and_a_second_sync_sends_nothing(
     assert seen[-1].bytes == data + 1 <= seen[-1].bytes_total < 16 << 20
 
 
-async def test_dry_run_reports_data_bytes_of_sparse_files(own_bed: Bed, tmp_path: Path) -> None:
-    file, root = file_for(own_bed, "ws"), tmp_path / "project"
+async def test_dry_run_reports_data_bytes_of_sparse_files(own_testbed: SshTestbed, tmp_path: Path) -> None:
+    file, root = file_for(own_testbed, "ws"), tmp_path / "project"
     data = sparse(root / "huge")
-    async with SshPool(file, ssh_config=own_bed.ssh_config) as pool:
+    async with SshPool(file, ssh_config=own_testbed.ssh_config) as pool:
         (report,) = await Syncer(pool, file, state_dir=tmp_path / "state").sync(root, ["gpu1"], dry_run=True)
     assert (report.sent_files, report.sent_bytes) == (1, data)
 
 
-async def test_connection_lost_within_a_sparse_file_is_retried(own_bed: Bed, tmp_path: Path) -> None:
-    file, root, there = file_for(own_bed, "ws"), tmp_path / "project", own_bed["gpu1"].home / "ws"
+async def test_connection_lost_within_a_sparse_file_is_retried(
+    own_testbed: SshTestbed, tmp_path: Path
+) -> None:
+    file, root, there = file_for(own_testbed, "ws"), tmp_path / "project", own_testbed["gpu1"].home / "ws"
     first = sparse(root / "a", regions={1 << 39: 6 << 20})
     second = sparse(root / "b", regions={4096: 1 << 20, 1 << 38: 12 << 20}, seed=2)
     seen: list[object] = []
@@ -136,9 +138,9 @@ async def test_connection_lost_within_a_sparse_file_is_retried(own_bed: Bed, tmp
     def cut_once(progress: SyncProgress) -> None:
         if not seen and progress.bytes > first + second // 2:
             seen.append(dict(read_tree(there)))
-            own_bed["gpu1"].cut()
+            own_testbed["gpu1"].cut()
 
-    async with SshPool(file, ssh_config=own_bed.ssh_config) as pool:
+    async with SshPool(file, ssh_config=own_testbed.ssh_config) as pool:
         one = Syncer(pool, file, state_dir=tmp_path / "state")
         (report,) = await one.sync(root, ["gpu1"], progress=cut_once)
         assert report.error is None

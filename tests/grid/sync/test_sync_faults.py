@@ -26,9 +26,9 @@ from genie.grid.ssh.pool import NodeConnection, SshPool
 from genie.grid.sync import local_tree, pack, stream, syncer, tar_pipe
 from genie.grid.sync.local_tree import LocalTree, TreeSnapshot
 from genie.grid.sync.syncer import Syncer, SyncProgress, tree_name
-from tests.grid.bed import Bed
 from tests.grid.sync.conftest import Project, file_for
 from tests.grid.sync.trees import read_tree, write
+from tests.grid.testbed import SshTestbed
 from tests.waiting import until
 
 
@@ -38,18 +38,18 @@ def many(root: Path, *, count: int = 200, size: int = 60_000) -> int:
     return count * size
 
 
-async def test_interrupted_first_sync_is_resumed(own_bed: Bed, tmp_path: Path) -> None:
-    file = file_for(own_bed, "ws")
-    root, there = tmp_path / "project", own_bed["gpu1"].home / "ws"
+async def test_interrupted_first_sync_is_resumed(own_testbed: SshTestbed, tmp_path: Path) -> None:
+    file = file_for(own_testbed, "ws")
+    root, there = tmp_path / "project", own_testbed["gpu1"].home / "ws"
     total = many(root)
     seen: list[dict[bytes, object]] = []
 
     def cut_once(progress: SyncProgress) -> None:
         if not seen and progress.bytes > total // 2:
             seen.append(dict(read_tree(there)))
-            own_bed["gpu1"].cut()
+            own_testbed["gpu1"].cut()
 
-    async with SshPool(file, ssh_config=own_bed.ssh_config) as pool:
+    async with SshPool(file, ssh_config=own_testbed.ssh_config) as pool:
         one = Syncer(pool, file, state_dir=tmp_path / "state")
         (report,) = await one.sync(root, ["gpu1"], progress=cut_once)
     assert report.error is None
@@ -58,68 +58,72 @@ async def test_interrupted_first_sync_is_resumed(own_bed: Bed, tmp_path: Path) -
     assert read_tree(there) == read_tree(root)
 
 
-async def test_hanging_node_fails_only_its_own_sync(own_bed: Bed, tmp_path: Path, monkeypatch) -> None:
+async def test_hanging_node_fails_only_its_own_sync(
+    own_testbed: SshTestbed, tmp_path: Path, monkeypatch
+) -> None:
     monkeypatch.setattr(syncer, "_STALL_TIMEOUT_S", 3.0)
     monkeypatch.setattr(syncer, "_SYNC_ATTEMPTS", 1)
-    file = file_for(own_bed, "ws")
+    file = file_for(own_testbed, "ws")
     root = tmp_path / "project"
     total = many(root, count=400)
     with contextlib.ExitStack() as until_then:
 
         def hang(progress: SyncProgress) -> None:
             if progress.bytes > total // 4 and not hung:
-                hung.append(until_then.enter_context(own_bed["gpu2"].hanging()))
+                hung.append(until_then.enter_context(own_testbed["gpu2"].hanging()))
 
         hung: list[None] = []
-        async with SshPool(file, ssh_config=own_bed.ssh_config) as pool:
+        async with SshPool(file, ssh_config=own_testbed.ssh_config) as pool:
             one, two = await Syncer(pool, file, state_dir=tmp_path / "state").sync(
                 root, ["gpu1", "gpu2"], progress=hang
             )
             until_then.close()
     assert one.error is None
     assert two.error is not None and "stalled" in str(two.error)
-    assert read_tree(own_bed["gpu1"].home / "ws") == read_tree(root)
+    assert read_tree(own_testbed["gpu1"].home / "ws") == read_tree(root)
 
 
-async def test_full_disk_is_reported_and_leaves_the_tree_unchanged(own_bed: Bed, tmp_path: Path) -> None:
-    own_bed["gpu1"].restart(before="mount -t tmpfs -o size=1m tmpfs /root")
-    file = file_for(own_bed, "ws")
+async def test_full_disk_is_reported_and_leaves_the_tree_unchanged(
+    own_testbed: SshTestbed, tmp_path: Path
+) -> None:
+    own_testbed["gpu1"].restart(before="mount -t tmpfs -o size=1m tmpfs /root")
+    file = file_for(own_testbed, "ws")
     root = tmp_path / "project"
     write(root, {b"a": b"first"})
     look = "cd /root/ws && find . -path ./.grid -prune -o -type f -print | sort | xargs md5sum"
-    async with SshPool(file, ssh_config=own_bed.ssh_config) as pool:
+    async with SshPool(file, ssh_config=own_testbed.ssh_config) as pool:
         one = Syncer(pool, file, state_dir=tmp_path / "state")
         assert (await one.sync(root, ["gpu1"]))[0].error is None
-        before = own_bed["gpu1"].run(look)
+        before = own_testbed["gpu1"].run(look)
         write(root, {b"a": b"second", b"b": os.urandom(300_000)})
         many(root, count=40)
         (report,) = await one.sync(root, ["gpu1"])
         assert isinstance(report.error, SyncError) and "disk of the node is full" in str(report.error)
-        assert own_bed["gpu1"].run(look) == before
-        assert own_bed["gpu1"].run("ls /root/ws/.grid/sync/*/objects-*") == "", "the space was given back"
+        assert own_testbed["gpu1"].run(look) == before
+        assert own_testbed["gpu1"].run("ls /root/ws/.grid/sync/*/objects-*") == "", "the space was given back"
         for path in root.rglob("*"):
             if path.is_file() and path.name != "a":
                 path.unlink()
         (report,) = await one.sync(root, ["gpu1"])
         assert report.error is None
-    assert own_bed["gpu1"].run("cat /root/ws/a") == "second"
+    assert own_testbed["gpu1"].run("cat /root/ws/a") == "second"
 
 
 @pytest.mark.parametrize("fits", [True, False])
 async def test_full_disk_leaves_no_partial_library(
-    own_bed: Bed, tmp_path: Path, monkeypatch, fits: bool
+    own_testbed: SshTestbed, tmp_path: Path, monkeypatch, fits: bool
 ) -> None:
     key, binary, source = local_tree.read_library()
     assert min(len(binary), len(source)) > 20_000
     monkeypatch.setattr(syncer, "read_library", lambda: (key, binary if fits else b"", source))
-    own_bed["gpu1"].restart(before="mount -t tmpfs -o size=16k tmpfs /root")
+    own_testbed["gpu1"].restart(before="mount -t tmpfs -o size=16k tmpfs /root")
     write(tmp_path / "project", {b"a": b"1"})
-    file = file_for(own_bed, "ws")
-    async with SshPool(file, ssh_config=own_bed.ssh_config) as pool:
+    file = file_for(own_testbed, "ws")
+    async with SshPool(file, ssh_config=own_testbed.ssh_config) as pool:
         one = Syncer(pool, file, state_dir=tmp_path / "state")
         (report,) = await one.sync(tmp_path / "project", ["gpu1"])
     assert isinstance(report.error, SyncError) and "disk of the node is full" in str(report.error)
-    assert own_bed["gpu1"].run("find /root/ws/.grid/sync -type f") == ""
+    assert own_testbed["gpu1"].run("find /root/ws/.grid/sync -type f") == ""
 
 
 async def test_leftovers_of_killed_library_builds_are_removed_after_an_hour(project: Project) -> None:
@@ -138,11 +142,11 @@ async def test_leftovers_of_killed_library_builds_are_removed_after_an_hour(proj
     assert left.isdisjoint(old) and left.issuperset([*fresh, *others])
 
 
-async def test_unwritable_home_is_reported(own_bed: Bed, tmp_path: Path) -> None:
-    own_bed["gpu1"].restart(before="mount -o remount,bind,ro /root")
+async def test_unwritable_home_is_reported(own_testbed: SshTestbed, tmp_path: Path) -> None:
+    own_testbed["gpu1"].restart(before="mount -o remount,bind,ro /root")
     write(tmp_path / "project", {b"a": b"1"})
-    file = file_for(own_bed, "ws")
-    async with SshPool(file, ssh_config=own_bed.ssh_config) as pool:
+    file = file_for(own_testbed, "ws")
+    async with SshPool(file, ssh_config=own_testbed.ssh_config) as pool:
         one = Syncer(pool, file, state_dir=tmp_path / "state")
         (report,) = await one.sync(tmp_path / "project", ["gpu1"])
     assert isinstance(report.error, SyncError) and "read-only" in str(report.error)
@@ -334,17 +338,17 @@ async def test_incompatible_library_is_compiled_on_the_node(project: Project, mo
     assert read_tree(project.there) == read_tree(project.root)
 
 
-async def test_node_without_python_gets_everything_by_tar(bed: Bed, tmp_path: Path) -> None:
-    node = bed["gpu6"]
+async def test_node_without_python_gets_everything_by_tar(testbed: SshTestbed, tmp_path: Path) -> None:
+    node = testbed["gpu6"]
     root, there = tmp_path / "project", node.home / "ws tar"
     write(root, {b"a b": b"1", b"d/-x\n": b"2" * 2000, b"n" * 200 + b"/" + b"m" * 200: b"3"})
     (root / "link").symlink_to("/etc/passwd")
     (root / "a b").chmod(0o755)
-    file = file_for(bed, "ws tar")
+    file = file_for(testbed, "ws tar")
     (node.bin / "python3").write_text("#!/bin/sh\nexit 127\n")
     (node.bin / "python3").chmod(0o755)
     try:
-        async with SshPool(file, ssh_config=bed.ssh_config) as pool:
+        async with SshPool(file, ssh_config=testbed.ssh_config) as pool:
             one = Syncer(pool, file, state_dir=tmp_path / "state")
             (report,) = await one.sync(root, ["gpu6"])
             assert report.error is None and "no Python on the node" in report.note
@@ -364,9 +368,9 @@ async def test_node_without_python_gets_everything_by_tar(bed: Bed, tmp_path: Pa
 
 @pytest.mark.parametrize("has_python", [True, False])
 async def test_link_out_of_the_home_is_rejected_by_runs_and_sync_alike(
-    own_bed: Bed, tmp_path: Path, has_python: bool
+    own_testbed: SshTestbed, tmp_path: Path, has_python: bool
 ) -> None:
-    node, root, outside = own_bed["gpu1"], tmp_path / "project", tmp_path / "outside"
+    node, root, outside = own_testbed["gpu1"], tmp_path / "project", tmp_path / "outside"
     write(root, {b"a": b"1"})
     outside.mkdir()
     (node.home / "ws").mkdir()
@@ -374,8 +378,8 @@ async def test_link_out_of_the_home_is_rejected_by_runs_and_sync_alike(
     if not has_python:
         (node.bin / "python3").write_text("#!/bin/sh\nexit 127\n")
         (node.bin / "python3").chmod(0o755)
-    file = file_for(own_bed, "ws")
-    async with SshPool(file, ssh_config=own_bed.ssh_config) as pool:
+    file = file_for(own_testbed, "ws")
+    async with SshPool(file, ssh_config=own_testbed.ssh_config) as pool:
         with pytest.raises(NodeRefusedError, match="is a link out of the home directory") as refused:
             await Runner(pool, file).start("gpu1", "true")
         (report,) = await Syncer(pool, file, state_dir=tmp_path / "state").sync(root, ["gpu1"])
@@ -386,24 +390,26 @@ async def test_link_out_of_the_home_is_rejected_by_runs_and_sync_alike(
 
 @pytest.mark.parametrize("has_python", [True, False])
 @pytest.mark.parametrize("leads", [".grid", "missing"])
-async def test_dangling_link_is_reported_as_such(own_bed: Bed, has_python: bool, leads: str) -> None:
-    node = own_bed["gpu1"]
+async def test_dangling_link_is_reported_as_such(
+    own_testbed: SshTestbed, has_python: bool, leads: str
+) -> None:
+    node = own_testbed["gpu1"]
     (node.home / "ws").mkdir()
     (node.home / "ws" / ".grid").symlink_to(leads)
     if not has_python:
         (node.bin / "python3").write_text("#!/bin/sh\nexit 127\n")
         (node.bin / "python3").chmod(0o755)
-    file = file_for(own_bed, "ws")
-    async with SshPool(file, ssh_config=own_bed.ssh_config) as pool:
+    file = file_for(own_testbed, "ws")
+    async with SshPool(file, ssh_config=own_testbed.ssh_config) as pool:
         with pytest.raises(NodeRefusedError, match=r"ws/\.grid is a link to a missing directory; remove it"):
             await Runner(pool, file).start("gpu1", "true")
 
 
 async def test_slow_connection_to_a_node_without_python_is_not_a_stall(
-    own_bed: Bed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    own_testbed: SshTestbed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """`_APPLY_S` does not limit sending."""
-    node, root = own_bed["gpu1"], tmp_path / "project"
+    node, root = own_testbed["gpu1"], tmp_path / "project"
     write(root, {str(number).encode(): b"1" for number in range(12)})
     (node.bin / "python3").write_text("#!/bin/sh\nexit 127\n")
     (node.bin / "python3").chmod(0o755)
@@ -416,25 +422,27 @@ async def test_slow_connection_to_a_node_without_python_is_not_a_stall(
 
     monkeypatch.setattr(tar_pipe, "_make_archive", slow)
     monkeypatch.setattr(syncer, "_APPLY_TIMEOUT_S", 3.0)  # less than sending takes
-    file = file_for(own_bed, "ws")
-    async with SshPool(file, ssh_config=own_bed.ssh_config) as pool:
+    file = file_for(own_testbed, "ws")
+    async with SshPool(file, ssh_config=own_testbed.ssh_config) as pool:
         (report,) = await Syncer(pool, file, state_dir=tmp_path / "state").sync(root, ["gpu1"])
     assert (report.error, report.sent_files) == (None, 12)
 
 
-async def test_hanging_node_does_not_delay_others(own_bed: Bed, tmp_path: Path) -> None:
+async def test_hanging_node_does_not_delay_others(own_testbed: SshTestbed, tmp_path: Path) -> None:
     """It hangs longer than the test may take, and goes down when the other node is synced."""
-    file = dataclasses.replace(file_for(own_bed, "ws"), ssh=SshSettings(connect_timeout=600, max_retries=0))
+    file = dataclasses.replace(
+        file_for(own_testbed, "ws"), ssh=SshSettings(connect_timeout=600, max_retries=0)
+    )
     write(tmp_path / "project", {b"a": b"1"})
     sent: list[str] = []
 
     def end_other(progress: SyncProgress) -> None:
         if not sent:
-            own_bed["gpu2"].stop()
+            own_testbed["gpu2"].stop()
         sent.append(progress.node)
 
-    async with SshPool(file, ssh_config=own_bed.ssh_config) as pool:
-        with own_bed["gpu2"].hanging():
+    async with SshPool(file, ssh_config=own_testbed.ssh_config) as pool:
+        with own_testbed["gpu2"].hanging():
             good, bad = await Syncer(pool, file, state_dir=tmp_path / "state").sync(
                 tmp_path / "project", ["gpu1", "gpu2"], progress=end_other
             )
@@ -442,10 +450,10 @@ async def test_hanging_node_does_not_delay_others(own_bed: Bed, tmp_path: Path) 
     assert set(sent) == {"gpu1"}
 
 
-async def test_small_pool_syncs_nodes_one_after_the_other(own_bed: Bed, tmp_path: Path) -> None:
-    file = dataclasses.replace(file_for(own_bed, "ws"), ssh=SshSettings(pool_size=1, max_retries=0))
+async def test_small_pool_syncs_nodes_one_after_the_other(own_testbed: SshTestbed, tmp_path: Path) -> None:
+    file = dataclasses.replace(file_for(own_testbed, "ws"), ssh=SshSettings(pool_size=1, max_retries=0))
     write(tmp_path / "project", {b"a": b"1"})
-    async with SshPool(file, ssh_config=own_bed.ssh_config) as pool:
+    async with SshPool(file, ssh_config=own_testbed.ssh_config) as pool:
         reports = await Syncer(pool, file, state_dir=tmp_path / "s").sync(
             tmp_path / "project", ["gpu1", "gpu2"]
         )
@@ -468,26 +476,26 @@ class Counting(SshPool):
                 self.now -= 1
 
 
-async def test_max_parallel_transfers_limits_nodes(bed: Bed, tmp_path: Path) -> None:
-    file = file_for(bed, "ws-few", "sync: {max_parallel_transfers: 2}\n")
+async def test_max_parallel_transfers_limits_nodes(testbed: SshTestbed, tmp_path: Path) -> None:
+    file = file_for(testbed, "ws-few", "sync: {max_parallel_transfers: 2}\n")
     write(tmp_path / "project", {b"a": b"1"})
-    async with Counting(file, ssh_config=bed.ssh_config) as pool:
-        names = [node.name for node in bed.nodes[1:7]]
+    async with Counting(file, ssh_config=testbed.ssh_config) as pool:
+        names = [node.name for node in testbed.nodes[1:7]]
         reports = await Syncer(pool, file, state_dir=tmp_path / "state").sync(tmp_path / "project", names)
     assert ([report.error for report in reports], pool.most) == ([None] * 6, 2)
 
 
-async def test_hanging_node_occupies_one_slot(bed: Bed, tmp_path: Path) -> None:
-    file = file_for(bed, "ws-places", "sync: {max_parallel_transfers: 2}\n")
+async def test_hanging_node_occupies_one_slot(testbed: SshTestbed, tmp_path: Path) -> None:
+    file = file_for(testbed, "ws-places", "sync: {max_parallel_transfers: 2}\n")
     file = dataclasses.replace(file, ssh=SshSettings(connect_timeout=120, max_retries=0))
     write(tmp_path / "project", {b"a": b"1"})
     names = ["gpu2", "gpu3", "gpu4", "gpu5"]
     sent: set[str] = set()
-    async with SshPool(file, ssh_config=bed.ssh_config) as pool:
+    async with SshPool(file, ssh_config=testbed.ssh_config) as pool:
         syncing = Syncer(pool, file, state_dir=tmp_path / "state").sync(
             tmp_path / "project", names, progress=lambda one: sent.add(one.node)
         )
-        with bed["gpu2"].hanging():
+        with testbed["gpu2"].hanging():
             task = asyncio.ensure_future(syncing)
             await until(lambda: sent == {"gpu3", "gpu4", "gpu5"}, what="the nodes behind the one that hangs")
         reports = await task

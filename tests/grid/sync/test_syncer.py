@@ -15,11 +15,11 @@ from genie.errors import NoNodeError, SyncError, UsageError
 from genie.grid.remote import tree
 from genie.grid.ssh.pool import SshPool
 from genie.grid.sync.syncer import Syncer, SyncProgress
-from tests.grid.bed import Bed
 from tests.grid.conftest import grid_file_of
 from tests.grid.remote.test_tree import ENTRIES, build
 from tests.grid.sync.conftest import Project, file_for
 from tests.grid.sync.trees import read_tree, write
+from tests.grid.testbed import SshTestbed
 
 
 async def test_first_sync_sends_everything_and_the_second_nothing(project: Project) -> None:
@@ -60,11 +60,11 @@ async def test_touched_file_is_not_sent_again(project: Project) -> None:
     assert (await project.sync()).unchanged
 
 
-async def test_touched_file_is_sent_again_without_checksums(bed: Bed, tmp_path: Path) -> None:
-    file = file_for(bed, "ws-nosums", "sync: {use_checksums: false}\n")
+async def test_touched_file_is_sent_again_without_checksums(testbed: SshTestbed, tmp_path: Path) -> None:
+    file = file_for(testbed, "ws-nosums", "sync: {use_checksums: false}\n")
     root = tmp_path / "project"
     write(root, {b"a": b"1"})
-    async with SshPool(file, ssh_config=bed.ssh_config) as pool:
+    async with SshPool(file, ssh_config=testbed.ssh_config) as pool:
         syncer = Syncer(pool, file, state_dir=tmp_path / "state")
         await syncer.sync(root, ["gpu1"])
         os.utime(root / "a", ns=(10**18, 10**18))
@@ -214,8 +214,8 @@ async def test_link_out_of_the_tree_is_sent_and_not_followed(project: Project) -
     assert (await project.sync()).unchanged
 
 
-async def test_links_within_the_tree_can_be_followed(bed: Bed, tmp_path: Path) -> None:
-    file = file_for(bed, "ws-follow", "sync: {follow_symlinks: true}\n")
+async def test_links_within_the_tree_can_be_followed(testbed: SshTestbed, tmp_path: Path) -> None:
+    file = file_for(testbed, "ws-follow", "sync: {follow_symlinks: true}\n")
     root = tmp_path / "project"
     write(root, {b"real/a": b"1"})
     write(tmp_path / "outside", {b"secret": b"secret"})
@@ -223,20 +223,20 @@ async def test_links_within_the_tree_can_be_followed(bed: Bed, tmp_path: Path) -
     (root / "file").symlink_to("real/a")
     (root / "out").symlink_to("../outside")
     (root / "real" / "loop").symlink_to("..")
-    async with SshPool(file, ssh_config=bed.ssh_config) as pool:
+    async with SshPool(file, ssh_config=testbed.ssh_config) as pool:
         (report,) = await Syncer(pool, file, state_dir=tmp_path / "state").sync(root, ["gpu1"])
     assert report.error is None
-    there = bed["gpu1"].home / "ws-follow"
+    there = testbed["gpu1"].home / "ws-follow"
     assert (there / "alias/a").read_bytes() == b"1" and not (there / "alias").is_symlink()
     assert not (there / "file").is_symlink()
     assert (there / "out").readlink() == Path("../outside")
     assert (there / "real/loop").is_symlink()
 
 
-async def test_link_planted_on_the_node_is_not_followed(bed: Bed, project: Project) -> None:
+async def test_link_planted_on_the_node_is_not_followed(testbed: SshTestbed, project: Project) -> None:
     write(project.root, {b"data/a": b"1", b"b": b"2"})
     await project.sync()
-    outside = bed["gpu1"].home / "outside"
+    outside = testbed["gpu1"].home / "outside"
     write(outside, {b"a": b"precious"})
     (project.there / "data/a").unlink()
     (project.there / "data").rmdir()
@@ -249,8 +249,8 @@ async def test_link_planted_on_the_node_is_not_followed(bed: Bed, project: Proje
     assert read_tree(project.there) == read_tree(project.root)
 
 
-async def test_error_names_a_conflicting_link_of_the_node(bed: Bed, project: Project) -> None:
-    outside = bed["gpu1"].home / "disk"
+async def test_error_names_a_conflicting_link_of_the_node(testbed: SshTestbed, project: Project) -> None:
+    outside = testbed["gpu1"].home / "disk"
     outside.mkdir()
     write(project.there, {b"mine": b"1"})
     (project.there / "data").symlink_to(outside)
@@ -286,37 +286,39 @@ async def test_duplicate_contents_are_sent_once(project: Project) -> None:
     assert read_tree(project.there) == read_tree(project.root)
 
 
-async def test_failing_node_does_not_delay_others(own_bed: Bed, tmp_path: Path) -> None:
-    file = file_for(own_bed, "ws", "sync: {max_parallel_transfers: 2}\n")
+async def test_failing_node_does_not_delay_others(own_testbed: SshTestbed, tmp_path: Path) -> None:
+    file = file_for(own_testbed, "ws", "sync: {max_parallel_transfers: 2}\n")
     root = tmp_path / "project"
     write(root, {b"f%d" % n: os.urandom(9000) for n in range(300)})
     seen: list[SyncProgress] = []
-    own_bed["gpu2"].stop()
-    async with SshPool(file, ssh_config=own_bed.ssh_config) as pool:
+    own_testbed["gpu2"].stop()
+    async with SshPool(file, ssh_config=own_testbed.ssh_config) as pool:
         syncer = Syncer(pool, file, state_dir=tmp_path / "state")
         one, two = await syncer.sync(root, ["gpu1", "gpu2"], progress=seen.append)
         assert one.error is None and two.error is not None and two.error.exit_code == 255
-        own_bed["gpu2"].restart()
+        own_testbed["gpu2"].restart()
         one, two = await syncer.sync(root, ["gpu1", "gpu2"])
         assert (one.unchanged, two.sent_files) == (True, 300)
-    assert read_tree(own_bed["gpu2"].home / "ws") == read_tree(root)
+    assert read_tree(own_testbed["gpu2"].home / "ws") == read_tree(root)
     assert (seen[-1].node, seen[-1].files, seen[-1].bytes) == ("gpu1", 300, seen[-1].bytes_total)
 
 
-async def test_pool_smaller_than_the_transfer_limit_works(own_bed: Bed, tmp_path: Path) -> None:
-    file = grid_file_of(own_bed, more="ssh: {connect_timeout: 20, max_retries: 0, pool_size: 1}\n")
+async def test_pool_smaller_than_the_transfer_limit_works(own_testbed: SshTestbed, tmp_path: Path) -> None:
+    file = grid_file_of(own_testbed, more="ssh: {connect_timeout: 20, max_retries: 0, pool_size: 1}\n")
     write(tmp_path / "project", {b"a": b"1"})
-    async with SshPool(file, ssh_config=own_bed.ssh_config) as pool:
+    async with SshPool(file, ssh_config=own_testbed.ssh_config) as pool:
         syncer = Syncer(pool, file, state_dir=tmp_path / "state")
         reports = await syncer.sync(tmp_path / "project", ["gpu1", "gpu2"])
     assert [report.error for report in reports] == [None, None]
 
 
-async def test_second_machine_with_the_same_project_sends_nothing(bed: Bed, project: Project) -> None:
+async def test_second_machine_with_the_same_project_sends_nothing(
+    testbed: SshTestbed, project: Project
+) -> None:
     write(project.root, {b"a": b"1", b"b/c": b"2"})
     await project.sync()
-    file = file_for(bed, project.there.name)
-    async with SshPool(file, ssh_config=bed.ssh_config) as pool:
+    file = file_for(testbed, project.there.name)
+    async with SshPool(file, ssh_config=testbed.ssh_config) as pool:
         (report,) = await Syncer(pool, file, state_dir=project.root.parent / "other").sync(
             project.root, ["gpu1"]
         )
@@ -360,15 +362,15 @@ async def test_missing_folder_and_unknown_node_are_rejected(project: Project) ->
         await project._syncer.sync(project.root, ["gpu77"])
 
 
-async def test_metrics_count_every_sync(bed: Bed, tmp_path: Path) -> None:
+async def test_metrics_count_every_sync(testbed: SshTestbed, tmp_path: Path) -> None:
     class MetricsRecorder(list[float]):
         def sync_finished(self, duration_s: float) -> None:
             self.append(duration_s)
 
     metrics = MetricsRecorder()
     write(tmp_path / "project", {b"a": b"1"})
-    file = file_for(bed, "ws-metrics")
-    async with SshPool(file, ssh_config=bed.ssh_config) as pool:
+    file = file_for(testbed, "ws-metrics")
+    async with SshPool(file, ssh_config=testbed.ssh_config) as pool:
         await Syncer(pool, file, state_dir=tmp_path, metrics=metrics).sync(
             tmp_path / "project", ["gpu1", "gpu2"]
         )

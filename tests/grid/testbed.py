@@ -247,7 +247,7 @@ class Node:
         return found
 
 
-class Bed:
+class SshTestbed:
     """Several nodes, a client key that all of them accept, and the files for OpenSSH and the grid.
 
     `kept` are directories of this machine that stay visible on all nodes, even below /root. `nvml` is the
