@@ -38,7 +38,7 @@ from genie.grid.health.check import HealthState, NodeHealthChecker  # noqa: E402
 from genie.grid.runs.runner import Runner  # noqa: E402
 from genie.grid.ssh.pool import SshPool  # noqa: E402
 from tests.fakes.nvml.fake import build  # noqa: E402
-from tests.grid.delay_proxy import delayed  # noqa: E402
+from tests.grid.delay_proxy import run_delay_proxy  # noqa: E402
 from tests.grid.testbed import SshTestbed  # noqa: E402
 
 NODE_COUNT = 20
@@ -136,7 +136,9 @@ def _open_benchmark(delay_ms: float, *, rounds: int, connections: int) -> Iterat
             port = _free_port()
             addresses = [node.address for node in testbed.nodes]
             stack.enter_context(
-                delayed(addresses, port=port, target_port=testbed.nodes[0].port, delay_ms=delay_ms / 2)
+                run_delay_proxy(
+                    addresses, port=port, target_port=testbed.nodes[0].port, delay_ms=delay_ms / 2
+                )
             )
             testbed.write_ssh_config(ports={node.name: port for node in testbed.nodes}, more=CIPHER_OPTION)
             known = testbed.known_hosts.read_text()

@@ -20,7 +20,7 @@ from tests.grid.quick_venv import quick_venv
 __all__ = ["own_testbed", "quick_venv", "session_testbed", "testbed_lease"]
 
 
-class Ran(NamedTuple):
+class CommandOutcome(NamedTuple):
     code: int
     out: str
     err: str
@@ -56,13 +56,13 @@ def _reset_logging() -> Iterator[None]:
 
 
 @pytest.fixture
-def genie(capfd: pytest.CaptureFixture[str]) -> Callable[..., Ran]:
+def genie(capfd: pytest.CaptureFixture[str]) -> Callable[..., CommandOutcome]:
     """Run a command in this process and return its exit code and output."""
 
-    def run(*argv: str) -> Ran:
+    def run(*argv: str) -> CommandOutcome:
         capfd.readouterr()
         code = main(list(argv))
-        return Ran(code, *capfd.readouterr())
+        return CommandOutcome(code, *capfd.readouterr())
 
     return run
 

@@ -67,7 +67,7 @@ def run_example(name: str, *arguments: str, timeout_s: float = 60) -> subprocess
 
 def run_with_torch(name: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     """Runs an example in a fork of a process that has imported torch."""
-    return forkserver.shared(*PRELOADED).run([str(EXAMPLES / name), *arguments], timeout=100)
+    return forkserver.get_shared_server(*PRELOADED).run([str(EXAMPLES / name), *arguments], timeout=100)
 
 
 @contextmanager

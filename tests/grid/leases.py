@@ -13,7 +13,7 @@ import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from tests.grid.testbed import Node, SshTestbed
+from tests.grid.testbed import SshNode, SshTestbed
 from tests.waiting import wait_until
 
 _IGNORED = ("sshd.log", "sshd.pid")
@@ -48,15 +48,15 @@ class SshTestbedLease:
             else:
                 _end_sessions(node)
         for part, attributes in self._attributes:
-            running = part._process if isinstance(part, Node) else None
+            running = part._process if isinstance(part, SshNode) else None
             vars(part).clear()
             vars(part).update(attributes)
-            if isinstance(part, Node):
+            if isinstance(part, SshNode):
                 part._process = running
         self._restore_files()
         self._restart()
 
-    def _process_of(self, node: Node) -> object:
+    def _process_of(self, node: SshNode) -> object:
         return next(attributes["_process"] for part, attributes in self._attributes if part is node)
 
     def _restart(self) -> None:
@@ -120,16 +120,16 @@ def _remove(path: bytes, *, is_folder: bool) -> None:
         os.unlink(path)  # noqa: PTH108 - names that are not valid text
 
 
-def _is_running(node: Node) -> bool:
+def _is_running(node: SshNode) -> bool:
     return node._process is not None and node._process.poll() is None
 
 
-def _mounts(node: Node) -> str:
+def _mounts(node: SshNode) -> str:
     assert node._process is not None
     return Path(f"/proc/{node._process.pid}/mountinfo").read_text()
 
 
-def _end_sessions(node: Node) -> None:
+def _end_sessions(node: SshNode) -> None:
     """Kill all processes but the server, including those started meanwhile."""
     assert node._process is not None
     server = node._process.pid

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from genie.grid.grid_file import GridFile, read_grid_file
-from tests.grid.testbed import Node, SshTestbed
+from tests.grid.testbed import SshNode, SshTestbed
 from tests.ports import free_ports
 
 # Like pip's script, but with little memory, because all nodes share one machine.
@@ -32,7 +32,7 @@ def ray_testbed(folder: Path, *, count: int) -> Iterator[SshTestbed]:
         yield testbed
 
 
-def install_ray(node: Node, text: str) -> None:
+def install_ray(node: SshNode, text: str) -> None:
     (node.bin / "ray").write_text(text)
     (node.bin / "ray").chmod(0o755)
 

@@ -12,7 +12,7 @@ from genie.grid.runs.runner import Runner
 from genie.grid.ssh.pool import SshPool
 from genie.grid.sync.syncer import Syncer
 from tests.grid.conftest import grid_file_of
-from tests.grid.testbed import Node, SshTestbed
+from tests.grid.testbed import SshNode, SshTestbed
 
 _TAMPER = """\
 import json, sys
@@ -29,7 +29,7 @@ exec(code)
 """
 
 
-def tamper_with_responses(node: Node, body: str) -> None:
+def tamper_with_responses(node: SshNode, body: str) -> None:
     """Make the node's python3 replace each response `answer` by the return value of `body`."""
     (node.folder / "tamper.py").write_text(_TAMPER.format(body=textwrap.indent(body, "    ").lstrip()))
     program = node.bin / "python3"

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.grid.leases import SshTestbedLease
-from tests.grid.testbed import Node, SshTestbed
+from tests.grid.testbed import SshNode, SshTestbed
 from tests.waiting import wait_until
 
 
@@ -31,7 +31,7 @@ def snapshot(testbed: SshTestbed) -> dict[str, tuple[int, str]]:
     }
 
 
-def modify(testbed: SshTestbed, node: Node) -> None:
+def modify(testbed: SshTestbed, node: SshNode) -> None:
     """Change everything that a test can change without restarting the server."""
     node.gpus(3)
     node.nvml_state(["hangs=1"])

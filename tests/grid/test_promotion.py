@@ -22,7 +22,7 @@ from genie.model.tenant import TokenRecord
 from genie.telemetry import log
 from tests.grid.quick_venv import QuickVenv
 from tests.grid.ssh.test_shell_words import NARROW, give_login_shell
-from tests.grid.testbed import Node, SshTestbed
+from tests.grid.testbed import SshNode, SshTestbed
 from tests.integration.running import RunningCluster, StartedCluster
 
 
@@ -37,7 +37,7 @@ def cluster_of_file(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runnin
 
 @pytest.fixture
 def cluster(cluster_of_file: RunningCluster, monkeypatch: pytest.MonkeyPatch) -> RunningCluster:
-    cluster_of_file.use(monkeypatch)
+    cluster_of_file.configure_for_this_process(monkeypatch)
     return cluster_of_file
 
 
@@ -65,7 +65,7 @@ def grid_cli(
     log.reset()
 
 
-def give_environment(node: Node) -> None:
+def give_environment(node: SshNode) -> None:
     """Create an environment on the node that uses the dependencies of this machine, without downloads."""
     node.run(f"{node.bin}/python3 -m venv '/root/work space/genie_env'")
     pth = next((node.home / "work space/genie_env/lib").glob("python3*")) / "site-packages" / "here.pth"

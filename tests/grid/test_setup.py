@@ -183,7 +183,7 @@ async def test_setup_continues_after_disconnect_and_releases_its_lock(
         first = asyncio.ensure_future(EnvironmentSetup(pool, file, requester="ann@desk").run(spec, ["gpu1"]))
         await until(lambda: node.processes("python3.slow -m venv"), what="the blocked setup")
         (slow,) = node.processes("python3.slow -m venv")
-        node.cut()
+        node.kill_connections()
         (lost,) = await first
         assert lost.state == "unreachable"
         (second,) = await EnvironmentSetup(pool, file).run(spec, ["gpu1"])

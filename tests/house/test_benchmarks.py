@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from tests.house.sources import ROOT, shown
+from tests.house.sources import ROOT, relative_path
 from tests.needs import require_namespaces, require_program
 from tests.waiting import wait_until
 
@@ -29,7 +29,9 @@ SMALLER = {
 """Smaller sizes for benchmarks with long rounds."""
 QUICK = ("bench_placement.py", "bench_scheduler.py", "bench_store.py", "bench_utilisation.py")
 BENCHMARKS = [
-    pytest.param(path, id=shown(path), marks=() if path.name in QUICK else pytest.mark.long("a benchmark"))
+    pytest.param(
+        path, id=relative_path(path), marks=() if path.name in QUICK else pytest.mark.long("a benchmark")
+    )
     for path in sorted((ROOT / "benchmarks").glob("bench_*.py"))
 ]
 

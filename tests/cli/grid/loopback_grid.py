@@ -26,7 +26,7 @@ def use_grid(testbed: SshTestbed, folder: Path, monkeypatch: pytest.MonkeyPatch,
     return path
 
 
-def on_a_terminal(server: ForkServer, argv: list[str], *, typed: bytes, after: bytes) -> tuple[int, str]:
+def run_on_terminal(server: ForkServer, argv: list[str], *, typed: bytes, after: bytes) -> tuple[int, str]:
     """Run grid-cli on a new terminal and type once `after` is shown. Returns exit code and output."""
     ours, theirs = pty.openpty()
     # The first terminal that a session leader opens becomes its controlling terminal.

@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 
 from genie.grid.metrics import GridMetrics
-from tests.cli.grid.loopback_grid import on_a_terminal, use_grid
+from tests.cli.grid.loopback_grid import run_on_terminal, use_grid
 from tests.forkserver import ForkServer
 from tests.grid.testbed import SshTestbed
 from tests.waiting import wait_until
 
-CACHED = " old; use --fresh to read again"
+CACHED_READINGS_NOTE = " old; use --fresh to read again"
 
 
 @pytest.fixture
@@ -29,7 +29,7 @@ def testbed(own_testbed: SshTestbed, tmp_path: Path, monkeypatch: pytest.MonkeyP
     return own_testbed
 
 
-def rows(out: str) -> dict[str, list[str]]:
+def parse_table_rows(out: str) -> dict[str, list[str]]:
     return {line.split()[0]: re.split(r"\s{2,}", line.strip()) for line in out.splitlines()[1:]}
 
 
@@ -39,7 +39,7 @@ def test_health_prints_a_row_per_node(testbed: SshTestbed, genie) -> None:
     heading = " ".join(ran.out.splitlines()[0].split())
     assert heading == "NODE STATE SCORE CPU LOAD GPUS GPU MEMORY USED TEMP DISK FREE NOTE"
     assert "best node: gpu2\n" in ran.err
-    found = rows(ran.out)
+    found = parse_table_rows(ran.out)
     assert found["gpu1"][1] == "ok"
     assert found["gpu1"][4:7] == ["2 of 2 free", "1%", "31 C"]
     assert found["gpu2"][4:7] == ["none", "-", "-"]
@@ -62,7 +62,7 @@ def test_named_nodes_are_sorted_by_score(testbed: SshTestbed, genie) -> None:
 
 
 def test_unknown_node_name_is_an_error(testbed: SshTestbed, genie) -> None:
-    assert list(rows(genie("grid", "health", "gpu2").out)) == ["gpu2"]
+    assert list(parse_table_rows(genie("grid", "health", "gpu2").out)) == ["gpu2"]
     ran = genie("grid", "health", "gpu3")
     assert ran.code == 1
     assert "gpu3" in ran.err
@@ -72,9 +72,9 @@ def test_second_command_uses_the_cache_unless_fresh(testbed: SshTestbed, genie) 
     genie("grid", "health")
     testbed["gpu1"].gpus(0)
     testbed["gpu2"].stop()
-    found = rows(genie("grid", "health").out)
+    found = parse_table_rows(genie("grid", "health").out)
     assert (found["gpu1"][4], found["gpu2"][1]) == ("2 of 2 free", "ok")
-    found = rows(genie("grid", "health", "--fresh").out)
+    found = parse_table_rows(genie("grid", "health", "--fresh").out)
     assert (found["gpu1"][4], found["gpu2"][1]) == ("none", "unreachable")
 
 
@@ -84,20 +84,20 @@ def test_fresh_readings_are_not_reported_as_cached(
     # nvidia-smi may take two thirds of the timeout: more than 1 s, from which on readings count as cached.
     use_grid(testbed, tmp_path, monkeypatch, more="ssh: {connect_timeout: 20}\nhealth_check: {timeout: 3}\n")
     (testbed["gpu1"].folder / "smi-hangs").touch()
-    assert CACHED not in genie("grid", "health", "--fresh").err
+    assert CACHED_READINGS_NOTE not in genie("grid", "health", "--fresh").err
     kept = state_dir / "grid" / "health.json"
     text = kept.read_text()
     for at in {str(node["at"]) for node in json.loads(text)["nodes"]}:
         text = text.replace(at, str(float(at) - 5))
     kept.write_text(text)
-    assert CACHED in genie("grid", "health").err
+    assert CACHED_READINGS_NOTE in genie("grid", "health").err
 
 
 def test_unreachable_node_is_reported_and_others_are_used(testbed: SshTestbed, genie) -> None:
     testbed["gpu1"].stop()
     ran = genie("grid", "health")
     assert ran.code == 0
-    assert "could not reach" in rows(ran.out)["gpu1"][-1]
+    assert "could not reach" in parse_table_rows(ran.out)["gpu1"][-1]
 
 
 def test_exit_codes_without_usable_or_reachable_nodes(testbed: SshTestbed, genie) -> None:
@@ -124,7 +124,7 @@ def test_top_without_a_terminal_prints_once(testbed: SshTestbed, genie) -> None:
 
 
 def test_top_on_a_terminal_runs_until_interrupted(testbed: SshTestbed, fork_server: ForkServer) -> None:
-    code, seen = on_a_terminal(fork_server, ["top", "--interval", "1s"], typed=b"\x03", after=b"HBM3")
+    code, seen = run_on_terminal(fork_server, ["top", "--interval", "1s"], typed=b"\x03", after=b"HBM3")
     assert code == 0
     assert "\x1b[?1049h" in seen and seen.rstrip().endswith("\x1b[?1049l")
     assert "Ctrl-C to exit" in seen
@@ -134,7 +134,7 @@ def test_top_on_a_terminal_runs_until_interrupted(testbed: SshTestbed, fork_serv
 def test_interrupt_ends_top_with_unreachable_nodes(testbed: SshTestbed, fork_server: ForkServer) -> None:
     for node in testbed.nodes:
         node.stop()
-    code, seen = on_a_terminal(fork_server, ["top"], typed=b"\x03", after=b"gpu2")
+    code, seen = run_on_terminal(fork_server, ["top"], typed=b"\x03", after=b"gpu2")
     assert code == 0
     assert [row.split()[0] for row in re.findall(r"gpu\d +unreachable", seen)] == ["gpu1", "gpu2"]
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from genie.cli.grid.ray import _last_line
-from tests.cli.conftest import Ran
+from tests.cli.conftest import CommandOutcome
 from tests.grid.quick_venv import QuickVenv
 from tests.grid.ray.test_faults import scripted
 from tests.grid.ray_testbed import install_ray
@@ -33,7 +33,7 @@ def testbed(
 
 
 def test_setup_installs_defaults_and_requirements(
-    testbed: SshTestbed, genie: Callable[..., Ran], tmp_path: Path
+    testbed: SshTestbed, genie: Callable[..., CommandOutcome], tmp_path: Path
 ) -> None:
     """Uses fake wheels: nothing is downloaded."""
     for name in ("small-thing", "ray", "torch", "numpy"):
@@ -61,7 +61,7 @@ def test_setup_installs_defaults_and_requirements(
 
 
 def test_setup_installs_defaults_without_requirements(
-    testbed: SshTestbed, genie: Callable[..., Ran], tmp_path: Path
+    testbed: SshTestbed, genie: Callable[..., CommandOutcome], tmp_path: Path
 ) -> None:
     for name in ("ray", "torch", "numpy"):
         make_wheel(tmp_path / "wheels", name=name)
@@ -71,7 +71,7 @@ def test_setup_installs_defaults_without_requirements(
 
 
 def test_setup_skips_default_packages_without_wheels(
-    testbed: SshTestbed, genie: Callable[..., Ran], tmp_path: Path
+    testbed: SshTestbed, genie: Callable[..., CommandOutcome], tmp_path: Path
 ) -> None:
     make_wheel(tmp_path / "wheels")
     ran = genie("grid", "setup", "--wheels", "wheels", "--node", "gpu1")
@@ -85,7 +85,7 @@ def test_setup_skips_default_packages_without_wheels(
 
 
 def test_setup_installs_only_named_packages(
-    testbed: SshTestbed, genie: Callable[..., Ran], tmp_path: Path
+    testbed: SshTestbed, genie: Callable[..., CommandOutcome], tmp_path: Path
 ) -> None:
     make_wheel(tmp_path / "wheels")
     (tmp_path / "requirements.txt").write_text("not-there==1.0\n")
@@ -99,20 +99,22 @@ def test_setup_table_shows_the_error_line() -> None:
     assert _last_line("") == ""
 
 
-def test_setup_failure_exits_with_1_and_the_reason(testbed: SshTestbed, genie: Callable[..., Ran]) -> None:
+def test_setup_failure_exits_with_1_and_the_reason(
+    testbed: SshTestbed, genie: Callable[..., CommandOutcome]
+) -> None:
     ran = genie("grid", "setup", "--package", "x", "--python", "no-such-python", "--node", "gpu2")
     assert ran.code == 1
     assert "gpu2" in ran.out and "failed" in ran.out
     assert "program not found: no-such-python" in ran.err
 
 
-def test_setup_help_and_hints_show_package_syntax(genie: Callable[..., Ran]) -> None:
+def test_setup_help_and_hints_show_package_syntax(genie: Callable[..., CommandOutcome]) -> None:
     assert "--package 'ray[default]'" in genie("grid", "setup", "--help").out
     ran = genie("grid", "setup", "numpy")
     assert (ran.code, "give packages with --package" in ran.err) == (2, True)
 
 
-def test_unreachable_nodes_exit_with_255(testbed: SshTestbed, genie: Callable[..., Ran]) -> None:
+def test_unreachable_nodes_exit_with_255(testbed: SshTestbed, genie: Callable[..., CommandOutcome]) -> None:
     for node in testbed.nodes:
         node.stop()
     ran = genie("grid", "setup", "--package", "x")
@@ -129,7 +131,7 @@ def test_unreachable_nodes_exit_with_255(testbed: SshTestbed, genie: Callable[..
     assert [each["node"] for each in status["nodes"]] == ["gpu1", "gpu2"]
 
 
-def test_rejected_start_lists_the_versions(testbed: SshTestbed, genie: Callable[..., Ran]) -> None:
+def test_rejected_start_lists_the_versions(testbed: SshTestbed, genie: Callable[..., CommandOutcome]) -> None:
     install_ray(testbed["gpu1"], scripted("exit 0"))
     install_ray(testbed["gpu2"], scripted("exit 0", version="2.0.0"))
     ran = genie("grid", "cluster", "start")
@@ -138,7 +140,7 @@ def test_rejected_start_lists_the_versions(testbed: SshTestbed, genie: Callable[
     assert "hint: " in ran.err
 
 
-def test_head_option_selects_the_head(testbed: SshTestbed, genie: Callable[..., Ran]) -> None:
+def test_head_option_selects_the_head(testbed: SshTestbed, genie: Callable[..., CommandOutcome]) -> None:
     for node in testbed.nodes:
         install_ray(node, scripted("exit 1"))
     ran = genie("grid", "cluster", "start", "--head", "gpu2")
@@ -146,7 +148,7 @@ def test_head_option_selects_the_head(testbed: SshTestbed, genie: Callable[..., 
 
 
 def test_unknown_head_is_an_error_before_nodes_are_contacted(
-    testbed: SshTestbed, genie: Callable[..., Ran]
+    testbed: SshTestbed, genie: Callable[..., CommandOutcome]
 ) -> None:
     for node in testbed.nodes:
         node.stop()
@@ -154,7 +156,7 @@ def test_unknown_head_is_an_error_before_nodes_are_contacted(
     assert (ran.code, "no node is named 'gpu9'" in ran.err) == (1, True), ran.err
 
 
-def test_commands_report_a_missing_cluster(testbed: SshTestbed, genie: Callable[..., Ran]) -> None:
+def test_commands_report_a_missing_cluster(testbed: SshTestbed, genie: Callable[..., CommandOutcome]) -> None:
     assert genie("grid", "cluster", "stop").out == "no Ray cluster is running\n"
     status = genie("grid", "cluster", "status")
     assert status.code == 0
@@ -163,7 +165,9 @@ def test_commands_report_a_missing_cluster(testbed: SshTestbed, genie: Callable[
     assert (submit.code, "grid-cli cluster start" in submit.err) == (1, True)
 
 
-def test_unreachable_node_is_not_reported_as_stopped(testbed: SshTestbed, genie: Callable[..., Ran]) -> None:
+def test_unreachable_node_is_not_reported_as_stopped(
+    testbed: SshTestbed, genie: Callable[..., CommandOutcome]
+) -> None:
     testbed["gpu2"].stop()
     shown = json.loads(genie("grid", "cluster", "status", "--json").out)
     assert [each["state"] for each in shown["nodes"]] == ["not started", "unreachable"]
@@ -175,7 +179,9 @@ def test_unreachable_node_is_not_reported_as_stopped(testbed: SshTestbed, genie:
     assert (stop.code, [each["exit_code"] for each in json.loads(stop.out)]) == (255, [0, 255])
 
 
-def test_status_shows_why_a_node_has_no_data(testbed: SshTestbed, genie: Callable[..., Ran]) -> None:
+def test_status_shows_why_a_node_has_no_data(
+    testbed: SshTestbed, genie: Callable[..., CommandOutcome]
+) -> None:
     (testbed["gpu2"].bin / "python3").write_text("#!/bin/sh\nexit 127\n")
     (testbed["gpu2"].bin / "python3").chmod(0o755)
     testbed.write_known_hosts(without=["gpu1"])
@@ -191,7 +197,7 @@ def test_status_shows_why_a_node_has_no_data(testbed: SshTestbed, genie: Callabl
 
 
 def test_status_without_reachable_nodes_exits_with_255(
-    testbed: SshTestbed, genie: Callable[..., Ran]
+    testbed: SshTestbed, genie: Callable[..., CommandOutcome]
 ) -> None:
     for node in testbed.nodes:
         node.stop()
@@ -199,7 +205,7 @@ def test_status_without_reachable_nodes_exits_with_255(
     assert (ran.code, json.loads(ran.out)["state"]) == (255, "unreachable")
 
 
-def test_submit_requires_a_command(testbed: SshTestbed, genie: Callable[..., Ran]) -> None:
+def test_submit_requires_a_command(testbed: SshTestbed, genie: Callable[..., CommandOutcome]) -> None:
     ran = genie("grid", "cluster", "submit")
     assert (ran.code, "no command given" in ran.err) == (2, True)
     ran = genie("grid", "cluster", "submit", "--env", "NOTHING", "--", "true")
@@ -208,7 +214,7 @@ def test_submit_requires_a_command(testbed: SshTestbed, genie: Callable[..., Ran
 
 @pytest.mark.parametrize("option", [(), ("--json",)])
 def test_passwords_in_pip_output_are_hidden(
-    testbed: SshTestbed, genie: Callable[..., Ran], option: tuple[str, ...]
+    testbed: SshTestbed, genie: Callable[..., CommandOutcome], option: tuple[str, ...]
 ) -> None:
     program = testbed["gpu2"].bin / "failing-python"
     program.write_text(
@@ -222,7 +228,9 @@ def test_passwords_in_pip_output_are_hidden(
     assert "hunter2" not in ran.out + ran.err
 
 
-def test_control_characters_of_a_node_are_removed(testbed: SshTestbed, genie: Callable[..., Ran]) -> None:
+def test_control_characters_of_a_node_are_removed(
+    testbed: SshTestbed, genie: Callable[..., CommandOutcome]
+) -> None:
     program = testbed["gpu2"].bin / "evil-python"
     program.write_text(
         '#!/bin/sh\ncase "$*" in *venv*) printf \'no\\033[2Jroom\' >&2; exit 1 ;; esac\nexec python3 "$@"\n'

@@ -19,7 +19,7 @@ from genie.cli.quantities import parse_duration
 from genie.grid.runs.launch import grid_metrics
 from genie.grid.runs.run import Run
 from genie.grid.runs.runner import _KILL_TIMEOUT_S, Runner
-from tests.cli.conftest import Ran
+from tests.cli.conftest import CommandOutcome
 from tests.forkserver import ForkedProcess, ForkServer
 from tests.grid import parts
 from tests.grid.conftest import testbed
@@ -28,10 +28,12 @@ from tests.waiting import wait_until
 
 __all__ = ["testbed"]
 ROOT = Path(__file__).resolve().parents[3]
-Cli = Callable[..., Ran]
+Cli = Callable[..., CommandOutcome]
 
 
-def use(testbed: SshTestbed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, more: str = "") -> None:
+def use_testbed_grid(
+    testbed: SshTestbed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, more: str = ""
+) -> None:
     more = more or "ssh: {connect_timeout: 10, max_retries: 0}\nhealth_check: {timeout: 10}\n"
     names = [node.name for node in testbed.nodes[:3]]  # commands without a node's name ask all of them
     (tmp_path / "grid.yaml").write_text(testbed.grid_yaml(nodes=names, more=more))
@@ -41,13 +43,13 @@ def use(testbed: SshTestbed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *,
 
 @pytest.fixture
 def cli(genie: Cli, testbed: SshTestbed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cli:
-    use(testbed, tmp_path, monkeypatch)
+    use_testbed_grid(testbed, tmp_path, monkeypatch)
     return lambda *argv: genie("grid", *argv)
 
 
 @pytest.fixture
 def own_cli(genie: Cli, own_testbed: SshTestbed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cli:
-    use(own_testbed, tmp_path, monkeypatch)
+    use_testbed_grid(own_testbed, tmp_path, monkeypatch)
     return lambda *argv: genie("grid", *argv)
 
 
@@ -103,7 +105,7 @@ def test_label_and_gpus_select_the_node(own_testbed: SshTestbed, own_cli: Cli, t
     assert (refused.code, "2 of 2 GPUs are free, 3 requested" in refused.err) == (1, True)
 
 
-def start_trapping(cli: Cli, trap: str) -> str:
+def start_run_with_trap(cli: Cli, trap: str) -> str:
     run_id = cli(
         "run", f"{trap}; echo ready; while :; do sleep 0.1; done", "--node", "gpu1", "-d"
     ).out.strip()
@@ -115,7 +117,7 @@ def start_trapping(cli: Cli, trap: str) -> str:
 def test_cancel_kills_after_the_grace_period(
     own_cli: Cli, monkeypatch: pytest.MonkeyPatch, grace: str
 ) -> None:
-    run_id = start_trapping(own_cli, "trap '' TERM")
+    run_id = start_run_with_trap(own_cli, "trap '' TERM")
     waits: list[float] = []
     wait_for_end = Runner._wait_for_end
 
@@ -129,7 +131,7 @@ def test_cancel_kills_after_the_grace_period(
 
 
 def test_cancel_sends_the_given_signal(own_cli: Cli) -> None:
-    run_id = start_trapping(own_cli, "trap 'exit 7' USR1")
+    run_id = start_run_with_trap(own_cli, "trap 'exit 7' USR1")
     assert "exit code 7" in own_cli("cancel", run_id, "--signal", "sigusr1").out
 
 
@@ -444,10 +446,10 @@ def test_third_interrupt_exits_at_once(
     grid_cli: Callable[..., ForkedProcess],
 ) -> None:
     run_id = own_cli("run", "echo ready; sleep 7205", "--node", "gpu1", "-d").out.strip()
-    use(own_testbed, tmp_path, monkeypatch, more="ssh: {connect_timeout: 300, timeout: 300}\n")
+    use_testbed_grid(own_testbed, tmp_path, monkeypatch, more="ssh: {connect_timeout: 300, timeout: 300}\n")
     with grid_cli("attach", run_id) as process:
         assert first_line(process) == b"ready\n"
-        with own_testbed["gpu1"].hanging():
+        with own_testbed["gpu1"].suspended():
             for word in (b"interrupting", b"killing", b""):
                 process.send_signal(signal.SIGINT)
                 if word:
@@ -460,7 +462,7 @@ def test_third_interrupt_exits_at_once(
 def test_interrupt_during_a_start_names_the_run(
     own_testbed: SshTestbed, own_cli: Cli, grid_cli: Callable[..., ForkedProcess]
 ) -> None:
-    with own_testbed["gpu1"].hanging(), grid_cli("run", "true", "--node", "gpu1") as process:
+    with own_testbed["gpu1"].suspended(), grid_cli("run", "true", "--node", "gpu1") as process:
         wait_until(psutil.Process(process.pid).net_connections, timeout_s=30, what="an attempt to connect")
         process.send_signal(signal.SIGINT)
         wait_for(process, b"grid-cli cancel r-")

@@ -21,7 +21,7 @@ from tests.waiting import wait_until
 
 __all__ = ["own_testbed"]
 ROOT = Path(__file__).resolve().parents[3]
-LIMITS = "ssh: {connect_timeout: 600, max_retries: 0}\n"
+GRID_FILE_LIMITS = "ssh: {connect_timeout: 600, max_retries: 0}\n"
 """A start on the silent node does not fail by itself during a test."""
 
 
@@ -33,7 +33,7 @@ def silent_node(own_testbed: SshTestbed, tmp_path: Path, monkeypatch: pytest.Mon
         host = f"Host gpu3\n  HostName 127.0.77.3\n  Port {port}\n"
         own_testbed.ssh_config.write_text(host + own_testbed.ssh_config.read_text())
         (tmp_path / "grid.yaml").write_text(
-            own_testbed.grid_yaml(nodes=["gpu3", "gpu1", "gpu2"], more=LIMITS)
+            own_testbed.grid_yaml(nodes=["gpu3", "gpu1", "gpu2"], more=GRID_FILE_LIMITS)
         )
         monkeypatch.setenv("GENIE_GRID_FILE", str(tmp_path / "grid.yaml"))
         monkeypatch.setenv("GENIE_GRID_SSH_CONFIG", str(own_testbed.ssh_config))
@@ -101,7 +101,7 @@ def test_ctrl_c_during_a_detached_start_keeps_started_runs(
     assert set(grid_metrics(Path(os.environ["GENIE_STATE_DIR"])).figures().runs) == set(ids)
 
 
-LATE_ANSWERS = """
+LATE_REPLIES_PROGRAM = """
 import asyncio, sys
 from genie.cli import grid_main
 from genie.grid.ssh.pool import NodeConnection
@@ -124,7 +124,7 @@ def test_ctrl_c_before_the_reply_to_a_start_reports_the_started_run(
 ) -> None:
     argv = ["run", "--node", "gpu1", "--node", "gpu2", "exec sleep 7405"]
     with subprocess.Popen(
-        [sys.executable, "-c", LATE_ANSWERS, *argv], cwd=ROOT, stderr=subprocess.PIPE
+        [sys.executable, "-c", LATE_REPLIES_PROGRAM, *argv], cwd=ROOT, stderr=subprocess.PIPE
     ) as process:
         try:
             for name in ("gpu1", "gpu2"):
@@ -175,15 +175,15 @@ def test_unreadable_directory_is_one_error_for_all_nodes(own_testbed: SshTestbed
     assert raw.count(b"could not send /: it is the root of the file system") == 1
 
 
-FULL = Path("/dev/full")  # every write fails with ENOSPC
+FULL_DEVICE = Path("/dev/full")  # every write fails with ENOSPC
 
 
-@pytest.mark.skipif(not FULL.exists(), reason="needs /dev/full (Linux)")
+@pytest.mark.skipif(not FULL_DEVICE.exists(), reason="needs /dev/full (Linux)")
 @pytest.mark.parametrize("command", ["echo a line", "printf unfinished"])
 def test_unwritable_output_is_reported_per_node(
     own_testbed: SshTestbed, silent_node: None, command: str
 ) -> None:
-    with FULL.open("wb") as full:
+    with FULL_DEVICE.open("wb") as full:
         process = grid_cli("run", "--node", "gpu1", "--node", "gpu2", command, stdout=full)
         _, raw = process.communicate(timeout=60)
     assert process.returncode == 1, raw
@@ -191,11 +191,11 @@ def test_unwritable_output_is_reported_per_node(
         assert name + b": could not write the output: No space left on device" in raw, raw
 
 
-@pytest.mark.skipif(not FULL.exists(), reason="needs /dev/full (Linux)")
+@pytest.mark.skipif(not FULL_DEVICE.exists(), reason="needs /dev/full (Linux)")
 def test_detached_runs_start_although_output_is_unwritable(
     own_testbed: SshTestbed, silent_node: None
 ) -> None:
-    with FULL.open("wb") as full:
+    with FULL_DEVICE.open("wb") as full:
         process = grid_cli("run", "--node", "gpu1", "--node", "gpu2", "exec sleep 7404", "-d", stdout=full)
         _, raw = process.communicate(timeout=60)
     assert process.returncode == 1, raw

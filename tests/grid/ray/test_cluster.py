@@ -153,7 +153,7 @@ async def test_job_continues_after_disconnect_with_complete_output(
     job = await jobs.submit(f"echo before; {wait}; echo after; exit 4")
     following = asyncio.ensure_future(jobs.follow(job, parts.append))
     await until(lambda: b"before" in b"".join(parts), what="the first output", timeout_s=60)
-    running.testbed["gpu1"].cut()
+    running.testbed["gpu1"].kill_connections()
     flag.touch()
     end = await following
     output = b"".join(parts).decode()

@@ -79,7 +79,7 @@ async def test_start_is_undone_after_disconnect(own_testbed: SshTestbed, tmp_pat
     async with cluster_of(own_testbed, tmp_path, file) as cluster:
         starting = asyncio.ensure_future(cluster.start())
         await until(lambda: remaining(own_testbed, "sleep 5202"), what="the start")
-        own_testbed["gpu1"].cut()
+        own_testbed["gpu1"].kill_connections()
         with pytest.raises(UnreachableError, match="not started: node gpu1: connection lost"):
             await starting
         assert (remaining(own_testbed, "sleep 520"), record_files(own_testbed)) == ([], "")

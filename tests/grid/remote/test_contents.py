@@ -19,7 +19,7 @@ from genie.grid.remote import contents, sync, tree
 from genie.grid.remote.contents import BLOCK_BYTES, BLOCK_DIGEST_BYTES_MIN
 from genie.grid.sync.local_tree import LocalTree
 from genie.grid.sync.pack import hash_files
-from tests.grid.sync.trees import compiled, empty
+from tests.grid.sync.trees import load_compiled_engine, remove_contents
 
 PAGE = 4096
 EDGES = (-1, 0, 1)
@@ -100,7 +100,7 @@ def without_seek_data(fd: int, at: int, whence: int) -> int:
 
 @pytest.fixture(scope="module")
 def engine() -> tree.PlainEngine:
-    return compiled()
+    return load_compiled_engine()
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -114,7 +114,7 @@ def test_digest_is_independent_of_storage_and_implementation(
     engine, tmp_path: Path, parts: Parts, size: int
 ) -> None:
     root = tmp_path / "tree"
-    empty(root)
+    remove_contents(root)
     for name in ("sparse", "dense"):
         write(root / name, parts, size, dense=name == "dense")
     data = (root / "dense").read_bytes()

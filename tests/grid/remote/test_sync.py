@@ -14,7 +14,7 @@ from genie.grid.remote import sync, tree
 from genie.grid.remote.core import OpError
 from genie.grid.remote.site import SyncedTree
 from tests.forkserver import ForkServer
-from tests.grid.sync.trees import read_tree, write
+from tests.grid.sync.trees import read_tree, write_files
 
 ENGINE = tree.PlainEngine()
 # Exits like a crashed machine at the Nth change of the file system.
@@ -74,9 +74,9 @@ def change(before: bytes, folder: Path) -> bytes:
 @pytest.fixture
 def two_states(tmp_path: Path) -> tuple[Path, Path]:
     old, new = tmp_path / "old", tmp_path / "new"
-    write(old, {b"a": b"1", b"b": b"2", b"gone/c": b"3", b"turns": b"file", b"d/e": b"4"})
-    write(new, {b"a": b"changed", b"b": b"2", b"turns/x": b"folder", b"d/e": b"4", b"d/f": b"5"})
-    write(new, {b"same1": b"same", b"same2": b"same"})
+    write_files(old, {b"a": b"1", b"b": b"2", b"gone/c": b"3", b"turns": b"file", b"d/e": b"4"})
+    write_files(new, {b"a": b"changed", b"b": b"2", b"turns/x": b"folder", b"d/e": b"4", b"d/f": b"5"})
+    write_files(new, {b"same1": b"same", b"same2": b"same"})
     (new / "b").chmod(0o600)
     (new / "link").symlink_to("a")
     return old, new
@@ -147,7 +147,7 @@ def test_objects_of_an_earlier_boot_are_removed(two_states, tmp_path: Path) -> N
     old, _ = two_states
     root = tmp_path / "node"
     sync.receive_and_apply(args_of(root), change(b"", old))
-    write(root, {b".grid/sync/t/objects-before/x": b"1"})
+    write_files(root, {b".grid/sync/t/objects-before/x": b"1"})
     sync.check_tree(args_of(root), b"")
     assert not (root / ".grid/sync/t/objects-before").exists()
 

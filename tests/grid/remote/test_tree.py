@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from genie.grid.remote import tree
-from tests.grid.sync.trees import compiled, empty, read_tree, write
+from tests.grid.sync.trees import load_compiled_engine, read_tree, remove_contents, write_files
 
 PLAIN = tree.PlainEngine()
 LARGE = b"large"
@@ -28,12 +28,12 @@ ENTRIES = st.dictionaries(PATHS, st.tuples(st.sampled_from("fffdl"), CONTENTS), 
 
 @pytest.fixture(scope="module")
 def engine() -> tree.PlainEngine:
-    return compiled()
+    return load_compiled_engine()
 
 
 def build(root: Path, entries: dict[bytes, tuple[str, bytes]]) -> None:
     """Create the entries; skip those that conflict, such as a file below a file."""
-    empty(root)
+    remove_contents(root)
     for path, (kind, data) in sorted(entries.items()):
         full = root / os.fsdecode(path)
         try:
@@ -43,7 +43,7 @@ def build(root: Path, entries: dict[bytes, tuple[str, bytes]]) -> None:
             elif kind == "l":
                 full.symlink_to(os.fsdecode(data.replace(b"\0", b"")[:100] or b"nowhere"))
             else:
-                write(root, {path: b"z" * 70_000 if data == LARGE else data})
+                write_files(root, {path: b"z" * 70_000 if data == LARGE else data})
         except (FileExistsError, NotADirectoryError, IsADirectoryError, FileNotFoundError):
             continue
 
@@ -103,8 +103,8 @@ def test_engines_place_equally(engine, place, entries) -> None:
     results = []
     for each in (PLAIN, engine):
         target, objects = place(f"{each.name}-target"), place(f"{each.name}-objects")
-        empty(target)
-        empty(objects)
+        remove_contents(target)
+        remove_contents(objects)
         results.append(transfer(each, root, records, dirty, target=target, objects=objects))
     assert results[0] == results[1]
     included = {one.path for one in tree.iter_records(records) if one.kind in (tree.FILE, tree.FOLDER)}
@@ -186,7 +186,7 @@ def test_paths_outside_the_tree_are_rejected(engine, tmp_path, kind, path) -> No
 @pytest.mark.parametrize("kind", ["plain", "compiled"])
 def test_file_written_just_before_the_scan_is_read_again(engine, tmp_path, kind) -> None:
     one = PLAIN if kind == "plain" else engine
-    write(tmp_path, {b"a": b"1"})
+    write_files(tmp_path, {b"a": b"1"})
     records, dirty, *_ = walk(one, tmp_path)
     assert dirty == [0]
     written_ns = (tmp_path / "a").stat().st_ctime_ns
@@ -195,7 +195,7 @@ def test_file_written_just_before_the_scan_is_read_again(engine, tmp_path, kind)
 
 
 def test_error_in_decide_callback_is_raised(engine, tmp_path) -> None:
-    write(tmp_path, {b"a": b"1"})
+    write_files(tmp_path, {b"a": b"1"})
 
     def refuse(path: bytes, is_folder: bool) -> bool:
         raise KeyError(path)

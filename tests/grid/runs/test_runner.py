@@ -37,7 +37,7 @@ from genie.grid.runs.run import Run, RunState, new_run_id
 from genie.grid.runs.runner import CancelledStart, Runner
 from genie.grid.ssh.pool import NodeConnection, SshPool
 from tests.grid.conftest import grid_file_of
-from tests.grid.testbed import Node, SshTestbed
+from tests.grid.testbed import SshNode, SshTestbed
 from tests.waiting import until
 
 IMPATIENT = "ssh: {connect_timeout: 10, max_retries: 2, timeout: 0.5}\n"
@@ -76,12 +76,12 @@ async def run_to_end(runner: Runner, node: str, command: str, **more: object) ->
     return await runner.wait(run, recorder), recorder.out, recorder.err
 
 
-def folder_of(node: Node, run: Run) -> Path:
+def folder_of(node: SshNode, run: Run) -> Path:
     return node.home / "grid_workspace" / ".grid" / "runs" / run.run_id
 
 
 @contextmanager
-def without_python(node: Node) -> Iterator[None]:
+def without_python(node: SshNode) -> Iterator[None]:
     (node.bin / "python3").write_text("#!/bin/sh\nexit 127\n")
     (node.bin / "python3").chmod(0o755)
     try:
@@ -339,7 +339,7 @@ async def test_node_without_gpus_rejects_a_gpu_run(runner: Runner) -> None:
 async def test_hanging_nodes_do_not_block_others_in_a_small_pool(own_testbed: SshTestbed) -> None:
     more = "ssh: {connect_timeout: 5, max_retries: 0, pool_size: 1}\n"
     async with runner_of(own_testbed, more=more) as runner:
-        with own_testbed["gpu1"].hanging():
+        with own_testbed["gpu1"].suspended():
             first, second = await runner.list_all()
     assert isinstance(first.error, UnreachableError)
     assert second.error is None
@@ -456,7 +456,7 @@ async def test_connection_lost_during_output_loses_and_repeats_nothing(own_testb
         following = asyncio.ensure_future(runner.wait(run, recorder, on_note=recorder.notes.append))
         for share in (1, 2, 3):
             await until(lambda share=share: len(recorder.out) > len(COUNTED) * share // 5, what="output")
-            own_testbed["gpu1"].cut()
+            own_testbed["gpu1"].kill_connections()
         assert await following == 7
     assert recorder.out == COUNTED
     assert recorder.err == COUNTED.replace(b"line", b"err")
@@ -472,7 +472,7 @@ async def test_run_is_followed_after_its_node_hung(own_testbed: SshTestbed) -> N
         run = await runner.start("gpu1", COUNTING)
         following = asyncio.ensure_future(runner.wait(run, recorder, on_note=recorder.notes.append))
         await until(lambda: len(recorder.out) > 100, what="output")
-        with own_testbed["gpu1"].hanging():
+        with own_testbed["gpu1"].suspended():
             await until(lambda: recorder.notes, timeout_s=30, what="a word about it")
         assert await following == 7
     assert recorder.out == COUNTED
@@ -483,7 +483,7 @@ async def test_request_times_out_after_ssh_timeout(own_testbed: SshTestbed) -> N
     async with SshPool(file, ssh_config=own_testbed.ssh_config) as pool:
         runner = Runner(pool, file)
         run = await runner.start("gpu1", "sleep 7206")
-        with own_testbed["gpu1"].hanging(), pytest.raises(DeadlineError, match=r"timed out after 1\.5 s"):
+        with own_testbed["gpu1"].suspended(), pytest.raises(DeadlineError, match=r"timed out after 1\.5 s"):
             await runner.status(run)
 
 
@@ -536,7 +536,7 @@ async def _is_lost(runner: Runner, run: Run) -> bool:
 class Cutting:
     """Replaces NodeConnection.call: cuts the connection after the first start request was sent."""
 
-    def __init__(self, node: Node, monkeypatch: pytest.MonkeyPatch, *, answered: bool) -> None:
+    def __init__(self, node: SshNode, monkeypatch: pytest.MonkeyPatch, *, answered: bool) -> None:
         self.cuts = 0
         call: Callable[..., Awaitable[object]] = NodeConnection.call
 
@@ -546,11 +546,11 @@ class Cutting:
             self.cuts += 1
             if answered:
                 await call(link, op, *args, **more)
-                node.cut()
+                node.kill_connections()
                 raise ConnectionLostError("the answer was lost")
             asking = asyncio.ensure_future(call(link, op, *args, **more))
             await asyncio.sleep(0)
-            node.cut()
+            node.kill_connections()
             return await asking
 
         monkeypatch.setattr(NodeConnection, "call", cut)
@@ -666,7 +666,7 @@ async def test_start_cancelled_on_a_hanging_node_may_have_started(
     async with runner_of(own_testbed) as runner:
         await runner.list("gpu1")  # connects before the node hangs
         monkeypatch.setattr(NodeConnection, "call", note)
-        with own_testbed["gpu1"].hanging():
+        with own_testbed["gpu1"].suspended():
             starting = asyncio.ensure_future(runner.start("gpu1", "true", run_id=run_id))
             await asked["runs.start"].wait()
             starting.cancel()

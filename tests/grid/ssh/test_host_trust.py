@@ -135,7 +135,7 @@ async def test_hint_has_the_port_of_the_grid_file(own_testbed: SshTestbed, unuse
 
 
 async def test_down_or_hanging_host_is_unreachable(own_testbed: SshTestbed) -> None:
-    with own_testbed["gpu2"].hanging(), pytest.raises(UnreachableError, match=r"within 0\.5 s"):
+    with own_testbed["gpu2"].suspended(), pytest.raises(UnreachableError, match=r"within 0\.5 s"):
         await fetch(own_testbed, "gpu2", timeout_s=0.5)
     own_testbed["gpu1"].stop()
     with pytest.raises(

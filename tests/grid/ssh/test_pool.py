@@ -182,7 +182,7 @@ async def test_lost_connection_fails_pending_requests_and_the_next_use_reconnect
     async with pool.connect("gpu7") as link:
         waiting = asyncio.ensure_future(link.run_command("sleep 60", timeout_s=30))
         await until(lambda: bool(testbed["gpu7"].processes("sleep 60")), what="the command")
-        testbed["gpu7"].cut()
+        testbed["gpu7"].kill_connections()
         with pytest.raises(ConnectionLostError, match="gpu7"):
             await waiting
     async with pool.connect("gpu7") as again:
@@ -191,7 +191,7 @@ async def test_lost_connection_fails_pending_requests_and_the_next_use_reconnect
 
 
 async def test_hanging_node_does_not_delay_others(testbed: SshTestbed, pool: SshPool) -> None:
-    with testbed["gpu8"].hanging():
+    with testbed["gpu8"].suspended():
         with pytest.raises(UnreachableError, match=r"gpu8: connecting timed out after 0\.5 s"):
             async with pool.connect("gpu8", timeout_s=0.5, retries=0):
                 pass
@@ -207,7 +207,7 @@ async def test_keepalive_detects_an_unresponsive_node(
         SshPool(grid_file_of(own_testbed), ssh_config=own_testbed.ssh_config) as pool,
         pool.connect("gpu1") as link,
     ):
-        with own_testbed["gpu1"].hanging():
+        with own_testbed["gpu1"].suspended():
             await until(lambda: not link.is_open, what="the end of a connection that is silent")
         monkeypatch.undo()
         async with pool.connect("gpu1") as another:
@@ -246,7 +246,7 @@ async def test_waiting_for_a_concurrent_attempt_counts_against_the_timeout(own_t
             async with pool.connect("gpu1", timeout_s=timeout_s, retries=0):
                 pass
 
-        with own_testbed["gpu1"].hanging():
+        with own_testbed["gpu1"].suspended():
             patient = asyncio.ensure_future(use(60))
             await asyncio.sleep(0)
             with pytest.raises(UnreachableError, match=r"gpu1: connecting timed out after 0\.3 s"):
@@ -435,7 +435,7 @@ async def test_hanging_host_takes_no_pool_slot(own_testbed: SshTestbed) -> None:
             async with pool.connect(name, timeout_s=600) as link:
                 return link.has_helper
 
-        with own_testbed["gpu1"].hanging():
+        with own_testbed["gpu1"].suspended():
             silent = asyncio.create_task(use("gpu1"))
             async with asyncio.timeout(60):
                 assert await use("gpu2")
@@ -449,7 +449,10 @@ async def test_abandoned_attempt_leaves_nothing_behind(own_testbed: SshTestbed) 
     gc.collect()
     before = set(map(id, _connections()))
     async with SshPool(file, ssh_config=own_testbed.ssh_config) as pool:
-        with own_testbed["gpu1"].hanging(), contextlib.suppress(UnreachableError):  # which keeps no traceback
+        with (
+            own_testbed["gpu1"].suspended(),
+            contextlib.suppress(UnreachableError),
+        ):  # which keeps no traceback
             async with pool.connect("gpu1", timeout_s=0.2):
                 raise AssertionError
         await asyncio.sleep(0)
@@ -618,7 +621,7 @@ async def test_connection_lost_while_the_helper_starts_is_not_a_missing_python(
 
         asked = asyncio.ensure_future(has_helper())
         await until(begun.exists, what="the helper's start")
-        own_testbed["gpu1"].cut()
+        own_testbed["gpu1"].kill_connections()
         assert await asked
 
 

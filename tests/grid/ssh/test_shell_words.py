@@ -10,7 +10,7 @@ import pytest
 from genie.grid.ssh.pool import SshPool
 from genie.grid.ssh.shell_words import make_login_shell_command, quote_path
 from tests.grid.conftest import grid_file_of
-from tests.grid.testbed import Node, SshTestbed
+from tests.grid.testbed import SshNode, SshTestbed
 
 ODD = 'it\'s "odd" $HOME `id` \\0101 \\n ! !! %s %d ~ \t ü *\nsecond; # line'
 
@@ -24,7 +24,7 @@ os.execvp("sh", ["sh", "-c", found[1]])
 """
 
 
-def give_login_shell(node: Node, text: str) -> None:
+def give_login_shell(node: SshNode, text: str) -> None:
     """Sets the shell of root, on that node only."""
     shell = node.folder / "narrow-shell"
     shell.write_text(text)

@@ -13,8 +13,8 @@ from genie.grid.runs.runner import Runner
 from genie.grid.ssh.pool import SshPool
 from genie.grid.sync.syncer import Syncer
 from tests.grid.conftest import grid_file_of
-from tests.grid.delay_proxy import delayed
-from tests.grid.sync.trees import read_tree, write
+from tests.grid.delay_proxy import run_delay_proxy
+from tests.grid.sync.trees import read_tree, write_files
 from tests.grid.testbed import SshTestbed
 
 DELAY_MS = 50.0
@@ -26,7 +26,7 @@ def delayed_testbed(own_testbed: SshTestbed, unused_tcp_port: int) -> Iterator[S
     node = own_testbed["gpu1"]
     known = own_testbed.known_hosts.read_text()
     own_testbed.known_hosts.write_text(known + f"[{node.address}]:{unused_tcp_port} {node.public_key}\n")
-    with delayed([node.address], port=unused_tcp_port, target_port=node.port, delay_ms=DELAY_MS):
+    with run_delay_proxy([node.address], port=unused_tcp_port, target_port=node.port, delay_ms=DELAY_MS):
         own_testbed.write_ssh_config(ports={"gpu1": unused_tcp_port})
         yield own_testbed
 
@@ -34,7 +34,7 @@ def delayed_testbed(own_testbed: SshTestbed, unused_tcp_port: int) -> Iterator[S
 async def test_health_run_and_sync_work_on_a_slow_node(delayed_testbed: SshTestbed, tmp_path: Path) -> None:
     file = grid_file_of(delayed_testbed, more="ssh: {connect_timeout: 30}\nhealth_check: {timeout: 30}\n")
     project = tmp_path / "project"
-    write(project, {b"d%d/f" % number: b"%d" % number * 1000 for number in range(50)})
+    write_files(project, {b"d%d/f" % number: b"%d" % number * 1000 for number in range(50)})
     output = []
     async with SshPool(file, ssh_config=delayed_testbed.ssh_config) as pool:
         slow, quick = await NodeHealthChecker(pool, file, clock=time.time).check_all()

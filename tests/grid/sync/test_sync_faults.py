@@ -27,14 +27,14 @@ from genie.grid.sync import local_tree, pack, stream, syncer, tar_pipe
 from genie.grid.sync.local_tree import LocalTree, TreeSnapshot
 from genie.grid.sync.syncer import Syncer, SyncProgress, tree_name
 from tests.grid.sync.conftest import Project, file_for
-from tests.grid.sync.trees import read_tree, write
+from tests.grid.sync.trees import read_tree, write_files
 from tests.grid.testbed import SshTestbed
 from tests.waiting import until
 
 
 def many(root: Path, *, count: int = 200, size: int = 60_000) -> int:
     dice = random.Random(5)
-    write(root, {b"d%d/f%d" % (n % 7, n): dice.randbytes(size) for n in range(count)})
+    write_files(root, {b"d%d/f%d" % (n % 7, n): dice.randbytes(size) for n in range(count)})
     return count * size
 
 
@@ -47,7 +47,7 @@ async def test_interrupted_first_sync_is_resumed(own_testbed: SshTestbed, tmp_pa
     def cut_once(progress: SyncProgress) -> None:
         if not seen and progress.bytes > total // 2:
             seen.append(dict(read_tree(there)))
-            own_testbed["gpu1"].cut()
+            own_testbed["gpu1"].kill_connections()
 
     async with SshPool(file, ssh_config=own_testbed.ssh_config) as pool:
         one = Syncer(pool, file, state_dir=tmp_path / "state")
@@ -70,7 +70,7 @@ async def test_hanging_node_fails_only_its_own_sync(
 
         def hang(progress: SyncProgress) -> None:
             if progress.bytes > total // 4 and not hung:
-                hung.append(until_then.enter_context(own_testbed["gpu2"].hanging()))
+                hung.append(until_then.enter_context(own_testbed["gpu2"].suspended()))
 
         hung: list[None] = []
         async with SshPool(file, ssh_config=own_testbed.ssh_config) as pool:
@@ -89,13 +89,13 @@ async def test_full_disk_is_reported_and_leaves_the_tree_unchanged(
     own_testbed["gpu1"].restart(before="mount -t tmpfs -o size=1m tmpfs /root")
     file = file_for(own_testbed, "ws")
     root = tmp_path / "project"
-    write(root, {b"a": b"first"})
+    write_files(root, {b"a": b"first"})
     look = "cd /root/ws && find . -path ./.grid -prune -o -type f -print | sort | xargs md5sum"
     async with SshPool(file, ssh_config=own_testbed.ssh_config) as pool:
         one = Syncer(pool, file, state_dir=tmp_path / "state")
         assert (await one.sync(root, ["gpu1"]))[0].error is None
         before = own_testbed["gpu1"].run(look)
-        write(root, {b"a": b"second", b"b": os.urandom(300_000)})
+        write_files(root, {b"a": b"second", b"b": os.urandom(300_000)})
         many(root, count=40)
         (report,) = await one.sync(root, ["gpu1"])
         assert isinstance(report.error, SyncError) and "disk of the node is full" in str(report.error)
@@ -117,7 +117,7 @@ async def test_full_disk_leaves_no_partial_library(
     assert min(len(binary), len(source)) > 20_000
     monkeypatch.setattr(syncer, "read_library", lambda: (key, binary if fits else b"", source))
     own_testbed["gpu1"].restart(before="mount -t tmpfs -o size=16k tmpfs /root")
-    write(tmp_path / "project", {b"a": b"1"})
+    write_files(tmp_path / "project", {b"a": b"1"})
     file = file_for(own_testbed, "ws")
     async with SshPool(file, ssh_config=own_testbed.ssh_config) as pool:
         one = Syncer(pool, file, state_dir=tmp_path / "state")
@@ -127,7 +127,7 @@ async def test_full_disk_leaves_no_partial_library(
 
 
 async def test_leftovers_of_killed_library_builds_are_removed_after_an_hour(project: Project) -> None:
-    write(project.root, {b"a": b"1"})
+    write_files(project.root, {b"a": b"1"})
     await project.sync()
     folder = project.there / ".grid/sync"
     endings = [".so.12-34.part", "-12-34.cpp", "-12-34.cpp.part"]
@@ -144,7 +144,7 @@ async def test_leftovers_of_killed_library_builds_are_removed_after_an_hour(proj
 
 async def test_unwritable_home_is_reported(own_testbed: SshTestbed, tmp_path: Path) -> None:
     own_testbed["gpu1"].restart(before="mount -o remount,bind,ro /root")
-    write(tmp_path / "project", {b"a": b"1"})
+    write_files(tmp_path / "project", {b"a": b"1"})
     file = file_for(own_testbed, "ws")
     async with SshPool(file, ssh_config=own_testbed.ssh_config) as pool:
         one = Syncer(pool, file, state_dir=tmp_path / "state")
@@ -153,7 +153,7 @@ async def test_unwritable_home_is_reported(own_testbed: SshTestbed, tmp_path: Pa
 
 
 async def test_file_that_changes_during_reading_is_read_again(project: Project, monkeypatch) -> None:
-    write(project.root, {b"log": b"x" * 400_000})
+    write_files(project.root, {b"log": b"x" * 400_000})
     left = [1]
     _grow_while_read(project.root / "log", left, monkeypatch)
     await project.sync()
@@ -173,7 +173,7 @@ async def test_sparse_file_that_changes_before_sending_is_read_again(project: Pr
 
 
 async def test_error_names_a_file_that_keeps_changing(project: Project, monkeypatch) -> None:
-    write(project.root, {b"a": b"1", b"log": b"x" * 400_000})
+    write_files(project.root, {b"a": b"1", b"log": b"x" * 400_000})
     _grow_while_read(project.root / "log", [100], monkeypatch)
     with pytest.raises(SyncError, match="project/log kept changing while it was read"):
         await project.sync()
@@ -194,23 +194,23 @@ def _grow_while_read(path: Path, left: list[int], monkeypatch) -> None:
 
 
 async def test_file_that_changes_after_the_comparison_is_sent_as_it_is(project: Project, monkeypatch) -> None:
-    write(project.root, {b"a": b"1", b"b": b"1"})
+    write_files(project.root, {b"a": b"1", b"b": b"1"})
     await project.sync()
     hash_files = syncer.hash_files
 
     def late(*args: object) -> None:
         hash_files(*args)  # type: ignore[arg-type]
-        write(project.root, {b"a": b"latest"})
+        write_files(project.root, {b"a": b"latest"})
 
     monkeypatch.setattr(syncer, "hash_files", late)
-    write(project.root, {b"a": b"2", b"b": b"3"})
+    write_files(project.root, {b"a": b"2", b"b": b"3"})
     await project.sync()
     assert read_tree(project.there) == read_tree(project.root)
     assert (project.there / "a").read_bytes() == b"latest"
 
 
 async def test_file_that_disappears_during_sending_is_not_an_error(project: Project, monkeypatch) -> None:
-    write(project.root, {b"a": b"1", b"gone": b"2"})
+    write_files(project.root, {b"a": b"1", b"gone": b"2"})
     scan = LocalTree.scan
 
     def losing(self: LocalTree) -> TreeSnapshot:
@@ -227,7 +227,7 @@ async def test_file_that_disappears_during_sending_is_not_an_error(project: Proj
 async def test_file_that_becomes_a_link_during_sending_is_not_an_error(
     project: Project, monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
-    write(project.root, {b"a": b"1", b"gone": b"2", b"folder/b": b"3"})
+    write_files(project.root, {b"a": b"1", b"gone": b"2", b"folder/b": b"3"})
     scan = LocalTree.scan
 
     def changing(self: LocalTree) -> TreeSnapshot:
@@ -245,7 +245,7 @@ async def test_file_that_becomes_a_link_during_sending_is_not_an_error(
 
 
 async def test_error_names_an_unreadable_file(project: Project, monkeypatch) -> None:
-    write(project.root, {b"a": b"1"})
+    write_files(project.root, {b"a": b"1"})
 
     def refused(*_: object) -> int:
         raise SyncError("project/a cannot be read: Permission denied")
@@ -266,7 +266,7 @@ async def test_concurrent_syncs_of_one_tree_succeed(project: Project) -> None:
 
 
 async def test_sync_times_out_waiting_for_another_one(project: Project, monkeypatch) -> None:
-    write(project.root, {b"a": b"1"})
+    write_files(project.root, {b"a": b"1"})
     await project.sync()
     monkeypatch.setattr(syncer, "_LOCK_WAIT_S", 0.1)
     with (project.there / ".grid/sync" / tree_name(project.root) / "lock").open("rb+") as lock:
@@ -277,7 +277,7 @@ async def test_sync_times_out_waiting_for_another_one(project: Project, monkeypa
 
 
 async def test_damaged_node_state_only_causes_a_full_sync(project: Project) -> None:
-    write(project.root, {b"a": b"1", b"b": b"2"})
+    write_files(project.root, {b"a": b"1", b"b": b"2"})
     await project.sync()
     state = project.there / ".grid/sync" / tree_name(project.root) / "state"
     for broken in (b"", STATE_MAGIC, state.read_bytes()[:-5], os.urandom(500)):
@@ -287,7 +287,7 @@ async def test_damaged_node_state_only_causes_a_full_sync(project: Project) -> N
 
 
 async def test_damaged_local_index_only_causes_a_full_read(project: Project) -> None:
-    write(project.root, {b"a": b"1", b"b": b"2"})
+    write_files(project.root, {b"a": b"1", b"b": b"2"})
     await project.sync()
     (index,) = (project.root.parent / "state/grid/sync").glob("*.index")
     for broken in (b"", os.urandom(300), index.read_bytes()[:-3]):
@@ -299,7 +299,7 @@ async def test_damaged_local_index_only_causes_a_full_read(project: Project) -> 
 async def test_large_files_of_an_older_state_format_are_sent_again(project: Project, touched: bool) -> None:
     """The old format hashed them by plain SHA-256. Its records of other files are still valid."""
     large = random.Random(4).randbytes(contents.BLOCK_DIGEST_BYTES_MIN)
-    write(project.root, {b"a": b"1", b"gone": b"2", b"large": large})
+    write_files(project.root, {b"a": b"1", b"gone": b"2", b"large": large})
     await project.sync()
     (index,) = (project.root.parent / "state/grid/sync").glob("*.index")
     for path in (index, project.there / ".grid/sync" / tree_name(project.root) / "state"):
@@ -329,11 +329,11 @@ def _as_before(data: bytes, shas: dict[bytes, bytes]) -> bytes:
 async def test_incompatible_library_is_compiled_on_the_node(project: Project, monkeypatch) -> None:
     key, _, source = local_tree.read_library()
     monkeypatch.setattr(syncer, "read_library", lambda: (key, b"no library", source))
-    write(project.root, {b"a": b"1"})
+    write_files(project.root, {b"a": b"1"})
     await project.sync()
     made = project.there / ".grid/sync" / f"tree-{key}.so"
     await until(made.exists, timeout_s=60, what="the library")
-    write(project.root, {b"a": b"2"})
+    write_files(project.root, {b"a": b"2"})
     await project.sync()
     assert read_tree(project.there) == read_tree(project.root)
 
@@ -341,7 +341,7 @@ async def test_incompatible_library_is_compiled_on_the_node(project: Project, mo
 async def test_node_without_python_gets_everything_by_tar(testbed: SshTestbed, tmp_path: Path) -> None:
     node = testbed["gpu6"]
     root, there = tmp_path / "project", node.home / "ws tar"
-    write(root, {b"a b": b"1", b"d/-x\n": b"2" * 2000, b"n" * 200 + b"/" + b"m" * 200: b"3"})
+    write_files(root, {b"a b": b"1", b"d/-x\n": b"2" * 2000, b"n" * 200 + b"/" + b"m" * 200: b"3"})
     (root / "link").symlink_to("/etc/passwd")
     (root / "a b").chmod(0o755)
     file = file_for(testbed, "ws tar")
@@ -371,7 +371,7 @@ async def test_link_out_of_the_home_is_rejected_by_runs_and_sync_alike(
     own_testbed: SshTestbed, tmp_path: Path, has_python: bool
 ) -> None:
     node, root, outside = own_testbed["gpu1"], tmp_path / "project", tmp_path / "outside"
-    write(root, {b"a": b"1"})
+    write_files(root, {b"a": b"1"})
     outside.mkdir()
     (node.home / "ws").mkdir()
     (node.home / "ws" / ".grid").symlink_to(outside)
@@ -410,7 +410,7 @@ async def test_slow_connection_to_a_node_without_python_is_not_a_stall(
 ) -> None:
     """`_APPLY_S` does not limit sending."""
     node, root = own_testbed["gpu1"], tmp_path / "project"
-    write(root, {str(number).encode(): b"1" for number in range(12)})
+    write_files(root, {str(number).encode(): b"1" for number in range(12)})
     (node.bin / "python3").write_text("#!/bin/sh\nexit 127\n")
     (node.bin / "python3").chmod(0o755)
     archive = tar_pipe._make_archive
@@ -433,7 +433,7 @@ async def test_hanging_node_does_not_delay_others(own_testbed: SshTestbed, tmp_p
     file = dataclasses.replace(
         file_for(own_testbed, "ws"), ssh=SshSettings(connect_timeout=600, max_retries=0)
     )
-    write(tmp_path / "project", {b"a": b"1"})
+    write_files(tmp_path / "project", {b"a": b"1"})
     sent: list[str] = []
 
     def end_other(progress: SyncProgress) -> None:
@@ -442,7 +442,7 @@ async def test_hanging_node_does_not_delay_others(own_testbed: SshTestbed, tmp_p
         sent.append(progress.node)
 
     async with SshPool(file, ssh_config=own_testbed.ssh_config) as pool:
-        with own_testbed["gpu2"].hanging():
+        with own_testbed["gpu2"].suspended():
             good, bad = await Syncer(pool, file, state_dir=tmp_path / "state").sync(
                 tmp_path / "project", ["gpu1", "gpu2"], progress=end_other
             )
@@ -452,7 +452,7 @@ async def test_hanging_node_does_not_delay_others(own_testbed: SshTestbed, tmp_p
 
 async def test_small_pool_syncs_nodes_one_after_the_other(own_testbed: SshTestbed, tmp_path: Path) -> None:
     file = dataclasses.replace(file_for(own_testbed, "ws"), ssh=SshSettings(pool_size=1, max_retries=0))
-    write(tmp_path / "project", {b"a": b"1"})
+    write_files(tmp_path / "project", {b"a": b"1"})
     async with SshPool(file, ssh_config=own_testbed.ssh_config) as pool:
         reports = await Syncer(pool, file, state_dir=tmp_path / "s").sync(
             tmp_path / "project", ["gpu1", "gpu2"]
@@ -478,7 +478,7 @@ class Counting(SshPool):
 
 async def test_max_parallel_transfers_limits_nodes(testbed: SshTestbed, tmp_path: Path) -> None:
     file = file_for(testbed, "ws-few", "sync: {max_parallel_transfers: 2}\n")
-    write(tmp_path / "project", {b"a": b"1"})
+    write_files(tmp_path / "project", {b"a": b"1"})
     async with Counting(file, ssh_config=testbed.ssh_config) as pool:
         names = [node.name for node in testbed.nodes[1:7]]
         reports = await Syncer(pool, file, state_dir=tmp_path / "state").sync(tmp_path / "project", names)
@@ -488,14 +488,14 @@ async def test_max_parallel_transfers_limits_nodes(testbed: SshTestbed, tmp_path
 async def test_hanging_node_occupies_one_slot(testbed: SshTestbed, tmp_path: Path) -> None:
     file = file_for(testbed, "ws-places", "sync: {max_parallel_transfers: 2}\n")
     file = dataclasses.replace(file, ssh=SshSettings(connect_timeout=120, max_retries=0))
-    write(tmp_path / "project", {b"a": b"1"})
+    write_files(tmp_path / "project", {b"a": b"1"})
     names = ["gpu2", "gpu3", "gpu4", "gpu5"]
     sent: set[str] = set()
     async with SshPool(file, ssh_config=testbed.ssh_config) as pool:
         syncing = Syncer(pool, file, state_dir=tmp_path / "state").sync(
             tmp_path / "project", names, progress=lambda one: sent.add(one.node)
         )
-        with testbed["gpu2"].hanging():
+        with testbed["gpu2"].suspended():
             task = asyncio.ensure_future(syncing)
             await until(lambda: sent == {"gpu3", "gpu4", "gpu5"}, what="the nodes behind the one that hangs")
         reports = await task

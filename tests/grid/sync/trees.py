@@ -16,7 +16,7 @@ Entry = tuple[str, int, bytes]
 """'d', 'f' or 'l', the mode, contents or target."""
 
 
-def compiled() -> tree.PlainEngine:
+def load_compiled_engine() -> tree.PlainEngine:
     """The compiled engine; skips the file if there is no compiler."""
     try:
         engine = load_local_engine()
@@ -28,7 +28,7 @@ def compiled() -> tree.PlainEngine:
     return engine
 
 
-def write(root: Path, files: dict[bytes, bytes]) -> None:
+def write_files(root: Path, files: dict[bytes, bytes]) -> None:
     for name, data in files.items():
         path = root / os.fsdecode(name)
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -56,6 +56,6 @@ def _entry(path: Path) -> Entry:
     return "f", stat.S_IMODE(status.st_mode), path.read_bytes()
 
 
-def empty(root: Path) -> None:
+def remove_contents(root: Path) -> None:
     shutil.rmtree(root, ignore_errors=True)
     root.mkdir(parents=True)
