@@ -53,9 +53,9 @@ from genie.model.job import (
     Placement,
     StopReason,
     Transition,
-    bounded_reason,
-    is_shrunk,
-    parse_unit,
+    is_shrunk_job,
+    parse_worker_unit,
+    truncate_reason,
     with_state,
 )
 from genie.model.messages import ExitReport
@@ -109,6 +109,10 @@ class JobPlacer(Protocol):
         """Undo the starts of these jobs that were not recorded."""
         ...
 
+    def free_disk_bytes_max(self, job: Job) -> int:
+        """Return the largest free disk space of the nodes on which the job could run."""
+        ...
+
 
 class JobLifecycle:
     """`placer` places jobs at submission. On every change of a job, `notifier` is notified with the job ID
@@ -140,6 +144,8 @@ class JobLifecycle:
         self._loaded = (self._index, self._staged)
         """The indexes of the rows that are being loaded."""
         self._pending_reasons: dict[str, str] = {}
+        self._run_notes: dict[str, dict[int, str]] = {}
+        """By running job and rank: which of its processes cannot be killed."""
         self._ready_ranks: dict[str, tuple[int, set[int]]] = {}
         """By job with several workers: the epoch and the ranks that are ready to start."""
         self.space = JobSpace(ledger, config)
@@ -169,7 +175,7 @@ class JobLifecycle:
 
     def find_worker(self, key: str, identity: Identity) -> tuple[Job, int]:
         """Find the job and rank of JOB.RANK; JOB alone is rank 0."""
-        job_id, rank = parse_unit(key)
+        job_id, rank = parse_worker_unit(key)
         has_name = self._index.has_name
         if not has_name(key) and (job_id in self._ledger.jobs or has_name(job_id)):
             return self.find(job_id, identity), rank
@@ -185,12 +191,12 @@ class JobLifecycle:
     def visible_to(self, job: Job, identity: Identity) -> Job:
         """Return the job with its pending reason; for users, reasons do not name jobs of other tenants."""
         if identity.kind is TokenKind.OWNER:
-            return _without_ticket(self.with_pending_reason(job))
+            return _without_ticket(self._with_run_notes(self.with_pending_reason(job)))
         return self.visible_to_tenant(job)
 
     def visible_to_tenant(self, job: Job) -> Job:
         """As `visible_to`, for a user of the job's own tenant."""
-        job = _without_ticket(self.with_pending_reason(job))
+        job = _without_ticket(self._with_run_notes(self.with_pending_reason(job)))
 
         def is_shown(job_id: str) -> bool:
             other = self.get(job_id)
@@ -202,6 +208,15 @@ class JobLifecycle:
         )
         reason = mask_job_ids(job.reason, is_shown=is_shown)
         return msgspec.structs.replace(job, reason=reason, history=tuple(steps))
+
+    def _with_run_notes(self, job: Job) -> Job:
+        notes = self._run_notes.get(job.job_id)
+        if not notes or job.state is not JobState.RUNNING:
+            return job
+        rank, note = min(notes.items())
+        more = f" (and {len(notes) - 1} other workers)" if len(notes) > 1 else ""
+        reason = f"{job.reason}; node {job.placements[rank].node_id}: {note}{more}"
+        return msgspec.structs.replace(job, reason=truncate_reason(reason))
 
     def in_states(self, *states: JobState) -> list[Job]:
         return self._index.in_states(states)
@@ -234,6 +249,15 @@ class JobLifecycle:
         if self._pending_reasons.get(job_id) != reason:
             self._pending_reasons[job_id] = reason
             self._notifier.notify(job_id)
+
+    def set_run_note(self, job: Job, rank: int, note: str) -> None:
+        """Keep which processes of a worker cannot be killed, in memory only; empty to clear."""
+        notes = self._run_notes.get(job.job_id, {})
+        if notes.get(rank, "") == note:
+            return
+        others = {key: text for key, text in notes.items() if key != rank}
+        self._run_notes[job.job_id] = {**others, rank: note} if note else others
+        self._notifier.notify(job.job_id)
 
     def notify(self, job_id: str) -> None:
         """Wake up waiters after a change of the job that is not in the ledger."""
@@ -365,7 +389,7 @@ class JobLifecycle:
             elif isinstance(outcome, Exception) and not isinstance(outcome, ERRORS_OF_ALL_ROWS):
                 _log.error("job %s could not be placed: %s", start.job_id, outcome, exc_info=outcome)
                 self._backoff.delay(start.job_id)
-                self.set_pending_reason(start.job_id, f"could not be placed: {bounded_reason(str(outcome))}")
+                self.set_pending_reason(start.job_id, f"could not be placed: {truncate_reason(str(outcome))}")
         raise_first_of_all_rows(outcomes)
 
     def _place(self, start: Start, loads: int, txn: Transaction) -> Job | None:
@@ -425,7 +449,7 @@ class JobLifecycle:
         """Confirm the launch of a worker; the job runs when all workers are confirmed. FencedError if the
         launch is no longer valid, WorkersMissingError if other workers are not ready after `wait_s`.
         Idempotent: a reply may be lost."""
-        job_id, rank = parse_unit(unit)
+        job_id, rank = parse_worker_unit(unit)
 
         def require_valid() -> Job:
             job = self.get(job_id)
@@ -483,7 +507,7 @@ class JobLifecycle:
         changed, which is quarantined."""
         changes = []
         for report in reports:
-            job_id, rank = parse_unit(report.job_id)
+            job_id, rank = parse_worker_unit(report.job_id)
             changes.append(JobChange(job_id, partial(self._exit, node_id, report, rank), rank))
         outcomes = await self._changes.apply_each(changes)
         return [
@@ -497,6 +521,8 @@ class JobLifecycle:
             return
         state, reason = worker_outcome(job, report)
         cause = Cause.NODE if is_node_fault(job, report) else Cause.JOB
+        if report.needed_bytes and job.state is JobState.PLACING:
+            cause, reason = self._judge_space(job, report)
         ended = msgspec.structs.replace(
             job.placements[rank],
             outcome=state,
@@ -504,6 +530,20 @@ class JobLifecycle:
             never_started=not report.started,
         )
         self._end_worker(txn, job, rank, ended, reason=reason, cause=cause)
+
+    def _judge_space(self, job: Job, report: ExitReport) -> tuple[Cause, str]:
+        """Decide who is to blame for a disk without space for the working directory: the job, if no node has
+        that much space."""
+        needed_bytes = report.needed_bytes
+        self._backoff.record_needed_bytes(job.job_id, needed_bytes)
+        free_bytes = self._placer.free_disk_bytes_max(job)
+        if needed_bytes <= free_bytes:
+            return Cause.NODE, report.reason
+        return Cause.JOB, (
+            f"its working directory needs {needed_bytes} bytes of free disk space "
+            f"({needed_bytes / 2**30:.2f} GiB), packed and unpacked; the largest free space of a node is "
+            f"{free_bytes} bytes ({free_bytes / 2**30:.2f} GiB)"
+        )
 
     def _end_worker(
         self,
@@ -586,7 +626,7 @@ class JobLifecycle:
         is quarantined. Return the number of lost workers."""
         changes = []
         for worker in workers:
-            job_id, rank = parse_unit(worker.unit)
+            job_id, rank = parse_worker_unit(worker.unit)
             changes.append(JobChange(job_id, partial(self._lose, worker, rank), rank))
         outcomes = await self._changes.apply_each(changes)
         return sum(outcome is True for outcome in outcomes)
@@ -651,12 +691,12 @@ class JobLifecycle:
         return step
 
     def _stop(self, txn: Transaction, job: Job, stop: StopReason, reason: str) -> Job:
-        job = msgspec.structs.replace(job, stop=stop, reason=bounded_reason(f"{STOPPING_PREFIX}{reason}"))
+        job = msgspec.structs.replace(job, stop=stop, reason=truncate_reason(f"{STOPPING_PREFIX}{reason}"))
         txn.put(self._ledger.jobs, job.job_id, job)
         return job
 
     def _requeue(self, txn: Transaction, job: Job, reason: str) -> None:
-        if is_shrunk(job):
+        if is_shrunk_job(job):
             why = f"it cannot run again, because its stored record is too large ({reason})"
             self._end(txn, job, JobState.FAILED, why)
             return
@@ -711,6 +751,8 @@ class JobLifecycle:
         self._index.changed(before, after)
         if after is None or after.state is not JobState.QUEUED:
             self._pending_reasons.pop(job_id, None)
+        if after is None or after.state is not JobState.RUNNING:
+            self._run_notes.pop(job_id, None)
         if after is None or after.state is not JobState.PLACING:
             self._ready_ranks.pop(job_id, None)
         if after is None or after.state.is_final:

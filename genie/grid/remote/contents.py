@@ -47,7 +47,7 @@ class WholeFileDigest:
         return self._sha256.digest()
 
 
-class BlockDigest:
+class SparseFileDigest:
     """The digest of a large file. Data and holes are added in file order."""
 
     def __init__(self) -> None:
@@ -56,7 +56,7 @@ class BlockDigest:
         self._sha256_of_data = hashlib.sha256()
         self._sha256_of_ranges = hashlib.sha256()
         self._range_start = self._range_end = 0  # the current range of blocks that are not all zero
-        self._next_offset = 0  # number of the next block
+        self._next_block = 0  # number of the next block
         self._partial_block = b""  # the bytes of that block so far
 
     def add(self, data: bytes) -> None:
@@ -66,10 +66,10 @@ class BlockDigest:
             self._partial_block += data[:at]
             if len(self._partial_block) < BLOCK_BYTES:
                 return
-            self._add_blocks(self._partial_block, 0, BLOCK_BYTES)
+            self._add_whole_blocks(self._partial_block, 0, BLOCK_BYTES)
             self._partial_block = b""
         end = len(data) - (len(data) - at) % BLOCK_BYTES
-        self._add_blocks(data, at, end)
+        self._add_whole_blocks(data, at, end)
         self._partial_block = data[end:]
 
     def skip(self, size: int) -> None:
@@ -79,14 +79,14 @@ class BlockDigest:
             self.add(_ZERO_BLOCK[:filled])
             size -= filled
         if size:
-            self._next_offset += size // BLOCK_BYTES
+            self._next_block += size // BLOCK_BYTES
             self._partial_block = _ZERO_BLOCK[: size % BLOCK_BYTES]
 
     def digest(self) -> bytes:
         """Return the digest. Call it once, after all data."""
         import hashlib
 
-        size = self._next_offset * BLOCK_BYTES + len(self._partial_block)
+        size = self._next_block * BLOCK_BYTES + len(self._partial_block)
         if self._partial_block.count(0) < len(self._partial_block):
             self._add_range(self._partial_block, 0, len(self._partial_block))
         self._end_range()
@@ -98,23 +98,23 @@ class BlockDigest:
         )
         return whole.digest()[:32]
 
-    def _add_blocks(self, data: bytes, begin: int, end: int) -> None:
+    def _add_whole_blocks(self, data: bytes, begin: int, end: int) -> None:
         """Add whole blocks. The comparison with zeros is cheap: it stops at the first other byte."""
         for at in range(begin, end, BLOCK_BYTES):
             if data.startswith(_ZERO_BLOCK, at):
                 self._add_range(data, begin, at)
-                self._next_offset += 1
+                self._next_block += 1
                 begin = at + BLOCK_BYTES
         self._add_range(data, begin, end)
 
     def _add_range(self, data: bytes, begin: int, end: int) -> None:
         if begin == end:
             return
-        if self._next_offset != self._range_end:
+        if self._next_block != self._range_end:
             self._end_range()
-            self._range_start = self._next_offset
-        self._next_offset += -(-(end - begin) // BLOCK_BYTES)
-        self._range_end = self._next_offset
+            self._range_start = self._next_block
+        self._next_block += -(-(end - begin) // BLOCK_BYTES)
+        self._range_end = self._next_block
         self._sha256_of_data.update(memoryview(data)[begin:end])
 
     def _end_range(self) -> None:
@@ -122,9 +122,9 @@ class BlockDigest:
             self._sha256_of_ranges.update(_RANGE_STRUCT.pack(self._range_start, self._range_end))
 
 
-def make_digest_for_size(size: int) -> WholeFileDigest | BlockDigest:
+def make_digest_for_size(size: int) -> WholeFileDigest | SparseFileDigest:
     """Return an empty digest for a file of this size."""
-    return BlockDigest() if size >= BLOCK_DIGEST_BYTES_MIN else WholeFileDigest()
+    return SparseFileDigest() if size >= BLOCK_DIGEST_BYTES_MIN else WholeFileDigest()
 
 
 def compute_file_digest(fd: int) -> bytes:

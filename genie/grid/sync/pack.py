@@ -24,7 +24,7 @@ _FILES_PER_BATCH = 2048
 _READ_ATTEMPTS = 3
 _SHA_OFFSET = FRAME_HEADER.size - len(NO_SHA)
 
-Digest = contents.WholeFileDigest | contents.BlockDigest
+Digest = contents.WholeFileDigest | contents.SparseFileDigest
 
 
 class FileVanishedError(Exception):
