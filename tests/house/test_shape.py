@@ -50,7 +50,9 @@ QUIET_CATCHES: dict[str, str] = {
     "genie/controller/quarantine.py::Quarantine.isolated": "Quarantine.add() logs it",
     "genie/controller/jobs/changes.py::JobChanges._apply_isolated": "Quarantine.add() logs it",
     "genie/controller/steps.py::PeriodicSteps.run": "_record() logs it",
-    "genie/grid/remote/core.py::RequestLoop._execute": "the caller gets it with its traceback; a node has no log",
+    "genie/grid/remote/core.py::RequestLoop._execute": (
+        "the caller gets it with its traceback; a node has no log"
+    ),
     "genie/grid/ray/batch.py::run_batch": "runs on a worker; the traceback is part of the result of the task",
     "genie/scheduler/policies.py::IsolatedPolicy._call": "a user's code; `fault` describes the error",
     "genie/scheduler/policies.py::_format_error": "an error that cannot be formatted is reported by its type",
