@@ -327,8 +327,8 @@ async def run_agents(given: argparse.Namespace) -> None:
             phase_s = number / len(node_ids)
             await asyncio.sleep(phase_s * settings.agent.heartbeat_s)
             if given.kind == "light":
-                info = placement_roles.node_info(node_id, given.gpus)
-                node = placement_roles.Node(info, group)
+                info = placement_roles.make_node_info(node_id, given.gpus)
+                node = placement_roles.SimulatedAgent(info, group)
                 await node.run(given.state_dir, phase_s=0.0, up=asyncio.Semaphore(0), network=network)
                 return
             node_dir = given.state_dir / "agents" / node_id

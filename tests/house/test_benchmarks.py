@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from tests.house.sources import ROOT, shown
+from tests.house.sources import ROOT, relative_path
 from tests.needs import require_namespaces, require_program
 from tests.waiting import wait_until
 
@@ -36,7 +36,9 @@ QUICK = (
     "bench_utilisation.py",
 )
 BENCHMARKS = [
-    pytest.param(path, id=shown(path), marks=() if path.name in QUICK else pytest.mark.long("a benchmark"))
+    pytest.param(
+        path, id=relative_path(path), marks=() if path.name in QUICK else pytest.mark.long("a benchmark")
+    )
     for path in sorted((ROOT / "benchmarks").glob("bench_*.py"))
 ]
 
@@ -109,7 +111,7 @@ def test_benchmark_cleans_up_on_sigterm(tmp_path: Path) -> None:
     )
     try:
         # Written after all servers were started: a signal during the start of one could lose that process.
-        wait_until(lambda: [*tmp_path.glob("gb-*/bed/ssh_config")], timeout_s=60, what="the nodes")
+        wait_until(lambda: [*tmp_path.glob("gb-*/testbed/ssh_config")], timeout_s=60, what="the nodes")
         wait_until(lambda: len(_servers(tmp_path)) == 20, timeout_s=60, what="an SSH server on every node")
         nodes = _servers(tmp_path)
         bench.terminate()
@@ -124,7 +126,7 @@ def test_benchmark_cleans_up_on_sigterm(tmp_path: Path) -> None:
 
 
 def _servers(folder: Path) -> list[int]:
-    found = [path.read_text().strip() for path in folder.glob("gb-*/bed/node*/sshd.pid")]
+    found = [path.read_text().strip() for path in folder.glob("gb-*/testbed/node*/sshd.pid")]
     return [int(pid) for pid in found if pid]
 
 
@@ -135,7 +137,7 @@ def test_temporary_state_removes_its_folder_and_restores_the_sigterm_handler(
     received: list[int] = []
     before = signal.signal(signal.SIGTERM, lambda number, _: received.append(number))
     try:
-        with pytest.raises(SystemExit) as left, report["temporary_state"](tmp_path) as folder:
+        with pytest.raises(SystemExit) as left, report["use_temporary_state"](tmp_path) as folder:
             assert list(tmp_path.iterdir()) == [folder]
             try:
                 signal.raise_signal(signal.SIGTERM)
@@ -154,7 +156,7 @@ def test_rounds_must_be_a_positive_integer(
     report: dict[str, Any], rounds: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit, match="2"):
-        report["options"]("Benchmark.", rounds=1).parse_args(["--rounds", rounds])
+        report["make_parser"]("Benchmark.", rounds=1).parse_args(["--rounds", rounds])
     assert "not a positive integer" in capsys.readouterr().err
 
 
@@ -176,14 +178,14 @@ def test_rounds_must_be_a_positive_integer(
 def test_missed_goal_sets_the_exit_code(
     report: dict[str, Any], rule: str, limit: float, met: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    figure = report["figure"]("it", 20.0, samples=[10, 20, 30], baseline=10.0, goal=report[rule](limit))
+    figure = report["make_figure"]("it", 20.0, samples=[10, 20, 30], baseline=10.0, goal=report[rule](limit))
     assert figure.ok is met
-    assert report["conclude"]([figure], as_json=False) == (0 if met else 1)
+    assert report["print_figures"]([figure], as_json=False) == (0 if met else 1)
     assert ("MISSED" not in capsys.readouterr().out) is met
 
 
 def test_spread_is_the_10th_and_90th_percentile(report: dict[str, Any]) -> None:
-    figure = report["figure"]("it", 50.0, samples=list(range(100, 0, -1)))
+    figure = report["make_figure"]("it", 50.0, samples=list(range(100, 0, -1)))
     assert (figure.spread, figure.ratio, figure.goal, figure.ok) == ((11, 91), None, None, True)
 
 
@@ -193,9 +195,9 @@ def test_spread_of_a_p99_needs_at_least_200_values(
     values = [value for worst in range(1, 11) for value in (worst, *[0.5] * 99)]
     assert report["p99_samples"](values) == list(range(1, 11))
     assert [len(report["p99_samples"](values * 3)), len(report["p99_samples"](values[:450]))] == [10, 4]
-    few = report["figure"]("it", 1.0, samples=report["p99_samples"](values[:199]))
+    few = report["make_figure"]("it", 1.0, samples=report["p99_samples"](values[:199]))
     assert few.spread is None and few.ok
-    assert report["conclude"]([few], as_json=False) == 0
+    assert report["print_figures"]([few], as_json=False) == 0
     assert "spread" not in capsys.readouterr().out
 
 
