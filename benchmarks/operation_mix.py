@@ -43,8 +43,8 @@ ROUND_OPERATIONS = 1000
 DEVICE_OPERATIONS = 800
 REQUESTS = 190
 JOBS_KEPT = 20
-WARM_UP_ROUNDS = 30
-"""More than enough to fill the histories of jobs, with 4 jobs per round."""
+WARM_UP_ROUNDS = 100
+"""Enough to fill the histories of jobs and of the store, with 4 jobs and about 20 transactions per round."""
 JOB_S = 60.0
 SETTINGS = {
     "GENIE_CONTROLLER_JOBS_KEPT": str(JOBS_KEPT),

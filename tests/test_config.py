@@ -8,7 +8,13 @@ from pathlib import Path
 import pytest
 
 from genie import config
-from genie.config import cluster_arguments, environment_for_jobs, environment_variables, list_settings, load
+from genie.config import (
+    cluster_settings_from_arguments,
+    environment_for_jobs,
+    environment_variables,
+    list_settings,
+    load,
+)
 from genie.config.labels import validate_label, validate_labels
 from genie.errors import ConfigError, NameInvalidError, UsageError
 
@@ -50,7 +56,7 @@ def test_none_argument_and_empty_variable_count_as_not_given() -> None:
 
 def test_aliases_of_the_visual_guide_work(file: Path) -> None:
     assert load(environ={}, file=file).cluster.health_check_interval == 3.5
-    given = cluster_arguments({"enable_gpu_monitor": False, "health_interval": 9})
+    given = cluster_settings_from_arguments({"enable_gpu_monitor": False, "health_interval": 9})
     settings = load(given, environ={})
     assert settings.cluster.enable_gpu_monitoring is False
     assert settings.cluster.health_check_interval == 9.0
@@ -243,7 +249,7 @@ def test_every_setting_has_a_variable_a_type_and_a_help_text() -> None:
     names = {row.key: row.env for row in rows}
     assert names["cluster.master_addr"] == "GENIE_MASTER_ADDR"
     assert names["controller.port"] == "GENIE_CONTROLLER_PORT"
-    assert set(environment_variables()) == {row.env for row in rows} | set(config.OTHER_VARIABLES)
+    assert set(environment_variables()) == {row.env for row in rows} | set(config.OTHER_ENVIRONMENT_VARIABLES)
 
 
 def test_every_default_is_valid() -> None:
@@ -260,12 +266,12 @@ def test_executor_inherits_cache_directory_and_compiler() -> None:
     environ = {"XDG_CACHE_HOME": "/kept", "CXX": "clang++ -m64"}
     inherited = environment_for_jobs(environ)
     assert inherited == environ
-    assert (config.cache_home(inherited), config.cxx(inherited)) == (Path("/kept"), "clang++ -m64")
+    assert (config.cache_home(inherited), config.cxx_command(inherited)) == (Path("/kept"), "clang++ -m64")
 
 
 def test_empty_cache_and_compiler_variables_use_the_defaults() -> None:
     assert config.cache_home({"XDG_CACHE_HOME": ""}) == Path("~/.cache").expanduser()
-    assert config.cxx({"CXX": ""}) is None
+    assert config.cxx_command({"CXX": ""}) is None
 
 
 @pytest.mark.parametrize("label", ["a", "site/zone", "-._/", "x" * 63])

@@ -27,7 +27,7 @@ from genie.agent.launcher import JobLauncher, LaunchPlan
 from genie.config import AgentConfig
 from genie.errors import FencedError, GenieError, LaunchError, NodeUnfitError, WorkersMissingError
 from genie.model.allocation import FULL_MILLI
-from genie.model.job import EXIT_CLIENT_LOST, JobKind, Workdir
+from genie.model.job import CLIENT_LOST_EXIT_CODE, JobKind, Workdir
 from genie.model.messages import (
     ConfirmLaunch,
     Endpoint,
@@ -347,7 +347,7 @@ class NodeJobs:
             env=env,
             directory=job.directory,
             work_dir=job.directory / "work",
-            log_bytes_max=self._config.log_bytes_max,
+            log_file_bytes_max=self._config.log_bytes_max,
             log_files_max=self._config.log_files_max,
             grace_s=self._config.stop_grace_s,
             deadman_grace_s=self._lease.grace_s(self._config.stop_grace_s),
@@ -426,7 +426,9 @@ class NodeJobs:
                 return
             job.note = ""
             job.endpoint = Endpoint(
-                host=self._environment.advertised_host, port=port, server_name=tls.executor_name(job_id)
+                host=self._environment.advertised_host,
+                port=port,
+                server_name=tls.executor_certificate_name(job_id),
             )
             self._on_change()
             await self._retrying_call(job)(
@@ -436,9 +438,11 @@ class NodeJobs:
             if job.endpoint is None:
                 self.kill(job_id, epoch=job.epoch, reason=f"ended by Genie: {error}")
             else:
-                _log.info("could not report the endpoint of %s: %s; the next heartbeat will", job_id, error)
+                _log.info(
+                    "could not report the endpoint of %s: %s; the next heartbeat reports it", job_id, error
+                )
         except Exception:
-            _log.exception("could not report the endpoint of executor %s", job_id)
+            _log.exception("ending executor %s: could not report its endpoint to the controller", job_id)
             self.kill(job_id, epoch=job.epoch, reason="ended by Genie: internal error")
 
     async def _wait_endpoint(self, job: LocalJob) -> int | None:
@@ -500,7 +504,7 @@ class NodeJobs:
         job = self.live.get(report.job_id)
         if job is None or job.launch.spec.kind is not JobKind.SESSION or not report.exit_code:
             return False
-        return job.endpoint is None or report.exit_code == EXIT_CLIENT_LOST
+        return job.endpoint is None or report.exit_code == CLIENT_LOST_EXIT_CODE
 
     async def _with_executor_status(self, report: ExitReport) -> ExitReport:
         """Adds the status of an executor that failed before it listened, or that lost its client."""

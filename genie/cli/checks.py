@@ -146,7 +146,7 @@ def _check_device_library() -> Check:
     try:
         build_cache, torch = (
             libraries.BuildCache.of_this_installation(),
-            libraries.TorchTarget.installed().torch_version,
+            libraries.TorchTarget.from_installation().torch_version,
         )
         missing = [library for library in libraries.TORCH_LIBRARIES if not build_cache.is_built(library)]
     except NativeBuildError as error:
@@ -225,7 +225,7 @@ def check_accelerators() -> Iterator[Check]:
 def check_network_backends(settings: Settings) -> Iterator[Check]:
     """Checks which network backends this machine supports; `check_cluster` checks the connection."""
     from genie.runtime.backend_info import BACKENDS
-    from genie.runtime.network_discovery import NetworkDiscovery, backend_probe
+    from genie.runtime.network_discovery import NetworkDiscovery, probe_of_backend
 
     host, port = _cluster_address(settings) or ("127.0.0.1", settings.cluster.master_port)
     result = asyncio.run(NetworkDiscovery().discover(host, port, timeout_s=_CONNECT_TIMEOUT_S))
@@ -233,7 +233,7 @@ def check_network_backends(settings: Settings) -> Iterator[Check]:
     for name, info in BACKENDS.items():
         if name == "tcp":
             continue
-        probe = backend_probe(name, result.probes)
+        probe = probe_of_backend(name, result.probes)
         if not info.implemented:
             found = "not implemented in this version"
             yield Check(name=f"network {name}", verdict=Verdict.ABSENT, found=found, detail=probe.reason)
@@ -300,11 +300,11 @@ def check_certificates(settings: Settings) -> Iterator[Check]:
 
 
 def _check_certificate(path: Path) -> Check:
-    from genie.runtime.tls import validity
+    from genie.runtime.tls import validity_period
 
     name = f"certificate {path.name if path.name != 'node.pem' else path.parent.name}"
     try:
-        start, end = validity(path.read_text("utf-8"))
+        start, end = validity_period(path.read_text("utf-8"))
     except (OSError, ValueError) as error:
         return Check(
             name=name,

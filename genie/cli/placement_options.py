@@ -28,7 +28,7 @@ from genie.model.limits import (
     CPUS_MAX,
     GPUS_MAX,
     GRACE_S_MAX,
-    NAMED_MAX,
+    JOB_LIST_ENTRIES_MAX,
     PRIORITY_MAX,
     TEXT_CHARS_MAX,
     WORKERS_MAX,
@@ -365,6 +365,6 @@ def _parse_capability(text: str | None) -> tuple[int, int]:
 
 
 def _parse_each(given: list[str] | None, read: Callable[[str], _Value], *, what: str) -> list[_Value]:
-    if given is not None and len(given) > NAMED_MAX:
-        raise UsageError(f"{what} is given {len(given)} times", hint=f"at most {NAMED_MAX} times")
+    if given is not None and len(given) > JOB_LIST_ENTRIES_MAX:
+        raise UsageError(f"{what} is given {len(given)} times", hint=f"at most {JOB_LIST_ENTRIES_MAX} times")
     return [read(text) for text in given or ()]

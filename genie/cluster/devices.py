@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from genie.device import ExecutorAddress, RemoteDevice, attach, detach, extend
-from genie.device.registry import DEVICES_MAX, slot
+from genie.device.registry import DEVICES_MAX, device_slot
 from genie.errors import DeviceUnavailableError, GenieError, JobNotFoundError, TransportError
 from genie.model.job import Job, JobState
 from genie.model.messages import CancelJob, DeviceReply, OpenDevice, WaitDevice
@@ -125,7 +125,7 @@ class DeviceBroker(TransportCoordinator):
             if reason:
                 del self._job_ids[index]
                 _log.warning("lost the executor on %s: %s", self.accelerator_refs[index], reason)
-                await asyncio.to_thread(slot(index).lose, reason)
+                await asyncio.to_thread(device_slot(index).mark_lost, reason)
 
     def remote_devices(self) -> list[RemoteDevice]:
         return self._make_remote_devices(self.accelerator_refs, start=0)

@@ -26,7 +26,7 @@ from typing import Any, ParamSpec, TypeVar
 from genie.cluster.events import EventHandler
 from genie.cluster.lifecycle.session_run import SessionRun
 from genie.cluster.state import ClusterState
-from genie.config import ClusterConfig, Settings, cluster_arguments, load
+from genie.config import ClusterConfig, Settings, cluster_settings_from_arguments, load
 from genie.errors import AlreadyInitializedError, DeadlineError, NotInitializedError, SessionError
 from genie.model.node import GPUInfo, NodeInfo, NodeRole, NodeStatus
 
@@ -152,7 +152,7 @@ def load_settings(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Settings:
     """Loads the settings for a call with these arguments."""
     given = inspect.signature(init_signature).bind_partial(*args, **kwargs).arguments
     others = given.pop("kwargs", {})
-    return load(cluster_arguments({**given, **others}))
+    return load(cluster_settings_from_arguments({**given, **others}))
 
 
 def remaining_timeout_s(settings: Settings, began_s: float) -> float:

@@ -57,7 +57,7 @@ from genie.processes import files, memory
 from genie.processes.clock import Clock
 from genie.processes.file_limit import get_file_limit
 from genie.processes.tasks import Offload, first_error, run_inline
-from genie.runtime.connection_limits import FEW_CONNECTIONS, ConnectionLimits, file_limit_for
+from genie.runtime.connection_limits import COMFORTABLE_CONNECTIONS, ConnectionLimits, file_limit_for
 from genie.runtime.credentials import LocalCluster, store_trusted_ca
 from genie.runtime.network import Network
 from genie.scheduler.rules import Rules
@@ -580,7 +580,7 @@ class Controller:
 
 
 def _file_limit_alarm(files_max: int) -> str:
-    if files_max >= file_limit_for(FEW_CONNECTIONS):
+    if files_max >= file_limit_for(COMFORTABLE_CONNECTIONS):
         return ""
     connections = ConnectionLimits.for_file_limit(files_max).connections_max
     return (

@@ -597,8 +597,8 @@ def _reply_type(request: type[Message]) -> type[Message]:
     return typing.cast("type[Message]", answer)
 
 
-BEFORE_HELLO = (Hello, FetchTrust, Join, RecoverCertificate)
-FOR_NODES = (
+UNAUTHENTICATED_REQUESTS = (Hello, FetchTrust, Join, RecoverCertificate)
+NODE_REQUESTS = (
     Register,
     Heartbeat,
     Leave,
@@ -608,7 +608,7 @@ FOR_NODES = (
     SignExecutor,
     GetBlob,
 )
-FOR_USERS = (
+USER_REQUESTS = (
     SubmitJob,
     GetJob,
     ListJobs,
@@ -626,7 +626,7 @@ FOR_USERS = (
     OpenDevice,
     WaitDevice,
 )
-FOR_OWNERS = (
+OWNER_REQUESTS = (
     ListTokens,
     CreateToken,
     RevokeToken,
@@ -637,5 +637,5 @@ FOR_OWNERS = (
     RemoveQuota,
 )
 
-CONTROLLER_REQUESTS = (*BEFORE_HELLO, *FOR_NODES, *FOR_USERS, *FOR_OWNERS)
+CONTROLLER_REQUESTS = (*UNAUTHENTICATED_REQUESTS, *NODE_REQUESTS, *USER_REQUESTS, *OWNER_REQUESTS)
 AGENT_REQUESTS = (Launch, Kill, ReadLog)

@@ -65,7 +65,7 @@ def record_process(
 
 def make_record(name: str, pid: int, *, ready: bool = False, node_id: str = "") -> ProcessRecord | None:
     """The record of a process, not written yet; None if it has already ended."""
-    mark = ProcessMark.of(pid)
+    mark = ProcessMark.of_pid(pid)
     return None if mark is None else ProcessRecord(name=name, mark=mark, ready=ready, node_id=node_id)
 
 

@@ -153,6 +153,6 @@ def _joined_cluster_address(state_dir: Path) -> tuple[str, int] | None:
 def _read_pin(path: Path) -> str | None:
     """The pin of a token, which identifies its cluster; None if the file cannot be read."""
     try:
-        return parse_token(files.read_small(path)).pin
+        return parse_token(files.read_small_file(path)).pin
     except (OSError, UnicodeDecodeError, GenieError):
         return None

@@ -68,7 +68,7 @@ def test_new_gpus_get_the_next_indices_and_cpus_none(controller: SmallController
         ("a", 0),
         ("a", 1),
     ]
-    assert len(registry.slots()) == 4
+    assert len(registry.device_slots()) == 4
 
 
 def test_number_of_indices_is_limited(controller: SmallController) -> None:
@@ -78,7 +78,7 @@ def test_number_of_indices_is_limited(controller: SmallController) -> None:
     devices = broker()
     assert len(devices.add_new_accelerators([*controller.nodes, node("b", *nvidia)])) == 27
     assert devices.add_new_accelerators([*controller.nodes, node("b", *nvidia)]) == ()
-    assert len(registry.slots()) == registry.DEVICES_MAX == 127
+    assert len(registry.device_slots()) == registry.DEVICES_MAX == 127
 
 
 def test_open_requests_the_accelerator_and_returns_the_executor_address(
@@ -97,7 +97,7 @@ def test_executor_is_lost_when_its_session_job_has_ended(
     controller: SmallController, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lost: list[tuple[int, str]] = []
-    monkeypatch.setattr(registry.Slot, "lose", lambda slot, why: lost.append((slot.index, why)))
+    monkeypatch.setattr(registry.DeviceSlot, "mark_lost", lambda slot, why: lost.append((slot.index, why)))
     controller.nodes = (node("n1", gpu(0), gpu(1)), node("n2", gpu(0)))
     genie.connect(heartbeat_interval=0.05, **QUIET)
     broker().open(0)
@@ -118,7 +118,7 @@ def test_executor_is_lost_when_its_session_job_is_unknown(
     controller: SmallController, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lost: list[str] = []
-    monkeypatch.setattr(registry.Slot, "lose", lambda slot, why: lost.append(why))
+    monkeypatch.setattr(registry.DeviceSlot, "mark_lost", lambda slot, why: lost.append(why))
     genie.connect(heartbeat_interval=0.05, **QUIET)
     broker().open(0)
     controller.refusals[WaitDevice] = JobNotFoundError("there is no job j-1")

@@ -716,7 +716,7 @@ async def test_network_check_uses_the_round_trip_of_the_last_heartbeat(controlle
 async def test_session_without_health_checks_is_healthy(
     controller: SmallController, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("genie.cluster.lifecycle.phases.address_towards", lambda *_: "10.0.0.9")
+    monkeypatch.setattr("genie.cluster.lifecycle.phases.local_address_towards", lambda *_: "10.0.0.9")
     state = await genie.init(**QUIET)
     assert (state.local_node.status, state.local_node.host) == (NodeStatus.HEALTHY, "10.0.0.9")
 
@@ -768,7 +768,8 @@ async def test_init_attaches_the_device_without_importing_torch(controller: Smal
         import asyncio, sys, genie
         from genie.device import registry
         asyncio.run(genie.init("127.0.0.1", {controller.port}))
-        print(len(registry.slots()), "torch" in sys.modules, "rich" in sys.modules, "typer" in sys.modules)
+        imported = ["torch" in sys.modules, "rich" in sys.modules, "typer" in sys.modules]
+        print(len(registry.device_slots()), *imported)
     """
     done = await asyncio.to_thread(
         subprocess.run,
@@ -785,6 +786,6 @@ async def test_shutdown_detaches_the_device(controller: SmallController) -> None
 
     controller.nodes = (node("n1", gpu(0, vendor=Vendor.NVIDIA), gpu(1, vendor=Vendor.NVIDIA)),)
     await genie.init(**QUIET)
-    assert [slot.device.gpu_id for slot in registry.slots()] == ["0", "1"]
+    assert [slot.device.gpu_id for slot in registry.device_slots()] == ["0", "1"]
     await genie.shutdown()
-    assert registry.slots() == ()
+    assert registry.device_slots() == ()

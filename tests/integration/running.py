@@ -44,7 +44,7 @@ class RunningCluster:
             "cluster.token": self.token,
             "paths.state_dir": self.state_dir,
         }
-        return config.load(arguments | config.cluster_arguments(cluster))
+        return config.load(arguments | config.cluster_settings_from_arguments(cluster))
 
     def environ(self) -> dict[str, str]:
         """Environment of a client process of this cluster."""

@@ -29,7 +29,7 @@ from genie.controller.nodes.agents import Agents
 from genie.controller.request_limits import RequestLimits, TokenUsage
 from genie.controller.requests.open_waits import OpenWaits
 from genie.errors import StoreFullError
-from genie.model.job import Job, JobState, parse_unit
+from genie.model.job import Job, JobState, parse_worker_unit
 from genie.model.messages import ExitReport, Message
 from genie.model.tenant import TokenKind
 from genie.processes import files
@@ -63,7 +63,7 @@ def _plant_failing_exits(patch: pytest.MonkeyPatch) -> None:
     async def record_exits(
         self: JobLifecycle, node_id: str, reports: Sequence[ExitReport]
     ) -> list[ExitReport]:
-        units = ((report, *parse_unit(report.job_id)) for report in reports)
+        units = ((report, *parse_worker_unit(report.job_id)) for report in reports)
         exits = (
             JobChange(job_id, partial(self._exit, node_id, report, rank)) for report, job_id, rank in units
         )
@@ -91,13 +91,13 @@ def _plant_blocking_reader(patch: pytest.MonkeyPatch) -> None:
     async def read(self: Peer, tasks: asyncio.TaskGroup) -> None:
         while True:
             frame = await self.channel.receive()
-            if frame.kind is wire.Kind.REQUEST:
+            if frame.kind is wire.FrameKind.REQUEST:
                 while self._in_flight >= 128:
                     blocked.add(self)
                     await asyncio.sleep(0.05)
                 self._in_flight += 1
                 tasks.create_task(self._reply_to(frame))
-            elif (future := self._calls.get(frame.call_id)) is not None and not future.done():
+            elif (future := self._pending_calls.get(frame.call_id)) is not None and not future.done():
                 future.set_result(frame)
 
     real_run = Peer.run
@@ -109,7 +109,7 @@ def _plant_blocking_reader(patch: pytest.MonkeyPatch) -> None:
             if self in blocked:
                 await asyncio.sleep(10.0)  # closing waits for the requests in flight
 
-    patch.setattr(Peer, "_read", read)
+    patch.setattr(Peer, "_read_frames", read)
     patch.setattr(Peer, "run", run)
     patch.setattr(OpenWaits, "_hold", lambda self, limits: nullcontext(True))
 

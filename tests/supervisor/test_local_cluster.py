@@ -51,7 +51,7 @@ def settings(state_dir: Path, **more: object) -> Settings:
 
 def is_alive(pid: int) -> bool:
     """False for a zombie."""
-    mark = ProcessMark.of(pid)
+    mark = ProcessMark.of_pid(pid)
     return mark is not None and mark.is_alive
 
 

@@ -89,4 +89,4 @@ def test_last_lines_skips_empty_lines(tmp_path: Path) -> None:
 
 
 def test_own_process_is_alive() -> None:
-    assert process_records.ProcessMark.of(os.getpid()) is not None
+    assert process_records.ProcessMark.of_pid(os.getpid()) is not None

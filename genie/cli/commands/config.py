@@ -12,7 +12,7 @@ import typer
 
 from genie.cli import output
 from genie.cli.app import Invocation, JsonOption, app, command
-from genie.config import OTHER_VARIABLES, SECTIONS, Setting, Settings, list_settings, load
+from genie.config import OTHER_ENVIRONMENT_VARIABLES, SECTIONS, Setting, Settings, list_settings, load
 from genie.errors import ConfigError, UsageError
 
 settings_app = typer.Typer(
@@ -124,7 +124,9 @@ def format_environment_page() -> str:
     for section, cls in SECTIONS.items():
         items = [item for item in list_settings() if item.key.startswith(f"{section}.")]
         parts.append(f"## [{section}]\n\n{cls.__doc__}\n\n{_format_variable_table(items)}")
-    others = "".join(f"| `{name}` | {_escape_table_cell(text)} |\n" for name, text in OTHER_VARIABLES.items())
+    others = "".join(
+        f"| `{name}` | {_escape_table_cell(text)} |\n" for name, text in OTHER_ENVIRONMENT_VARIABLES.items()
+    )
     parts.append(f"{_OTHER_VARIABLES_INTRO}{others}")
     parts.append(_STANDARD_VARIABLES_NOTE)
     return "\n".join(parts)

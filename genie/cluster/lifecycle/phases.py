@@ -36,7 +36,7 @@ from genie.runtime.controller_connection import ControllerConnection, open_contr
 from genie.runtime.credentials import Access, find_access, find_address
 from genie.runtime.data_plane import DataPlaneConfig, TransportCoordinator
 from genie.runtime.interfaces import InterfaceMeter
-from genie.runtime.network import Network, TcpNetwork, address_towards
+from genie.runtime.network import Network, TcpNetwork, local_address_towards
 from genie.supervisor.this_machine import add_local_cluster_hint
 from genie.telemetry import log
 
@@ -240,10 +240,10 @@ class Startup:
         state_dir = self._settings.paths.state_dir
         async with add_local_cluster_hint(access.host, access.port, state_dir=state_dir):
             connection = await self._stack.enter_async_context(opening)
-        welcome = await connection.wait_first()
+        welcome = await connection.wait_for_first_connection()
         state.cluster_id, state.tenant = welcome.cluster_id, welcome.tenant
         state.control_integration = connection
-        here = await asyncio.to_thread(address_towards, access.host, access.port)
+        here = await asyncio.to_thread(local_address_towards, access.host, access.port)
         state.node = msgspec.structs.replace(
             state.node,
             host=here or state.node.host,

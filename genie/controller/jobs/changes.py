@@ -17,7 +17,7 @@ from genie.controller.jobs.outcomes import STOPPING_PREFIX
 from genie.controller.ledger import Ledger, Table, Transaction
 from genie.controller.store.protocol import TXN_BYTES_MAX
 from genie.errors import LeadershipError, RowTooLargeError, StoreError
-from genie.model.job import Job, JobState, StopReason, shrunk
+from genie.model.job import Job, JobState, StopReason, shrink_oversized_job
 
 _Result = TypeVar("_Result")
 _Output_co = TypeVar("_Output_co", covariant=True)
@@ -51,7 +51,7 @@ class JobChanges:
 
     async def apply(self, change: JobChange[_Result]) -> _Result:
         """Change one job. If the transaction is too large, release its workers in parts first; if its own
-        row is, change a shrunk job."""
+        row is, change a shrink_oversized_job job."""
         with suppress(RowTooLargeError):
             return await self._ledger.write(partial(change.stage, self._ledger.jobs))
         with suppress(RowTooLargeError):
@@ -149,7 +149,7 @@ class JobChanges:
 
     def _stage_shrunk(self, change: JobChange[_Result], txn: Transaction) -> _Result:
         job = self._ledger.jobs.get(change.job_id)
-        return change.build(shrunk(job) if job is not None else None, txn)
+        return change.build(shrink_oversized_job(job) if job is not None else None, txn)
 
 
 def raise_first_of_all_rows(outcomes: Iterable[object]) -> None:

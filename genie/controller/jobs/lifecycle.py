@@ -53,9 +53,9 @@ from genie.model.job import (
     Placement,
     StopReason,
     Transition,
-    bounded_reason,
-    is_shrunk,
-    parse_unit,
+    is_shrunk_job,
+    parse_worker_unit,
+    truncate_reason,
     with_state,
 )
 from genie.model.messages import ExitReport
@@ -175,7 +175,7 @@ class JobLifecycle:
 
     def find_worker(self, key: str, identity: Identity) -> tuple[Job, int]:
         """Find the job and rank of JOB.RANK; JOB alone is rank 0."""
-        job_id, rank = parse_unit(key)
+        job_id, rank = parse_worker_unit(key)
         has_name = self._index.has_name
         if not has_name(key) and (job_id in self._ledger.jobs or has_name(job_id)):
             return self.find(job_id, identity), rank
@@ -216,7 +216,7 @@ class JobLifecycle:
         rank, note = min(notes.items())
         more = f" (and {len(notes) - 1} other workers)" if len(notes) > 1 else ""
         reason = f"{job.reason}; node {job.placements[rank].node_id}: {note}{more}"
-        return msgspec.structs.replace(job, reason=bounded_reason(reason))
+        return msgspec.structs.replace(job, reason=truncate_reason(reason))
 
     def in_states(self, *states: JobState) -> list[Job]:
         return self._index.in_states(states)
@@ -389,7 +389,7 @@ class JobLifecycle:
             elif isinstance(outcome, Exception) and not isinstance(outcome, ERRORS_OF_ALL_ROWS):
                 _log.error("job %s could not be placed: %s", start.job_id, outcome, exc_info=outcome)
                 self._backoff.delay(start.job_id)
-                self.set_pending_reason(start.job_id, f"could not be placed: {bounded_reason(str(outcome))}")
+                self.set_pending_reason(start.job_id, f"could not be placed: {truncate_reason(str(outcome))}")
         raise_first_of_all_rows(outcomes)
 
     def _place(self, start: Start, loads: int, txn: Transaction) -> Job | None:
@@ -449,7 +449,7 @@ class JobLifecycle:
         """Confirm the launch of a worker; the job runs when all workers are confirmed. FencedError if the
         launch is no longer valid, WorkersMissingError if other workers are not ready after `wait_s`.
         Idempotent: a reply may be lost."""
-        job_id, rank = parse_unit(unit)
+        job_id, rank = parse_worker_unit(unit)
 
         def require_valid() -> Job:
             job = self.get(job_id)
@@ -507,7 +507,7 @@ class JobLifecycle:
         changed, which is quarantined."""
         changes = []
         for report in reports:
-            job_id, rank = parse_unit(report.job_id)
+            job_id, rank = parse_worker_unit(report.job_id)
             changes.append(JobChange(job_id, partial(self._exit, node_id, report, rank), rank))
         outcomes = await self._changes.apply_each(changes)
         return [
@@ -626,7 +626,7 @@ class JobLifecycle:
         is quarantined. Return the number of lost workers."""
         changes = []
         for worker in workers:
-            job_id, rank = parse_unit(worker.unit)
+            job_id, rank = parse_worker_unit(worker.unit)
             changes.append(JobChange(job_id, partial(self._lose, worker, rank), rank))
         outcomes = await self._changes.apply_each(changes)
         return sum(outcome is True for outcome in outcomes)
@@ -691,12 +691,12 @@ class JobLifecycle:
         return step
 
     def _stop(self, txn: Transaction, job: Job, stop: StopReason, reason: str) -> Job:
-        job = msgspec.structs.replace(job, stop=stop, reason=bounded_reason(f"{STOPPING_PREFIX}{reason}"))
+        job = msgspec.structs.replace(job, stop=stop, reason=truncate_reason(f"{STOPPING_PREFIX}{reason}"))
         txn.put(self._ledger.jobs, job.job_id, job)
         return job
 
     def _requeue(self, txn: Transaction, job: Job, reason: str) -> None:
-        if is_shrunk(job):
+        if is_shrunk_job(job):
             why = f"it cannot run again, because its stored record is too large ({reason})"
             self._end(txn, job, JobState.FAILED, why)
             return

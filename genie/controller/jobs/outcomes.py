@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from genie.model.job import EXIT_CLIENT_LOST, Job, JobKind, JobState, Placement, StopReason
+from genie.model.job import CLIENT_LOST_EXIT_CODE, Job, JobKind, JobState, Placement, StopReason
 from genie.model.messages import ExitReport
 
 STOPPING_PREFIX = "being stopped: "
@@ -51,7 +51,7 @@ def worker_outcome(job: Job, report: ExitReport) -> tuple[JobState, str]:
         return JobState.CANCELLED, f"cancelled: {stop_reason(job)}{how}"
     if stop is StopReason.TIME_LIMIT:
         return JobState.FAILED, f"{stop_reason(job)}{how}"
-    if code == EXIT_CLIENT_LOST and job.spec.kind is JobKind.SESSION:
+    if code == CLIENT_LOST_EXIT_CODE and job.spec.kind is JobKind.SESSION:
         return JobState.CANCELLED, f"cancelled: {report.reason or 'the client did not return'}"
     if code == 0:
         # A launch that was never confirmed cannot have succeeded.

@@ -42,7 +42,7 @@ from genie.errors import (
     UsageError,
 )
 from genie.model.allocation import NodeHolds
-from genie.model.job import Job, JobKind, JobState, StopReason, parse_unit
+from genie.model.job import Job, JobKind, JobState, StopReason, parse_worker_unit
 from genie.model.messages import (
     ConfirmLaunch,
     Done,
@@ -268,7 +268,7 @@ class Agents:
         """Find the tenant whose unfinished job on this node needs that blob; extends the job's confirmation
         deadline, because the node is downloading."""
         held = self._ledger.holds.get(node_id)
-        units = [parse_unit(hold.job_id) for hold in held.holds] if held else []
+        units = [parse_worker_unit(hold.job_id) for hold in held.holds] if held else []
         jobs = [(self._jobs.get(job_id), rank) for job_id, rank in units]
         matching = [(job, rank) for job, rank in jobs if job and _needs_blob(job, digest)]
         for job, rank in matching:
@@ -466,7 +466,7 @@ class Agents:
 
     def _isolated(self, unit: str) -> AbstractContextManager[None]:
         """A failed change of this job affects no other job."""
-        return self._ledger.quarantine.isolated(self._ledger.jobs.prefix + parse_unit(unit)[0])
+        return self._ledger.quarantine.isolated(self._ledger.jobs.prefix + parse_worker_unit(unit)[0])
 
     async def _end_earlier_incarnations(
         self, node_id: str, incarnation: int, exits: Sequence[ExitReport]
@@ -500,7 +500,7 @@ class Agents:
         return settled, self._to_kill(node_id, request.running)
 
     def _is_node_fault(self, node_id: str, report: ExitReport) -> bool:
-        job_id, rank = parse_unit(report.job_id)
+        job_id, rank = parse_worker_unit(report.job_id)
         job = self._jobs.get(job_id)
         is_current = job is not None and is_current_placement(job, rank, node_id, report.epoch)
         return job is not None and is_current and is_node_fault(job, report)
@@ -512,7 +512,7 @@ class Agents:
         before = self._unlisted_counts.get(node_id, {})
         missing: dict[tuple[str, int], int] = {}
         for hold in held.holds:
-            key, job = (hold.job_id, hold.epoch), self._jobs.get(parse_unit(hold.job_id)[0])
+            key, job = (hold.job_id, hold.epoch), self._jobs.get(parse_worker_unit(hold.job_id)[0])
             if key not in reported and (job is None or job.state is JobState.RUNNING):
                 missing[key] = before.get(key, 0) + 1
         self._unlisted_counts[node_id] = missing
@@ -526,7 +526,7 @@ class Agents:
     def _to_kill(self, node_id: str, running: Sequence[RunningJob]) -> list[JobOrder]:
         orders = []
         for item in running:
-            job_id, rank = parse_unit(item.job_id)
+            job_id, rank = parse_worker_unit(item.job_id)
             job = self._jobs.get(job_id)
             if job is None and self._ledger.jobs.is_unreadable(job_id):
                 continue  # it may be another version's; its hold stays while it runs

@@ -12,7 +12,7 @@ import pytest
 from genie.config import ControllerConfig
 from genie.controller.jobs.sessions import LEASE_S_MIN, lease_s
 from genie.errors import DeviceUnavailableError, GenieError, JobNotFoundError, NodeNotFoundError
-from genie.model.job import EXIT_CLIENT_LOST, JobState
+from genie.model.job import CLIENT_LOST_EXIT_CODE, JobState
 from genie.model.messages import (
     DeviceReply,
     Endpoint,
@@ -315,7 +315,7 @@ async def test_executor_that_lost_its_client_is_not_a_success(tmp_path: Path) ->
     async with running_controller(tmp_path) as one, one.client() as client, one.agent(gpus=1) as agent:
         job = (await _open(client)).job
         launch = await agent.start_next()
-        agent.end(launch, EXIT_CLIENT_LOST, reason="the client did not return within 30 s")
+        agent.end(launch, CLIENT_LOST_EXIT_CODE, reason="the client did not return within 30 s")
         await agent.beat()
         ended = await client.job(job.job_id)
         assert (ended.state, ended.reason) == (
