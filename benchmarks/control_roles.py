@@ -41,7 +41,7 @@ from genie.model.node import GPUInfo, NodeStatus, Vendor
 from genie.model.tenant import TokenKind
 from genie.processes.clock import SystemClock
 from genie.processes.file_limit import raise_file_limit
-from genie.processes.tasks import file_thread, loop_factory, tune_for_serving
+from genie.processes.tasks import file_io_threads, loop_factory, tune_for_serving
 from genie.runtime import wire
 from genie.runtime.credentials import connect_authenticated, find_access
 from genie.runtime.network import Channel, ClientTls, TcpNetwork
@@ -268,12 +268,14 @@ class TimedChannel:
         return None if frame is None else self._record_received(frame)
 
     def _record_sent(self, frame: bytes) -> None:
-        if frame[_KIND_OFFSET] == wire.Kind.REQUEST and frame.startswith(_HEARTBEAT, wire.HEADER_BYTES + 1):
+        if frame[_KIND_OFFSET] == wire.FrameKind.REQUEST and frame.startswith(
+            _HEARTBEAT, wire.HEADER_BYTES + 1
+        ):
             call_id = int.from_bytes(frame[_KIND_OFFSET + 1 : wire.HEADER_BYTES], "big")
             self._sent_s[call_id] = time.perf_counter()
 
     def _record_received(self, frame: wire.Frame) -> wire.Frame:
-        if frame.kind is not wire.Kind.REQUEST:
+        if frame.kind is not wire.FrameKind.REQUEST:
             sent_s = self._sent_s.pop(frame.call_id, None)
             if sent_s is not None:
                 self._report().latencies_ms.append((time.perf_counter() - sent_s) * 1000)
@@ -323,7 +325,7 @@ async def run_agents(given: argparse.Namespace) -> None:
     node_ids = [f"node-{number:04d}" for number in range(given.first, given.first + given.nodes)]
     await join_all(given.state_dir, node_ids)
     network = TimedNetwork()
-    with file_thread("genie-bench-files") as files:
+    with file_io_threads("genie-bench-files") as files:
         disk = DiskAccess(journal=files, bulk=files)
 
         async def run_node(number: int, node_id: str, group: asyncio.TaskGroup) -> None:

@@ -4,15 +4,15 @@
 #include <bit>
 
 #include "smoothing.h"
-#include "gpus.h"
+#include "gpu_selection.h"
 
 namespace genie {
 namespace {
 
-constexpr int kStaleDivisor = 10;  // stale after a change of a tenth
+constexpr int kStaleChangeDivisor = 10;  // stale after a change of a tenth
 
 // The GPUs that have the same amounts free as `gpu`.
-uint16_t equal_gpus(const Node& node, uint16_t gpus, int gpu) {
+uint16_t find_interchangeable_gpus(const Node& node, uint16_t gpus, int gpu) {
   uint16_t found = 0;
   for (; gpus != 0; gpus &= static_cast<uint16_t>(gpus - 1)) {
     const int g = std::countr_zero(gpus);
@@ -28,14 +28,19 @@ uint16_t equal_gpus(const Node& node, uint16_t gpus, int gpu) {
 
 SupplyPolicy::SupplyPolicy(const Cluster& cluster, const std::vector<RequestClass>& history,
                            const SupplyOptions& options)
-    : options_(options), values_(std::make_shared<NodeValues>(cluster, history, options.draws)) {
+    : options_(options), tracker_(std::make_shared<SupplyTracker>(cluster, history, options.draws)) {
   collect_demand(cluster, history);
-  update_weights(cluster);
 }
 
-SupplyPolicy::SupplyPolicy(const Cluster& cluster, const SupplyPolicy& other)
-    : options_(other.options_), values_(other.values_), groups_(other.groups_) {
-  update_weights(cluster);
+SupplyPolicy::SupplyPolicy(const SupplyPolicy& other)
+    : Policy(), options_(other.options_), tracker_(other.tracker_), demand_groups_(other.demand_groups_) {}
+
+bool SupplyPolicy::prepare(const Cluster& cluster, WorkBudget& budget) {
+  if (has_weights_) return true;
+  if (!tracker_->update(cluster, budget)) return false;
+  compute_weights();
+  has_weights_ = true;
+  return true;
 }
 
 std::optional<Candidate> SupplyPolicy::evaluate(const Cluster& cluster, int number,
@@ -44,30 +49,30 @@ std::optional<Candidate> SupplyPolicy::evaluate(const Cluster& cluster, int numb
   if (!fits_except_gpus(node, number, request)) return std::nullopt;
   // Cheap checks first: most changed nodes are fuller than before.
   const bool is_one = request.gpus == 1;
-  uint16_t left = is_one ? usable_gpus(node, request, tenant) : tightest_gpus(node, request, tenant);
+  uint16_t left = is_one ? usable_gpus(node, request, tenant) : choose_tightest_gpus(node, request, tenant);
   if (request.gpus > 0 && left == 0) return std::nullopt;
-  update_node(cluster, number);
-  const double before = known_nodes_[number].node_worth;
-  if (!is_one) return candidate(node, request, left, before);
+  const double before = node_worth(tracker_->node_value(cluster, number), node.model);
+  if (!is_one) return make_candidate(node, request, left, before);
   std::optional<Candidate> best;
   uint16_t best_equal = 0;
   while (left != 0) {
     const int g = std::countr_zero(left);
-    const uint16_t same = equal_gpus(node, left, g);
+    const uint16_t same = find_interchangeable_gpus(node, left, g);
     left &= static_cast<uint16_t>(~same);
-    const Candidate found = candidate(node, request, static_cast<uint16_t>(1 << g), before);
+    const Candidate found = make_candidate(node, request, static_cast<uint16_t>(1 << g), before);
     if (best && found.cost >= best->cost) continue;
     best = found;
     best_equal = same;
   }
-  if (best) best->gpus = closest_of_equal(node, best_equal);
+  if (best) best->gpus = choose_closest_of_equal(node, best_equal);
   return best;
 }
 
-Candidate SupplyPolicy::candidate(const Node& node, const RequestClass& request, uint16_t gpus,
-                                  double before) {
+Candidate SupplyPolicy::make_candidate(const Node& node, const RequestClass& request, uint16_t gpus,
+                                       double before) {
   const FreeState after = free_state_after(node, request, gpus);
-  const double cost = before - (after.gpu_count == 0 ? 0 : node_worth(values_->of(after), node.model));
+  const double cost =
+      before - (after.gpu_count == 0 ? 0 : node_worth(tracker_->state_value(after), node.model));
   // Ties are broken by best fit: the least GPU left over, then the least CPU.
   const auto gpu_left = static_cast<uint64_t>(node.free_gpu_milli() - request.gpu_volume());
   const auto cpu_left = std::min<uint64_t>((node.free_cpu_milli - request.cpu_milli) / 16, 0xffff);
@@ -76,32 +81,16 @@ Candidate SupplyPolicy::candidate(const Node& node, const RequestClass& request,
 
 double SupplyPolicy::node_worth(const NodeValue& value, int model) const {
   double capacity = 0;
-  for (size_t j = 0; j < values_->multi_gpu_counts().size(); ++j) {
+  for (size_t j = 0; j < tracker_->multi_gpu_counts().size(); ++j) {
     capacity += capacity_weights_[model][j] * static_cast<double>(value.capacity[j]);
   }
-  return fill_weights_[model] * static_cast<double>(value.fill) + options_.gamma * capacity;
+  return fill_weights_[model] * static_cast<double>(value.fill_milli) + options_.gamma * capacity;
 }
 
-bool SupplyPolicy::is_stale(const Cluster& cluster) {
-  uint64_t models = 0;
-  if (changes_read_ < cluster.changes_kept_from()) {  // the log no longer has all changes
-    for (size_t number = 0; number < cluster.nodes().size(); ++number)
-      update_node(cluster, static_cast<int>(number));
-    changes_read_ = cluster.changes();
-    models = kAnyModel;
-  }
-  for (; changes_read_ < cluster.changes(); ++changes_read_) {
-    const int number = cluster.changed(changes_read_);
-    if (number < static_cast<int>(known_nodes_.size())) models |= uint64_t{1} << known_nodes_[number].model;
-    update_node(cluster, number);
-    models |= uint64_t{1} << known_nodes_[number].model;
-  }
-  for (const DemandGroup& group : groups_) {
-    if ((group.models & models) == 0) continue;
-    const int64_t now = supply_of(group);
-    if (std::abs(now - group.supply) * kStaleDivisor > group.supply) return true;
-  }
-  return false;
+bool SupplyPolicy::is_stale() const {
+  return std::any_of(demand_groups_.begin(), demand_groups_.end(), [&](const DemandGroup& group) {
+    return std::abs(current_supply(group) - group.supply) * kStaleChangeDivisor > group.supply;
+  });
 }
 
 // Groups the demand, in the order of first arrival.
@@ -118,15 +107,16 @@ void SupplyPolicy::collect_demand(const Cluster& cluster, const std::vector<Requ
   }
   if (history.empty()) return;
   uint64_t models = 0;
-  for (const Node& node : cluster.nodes()) models |= uint64_t{node.gpu_count > 0} << node.model;
+  for (const auto& [hardware, nodes] : cluster.hardware())
+    models |= uint64_t{hardware.gpu_count > 0} << hardware.model;
   // Smoothing: half a request for each number of GPUs of any model, half a request spread over the models,
   // and half a request for one GPU of each model.
-  for (int gpus : values_->multi_gpu_counts()) {
+  for (int gpus : tracker_->multi_gpu_counts()) {
     if (!std::has_single_bit(static_cast<unsigned>(gpus))) continue;
-    add_demand(kAnyModel, gpus, int64_t{gpus} * kFullMilli);
+    add_demand(kAnyModel, gpus, int64_t{gpus} * kWholeGpuMilli);
     for (int m = 0; m < kModelsMax; ++m) {
       if ((models >> m & 1) != 0)
-        add_demand(uint64_t{1} << m, gpus, int64_t{gpus} * kFullMilli / std::popcount(models));
+        add_demand(uint64_t{1} << m, gpus, int64_t{gpus} * kWholeGpuMilli / std::popcount(models));
     }
   }
   for (int m = 0; m < kModelsMax; ++m) {
@@ -136,72 +126,39 @@ void SupplyPolicy::collect_demand(const Cluster& cluster, const std::vector<Requ
 
 void SupplyPolicy::add_demand(uint64_t models, int gpus, int64_t volume) {
   if (!options_.by_model) models = kAnyModel;
-  for (DemandGroup& group : groups_) {
+  for (DemandGroup& group : demand_groups_) {
     if (group.models == models && group.gpus == gpus) {
       group.volume += volume;
       return;
     }
   }
-  groups_.push_back({models, gpus, volume});
+  demand_groups_.push_back({models, gpus, volume});
 }
 
 // The pressure on a model: over every group that may use it, the demand of the group divided by the supply of
 // all nodes that it may use.
-void SupplyPolicy::update_weights(const Cluster& cluster) {
-  for (size_t number = 0; number < cluster.nodes().size(); ++number)
-    update_node(cluster, static_cast<int>(number));
-  changes_read_ = cluster.changes();
-  for (DemandGroup& group : groups_) {
-    group.supply = supply_of(group);
+void SupplyPolicy::compute_weights() {
+  for (DemandGroup& group : demand_groups_) {
+    group.supply = current_supply(group);
     if (group.supply == 0) continue;
     const double pressure = static_cast<double>(group.volume) / static_cast<double>(group.supply);
     for (int m = 0; m < kModelsMax; ++m) {
       if ((group.models >> m & 1) == 0) continue;
-      (group.gpus > 1 ? capacity_weights_[m][index_of(group.gpus)] : fill_weights_[m]) += pressure;
+      (group.gpus > 1 ? capacity_weights_[m][multi_gpu_count_index(group.gpus)] : fill_weights_[m]) +=
+          pressure;
     }
   }
-  for (size_t number = 0; number < known_nodes_.size(); ++number) {
-    known_nodes_[number].node_worth = node_worth(known_nodes_[number].value, cluster.nodes()[number].model);
-  }
 }
 
-int64_t SupplyPolicy::supply_of(const DemandGroup& group) const {
-  const size_t j = group.gpus > 1 ? index_of(group.gpus) : 0;
-  int64_t supply = 0;
-  for (int m = 0; m < kModelsMax; ++m) {
-    if ((group.models >> m & 1) != 0) supply += group.gpus > 1 ? totals_[m].capacity[j] : totals_[m].fill;
-  }
-  return supply;
+int64_t SupplyPolicy::current_supply(const DemandGroup& group) const {
+  return group.gpus > 1 ? tracker_->total_capacity(group.models, multi_gpu_count_index(group.gpus))
+                        : tracker_->total_fill(group.models);
 }
 
-size_t SupplyPolicy::index_of(int gpus) const {
-  const std::vector<int>& multi_gpu_counts = values_->multi_gpu_counts();
+size_t SupplyPolicy::multi_gpu_count_index(int gpus) const {
+  const std::vector<int>& multi_gpu_counts = tracker_->multi_gpu_counts();
   return static_cast<size_t>(std::find(multi_gpu_counts.begin(), multi_gpu_counts.end(), gpus) -
                              multi_gpu_counts.begin());
-}
-
-// Updates the known state of a node.
-void SupplyPolicy::update_node(const Cluster& cluster, int number) {
-  const Node& node = cluster.nodes()[number];
-  if (number >= static_cast<int>(known_nodes_.size())) known_nodes_.resize(cluster.nodes().size());
-  KnownNode& known = known_nodes_[number];
-  if (known.version == node.version) return;
-  add_to_totals(known, -1);
-  const FreeState state = free_state(node);
-  known.version = node.version;
-  known.open = node.open;
-  known.model = node.model;
-  known.value = state.gpu_count == 0 ? NodeValue{} : values_->of(state);
-  known.node_worth = node_worth(known.value, node.model);
-  add_to_totals(known, 1);
-}
-
-void SupplyPolicy::add_to_totals(const KnownNode& known, int sign) {
-  if (!known.open) return;
-  totals_[known.model].fill += sign * known.value.fill;
-  for (size_t j = 0; j < values_->multi_gpu_counts().size(); ++j) {
-    totals_[known.model].capacity[j] += sign * known.value.capacity[j];
-  }
 }
 
 }  // namespace genie

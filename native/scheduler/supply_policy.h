@@ -7,7 +7,7 @@
 #include <vector>
 
 #include "policy.h"
-#include "node_values.h"
+#include "supply_tracker.h"
 
 namespace genie {
 
@@ -22,16 +22,21 @@ class SupplyPolicy final : public Policy {
   // Learns from the last requests, oldest first, including those without GPUs.
   SupplyPolicy(const Cluster& cluster, const std::vector<RequestClass>& history,
                const SupplyOptions& options);
-  // The same demand, with weights for the current supply.
-  SupplyPolicy(const Cluster& cluster, const SupplyPolicy& other);
+  // The same demand, with new weights.
+  explicit SupplyPolicy(const SupplyPolicy& other);
 
+  // Computes the weights for the current supply, once; false if the budget was exhausted before. Call it
+  // until it returns true, before anything else.
+  bool prepare(const Cluster& cluster, WorkBudget& budget);
   std::optional<Candidate> evaluate(const Cluster& cluster, int number, const RequestClass& request,
                                     uint32_t tenant) override;
+  uint64_t simulation_count() const override { return tracker_->simulation_count(); }
+  // Reads the changes of the cluster for is_stale(); false if the budget was exhausted before.
+  bool update_supply(const Cluster& cluster, WorkBudget& budget) { return tracker_->update(cluster, budget); }
   // Whether the supply of a group has changed too much since the weights were computed.
-  bool is_stale(const Cluster& cluster);
+  bool is_stale() const;
 
  private:
-  using Totals = std::array<NodeValue, kModelsMax>;
   // Requests for a number of GPUs of these models.
   struct DemandGroup {
     uint64_t models;
@@ -39,30 +44,19 @@ class SupplyPolicy final : public Policy {
     int64_t volume;      // requested GPU thousandths
     int64_t supply = 0;  // when the weights were computed
   };
-  struct KnownNode {
-    uint32_t version = 0;
-    bool open = false;
-    int model = 0;
-    NodeValue value;
-    double node_worth = 0;
-  };
 
   void collect_demand(const Cluster& cluster, const std::vector<RequestClass>& history);
   void add_demand(uint64_t models, int gpus, int64_t volume);
-  void update_weights(const Cluster& cluster);
-  int64_t supply_of(const DemandGroup& group) const;
-  size_t index_of(int gpus) const;
-  void update_node(const Cluster& cluster, int number);
-  void add_to_totals(const KnownNode& known, int sign);
+  void compute_weights();
+  int64_t current_supply(const DemandGroup& group) const;
+  size_t multi_gpu_count_index(int gpus) const;
   double node_worth(const NodeValue& value, int model) const;
-  Candidate candidate(const Node& node, const RequestClass& request, uint16_t gpus, double before);
+  Candidate make_candidate(const Node& node, const RequestClass& request, uint16_t gpus, double before);
 
   SupplyOptions options_;
-  std::shared_ptr<NodeValues> values_;
-  std::vector<DemandGroup> groups_;
-  Totals totals_{};
-  std::vector<KnownNode> known_nodes_;
-  uint64_t changes_read_ = 0;  // position in the change log of the cluster
+  std::shared_ptr<SupplyTracker> tracker_;  // shared with policies of the same demand
+  std::vector<DemandGroup> demand_groups_;
+  bool has_weights_ = false;
   std::array<double, kModelsMax> fill_weights_{};
   std::array<std::array<double, kMultiGpuCountsMax>, kModelsMax> capacity_weights_{};
 };

@@ -26,6 +26,10 @@ TYPICAL = (
     TypicalShape(0, 0, 9000, share=0.1),
 )
 
+SLICES_MAX = 100_000
+CHANGES_LOGGED = 4096
+"""By native/scheduler/cluster.h."""
+
 gpu_counts = st.sampled_from([0, 1, 2, 4, 8])
 
 
@@ -82,7 +86,7 @@ numbers = st.integers(0, 63)
 steps = st.one_of(
     st.tuples(st.sampled_from(["place", "place", "among", "gang", "gang", "release"]), numbers, numbers),
     st.tuples(st.sampled_from(["close", "open", "gpu", "take", "choose", "refresh"]), numbers, numbers),
-    st.tuples(st.sampled_from(["node", "drop", "class", "set", "refresh"]), numbers, numbers),
+    st.tuples(st.sampled_from(["node", "drop", "class", "set", "refresh", "slice"]), numbers, numbers),
 )
 
 
@@ -102,6 +106,8 @@ class Pair:
     classes: list[tuple[int, dict[str, Any]]] = field(default_factory=list)
     sets: list[int] = field(default_factory=list)
     held: list[tuple[dict[str, Any], Place]] = field(default_factory=list)
+    budgets: random.Random | None = None
+    """If set, the native placer is refreshed in slices of random size."""
 
     def call(self, method: str, *values: Any, **named: Any) -> Any:
         results = [try_call(placer, method, *values, **named) for placer in self.both]
@@ -180,8 +186,33 @@ class Pair:
                 self.call("drop_node_set", self.sets.pop(other % len(self.sets)))
             case "set":
                 self.add_set(one)
+            case "refresh" if self.budgets is not None:
+                self.refresh_in_slices(self.budgets)
             case "refresh":
                 assert self.call("refresh") is True
+            case "slice":
+                # Incomplete: what a policy without learning chooses must not depend on it.
+                self.both[0].refresh(other)
+            case "churn":
+                self.churn(node)
+
+    def refresh_in_slices(self, chance: random.Random) -> None:
+        native, plain = self.both
+        for _ in range(SLICES_MAX):
+            if native.refresh(chance.choice([1, 2, 10, 100, 1000])):
+                break
+        else:
+            raise AssertionError("refresh() does not finish")
+        plain.refresh()
+
+    def churn(self, node: int) -> None:
+        """More changes of one node than the native placer logs."""
+        number = self.call("register_request_class", cpu_milli=0)
+        for placer in self.both:
+            for _ in range(CHANGES_LOGGED // 2 + 1):
+                placer.take(number, 1, node=node, gpus=())
+                placer.release(number, node=node, gpus=())
+        self.call("drop_class", number)
 
     def random_gang(self, chance: int) -> dict[str, Any]:
         workers = 1 + chance % 5
@@ -248,6 +279,20 @@ def test_native_and_python_placers_learn_the_same(seed: int) -> None:
     """From many requests, so that updates matter: sequences drawn by hypothesis are mostly too short."""
     chance = random.Random(seed)
     pair = Pair(placers("supply"))
+    learn_from_events(pair, chance, refresh_share=0.3 if seed % 3 == 0 else 0.0)
+
+
+@settings(max_examples=30)
+@given(seed=st.integers(0, 2**32))
+def test_refresh_in_slices_changes_no_decision(seed: int) -> None:
+    """Slices of random size on one side, a single unlimited refresh on the other."""
+    pair = Pair(placers("supply"), budgets=random.Random(seed))
+    learn_from_events(pair, random.Random(seed), refresh_share=0.3, churn_weight=3.0)
+
+
+def learn_from_events(
+    pair: Pair, chance: random.Random, *, refresh_share: float, churn_weight: float = 0.0
+) -> None:
     for _ in range(chance.randint(3, 8)):
         pair.add_node(random_node(chance))
     for _ in range(chance.randint(3, 8)):
@@ -256,10 +301,10 @@ def test_native_and_python_placers_learn_the_same(seed: int) -> None:
         if chance.random() < 0.02:
             pair.add_node(random_node(chance))
         weights = {"place": 80, "release": 20, "choose": 5, "open": 3, "close": 1, "gpu": 3, "gang": 5}
-        weights |= {"among": 10, "set": 2, "class": 1, "drop": 2}
+        weights |= {"among": 10, "set": 2, "class": 1, "drop": 2, "churn": churn_weight}
         method = chance.choices(list(weights), list(weights.values()))[0]
         pair.do((method, chance.randrange(64), chance.randrange(64)))
-        if seed % 3 == 0 and chance.random() < 0.3:
+        if chance.random() < refresh_share:
             pair.do(("refresh", 0, 0))
     pair.check_state()
 

@@ -67,6 +67,10 @@ class Views:
                 self._stale.add(node_id)
         return self.registered()
 
+    def last(self) -> Mapping[str, NodeSnapshot]:
+        """The snapshots as they were last renewed."""
+        return self._states
+
     def registered(self) -> Mapping[str, NodeSnapshot]:
         """Like `current`, but without checking for missing heartbeats: for the hardware only."""
         if self._stale:
