@@ -21,10 +21,14 @@ from tests.waiting import wait_until
 PLACEMENT = ROOT / "benchmarks" / "bench_placement.py"
 KEYS = ["name", "value", "unit", "baseline", "ratio", "spread", "goal", "ok"]
 SMALLER = {
+    "bench_connections.py": ["--quick"],
+    "bench_control.py": ["--quick", "--nodes", "12"],
     "bench_grid.py": ["--connections", "10", "--files", "500"],
     "bench_grid_pipeline.py": ["--nodes", "2", "--files", "100"],
     "bench_grid_ray.py": ["--nodes", "2", "--tasks", "20"],
+    "bench_leaks.py": ["--quick"],
     "bench_load.py": ["--jobs", "2000"],
+    "bench_overload.py": ["--quick", "--nodes", "12"],
     "bench_utilisation.py": ["--jobs", "300", "--nodes", "32"],
 }
 """Smaller sizes for benchmarks with long rounds."""
@@ -79,6 +83,52 @@ def test_benchmark_prints_figures_and_exits_with_1_if_a_goal_is_missed(path: Pat
     spreads = {figure["name"]: figure["spread"] for figure in figures}
     for name in (name for name in spreads if name.endswith("_p99")):
         assert spreads[name] != spreads.get(name.replace("_p99", "_p50"), ()), name
+
+
+@pytest.mark.long("starts a cluster with a session")
+@pytest.mark.timeout(240)
+def test_soak_reports_progress_and_ends_with_a_verdict(tmp_path: Path) -> None:
+    """Whether a goal is met is left to longer runs."""
+    soak = subprocess.Popen(
+        [sys.executable, str(ROOT / "benchmarks" / "soak.py"), "--hours", "0.001", "--json"],
+        env=os.environ | {"TMPDIR": str(tmp_path)},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        out, errors = soak.communicate(timeout=200)
+    finally:
+        _end(soak)
+    figures = [json.loads(line) for line in out.splitlines()]
+    slopes = {figure["name"] for figure in figures if figure["unit"] == "B/op"}
+    processes = ("client", "controller", "agent", "shim", "executor")
+    assert slopes == {f"{name}_rss_slope" for name in processes}, errors
+    assert "operations: client " in errors
+    passed = all(figure["ok"] for figure in figures)
+    assert soak.returncode == (0 if passed else 1)
+    assert ("soak: passed" if passed else "soak: FAILED") in errors.splitlines()[-1]
+
+
+def test_make_soak_passes_its_hours() -> None:
+    require_program("make", package="make")
+    done = subprocess.run(
+        ["make", "--dry-run", "soak", "HOURS=0.05"], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
+    assert 'benchmarks/soak.py --hours "0.05"' in done.stdout, done.stderr
+
+
+@pytest.mark.parametrize("hours", ["0", "-1", "nan", "inf", "three"])
+def test_soak_needs_a_positive_number_of_hours(hours: str) -> None:
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "benchmarks" / "soak.py"), f"--hours={hours}"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "not a positive number of hours" in done.stderr
 
 
 def _require_testbed() -> None:
