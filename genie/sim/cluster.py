@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -33,11 +33,13 @@ from genie.sim.disk import SimDisk
 from genie.sim.processes import DURATION_VARIABLE, SHARE_VARIABLE, Machines, SimLauncher
 from genie.sim.store import BYTES_MAX, MemoryStore
 from genie.sim.world import SimClock, SimNetwork, World
+from genie.supervisor.child import restart_backoff_s
 from genie.tenancy.access import parse_token
 
 _Reply = TypeVar("_Reply", bound=Message)
 
 PORT = 5555
+CONFIG = ControllerConfig(port=PORT, tls="off")
 CLIENT = "127.0.9.9"
 """Address of the owner and, unless another is given, of the tenants."""
 _CALL_S = 5.0
@@ -78,7 +80,7 @@ class FaultWindow:
 @dataclass
 class SimCluster:
     """Start it inside a TaskGroup; `stop` ends all controllers and agents. `limits`: those of controllers on
-    connections before authentication."""
+    connections before authentication. `config`: of all controllers, apart from their addresses."""
 
     seed: int
     directory: Path
@@ -88,6 +90,7 @@ class SimCluster:
     controllers: int = 1
     store_bytes_max: int = BYTES_MAX
     limits: ConnectionLimits | None = None
+    config: ControllerConfig = CONFIG
     world: World = field(init=False)
     machines: Machines = field(init=False)
 
@@ -97,6 +100,8 @@ class SimCluster:
         self._actors: dict[str, _Actor] = {}
         self._stores: dict[str, MemoryStore] = {}
         self._stopping: dict[str, list[asyncio.Task[None]]] = {}
+        self._crashes: dict[str, list[float]] = {}
+        """Times by host."""
         self.faults: list[FaultWindow] = []
         """Faults that may end jobs, so far."""
         self._requests = 0
@@ -125,6 +130,12 @@ class SimCluster:
         """Return whether this controller considers itself the leader."""
         actor = self._actors.get(host)
         return actor is not None and actor.controller is not None and actor.controller.is_leading
+
+    def controller_able_to_lead(self, host: str) -> Controller | None:
+        """Return the controller on this host unless it is down or paused, or its store is unavailable."""
+        actor = self._actors.get(host)
+        is_able = self._stores[host].is_available and not self.world.is_paused(host)
+        return actor.controller if actor is not None and is_able else None
 
     @property
     def leader(self) -> Controller | None:
@@ -171,7 +182,7 @@ class SimCluster:
         async def run_actor() -> None:
             await self._wait_stopped(host)
             controller = Controller(
-                ControllerConfig(bind=host, port=PORT, tls="off"),
+                replace(self.config, bind=host),
                 state_dir=self.directory / host,
                 store=self._stores[host],
                 network=SimNetwork(self.world, host, self.limits),
@@ -234,6 +245,16 @@ class SimCluster:
         if host not in self._actors:
             (self.start_controller if host in self.controller_hosts else self.start_agent)(host)
 
+    async def crash_and_restart(self, host: str) -> None:
+        """Kill an actor and wait until its supervisor has started it again."""
+        if host not in self._actors:
+            return
+        self.crash(host)
+        crashes = self._crashes.setdefault(host, [])
+        crashes.append(self.world.now_s)
+        await asyncio.sleep(restart_backoff_s(crashes, now=self.world.now_s))
+        self.restart(host)
+
     def set_gpus(self, host: str, gpu_ids: Collection[int]) -> None:
         """Change the GPUs that the agent finds from its next reading on."""
         self._gpu_ids[host] = tuple(gpu_ids)
@@ -242,9 +263,9 @@ class SimCluster:
         """Let the next commit of this controller succeed, but lose the reply."""
         self._stores[host].lose_next_reply()
 
-    def set_store_delay(self, host: str, seconds: float, *, range_s: float | None = None) -> None:
-        """Make the store slow for this controller until it restarts."""
-        self._stores[host].set_delay(seconds, range_s=range_s)
+    def store_of(self, host: str) -> MemoryStore:
+        """The store as this controller reaches it, until it restarts."""
+        return self._stores[host]
 
     def set_store(self, host: str, *, available: bool) -> None:
         self._stores[host].set_available(available)

@@ -125,7 +125,7 @@ async def _inject(cluster: SimCluster, kind: str, node: str, controller: str, la
             ends = (node, controller) if world.random.random() < 0.5 else (controller, node)
             world.cut(*ends, both=kind == "cut_node")
             await asyncio.sleep(lasts_s)
-            world.heal(node, controller)
+            world.heal(*ends, both=kind == "cut_node")
         case "reorder" | "duplicate":
             await _disturb_network(cluster, kind, lasts_s)
         case "slow_disk" | "full_disk" | "torn_write":
@@ -208,14 +208,15 @@ async def _disturb_disk(cluster: SimCluster, kind: str, node: str, lasts_s: floa
 
 async def _slow_store(cluster: SimCluster, kind: str, controller: str, lasts_s: float) -> None:
     if kind == "slow_load":
-        cluster.crash(controller)
-        cluster.restart(controller)
-        cluster.set_store_delay(controller, 0.0, range_s=2.0)
+        await cluster.crash_and_restart(controller)
+        store = cluster.store_of(controller)
+        store.set_delay(0.0, range_s=2.0)
         lasts_s *= 4
     else:
-        cluster.set_store_delay(controller, 0.1)
+        store = cluster.store_of(controller)
+        store.set_delay(0.1)
     await asyncio.sleep(lasts_s)
-    cluster.set_store_delay(controller, 0.0)
+    store.set_delay(0.0)
 
 
 async def _fail_back(cluster: SimCluster) -> None:
@@ -226,10 +227,11 @@ async def _fail_back(cluster: SimCluster) -> None:
     await asyncio.sleep(9.0)
     for host in others:
         cluster.crash(host)
+    store = cluster.store_of(first)
     if cluster.is_up(first):
-        cluster.set_store_delay(first, 0.0, range_s=1.0)
-        cluster.set_store(first, available=True)
+        store.set_delay(0.0, range_s=1.0)
+        store.set_available(True)
     await asyncio.sleep(8.0)
-    cluster.set_store_delay(first, 0.0)
+    store.set_delay(0.0)
     for host in others:
         cluster.restart(host)

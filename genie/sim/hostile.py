@@ -6,6 +6,7 @@ Each action ends after `lasts_s` seconds; the jobs that it has submitted end by 
 from __future__ import annotations
 
 import asyncio
+import hashlib
 from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack, suppress
 
@@ -15,7 +16,7 @@ from genie.controller.store import Put
 from genie.controller.store.protocol import VALUE_BYTES_MAX
 from genie.errors import GenieError
 from genie.model.job import Job, JobSpec, JobState, PlacementConstraints, Resources
-from genie.model.messages import CancelJob, ListJobs, ReadLog
+from genie.model.messages import CancelJob, ListJobs, PutBlob, ReadLog
 from genie.runtime import rpc
 from genie.runtime.credentials import connect_authenticated
 from genie.sim.cluster import PORT, SimCluster
@@ -29,10 +30,15 @@ _CALL_S = 20.0
 _REPEAT_S = 4.0
 _WAIT_S = 10.0
 _LOG_WAITS = 300
+"""More than all waits for one node may be (192)."""
 _FLOOD_CONNECTIONS, _FLOOD_IN_FLIGHT = 4, 200
+"""Together far more than the lists in flight may be (32), and below the limit of a connection (512)."""
 _SILENT_ADDRESSES = 4
 _OPENERS = 20
+"""Each opens connections one after the other, until it is rejected: more than a token may have (256)."""
 _LARGE_ENV_BYTES = 120_000
+"""Just below the maximum of a job's environment."""
+_BLOB_BYTES = 100_000
 _LARGE_JOBS, _LISTED_JOBS = 40, 4
 _SUBMIT_S = 3.0
 
@@ -127,6 +133,17 @@ async def fill_node_disk(cluster: SimCluster, node: str, lasts_s: float) -> None
     await _try_submit(cluster, seconds=lasts_s, env={FILLS_DISK_VARIABLE: "1"}, node_id=cluster.node_id(node))
 
 
+async def upload_blobs(cluster: SimCluster, node: str, lasts_s: float) -> None:
+    """Upload more working directories than the controller has space for."""
+    token, random = await cluster.token(TENANT), cluster.world.random
+    for _ in range(2 * cluster.config.blobs_bytes_max // _BLOB_BYTES):
+        data = random.randbytes(_BLOB_BYTES)
+        put = PutBlob(digest=hashlib.sha256(data).hexdigest(), offset=0, data=data, last=True)
+        with suppress(GenieError, TimeoutError):
+            async with asyncio.timeout(_SUBMIT_S):
+                await cluster.send_request(put, token=token)
+
+
 ACTIONS: dict[str, Action] = {
     action.__name__: action
     for action in (
@@ -138,6 +155,7 @@ ACTIONS: dict[str, Action] = {
         fill_store,
         unkillable,
         fill_node_disk,
+        upload_blobs,
     )
 }
 

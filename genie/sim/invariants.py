@@ -12,10 +12,11 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
+from genie.controller.controller import Controller
 from genie.controller.store import Delete, Put
 from genie.model.allocation import FULL_MILLI, Hold, NodeHolds
 from genie.model.job import Job, JobState, Placement, Spread, Within, parse_worker_unit
-from genie.sim.cluster import FaultWindow
+from genie.sim.cluster import FaultWindow, SimCluster
 from genie.sim.processes import Machines, SimProcess
 from genie.sim.world import World
 
@@ -23,14 +24,21 @@ _HOLDING_STATES = (JobState.PLACING, JobState.RUNNING)
 _JOBS, _HOLDS = "job/", "ledger/"
 _CHECK_INTERVAL_S = 0.5
 _PLACEMENTS_MAX, _PLACEMENTS_WINDOW_S = 6, 1.0
-"""More placements of one job within the window count as a livelock."""
+"""More placements of one job within the window count as a livelock: the second rejection by a node already
+has a pause of 1 s, and a job can be rejected once by each of the nodes."""
 
 _EXCUSED_S = 45.0
-"""How long after a fault jobs may still be ended because of it: until a node, a leader and their clocks agree
-again."""
+"""How long after a fault jobs may still be ended because of it: a leader reclaims the jobs of a node after
+13 s, and there may be no leader for _LEADERLESS_S_MAX."""
+_LEADERLESS_S_MAX = 30.0
+"""The lease of the previous leader (5 s), nine reads of the store (2 s each in `slow_load`) and a reserve."""
 _RATE_WINDOW_S = 5.0
-_REQUESTS_OF_NODE_PER_S = 8.0
+_HEARTBEATS_PER_S = 2.0
+"""One per `heartbeat_s`, which is 1 s, and another one: a change of the node or a connection sends more."""
+_REQUESTS_OF_WORKER = 6
+"""In one window, of a worker that cannot start yet: it pauses for 0.2, 0.4, 0.8, 1.6 and 2 s in between."""
 _REQUESTS_OF_LAUNCH = 4
+"""A confirmation and its repetition, and early heartbeats at the start and the end."""
 
 AcceptedEpoch = Callable[[str, str], int]
 """Returns the latest epoch of a worker that the agent of a node accepted; 0 if none."""
@@ -51,6 +59,8 @@ class InvariantChecker:
         self.ended: dict[str, Job] = {}
         """Jobs that have ended, also those that were deleted since."""
         self.on_end: list[Callable[[Job], None]] = []
+        self.on_delete: list[Callable[[Job], None]] = []
+        """Called with the last row of a job when it is deleted."""
         self._holds_by_node: dict[str, NodeHolds] = {}
         self._held: dict[str, dict[str, tuple[str, Hold]]] = {}
         """Node and hold, by job and worker."""
@@ -85,6 +95,9 @@ class InvariantChecker:
     def _job_changed(self, job_id: str, job: Job | None) -> None:
         before = self.jobs.pop(job_id, None)
         if job is None:
+            if before is not None:
+                for callback in self.on_delete:
+                    callback(before)
             return
         self.jobs[job_id] = job
         if job.state.is_final and job_id not in self.ended:
@@ -187,7 +200,8 @@ class InvariantChecker:
 
 
 class InnocentChecker:
-    """Checks that jobs of an innocent tenant are ended only by faults of the machines that they use.
+    """Checks that jobs of an innocent tenant are ended only by faults of the machines that they use, and that
+    finished ones remain readable: a run is much shorter than `history_days`, and they are few and small.
 
     `faults`: those that may end jobs. The jobs must have neither a time limit that they can reach nor a lower
     priority than others, and nobody may cancel them.
@@ -210,6 +224,7 @@ class InnocentChecker:
         self._excused: set[str] = set()
         machines.on_termination.append(self._terminated)
         checker.on_end.append(self._ended)
+        checker.on_delete.append(self._deleted)
 
     def _ended(self, job: Job) -> None:
         if job.tenant != self._tenant or job.state is JobState.SUCCEEDED or job.job_id in self._excused:
@@ -218,6 +233,10 @@ class InnocentChecker:
             self._machines.report_violation(
                 f"{job.job_id} ended without a fault of its node: {job.state}, {job.reason}"
             )
+
+    def _deleted(self, job: Job) -> None:
+        if job.tenant == self._tenant:
+            self._machines.report_violation(f"{job.job_id} was deleted: {job.state}, {job.reason}")
 
     def _terminated(self, process: SimProcess) -> None:
         job_id = process.launch[0]
@@ -241,13 +260,45 @@ class InnocentChecker:
         )
 
 
-class RequestRate:
-    """Checks that no node sends many requests, apart from those of launches."""
+class LeadershipChecker:
+    """Checks that there is a leader soon after a controller can lead: it is up, and reaches its store."""
 
-    def __init__(self, world: World, machines: Machines, hosts: Sequence[str]) -> None:
+    def __init__(self, cluster: SimCluster) -> None:
+        self._cluster = cluster
+        self._able_since_s: dict[str, tuple[Controller, float]] = {}
+
+    async def run(self) -> None:
+        led_s = self._cluster.world.now_s
+        while True:
+            await asyncio.sleep(1.0)
+            now_s = self._cluster.world.now_s
+            if self._cluster.leader is not None:
+                led_s = now_s
+            waited_s = now_s - max(led_s, self._update_able(now_s))
+            if waited_s > _LEADERLESS_S_MAX:
+                self._cluster.machines.report_violation(f"no controller has led for {waited_s:.0f} s")
+                led_s = now_s
+
+    def _update_able(self, now_s: float) -> float:
+        """Return since when some controller could lead without interruption; now if none can."""
+        before, self._able_since_s = self._able_since_s, {}
+        for host in self._cluster.controller_hosts:
+            controller = self._cluster.controller_able_to_lead(host)
+            if controller is not None:
+                known, since_s = before.get(host, (None, now_s))
+                self._able_since_s[host] = (controller, since_s if known is controller else now_s)
+        return min((since_s for _, since_s in self._able_since_s.values()), default=now_s)
+
+
+class RequestRate:
+    """Checks that no node sends more requests than its heartbeats, launches and waiting workers need; it has
+    at most `workers_max`."""
+
+    def __init__(self, world: World, machines: Machines, hosts: Sequence[str], *, workers_max: int) -> None:
         self._world = world
         self._machines = machines
         self._hosts = hosts
+        self._allowed = _HEARTBEATS_PER_S * _RATE_WINDOW_S + _REQUESTS_OF_WORKER * workers_max
         self._launches = 0
         machines.on_spawn.append(self._spawned)
 
@@ -255,7 +306,7 @@ class RequestRate:
         while True:
             before, self._launches = dict(self._world.requests_sent), 0
             await asyncio.sleep(_RATE_WINDOW_S)
-            allowed = _REQUESTS_OF_NODE_PER_S * _RATE_WINDOW_S + _REQUESTS_OF_LAUNCH * self._launches
+            allowed = self._allowed + _REQUESTS_OF_LAUNCH * self._launches
             for host in self._hosts:
                 count = self._world.requests_sent[host] - before.get(host, 0)
                 if count > allowed:

@@ -33,7 +33,7 @@ FILLS_DISK_VARIABLE = "SIM_FILLS_DISK"
 """Set if the job fills the disk of its node while it runs."""
 
 
-@dataclass
+@dataclass(eq=False)
 class SimProcess:
     node_id: str
     gpu_ids: frozenset[int]
@@ -65,7 +65,7 @@ class SimProcess:
 class Machines:
     def __init__(self, world: World) -> None:
         self._world = world
-        self.processes: list[SimProcess] = []
+        self._alive: list[SimProcess] = []
         self.finished: dict[str, int] = {}
         """Number of completed runs of each job."""
         self.finished_launches: set[tuple[str, int]] = set()
@@ -74,11 +74,12 @@ class Machines:
         self.on_spawn: list[Callable[[SimProcess], None]] = []
         self.on_termination: list[Callable[[SimProcess], None]] = []
         """Called when a process is terminated, or loses power: it does not end by itself."""
+        self.on_exit: list[Callable[[SimProcess], None]] = []
         self.disks: dict[str, SimDisk] = {}
         """By host."""
 
     def alive(self, node_id: str = "") -> list[SimProcess]:
-        return [one for one in self.processes if one.alive and node_id in ("", one.node_id)]
+        return [one for one in self._alive if node_id in ("", one.node_id)]
 
     def start_process(self, process: SimProcess) -> None:
         for other in self.alive():
@@ -86,7 +87,7 @@ class Machines:
                 self.report_violation(f"duplicate process: {process} and {other}")
             elif other.launch[0] == process.launch[0] and other.epoch != process.epoch:
                 self._check_overlap(process, other)
-        self.processes.append(process)
+        self._alive.append(process)
         for gpu_id in process.gpu_ids:
             there = [one for one in self.alive(process.node_id) if gpu_id in one.gpu_ids]
             if sum(one.gpu_milli for one in there) > FULL_MILLI:
@@ -169,6 +170,9 @@ class Machines:
 
     def _end(self, process: SimProcess) -> None:
         process.alive = False
+        self._alive.remove(process)
+        for callback in self.on_exit:
+            callback(process)
         if process.node_id in self.disks:
             self.disks[process.node_id].filled_by.discard(process.launch)
 
@@ -197,6 +201,8 @@ class SimLauncher:
         self._mine: dict[str, SimProcess] = {}
         self._leftovers: list[SimProcess] = []
         """Processes of an earlier agent that cannot be killed."""
+        self._has_exits = asyncio.Event()
+        machines.on_exit.append(self._exited)
         self.dead = False
 
     def end_leftovers(self, jobs_dir: Path) -> int:
@@ -251,11 +257,16 @@ class SimLauncher:
 
     async def wait_exit(self) -> None:
         while self.dead or all(process.alive for process in self._mine.values()):
-            await asyncio.sleep(0.05)
+            self._has_exits.clear()
+            await self._has_exits.wait()
         await self._world.wait_unpaused(self._host)
 
     def close(self) -> None:
         self._mine.clear()
+
+    def _exited(self, process: SimProcess) -> None:
+        if self._mine.get(process.job_id) is process:
+            self._has_exits.set()
 
 
 def _stuck_reason(process: SimProcess) -> str:

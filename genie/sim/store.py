@@ -57,6 +57,10 @@ class MemoryStore:
     def connect(self) -> MemoryStore:
         return MemoryStore(self._memory)
 
+    @property
+    def is_available(self) -> bool:
+        return self._available
+
     def set_available(self, available: bool) -> None:
         """While False, calls and watches of this client raise StoreUnavailableError. Leases still expire."""
         self._available = available

@@ -62,8 +62,8 @@ class World:
         """Clock rate by host, the time of its last change, and the clock value at that time."""
         self._frozen_until: dict[str, float] = {}
         self._paused_until: dict[str, float] = {}
-        self._cut: set[tuple[str, str]] = set()
-        """Pairs of sender and receiver."""
+        self._cuts: Counter[tuple[str, str]] = Counter()
+        """Number of cuts by sender and receiver: faults may overlap."""
         self.listeners: dict[tuple[str, int], _Listener] = {}
         self.channels: dict[_Channel, None] = {}
         """In the order of their creation."""
@@ -129,20 +129,21 @@ class World:
 
     def cut(self, sender: str, receiver: str, *, both: bool = True) -> None:
         """Cut the link; without `both`, only from sender to receiver."""
-        self._cut |= {(sender, receiver), (receiver, sender)} if both else {(sender, receiver)}
+        self._cuts.update(_directions(sender, receiver, both=both))
 
-    def heal(self, one: str, other: str) -> None:
-        self._cut -= {(one, other), (other, one)}
+    def heal(self, sender: str, receiver: str, *, both: bool = True) -> None:
+        """Undo one `cut` with the same arguments."""
+        self._cuts.subtract(_directions(sender, receiver, both=both))
 
     def heal_all(self) -> None:
         """Heal all links and clocks. Pauses end by themselves."""
-        self._cut.clear()
+        self._cuts.clear()
         self.duplicate_share = self.reorder_share = 0.0
         for host in list(self._rates):
             self.set_rate(host, 1.0)
 
     def is_cut(self, sender: str, receiver: str) -> bool:
-        return (sender, receiver) in self._cut
+        return self._cuts[sender, receiver] > 0
 
     def crash(self, host: str, *, silent: bool) -> None:
         """Close connections and listeners of a host. With `silent` (power outage), peers are not notified."""
@@ -156,6 +157,10 @@ class World:
         """Simulate the latency of one frame: 2% are 50 times slower."""
         slow = self.random.random() < 0.02
         await asyncio.sleep(self.random.expovariate(1 / self.delay_s) * (50 if slow else 1))
+
+
+def _directions(sender: str, receiver: str, *, both: bool) -> list[tuple[str, str]]:
+    return [(sender, receiver), (receiver, sender)] if both else [(sender, receiver)]
 
 
 class SimClock:

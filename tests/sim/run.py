@@ -1,4 +1,4 @@
-"""Runs seeds of the short scenario on all cores: `make sim SEEDS=30000`; or one: `make sim SEED=7 KIND=disk`.
+"""Run seeds of the fault simulation on all cores: `make sim SEEDS=30000`. One: `make sim SEED=7 KIND=disk`.
 
 Prints the seeds that fail with their violations and the command that replays each. Exits with 1 if any fails.
 """
@@ -13,7 +13,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +23,7 @@ from tests.sim.scenario import KINDS, run_seed
 _FAILURES_SHOWN_MAX = 10
 _VIOLATIONS_SHOWN_MAX = 5
 _PROGRESS_S = 30.0
+_SEED_MAX = 10**9
 _MEMORY_DIRECTORY = Path("/dev/shm")
 
 
@@ -88,22 +89,47 @@ def _set_log_level() -> None:
     logging.getLogger("genie").addHandler(logging.NullHandler())
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
-        prog="python -m tests.sim.run", description=(__doc__ or "").split(":")[0]
+        prog="make sim",
+        usage="make sim [SEEDS=N] [FIRST=SEED] [KIND=KIND] | make sim SEED=SEED [KIND=KIND]",
+        description=(__doc__ or "").split(":")[0],
     )
-    parser.add_argument("--seeds", type=int, default=300, metavar="N", help="number of seeds (default: 300)")
-    parser.add_argument("--first", type=int, default=0, metavar="SEED", help="first seed (default: 0)")
-    parser.add_argument("--seed", type=int, help="replay one seed and show its log")
+    numbers = parser.add_mutually_exclusive_group()
+    numbers.add_argument("--seeds", type=_parse_count, default=300, help="number of seeds (default: 300)")
+    numbers.add_argument("--seed", type=_parse_seed, help="replay one seed and print its log")
+    parser.add_argument("--first", type=_parse_seed, help="first seed (default: 0)")
     parser.add_argument("--kind", choices=list(KINDS), help="kind of the faults (default: all in turn)")
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     if options.seed is not None:
-        logging.basicConfig(level=logging.INFO, format="%(name)s: %(message)s")
-        result = try_seed(options.seed, options.kind or kind_of_seed(options.seed))
-        print(result.describe() if result.violations else f"{result.kind} seed {result.seed} passes")
-        sys.exit(1 if result.violations else 0)
-    seeds = range(options.first, options.first + options.seeds)
+        if options.first is not None:
+            parser.error("FIRST has no effect with SEED")
+        sys.exit(_replay(options.seed, options.kind or kind_of_seed(options.seed)))
+    first = options.first or 0
+    seeds = range(first, first + options.seeds)
     sys.exit(1 if _run_many([(seed, options.kind or kind_of_seed(seed)) for seed in seeds]) else 0)
+
+
+def _replay(seed: int, kind: str) -> int:
+    """Print the log of a seed and its violations; return the exit code."""
+    logging.basicConfig(level=logging.INFO, format="%(name)s: %(message)s")
+    result = try_seed(seed, kind)
+    print(result.describe() if result.violations else f"{kind} seed {seed} passes")
+    return 1 if result.violations else 0
+
+
+def _parse_count(text: str) -> int:
+    return _parse_number(text, low=1)
+
+
+def _parse_seed(text: str) -> int:
+    return _parse_number(text, low=0)
+
+
+def _parse_number(text: str, *, low: int) -> int:
+    if not (text.isascii() and text.isdigit() and low <= int(text) <= _SEED_MAX):
+        raise argparse.ArgumentTypeError(f"{text!r} is not an integer from {low} to {_SEED_MAX}")
+    return int(text)
 
 
 if __name__ == "__main__":

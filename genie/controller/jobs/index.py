@@ -172,8 +172,17 @@ class JobIndex:
         parts = [found[state].newest_first(before) for state in states if state in found]
         return merge(*parts, key=_descending)
 
-    def oldest_first(self, states: Iterable[JobState]) -> Iterator[Job]:
-        return merge(*(self._by_state[state].oldest_first() for state in states), key=_ascending)
+    def oldest_first(self, states: Iterable[JobState], *, tenant: str | None = None) -> Iterator[Job]:
+        found = self._by_state if tenant is None else self._by_tenant.get(tenant, {})
+        parts = [found[state].oldest_first() for state in states if state in found]
+        return merge(*parts, key=_ascending)
+
+    def finished_counts(self) -> dict[str, int]:
+        """Number of finished jobs by tenant."""
+        return {
+            tenant: sum(len(index.jobs) for state, index in of_tenant.items() if state.is_final)
+            for tenant, of_tenant in self._by_tenant.items()
+        }
 
     def named(self, name: str, tenant: str | None, *, limit: int) -> tuple[list[str], int]:
         """Return the IDs of some jobs with this name, at most `limit`, and how many there are; `tenant` None

@@ -25,6 +25,7 @@ from genie.controller.jobs.changes import (
     JobChanges,
     raise_first_of_all_rows,
 )
+from genie.controller.jobs.history import HistoryExcess, select_excess
 from genie.controller.jobs.index import JobIndex, StagedIndex
 from genie.controller.jobs.outcomes import (
     STOPPING_PREFIX,
@@ -652,7 +653,7 @@ class JobLifecycle:
         return True
 
     async def delete_old(self) -> None:
-        """Delete the oldest finished jobs beyond the limits of the history: count, bytes and age."""
+        """Delete finished jobs beyond the limits of the history: age, number and bytes."""
         while excess := self._excess_history(limit=_DELETE_BATCH_JOBS * _DELETE_BATCHES):
             parts = [
                 excess[start : start + _DELETE_BATCH_JOBS]
@@ -663,17 +664,18 @@ class JobLifecycle:
                     raise outcome
 
     def _excess_history(self, *, limit: int) -> list[Job]:
-        count = sum(self._index.count(state) for state in FINAL_STATES) - self._config.jobs_kept
-        size_bytes = self.space.excess_history_bytes()
-        oldest_at = self._clock.wall_s() - self._config.history_days * 86400
-        excess: list[Job] = []
-        for job in islice(self._index.oldest_first(FINAL_STATES), limit):
-            if count <= 0 and size_bytes <= 0 and (job.ended_at or 0.0) >= oldest_at:
-                break
-            excess.append(job)
-            count -= 1
-            size_bytes -= self.space.size_bytes(job.job_id)
-        return excess
+        excess = HistoryExcess(
+            oldest_at=self._clock.wall_s() - self._config.history_days * 86400,
+            jobs=sum(self._index.count(state) for state in FINAL_STATES) - self._config.jobs_kept,
+            size_bytes=self.space.excess_history_bytes(),
+        )
+        return select_excess(
+            self._index,
+            excess,
+            bytes_of_tenant=self.space.finished_bytes_of_tenant,
+            size_bytes=self.space.size_bytes,
+            limit=limit,
+        )
 
     def _delete(self, jobs: list[Job], txn: Transaction) -> None:
         for job in jobs:

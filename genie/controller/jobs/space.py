@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
+from collections.abc import Mapping
 
 from genie.config import ControllerConfig
 from genie.controller.ledger import Ledger, TableRead
@@ -37,8 +38,9 @@ class JobSpace:
         self._config = config
         self._sizes: dict[str, int] = {}
         self._of_tenant: Counter[str] = Counter()
-        """Of unfinished jobs; finished ones are limited together."""
-        self.finished_bytes = 0
+        """Of unfinished jobs."""
+        self._finished_of_tenant: Counter[str] = Counter()
+        self._finished_bytes = 0
         self.bytes_max = 0
         """Maximum size of the store; 0 before it was measured."""
         self._measured_bytes = self._fragmented_bytes = 0
@@ -97,13 +99,19 @@ class JobSpace:
         limit_bytes = self._config.history_bytes_max
         if self.bytes_max:
             limit_bytes = min(limit_bytes, int(HISTORY_SHARE * self.bytes_max))
-        return self.finished_bytes - limit_bytes // (_HISTORY_DIVISOR_IF_LOW if self.is_low else 1)
+        return self._finished_bytes - limit_bytes // (_HISTORY_DIVISOR_IF_LOW if self.is_low else 1)
+
+    @property
+    def finished_bytes_of_tenant(self) -> Mapping[str, int]:
+        """Space of the finished jobs of each tenant that has any."""
+        return self._finished_of_tenant
 
     def size_bytes(self, job_id: str) -> int:
         return self._sizes.get(job_id, 0)
 
     async def _load(self, read: TableRead[Job]) -> None:
-        self._sizes, self._of_tenant, self.finished_bytes = {}, Counter(), 0
+        self._sizes, self._of_tenant = {}, Counter()
+        self._finished_of_tenant, self._finished_bytes = Counter(), 0
         for count, (job_id, job) in enumerate(read.rows.items()):
             self._add(job_id, job, read.sizes[job_id])
             if count % _SLICE == 0:
@@ -121,16 +129,18 @@ class JobSpace:
     def _add(self, job_id: str, job: Job, size_bytes: int) -> None:
         self._sizes[job_id] = size_bytes
         if job.state.is_final:
-            self.finished_bytes += size_bytes
-        else:
-            self._of_tenant[job.tenant] += size_bytes
+            self._finished_bytes += size_bytes
+        self._counter(job)[job.tenant] += size_bytes
 
     def _remove(self, job_id: str, job: Job) -> int:
         size_bytes = self._sizes.pop(job_id, 0)
         if job.state.is_final:
-            self.finished_bytes -= size_bytes
-            return size_bytes
-        self._of_tenant[job.tenant] -= size_bytes
-        if self._of_tenant[job.tenant] <= 0:
-            del self._of_tenant[job.tenant]
+            self._finished_bytes -= size_bytes
+        counter = self._counter(job)
+        counter[job.tenant] -= size_bytes
+        if counter[job.tenant] <= 0:
+            del counter[job.tenant]
         return size_bytes
+
+    def _counter(self, job: Job) -> Counter[str]:
+        return self._finished_of_tenant if job.state.is_final else self._of_tenant

@@ -98,6 +98,12 @@ async def finish(one: RunningController, owner: Client, count: int, kib: int) ->
         await owner.ask(CancelJob(job_id=job.job_id))
 
 
+async def is_bounded(clock: FakeClock, client: Client) -> bool:
+    """Whether no more than the jobs of 100 KiB that fit into 1 MiB are left, after some time."""
+    await clock.advance(2.0)
+    return len((await client.ask(ListJobs())).jobs) <= 11
+
+
 async def test_history_is_limited_by_bytes_and_by_age(tmp_path: Path) -> None:
     clock = FakeClock()
     async with (
@@ -106,12 +112,7 @@ async def test_history_is_limited_by_bytes_and_by_age(tmp_path: Path) -> None:
     ):
         queued = await owner.submit()
         await finish(one, owner, 20, 100)
-
-        async def is_bounded() -> bool:
-            await clock.advance(2.0)
-            return len((await owner.ask(ListJobs())).jobs) <= 11
-
-        await until(is_bounded)
+        await until(lambda: is_bounded(clock, owner))
         assert len((await owner.ask(ListJobs())).jobs) >= 9, "the newest ones are kept"
         await one.restart()
     async with running_controller(tmp_path, clock=clock, history_days=0.002) as one, one.client() as owner:
@@ -123,6 +124,23 @@ async def test_history_is_limited_by_bytes_and_by_age(tmp_path: Path) -> None:
             return [job.job_id for job in jobs] == [queued.job_id]
 
         await until(is_empty, what="old jobs are deleted, queued ones are not")
+
+
+async def test_tenant_with_large_finished_jobs_does_not_displace_those_of_others(tmp_path: Path) -> None:
+    clock = FakeClock()
+    async with running_controller(tmp_path, clock=clock, history_bytes_max=MIB) as one:
+        red, blue = [await one.token(TokenKind.USER, tenant=name) for name in ("red", "blue")]
+        async with one.client(red) as hostile, one.client(blue) as other:
+            job = await other.submit()
+            await other.ask(CancelJob(job_id=job.job_id))
+            await finish(one, hostile, 20, 100)
+            await until(lambda: is_bounded(clock, hostile))
+            assert (await other.job(job.job_id)).state is JobState.CANCELLED
+        await one.restart()
+        async with one.client(red) as hostile, one.client(blue) as other:
+            await finish(one, hostile, 3, 100)
+            await until(lambda: is_bounded(clock, hostile))
+            assert (await other.job(job.job_id)).state is JobState.CANCELLED
 
 
 async def test_one_tenant_cannot_fill_etcd_with_jobs_or_with_history(

@@ -1,0 +1,86 @@
+"""Selects the finished jobs to delete when the history is full.
+
+Age applies to all jobs alike. Number and bytes are shared fairly: the tenant that uses most loses its oldest
+jobs first, so that a tenant with less than an equal share loses none. Not responsible for deleting them
+(lifecycle.py).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from heapq import heapify, heappop, heapreplace
+from itertools import islice
+
+from genie.controller.jobs.index import JobIndex
+from genie.model.job import FINAL_STATES, Job
+
+
+@dataclass(frozen=True)
+class HistoryExcess:
+    """What must be deleted: all jobs that ended before `oldest_at`, a number of jobs, and bytes. The last two
+    are not positive if the history is within its limits."""
+
+    oldest_at: float
+    jobs: int
+    size_bytes: int
+
+
+def select_excess(
+    index: JobIndex,
+    excess: HistoryExcess,
+    *,
+    bytes_of_tenant: Mapping[str, int],
+    size_bytes: Callable[[str], int],
+    limit: int,
+) -> list[Job]:
+    """Return at most `limit` finished jobs to delete. `bytes_of_tenant`: space of the finished jobs of each
+    tenant; `size_bytes` returns that of a job."""
+    selected: dict[str, Job] = {}
+    for job in islice(index.oldest_first(FINAL_STATES), limit):
+        if (job.ended_at or 0.0) >= excess.oldest_at:
+            break
+        selected[job.job_id] = job
+    jobs_left = excess.jobs - len(selected)
+    bytes_left = excess.size_bytes - sum(map(size_bytes, selected))
+    if bytes_left > 0:
+        usage = Counter(bytes_of_tenant)
+        for job in selected.values():
+            usage[job.tenant] -= size_bytes(job.job_id)
+        for job in _largest_first(index, usage, lambda job: size_bytes(job.job_id), selected):
+            if bytes_left <= 0 or len(selected) >= limit:
+                break
+            selected[job.job_id] = job
+            bytes_left -= size_bytes(job.job_id)
+            jobs_left -= 1
+    if jobs_left > 0:
+        counts = Counter(index.finished_counts())
+        for job in selected.values():
+            counts[job.tenant] -= 1
+        for job in _largest_first(index, counts, lambda job: 1, selected):
+            if jobs_left <= 0 or len(selected) >= limit:
+                break
+            selected[job.job_id] = job
+            jobs_left -= 1
+    return list(selected.values())
+
+
+def _largest_first(
+    index: JobIndex, usage: Mapping[str, int], cost: Callable[[Job], int], skipped: Mapping[str, Job]
+) -> Iterator[Job]:
+    """The oldest finished job of the tenant with the highest usage, which then falls by the cost of the job,
+    and so on. Jobs in `skipped` are left out."""
+    heap = [(-used, tenant) for tenant, used in usage.items()]
+    heapify(heap)
+    iterators: dict[str, Iterator[Job]] = {}
+    while heap:
+        used, tenant = heap[0]
+        if tenant not in iterators:
+            iterators[tenant] = index.oldest_first(FINAL_STATES, tenant=tenant)
+        job = next((each for each in iterators[tenant] if each.job_id not in skipped), None)
+        if job is None:
+            heappop(heap)
+        else:
+            heapreplace(heap, (used + cost(job), tenant))
+            yield job

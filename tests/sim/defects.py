@@ -1,0 +1,360 @@
+"""Defects to plant into the code under simulation. Each removes a safeguard, and names a seed that needs it.
+
+The seed passes without the defect and fails with it (test_planted.py). If a change of the code or of the
+simulation moves the events of a run so that its seed no longer needs the safeguard, another one is found by
+`python -m tests.sim.defects "NAME" --seeds 40`. If none is found, the simulation no longer sees the defect.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import errno
+import logging
+import os
+from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from genie.agent.jobs import NodeJobs
+from genie.controller.connection import CONNECTIONS_OF_TOKEN_MAX
+from genie.controller.controller import Controller
+from genie.controller.jobs.changes import JobChange
+from genie.controller.jobs.index import JobIndex
+from genie.controller.jobs.lifecycle import JobLifecycle
+from genie.controller.jobs.space import JobSpace
+from genie.controller.ledger import Ledger
+from genie.controller.nodes.agents import Agents
+from genie.controller.request_limits import RequestLimits, TokenUsage
+from genie.controller.requests.open_waits import OpenWaits
+from genie.errors import StoreFullError
+from genie.hardware.host import DiskSpace
+from genie.model.job import FINAL_STATES, Job, JobState, parse_worker_unit
+from genie.model.messages import ExitReport, Message
+from genie.model.tenant import TokenKind
+from genie.processes import files
+from genie.runtime import wire
+from genie.runtime.rpc import Peer
+from genie.sim.disk import SimDisk
+from genie.sim.processes import SimLauncher, exit_report
+from tests.sim.run import temporary_directory
+from tests.sim.scenario import run_seed
+
+Plant = Callable[[pytest.MonkeyPatch], None]
+
+
+@dataclass(frozen=True)
+class Defect:
+    """A defect, and seeds that pass without it. With it, the violations of one of them contain `text`. There
+    are several where few seeds detect it, so that not every change of the code requires new ones."""
+
+    plant: Plant
+    kind: str
+    faults: tuple[str, ...]
+    seeds: tuple[int, ...]
+    text: str
+
+
+# -- rows and steps ---------------------------------------------------------------------------------
+
+
+def _plant_failing_exits(patch: pytest.MonkeyPatch) -> None:
+    """One exit that cannot be stored fails the whole heartbeat."""
+
+    async def record_exits(
+        self: JobLifecycle, node_id: str, reports: Sequence[ExitReport]
+    ) -> list[ExitReport]:
+        units = ((report, *parse_worker_unit(report.job_id)) for report in reports)
+        exits = (
+            JobChange(job_id, partial(self._exit, node_id, report, rank)) for report, job_id, rank in units
+        )
+        builds = (partial(change.stage, self._ledger.jobs) for change in exits)
+        for outcome in await self._ledger.write_each(builds):
+            if isinstance(outcome, Exception):
+                raise outcome
+        return list(reports)
+
+    patch.setattr(JobLifecycle, "record_exits", record_exits)
+
+
+def _plant_rows_that_cannot_be_ended(patch: pytest.MonkeyPatch) -> None:
+    """A job whose row has become too large keeps its accelerators."""
+    patch.setattr("genie.controller.jobs.changes.shrink_oversized_job", lambda job: job)
+
+
+def _plant_forgotten_requests(patch: pytest.MonkeyPatch) -> None:
+    """A repeated submission creates another job."""
+    patch.setattr(JobLifecycle, "find_request", lambda self, tenant, request_id: None)
+
+
+# -- limits -----------------------------------------------------------------------------------------
+
+
+def _plant_blocking_reader(patch: pytest.MonkeyPatch) -> None:
+    """Replies wait for requests, closing a connection does, too, and waits are unlimited."""
+    blocked: set[Peer] = set()
+
+    async def read(self: Peer, tasks: asyncio.TaskGroup) -> None:
+        while True:
+            frame = await self.channel.receive()
+            if frame.kind is wire.FrameKind.REQUEST:
+                while self._in_flight >= 128:
+                    blocked.add(self)
+                    await asyncio.sleep(0.05)
+                self._in_flight += 1
+                tasks.create_task(self._reply_to(frame))
+            elif (future := self._pending_calls.get(frame.call_id)) is not None and not future.done():
+                future.set_result(frame)
+
+    real_run = Peer.run
+
+    async def run(self: Peer) -> None:
+        try:
+            await real_run(self)
+        finally:
+            if self in blocked:
+                await asyncio.sleep(10.0)  # closing waits for the requests in flight
+
+    patch.setattr(Peer, "_read_frames", read)
+    patch.setattr(Peer, "run", run)
+    patch.setattr(OpenWaits, "_hold", lambda self, limits: nullcontext(True))
+
+
+def _plant_unlimited_requests(patch: pytest.MonkeyPatch) -> None:
+    async def run(
+        self: RequestLimits,
+        usage: TokenUsage,
+        request: Message,
+        handle: Callable[[], Awaitable[Message]],
+        **options: object,
+    ) -> Message:
+        return await handle()
+
+    patch.setattr(RequestLimits, "charge", lambda self, usage, request, **options: None)
+    patch.setattr(RequestLimits, "run", run)
+
+
+def _plant_unlimited_space(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(JobSpace, "check_submission", lambda self, tenant: None)
+
+
+def _plant_unfair_history(patch: pytest.MonkeyPatch) -> None:
+    """The oldest finished jobs of all tenants are deleted."""
+
+    def largest_first(
+        index: JobIndex, usage: object, cost: object, skipped: Collection[str]
+    ) -> Iterator[Job]:
+        return (job for job in index.oldest_first(FINAL_STATES) if job.job_id not in skipped)
+
+    patch.setattr("genie.controller.jobs.history._largest_first", largest_first)
+
+
+def _plant_unpinned_blobs(patch: pytest.MonkeyPatch) -> None:
+    """A tenant can evict the new blobs of others."""
+    patch.setattr("genie.controller.jobs.blobs.PINNED_S", 0.0)
+
+
+def _plant_unlimited_connections(patch: pytest.MonkeyPatch) -> None:
+    patch.setitem(CONNECTIONS_OF_TOKEN_MAX, TokenKind.USER, 1_000_000)
+
+
+def _plant_impatient_confirmations(patch: pytest.MonkeyPatch) -> None:
+    """A worker asks again and again whether the others are ready."""
+    patch.setattr("genie.agent.jobs.CONFIRM_WAIT_S", 0.0)
+    patch.setattr("genie.agent.jobs.RETRY_S_MAX", 0.2)
+
+
+def _plant_retries_without_backoff(patch: pytest.MonkeyPatch) -> None:
+    """A worker repeats its request at a constant rate while the store is unavailable."""
+    patch.setattr("genie.agent.jobs.RETRY_S_MAX", 0.2)
+
+
+# -- terms ------------------------------------------------------------------------------------------
+
+
+def _plant_lease_not_renewed_while_loading(patch: pytest.MonkeyPatch) -> None:
+    async def lead(self: Controller) -> bool:
+        self._has_term_begun = False
+        if not await self._try_begin_term():
+            await self._election.resign()
+            return False
+        patched = partial(_true)
+        self._try_begin_term = patched  # type: ignore[method-assign]
+        try:
+            async with asyncio.TaskGroup() as group:
+                term = group.create_task(self._run_term())
+                await self._election.hold()
+                term.cancel()
+        finally:
+            del self._try_begin_term
+        return self._has_term_begun
+
+    patch.setattr(Controller, "_lead", lead)
+
+
+def _plant_outdated_tables(patch: pytest.MonkeyPatch) -> None:
+    """A new leader answers from the tables of its previous term while it loads."""
+
+    async def load(self: Ledger) -> None:
+        async with self._store_lock:
+            await self._load()
+
+    patch.setattr(Ledger, "load", load)
+    patch.setattr(Ledger, "unload", lambda self: None)
+    patch.setattr(Ledger, "is_current", property(lambda self: self.is_loaded and self._election.is_leading))
+
+
+def _plant_wall_clock_limits(patch: pytest.MonkeyPatch) -> None:
+    def exceeding(self: Agents) -> list[Job]:
+        now = self._clock.wall_s()
+        return [job for job in self._jobs.in_states(JobState.RUNNING) if _is_late(job, now)]
+
+    patch.setattr(Agents, "exceeding_time_limit", exceeding)
+
+
+# -- disks and processes ----------------------------------------------------------------------------
+
+
+def _plant_disk_on_event_loop(patch: pytest.MonkeyPatch) -> None:
+    """The agent waits for its disk, and does nothing else meanwhile."""
+    real = SimDisk.__call__
+
+    async def call(self: SimDisk, work: Callable[[], Any], *, writes: bool = False) -> Any:
+        if self.delay_s:
+            self._world.pause(self._host, self.delay_s)
+        return await real(self, work, writes=writes)
+
+    patch.setattr(SimDisk, "__call__", call)
+
+
+def _plant_writes_that_are_not_durable(patch: pytest.MonkeyPatch) -> None:
+    def write(path: Path, data: bytes) -> None:
+        files.make_private_directory(path.parent)
+        try:
+            path.write_bytes(data)
+        except OSError as error:
+            raise StoreFullError(f"cannot write {path}: {os.strerror(error.errno or errno.EIO)}") from error
+
+    patch.setattr(files, "write_private", write)
+
+
+def _plant_exits_of_lingering_jobs(patch: pytest.MonkeyPatch) -> None:
+    """A job ends with its command, although one of its processes still uses the accelerator."""
+
+    def exits(self: SimLauncher) -> list[ExitReport]:
+        ended = [one for one in self._mine.values() if not one.alive or one.lingers_until_s is not None]
+        for process in ended:
+            del self._mine[process.job_id]
+        return [exit_report(process, now_s=self._world.now_s) for process in ended]
+
+    async def wait_exit(self: SimLauncher) -> None:
+        await asyncio.sleep(0.2)
+
+    patch.setattr(SimLauncher, "exits", exits)
+    patch.setattr(SimLauncher, "wait_exit", wait_exit)
+    patch.setattr(NodeJobs, "_accelerator_conflict", lambda self, launch: "")
+
+
+def _plant_full_disk_as_fault_of_the_job(patch: pytest.MonkeyPatch) -> None:
+    """A node with a full disk gets launches, and rejects them as if the job were the reason."""
+    patch.setattr("genie.agent.jobs.is_node_fault", lambda error: False)
+    patch.setattr(SimDisk, "space", lambda self, path: DiskSpace(total_bytes=1 << 40, free_bytes=1 << 39))
+
+
+DEFECTS = {
+    "failing exits": Defect(
+        _plant_failing_exits, "hostile", ("stored_oversized_row",), (5, 15), "without a fault"
+    ),
+    "rows that cannot be ended": Defect(
+        _plant_rows_that_cannot_be_ended, "hostile", ("stored_oversized_row",), (0,), "held without a process"
+    ),
+    "forgotten requests": Defect(_plant_forgotten_requests, "store", ("lose_reply",), (1,), "submissions"),
+    "forgotten requests, duplicated frames": Defect(
+        _plant_forgotten_requests, "network", ("duplicate",), (1,), "submissions"
+    ),
+    "blocking reader": Defect(_plant_blocking_reader, "hostile", ("log_waits",), (1, 5), "without a fault"),
+    "unlimited requests": Defect(
+        _plant_unlimited_requests, "hostile", ("request_flood",), (5, 7), "without a fault"
+    ),
+    "unlimited space": Defect(_plant_unlimited_space, "hostile", ("fill_store",), (0,), "the store is full"),
+    "unfair history": Defect(_plant_unfair_history, "hostile", ("fill_store",), (0,), "was deleted"),
+    "unpinned blobs": Defect(_plant_unpinned_blobs, "hostile", ("upload_blobs",), (0,), "was evicted"),
+    "unlimited connections": Defect(
+        _plant_unlimited_connections, "hostile", ("connection_flood",), (0,), "a client waited"
+    ),
+    "impatient confirmations": Defect(
+        _plant_impatient_confirmations, "disk", ("slow_disk",), (2, 11), "requests in"
+    ),
+    "retries without backoff": Defect(
+        _plant_retries_without_backoff, "disk", ("slow_disk", "lose_store"), (5, 7), "requests in"
+    ),
+    "lease not renewed while loading": Defect(
+        _plant_lease_not_renewed_while_loading, "disk", ("slow_load",), (2, 3), "no controller has led"
+    ),
+    "outdated tables": Defect(_plant_outdated_tables, "store", ("fail_back",), (1,), "has disappeared"),
+    "wall clock limits": Defect(
+        _plant_wall_clock_limits, "time", ("step_controller",), (0,), "exceeded its time limit"
+    ),
+    "disk on event loop": Defect(
+        _plant_disk_on_event_loop, "disk", ("slow_disk",), (4, 5), "without a fault"
+    ),
+    "full disk as fault of the job": Defect(
+        _plant_full_disk_as_fault_of_the_job, "disk", ("full_disk",), (0,), "without a fault"
+    ),
+    "writes that are not durable": Defect(
+        _plant_writes_that_are_not_durable, "disk", ("torn_write",), (0,), "could not read"
+    ),
+    "exits of lingering jobs": Defect(
+        _plant_exits_of_lingering_jobs, "hostile", ("unkillable",), (0,), "overallocated"
+    ),
+}
+
+
+def find_violations(defect: Defect, seed: int, *, planted: bool) -> list[str]:
+    """Run a seed with or without the defect, with its faults only."""
+    with temporary_directory() as directory, pytest.MonkeyPatch.context() as patch:
+        if planted:
+            defect.plant(patch)
+        try:
+            return run_seed(seed, defect.kind, directory, faults=defect.faults)
+        except (Exception, BaseExceptionGroup) as error:  # a defect may end a controller or an agent
+            return [repr(error)]
+
+
+async def _true() -> bool:
+    return True
+
+
+def _is_late(job: Job, now: float) -> bool:
+    limit_s = job.spec.constraints.time_limit_s
+    return limit_s is not None and job.started_at is not None and now > job.started_at + limit_s
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.sim.defects", description="Find seeds that detect a planted defect."
+    )
+    parser.add_argument("name", choices=DEFECTS, help="name of the defect")
+    parser.add_argument("--seeds", type=int, default=20, metavar="N", help="number of seeds (default: 20)")
+    options = parser.parse_args()
+    logging.getLogger("genie").setLevel(logging.CRITICAL)
+    defect, detecting = DEFECTS[options.name], []
+    for seed in range(options.seeds):
+        if clean := find_violations(defect, seed, planted=False):
+            print(f"seed {seed} fails without the defect: {clean[0][:200]}")
+            continue
+        found = find_violations(defect, seed, planted=True)
+        if any(defect.text in violation for violation in found):
+            detecting.append(seed)
+        elif found:
+            print(f"seed {seed} has other violations: {found[0][:200]}")
+    print(f"{len(detecting)} of {options.seeds} seeds detect it: {detecting}")
+
+
+if __name__ == "__main__":
+    main()
