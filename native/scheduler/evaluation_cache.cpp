@@ -33,26 +33,27 @@ Evaluation ClassEvaluations::best_of(int block) const {
   return at(best);
 }
 
-Evaluation ClassEvaluations::best_of(int block, uint64_t among) const {
-  Evaluation best = block_best[block];
-  if (!best.fits() || (among >> (best.node % kBlock) & 1) != 0) return best;
-  best = {};
+// Compares costs first: few nodes are better, so the branch is predicted and ties are rarely read.
+void ClassEvaluations::improve(Evaluation& best, int block, uint64_t among) const {
+  const double* costs = cost.data() + static_cast<size_t>(block) * kBlock;
   for (; among != 0; among &= among - 1) {
-    const Evaluation other = at(block * kBlock + std::countr_zero(among));
-    if (other.fits() && other.is_better(best)) best = other;
+    const int offset = std::countr_zero(among);
+    if (costs[offset] > best.cost) continue;
+    const Evaluation found = at(block * kBlock + offset);
+    if (found.fits() && found.is_better(best)) best = found;
   }
-  return best;
 }
 
 std::optional<Choice> EvaluationCache::best(const Cluster& cluster, Policy& policy, int request_class,
                                             uint32_t tenant, const NodeSet* among) {
   const ClassEvaluations& evaluations = current(cluster, policy, request_class, tenant);
   Evaluation best;
-  for (int block = 0; block < static_cast<int>(evaluations.block_best.size()); ++block) {
-    if (!evaluations.block_best[block].is_better(best)) continue;
-    const Evaluation found =
-        among == nullptr ? evaluations.block_best[block] : evaluations.best_of(block, among->word(block));
-    if (found.fits() && found.is_better(best)) best = found;
+  for (const Evaluation& found : evaluations.block_best) {
+    if (found.is_better(best) && (among == nullptr || among->has(found.node))) best = found;
+  }
+  // A block whose best node is better, but not allowed, may have another one.
+  for (int block = 0; among != nullptr && block < static_cast<int>(evaluations.block_best.size()); ++block) {
+    if (evaluations.block_best[block].is_better(best)) evaluations.improve(best, block, among->word(block));
   }
   if (!best.fits()) return std::nullopt;
   return Choice{best.node, evaluations.gpus[best.node]};

@@ -49,8 +49,8 @@ struct ClassEvaluations {
   Evaluation at(int node) const { return {cost[node], tie[node], node}; }
   // The best node of a block; one that does not fit if none does.
   Evaluation best_of(int block) const;
-  // The best of these nodes of a block.
-  Evaluation best_of(int block, uint64_t among) const;
+  // Replaces `best` by the best of these nodes of a block if that is better.
+  void improve(Evaluation& best, int block, uint64_t among) const;
 };
 
 class EvaluationCache {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
@@ -430,7 +431,7 @@ async def test_an_incomplete_refresh_is_continued_in_the_same_pass(
         for gpus in (1, 2, 3):
             await owner.submit_spec(job_spec(gpus=gpus))
             await a.start_next()
-        await until(lambda: ("incomplete", "complete") in zip(events, events[1:], strict=False))
+        await until(lambda: ("incomplete", "complete") in itertools.pairwise(events))
 
 
 # -- limits -----------------------------------------------------------------------------------------
