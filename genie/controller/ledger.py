@@ -217,7 +217,7 @@ class Transaction:
         if staged is not None:
             row: _Row | None = staged[2]
             return row
-        return table.get(row_id)
+        return table._rows.get(row_id)
 
     def next_number(self, counter: str) -> int:
         """Return a number higher than every number of this counter in a committed transaction."""

@@ -78,14 +78,12 @@ class Peer:
         """Size of the last request, when the handler is called with it."""
         self._sending = asyncio.Lock()
         self._closed = asyncio.Event()
+        self.is_closed = False
+        """Whether `_closed` is set. An attribute: a controller reads it of every node in each pass."""
 
     @property
     def name(self) -> str:
         return self.channel.peer
-
-    @property
-    def is_closed(self) -> bool:
-        return self._closed.is_set()
 
     @property
     def is_idle(self) -> bool:
@@ -174,7 +172,7 @@ class Peer:
         except* TransportError as group:
             lost = first_error(group)
         finally:
-            self._closed.set()
+            self._set_closed()
             self.channel.close()
             for future in self._calls.values():
                 if not future.done():
@@ -182,8 +180,12 @@ class Peer:
                     future.exception()
 
     def close(self) -> None:
-        self._closed.set()
+        self._set_closed()
         self.channel.close()
+
+    def _set_closed(self) -> None:
+        self.is_closed = True
+        self._closed.set()
 
     async def _read(self, tasks: asyncio.TaskGroup) -> None:
         """Reads all frames as they arrive: replies must never wait for requests."""
